@@ -1,0 +1,137 @@
+"""Norms, rotary positions and dense causal attention."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specjax.models.base import RopeConfig
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Normalises the last axis by its root mean square.
+
+    In float32, cast back before the weight is applied: the order of Llama-type
+    models, visible only in bfloat16.
+    """
+    wide = x.astype(jnp.float32)
+    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return scaled.astype(x.dtype) * weight
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
+    """Normalises the last axis by mean and variance, in float32."""
+    wide = x.astype(jnp.float32)
+    centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    scaled = centred * jax.lax.rsqrt(
+        jnp.mean(centred * centred, axis=-1, keepdims=True) + eps
+    )
+    return scaled.astype(x.dtype) * weight + bias
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Returns radians per position f64[head_dim // 2] and the factor on cos and sin.
+
+    Raises:
+      ValueError: a kind that depends on the current length, or is unknown.
+
+    Source: the formula published with Llama 3.1 (llama3) and Peng et al. 2023,
+    arXiv:2309.00071 (yarn).
+    """
+    frequencies = rope.theta ** (
+        -np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    )
+    if rope.kind == "default":
+        return frequencies, 1.0
+    if rope.kind == "linear":
+        return frequencies / rope.factor, 1.0
+    if rope.kind == "llama3":
+        wavelength = 2 * math.pi / frequencies
+        original = rope.original_max_position_embeddings
+        blend = (original / wavelength - rope.low_freq_factor) / (
+            rope.high_freq_factor - rope.low_freq_factor
+        )
+        blend = np.clip(blend, 0.0, 1.0)
+        return (1 - blend) * frequencies / rope.factor + blend * frequencies, 1.0
+    if rope.kind == "yarn":
+        low, high = (
+            _yarn_dimension(rope, head_dim, beta)
+            for beta in (rope.beta_fast, rope.beta_slow)
+        )
+        if rope.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        ramp = np.clip(
+            (np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0
+        )
+        amplitude = rope.attention_factor
+        if amplitude is None:
+            amplitude = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+        return frequencies / rope.factor * ramp + frequencies * (1 - ramp), amplitude
+    raise ValueError(
+        f"rope type {rope.kind!r} is not supported; expected default, linear, llama3 or yarn. A type that "
+        "depends on the current length (dynamic) would change keys that are already cached."
+    )
+
+
+def _yarn_dimension(rope: RopeConfig, head_dim: int, rotations: float) -> float:
+    """Returns the dimension that turns `rotations` times over the original context."""
+    original = rope.original_max_position_embeddings
+    return (
+        head_dim
+        * math.log(original / (2 * math.pi * rotations))
+        / (2 * math.log(rope.theta))
+    )
+
+
+def rope_tables(
+    rope: RopeConfig, head_dim: int, positions: Array
+) -> tuple[Array, Array]:
+    """Returns cos and sin f32[..., 1, head_dim // 2] for positions i32[...]."""
+    frequencies, amplitude = rope_frequencies(rope, head_dim)
+    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(
+        frequencies, jnp.float32
+    )
+    return jnp.cos(angles)[..., None, :] * amplitude, jnp.sin(angles)[
+        ..., None, :
+    ] * amplitude
+
+
+def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
+    """Rotates the halves of x [..., heads, head_dim] against each other, in float32."""
+    cos, sin = tables
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin], axis=-1
+    )
+    return turned.astype(x.dtype)
+
+
+def dense_causal_attention(
+    q: Array, k: Array, v: Array, *, scale: float, window: int | None = None
+) -> Array:
+    """Attention of whole sequences without a cache: training, and the reference of tests.
+
+    Args:
+      q: [batch, length, heads, head_dim]; k, v: [batch, length, kv_heads, head_dim].
+      window: how many tokens back a query sees, itself included; None is all.
+
+    Returns:
+      [batch, length, heads, head_dim], in q's dtype; scores and softmax in float32.
+    """
+    batch, length, heads, head_dim = q.shape
+    kv_heads = k.shape[-2]
+    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+    scores = (
+        jnp.einsum("blkgd,bmkd->bkglm", grouped, k, preferred_element_type=jnp.float32)
+        * scale
+    )
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
+    visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    out = jnp.einsum("bkglm,bmkd->blkgd", weights.astype(v.dtype), v)
+    return out.reshape(batch, length, heads, head_dim)
