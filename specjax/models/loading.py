@@ -1,0 +1,334 @@
+"""A folder in Hugging Face format to a Model.
+
+Every name and shape is checked before a weight is read. Each tensor is then
+copied once, from the memory map to its place on the default device, transposed
+to [in, out] and cast on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from specjax.models.base import Model, ModelConfig, Params
+from specjax.models.hf_config import read_config
+from specjax.models.safetensors import open_folder
+from specjax.tokenization import Tokenizer
+
+_DEMO_WEIGHTS = Path(__file__).resolve().parents[1] / "demo" / "weights"
+_DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft"}
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_MOST_NAMES_LISTED = 10
+
+
+def load_model(
+    path: str | os.PathLike[str],
+    *,
+    dtype: DTypeLike | None = None,
+    name: str | None = None,
+) -> Model:
+    """Loads a model of the llama, qwen2, qwen3, mistral, granite or gpt2 family.
+
+    Args:
+      path: a folder with config.json and safetensors; "demo" or "demo-draft", the
+        small models inside the package; else a name on the Hugging Face Hub, which
+        needs `specjax[hub]`.
+      dtype: of every weight; by default float32 on CPU and bfloat16 elsewhere.
+      name: what messages and reports call the model; by default `path`'s last part.
+
+    Returns:
+      The model, on the default device; `tokenizer` is None without tokenizer.json.
+
+    Raises:
+      FileNotFoundError: the folder, its config.json or a weight file is absent.
+      ValueError: a file is corrupt, the model is not supported, or tensors are
+        missing, of another shape, or left over in a layer.
+    """
+    folder = resolve_folder(path)
+    config, generation_defaults = read_config(folder)
+    return Model(
+        config=config,
+        params=load_params(folder, config, dtype=dtype),
+        tokenizer=Tokenizer.from_folder(folder),
+        name=name or Path(path).name or folder.resolve().name,
+        generation_defaults=generation_defaults,
+    )
+
+
+def load_params(
+    folder: str | os.PathLike[str],
+    config: ModelConfig,
+    *,
+    dtype: DTypeLike | None = None,
+) -> Params:
+    """Returns the weights of a folder as the pytree that `config`'s architecture takes."""
+    dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
+    tensors = open_folder(Path(folder))
+    if config.architecture == "gpt2":
+        # Re-saved files carry the prefix, the first published ones do not.
+        prefix = "" if "wte.weight" in tensors else "transformer."
+        sources = _gpt2_sources(config, prefix)
+    else:
+        sources = _skeleton_sources(config)
+    _check(sources, tensors, config, Path(folder))
+    return jax.tree.map(lambda source: source.read(tensors, dtype), sources)
+
+
+def check_same_vocabulary(target: Model, draft: Model) -> None:
+    """Raises ValueError unless a token id means the same to both models.
+
+    Vocabulary sizes must be equal; so must the tokenizers' vocabularies when both have one.
+    """
+    target_size, draft_size = target.config.vocab_size, draft.config.vocab_size
+    names = f"target {target.name!r} and draft {draft.name!r}"
+    if target_size != draft_size:
+        raise ValueError(
+            f"{names} have vocabularies of {target_size} and {draft_size} tokens; expected equal sizes. "
+            "Choose a draft of the target's family and size of vocabulary."
+        )
+    if target.tokenizer is None or draft.tokenizer is None:
+        return
+    ours, theirs = target.tokenizer.vocabulary(), draft.tokenizer.vocabulary()
+    if ours != theirs:
+        example = min(token for token, _ in ours.items() ^ theirs.items())
+        raise ValueError(
+            f"{names} number tokens differently: {example!r} is {ours.get(example)} and "
+            f"{theirs.get(example)}. Choose a draft with the target's tokenizer."
+        )
+
+
+def default_dtype() -> np.dtype:
+    """Returns float32 on CPU, bfloat16 on an accelerator."""
+    is_cpu = jax.default_backend() == "cpu"
+    return jnp.dtype(jnp.float32 if is_cpu else jnp.bfloat16)
+
+
+def resolve_folder(path: str | os.PathLike[str]) -> Path:
+    """Returns the local folder that a path, a demo name or a name on the Hub stands for.
+
+    Raises:
+      FileNotFoundError: there is no such folder, and it cannot be fetched.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise FileNotFoundError(
+            f"{folder} is a file; give the folder that holds config.json and model.safetensors."
+        )
+    name = os.fspath(path)
+    if name in _DEMO_FOLDERS:
+        folder = _DEMO_WEIGHTS / _DEMO_FOLDERS[name]
+        if folder.is_dir():
+            return folder
+        raise FileNotFoundError(
+            f"the package holds no weights for {name!r} (expected {folder}); reinstall specjax."
+        )
+    if not _HUB_NAME.fullmatch(name):
+        raise FileNotFoundError(
+            f"there is no folder {name!r}; give a folder in Hugging Face format."
+        )
+    return _fetch(name)
+
+
+def _fetch(name: str) -> Path:
+    """Returns the local copy of a repository on the Hugging Face Hub."""
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise FileNotFoundError(
+            f"there is no folder {name!r}, and fetching it from the Hugging Face Hub needs "
+            "huggingface_hub: pip install 'specjax[hub]', or give a folder."
+        ) from error
+    try:
+        fetched = snapshot_download(
+            name,
+            allow_patterns=["*.json", "*.jinja", "*.safetensors"],
+            ignore_patterns=["original/*", "consolidated*"],
+        )
+    except Exception as error:  # The library's errors share no base class.
+        raise FileNotFoundError(
+            f"there is no folder {name!r}, and fetching it from the Hugging Face Hub failed "
+            f"({type(error).__name__}: {error}); give a folder, or check name and network."
+        ) from error
+    return Path(fetched)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where a weight comes from; a leaf of the tree that becomes the params."""
+
+    name: str
+    shape: tuple[int, ...]  # in the file
+    is_transposed: bool = False  # stored [out, in]
+    columns: slice = slice(None)  # which part of the last axis, in the file
+
+    def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array:
+        tensor = tensors[self.name][..., self.columns]
+        if self.is_transposed or tensor.dtype != dtype:
+            return _convert(tensor, self.is_transposed, dtype)
+        # jit and device_put may keep the memory map itself on CPU, where a later
+        # change of the file would change the model.
+        return jnp.array(tensor, copy=True)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _convert(tensor: Array, is_transposed: bool, dtype: np.dtype) -> Array:
+    return (tensor.T if is_transposed else tensor).astype(dtype)
+
+
+def _skeleton_sources(config: ModelConfig) -> dict[str, Any]:
+    """The tree of `specjax.models.llama`, with the tensor names of the skeleton."""
+    d, f, hd = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_heads * hd, config.num_kv_heads * hd
+    kernels = {
+        "q_proj": ("self_attn.q_proj", d, q_size, config.qkv_bias),
+        "k_proj": ("self_attn.k_proj", d, kv_size, config.qkv_bias),
+        "v_proj": ("self_attn.v_proj", d, kv_size, config.qkv_bias),
+        "o_proj": ("self_attn.o_proj", q_size, d, config.o_bias),
+        "gate_proj": ("mlp.gate_proj", d, f, config.mlp_bias),
+        "up_proj": ("mlp.up_proj", d, f, config.mlp_bias),
+        "down_proj": ("mlp.down_proj", f, d, config.mlp_bias),
+    }
+    norms = {
+        "input_norm": ("input_layernorm", d),
+        "post_attention_norm": ("post_attention_layernorm", d),
+    }
+    if config.qk_norm:
+        norms |= {
+            "q_norm": ("self_attn.q_norm", hd),
+            "k_norm": ("self_attn.k_norm", hd),
+        }
+
+    def layer(prefix: str) -> dict[str, _Source]:
+        weights = {
+            key: _Source(f"{prefix}{name}.weight", (size,))
+            for key, (name, size) in norms.items()
+        }
+        for key, (name, size_in, size_out, has_bias) in kernels.items():
+            shape = (size_out, size_in)
+            weights[key] = _Source(f"{prefix}{name}.weight", shape, is_transposed=True)
+            if has_bias:
+                weights[f"{key}_bias"] = _Source(f"{prefix}{name}.bias", (size_out,))
+        return weights
+
+    sources: dict[str, Any] = {
+        "embed_tokens": _Source("model.embed_tokens.weight", (config.vocab_size, d)),
+        "layers": tuple(layer(f"model.layers.{i}.") for i in range(config.num_layers)),
+        "norm": _Source("model.norm.weight", (d,)),
+    }
+    if not config.tie_word_embeddings:
+        shape = (config.vocab_size, d)
+        sources["lm_head"] = _Source("lm_head.weight", shape, is_transposed=True)
+    return sources
+
+
+def _gpt2_sources(config: ModelConfig, prefix: str) -> dict[str, Any]:
+    """The tree of `specjax.models.gpt2`, whose files store kernels [in, out]."""
+    d, f = config.hidden_size, config.intermediate_size
+    thirds = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
+    kernels = {
+        "o_proj": ("attn.c_proj", d, d),
+        "up_proj": ("mlp.c_fc", d, f),
+        "down_proj": ("mlp.c_proj", f, d),
+    }
+
+    def norm(key: str, name: str) -> dict[str, _Source]:
+        return {
+            key: _Source(f"{name}.weight", (d,)),
+            f"{key}_bias": _Source(f"{name}.bias", (d,)),
+        }
+
+    def layer(prefix: str) -> dict[str, _Source]:
+        weights = norm("input_norm", f"{prefix}ln_1")
+        weights |= norm("post_attention_norm", f"{prefix}ln_2")
+        for key, third in thirds.items():
+            name, columns = f"{prefix}attn.c_attn", slice(third * d, (third + 1) * d)
+            weights[key] = _Source(f"{name}.weight", (d, 3 * d), columns=columns)
+            weights[f"{key}_bias"] = _Source(f"{name}.bias", (3 * d,), columns=columns)
+        for key, (name, size_in, size_out) in kernels.items():
+            weights[key] = _Source(f"{prefix}{name}.weight", (size_in, size_out))
+            weights[f"{key}_bias"] = _Source(f"{prefix}{name}.bias", (size_out,))
+        return weights
+
+    return {
+        "embed_tokens": _Source(f"{prefix}wte.weight", (config.vocab_size, d)),
+        "embed_positions": _Source(
+            f"{prefix}wpe.weight", (config.max_position_embeddings, d)
+        ),
+        "layers": tuple(layer(f"{prefix}h.{i}.") for i in range(config.num_layers)),
+        **norm("norm", f"{prefix}ln_f"),
+    }
+
+
+def _check(
+    sources: Any, tensors: Mapping[str, np.ndarray], config: ModelConfig, folder: Path
+) -> None:
+    """Raises ValueError unless the tensors are those that the model needs."""
+    needed = {source.name: source.shape for source in jax.tree.leaves(sources)}
+    missing = [name for name in needed if name not in tensors]
+    if missing:
+        hint = ""
+        if "lm_head.weight" in missing:
+            hint = " A model whose head is its embedding says tie_word_embeddings: true in config.json."
+        raise ValueError(
+            f"{folder} lacks {len(missing)} of the {len(needed)} tensors of a {config.family} model with "
+            f"{config.num_layers} layers: {_listed(missing)}. Give the folder of a whole "
+            f"{config.family} model, or correct its config.json.{hint}"
+        )
+    wrong = [
+        f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
+        for name, shape in needed.items()
+        if tensors[name].shape != shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"{folder} holds {len(wrong)} tensors of other shapes than its config.json says: "
+            f"{_listed(wrong)}. Weights and config.json are of different models."
+        )
+    left_over = [*_unused_in_layers(tensors, needed)]
+    if left_over:
+        raise ValueError(
+            f"{folder} holds {len(left_over)} tensors in layers of a {config.family} model that has no use "
+            f"for them: {_listed(left_over)}. Leaving them out would change the output; correct the "
+            "options in config.json (attention_bias, mlp_bias) or give a supported model."
+        )
+
+
+def _unused_in_layers(
+    tensors: Mapping[str, np.ndarray], needed: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yields names inside the layers that run which are neither needed nor known to be idle.
+
+    Rotary tables and GPT-2's causal masks are computed here; scales of a quantised
+    cache do not apply. Layers past the last (multi-token prediction) do not run.
+    """
+    layer = re.compile(r"^((?:model\.layers|(?:transformer\.)?h)\.\d+\.)")
+    idle = re.compile(r"(rotary_emb\.\w+|attn\.(masked_)?bias|\.[kv]_scale)$")
+    layers = {match[1] for name in needed if (match := layer.match(name))}
+    for name in tensors:
+        match = layer.match(name)
+        if (
+            match
+            and match[1] in layers
+            and name not in needed
+            and not idle.search(name)
+        ):
+            yield name
+
+
+def _listed(items: list[str]) -> str:
+    shown = ", ".join(items[:_MOST_NAMES_LISTED])
+    left = len(items) - _MOST_NAMES_LISTED
+    return f"{shown} and {left} more" if left > 0 else shown

@@ -1,0 +1,232 @@
+"""Text to token ids and back, from the files of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.sandbox
+import tokenizers
+
+Message = Mapping[str, Any]
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with the special tokens and chat template of its folder."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ):
+        """Wraps a tokenizer.
+
+        Args:
+          tokenizer: changed here: padding and truncation are switched off.
+          special_tokens: from "bos_token", "eos_token", ... to the token's text.
+          chat_template: a jinja template over `messages`, None when there is none.
+        """
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self.backend = tokenizer
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer | None:
+        """Returns the tokenizer of a folder, None when it holds no tokenizer.json.
+
+        Raises:
+          ValueError: tokenizer.json or tokenizer_config.json is corrupt.
+        """
+        folder = Path(path)
+        if not (folder / "tokenizer.json").is_file():
+            return None
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # The library raises Exception itself.
+            raise ValueError(
+                f"{folder / 'tokenizer.json'} cannot be read ({error}); fetch the file again."
+            ) from error
+        config = _read_json(folder / "special_tokens_map.json")
+        config |= _read_json(folder / "tokenizer_config.json")
+        special_tokens = {
+            key: text for key in _SPECIAL_TOKENS if (text := _content(config.get(key)))
+        }
+        return cls(
+            backend,
+            special_tokens=special_tokens,
+            chat_template=_chat_template(folder, config),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model may have more embedding rows."""
+        return self.backend.get_vocab_size()
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens.get("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return None if self.bos_token is None else self.token_id(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return None if self.eos_token is None else self.token_id(self.eos_token)
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of one whole token, None when the vocabulary lacks it."""
+        return self.backend.token_to_id(token)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Returns every token with its id, added ones included."""
+        return self.backend.get_vocab()
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of raw text, with the special tokens of the post-processor."""
+        return self.backend.encode(text).ids
+
+    def encode_chat(self, messages: Sequence[Message], **template_kwargs) -> list[int]:
+        """Returns the ids of a conversation in the model's own chat format.
+
+        The template writes its special tokens itself, so none are added.
+
+        Args:
+          messages: dicts with "role" and "content".
+          **template_kwargs: variables of the template; `add_generation_prompt` is
+            True unless given. Qwen3 reads `enable_thinking`.
+
+        Raises:
+          ValueError: there is no template, or the template refuses the messages.
+        """
+        text = self.render_chat(messages, **template_kwargs)
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def render_chat(self, messages: Sequence[Message], **template_kwargs) -> str:
+        """Returns the text that `encode_chat` encodes."""
+        if self.chat_template is None:
+            raise ValueError(
+                "this tokenizer has no chat template; add chat_template.jinja to the model's folder, or pass "
+                "the prompt as text."
+            )
+        variables: dict[str, Any] = {
+            **self.special_tokens,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **template_kwargs,
+        }
+        try:
+            template = _environment().from_string(self.chat_template)
+            return template.render(messages=messages, **variables)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(
+                f"the chat template failed on {len(messages)} messages: {error}. Change the messages "
+                "(roles, order) to what the model's template takes."
+            ) from error
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of ids; bytes that are not UTF-8 become U+FFFD."""
+        return self.backend.decode(
+            [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+        )
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}...{% endgeneration %}` marks a reply for training; here it renders its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A scope, because the body must not leak its assignments.
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+@functools.cache
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    """Templates come with the weights, so they run where they can neither write nor call out."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _GenerationTag],
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda format: (
+        datetime.datetime.now().strftime(format)
+    )
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it stands; jinja's own filter escapes HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Returns the template: chat_template.jinja, else chat_template.json, else the config's."""
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
+    legacy = _read_json(folder / "chat_template.json")
+    template = legacy.get("chat_template", config.get("chat_template"))
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        return named.get("default")
+    return template
+
+
+def _content(token: str | Mapping[str, Any] | None) -> str | None:
+    return token["content"] if isinstance(token, Mapping) else token
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(
+            f"{path} is not a JSON object ({error}); fetch the file again."
+        ) from error
