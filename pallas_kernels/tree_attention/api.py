@@ -1,0 +1,128 @@
+"""Tree attention: the public function, its checks, and the choice of implementation."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels import layout
+from pallas_kernels.implementations import call_best
+from pallas_kernels.tree_attention.reference import tree_attention_reference
+from pallas_kernels.tree_attention.xla import tree_attention_xla
+
+
+def tree_attention(
+    q: Array,  # dtype[num_tokens, heads, head_dim]
+    k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim]
+    v_pages: Array,  # likewise
+    block_table: Array,  # i32[rows, pages_per_row], NO_PAGE = -1 where none
+    row_starts: Array,  # i32[rows + 1]
+    lengths: Array,  # i32[rows]
+    *,
+    ancestor_bits: Array | None = None,  # u32[num_tokens, words]
+    scale: float,
+    window: int | None = None,
+    max_tokens_per_row: int,
+    implementation: str | None = None,
+) -> Array:
+    """Attends every new token to its row's prefix and to new tokens before it.
+
+    Row r owns the flat tokens row_starts[r] up to row_starts[r + 1] - 1, possibly
+    none. Its new token i has its key and value at absolute position lengths[r] + i,
+    already written: one call serves prefill, decoding, chains and trees.
+
+    Without `ancestor_bits`, new token i sees positions up to lengths[r] + i, and with
+    a window w only those above lengths[r] + i - w. With them it sees the prefix,
+    positions below lengths[r], and the new tokens j of its row whose bit j it has.
+
+    Softmax and sums are float32. On the XLA path keys are summed in blocks of 64 at
+    absolute positions, in page order: a token's result follows from its own keys.
+
+    Args:
+      q: queries of all rows, laid end to end.
+      k_pages: keys, as layout.init_pages makes them.
+      v_pages: values, likewise.
+      block_table: a row may hold any pages in any order. Pages and slots past the
+        tokens written are not read into the result and may hold NaN.
+      row_starts: non-decreasing. Flat tokens from row_starts[-1] on are padding,
+        their output is finite and means nothing.
+      lengths: tokens whose keys and values were final before this step.
+      ancestor_bits: bit j of word w stands for new token 32 * w + j of the row; a
+        token has its own bit set.
+      scale: multiplies the scores; usually head_dim ** -0.5.
+      window: keys a token sees, itself included. Not together with ancestor_bits.
+      max_tokens_per_row: static bound on any row's new tokens; what lies past it is
+        not computed.
+      implementation: "xla" or "reference"; None picks the best for this case.
+
+    Returns:
+      dtype[num_tokens, heads, head_dim].
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+      NotImplementedError: no implementation covers the case.
+    """
+    _validate(q, k_pages, v_pages, block_table, row_starts, lengths, ancestor_bits)
+    if max_tokens_per_row < 1 or (window is not None and window < 1):
+        raise ValueError(f"{max_tokens_per_row=} and {window=} must be at least 1.")
+    arguments = (q, k_pages, v_pages, block_table, row_starts, lengths)
+    options = dict(
+        ancestor_bits=ancestor_bits,
+        scale=scale,
+        window=window,
+        max_tokens_per_row=min(max_tokens_per_row, max(q.shape[0], 1)),
+    )
+    implementations = {
+        "xla": functools.partial(tree_attention_xla, *arguments, **options),
+        "reference": functools.partial(tree_attention_reference, *arguments, **options),
+    }
+    return call_best(implementations, implementation)
+
+
+def _validate(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    block_table: Array,
+    row_starts: Array,
+    lengths: Array,
+    ancestor_bits: Array | None,
+) -> None:
+    layout.validate_page_arrays(k_pages, v_pages)
+    if q.ndim != 3 or q.shape[2] != layout.head_dim(k_pages):
+        raise ValueError(
+            f"{q.shape=} must be [num_tokens, heads, head_dim={layout.head_dim(k_pages)}]."
+        )
+    if q.shape[1] % layout.kv_heads(k_pages):
+        raise ValueError(
+            f"{q.shape[1]=} heads must be a multiple of {layout.kv_heads(k_pages)=}."
+        )
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"{q.dtype=} must be a float.")
+    rows = lengths.shape[0] if lengths.ndim == 1 else None
+    if (
+        rows is None
+        or row_starts.shape != (rows + 1,)
+        or block_table.ndim != 2
+        or block_table.shape[0] != rows
+    ):
+        raise ValueError(
+            f"{block_table.shape=}, {row_starts.shape=}, {lengths.shape=} must be "
+            "[rows, pages_per_row], [rows + 1], [rows]."
+        )
+    for name, array in (
+        ("block_table", block_table),
+        ("row_starts", row_starts),
+        ("lengths", lengths),
+    ):
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} is {array.dtype}, must be int32.")
+    if ancestor_bits is not None and (
+        ancestor_bits.ndim != 2
+        or ancestor_bits.shape[0] != q.shape[0]
+        or ancestor_bits.dtype != jnp.uint32
+    ):
+        raise ValueError(
+            f"{ancestor_bits.shape=} {ancestor_bits.dtype=} must be "
+            f"uint32[{q.shape[0]}, words]."
+        )

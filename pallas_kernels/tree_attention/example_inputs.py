@@ -1,0 +1,111 @@
+"""Named cases of tree attention, shared by tests and benchmarks."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from pallas_kernels import layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Example:
+    """A step: what each row holds already, and what it adds."""
+
+    lengths: tuple[int, ...]  # per row: tokens final before this step
+    num_new: tuple[int, ...]  # per row: new tokens
+    heads: int = 8
+    kv_heads: int = 4
+    head_dim: int = 64
+    page_size: int = 16
+    window: int | None = None
+    parents: tuple[int, ...] | None = None  # one tree for all rows that have tokens
+    padding: int = 0  # flat tokens past the last row
+    spare_pages: int = 3  # pages that no row holds
+    dtype: str = "float32"
+
+
+EXAMPLES = {
+    "decode": Example(lengths=(0, 5, 63, 64, 130), num_new=(1, 1, 1, 1, 1)),
+    "chain": Example(lengths=(3, 60, 127, 200), num_new=(5, 5, 5, 5)),
+    "ragged": Example(lengths=(9, 0, 62, 31), num_new=(3, 4, 0, 1), padding=3),
+    "nothing_new": Example(lengths=(9, 0), num_new=(0, 0), padding=2),
+    "prefill": Example(lengths=(0,), num_new=(100,)),
+    "mixed": Example(lengths=(70, 12, 0), num_new=(1, 64, 90), padding=1),
+    "page_8": Example(lengths=(7, 8, 71), num_new=(2, 1, 9), page_size=8),
+    "page_32_multi_query": Example(
+        lengths=(31, 32), num_new=(4, 1), page_size=32, kv_heads=1, heads=4
+    ),
+    "page_64_all_heads": Example(
+        lengths=(63, 64, 10), num_new=(2, 2, 2), page_size=64, kv_heads=4, heads=4
+    ),
+    "page_128": Example(lengths=(127, 300), num_new=(3, 1), page_size=128),
+    "head_80": Example(lengths=(20, 90), num_new=(2, 1), head_dim=80),
+    "head_128": Example(lengths=(20, 90), num_new=(2, 1), head_dim=128, kv_heads=2),
+    "window": Example(lengths=(0, 5, 100, 200), num_new=(7, 1, 6, 2), window=20),
+    "window_of_one": Example(lengths=(0, 70), num_new=(2, 2), window=1),
+    "tree": Example(
+        lengths=(0, 13, 61, 128), num_new=(6, 6, 6, 0), parents=(-1, 0, 0, 1, 2, 2)
+    ),
+    "wide_tree": Example(
+        lengths=(3, 100), num_new=(40, 40), parents=(-1, *(i // 3 for i in range(39)))
+    ),
+    "bfloat16": Example(lengths=(5, 63, 130), num_new=(3, 1, 4), dtype="bfloat16"),
+}
+
+
+def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dict]:
+    """Returns the arguments and the options of `tree_attention` for this case.
+
+    Rows hold shuffled pages, with a spare one at the end; what was never written,
+    in pages or in the padding of `q`, is NaN.
+    """
+    rng = np.random.default_rng(seed)
+    size = example.page_size
+    ends = np.add(example.lengths, example.num_new)
+    pages_held = -(-ends // size) + 1
+    num_pages = int(pages_held.sum()) + example.spare_pages
+    free = list(rng.permutation(num_pages))
+    block_table = np.full((len(ends), pages_held.max() + 1), layout.NO_PAGE, np.int32)
+    shape = layout.page_shape(num_pages, size, example.kv_heads, example.head_dim)
+    num_slots = num_pages * size
+    slots = np.full(num_slots, False)
+    for row, (end, held) in enumerate(zip(ends, pages_held, strict=True)):
+        block_table[row, :held] = [free.pop() for _ in range(held)]
+        at = np.arange(end)
+        slots[block_table[row, at // size] * size + at % size] = True
+    written = slots.reshape(num_pages, 1, size, 1)
+    k, v = (np.where(written, rng.standard_normal(shape), np.nan) for _ in range(2))
+    num_tokens = sum(example.num_new)
+    q = rng.standard_normal((num_tokens, example.heads, example.head_dim))
+    q = np.pad(q, ((0, example.padding), (0, 0), (0, 0)), constant_values=np.nan)
+    row_starts = np.cumsum([0, *example.num_new]).astype(np.int32)
+    bits = None
+    if example.parents is not None:
+        tree = pack_ancestors(example.parents)
+        bits = [tree[:count] for count in example.num_new]
+        bits = np.pad(np.concatenate(bits), ((0, example.padding), (0, 0)))
+    arguments = (
+        *(jnp.asarray(array, example.dtype) for array in (q, k, v)),
+        jnp.asarray(block_table),
+        jnp.asarray(row_starts),
+        jnp.asarray(example.lengths, jnp.int32),
+    )
+    options = dict(
+        ancestor_bits=None if bits is None else jnp.asarray(bits),
+        scale=example.head_dim**-0.5,
+        window=example.window,
+        max_tokens_per_row=max(*example.num_new, 1),
+    )
+    return arguments, options
+
+
+def pack_ancestors(parents: tuple[int, ...]) -> np.ndarray:
+    """Returns u32[num_nodes, words]: bit j where j is the node or its ancestor."""
+    bits = np.zeros((len(parents), -(-len(parents) // 32)), np.uint32)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            bits[node] = bits[parent]
+        bits[node, node // 32] |= np.uint32(1 << node % 32)
+    return bits

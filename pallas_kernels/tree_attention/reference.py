@@ -1,0 +1,67 @@
+"""Tree attention, defined: loops over rows and tokens. Slow, and right everywhere."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import layout
+
+
+def tree_attention_reference(
+    q: Array,  # dtype[num_tokens, heads, head_dim]
+    k_pages: Array,  # as layout.init_pages makes them
+    v_pages: Array,
+    block_table: Array,  # i32[rows, pages_per_row]
+    row_starts: Array,  # i32[rows + 1]
+    lengths: Array,  # i32[rows]
+    *,
+    ancestor_bits: Array | None = None,  # u32[num_tokens, words]
+    scale: float,
+    window: int | None = None,
+    max_tokens_per_row: int,
+) -> Array:
+    """See `tree_attention`; the bound on a row's tokens is not used here."""
+    del max_tokens_per_row
+    if window is not None and ancestor_bits is not None:
+        raise NotImplementedError(f"{window=} together with ancestor_bits.")
+    num_tokens, heads, _ = q.shape
+    rows, pages_per_row = block_table.shape
+    page_size = layout.page_size(k_pages)
+    group = heads // layout.kv_heads(k_pages)
+    positions = jnp.arange(pages_per_row * page_size)
+
+    def attend_row(row: Array | int, out: Array) -> Array:
+        pages = block_table[row]
+        slots = pages[positions // page_size] * page_size + positions % page_size
+        has_page = pages[positions // page_size] != layout.NO_PAGE
+        slots = jnp.where(has_page, slots, layout.num_slots(k_pages))
+        k = layout.read_slots(k_pages, slots).astype(jnp.float32)
+        v = layout.read_slots(v_pages, slots).astype(jnp.float32)
+        k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+
+        def attend_token(token: Array, out: Array) -> Array:
+            new = positions - lengths[row]  # which new token has its key here
+            own = token - row_starts[row]
+            if ancestor_bits is None:
+                is_visible = new <= own
+            else:
+                bits = ancestor_bits[token]
+                # A negative or too large index is masked below or is no ancestor.
+                word = jnp.clip(new // 32, 0, bits.shape[0] - 1)
+                bit = (bits[word] >> (new % 32).astype(jnp.uint32)) & 1
+                is_ancestor = (bit == 1) & (new < 32 * bits.shape[0])
+                is_visible = (new < 0) | is_ancestor
+            if window is not None:
+                is_visible &= new > own - window
+            is_visible = (is_visible & has_page)[:, None]
+            scores = jnp.sum(q[token].astype(jnp.float32) * k, -1) * scale
+            scores = jnp.where(is_visible, scores, -jnp.inf)  # [positions, heads]
+            weights = jnp.where(is_visible, jnp.exp(scores - scores.max(0)), 0.0)
+            values = jnp.where(is_visible[..., None], v, 0.0)
+            attended = jnp.sum(weights[..., None] * values, 0) / weights.sum(0)[:, None]
+            return out.at[token].set(attended.astype(q.dtype))
+
+        return lax.fori_loop(row_starts[row], row_starts[row + 1], attend_token, out)
+
+    return lax.fori_loop(
+        0, rows, attend_row, jnp.zeros((num_tokens, heads, q.shape[2]), q.dtype)
+    )

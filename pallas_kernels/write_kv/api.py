@@ -1,0 +1,56 @@
+"""Writing keys and values: the public function, its checks, its implementations."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels import layout
+from pallas_kernels.implementations import call_best
+from pallas_kernels.write_kv.reference import write_kv_reference
+from pallas_kernels.write_kv.xla import write_kv_xla
+
+
+def write_kv(
+    k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim]
+    v_pages: Array,  # likewise
+    k: Array,  # dtype[num_tokens, kv_heads, head_dim]
+    v: Array,  # likewise
+    slot_mapping: Array,  # i32[num_tokens]
+    *,
+    implementation: str | None = None,
+) -> tuple[Array, Array]:
+    """Returns the pages with the key and value of each token written at its slot.
+
+    A slot is page * page_size + offset. `num_slots`, one past the last, means dropped;
+    so does any other slot that does not exist.
+
+    The pages are updated in place where the caller donates them, or carries them
+    through a loop with one array per layer and reads them only after this write.
+
+    Args:
+      k_pages: keys, as layout.init_pages makes them.
+      v_pages: values, likewise.
+      k: new keys, cast to the dtype of the pages.
+      v: new values, likewise.
+      slot_mapping: no slot twice.
+      implementation: "xla" or "reference"; None picks the best for this case.
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+    """
+    layout.validate_page_arrays(k_pages, v_pages)
+    expected = (*slot_mapping.shape, layout.kv_heads(k_pages), layout.head_dim(k_pages))
+    if slot_mapping.ndim != 1 or k.shape != expected or v.shape != expected:
+        raise ValueError(
+            f"{k.shape=} and {v.shape=} must be [num_tokens, kv_heads, head_dim] = "
+            f"{expected}, from {slot_mapping.shape=} and the pages."
+        )
+    if slot_mapping.dtype != jnp.int32:
+        raise ValueError(f"{slot_mapping.dtype=} must be int32.")
+    arguments = (k_pages, v_pages, k, v, slot_mapping)
+    implementations = {
+        "xla": functools.partial(write_kv_xla, *arguments),
+        "reference": functools.partial(write_kv_reference, *arguments),
+    }
+    return call_best(implementations, implementation)

@@ -1,0 +1,184 @@
+"""Tree attention against its definition, and the laws the engine relies on."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import layout
+from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention.example_inputs import (
+    EXAMPLES,
+    Example,
+    make_inputs,
+    pack_ancestors,
+)
+
+# float32: sums in another order. bfloat16: the result is rounded to 8 bits.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def attend(example: Example, implementation: str | None = None, seed: int = 0):
+    arguments, options = make_inputs(example, seed)
+    call = functools.partial(tree_attention, **options, implementation=implementation)
+    return np.asarray(jax.jit(call)(*arguments), np.float32)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_xla_agrees_with_reference(name):
+    example = EXAMPLES[name]
+    actual = attend(example, "xla")
+    expected = attend(example, "reference")
+    assert np.isfinite(actual).all()
+    num_tokens = sum(example.num_new)
+    np.testing.assert_allclose(
+        actual[:num_tokens],
+        expected[:num_tokens],
+        rtol=TOLERANCE[example.dtype],
+        atol=TOLERANCE[example.dtype],
+    )
+
+
+def test_reference_agrees_with_a_softmax_written_out():
+    example = dataclasses.replace(EXAMPLES["ragged"], window=7)
+    (q, k_pages, v_pages, table, starts, lengths), _ = make_inputs(example)
+    actual = attend(example, "reference")
+    size = example.page_size
+    for row in range(len(lengths)):
+        at = np.arange(lengths[row] + example.num_new[row])
+        k, v = (
+            np.asarray(pages)[np.asarray(table)[row, at // size], :, at % size]
+            for pages in (k_pages, v_pages)
+        )
+        for token in range(starts[row], starts[row + 1]):
+            last = lengths[row] + token - starts[row]
+            seen = slice(max(0, last - 6), last + 1)
+            for head in range(example.heads):
+                kv_head = head // (example.heads // example.kv_heads)
+                scores = k[seen, kv_head] @ q[token, head] * example.head_dim**-0.5
+                weights = np.exp(scores - scores.max())
+                expected = weights @ v[seen, kv_head] / weights.sum()
+                np.testing.assert_allclose(actual[token, head], expected, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_each_path_of_a_tree_equals_the_chain(implementation):
+    parents = (-1, 0, 0, 1, 2, 2, 4)
+    lengths = (61, 0)
+    tree = Example(lengths=lengths, num_new=(7, 7), parents=parents)
+    (q, k_pages, v_pages, table, _, _), options = make_inputs(tree)
+    in_tree = attend(tree, implementation)
+    for leaf in (3, 5, 6):
+        path = [leaf]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        k, v = np.array(k_pages), np.array(v_pages)
+        for row, length in enumerate(lengths):
+            at = length + np.asarray(path)
+            page, offset = np.asarray(table)[row, at // 16], at % 16
+            to = length + np.arange(len(path))
+            to_page, to_offset = np.asarray(table)[row, to // 16], to % 16
+            for pages in (k, v):
+                pages[to_page, :, to_offset] = pages[page, :, offset]
+        chain = tree_attention(
+            jnp.concatenate([q[jnp.array(path)], q[7 + jnp.array(path)]]),
+            jnp.asarray(k),
+            jnp.asarray(v),
+            table,
+            jnp.array([0, len(path), 2 * len(path)], jnp.int32),
+            jnp.array(lengths, jnp.int32),
+            scale=options["scale"],
+            max_tokens_per_row=len(path),
+            implementation=implementation,
+        ).reshape(2, len(path), 8, 64)
+        expected = in_tree.reshape(2, 7, 8, 64)[:, path]
+        np.testing.assert_allclose(chain, expected, 1e-5, 1e-5)
+
+
+def test_a_chain_as_a_tree_is_the_chain():
+    chain = EXAMPLES["chain"]
+    tree = dataclasses.replace(chain, parents=(-1, 0, 1, 2, 3))
+    np.testing.assert_allclose(attend(tree), attend(chain), 1e-6, 1e-6)
+
+
+def test_equal_bits_when_run_twice():
+    np.testing.assert_array_equal(attend(EXAMPLES["mixed"]), attend(EXAMPLES["mixed"]))
+
+
+@pytest.mark.parametrize("num_new", [1, 5])
+def test_other_rows_and_the_width_of_the_table_change_no_bits(num_new):
+    example = Example(lengths=(70, 33, 5), num_new=(num_new,) * 3)
+    (q, k_pages, v_pages, table, starts, lengths), options = make_inputs(example)
+    call = jax.jit(functools.partial(tree_attention, **options))
+    expected = call(q, k_pages, v_pages, table, starts, lengths)
+    wider = jnp.pad(table, ((0, 0), (0, 40)), constant_values=layout.NO_PAGE)
+    np.testing.assert_array_equal(
+        call(q, k_pages, v_pages, wider, starts, lengths), expected
+    )
+    other = q.at[num_new:].multiply(2.0)
+    moved = call(other, k_pages, v_pages, table, starts, lengths.at[1:].set(0))
+    np.testing.assert_array_equal(moved[:num_new], expected[:num_new])
+
+
+@pytest.mark.parametrize("page_size", [8, 32, 64])
+def test_page_size_changes_no_bits(page_size):
+    example = Example(lengths=(70, 33, 129), num_new=(3, 3, 3), page_size=16)
+    (q, k_pages, v_pages, table, starts, lengths), options = make_inputs(example)
+    slots = np.asarray(table)[:, np.arange(192) // 16 % table.shape[1]]
+    slots = jnp.asarray(slots * 16 + np.arange(192) % 16)
+    per_row = 192 // page_size
+
+    def repage(pages):
+        tokens = layout.read_slots(pages, slots)  # [rows, 192, kv_heads, head_dim]
+        empty, _ = layout.init_pages(3 * per_row, page_size, 4, 64, pages.dtype)
+        flat = jnp.arange(3 * 192)
+        return empty.at[flat // page_size, :, flat % page_size].set(
+            tokens.reshape(3 * 192, 4, 64)
+        )
+
+    new_table = jnp.arange(3 * per_row, dtype=jnp.int32).reshape(3, per_row)
+    np.testing.assert_array_equal(
+        tree_attention(
+            q, repage(k_pages), repage(v_pages), new_table, starts, lengths, **options
+        ),
+        tree_attention(q, k_pages, v_pages, table, starts, lengths, **options),
+    )
+
+
+def test_new_tokens_after_it_hardly_change_a_token():
+    """Not bit for bit: the number of rows of a matmul may change its inner order."""
+    example = Example(lengths=(70, 33), num_new=(8, 8))
+    (q, *pages, table, starts, lengths), options = make_inputs(example)
+    all_new = tree_attention(q, *pages, table, starts, lengths, **options)
+    options["max_tokens_per_row"] = 1
+    first = tree_attention(
+        q[::8], *pages, table, jnp.arange(3, dtype=jnp.int32), lengths, **options
+    )
+    np.testing.assert_allclose(first, all_new[::8], 2e-6, 2e-6)
+
+
+def test_more_bits_than_one_word():
+    bits = pack_ancestors((-1, *range(40)))
+    assert bits.shape == (41, 2)
+    assert bits[40].tolist() == [2**32 - 1, 2**9 - 1]
+
+
+def test_refusals():
+    arguments, options = make_inputs(EXAMPLES["tree"])
+    with pytest.raises(NotImplementedError, match="window=4"):
+        tree_attention(*arguments, **options | {"window": 4})
+    with pytest.raises(ValueError, match="implementation='cuda'"):
+        tree_attention(*arguments, **options, implementation="cuda")
+    with pytest.raises(ValueError, match="max_tokens_per_row=0"):
+        tree_attention(*arguments, **options | {"max_tokens_per_row": 0})
+    with pytest.raises(ValueError, match="head_dim=64"):
+        tree_attention(arguments[0][..., :32], *arguments[1:], **options)
+    with pytest.raises(ValueError, match="heads must be a multiple"):
+        tree_attention(arguments[0][:, :6], *arguments[1:], **options)
+    with pytest.raises(ValueError, match="pages_per_row"):
+        tree_attention(*arguments[:4], arguments[4][1:], arguments[5], **options)
+    with pytest.raises(ValueError, match="must agree"):
+        tree_attention(*arguments[:2], arguments[2][1:], *arguments[3:], **options)

@@ -1,0 +1,67 @@
+"""Writing keys and values, and moving whole pages."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import layout
+from pallas_kernels.write_kv import write_kv
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference", None])
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 40])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_writes_are_read_back_and_the_rest_stays(implementation, num_tokens, dtype):
+    rng = np.random.default_rng(num_tokens)
+    shape = layout.page_shape(8, 16, 2, 64)
+    pages = [jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(2)]
+    num_slots = layout.num_slots(pages[0])
+    slots = rng.permutation(num_slots)[:num_tokens].astype(np.int32)
+    slots[num_tokens // 2] = num_slots  # dropped
+    slots = jnp.asarray(slots)
+    new = [jnp.asarray(rng.standard_normal((num_tokens, 2, 64)), dtype) for _ in "kv"]
+    write = jax.jit(write_kv, static_argnames="implementation")
+    written = write(*pages, *new, slots, implementation=implementation)
+    is_kept = np.asarray(slots) < num_slots
+    everywhere = jnp.arange(num_slots)
+    for before, tokens, after in zip(pages, new, written, strict=True):
+        expected = np.array(layout.read_slots(before, everywhere))
+        expected[np.asarray(slots)[is_kept]] = np.asarray(tokens)[is_kept]
+        np.testing.assert_array_equal(layout.read_slots(after, everywhere), expected)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_slots_that_do_not_exist_are_dropped(implementation):
+    pages = layout.init_pages(2, 8, 1, 8, jnp.float32)
+    slots = jnp.array([-1, 16, 17, 1000], jnp.int32)
+    new = jnp.ones((4, 1, 8))
+    for after in write_kv(*pages, new, new, slots, implementation=implementation):
+        assert not after.any()
+
+
+def test_refusals():
+    pages = layout.init_pages(2, 8, 1, 8, jnp.float32)
+    new, slots = jnp.ones((3, 1, 8)), jnp.arange(3, dtype=jnp.int32)
+    with pytest.raises(ValueError, match="num_tokens, kv_heads, head_dim"):
+        write_kv(*pages, new[:, :, :4], new, slots)
+    with pytest.raises(ValueError, match="int32"):
+        write_kv(*pages, new, new, slots.astype(jnp.float32))
+    with pytest.raises(ValueError, match="have"):
+        write_kv(*pages, new, new, slots, implementation="cuda")
+
+
+def test_copy_pages_reads_before_it_writes_and_drops_what_is_out_of_range():
+    pages, _ = layout.init_pages(4, 2, 1, 8, jnp.float32)
+    pages += jnp.arange(4.0)[:, None, None, None]
+    swapped = layout.copy_pages(pages, jnp.array([1, 2, 3]), jnp.array([2, 1, 4]))
+    assert swapped[:, 0, 0, 0].tolist() == [0, 2, 1, 3]
+
+
+def test_layout_reads_back_what_it_was_made_with():
+    pages, _ = layout.init_pages(5, 16, 2, 64, jnp.bfloat16)
+    assert layout.num_pages(pages) == 5
+    assert layout.page_size(pages) == 16
+    assert layout.kv_heads(pages) == 2
+    assert layout.head_dim(pages) == 64
+    assert layout.num_slots(pages) == 80
