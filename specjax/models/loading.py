@@ -172,10 +172,12 @@ class _Source:
     name: str
     shape: tuple[int, ...]  # in the file
     is_transposed: bool = False  # stored [out, in]
-    columns: slice = slice(None)  # which part of the last axis, in the file
+    columns: slice | None = None  # which part of the last axis; None is all
 
     def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array:
-        tensor = tensors[self.name][..., self.columns]
+        tensor = tensors[self.name]
+        if self.columns is not None:
+            tensor = tensor[..., self.columns]
         if self.is_transposed or tensor.dtype != dtype:
             return _convert(tensor, self.is_transposed, dtype)
         # jit and device_put may keep the memory map itself on CPU, where a later
