@@ -1,0 +1,16 @@
+"""Logits to the distribution that is sampled, the tokens drawn from it, and their logprobs.
+
+One path for plain decoding, drafting and verifying: every function takes flat
+tokens (nodes), each with its own row and its own prefix.
+"""
+
+from specjax.sampling.choosing import Choice as Choice
+from specjax.sampling.choosing import choose_tokens as choose_tokens
+from specjax.sampling.choosing import first_argmax as first_argmax
+from specjax.sampling.choosing import target_probs as target_probs
+from specjax.sampling.processing import process_logits as process_logits
+from specjax.sampling.row_sampling import RowSampling as RowSampling
+from specjax.sampling.row_sampling import row_values as row_values
+from specjax.sampling.scoring import LogProbs as LogProbs
+from specjax.sampling.scoring import choose_and_score as choose_and_score
+from specjax.sampling.scoring import token_logprobs as token_logprobs

@@ -1,0 +1,301 @@
+"""Logits to processed logits: bias, masks, penalties, temperature, min_p, top_k, top_p."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from specjax.sampling.row_sampling import RowSampling
+
+
+class Usage(NamedTuple):
+    """Whether any token of the batch needs a feature, bool[] each."""
+
+    allowed: Array
+    bias: Array
+    min_tokens: Array
+    repetition: Array
+    presence: Array
+    frequency: Array
+    filters: Array
+    temperature: Array
+
+    @property
+    def edits(self) -> Array:
+        """Whether logits change before the temperature."""
+        return (
+            self.allowed
+            | self.bias
+            | self.min_tokens
+            | self.repetition
+            | self.presence
+            | self.frequency
+        )
+
+
+def usage(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
+    """Returns which features the rows of a batch use."""
+    is_random = sampling.temperature > 0
+    filters = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    row = _clamp(row_ids, sampling)
+    return Usage(
+        allowed=jnp.any(sampling.has_allowed),
+        bias=jnp.any(sampling.bias_values != 0),
+        min_tokens=jnp.any(_is_early(sampling, row, positions)),
+        repetition=jnp.any(sampling.repetition_penalty != 1),
+        presence=jnp.any(sampling.presence_penalty != 0),
+        frequency=jnp.any(sampling.frequency_penalty != 0),
+        filters=jnp.any(is_random & filters),
+        temperature=jnp.any(is_random),
+    )
+
+
+def process_logits(
+    logits: Array,
+    sampling: RowSampling,
+    row_ids: Array,
+    positions: Array,
+    history: Array,
+) -> Array:
+    """Returns logits whose softmax is what each node samples, f32[num_tokens, vocab].
+
+    In this order: allowed ids, bad ids and logit_bias, min_tokens, repetition,
+    frequency and presence penalty; then, unless the row's temperature is 0, the
+    temperature, min_p, top_k and top_p, each over what the one before left. -inf is
+    what cannot be chosen. Tokens equal to the last one kept are kept too, and the
+    most likely token always is. With a temperature the largest logit is 0.
+
+    A row with NaN gives NaN or -inf and touches no other row.
+
+    Args:
+      logits: f32[num_tokens, vocab], of the token at positions + 1.
+      row_ids: i32[num_tokens]; padding may hold numbers past the last row.
+      positions: i32[num_tokens], of the node's own token: its prefix is
+        history[row, : position + 1], drafted ancestors included.
+      history: i32[rows, max_length].
+
+    Source: the order and meaning of vLLM's sampling parameters.
+    """
+    _check(logits, sampling, row_ids, positions, history)
+    used = usage(sampling, row_ids, positions)
+    row = _clamp(row_ids, sampling)
+    edited = _when(
+        used.edits,
+        lambda values: _edit(values, used, sampling, row, positions, history),
+        logits,
+    )
+    return _filter(shift_and_scale(edited, sampling, row), used, sampling, row)
+
+
+def shift_and_scale(logits: Array, sampling: RowSampling, row: Array) -> Array:
+    """Divides by the temperature, largest logit 0; leaves rows of temperature 0 alone.
+
+    Subtracting the maximum first keeps precision for the tokens that matter, and no
+    temperature can make it overflow to +inf.
+    """
+    temperature = sampling.temperature[row][:, None]
+    largest = jnp.max(logits, axis=1, keepdims=True)
+    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
+    is_random = temperature > 0
+    scaled = (logits - largest) / jnp.where(is_random, temperature, 1.0)
+    return jnp.where(is_random, scaled, logits)
+
+
+def _check(
+    logits: Array,
+    sampling: RowSampling,
+    row_ids: Array,
+    positions: Array,
+    history: Array,
+) -> None:
+    num_tokens = logits.shape[0]
+    if logits.ndim != 2 or logits.dtype != jnp.float32:
+        raise ValueError(
+            f"logits must be f32[num_tokens, vocab], got {logits.dtype}{logits.shape}."
+        )
+    if row_ids.shape != (num_tokens,) or positions.shape != (num_tokens,):
+        raise ValueError(
+            f"{row_ids.shape=} and {positions.shape=} must be {(num_tokens,)}."
+        )
+    if history.ndim != 2 or history.shape[0] != sampling.rows:
+        raise ValueError(f"{history.shape=} must have {sampling.rows=} rows.")
+
+
+def _clamp(row_ids: Array, sampling: RowSampling) -> Array:
+    return jnp.minimum(row_ids, sampling.rows - 1)
+
+
+def _is_early(sampling: RowSampling, row: Array, positions: Array) -> Array:
+    """Whether a stop token is not yet allowed at the next position, bool[num_tokens]."""
+    num_output = positions + 1 - sampling.prompt_lengths[row]
+    return num_output < sampling.min_tokens[row]
+
+
+def _when(predicate: Array, change: Callable[[Array], Array], values: Array) -> Array:
+    return lax.cond(predicate, change, lambda same: same, values)
+
+
+def _edit(
+    logits: Array,
+    used: Usage,
+    sampling: RowSampling,
+    row: Array,
+    positions: Array,
+    history: Array,
+) -> Array:
+    """Everything before the temperature, f32[num_tokens, vocab]."""
+    vocab = logits.shape[1]
+    token = jnp.arange(logits.shape[0])[:, None]
+
+    def allow(values: Array) -> Array:
+        ids = sampling.allowed_token_ids[row]
+        kept = jnp.full_like(values, -jnp.inf)
+        allowed = jnp.take_along_axis(values, jnp.minimum(ids, vocab - 1), axis=1)
+        kept = kept.at[token, ids].set(allowed, mode="drop")
+        return jnp.where(sampling.has_allowed[row][:, None], kept, values)
+
+    def bias(values: Array) -> Array:
+        ids = sampling.bias_token_ids[row]
+        return values.at[token, ids].add(sampling.bias_values[row], mode="drop")
+
+    def forbid_stop(values: Array) -> Array:
+        ids = sampling.stop_token_ids[row]
+        is_early = _is_early(sampling, row, positions)[:, None] & (ids >= 0)
+        ids = jnp.where(is_early, ids, vocab)
+        return values.at[token, ids].set(-jnp.inf, mode="drop")
+
+    logits = _when(used.allowed, allow, logits)
+    logits = _when(used.bias, bias, logits)
+    logits = _when(used.min_tokens, forbid_stop, logits)
+    return _when(
+        used.repetition | used.presence | used.frequency,
+        lambda values: _penalise(values, sampling, row, positions, history),
+        logits,
+    )
+
+
+def _penalise(
+    logits: Array, sampling: RowSampling, row: Array, positions: Array, history: Array
+) -> Array:
+    """Repetition, frequency and presence penalties, without a [rows, vocab] count.
+
+    The history says where to change the logits: a penalty that counts a token once
+    gathers, recomputes and sets, so that duplicates set the same value.
+    """
+    vocab = logits.shape[1]
+    token = jnp.arange(logits.shape[0])[:, None]
+    ids = history[row]  # [num_tokens, max_length]
+    place = jnp.arange(ids.shape[1])[None, :]
+    is_prefix = (place <= positions[:, None]) & (ids >= 0)
+    is_output = is_prefix & (place >= sampling.prompt_lengths[row][:, None])
+    readable = jnp.clip(ids, 0, vocab - 1)
+    prefix_ids = jnp.where(is_prefix, ids, vocab)
+    output_ids = jnp.where(is_output, ids, vocab)
+
+    repetition = sampling.repetition_penalty[row][:, None]
+    current = jnp.take_along_axis(logits, readable, axis=1)
+    repeated = jnp.where(current > 0, current / repetition, current * repetition)
+    logits = logits.at[token, prefix_ids].set(repeated, mode="drop")
+
+    frequency = sampling.frequency_penalty[row][:, None]
+    logits = logits.at[token, output_ids].add(-frequency, mode="drop")
+
+    presence = sampling.presence_penalty[row][:, None]
+    current = jnp.take_along_axis(logits, readable, axis=1)
+    return logits.at[token, output_ids].set(current - presence, mode="drop")
+
+
+def _filter(scaled: Array, used: Usage, sampling: RowSampling, row: Array) -> Array:
+    """min_p, top_k and top_p, as one threshold per token: cuts from below compose by maximum."""
+    is_random = sampling.temperature[row] > 0
+
+    def threshold(values: Array) -> Array:
+        min_p = jnp.where(is_random, sampling.min_p[row], 0.0)
+        cut = jnp.log(min_p)  # the largest logit is 0; log(0) = -inf is off
+        top_k = jnp.where(is_random, sampling.top_k[row], 0)
+        top_p = jnp.where(is_random, sampling.top_p[row], 1.0)
+        cut = lax.cond(
+            jnp.any(top_k > 0), lambda: _top_k_cut(values, top_k, cut), lambda: cut
+        )
+        return lax.cond(
+            jnp.any(top_p < 1), lambda: _top_p_cut(values, top_p, cut), lambda: cut
+        )
+
+    none = jnp.full(scaled.shape[0], -jnp.inf)
+    cut = lax.cond(used.filters, threshold, lambda values: none, scaled)
+    return jnp.where(scaled < cut[:, None], -jnp.inf, scaled)
+
+
+def _top_k_cut(scaled: Array, top_k: Array, cut: Array) -> Array:
+    """Returns the larger of `cut` and the top_k-th largest logit of each token."""
+    is_on = (top_k > 0) & (top_k < scaled.shape[1])
+
+    def holds(level: Array) -> Array:
+        return jnp.sum(scaled >= level[:, None], axis=1, dtype=jnp.int32) >= top_k
+
+    low = _key(jnp.full_like(cut, -jnp.inf))
+    high = _key(jnp.zeros_like(cut)) + jnp.uint32(1)
+    level = _largest_level(holds, low, jnp.where(is_on, high, low + jnp.uint32(1)))
+    return jnp.where(is_on, jnp.maximum(cut, level), cut)
+
+
+def _top_p_cut(scaled: Array, top_p: Array, cut: Array) -> Array:
+    """Returns the least logit of the smallest set, most likely first, with mass top_p."""
+    is_on = top_p < 1
+    is_left = scaled >= cut[:, None]
+    weights = jnp.where(is_left, jnp.exp(scaled), 0.0)
+    enough = top_p * jnp.sum(weights, axis=1)
+
+    def holds(level: Array) -> Array:
+        is_kept = weights >= level[:, None]
+        return jnp.sum(jnp.where(is_kept, weights, 0.0), axis=1) >= enough
+
+    low = _key(jnp.zeros_like(cut))
+    high = _key(jnp.ones_like(cut)) + jnp.uint32(1)
+    level = _largest_level(holds, low, jnp.where(is_on, high, low + jnp.uint32(1)))
+    is_kept = is_left & (weights >= level[:, None])
+    least = jnp.min(jnp.where(is_kept, scaled, jnp.inf), axis=1)
+    return jnp.where(is_on, least, cut)
+
+
+def _largest_level(holds: Callable[[Array], Array], low: Array, high: Array) -> Array:
+    """Bisects float keys: holds(low) is true, holds(high) is taken to be false.
+
+    At most 32 passes over the logits find the exact float, where a sort would move
+    them all.
+
+    Args:
+      holds: f32[num_tokens] -> bool[num_tokens], true up to some level.
+      low: u32[num_tokens], keys; high likewise.
+
+    Returns:
+      f32[num_tokens], the largest level for which `holds`.
+    """
+
+    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
+        low, high = bounds
+        middle = low + (high - low) // 2
+        does_hold = holds(_level(middle))
+        return jnp.where(does_hold, middle, low), jnp.where(does_hold, high, middle)
+
+    def is_open(bounds: tuple[Array, Array]) -> Array:
+        return jnp.any(bounds[1] - bounds[0] > 1)
+
+    return _level(lax.while_loop(is_open, halve, (low, high))[0])
+
+
+def _key(values: Array) -> Array:
+    """Maps f32 to u32 so that the order stays."""
+    bits = lax.bitcast_convert_type(values, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits >= sign, ~bits, bits | sign)
+
+
+def _level(keys: Array) -> Array:
+    """The inverse of `_key`."""
+    sign = jnp.uint32(1 << 31)
+    bits = jnp.where(keys >= sign, keys ^ sign, ~keys)
+    return lax.bitcast_convert_type(bits, jnp.float32)

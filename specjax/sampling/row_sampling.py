@@ -1,0 +1,167 @@
+"""Sampling parameters as arrays, one entry per row of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specjax.config import EngineConfig, SamplingParams
+
+# Past every vocabulary: a scatter with mode="drop" drops it. -1 would wrap.
+DROPPED_ID = 2**30
+NO_STOP_ID = -1  # equals no token
+
+# Below this the division by the temperature leaves nothing but the argmax.
+MIN_TEMPERATURE = 1e-5
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RowSampling:
+    """How each row is sampled: `SamplingParams` as dynamic values.
+
+    A row that nobody occupies should hold `empty` values: a feature runs for the
+    whole batch when any row asks for it.
+    """
+
+    temperature: Array  # f32[rows], 0 is greedy
+    top_k: Array  # i32[rows], 0 is off
+    top_p: Array  # f32[rows], 1 is off
+    min_p: Array  # f32[rows], 0 is off
+    repetition_penalty: Array  # f32[rows], over prompt and output; 1 is off
+    presence_penalty: Array  # f32[rows], over the output; 0 is off
+    frequency_penalty: Array  # f32[rows], over the output, per occurrence; 0 is off
+    bias_token_ids: Array  # i32[rows, max_bias], padded with DROPPED_ID
+    bias_values: Array  # f32[rows, max_bias], added; -inf forbids a token
+    allowed_token_ids: Array  # i32[rows, max_allowed], padded with DROPPED_ID
+    has_allowed: Array  # bool[rows], whether only allowed_token_ids may be chosen
+    stop_token_ids: (
+        Array  # i32[rows, max_stop], padded with NO_STOP_ID; end-of-sequence ids too
+    )
+    min_tokens: Array  # i32[rows], output tokens before which no stop token is chosen
+    prompt_lengths: Array  # i32[rows]: the output starts at this position
+    seeds: Array  # u32[rows, 2]
+    num_logprobs: (
+        Array  # i32[rows]: -1 none, 0 the chosen token's, k also of the k most likely
+    )
+
+    @property
+    def rows(self) -> int:
+        return self.temperature.shape[0]
+
+    @classmethod
+    def empty(cls, rows: int, engine_config: EngineConfig) -> RowSampling:
+        """Returns rows that are greedy and use no feature."""
+        values = _empty_values(engine_config)
+        return cls(
+            **{
+                name: jnp.tile(value, (rows,) + (1,) * value.ndim)
+                for name, value in values.items()
+            }
+        )
+
+
+def row_values(
+    params: SamplingParams,
+    *,
+    prompt_length: int,
+    eos_token_ids: Sequence[int],
+    seed: int | tuple[int, int],
+    engine_config: EngineConfig,
+) -> dict[str, np.ndarray]:
+    """Returns one row's fields of `RowSampling` as numpy arrays; runs on the host.
+
+    Args:
+      prompt_length: tokens, at least 1.
+      eos_token_ids: stop tokens of the model, unless `params.ignore_eos`.
+      seed: two 32-bit words, or a number below 2**64.
+
+    Raises:
+      ValueError: more ids than a capacity of engine_config holds, or a bad seed.
+    """
+    params.validate()
+    values = _empty_values(engine_config)
+    temperature = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
+    scalars = {
+        "temperature": temperature,
+        "top_k": max(params.top_k, 0),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "has_allowed": params.allowed_token_ids is not None,
+        "min_tokens": params.min_tokens,
+        "prompt_lengths": prompt_length,
+        "num_logprobs": -1 if params.logprobs is None else params.logprobs,
+    }
+    for name, value in scalars.items():
+        values[name][...] = value
+    if values["num_logprobs"] > engine_config.max_logprobs:
+        raise ValueError(
+            f"logprobs={params.logprobs} exceeds {engine_config.max_logprobs=}; "
+            "lower the one or raise the other."
+        )
+    bias = _bias(params)
+    _fill(values["bias_token_ids"], list(bias), "bias", "max_bias_entries")
+    values["bias_values"][: len(bias)] = list(bias.values())
+    allowed = sorted(set(params.allowed_token_ids or ()))
+    _fill(values["allowed_token_ids"], allowed, "allowed", "max_allowed_tokens")
+    stops = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
+    _fill(
+        values["stop_token_ids"], list(dict.fromkeys(stops)), "stop", "max_stop_tokens"
+    )
+    values["seeds"][...] = seed_words(seed)
+    return values
+
+
+def seed_words(seed: int | tuple[int, int]) -> tuple[int, int]:
+    """Returns the two 32-bit words of a seed, the low one first."""
+    words = (seed & 0xFFFFFFFF, seed >> 32) if isinstance(seed, int) else tuple(seed)
+    if len(words) != 2 or not all(0 <= word < 2**32 for word in words):
+        raise ValueError(
+            f"{seed=} must be a number from 0 to 2**64 - 1, or two words below 2**32."
+        )
+    return words
+
+
+def _empty_values(engine_config: EngineConfig) -> dict[str, np.ndarray]:
+    config = engine_config
+    return {
+        "temperature": np.zeros((), np.float32),
+        "top_k": np.zeros((), np.int32),
+        "top_p": np.ones((), np.float32),
+        "min_p": np.zeros((), np.float32),
+        "repetition_penalty": np.ones((), np.float32),
+        "presence_penalty": np.zeros((), np.float32),
+        "frequency_penalty": np.zeros((), np.float32),
+        "bias_token_ids": np.full(config.max_bias_entries, DROPPED_ID, np.int32),
+        "bias_values": np.zeros(config.max_bias_entries, np.float32),
+        "allowed_token_ids": np.full(config.max_allowed_tokens, DROPPED_ID, np.int32),
+        "has_allowed": np.zeros((), np.bool_),
+        "stop_token_ids": np.full(config.max_stop_tokens, NO_STOP_ID, np.int32),
+        "min_tokens": np.zeros((), np.int32),
+        "prompt_lengths": np.zeros((), np.int32),
+        "seeds": np.zeros(2, np.uint32),
+        "num_logprobs": np.full((), -1, np.int32),
+    }
+
+
+def _bias(params: SamplingParams) -> Mapping[int, float]:
+    """Merges logit_bias and bad_token_ids, so that no token takes two entries."""
+    bias = {int(token): float(value) for token, value in params.logit_bias.items()}
+    return bias | {int(token): -np.inf for token in params.bad_token_ids}
+
+
+def _fill(field: np.ndarray, ids: Sequence[int], what: str, capacity: str) -> None:
+    if len(ids) > field.shape[0]:
+        raise ValueError(
+            f"{len(ids)} {what} token ids exceed EngineConfig.{capacity}="
+            f"{field.shape[0]}; raise it, or send fewer."
+        )
+    field[: len(ids)] = ids

@@ -1,0 +1,94 @@
+"""Noise as a function of (seed, position, role, token id): no key to carry, no state.
+
+What a step draws depends on where a token stands, never on the step, the batch or
+the draft, so that plain decoding and every speculation see the same draws.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.extend.random import threefry_2x32
+
+# What a draw decides. Draws of one (seed, position) under two roles are independent.
+# TARGET_TOKEN is shared on purpose by the target and a drafter that imitates it.
+TARGET_TOKEN, ACCEPT, RECOVER, DRAFT = range(4)
+
+
+def token_keys(seeds: Array, positions: Array, role: int | Array) -> Array:
+    """Returns a key per flat token, u32[num_tokens, 2]: Threefry-2x32 of (position, role).
+
+    Args:
+      seeds: u32[num_tokens, 2].
+      positions: i32[num_tokens].
+      role: one of the module's roles, or i32[num_tokens].
+    """
+    roles = jnp.broadcast_to(jnp.asarray(role, jnp.int32), positions.shape)
+    counts = jnp.stack([positions, roles], axis=-1).astype(jnp.uint32)
+    seeds = seeds.astype(jnp.uint32)
+    return jax.vmap(lambda seed, count: threefry_2x32((seed[0], seed[1]), count))(
+        seeds, counts
+    )
+
+
+def random_bits(keys: Array, count: int) -> Array:
+    """Returns u32[num_tokens, count] of independent words, given keys u32[num_tokens, 2].
+
+    Two rounds of a mixer that changes every output bit with about half of the
+    changes of any input bit, a key word before each: within a token the words are
+    a permutation of the numbers below 2**32, so no two are equal.
+    """
+    index = jnp.arange(count, dtype=jnp.uint32)[None, :]
+    return _mix(_mix(index ^ keys[:, :1]) + keys[:, 1:])
+
+
+def _mix(words: Array) -> Array:
+    """The 32-bit finaliser of MurmurHash3 (Austin Appleby, public domain)."""
+    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+    return words ^ (words >> 16)
+
+
+def _open_unit(bits: Array) -> Array:
+    """Maps u32 to f32 strictly inside (0, 1), small values with full relative precision."""
+    unit = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
+    return jnp.minimum(unit, jnp.float32(1 - 2.0**-24))
+
+
+def uniforms(seeds: Array, positions: Array, role: int | Array, count: int) -> Array:
+    """Returns uniform draws f32[num_tokens, count], strictly inside (0, 1).
+
+    Args:
+      seeds: u32[num_tokens, 2].
+      positions: i32[num_tokens].
+      role: one of the module's roles, or i32[num_tokens].
+    """
+    return _open_unit(random_bits(token_keys(seeds, positions, role), count))
+
+
+def exponential_noise(keys: Array, vocab: int) -> Array:
+    """Returns exponential draws f32[num_tokens, vocab], positive and finite.
+
+    The smallest of thousands win a race, so they are what must be precise: a
+    uniform near 0 keeps 32 random bits in float32, one near 1 only 24.
+    """
+    return -jnp.log1p(-_open_unit(random_bits(keys, vocab)))
+
+
+def gumbel_noise(keys: Array, vocab: int) -> Array:
+    """Returns standard Gumbel draws f32[num_tokens, vocab], finite."""
+    return -jnp.log(exponential_noise(keys, vocab))
+
+
+def race_scores(log_weights: Array, keys: Array) -> Array:
+    """Returns log w + Gumbel noise: the argmax is a draw in proportion to w.
+
+    Equivalent to the race of exponential clocks, argmin of E / w, that it is named
+    after. -inf stays -inf; log_weights need no normalisation.
+
+    Args:
+      log_weights: f32[num_tokens, vocab].
+      keys: u32[num_tokens, 2], from `token_keys`.
+    """
+    return log_weights + gumbel_noise(keys, log_weights.shape[-1])
