@@ -98,6 +98,18 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return None if self.eos_token is None else self.token_id(self.eos_token)
 
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that decoding leaves out when it skips special tokens."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.special)
+
+    @functools.cached_property
+    def has_byte_fallback(self) -> bool:
+        """Whether tokens named <0x00> to <0xFF> stand for bytes (SentencePiece models)."""
+        decoder = self.backend.decoder
+        return decoder is not None and b"ByteFallback" in decoder.__getstate__()
+
     def token_id(self, token: str) -> int | None:
         """Returns the id of one whole token, None when the vocabulary lacks it."""
         return self.backend.token_to_id(token)
