@@ -1,0 +1,252 @@
+"""What a user may ask for: sampling parameters and speculation, checked before any compile."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+VERIFICATION_RULES = ("greedy", "seeded", "delta", "rejection")
+DEFAULT_NUM_SPECULATIVE_TOKENS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. The meaning and order of vLLM's parameters.
+
+    Logits pass: allowed ids, bad ids, min_tokens, logit_bias, penalties,
+    temperature, min_p, top_k, top_p. All of them work with speculation.
+
+    `seed` makes the text a function of (weights, prompt, these parameters, seed);
+    without one fresh entropy is drawn, and reported in the result. Sample i of n
+    uses a seed derived from (seed, i).
+    """
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output, per occurrence
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    bad_token_ids: Sequence[int] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0  # no stop token before this many
+    max_tokens: int = 128
+    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] = ()  # stop strings, cut from the text
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = (
+        None  # k: of the chosen token and the k most likely; 0: chosen only
+    )
+    num_speculative_tokens: int | None = None  # this request's own K; 0 is off
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Raises ValueError, naming the parameter, for values that mean nothing or contradict.
+
+        Args:
+          vocab_size: token ids are held against it when given.
+        """
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if (
+                not isinstance(value, int | float)
+                or isinstance(value, bool)
+                or not low <= value <= high
+            ):
+                raise ValueError(
+                    f"{name}={value!r} is out of range; expected a number from {low} to {high}."
+                )
+        if self.repetition_penalty <= 0:
+            raise ValueError(f"{self.repetition_penalty=} must be above 0; 1 is off.")
+        for name in ("top_k", "min_tokens", "max_tokens", "n"):
+            if not _is_int(getattr(self, name)):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be a whole number."
+                )
+        for name in ("seed", "logprobs", "num_speculative_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not _is_int(value) or value < 0):
+                raise ValueError(
+                    f"{name}={value!r} must be a whole number of at least 0, or None."
+                )
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"{self.min_tokens=} exceeds {self.max_tokens=}; lower min_tokens or raise max_tokens."
+            )
+        if any(not isinstance(text, str) or not text for text in self.stop_strings):
+            raise ValueError(f"{self.stop=} must hold non-empty strings.")
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise ValueError(
+                    "allowed_token_ids is empty, so no token could be chosen; pass None to allow all."
+                )
+            if not set(self.allowed_token_ids) - set(self.bad_token_ids):
+                raise ValueError(
+                    "bad_token_ids forbids every one of allowed_token_ids; no token could be chosen."
+                )
+        if any(
+            math.isnan(value) or value == math.inf for value in self.logit_bias.values()
+        ):
+            raise ValueError(
+                f"{self.logit_bias=} must hold finite numbers (or -inf to forbid a token)."
+            )
+        self._validate_token_ids(vocab_size)
+
+    def _validate_token_ids(self, vocab_size: int | None) -> None:
+        groups = {
+            "logit_bias": list(self.logit_bias),
+            "bad_token_ids": self.bad_token_ids,
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "stop_token_ids": self.stop_token_ids,
+        }
+        for name, ids in groups.items():
+            for token_id in ids:
+                if (
+                    not _is_int(token_id)
+                    or token_id < 0
+                    or (vocab_size is not None and token_id >= vocab_size)
+                ):
+                    raise ValueError(
+                        f"{name} holds {token_id!r}, which is no token id; expected whole numbers from 0 "
+                        f"to {'the vocabulary size' if vocab_size is None else vocab_size - 1}."
+                    )
+
+
+_RANGES = (
+    ("temperature", 0.0, 100.0),
+    ("top_k", -1, 2**31 - 1),
+    ("top_p", 1e-6, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 1e6),
+    ("presence_penalty", -1e6, 1e6),
+    ("frequency_penalty", -1e6, 1e6),
+    ("min_tokens", 0, 2**31 - 1),
+    ("max_tokens", 1, 2**31 - 1),
+    ("n", 1, 2**16),
+)
+
+
+def _is_int(value: Any) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Which drafter, how many tokens, verified how; the keys of vLLM's `--speculative-config`."""
+
+    method: str | None = None  # None, "ngram" or "draft_model"
+    model: str | None = None
+    num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
+    verification: str = "seeded"
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+
+    def __post_init__(self):
+        if (
+            not _is_int(self.num_speculative_tokens)
+            or not 0 <= self.num_speculative_tokens <= 63
+        ):
+            raise ValueError(
+                f"{self.num_speculative_tokens=} must be a whole number from 0 (no speculation) to 63."
+            )
+        if self.verification not in VERIFICATION_RULES:
+            raise ValueError(
+                f"verification={self.verification!r} is unknown; expected one of {', '.join(VERIFICATION_RULES)}."
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 16:
+            raise ValueError(
+                f"{self.prompt_lookup_min=} and {self.prompt_lookup_max=} must satisfy 1 <= min <= max <= 16."
+            )
+
+    @classmethod
+    def from_json(cls, text_or_mapping: str | Mapping[str, Any]) -> SpeculationConfig:
+        """Reads vLLM's `--speculative-config`; unknown keys are named in a warning.
+
+        Raises:
+          ValueError: not a JSON object, or a method that specjax does not have.
+        """
+        given = text_or_mapping
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except json.JSONDecodeError as error:
+                raise ValueError(
+                    f"speculative_config is no JSON: {error}; got {text_or_mapping!r}."
+                ) from None
+        if not isinstance(given, Mapping):
+            raise ValueError(
+                f"speculative_config must be a JSON object, got {type(given).__name__}."
+            )
+        given = dict(given)
+        method = given.get("method")
+        if method is None and given.get("model") is not None:
+            given["method"] = method = (
+                "ngram" if given["model"] in ("ngram", "[ngram]") else "draft_model"
+            )
+        if method not in (None, "ngram", "draft_model"):
+            raise ValueError(
+                f"speculative_config method {method!r} is not available; this version has 'ngram' and 'draft_model'."
+            )
+        if method == "draft_model" and given.get("model") is None:
+            raise ValueError(
+                "speculative_config method 'draft_model' needs 'model': a folder, or \"demo\"."
+            )
+        if "prompt_lookup_max" in given and "prompt_lookup_min" not in given:
+            given["prompt_lookup_min"] = min(
+                given["prompt_lookup_max"], cls.prompt_lookup_min
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            warnings.warn(
+                f"speculative_config: ignored unknown keys {', '.join(unknown)}.",
+                stacklevel=2,
+            )
+        return cls(
+            **{
+                key: value
+                for key, value in given.items()
+                if key in known and value is not None
+            }
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes of the compiled executables and of the page pool; None is chosen from the requests.
+
+    A capacity is what a row's arrays hold, declared because shapes are static;
+    a request beyond one fails alone with an error that names it.
+    """
+
+    page_size: int = 16
+    num_pages: int | None = None
+    max_rows: int = 32
+    burst_steps: int = 32
+    max_context: int | None = (
+        None  # tokens of prompt and output together; None is the model's own limit
+    )
+    kv_cache_bytes: int = 2**30  # most the pages may take when num_pages is None
+    max_bias_entries: int = 64  # logit_bias and bad_token_ids together
+    max_allowed_tokens: int = 256
+    max_stop_tokens: int = 16
+    max_logprobs: int = 20
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value is not None and (not _is_int(value) or value < 1):
+                raise ValueError(
+                    f"EngineConfig.{field.name}={value!r} must be a whole number of at least 1."
+                )

@@ -1,0 +1,67 @@
+"""A burst: several steps on the device without the host."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specjax.decode.state import DecodeState
+from specjax.decode.step import StepSpec, step
+from specjax.types import RUNNING, DecoderParams, Plan, StepInfo
+
+
+def burst(
+    spec: StepSpec,
+    max_steps: int,
+    params: DecoderParams,
+    state: DecodeState,
+    plan: Plan,
+    any_shard: Callable[[Array], Array] = lambda flag: flag,
+) -> tuple[DecodeState, StepInfo, Array]:
+    """Activates rows, then runs steps until plan.num_steps, or every row is done, or one is and work waits.
+
+    Args:
+      max_steps: static, rows of the report; plan.num_steps is at most this.
+      any_shard: turns a shard's bool[] into that of all shards, which must agree
+        on when to stop.
+
+    Returns:
+      The state, StepInfo with a leading [max_steps] axis of which the first
+      num_steps_run entries are filled, and num_steps_run i32[].
+    """
+    state = dataclasses.replace(state, is_active=state.is_active | plan.activate)
+    shapes = jax.eval_shape(lambda s: step(spec, params, s)[1], state)
+    report = jax.tree.map(
+        lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes
+    )
+
+    def proceeds(carry) -> Array:
+        index, _, _, goes_on = carry
+        return goes_on & (index < plan.num_steps)
+
+    def body(carry):
+        index, state, report, _ = carry
+        state, info = step(spec, params, state)
+        report = jax.tree.map(
+            lambda all_steps, one: jax.lax.dynamic_update_index_in_dim(
+                all_steps, one, index, 0
+            ),
+            report,
+            info,
+        )
+        has_work = any_shard(jnp.any(state.is_active))
+        has_ended = any_shard(jnp.any(info.finish != RUNNING))
+        return (
+            index + 1,
+            state,
+            report,
+            has_work & ~(has_ended & plan.stop_when_finished),
+        )
+
+    start = (jnp.int32(0), state, report, any_shard(jnp.any(state.is_active)))
+    num_steps, state, report, _ = jax.lax.while_loop(proceeds, body, start)
+    return state, report, num_steps

@@ -1,0 +1,281 @@
+"""The compiled functions of one configuration, compiled when first used and kept."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from specjax import sharding
+from specjax.cache import paged
+from specjax.config import EngineConfig
+from specjax.decode import state as decode_state
+from specjax.decode.burst import burst
+from specjax.decode.prefill import prefill
+from specjax.decode.state import Admission, DecodeState
+from specjax.decode.step import StepSpec
+from specjax.drafters import none
+from specjax.drafters.spec import DrafterSpec
+from specjax.models.base import ModelConfig
+from specjax.sampling import RowSampling
+from specjax.types import DecoderParams, Plan
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The static sizes of a decode state; of all shards together."""
+
+    rows: int
+    page_size: int
+    num_pages: int
+    pages_per_row: int
+    burst_steps: int
+    dtype: Any = jnp.float32  # of keys and values
+
+    @property
+    def max_length(self) -> int:
+        """Tokens a row can hold."""
+        return self.pages_per_row * self.page_size
+
+
+ROWS = PartitionSpec(sharding.DATA)
+WHOLE = PartitionSpec()
+
+
+class Decoder:
+    """init, exchange, prefill and burst for one target, drafter and set of sizes.
+
+    Every executable is compiled ahead of its first call, so that the seconds spent
+    compiling are known apart (`compile_s`), and traced once (`traces` counts them).
+    Weights are arguments of every call; the state is donated.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        drafter: DrafterSpec,
+        sizes: Sizes,
+        engine_config: EngineConfig,
+        *,
+        uses_rejection: bool = False,
+        mesh: Mesh | None = None,
+    ):
+        self.config = config
+        self.drafter = drafter
+        self.sizes = sizes
+        self.engine_config = engine_config
+        self.mesh = mesh
+        self.uses_rejection = uses_rejection
+        self.num_shards = sharding.axis_size(mesh, sharding.DATA)
+        self.traces: collections.Counter[tuple] = collections.Counter()
+        self.compile_s = 0.0
+        self._executables: dict[tuple, Callable] = {}
+        if mesh is not None:
+            sharding.validate(config, mesh)
+
+    def init(self) -> DecodeState:
+        """Returns a state whose rows are all empty."""
+        make = self._initial_state
+        if self.mesh is None:
+            return jax.jit(make)()
+        specs = sharding.state_specs(jax.eval_shape(make), self.mesh)
+        return sharding.place(make(), specs, self.mesh)
+
+    def place_params(self, params: DecoderParams) -> DecoderParams:
+        """Puts weights onto the mesh: the target split, the drafter whole on every shard."""
+        if self.mesh is None:
+            return params
+        return sharding.place(params, self._param_specs(params), self.mesh)
+
+    def exchange(self, state: DecodeState, release_mask, admission: Admission):
+        """Runs `specjax.decode.state.exchange`; is_out_of_pages is bool[shards]. Donates the state."""
+
+        def run(state, release_mask, admission):
+            state, is_out = decode_state.exchange(state, release_mask, admission)
+            return state, is_out[None]
+
+        return self._call(
+            ("exchange",),
+            run,
+            state,
+            release_mask,
+            admission,
+            in_specs=(ROWS, ROWS),
+            out_specs=(ROWS,),
+        )
+
+    def prefill(
+        self,
+        params: DecoderParams,
+        state: DecodeState,
+        row_ids,
+        counts,
+        *,
+        max_tokens_per_row: int,
+    ) -> DecodeState:
+        """Runs `specjax.decode.prefill.prefill`, one executable per number of places and width.
+
+        Under a mesh each shard has its share of the places, with row ids of its own.
+        Donates the state.
+        """
+        spec = self._step_spec(1)
+
+        def run(state, params, row_ids, counts):
+            state = prefill(
+                spec,
+                params,
+                state,
+                row_ids,
+                counts,
+                max_tokens_per_row=max_tokens_per_row,
+            )
+            return (state,)
+
+        key = ("prefill", len(row_ids), max_tokens_per_row)
+        in_specs = (self._param_specs(params), ROWS, ROWS)
+        (state,) = self._call(
+            key, run, state, params, row_ids, counts, in_specs=in_specs, out_specs=()
+        )
+        return state
+
+    def burst(
+        self,
+        params: DecoderParams,
+        state: DecodeState,
+        plan: Plan,
+        *,
+        num_speculative_tokens: int,
+    ):
+        """Runs `specjax.decode.burst.burst`, one executable per K. Donates the state."""
+        spec = self._step_spec(num_speculative_tokens)
+        run = lambda state, params, plan: burst(
+            spec, self.sizes.burst_steps, params, state, plan, any_shard=self._any_shard
+        )
+        return self._call(
+            ("burst", num_speculative_tokens),
+            run,
+            state,
+            params,
+            plan,
+            in_specs=(
+                self._param_specs(params),
+                Plan(num_steps=WHOLE, stop_when_finished=WHOLE, activate=ROWS),
+            ),
+            out_specs=(PartitionSpec(None, sharding.DATA), WHOLE),
+        )
+
+    def compiled_burst(self, num_speculative_tokens: int):
+        """Returns the compiled burst, for its memory_analysis() and text; KeyError before its first call."""
+        return self._executables["burst", num_speculative_tokens]
+
+    def _step_spec(self, num_speculative_tokens: int) -> StepSpec:
+        drafter = none.drafter()
+        if num_speculative_tokens > 0:
+            drafter = self.drafter.build(
+                num_speculative_tokens, self.sizes.dtype, self.uses_rejection
+            )
+        return StepSpec(
+            config=self.config,
+            drafter=drafter,
+            num_speculative_tokens=num_speculative_tokens,
+            max_logprobs=self.engine_config.max_logprobs,
+            tensor_axis=sharding.tensor_axis(self.mesh),
+        )
+
+    def _initial_state(self) -> DecodeState:
+        sizes = self.sizes
+        rows = sizes.rows
+        integers = lambda: jnp.zeros(rows, jnp.int32)
+        cache = paged.init(
+            self.config,
+            rows=rows,
+            num_pages=sizes.num_pages,
+            page_size=sizes.page_size,
+            pages_per_row=sizes.pages_per_row,
+            dtype=sizes.dtype,
+            num_shards=self.num_shards,
+        )
+        drafter = self.drafter.build(1, sizes.dtype, self.uses_rejection)
+        return DecodeState(
+            cache=cache,
+            drafter=drafter.init(rows, sizes.num_pages, sizes.page_size),
+            drafter_lengths=integers(),
+            history=jnp.zeros((rows, sizes.max_length), jnp.int32),
+            sampling=RowSampling.empty(rows, self.engine_config),
+            max_lengths=integers(),
+            draft_caps=integers(),
+            rules=integers(),
+            is_active=jnp.zeros(rows, bool),
+        )
+
+    def _any_shard(self, flag):
+        if self.num_shards == 1:
+            return flag
+        return jax.lax.pmax(flag.astype(jnp.int32), sharding.DATA) > 0
+
+    def _param_specs(self, params: DecoderParams):
+        if self.mesh is None:
+            return None
+        return DecoderParams(
+            sharding.param_specs(params.target, self.mesh),
+            sharding.replicated_specs(params.drafter),
+        )
+
+    def _call(
+        self,
+        key: tuple,
+        function: Callable,
+        state: DecodeState,
+        *arguments,
+        in_specs,
+        out_specs,
+    ):
+        """Runs function(state, *arguments) -> (state, ...), compiled on first use of `key`.
+
+        Args:
+          in_specs, out_specs: how arguments, and results after the state, are split
+            over a mesh; the state's own specs are known.
+        """
+        if key not in self._executables:
+            start = time.perf_counter()
+
+            def traced(*inputs):
+                self.traces[key] += 1
+                return function(*inputs)
+
+            run = traced
+            if self.mesh is not None:
+                own = sharding.state_specs(state, self.mesh)
+                run = jax.shard_map(
+                    traced,
+                    mesh=self.mesh,
+                    in_specs=(own, *in_specs),
+                    out_specs=(own, *out_specs),
+                    check_vma=False,  # the loop's carries are replicated or split by construction
+                )
+            lowered = jax.jit(run, donate_argnums=0).lower(state, *arguments)
+            self._executables[key] = lowered.compile()
+            self.compile_s += time.perf_counter() - start
+        return self._executables[key](state, *arguments)
+
+
+@functools.lru_cache(maxsize=16)
+def build_decoder(
+    config: ModelConfig,
+    drafter: DrafterSpec,
+    sizes: Sizes,
+    engine_config: EngineConfig,
+    uses_rejection: bool = False,
+    mesh: Mesh | None = None,
+) -> Decoder:
+    """Returns the decoder of a configuration; the same one for the same arguments, with its executables."""
+    return Decoder(
+        config, drafter, sizes, engine_config, uses_rejection=uses_rejection, mesh=mesh
+    )

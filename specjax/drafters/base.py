@@ -1,0 +1,43 @@
+"""What a drafter is.
+
+A drafter proposes; it can never change what is emitted, only how fast. Everything
+it does runs inside the jitted burst: pure functions over its own state pytree.
+
+    init(rows, num_pages, page_size) -> state
+        Keys and values, if it has any, live under the target's page ids, so that
+        one allocation serves both.
+    prefill(params, state, batch, max_tokens_per_row) -> state
+        Feeds prompt tokens, the same flat batch that the target gets.
+    draft(params, state, decode_state, num_tokens i32[rows]) -> Draft
+        Proposes at most num_tokens[row] tokens after each row's root. A row that
+        proposes fewer costs less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jax import Array
+
+from specjax.types import Proposal
+
+
+class Draft(NamedTuple):
+    """What `draft` returns."""
+
+    proposal: Proposal
+    state: Any
+    # i32[rows]: positions below it have their KV in the drafter's cache, right as
+    # long as the drafted tokens that stand there are accepted.
+    written: Array
+
+
+class Drafter(NamedTuple):
+    """A group of pure functions; the module's docstring gives their contract."""
+
+    init: Callable[..., Any]
+    prefill: Callable[..., Any]
+    draft: Callable[..., Draft]
+    # Whether `draft` can give the distribution it drew from, which rejection needs.
+    has_probs: bool = False

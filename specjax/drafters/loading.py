@@ -1,0 +1,63 @@
+"""From a name, a folder or a model to a drafter."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from specjax.config import SpeculationConfig
+from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
+from specjax.models.base import Model, ModelConfig
+from specjax.models.loading import check_same_vocabulary, load_model
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter and its weights. `params` may be replaced at any time, like a target's."""
+
+    name: str
+    spec: DrafterSpec
+    params: Any = ()
+
+    @property
+    def can_draft(self) -> bool:
+        return not isinstance(self.spec, NoDrafter)
+
+    @property
+    def is_model(self) -> bool:
+        return isinstance(self.spec, ModelDrafter)
+
+    @property
+    def configs(self) -> list[ModelConfig]:
+        """Of the models it runs."""
+        return [self.spec.config] if isinstance(self.spec, ModelDrafter) else []
+
+
+def load_drafter(
+    source: LoadedDrafter | Model | str | None,
+    target: Model,
+    config: SpeculationConfig | None = None,
+) -> LoadedDrafter:
+    """Returns a drafter for a target.
+
+    Args:
+      source: None (plain decoding), "ngram", "demo", a folder or hub name of a
+        draft model, a Model, or a LoadedDrafter, which is returned as it is.
+      config: prompt_lookup_min and prompt_lookup_max of an n-gram drafter.
+
+    Raises:
+      ValueError: the draft model's vocabulary is not the target's.
+    """
+    config = config or SpeculationConfig()
+    if isinstance(source, LoadedDrafter):
+        return source
+    if source is None:
+        return LoadedDrafter("none", NoDrafter())
+    if source == "ngram":
+        return LoadedDrafter(
+            "ngram", NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+        )
+    if isinstance(source, str):
+        source = load_model("demo-draft" if source == "demo" else source)
+    check_same_vocabulary(target, source)
+    return LoadedDrafter(source.name, ModelDrafter(source.config), source.params)

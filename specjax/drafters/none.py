@@ -1,0 +1,25 @@
+"""The drafter that proposes nothing: plain decoding."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array
+
+from specjax.drafters.base import Draft, Drafter
+from specjax.types import Proposal
+
+
+def drafter() -> Drafter:
+    """Returns the drafter of K = 0."""
+
+    def draft(params, state, decode_state, num_tokens: Array) -> Draft:
+        del params
+        nothing = jnp.zeros((decode_state.rows, 0), jnp.int32)
+        proposal = Proposal(token_ids=nothing, num_tokens=jnp.zeros_like(num_tokens))
+        return Draft(proposal, state, decode_state.drafter_lengths)
+
+    return Drafter(
+        init=lambda rows, num_pages, page_size: (),
+        prefill=lambda params, state, batch, max_tokens_per_row: state,
+        draft=draft,
+    )

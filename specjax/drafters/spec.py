@@ -1,0 +1,61 @@
+"""Which drafter, as a hashable value: part of the key of a compiled step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from specjax.drafters import draft_model, ngram, none
+from specjax.drafters.base import Drafter
+from specjax.models.base import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class NoDrafter:
+    """Plain decoding."""
+
+    def build(
+        self, num_speculative_tokens: int, dtype, uses_rejection: bool
+    ) -> Drafter:
+        del num_speculative_tokens, dtype, uses_rejection
+        return none.drafter()
+
+
+@dataclasses.dataclass(frozen=True)
+class NgramDrafter:
+    """N-gram matching over prompt and output; tokens that must agree, fewest and most."""
+
+    min_match: int = 2
+    max_match: int = 4
+
+    def build(
+        self, num_speculative_tokens: int, dtype, uses_rejection: bool
+    ) -> Drafter:
+        del (
+            dtype,
+            uses_rejection,
+        )  # deterministic: rejection runs as delta, the same law
+        return ngram.drafter(
+            num_speculative_tokens=num_speculative_tokens,
+            min_match=self.min_match,
+            max_match=self.max_match,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter:
+    """A draft model of the target's vocabulary."""
+
+    config: ModelConfig
+
+    def build(
+        self, num_speculative_tokens: int, dtype, uses_rejection: bool
+    ) -> Drafter:
+        return draft_model.drafter(
+            self.config,
+            num_speculative_tokens=num_speculative_tokens,
+            dtype=dtype,
+            uses_rejection=uses_rejection,
+        )
+
+
+DrafterSpec = NoDrafter | NgramDrafter | ModelDrafter

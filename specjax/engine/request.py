@@ -1,0 +1,179 @@
+"""One sampled sequence on the host: what was asked, what has come of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from specjax.config import SamplingParams
+from specjax.detokenize import IncrementalText
+
+# StepInfo.finish, as users read it.
+FINISH_REASONS = {1: "stop", 2: "length", 3: "error"}
+INVALID_LOGITS_ERROR = (
+    "the model's logits were NaN, or every token was forbidden, at output position {position}; "
+    "check the weights, the dtype, and allowed_token_ids, bad_token_ids and logit_bias."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogProbs:
+    """Natural logarithms of one output token's probability.
+
+    `processed` is under the distribution that was sampled; at temperature 0, where
+    that is certain, under the logits after bias and penalties. `raw` is under the
+    model's own logits at temperature 1. The two lists hold (token id, log-probability)
+    of the most likely tokens.
+    """
+
+    token_id: int
+    processed: float
+    raw: float
+    top_processed: tuple[tuple[int, float], ...] = ()
+    top_raw: tuple[tuple[int, float], ...] = ()
+
+
+class Piece(NamedTuple):
+    """Text that became certain with one token."""
+
+    text: str
+    is_draft: bool  # the token was proposed by the drafter
+
+
+@dataclasses.dataclass
+class AcceptanceCounts:
+    """What drafting brought, counted over steps whose tokens were kept."""
+
+    num_steps: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_at: list[int] = dataclasses.field(
+        default_factory=list
+    )  # [j]: steps that drafted more than j tokens
+    accepted_at: list[int] = dataclasses.field(
+        default_factory=list
+    )  # [j]: of those, that accepted more than j
+
+    def add(self, num_drafted: int, num_accepted: int) -> None:
+        """Counts one step of one row."""
+        self.num_steps += 1
+        self.num_drafted += num_drafted
+        self.num_accepted += num_accepted
+        missing = num_drafted - len(self.drafted_at)
+        self.drafted_at.extend([0] * missing)
+        self.accepted_at.extend([0] * missing)
+        for depth in range(num_drafted):
+            self.drafted_at[depth] += 1
+            self.accepted_at[depth] += depth < num_accepted
+
+    def merge(self, other: AcceptanceCounts) -> None:
+        """Adds another's counts."""
+        self.num_steps += other.num_steps
+        self.num_drafted += other.num_drafted
+        self.num_accepted += other.num_accepted
+        for name in ("drafted_at", "accepted_at"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            mine.extend([0] * (len(theirs) - len(mine)))
+            for depth, count in enumerate(theirs):
+                mine[depth] += count
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted of drafted tokens; 0 when nothing was drafted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens per step, 1 + accepted / steps: the target's own token counted, as the field does."""
+        return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """How often draft token j stood, of the steps that drafted one there."""
+        return [
+            accepted / drafted
+            for accepted, drafted in zip(self.accepted_at, self.drafted_at)
+        ]
+
+
+@dataclasses.dataclass
+class Request:
+    """A sequence to be sampled; a row's occupant while it runs."""
+
+    prompt_index: int
+    sample_index: int
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    seed: int  # of this sample
+    draft_cap: int
+    rule: int
+    max_length: int  # tokens, prompt included, at which the row ends
+    sampling_values: dict[str, Any]  # the row's entries of RowSampling
+    text: IncrementalText | None = None  # None without a tokenizer
+    output_token_ids: list[int] = dataclasses.field(default_factory=list)
+    is_draft: list[bool] = dataclasses.field(
+        default_factory=list
+    )  # per output token: proposed by the drafter
+    logprobs: list[TokenLogProbs] = dataclasses.field(default_factory=list)
+    counts: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
+    finish_reason: str | None = None
+    error: str | None = None
+    shown: list[Piece] = dataclasses.field(
+        default_factory=list
+    )  # text that may be shown
+    first_token_at: float | None = None  # time.perf_counter()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def take_step(
+        self,
+        token_ids: Sequence[int],
+        num_accepted: int,
+        num_drafted: int,
+        finish: int,
+        logprobs: Sequence[Any],
+    ) -> None:
+        """Takes in what one step committed for this row.
+
+        A stop string is decided here: what the burst ran past it is discarded and
+        not counted.
+        """
+        if self.is_finished:
+            return
+        if self.first_token_at is None and token_ids:
+            self.first_token_at = time.perf_counter()
+        used = self._show(token_ids, num_accepted, FINISH_REASONS.get(finish) == "stop")
+        if used:
+            num_accepted = min(num_accepted, used)
+            self.counts.add(num_drafted, num_accepted)
+            self.output_token_ids.extend(token_ids[:used])
+            self.is_draft.extend(place < num_accepted for place in range(used))
+            self.logprobs.extend(logprobs[:used])
+        if self.finish_reason is None and finish in FINISH_REASONS:
+            self.finish_reason = FINISH_REASONS[finish]
+            if self.finish_reason == "error":
+                self.error = INVALID_LOGITS_ERROR.format(
+                    position=len(self.output_token_ids)
+                )
+            if self.text is not None:
+                self.shown.append(Piece(self.text.finish(), False))
+
+    def _show(
+        self, token_ids: Sequence[int], num_accepted: int, ends_in_stop_token: bool
+    ) -> int:
+        """Adds to `shown` what may be shown; returns how many tokens belong to the output."""
+        if self.text is None:
+            return len(token_ids)
+        # A stop token ends the text and has none of its own.
+        spoken = token_ids[:-1] if ends_in_stop_token else token_ids
+        for place, token_id in enumerate(spoken):
+            fed = self.text.feed(token_id)
+            self.shown.append(Piece(fed.text, place < num_accepted))
+            if fed.stopped_by is not None:
+                self.finish_reason = "stop"
+                return place + 1
+        return len(token_ids)

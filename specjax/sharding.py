@@ -1,0 +1,150 @@
+"""The logical axes of every array, and what mesh axis each is split over: the one place.
+
+A mesh has an axis "data" (rows, and each shard's own pages), an axis "tensor"
+(heads, MLP and the output vocabulary of the target), or both. Everything runs
+under `shard_map`: a shard sees its own rows, its own page pool with local page
+ids, and its own heads. Partial sums and logits cross the mesh, pages never do.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from specjax.models.base import ModelConfig
+
+DATA, TENSOR = "data", "tensor"
+
+RULES = {
+    "rows": DATA,
+    "pages": DATA,
+    "shards": DATA,
+    "steps": None,
+    "heads": TENSOR,
+    "kv_heads": TENSOR,
+    "mlp": TENSOR,
+    "vocab": TENSOR,
+    "embed": None,
+    None: None,
+}
+
+# Parameters of every model file, by leaf name.
+PARAM_AXES: dict[str, tuple[str | None, ...]] = {
+    "embed_tokens": (None, "embed"),
+    "embed_positions": (None, "embed"),
+    "lm_head": ("embed", "vocab"),
+    "norm": ("embed",),
+    "norm_bias": ("embed",),
+    "input_norm": ("embed",),
+    "input_norm_bias": ("embed",),
+    "post_attention_norm": ("embed",),
+    "post_attention_norm_bias": ("embed",),
+    "q_norm": (None,),
+    "k_norm": (None,),
+    "q_proj": ("embed", "heads"),
+    "k_proj": ("embed", "kv_heads"),
+    "v_proj": ("embed", "kv_heads"),
+    "o_proj": ("heads", "embed"),
+    "q_proj_bias": ("heads",),
+    "k_proj_bias": ("kv_heads",),
+    "v_proj_bias": ("kv_heads",),
+    "o_proj_bias": ("embed",),
+    "gate_proj": ("embed", "mlp"),
+    "up_proj": ("embed", "mlp"),
+    "down_proj": ("mlp", "embed"),
+    "gate_proj_bias": ("mlp",),
+    "up_proj_bias": ("mlp",),
+    "down_proj_bias": ("embed",),
+}
+
+# State by field name. What is not named here is per row.
+STATE_AXES: dict[str, tuple[str | None, ...]] = {
+    "pages": ("pages", "kv_heads", None, None),
+    "ref_counts": ("pages",),
+    "free_pages": ("pages",),
+    "num_free": ("shards",),
+    "drafter": ("pages", None, None, None),
+}
+
+
+def axis_size(mesh: Mesh | None, name: str) -> int:
+    """Returns how many shards a mesh axis has; 1 without it."""
+    return mesh.shape.get(name, 1) if mesh is not None else 1
+
+
+def tensor_axis(mesh: Mesh | None) -> str | None:
+    """Returns the mesh axis to sum over, None where heads are not split."""
+    return TENSOR if axis_size(mesh, TENSOR) > 1 else None
+
+
+def param_specs(params: Any, mesh: Mesh) -> Any:
+    """Returns a PartitionSpec per parameter; a vocabulary that does not divide stays whole."""
+
+    def spec(path, leaf) -> PartitionSpec:
+        return _spec(PARAM_AXES[_name(path)], leaf.shape, mesh)
+
+    return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def replicated_specs(tree: Any) -> Any:
+    """Returns the spec of an array that every shard holds whole, for each leaf."""
+    return jax.tree.map(lambda _: PartitionSpec(), tree)
+
+
+def state_specs(state: Any, mesh: Mesh) -> Any:
+    """Returns a PartitionSpec per leaf of a DecodeState or Admission."""
+
+    def spec(path, leaf) -> PartitionSpec:
+        names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        axes = next(
+            (STATE_AXES[name] for name in names if name in STATE_AXES), ("rows",)
+        )
+        return _spec(axes, leaf.shape, mesh)
+
+    return jax.tree_util.tree_map_with_path(spec, state)
+
+
+def report_specs(report: Any, mesh: Mesh) -> Any:
+    """Returns specs of a burst's report, [steps, rows, ...] throughout."""
+    return jax.tree.map(lambda leaf: _spec(("steps", "rows"), leaf.shape, mesh), report)
+
+
+def place(tree: Any, specs: Any, mesh: Mesh) -> Any:
+    """Puts arrays onto the mesh."""
+    return jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, NamedSharding(mesh, spec)), tree, specs
+    )
+
+
+def validate(config: ModelConfig, mesh: Mesh) -> None:
+    """Raises ValueError when a model cannot be split over the mesh."""
+    unknown = set(mesh.axis_names) - {DATA, TENSOR}
+    if unknown:
+        raise ValueError(
+            f"mesh axes {sorted(unknown)} are unknown; name them {DATA!r} and {TENSOR!r}."
+        )
+    size = axis_size(mesh, TENSOR)
+    for field in ("num_heads", "num_kv_heads", "intermediate_size"):
+        value = getattr(config, field)
+        if value % size:
+            raise ValueError(
+                f"{field}={value} is not divisible by the mesh's tensor axis of {size}; use a smaller one."
+            )
+
+
+def _spec(
+    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh
+) -> PartitionSpec:
+    names = [RULES[axis] for axis in axes]
+    names = [name if name in mesh.axis_names else None for name in names]
+    divides = [
+        name is None or size % mesh.shape[name] == 0 for name, size in zip(names, shape)
+    ]
+    return PartitionSpec(*(name if ok else None for name, ok in zip(names, divides)))
+
+
+def _name(path) -> str:
+    keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+    return keys[-1]

@@ -1,0 +1,106 @@
+"""Pytrees that cross module borders."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+PAD_TOKEN_ID = -1
+
+# Why a row ended, as the device reports it; RUNNING is not ended.
+RUNNING, STOPPED, OUT_OF_LENGTH, INVALID_LOGITS = range(4)
+
+# Verification rules as per-row numbers; the order of config.VERIFICATION_RULES.
+GREEDY, SEEDED, DELTA, REJECTION = range(4)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenBatch:
+    """Tokens of several rows laid end to end: what one forward of the flat step takes.
+
+    Row r owns flat indices row_starts[r] to row_starts[r + 1] - 1; those past
+    row_starts[-1] are padding, with row_ids == rows and slot_mapping == num_slots.
+    """
+
+    token_ids: Array  # i32[num_tokens]
+    positions: Array  # i32[num_tokens], rotary positions: lengths + depth
+    row_ids: Array  # i32[num_tokens]
+    slot_mapping: Array  # i32[num_tokens], where keys and values are written
+    row_starts: Array  # i32[rows + 1]
+    lengths: Array  # i32[rows], tokens of the row whose KV is final
+    block_table: Array  # i32[rows, pages_per_row]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Proposal:
+    """Chains of draft tokens, one per row."""
+
+    token_ids: Array  # i32[rows, K]
+    num_tokens: Array  # i32[rows], in [0, K]: how many of them stand
+    probs: Array | None = (
+        None  # f32[rows, K, vocab], what each was drawn from; None: deterministic
+    )
+
+
+class Acceptance(NamedTuple):
+    """What a verification rule decides."""
+
+    token_ids: (
+        Array  # i32[rows, K + 1]: accepted draft tokens, then one of the target's own
+    )
+    num_accepted: Array  # i32[rows], in [0, K]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepInfo:
+    """What a step did, for the host; a burst stacks one per step on a leading axis.
+
+    The first num_committed[row] entries of the token axis were committed, the
+    first num_accepted[row] of them proposed by the drafter.
+    """
+
+    token_ids: Array  # i32[rows, K + 1]
+    num_committed: Array  # i32[rows]
+    num_accepted: Array  # i32[rows]
+    num_drafted: Array  # i32[rows]
+    finish: Array  # i32[rows], RUNNING or why the row ended in this step
+    logprobs: Any  # sampling.LogProbs with leading [rows, K + 1]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the host decides for a burst, as dynamic values."""
+
+    num_steps: Array  # i32[], most steps
+    stop_when_finished: Array  # bool[], end early when a row ends because work waits
+    activate: Array  # bool[rows], rows whose prompts are prefilled and that decode from now on
+
+
+class DecoderParams(NamedTuple):
+    """Weights, arguments of every call and never donated."""
+
+    target: Any
+    drafter: Any = ()
+
+
+def lay_out(counts: Array, num_tokens: int) -> tuple[Array, Array, Array]:
+    """Lays counts i32[rows] tokens per row end to end.
+
+    Returns:
+      row_starts i32[rows + 1]; row_ids i32[num_tokens], `rows` in padding; and
+      offsets i32[num_tokens], which of its row's tokens each is.
+    """
+    rows = counts.shape[0]
+    row_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)])
+    index = jnp.arange(num_tokens, dtype=jnp.int32)
+    row_ids = jnp.sum(index[:, None] >= row_starts[None, 1:], axis=1, dtype=jnp.int32)
+    offsets = index - row_starts[jnp.minimum(row_ids, rows)]
+    return row_starts, row_ids, offsets
