@@ -233,15 +233,16 @@ def _rope(raw: Json, max_positions: int) -> RopeConfig:
             original_max_position_embeddings=original or max_positions,
         )
     if kind == "yarn":
+        factor = float(scaling["factor"] or max_positions / (original or max_positions))
         return RopeConfig(
             theta=theta,
             kind=kind,
-            factor=float(scaling["factor"]),
+            factor=factor,
             original_max_position_embeddings=original or max_positions,
             beta_fast=float(scaling.get("beta_fast") or 32.0),
             beta_slow=float(scaling.get("beta_slow") or 1.0),
             truncate=bool(scaling.get("truncate", True)),
-            attention_factor=_yarn_attention_factor(scaling),
+            attention_factor=_yarn_attention_factor(scaling, factor),
         )
     hint = (
         " Its frequencies depend on the current length, which would change keys that are already cached."
@@ -253,14 +254,14 @@ def _rope(raw: Json, max_positions: int) -> RopeConfig:
     )
 
 
-def _yarn_attention_factor(scaling: Json) -> float | None:
+def _yarn_attention_factor(scaling: Json, factor: float) -> float | None:
     """The factor on cos and sin when given outright or by mscale; None is the rule of the paper."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
     if not (mscale and mscale_all_dim):
         return None
-    stretch = math.log(scaling["factor"]) if scaling["factor"] > 1 else 0.0
+    stretch = math.log(factor) if factor > 1 else 0.0
     return (0.1 * mscale * stretch + 1.0) / (0.1 * mscale_all_dim * stretch + 1.0)
 
 

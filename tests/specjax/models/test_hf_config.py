@@ -1,0 +1,281 @@
+"""config.json of both generations, and what is refused."""
+
+import json
+
+import pytest
+
+from specjax.models.base import RopeConfig
+from specjax.models.hf_config import parse_config, read_config
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 128,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+}
+GOLDENS = ["llama", "llama_tied", "llama_yarn", "qwen2", "qwen2_sliding", "qwen3"]
+GOLDENS += ["mistral", "granite", "gpt2"]
+CLASSES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "granite": "GraniteForCausalLM",
+}
+
+
+def _family(family, **options):
+    architectures = [CLASSES.get(family, "LlamaForCausalLM")]
+    return {**LLAMA, "model_type": family, "architectures": architectures, **options}
+
+
+def _as_version_4(config):
+    """Writes a version 5 config the way version 4 wrote it."""
+    old = {k: v for k, v in config.items() if k not in ("rope_parameters", "dtype")}
+    old.pop("layer_types", None)
+    old["torch_dtype"] = config["dtype"]
+    if "rope_parameters" in config:
+        rope = dict(config["rope_parameters"])
+        old["rope_theta"] = rope.pop("rope_theta")
+        rope["type"] = rope.pop("rope_type")
+        old["rope_scaling"] = None if rope["type"] == "default" else rope
+    return old
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_both_generations_say_the_same(name, golden):
+    config = json.loads((golden(name) / "config.json").read_text())
+    assert parse_config(config) == parse_config(_as_version_4(config))
+
+
+def test_llama_3_2_as_published():
+    """The values that Llama-3.2-1B is published with."""
+    config = parse_config(
+        {
+            **LLAMA,
+            "vocab_size": 128256,
+            "hidden_size": 2048,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-05,
+            "max_position_embeddings": 131072,
+            "bos_token_id": 128000,
+            "eos_token_id": [128001, 128008, 128009],
+            "rope_theta": 500000.0,
+            "rope_scaling": {
+                "factor": 32.0,
+                "high_freq_factor": 4.0,
+                "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+        }
+    )
+    assert config.rope == RopeConfig(
+        theta=500000.0,
+        kind="llama3",
+        factor=32.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    assert config.tie_word_embeddings
+    assert config.norm_eps == 1e-5
+    assert config.scale == 64**-0.5
+    assert config.eos_token_ids == (128001, 128008, 128009)
+
+
+def test_what_a_silent_config_means():
+    config = parse_config(LLAMA | {"num_key_value_heads": None})
+    assert (config.num_kv_heads, config.head_dim) == (4, 8)
+    assert config.rope == RopeConfig(theta=10000.0)
+    assert not config.tie_word_embeddings
+    assert config.layer_windows == ()
+    assert config.eos_token_ids == ()
+    assert parse_config(_family("qwen3")).head_dim == 128
+    assert parse_config({k: v for k, v in LLAMA.items() if k != "model_type"}) == (
+        parse_config(LLAMA)
+    )
+
+
+@pytest.mark.parametrize(
+    ("family", "qkv", "o", "mlp", "qk_norm"),
+    [
+        ("llama", True, True, True, False),
+        ("qwen2", True, False, False, False),
+        ("qwen3", True, True, False, True),
+        ("mistral", False, False, False, False),
+        ("granite", True, True, True, False),
+    ],
+)
+def test_biases_and_norms_of_a_family(family, qkv, o, mlp, qk_norm):
+    """With every bias asked for, each family has those it knows."""
+    config = parse_config(_family(family, attention_bias=True, mlp_bias=True))
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (qkv, o, mlp)
+    assert config.qk_norm == qk_norm
+    config = parse_config(_family(family))
+    has_bias = family == "qwen2"
+    assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (has_bias, False, False)
+
+
+def test_multipliers_are_granite_only():
+    options = {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.5,
+        "residual_multiplier": 0.25,
+        "logits_scaling": 8.0,
+    }
+    config = parse_config(_family("granite", **options))
+    assert (config.embedding_multiplier, config.scale) == (12.0, 0.5)
+    assert (config.residual_multiplier, config.logits_divisor) == (0.25, 8.0)
+    assert parse_config(_family("granite")).scale == 1.0
+    assert parse_config(LLAMA | options) == parse_config(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "windows"),
+    [
+        ("mistral", {"sliding_window": 6}, (6, 6)),
+        ("mistral", {"sliding_window": None}, ()),
+        ("mistral", {}, (4096, 4096)),
+        ("qwen2", {"sliding_window": 5, "max_window_layers": 1}, ()),
+        ("qwen2", {"sliding_window": 5, "use_sliding_window": True}, ()),
+        (
+            "qwen3",
+            {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1},
+            (None, 5),
+        ),
+        (
+            "qwen2",
+            {
+                "sliding_window": 5,
+                "layer_types": ["sliding_attention", "full_attention"],
+            },
+            (5, None),
+        ),
+        ("mistral", {"sliding_window": 5, "layer_types": ["full_attention"] * 2}, ()),
+        ("llama", {"sliding_window": 5}, ()),
+    ],
+)
+def test_windows(family, options, windows):
+    assert parse_config(_family(family, **options)).layer_windows == windows
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"layer_types": ["full_attention"]},
+        {"layer_types": ["full_attention", "linear_attention"]},
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+        {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 0},
+    ],
+)
+def test_windows_that_make_no_sense(options):
+    with pytest.raises(ValueError, match="expected"):
+        parse_config(_family("qwen2", **options))
+
+
+def test_yarn():
+    """The rule of the paper unless a factor or mscale is given; old and new keys."""
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    rope = parse_config(LLAMA | {"rope_scaling": yarn, "rope_theta": 1e6}).rope
+    assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 1e6)
+    assert rope.attention_factor is None
+    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (32.0, 1.0, True)
+    given = parse_config(LLAMA | {"rope_scaling": yarn | {"attention_factor": 0.5}})
+    assert given.rope.attention_factor == 0.5
+    mscale = {"mscale": 1.0, "mscale_all_dim": 1.0}
+    assert (
+        parse_config(LLAMA | {"rope_scaling": yarn | mscale}).rope.attention_factor == 1
+    )
+    stretched = {"rope_type": "yarn", "factor": None} | {
+        "original_max_position_embeddings": 1024
+    }
+    rope = parse_config(LLAMA | {"rope_parameters": stretched}).rope
+    assert rope.factor == 2.0
+
+
+def test_gpt2():
+    config = parse_config(GPT2)
+    assert (config.architecture, config.intermediate_size) == ("gpt2", 128)
+    assert config.norm_eps == 1e-5
+    assert config.tie_word_embeddings
+    assert parse_config(GPT2 | {"n_inner": 64}).intermediate_size == 64
+    assert parse_config(GPT2 | {"scale_attn_weights": False}).scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (LLAMA | {"model_type": "mamba"}, "'mamba'.*expected one of llama"),
+        ({}, "expected one of llama"),
+        (LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]}, "load_drafter"),
+        (LLAMA | {"architectures": ["LlamaForTokenClassification"]}, "not supported"),
+        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+        (LLAMA | {"hidden_act": "relu"}, "hidden_act='relu'.*expected 'silu'"),
+        (LLAMA | {"rope_scaling": {"type": "dynamic", "factor": 2}}, "dynamic.*cached"),
+        (LLAMA | {"rope_scaling": {"rope_type": "longrope"}}, "'longrope'"),
+        (LLAMA | {"rope_parameters": {"full_attention": {}}}, "per layer type"),
+        (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (LLAMA | {"rope_scaling": {"type": "linear"}}, "'factor' is missing"),
+        (LLAMA | {"num_key_value_heads": 3}, "num_heads=4 must be a multiple"),
+        (LLAMA | {"num_attention_heads": 3}, "not a multiple of num_heads=3"),
+        ({k: v for k, v in LLAMA.items() if k != "vocab_size"}, "'vocab_size'"),
+        (GPT2 | {"activation_function": "relu"}, "activation_function='relu'"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx"),
+        (GPT2 | {"tie_word_embeddings": False}, "tie_word_embeddings"),
+    ],
+)
+def test_what_is_refused(config, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(config)
+
+
+def _write(folder, config, generation=None):
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return read_config(folder)
+
+
+def test_generation_config(tmp_path):
+    config, defaults = _write(
+        tmp_path,
+        LLAMA | {"eos_token_id": 2},
+        {"eos_token_id": [7, 8], "temperature": 0.6, "top_k": None, "pad_token_id": 0},
+    )
+    assert config.eos_token_ids == (7, 8)
+    assert defaults == {"temperature": 0.6}
+
+
+def test_generation_config_may_be_silent_or_absent(tmp_path):
+    assert _write(tmp_path, LLAMA | {"eos_token_id": 2})[0].eos_token_ids == (2,)
+    config, defaults = _write(tmp_path, LLAMA | {"eos_token_id": 2}, {})
+    assert (config.eos_token_ids, defaults) == ((2,), {})
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(FileNotFoundError, match="holds no config"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ValueError, match="is not JSON"):
+        read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="holds a list"):
+        read_config(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json: .*'mamba'"):
+        _write(tmp_path, {"model_type": "mamba"})

@@ -1,0 +1,285 @@
+"""Folders to models: names, dtypes, layouts, and every way a folder can be wrong."""
+
+import dataclasses
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from specjax.models import loading
+from specjax.models.base import Model, ModelConfig, architecture_of
+from specjax.models.loading import check_same_vocabulary, load_model
+from specjax.models.safetensors import open_folder
+from specjax.tokenization import Tokenizer
+
+
+def _rewrite(folder, write_safetensors, change) -> None:
+    """Writes the folder's weights again after `change` has had a dict of copies."""
+    tensors = {name: np.array(t) for name, t in open_folder(folder).items()}
+    tensors = change(tensors) or tensors
+    write_safetensors(folder / "model.safetensors", tensors)
+
+
+def _same(left, right) -> None:
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def test_kernels_are_in_out_and_named_as_the_model_reads_them(golden):
+    tensors = open_folder(golden("llama"))
+    params = load_model(golden("llama")).params
+    layer = params["layers"][1]
+    name = "model.layers.1.self_attn.k_proj"
+    np.testing.assert_array_equal(layer["k_proj"], tensors[f"{name}.weight"].T)
+    np.testing.assert_array_equal(layer["k_proj_bias"], tensors[f"{name}.bias"])
+    np.testing.assert_array_equal(params["lm_head"], tensors["lm_head.weight"].T)
+    embedding = tensors["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(params["embed_tokens"], embedding)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "granite", "gpt2"])
+def test_the_tree_is_the_one_that_init_makes(name, golden):
+    model = load_model(golden(name))
+    made = jax.eval_shape(
+        lambda: architecture_of(model.config).init(jax.random.key(0), model.config)
+    )
+    shape_of = lambda leaf: (leaf.shape, leaf.dtype)
+    assert jax.tree.map(shape_of, model.params) == jax.tree.map(shape_of, made)
+
+
+def test_the_model_around_the_weights(golden):
+    model = load_model(golden("qwen3"))
+    assert model.name == "qwen3"
+    assert model.tokenizer is None
+    assert model.config.eos_token_ids == (2, 5)
+    assert model.generation_defaults == {"temperature": 0.7, "do_sample": True}
+    assert load_model(str(golden("qwen3")), name="mine").name == "mine"
+
+
+def test_the_tokenizer_comes_along(golden_copy):
+    folder = golden_copy("llama")
+    Backend(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
+    assert load_model(folder).tokenizer.encode("aa") == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, "float16", np.float32])
+def test_dtype(dtype, golden):
+    params = load_model(golden("llama"), dtype=dtype).params
+    reference = load_model(golden("llama")).params
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
+    _same(params, jax.tree.map(lambda leaf: leaf.astype(dtype), reference))
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [("cpu", "float32"), ("tpu", "bfloat16")]
+)
+def test_default_dtype(backend, dtype, golden, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert load_model(golden("qwen2")).params["norm"].dtype == dtype
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float64"])
+def test_stored_dtypes(stored, golden_copy, write_safetensors):
+    folder = golden_copy("llama")
+    expected = load_model(folder).params
+    cast = lambda tensors: {k: v.astype(jnp.dtype(stored)) for k, v in tensors.items()}
+    _rewrite(folder, write_safetensors, cast)
+    rounded = jax.tree.map(lambda leaf: np.asarray(leaf).astype(stored), expected)
+    _same(load_model(folder).params, jax.tree.map(np.float32, rounded))
+
+
+def test_weights_do_not_follow_the_file(golden_copy):
+    """Params are copies: changing the file under a loaded model changes nothing."""
+    folder = golden_copy("llama")
+    params = load_model(folder).params
+    before = jax.tree.map(np.array, params)
+    path = folder / "model.safetensors"
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 4)
+        file.write(b"\x7f" * (path.stat().st_size // 2))
+    _same(params, before)
+
+
+def test_shards(golden_copy, write_safetensors):
+    folder = golden_copy("qwen3")
+    expected = load_model(folder).params
+    tensors = {name: np.array(t) for name, t in open_folder(folder).items()}
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for shard, part in shards.items():
+        write_safetensors(folder / shard, {name: tensors[name] for name in part})
+    weight_map = {name: shard for shard, part in shards.items() for name in part}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(str({"weight_map": weight_map}).replace("'", '"'))
+    _same(load_model(folder).params, expected)
+
+
+def test_gpt2_without_prefix_and_with_mask_buffers(golden_copy, write_safetensors):
+    folder = golden_copy("gpt2")
+    expected = load_model(folder).params
+
+    def as_first_published(tensors):
+        bare = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+        for layer in range(2):
+            bare[f"h.{layer}.attn.bias"] = np.tri(64, dtype=np.float32)[None, None]
+            bare[f"h.{layer}.attn.masked_bias"] = np.array(-1e4, np.float32)
+        return bare
+
+    _rewrite(folder, write_safetensors, as_first_published)
+    assert "h.0.ln_1.weight" in open_folder(folder)
+    _same(load_model(folder).params, expected)
+
+
+def test_tensors_without_a_use_are_ignored(golden_copy, write_safetensors):
+    """A tied head, rotary tables, cache scales, and layers past the last."""
+    folder = golden_copy("qwen2")
+    expected = load_model(folder).params
+    idle = {
+        "lm_head.weight": np.ones((99, 32), np.float32),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32),
+        "model.layers.0.self_attn.k_scale": np.ones((), np.float32),
+        "model.layers.2.eh_proj.weight": np.ones((4, 4), np.float32),
+    }
+    _rewrite(folder, write_safetensors, lambda tensors: tensors | idle)
+    _same(load_model(folder).params, expected)
+
+
+def test_tensors_that_would_change_the_output_are_not_ignored(
+    golden_copy, write_safetensors
+):
+    folder = golden_copy("mistral")
+    bias = {"model.layers.1.self_attn.q_proj.bias": np.ones(32, np.float32)}
+    _rewrite(folder, write_safetensors, lambda tensors: tensors | bias)
+    with pytest.raises(
+        ValueError, match=r"1 tensors in layers .*layers\.1.*q_proj\.bias"
+    ):
+        load_model(folder)
+
+
+def test_an_untied_model_needs_its_head(golden_copy, write_safetensors):
+    folder = golden_copy("llama")
+    _rewrite(folder, write_safetensors, lambda t: {k: t[k] for k in t if k[:2] != "lm"})
+    with pytest.raises(ValueError, match=r"lm_head\.weight.*tie_word_embeddings: true"):
+        load_model(folder)
+
+
+def test_missing_tensors_are_counted_and_the_first_ten_named(golden_copy):
+    with pytest.raises(ValueError, match="lacks 34 of the 54") as caught:
+        load_model(golden_copy("granite", num_hidden_layers=4, attention_bias=True))
+    assert str(caught.value).count("model.layers.") == 10
+    assert "and 24 more" in str(caught.value)
+
+
+def test_wrong_shapes_are_named_with_both(golden_copy):
+    folder = golden_copy("llama", intermediate_size=50)
+    wrong = r"mlp\.gate_proj\.weight is \[48, 32\], expected \[50, 32\]"
+    with pytest.raises(ValueError, match=wrong):
+        load_model(folder)
+
+
+def test_nothing_is_read_before_all_is_checked(golden_copy, monkeypatch):
+    read = []
+    monkeypatch.setattr(loading._Source, "read", lambda self, *_: read.append(self))
+    with pytest.raises(ValueError, match="other shapes"):
+        load_model(golden_copy("llama", vocab_size=100))
+    assert not read
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./missing", "~/none", "a/b/c"])
+def test_a_folder_that_does_not_exist(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        load_model(name)
+
+
+def test_a_file_instead_of_a_folder(golden):
+    with pytest.raises(FileNotFoundError, match="is a file; give the folder"):
+        load_model(golden("llama") / "config.json")
+
+
+def test_a_hub_name_without_the_hub_library(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(FileNotFoundError, match=r"specjax\[hub\]"):
+        load_model("someone/some-model")
+
+
+def _fake_hub(monkeypatch, snapshot_download):
+    module = types.ModuleType("huggingface_hub")
+    module.snapshot_download = snapshot_download
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+
+
+def test_a_hub_name_is_fetched(monkeypatch, golden):
+    asked = []
+
+    def snapshot_download(name, **_):
+        asked.append(name)
+        return str(golden("llama"))
+
+    _fake_hub(monkeypatch, snapshot_download)
+    assert load_model("someone/some-model").name == "some-model"
+    assert asked == ["someone/some-model"]
+
+
+def test_a_failed_fetch_says_why(monkeypatch):
+    def snapshot_download(name, **_):
+        raise OSError("no route to host")
+
+    _fake_hub(monkeypatch, snapshot_download)
+    with pytest.raises(FileNotFoundError, match="no route to host"):
+        load_model("someone/some-model")
+
+
+def test_the_demo_models(monkeypatch, tmp_path, golden_copy):
+    golden_copy("llama").rename(tmp_path / "target")
+    monkeypatch.setattr(loading, "_DEMO_WEIGHTS", tmp_path)
+    assert load_model("demo").name == "demo"
+    with pytest.raises(FileNotFoundError, match="reinstall specjax"):
+        load_model("demo-draft")
+
+
+def _model(name, vocab_size, vocab=None) -> Model:
+    config = ModelConfig(
+        architecture="llama",
+        family="llama",
+        vocab_size=vocab_size,
+        hidden_size=4,
+        intermediate_size=4,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=4,
+        max_position_embeddings=8,
+    )
+    tokenizer = None
+    if vocab is not None:
+        tokenizer = Tokenizer(Backend(models.BPE(vocab=vocab, merges=[])))
+    return Model(config=config, params={}, tokenizer=tokenizer, name=name)
+
+
+def test_the_same_vocabulary():
+    target, draft = (
+        _model("big", 3, {"a": 0, "b": 1}),
+        _model("little", 3, {"b": 1, "a": 0}),
+    )
+    check_same_vocabulary(target, draft)
+    check_same_vocabulary(target, dataclasses.replace(draft, tokenizer=None))
+
+
+def test_vocabularies_of_other_sizes():
+    with pytest.raises(ValueError, match=r"'big' and draft 'little'.* 3 and 4 tokens"):
+        check_same_vocabulary(_model("big", 3), _model("little", 4))
+
+
+def test_vocabularies_that_number_tokens_differently():
+    target, draft = (
+        _model("big", 3, {"a": 0, "b": 1}),
+        _model("little", 3, {"a": 0, "c": 1}),
+    )
+    with pytest.raises(ValueError, match="'b' is 1 and None"):
+        check_same_vocabulary(target, draft)
