@@ -209,24 +209,35 @@ def _penalise(
 
 
 def _filter(scaled: Array, used: Usage, sampling: RowSampling, row: Array) -> Array:
-    """min_p, top_k and top_p, as one threshold per token: cuts from below compose by maximum."""
+    """min_p, top_k and top_p as one threshold: cuts from below compose by maximum."""
     is_random = sampling.temperature[row] > 0
-
-    def threshold(values: Array) -> Array:
-        min_p = jnp.where(is_random, sampling.min_p[row], 0.0)
-        cut = jnp.log(min_p)  # the largest logit is 0; log(0) = -inf is off
-        top_k = jnp.where(is_random, sampling.top_k[row], 0)
-        top_p = jnp.where(is_random, sampling.top_p[row], 1.0)
-        cut = lax.cond(
-            jnp.any(top_k > 0), lambda: _top_k_cut(values, top_k, cut), lambda: cut
-        )
-        return lax.cond(
-            jnp.any(top_p < 1), lambda: _top_p_cut(values, top_p, cut), lambda: cut
-        )
-
-    none = jnp.full(scaled.shape[0], -jnp.inf)
-    cut = lax.cond(used.filters, threshold, lambda values: none, scaled)
+    min_p = jnp.where(is_random, sampling.min_p[row], 0.0)
+    top_k = jnp.where(is_random, sampling.top_k[row], 0)
+    top_p = jnp.where(is_random, sampling.top_p[row], 1.0)
+    cut = lax.cond(
+        used.filters,
+        # One token's logits stay in a CPU's cache for all passes over them.
+        lambda: lax.platform_dependent(
+            scaled, min_p, top_k, top_p, cpu=_cut_one_by_one, default=_cut
+        ),
+        lambda: jnp.full(scaled.shape[0], -jnp.inf),
+    )
     return jnp.where(scaled < cut[:, None], -jnp.inf, scaled)
+
+
+def _cut(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> Array:
+    """Returns the least logit that is kept, f32[num_tokens]."""
+    cut = jnp.log(min_p)  # the largest logit is 0; log(0) = -inf is off
+    cut = lax.cond(
+        jnp.any(top_k > 0), lambda: _top_k_cut(scaled, top_k, cut), lambda: cut
+    )
+    return lax.cond(
+        jnp.any(top_p < 1), lambda: _top_p_cut(scaled, top_p, cut), lambda: cut
+    )
+
+
+def _cut_one_by_one(*batch: Array) -> Array:
+    return lax.map(lambda token: _cut(*(x[None] for x in token))[0], batch)
 
 
 def _top_k_cut(scaled: Array, top_k: Array, cut: Array) -> Array:
@@ -234,7 +245,9 @@ def _top_k_cut(scaled: Array, top_k: Array, cut: Array) -> Array:
     is_on = (top_k > 0) & (top_k < scaled.shape[1])
 
     def holds(level: Array) -> Array:
-        return jnp.sum(scaled >= level[:, None], axis=1, dtype=jnp.int32) >= top_k
+        is_kept = scaled >= level[:, None]
+        # Exact up to 2**24, and vectorised where a sum of integers is not.
+        return jnp.sum(is_kept.astype(jnp.float32), axis=1) >= top_k
 
     low = _key(jnp.full_like(cut, -jnp.inf))
     high = _key(jnp.zeros_like(cut)) + jnp.uint32(1)
