@@ -8,9 +8,8 @@ Shown pieces joined are exactly what decoding all ids at once gives.
 
 from __future__ import annotations
 
-import numbers
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from specjax.tokenization import Tokenizer
@@ -76,15 +75,14 @@ class IncrementalText:
         self._num_run = 0  # byte tokens at the window's end
         self._held = ""  # final, but perhaps the beginning of a stop string
 
-    def feed(self, token_ids: int | Sequence[int]) -> Fed:
+    def feed(self, token_ids: int | Iterable[int]) -> Fed:
         """Takes the next tokens and returns the text that they make final.
 
         After a stop string, tokens are taken and none is used.
         """
         if self.stopped_by is not None:
             return Fed("", 0, self.stopped_by)
-        is_single = isinstance(token_ids, numbers.Integral)
-        ids = [token_ids] if is_single else list(token_ids)
+        ids = list(token_ids) if isinstance(token_ids, Iterable) else [token_ids]
         if not self._stop_strings:
             self._append(ids)
             return Fed(self._settle(), len(ids), None)

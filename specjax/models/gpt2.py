@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.models.base import Architecture, Attend, LayerCache, ModelConfig, Params
-from specjax.models.layers import layer_norm
+from specjax.models.layers import along_last_axis, layer_norm
 
 
 def forward(
@@ -36,7 +36,7 @@ def forward(
             x, layer["input_norm"], layer["input_norm_bias"], config.norm_eps
         )
         q, k, v = (
-            (normed @ layer[name] + layer[f"{name}_bias"]).reshape(
+            (normed @ layer[name] + _bias(layer, name, x)).reshape(
                 *x.shape[:-1], -1, config.head_dim
             )
             for name in ("q_proj", "k_proj", "v_proj")
@@ -44,7 +44,7 @@ def forward(
         mixed, cache = attend(index, q, k, v, cache)
         new_caches.append(cache)
         mixed = mixed.reshape(*x.shape[:-1], -1)
-        x = x + reduce(mixed @ layer["o_proj"]) + layer["o_proj_bias"]
+        x = x + reduce(mixed @ layer["o_proj"]) + _bias(layer, "o_proj", x)
         normed = layer_norm(
             x,
             layer["post_attention_norm"],
@@ -52,9 +52,9 @@ def forward(
             config.norm_eps,
         )
         widened = jax.nn.gelu(
-            normed @ layer["up_proj"] + layer["up_proj_bias"], approximate=True
+            normed @ layer["up_proj"] + _bias(layer, "up_proj", x), approximate=True
         )
-        x = x + reduce(widened @ layer["down_proj"]) + layer["down_proj_bias"]
+        x = x + reduce(widened @ layer["down_proj"]) + _bias(layer, "down_proj", x)
     return layer_norm(x, params["norm"], params["norm_bias"], config.norm_eps), tuple(
         new_caches
     )
@@ -106,6 +106,10 @@ def init(
         "norm": near_one(d),
         "norm_bias": normal(d),
     }
+
+
+def _bias(layer: Params, name: str, x: Array) -> Array:
+    return along_last_axis(layer[f"{name}_bias"], x)
 
 
 ARCHITECTURE = Architecture(forward=forward, logits=logits, init=init)

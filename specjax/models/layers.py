@@ -12,6 +12,11 @@ from jax import Array
 from specjax.models.base import RopeConfig
 
 
+def along_last_axis(vector: Array, x: Array) -> Array:
+    """Returns vector [size] with x's rank: ranks never differ silently in a broadcast."""
+    return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
+
+
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """Normalises the last axis by its root mean square.
 
@@ -20,7 +25,7 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return scaled.astype(x.dtype) * weight
+    return scaled.astype(x.dtype) * along_last_axis(weight, x)
 
 
 def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
@@ -30,7 +35,8 @@ def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
     scaled = centred * jax.lax.rsqrt(
         jnp.mean(centred * centred, axis=-1, keepdims=True) + eps
     )
-    return scaled.astype(x.dtype) * weight + bias
+    scaled = scaled.astype(x.dtype) * along_last_axis(weight, x)
+    return scaled + along_last_axis(bias, x)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
@@ -93,9 +99,8 @@ def rope_tables(
 ) -> tuple[Array, Array]:
     """Returns cos and sin f32[..., 1, head_dim // 2] for positions i32[...]."""
     frequencies, amplitude = rope_frequencies(rope, head_dim)
-    angles = positions[..., None].astype(jnp.float32) * jnp.asarray(
-        frequencies, jnp.float32
-    )
+    angles = positions[..., None].astype(jnp.float32)
+    angles = angles * along_last_axis(jnp.asarray(frequencies, jnp.float32), angles)
     return jnp.cos(angles)[..., None, :] * amplitude, jnp.sin(angles)[
         ..., None, :
     ] * amplitude
@@ -132,6 +137,7 @@ def dense_causal_attention(
     )
     distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    visible = visible[None, None, None]  # [batch, kv_heads, group, query, key]
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     out = jnp.einsum("bkglm,bmkd->blkgd", weights.astype(v.dtype), v)
     return out.reshape(batch, length, heads, head_dim)

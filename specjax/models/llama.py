@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.models.base import Architecture, Attend, LayerCache, ModelConfig, Params
-from specjax.models.layers import rms_norm, rope_tables, rotate
+from specjax.models.layers import along_last_axis, rms_norm, rope_tables, rotate
 
 
 def forward(
@@ -150,7 +150,7 @@ def _project_qkv(
 def _linear(x: Array, layer: Params, name: str) -> Array:
     out = x @ layer[name]
     bias = layer.get(f"{name}_bias")
-    return out if bias is None else out + bias
+    return out if bias is None else out + along_last_axis(bias, out)
 
 
 def _row_parallel(x: Array, layer: Params, name: str, tensor_axis: str | None) -> Array:
@@ -159,7 +159,7 @@ def _row_parallel(x: Array, layer: Params, name: str, tensor_axis: str | None) -
     if tensor_axis is not None:
         out = jax.lax.psum(out, tensor_axis)
     bias = layer.get(f"{name}_bias")
-    return out if bias is None else out + bias
+    return out if bias is None else out + along_last_axis(bias, out)
 
 
 ARCHITECTURE = Architecture(forward=forward, logits=logits, init=init)

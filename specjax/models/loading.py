@@ -120,20 +120,21 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
     Raises:
       FileNotFoundError: there is no such folder, and it cannot be fetched.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise FileNotFoundError(
-            f"{folder} is a file; give the folder that holds config.json and model.safetensors."
-        )
     name = os.fspath(path)
     if name in _DEMO_FOLDERS:
         folder = _DEMO_WEIGHTS / _DEMO_FOLDERS[name]
         if folder.is_dir():
             return folder
         raise FileNotFoundError(
-            f"the package holds no weights for {name!r} (expected {folder}); reinstall specjax."
+            f"the package holds no weights for {name!r} (expected {folder}); reinstall specjax, or write "
+            f"./{name} for a folder of that name."
+        )
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise FileNotFoundError(
+            f"{folder} is a file; give the folder that holds config.json and model.safetensors."
         )
     if not _HUB_NAME.fullmatch(name):
         raise FileNotFoundError(

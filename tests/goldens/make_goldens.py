@@ -60,9 +60,7 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
         for family in ("Llama", "Qwen2", "Qwen3", "Mistral", "Granite")
     )
     return {
-        "llama": llama(
-            rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True
-        ),
+        "llama": llama(rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True),
         "llama_tied": llama(
             rope_parameters=linear, head_dim=16, tie_word_embeddings=True
         ),

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -167,6 +168,13 @@ def test_an_unfinished_character_is_held_back():
     assert incremental.finish() == ""
 
 
+def test_token_ids_may_be_numpy():
+    ids = np.array(_bytes_of("abc"), np.int32)
+    incremental = IncrementalText(BYTES)
+    assert incremental.feed(ids[0]) == Fed("a", 1, None)
+    assert incremental.feed(ids[1:]) == Fed("bc", 2, None)
+
+
 def test_a_sequence_that_ends_inside_a_character():
     incremental = IncrementalText(BYTES)
     assert incremental.feed(_bytes_of("a\U0001f600")[:-1]).text == "a"
@@ -221,6 +229,13 @@ def test_a_token_that_holds_more_than_the_stop_string():
     assert not BYTES.decode(ids[: num_used - 1]).startswith("the ca")
 
 
+def test_stop_strings_inside_one_token():
+    ids = BYTES.encode("a<tool>b")
+    assert len(ids) == 3
+    assert _run(BYTES, [ids], ["<tool>", "oo", "ool"]) == ("a<t", 2, "oo")
+    assert _run(BYTES, [ids], ["ool>b", "b"]) == ("a<t", 3, "ool>b")
+
+
 def test_include_stop_string():
     assert _run(BYTES, [_bytes_of("a. b")], ["."], include_stop_str=True)[0] == "a."
 
@@ -239,6 +254,17 @@ def test_special_tokens_do_not_reach_the_text(tokenizer):
     assert _run(tokenizer, [[i] for i in ids])[0] == tokenizer.decode(ids)
     shown = _run(tokenizer, [ids], skip_special_tokens=False)[0]
     assert "</s>" in shown
+
+
+def test_a_special_token_inside_a_character(tokenizer):
+    eos = tokenizer.token_id("</s>")
+    if tokenizer is BYTES:
+        first, *rest = _bytes_of("\u4f60")
+    else:
+        first, *rest = (tokenizer.token_id(f"<0x{b:02X}>") for b in "\u4f60".encode())
+    ids = [first, eos, *rest]
+    assert tokenizer.decode(ids) == "\u4f60"
+    assert _run(tokenizer, [[i] for i in ids])[0] == "\u4f60"
 
 
 @pytest.mark.parametrize("stops", [(), ("never seen",)])

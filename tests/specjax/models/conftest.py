@@ -27,6 +27,7 @@ def write_file(path: Path, tensors: dict[str, np.ndarray]) -> None:
         dtype, shape = _NAMES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % 64)  # aligned, as an array that could be kept
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 

@@ -92,9 +92,10 @@ def test_stored_dtypes(stored, golden_copy, write_safetensors):
     _same(load_model(folder).params, jax.tree.map(np.float32, rounded))
 
 
-def test_weights_do_not_follow_the_file(golden_copy):
+def test_weights_do_not_follow_the_file(golden_copy, write_safetensors):
     """Params are copies: changing the file under a loaded model changes nothing."""
     folder = golden_copy("llama")
+    _rewrite(folder, write_safetensors, lambda tensors: tensors)
     params = load_model(folder).params
     before = jax.tree.map(np.array, params)
     path = folder / "model.safetensors"
@@ -238,6 +239,8 @@ def test_a_failed_fetch_says_why(monkeypatch):
 def test_the_demo_models(monkeypatch, tmp_path, golden_copy):
     golden_copy("llama").rename(tmp_path / "target")
     monkeypatch.setattr(loading, "_DEMO_WEIGHTS", tmp_path)
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)  # a folder of the same name is not meant
     assert load_model("demo").name == "demo"
     with pytest.raises(FileNotFoundError, match="reinstall specjax"):
         load_model("demo-draft")
