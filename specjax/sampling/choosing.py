@@ -8,7 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specjax.sampling.processing import process_logits, shift_and_scale, usage
+from specjax.sampling.processing import (
+    check_shapes,
+    process_logits,
+    shift_and_scale,
+    usage,
+)
 from specjax.sampling.row_sampling import RowSampling
 from specjax.seeded_noise import TARGET_TOKEN, race_scores, token_keys
 
@@ -47,6 +52,7 @@ def choose_tokens(
       role: whose draw this is, of `seeded_noise`; i32[] or i32[num_tokens].
       processed: `process_logits` of the same arguments, if there already.
     """
+    check_shapes(logits, sampling, row_ids, positions, history)
     row = jnp.minimum(row_ids, sampling.rows - 1)
     used = usage(sampling, row_ids, positions)
 

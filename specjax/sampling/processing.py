@@ -79,7 +79,7 @@ def process_logits(
 
     Source: the order and meaning of vLLM's sampling parameters.
     """
-    _check(logits, sampling, row_ids, positions, history)
+    check_shapes(logits, sampling, row_ids, positions, history)
     used = usage(sampling, row_ids, positions)
     row = _clamp(row_ids, sampling)
     edited = _when(
@@ -104,13 +104,14 @@ def shift_and_scale(logits: Array, sampling: RowSampling, row: Array) -> Array:
     return jnp.where(is_random, scaled, logits)
 
 
-def _check(
+def check_shapes(
     logits: Array,
     sampling: RowSampling,
     row_ids: Array,
     positions: Array,
     history: Array,
 ) -> None:
+    """Raises ValueError for arguments that do not belong together."""
     num_tokens = logits.shape[0]
     if logits.ndim != 2 or logits.dtype != jnp.float32:
         raise ValueError(
