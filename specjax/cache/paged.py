@@ -202,9 +202,10 @@ def make_writable(
       bool[]: when copies lack free pages nothing changes.
     """
     rows, pages_per_row = cache.block_table.shape
-    entry = jnp.minimum(cache.lengths // cache.page_size, pages_per_row - 1)
+    next_entry = cache.lengths // cache.page_size
+    entry = jnp.minimum(next_entry, pages_per_row - 1)
     page = cache.block_table[jnp.arange(rows), entry]
-    has_page = page != NO_PAGE
+    has_page = (page != NO_PAGE) & (next_entry < pages_per_row)  # a full row writes none
     sharers = jnp.where(has_page, cache.ref_counts[jnp.clip(page, 0)], 0)
     # Rows that share a page copy it in row order; each copy drops the count, so the last may keep it.
     is_same = has_page[:, None] & (page[:, None] == page[None, :])

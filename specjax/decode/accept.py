@@ -102,7 +102,9 @@ def draw_token(draw: Array, weights: Array) -> Array:
     """
     cumulative = jnp.cumsum(weights, axis=1)
     level = draw[:, None] * cumulative[:, -1:]
-    # Rounding may put the level at the very end: the last token that has weight catches it.
+    # A parallel sum rounds each entry by itself: it may rise, or fall, at a token
+    # without weight, and its end may not exceed the level.
+    is_past = (cumulative > level) & (weights > 0)
     last = weights.shape[1] - 1 - jnp.argmax(jnp.flip(weights > 0, axis=1), axis=1)
-    chosen = jnp.sum(cumulative <= level, axis=1, dtype=jnp.int32)
-    return jnp.minimum(chosen, last.astype(jnp.int32))
+    chosen = jnp.where(jnp.any(is_past, axis=1), jnp.argmax(is_past, axis=1), last)
+    return chosen.astype(jnp.int32)

@@ -50,11 +50,12 @@ def commit(
     finish = jnp.full_like(root, RUNNING)
     finish = jnp.where(num_committed >= room, OUT_OF_LENGTH, finish)
     finish = jnp.where(num_committed == num_before_stop, STOPPED, finish)
-    is_invalid_next = (num_before_invalid <= num_accepted) & (
-        num_before_invalid == num_committed
-    )
+    # What already ended the row left the invalid node unasked.
+    ends_before = jnp.minimum(num_before_stop, room)
     finish = jnp.where(
-        is_invalid_next & (num_before_invalid < num_before_stop), INVALID_LOGITS, finish
+        (num_before_invalid <= num_accepted) & (num_before_invalid < ends_before),
+        INVALID_LOGITS,
+        finish,
     )
     finish = jnp.where(state.is_active, finish, RUNNING)
 

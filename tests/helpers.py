@@ -1,0 +1,163 @@
+"""Tiny random models, the uncached forward, and a drafter that follows a script."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.loading import LoadedDrafter
+from specjax.models import gpt2, llama
+from specjax.models.base import Model, ModelConfig, Params, architecture_of
+from specjax.models.layers import dense_causal_attention
+from specjax.types import Proposal
+
+# Large enough that attention and logits depend on the text.
+WEIGHT_STD = 0.2
+
+
+def tiny_llama(seed: int, **overrides) -> Model:
+    """Returns a random Llama of two layers with grouped queries; no tokenizer.
+
+    Args:
+      overrides: fields of ModelConfig.
+    """
+    fields = {
+        "architecture": "llama",
+        "family": "llama",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+    }
+    config = ModelConfig(**(fields | overrides))
+    return Model(
+        config=config,
+        params=llama.init(jax.random.key(seed), config, std=WEIGHT_STD),
+        name=f"tiny-llama-{seed}",
+    )
+
+
+def tiny_gpt2(seed: int, **overrides) -> Model:
+    """Returns a random GPT-2 of two layers; no tokenizer.
+
+    Args:
+      overrides: fields of ModelConfig.
+    """
+    fields = {
+        "architecture": "gpt2",
+        "family": "gpt2",
+        "vocab_size": 61,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 4,
+        "head_dim": 8,
+        "max_position_embeddings": 256,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
+    config = ModelConfig(**(fields | overrides))
+    return Model(
+        config=config,
+        params=gpt2.init(jax.random.key(seed), config, std=WEIGHT_STD),
+        name=f"tiny-gpt2-{seed}",
+    )
+
+
+def uncached_logits(params: Params, config: ModelConfig, token_ids) -> jax.Array:
+    """Returns f32[rows, length, vocab] of whole sequences i32[rows, length]: no cache."""
+
+    def attend(layer, q, k, v, cache):
+        window = config.window(layer)
+        return dense_causal_attention(q, k, v, scale=config.scale, window=window), cache
+
+    architecture = architecture_of(config)
+    rows, length = token_ids.shape
+    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    nothing = (None,) * config.num_layers
+    hidden, _ = architecture.forward(
+        params, config, token_ids, positions, attend, nothing
+    )
+    return architecture.logits(params, config, hidden)
+
+
+@dataclasses.dataclass(frozen=True)
+class ScriptedDrafter:
+    """Knows how texts go on, and is wrong on purpose after a number of tokens.
+
+    A row is drafted from the sequence that agrees with its text the longest, the
+    first of equals, so sequences may come in any order and rows may be reused.
+    From a root at position i the first num_right[i % len(num_right)] tokens are
+    the sequence's next ones; those after them, and those past its end, are wrong.
+
+    It has no weights and no state, and gives no probabilities.
+    """
+
+    sequences: tuple[tuple[int, ...], ...]  # prompt and output together
+    num_right: tuple[int, ...]
+    vocab_size: int
+
+    def build(
+        self, num_speculative_tokens: int, dtype, uses_rejection: bool
+    ) -> Drafter:
+        """Returns the drafter; what `specjax.drafters.spec` asks of a spec."""
+        del dtype
+        assert not uses_rejection, "a script has no probabilities"
+        longest = max(map(len, self.sequences)) + num_speculative_tokens + 1
+        # -1 equals no token: past its end a sequence agrees with nothing.
+        table = np.full((len(self.sequences), longest), -1, np.int32)
+        for index, sequence in enumerate(self.sequences):
+            table[index, : len(sequence)] = sequence
+        num_right = np.array(self.num_right, np.int32)
+
+        def draft(params, state, decode_state, num_tokens) -> Draft:
+            del params
+            root = decode_state.cache.lengths
+            width = min(longest, decode_state.history.shape[1])
+            text = decode_state.history[:, None, :width]  # [rows, 1, width]
+            agrees = (text == table[None, :, :width]) & (
+                jnp.arange(width) <= root[:, None]
+            )[:, None]
+            num_agreeing = jnp.sum(jnp.cumprod(agrees, axis=2), axis=2)
+            best = jnp.argmax(num_agreeing, axis=1)
+            ahead = jnp.arange(num_speculative_tokens)[None, :]
+            place = jnp.minimum(root[:, None] + 1 + ahead, longest - 1)
+            known = jnp.asarray(table)[best[:, None], place]
+            is_right = ahead < jnp.asarray(num_right)[root % num_right.size][:, None]
+            # One more than the right token; 0 past the sequence's end.
+            wrong = (known + 1) % self.vocab_size
+            token_ids = jnp.where(is_right & (known >= 0), known, wrong)
+            proposal = Proposal(token_ids=token_ids, num_tokens=num_tokens)
+            return Draft(proposal, state, root + 1)
+
+        return Drafter(
+            init=lambda rows, num_pages, page_size: (),
+            prefill=lambda params, state, batch, max_tokens_per_row: state,
+            draft=draft,
+        )
+
+
+def scripted_drafter(
+    sequences, *, num_right: tuple[int, ...], vocab_size: int
+) -> LoadedDrafter:
+    """Returns what `specjax.generate(drafter=...)` takes.
+
+    Args:
+      sequences: token ids of prompt and plain output together, one list per text.
+      num_right: by the root's position, cyclically; see ScriptedDrafter.
+    """
+    spec = ScriptedDrafter(
+        tuple(tuple(map(int, sequence)) for sequence in sequences),
+        tuple(num_right),
+        vocab_size,
+    )
+    return LoadedDrafter("scripted", spec)
