@@ -1,7 +1,7 @@
 """Token ids to text as they arrive: only text that later tokens cannot change.
 
-    tokens     "Hel" "lo," " " E4 BD A0 " ST" "OP" ...      stop string "STOP"
-    shown      Hel   lo,   _   -  -  你   _   - : fired      num_tokens_used counts "OP"
+    tokens   "Hel"  "lo, "  E4  BD  A0  " ST"  "OP"     with stop string "STOP"
+    shown     Hel    lo,_   -   -   你   _     - and stopped; "OP" is the last used
 
 Shown pieces joined are exactly what decoding all ids at once gives.
 """
@@ -95,7 +95,7 @@ class IncrementalText:
         return Fed("".join(pieces), len(ids), None)
 
     def finish(self) -> str:
-        """Returns what was held back; the bytes of an unfinished character become U+FFFD."""
+        """Returns what was held back; an unfinished character becomes U+FFFD."""
         if self.stopped_by is not None:
             return ""
         rest = self._held + self._decode(self._window)[self._num_settled :]
@@ -115,7 +115,8 @@ class IncrementalText:
 
     def _settle(self) -> str:
         """Returns the text that became final, and shortens the window."""
-        # With byte fallback a run of byte tokens is text or, whole, U+FFFD: open until it ends.
+        # With byte fallback a run of byte tokens is text or, whole, U+FFFD: open
+        # until it ends.
         text = self._decode(self._window[: len(self._window) - self._num_run])
         num_settled = len(text)
         # Bytes of an unfinished character decode to one U+FFFD, always the last.
@@ -127,7 +128,7 @@ class IncrementalText:
         return settled
 
     def _shorten(self, text: str) -> None:
-        """Drops tokens whose text is final, when enough have gathered to be worth a decode."""
+        """Drops tokens whose text is final, once enough are worth a decode."""
         num_kept = _CONTEXT + self._num_run
         if len(self._window) < 2 * _CONTEXT + self._num_run:
             return
@@ -139,7 +140,7 @@ class IncrementalText:
             self._window, self._num_settled = window, num_settled
 
     def _match(self, settled: str) -> str:
-        """Returns what may be shown of the held and the new text, noticing a stop string."""
+        """Returns what may be shown of held and new text; notices a stop string."""
         text = self._held + settled
         # An open run of byte tokens that is text so far can complete a stop string:
         # nothing follows it then that could make the run invalid.
@@ -161,7 +162,7 @@ class IncrementalText:
 
 
 def _first_stop(text: str, stop_strings: Sequence[str]) -> tuple[int, str] | None:
-    """Returns where the stop string begins that ends first, the longest of equals, and it."""
+    """Returns where the stop string that ends first begins, and it; longest wins."""
     found = [
         (begin + len(stop), begin, stop)
         for stop in stop_strings

@@ -28,7 +28,7 @@ _SPECIAL_TOKENS = (
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` with the special tokens and chat template of its folder."""
+    """A `tokenizers.Tokenizer` with its folder's special tokens and chat template."""
 
     def __init__(
         self,
@@ -64,7 +64,8 @@ class Tokenizer:
             backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
         except Exception as error:  # The library raises Exception itself.
             raise ValueError(
-                f"{folder / 'tokenizer.json'} cannot be read ({error}); fetch the file again."
+                f"{folder / 'tokenizer.json'} cannot be read ({error}); fetch the file "
+                "again."
             ) from error
         config = _read_json(folder / "special_tokens_map.json")
         config |= _read_json(folder / "tokenizer_config.json")
@@ -79,7 +80,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; a model may have more embedding rows."""
+        """Number of tokens, added ones included; the embedding may have more rows."""
         return self.backend.get_vocab_size()
 
     @property
@@ -106,7 +107,7 @@ class Tokenizer:
 
     @functools.cached_property
     def has_byte_fallback(self) -> bool:
-        """Whether tokens named <0x00> to <0xFF> stand for bytes (SentencePiece models)."""
+        """Whether tokens named <0x00> to <0xFF> stand for bytes (SentencePiece)."""
         decoder = self.backend.decoder
         return decoder is not None and b"ByteFallback" in decoder.__getstate__()
 
@@ -119,7 +120,7 @@ class Tokenizer:
         return self.backend.get_vocab()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of raw text, with the special tokens of the post-processor."""
+        """Returns the ids of raw text, with the post-processor's special tokens."""
         return self.backend.encode(text).ids
 
     def encode_chat(self, messages: Sequence[Message], **template_kwargs) -> list[int]:
@@ -142,8 +143,8 @@ class Tokenizer:
         """Returns the text that `encode_chat` encodes."""
         if self.chat_template is None:
             raise ValueError(
-                "this tokenizer has no chat template; add chat_template.jinja to the model's folder, or pass "
-                "the prompt as text."
+                "this tokenizer has no chat template; add chat_template.jinja to the "
+                "model's folder, or pass the prompt as text."
             )
         variables: dict[str, Any] = {
             **self.special_tokens,
@@ -157,8 +158,9 @@ class Tokenizer:
             return template.render(messages=messages, **variables)
         except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(
-                f"the chat template failed on {len(messages)} messages: {error}. Change the messages "
-                "(roles, order) to what the model's template takes."
+                f"the chat template failed on {len(messages)} messages: {error}. "
+                "Change the messages (roles, order) to what the model's template "
+                "takes."
             ) from error
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
@@ -169,7 +171,10 @@ class Tokenizer:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks a reply for training; here it renders its body."""
+    """`{% generation %}...{% endgeneration %}` only renders its body.
+
+    Templates mark with it what a model is trained to reply.
+    """
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -182,7 +187,10 @@ class _GenerationTag(jinja2.ext.Extension):
 
 @functools.cache
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Templates come with the weights, so they run where they can neither write nor call out."""
+    """Returns where templates run.
+
+    They come with the weights, so they may neither write nor call out.
+    """
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -218,7 +226,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the template: chat_template.jinja, else chat_template.json, else the config's."""
+    """Returns the template: of chat_template.jinja, .json, or else the config."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
     legacy = _read_json(folder / "chat_template.json")

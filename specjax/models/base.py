@@ -66,7 +66,8 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    # Tokens a layer sees back, itself included (query i sees keys j with i - j < window); None is all.
+    # Tokens a layer sees back, itself included: query i sees keys j with
+    # i - j < window. None is all.
     layer_windows: tuple[int | None, ...] = ()
     embedding_multiplier: float = 1.0
     attention_scale: float | None = None  # None is head_dim ** -0.5
@@ -85,7 +86,7 @@ class ModelConfig:
         )
 
     def window(self, layer: int) -> int | None:
-        """Returns the sliding window of a layer in tokens, None when it sees everything."""
+        """Returns the sliding window of a layer in tokens, None when it sees all."""
         return self.layer_windows[layer] if self.layer_windows else None
 
 

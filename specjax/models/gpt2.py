@@ -24,7 +24,8 @@ def forward(
     def reduce(partial: Array) -> Array:
         return partial if tensor_axis is None else jax.lax.psum(partial, tensor_axis)
 
-    # Draft slots past the last position are computed and dropped; clipping keeps their lookup in range.
+    # Draft slots past the last position are computed and dropped; clipping keeps
+    # their lookup in range.
     last = params["embed_positions"].shape[0] - 1
     x = (
         params["embed_tokens"][token_ids]

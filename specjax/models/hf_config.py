@@ -57,8 +57,8 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(
-            f"{folder} holds no config.json; give a folder in Hugging Face format (config.json and "
-            "model.safetensors, as save_pretrained writes)."
+            f"{folder} holds no config.json; give a folder in Hugging Face format "
+            "(config.json and model.safetensors, as save_pretrained writes)."
         )
     try:
         config = parse_config(read_json(path))
@@ -85,7 +85,8 @@ def read_json(path: Path) -> Json:
         ) from error
     if not isinstance(value, dict):
         raise ValueError(
-            f"{path} holds a {type(value).__name__}, expected an object; fetch the file again."
+            f"{path} holds a {type(value).__name__}, expected an object; fetch the "
+            "file again."
         )
     return value
 
@@ -100,31 +101,33 @@ def parse_config(raw: Json) -> ModelConfig:
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown")
         raise ValueError(
-            f"quantization_config asks for quantised weights ({method}), which are not read; use an export "
-            "in BF16, F16 or F32."
+            f"quantization_config asks for quantised weights ({method}), which are not "
+            "read; use an export in BF16, F16 or F32."
         )
     try:
         return _gpt2(raw) if family == "gpt2" else _skeleton(raw, family)
     except KeyError as error:
         raise ValueError(
-            f"key {error.args[0]!r} is missing, which every {family} config has; add it."
+            f"key {error.args[0]!r} is missing, which every {family} config has; add "
+            "it."
         ) from error
 
 
 def _family(raw: Json) -> str:
-    """Returns the model_type, refusing other heads on a known body (drafters, classifiers)."""
+    """Returns the model_type; refuses other heads on a known body (drafters)."""
     architectures = raw.get("architectures") or []
     supported = ", ".join(f"{k} ({v.class_name})" for k, v in _FAMILIES.items())
     by_class = {family.class_name: key for key, family in _FAMILIES.items()}
     model_type = raw.get("model_type") or by_class.get((architectures or [None])[0])
     if model_type not in _FAMILIES:
         raise ValueError(
-            f"{model_type=} with {architectures=} is not supported; expected one of {supported}."
+            f"{model_type=} with {architectures=} is not supported; expected one of "
+            f"{supported}."
         )
     if architectures and _FAMILIES[model_type].class_name not in architectures:
         raise ValueError(
-            f"{architectures=} is not supported as a language model; expected one of {supported}. "
-            "A drafter's folder is loaded with specjax.load_drafter."
+            f"{architectures=} is not supported as a language model; expected one of "
+            f"{supported}. A drafter's folder is loaded with specjax.load_drafter."
         )
     return model_type
 
@@ -143,7 +146,8 @@ def _skeleton(raw: Json, family: str) -> ModelConfig:
     )
     if num_heads % num_kv_heads or head_dim % 2:
         raise ValueError(
-            f"{num_heads=} must be a multiple of {num_kv_heads=}, and {head_dim=} even; correct the config."
+            f"{num_heads=} must be a multiple of {num_kv_heads=}, and {head_dim=} "
+            "even; correct the config."
         )
     is_granite = family == "granite"
     scalar = lambda key: float(raw.get(key, 1.0)) if is_granite else 1.0
@@ -205,11 +209,12 @@ def _gpt2(raw: Json) -> ModelConfig:
 
 
 def _rope(raw: Json, max_positions: int) -> RopeConfig:
-    """Rope of `rope_parameters` (5.x), or of `rope_scaling` beside `rope_theta` (4.x)."""
+    """Rope of `rope_parameters` (5.x), or `rope_scaling` and `rope_theta` (4.x)."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if any(isinstance(value, dict) for value in scaling.values()):
         raise ValueError(
-            f"rope_parameters per layer type ({', '.join(scaling)}) are not supported; expected one set for all layers."
+            f"rope_parameters per layer type ({', '.join(scaling)}) are not supported; "
+            "expected one set for all layers."
         )
     kind = scaling.get("rope_type", scaling.get("type")) or "default"
     theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10000.0)))
@@ -245,17 +250,19 @@ def _rope(raw: Json, max_positions: int) -> RopeConfig:
             attention_factor=_yarn_attention_factor(scaling, factor),
         )
     hint = (
-        " Its frequencies depend on the current length, which would change keys that are already cached."
+        " Its frequencies depend on the current length, which would change keys that "
+        "are already cached."
         if kind == "dynamic"
         else ""
     )
     raise ValueError(
-        f"rope type {kind!r} is not supported; expected default, linear, llama3 or yarn.{hint}"
+        f"rope type {kind!r} is not supported; expected default, linear, llama3 or "
+        f"yarn.{hint}"
     )
 
 
 def _yarn_attention_factor(scaling: Json, factor: float) -> float | None:
-    """The factor on cos and sin when given outright or by mscale; None is the rule of the paper."""
+    """The factor on cos and sin, outright or by mscale; None: the paper's rule."""
     if scaling.get("attention_factor") is not None:
         return float(scaling["attention_factor"])
     mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
@@ -281,15 +288,15 @@ def _layer_windows(raw: Json, family: str) -> tuple[int | None, ...]:
     unknown = sorted(set(types) - {"sliding_attention", "full_attention"})
     if unknown or len(types) != num_layers:
         raise ValueError(
-            f"layer_types has {len(types)} entries and unknown types {unknown}; expected {num_layers} of "
-            "sliding_attention or full_attention."
+            f"layer_types has {len(types)} entries and unknown types {unknown}; "
+            f"expected {num_layers} of sliding_attention or full_attention."
         )
     if "sliding_attention" not in types:
         return ()
     if not isinstance(window, int) or window < 1:
         raise ValueError(
-            f"layers slide but sliding_window={window}; expected a positive number of tokens, or "
-            "full_attention in layer_types."
+            f"layers slide but sliding_window={window}; expected a positive number of "
+            "tokens, or full_attention in layer_types."
         )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
@@ -298,14 +305,16 @@ def _require(raw: Json, key: str, allowed: tuple, default: Any) -> None:
     value = raw.get(key, default)
     if value not in allowed:
         raise ValueError(
-            f"{key}={value!r} is not supported; expected {' or '.join(map(repr, allowed))}."
+            f"{key}={value!r} is not supported; expected "
+            f"{' or '.join(map(repr, allowed))}."
         )
 
 
 def _divide(hidden_size: int, num_heads: int) -> int:
     if hidden_size % num_heads:
         raise ValueError(
-            f"{hidden_size=} is not a multiple of {num_heads=}; correct the config or give head_dim."
+            f"{hidden_size=} is not a multiple of {num_heads=}; correct the config or "
+            "give head_dim."
         )
     return hidden_size // num_heads
 

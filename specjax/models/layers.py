@@ -13,7 +13,7 @@ from specjax.models.base import RopeConfig
 
 
 def along_last_axis(vector: Array, x: Array) -> Array:
-    """Returns vector [size] with x's rank: ranks never differ silently in a broadcast."""
+    """Returns vector [size] with x's rank, so that no broadcast adds axes silently."""
     return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
@@ -79,8 +79,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
             amplitude = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
         return frequencies / rope.factor * ramp + frequencies * (1 - ramp), amplitude
     raise ValueError(
-        f"rope type {rope.kind!r} is not supported; expected default, linear, llama3 or yarn. A type that "
-        "depends on the current length (dynamic) would change keys that are already cached."
+        f"rope type {rope.kind!r} is not supported; expected default, linear, llama3 "
+        "or yarn. A type that depends on the current length (dynamic) would change "
+        "keys that are already cached."
     )
 
 
@@ -119,7 +120,7 @@ def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
 def dense_causal_attention(
     q: Array, k: Array, v: Array, *, scale: float, window: int | None = None
 ) -> Array:
-    """Attention of whole sequences without a cache: training, and the reference of tests.
+    """Attention of whole sequences, without a cache: training, and tests' reference.
 
     Args:
       q: [batch, length, heads, head_dim]; k, v: [batch, length, kv_heads, head_dim].

@@ -154,7 +154,7 @@ def _linear(x: Array, layer: Params, name: str) -> Array:
 
 
 def _row_parallel(x: Array, layer: Params, name: str, tensor_axis: str | None) -> Array:
-    """x @ kernel where a shard holds some of the kernel's rows; the bias is added once."""
+    """x @ kernel where a shard holds some of its rows; the bias is added once."""
     out = x @ layer[name]
     if tensor_axis is not None:
         out = jax.lax.psum(out, tensor_axis)

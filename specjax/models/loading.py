@@ -72,7 +72,7 @@ def load_params(
     *,
     dtype: DTypeLike | None = None,
 ) -> Params:
-    """Returns the weights of a folder as the pytree that `config`'s architecture takes."""
+    """Returns a folder's weights as the pytree that `config`'s architecture takes."""
     dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
     tensors = open_folder(Path(folder))
     if config.architecture == "gpt2":
@@ -88,14 +88,16 @@ def load_params(
 def check_same_vocabulary(target: Model, draft: Model) -> None:
     """Raises ValueError unless a token id means the same to both models.
 
-    Vocabulary sizes must be equal; so must the tokenizers' vocabularies when both have one.
+    Vocabulary sizes must be equal; so must the vocabularies of the tokenizers when
+    both models have one.
     """
     target_size, draft_size = target.config.vocab_size, draft.config.vocab_size
     names = f"target {target.name!r} and draft {draft.name!r}"
     if target_size != draft_size:
         raise ValueError(
-            f"{names} have vocabularies of {target_size} and {draft_size} tokens; expected equal sizes. "
-            "Choose a draft of the target's family and size of vocabulary."
+            f"{names} have vocabularies of {target_size} and {draft_size} tokens; "
+            "expected equal sizes. Choose a draft of the target's family and size of "
+            "vocabulary."
         )
     if target.tokenizer is None or draft.tokenizer is None:
         return
@@ -103,8 +105,8 @@ def check_same_vocabulary(target: Model, draft: Model) -> None:
     if ours != theirs:
         example = min(token for token, _ in ours.items() ^ theirs.items())
         raise ValueError(
-            f"{names} number tokens differently: {example!r} is {ours.get(example)} and "
-            f"{theirs.get(example)}. Choose a draft with the target's tokenizer."
+            f"{names} number tokens differently: {example!r} is {ours.get(example)} "
+            f"and {theirs.get(example)}. Choose a draft with the target's tokenizer."
         )
 
 
@@ -115,7 +117,7 @@ def default_dtype() -> np.dtype:
 
 
 def resolve_folder(path: str | os.PathLike[str]) -> Path:
-    """Returns the local folder that a path, a demo name or a name on the Hub stands for.
+    """Returns the folder that a path, a demo name or a name on the Hub stands for.
 
     Raises:
       FileNotFoundError: there is no such folder, and it cannot be fetched.
@@ -126,15 +128,16 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
         if folder.is_dir():
             return folder
         raise FileNotFoundError(
-            f"the package holds no weights for {name!r} (expected {folder}); reinstall specjax, or write "
-            f"./{name} for a folder of that name."
+            f"the package holds no weights for {name!r} (expected {folder}); reinstall "
+            f"specjax, or write ./{name} for a folder of that name."
         )
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     if folder.exists():
         raise FileNotFoundError(
-            f"{folder} is a file; give the folder that holds config.json and model.safetensors."
+            f"{folder} is a file; give the folder that holds config.json and "
+            "model.safetensors."
         )
     if not _HUB_NAME.fullmatch(name):
         raise FileNotFoundError(
@@ -149,8 +152,8 @@ def _fetch(name: str) -> Path:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise FileNotFoundError(
-            f"there is no folder {name!r}, and fetching it from the Hugging Face Hub needs "
-            "huggingface_hub: pip install 'specjax[hub]', or give a folder."
+            f"there is no folder {name!r}, and fetching it from the Hugging Face Hub "
+            "needs huggingface_hub: pip install 'specjax[hub]', or give a folder."
         ) from error
     try:
         fetched = snapshot_download(
@@ -160,8 +163,9 @@ def _fetch(name: str) -> Path:
         )
     except Exception as error:  # The library's errors share no base class.
         raise FileNotFoundError(
-            f"there is no folder {name!r}, and fetching it from the Hugging Face Hub failed "
-            f"({type(error).__name__}: {error}); give a folder, or check name and network."
+            f"there is no folder {name!r}, and fetching it from the Hugging Face Hub "
+            f"failed ({type(error).__name__}: {error}); give a folder, or check name "
+            "and network."
         ) from error
     return Path(fetched)
 
@@ -284,11 +288,15 @@ def _check(
     if missing:
         hint = ""
         if "lm_head.weight" in missing:
-            hint = " A model whose head is its embedding says tie_word_embeddings: true in config.json."
+            hint = (
+                " A model whose head is its embedding says tie_word_embeddings: true "
+                "in config.json."
+            )
         raise ValueError(
-            f"{folder} lacks {len(missing)} of the {len(needed)} tensors of a {config.family} model with "
-            f"{config.num_layers} layers: {_listed(missing)}. Give the folder of a whole "
-            f"{config.family} model, or correct its config.json.{hint}"
+            f"{folder} lacks {len(missing)} of the {len(needed)} tensors of a "
+            f"{config.family} model with {config.num_layers} layers: "
+            f"{_listed(missing)}. Give the folder of a whole {config.family} model, or "
+            f"correct its config.json.{hint}"
         )
     wrong = [
         f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
@@ -297,22 +305,23 @@ def _check(
     ]
     if wrong:
         raise ValueError(
-            f"{folder} holds {len(wrong)} tensors of other shapes than its config.json says: "
-            f"{_listed(wrong)}. Weights and config.json are of different models."
+            f"{folder} holds {len(wrong)} tensors of other shapes than its config.json "
+            f"says: {_listed(wrong)}. Weights and config.json are of different models."
         )
     left_over = [*_unused_in_layers(tensors, needed)]
     if left_over:
         raise ValueError(
-            f"{folder} holds {len(left_over)} tensors in layers of a {config.family} model that has no use "
-            f"for them: {_listed(left_over)}. Leaving them out would change the output; correct the "
-            "options in config.json (attention_bias, mlp_bias) or give a supported model."
+            f"{folder} holds {len(left_over)} tensors in layers of a {config.family} "
+            f"model that has no use for them: {_listed(left_over)}. Leaving them out "
+            "would change the output; correct the options in config.json "
+            "(attention_bias, mlp_bias) or give a supported model."
         )
 
 
 def _unused_in_layers(
     tensors: Mapping[str, np.ndarray], needed: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yields names inside the layers that run which are neither needed nor known to be idle.
+    """Yields names in the layers that run, neither needed nor known to be idle.
 
     Rotary tables and GPT-2's causal masks are computed here; scales of a quantised
     cache do not apply. Layers past the last (multi-token prediction) do not run.

@@ -46,7 +46,7 @@ def open_folder(folder: str | Path) -> dict[str, np.ndarray]:
     else `model.safetensors`.
 
     Raises:
-      FileNotFoundError: no safetensors in the folder, or a shard the index names is absent.
+      FileNotFoundError: no safetensors in the folder, or a shard is absent.
       ValueError: the index or a file is corrupt.
     """
     folder = Path(folder)
@@ -57,12 +57,14 @@ def open_folder(folder: str | Path) -> dict[str, np.ndarray]:
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLE_SUFFIXES)
     if pickles:
         raise FileNotFoundError(
-            f"{folder} holds pickled weights only ({', '.join(pickles[:3])}), which are not read because "
-            f"unpickling runs code; expected {FILE_NAME}. Convert once with transformers: "
+            f"{folder} holds pickled weights only ({', '.join(pickles[:3])}), which "
+            f"are not read because unpickling runs code; expected {FILE_NAME}. Convert "
+            "once with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
         )
     raise FileNotFoundError(
-        f"{folder} holds neither {FILE_NAME} nor {INDEX_NAME}; give a folder with weights in Hugging Face format."
+        f"{folder} holds neither {FILE_NAME} nor {INDEX_NAME}; give a folder with "
+        "weights in Hugging Face format."
     )
 
 
@@ -90,26 +92,27 @@ def _open_shards(folder: Path) -> dict[str, np.ndarray]:
         is_inside = all(Path(shard).name == shard for shard in shards)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{index_path} is corrupt ({error!r}); expected JSON with a weight_map from tensor to file "
-            "name. Fetch the file again."
+            f"{index_path} is corrupt ({error!r}); expected JSON with a weight_map "
+            "from tensor to file name. Fetch the file again."
         ) from error
     if not is_inside:
         raise ValueError(
-            f"{index_path} names files outside its folder; expected plain file names in weight_map. "
-            "Fetch the file again."
+            f"{index_path} names files outside its folder; expected plain file names "
+            "in weight_map. Fetch the file again."
         )
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         raise FileNotFoundError(
-            f"{folder} lacks {len(missing)} of the {len(shards)} files that {INDEX_NAME} names: "
-            f"{', '.join(missing[:10])}. Fetch them again."
+            f"{folder} lacks {len(missing)} of the {len(shards)} files that "
+            f"{INDEX_NAME} names: {', '.join(missing[:10])}. Fetch them again."
         )
     files = {shard: open_file(folder / shard) for shard in shards}
     absent = [name for name, shard in weight_map.items() if name not in files[shard]]
     if absent:
         raise ValueError(
-            f"{INDEX_NAME} places {len(absent)} tensors in files of {folder} that do not hold them: "
-            f"{', '.join(absent[:10])}. Index and files are of different exports; fetch them again."
+            f"{INDEX_NAME} places {len(absent)} tensors in files of {folder} that do "
+            f"not hold them: {', '.join(absent[:10])}. Index and files are of "
+            "different exports; fetch them again."
         )
     return {name: files[shard][name] for name, shard in weight_map.items()}
 
@@ -121,26 +124,27 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
         prefix = file.read(8)
         if prefix == b"version ":
             raise ValueError(
-                f"{path} is a Git LFS pointer, not the weights; run `git lfs pull`, or fetch the file itself."
+                f"{path} is a Git LFS pointer, not the weights; run `git lfs pull`, or "
+                "fetch the file itself."
             )
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > size - 8:
             raise ValueError(
-                f"{path} has {size} bytes but its header alone claims {length} + 8: the file is truncated "
-                "or not safetensors. Fetch it again."
+                f"{path} has {size} bytes but its header alone claims {length} + 8: "
+                "the file is truncated or not safetensors. Fetch it again."
             )
         text = file.read(length)
     try:
         header = json.loads(text)
     except ValueError as error:
         raise ValueError(
-            f"{path} has a header that is not JSON ({error}); the file is corrupt or not safetensors. "
-            "Fetch it again."
+            f"{path} has a header that is not JSON ({error}); the file is corrupt or "
+            "not safetensors. Fetch it again."
         ) from error
     if not isinstance(header, dict):
         raise ValueError(
-            f"{path} has a header that is a {type(header).__name__}, expected an object of tensors; "
-            "the file is corrupt. Fetch it again."
+            f"{path} has a header that is a {type(header).__name__}, expected an "
+            "object of tensors; the file is corrupt. Fetch it again."
         )
     return header, 8 + length
 
@@ -153,29 +157,30 @@ def _view(path: Path, name: str, entry: Any, data: np.ndarray) -> np.ndarray:
         dtype_name = entry["dtype"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path}: the entry of tensor {name!r} is {entry!r}, expected dtype, shape and two "
-            "data_offsets; the file is corrupt. Fetch it again."
+            f"{path}: the entry of tensor {name!r} is {entry!r}, expected dtype, shape "
+            "and two data_offsets; the file is corrupt. Fetch it again."
         ) from error
     if dtype_name not in _DTYPES:
         raise ValueError(
-            f"{path}: tensor {name!r} has dtype {dtype_name}, expected one of {', '.join(_DTYPES)}; "
-            "export the model in BF16, F16 or F32."
+            f"{path}: tensor {name!r} has dtype {dtype_name}, expected one of "
+            f"{', '.join(_DTYPES)}; export the model in BF16, F16 or F32."
         )
     dtype = np.dtype(_DTYPES[dtype_name])
     num_bytes = math.prod(shape) * dtype.itemsize
     if min(shape, default=0) < 0 or not 0 <= begin <= end:
         raise ValueError(
-            f"{path}: tensor {name!r} has {shape=} and bytes {begin} to {end}; the file is corrupt. "
-            "Fetch it again."
+            f"{path}: tensor {name!r} has {shape=} and bytes {begin} to {end}; the "
+            "file is corrupt. Fetch it again."
         )
     if end > data.size:
         raise ValueError(
-            f"{path}: tensor {name!r} ends at byte {end} of the data but the file holds {data.size}: it is "
-            "truncated. Fetch it again."
+            f"{path}: tensor {name!r} ends at byte {end} of the data but the file "
+            f"holds {data.size}: it is truncated. Fetch it again."
         )
     if end - begin != num_bytes:
         raise ValueError(
-            f"{path}: tensor {name!r} of {shape=} and dtype {dtype_name} needs {num_bytes} bytes but has "
-            f"{end - begin}; the file is corrupt. Fetch it again."
+            f"{path}: tensor {name!r} of {shape=} and dtype {dtype_name} needs "
+            f"{num_bytes} bytes but has {end - begin}; the file is corrupt. Fetch it "
+            "again."
         )
     return data[begin:end].view(dtype).reshape(shape)

@@ -1,4 +1,4 @@
-"""Makes the golden checkpoints beside it: tiny random models and their reference logits.
+"""Makes the golden checkpoints beside it: tiny random models and their logits.
 
     pip install -e '.[reference]' && python tests/goldens/make_goldens.py
 
@@ -50,7 +50,7 @@ SKELETON = {
 
 
 def configs() -> dict[str, transformers.PretrainedConfig]:
-    """Returns a config per golden: each family, and each option that changes its logits."""
+    """Returns a config per golden: each family, each option that changes logits."""
     plain = {"rope_type": "default", "rope_theta": 1000.0}
     linear = {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0}
     llama, qwen2, qwen3, mistral, granite = (

@@ -16,13 +16,14 @@ LINES = [
     "the cat sat on the mat, and the dog sat too.",
     "to stop or not to stop: STOP!",
     "\u4f60\u597d\uff0c\u4e16\u754c\u3002\u4f60\u597d",
-    "\U0001f600\U0001f602 na\u00efve caf\u00e9 \U0001f468\u200d\U0001f469\u200d\U0001f467",
+    "\U0001f600\U0001f602 na\u00efve caf\u00e9",
+    "\U0001f468\u200d\U0001f469\u200d\U0001f467",
 ]
 ALPHABET = "ab t\u00e9\u4f60\u597d\U0001f600\n"
 
 
 def _byte_level() -> Tokenizer:
-    """Any byte is a token, so characters are split over tokens and ids may be invalid UTF-8."""
+    """Any byte is a token: characters are split, and ids may be invalid UTF-8."""
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -39,7 +40,7 @@ def _byte_level() -> Tokenizer:
 
 
 def _byte_fallback() -> Tokenizer:
-    """As SentencePiece models: a leading space is dropped, a run of byte tokens is all or nothing."""
+    """As SentencePiece: a leading space is dropped; byte runs are all or nothing."""
     pieces = ["<unk>", "<s>", "</s>"]
     pieces += [f"<0x{byte:02X}>" for byte in range(256)]
     pieces += ["\u2581", "a", "b", "t", "\u00e9", "\u2581a", "ab", "\u2581ab"]
@@ -305,7 +306,7 @@ def _bytes_of(text: str) -> list[int]:
 
 
 def _byte_names() -> dict[str, int]:
-    """Byte-level names: printable latin-1 stands for itself, the rest follows from 256."""
+    """Byte-level names: printable latin-1 is itself, the rest follows from 256."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

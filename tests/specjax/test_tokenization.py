@@ -101,10 +101,11 @@ def test_add_generation_prompt_can_be_switched_off():
     ("template", "text"),
     [
         ("  {% if true %}\nyes\n  {% endif %}\nno\n", "yes\nno"),  # trim, lstrip
-        ("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}", "01"),
+        ("{% for i in [0, 1] %}{% if i %}{% break %}{% endif %}.{% endfor %}", "."),
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "hi!"),
         ("{{ {'a': '<\u4f60&>'} | tojson }}", '{"a": "<\u4f60&>"}'),
-        ("{{ {'b': 1, 'a': 2} | tojson(indent=1, sort_keys=true) }}", '{\n "a": 2,\n "b": 1\n}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}", '{"a": 2, "b": 1}'),
+        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
         ("{{ tools is none }} {{ documents is none }}", "True True"),
         ("{{ bos_token }}{{ eos_token is defined }}", "<s>False"),
         ("{{ enable_thinking }}", "False"),
