@@ -1,8 +1,8 @@
 """A smaller model of the same vocabulary as the drafter.
 
-Its keys and values lie under the target's page ids, in arrays of its own. It has
-seen all committed tokens but the last one or two: after full acceptance the last
-draft token was never fed, so drafting starts with one or two tokens per row.
+Its keys and values lie under the target's page ids, in arrays of its own. Drafting
+begins by feeding what the drafter has not seen: after full acceptance one token,
+because the last draft token is proposed but never fed.
 """
 
 from __future__ import annotations
@@ -20,9 +20,6 @@ from specjax.models.base import ModelConfig
 from specjax.sampling import choose_tokens, process_logits, target_probs
 from specjax.seeded_noise import DRAFT, TARGET_TOKEN
 from specjax.types import DELTA, REJECTION, Proposal
-
-# Committed tokens the drafter may still have to see when a step begins.
-MAX_CATCH_UP = 2
 
 
 def drafter(
@@ -52,80 +49,67 @@ def drafter(
     def draft(params, state, decode_state, num_tokens: Array) -> Draft:
         cache = decode_state.cache
         rows = decode_state.rows
-        # A row that is one token behind after full acceptance, or new, is in reach;
-        # one that is further behind sits out.
-        behind = cache.lengths + 1 - decode_state.drafter_lengths
-        takes_part = (
-            decode_state.is_active & (behind <= MAX_CATCH_UP) & (num_tokens > 0)
-        )
-        num_tokens = jnp.where(takes_part, num_tokens, 0)
+        root = cache.lengths
+        takes_part = decode_state.is_active & (num_tokens > 0)
 
-        def propose(index, pages, history, lengths, counts, max_tokens_per_row):
-            """Feeds counts tokens per row from position lengths; proposes draft number index."""
+        def feed(pages, history, positions, is_fed):
+            """Feeds one token per row; returns hidden [rows, hidden_size] and the pages."""
             batch = make_batch(
                 history,
                 cache.block_table,
-                lengths,
-                counts,
-                num_tokens=rows * max_tokens_per_row,
+                positions,
+                is_fed.astype(jnp.int32),
+                num_tokens=rows,
                 page_size=cache.page_size,
                 num_slots=cache.num_slots,
             )
-            hidden, pages = forward(
-                params, config, pages, batch, max_tokens_per_row=max_tokens_per_row
-            )
-            last = jnp.maximum(batch.row_starts[1:] - 1, 0)
-            scores = logits(params, config, hidden[last])  # f32[rows, vocab]
-            positions = (
-                cache.lengths + index
-            )  # of the last token fed: the root, then drafts
-            token, probs = _draw(
-                scores, decode_state, positions, history, uses_rejection
-            )
-            is_drafted = index < num_tokens
-            target = jnp.where(is_drafted, positions + 1, history.shape[1])
-            history = history.at[jnp.arange(rows), target].set(token, mode="drop")
-            return pages, history, token, probs
+            hidden, pages = forward(params, config, pages, batch, max_tokens_per_row=1)
+            # Rows that are not fed leave no gap among the flat tokens.
+            return hidden[jnp.minimum(batch.row_starts[:-1], rows - 1)], pages
 
-        first = jnp.where(takes_part, behind, 0)
-        pages, history, token, probs = propose(
+        # What was committed without the drafter seeing it: one token after full
+        # acceptance, more after steps that did not draft.
+        first = decode_state.drafter_lengths
+        num_behind = jnp.max(jnp.where(takes_part, root - first, 0), initial=0)
+        pages = jax.lax.fori_loop(
             0,
-            state,
-            decode_state.history,
-            decode_state.drafter_lengths,
-            first,
-            MAX_CATCH_UP,
-        )
-        token_ids = jnp.zeros((rows, depth), jnp.int32).at[:, 0].set(token)
-        all_probs = jnp.zeros((rows, depth, *probs.shape[1:])).at[:, 0].set(probs)
-
-        def body(index, carry):
-            pages, history, token_ids, all_probs = carry
-            counts = (index < num_tokens).astype(jnp.int32)
-            pages, history, token, probs = propose(
-                index, pages, history, cache.lengths + index, counts, 1
-            )
-            return (
+            num_behind,
+            lambda index, pages: feed(
                 pages,
-                history,
-                token_ids.at[:, index].set(token),
-                all_probs.at[:, index].set(probs),
-            )
-
-        carry = pages, history, token_ids, all_probs
-        pages, history, token_ids, all_probs = jax.lax.fori_loop(
-            1, jnp.max(num_tokens, initial=1), body, carry
+                decode_state.history,
+                first + index,
+                takes_part & (first + index < root),
+            )[1],
+            state,
         )
+
+        def propose(index, carry):
+            """Feeds the root or the last draft token; proposes draft token number `index`."""
+            pages, history, token_ids, all_probs = carry
+            is_drafted = index < num_tokens
+            hidden, pages = feed(pages, history, root + index, is_drafted)
+            scores = logits(params, config, hidden)  # f32[rows, vocab]
+            token, probs = _draw(
+                scores, decode_state, root + index, history, uses_rejection
+            )
+            place = jnp.where(is_drafted, root + index + 1, history.shape[1])
+            history = history.at[jnp.arange(rows), place].set(token, mode="drop")
+            if uses_rejection:
+                all_probs = all_probs.at[:, index].set(probs)
+            return pages, history, token_ids.at[:, index].set(token), all_probs
+
+        vocab = config.vocab_size if uses_rejection else 0
+        nothing = jnp.zeros((rows, depth), jnp.int32), jnp.zeros((rows, depth, vocab))
+        carry = (pages, decode_state.history, *nothing)
+        most = jnp.max(num_tokens, initial=0)
+        pages, _, token_ids, all_probs = jax.lax.fori_loop(0, most, propose, carry)
         proposal = Proposal(
             token_ids=token_ids,
             num_tokens=num_tokens,
             probs=all_probs if uses_rejection else None,
         )
         # The last draft token is proposed but not fed.
-        written = jnp.where(
-            takes_part, cache.lengths + num_tokens, decode_state.drafter_lengths
-        )
-        return Draft(proposal, pages, written)
+        return Draft(proposal, pages, jnp.where(takes_part, root + num_tokens, first))
 
     return Drafter(init=init, prefill=prefill, draft=draft, has_probs=uses_rejection)
 

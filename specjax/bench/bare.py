@@ -1,0 +1,95 @@
+"""What a step cannot avoid, run bare: the yardsticks of the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.decode.forward import forward, logits, make_batch
+from specjax.decode.state import DecodeState
+from specjax.models.base import ModelConfig, Params
+from specjax.sampling import first_argmax
+
+
+def matmul_bytes(params: Params) -> int:
+    """Returns the bytes of weights that one step reads: all but the embedding tables."""
+    tables = [
+        params[name].nbytes
+        for name in ("embed_tokens", "embed_positions")
+        if name in params
+    ]
+    if "lm_head" not in params:
+        tables = tables[1:]  # a tied embedding is read whole, as the head
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - sum(tables)
+
+
+def matmul_chain(params: Params, num_tokens: int, num_steps: int) -> Callable[[], Any]:
+    """Returns a function that runs the matmuls of num_steps steps, and nothing else.
+
+    The products are chained so that none can be skipped: each layer's input depends
+    on its last output. num_tokens rows of activations.
+    """
+
+    def one_step(params: Params, x):
+        for layer in params["layers"]:
+            q, k, v = (x @ layer[name] for name in ("q_proj", "k_proj", "v_proj"))
+            x = (q + jnp.sum(k + v) * 1e-6) @ layer["o_proj"]
+            gated = (x @ layer["gate_proj"]) * (x @ layer["up_proj"])
+            x = gated @ layer["down_proj"]
+        out = x @ params["lm_head"]
+        return x + jnp.max(out, axis=1, keepdims=True) * 1e-6
+
+    def run(params: Params, x):
+        return jax.lax.fori_loop(0, num_steps, lambda _, x: one_step(params, x), x)
+
+    hidden_size = params["embed_tokens"].shape[1]
+    compiled = jax.jit(run)
+    x = jnp.full((num_tokens, hidden_size), 1e-3)
+    return lambda: compiled(params, x)
+
+
+def forward_loop(
+    params: Params, config: ModelConfig, state: DecodeState, num_steps: int
+) -> Callable[[], Any]:
+    """Returns a function that runs greedy decoding with nothing but the model.
+
+    The flat forward over the same pages, an argmax, and the token fed back: no
+    sampling parameters, stop rules, acceptance, report or host.
+    """
+    rows = state.rows
+    page_size, num_slots = state.cache.page_size, state.cache.num_slots
+
+    def run(params, pages, block_table, lengths, history):
+        def body(_, carry):
+            pages, lengths, history = carry
+            batch = make_batch(
+                history,
+                block_table,
+                lengths,
+                jnp.ones(rows, jnp.int32),
+                num_tokens=rows,
+                page_size=page_size,
+                num_slots=num_slots,
+            )
+            hidden, pages = forward(params, config, pages, batch, max_tokens_per_row=1)
+            token, _ = first_argmax(logits(params, config, hidden))
+            history = history.at[jnp.arange(rows), lengths + 1].set(token, mode="drop")
+            return pages, lengths + 1, history
+
+        return jax.lax.fori_loop(0, num_steps, body, (pages, lengths, history))
+
+    compiled = jax.jit(run, donate_argnums=1)
+    pages = jax.tree.map(jnp.copy, state.cache.pages)
+    table, lengths, history = map(
+        jnp.copy, (state.cache.block_table, state.cache.lengths, state.history)
+    )
+
+    def call():
+        nonlocal pages
+        pages, *rest = compiled(params, pages, table, lengths, history)
+        return rest
+
+    return call

@@ -1,0 +1,47 @@
+"""Timing by ratios: all contenders in one process, in turn, medians of several rounds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def interleaved(
+    contenders: Mapping[str, Callable[[], Any]], rounds: int
+) -> dict[str, list[float]]:
+    """Returns seconds per call, by contender and round; each runs once before it counts.
+
+    Rounds go through all contenders in turn, so a machine that slows down slows all.
+    """
+    for run in contenders.values():
+        jax.block_until_ready(run())
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def median(seconds: list[float]) -> float:
+    """Returns the median."""
+    return statistics.median(seconds)
+
+
+def ratio(numerator: list[float], denominator: list[float]) -> float:
+    """Returns the median of the ratios round by round."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def read_bandwidth(num_bytes: int = 2**30) -> Callable[[], Any]:
+    """Returns a function that reads num_bytes once, on all cores, and does little else."""
+    words = jnp.ones((2, num_bytes // 8), jnp.float32)
+    total = jax.jit(lambda halves: [jnp.sum(half) for half in halves])
+    halves = [words[0], words[1]]
+    return lambda: total(halves)

@@ -1,0 +1,319 @@
+"""`specjax bench --quick`: what decoding costs beyond what it cannot avoid, in a few minutes.
+
+Every figure is a ratio of medians within this run; see the README for what each
+is held to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import platform
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import specjax
+from configs.models import bench_60m
+from specjax.bench import bare, embedded, measuring
+from specjax.config import EngineConfig, SamplingParams
+from specjax.decode.decoder import Decoder, Sizes
+from specjax.decode.state import DecodeState
+from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.spec import DrafterSpec, NoDrafter
+from specjax.engine.loop import make_admission
+from specjax.engine.request import Request
+from specjax.models import llama
+from specjax.sampling import row_values
+from specjax.types import DecoderParams, Plan, Proposal
+
+BURST_STEPS = 32
+PAGE_SIZE = 16
+WRONG_K = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class WrongDrafter:
+    """Proposes the highest token ids; under random weights they are always wrong."""
+
+    def build(
+        self, num_speculative_tokens: int, dtype, uses_rejection: bool
+    ) -> Drafter:
+        del dtype, uses_rejection
+
+        def draft(params, state, decode_state, num_tokens) -> Draft:
+            del params
+            last = decode_state.history.shape[0]
+            token_ids = jnp.full(
+                (last, num_speculative_tokens), bench_60m.get_config().vocab_size - 1
+            )
+            return Draft(
+                Proposal(token_ids=token_ids, num_tokens=num_tokens),
+                state,
+                decode_state.cache.lengths,
+            )
+
+        return Drafter(
+            init=lambda rows, num_pages, page_size: (),
+            prefill=lambda params, state, batch, max_tokens_per_row: state,
+            draft=draft,
+        )
+
+
+class Decoding:
+    """Rows of random prompts that decode greedily, BURST_STEPS steps per call."""
+
+    def __init__(
+        self,
+        params: llama.Params,
+        *,
+        rows: int,
+        context: int,
+        num_pages: int | None = None,
+        drafter: DrafterSpec | WrongDrafter | None = None,
+        num_speculative_tokens: int = 0,
+    ):
+        pages_per_row = -(
+            -(context + BURST_STEPS * (1 + num_speculative_tokens) + 2) // PAGE_SIZE
+        )
+        sizes = Sizes(
+            rows=rows,
+            page_size=PAGE_SIZE,
+            num_pages=num_pages or rows * pages_per_row,
+            pages_per_row=pages_per_row,
+            burst_steps=BURST_STEPS,
+        )
+        self.depth = num_speculative_tokens
+        self.decoder = Decoder(
+            bench_60m.get_config(), drafter or NoDrafter(), sizes, EngineConfig()
+        )
+        self.params = DecoderParams(params)
+        self.state = self._prefilled(rows, context)
+        self._lengths = np.array(self.state.cache.lengths)
+        self.num_committed = 0
+
+    def __call__(self) -> Any:
+        """Runs one burst from the same place as every other call."""
+        rows = len(self._lengths)
+        plan = Plan(
+            num_steps=np.int32(BURST_STEPS),
+            stop_when_finished=np.bool_(False),
+            activate=np.ones(rows, bool),
+        )
+        cache = dataclasses.replace(self.state.cache, lengths=jnp.array(self._lengths))
+        state = dataclasses.replace(
+            self.state, cache=cache, drafter_lengths=jnp.array(self._lengths)
+        )
+        self.state, report, num_steps = self.decoder.burst(
+            self.params, state, plan, num_speculative_tokens=self.depth
+        )
+        self.num_committed = int(np.asarray(report.num_committed).sum())
+        assert int(num_steps) == BURST_STEPS
+        return self.state.cache.lengths
+
+    @property
+    def temp_bytes(self) -> int:
+        """Returns what XLA says the compiled burst needs beside its arguments and results."""
+        return (
+            self.decoder.compiled_burst(self.depth).memory_analysis().temp_size_in_bytes
+        )
+
+    def _prefilled(self, rows: int, context: int) -> DecodeState:
+        rng = np.random.default_rng(0)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=self.decoder.sizes.max_length - context
+        )
+        values = row_values(
+            sampling,
+            prompt_length=context,
+            eos_token_ids=(),
+            seed=0,
+            engine_config=EngineConfig(),
+        )
+        requests = {
+            row: Request(
+                prompt_index=row,
+                sample_index=0,
+                prompt_token_ids=rng.integers(0, 32000, context).tolist(),
+                params=sampling,
+                seed=0,
+                draft_cap=self.depth,
+                rule=0,
+                max_length=self.decoder.sizes.max_length,
+                sampling_values=values,
+            )
+            for row in range(rows)
+        }
+        admission = make_admission(self.decoder, requests)
+        state, is_out = self.decoder.exchange(
+            self.decoder.init(), np.zeros(rows, bool), admission
+        )
+        assert not np.any(np.asarray(is_out))
+        for start in range(0, context - 1, 64):
+            count = min(64, context - 1 - start)
+            state = self.decoder.prefill(
+                self.params,
+                state,
+                np.arange(rows, dtype=np.int32),
+                np.full(rows, count, np.int32),
+                max_tokens_per_row=64,
+            )
+        return state
+
+
+def run(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Returns all figures by name; `say` is told what is being done."""
+    config = bench_60m.get_config()
+    params = llama.init(jax.random.key(0), config)
+    figures: dict[str, Any] = {
+        "environment": environment(),
+        "rounds": rounds,
+        "burst_steps": BURST_STEPS,
+    }
+    say("batch 1 against memory bandwidth")
+    figures |= batch_one(params, rounds)
+    say("batch 8 against its matmuls")
+    figures |= batch_eight(params, rounds)
+    say("size of the page pool")
+    figures |= pool_size(params, rounds)
+    say("a drafter that is always wrong")
+    figures |= wrong_drafts(params, rounds)
+    say("the embedded pair on held-out files")
+    figures |= embedded.speculation(rounds)
+    return figures
+
+
+def batch_one(params: llama.Params, rounds: int) -> dict[str, float]:
+    """Plain decoding of one row against reading the weights once per token."""
+    config = bench_60m.get_config()
+    decoding = Decoding(params, rows=1, context=128)
+    sum_bytes = 2**30
+    seconds = measuring.interleaved(
+        {
+            "read": measuring.read_bandwidth(sum_bytes),
+            "chain": bare.matmul_chain(params, 1, BURST_STEPS),
+            "loop": bare.forward_loop(params, config, decoding.state, BURST_STEPS),
+            "burst": decoding,
+        },
+        rounds,
+    )
+    weight_bytes = bare.matmul_bytes(params)
+    by_sum = sum_bytes / measuring.median(seconds["read"])
+    by_chain = BURST_STEPS * weight_bytes / measuring.median(seconds["chain"])
+    bandwidth = max(by_sum, by_chain)
+    step_s = measuring.median(seconds["burst"]) / BURST_STEPS
+    return {
+        "read_bandwidth_bytes_per_s": by_sum,
+        "matmul_bandwidth_bytes_per_s": by_chain,
+        "weight_bytes_per_step": weight_bytes,
+        "batch_1_step_s": step_s,
+        "batch_1_fraction_of_bandwidth": weight_bytes / bandwidth / step_s,
+        "burst_over_bare_loop": measuring.ratio(seconds["burst"], seconds["loop"]),
+    }
+
+
+def batch_eight(params: llama.Params, rounds: int) -> dict[str, float]:
+    """Plain decoding of eight rows at a context of 256 against their matmuls alone."""
+    decoding = Decoding(params, rows=8, context=256 - BURST_STEPS // 2)
+    config = bench_60m.get_config()
+    seconds = measuring.interleaved(
+        {
+            "chain": bare.matmul_chain(params, 8, BURST_STEPS),
+            "burst": decoding,
+            "loop": bare.forward_loop(params, config, decoding.state, BURST_STEPS),
+        },
+        rounds,
+    )
+    return {
+        "batch_8_step_s": measuring.median(seconds["burst"]) / BURST_STEPS,
+        "batch_8_fraction_of_matmuls": measuring.ratio(
+            seconds["chain"], seconds["burst"]
+        ),
+        "batch_8_burst_over_bare_loop": measuring.ratio(
+            seconds["burst"], seconds["loop"]
+        ),
+    }
+
+
+def pool_size(params: llama.Params, rounds: int) -> dict[str, float]:
+    """The same step over a pool of 64 and of 4,096 pages."""
+    small, large = (
+        Decoding(params, rows=1, context=128, num_pages=n) for n in (64, 4096)
+    )
+    seconds = measuring.interleaved({"small": small, "large": large}, rounds)
+    return {
+        "pages_4096_over_64_seconds": measuring.ratio(
+            seconds["large"], seconds["small"]
+        ),
+        "pages_64_temp_bytes": small.temp_bytes,
+        "pages_4096_temp_bytes": large.temp_bytes,
+    }
+
+
+def wrong_drafts(params: llama.Params, rounds: int) -> dict[str, float]:
+    """What speculation costs when nothing is ever accepted, against its verification alone."""
+    plain = Decoding(params, rows=1, context=128)
+    wrong = Decoding(
+        params,
+        rows=1,
+        context=128,
+        drafter=WrongDrafter(),
+        num_speculative_tokens=WRONG_K,
+    )
+    seconds = measuring.interleaved(
+        {
+            "plain": plain,
+            "wrong": wrong,
+            "one": bare.matmul_chain(params, 1, BURST_STEPS),
+            "five": bare.matmul_chain(params, 1 + WRONG_K, BURST_STEPS),
+        },
+        rounds,
+    )
+    return {
+        "wrong_drafts_num_committed_per_step": wrong.num_committed / BURST_STEPS,
+        "wrong_drafts_over_plain": measuring.ratio(seconds["wrong"], seconds["plain"]),
+        "matmuls_of_5_tokens_over_1": measuring.ratio(seconds["five"], seconds["one"]),
+    }
+
+
+def environment() -> dict[str, str]:
+    """Returns what the figures belong to."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "specjax": specjax.__version__,
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark and prints its figures."""
+    parser = argparse.ArgumentParser(
+        prog="specjax bench", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="the only benchmark so far, and the default",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="rounds of each measurement (default 9)"
+    )
+    options = parser.parse_args(argv)
+    figures = run(
+        options.rounds, lambda what: print(f"measuring: {what}", file=sys.stderr)
+    )
+    if options.json:
+        print(json.dumps(figures, indent=2))
+        return 0
+    for name, value in figures.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else value
+        print(f"{name:40s} {shown}")
+    return 0
