@@ -10,7 +10,6 @@ import numpy as np
 
 from specjax.drafters.base import Draft, Drafter
 from specjax.drafters.loading import LoadedDrafter
-from specjax.models import gpt2, llama
 from specjax.models.base import Model, ModelConfig, Params, architecture_of
 from specjax.models.layers import dense_causal_attention
 from specjax.types import Proposal
@@ -19,12 +18,8 @@ from specjax.types import Proposal
 WEIGHT_STD = 0.2
 
 
-def tiny_llama(seed: int, **overrides) -> Model:
-    """Returns a random Llama of two layers with grouped queries; no tokenizer.
-
-    Args:
-      overrides: fields of ModelConfig.
-    """
+def tiny_llama_config(**overrides) -> ModelConfig:
+    """Returns a Llama of two layers with grouped queries, fields replaced."""
     fields = {
         "architecture": "llama",
         "family": "llama",
@@ -37,20 +32,11 @@ def tiny_llama(seed: int, **overrides) -> Model:
         "head_dim": 8,
         "max_position_embeddings": 512,
     }
-    config = ModelConfig(**(fields | overrides))
-    return Model(
-        config=config,
-        params=llama.init(jax.random.key(seed), config, std=WEIGHT_STD),
-        name=f"tiny-llama-{seed}",
-    )
+    return ModelConfig(**(fields | overrides))
 
 
-def tiny_gpt2(seed: int, **overrides) -> Model:
-    """Returns a random GPT-2 of two layers; no tokenizer.
-
-    Args:
-      overrides: fields of ModelConfig.
-    """
+def tiny_gpt2_config(**overrides) -> ModelConfig:
+    """Returns a GPT-2 of two layers, fields replaced."""
     fields = {
         "architecture": "gpt2",
         "family": "gpt2",
@@ -65,12 +51,34 @@ def tiny_gpt2(seed: int, **overrides) -> Model:
         "norm_eps": 1e-5,
         "tie_word_embeddings": True,
     }
-    config = ModelConfig(**(fields | overrides))
-    return Model(
-        config=config,
-        params=gpt2.init(jax.random.key(seed), config, std=WEIGHT_STD),
-        name=f"tiny-gpt2-{seed}",
-    )
+    return ModelConfig(**(fields | overrides))
+
+
+def tiny_llama(seed: int, **overrides) -> Model:
+    """Returns a random Llama without a tokenizer; overrides are fields of its config."""
+    return random_model(tiny_llama_config(**overrides), seed)
+
+
+def tiny_gpt2(seed: int, **overrides) -> Model:
+    """Returns a random GPT-2 without a tokenizer; overrides are fields of its config."""
+    return random_model(tiny_gpt2_config(**overrides), seed)
+
+
+def random_model(config: ModelConfig, seed: int) -> Model:
+    """Returns a model of normal weights, and norms near one; compiles nothing."""
+    rng = np.random.default_rng(seed)
+
+    def fill(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        name = path[-1].key
+        values = WEIGHT_STD * rng.standard_normal(leaf.shape)
+        if name.endswith("norm"):
+            values += 1
+        return jnp.asarray(values, leaf.dtype)
+
+    init = lambda key: architecture_of(config).init(key, config)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    params = jax.tree_util.tree_map_with_path(fill, shapes)
+    return Model(config=config, params=params, name=f"tiny-{config.family}-{seed}")
 
 
 def uncached_logits(params: Params, config: ModelConfig, token_ids) -> jax.Array:
