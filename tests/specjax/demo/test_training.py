@@ -1,0 +1,164 @@
+"""The recipe of the embedded pair, on shapes small enough to run in seconds."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.demo import checkpoint_files, corpus, evaluate, learning
+from specjax.demo.continuing import continue_prompts
+from specjax.demo.growing import grow
+from specjax.demo.pair import DRAFT, TARGET
+from specjax.models import llama
+
+TINY = dataclasses.replace(
+    DRAFT,
+    vocab_size=64,
+    hidden_size=16,
+    intermediate_size=24,
+    num_layers=1,
+    head_dim=8,
+)
+LARGER = dataclasses.replace(
+    TINY,
+    hidden_size=32,
+    intermediate_size=40,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+)
+
+
+def tiny_windows(rows=2, length=12):
+    return jax.random.randint(jax.random.key(7), (rows, length), 0, TINY.vocab_size)
+
+
+def test_split_is_deterministic_and_disjoint():
+    files = corpus.source_files()
+    held_out = {file.path for file in files if file.is_held_out}
+    training = {file.path for file in files if not file.is_held_out}
+    assert files == sorted(files)
+    assert not held_out & training
+    assert 0.01 < len(held_out) / len(files) < 0.06
+    assert corpus.is_held_out("turtle.py")  # fixed by the path, on any machine
+    assert not corpus.is_held_out("textwrap.py")
+
+
+def test_nothing_of_this_machine_is_read():
+    paths = [file.path for file in corpus.source_files()]
+    assert not [path for path in paths if "_sysconfigdata" in path]
+    assert not [path for path in paths if "site-packages" in path]
+
+
+def test_windows_visit_everything_once_per_epoch():
+    token_ids = np.arange(103, dtype=np.int32)
+    batches = [corpus.windows(token_ids, step, rows=3, length=8) for step in range(4)]
+    starts = np.concatenate(batches)[:, 0]
+    assert len(set(starts)) == 12
+    assert batches[0].shape == (3, 9)
+    np.testing.assert_array_equal(batches[1], corpus.windows(token_ids, 1, 3, 8))
+
+
+def test_step_reduces_loss_on_a_repeated_batch():
+    params = llama.init(jax.random.key(0), TINY)
+    optimiser = learning.optimizer(num_steps=40, warmup=2, decay=20)
+    opt_state = optimiser.init(params)
+    loss = lambda params, batch: learning.text_loss(params, TINY, batch)
+    losses = []
+    for _ in range(40):
+        params, opt_state, value = learning.update(
+            loss, optimiser, params, opt_state, tiny_windows()
+        )
+        losses.append(float(value))
+    assert losses[0] == pytest.approx(np.log(TINY.vocab_size), abs=0.1)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def test_distillation_is_least_at_the_target_itself():
+    target = llama.init(jax.random.key(0), TINY, std=0.3)
+    other = llama.init(jax.random.key(1), TINY, std=0.3)
+    loss = lambda draft: learning.distillation_loss(
+        draft, TINY, target, TINY, tiny_windows(), likeliest_weight=0.0
+    )
+    gradient = jax.grad(loss)(target)
+    assert loss(target) < loss(other)
+    assert max(jnp.abs(leaf).max() for leaf in jax.tree.leaves(gradient)) < 1e-5
+
+
+def test_grown_model_computes_nearly_the_same():
+    small = llama.init(jax.random.key(0), TINY, std=0.5)
+    large = grow(small, TINY, LARGER, jax.random.key(1))
+    shape_of = lambda params: jax.tree.map(jnp.shape, params)
+    assert shape_of(large) == shape_of(llama.init(jax.random.key(0), LARGER))
+    before = learning.all_logits(small, TINY, tiny_windows())
+    after = learning.all_logits(large, LARGER, tiny_windows())
+    # What differs is the noise in the new channels of the embedding.
+    np.testing.assert_allclose(before, after, atol=0.05 * float(jnp.std(before)))
+
+
+def test_grow_refuses_other_heads():
+    small = llama.init(jax.random.key(0), TINY)
+    other = dataclasses.replace(LARGER, num_kv_heads=4)
+    with pytest.raises(ValueError, match="cannot grow"):
+        grow(small, TINY, other, jax.random.key(1))
+
+
+def test_cached_generation_follows_the_dense_logits():
+    params = llama.init(jax.random.key(0), TINY, std=0.3)
+    token_ids = continue_prompts(
+        params, TINY, tiny_windows(), 6, jnp.zeros(2), jax.random.key(0)
+    )
+    dense = jnp.argmax(learning.all_logits(params, TINY, token_ids), axis=-1)
+    np.testing.assert_array_equal(token_ids[:, 12:], dense[:, 11:-1])
+
+
+# One means kept. A step takes what is kept of its k drafts, then one token more.
+@pytest.mark.parametrize(
+    "k, kept, expected",
+    [
+        (1, [1, 1, 0, 1, 0], 1 + (1 + 0 + 1) / 3),
+        (2, [1, 0, 1, 0, 0, 1, 1], 1 + (1 + 1 + 0) / 3),
+        (3, [1, 1, 1, 0, 1, 0, 1, 1], 1 + (3 + 1) / 2),
+    ],
+)
+def test_mean_acceptance_length_by_hand(k, kept, expected):
+    row = np.asarray([kept], float)
+    length = evaluate.mean_acceptance_length(row, k, np.random.default_rng(0))
+    assert length == pytest.approx(expected)
+
+
+def test_safetensors_round_trip(tmp_path):
+    params = llama.init(jax.random.key(0), TINY)
+    path = tmp_path / "model.safetensors"
+    tensors = checkpoint_files.to_tensors(params)
+    checkpoint_files.write_safetensors(path, tensors)
+    again = checkpoint_files.read_safetensors(path)
+    assert list(again) == list(tensors)
+    for name, array in tensors.items():
+        np.testing.assert_array_equal(again[name], array)
+    assert again["model.layers.0.mlp.down_proj.weight"].shape == (16, 24)
+    restored = checkpoint_files.from_tensors(again, TINY.num_layers)
+    for leaf, original in zip(
+        jax.tree.leaves(restored), jax.tree.leaves(params), strict=True
+    ):
+        np.testing.assert_array_equal(
+            leaf, original.astype(jnp.bfloat16).astype(jnp.float32)
+        )
+
+
+def test_header_is_what_the_format_says(tmp_path):
+    path = tmp_path / "one.safetensors"
+    checkpoint_files.write_safetensors(path, {"x": np.ones((2, 3), np.float32)})
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    assert header["x"] == {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+    assert len(data) == 8 + length + 24
+
+
+def test_shapes_of_the_pair():
+    assert TARGET.vocab_size == DRAFT.vocab_size
+    assert DRAFT.num_layers <= 2
