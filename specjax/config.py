@@ -95,6 +95,8 @@ class SamplingParams:
                 raise ValueError(
                     "bad_token_ids forbids every one of allowed_token_ids; no token could be chosen."
                 )
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"{self.logit_bias=} must map token ids to numbers.")
         if any(
             math.isnan(value) or value == math.inf for value in self.logit_bias.values()
         ):
@@ -164,7 +166,8 @@ class SpeculationConfig:
             raise ValueError(
                 f"verification={self.verification!r} is unknown; expected one of {', '.join(VERIFICATION_RULES)}."
             )
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 16:
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if not (_is_int(low) and _is_int(high) and 1 <= low <= high <= 16):
             raise ValueError(
                 f"{self.prompt_lookup_min=} and {self.prompt_lookup_max=} must satisfy 1 <= min <= max <= 16."
             )
@@ -202,10 +205,13 @@ class SpeculationConfig:
             raise ValueError(
                 "speculative_config method 'draft_model' needs 'model': a folder, or \"demo\"."
             )
-        if "prompt_lookup_max" in given and "prompt_lookup_min" not in given:
-            given["prompt_lookup_min"] = min(
-                given["prompt_lookup_max"], cls.prompt_lookup_min
-            )
+        given = {key: value for key, value in given.items() if value is not None}
+        # One bound alone moves the other out of its way.
+        low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+        if low is None and _is_int(high):
+            given["prompt_lookup_min"] = min(high, cls.prompt_lookup_min)
+        if high is None and _is_int(low):
+            given["prompt_lookup_max"] = max(low, cls.prompt_lookup_max)
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(given) - known)
         if unknown:
@@ -213,13 +219,7 @@ class SpeculationConfig:
                 f"speculative_config: ignored unknown keys {', '.join(unknown)}.",
                 stacklevel=2,
             )
-        return cls(
-            **{
-                key: value
-                for key, value in given.items()
-                if key in known and value is not None
-            }
-        )
+        return cls(**{key: value for key, value in given.items() if key in known})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,9 @@ class EngineConfig:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and (not _is_int(value) or value < 1):
+            if value is None and field.default is None:
+                continue
+            if not _is_int(value) or value < 1:
                 raise ValueError(
                     f"EngineConfig.{field.name}={value!r} must be a whole number of at least 1."
                 )

@@ -205,7 +205,8 @@ def make_writable(
     next_entry = cache.lengths // cache.page_size
     entry = jnp.minimum(next_entry, pages_per_row - 1)
     page = cache.block_table[jnp.arange(rows), entry]
-    has_page = (page != NO_PAGE) & (next_entry < pages_per_row)  # a full row writes none
+    is_full = next_entry >= pages_per_row  # writes no more
+    has_page = (page != NO_PAGE) & ~is_full
     sharers = jnp.where(has_page, cache.ref_counts[jnp.clip(page, 0)], 0)
     # Rows that share a page copy it in row order; each copy drops the count, so the last may keep it.
     is_same = has_page[:, None] & (page[:, None] == page[None, :])
