@@ -1,0 +1,8 @@
+"""`python -m specjax` is `specjax`."""
+
+import sys
+
+from specjax.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,313 @@
+"""specjax generate: continue prompts, with or without speculation."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from specjax.cli import json_document, prompts, sampling_arguments, terminal
+from specjax.config import (
+    DEFAULT_NUM_SPECULATIVE_TOKENS,
+    VERIFICATION_RULES,
+    EngineConfig,
+    SamplingParams,
+    SpeculationConfig,
+)
+
+if TYPE_CHECKING:
+    from specjax.generation import Generation
+    from specjax.models.base import Model
+
+DEFAULT_MODEL = "demo"
+NO_DRAFTER = "none"
+_ENGINE_OPTIONS = {
+    "page_size": "tokens per page of keys and values",
+    "num_pages": "pages in all (default: what the prompts need)",
+    "max_rows": "prompts decoded at a time; the others wait",
+    "burst_steps": "steps on the device between looks of the host",
+    "max_context": "tokens of prompt and output together (default: the model's)",
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the subparsers of `specjax`."""
+    parser = commands.add_parser(
+        "generate",
+        help="continue prompts",
+        description="Continues prompts; the text is the same with and without a drafter.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT")
+    parser.add_argument(
+        "--prompts",
+        dest="prompts_file",
+        metavar="FILE",
+        help='JSON lines ("-": stdin): a string, or an object with prompt (text or token ids) '
+        "or messages, and sampling parameters of its own",
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="send text through the chat template"
+    )
+    _add_model_options(parser)
+    sampling_arguments.add_options(parser)
+    _add_output_options(parser)
+    _add_engine_options(parser)
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model and speculation")
+    group.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        help="a folder in Hugging Face format, a hub name, or the embedded %(default)r",
+    )
+    group.add_argument(
+        "--drafter",
+        help=f"{NO_DRAFTER!r}, 'ngram', 'demo', or a folder with a draft model "
+        "(default: 'demo' with the embedded model, else none)",
+    )
+    group.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        help=f"most tokens drafted per step; 0 is off (default {DEFAULT_NUM_SPECULATIVE_TOKENS})",
+    )
+    group.add_argument(
+        "--verification",
+        choices=VERIFICATION_RULES,
+        help="how drafts are accepted (default seeded)",
+    )
+    group.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        help="the same and more in vLLM's form; options above win over it",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="of the weights (default float32 on CPU, bfloat16 elsewhere)",
+    )
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument(
+        "--json", action="store_true", help="one JSON document on stdout"
+    )
+    group.add_argument(
+        "--color",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="tell accepted drafts apart (default: on a terminal, unless NO_COLOR is set)",
+    )
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    for name, text in _ENGINE_OPTIONS.items():
+        default = getattr(EngineConfig(), name)
+        shown = "" if default is None else f" (default {default})"
+        option = "--" + name.replace("_", "-")
+        group.add_argument(option, type=int, metavar="N", help=text + shown)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Generates what the arguments ask for; returns the exit code."""
+    entries = prompts.collect(
+        arguments.prompts, arguments.prompts_file, is_chat=arguments.chat
+    )
+    speculation = speculation_config(arguments)
+    engine = engine_config(arguments)
+    status = terminal.Status()
+    try:
+        return _generate(arguments, entries, speculation, engine, status)
+    finally:
+        status.clear()
+
+
+def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
+    """Returns vLLM's JSON with the options on top.
+
+    Raises:
+      ValueError: no JSON, an unknown method, or a value out of range.
+    """
+    given = SpeculationConfig()
+    if arguments.speculative_config is not None:
+        given = SpeculationConfig.from_json(arguments.speculative_config)
+    changes: dict[str, Any] = {}
+    if arguments.num_speculative_tokens is not None:
+        changes["num_speculative_tokens"] = arguments.num_speculative_tokens
+    if arguments.verification is not None:
+        changes["verification"] = arguments.verification
+    drafter = arguments.drafter or _named_drafter(given)
+    if drafter is None and arguments.model == DEFAULT_MODEL:
+        drafter = "demo"
+    is_model = drafter not in (None, NO_DRAFTER, "ngram")
+    method = "draft_model" if is_model else drafter
+    changes["method"] = None if method == NO_DRAFTER else method
+    changes["model"] = drafter if is_model else None
+    return dataclasses.replace(given, **changes)
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """Returns the sizes given, and the defaults of the rest."""
+    given = {name: getattr(arguments, name) for name in _ENGINE_OPTIONS}
+    return EngineConfig(**{k: value for k, value in given.items() if value is not None})
+
+
+def _named_drafter(config: SpeculationConfig) -> str | None:
+    return "ngram" if config.method == "ngram" else config.model
+
+
+def _generate(arguments, entries, speculation, engine, status) -> int:
+    status.show("starting")
+    # Not before: these import jax, which takes longer than reading the arguments.
+    from specjax import compilation_cache, generation
+
+    compilation_cache.enable()
+    status.show(f"loading {arguments.model}")
+    target, drafter = _load(arguments, speculation)
+    sampling = _sampling(arguments, entries, target)
+    call: dict[str, Any] = {
+        "drafter": drafter,
+        "speculative_config": speculation,
+        "engine": engine,
+    }
+    status.show("compiling, and reading the prompts")
+    is_streamed = len(entries) == 1 and sampling[0].n == 1 and not arguments.json
+    try:
+        if is_streamed:
+            stream = generation.stream(
+                target, [entries[0].prompt], sampling=sampling, **call
+            )
+            has_text = target.tokenizer is not None
+            result = _write_stream(
+                arguments, entries[0], stream, status, has_text=has_text
+            )
+        else:
+            result = generation.generate(
+                target,
+                [entry.prompt for entry in entries],
+                sampling=sampling,
+                progress=status.is_terminal,
+                **call,
+            )
+            status.clear()
+            _write_result(arguments, entries, result, target, drafter)
+    except ValueError as error:
+        raise ValueError(_with_source(str(error), entries)) from error
+    return _report(arguments, entries, result)
+
+
+def _load(arguments: argparse.Namespace, config: SpeculationConfig):
+    """Returns the target, and the drafter or its name."""
+    from specjax.models.loading import load_model
+
+    target = load_model(arguments.model, dtype=arguments.dtype)
+    if config.method == "draft_model":
+        assert config.model is not None
+        folder = "demo-draft" if config.model == "demo" else config.model
+        return target, load_model(folder, dtype=arguments.dtype)
+    return target, config.method
+
+
+def _sampling(arguments, entries, target: Model) -> list[SamplingParams]:
+    """Returns each prompt's parameters: the model's, then the options, then its own."""
+    shared = sampling_arguments.from_model(target.generation_defaults)
+    shared |= sampling_arguments.given_options(arguments)
+    return [SamplingParams(**{**shared, **entry.sampling}) for entry in entries]
+
+
+def _write_stream(arguments, entry, stream, status, *, has_text) -> Generation:
+    """Writes text as it comes; returns the whole result."""
+    writer = _writer(arguments)
+    is_begun = False
+    try:
+        for chunk in stream:
+            if not is_begun:
+                status.clear()
+                _write_prompt(writer, entry.prompt)
+                is_begun = True
+            _write_tokens(writer, chunk, has_text=has_text)
+    finally:
+        status.clear()
+        writer.end()
+    return stream.result()
+
+
+def _write_result(arguments, entries, result: Generation, target, drafter) -> None:
+    """Writes everything at once: a JSON document, or texts under headers."""
+    if arguments.json:
+        about = {
+            "model": target.name,
+            "drafter": getattr(drafter, "name", drafter),
+        }
+        print(json_document.render(result, about))
+        return
+    writer = _writer(arguments)
+    for completion in result:
+        entry = entries[completion.prompt_index]
+        place = f"prompt {completion.prompt_index}"
+        if sum(c.prompt_index == completion.prompt_index for c in result) > 1:
+            place += f", sample {completion.sample_index}"
+        writer.header(f"{place}: {terminal.first_line(entry.prompt)}")
+        if completion.error is None:
+            _write_prompt(writer, entry.prompt)
+        _write_tokens(writer, completion, has_text=target.tokenizer is not None)
+        writer.end()
+
+
+def _writer(arguments: argparse.Namespace) -> terminal.TextWriter:
+    has_color = terminal.use_color(arguments.color, sys.stdout, os.environ)
+    return terminal.TextWriter(sys.stdout, has_color=has_color)
+
+
+def _write_prompt(writer: terminal.TextWriter, prompt) -> None:
+    if not writer.shows_prompts:
+        return
+    if isinstance(prompt, str):
+        writer.prompt(prompt)
+    elif prompt and isinstance(prompt[0], Mapping):
+        writer.prompt(f"{terminal.first_line(prompt)}\n")
+    else:
+        writer.prompt("".join(f"{token_id} " for token_id in prompt))
+
+
+def _write_tokens(writer: terminal.TextWriter, part, *, has_text: bool) -> None:
+    """Writes the text of a chunk or completion, its token ids where there is none."""
+    if has_text:
+        writer.pieces(part.pieces)
+    else:
+        writer.token_ids(part.token_ids)
+
+
+def _report(arguments, entries, result: Generation) -> int:
+    """Says on stderr what failed and what was measured; returns the exit code."""
+    failed = [completion for completion in result if completion.error is not None]
+    for completion in failed:
+        message = _with_source(f"{completion.error}", entries, completion.prompt_index)
+        print(f"specjax: error: {message}", file=sys.stderr)
+    if not arguments.json:
+        if result.stats.acceptance.num_drafted and terminal.use_color(
+            arguments.color, sys.stderr, os.environ
+        ):
+            print(terminal.legend(), file=sys.stderr)
+        print(terminal.summary(result.stats), file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _with_source(message: str, entries, index: int | None = None) -> str:
+    """Returns an error with the line of the prompt that it speaks of."""
+    named = re.match(r"prompt (\d+): ", message)
+    if named is not None and len(entries) == 1:
+        message = message[named.end() :]
+    if index is None and named is not None:
+        index = int(named[1])
+    if index is None or not entries[index].source:
+        return message
+    return f"{entries[index].source}: {message}"

@@ -1,0 +1,54 @@
+"""A generation as one JSON document."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specjax.generation import Completion, Generation
+
+_OUTPUT_FIELDS = (
+    "prompt_index",
+    "sample_index",
+    "text",
+    "token_ids",
+    "finish_reason",
+    "error",
+    "seed",
+)
+
+
+def render(generation: Generation, about: Mapping[str, Any]) -> str:
+    """Returns the document: `about`, then `outputs` in the order of the prompts, and `stats`."""
+    outputs = [_output(completion) for completion in generation]
+    document = {**about, "outputs": outputs, "stats": generation.stats.to_dict()}
+    return json.dumps(_finite(document), ensure_ascii=False, indent=2, allow_nan=False)
+
+
+def _output(completion: Completion) -> dict[str, Any]:
+    counts = completion.acceptance
+    output = {name: getattr(completion, name) for name in _OUTPUT_FIELDS}
+    if completion.logprobs is not None:
+        output["logprobs"] = [
+            dataclasses.asdict(entry) for entry in completion.logprobs
+        ]
+    output["num_prompt_tokens"] = len(completion.prompt_token_ids)
+    output["num_steps"] = counts.num_steps
+    output["num_drafted"] = counts.num_drafted
+    output["num_accepted"] = counts.num_accepted
+    return output
+
+
+def _finite(value: Any) -> Any:
+    """Returns the value with null for numbers that JSON lacks (the logarithm of 0)."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value

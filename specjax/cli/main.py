@@ -1,0 +1,120 @@
+"""specjax COMMAND ...: which command, and how it ends."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from specjax.cli import generate_command
+
+# Commands that read their own arguments: module with main(argv), and what it does.
+DELEGATED = {
+    "bench": ("specjax.bench.quick", "measure what speculation gains on this machine"),
+}
+EXIT_FAILED_REQUEST = 1  # others of the same call may have completed
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, like all errors of this program."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_BAD_INPUT, f"specjax: error: {message}; see {self.prog} -h\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code.
+
+    0 is success, 1 a request that failed among others, 2 bad input. Messages go to
+    stderr, results to stdout.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal without UTF-8
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = _run(arguments)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader has gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except (ValueError, NotImplementedError, OSError) as error:
+        if os.environ.get("SPECJAX_TRACEBACK"):
+            raise
+        print(f"specjax: error: {_one_line(error)}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+def _run(argv: list[str]) -> int:
+    if argv and argv[0] in DELEGATED:
+        return _delegate(argv[0], argv[1:])
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if "run" not in arguments:
+        parser.print_help()
+        return 0
+    return arguments.run(arguments)
+
+
+def build_parser() -> Parser:
+    """Returns the parser of every command."""
+    parser = Parser(
+        prog="specjax",
+        description="Lossless speculative decoding for JAX.",
+        epilog="An environment variable SPECJAX_TRACEBACK=1 shows where an error arose.",
+    )
+    parser.add_argument("--version", action=_Version, nargs=0)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    generate_command.add_parser(commands)
+    for name, (_, summary) in DELEGATED.items():
+        commands.add_parser(name, help=summary, add_help=False)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version; imports the package only when asked."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, help="show the version", **options)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        import specjax
+
+        print(f"specjax {specjax.__version__}")
+        parser.exit()
+
+
+def _delegate(command: str, argv: list[str]) -> int:
+    module, _ = DELEGATED[command]
+    try:
+        run: Any = importlib.import_module(module).main
+    except ModuleNotFoundError as error:
+        if error.name not in (module, module.rpartition(".")[0]):
+            raise
+        raise NotImplementedError(
+            f"this version of specjax has no {command!r} command."
+        ) from error
+    return run(argv) or 0
+
+
+def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
+    del category, filename, lineno, file, line
+    print(f"specjax: warning: {_one_line(message)}", file=sys.stderr)
+
+
+def _one_line(message: object) -> str:
+    return " ".join(str(message).split())

@@ -1,0 +1,117 @@
+"""What to continue: the prompts of the command line and of a --prompts file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from specjax.cli import sampling_arguments
+
+
+class PromptEntry(NamedTuple):
+    """One prompt and where it was given."""
+
+    prompt: str | list[int] | list[dict[str, Any]]
+    sampling: dict[str, Any]  # fields of SamplingParams that it sets itself
+    source: str  # "FILE line 3", empty for the command line
+
+
+def collect(
+    texts: Sequence[str], path: str | None, *, is_chat: bool
+) -> list[PromptEntry]:
+    """Returns the prompts of the command line, then those of a file.
+
+    Args:
+      path: a file with a JSON value per line, "-" for stdin.
+      is_chat: wrap prompts that are text into a message of the user.
+
+    Raises:
+      ValueError: there is no prompt, or a line of the file is wrong; it is named.
+    """
+    entries = [PromptEntry(text, {}, "") for text in texts]
+    if path is not None:
+        entries.extend(read_file(path))
+    if not entries:
+        raise ValueError(
+            "there is no prompt; give one as an argument, or --prompts FILE with one per line."
+        )
+    if is_chat:
+        entries = [_as_chat(entry) for entry in entries]
+    return entries
+
+
+def read_file(path: str) -> Iterator[PromptEntry]:
+    """Yields the prompts of a JSON-lines file; empty lines are passed over."""
+    if path == "-":
+        yield from _read_lines("stdin", sys.stdin)
+        return
+    with open(path, encoding="utf-8-sig") as lines:
+        yield from _read_lines(path, lines)
+
+
+def _read_lines(name: str, lines) -> Iterator[PromptEntry]:
+    number = 0
+    try:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                prompt, sampling = parse_line(line)
+                yield PromptEntry(prompt, sampling, f"{name} line {number}")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is no UTF-8 after line {number}: {error}.") from None
+    except ValueError as error:
+        raise ValueError(f"{name} line {number}: {error}") from None
+
+
+def parse_line(line: str) -> tuple[Any, dict[str, Any]]:
+    """Returns a prompt and the sampling parameters beside it.
+
+    A line is a JSON string, or an object with "prompt" (text or token ids) or
+    "messages" (of a chat), and any sampling parameters.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"this is no JSON ({error}); write a string, or an object with prompt or messages."
+        ) from None
+    if isinstance(value, str):
+        return value, {}
+    if not isinstance(value, dict):
+        raise ValueError(
+            f"a {type(value).__name__} is no prompt; write a string, or an object with prompt or messages."
+        )
+    if ("prompt" in value) == ("messages" in value):
+        raise ValueError("expected exactly one of the keys prompt and messages.")
+    is_chat = "messages" in value
+    prompt = value.pop("messages" if is_chat else "prompt")
+    if is_chat and not _is_chat(prompt):
+        raise ValueError("messages must be a list of objects with role and content.")
+    if not is_chat and not _is_plain(prompt):
+        raise ValueError("prompt must be a string or a list of token ids.")
+    return prompt, sampling_arguments.from_json(value)
+
+
+def _is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, dict) and "role" in message for message in value)
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str) or (
+        isinstance(value, list)
+        and all(type(token_id) is int for token_id in value)  # a bool is none
+    )
+
+
+def _as_chat(entry: PromptEntry) -> PromptEntry:
+    if not isinstance(entry.prompt, str):
+        return entry
+    return entry._replace(prompt=[{"role": "user", "content": entry.prompt}])

@@ -1,0 +1,159 @@
+"""Every sampling parameter as an option, and as a key of a line of --prompts."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specjax.config import SamplingParams
+
+DEFAULTS = SamplingParams()
+_DO_NOT_SAMPLE = {"temperature": 0.0}
+
+
+def token_ids(text: str) -> list[int]:
+    """Parses "1,2,3"."""
+    try:
+        return [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no list of token ids; expected whole numbers, as in 1,2,3"
+        ) from None
+
+
+def bias_entry(text: str) -> tuple[int, float]:
+    """Parses "ID=VALUE"."""
+    token_id, separator, value = text.partition("=")
+    try:
+        if not separator:
+            raise ValueError
+        return int(token_id), float(value)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no logit bias; expected ID=VALUE, as in 42=-1.5"
+        ) from None
+
+
+class Option(typing.NamedTuple):
+    """How one field of SamplingParams is written on the command line."""
+
+    field: str
+    help: str
+    metavar: str
+    parse: Callable[[str], Any]
+    is_repeated: bool = False
+
+
+OPTIONS = (
+    Option("temperature", "0 picks the most likely token", "T", float),
+    Option("top_k", "sample among the K most likely tokens; 0 is off", "K", int),
+    Option("top_p", "sample among the likeliest that make up P", "P", float),
+    Option("min_p", "drop tokens below P times the likeliest", "P", float),
+    Option("repetition_penalty", "divides logits of tokens seen", "R", float),
+    Option("presence_penalty", "subtracted once for tokens generated", "X", float),
+    Option("frequency_penalty", "subtracted per time generated", "X", float),
+    Option("logit_bias", "added to a token's logit", "ID=VALUE", bias_entry, True),
+    Option("bad_token_ids", "never generate these", "IDS", token_ids),
+    Option("allowed_token_ids", "generate only these", "IDS", token_ids),
+    Option("min_tokens", "no stop token before this many", "N", int),
+    Option("max_tokens", "most tokens to generate", "N", int),
+    Option("stop_token_ids", "stop after one of these", "IDS", token_ids),
+    Option("stop", "stop before this text", "TEXT", str, True),
+    Option("seed", "the same seed gives the same text", "SEED", int),
+    Option("n", "samples per prompt", "N", int),
+    Option("logprobs", "log-probabilities of the chosen and K more", "K", int),
+)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds an option per field; one that is not given leaves no trace in the result."""
+    group = parser.add_argument_group(
+        "sampling",
+        "What is not given is taken from the model's generation_config.json, else:",
+    )
+    for option in OPTIONS:
+        default = getattr(DEFAULTS, option.field)
+        shown = "" if default in (None, (), {}) else f" (default {default})"
+        group.add_argument(
+            "--" + option.field.replace("_", "-"),
+            type=option.parse,
+            metavar=option.metavar,
+            action="append" if option.is_repeated else "store",
+            default=argparse.SUPPRESS,
+            help=option.help + (", repeatable" if option.is_repeated else "") + shown,
+        )
+    group.add_argument(
+        "--ignore-eos",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="go on after the end-of-text token",
+    )
+
+
+def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the fields of SamplingParams that the command line names."""
+    fields = [option.field for option in OPTIONS] + ["ignore_eos"]
+    given = {name: getattr(arguments, name) for name in fields if name in arguments}
+    if "logit_bias" in given:
+        given["logit_bias"] = dict(given["logit_bias"])
+    return given
+
+
+def from_model(generation_defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that a model's generation_config.json sets."""
+    if generation_defaults.get("do_sample") is False:
+        return dict(_DO_NOT_SAMPLE)
+    known = {field.name for field in dataclasses.fields(SamplingParams)}
+    return {key: value for key, value in generation_defaults.items() if key in known}
+
+
+def from_json(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields that a JSON object sets, in the types that Python wants.
+
+    Ranges are checked with the request, which fails alone.
+
+    Raises:
+      ValueError: a key that is no sampling parameter, or a value of another kind.
+    """
+    return {key: _field_from_json(key, value) for key, value in given.items()}
+
+
+def _field_from_json(key: str, value: Any) -> Any:
+    kinds = {field.name for field in dataclasses.fields(SamplingParams)}
+    if key not in kinds:
+        raise ValueError(
+            f"{key!r} is no sampling parameter; expected prompt or messages, and any of "
+            f"{', '.join(sorted(kinds))}."
+        )
+    if key == "logit_bias":
+        return _bias_from_json(value)
+    if key == "stop":
+        is_right = isinstance(value, str) or _is_list_of(value, str)
+        expected = "a string or a list of strings"
+    elif key.endswith("_token_ids"):
+        is_right, expected = _is_list_of(value, int), "a list of whole numbers"
+    elif key == "ignore_eos":
+        is_right, expected = isinstance(value, bool), "true or false"
+    else:
+        is_right, expected = isinstance(value, int | float), "a number"
+    if not is_right and not (value is None and getattr(DEFAULTS, key) is None):
+        raise ValueError(f"{key} is {value!r}, expected {expected}.")
+    return value
+
+
+def _bias_from_json(value: Any) -> dict[int, float]:
+    try:
+        return {int(token_id): float(bias) for token_id, bias in value.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(
+            f'logit_bias is {value!r}, expected an object from token id to number, as in {{"42": -1.5}}.'
+        ) from None
+
+
+def _is_list_of(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, kind) and not isinstance(item, bool) for item in value
+    )

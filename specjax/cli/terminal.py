@@ -1,0 +1,148 @@
+"""What a person sees: text by who proposed it, a status line, a summary."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+if TYPE_CHECKING:
+    from specjax.engine.request import Piece
+    from specjax.generation import GenerationStats
+
+DIM, DRAFT, BOLD, RESET = "\x1b[2m", "\x1b[32m", "\x1b[1m", "\x1b[0m"
+_CLEAR_LINE = "\r\x1b[K"
+# A model may write what a terminal would obey.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def use_color(choice: str, stream: TextIO, environment: Mapping[str, str]) -> bool:
+    """Returns whether to colour: `choice` is "always", "never" or "auto".
+
+    "auto" colours terminals, unless NO_COLOR is set (no-color.org) or TERM is "dumb".
+    """
+    if choice != "auto":
+        return choice == "always"
+    is_wanted = not environment.get("NO_COLOR") and environment.get("TERM") != "dumb"
+    return is_wanted and stream.isatty()
+
+
+class TextWriter:
+    """Writes prompts and generated text to a stream."""
+
+    def __init__(self, stream: TextIO, *, has_color: bool):
+        self._stream = stream
+        self._has_color = has_color
+        self._is_terminal = stream.isatty()
+        self._at_line_start = True
+
+    @property
+    def shows_prompts(self) -> bool:
+        """On a terminal the text reads on from its prompt; in a file it stands alone."""
+        return self._is_terminal or self._has_color
+
+    def prompt(self, text: str) -> None:
+        self._write(text, DIM)
+
+    def header(self, text: str) -> None:
+        """Writes a line that says what follows."""
+        self.end()
+        self._write(f"=== {text} ===\n", BOLD)
+
+    def pieces(self, pieces: Iterable[Piece]) -> None:
+        """Writes text; what the drafter had proposed in another colour."""
+        for is_draft, run in itertools.groupby(pieces, lambda piece: piece.is_draft):
+            self._write("".join(piece.text for piece in run), DRAFT if is_draft else "")
+        self._stream.flush()
+
+    def token_ids(self, token_ids: Iterable[int]) -> None:
+        """Writes the tokens of a model without a tokenizer."""
+        self._write("".join(f"{token_id} " for token_id in token_ids), "")
+        self._stream.flush()
+
+    def end(self) -> None:
+        """Ends the line that is under way."""
+        if not self._at_line_start:
+            self._write("\n", "")
+        self._stream.flush()
+
+    def _write(self, text: str, color: str) -> None:
+        if not text:
+            return
+        if self._is_terminal:
+            text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
+        self._at_line_start = text.endswith("\n")
+        is_colored = self._has_color and color
+        self._stream.write(f"{color}{text}{RESET}" if is_colored else text)
+
+
+class Status:
+    """One line on stderr that says what is going on, where stderr is a terminal."""
+
+    def __init__(self, stream: TextIO | None = None):
+        self._stream = stream or sys.stderr
+        self._is_shown = False
+        self.is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+
+    def show(self, text: str) -> None:
+        if self.is_terminal:
+            self._stream.write(f"{_CLEAR_LINE}{DIM}{text} ...{RESET}")
+            self._stream.flush()
+            self._is_shown = True
+
+    def clear(self) -> None:
+        if self._is_shown:
+            self._stream.write(_CLEAR_LINE)
+            self._stream.flush()
+            self._is_shown = False
+
+
+def legend() -> str:
+    """Returns a line that explains the colours, in these colours."""
+    return f"{DIM}prompt{RESET} · {DRAFT}drafted and accepted{RESET} · the target's own"
+
+
+def summary(stats: GenerationStats) -> str:
+    """Returns what was measured, in one line."""
+    parts = [
+        f"{_count(stats.num_output_tokens, 'token')} in {_seconds(stats.run_s)} "
+        f"({stats.tokens_per_second:.0f} tokens/s)",
+        _speculation(stats),
+        f"first token after {_seconds(stats.time_to_first_token_s)}",
+        f"compile {_seconds(stats.compile_s)}",
+    ]
+    return " · ".join(parts)
+
+
+def _speculation(stats: GenerationStats) -> str:
+    if stats.drafter == "none" or stats.num_speculative_tokens == 0:
+        return "no speculation"
+    if not stats.acceptance.num_drafted:
+        return f"drafter {stats.drafter} proposed nothing"
+    return (
+        f"{stats.mean_acceptance_length:.2f} tokens per target step, "
+        f"{100 * stats.acceptance_rate:.0f} % of drafts accepted"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
+
+
+def first_line(prompt: Any, limit: int = 60) -> str:
+    """Returns a prompt's first words, for a header."""
+    if isinstance(prompt, str):
+        text = prompt
+    elif prompt and isinstance(prompt[0], dict):
+        text = str(prompt[-1].get("content", ""))
+    else:
+        text = " ".join(map(str, prompt[:limit]))
+    text = " ".join(text.split())
+    return text if len(text) <= limit else text[: limit - 3] + "..."

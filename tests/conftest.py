@@ -1,0 +1,32 @@
+"""Settings of every test: CPU, strict ranks, compiled functions kept between runs."""
+
+import os
+
+# Before jax starts: it reads the platform once.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Meshes are tested on devices that share this one; all else runs on the first.
+FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FOUR_DEVICES}".strip()
+
+import jax
+import pytest
+
+
+def pytest_configure(config):
+    """Settings that hold from collection on, since modules may compile at import."""
+    # [3] + [2, 3] is a mistake more often than a wish: write the axis.
+    jax.config.update("jax_numpy_rank_promotion", "allow")
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ and hasattr(config, "cache"):
+        folder = config.cache.mkdir(f"jax-{jax.__version__}")
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `device` run only where there is an accelerator."""
+    if jax.default_backend() != "cpu":
+        return
+    skip = pytest.mark.skip(reason="needs an accelerator; JAX_PLATFORMS=tpu or cuda")
+    for item in items:
+        if "device" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,235 @@
+"""Reading the command line and --prompts files: no model is loaded here."""
+
+import dataclasses
+import io
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from specjax import SamplingParams
+from specjax.cli import generate_command, prompts, sampling_arguments
+from specjax.cli.main import build_parser, main
+
+EVERY_OPTION = shlex.split(
+    "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 "
+    "--presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 4=-1.5 --logit-bias 5=2 "
+    "--bad-token-ids 1,2 --allowed-token-ids 3,4,5 --min-tokens 2 --max-tokens 7 "
+    "--stop-token-ids 6 --stop one --stop two --seed 8 --n 2 --logprobs 1 --ignore-eos"
+)
+
+
+def parse(*argv):
+    return build_parser().parse_args(["generate", *argv])
+
+
+def test_every_sampling_parameter_has_an_option():
+    arguments = parse("hello", *EVERY_OPTION, "--num-speculative-tokens", "3")
+    given = sampling_arguments.given_options(arguments)
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    # The call's own K bounds every request's.
+    assert set(given) == fields - {"num_speculative_tokens"}
+    SamplingParams(**given).validate(vocab_size=10)
+    assert given["logit_bias"] == {4: -1.5, 5: 2.0}
+    assert given["stop"] == ["one", "two"]
+    assert given["allowed_token_ids"] == [3, 4, 5]
+
+
+def test_options_not_given_leave_no_trace():
+    assert sampling_arguments.given_options(parse("hello")) == {}
+
+
+def test_model_defaults_stand_below_options():
+    assert sampling_arguments.from_model({"do_sample": False, "top_p": 0.5}) == {
+        "temperature": 0.0
+    }
+    assert sampling_arguments.from_model({"do_sample": True, "top_k": 20}) == {
+        "top_k": 20
+    }
+
+
+@pytest.mark.parametrize(
+    "argv, method, model",
+    [
+        ([], "draft_model", "demo"),
+        (["--drafter", "none"], None, None),
+        (["--drafter", "ngram"], "ngram", None),
+        (["--model", "folder"], None, None),
+        (["--model", "folder", "--drafter", "demo"], "draft_model", "demo"),
+        (["--speculative-config", '{"method": "ngram"}'], "ngram", None),
+        (["--speculative-config", '{"model": "draft"}'], "draft_model", "draft"),
+        (
+            ["--speculative-config", '{"model": "draft"}', "--drafter", "none"],
+            None,
+            None,
+        ),
+    ],
+)
+def test_which_drafter(argv, method, model):
+    config = generate_command.speculation_config(parse("hello", *argv))
+    assert (config.method, config.model) == (method, model)
+
+
+def test_options_win_over_speculative_config():
+    json = '{"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 3}'
+    arguments = parse(
+        "x", "--speculative-config", json, "--num-speculative-tokens", "2"
+    )
+    config = generate_command.speculation_config(arguments)
+    assert config.num_speculative_tokens == 2
+    assert config.prompt_lookup_max == 3
+
+
+def test_engine_options():
+    engine = generate_command.engine_config(parse("x", "--page-size", "8"))
+    assert (engine.page_size, engine.max_rows) == (8, 32)
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        ([], "there is no prompt"),
+        (["x", "--top-k", "many"], "--top-k"),
+        (["x", "--logit-bias", "5"], "expected ID=VALUE"),
+        (["x", "--bad-token-ids", "1,b"], "expected whole numbers"),
+        (["x", "--num-speculative-tokens", "-1"], "num_speculative_tokens"),
+        (["x", "--page-size", "0"], "page_size"),
+        (["x", "--speculative-config", "{"], "no JSON"),
+        (["x", "--speculative-config", '{"method": "medusa"}'], "'medusa'"),
+        (["x", "--verification", "hope"], "hope"),
+        (["x", "--frobnicate"], "--frobnicate"),
+        (["--prompts", "no/such/file.jsonl"], "no/such/file.jsonl"),
+    ],
+)
+def test_bad_input_is_one_line(argv, message, capsys):
+    try:
+        code = main(["generate", *argv])
+    except SystemExit as end:  # argparse's own errors
+        code = end.code
+    output = capsys.readouterr()
+    assert code == 2
+    assert output.out == ""
+    assert output.err.startswith("specjax: error: ")
+    assert output.err.count("\n") == 1
+    assert message in output.err
+
+
+def test_unknown_command_is_one_line(capsys):
+    with pytest.raises(SystemExit):
+        main(["guess"])
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_no_command_shows_help(capsys):
+    assert main([]) == 0
+    assert "generate" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith("specjax ")
+
+
+@pytest.mark.filterwarnings("default")
+def test_warnings_are_one_line(capsys):
+    main(["generate", "--speculative-config", '{"surprise": 1}', "--page-size=0", "x"])
+    assert capsys.readouterr().err.startswith(
+        "specjax: warning: speculative_config: ignored unknown keys surprise.\n"
+    )
+
+
+def test_help_does_not_import_jax():
+    # The package's own __init__ stands aside, so that this speaks of the command line.
+    script = (
+        "import sys, types, importlib.util as util\n"
+        "found = util.find_spec('specjax').submodule_search_locations\n"
+        "sys.modules['specjax'] = package = types.ModuleType('specjax')\n"
+        "package.__path__ = list(found)\n"
+        "from specjax.cli.main import main\n"
+        "try:\n"
+        "    main(['generate', '--help'])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "heavy = {'jax', 'jaxlib', 'numpy', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--num-speculative-tokens" in done.stdout
+
+
+def write_lines(tmp_path, *lines):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return str(path)
+
+
+def test_prompts_file(tmp_path):
+    path = write_lines(
+        tmp_path,
+        '"plain text"',
+        "",
+        '{"prompt": [1, 2, 3], "temperature": 0, "logit_bias": {"5": 1}}',
+        '{"messages": [{"role": "user", "content": "hi"}], "stop": ["."], "seed": 1}',
+    )
+    first, second, third = prompts.collect([], path, is_chat=False)
+    assert first == ("plain text", {}, f"{path} line 1")
+    assert second.prompt == [1, 2, 3]
+    assert second.sampling == {"temperature": 0, "logit_bias": {5: 1.0}}
+    assert second.source == f"{path} line 3"
+    assert third.prompt == [{"role": "user", "content": "hi"}]
+    assert third.sampling == {"stop": ["."], "seed": 1}
+
+
+def test_prompts_come_after_arguments(tmp_path):
+    path = write_lines(tmp_path, '"second"')
+    entries = prompts.collect(["first"], path, is_chat=False)
+    assert [entry.prompt for entry in entries] == ["first", "second"]
+
+
+def test_prompts_from_stdin(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO('"one"\n"two"\n'))
+    entries = prompts.collect([], "-", is_chat=False)
+    assert [entry.source for entry in entries] == ["stdin line 1", "stdin line 2"]
+
+
+def test_chat_wraps_text():
+    (entry,) = prompts.collect(["hi"], None, is_chat=True)
+    assert entry.prompt == [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ("hello", "no JSON"),
+        ("5", "a int is no prompt"),
+        ("{}", "exactly one"),
+        ('{"prompt": "a", "messages": []}', "exactly one"),
+        ('{"prompt": 5}', "string or a list of token ids"),
+        ('{"prompt": [1, true]}', "string or a list of token ids"),
+        ('{"messages": []}', "messages must be"),
+        ('{"messages": "hi"}', "messages must be"),
+        ('{"prompt": "a", "temprature": 1}', "'temprature' is no sampling parameter"),
+        ('{"prompt": "a", "top_k": "5"}', "top_k"),
+        ('{"prompt": "a", "stop": 5}', "stop"),
+        ('{"prompt": "a", "bad_token_ids": "12"}', "bad_token_ids"),
+        ('{"prompt": "a", "logit_bias": [1]}', "logit_bias"),
+        ('{"prompt": "a", "ignore_eos": 1}', "ignore_eos"),
+    ],
+)
+def test_wrong_line_is_named(line, message, tmp_path):
+    path = write_lines(tmp_path, '"fine"', line)
+    with pytest.raises(ValueError, match="line 2: ") as error:
+        prompts.collect([], path, is_chat=False)
+    assert message in str(error.value)
+
+
+def test_file_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "prompts.jsonl").write_bytes(b'"fine"\n\xff\xfe\n')
+    with pytest.raises(ValueError, match="no UTF-8"):
+        prompts.collect([], str(tmp_path / "prompts.jsonl"), is_chat=False)

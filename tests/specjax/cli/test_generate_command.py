@@ -1,0 +1,170 @@
+"""specjax generate from arguments to output, on a tiny random model."""
+
+import io
+import json
+import shlex
+import sys
+
+import pytest
+
+from specjax.cli import main as cli
+from specjax.cli.main import main
+
+QUICK = shlex.split("--max-tokens 6 --temperature 0 --ignore-eos --burst-steps 4")
+
+
+@pytest.fixture
+def run(model_folder, capsys, monkeypatch, tmp_path):
+    """Runs `specjax generate --model TINY ...`; returns exit code, stdout and stderr."""
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", "off")
+
+    def run_command(*argv, model=model_folder):
+        code = main(["generate", "--model", str(model), *QUICK, *argv])
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run_command
+
+
+def test_text_of_one_prompt_streams(run):
+    code, out, err = run("w5 w6")
+    assert code == 0
+    assert len(out.split()) == 6
+    assert all(word.startswith("w") for word in out.split())
+    assert "6 tokens in" in err
+    assert "no speculation" in err
+
+
+def test_speculation_does_not_change_the_text(run, model_folder):
+    _, plain, _ = run("w5 w6 w5 w6 w5")
+    _, drafted, err = run("w5 w6 w5 w6 w5", "--drafter", str(model_folder))
+    _, ngram, _ = run("w5 w6 w5 w6 w5", "--drafter", "ngram")
+    assert plain == drafted == ngram
+    assert "tokens per target step, 100 % of drafts accepted" in err
+
+
+def test_colors_on_request(run, model_folder):
+    _, out, err = run("w5", "--drafter", str(model_folder), "--color", "always")
+    assert out.startswith("\x1b[2mw5\x1b[0m")
+    assert "\x1b[32m" in out
+    assert "drafted and accepted" in err
+
+
+def test_json_document(run):
+    code, out, err = run("w5 w6", "w7", "--json", "--logprobs", "2", "--n", "2")
+    assert code == 0
+    assert err == ""
+    document = json.loads(out)
+    places = [(o["prompt_index"], o["sample_index"]) for o in document["outputs"]]
+    assert places == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    first = document["outputs"][0]
+    assert len(first["token_ids"]) == 6
+    assert first["finish_reason"] == "length"
+    assert first["error"] is None
+    assert len(first["logprobs"]) == 6
+    assert len(first["logprobs"][0]["top_raw"]) == 2
+    assert document["stats"]["num_output_tokens"] == 24
+
+
+def test_several_prompts_have_headers(run):
+    code, out, _ = run("w5 w6", "w7")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0] == "=== prompt 0: w5 w6 ==="
+    assert lines[2] == "=== prompt 1: w7 ==="
+    assert len(lines) == 4
+
+
+def test_prompts_file_overrides_options(run, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "w5", "max_tokens": 2}\n"w5"\n')
+    _, out, _ = run("--prompts", str(path), "--json")
+    short, long = json.loads(out)["outputs"]
+    assert len(short["token_ids"]) == 2
+    assert long["token_ids"][:2] == short["token_ids"]
+    assert len(long["token_ids"]) == 6
+
+
+def test_chat(run):
+    _, chat, _ = run("w5 w6", "--chat")
+    _, plain, _ = run("w5 w6 w9")  # what the template writes
+    assert chat == plain
+
+
+def test_model_without_tokenizer_takes_and_gives_ids(run, untokenized_folder, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": [1, 2]}')
+    code, out, _ = run("--prompts", str(path), model=untokenized_folder)
+    assert code == 0
+    assert len([int(word) for word in out.split()]) == 6
+
+
+def test_one_failed_request_among_several(run, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('"w5"\n{"prompt": "w6", "top_p": 7}\n')
+    code, out, err = run("--prompts", str(path), "--json")
+    assert code == 1
+    good, bad = json.loads(out)["outputs"]
+    assert good["error"] is None
+    assert bad["finish_reason"] == "error"
+    assert f"specjax: error: {path} line 2: prompt 1: top_p=7" in err
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["w5", "--top-p", "7"], "error: top_p=7"),
+        ([""], "the prompt is empty"),
+        (["w5", "--logit-bias", "500=1"], "500"),
+        (["w5", "--verification", "greedy", "--temperature", "1"], "greedy"),
+        (["w5", "--drafter", "no/such/folder/at/all"], "no/such/folder/at/all"),
+    ],
+)
+def test_bad_input_before_any_compile(run, argv, message):
+    code, out, err = run(*argv)
+    assert code == 2
+    assert out == ""
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_broken_pipe_is_quiet(monkeypatch, tmp_path):
+    def broken(argv):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(cli, "_run", broken)
+    with open(tmp_path / "out", "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert main([]) == 141
+
+
+def test_interrupt_is_quiet(run, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specjax.generation.stream", interrupted)
+    assert run("w5") == (130, "", "")
+
+
+def test_terminal_without_utf8(monkeypatch):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    monkeypatch.setattr(cli, "_run", lambda argv: print("\N{MIDDLE DOT}") or 0)
+    assert main([]) == 0
+    assert raw.getvalue() == b"\\xb7\n"
+
+
+def test_missing_command_says_so(monkeypatch, capsys):
+    monkeypatch.setitem(cli.DELEGATED, "bench", ("specjax.no_such_module", ""))
+    assert main(["bench", "--quick"]) == 2
+    assert "no 'bench' command" in capsys.readouterr().err
+
+
+def test_delegated_command_gets_its_arguments(monkeypatch):
+    seen = []
+    fake = type(sys)("fake_bench")
+    fake.main = lambda argv: seen.extend(argv)
+    monkeypatch.setitem(sys.modules, "fake_bench", fake)
+    monkeypatch.setitem(cli.DELEGATED, "bench", ("fake_bench", ""))
+    assert main(["bench", "--quick", "--json"]) == 0
+    assert seen == ["--quick", "--json"]

@@ -1,0 +1,122 @@
+"""What a person sees: colours, control characters, the summary."""
+
+import io
+
+import pytest
+
+from specjax.cli import json_document, terminal
+from specjax.engine.request import AcceptanceCounts, Piece
+from specjax.generation import GenerationStats
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def stats(**changes):
+    counts = AcceptanceCounts(num_steps=50, num_drafted=100, num_accepted=71)
+    values = dict(
+        num_prompts=1,
+        num_prompt_tokens=4,
+        num_output_tokens=128,
+        acceptance=counts,
+        run_s=0.64,
+        compile_s=3.2,
+        time_to_first_token_s=3.5,
+        num_speculative_tokens=2,
+        drafter="draft",
+        verification="seeded",
+    )
+    return GenerationStats(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    "choice, stream, environment, expected",
+    [
+        ("auto", Terminal(), {}, True),
+        ("auto", Terminal(), {"NO_COLOR": "1"}, False),
+        ("auto", Terminal(), {"NO_COLOR": ""}, True),
+        ("auto", Terminal(), {"TERM": "dumb"}, False),
+        ("auto", io.StringIO(), {}, False),
+        ("always", io.StringIO(), {"NO_COLOR": "1"}, True),
+        ("never", Terminal(), {}, False),
+    ],
+)
+def test_when_to_color(choice, stream, environment, expected):
+    assert terminal.use_color(choice, stream, environment) is expected
+
+
+def test_accepted_drafts_are_told_apart():
+    stream = Terminal()
+    writer = terminal.TextWriter(stream, has_color=True)
+    writer.prompt("a")
+    writer.pieces([Piece("b", True), Piece("c", True), Piece("d", False)])
+    writer.end()
+    assert stream.getvalue() == "\x1b[2ma\x1b[0m\x1b[32mbc\x1b[0md\n"
+
+
+def test_plain_text_in_a_file():
+    stream = io.StringIO()
+    writer = terminal.TextWriter(stream, has_color=False)
+    assert not writer.shows_prompts
+    writer.pieces([Piece("b", True), Piece("c\n", False)])
+    writer.end()
+    assert stream.getvalue() == "bc\n"
+
+
+def test_terminal_does_not_obey_the_model():
+    stream = Terminal()
+    writer = terminal.TextWriter(stream, has_color=False)
+    writer.pieces([Piece("a\x1b[2Jb\tc\n", False)])
+    assert stream.getvalue() == "a\N{REPLACEMENT CHARACTER}[2Jb\tc\n"
+
+
+def test_summary_of_speculation():
+    assert terminal.summary(stats()) == (
+        "128 tokens in 0.64 s (200 tokens/s) · 2.42 tokens per target step, "
+        "71 % of drafts accepted · first token after 3.50 s · compile 3.20 s"
+    )
+
+
+def test_summary_without_speculation():
+    none = AcceptanceCounts(num_steps=128)
+    assert "no speculation" in terminal.summary(stats(drafter="none", acceptance=none))
+    assert "no speculation" in terminal.summary(
+        stats(num_speculative_tokens=0, acceptance=none)
+    )
+    assert "proposed nothing" in terminal.summary(stats(acceptance=none))
+
+
+def test_status_is_silent_away_from_a_terminal():
+    stream = io.StringIO()
+    status = terminal.Status(stream)
+    status.show("loading")
+    status.clear()
+    assert stream.getvalue() == ""
+
+
+def test_status_leaves_nothing_behind(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    status = terminal.Status(stream)
+    status.show("loading")
+    status.clear()
+    assert stream.getvalue().endswith("\r\x1b[K")
+
+
+@pytest.mark.parametrize(
+    "prompt, expected",
+    [
+        ("one\n two", "one two"),
+        ([1, 2], "1 2"),
+        ([{"role": "user", "content": "hi"}], "hi"),
+        ("x" * 100, "x" * 57 + "..."),
+    ],
+)
+def test_first_line(prompt, expected):
+    assert terminal.first_line(prompt) == expected
+
+
+def test_json_has_no_numbers_that_json_lacks():
+    assert json_document._finite({"a": (float("-inf"), 1.5)}) == {"a": [None, 1.5]}

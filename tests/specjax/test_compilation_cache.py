@@ -1,0 +1,84 @@
+"""The persistent compilation cache: where it is, and who may set it."""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache as jax_cache
+
+from specjax import compilation_cache
+
+OPTIONS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+
+
+@pytest.fixture(autouse=True)
+def jax_as_started(monkeypatch, tmp_path):
+    """jax's options at their defaults, our folder under tmp_path, all restored after."""
+    before = {name: getattr(jax.config, name) for name in OPTIONS}
+    for name in OPTIONS:
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path / "cache"))
+    jax.config.update(OPTIONS[0], None)
+    jax.config.update(OPTIONS[1], 1.0)
+    jax_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    jax_cache.reset_cache()
+
+
+def test_sets_both_where_user_set_neither(tmp_path):
+    folder = compilation_cache.enable()
+    assert folder is not None
+    assert folder.is_relative_to(tmp_path / "cache" / "compilation")
+    assert jax.config.jax_compilation_cache_dir == str(folder)
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 0.0
+    assert compilation_cache.enable() == folder
+
+
+def test_keeps_what_is_compiled_afterwards():
+    jax.jit(lambda x: x * 2 + 1)(jnp.ones(3))
+    folder = compilation_cache.enable()
+    jax.jit(lambda x: jnp.tanh(x) * 3)(jnp.ones(5)).block_until_ready()
+    assert any(folder.iterdir())
+
+
+@pytest.mark.parametrize("option, value", list(zip(OPTIONS, ("/elsewhere", 5.0))))
+def test_user_config_leaves_both_alone(option, value):
+    jax.config.update(option, value)
+    before = [getattr(jax.config, name) for name in OPTIONS]
+    assert compilation_cache.enable() is None
+    assert [getattr(jax.config, name) for name in OPTIONS] == before
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_user_environment_leaves_both_alone(option, monkeypatch):
+    # The minimum compile time at its default: the variable alone says it is wanted.
+    monkeypatch.setenv(option.upper(), "1.0")
+    assert compilation_cache.enable() is None
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+@pytest.mark.parametrize("off", ["0", "off", "OFF"])
+def test_can_be_switched_off(off, monkeypatch):
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", off)
+    assert compilation_cache.enable() is None
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_folder_that_cannot_be_made_is_no_failure(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path / "file"))
+    assert compilation_cache.enable() is None
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the custom of Linux")
+def test_folder_follows_xdg():
+    given = {"XDG_CACHE_HOME": "/x"}
+    assert compilation_cache.user_cache_dir(given) == Path("/x/specjax")
+    home = Path.home() / ".cache" / "specjax"
+    assert compilation_cache.user_cache_dir({}) == home
+    assert compilation_cache.cache_folder({}).is_relative_to(home / "compilation")
