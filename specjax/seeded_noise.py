@@ -39,8 +39,11 @@ def random_bits(keys: Array, count: int) -> Array:
     changes of any input bit, a key word before each: within a token the words are
     a permutation of the numbers below 2**32, so no two are equal.
     """
-    index = jnp.arange(count, dtype=jnp.uint32)[None, :]
-    return _mix(_mix(index ^ keys[:, :1]) + keys[:, 1:])
+    return _bits_of(keys, jnp.arange(count)[None, :])
+
+
+def _bits_of(keys: Array, index: Array) -> Array:
+    return _mix(_mix(index.astype(jnp.uint32) ^ keys[:, :1]) + keys[:, 1:])
 
 
 def _mix(words: Array) -> Array:
@@ -73,7 +76,11 @@ def exponential_noise(keys: Array, vocab: int) -> Array:
     The smallest of thousands win a race, so they are what must be precise: a
     uniform near 0 keeps 32 random bits in float32, one near 1 only 24.
     """
-    return -jnp.log1p(-_open_unit(random_bits(keys, vocab)))
+    return _exponential(random_bits(keys, vocab))
+
+
+def _exponential(bits: Array) -> Array:
+    return -jnp.log1p(-_open_unit(bits))
 
 
 def gumbel_noise(keys: Array, vocab: int) -> Array:
@@ -81,14 +88,19 @@ def gumbel_noise(keys: Array, vocab: int) -> Array:
     return -jnp.log(exponential_noise(keys, vocab))
 
 
-def race_scores(log_weights: Array, keys: Array) -> Array:
+def race_scores(
+    log_weights: Array, keys: Array, token_ids: Array | None = None
+) -> Array:
     """Returns log w + Gumbel noise: the argmax is a draw in proportion to w.
 
     Equivalent to the race of exponential clocks, argmin of E / w, that it is named
     after. -inf stays -inf; log_weights need no normalisation.
 
     Args:
-      log_weights: f32[num_tokens, vocab].
+      log_weights: f32[num_tokens, n].
       keys: u32[num_tokens, 2], from `token_keys`.
+      token_ids: i32[num_tokens or 1, n], whose weights they are; 0 to n - 1 if None.
     """
-    return log_weights + gumbel_noise(keys, log_weights.shape[-1])
+    if token_ids is None:
+        token_ids = jnp.arange(log_weights.shape[1])[None, :]
+    return log_weights - jnp.log(_exponential(_bits_of(keys, token_ids)))

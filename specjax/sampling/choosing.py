@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,13 +12,20 @@ from jax import Array, lax
 from specjax.sampling.processing import (
     check_shapes,
     process_logits,
-    shift_and_scale,
+    scaler,
     usage,
 )
 from specjax.sampling.row_sampling import RowSampling
 from specjax.seeded_noise import TARGET_TOKEN, race_scores, token_keys
 
 BLOCK = 128  # of first_argmax; 64 to 256 cost the same on x86-64 with jax 0.10.2
+
+
+Score = Callable[[Array, Array], Array]
+
+
+def _as_it_is(values: Array, index: Array) -> Array:
+    return values
 
 
 class Choice(NamedTuple):
@@ -56,16 +64,24 @@ def choose_tokens(
     row = jnp.minimum(row_ids, sampling.rows - 1)
     used = usage(sampling, row_ids, positions)
 
-    def race(scaled: Array) -> Choice:
+    def race(values: Array, scale: Callable[[Array], Array]) -> Choice:
         keys = token_keys(sampling.seeds[row], positions + 1, role)
-        is_random = sampling.temperature[row] > 0
-        return _best(jnp.where(is_random[:, None], race_scores(scaled, keys), scaled))
+        is_random = (sampling.temperature[row] > 0)[:, None]
+
+        def score(part: Array, token_ids: Array) -> Array:
+            part = scale(part)
+            return jnp.where(is_random, race_scores(part, keys, token_ids), part)
+
+        return _best(values, score)
+
+    def scale_and_race() -> Choice:
+        return race(logits, scaler(logits, sampling, row))
 
     def process_and_race() -> Choice:
         values = processed
         if values is None:
             values = process_logits(logits, sampling, row_ids, positions, history)
-        choice = race(values)
+        choice = race(values, lambda scaled: scaled)
         # A mask may have hidden a NaN.
         is_nan = jnp.isnan(jnp.max(logits, axis=1))
         return choice._replace(is_invalid=choice.is_invalid | is_nan)
@@ -76,34 +92,41 @@ def choose_tokens(
         jnp.where(is_plain, jnp.where(is_greedy, 0, 1), 2),
         [
             lambda: _best(logits),
-            lambda: race(shift_and_scale(logits, sampling, row)),
+            scale_and_race,
             process_and_race,
         ],
     )
 
 
-def _best(scores: Array) -> Choice:
-    token_ids, largest = first_argmax(scores)
+def _best(values: Array, score: Score = _as_it_is) -> Choice:
+    token_ids, largest = first_argmax(values, score)
     return Choice(token_ids, ~jnp.isfinite(largest))
 
 
-def first_argmax(values: Array) -> tuple[Array, Array]:
-    """Returns the lowest index of each row's maximum, i32[n], and the maximum, f32[n].
+def first_argmax(values: Array, score: Score = _as_it_is) -> tuple[Array, Array]:
+    """Returns the lowest index of each row's best score, i32[n], and the score, f32[n].
 
-    The maximum of each block, then an argmax over blocks and one inside the best
-    block: a plain maximum is vectorised on CPU and jnp.argmax is not. NaN counts as
-    the largest.
+    The best of each block, then an argmax over blocks and one inside the best
+    block: a plain maximum is vectorised on CPU and jnp.argmax is not. Scores are
+    computed in the pass that takes the maximum and again for the one block, never
+    stored. NaN counts as the largest.
+
+    Args:
+      values: f32[n, size].
+      score: values f32[n, m] and their indices i32[n or 1, m] to scores; elementwise,
+        and -inf for -inf.
     """
     size = values.shape[1]
     num_blocks = -(-size // BLOCK)
     padding = ((0, 0), (0, num_blocks * BLOCK - size))
-    blocks = jnp.pad(values, padding, constant_values=-jnp.inf)
-    largest = jnp.max(blocks.reshape(-1, num_blocks, BLOCK), axis=2)
+    padded = jnp.pad(values, padding, constant_values=-jnp.inf)
+    scores = score(padded, jnp.arange(num_blocks * BLOCK)[None, :])
+    largest = jnp.max(scores.reshape(-1, num_blocks, BLOCK), axis=2)
     start = BLOCK * jnp.argmax(largest, axis=1).astype(jnp.int32)
     index = jnp.minimum(start[:, None] + jnp.arange(BLOCK)[None, :], size - 1)
-    # No comparison with the maximum found before: a recomputed value may differ from
-    # it in the last bit.
-    inside = jnp.take_along_axis(values, index, axis=1)
+    # No comparison with the maximum found before: what is computed again may differ
+    # from it in the last bit.
+    inside = score(jnp.take_along_axis(values, index, axis=1), index)
     offset = jnp.argmax(inside, axis=1).astype(jnp.int32)
     return start + offset, jnp.max(inside, axis=1)
 

@@ -87,21 +87,27 @@ def process_logits(
         lambda values: _edit(values, used, sampling, row, positions, history),
         logits,
     )
-    return _filter(shift_and_scale(edited, sampling, row), used, sampling, row)
+    return _filter(scaler(edited, sampling, row)(edited), used, sampling, row)
 
 
-def shift_and_scale(logits: Array, sampling: RowSampling, row: Array) -> Array:
-    """Divides by the temperature, largest logit 0; leaves rows of temperature 0 alone.
+def scaler(
+    logits: Array, sampling: RowSampling, row: Array
+) -> Callable[[Array], Array]:
+    """Returns what divides by the temperature, largest logit 0, except where it is 0.
 
     Subtracting the maximum first keeps precision for the tokens that matter, and no
     temperature can make it overflow to +inf.
+
+    Args:
+      logits: f32[num_tokens, vocab], of which the maximum is taken.
+      row: i32[num_tokens], inside the batch.
     """
     temperature = sampling.temperature[row][:, None]
-    largest = jnp.max(logits, axis=1, keepdims=True)
-    largest = jnp.where(jnp.isfinite(largest), largest, 0.0)
     is_random = temperature > 0
-    scaled = (logits - largest) / jnp.where(is_random, temperature, 1.0)
-    return jnp.where(is_random, scaled, logits)
+    largest = jnp.max(logits, axis=1, keepdims=True)
+    shift = jnp.where(is_random & jnp.isfinite(largest), largest, 0.0)
+    divisor = jnp.where(is_random, temperature, 1.0)
+    return lambda values: (values - shift) / divisor
 
 
 def check_shapes(
