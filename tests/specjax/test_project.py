@@ -1,0 +1,81 @@
+"""What the repository promises about itself."""
+
+import importlib
+import os
+import pkgutil
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+
+import configs.models
+import configs.presets
+import specjax
+from specjax.models.base import architecture_of
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+NUM_PARAMETERS = {
+    "bench_60m": 57_942_528,
+    "llama_3_1_8b": 8_030_261_248,  # as published
+    "llama_3_2_1b": 1_235_814_400,
+    "qwen3_0_6b": 596_049_920,
+}
+
+
+def get_config(package, name):
+    return importlib.import_module(f"{package.__name__}.{name}").get_config()
+
+
+def names_in(package):
+    return [module.name for module in pkgutil.iter_modules(package.__path__)]
+
+
+def test_one_version():
+    assert PROJECT["project"]["version"] == specjax.__version__
+    assert specjax.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("name", names_in(configs.models))
+def test_model_shapes_have_the_size_they_say(name):
+    config = get_config(configs.models, name)
+    init = architecture_of(config).init
+    shapes = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
+    total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
+    assert total == NUM_PARAMETERS[name]
+
+
+@pytest.mark.parametrize("name", names_in(configs.presets))
+def test_presets_are_engine_configs(name):
+    assert isinstance(get_config(configs.presets, name), specjax.EngineConfig)
+
+
+def test_every_package_is_found():
+    """setuptools leaves out a folder of modules that lacks __init__.py."""
+    for package in ("specjax", "pallas_kernels", "configs"):
+        for path in (ROOT / package).rglob("*.py"):
+            assert (path.parent / "__init__.py").exists(), path
+
+
+def test_ci_runs_the_commands_of_the_readme():
+    readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
+    assert 'pip install . && specjax generate "def fibonacci(n):"' in readme
+    assert 'pip install ".[test]" && pytest' in readme
+    assert 'generate "def fibonacci(n):"' in ci
+    assert ".[test" in ci
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
+
+
+def test_types_are_shipped():
+    assert (ROOT / "specjax" / "py.typed").exists()
+    shipped = PROJECT["tool"]["setuptools"]["package-data"]["specjax"]
+    assert "py.typed" in shipped
+    assert "demo/weights/**/*" in shipped
+
+
+def test_license_is_whole():
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text
+    assert "END OF TERMS AND CONDITIONS" in text
+    assert PROJECT["project"]["license"] == "Apache-2.0"
