@@ -40,32 +40,36 @@ def tree_attention_xla(
     ends = jnp.where(num_new > 0, lengths + num_new, 0)
 
     # [rows, T]: the flat index of each new token of each row
-    token = row_starts[:-1, None] + jnp.arange(max_tokens_per_row)
+    token = row_starts[:-1, None] + jnp.arange(max_tokens_per_row)[None]
     token = jnp.minimum(token, num_tokens - 1)
     grouped = q[token].astype(jnp.float32) * scale
     grouped = grouped.reshape(rows, max_tokens_per_row, kv_heads, group, head_dim)
-    grouped = grouped.transpose(0, 2, 3, 1, 4)  # [rows, kv_heads, group, T, head_dim]
-    grouped = grouped.reshape(rows, kv_heads, -1, head_dim)
+    # [rows, kv_heads, group * T, head_dim]: one matmul for all that share a key head
+    grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, head_dim)
     bits = None if ancestor_bits is None else ancestor_bits[token]
     num_blocks = math.ceil(block_table.shape[1] / pages_per_block)
     padding = num_blocks * pages_per_block - block_table.shape[1]
     table = jnp.pad(jnp.maximum(block_table, 0), ((0, 0), (0, padding)))
 
     def gather(pages: Array, ids: Array) -> Array:
-        block = pages.at[ids].get(mode="promise_in_bounds")
-        block = jnp.swapaxes(block, 1, 2).astype(jnp.float32)
-        return block.reshape(rows, kv_heads, block_tokens, head_dim)
+        # One index per page and head puts each head's tokens in order as it copies.
+        by_head = pages.reshape(-1, page_size, head_dim)
+        ids = ids[:, None] * kv_heads + jnp.arange(kv_heads)[None, :, None]
+        block = by_head.at[ids].get(mode="promise_in_bounds")
+        block = block.reshape(rows, kv_heads, block_tokens, head_dim)
+        return block.astype(jnp.float32)
 
     def visible(positions: Array) -> Array:
         new = positions - lengths[:, None]  # [rows, block]
-        own = jnp.arange(max_tokens_per_row)
+        own = jnp.arange(max_tokens_per_row)[None, :, None]
         if bits is None:
-            is_visible = new[:, None] <= own[:, None]
+            is_visible = new[:, None] <= own
         else:
             is_visible = (new < 0)[:, None] | _has_bit(bits, new)
         if window is not None:
-            is_visible &= new[:, None] > own[:, None] - window
-        return is_visible & (positions < ends[:, None])[:, None]  # [rows, T, block]
+            is_visible &= new[:, None] > own - window
+        is_visible &= (positions < ends[:, None])[:, None]  # [rows, T, block]
+        return jnp.tile(is_visible[:, None], (1, 1, group, 1))
 
     def body(block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         top, total, acc = carry
@@ -73,19 +77,20 @@ def tree_attention_xla(
             table, block * pages_per_block, pages_per_block, 1
         )
         positions = block * block_tokens + jnp.arange(block_tokens)[None]
-        k = gather(k_pages, ids)
         # A masked value has weight 0, but 0 * NaN is NaN, and unwritten slots may be.
         is_used = (positions < ends[:, None])[:, None, :, None]
         v = jnp.where(is_used, gather(v_pages, ids), 0.0)
-        scores = jnp.einsum("rhqd,rhkd->rhqk", grouped, k)
-        is_visible = jnp.tile(visible(positions)[:, None], (1, 1, group, 1))
-        scores = jnp.where(is_visible, scores, _MASKED)
+        # Keys on the left: on CPU two thirds of the time of queries on the left.
+        scores = jnp.einsum("rhkd,rhdq->rhkq", gather(k_pages, ids), queries)
+        is_visible = visible(positions)
+        scores = jnp.where(is_visible, scores.swapaxes(2, 3), _MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         weights = jnp.where(is_visible, jnp.exp(scores - new_top), 0.0)
         decay = jnp.exp(top - new_top)
         total = total * decay + weights.sum(-1, keepdims=True)
         return new_top, total, acc * decay + jnp.einsum("rhqk,rhkd->rhqd", weights, v)
 
+    queries = grouped.swapaxes(2, 3)
     shape = grouped.shape[:3]
     carry = (
         jnp.full((*shape, 1), _MASKED),
