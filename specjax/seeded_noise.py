@@ -32,18 +32,19 @@ def token_keys(seeds: Array, positions: Array, role: int | Array) -> Array:
     )
 
 
-def random_bits(keys: Array, count: int) -> Array:
-    """Returns u32[num_tokens, count] of independent words, given keys u32[num_tokens, 2].
+def random_bits(keys: Array, token_ids: int | Array) -> Array:
+    """Returns u32[num_tokens, n] of independent words, given keys u32[num_tokens, 2].
 
     Two rounds of a mixer that changes every output bit with about half of the
     changes of any input bit, a key word before each: within a token the words are
     a permutation of the numbers below 2**32, so no two are equal.
+
+    Args:
+      token_ids: i32[num_tokens or 1, n]; a number n stands for 0 to n - 1.
     """
-    return _bits_of(keys, jnp.arange(count)[None, :])
-
-
-def _bits_of(keys: Array, index: Array) -> Array:
-    return _mix(_mix(index.astype(jnp.uint32) ^ keys[:, :1]) + keys[:, 1:])
+    if isinstance(token_ids, int):
+        token_ids = jnp.arange(token_ids)[None, :]
+    return _mix(_mix(token_ids.astype(jnp.uint32) ^ keys[:, :1]) + keys[:, 1:])
 
 
 def _mix(words: Array) -> Array:
@@ -70,37 +71,32 @@ def uniforms(seeds: Array, positions: Array, role: int | Array, count: int) -> A
     return _open_unit(random_bits(token_keys(seeds, positions, role), count))
 
 
-def exponential_noise(keys: Array, vocab: int) -> Array:
-    """Returns exponential draws f32[num_tokens, vocab], positive and finite.
+def exponential_noise(keys: Array, token_ids: int | Array) -> Array:
+    """Returns exponential draws f32[num_tokens, n], positive and finite.
 
     The smallest of thousands win a race, so they are what must be precise: a
     uniform near 0 keeps 32 random bits in float32, one near 1 only 24.
+
+    Args:
+      keys: u32[num_tokens, 2], from `token_keys`.
+      token_ids: a vocabulary size, or the ids as for `random_bits`.
     """
-    return _exponential(random_bits(keys, vocab))
+    return -jnp.log1p(-_open_unit(random_bits(keys, token_ids)))
 
 
-def _exponential(bits: Array) -> Array:
-    return -jnp.log1p(-_open_unit(bits))
+def gumbel_noise(keys: Array, token_ids: int | Array) -> Array:
+    """Returns standard Gumbel draws f32[num_tokens, n], finite; -log of the exponential ones."""
+    return -jnp.log(exponential_noise(keys, token_ids))
 
 
-def gumbel_noise(keys: Array, vocab: int) -> Array:
-    """Returns standard Gumbel draws f32[num_tokens, vocab], finite."""
-    return -jnp.log(exponential_noise(keys, vocab))
-
-
-def race_scores(
-    log_weights: Array, keys: Array, token_ids: Array | None = None
-) -> Array:
+def race_scores(log_weights: Array, keys: Array) -> Array:
     """Returns log w + Gumbel noise: the argmax is a draw in proportion to w.
 
     Equivalent to the race of exponential clocks, argmin of E / w, that it is named
     after. -inf stays -inf; log_weights need no normalisation.
 
     Args:
-      log_weights: f32[num_tokens, n].
+      log_weights: f32[num_tokens, vocab].
       keys: u32[num_tokens, 2], from `token_keys`.
-      token_ids: i32[num_tokens or 1, n], whose weights they are; 0 to n - 1 if None.
     """
-    if token_ids is None:
-        token_ids = jnp.arange(log_weights.shape[1])[None, :]
-    return log_weights - jnp.log(_exponential(_bits_of(keys, token_ids)))
+    return log_weights + gumbel_noise(keys, log_weights.shape[1])

@@ -16,7 +16,7 @@ from specjax.sampling.processing import (
     usage,
 )
 from specjax.sampling.row_sampling import RowSampling
-from specjax.seeded_noise import TARGET_TOKEN, race_scores, token_keys
+from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
 
 BLOCK = 128  # of first_argmax; 64 to 256 cost the same on x86-64 with jax 0.10.2
 
@@ -24,7 +24,7 @@ BLOCK = 128  # of first_argmax; 64 to 256 cost the same on x86-64 with jax 0.10.
 Score = Callable[[Array, Array], Array]
 
 
-def _as_it_is(values: Array, index: Array) -> Array:
+def _as_it_is(values: Array, index: Array | None = None) -> Array:
     return values
 
 
@@ -66,11 +66,11 @@ def choose_tokens(
 
     def race(values: Array, scale: Callable[[Array], Array]) -> Choice:
         keys = token_keys(sampling.seeds[row], positions + 1, role)
-        is_random = (sampling.temperature[row] > 0)[:, None]
+        # A factor, as XLA's code for a select over logarithms is slow on CPU.
+        is_random = (sampling.temperature[row] > 0).astype(jnp.float32)[:, None]
 
         def score(part: Array, token_ids: Array) -> Array:
-            part = scale(part)
-            return jnp.where(is_random, race_scores(part, keys, token_ids), part)
+            return scale(part) + is_random * gumbel_noise(keys, token_ids)
 
         return _best(values, score)
 
@@ -81,7 +81,9 @@ def choose_tokens(
         values = processed
         if values is None:
             values = process_logits(logits, sampling, row_ids, positions, history)
-        choice = race(values, lambda scaled: scaled)
+        choice = lax.cond(
+            used.temperature, lambda: race(values, _as_it_is), lambda: _best(values)
+        )
         # A mask may have hidden a NaN.
         is_nan = jnp.isnan(jnp.max(logits, axis=1))
         return choice._replace(is_invalid=choice.is_invalid | is_nan)
