@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from specjax import sharding
+from specjax import compilation_cache, sharding
 from specjax.config import (
     VERIFICATION_RULES,
     EngineConfig,
@@ -217,6 +217,7 @@ class Stream:
         max_burst_steps: int | None = None,
     ):
         self._started_at = time.perf_counter()
+        compilation_cache.enable()
         self._max_burst_steps = max_burst_steps
         self._progress = Progress(enabled=progress)
         self._target = load_model(target) if isinstance(target, str) else target

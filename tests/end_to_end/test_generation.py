@@ -1,0 +1,292 @@
+"""generate() and stream() on tiny random models: what users may pass, and what they get."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax.config import EngineConfig, SamplingParams
+from specjax.drafters.loading import LoadedDrafter
+from tests.helpers import ScriptedDrafter, scripted_drafter, tiny_gpt2, tiny_llama
+
+ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=8)
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(0)
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    """The target's first layer: right often, not always."""
+    config = dataclasses.replace(target.config, num_layers=1)
+    params = {**target.params, "layers": target.params["layers"][:1]}
+    return dataclasses.replace(target, config=config, params=params, name="draft")
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    return [
+        rng.integers(0, 61, size).tolist() for size in (1, 2, 7, 8, 9, 70, 16, 3, 30)
+    ]
+
+
+def ids(generation):
+    return [completion.token_ids for completion in generation]
+
+
+def generate(target, prompts, **arguments):
+    arguments.setdefault("engine", ENGINE)
+    arguments.setdefault("sampling", GREEDY)
+    return specjax.generate(target, prompts, **arguments)
+
+
+@pytest.fixture(scope="module")
+def plain(target, prompts):
+    return generate(target, prompts)
+
+
+def test_more_prompts_than_rows_are_queued(target, prompts, plain):
+    alone = [generate(target, prompt)[0].token_ids for prompt in prompts]
+    assert ids(plain) == alone
+    assert [len(completion.token_ids) for completion in plain] == [20] * len(prompts)
+    assert {completion.finish_reason for completion in plain} == {"length"}
+
+
+@pytest.mark.parametrize("num_right", [(0,), (4,), (0, 4, 1, 3, 2)], ids=str)
+def test_scripted_drafts_change_nothing(target, prompts, plain, num_right):
+    """All rejected, all accepted, and every place of the first rejection."""
+    texts = [
+        (*prompt, *completion.token_ids) for prompt, completion in zip(prompts, plain)
+    ]
+    drafter = scripted_drafter(texts, num_right=num_right, vocab_size=61)
+    out = generate(target, prompts, drafter=drafter, num_speculative_tokens=4)
+    assert ids(out) == ids(plain)
+    counts = out.stats.acceptance
+    if num_right == (0,):
+        assert counts.num_accepted == 0 < counts.num_drafted
+        assert out.stats.mean_acceptance_length == 1
+    if num_right == (4,):
+        assert counts.num_accepted == counts.num_drafted
+        assert counts.num_steps == len(prompts) * 4  # 20 tokens, 5 a step
+
+
+def test_stop_token_inside_a_draft(target, prompts, plain):
+    texts = [
+        (*prompt, *completion.token_ids) for prompt, completion in zip(prompts, plain)
+    ]
+    stop = plain[3].token_ids[6]
+    first = plain[3].token_ids.index(stop)
+    params = dataclasses.replace(GREEDY, stop_token_ids=[stop])
+    drafter = scripted_drafter(texts, num_right=(4,), vocab_size=61)
+    out = generate(
+        target, prompts[3], drafter=drafter, num_speculative_tokens=4, sampling=params
+    )
+    assert out[0].token_ids == plain[3].token_ids[: first + 1]
+    assert out[0].finish_reason == "stop"
+
+
+def test_own_number_of_speculative_tokens(target, draft, prompts, plain):
+    off = dataclasses.replace(GREEDY, num_speculative_tokens=0)
+    one = dataclasses.replace(GREEDY, num_speculative_tokens=1)
+    sampling = [off, one, GREEDY] * 3
+    out = generate(
+        target, prompts, drafter=draft, num_speculative_tokens=3, sampling=sampling
+    )
+    assert ids(out) == ids(plain)
+    assert out[0].acceptance.num_drafted == 0
+    assert len(out[1].acceptance.drafted_at) == 1
+    assert len(out[2].acceptance.drafted_at) == 3
+
+
+def test_rejection_keeps_the_law_at_temperature_zero(target, draft, prompts, plain):
+    out = generate(
+        target,
+        prompts,
+        drafter=draft,
+        num_speculative_tokens=3,
+        verification="rejection",
+    )
+    assert ids(out) == ids(plain)
+
+
+def test_a_bad_request_fails_alone(target, prompts, plain):
+    bad = {
+        1: [],
+        2: [1, 61],
+        4: list(range(60)) * 20,
+        5: "text without a tokenizer",
+    }
+    mixed = [bad.get(index, prompt) for index, prompt in enumerate(prompts)]
+    sampling = [GREEDY] * len(prompts)
+    sampling[7] = SamplingParams(temperature=-1)
+    sampling[8] = dataclasses.replace(GREEDY, stop="x")
+    out = generate(target, mixed, sampling=sampling)
+    for index, completion in enumerate(out):
+        if index in bad or index in (7, 8):
+            assert completion.finish_reason == "error"
+            assert completion.error.startswith(f"prompt {index}: ")
+        else:
+            assert completion.token_ids == plain[index].token_ids
+    assert "outside the vocabulary; expected 0 to 60" in out[2].error
+    assert "shorten the prompt" in out[4].error
+    assert "temperature" in out[7].error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1"),
+        ({"verification": "exact"}, "expected one of greedy, seeded"),
+        (
+            {"verification": "greedy", "sampling": SamplingParams()},
+            "needs temperature 0",
+        ),
+        (
+            {"sampling": [GREEDY, GREEDY]},
+            "2 sampling parameters were given for 1 prompts",
+        ),
+        ({"drafter": tiny_llama(1, vocab_size=67)}, "67"),
+        ({"speculative_config": '{"method": "eagle3"}'}, "'eagle3' is not available"),
+        ({"engine": EngineConfig(page_size=8, num_pages=1)}, "num_pages"),
+    ],
+)
+def test_a_bad_call_raises_before_any_compile(target, arguments, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        generate(target, [[1, 2, 3]], **arguments)
+
+
+@pytest.mark.parametrize("prompts", [[], [[]], ""])
+def test_no_prompt(target, prompts):
+    with pytest.raises(ValueError, match=r"no prompts|empty|no tokenizer"):
+        generate(target, prompts)
+
+
+def test_nan_weights_end_a_row_with_an_error(target):
+    """A NaN in one token's embedding poisons the rows that meet it and no other."""
+    params = {
+        **target.params,
+        "embed_tokens": target.params["embed_tokens"].at[5].set(jnp.nan),
+    }
+    poisoned = dataclasses.replace(target, params=params)
+    healthy = [[1, 2], [3, 4, 6]]
+    banned = dataclasses.replace(GREEDY, bad_token_ids=[5])
+    out = generate(poisoned, [healthy[0], [7, 5, 1], healthy[1]], sampling=banned)
+    assert out[1].finish_reason == "error"
+    assert "NaN" in out[1].error
+    alone = generate(target, healthy, sampling=banned)
+    assert [out[0].token_ids, out[2].token_ids] == ids(alone)
+
+
+def test_new_weights_need_no_recompilation(target, draft, prompts):
+    """One trace per executable over batches, lengths, features, seeds and weights."""
+    from specjax.decode import decoder as module
+
+    module.build_decoder.cache_clear()
+    every = [
+        GREEDY,
+        SamplingParams(temperature=1, max_tokens=9, seed=1),
+        SamplingParams(temperature=0.7, top_k=5, min_p=0.01, max_tokens=11, logprobs=3),
+        SamplingParams(
+            top_p=0.5, repetition_penalty=1.2, max_tokens=8, logit_bias={3: 1.0}
+        ),
+        SamplingParams(
+            allowed_token_ids=[1, 2, 3], min_tokens=2, stop_token_ids=[2], max_tokens=5
+        ),
+    ]
+    for seed, sampling in enumerate(every):
+        other = dataclasses.replace(
+            target, params=jax.tree.map(lambda x: x * 1.01, target.params)
+        )
+        for model in (target, other):
+            generate(
+                model,
+                prompts[seed : seed + 4],
+                drafter=draft,
+                sampling=sampling,
+                num_speculative_tokens=3,
+            )
+    assert module.build_decoder.cache_info().currsize == 1
+    stream = specjax.generation.Stream(
+        target,
+        prompts[:4],
+        drafter=draft,
+        sampling=GREEDY,
+        num_speculative_tokens=3,
+        engine=ENGINE,
+    )
+    traces = stream._decoder.traces
+    assert ("burst", 3) in traces
+    assert set(traces.values()) == {1}, traces
+
+
+def test_gpt2(prompts):
+    target = tiny_gpt2(0)
+    plain = generate(target, prompts)
+    drafted = generate(target, prompts, drafter="ngram", num_speculative_tokens=3)
+    assert ids(plain) == ids(drafted)
+
+
+def test_prompt_up_to_the_last_position():
+    """Output ends where the model's positions do, also with drafts in reach of the end."""
+    target = tiny_llama(2, max_position_embeddings=32)
+    plain = generate(target, [[1] * 30, [2] * 31])
+    assert [len(c.token_ids) for c in plain] == [2, 1]
+    assert {c.finish_reason for c in plain} == {"length"}
+    drafted = generate(
+        target, [[1] * 30, [2] * 31], drafter="ngram", num_speculative_tokens=7
+    )
+    assert ids(plain) == ids(drafted)
+
+
+def test_logprobs_do_not_depend_on_speculation(target, draft, prompts):
+    sampling = SamplingParams(
+        temperature=0.9, top_k=8, max_tokens=10, seed=4, logprobs=2
+    )
+    plain = generate(target, prompts, sampling=sampling)
+    drafted = generate(
+        target, prompts, drafter=draft, num_speculative_tokens=3, sampling=sampling
+    )
+    for ours, theirs in zip(drafted, plain):
+        assert [x.token_id for x in ours.logprobs] == theirs.token_ids
+        for a, b in zip(ours.logprobs, theirs.logprobs):
+            np.testing.assert_allclose(
+                (a.raw, a.processed), (b.raw, b.processed), atol=1e-4
+            )
+            assert a.processed >= a.raw - 20
+            assert len(a.top_raw) == len(a.top_processed) == 2
+
+
+def test_stream_yields_everything_once(target, prompts, plain):
+    stream = specjax.stream(
+        target, prompts, sampling=GREEDY, engine=ENGINE, drafter="ngram"
+    )
+    gathered = {}
+    ended = set()
+    for chunk in stream:
+        gathered.setdefault(chunk.prompt_index, []).extend(chunk.token_ids)
+        if chunk.finish_reason:
+            ended.add(chunk.prompt_index)
+    assert [gathered[index] for index in range(len(prompts))] == ids(plain)
+    assert ended == set(range(len(prompts)))
+    assert ids(stream.result()) == ids(plain)
+
+
+def test_unseeded_requests_report_their_seed(target):
+    first = generate(target, [[1, 2]], sampling=SamplingParams(max_tokens=12))[0]
+    again = generate(
+        target, [[1, 2]], sampling=SamplingParams(max_tokens=12, seed=first.seed)
+    )[0]
+    assert first.token_ids == again.token_ids
+
+
+def test_loaded_drafter_is_passed_through(target):
+    spec = ScriptedDrafter(sequences=((1, 2, 3),), num_right=(1,), vocab_size=61)
+    loaded = LoadedDrafter("script", spec)
+    assert specjax.load_drafter(loaded, target) is loaded

@@ -1,0 +1,72 @@
+"""Several devices: the same tokens through the same code, and no page crosses the mesh."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+import specjax
+from specjax import sharding
+from specjax.config import EngineConfig, SamplingParams
+from specjax.generation import Stream
+from tests.helpers import tiny_gpt2, tiny_llama
+
+PAGE_SIZE = 8
+COLLECTIVE = re.compile(
+    r"= (\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
+)
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    devices = jax.devices()
+    assert len(devices) >= 4, "tests/conftest.py asks for four CPU devices"
+    return Mesh(np.array(devices[:4]).reshape(2, 2), ("data", "tensor"))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(temperature=0, max_tokens=20),
+        SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=20, logprobs=1),
+    ],
+    ids=["greedy", "sampled"],
+)
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+def test_same_tokens_on_four_devices(mesh, make, sampling):
+    target = make(0)
+    drafter = make(0, num_layers=1) if make is tiny_llama else "ngram"
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 61, size).tolist() for size in (1, 5, 90, 17, 8, 33)]
+    arguments = {
+        "drafter": drafter,
+        "num_speculative_tokens": 3,
+        "sampling": sampling,
+        "engine": EngineConfig(page_size=PAGE_SIZE, max_rows=4),
+    }
+    single = specjax.generate(target, prompts, **arguments)
+    stream = Stream(target, prompts, mesh=mesh, **arguments)
+    split = stream.result()
+    assert [c.token_ids for c in split] == [c.token_ids for c in single]
+
+    text = stream._decoder.compiled_burst(3).as_text()
+    shapes = {shape for shape, _ in COLLECTIVE.findall(text)}
+    assert shapes, "a tensor-parallel step adds partial sums"
+    # Pages are the only arrays whose third axis is the page size.
+    page_like = [shape for shape in shapes if f",{PAGE_SIZE}," in shape]
+    assert not page_like, page_like
+
+
+def test_models_that_do_not_divide_are_refused(mesh):
+    target = tiny_llama(0, num_heads=3, num_kv_heads=3)
+    with pytest.raises(ValueError, match="num_heads=3 is not divisible"):
+        specjax.generate(target, [[1, 2]], mesh=mesh)
+
+
+def test_every_array_has_logical_axes(mesh):
+    for model in (tiny_llama(0), tiny_gpt2(0)):
+        specs = sharding.param_specs(model.params, mesh)
+        for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(model.params)):
+            assert len(spec) == leaf.ndim
