@@ -55,12 +55,12 @@ def tiny_gpt2_config(**overrides) -> ModelConfig:
 
 
 def tiny_llama(seed: int, **overrides) -> Model:
-    """Returns a random Llama without a tokenizer; overrides are fields of its config."""
+    """Returns a random Llama, no tokenizer; overrides are fields of its config."""
     return random_model(tiny_llama_config(**overrides), seed)
 
 
 def tiny_gpt2(seed: int, **overrides) -> Model:
-    """Returns a random GPT-2 without a tokenizer; overrides are fields of its config."""
+    """Returns a random GPT-2, no tokenizer; overrides are fields of its config."""
     return random_model(tiny_gpt2_config(**overrides), seed)
 
 

@@ -83,7 +83,7 @@ def assert_unchanged(before, after) -> None:
 
 @functools.partial(jax.jit, static_argnames="width")
 def row_slots(cache, starts, width: int):
-    """Returns the slots of `width` positions of every row from starts on, i32[rows, width]."""
+    """Returns each row's slots from starts on, i32[rows, width]."""
     row_ids, ahead = jnp.divmod(jnp.arange(ROWS * width), width)
     return paged.slots(
         cache.block_table,
@@ -96,7 +96,7 @@ def row_slots(cache, starts, width: int):
 
 @jax.jit
 def write_values(cache, drafter_pages, starts, values, counts):
-    """Writes values f32[rows, n] as keys, their opposite as values; 100 more per layer."""
+    """Writes values f32[rows, n] as keys, negated as values; 100 more a layer."""
     width = values.shape[1]
     is_written = jnp.arange(width)[None, :] < counts[:, None]
     targets = row_slots(cache, starts, width)
