@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import numbers
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ class SamplingParams:
     min_tokens: int = 0  # no stop token before this many
     max_tokens: int = 128
     stop_token_ids: Sequence[int] = ()
-    stop: str | Sequence[str] = ()  # stop strings, cut from the text
+    stop: str | Sequence[str] | None = ()  # stop strings, cut from the text
     ignore_eos: bool = False
     seed: int | None = None
     n: int = 1
@@ -49,7 +50,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def validate(self, vocab_size: int | None = None) -> None:
         """Raises ValueError, naming the parameter, for values that mean nothing or contradict.
@@ -60,7 +61,7 @@ class SamplingParams:
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if (
-                not isinstance(value, int | float)
+                not isinstance(value, numbers.Real)
                 or isinstance(value, bool)
                 or not low <= value <= high
             ):
@@ -87,7 +88,7 @@ class SamplingParams:
         if any(not isinstance(text, str) or not text for text in self.stop_strings):
             raise ValueError(f"{self.stop=} must hold non-empty strings.")
         if self.allowed_token_ids is not None:
-            if not self.allowed_token_ids:
+            if not len(self.allowed_token_ids):
                 raise ValueError(
                     "allowed_token_ids is empty, so no token could be chosen; pass None to allow all."
                 )

@@ -15,7 +15,7 @@ import pytest
 def pytest_configure(config):
     """Settings that hold from collection on, since modules may compile at import."""
     # [3] + [2, 3] is a mistake more often than a wish: write the axis.
-    jax.config.update("jax_numpy_rank_promotion", "allow")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and hasattr(config, "cache"):
         folder = config.cache.mkdir(f"jax-{jax.__version__}")
         jax.config.update("jax_compilation_cache_dir", str(folder))

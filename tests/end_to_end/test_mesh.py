@@ -11,7 +11,7 @@ import specjax
 from specjax import sharding
 from specjax.config import EngineConfig, SamplingParams
 from specjax.generation import Stream
-from tests.helpers import tiny_gpt2, tiny_llama
+from helpers import tiny_gpt2, tiny_llama
 
 PAGE_SIZE = 8
 COLLECTIVE = re.compile(
