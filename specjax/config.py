@@ -110,7 +110,9 @@ class SamplingParams:
         groups = {
             "logit_bias": list(self.logit_bias),
             "bad_token_ids": self.bad_token_ids,
-            "allowed_token_ids": self.allowed_token_ids or (),
+            "allowed_token_ids": ()
+            if self.allowed_token_ids is None
+            else self.allowed_token_ids,
             "stop_token_ids": self.stop_token_ids,
         }
         for name, ids in groups.items():

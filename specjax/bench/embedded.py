@@ -18,7 +18,10 @@ DEPTHS = (1, 2, 3, 4)
 def held_out_texts() -> list[str]:
     """Returns the longest NUM_FILES files of this Python's library that training kept apart."""
     held_out = [file for file in corpus.source_files() if file.is_held_out]
-    return [file.text for file in sorted(held_out, key=lambda file: -len(file.text))[:NUM_FILES]]
+    return [
+        file.text
+        for file in sorted(held_out, key=lambda file: -len(file.text))[:NUM_FILES]
+    ]
 
 
 def speculation(rounds: int) -> dict[str, Any]:

@@ -56,8 +56,8 @@ class Stage:
         return TOKENS_PER_STEP // self.length
 
 
-DRAFT_TEXT = Stage(name="draft_text", num_steps=900, warmup=30, decay=0)
-TARGET_TEXT = Stage(name="target_text", num_steps=150, warmup=10, decay=100, length=512)
+DRAFT_TEXT = Stage(name="draft_text", num_steps=1100, warmup=30, decay=0)
+TARGET_TEXT = Stage(name="target_text", num_steps=180, warmup=10, decay=110, length=512)
 DRAFT_DISTILLED = Stage(
     name="draft_distilled", num_steps=150, warmup=5, decay=120, scale=0.5
 )

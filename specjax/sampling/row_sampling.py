@@ -110,7 +110,9 @@ def row_values(
     bias = _bias(params)
     _fill(values["bias_token_ids"], list(bias), "bias", "max_bias_entries")
     values["bias_values"][: len(bias)] = list(bias.values())
-    allowed = sorted(set(params.allowed_token_ids or ()))
+    allowed = sorted(
+        set(() if params.allowed_token_ids is None else params.allowed_token_ids)
+    )
     _fill(values["allowed_token_ids"], allowed, "allowed", "max_allowed_tokens")
     stops = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
     _fill(

@@ -275,6 +275,15 @@ def test_history_past_the_prefix_and_padding_are_not_read():
         )
 
 
+def test_negative_and_too_large_ids_in_the_history_are_no_tokens():
+    params = SamplingParams(temperature=0, repetition_penalty=2.0, presence_penalty=1.0)
+    case = make_case(params)
+    case = dataclasses.replace(case, history=jnp.full_like(case.history, -1))
+    np.testing.assert_array_equal(case.processed(), case.logits)
+    case = dataclasses.replace(case, history=jnp.full_like(case.history, VOCAB))
+    np.testing.assert_array_equal(case.processed(), case.logits)
+
+
 def test_ties_at_a_threshold_are_all_kept():
     logits = jnp.zeros((NUM_TOKENS, VOCAB)).at[:, 10:14].set(2.0).at[:, 20].set(3.0)
     params = [SamplingParams(top_k=2), SamplingParams(top_p=0.3)]
