@@ -1,13 +1,44 @@
 """specjax: lossless speculative decoding for JAX."""
 
-from specjax.config import EngineConfig as EngineConfig
-from specjax.config import SamplingParams as SamplingParams
-from specjax.config import SpeculationConfig as SpeculationConfig
-from specjax.drafters.loading import load_drafter as load_drafter
-from specjax.generation import generate as generate
-from specjax.generation import stream as stream
-from specjax.models.base import Model as Model
-from specjax.models.base import ModelConfig as ModelConfig
-from specjax.models.loading import load_model as load_model
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specjax.config import EngineConfig as EngineConfig
+    from specjax.config import SamplingParams as SamplingParams
+    from specjax.config import SpeculationConfig as SpeculationConfig
+    from specjax.drafters.loading import load_drafter as load_drafter
+    from specjax.generation import generate as generate
+    from specjax.generation import stream as stream
+    from specjax.models.base import Model as Model
+    from specjax.models.base import ModelConfig as ModelConfig
+    from specjax.models.loading import load_model as load_model
 
 __version__ = "0.1.0"
+
+# Looked up on first use: `specjax --help` need not wait for jax.
+_HOME = {
+    "EngineConfig": "specjax.config",
+    "SamplingParams": "specjax.config",
+    "SpeculationConfig": "specjax.config",
+    "load_drafter": "specjax.drafters.loading",
+    "generate": "specjax.generation",
+    "stream": "specjax.generation",
+    "Model": "specjax.models.base",
+    "ModelConfig": "specjax.models.base",
+    "load_model": "specjax.models.loading",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

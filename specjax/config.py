@@ -59,12 +59,9 @@ class SamplingParams:
           vocab_size: token ids are held against it when given.
         """
         for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if (
-                not isinstance(value, numbers.Real)
-                or isinstance(value, bool)
-                or not low <= value <= high
-            ):
+            value: Any = getattr(self, name)
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not is_number or not low <= float(value) <= high:
                 raise ValueError(
                     f"{name}={value!r} is out of range; expected a number from {low} to {high}."
                 )
@@ -210,11 +207,12 @@ class SpeculationConfig:
             )
         given = {key: value for key, value in given.items() if value is not None}
         # One bound alone moves the other out of its way.
-        low, high = given.get("prompt_lookup_min"), given.get("prompt_lookup_max")
+        low: Any = given.get("prompt_lookup_min")
+        high: Any = given.get("prompt_lookup_max")
         if low is None and _is_int(high):
-            given["prompt_lookup_min"] = min(high, cls.prompt_lookup_min)
+            given["prompt_lookup_min"] = min(int(high), cls.prompt_lookup_min)
         if high is None and _is_int(low):
-            given["prompt_lookup_max"] = max(low, cls.prompt_lookup_max)
+            given["prompt_lookup_max"] = max(int(low), cls.prompt_lookup_max)
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(given) - known)
         if unknown:
@@ -248,10 +246,10 @@ class EngineConfig:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+            value: Any = getattr(self, field.name)
             if value is None and field.default is None:
                 continue
-            if not _is_int(value) or value < 1:
+            if not _is_int(value) or int(value) < 1:
                 raise ValueError(
                     f"EngineConfig.{field.name}={value!r} must be a whole number of at least 1."
                 )

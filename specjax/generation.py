@@ -485,21 +485,18 @@ def _drafter_source(config: SpeculationConfig, drafter):
     return "ngram" if config.method == "ngram" else config.model
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Prompt]:
     """Returns a list of prompts from one prompt or many."""
     if isinstance(prompts, str):
         return [prompts]
     prompts = list(prompts)
-    if prompts and (
-        isinstance(prompts[0], Mapping) or hasattr(prompts[0], "__index__")
-    ):
-        return [prompts]
     if not prompts:
         raise ValueError("no prompts were given.")
-    return prompts
+    is_one = isinstance(prompts[0], Mapping) or hasattr(prompts[0], "__index__")
+    return [prompts] if is_one else prompts
 
 
-def _token_ids(target: Model, prompt: Prompt) -> list[int]:
+def _token_ids(target: Model, prompt: Any) -> list[int]:
     """Returns the ids of a prompt.
 
     Raises:

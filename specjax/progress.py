@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from tqdm import tqdm
 
 # Work that is over sooner shows nothing.

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-PAD_TOKEN_ID = -1
+# An array that the host makes: numpy until it enters a compiled function.
+HostArray = Any
 
 # Why a row ended, as the device reports it; RUNNING is not ended.
 RUNNING, STOPPED, OUT_OF_LENGTH, INVALID_LOGITS = range(4)
@@ -79,9 +80,11 @@ class StepInfo:
 class Plan:
     """What the host decides for a burst, as dynamic values."""
 
-    num_steps: Array  # i32[], most steps
-    stop_when_finished: Array  # bool[], end early when a row ends because work waits
-    activate: Array  # bool[rows], rows whose prompts are prefilled and that decode from now on
+    num_steps: HostArray  # i32[], most steps
+    stop_when_finished: (
+        HostArray  # bool[], end early when a row ends because work waits
+    )
+    activate: HostArray  # bool[rows], rows whose prompts are prefilled and that decode from now on
 
 
 class DecoderParams(NamedTuple):

@@ -53,9 +53,9 @@ def tree_attention_reference(
             if window is not None:
                 is_visible &= new > own - window
             is_visible = (is_visible & has_page)[:, None]
-            scores = jnp.sum(q[token].astype(jnp.float32) * k, -1) * scale
+            scores = jnp.sum(q[token][None].astype(jnp.float32) * k, -1) * scale
             scores = jnp.where(is_visible, scores, -jnp.inf)  # [positions, heads]
-            weights = jnp.where(is_visible, jnp.exp(scores - scores.max(0)), 0.0)
+            weights = jnp.where(is_visible, jnp.exp(scores - scores.max(0)[None]), 0.0)
             values = jnp.where(is_visible[..., None], v, 0.0)
             attended = jnp.sum(weights[..., None] * values, 0) / weights.sum(0)[:, None]
             return out.at[token].set(attended.astype(q.dtype))

@@ -8,6 +8,7 @@ import specjax
 from specjax.bench import measuring
 from specjax.config import SamplingParams
 from specjax.demo import corpus
+from specjax.engine.request import AcceptanceCounts
 
 NUM_FILES = 8
 PROMPT_TOKENS = 48
@@ -28,46 +29,42 @@ def speculation(rounds: int) -> dict[str, Any]:
     """Returns speed against plain decoding and mean acceptance length, per K and temperature."""
     target = specjax.load_model("demo")
     drafter = specjax.load_drafter("demo", target)
-    prompts = [
-        target.tokenizer.encode(text)[:PROMPT_TOKENS]
-        for text in held_out_texts(NUM_FILES)
-    ]
+    prompts = [target.tokenizer.encode(t)[:PROMPT_TOKENS] for t in held_out_texts()]
     figures: dict[str, Any] = {}
     for temperature in (0.0, 0.8):
         sampling = SamplingParams(
             temperature=temperature, max_tokens=NEW_TOKENS, ignore_eos=True, seed=0
         )
+        seconds: dict[int, list[float]] = {depth: [] for depth in (0, *DEPTHS)}
         lengths: dict[int, float] = {}
-
-        def run(depth: int):
-            for prompt in prompts:
-                out = specjax.generate(
-                    target,
-                    prompt,
-                    drafter=drafter if depth else None,
-                    num_speculative_tokens=depth,
-                    sampling=sampling,
-                )
-                totals[depth] = totals.get(depth, 0.0) + out.stats.run_s
-                counts.setdefault(depth, []).append(out.stats.acceptance)
-
-        totals: dict[int, float] = {}
-        counts: dict[int, list] = {}
-        per_round: dict[int, list[float]] = {depth: [] for depth in (0, *DEPTHS)}
         for round_number in range(rounds + 1):
-            for depth in per_round:
-                totals.clear()
-                run(depth)
+            for depth in seconds:
+                run_s, lengths[depth] = _run(target, drafter, prompts, sampling, depth)
                 if round_number:  # the first compiles
-                    per_round[depth].append(totals[depth])
-        for depth in DEPTHS:
-            steps = sum(c.num_steps for c in counts[depth])
-            lengths[depth] = 1 + sum(c.num_accepted for c in counts[depth]) / steps
-        figures[f"embedded_t{temperature:g}_mean_acceptance_length"] = lengths
-        figures[f"embedded_t{temperature:g}_speedup"] = {
-            depth: measuring.ratio(per_round[0], per_round[depth]) for depth in DEPTHS
+                    seconds[depth].append(run_s)
+        name = f"embedded_t{temperature:g}"
+        figures[f"{name}_mean_acceptance_length"] = {k: lengths[k] for k in DEPTHS}
+        figures[f"{name}_speedup"] = {
+            depth: measuring.ratio(seconds[0], seconds[depth]) for depth in DEPTHS
         }
-        figures[f"embedded_t{temperature:g}_plain_tokens_per_s"] = (
-            len(prompts) * NEW_TOKENS / measuring.median(per_round[0])
+        figures[f"{name}_plain_tokens_per_s"] = (
+            len(prompts) * NEW_TOKENS / measuring.median(seconds[0])
         )
     return figures
+
+
+def _run(target, drafter, prompts, sampling, depth: int) -> tuple[float, float]:
+    """Continues the prompts one by one; returns seconds and mean acceptance length."""
+    counts = AcceptanceCounts()
+    seconds = 0.0
+    for prompt in prompts:
+        out = specjax.generate(
+            target,
+            prompt,
+            drafter=drafter if depth else None,
+            num_speculative_tokens=depth,
+            sampling=sampling,
+        )
+        counts.merge(out.stats.acceptance)
+        seconds += out.stats.run_s
+    return seconds, counts.mean_acceptance_length

@@ -221,9 +221,11 @@ def make_writable(
     ]
     source = jnp.where(needs_copy, page, cache.num_pages)
     target = jnp.where(needs_copy, fresh, cache.num_pages)
-    copy = lambda pages: tuple(
-        layout.copy_pages(side, source, target) for side in pages
-    )
+
+    def copy(pages: Pages) -> Pages:
+        k_pages, v_pages = (layout.copy_pages(side, source, target) for side in pages)
+        return k_pages, v_pages
+
     ref_counts = (
         cache.ref_counts.at[source].add(-1, mode="drop").at[target].add(1, mode="drop")
     )

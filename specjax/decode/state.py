@@ -12,6 +12,7 @@ from jax import Array
 from specjax.cache import paged
 from specjax.cache.paged import PagedKVCache
 from specjax.sampling import RowSampling
+from specjax.types import HostArray
 
 
 @jax.tree_util.register_dataclass
@@ -48,12 +49,12 @@ class Admission:
     Whole rows rather than indices, so that a mesh splits it like the state.
     """
 
-    mask: Array  # bool[rows]
-    history: Array  # i32[rows, max_length], the prompt
+    mask: HostArray  # bool[rows]
+    history: HostArray  # i32[rows, max_length], the prompt
     sampling: RowSampling
-    max_lengths: Array  # i32[rows]
-    draft_caps: Array  # i32[rows]
-    rules: Array  # i32[rows]
+    max_lengths: HostArray  # i32[rows]
+    draft_caps: HostArray  # i32[rows]
+    rules: HostArray  # i32[rows]
 
 
 def exchange(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def optimizer(
             lambda path, leaf: "matrix" if is_matrix(path, leaf) else "other", params
         )
 
-    transforms = {
+    transforms: dict[Hashable, optax.GradientTransformation] = {
         "matrix": optax.contrib.muon(rate(0.02), weight_decay=0.05),
         "other": optax.adam(rate(0.005), b1=0.9, b2=0.98),
     }

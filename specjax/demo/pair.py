@@ -1,12 +1,14 @@
 """The shapes of the target and of the draft model that are trained together."""
 
+from typing import Any
+
 from specjax.models.base import ModelConfig, RopeConfig
 
 VOCAB_SIZE = 4096
 END_OF_TEXT = "<|endoftext|>"
 END_OF_TEXT_ID = 0
 
-_SHARED = dict(
+_SHARED: dict[str, Any] = dict(
     architecture="llama",
     family="llama",
     vocab_size=VOCAB_SIZE,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -88,19 +89,17 @@ class Engine:
         )
         return moved
 
-    def _exchange_rows(self) -> list[int]:
-        """Releases ended rows and admits waiting requests; returns the rows admitted to."""
-        ended = [
-            r
-            for r, request in enumerate(self._rows)
-            if request is not None and request.is_finished
-        ]
+    def _exchange_rows(self) -> dict[int, Request]:
+        """Releases ended rows and admits waiting requests; returns those admitted, by row."""
+        ended = {
+            r: q for r, q in enumerate(self._rows) if q is not None and q.is_finished
+        }
         if not self._waiting and not ended:
-            return []
-        for row in ended:
-            self._free_pages[self._shard(row)] += self._pages_needed(self._rows[row])
+            return {}
+        for row, request in ended.items():
+            self._free_pages[self._shard(row)] += self._pages_needed(request)
             self._rows[row] = None
-        admitted = []
+        admitted = {}
         while self._waiting:
             row = self._find_row(self._waiting[0])
             if row is None:
@@ -108,12 +107,10 @@ class Engine:
             request = self._waiting.popleft()
             self._rows[row] = request
             self._free_pages[self._shard(row)] -= self._pages_needed(request)
-            admitted.append(row)
+            admitted[row] = request
         release_mask = np.zeros(len(self._rows), bool)
-        release_mask[ended] = True
-        admission = make_admission(
-            self.decoder, {row: self._rows[row] for row in admitted}
-        )
+        release_mask[list(ended)] = True
+        admission = make_admission(self.decoder, admitted)
         self._state, is_out = self.decoder.exchange(
             self._state, release_mask, admission
         )
@@ -133,9 +130,11 @@ class Engine:
                     return row
         return None
 
-    def _prefill(self, rows: Sequence[int]) -> None:
-        """Feeds the prompts of `rows`, all but their last tokens."""
-        remaining = {row: len(self._rows[row].prompt_token_ids) - 1 for row in rows}
+    def _prefill(self, admitted: dict[int, Request]) -> None:
+        """Feeds the prompts of new rows, all but their last tokens."""
+        remaining = {
+            row: len(request.prompt_token_ids) - 1 for row, request in admitted.items()
+        }
         remaining = {row: count for row, count in remaining.items() if count > 0}
         total = sum(remaining.values())
         num_shards = self.decoder.num_shards
@@ -171,7 +170,7 @@ class Engine:
             self._on_progress("prefill", total, total)
 
     def _burst(
-        self, admitted: Sequence[int], max_burst_steps: int | None
+        self, admitted: dict[int, Request], max_burst_steps: int | None
     ) -> list[Request]:
         running = {
             r: q
@@ -269,7 +268,7 @@ def make_admission(decoder: Decoder, requests: dict[int, Request]) -> Admission:
     mask = np.zeros(rows, bool)
     max_lengths, draft_caps, rules = (np.zeros(rows, np.int32) for _ in range(3))
     empty = RowSampling.empty(rows, decoder.engine_config)
-    sampling = {
+    sampling: dict[str, Any] = {
         f.name: np.array(getattr(empty, f.name)) for f in dataclasses.fields(empty)
     }
     for row, request in requests.items():

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import ScriptedDrafter, scripted_drafter, tiny_gpt2, tiny_llama
 
 import specjax
 from specjax.config import EngineConfig, SamplingParams
 from specjax.drafters.loading import LoadedDrafter
-from helpers import ScriptedDrafter, scripted_drafter, tiny_gpt2, tiny_llama
 
 ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=8)
 GREEDY = SamplingParams(temperature=0, max_tokens=20)

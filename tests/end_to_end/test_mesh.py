@@ -5,13 +5,13 @@ import re
 import jax
 import numpy as np
 import pytest
+from helpers import tiny_gpt2, tiny_llama
 from jax.sharding import Mesh
 
 import specjax
 from specjax import sharding
 from specjax.config import EngineConfig, SamplingParams
 from specjax.generation import Stream
-from helpers import tiny_gpt2, tiny_llama
 
 PAGE_SIZE = 8
 COLLECTIVE = re.compile(
