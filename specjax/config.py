@@ -8,7 +8,7 @@ import math
 import numbers
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 VERIFICATION_RULES = ("greedy", "seeded", "delta", "rejection")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
@@ -139,7 +139,7 @@ _RANGES = (
 )
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: Any) -> TypeGuard[int]:
     return hasattr(value, "__index__") and not isinstance(value, bool)
 
 
@@ -210,9 +210,9 @@ class SpeculationConfig:
         low: Any = given.get("prompt_lookup_min")
         high: Any = given.get("prompt_lookup_max")
         if low is None and _is_int(high):
-            given["prompt_lookup_min"] = min(int(high), cls.prompt_lookup_min)
+            given["prompt_lookup_min"] = min(high, cls.prompt_lookup_min)
         if high is None and _is_int(low):
-            given["prompt_lookup_max"] = max(int(low), cls.prompt_lookup_max)
+            given["prompt_lookup_max"] = max(low, cls.prompt_lookup_max)
         known = {field.name for field in dataclasses.fields(cls)}
         unknown = sorted(set(given) - known)
         if unknown:
@@ -249,7 +249,7 @@ class EngineConfig:
             value: Any = getattr(self, field.name)
             if value is None and field.default is None:
                 continue
-            if not _is_int(value) or int(value) < 1:
+            if not _is_int(value) or value < 1:
                 raise ValueError(
                     f"EngineConfig.{field.name}={value!r} must be a whole number of at least 1."
                 )
