@@ -15,7 +15,7 @@ from specjax.decode.state import DecodeState
 from specjax.models.base import ModelConfig, Params
 from specjax.sampling import (
     LogProbs,
-    choose_tokens,
+    choose_and_score,
     process_logits,
     target_probs,
     token_logprobs,
@@ -66,37 +66,50 @@ def verify(
         tensor_axis=tensor_axis,
     )
     scores = logits(params, config, hidden, tensor_axis)
-    choice = choose_tokens(
-        scores, state.sampling, batch.row_ids, batch.positions, state.history
-    )
+    where = (state.sampling, batch.row_ids, batch.positions, state.history)
+    choice, logprobs = choose_and_score(scores, *where, max_logprobs=max_logprobs)
     nodes = _nodes_by_row(batch, depth)
     acceptance = accept_by_equality(proposal, choice.token_ids[nodes])
-    processed = None
     if proposal.probs is not None:
-        processed = process_logits(
-            scores, state.sampling, batch.row_ids, batch.positions, state.history
+        acceptance, logprobs = _with_rejection(
+            scores, state, batch, proposal, acceptance, nodes, max_logprobs
         )
-        probs = target_probs(processed, state.sampling, batch.row_ids)[nodes]
-        in_law = accept_by_rejection(_rejection_noise(state, depth), proposal, probs)
-        is_rejection = state.rules == REJECTION
-        acceptance = Acceptance(
-            jnp.where(is_rejection[:, None], in_law.token_ids, acceptance.token_ids),
-            jnp.where(is_rejection, in_law.num_accepted, acceptance.num_accepted),
-        )
+    by_row = LogProbs(*(field[nodes] for field in logprobs))
+    verification = Verification(acceptance, choice.is_invalid[nodes], by_row)
+    return dataclasses.replace(cache, pages=pages), verification
+
+
+def _with_rejection(
+    scores: Array,
+    state: DecodeState,
+    batch: TokenBatch,
+    proposal: Proposal,
+    by_equality: Acceptance,
+    nodes: Array,
+    max_logprobs: int,
+) -> tuple[Acceptance, LogProbs]:
+    """Replaces the acceptance of rows under `rejection`, and all log-probabilities."""
+    cache = state.cache
+    rows, depth = proposal.token_ids.shape
+    where = (state.sampling, batch.row_ids, batch.positions, state.history)
+    processed = process_logits(scores, *where)
+    probs = target_probs(processed, state.sampling, batch.row_ids)[nodes]
+    in_law = accept_by_rejection(_rejection_noise(state, depth), proposal, probs)
+    is_rejection = state.rules == REJECTION
+    acceptance = Acceptance(
+        jnp.where(is_rejection[:, None], in_law.token_ids, by_equality.token_ids),
+        jnp.where(is_rejection, in_law.num_accepted, by_equality.num_accepted),
+    )
     row = jnp.minimum(batch.row_ids, rows - 1)
     offset = jnp.clip(batch.positions - cache.lengths[row], 0, depth)
     logprobs = token_logprobs(
         scores,
         acceptance.token_ids[row, offset],
-        state.sampling,
-        batch.row_ids,
-        batch.positions,
-        state.history,
+        *where,
         max_logprobs=max_logprobs,
+        processed=processed,
     )
-    by_row = LogProbs(*(field[nodes] for field in logprobs))
-    verification = Verification(acceptance, choice.is_invalid[nodes], by_row)
-    return dataclasses.replace(cache, pages=pages), verification
+    return acceptance, logprobs
 
 
 def _nodes_by_row(batch: TokenBatch, depth: int) -> Array:

@@ -256,7 +256,7 @@ def _describe(
         processed=float(logprobs.processed[index]),
         raw=float(logprobs.raw[index]),
         top_processed=top(logprobs.processed_top_ids, logprobs.processed_top),
-        top_raw=top(logprobs.top_ids, logprobs.top_raw),
+        top_raw=top(logprobs.raw_top_ids, logprobs.raw_top),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,37 @@ def choose_tokens(
       role: whose draw this is, of `seeded_noise`; i32[] or i32[num_tokens].
       processed: `process_logits` of the same arguments, if there already.
     """
+    return choose_and(
+        lambda choice, processed: choice,
+        logits,
+        sampling,
+        row_ids,
+        positions,
+        history,
+        role=role,
+        processed=processed,
+    )
+
+
+def choose_and(
+    describe: Callable[[Choice, Array | None], Any],
+    logits: Array,
+    sampling: RowSampling,
+    row_ids: Array,
+    positions: Array,
+    history: Array,
+    *,
+    role: int | Array = TARGET_TOKEN,
+    processed: Array | None = None,
+    needs_processed: Array | bool = False,
+) -> Any:
+    """`choose_tokens`, and what `describe` makes of the choice where it is made.
+
+    Args:
+      describe: given the choice, and the processed logits or None where the batch
+        needed none; the same shapes either way.
+      needs_processed: bool[], whether to process the logits in any case.
+    """
     check_shapes(logits, sampling, row_ids, positions, history)
     row = jnp.minimum(row_ids, sampling.rows - 1)
     used = usage(sampling, row_ids, positions)
@@ -77,7 +108,7 @@ def choose_tokens(
     def scale_and_race() -> Choice:
         return race(logits, scaler(logits, sampling, row))
 
-    def process_and_race() -> Choice:
+    def process_and_race() -> Any:
         values = processed
         if values is None:
             values = process_logits(logits, sampling, row_ids, positions, history)
@@ -86,15 +117,16 @@ def choose_tokens(
         )
         # A mask may have hidden a NaN.
         is_nan = jnp.isnan(jnp.max(logits, axis=1))
-        return choice._replace(is_invalid=choice.is_invalid | is_nan)
+        choice = choice._replace(is_invalid=choice.is_invalid | is_nan)
+        return describe(choice, values)
 
-    is_plain = ~(used.edits | used.filters)
+    is_plain = ~(used.edits | used.filters | needs_processed)
     is_greedy = ~used.temperature
     return lax.switch(
         jnp.where(is_plain, jnp.where(is_greedy, 0, 1), 2),
         [
-            lambda: _best(logits),
-            scale_and_race,
+            lambda: describe(_best(logits), None),
+            lambda: describe(scale_and_race(), None),
             process_and_race,
         ],
     )

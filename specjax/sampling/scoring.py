@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specjax.sampling.choosing import Choice, choose_tokens
+from specjax.sampling.choosing import Choice, choose_and
 from specjax.sampling.processing import process_logits
 from specjax.sampling.row_sampling import RowSampling
 
@@ -23,11 +23,18 @@ class LogProbs(NamedTuple):
     """
 
     raw: Array  # f32[num_tokens], of the chosen token
+    raw_top_ids: Array  # i32[num_tokens, max_logprobs]
+    raw_top: Array  # f32[num_tokens, max_logprobs]
     processed: Array  # f32[num_tokens], of the chosen token
-    top_ids: Array  # i32[num_tokens, max_logprobs]
-    top_raw: Array  # f32[num_tokens, max_logprobs]
     processed_top_ids: Array  # i32[num_tokens, max_logprobs]
     processed_top: Array  # f32[num_tokens, max_logprobs]
+
+
+def no_logprobs(num_tokens: int, max_logprobs: int) -> LogProbs:
+    """Returns the zeros of a batch that asks for no log-probabilities."""
+    one, many = jnp.zeros(num_tokens), jnp.zeros((num_tokens, max_logprobs))
+    ids = jnp.zeros((num_tokens, max_logprobs), jnp.int32)
+    return LogProbs(one, ids, many, one, ids, many)
 
 
 def token_logprobs(
@@ -48,31 +55,18 @@ def token_logprobs(
       max_logprobs: EngineConfig.max_logprobs; a vocabulary may be smaller.
       processed: `process_logits` of the same arguments, if there already.
     """
-    num_tokens = logits.shape[0]
 
-    def zeros() -> LogProbs:
-        one, many = jnp.zeros(num_tokens), jnp.zeros((num_tokens, max_logprobs))
-        ids = jnp.zeros((num_tokens, max_logprobs), jnp.int32)
-        return LogProbs(one, one, ids, many, ids, many)
+    def nothing() -> LogProbs:
+        return no_logprobs(logits.shape[0], max_logprobs)
 
     def score() -> LogProbs:
         sampled = processed
         if sampled is None:
             sampled = process_logits(logits, sampling, row_ids, positions, history)
-        raw, top_ids, top_raw = _score(logits, token_ids, sampling, max_logprobs)
-        return LogProbs(
-            raw,
-            *_reorder(
-                _score(sampled, token_ids, sampling, max_logprobs), top_ids, top_raw
-            ),
-        )
+        of = lambda values: _score(values, token_ids, sampling, max_logprobs)
+        return LogProbs(*of(logits), *of(sampled))
 
-    return lax.cond(jnp.any(sampling.num_logprobs >= 0), score, zeros)
-
-
-def _reorder(scored: tuple[Array, Array, Array], top_ids: Array, top_raw: Array):
-    processed, processed_top_ids, processed_top = scored
-    return processed, top_ids, top_raw, processed_top_ids, processed_top
+    return lax.cond(jnp.any(sampling.num_logprobs >= 0), score, nothing)
 
 
 def _score(
@@ -113,19 +107,10 @@ def choose_and_score(
     A batch that asks for no log-probabilities keeps the short paths of choose_tokens.
     """
 
-    def both() -> tuple[Choice, LogProbs]:
-        processed = process_logits(logits, sampling, row_ids, positions, history)
-        choice = choose_tokens(
-            logits, sampling, row_ids, positions, history, processed=processed
-        )
-        return choice, score(choice, processed)
-
-    def choose() -> tuple[Choice, LogProbs]:
-        choice = choose_tokens(logits, sampling, row_ids, positions, history)
-        return choice, score(choice, None)
-
-    def score(choice: Choice, processed: Array | None) -> LogProbs:
-        return token_logprobs(
+    def describe(choice: Choice, processed: Array | None) -> tuple[Choice, LogProbs]:
+        if processed is None:
+            return choice, no_logprobs(logits.shape[0], max_logprobs)
+        return choice, token_logprobs(
             logits,
             choice.token_ids,
             sampling,
@@ -136,4 +121,12 @@ def choose_and_score(
             processed=processed,
         )
 
-    return lax.cond(jnp.any(sampling.num_logprobs >= 0), both, choose)
+    return choose_and(
+        describe,
+        logits,
+        sampling,
+        row_ids,
+        positions,
+        history,
+        needs_processed=jnp.any(sampling.num_logprobs >= 0),
+    )
