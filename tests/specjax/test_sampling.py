@@ -491,7 +491,7 @@ def test_logprobs():
     np.testing.assert_allclose(actual.raw, raw[node, token_ids], atol=1e-5)
     np.testing.assert_allclose(actual.processed, processed[node, token_ids], atol=1e-5)
     for values, ids, top in (
-        (raw, actual.top_ids, actual.top_raw),
+        (raw, actual.raw_top_ids, actual.raw_top),
         (processed, actual.processed_top_ids, actual.processed_top),
     ):
         assert ids.shape == top.shape == (NUM_TOKENS, 3)
@@ -522,14 +522,14 @@ def test_logprobs_are_zeros_unless_asked_for():
     chosen_only = make_case(SamplingParams(logprobs=0), SamplingParams())
     actual = score(chosen_only.logits, token_ids, *chosen_only.args[1:], max_logprobs=3)
     assert np.all(actual.raw < 0)
-    assert not np.any(actual.top_raw)
+    assert not np.any(actual.raw_top)
 
 
 def test_max_logprobs_above_the_vocabulary():
     case = make_case(SamplingParams(logprobs=3), vocab=2)
     given = {"max_logprobs": 3, "processed": case.logits}
     actual = score(case.logits, case.row_ids, *case.args[1:], **given)
-    assert np.isfinite(actual.top_raw).tolist() == [[True, True, False]] * NUM_TOKENS
+    assert np.isfinite(actual.raw_top).tolist() == [[True, True, False]] * NUM_TOKENS
 
 
 def test_features_toggle_without_recompiling():
