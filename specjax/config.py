@@ -6,10 +6,13 @@ import dataclasses
 import json
 import math
 import numbers
+import operator
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
+METHODS = ("ngram", "draft_model")
 VERIFICATION_RULES = ("greedy", "seeded", "delta", "rejection")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 
@@ -20,6 +23,10 @@ class SamplingParams:
 
     Logits pass: allowed ids, bad ids, min_tokens, logit_bias, penalties,
     temperature, min_p, top_k, top_p. All of them work with speculation.
+
+    The first min_tokens output tokens hold no stop token, and a stop string that one
+    of them completes does not end the output; it is text like any other. One that
+    begins among them and is completed by a later token does.
 
     `seed` makes the text a function of (weights, prompt, these parameters, seed);
     without one fresh entropy is drawn, and reported in the result. Sample i of n
@@ -36,7 +43,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     bad_token_ids: Sequence[int] = ()
     allowed_token_ids: Sequence[int] | None = None
-    min_tokens: int = 0  # no stop token before this many
+    min_tokens: int = 0  # so many are no stop token and complete no stop string
     max_tokens: int = 128
     stop_token_ids: Sequence[int] = ()
     stop: str | Sequence[str] | None = ()  # stop strings, cut from the text
@@ -52,16 +59,22 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def validate(self, vocab_size: int | None = None) -> None:
-        """Raises ValueError, naming the parameter, for values that mean nothing or contradict.
+    def validate(
+        self, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()
+    ) -> None:
+        """Refuses values that mean nothing or contradict, naming the parameter.
 
         Args:
           vocab_size: token ids are held against it when given.
+          eos_token_ids: stop tokens of the model, unless `ignore_eos`.
+
+        Raises:
+          ValueError: a value of the wrong type too.
         """
         for name, low, high in _RANGES:
             value: Any = getattr(self, name)
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not is_number or not low <= float(value) <= high:
+            if not is_number or not low <= value <= high:
                 raise ValueError(
                     f"{name}={value!r} is out of range; expected a number from {low} to {high}."
                 )
@@ -82,26 +95,46 @@ class SamplingParams:
             raise ValueError(
                 f"{self.min_tokens=} exceeds {self.max_tokens=}; lower min_tokens or raise max_tokens."
             )
-        if any(not isinstance(text, str) or not text for text in self.stop_strings):
+        if self.ignore_eos not in (True, False):
+            raise ValueError(f"{self.ignore_eos=} must be True or False.")
+        is_many = self.stop is None or _is_sized(self.stop)
+        if not is_many or any(
+            not isinstance(text, str) or not text for text in self.stop_strings
+        ):
             raise ValueError(f"{self.stop=} must hold non-empty strings.")
-        if self.allowed_token_ids is not None:
-            if not len(self.allowed_token_ids):
-                raise ValueError(
-                    "allowed_token_ids is empty, so no token could be chosen; pass None to allow all."
-                )
-            if not set(self.allowed_token_ids) - set(self.bad_token_ids):
-                raise ValueError(
-                    "bad_token_ids forbids every one of allowed_token_ids; no token could be chosen."
-                )
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"{self.logit_bias=} must map token ids to numbers.")
-        if any(
-            math.isnan(value) or value == math.inf for value in self.logit_bias.values()
-        ):
+        if not all(map(_is_bias, self.logit_bias.values())):
             raise ValueError(
-                f"{self.logit_bias=} must hold finite numbers (or -inf to forbid a token)."
+                f"{self.logit_bias=} must hold finite numbers of float32, at most "
+                f"{_FLOAT32_MAX:.3g} in size (or -inf to forbid a token)."
             )
         self._validate_token_ids(vocab_size)
+        if self.allowed_token_ids is not None:
+            self._validate_allowed(eos_token_ids)
+
+    def _validate_allowed(self, eos_token_ids: Sequence[int]) -> None:
+        """Refuses allowed_token_ids of which nothing is left."""
+        left = set(map(int, self.allowed_token_ids or ()))
+        if not left:
+            raise ValueError(
+                "allowed_token_ids is empty, so no token could be chosen; pass None "
+                "to allow all."
+            )
+        left -= set(map(int, self.bad_token_ids))
+        left -= {int(i) for i, bias in self.logit_bias.items() if bias == -math.inf}
+        if not left:
+            raise ValueError(
+                "bad_token_ids (or logit_bias of -inf) forbids every one of "
+                "allowed_token_ids; no token could be chosen."
+            )
+        stops = {*map(int, self.stop_token_ids)}
+        stops.update(() if self.ignore_eos else map(int, eos_token_ids))
+        if self.min_tokens > 0 and not left - stops:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} forbids stop tokens, and nothing else is "
+                "left of allowed_token_ids; allow another token, or set min_tokens=0."
+            )
 
     def _validate_token_ids(self, vocab_size: int | None) -> None:
         groups = {
@@ -113,6 +146,8 @@ class SamplingParams:
             "stop_token_ids": self.stop_token_ids,
         }
         for name, ids in groups.items():
+            if not _is_sized(ids):
+                raise ValueError(f"{name}={ids!r} must be a sequence of token ids.")
             for token_id in ids:
                 if (
                     not _is_int(token_id)
@@ -125,6 +160,7 @@ class SamplingParams:
                     )
 
 
+_FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 _RANGES = (
     ("temperature", 0.0, 100.0),
     ("top_k", -1, 2**31 - 1),
@@ -140,21 +176,55 @@ _RANGES = (
 
 
 def _is_int(value: Any) -> TypeGuard[int]:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+def _is_sized(value: Any) -> bool:
+    """Whether a value can be read more than once: a list, a set, an array, ..."""
+    try:
+        len(value)
+        iter(value)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_bias(value: Any) -> bool:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and (value == -math.inf or -_FLOAT32_MAX <= value <= _FLOAT32_MAX)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """Which drafter, how many tokens, verified how; the keys of vLLM's `--speculative-config`."""
+    """Which drafter, how many tokens, verified how.
+
+    The keys of vLLM's `--speculative-config`. A drafter that is passed beside this
+    needs neither `method` nor `model`.
+    """
 
     method: str | None = None  # None, "ngram" or "draft_model"
-    model: str | None = None
+    model: str | None = None  # a folder, a hub name, or "demo"
     num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
     verification: str = "seeded"
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
 
     def __post_init__(self):
+        if self.method is not None and self.method not in METHODS:
+            raise ValueError(
+                f"method={self.method!r} is not available; this version has "
+                f"{' and '.join(map(repr, METHODS))}."
+            )
+        if self.model is not None and not isinstance(self.model, str | os.PathLike):
+            raise ValueError(f"model={self.model!r} must name a folder or a model.")
+        if self.method == "draft_model" and self.model is None:
+            raise ValueError(
+                "method 'draft_model' needs 'model': a folder, or \"demo\"."
+            )
         if (
             not _is_int(self.num_speculative_tokens)
             or not 0 <= self.num_speculative_tokens <= 63
@@ -192,19 +262,9 @@ class SpeculationConfig:
                 f"speculative_config must be a JSON object, got {type(given).__name__}."
             )
         given = dict(given)
-        method = given.get("method")
-        if method is None and given.get("model") is not None:
-            given["method"] = method = (
-                "ngram" if given["model"] in ("ngram", "[ngram]") else "draft_model"
-            )
-        if method not in (None, "ngram", "draft_model"):
-            raise ValueError(
-                f"speculative_config method {method!r} is not available; this version has 'ngram' and 'draft_model'."
-            )
-        if method == "draft_model" and given.get("model") is None:
-            raise ValueError(
-                "speculative_config method 'draft_model' needs 'model': a folder, or \"demo\"."
-            )
+        if given.get("method") is None and given.get("model") is not None:
+            is_ngram = given["model"] in ("ngram", "[ngram]")
+            given["method"] = "ngram" if is_ngram else "draft_model"
         given = {key: value for key, value in given.items() if value is not None}
         # One bound alone moves the other out of its way.
         low: Any = given.get("prompt_lookup_min")

@@ -134,7 +134,7 @@ class Tokenizer:
             True unless given. Qwen3 reads `enable_thinking`.
 
         Raises:
-          ValueError: there is no template, or the template refuses the messages.
+          ValueError: there is no template, or it fails on the messages.
         """
         text = self.render_chat(messages, **template_kwargs)
         return self.backend.encode(text, add_special_tokens=False).ids
@@ -156,9 +156,10 @@ class Tokenizer:
         try:
             template = _environment().from_string(self.chat_template)
             return template.render(messages=messages, **variables)
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # A template is a program, and can raise any.
             raise ValueError(
-                f"the chat template failed on {len(messages)} messages: {error}. "
+                f"the chat template failed on {len(messages)} messages: "
+                f"{type(error).__name__}: {error}. "
                 "Change the messages (roles, order) to what the model's template "
                 "takes."
             ) from error

@@ -89,6 +89,22 @@ def test_numpy_whole_numbers_are_whole_numbers():
         ("stop", ""),
         ("stop", ["a", ""]),
         ("stop", [1]),
+        ("stop", 5),
+        ("stop", iter("ab")),
+        ("temperature", 10**400),
+        ("logit_bias", {1: 1e39}),
+        ("logit_bias", {1: -1e39}),
+        ("logit_bias", {1: 10**400}),
+        ("logit_bias", {1: "2"}),
+        ("bad_token_ids", None),
+        ("bad_token_ids", 5),
+        ("bad_token_ids", [[1]]),
+        ("bad_token_ids", np.ones((1, 1), int)),
+        ("allowed_token_ids", 5),
+        ("allowed_token_ids", [[1]]),
+        ("stop_token_ids", None),
+        ("stop_token_ids", iter([1])),
+        ("ignore_eos", "yes"),
     ],
 )
 def test_sampling_params_refuse_by_name(name, value):
@@ -101,6 +117,30 @@ def test_sampling_params_refuse_contradictions():
         SamplingParams(min_tokens=5, max_tokens=4).validate()
     with pytest.raises(ValueError, match="forbids every one"):
         SamplingParams(allowed_token_ids=[3], bad_token_ids=[3, 4]).validate()
+
+
+def test_logit_bias_reaches_the_ends_of_float32():
+    most = float(np.finfo(np.float32).max)
+    SamplingParams(logit_bias={1: most, 2: -most, 3: np.float32(most)}).validate()
+
+
+def test_allowed_tokens_must_leave_one_before_min_tokens():
+    allowed = SamplingParams(
+        allowed_token_ids=[3, 4, 5],
+        bad_token_ids=[3],
+        logit_bias={4: -math.inf},
+        stop_token_ids=np.array([5]),
+    )
+    allowed.validate()
+    with pytest.raises(ValueError, match=r"min_tokens=1 .*allowed_token_ids"):
+        dataclasses.replace(allowed, min_tokens=1).validate()
+    only_eos = SamplingParams(allowed_token_ids=[9], min_tokens=1)
+    only_eos.validate()
+    with pytest.raises(ValueError, match="min_tokens=1"):
+        only_eos.validate(eos_token_ids=[9])
+    dataclasses.replace(only_eos, ignore_eos=True).validate(eos_token_ids=[9])
+    with pytest.raises(ValueError, match="forbids every one"):
+        SamplingParams(allowed_token_ids=[3], logit_bias={3: -math.inf}).validate()
 
 
 @pytest.mark.parametrize(
@@ -135,6 +175,9 @@ def test_stop_strings_are_a_tuple():
         ({"prompt_lookup_max": 17}, "prompt_lookup_max=17"),
         ({"prompt_lookup_max": 2.5}, "prompt_lookup_max=2.5"),
         ({"prompt_lookup_max": "3"}, "prompt_lookup_max='3'"),
+        ({"method": "eagle3"}, "'eagle3' is not available.*'ngram' and 'draft_model'"),
+        ({"method": "draft_model"}, "needs 'model'"),
+        ({"model": 3}, "model=3"),
     ],
 )
 def test_speculation_config_refuses(fields, message):

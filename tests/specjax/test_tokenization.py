@@ -130,6 +130,9 @@ def test_strftime_now():
         ("{{ messages[0].content + 1 }}", "chat template failed"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ 1 / 0 }}", "chat template failed.*ZeroDivisionError: division by zero"),
+        ("{{ range(10 ** 9) }}", "chat template failed.*OverflowError"),
+        ("{{ {}['a'].b }}", "chat template failed.*UndefinedError"),
     ],
 )
 def test_a_template_that_fails_says_why(template, message):
