@@ -74,11 +74,16 @@ class IncrementalText:
         self._num_settled = 0  # characters of the window's text that are final
         self._num_run = 0  # byte tokens at the window's end
         self._held = ""  # final, but perhaps the beginning of a stop string
+        self._num_exempt = 0  # characters, from `_held` on, that end no stop string
 
-    def feed(self, token_ids: int | Iterable[int]) -> Fed:
+    def feed(self, token_ids: int | Iterable[int], *, may_stop: bool = True) -> Fed:
         """Takes the next tokens and returns the text that they make final.
 
         After a stop string, tokens are taken and none is used.
+
+        Args:
+          may_stop: whether a stop string that one of these tokens completes ends the
+            output; one that they only begin does either way.
         """
         if self.stopped_by is not None:
             return Fed("", 0, self.stopped_by)
@@ -89,7 +94,7 @@ class IncrementalText:
         pieces = []
         for num_used, token_id in enumerate(ids, start=1):
             self._append([token_id])
-            pieces.append(self._match(self._settle()))
+            pieces.append(self._match(self._settle(), may_stop))
             if self.stopped_by is not None:
                 return Fed("".join(pieces), num_used, self.stopped_by)
         return Fed("".join(pieces), len(ids), None)
@@ -139,21 +144,25 @@ class IncrementalText:
         if num_settled > 0:
             self._window, self._num_settled = window, num_settled
 
-    def _match(self, settled: str) -> str:
+    def _match(self, settled: str, may_stop: bool) -> str:
         """Returns what may be shown of held and new text; notices a stop string."""
         text = self._held + settled
         # An open run of byte tokens that is text so far can complete a stop string:
         # nothing follows it then that could make the run invalid.
         run = self._decode(self._window)[self._num_settled :] if self._num_run else ""
         seen = text if run.endswith(_REPLACEMENT) else text + run
-        found = _first_stop(seen, self._stop_strings)
+        if not may_stop:
+            self._num_exempt = len(seen)
+        found = _first_stop(seen, self._stop_strings, self._num_exempt)
         if found is not None:
             begin, self.stopped_by = found
             end = begin + len(self.stopped_by)
             return seen[: end if self._include_stop_str else begin]
         num_held = _num_held(text, self._stop_strings)
-        self._held = text[len(text) - num_held :]
-        return text[: len(text) - num_held]
+        num_shown = len(text) - num_held
+        self._held = text[num_shown:]
+        self._num_exempt = max(self._num_exempt - num_shown, 0)
+        return text[:num_shown]
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(
@@ -161,12 +170,17 @@ class IncrementalText:
         )
 
 
-def _first_stop(text: str, stop_strings: Sequence[str]) -> tuple[int, str] | None:
-    """Returns where the stop string that ends first begins, and it; longest wins."""
+def _first_stop(
+    text: str, stop_strings: Sequence[str], num_exempt: int
+) -> tuple[int, str] | None:
+    """Returns where the stop string that ends first begins, and it; longest wins.
+
+    Only those count that end after the first num_exempt characters.
+    """
     found = [
         (begin + len(stop), begin, stop)
         for stop in stop_strings
-        if (begin := text.find(stop)) >= 0
+        if (begin := text.find(stop, max(num_exempt - len(stop) + 1, 0))) >= 0
     ]
     return min(found)[1:] if found else None
 

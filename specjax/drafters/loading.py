@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from specjax.config import SpeculationConfig
@@ -34,7 +35,7 @@ class LoadedDrafter:
 
 
 def load_drafter(
-    source: LoadedDrafter | Model | str | None,
+    source: LoadedDrafter | Model | str | os.PathLike[str] | None,
     target: Model,
     config: SpeculationConfig | None = None,
 ) -> LoadedDrafter:
@@ -42,14 +43,18 @@ def load_drafter(
 
     Args:
       source: None (plain decoding), "ngram", "demo", a folder or hub name of a
-        draft model, a Model, or a LoadedDrafter, which is returned as it is.
+        draft model, a Model, or a LoadedDrafter, which is returned as it is. A
+        path is always a folder.
       config: prompt_lookup_min and prompt_lookup_max of an n-gram drafter.
 
     Raises:
       ValueError: the draft model's vocabulary is not the target's.
+      TypeError: `source` is nothing of this.
     """
     config = config or SpeculationConfig()
     if isinstance(source, LoadedDrafter):
+        for of_drafter in source.configs:
+            check_same_vocabulary(target, Model(of_drafter, None, name=source.name))
         return source
     if source is None:
         return LoadedDrafter("none", NoDrafter())
@@ -57,7 +62,12 @@ def load_drafter(
         return LoadedDrafter(
             "ngram", NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
         )
-    if isinstance(source, str):
+    if isinstance(source, str | os.PathLike):
         source = load_model("demo-draft" if source == "demo" else source)
+    if not isinstance(source, Model):
+        raise TypeError(
+            f"drafter is {source!r}; expected None, 'ngram', 'demo', a folder or hub "
+            "name, a Model, or what load_drafter returned."
+        )
     check_same_vocabulary(target, source)
     return LoadedDrafter(source.name, ModelDrafter(source.config), source.params)

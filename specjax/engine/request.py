@@ -9,9 +9,10 @@ from typing import Any, NamedTuple
 
 from specjax.config import SamplingParams
 from specjax.detokenize import IncrementalText
+from specjax.types import INVALID_LOGITS, OUT_OF_LENGTH, STOPPED
 
 # StepInfo.finish, as users read it.
-FINISH_REASONS = {1: "stop", 2: "length", 3: "error"}
+FINISH_REASONS = {STOPPED: "stop", OUT_OF_LENGTH: "length", INVALID_LOGITS: "error"}
 INVALID_LOGITS_ERROR = (
     "the model's logits were NaN, or every token was forbidden, at output position {position}; "
     "check the weights, the dtype, and allowed_token_ids, bad_token_ids and logit_bias."
@@ -44,7 +45,12 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass
 class AcceptanceCounts:
-    """What drafting brought, counted over steps whose tokens were kept."""
+    """What drafting brought, counted over steps whose tokens were kept.
+
+    `num_accepted` counts draft tokens that were committed. A step that a stop rule
+    cut may end in a draft token, with none of the target's own; the averages count
+    one more token for it all the same.
+    """
 
     num_steps: int = 0
     num_drafted: int = 0
@@ -86,7 +92,11 @@ class AcceptanceCounts:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per step, 1 + accepted / steps: the target's own token counted, as the field does."""
+        """Tokens per step, 1 + accepted / steps: the target's own counted, as the field does.
+
+        A step that ends in an accepted stop token counts one more than it committed,
+        once per sequence at most.
+        """
         return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 0.0
 
     @property
@@ -146,7 +156,7 @@ class Request:
             return
         if self.first_token_at is None and token_ids:
             self.first_token_at = time.perf_counter()
-        used = self._show(token_ids, num_accepted, FINISH_REASONS.get(finish) == "stop")
+        used = self._show(token_ids, num_accepted, finish == STOPPED)
         if used:
             num_accepted = min(num_accepted, used)
             self.counts.add(num_drafted, num_accepted)
@@ -165,13 +175,19 @@ class Request:
     def _show(
         self, token_ids: Sequence[int], num_accepted: int, ends_in_stop_token: bool
     ) -> int:
-        """Adds to `shown` what may be shown; returns how many tokens belong to the output."""
+        """Adds to `shown` what may be shown.
+
+        Returns:
+          How many tokens belong to the output.
+        """
         if self.text is None:
             return len(token_ids)
         # A stop token ends the text and has none of its own.
         spoken = token_ids[:-1] if ends_in_stop_token else token_ids
+        num_before = len(self.output_token_ids)
         for place, token_id in enumerate(spoken):
-            fed = self.text.feed(token_id)
+            is_early = num_before + place < self.params.min_tokens
+            fed = self.text.feed(token_id, may_stop=not is_early)
             self.shown.append(Piece(fed.text, place < num_accepted))
             if fed.stopped_by is not None:
                 self.finish_reason = "stop"

@@ -237,6 +237,53 @@ def test_stop_strings_inside_one_token():
     assert _run(BYTES, [ids], ["ool>b", "b"]) == ("a<t", 3, "ool>b")
 
 
+def _expected_after(tokenizer: Tokenizer, ids: list[int], stops, num_exempt: int):
+    """The law of `may_stop`: the first end past what num_exempt tokens decode to."""
+    text = tokenizer.decode(ids)
+    exempt = len(tokenizer.decode(ids[:num_exempt]).rstrip("\ufffd"))
+    ends = [
+        (begin + len(stop), begin)
+        for stop in stops
+        for begin in range(len(text))
+        if text.startswith(stop, begin) and begin + len(stop) > exempt
+    ]
+    return text[: min(ends)[1]] if ends else text
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    name=st.sampled_from(sorted(TOKENIZERS)),
+    text=st.text("ab\u4f60\n", max_size=20),
+    stops=st.lists(
+        st.text("ab\u4f60\n", min_size=1, max_size=4), min_size=1, max_size=3
+    ),
+    num_exempt=st.integers(0, 12),
+)
+def test_tokens_that_may_not_stop(name, text, stops, num_exempt):
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer.encode(text)
+    incremental = IncrementalText(tokenizer, stops)
+    shown = incremental.feed(ids[:num_exempt], may_stop=False).text
+    shown += incremental.feed(ids[num_exempt:]).text + incremental.finish()
+    assert shown == _expected_after(tokenizer, ids, stops, num_exempt)
+
+
+@pytest.mark.parametrize(
+    ("stops", "text", "stopped_by"),
+    [
+        (["c"], "xabcd", None),
+        (["bcd"], "xa", "bcd"),  # begun before, completed after
+        (["bcde", "bc"], "xabcd", None),  # "bc" lies in what might be "bcde"
+        (["d"], "xabc", "d"),
+    ],
+)
+def test_a_stop_string_over_the_last_token_that_may_not_stop(stops, text, stopped_by):
+    incremental = IncrementalText(BYTES, stops)
+    shown = incremental.feed(_bytes_of("xabc"), may_stop=False).text
+    shown += incremental.feed(_bytes_of("d")).text + incremental.finish()
+    assert (shown, incremental.stopped_by) == (text, stopped_by)
+
+
 def test_include_stop_string():
     assert _run(BYTES, [_bytes_of("a. b")], ["."], include_stop_str=True)[0] == "a."
 

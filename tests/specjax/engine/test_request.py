@@ -8,10 +8,18 @@ from tokenizers import decoders, models
 
 from specjax.config import SamplingParams
 from specjax.detokenize import IncrementalText
-from specjax.engine.request import AcceptanceCounts, Piece, Request, TokenLogProbs
+from specjax.engine.request import (
+    FINISH_REASONS,
+    AcceptanceCounts,
+    Piece,
+    Request,
+    TokenLogProbs,
+)
 from specjax.tokenization import Tokenizer
+from specjax.types import INVALID_LOGITS as ERROR
+from specjax.types import OUT_OF_LENGTH as LENGTH
+from specjax.types import RUNNING, STOPPED
 
-RUNNING, STOPPED, LENGTH, ERROR = range(4)
 EOS = 26
 
 
@@ -31,8 +39,8 @@ def ids(text: str) -> list[int]:
     return [string.ascii_lowercase.index(letter) for letter in text]
 
 
-def new_request(stop=(), *, has_text=True, logprobs=None) -> Request:
-    params = SamplingParams(stop=stop, logprobs=logprobs)
+def new_request(stop=(), *, has_text=True, logprobs=None, min_tokens=0) -> Request:
+    params = SamplingParams(stop=stop, logprobs=logprobs, min_tokens=min_tokens)
     text = IncrementalText(TOKENIZER, params.stop_strings) if has_text else None
     return Request(
         prompt_index=0,
@@ -115,6 +123,32 @@ def test_stop_string_completed_by_the_targets_own_token():
     assert request.is_draft == [True, True, False]
     assert request.counts.num_accepted == 2
     assert text_of(request) == "ab"
+
+
+@pytest.mark.parametrize("min_tokens", range(8))
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_min_tokens_complete_no_stop_string(min_tokens, size):
+    """`cd` is completed by tokens 3 and 6, in whatever steps they come."""
+    request = new_request(stop="cd", min_tokens=min_tokens)
+    for begin in range(0, 7, size):
+        step(request, "abcdcda"[begin : begin + size])
+    # The token that completes it is past the first min_tokens.
+    num_used = 4 if min_tokens <= 3 else 6 if min_tokens <= 5 else 7
+    assert request.output_token_ids == ids("abcdcda")[:num_used]
+    assert text_of(request) == {4: "ab", 6: "abcd", 7: "abcdcda"}[num_used]
+    assert request.is_finished == (num_used < 7)
+
+
+def test_why_a_row_ended_has_a_name():
+    assert FINISH_REASONS == {STOPPED: "stop", LENGTH: "length", ERROR: "error"}
+
+
+def test_an_accepted_stop_token_counts_as_a_draft():
+    request = new_request()
+    step(request, "ab", accepted=2, drafted=3, finish=STOPPED)
+    assert request.is_draft == [True, True]
+    assert request.counts.num_accepted == 2
+    assert request.counts.mean_acceptance_length == 3
 
 
 def test_nothing_is_taken_after_the_end():
