@@ -111,11 +111,13 @@ class SamplingParams:
             )
         self._validate_token_ids(vocab_size)
         if self.allowed_token_ids is not None:
-            self._validate_allowed(eos_token_ids)
+            self._validate_allowed(self.allowed_token_ids, eos_token_ids)
 
-    def _validate_allowed(self, eos_token_ids: Sequence[int]) -> None:
+    def _validate_allowed(
+        self, allowed: Sequence[int], eos_token_ids: Sequence[int]
+    ) -> None:
         """Refuses allowed_token_ids of which nothing is left."""
-        left = set(map(int, self.allowed_token_ids or ()))
+        left = set(map(int, allowed))
         if not left:
             raise ValueError(
                 "allowed_token_ids is empty, so no token could be chosen; pass None "

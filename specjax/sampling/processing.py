@@ -37,20 +37,30 @@ class Usage(NamedTuple):
 
 
 def usage(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
-    """Returns which features the rows of a batch use."""
+    """Returns which features the rows that have tokens in a batch use."""
     is_random = sampling.temperature > 0
     filters = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    row = _clamp(row_ids, sampling)
+    is_early = _is_early(sampling, _clamp(row_ids, sampling), positions)
+    is_present = present_rows(sampling, row_ids)
+
+    def any_row(uses: Array) -> Array:
+        return jnp.any(is_present & uses)
+
     return Usage(
-        allowed=jnp.any(sampling.has_allowed),
-        bias=jnp.any(sampling.bias_values != 0),
-        min_tokens=jnp.any(_is_early(sampling, row, positions)),
-        repetition=jnp.any(sampling.repetition_penalty != 1),
-        presence=jnp.any(sampling.presence_penalty != 0),
-        frequency=jnp.any(sampling.frequency_penalty != 0),
-        filters=jnp.any(is_random & filters),
-        temperature=jnp.any(is_random),
+        allowed=any_row(sampling.has_allowed),
+        bias=any_row(jnp.any(sampling.bias_values != 0, axis=1)),
+        min_tokens=jnp.any(is_early & (row_ids < sampling.rows)),
+        repetition=any_row(sampling.repetition_penalty != 1),
+        presence=any_row(sampling.presence_penalty != 0),
+        frequency=any_row(sampling.frequency_penalty != 0),
+        filters=any_row(is_random & filters),
+        temperature=any_row(is_random),
     )
+
+
+def present_rows(sampling: RowSampling, row_ids: Array) -> Array:
+    """Returns which rows have a token in the batch, bool[rows]; padding is no row's."""
+    return jnp.any(row_ids[None, :] == jnp.arange(sampling.rows)[:, None], axis=1)
 
 
 def process_logits(

@@ -25,8 +25,7 @@ MIN_TEMPERATURE = 1e-5
 class RowSampling:
     """How each row is sampled: `SamplingParams` as dynamic values.
 
-    A row that nobody occupies should hold `empty` values: a feature runs for the
-    whole batch when any row asks for it.
+    A feature runs for the whole batch when any row that has tokens in it asks for it.
     """
 
     temperature: Array  # f32[rows], 0 is greedy
@@ -57,13 +56,8 @@ class RowSampling:
     @classmethod
     def empty(cls, rows: int, engine_config: EngineConfig) -> RowSampling:
         """Returns rows that are greedy and use no feature."""
-        values = _empty_values(engine_config)
-        return cls(
-            **{
-                name: jnp.tile(value, (rows,) + (1,) * value.ndim)
-                for name, value in values.items()
-            }
-        )
+        values = empty_row_values(rows, engine_config)
+        return cls(**{name: jnp.asarray(value) for name, value in values.items()})
 
 
 def row_values(
@@ -82,10 +76,11 @@ def row_values(
       seed: two 32-bit words, or a number below 2**64.
 
     Raises:
-      ValueError: more ids than a capacity of engine_config holds, or a bad seed.
+      ValueError: more ids than a capacity of engine_config holds, a bad seed, or
+        parameters that `SamplingParams.validate` refuses.
     """
-    params.validate()
-    values = _empty_values(engine_config)
+    params.validate(eos_token_ids=eos_token_ids)
+    values = _empty_values((), engine_config)
     temperature = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
     scalars = {
         "temperature": temperature,
@@ -132,25 +127,58 @@ def seed_words(seed: int | tuple[int, int]) -> tuple[int, int]:
     return words
 
 
-def _empty_values(engine_config: EngineConfig) -> dict[str, np.ndarray]:
-    config = engine_config
+def empty_row_values(rows: int, engine_config: EngineConfig) -> dict[str, np.ndarray]:
+    """Returns the fields of `RowSampling.empty` as numpy arrays; runs on the host."""
+    return _empty_values((rows,), engine_config)
+
+
+def reset_rows(sampling: RowSampling, mask: Array) -> RowSampling:
+    """Makes the rows of mask bool[rows] `empty` again, so that they use no feature."""
+    changes = {}
+    for name, value in _EMPTY.items():
+        field = getattr(sampling, name)
+        is_reset = mask.reshape((-1,) + (1,) * (field.ndim - 1))
+        changes[name] = jnp.where(is_reset, value, field)
+    return dataclasses.replace(sampling, **changes)
+
+
+# What each entry of an empty row holds.
+_EMPTY: dict[str, np.generic] = {
+    "temperature": np.float32(0),
+    "top_k": np.int32(0),
+    "top_p": np.float32(1),
+    "min_p": np.float32(0),
+    "repetition_penalty": np.float32(1),
+    "presence_penalty": np.float32(0),
+    "frequency_penalty": np.float32(0),
+    "bias_token_ids": np.int32(DROPPED_ID),
+    "bias_values": np.float32(0),
+    "allowed_token_ids": np.int32(DROPPED_ID),
+    "has_allowed": np.bool_(False),
+    "stop_token_ids": np.int32(NO_STOP_ID),
+    "min_tokens": np.int32(0),
+    "prompt_lengths": np.int32(0),
+    "seeds": np.uint32(0),
+    "num_logprobs": np.int32(-1),
+}
+
+
+def _empty_values(
+    leading: tuple[int, ...], engine_config: EngineConfig
+) -> dict[str, np.ndarray]:
+    """Returns every field with the given shape before its own."""
+    widths = {
+        "bias_token_ids": engine_config.max_bias_entries,
+        "bias_values": engine_config.max_bias_entries,
+        "allowed_token_ids": engine_config.max_allowed_tokens,
+        "stop_token_ids": engine_config.max_stop_tokens,
+        "seeds": 2,
+    }
     return {
-        "temperature": np.zeros((), np.float32),
-        "top_k": np.zeros((), np.int32),
-        "top_p": np.ones((), np.float32),
-        "min_p": np.zeros((), np.float32),
-        "repetition_penalty": np.ones((), np.float32),
-        "presence_penalty": np.zeros((), np.float32),
-        "frequency_penalty": np.zeros((), np.float32),
-        "bias_token_ids": np.full(config.max_bias_entries, DROPPED_ID, np.int32),
-        "bias_values": np.zeros(config.max_bias_entries, np.float32),
-        "allowed_token_ids": np.full(config.max_allowed_tokens, DROPPED_ID, np.int32),
-        "has_allowed": np.zeros((), np.bool_),
-        "stop_token_ids": np.full(config.max_stop_tokens, NO_STOP_ID, np.int32),
-        "min_tokens": np.zeros((), np.int32),
-        "prompt_lengths": np.zeros((), np.int32),
-        "seeds": np.zeros(2, np.uint32),
-        "num_logprobs": np.full((), -1, np.int32),
+        name: np.full(
+            (*leading, widths[name]) if name in widths else leading, value, value.dtype
+        )
+        for name, value in _EMPTY.items()
     }
 
 

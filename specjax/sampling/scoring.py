@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from specjax.sampling.choosing import Choice, choose_and
-from specjax.sampling.processing import process_logits
+from specjax.sampling.processing import present_rows, process_logits
 from specjax.sampling.row_sampling import RowSampling
 
 
@@ -18,7 +18,7 @@ class LogProbs(NamedTuple):
     `raw` is of the model's logits as they came: temperature 1, no bias, no filter.
     `processed` is of the distribution that is sampled; for a row of temperature 0,
     of the logits after bias and penalties at temperature 1. The top entries are
-    computed when any row has num_logprobs > 0, most likely first; a filter may
+    computed when any row of the batch has num_logprobs > 0, most likely first; a filter may
     leave fewer than max_logprobs, then the rest are -inf.
     """
 
@@ -63,14 +63,21 @@ def token_logprobs(
         sampled = processed
         if sampled is None:
             sampled = process_logits(logits, sampling, row_ids, positions, history)
-        of = lambda values: _score(values, token_ids, sampling, max_logprobs)
+        needs_top = _most_logprobs(sampling, row_ids) > 0
+        of = lambda values: _score(values, token_ids, needs_top, max_logprobs)
         return LogProbs(*of(logits), *of(sampled))
 
-    return lax.cond(jnp.any(sampling.num_logprobs >= 0), score, nothing)
+    return lax.cond(_most_logprobs(sampling, row_ids) >= 0, score, nothing)
+
+
+def _most_logprobs(sampling: RowSampling, row_ids: Array) -> Array:
+    """Returns the largest num_logprobs of the rows in a batch, i32[]; -1 is none."""
+    is_present = present_rows(sampling, row_ids)
+    return jnp.max(jnp.where(is_present, sampling.num_logprobs, -1))
 
 
 def _score(
-    logits: Array, token_ids: Array, sampling: RowSampling, max_logprobs: int
+    logits: Array, token_ids: Array, needs_top: Array, max_logprobs: int
 ) -> tuple[Array, Array, Array]:
     """Returns logprobs of token_ids f32[n], and ids and logprobs of the most likely."""
     largest = jnp.max(logits, axis=1, keepdims=True)
@@ -86,7 +93,7 @@ def _score(
 
     shape = (logits.shape[0], max_logprobs)
     ids, values = lax.cond(
-        jnp.any(sampling.num_logprobs > 0),
+        needs_top,
         top,
         lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape)),
     )
@@ -128,5 +135,5 @@ def choose_and_score(
         row_ids,
         positions,
         history,
-        needs_processed=jnp.any(sampling.num_logprobs >= 0),
+        needs_processed=_most_logprobs(sampling, row_ids) >= 0,
     )

@@ -38,7 +38,7 @@ def test_defaults_and_extremes_are_valid():
 def test_numpy_whole_numbers_are_whole_numbers():
     ids = np.array([1, 2])
     SamplingParams(stop_token_ids=ids, bad_token_ids=ids).validate(vocab_size=3)
-    SamplingParams(allowed_token_ids=list(ids), seed=np.int64(3)).validate()
+    SamplingParams(allowed_token_ids=ids, seed=np.int64(3)).validate()
 
 
 @pytest.mark.parametrize(

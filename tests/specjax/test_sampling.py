@@ -11,7 +11,7 @@ import pytest
 from specjax import sampling as sampling_lib
 from specjax import seeded_noise
 from specjax.config import EngineConfig, SamplingParams
-from specjax.sampling import RowSampling, row_values
+from specjax.sampling import RowSampling, processing, row_values
 
 VOCAB = 97
 # Most tests share these sizes, hence one compilation.
@@ -354,11 +354,18 @@ def test_nan_of_a_token_that_is_not_allowed_is_flagged():
 
 def test_nothing_left_to_choose_is_flagged():
     params = [
-        SamplingParams(allowed_token_ids=(3,), logit_bias={3: -np.inf}),
-        SamplingParams(min_tokens=60, allowed_token_ids=EOS, temperature=0),
+        SamplingParams(allowed_token_ids=(3,), logit_bias={3: -1.0}),
+        SamplingParams(allowed_token_ids=EOS, temperature=0),
         SamplingParams(allowed_token_ids=(3,)),
     ]
-    choice = choose(*make_case(*params).args)
+    case = make_case(*params)
+    # Refused when they are asked for, so written past the check.
+    sampling = dataclasses.replace(
+        case.sampling,
+        bias_values=case.sampling.bias_values.at[0, 0].set(-np.inf),
+        min_tokens=case.sampling.min_tokens.at[1].set(60),
+    )
+    choice = choose(*dataclasses.replace(case, sampling=sampling).args)
     assert choice.is_invalid.tolist() == [True] * 6 + [False] * 2
     assert choice.token_ids[6:].tolist() == [3, 3]
 
@@ -565,6 +572,55 @@ def test_empty_rows_equal_neutral_greedy_values():
     chex.assert_trees_all_equal_shapes_and_dtypes(empty, neutral)
 
 
+def test_empty_values_are_made_on_the_host():
+    values = sampling_lib.empty_row_values(ROWS, ENGINE)
+    assert {type(value) for value in values.values()} == {np.ndarray}
+    chex.assert_trees_all_equal(RowSampling(**values), RowSampling.empty(ROWS, ENGINE))
+    values["seeds"][0] = 3  # they may be written to, and share nothing
+    assert not np.any(sampling_lib.empty_row_values(ROWS, ENGINE)["seeds"])
+
+
+def test_reset_rows():
+    everything = {key: value for one in FEATURES.values() for key, value in one.items()}
+    used = rows_of(*[SamplingParams(**everything, logprobs=2)] * ROWS)
+    mask = jnp.array([True, False, True, False])
+    actual = jax.jit(sampling_lib.reset_rows)(used, mask)
+    empty = RowSampling.empty(ROWS, ENGINE)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, used)
+    for row, expected in enumerate([empty, used, empty, used]):
+        of_row = lambda tree, row=row: jax.tree.map(lambda field: field[row], tree)
+        chex.assert_trees_all_equal(of_row(actual), of_row(expected))
+
+
+def test_rows_without_tokens_switch_nothing_on():
+    asks = [SamplingParams(**feature, logprobs=2) for feature in FEATURES.values()]
+    for one in asks:
+        case = make_case(SamplingParams(temperature=0, ignore_eos=True))
+        case = dataclasses.replace(
+            case,
+            sampling=rows_of(SamplingParams(temperature=0, ignore_eos=True), one),
+            row_ids=case.row_ids.at[-3:].set(ROWS),  # padding, clamped to a row
+        )
+        last = jax.tree.map(lambda field: field.at[-1].set(field[1]), case.sampling)
+        case = dataclasses.replace(case, sampling=last)
+        used = processing.usage(last, case.row_ids, case.positions)
+        assert not any(used), one
+        _, scored = choose_and_score(*case.args, max_logprobs=3)
+        assert not any(np.any(field) for field in scored)
+        alone = score(case.logits, case.row_ids, *case.args[1:], max_logprobs=3)
+        assert not any(np.any(field) for field in alone)
+
+
+def test_rows_without_tokens_change_no_result():
+    greedy = SamplingParams(temperature=0, ignore_eos=True)
+    params = SamplingParams(temperature=0.7, top_p=0.8, logit_bias={3: 2.0}, logprobs=0)
+    case = make_case(params, greedy)
+    fuller = [*[params, greedy], *[SamplingParams(top_k=2, logprobs=3, min_p=0.2)] * 2]
+    other = dataclasses.replace(case, sampling=rows_of(*fuller))
+    run = lambda one: (process(*one.args), choose_and_score(*one.args, max_logprobs=3))
+    chex.assert_trees_all_equal(run(case), run(other))
+
+
 @pytest.mark.parametrize(
     ("params", "seed", "names"),
     [
@@ -581,6 +637,7 @@ def test_empty_rows_equal_neutral_greedy_values():
         ({}, (1, 2**32), "seed"),
         ({}, -1, "seed"),
         ({"temperature": -1.0}, 0, "temperature"),
+        ({"allowed_token_ids": EOS, "min_tokens": 1}, 0, "allowed_token_ids"),
     ],
 )
 def test_row_values_names_what_does_not_fit(params, seed, names):
