@@ -7,7 +7,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specjax.cli import json_document, prompts, sampling_arguments, terminal
@@ -189,6 +189,7 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
             result = _write_stream(
                 arguments, entries[0], stream, status, has_text=has_text
             )
+            _writer(arguments).logprobs(result[0].logprobs or (), _namer(target))
         else:
             result = generation.generate(
                 target,
@@ -259,6 +260,7 @@ def _write_result(arguments, entries, result: Generation, target, drafter) -> No
         if completion.error is None:
             _write_prompt(writer, entry.prompt)
         _write_tokens(writer, completion, has_text=target.tokenizer is not None)
+        writer.logprobs(completion.logprobs or (), _namer(target))
         writer.end()
 
 
@@ -284,6 +286,15 @@ def _write_tokens(writer: terminal.TextWriter, part, *, has_text: bool) -> None:
         writer.pieces(part.pieces)
     else:
         writer.token_ids(part.token_ids)
+
+
+def _namer(target: Model) -> Callable[[int], str]:
+    """Returns what shows a token: its id, and its text where there is a tokenizer."""
+    tokenizer = target.tokenizer
+    if tokenizer is None:
+        return str
+    text = lambda i: tokenizer.decode([i], skip_special_tokens=False)
+    return lambda token_id: f"{token_id} {text(token_id)!r}"
 
 
 def _report(arguments, entries, result: Generation) -> int:

@@ -58,7 +58,7 @@ OPTIONS = (
     Option("logit_bias", "added to a token's logit", "ID=VALUE", bias_entry, True),
     Option("bad_token_ids", "never generate these", "IDS", token_ids),
     Option("allowed_token_ids", "generate only these", "IDS", token_ids),
-    Option("min_tokens", "no stop token before this many", "N", int),
+    Option("min_tokens", "nothing stops it before this many", "N", int),
     Option("max_tokens", "most tokens to generate", "N", int),
     Option("stop_token_ids", "stop after one of these", "IDS", token_ids),
     Option("stop", "stop before this text", "TEXT", str, True),

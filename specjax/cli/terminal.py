@@ -6,11 +6,11 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from specjax.engine.request import Piece
+    from specjax.engine.request import Piece, TokenLogProbs
     from specjax.generation import GenerationStats
 
 DIM, DRAFT, BOLD, RESET = "\x1b[2m", "\x1b[32m", "\x1b[1m", "\x1b[0m"
@@ -61,6 +61,28 @@ class TextWriter:
     def token_ids(self, token_ids: Iterable[int]) -> None:
         """Writes the tokens of a model without a tokenizer."""
         self._write("".join(f"{token_id} " for token_id in token_ids), "")
+        self._stream.flush()
+
+    def logprobs(
+        self, logprobs: Sequence[TokenLogProbs], name: Callable[[int], str]
+    ) -> None:
+        """Writes a line per token: its log-probabilities, and the most likely tokens'.
+
+        Args:
+          name: from a token id to what is shown for it, on one line.
+        """
+        if not logprobs:
+            return
+        self.end()
+        self._write(
+            "log-probability processed, raw: token; most likely processed\n", BOLD
+        )
+        for one in logprobs:
+            line = f"{one.processed:9.4f} {one.raw:9.4f}: {name(one.token_id)}"
+            if one.top_processed:
+                top = (f"{name(i)} {value:.4f}" for i, value in one.top_processed)
+                line += "; " + ", ".join(top)
+            self._write(line + "\n", "")
         self._stream.flush()
 
     def end(self) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import shlex
 import sys
 
@@ -64,6 +65,28 @@ def test_json_document(run):
     assert len(first["logprobs"]) == 6
     assert len(first["logprobs"][0]["top_raw"]) == 2
     assert document["stats"]["num_output_tokens"] == 24
+
+
+@pytest.mark.parametrize("prompts", [["w5 w6"], ["w5 w6", "w7"]])
+def test_logprobs_follow_the_text(run, prompts):
+    _, plain, _ = run(*prompts)
+    code, out, _ = run(*prompts, "--logprobs", "2")
+    assert code == 0
+    lines = [line for line in out.splitlines() if re.match(r" +-\d", line)]
+    assert len(lines) == 6 * len(prompts)
+    words = [word for word in plain.split() if re.fullmatch(r"w\d+", word)][-6:]
+    for word, line in zip(words, lines[-6:], strict=True):
+        # Greedy: the token is the most likely one.
+        assert re.search(rf": (\d+ {word!r}); \1 -[\d.]+, \d+ 'w\d+' -[\d.]+$", line)
+    assert set(plain.splitlines()) <= set(out.splitlines())
+
+
+def test_logprobs_without_a_tokenizer(run, untokenized_folder, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": [1, 2], "logprobs": 0}')
+    _, out, _ = run("--prompts", str(path), model=untokenized_folder)
+    ids, _, *lines = out.splitlines()
+    assert [line.split(": ")[1] for line in lines] == ids.split()
 
 
 def test_several_prompts_have_headers(run):
