@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import secrets
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,14 +12,8 @@ import jax
 from jax.sharding import Mesh
 
 from specjax import compilation_cache, sharding
-from specjax.config import (
-    VERIFICATION_RULES,
-    EngineConfig,
-    SamplingParams,
-    SpeculationConfig,
-)
-from specjax.decode.decoder import Decoder, Sizes, build_decoder
-from specjax.detokenize import IncrementalText
+from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
+from specjax.decode.decoder import build_decoder
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.engine.loop import Engine
 from specjax.engine.request import AcceptanceCounts, Piece, Request, TokenLogProbs
@@ -27,15 +21,12 @@ from specjax.engine.speculation_policy import Fixed, SpeculationPolicy
 from specjax.models.base import Model
 from specjax.models.loading import load_model
 from specjax.progress import Progress
-from specjax.sampling import row_values
-from specjax.types import REJECTION, DecoderParams
-
-# Text, the messages of a chat, or token ids.
-Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+from specjax.requests import Prompt, Refused, as_list, make_requests, one_each
+from specjax.sizing import choose_sizes
+from specjax.types import DecoderParams
 
 # Streaming reads back after this many steps: a few tokens at once, and little waiting.
 STREAM_BURST_STEPS = 2
-MIN_ROW_TOKENS = 256  # smallest bucket of a row's capacity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,13 +117,14 @@ class Chunk:
     token_ids: list[int]
     pieces: list[Piece]  # `text` by token
     finish_reason: str | None
+    error: str | None = None
 
 
 def generate(
-    target: Model | str,
+    target: Model | str | os.PathLike[str],
     prompts: Prompt | Sequence[Prompt],
     *,
-    drafter: LoadedDrafter | Model | str | None = None,
+    drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     verification: str | None = None,
     num_speculative_tokens: int | None = None,
@@ -148,7 +140,8 @@ def generate(
       target: a Model, a folder in Hugging Face format, a hub name, or "demo".
       prompts: one prompt or many, of any lengths: text, chat messages, or token ids.
       drafter: None, "ngram", "demo", a folder, a Model, or what load_drafter returned.
-      sampling: for all prompts, or one per prompt.
+      sampling: for all prompts, or one per prompt; None is what the model's
+        generation_config.json says. Output ends where the context does.
       verification: "seeded" (default), "greedy", "delta" or "rejection".
       num_speculative_tokens: K, the most tokens drafted per step; 0 is plain decoding.
       speculative_config: vLLM's --speculative-config, as JSON or a mapping; the
@@ -186,7 +179,9 @@ def generate(
 
 
 def stream(
-    target: Model | str, prompts: Prompt | Sequence[Prompt], **arguments: Any
+    target: Model | str | os.PathLike[str],
+    prompts: Prompt | Sequence[Prompt],
+    **arguments: Any,
 ) -> Stream:
     """Generates text and hands it out as it is committed; arguments as `generate`.
 
@@ -202,10 +197,10 @@ class Stream:
 
     def __init__(
         self,
-        target: Model | str,
+        target: Model | str | os.PathLike[str],
         prompts: Prompt | Sequence[Prompt],
         *,
-        drafter: LoadedDrafter | Model | str | None = None,
+        drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         verification: str | None = None,
         num_speculative_tokens: int | None = None,
@@ -220,67 +215,87 @@ class Stream:
         compilation_cache.enable()
         self._max_burst_steps = max_burst_steps
         self._progress = Progress(enabled=progress)
-        self._target = load_model(target) if isinstance(target, str) else target
+        self._target = _load_target(target)
         config = _speculation(
             speculative_config, drafter, verification, num_speculative_tokens
         )
+        source = _drafter_source(config, drafter)
+        self._drafter = load_drafter(source, self._target, config)
+        if not self._drafter.can_draft or config.num_speculative_tokens == 0:
+            # Plain decoding keeps no pages for a drafter.
+            self._drafter = load_drafter(None, self._target)
+            config = dataclasses.replace(config, num_speculative_tokens=0)
         self._speculation = config
-        self._drafter = load_drafter(
-            _drafter_source(config, drafter), self._target, config
+        engine_config = engine or EngineConfig()
+        all_prompts = as_list(prompts)
+        each = one_each(sampling, self._target, len(all_prompts))
+        requests, refused = make_requests(
+            self._target, all_prompts, each, config, engine_config
         )
-        self._engine_config = engine or EngineConfig()
-        self._requests, self._failed = self._make_requests(_as_list(prompts), sampling)
-        self._finished = False
-        self._engine: Engine | None = None
-        if self._requests:
-            self._decoder = self._build_decoder(mesh)
-            self._compile_s_before = self._decoder.compile_s
-            params = DecoderParams(self._target.params, self._drafter.params)
-            chosen = policy or Fixed(
-                config.num_speculative_tokens if self._drafter.can_draft else 0
-            )
-            self._engine = Engine(
-                self._decoder, params, chosen, on_progress=self._progress.report
-            )
-            self._queue()
-        if self._failed and not self._requests:
+        dtype = jax.tree.leaves(self._target.params)[0].dtype
+        sizes, self._requests, unfit = choose_sizes(
+            requests,
+            [self._target.config, *self._drafter.configs],
+            engine_config,
+            dtype,
+            sharding.axis_size(mesh, sharding.DATA),
+        )
+        self._failed = [_failure(each) for each in [*refused, *unfit]]
+        if sizes is None:
             raise ValueError(self._failed[0].error)
+        uses_rejection = self._drafter.is_model and config.verification == "rejection"
+        self._decoder = build_decoder(
+            self._target.config,
+            self._drafter.spec,
+            sizes,
+            engine_config,
+            uses_rejection,
+            mesh,
+        )
+        self._compile_s_before = self._decoder.compile_s
+        self._engine = Engine(
+            self._decoder,
+            DecoderParams(self._target.params, self._drafter.params),
+            policy or Fixed(config.num_speculative_tokens),
+            on_progress=self._progress.report,
+        )
+        for request in self._requests:
+            self._engine.add(request)
+        self._chunks = self._run()
 
     def __iter__(self) -> Iterator[Chunk]:
-        if self._engine is not None:
-            seen = {id(request): (0, 0) for request in self._requests}
-            total = sum(request.params.max_tokens for request in self._requests)
-            for moved in self._engine.run(max_burst_steps=self._max_burst_steps):
-                self._progress.report(
-                    "tokens",
-                    sum(len(r.output_token_ids) for r in self._requests),
-                    total,
+        return self._chunks
+
+    def _run(self) -> Iterator[Chunk]:
+        for failed in self._failed:
+            place = failed.prompt_index, failed.sample_index
+            yield Chunk(*place, "", [], [], "error", failed.error)
+        seen = {id(request): (0, 0) for request in self._requests}
+        total = sum(request.params.max_tokens for request in self._requests)
+        num_tokens = 0
+        for moved in self._engine.run(max_burst_steps=self._max_burst_steps):
+            for request in moved:
+                first_token, first_piece = seen[id(request)]
+                seen[id(request)] = len(request.output_token_ids), len(request.shown)
+                pieces = [piece for piece in request.shown[first_piece:] if piece.text]
+                token_ids = request.output_token_ids[first_token:]
+                num_tokens += len(token_ids)
+                yield Chunk(
+                    request.prompt_index,
+                    request.sample_index,
+                    "".join(piece.text for piece in pieces),
+                    token_ids,
+                    pieces,
+                    request.finish_reason,
+                    request.error,
                 )
-                for request in moved:
-                    num_tokens, num_pieces = seen[id(request)]
-                    seen[id(request)] = (
-                        len(request.output_token_ids),
-                        len(request.shown),
-                    )
-                    pieces = [
-                        piece for piece in request.shown[num_pieces:] if piece.text
-                    ]
-                    yield Chunk(
-                        request.prompt_index,
-                        request.sample_index,
-                        "".join(piece.text for piece in pieces),
-                        request.output_token_ids[num_tokens:],
-                        pieces,
-                        request.finish_reason,
-                    )
+            self._progress.report("tokens", num_tokens, total)
         self._progress.close()
-        self._finished = True
 
     def result(self) -> Generation:
         """Returns what `generate` would; runs what is left to run."""
-        if not self._finished:
-            for _ in self:
-                pass
+        for _ in self._chunks:
+            pass
         done = [_completion(request) for request in self._requests] + self._failed
         done.sort(
             key=lambda completion: (completion.prompt_index, completion.sample_index)
@@ -299,7 +314,7 @@ class Stream:
             num_prompt_tokens=sum(len(r.prompt_token_ids) for r in self._requests),
             num_output_tokens=sum(len(c.token_ids) for c in completions),
             acceptance=total,
-            run_s=self._engine.run_s if self._engine else 0.0,
+            run_s=self._engine.run_s,
             compile_s=self._decoder.compile_s - self._compile_s_before
             if self._engine
             else 0.0,
@@ -309,154 +324,16 @@ class Stream:
             verification=self._speculation.verification,
         )
 
-    def _make_requests(
-        self,
-        prompts: list[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> tuple[list[Request], list[Completion]]:
-        """Returns the valid requests, and a failed completion for each invalid one."""
-        if sampling is None:
-            sampling = SamplingParams()
-        each = (
-            [sampling] * len(prompts)
-            if isinstance(sampling, SamplingParams)
-            else list(sampling)
+
+def _load_target(target: Any) -> Model:
+    """Returns a loaded model from a model, a folder, a hub name or "demo"."""
+    if isinstance(target, str | os.PathLike):
+        return load_model(target)
+    if not isinstance(target, Model):
+        raise TypeError(
+            f"target must be a Model, a folder or a name, got {type(target).__name__}."
         )
-        if len(each) != len(prompts):
-            raise ValueError(
-                f"{len(each)} sampling parameters were given for {len(prompts)} prompts; "
-                "pass one for all, or one per prompt."
-            )
-        requests, failed = [], []
-        for index, (prompt, params) in enumerate(zip(prompts, each)):
-            try:
-                requests.extend(self._requests_of(index, prompt, params))
-            except (ValueError, TypeError) as error:
-                failed.append(_failure(index, f"prompt {index}: {error}"))
-        return requests, failed
-
-    def _requests_of(
-        self, index: int, prompt: Prompt, params: SamplingParams
-    ) -> list[Request]:
-        config = self._target.config
-        params.validate(config.vocab_size)
-        if self._speculation.verification == "greedy" and params.temperature != 0:
-            raise ValueError(
-                f"verification='greedy' needs temperature 0, got {params.temperature=}; "
-                "use 'seeded', which samples and is exact at any temperature."
-            )
-        token_ids = _token_ids(self._target, prompt)
-        context = self._context
-        if len(token_ids) >= context:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens and the context holds {context}, one of them "
-                "for the output at least; shorten the prompt."
-            )
-        if params.stop_strings and self._target.tokenizer is None:
-            raise ValueError(
-                "stop strings need a tokenizer, and this model's folder has none; use stop_token_ids."
-            )
-        wanted = params.num_speculative_tokens
-        most = self._speculation.num_speculative_tokens
-        seed = params.seed if params.seed is not None else secrets.randbits(63)
-        made = []
-        for sample in range(params.n):
-            sample_seed = derive_seed(seed, sample)
-            values = row_values(
-                params,
-                prompt_length=len(token_ids),
-                eos_token_ids=config.eos_token_ids,
-                seed=sample_seed,
-                engine_config=self._engine_config,
-            )
-            text = None
-            if self._target.tokenizer is not None:
-                text = IncrementalText(self._target.tokenizer, params.stop_strings)
-            made.append(
-                Request(
-                    prompt_index=index,
-                    sample_index=sample,
-                    prompt_token_ids=token_ids,
-                    params=params,
-                    seed=seed,
-                    draft_cap=most if wanted is None else min(wanted, most),
-                    rule=VERIFICATION_RULES.index(self._speculation.verification),
-                    max_length=min(len(token_ids) + params.max_tokens, context),
-                    sampling_values=values,
-                    text=text,
-                )
-            )
-        return made
-
-    @property
-    def _context(self) -> int:
-        """Most tokens of prompt and output together."""
-        models = [self._target.config, *self._drafter.configs]
-        limits = [config.max_position_embeddings for config in models]
-        return min([*limits, self._engine_config.max_context or limits[0]])
-
-    def _build_decoder(self, mesh: Mesh | None) -> Decoder:
-        engine = self._engine_config
-        shards = sharding.axis_size(mesh, sharding.DATA)
-        rows = min(engine.max_rows, _power_of_two(len(self._requests)))
-        rows = -(-rows // shards) * shards
-        longest = max(request.max_length for request in self._requests)
-        pages_per_row = _power_of_two(
-            -(-max(longest, MIN_ROW_TOKENS) // engine.page_size)
-        )
-        dtype = jax.tree.leaves(self._target.params)[0].dtype
-        num_pages = engine.num_pages
-        if num_pages is None:
-            configs = [self._target.config, *self._drafter.configs]
-            page_bytes = sum(
-                c.num_layers * c.num_kv_heads * c.head_dim for c in configs
-            )
-            page_bytes *= 2 * engine.page_size * dtype.itemsize
-            num_pages = min(
-                rows * pages_per_row, max(engine.kv_cache_bytes // page_bytes, 1)
-            )
-        num_pages = -(-num_pages // shards) * shards
-        sizes = Sizes(
-            rows=rows,
-            page_size=engine.page_size,
-            num_pages=num_pages,
-            pages_per_row=pages_per_row,
-            burst_steps=engine.burst_steps,
-            dtype=dtype,
-        )
-        uses_rejection = self._drafter.is_model and any(
-            r.rule == REJECTION for r in self._requests
-        )
-        return build_decoder(
-            self._target.config, self._drafter.spec, sizes, engine, uses_rejection, mesh
-        )
-
-    def _queue(self) -> None:
-        """Hands the requests to the engine; those that can never fit fail alone."""
-        assert self._engine is not None
-        kept = []
-        for request in self._requests:
-            try:
-                self._engine.add(request)
-                kept.append(request)
-            except ValueError as error:
-                message = f"prompt {request.prompt_index}: {error}"
-                self._failed.append(
-                    _failure(request.prompt_index, message, request.sample_index)
-                )
-        self._requests = kept
-
-
-def derive_seed(seed: int, sample: int) -> int:
-    """Returns the 64-bit seed of sample i of a request: a bijection of seed for each i.
-
-    Source: the finaliser of SplitMix64 (Steele, Lea and Flood 2014).
-    """
-    mask = 2**64 - 1
-    x = (seed + (sample + 1) * 0x9E3779B97F4A7C15) & mask
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
-    return x ^ (x >> 31)
+    return target
 
 
 def _speculation(
@@ -485,52 +362,6 @@ def _drafter_source(config: SpeculationConfig, drafter):
     return "ngram" if config.method == "ngram" else config.model
 
 
-def _as_list(prompts: Any) -> list[Prompt]:
-    """Returns a list of prompts from one prompt or many."""
-    if isinstance(prompts, str):
-        return [prompts]
-    prompts = list(prompts)
-    if not prompts:
-        raise ValueError("no prompts were given.")
-    is_one = isinstance(prompts[0], Mapping) or hasattr(prompts[0], "__index__")
-    return [prompts] if is_one else prompts
-
-
-def _token_ids(target: Model, prompt: Any) -> list[int]:
-    """Returns the ids of a prompt.
-
-    Raises:
-      ValueError: no tokenizer, an empty prompt, or ids outside the vocabulary.
-    """
-    if isinstance(prompt, str) or (len(prompt) and isinstance(prompt[0], Mapping)):
-        if target.tokenizer is None:
-            raise ValueError(
-                f"model {target.name!r} has no tokenizer, so prompts must be lists of token ids, not text."
-            )
-        is_text = isinstance(prompt, str)
-        ids = (
-            target.tokenizer.encode(prompt)
-            if is_text
-            else target.tokenizer.encode_chat(prompt)
-        )
-    else:
-        if not all(hasattr(token, "__index__") for token in prompt):
-            raise ValueError(
-                "a prompt must be text, a list of chat messages, or a list of whole numbers."
-            )
-        ids = [int(token) for token in prompt]
-    if not ids:
-        raise ValueError("the prompt is empty; give at least one token.")
-    bad = next(
-        (token for token in ids if not 0 <= token < target.config.vocab_size), None
-    )
-    if bad is not None:
-        raise ValueError(
-            f"token id {bad} is outside the vocabulary; expected 0 to {target.config.vocab_size - 1}."
-        )
-    return ids
-
-
 def _completion(request: Request) -> Completion:
     return Completion(
         prompt_index=request.prompt_index,
@@ -549,21 +380,17 @@ def _completion(request: Request) -> Completion:
     )
 
 
-def _failure(prompt_index: int, error: str, sample_index: int = 0) -> Completion:
+def _failure(refused: Refused) -> Completion:
     return Completion(
-        prompt_index,
-        sample_index,
-        None,
-        [],
-        "error",
-        error,
-        None,
-        0,
-        AcceptanceCounts(),
-        [],
-        [],
+        prompt_index=refused.prompt_index,
+        sample_index=refused.sample_index,
+        text=None,
+        token_ids=[],
+        finish_reason="error",
+        error=refused.error,
+        logprobs=None,
+        seed=refused.seed,
+        acceptance=AcceptanceCounts(),
+        pieces=[],
+        prompt_token_ids=[],
     )
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()

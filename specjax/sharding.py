@@ -30,11 +30,11 @@ RULES = {
     None: None,
 }
 
-# Parameters of every model file, by leaf name.
+# Parameters of every model file, by leaf name; matrices are [out, in].
 PARAM_AXES: dict[str, tuple[str | None, ...]] = {
     "embed_tokens": (None, "embed"),
     "embed_positions": (None, "embed"),
-    "lm_head": ("embed", "vocab"),
+    "lm_head": ("vocab", "embed"),
     "norm": ("embed",),
     "norm_bias": ("embed",),
     "input_norm": ("embed",),
@@ -43,29 +43,38 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
     "post_attention_norm_bias": ("embed",),
     "q_norm": (None,),
     "k_norm": (None,),
-    "q_proj": ("embed", "heads"),
-    "k_proj": ("embed", "kv_heads"),
-    "v_proj": ("embed", "kv_heads"),
-    "o_proj": ("heads", "embed"),
+    "q_proj": ("heads", "embed"),
+    "k_proj": ("kv_heads", "embed"),
+    "v_proj": ("kv_heads", "embed"),
+    "o_proj": ("embed", "heads"),
     "q_proj_bias": ("heads",),
     "k_proj_bias": ("kv_heads",),
     "v_proj_bias": ("kv_heads",),
     "o_proj_bias": ("embed",),
-    "gate_proj": ("embed", "mlp"),
-    "up_proj": ("embed", "mlp"),
-    "down_proj": ("mlp", "embed"),
+    "gate_proj": ("mlp", "embed"),
+    "up_proj": ("mlp", "embed"),
+    "down_proj": ("embed", "mlp"),
     "gate_proj_bias": ("mlp",),
     "up_proj_bias": ("mlp",),
     "down_proj_bias": ("embed",),
 }
 
-# State by field name. What is not named here is per row.
+# State by field name; of nested ones the outermost named counts.
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
     "pages": ("pages", "kv_heads", None, None),
     "ref_counts": ("pages",),
     "free_pages": ("pages",),
     "num_free": ("shards",),
     "drafter": ("pages", None, None, None),
+    "block_table": ("rows", None),
+    "lengths": ("rows",),
+    "drafter_lengths": ("rows",),
+    "history": ("rows", None),
+    "sampling": ("rows",),
+    "max_lengths": ("rows",),
+    "draft_caps": ("rows",),
+    "rules": ("rows",),
+    "is_active": ("rows",),
 }
 
 
@@ -94,21 +103,25 @@ def replicated_specs(tree: Any) -> Any:
 
 
 def state_specs(state: Any, mesh: Mesh) -> Any:
-    """Returns a PartitionSpec per leaf of a DecodeState or Admission."""
+    """Returns a PartitionSpec per leaf of a DecodeState; every field is named above."""
 
     def spec(path, leaf) -> PartitionSpec:
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-        axes = next(
-            (STATE_AXES[name] for name in names if name in STATE_AXES), ("rows",)
-        )
+        axes = next(STATE_AXES[name] for name in names if name in STATE_AXES)
         return _spec(axes, leaf.shape, mesh)
 
     return jax.tree_util.tree_map_with_path(spec, state)
 
 
-def report_specs(report: Any, mesh: Mesh) -> Any:
-    """Returns specs of a burst's report, [steps, rows, ...] throughout."""
-    return jax.tree.map(lambda leaf: _spec(("steps", "rows"), leaf.shape, mesh), report)
+def spec_of(axes: tuple[str, ...], mesh: Mesh) -> PartitionSpec:
+    """Returns the spec of leading logical axes whose sizes divide."""
+    names = [RULES[axis] for axis in axes]
+    return PartitionSpec(*(n if n in mesh.axis_names else None for n in names))
+
+
+def shardings(specs: Any, mesh: Mesh) -> Any:
+    """Returns the sharding of each spec."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def place(tree: Any, specs: Any, mesh: Mesh) -> Any:

@@ -132,9 +132,8 @@ class ScriptedDrafter:
             root = decode_state.cache.lengths
             width = min(longest, decode_state.history.shape[1])
             text = decode_state.history[:, None, :width]  # [rows, 1, width]
-            agrees = (text == table[None, :, :width]) & (
-                jnp.arange(width) <= root[:, None]
-            )[:, None]
+            is_text = jnp.arange(width)[None, :] <= root[:, None]
+            agrees = (text == table[None, :, :width]) & is_text[:, None]
             num_agreeing = jnp.sum(jnp.cumprod(agrees, axis=2), axis=2)
             best = jnp.argmax(num_agreeing, axis=1)
             ahead = jnp.arange(num_speculative_tokens)[None, :]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from specjax.decode.forward import forward, logits, make_batch
 from specjax.decode.state import DecodeState
 from specjax.models.base import ModelConfig, Params
+from specjax.models.layers import linear
 from specjax.sampling import first_argmax
 
 
@@ -26,29 +27,51 @@ def matmul_bytes(params: Params) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - sum(tables)
 
 
-def matmul_chain(params: Params, num_tokens: int, num_steps: int) -> Callable[[], Any]:
+def matmul_chain(
+    params: Params,
+    num_tokens: int,
+    num_steps: int,
+    form: Literal["plain", "linear"] = "plain",
+) -> Callable[[], Any]:
     """Returns a function that runs the matmuls of num_steps steps, and nothing else.
 
     The products are chained so that none can be skipped: each layer's input depends
     on its last output. num_tokens rows of activations.
-    """
 
-    def one_step(params: Params, x):
-        for layer in params["layers"]:
-            q, k, v = (x @ layer[name] for name in ("q_proj", "k_proj", "v_proj"))
-            x = (q + jnp.sum(k + v) * 1e-6) @ layer["o_proj"]
-            gated = (x @ layer["gate_proj"]) * (x @ layer["up_proj"])
-            x = gated @ layer["down_proj"]
-        out = x @ params["lm_head"]
+    Args:
+      params: of a Llama with an untied head and no biases.
+      form: "plain" is what anyone would write, `x @ weight` with copies of the
+        weights as [in, out], made here; "linear" is what the models call.
+    """
+    matrices = {
+        "layers": [
+            {name: leaf for name, leaf in layer.items() if name.endswith("_proj")}
+            for layer in params["layers"]
+        ],
+        "lm_head": params["lm_head"],
+    }
+    if form == "plain":
+        matrices = jax.tree.map(lambda weight: jnp.array(weight.T), matrices)
+    product = {"plain": jnp.matmul, "linear": linear}[form]
+
+    def one_step(matrices: Params, x):
+        for layer in matrices["layers"]:
+            q, k, v = (
+                product(x, layer[name]) for name in ("q_proj", "k_proj", "v_proj")
+            )
+            x = product(q + jnp.sum(k + v) * 1e-6, layer["o_proj"])
+            gated = product(x, layer["gate_proj"]) * product(x, layer["up_proj"])
+            x = product(gated, layer["down_proj"])
+        out = product(x, matrices["lm_head"])
         return x + jnp.max(out, axis=1, keepdims=True) * 1e-6
 
-    def run(params: Params, x):
-        return jax.lax.fori_loop(0, num_steps, lambda _, x: one_step(params, x), x)
+    def run(matrices: Params, x):
+        return jax.lax.fori_loop(0, num_steps, lambda _, x: one_step(matrices, x), x)
 
     hidden_size = params["embed_tokens"].shape[1]
     compiled = jax.jit(run)
     x = jnp.full((num_tokens, hidden_size), 1e-3)
-    return lambda: compiled(params, x)
+    return lambda: compiled(matrices, x)
 
 
 def forward_loop(

@@ -45,7 +45,6 @@ class Sizes:
         return self.pages_per_row * self.page_size
 
 
-ROWS = PartitionSpec(sharding.DATA)
 WHOLE = PartitionSpec()
 
 
@@ -77,16 +76,25 @@ class Decoder:
         self.traces: collections.Counter[tuple] = collections.Counter()
         self.compile_s = 0.0
         self._executables: dict[tuple, Callable] = {}
+        self._signature: tuple = ()
+        self._signed: Any = None
+        self._rows = self._report = WHOLE
         if mesh is not None:
             sharding.validate(config, mesh)
+            self._rows = sharding.spec_of(("rows",), mesh)
+            self._report = sharding.spec_of(("steps", "rows"), mesh)
 
     def init(self) -> DecodeState:
         """Returns a state whose rows are all empty."""
+        return self._make_state()
+
+    @functools.cached_property
+    def _make_state(self) -> Callable[[], DecodeState]:
         make = self._initial_state
         if self.mesh is None:
-            return jax.jit(make)()
+            return jax.jit(make)
         specs = sharding.state_specs(jax.eval_shape(make), self.mesh)
-        return sharding.place(make(), specs, self.mesh)
+        return jax.jit(make, out_shardings=sharding.shardings(specs, self.mesh))
 
     def place_params(self, params: DecoderParams) -> DecoderParams:
         """Puts weights onto the mesh: the target split, the drafter whole on every shard."""
@@ -107,8 +115,8 @@ class Decoder:
             state,
             release_mask,
             admission,
-            in_specs=(ROWS, ROWS),
-            out_specs=(ROWS,),
+            in_specs=(self._rows, self._rows),
+            out_specs=(self._rows,),
         )
 
     def prefill(
@@ -139,7 +147,7 @@ class Decoder:
             return (state,)
 
         key = ("prefill", len(row_ids), max_tokens_per_row)
-        in_specs = (self._param_specs(params), ROWS, ROWS)
+        in_specs = (self._param_specs(params), self._rows, self._rows)
         (state,) = self._call(
             key, run, state, params, row_ids, counts, in_specs=in_specs, out_specs=()
         )
@@ -166,14 +174,15 @@ class Decoder:
             plan,
             in_specs=(
                 self._param_specs(params),
-                Plan(num_steps=WHOLE, stop_when_finished=WHOLE, activate=ROWS),
+                Plan(num_steps=WHOLE, stop_when_finished=WHOLE, activate=self._rows),
             ),
-            out_specs=(PartitionSpec(None, sharding.DATA), WHOLE),
+            out_specs=(self._report, WHOLE),
         )
 
     def compiled_burst(self, num_speculative_tokens: int):
-        """Returns the compiled burst, for its memory_analysis() and text; KeyError before its first call."""
-        return self._executables["burst", num_speculative_tokens]
+        """Returns the compiled burst, for its memory_analysis() and text, once called."""
+        key = ("burst", num_speculative_tokens)
+        return next(run for (name, _), run in self._executables.items() if name == key)
 
     def _step_spec(self, num_speculative_tokens: int) -> StepSpec:
         drafter = none.drafter()
@@ -243,7 +252,9 @@ class Decoder:
           in_specs, out_specs: how arguments, and results after the state, are split
             over a mesh; the state's own specs are known.
         """
-        if key not in self._executables:
+        params = next((a for a in arguments if isinstance(a, DecoderParams)), None)
+        compiled_key = (key, self._signature_of(params))
+        if compiled_key not in self._executables:
             start = time.perf_counter()
 
             def traced(*inputs):
@@ -261,9 +272,16 @@ class Decoder:
                     check_vma=False,  # the loop's carries are replicated or split by construction
                 )
             lowered = jax.jit(run, donate_argnums=0).lower(state, *arguments)
-            self._executables[key] = lowered.compile()
+            self._executables[compiled_key] = lowered.compile()
             self.compile_s += time.perf_counter() - start
-        return self._executables[key](state, *arguments)
+        return self._executables[compiled_key](state, *arguments)
+
+    def _signature_of(self, params: DecoderParams | None) -> tuple:
+        """Returns shapes and dtypes of the weights: other ones need other executables."""
+        if params is not None and params is not self._signed:
+            self._signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(params))
+            self._signed = params
+        return () if params is None else self._signature
 
 
 @functools.lru_cache(maxsize=16)

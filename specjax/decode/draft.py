@@ -23,6 +23,9 @@ def draft(
     """
     root = state.cache.lengths
     room = state.max_lengths - root - 2
+    if drafter.max_positions is not None:
+        # Drafting feeds the root and all but the last draft token.
+        room = jnp.minimum(room, drafter.max_positions - root)
     num_tokens = jnp.clip(jnp.minimum(state.draft_caps, room), 0, depth)
     num_tokens = jnp.where(state.is_active, num_tokens, 0)
     proposal, drafter_state, written = drafter.draft(

@@ -11,7 +11,7 @@ from jax import Array
 
 from specjax.cache import paged
 from specjax.cache.paged import PagedKVCache
-from specjax.sampling import RowSampling
+from specjax.sampling import RowSampling, reset_rows
 from specjax.types import HostArray
 
 
@@ -70,6 +70,10 @@ def exchange(
     """
     cache = paged.release(state.cache, release_mask)
     is_active = state.is_active & ~release_mask
+    # An empty row must not switch on what its last request used.
+    state = dataclasses.replace(
+        state, sampling=reset_rows(state.sampling, release_mask)
+    )
     cache, is_out = paged.allocate(
         cache, jnp.where(admission.mask, admission.max_lengths, 0)
     )

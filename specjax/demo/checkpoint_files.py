@@ -15,7 +15,7 @@ from specjax.models.base import ModelConfig, Params
 _DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
-# Ours -> theirs. Kernels are [in, out] here and [out, in] in the file.
+# Ours -> theirs. Matrices are [out, in] in both.
 _LAYER_NAMES = {
     "input_norm": "input_layernorm",
     "q_proj": "self_attn.q_proj",
@@ -77,8 +77,7 @@ def to_tensors(params: Params) -> dict[str, np.ndarray]:
     named = {"model.embed_tokens": params["embed_tokens"], "model.norm": params["norm"]}
     for index, layer in enumerate(params["layers"]):
         for ours, theirs in _LAYER_NAMES.items():
-            kernel = np.asarray(layer[ours])
-            named[f"model.layers.{index}.{theirs}"] = kernel.T
+            named[f"model.layers.{index}.{theirs}"] = layer[ours]
     return {
         f"{name}.weight": np.asarray(array).astype(ml_dtypes.bfloat16)
         for name, array in named.items()
@@ -89,7 +88,7 @@ def from_tensors(tensors: dict[str, np.ndarray], num_layers: int) -> Params:
     """Returns float32 weights; the inverse of `to_tensors` but for the rounding."""
     get = lambda name: tensors[f"{name}.weight"].astype(np.float32)
     layer = lambda index: {
-        ours: np.ascontiguousarray(get(f"model.layers.{index}.{theirs}").T)
+        ours: get(f"model.layers.{index}.{theirs}")
         for ours, theirs in _LAYER_NAMES.items()
     }
     return {

@@ -12,7 +12,7 @@ from jax import Array
 from specjax.models import llama
 from specjax.models.base import ModelConfig, Params
 
-_WRITES = ("o_proj", "down_proj")  # the two kernels that add to the hidden state
+_WRITES = ("o_proj", "down_proj")  # the two matrices that add to the hidden state
 
 
 def grow(

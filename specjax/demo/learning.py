@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -91,10 +92,24 @@ def optimizer(
         )
 
     transforms: dict[Hashable, optax.GradientTransformation] = {
-        "matrix": optax.contrib.muon(rate(0.02), weight_decay=0.05),
+        "matrix": optax.contrib.muon(
+            rate(0.02),
+            weight_decay=0.05,
+            muon_weight_dimension_numbers=_output_first,
+        ),
         "other": optax.adam(rate(0.005), b1=0.9, b2=0.98),
     }
     return optax.partition(transforms, kinds)
+
+
+def _output_first(params: Params) -> Any:
+    """Says to Muon that matrices are [out, in].
+
+    It scales updates by sqrt(max(1, out / in)), so it must know which is which; its
+    orthogonalisation is the same for a matrix and its transpose.
+    """
+    out_in = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
+    return jax.tree.map(lambda _: out_in, params)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))

@@ -50,6 +50,7 @@ class Stage:
     decay: int
     scale: float = 1.0  # of the optimiser's rates
     length: int = 256  # tokens of a window
+    seed: int = 0  # of the order of the windows
 
     @property
     def rows(self) -> int:
@@ -58,8 +59,11 @@ class Stage:
 
 DRAFT_TEXT = Stage(name="draft_text", num_steps=1100, warmup=30, decay=0)
 TARGET_TEXT = Stage(name="target_text", num_steps=180, warmup=10, decay=110, length=512)
+TARGET_TEXT_AGAIN = Stage(
+    name="target_text_again", num_steps=300, warmup=10, decay=200, length=512, seed=1
+)
 DRAFT_DISTILLED = Stage(
-    name="draft_distilled", num_steps=150, warmup=5, decay=120, scale=0.5
+    name="draft_distilled", num_steps=250, warmup=5, decay=200, scale=0.5, seed=2
 )
 
 
@@ -146,7 +150,7 @@ def train(work_folder: Path, output: Path) -> None:
 
     def windows_of(stage: Stage) -> Callable[[int], np.ndarray]:
         return lambda step: corpus.windows(
-            train_ids, step, stage.rows, stage.length, SEED
+            train_ids, step, stage.rows, stage.length, stage.seed
         )
 
     def save_both(params: Params) -> None:
@@ -161,19 +165,19 @@ def train(work_folder: Path, output: Path) -> None:
         windows_of(DRAFT_TEXT),
         save_both,
     )
-    target = run_stage(
-        TARGET_TEXT,
-        work_folder,
-        larger(draft),
-        lambda params, batch: learning.text_loss(params, pair.TARGET, batch),
-        windows_of(TARGET_TEXT),
-        save_target,
-    )
+    target = larger(draft)
+    target_loss = lambda params, batch: learning.text_loss(params, pair.TARGET, batch)
+    for stage in (TARGET_TEXT, TARGET_TEXT_AGAIN):
+        target = run_stage(
+            stage, work_folder, target, target_loss, windows_of(stage), save_target
+        )
     texts = own_text(target, training_files, tokenizer, work_folder / "own_text.npy")
 
     def half_own_text(step: int) -> tuple[Params, np.ndarray]:
         rows, length = DRAFT_DISTILLED.rows, DRAFT_DISTILLED.length
-        windows = corpus.windows(train_ids, step, rows // 2, length - 1, SEED + 1)
+        windows = corpus.windows(
+            train_ids, step, rows // 2, length - 1, DRAFT_DISTILLED.seed
+        )
         rng = np.random.default_rng([SEED, step])
         own = texts[rng.choice(len(texts), rows - rows // 2, replace=False)]
         return target, np.concatenate([windows, own])

@@ -41,3 +41,5 @@ class Drafter(NamedTuple):
     draft: Callable[..., Draft]
     # Whether `draft` can give the distribution it drew from, which rejection needs.
     has_probs: bool = False
+    # Positions it was made for: nothing is drafted past them; None is no limit.
+    max_positions: int | None = None

@@ -111,7 +111,13 @@ def drafter(
         # The last draft token is proposed but not fed.
         return Draft(proposal, pages, jnp.where(takes_part, root + num_tokens, first))
 
-    return Drafter(init=init, prefill=prefill, draft=draft, has_probs=uses_rejection)
+    return Drafter(
+        init=init,
+        prefill=prefill,
+        draft=draft,
+        has_probs=uses_rejection,
+        max_positions=config.max_position_embeddings,
+    )
 
 
 def _draw(

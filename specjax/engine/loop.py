@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.state import Admission
 from specjax.engine.request import Request, TokenLogProbs
 from specjax.engine.speculation_policy import Load, SpeculationPolicy
-from specjax.sampling import RowSampling
+from specjax.sampling import RowSampling, empty_row_values
 from specjax.types import DecoderParams, Plan, StepInfo
 
 # Prompt tokens a row gets per prefill call: several rows at once, or one long row.
@@ -267,10 +266,7 @@ def make_admission(decoder: Decoder, requests: dict[int, Request]) -> Admission:
     history = np.zeros((rows, sizes.max_length), np.int32)
     mask = np.zeros(rows, bool)
     max_lengths, draft_caps, rules = (np.zeros(rows, np.int32) for _ in range(3))
-    empty = RowSampling.empty(rows, decoder.engine_config)
-    sampling: dict[str, Any] = {
-        f.name: np.array(getattr(empty, f.name)) for f in dataclasses.fields(empty)
-    }
+    sampling: dict[str, Any] = empty_row_values(rows, decoder.engine_config)
     for row, request in requests.items():
         mask[row] = True
         history[row, : len(request.prompt_token_ids)] = request.prompt_token_ids

@@ -1,4 +1,7 @@
-"""GPT-2: learned positions, LayerNorm, a GELU MLP, biases everywhere, a tied head."""
+"""GPT-2: learned positions, LayerNorm, a GELU MLP, biases everywhere, a tied head.
+
+Matrices are [out, in], like those of every other model.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.models.base import Architecture, Attend, LayerCache, ModelConfig, Params
-from specjax.models.layers import along_last_axis, layer_norm
+from specjax.models.layers import along_last_axis, layer_norm, linear
 
 
 def forward(
@@ -37,7 +40,7 @@ def forward(
             x, layer["input_norm"], layer["input_norm_bias"], config.norm_eps
         )
         q, k, v = (
-            (normed @ layer[name] + _bias(layer, name, x)).reshape(
+            (linear(normed, layer[name]) + _bias(layer, name, x)).reshape(
                 *x.shape[:-1], -1, config.head_dim
             )
             for name in ("q_proj", "k_proj", "v_proj")
@@ -45,7 +48,7 @@ def forward(
         mixed, cache = attend(index, q, k, v, cache)
         new_caches.append(cache)
         mixed = mixed.reshape(*x.shape[:-1], -1)
-        x = x + reduce(mixed @ layer["o_proj"]) + _bias(layer, "o_proj", x)
+        x = x + reduce(linear(mixed, layer["o_proj"])) + _bias(layer, "o_proj", x)
         normed = layer_norm(
             x,
             layer["post_attention_norm"],
@@ -53,9 +56,14 @@ def forward(
             config.norm_eps,
         )
         widened = jax.nn.gelu(
-            normed @ layer["up_proj"] + _bias(layer, "up_proj", x), approximate=True
+            linear(normed, layer["up_proj"]) + _bias(layer, "up_proj", x),
+            approximate=True,
         )
-        x = x + reduce(widened @ layer["down_proj"]) + _bias(layer, "down_proj", x)
+        x = (
+            x
+            + reduce(linear(widened, layer["down_proj"]))
+            + _bias(layer, "down_proj", x)
+        )
     return layer_norm(x, params["norm"], params["norm_bias"], config.norm_eps), tuple(
         new_caches
     )
@@ -66,18 +74,13 @@ def logits(
 ) -> Array:
     """Returns f32[..., vocab]; the head is the embedding."""
     del config, tensor_axis
-    return jnp.einsum(
-        "...d,vd->...v",
-        hidden,
-        params["embed_tokens"],
-        preferred_element_type=jnp.float32,
-    )
+    return linear(hidden, params["embed_tokens"], jnp.float32)
 
 
 def init(
     key: Array, config: ModelConfig, dtype=jnp.float32, std: float = 0.02
 ) -> Params:
-    """Returns random weights: normal kernels and biases, norms near one."""
+    """Returns random weights: normal matrices and biases, norms near one."""
     keys = iter(jax.random.split(key, 16 * config.num_layers + 5))
     normal = lambda *shape: (jax.random.normal(next(keys), shape) * std).astype(dtype)
     near_one = lambda size: (1 + jax.random.normal(next(keys), (size,)) * std).astype(
@@ -89,13 +92,13 @@ def init(
         "k_proj": (d, d),
         "v_proj": (d, d),
         "o_proj": (d, d),
-        "up_proj": (d, f),
+        "up_proj": (f, d),
+        "down_proj": (d, f),
     }
-    shapes["down_proj"] = (f, d)
 
     def layer() -> Params:
         weights = {name: normal(*shape) for name, shape in shapes.items()}
-        weights |= {f"{name}_bias": normal(shape[1]) for name, shape in shapes.items()}
+        weights |= {f"{name}_bias": normal(shape[0]) for name, shape in shapes.items()}
         for name in ("input_norm", "post_attention_norm"):
             weights |= {name: near_one(d), f"{name}_bias": normal(d)}
         return weights

@@ -1,6 +1,6 @@
 """The Llama skeleton: Llama 2/3, Qwen2/2.5, Qwen3, Mistral and Granite by static flags.
 
-Weights are kernels [in, out], one array per projection and layer. Under a mesh
+Weights are matrices [out, in] as published, one array per projection and layer. Under a mesh
 every function may run on a shard of the heads and of the MLP; `tensor_axis` names
 the mesh axis over which partial sums are added.
 """
@@ -12,7 +12,13 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.models.base import Architecture, Attend, LayerCache, ModelConfig, Params
-from specjax.models.layers import along_last_axis, rms_norm, rope_tables, rotate
+from specjax.models.layers import (
+    along_last_axis,
+    linear,
+    rms_norm,
+    rope_tables,
+    rotate,
+)
 
 
 def forward(
@@ -63,19 +69,9 @@ def logits(
 ) -> Array:
     """Returns f32[..., vocab] from hidden [..., hidden_size]."""
     if config.tie_word_embeddings:
-        out = jnp.einsum(
-            "...d,vd->...v",
-            hidden,
-            params["embed_tokens"],
-            preferred_element_type=jnp.float32,
-        )
+        out = linear(hidden, params["embed_tokens"], jnp.float32)
     else:
-        out = jnp.einsum(
-            "...d,dv->...v",
-            hidden,
-            params["lm_head"],
-            preferred_element_type=jnp.float32,
-        )
+        out = linear(hidden, params["lm_head"], jnp.float32)
         if tensor_axis is not None and out.shape[-1] != config.vocab_size:
             out = jax.lax.all_gather(out, tensor_axis, axis=out.ndim - 1, tiled=True)
     return out / config.logits_divisor if config.logits_divisor != 1.0 else out
@@ -84,7 +80,7 @@ def logits(
 def init(
     key: Array, config: ModelConfig, dtype=jnp.float32, std: float = 0.02
 ) -> Params:
-    """Returns random weights: normal kernels, norms near one, small biases."""
+    """Returns random weights: normal matrices, norms near one, small biases."""
     keys = iter(jax.random.split(key, 16 * config.num_layers + 4))
     normal = lambda *shape: (jax.random.normal(next(keys), shape) * std).astype(dtype)
     near_one = lambda size: (1 + jax.random.normal(next(keys), (size,)) * std).astype(
@@ -96,14 +92,14 @@ def init(
     def layer() -> Params:
         weights = {
             "input_norm": near_one(d),
-            "q_proj": normal(d, q_size),
-            "k_proj": normal(d, kv_size),
-            "v_proj": normal(d, kv_size),
-            "o_proj": normal(q_size, d),
+            "q_proj": normal(q_size, d),
+            "k_proj": normal(kv_size, d),
+            "v_proj": normal(kv_size, d),
+            "o_proj": normal(d, q_size),
             "post_attention_norm": near_one(d),
-            "gate_proj": normal(d, f),
-            "up_proj": normal(d, f),
-            "down_proj": normal(f, d),
+            "gate_proj": normal(f, d),
+            "up_proj": normal(f, d),
+            "down_proj": normal(d, f),
         }
         if config.qkv_bias:
             weights |= {
@@ -129,7 +125,7 @@ def init(
         "norm": near_one(d),
     }
     if not config.tie_word_embeddings:
-        params["lm_head"] = normal(d, config.vocab_size)
+        params["lm_head"] = normal(config.vocab_size, d)
     return params
 
 
@@ -148,14 +144,14 @@ def _project_qkv(
 
 
 def _linear(x: Array, layer: Params, name: str) -> Array:
-    out = x @ layer[name]
+    out = linear(x, layer[name])
     bias = layer.get(f"{name}_bias")
     return out if bias is None else out + along_last_axis(bias, out)
 
 
 def _row_parallel(x: Array, layer: Params, name: str, tensor_axis: str | None) -> Array:
-    """x @ kernel where a shard holds some of its rows; the bias is added once."""
-    out = x @ layer[name]
+    """Like _linear where a shard holds some of the inputs; the bias is added once."""
+    out = linear(x, layer[name])
     if tensor_axis is not None:
         out = jax.lax.psum(out, tensor_axis)
     bias = layer.get(f"{name}_bias")

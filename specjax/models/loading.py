@@ -1,8 +1,9 @@
 """A folder in Hugging Face format to a Model.
 
 Every name and shape is checked before a weight is read. Each tensor is then
-copied once, from the memory map to its place on the default device, transposed
-to [in, out] and cast on the way.
+copied once, from the memory map to its place on the default device, and cast on
+the way. Matrices stay [out, in] as published; GPT-2's, published [in, out], are
+transposed.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ class _Source:
 
     name: str
     shape: tuple[int, ...]  # in the file
-    is_transposed: bool = False  # stored [out, in]
+    is_transposed: bool = False  # stored [in, out]
     columns: slice | None = None  # which part of the last axis; None is all
 
     def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array:
@@ -199,7 +200,7 @@ def _skeleton_sources(config: ModelConfig) -> dict[str, Any]:
     """The tree of `specjax.models.llama`, with the tensor names of the skeleton."""
     d, f, hd = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * hd, config.num_kv_heads * hd
-    kernels = {
+    matrices = {
         "q_proj": ("self_attn.q_proj", d, q_size, config.qkv_bias),
         "k_proj": ("self_attn.k_proj", d, kv_size, config.qkv_bias),
         "v_proj": ("self_attn.v_proj", d, kv_size, config.qkv_bias),
@@ -223,9 +224,9 @@ def _skeleton_sources(config: ModelConfig) -> dict[str, Any]:
             key: _Source(f"{prefix}{name}.weight", (size,))
             for key, (name, size) in norms.items()
         }
-        for key, (name, size_in, size_out, has_bias) in kernels.items():
+        for key, (name, size_in, size_out, has_bias) in matrices.items():
             shape = (size_out, size_in)
-            weights[key] = _Source(f"{prefix}{name}.weight", shape, is_transposed=True)
+            weights[key] = _Source(f"{prefix}{name}.weight", shape)
             if has_bias:
                 weights[f"{key}_bias"] = _Source(f"{prefix}{name}.bias", (size_out,))
         return weights
@@ -237,15 +238,15 @@ def _skeleton_sources(config: ModelConfig) -> dict[str, Any]:
     }
     if not config.tie_word_embeddings:
         shape = (config.vocab_size, d)
-        sources["lm_head"] = _Source("lm_head.weight", shape, is_transposed=True)
+        sources["lm_head"] = _Source("lm_head.weight", shape)
     return sources
 
 
 def _gpt2_sources(config: ModelConfig, prefix: str) -> dict[str, Any]:
-    """The tree of `specjax.models.gpt2`, whose files store kernels [in, out]."""
+    """The tree of `specjax.models.gpt2`, whose files store matrices [in, out]."""
     d, f = config.hidden_size, config.intermediate_size
     thirds = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
-    kernels = {
+    matrices = {
         "o_proj": ("attn.c_proj", d, d),
         "up_proj": ("mlp.c_fc", d, f),
         "down_proj": ("mlp.c_proj", f, d),
@@ -262,10 +263,13 @@ def _gpt2_sources(config: ModelConfig, prefix: str) -> dict[str, Any]:
         weights |= norm("post_attention_norm", f"{prefix}ln_2")
         for key, third in thirds.items():
             name, columns = f"{prefix}attn.c_attn", slice(third * d, (third + 1) * d)
-            weights[key] = _Source(f"{name}.weight", (d, 3 * d), columns=columns)
+            weights[key] = _Source(
+                f"{name}.weight", (d, 3 * d), is_transposed=True, columns=columns
+            )
             weights[f"{key}_bias"] = _Source(f"{name}.bias", (3 * d,), columns=columns)
-        for key, (name, size_in, size_out) in kernels.items():
-            weights[key] = _Source(f"{prefix}{name}.weight", (size_in, size_out))
+        for key, (name, size_in, size_out) in matrices.items():
+            shape = (size_in, size_out)
+            weights[key] = _Source(f"{prefix}{name}.weight", shape, is_transposed=True)
             weights[f"{key}_bias"] = _Source(f"{prefix}{name}.bias", (size_out,))
         return weights
 

@@ -290,3 +290,80 @@ def test_loaded_drafter_is_passed_through(target):
     spec = ScriptedDrafter(sequences=((1, 2, 3),), num_right=(1,), vocab_size=61)
     loaded = LoadedDrafter("script", spec)
     assert specjax.load_drafter(loaded, target) is loaded
+
+
+def test_a_drafter_of_shorter_context_changes_nothing(target, prompts, plain):
+    """It proposes nothing past its positions; the text goes on to the target's."""
+    short = tiny_llama(0, max_position_embeddings=16, num_layers=1)
+    out = generate(target, prompts, drafter=short, num_speculative_tokens=3)
+    assert ids(out) == ids(plain)
+    assert out[5].acceptance.num_drafted == 0  # 70 tokens of prompt
+    assert out[0].acceptance.num_drafted > 0
+
+
+def test_weights_of_another_dtype_are_compiled_anew(target, prompts):
+    halved = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), target.params)
+    mixed = {**halved, "embed_tokens": target.params["embed_tokens"]}
+    for params in (target.params, mixed, target.params):
+        model = dataclasses.replace(target, params=params)
+        assert len(generate(model, prompts[:2])) == 2
+
+
+@pytest.mark.parametrize("convert", [np.array, jnp.array, tuple], ids=str)
+def test_prompts_of_any_sequence(target, prompts, plain, convert):
+    out = generate(target, [convert(prompts[2]), convert(prompts[3])])
+    assert ids(out) == ids(plain)[2:4]
+    assert ids(generate(target, convert(prompts[2]))) == ids(plain)[2:3]
+
+
+def test_failed_prompts_have_all_their_samples(target):
+    sampling = SamplingParams(temperature=0, max_tokens=3, n=3, seed=5)
+    out = generate(target, [[1, 2], []], sampling=sampling)
+    assert [(c.prompt_index, c.sample_index) for c in out] == [
+        (prompt, sample) for prompt in (0, 1) for sample in range(3)
+    ]
+    assert {c.seed for c in out} == {5}
+
+
+def test_a_larger_number_of_speculative_tokens_warns(target):
+    wants = dataclasses.replace(GREEDY, num_speculative_tokens=9)
+    with pytest.warns(UserWarning, match="num_speculative_tokens=9"):
+        generate(
+            target,
+            [[1, 2]],
+            drafter="ngram",
+            num_speculative_tokens=2,
+            sampling=wants,
+        )
+
+
+def test_a_stream_goes_on_where_it_was_left(target, prompts, plain):
+    stream = specjax.stream(target, [prompts[2], []], sampling=GREEDY, engine=ENGINE)
+    chunks = iter(stream)
+    failed = next(chunks)
+    assert failed.finish_reason == "error"
+    assert "empty" in failed.error
+    first = next(chunks)
+    rest = [token for chunk in stream for token in chunk.token_ids]
+    assert [*first.token_ids, *rest] == plain[2].token_ids
+
+
+def test_memory_of_a_burst_does_not_grow_with_the_pool(target):
+    """Pages are written in place: temporaries are the same for 16 times the pages."""
+    temporary = []
+    for num_pages in (64, 1024):
+        engine = dataclasses.replace(ENGINE, num_pages=num_pages)
+        stream = specjax.generation.Stream(
+            target, [[1, 2, 3]], sampling=GREEDY, engine=engine
+        )
+        stream.result()
+        analysis = stream._decoder.compiled_burst(0).memory_analysis()
+        temporary.append(analysis.temp_size_in_bytes)
+    assert temporary[0] == temporary[1]
+
+
+def test_what_is_no_model_is_named(target):
+    with pytest.raises(TypeError, match="got dict"):
+        generate({}, [[1]])
+    with pytest.raises(ValueError, match="got dict"):
+        generate(target, [[1]], sampling={"temperature": 0})

@@ -13,6 +13,7 @@ import specjax
 from specjax.config import EngineConfig, SamplingParams
 from specjax.models.base import architecture_of
 from specjax.models.layers import dense_causal_attention
+from specjax.requests import derive_seed
 from specjax.sampling import RowSampling, process_logits, row_values
 from specjax.seeded_noise import TARGET_TOKEN, race_scores, token_keys
 
@@ -157,9 +158,7 @@ def is_tie(target, completion, expected_ids):
             nudged,
             prompt_length=len(prompt),
             eos_token_ids=config.eos_token_ids,
-            seed=specjax.generation.derive_seed(
-                completion.seed, completion.sample_index
-            ),
+            seed=derive_seed(completion.seed, completion.sample_index),
             engine_config=EngineConfig(),
         )
         row = RowSampling(

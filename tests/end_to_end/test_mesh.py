@@ -15,7 +15,7 @@ from specjax.generation import Stream
 
 PAGE_SIZE = 8
 COLLECTIVE = re.compile(
-    r"= (\S+) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
+    r"= (.+?) (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
 )
 
 
@@ -52,11 +52,22 @@ def test_same_tokens_on_four_devices(mesh, make, sampling):
     assert [c.token_ids for c in split] == [c.token_ids for c in single]
 
     text = stream._decoder.compiled_burst(3).as_text()
-    shapes = {shape for shape, _ in COLLECTIVE.findall(text)}
+    shapes = set(COLLECTIVE.findall(text))  # of a tuple, all of its shapes
     assert shapes, "a tensor-parallel step adds partial sums"
     # Pages are the only arrays whose third axis is the page size.
     page_like = [shape for shape in shapes if f",{PAGE_SIZE}," in shape]
     assert not page_like, page_like
+
+
+@pytest.mark.parametrize("axis", ["data", "tensor"])
+def test_a_mesh_of_one_axis(axis):
+    target = tiny_llama(0)
+    prompts = [[1, 2, 3], [4, 5], [6]]
+    sampling = SamplingParams(temperature=0.8, seed=1, max_tokens=8)
+    single = specjax.generate(target, prompts, sampling=sampling)
+    line = Mesh(np.array(jax.devices()[:2]), (axis,))
+    split = specjax.generate(target, prompts, sampling=sampling, mesh=line)
+    assert [c.token_ids for c in split] == [c.token_ids for c in single]
 
 
 def test_models_that_do_not_divide_are_refused(mesh):

@@ -26,7 +26,12 @@ LAYERS = (
     # What users call.
     ("specjax.generation", "specjax.rl", "specjax.training"),
     # Host side: queues, policies, from names to drafters.
-    ("specjax.engine", "specjax.drafters.loading"),
+    (
+        "specjax.engine",
+        "specjax.drafters.loading",
+        "specjax.requests",
+        "specjax.sizing",
+    ),
     # Device side, pure.
     ("specjax.decode", "specjax.drafters"),
     (

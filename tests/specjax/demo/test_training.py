@@ -77,6 +77,19 @@ def test_step_reduces_loss_on_a_repeated_batch():
     assert losses[-1] < 0.7 * losses[0]
 
 
+def test_muon_scales_by_outputs_over_inputs():
+    """Updates of tall and wide [out, in] matrices, by the sizes of their axes."""
+    gradient = jax.random.normal(jax.random.key(0), (48, 12))
+    params = {"wide": jnp.zeros((12, 48)), "tall": jnp.zeros((48, 12))}
+    grads = {"wide": gradient.T, "tall": gradient}
+    optimiser = learning.optimizer(num_steps=4, warmup=1, decay=0)
+    state = optimiser.init(params)
+    for _ in range(2):  # the first rate is zero
+        updates, state = optimiser.update(grads, state, params)
+    assert jnp.abs(updates["wide"]).max() > 0
+    np.testing.assert_allclose(updates["tall"], 2 * updates["wide"].T, rtol=1e-4)
+
+
 def test_distillation_is_least_at_the_target_itself():
     target = llama.init(jax.random.key(0), TINY, std=0.3)
     other = llama.init(jax.random.key(1), TINY, std=0.3)

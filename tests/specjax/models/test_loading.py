@@ -29,16 +29,27 @@ def _same(left, right) -> None:
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
-def test_kernels_are_in_out_and_named_as_the_model_reads_them(golden):
+def test_matrices_are_out_in_and_named_as_the_model_reads_them(golden):
     tensors = open_folder(golden("llama"))
     params = load_model(golden("llama")).params
     layer = params["layers"][1]
     name = "model.layers.1.self_attn.k_proj"
-    np.testing.assert_array_equal(layer["k_proj"], tensors[f"{name}.weight"].T)
+    np.testing.assert_array_equal(layer["k_proj"], tensors[f"{name}.weight"])
     np.testing.assert_array_equal(layer["k_proj_bias"], tensors[f"{name}.bias"])
-    np.testing.assert_array_equal(params["lm_head"], tensors["lm_head.weight"].T)
+    np.testing.assert_array_equal(params["lm_head"], tensors["lm_head.weight"])
     embedding = tensors["model.embed_tokens.weight"]
     np.testing.assert_array_equal(params["embed_tokens"], embedding)
+
+
+def test_matrices_of_gpt2_are_transposed(golden):
+    tensors = open_folder(golden("gpt2"))
+    prefix = "" if "wte.weight" in tensors else "transformer."
+    layer = load_model(golden("gpt2")).params["layers"][1]
+    stacked = np.concatenate([layer[f"{name}_proj"] for name in "qkv"])
+    published = tensors[f"{prefix}h.1.attn.c_attn.weight"]
+    np.testing.assert_array_equal(stacked, published.T)
+    published = tensors[f"{prefix}h.1.mlp.c_fc.weight"]
+    np.testing.assert_array_equal(layer["up_proj"], published.T)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "granite", "gpt2"])

@@ -1,0 +1,73 @@
+"""The static sizes of a run, from what is asked and how much memory pages may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specjax.config import EngineConfig
+from specjax.decode.decoder import Sizes
+from specjax.engine.request import Request
+from specjax.models.base import ModelConfig
+from specjax.requests import Refused
+
+MIN_ROW_TOKENS = 256  # smallest bucket of a row's capacity
+
+
+def choose_sizes(
+    requests: Sequence[Request],
+    configs: Sequence[ModelConfig],
+    engine: EngineConfig,
+    dtype: Any,
+    num_shards: int,
+) -> tuple[Sizes | None, list[Request], list[Refused]]:
+    """Returns sizes that serve the requests that can be served, those, and the others.
+
+    Rows, and the tokens of a row, are powers of two, so that calls of similar size
+    share their executables.
+
+    Args:
+      configs: of target and draft model, whose pages are allocated together.
+      num_shards: of the mesh's data axis; a request's pages lie in one of them.
+    """
+    size = engine.page_size
+    page_bytes = sum(c.num_layers * c.num_kv_heads * c.head_dim for c in configs)
+    page_bytes *= 2 * size * dtype.itemsize
+    limit = engine.num_pages or max(engine.kv_cache_bytes // page_bytes, 1)
+    shard_pages = max(limit // num_shards, 1)
+    has_room = lambda request: -(-request.max_length // size) <= shard_pages
+    fits = list(filter(has_room, requests))
+    refused = [
+        Refused(
+            request.prompt_index,
+            request.sample_index,
+            request.seed,
+            f"prompt {request.prompt_index}: prompt and output need {request.max_length} tokens, and "
+            f"the pool holds {shard_pages * size} for one request; lower max_tokens, shorten the "
+            f"prompt or raise {'num_pages' if engine.num_pages else 'kv_cache_bytes'}.",
+        )
+        for request in requests
+        if not has_room(request)
+    ]
+    if not fits:
+        return None, [], refused
+    rows = min(engine.max_rows, power_of_two(len(fits)))
+    rows = -(-rows // num_shards) * num_shards
+    longest = max(max(request.max_length for request in fits), MIN_ROW_TOKENS)
+    pages_per_row = power_of_two(-(-longest // size))
+    if engine.num_pages is None:
+        shard_pages = min(shard_pages, rows // num_shards * pages_per_row)
+    sizes = Sizes(
+        rows=rows,
+        page_size=size,
+        num_pages=shard_pages * num_shards,
+        pages_per_row=pages_per_row,
+        burst_steps=engine.burst_steps,
+        dtype=dtype,
+    )
+    return sizes, fits, refused
+
+
+def power_of_two(number: int) -> int:
+    """Returns the least power of two that is at least `number`."""
+    return 1 << max(number - 1, 0).bit_length()
