@@ -10,7 +10,7 @@ import operator
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 METHODS = ("ngram", "draft_model")
 VERIFICATION_RULES = ("greedy", "seeded", "delta", "rejection")
@@ -74,7 +74,7 @@ class SamplingParams:
         for name, low, high in _RANGES:
             value: Any = getattr(self, name)
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not is_number or not low <= value <= high:
+            if not is_number or not low <= cast(float, value) <= high:
                 raise ValueError(
                     f"{name}={value!r} is out of range; expected a number from {low} to {high}."
                 )

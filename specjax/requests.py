@@ -46,19 +46,18 @@ def as_list(prompts: Any) -> list[Any]:
     return [prompts] if is_one else prompts
 
 
-def default_sampling(target: Model) -> dict[str, Any]:
+def default_sampling(generation_defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of SamplingParams that a model's generation_config.json sets."""
-    defaults = target.generation_defaults
-    if defaults.get("do_sample") is False:
+    if generation_defaults.get("do_sample") is False:
         return {"temperature": 0.0}
     known = {field.name for field in dataclasses.fields(SamplingParams)}
-    return {key: value for key, value in defaults.items() if key in known}
+    return {key: value for key, value in generation_defaults.items() if key in known}
 
 
 def one_each(sampling: Any, target: Model, num_prompts: int) -> list[SamplingParams]:
     """Returns sampling parameters per prompt from none, one for all, or one per prompt."""
     if sampling is None:
-        sampling = SamplingParams(**default_sampling(target))
+        sampling = SamplingParams(**default_sampling(target.generation_defaults))
     if isinstance(sampling, SamplingParams):
         return [sampling] * num_prompts
     if isinstance(sampling, Mapping | str) or not isinstance(sampling, Sequence):

@@ -219,7 +219,9 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig):
 
 def _sampling(arguments, entries, target: Model) -> list[SamplingParams]:
     """Returns each prompt's parameters: the model's, then the options, then its own."""
-    shared = sampling_arguments.from_model(target.generation_defaults)
+    from specjax.requests import default_sampling
+
+    shared = default_sampling(target.generation_defaults)
     shared |= sampling_arguments.given_options(arguments)
     return [SamplingParams(**{**shared, **entry.sampling}) for entry in entries]
 

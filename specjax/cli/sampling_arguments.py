@@ -11,7 +11,6 @@ from typing import Any
 from specjax.config import SamplingParams
 
 DEFAULTS = SamplingParams()
-_DO_NOT_SAMPLE = {"temperature": 0.0}
 
 
 def token_ids(text: str) -> list[int]:
@@ -100,14 +99,6 @@ def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
     return given
-
-
-def from_model(generation_defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields that a model's generation_config.json sets."""
-    if generation_defaults.get("do_sample") is False:
-        return dict(_DO_NOT_SAMPLE)
-    known = {field.name for field in dataclasses.fields(SamplingParams)}
-    return {key: value for key, value in generation_defaults.items() if key in known}
 
 
 def from_json(given: Mapping[str, Any]) -> dict[str, Any]:

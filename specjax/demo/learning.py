@@ -95,7 +95,7 @@ def optimizer(
         "matrix": optax.contrib.muon(
             rate(0.02),
             weight_decay=0.05,
-            muon_weight_dimension_numbers=_output_first,
+            muon_weight_dimension_numbers=cast(Any, _output_first),
         ),
         "other": optax.adam(rate(0.005), b1=0.9, b2=0.98),
     }

@@ -54,7 +54,7 @@ def load_drafter(
     config = config or SpeculationConfig()
     if isinstance(source, LoadedDrafter):
         for of_drafter in source.configs:
-            check_same_vocabulary(target, Model(of_drafter, None, name=source.name))
+            check_same_vocabulary(target, Model(of_drafter, {}, name=source.name))
         return source
     if source is None:
         return LoadedDrafter("none", NoDrafter())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +144,7 @@ def reset_rows(sampling: RowSampling, mask: Array) -> RowSampling:
 
 
 # What each entry of an empty row holds.
-_EMPTY: dict[str, np.generic] = {
+_EMPTY: dict[str, Any] = {
     "temperature": np.float32(0),
     "top_k": np.int32(0),
     "top_p": np.float32(1),

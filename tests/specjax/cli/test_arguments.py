@@ -11,6 +11,7 @@ import pytest
 from specjax import SamplingParams
 from specjax.cli import generate_command, prompts, sampling_arguments
 from specjax.cli.main import build_parser, main
+from specjax.requests import default_sampling
 
 EVERY_OPTION = shlex.split(
     "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 "
@@ -41,12 +42,8 @@ def test_options_not_given_leave_no_trace():
 
 
 def test_model_defaults_stand_below_options():
-    assert sampling_arguments.from_model({"do_sample": False, "top_p": 0.5}) == {
-        "temperature": 0.0
-    }
-    assert sampling_arguments.from_model({"do_sample": True, "top_k": 20}) == {
-        "top_k": 20
-    }
+    assert default_sampling({"do_sample": False, "top_p": 0.5}) == {"temperature": 0.0}
+    assert default_sampling({"do_sample": True, "top_k": 20}) == {"top_k": 20}
 
 
 @pytest.mark.parametrize(
