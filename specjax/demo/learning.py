@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
