@@ -10,7 +10,8 @@ import numpy as np
 
 from specjax.drafters.base import Draft, Drafter
 from specjax.drafters.loading import LoadedDrafter
-from specjax.models.base import Model, ModelConfig, Params, architecture_of
+from specjax.models.architectures import architecture_of
+from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.layers import dense_causal_attention
 from specjax.types import Proposal
 

@@ -8,7 +8,8 @@ from jax import Array
 from pallas_kernels.tree_attention import tree_attention
 from specjax.cache import paged
 from specjax.cache.paged import Pages
-from specjax.models.base import ModelConfig, Params, architecture_of
+from specjax.models.architectures import architecture_of
+from specjax.models.base import ModelConfig, Params
 from specjax.types import TokenBatch, lay_out
 
 

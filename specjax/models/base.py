@@ -116,10 +116,3 @@ class Architecture(NamedTuple):
     forward: Callable[..., tuple[Array, tuple[LayerCache, ...]]]
     logits: Callable[..., Array]
     init: Callable[..., Params]
-
-
-def architecture_of(config: ModelConfig) -> Architecture:
-    """Returns the functions that run `config`."""
-    from specjax.models import gpt2, llama
-
-    return {"llama": llama.ARCHITECTURE, "gpt2": gpt2.ARCHITECTURE}[config.architecture]

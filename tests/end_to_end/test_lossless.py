@@ -11,7 +11,7 @@ import pytest
 
 import specjax
 from specjax.config import EngineConfig, SamplingParams
-from specjax.models.base import architecture_of
+from specjax.models.architectures import architecture_of
 from specjax.models.layers import dense_causal_attention
 from specjax.requests import derive_seed
 from specjax.sampling import RowSampling, process_logits, row_values

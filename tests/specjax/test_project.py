@@ -12,7 +12,7 @@ import pytest
 import configs.models
 import configs.presets
 import specjax
-from specjax.models.base import architecture_of
+from specjax.models.architectures import architecture_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.base import architecture_of
+from specjax.models.architectures import architecture_of
 from specjax.models.layers import dense_causal_attention
 from specjax.models.loading import load_model
 

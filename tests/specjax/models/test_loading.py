@@ -12,7 +12,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from specjax.models import loading
-from specjax.models.base import Model, ModelConfig, architecture_of
+from specjax.models.architectures import architecture_of
+from specjax.models.base import Model, ModelConfig
 from specjax.models.loading import check_same_vocabulary, load_model
 from specjax.models.safetensors import open_folder
 from specjax.tokenization import Tokenizer
