@@ -79,7 +79,9 @@ class SamplingParams:
                     f"{name}={value!r} is out of range; expected a number from {low} to {high}."
                 )
         if self.repetition_penalty <= 0:
-            raise ValueError(f"{self.repetition_penalty=} must be above 0; 1 is off.")
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty!r} must be above 0; 1 is off."
+            )
         for name in ("top_k", "min_tokens", "max_tokens", "n"):
             if not _is_int(getattr(self, name)):
                 raise ValueError(
@@ -93,20 +95,22 @@ class SamplingParams:
                 )
         if self.min_tokens > self.max_tokens:
             raise ValueError(
-                f"{self.min_tokens=} exceeds {self.max_tokens=}; lower min_tokens or raise max_tokens."
+                f"min_tokens={self.min_tokens!r} exceeds max_tokens={self.max_tokens!r}; lower min_tokens or raise max_tokens."
             )
         if self.ignore_eos not in (True, False):
-            raise ValueError(f"{self.ignore_eos=} must be True or False.")
+            raise ValueError(f"ignore_eos={self.ignore_eos!r} must be True or False.")
         is_many = self.stop is None or _is_sized(self.stop)
         if not is_many or any(
             not isinstance(text, str) or not text for text in self.stop_strings
         ):
-            raise ValueError(f"{self.stop=} must hold non-empty strings.")
+            raise ValueError(f"stop={self.stop!r} must hold non-empty strings.")
         if not isinstance(self.logit_bias, Mapping):
-            raise ValueError(f"{self.logit_bias=} must map token ids to numbers.")
+            raise ValueError(
+                f"logit_bias={self.logit_bias!r} must map token ids to numbers."
+            )
         if not all(map(_is_bias, self.logit_bias.values())):
             raise ValueError(
-                f"{self.logit_bias=} must hold finite numbers of float32, at most "
+                f"logit_bias={self.logit_bias!r} must hold finite numbers of float32, at most "
                 f"{_FLOAT32_MAX:.3g} in size (or -inf to forbid a token)."
             )
         self._validate_token_ids(vocab_size)
@@ -232,7 +236,7 @@ class SpeculationConfig:
             or not 0 <= self.num_speculative_tokens <= 63
         ):
             raise ValueError(
-                f"{self.num_speculative_tokens=} must be a whole number from 0 (no speculation) to 63."
+                f"num_speculative_tokens={self.num_speculative_tokens!r} must be a whole number from 0 (no speculation) to 63."
             )
         if self.verification not in VERIFICATION_RULES:
             raise ValueError(
@@ -241,7 +245,7 @@ class SpeculationConfig:
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if not (_is_int(low) and _is_int(high) and 1 <= low <= high <= 16):
             raise ValueError(
-                f"{self.prompt_lookup_min=} and {self.prompt_lookup_max=} must satisfy 1 <= min <= max <= 16."
+                f"prompt_lookup_min={self.prompt_lookup_min!r} and prompt_lookup_max={self.prompt_lookup_max!r} must satisfy 1 <= min <= max <= 16."
             )
 
     @classmethod

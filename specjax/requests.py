@@ -123,7 +123,7 @@ def _of_prompt(
     params.validate(config.vocab_size)
     if speculation.verification == "greedy" and params.temperature != 0:
         raise ValueError(
-            f"verification='greedy' needs temperature 0, got {params.temperature=}; "
+            f"verification='greedy' needs temperature 0, got temperature={params.temperature!r}; "
             "use 'seeded', which samples and is exact at any temperature."
         )
     if params.stop_strings and target.tokenizer is None:

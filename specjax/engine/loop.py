@@ -59,7 +59,7 @@ class Engine:
         most = min(sizes.max_length, pool_tokens)
         if request.max_length > most:
             raise ValueError(
-                f"prompt of {len(request.prompt_token_ids)} tokens and {request.params.max_tokens=} need "
+                f"prompt of {len(request.prompt_token_ids)} tokens and max_tokens={request.params.max_tokens!r} need "
                 f"{request.max_length} tokens of context, the pool holds {most} for one row; lower max_tokens, "
                 "shorten the prompt or raise num_pages."
             )

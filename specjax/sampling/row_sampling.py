@@ -100,7 +100,7 @@ def row_values(
         values[name][...] = value
     if values["num_logprobs"] > engine_config.max_logprobs:
         raise ValueError(
-            f"logprobs={params.logprobs} exceeds {engine_config.max_logprobs=}; "
+            f"logprobs={params.logprobs} exceeds EngineConfig.max_logprobs={engine_config.max_logprobs!r}; "
             "lower the one or raise the other."
         )
     bias = _bias(params)

@@ -113,7 +113,7 @@ def test_sampling_params_refuse_by_name(name, value):
 
 
 def test_sampling_params_refuse_contradictions():
-    with pytest.raises(ValueError, match=r"min_tokens=5 exceeds self\.max_tokens=4"):
+    with pytest.raises(ValueError, match=r"min_tokens=5 exceeds max_tokens=4"):
         SamplingParams(min_tokens=5, max_tokens=4).validate()
     with pytest.raises(ValueError, match="forbids every one"):
         SamplingParams(allowed_token_ids=[3], bad_token_ids=[3, 4]).validate()
