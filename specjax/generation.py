@@ -20,7 +20,7 @@ from specjax.engine.request import AcceptanceCounts, Piece, Request, TokenLogPro
 from specjax.engine.speculation_policy import Fixed, SpeculationPolicy
 from specjax.models.base import Model
 from specjax.models.loading import load_model
-from specjax.progress import Progress
+from specjax.progress import Progress, Report
 from specjax.requests import Prompt, Refused, as_list, make_requests, one_each
 from specjax.sizing import choose_sizes
 from specjax.types import DecoderParams
@@ -132,7 +132,7 @@ def generate(
     engine: EngineConfig | None = None,
     policy: SpeculationPolicy | None = None,
     mesh: Mesh | None = None,
-    progress: bool = False,
+    progress: bool | Report = False,
 ) -> Generation:
     """Generates text, with or without speculation: the same text either way.
 
@@ -149,7 +149,8 @@ def generate(
       engine: sizes; chosen from the requests where None.
       policy: which K before each burst; a fixed K where None.
       mesh: devices to split over, axes "data" and "tensor".
-      progress: show progress on stderr.
+      progress: True shows on stderr what takes long; a function is told instead,
+        as report(what, done, total), with total 0 where nobody knows.
 
     Returns:
       The completions in the order of the prompts, n for each, with `stats`. A
@@ -208,13 +209,14 @@ class Stream:
         engine: EngineConfig | None = None,
         policy: SpeculationPolicy | None = None,
         mesh: Mesh | None = None,
-        progress: bool = False,
+        progress: bool | Report = False,
         max_burst_steps: int | None = None,
     ):
         self._started_at = time.perf_counter()
         compilation_cache.enable()
         self._max_burst_steps = max_burst_steps
-        self._progress = Progress(enabled=progress)
+        self._progress = Progress(progress)
+        self._progress.report("loading", 0, 0)
         self._target = _load_target(target)
         config = _speculation(
             speculative_config, drafter, verification, num_speculative_tokens

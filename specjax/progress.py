@@ -1,36 +1,51 @@
-"""Progress of long work, on stderr."""
+"""Progress of long work: bars on stderr, or a function of the caller's."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 from tqdm import tqdm
 
-# Work that is over sooner shows nothing.
+# Told what is under way, how many units are done, and of how many: 0 where nobody knows.
+Report: TypeAlias = Callable[[str, int, int], None]
+
+# Counted work that is over sooner shows nothing.
 QUIET_S = 1.0
 
 
 class Progress:
-    """One bar at a time, shown once the work has lasted QUIET_S seconds."""
+    """Passes reports on, or shows them as one bar at a time, or drops them."""
 
-    def __init__(self, *, enabled: bool):
-        self._enabled = enabled
+    def __init__(self, show: bool | Report):
+        self._report = show if callable(show) else None
+        self._has_bars = show is True
         self._bar: tqdm | None = None
         self._what = ""
 
     def report(self, what: str, done: int, total: int) -> None:
         """Says that `done` of `total` units of `what` are done."""
-        if not self._enabled:
-            return
-        if what != self._what or self._bar is None:
-            self.close()
-            self._what = what
-            self._bar = tqdm(
-                total=total, desc=what, delay=QUIET_S, leave=False, mininterval=0.2
-            )
-        self._bar.total = total
-        self._bar.update(done - self._bar.n)
+        if self._report is not None:
+            self._report(what, done, total)
+        elif self._has_bars:
+            self._show(what, done, total)
 
     def close(self) -> None:
         """Removes the bar."""
         if self._bar is not None:
             self._bar.close()
         self._bar = None
+
+    def _show(self, what: str, done: int, total: int) -> None:
+        if what != self._what or self._bar is None:
+            self.close()
+            self._what = what
+            self._bar = (
+                tqdm(
+                    total=total, desc=what, delay=QUIET_S, leave=False, mininterval=0.2
+                )
+                if total
+                else tqdm(desc=what, bar_format="{desc} ...", leave=False)
+            )
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)

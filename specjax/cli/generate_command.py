@@ -178,12 +178,15 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
         "speculative_config": speculation,
         "engine": engine,
     }
-    status.show("compiling, and reading the prompts")
     is_streamed = len(entries) == 1 and sampling[0].n == 1 and not arguments.json
     try:
         if is_streamed:
             stream = generation.stream(
-                target, [entries[0].prompt], sampling=sampling, **call
+                target,
+                [entries[0].prompt],
+                sampling=sampling,
+                progress=status.report,
+                **call,
             )
             has_text = target.tokenizer is not None
             result = _write_stream(
@@ -191,6 +194,7 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
             )
             _writer(arguments).logprobs(result[0].logprobs or (), _namer(target))
         else:
+            status.clear()
             result = generation.generate(
                 target,
                 [entry.prompt for entry in entries],
@@ -233,7 +237,7 @@ def _write_stream(arguments, entry, stream, status, *, has_text) -> Generation:
     try:
         for chunk in stream:
             if not is_begun:
-                status.clear()
+                status.end()
                 _write_prompt(writer, entry.prompt)
                 is_begun = True
             _write_tokens(writer, chunk, has_text=has_text)

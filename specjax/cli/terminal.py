@@ -107,10 +107,11 @@ class Status:
     def __init__(self, stream: TextIO | None = None):
         self._stream = stream or sys.stderr
         self._is_shown = False
+        self._is_over = False
         self.is_terminal = self._stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def show(self, text: str) -> None:
-        if self.is_terminal:
+        if self.is_terminal and not self._is_over:
             self._stream.write(f"{_CLEAR_LINE}{DIM}{text} ...{RESET}")
             self._stream.flush()
             self._is_shown = True
@@ -120,6 +121,15 @@ class Status:
             self._stream.write(_CLEAR_LINE)
             self._stream.flush()
             self._is_shown = False
+
+    def report(self, what: str, done: int, total: int) -> None:
+        """Shows how far something is; a `specjax.progress.Report`."""
+        self.show(f"{what}: {done} of {total} tokens" if total else what)
+
+    def end(self) -> None:
+        """Clears the line for good: text follows."""
+        self.clear()
+        self._is_over = True
 
 
 def legend() -> str:

@@ -75,6 +75,7 @@ class Decoder:
         self.num_shards = sharding.axis_size(mesh, sharding.DATA)
         self.traces: collections.Counter[tuple] = collections.Counter()
         self.compile_s = 0.0
+        self.on_compile: Callable[[str], None] = lambda what: None
         self._executables: dict[tuple, Callable] = {}
         self._signature: tuple = ()
         self._signed: Any = None
@@ -255,6 +256,7 @@ class Decoder:
         params = next((a for a in arguments if isinstance(a, DecoderParams)), None)
         compiled_key = (key, self._signature_of(params))
         if compiled_key not in self._executables:
+            self.on_compile(key[0])
             start = time.perf_counter()
 
             def traced(*inputs):

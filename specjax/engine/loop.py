@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.state import Admission
 from specjax.engine.request import Request, TokenLogProbs
 from specjax.engine.speculation_policy import Load, SpeculationPolicy
+from specjax.progress import Report
 from specjax.sampling import RowSampling, empty_row_values
 from specjax.types import DecoderParams, Plan, StepInfo
 
@@ -34,13 +35,14 @@ class Engine:
         params: DecoderParams,
         policy: SpeculationPolicy,
         *,
-        on_progress: Callable[[str, int, int], None] | None = None,
+        on_progress: Report = lambda what, done, total: None,
     ):
         self.decoder = decoder
+        decoder.on_compile = lambda what: on_progress(f"compiling the {what}", 0, 0)
         self.params = decoder.place_params(params)
         self.policy = policy
         self.run_s = 0.0  # seconds in compiled calls and in reading them back, compiling left out
-        self._on_progress = on_progress or (lambda what, done, total: None)
+        self._on_progress = on_progress
         self._state = decoder.init()
         self._waiting: collections.deque[Request] = collections.deque()
         self._rows: list[Request | None] = [None] * decoder.sizes.rows

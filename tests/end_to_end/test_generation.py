@@ -367,3 +367,21 @@ def test_what_is_no_model_is_named(target):
         generate({}, [[1]])
     with pytest.raises(ValueError, match="got dict"):
         generate(target, [[1]], sampling={"temperature": 0})
+
+
+def test_progress_is_told(target):
+    reports = []
+    engine = dataclasses.replace(ENGINE, page_size=16)  # an executable of its own
+    generate(
+        target,
+        [list(range(30)) * 5],
+        engine=engine,
+        progress=lambda *report: reports.append(report),
+    )
+    assert ("loading", 0, 0) in reports
+    assert {"compiling the prefill", "compiling the burst"} <= {
+        what for what, _, _ in reports
+    }
+    prefill = [report[1:] for report in reports if report[0] == "prefill"]
+    assert (prefill[0], prefill[-1]) == ((0, 149), (149, 149))
+    assert reports[-1] == ("tokens", 20, 20)

@@ -105,6 +105,20 @@ def test_status_leaves_nothing_behind(monkeypatch):
     assert stream.getvalue().endswith("\r\x1b[K")
 
 
+def test_status_reports_until_text_follows(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    status = terminal.Status(stream)
+    status.report("compiling the burst", 0, 0)
+    status.report("prefill", 64, 500)
+    assert "compiling the burst ..." in stream.getvalue()
+    assert "prefill: 64 of 500 tokens ..." in stream.getvalue()
+    status.end()
+    written = stream.getvalue()
+    status.report("tokens", 1, 16)
+    assert stream.getvalue() == written
+
+
 @pytest.mark.parametrize(
     "prompt, expected",
     [
