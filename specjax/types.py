@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,8 @@ HostArray = Any
 
 # Why a row ended, as the device reports it; RUNNING is not ended.
 RUNNING, STOPPED, OUT_OF_LENGTH, INVALID_LOGITS = range(4)
+
+NO_PARENT = -1  # the root's entry among parents
 
 # Verification rules as per-row numbers; the order of config.VERIFICATION_RULES.
 GREEDY, SEEDED, DELTA, REJECTION = range(4)
@@ -37,25 +40,67 @@ class TokenBatch:
     block_table: Array  # i32[rows, pages_per_row]
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["parents", "depths"],
+    meta_fields=["max_depth"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DraftTree:
+    """Which node each node of a row follows.
+
+    Node 0 is the root, the newest committed token; draft token j is node j + 1.
+    A parent comes before its children, and siblings come in the order in which they
+    were drawn.
+
+        parents = [-1, 0, 0, 1, 2, 2]      0         depths = [0, 1, 1, 2, 2, 2]
+                                          / \\
+                                         1   2
+                                         |   |\\
+                                         3   4 5
+
+    Entries past a row's last node mean nothing.
+    """
+
+    parents: Array  # i32[rows, num_nodes], NO_PARENT at the root
+    depths: Array  # i32[rows, num_nodes], edges to the root
+    max_depth: int  # static; no depth exceeds it
+
+    @property
+    def num_nodes(self) -> int:
+        return self.parents.shape[1]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Chains of draft tokens, one per row."""
+    """Draft tokens of every row: chains, or trees where `tree` says so.
 
-    token_ids: Array  # i32[rows, K]
-    num_tokens: Array  # i32[rows], in [0, K]: how many of them stand
-    probs: Array | None = (
-        None  # f32[rows, K, vocab], what each was drawn from; None: deterministic
-    )
+    Without a tree, draft token j follows draft token j - 1, and num_drafts is K.
+    """
+
+    token_ids: Array  # i32[rows, num_drafts]; draft token j is node j + 1
+    num_tokens: Array  # i32[rows], in [0, num_drafts]: how many of them stand
+    # f32[rows, num_drafts, vocab], the drafter's distribution after node j: what node
+    # j's children were drawn from, without replacement. None: deterministic.
+    probs: Array | None = None
+    tree: DraftTree | None = None
+
+    @property
+    def max_depth(self) -> int:
+        """Returns the most draft tokens on one path."""
+        return self.token_ids.shape[1] if self.tree is None else self.tree.max_depth
 
 
 class Acceptance(NamedTuple):
     """What a verification rule decides."""
 
-    token_ids: (
-        Array  # i32[rows, K + 1]: accepted draft tokens, then one of the target's own
-    )
-    num_accepted: Array  # i32[rows], in [0, K]
+    # i32[rows, max_depth + 1]: accepted draft tokens, then one of the target's own
+    token_ids: Array
+    num_accepted: Array  # i32[rows], in [0, max_depth]
+    # i32[rows, max_depth]: the accepted nodes in order, of which the first
+    # num_accepted count; None for chains, where they are 1, 2, ...
+    nodes: Array | None = None
 
 
 @jax.tree_util.register_dataclass
