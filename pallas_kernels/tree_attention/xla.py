@@ -1,7 +1,5 @@
 """Tree attention for any device, written for XLA: blocks of keys, a running softmax."""
 
-import math
-
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -29,47 +27,18 @@ def tree_attention_xla(
     """See `tree_attention`. Work follows the longest row's pages in use."""
     if window is not None and ancestor_bits is not None:
         raise NotImplementedError(f"{window=} together with ancestor_bits.")
-    num_tokens, heads, head_dim = q.shape
-    rows = block_table.shape[0]
+    pages_per_row = block_table.shape[1]
     kv_heads = layout.kv_heads(k_pages)
-    group = heads // kv_heads
     page_size = layout.page_size(k_pages)
     pages_per_block = max(1, BLOCK_TOKENS // page_size)
     block_tokens = pages_per_block * page_size
     num_new = row_starts[1:] - row_starts[:-1]  # [rows]
     ends = jnp.where(num_new > 0, lengths + num_new, 0)
-
-    # [rows, T]: the flat index of each new token of each row
-    token = row_starts[:-1, None] + jnp.arange(max_tokens_per_row)[None]
-    token = jnp.minimum(token, num_tokens - 1)
-    grouped = q[token].astype(jnp.float32) * scale
-    grouped = grouped.reshape(rows, max_tokens_per_row, kv_heads, group, head_dim)
-    # [rows, kv_heads, group * T, head_dim]: one matmul for all that share a key head
-    grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, head_dim)
+    token = _tokens_by_row(row_starts, q.shape[0], max_tokens_per_row)
+    queries = _queries_by_head(q[token].astype(jnp.float32) * scale, kv_heads)
     bits = None if ancestor_bits is None else ancestor_bits[token]
-    num_blocks = math.ceil(block_table.shape[1] / pages_per_block)
-    padding = num_blocks * pages_per_block - block_table.shape[1]
+    padding = -pages_per_row % pages_per_block
     table = jnp.pad(jnp.maximum(block_table, 0), ((0, 0), (0, padding)))
-
-    def gather(pages: Array, ids: Array) -> Array:
-        # One index per page and head puts each head's tokens in order as it copies.
-        by_head = pages.reshape(-1, page_size, head_dim)
-        ids = ids[:, None] * kv_heads + jnp.arange(kv_heads)[None, :, None]
-        block = by_head.at[ids].get(mode="promise_in_bounds")
-        block = block.reshape(rows, kv_heads, block_tokens, head_dim)
-        return block.astype(jnp.float32)
-
-    def visible(positions: Array) -> Array:
-        new = positions - lengths[:, None]  # [rows, block]
-        own = jnp.arange(max_tokens_per_row)[None, :, None]
-        if bits is None:
-            is_visible = new[:, None] <= own
-        else:
-            is_visible = (new < 0)[:, None] | _has_bit(bits, new)
-        if window is not None:
-            is_visible &= new[:, None] > own - window
-        is_visible &= (positions < ends[:, None])[:, None]  # [rows, T, block]
-        return jnp.tile(is_visible[:, None], (1, 1, group, 1))
 
     def body(block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
         top, total, acc = carry
@@ -79,9 +48,13 @@ def tree_attention_xla(
         positions = block * block_tokens + jnp.arange(block_tokens)[None]
         # A masked value has weight 0, but 0 * NaN is NaN, and unwritten slots may be.
         is_used = (positions < ends[:, None])[:, None, :, None]
-        v = jnp.where(is_used, gather(v_pages, ids), 0.0)
-        is_visible = visible(positions)
-        scores = jnp.einsum("rhqd,rhkd->rhqk", grouped, gather(k_pages, ids))
+        v = jnp.where(is_used, _gather(v_pages, ids), 0.0)
+        is_visible = _visible(
+            positions, lengths, ends, bits, window, max_tokens_per_row
+        )
+        group = queries.shape[2] // max_tokens_per_row
+        is_visible = jnp.tile(is_visible[:, None], (1, 1, group, 1))
+        scores = jnp.einsum("rhqd,rhkd->rhqk", queries, _gather(k_pages, ids))
         scores = jnp.where(is_visible, scores, _MASKED)
         new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
         weights = jnp.where(is_visible, jnp.exp(scores - new_top), 0.0)
@@ -89,12 +62,8 @@ def tree_attention_xla(
         total = total * decay + weights.sum(-1, keepdims=True)
         return new_top, total, acc * decay + jnp.einsum("rhqk,rhkd->rhqd", weights, v)
 
-    shape = grouped.shape[:3]
-    carry = (
-        jnp.full((*shape, 1), _MASKED),
-        jnp.zeros((*shape, 1)),
-        jnp.zeros((*shape, head_dim)),
-    )
+    one = (*queries.shape[:3], 1)
+    carry = jnp.full(one, _MASKED), jnp.zeros(one), jnp.zeros(queries.shape)
     first = jnp.int32(0)
     if window is not None:
         oldest = jnp.where(num_new > 0, lengths - window + 1, jnp.iinfo(jnp.int32).max)
@@ -102,15 +71,67 @@ def tree_attention_xla(
     last = -(-ends.max() // block_tokens)
     _, total, acc = lax.fori_loop(first, last, body, carry)
     out = acc / jnp.where(total == 0.0, 1.0, total)
-    out = out.reshape(rows, kv_heads, group, max_tokens_per_row, head_dim)
-    out = out.transpose(0, 3, 1, 2, 4).reshape(
-        rows, max_tokens_per_row, heads, head_dim
-    )
-    row = jnp.searchsorted(row_starts, jnp.arange(num_tokens), side="right") - 1
+    return _lay_flat(out, row_starts, q)
+
+
+def _tokens_by_row(row_starts: Array, num_tokens: int, width: int) -> Array:
+    """Returns the flat index of each row's new tokens, i32[rows, width], clamped."""
+    token = row_starts[:-1, None] + jnp.arange(width)[None]
+    return jnp.minimum(token, num_tokens - 1)
+
+
+def _queries_by_head(q: Array, kv_heads: int) -> Array:
+    """Turns q [rows, T, heads, head_dim] to [rows, kv_heads, group * T, head_dim].
+
+    One matmul then serves all query heads that share a key head.
+    """
+    rows, width, heads, head_dim = q.shape
+    grouped = q.reshape(rows, width, kv_heads, heads // kv_heads, head_dim)
+    return grouped.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, -1, head_dim)
+
+
+def _lay_flat(out: Array, row_starts: Array, q: Array) -> Array:
+    """Undoes `_queries_by_head` and lays rows end to end, in q's shape and dtype."""
+    num_tokens, heads, head_dim = q.shape
+    rows, kv_heads = out.shape[:2]
+    out = out.reshape(rows, kv_heads, heads // kv_heads, -1, head_dim)
+    out = out.transpose(0, 3, 1, 2, 4).reshape(rows, -1, heads, head_dim)
+    flat = jnp.arange(num_tokens)
+    row = jnp.searchsorted(row_starts, flat, side="right") - 1
     row = jnp.clip(row, 0, rows - 1)
-    own = jnp.clip(jnp.arange(num_tokens) - row_starts[row], 0, max_tokens_per_row - 1)
-    is_token = jnp.arange(num_tokens) < row_starts[-1]
+    own = jnp.clip(flat - row_starts[row], 0, out.shape[1] - 1)
+    is_token = flat < row_starts[-1]
     return jnp.where(is_token[:, None, None], out[row, own], 0.0).astype(q.dtype)
+
+
+def _gather(pages: Array, ids: Array) -> Array:
+    """Returns pages ids [rows, n] as f32[rows, kv_heads, n * page_size, head_dim]."""
+    kv_heads, head_dim = layout.kv_heads(pages), layout.head_dim(pages)
+    # One index per page and head puts each head's tokens in order as it copies.
+    by_head = pages.reshape(-1, layout.page_size(pages), head_dim)
+    by_head_ids = ids[:, None] * kv_heads + jnp.arange(kv_heads)[None, :, None]
+    block = by_head.at[by_head_ids].get(mode="promise_in_bounds")
+    return block.reshape(ids.shape[0], kv_heads, -1, head_dim).astype(jnp.float32)
+
+
+def _visible(
+    positions: Array,  # i32[1, block]
+    lengths: Array,
+    ends: Array,  # i32[rows], lengths and new tokens; 0 in a row without any
+    bits: Array | None,  # u32[rows, T, words]
+    window: int | None,
+    max_tokens_per_row: int,
+) -> Array:
+    """Returns which positions each new token sees, bool[rows, T, block]."""
+    new = positions - lengths[:, None]  # [rows, block]
+    own = jnp.arange(max_tokens_per_row)[None, :, None]
+    if bits is None:
+        is_visible = new[:, None] <= own
+    else:
+        is_visible = (new < 0)[:, None] | _has_bit(bits, new)
+    if window is not None:
+        is_visible &= new[:, None] > own - window
+    return is_visible & (positions < ends[:, None])[:, None]
 
 
 def _has_bit(bits: Array, new: Array) -> Array:
