@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import itertools
 import json
 import math
 import numbers
@@ -15,6 +17,7 @@ from typing import Any, TypeGuard, cast
 METHODS = ("ngram", "draft_model")
 VERIFICATION_RULES = ("greedy", "seeded", "delta", "rejection")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
+MAX_DRAFT_NODES = 255
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,6 +207,41 @@ def _is_bias(value: Any) -> bool:
     return is_number and (value == -math.inf or -_FLOAT32_MAX <= value <= _FLOAT32_MAX)
 
 
+def _rank_paths(tree: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Returns a tree's nodes by their ranks, from any of the forms that users write."""
+    if tree is None:
+        return None
+    given = tree
+    try:
+        if isinstance(given, str):
+            given = ast.literal_eval(given)
+        if all(_is_int(width) and width >= 1 for width in given):
+            ranks = [range(width) for width in given]
+            paths = [
+                path
+                for depth in range(1, len(ranks) + 1)
+                for path in itertools.islice(
+                    itertools.product(*ranks[:depth]), MAX_DRAFT_NODES + 1
+                )
+            ]
+        else:
+            paths = [tuple(map(operator.index, path)) for path in given]
+            paths = [path for path in paths if path]
+    except (TypeError, ValueError, SyntaxError):
+        paths = []
+    if not paths or any(min(path) < 0 for path in paths):
+        raise ValueError(
+            f"speculative_token_tree={tree!r} must list nodes, as '[(0,), (1,), (0, 0)]', "
+            "or children per depth, as (2, 1)."
+        )
+    if len(paths) > MAX_DRAFT_NODES:
+        raise ValueError(
+            f"speculative_token_tree={tree!r} has more than {MAX_DRAFT_NODES} nodes; "
+            "list fewer."
+        )
+    return tuple(paths)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
     """Which drafter, how many tokens, verified how.
@@ -214,12 +252,22 @@ class SpeculationConfig:
 
     method: str | None = None  # None, "ngram" or "draft_model"
     model: str | None = None  # a folder, a hub name, or "demo"
-    num_speculative_tokens: int = DEFAULT_NUM_SPECULATIVE_TOKENS
+    # Most draft tokens along one path; None is a tree's depth, else DEFAULT_NUM_SPECULATIVE_TOKENS.
+    num_speculative_tokens: Any = None  # int, once made
     verification: str = "seeded"
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
+    # A draft model's tree, each node by the ranks on the way to it: "[(0,), (1,), (0, 0)]",
+    # the same as a list, or the children per depth, (2, 1). None drafts chains.
+    speculative_token_tree: Any = None  # tuple[tuple[int, ...], ...], once made
 
     def __post_init__(self):
+        tree = _rank_paths(self.speculative_token_tree)
+        object.__setattr__(self, "speculative_token_tree", tree)
+        if self.num_speculative_tokens is None:
+            depth = DEFAULT_NUM_SPECULATIVE_TOKENS
+            depth = depth if tree is None else max(map(len, tree))
+            object.__setattr__(self, "num_speculative_tokens", depth)
         if self.method is not None and self.method not in METHODS:
             raise ValueError(
                 f"method={self.method!r} is not available; this version has "
@@ -237,6 +285,16 @@ class SpeculationConfig:
         ):
             raise ValueError(
                 f"num_speculative_tokens={self.num_speculative_tokens!r} must be a whole number from 0 (no speculation) to 63."
+            )
+        if tree is not None and self.num_speculative_tokens > max(map(len, tree)):
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens!r} is deeper than "
+                f"speculative_token_tree, {max(map(len, tree))}; leave it out or lower it."
+            )
+        if tree is not None and self.method == "ngram":
+            raise ValueError(
+                "speculative_token_tree is the shape of a draft model's tree; with "
+                "method 'ngram' leave it out."
             )
         if self.verification not in VERIFICATION_RULES:
             raise ValueError(

@@ -14,6 +14,12 @@ from jax.extend.random import threefry_2x32
 # What a draw decides. Draws of one (seed, position) under two roles are independent.
 # TARGET_TOKEN is shared on purpose by the target and a drafter that imitates it.
 TARGET_TOKEN, ACCEPT, RECOVER, DRAFT = range(4)
+NUM_ROLES = 4
+
+
+def node_role(role: int, node: int | Array) -> int | Array:
+    """Returns a role of its own for each node of a draft, among draws of one position."""
+    return role + NUM_ROLES * node
 
 
 def token_keys(seeds: Array, positions: Array, role: int | Array) -> Array:
@@ -22,7 +28,7 @@ def token_keys(seeds: Array, positions: Array, role: int | Array) -> Array:
     Args:
       seeds: u32[num_tokens, 2].
       positions: i32[num_tokens].
-      role: one of the module's roles, or i32[num_tokens].
+      role: one of the module's roles, or i32[num_tokens]; of a node by `node_role`.
     """
     roles = jnp.broadcast_to(jnp.asarray(role, jnp.int32), positions.shape)
     counts = jnp.stack([positions, roles], axis=-1).astype(jnp.uint32)

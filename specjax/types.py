@@ -22,6 +22,11 @@ NO_PARENT = -1  # the root's entry among parents
 GREEDY, SEEDED, DELTA, REJECTION = range(4)
 
 
+def is_by_law(rules: Array) -> Array:
+    """Returns whether each rule is exact in law only, so that drafts need noise of their own."""
+    return rules >= REJECTION
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenBatch:
@@ -38,6 +43,9 @@ class TokenBatch:
     row_starts: Array  # i32[rows + 1]
     lengths: Array  # i32[rows], tokens of the row whose KV is final
     block_table: Array  # i32[rows, pages_per_row]
+    # Only where tokens branch: bit j set where new token j of the row is seen.
+    ancestor_bits: Array | None = None  # u32[num_tokens, words]
+    num_new_keys: Array | None = None  # i32[rows], see tree_attention
 
 
 @functools.partial(
@@ -87,6 +95,11 @@ class Proposal:
     tree: DraftTree | None = None
 
     @property
+    def num_nodes(self) -> int:
+        """Returns how many nodes a row has at most, with the root."""
+        return self.token_ids.shape[1] + 1
+
+    @property
     def max_depth(self) -> int:
         """Returns the most draft tokens on one path."""
         return self.token_ids.shape[1] if self.tree is None else self.tree.max_depth
@@ -115,7 +128,8 @@ class StepInfo:
     token_ids: Array  # i32[rows, K + 1]
     num_committed: Array  # i32[rows]
     num_accepted: Array  # i32[rows]
-    num_drafted: Array  # i32[rows]
+    num_drafted: Array  # i32[rows], nodes of a tree
+    draft_depth: Array  # i32[rows], tokens on the longest path drafted
     finish: Array  # i32[rows], RUNNING or why the row ended in this step
     logprobs: Any  # sampling.LogProbs with leading [rows, K + 1]
 

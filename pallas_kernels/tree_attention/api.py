@@ -20,6 +20,7 @@ def tree_attention(
     lengths: Array,  # i32[rows]
     *,
     ancestor_bits: Array | None = None,  # u32[num_tokens, words]
+    num_new_keys: Array | None = None,  # i32[rows]
     scale: float,
     window: int | None = None,
     max_tokens_per_row: int,
@@ -29,7 +30,9 @@ def tree_attention(
 
     Row r owns the flat tokens row_starts[r] up to row_starts[r + 1] - 1, possibly
     none. Its new token i has its key and value at absolute position lengths[r] + i,
-    already written: one call serves prefill, decoding, chains and trees.
+    already written: one call serves prefill, decoding, chains and trees. A tree may
+    also be attended level by level: then the bits of this call's tokens name nodes
+    that were written before, and `num_new_keys` counts them all.
 
     Without `ancestor_bits`, new token i sees positions up to lengths[r] + i, and with
     a window w only those above lengths[r] + i - w. With them it sees the prefix,
@@ -49,6 +52,8 @@ def tree_attention(
       lengths: tokens whose keys and values were final before this step.
       ancestor_bits: bit j of word w stands for new token 32 * w + j of the row; a
         token has its own bit set.
+      num_new_keys: keys of a row from lengths[r] on that bits may name; where it is
+        None, those of its new tokens. Only together with ancestor_bits.
       scale: multiplies the scores; usually head_dim ** -0.5.
       window: keys a token sees, itself included. Not together with ancestor_bits.
       max_tokens_per_row: static bound on any row's new tokens; what lies past it is
@@ -65,9 +70,16 @@ def tree_attention(
     _validate(q, k_pages, v_pages, block_table, row_starts, lengths, ancestor_bits)
     if max_tokens_per_row < 1 or (window is not None and window < 1):
         raise ValueError(f"{max_tokens_per_row=} and {window=} must be at least 1.")
+    if num_new_keys is not None and (
+        ancestor_bits is None or num_new_keys.shape != lengths.shape
+    ):
+        raise ValueError(
+            f"{num_new_keys.shape=} must be {lengths.shape}, and needs ancestor_bits."
+        )
     arguments = (q, k_pages, v_pages, block_table, row_starts, lengths)
     options = dict(
         ancestor_bits=ancestor_bits,
+        num_new_keys=num_new_keys,
         scale=scale,
         window=window,
         max_tokens_per_row=min(max_tokens_per_row, max(q.shape[0], 1)),

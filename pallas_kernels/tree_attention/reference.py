@@ -15,12 +15,13 @@ def tree_attention_reference(
     lengths: Array,  # i32[rows]
     *,
     ancestor_bits: Array | None = None,  # u32[num_tokens, words]
+    num_new_keys: Array | None = None,  # i32[rows]
     scale: float,
     window: int | None = None,
     max_tokens_per_row: int,
 ) -> Array:
-    """See `tree_attention`; the bound on a row's tokens is not used here."""
-    del max_tokens_per_row
+    """See `tree_attention`; what only bounds the work is not used here."""
+    del max_tokens_per_row, num_new_keys
     if window is not None and ancestor_bits is not None:
         raise NotImplementedError(f"{window=} together with ancestor_bits.")
     num_tokens, heads, _ = q.shape

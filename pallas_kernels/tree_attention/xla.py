@@ -20,6 +20,7 @@ def tree_attention_xla(
     lengths: Array,  # i32[rows]
     *,
     ancestor_bits: Array | None = None,  # u32[num_tokens, words]
+    num_new_keys: Array | None = None,  # i32[rows]
     scale: float,
     window: int | None = None,
     max_tokens_per_row: int,
@@ -33,7 +34,8 @@ def tree_attention_xla(
     pages_per_block = max(1, BLOCK_TOKENS // page_size)
     block_tokens = pages_per_block * page_size
     num_new = row_starts[1:] - row_starts[:-1]  # [rows]
-    ends = jnp.where(num_new > 0, lengths + num_new, 0)
+    seen = num_new if num_new_keys is None else num_new_keys
+    ends = jnp.where(num_new > 0, lengths + seen, 0)
     token = _tokens_by_row(row_starts, q.shape[0], max_tokens_per_row)
     queries = _queries_by_head(q[token].astype(jnp.float32) * scale, kv_heads)
     bits = None if ancestor_bits is None else ancestor_bits[token]
@@ -117,7 +119,7 @@ def _gather(pages: Array, ids: Array) -> Array:
 def _visible(
     positions: Array,  # i32[1, block]
     lengths: Array,
-    ends: Array,  # i32[rows], lengths and new tokens; 0 in a row without any
+    ends: Array,  # i32[rows], lengths and new keys; 0 in a row without any
     bits: Array | None,  # u32[rows, T, words]
     window: int | None,
     max_tokens_per_row: int,

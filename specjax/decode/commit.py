@@ -7,32 +7,34 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.move_kv import move_kv
 from specjax.cache import paged
 from specjax.decode.draft import write_tokens
 from specjax.decode.state import DecodeState
 from specjax.decode.verify import Verification
+from specjax.drafters.base import Draft, Drafter
 from specjax.types import (
     INVALID_LOGITS,
     OUT_OF_LENGTH,
     RUNNING,
     STOPPED,
+    Acceptance,
     Proposal,
     StepInfo,
 )
 
 
 def commit(
-    state: DecodeState, proposal: Proposal, verification: Verification, written: Array
+    state: DecodeState, drafter: Drafter, draft: Draft, verification: Verification
 ) -> tuple[DecodeState, StepInfo]:
     """Commits num_accepted + 1 tokens per active row, less what a stop rule cuts.
 
     A stop token is committed and ends its row; so does the last token of its
     length. A row whose logits were NaN ends before the token they would have given.
-
-    Args:
-      written: i32[rows], Draft.written.
+    The accepted path of a tree moves to where a chain would have stood.
     """
-    (token_ids, num_accepted), is_invalid, logprobs = verification
+    acceptance, is_invalid, logprobs = verification
+    token_ids, num_accepted = acceptance.token_ids, acceptance.num_accepted
     ahead = jnp.arange(token_ids.shape[1])[None, :]
     root = state.cache.lengths
     reached = ahead <= num_accepted[:, None]
@@ -59,7 +61,9 @@ def commit(
     )
     finish = jnp.where(state.is_active, finish, RUNNING)
 
+    state = _move_path(state, drafter, acceptance)
     cache = paged.commit(state.cache, num_committed)
+    written = _written(draft, acceptance)
     new_state = dataclasses.replace(
         state,
         cache=cache,
@@ -71,11 +75,60 @@ def commit(
         token_ids=token_ids,
         num_committed=num_committed,
         num_accepted=jnp.minimum(num_accepted, num_committed),
-        num_drafted=jnp.where(state.is_active, proposal.num_tokens, 0),
+        num_drafted=jnp.where(state.is_active, draft.proposal.num_tokens, 0),
+        draft_depth=jnp.where(state.is_active, _depth(draft.proposal), 0),
         finish=finish,
         logprobs=logprobs,
     )
     return new_state, info
+
+
+def _move_path(
+    state: DecodeState, drafter: Drafter, acceptance: Acceptance
+) -> DecodeState:
+    """Moves keys and values of a tree's accepted nodes into the slots that follow the root."""
+    if acceptance.nodes is None:
+        return state
+    cache = state.cache
+    rows, depth = acceptance.nodes.shape
+    place = jnp.arange(1, depth + 1)[None, :]
+    moves = (place <= acceptance.num_accepted[:, None]) & (acceptance.nodes != place)
+    row_ids = jnp.repeat(jnp.arange(rows), depth)
+    source, target = (
+        paged.slots(
+            cache.block_table,
+            row_ids,
+            jnp.where(moves, cache.lengths[:, None] + node, -1).reshape(-1),
+            page_size=cache.page_size,
+            num_slots=cache.num_slots,
+        )
+        for node in (acceptance.nodes, place)
+    )
+    pages = tuple(move_kv(keys, values, source, target) for keys, values in cache.pages)
+    return dataclasses.replace(
+        state,
+        cache=dataclasses.replace(cache, pages=pages),
+        drafter=drafter.move(state.drafter, source, target),
+    )
+
+
+def _written(draft: Draft, acceptance: Acceptance) -> Array:
+    """Returns how far the drafter's cache holds what was accepted, i32[rows]."""
+    if draft.is_fed is None or acceptance.nodes is None:
+        return draft.written
+    nodes = jnp.maximum(acceptance.nodes, 0)
+    is_fed = jnp.take_along_axis(draft.is_fed, nodes, axis=1)
+    ahead = jnp.arange(acceptance.nodes.shape[1])[None, :]
+    is_fed &= ahead < acceptance.num_accepted[:, None]
+    return draft.written + jnp.sum(jnp.cumprod(is_fed, axis=1), axis=1, dtype=jnp.int32)
+
+
+def _depth(proposal: Proposal) -> Array:
+    """Returns the depth of each row's draft, i32[rows]."""
+    if proposal.tree is None:
+        return proposal.num_tokens
+    stands = jnp.arange(proposal.num_nodes)[None, :] <= proposal.num_tokens[:, None]
+    return jnp.max(jnp.where(stands, proposal.tree.depths, 0), axis=1)
 
 
 def _first(mask: Array) -> Array:

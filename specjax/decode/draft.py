@@ -9,39 +9,46 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.decode.state import DecodeState
-from specjax.drafters.base import Drafter
+from specjax.drafters.base import Draft, Drafter
 from specjax.types import Proposal
 
 
 def draft(
     drafter: Drafter, params: Any, state: DecodeState, depth: int
-) -> tuple[DecodeState, Proposal, Array]:
-    """Returns the state with the drafts written into `history`, the proposal, and Draft.written.
+) -> tuple[DecodeState, Draft]:
+    """Asks for drafts; those of a chain are written into `history`.
 
-    A row drafts no more than its cap, and no more than it may still emit less the
-    one token that the target always adds.
+    A row drafts no deeper than its cap, and no more than it may still emit less the
+    one token that the target always adds: a tree's nodes have slots only so far.
     """
     root = state.cache.lengths
     room = state.max_lengths - root - 2
     if drafter.max_positions is not None:
         # Drafting feeds the root and all but the last draft token.
         room = jnp.minimum(room, drafter.max_positions - root)
-    num_tokens = jnp.clip(jnp.minimum(state.draft_caps, room), 0, depth)
-    num_tokens = jnp.where(state.is_active, num_tokens, 0)
-    proposal, drafter_state, written = drafter.draft(
-        params, state.drafter, state, num_tokens
-    )
+    room = jnp.where(state.is_active, jnp.maximum(room, 0), 0)
+    caps = jnp.minimum(state.draft_caps, depth)
+    drafted = drafter.draft(params, state.drafter, state, jnp.minimum(caps, room))
+    proposal = drafted.proposal
+    most = jnp.minimum(_num_within(proposal, caps), room)
     proposal = dataclasses.replace(
-        proposal, num_tokens=jnp.minimum(proposal.num_tokens, num_tokens)
+        proposal, num_tokens=jnp.minimum(proposal.num_tokens, most)
     )
-    history = write_tokens(
-        state.history, root + 1, proposal.token_ids, proposal.num_tokens
-    )
-    return (
-        dataclasses.replace(state, drafter=drafter_state, history=history),
-        proposal,
-        written,
-    )
+    state = dataclasses.replace(state, drafter=drafted.state)
+    if proposal.tree is None:
+        history = write_tokens(
+            state.history, root + 1, proposal.token_ids, proposal.num_tokens
+        )
+        state = dataclasses.replace(state, history=history)
+    return state, drafted._replace(proposal=proposal)
+
+
+def _num_within(proposal: Proposal, caps: Array) -> Array:
+    """Returns how many draft tokens stand before the first one deeper than caps i32[rows]."""
+    if proposal.tree is None:
+        return caps
+    is_deeper = proposal.tree.depths[:, 1:] > caps[:, None]
+    return jnp.sum(~is_deeper.cumsum(axis=1).astype(bool), axis=1, dtype=jnp.int32)
 
 
 def write_tokens(

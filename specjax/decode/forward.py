@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -10,7 +12,8 @@ from specjax.cache import paged
 from specjax.cache.paged import Pages
 from specjax.models.architectures import architecture_of
 from specjax.models.base import ModelConfig, Params
-from specjax.types import TokenBatch, lay_out
+from specjax.trees import draft_tree
+from specjax.types import DraftTree, TokenBatch, lay_out
 
 
 def make_batch(
@@ -48,6 +51,58 @@ def make_batch(
     )
 
 
+def make_tree_batch(
+    history: Array,
+    block_table: Array,
+    lengths: Array,
+    counts: Array,
+    token_ids: Array,
+    tree: DraftTree,
+    *,
+    page_size: int,
+    num_slots: int,
+    nodes: Sequence[int] | None = None,
+    num_new_keys: Array | None = None,
+) -> TokenBatch:
+    """Lays out the first `counts` nodes of each row's tree, or of some of its nodes.
+
+    Node j has its key in the slot of position lengths + j, and the rotary position
+    lengths + depth.
+
+    Args:
+      history: i32[rows, max_length], of which the root is read.
+      counts: i32[rows], nodes with the root.
+      token_ids: i32[rows, num_nodes - 1], of the nodes after the root.
+      nodes: which nodes, static; None is all. Their ancestors were fed before.
+      num_new_keys: i32[rows], see tree_attention; needed with `nodes`.
+    """
+    rows, max_length = history.shape
+    chosen = jnp.array(tuple(range(tree.num_nodes)) if nodes is None else tuple(nodes))
+    row_starts, row_ids, offset = lay_out(counts, rows * chosen.size)
+    row, offset = jnp.minimum(row_ids, rows - 1), jnp.clip(offset, 0, chosen.size - 1)
+    node = chosen[offset]
+    is_token = row_ids < rows
+    root = jnp.minimum(lengths, max_length - 1)
+    root_ids = jnp.take_along_axis(history, root[:, None], axis=1)
+    return TokenBatch(
+        token_ids=jnp.concatenate([root_ids, token_ids], axis=1)[row, node],
+        positions=jnp.where(is_token, lengths[row] + tree.depths[row, node], 0),
+        row_ids=row_ids,
+        slot_mapping=paged.slots(
+            block_table,
+            row_ids,
+            jnp.where(is_token, lengths[row] + node, 0),
+            page_size=page_size,
+            num_slots=num_slots,
+        ),
+        row_starts=row_starts,
+        lengths=lengths,
+        block_table=block_table,
+        ancestor_bits=draft_tree.ancestor_bits(tree)[row, node],
+        num_new_keys=num_new_keys,
+    )
+
+
 def forward(
     params: Params,
     config: ModelConfig,
@@ -76,6 +131,8 @@ def forward(
             batch.block_table,
             batch.row_starts,
             batch.lengths,
+            ancestor_bits=batch.ancestor_bits,
+            num_new_keys=batch.num_new_keys,
             scale=config.scale,
             window=config.window(layer),
             max_tokens_per_row=max_tokens_per_row,

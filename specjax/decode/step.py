@@ -28,16 +28,16 @@ def step(
     spec: StepSpec, params: DecoderParams, state: DecodeState
 ) -> tuple[DecodeState, StepInfo]:
     """Advances every active row by 1 to K + 1 tokens."""
-    state, proposal, written = draft(
+    state, drafted = draft(
         spec.drafter, params.drafter, state, spec.num_speculative_tokens
     )
     cache, verification = verify(
         params.target,
         spec.config,
         state,
-        proposal,
+        drafted.proposal,
         max_logprobs=spec.max_logprobs,
         tensor_axis=spec.tensor_axis,
     )
     state = dataclasses.replace(state, cache=cache)
-    return commit(state, proposal, verification, written)
+    return commit(state, spec.drafter, drafted, verification)

@@ -5,22 +5,25 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from specjax.cache.paged import PagedKVCache
 from specjax.decode.accept import accept_by_equality, accept_by_rejection
-from specjax.decode.forward import forward, logits, make_batch
+from specjax.decode.forward import forward, logits, make_batch, make_tree_batch
 from specjax.decode.state import DecodeState
 from specjax.models.base import ModelConfig, Params
 from specjax.sampling import (
     LogProbs,
+    TreeHistory,
     choose_and_score,
     process_logits,
     target_probs,
     token_logprobs,
 )
 from specjax.seeded_noise import ACCEPT, RECOVER, uniforms
+from specjax.trees import draft_tree
 from specjax.types import REJECTION, Acceptance, Proposal, TokenBatch
 
 
@@ -28,8 +31,8 @@ class Verification(NamedTuple):
     """What the target says of a proposal."""
 
     acceptance: Acceptance
-    is_invalid: Array  # bool[rows, K + 1]: the logits after this node were NaN, or nothing could be chosen
-    logprobs: LogProbs  # of acceptance.token_ids, leading [rows, K + 1]
+    is_invalid: Array  # bool[rows, max_depth + 1]: the logits that gave this token were NaN, or nothing could be chosen
+    logprobs: LogProbs  # of acceptance.token_ids, leading [rows, max_depth + 1]
 
 
 def verify(
@@ -46,84 +49,111 @@ def verify(
     Returns:
       The cache with the keys and values of all nodes written, lengths unchanged.
     """
-    cache = state.cache
-    rows, depth = proposal.token_ids.shape
-    batch = make_batch(
-        state.history,
-        cache.block_table,
-        cache.lengths,
-        jnp.where(state.is_active, proposal.num_tokens + 1, 0),
-        num_tokens=rows * (depth + 1),
-        page_size=cache.page_size,
-        num_slots=cache.num_slots,
-    )
+    batch = _make_batch(state, proposal)
+    num_nodes = proposal.num_nodes
     hidden, pages = forward(
         params,
         config,
-        cache.pages,
+        state.cache.pages,
         batch,
-        max_tokens_per_row=depth + 1,
+        max_tokens_per_row=num_nodes,
         tensor_axis=tensor_axis,
     )
     scores = logits(params, config, hidden, tensor_axis)
-    where = (state.sampling, batch.row_ids, batch.positions, state.history)
+    where = _where(state, proposal, batch)
     choice, logprobs = choose_and_score(scores, *where, max_logprobs=max_logprobs)
-    nodes = _nodes_by_row(batch, depth)
-    acceptance = accept_by_equality(proposal, choice.token_ids[nodes])
+    flat = _nodes_by_row(batch, num_nodes)
+    acceptance = accept_by_equality(proposal, choice.token_ids[flat])
     if proposal.probs is not None:
         acceptance, logprobs = _with_rejection(
-            scores, state, batch, proposal, acceptance, nodes, max_logprobs
+            scores, state, where, proposal, acceptance, flat, max_logprobs
         )
-    by_row = LogProbs(*(field[nodes] for field in logprobs))
-    verification = Verification(acceptance, choice.is_invalid[nodes], by_row)
-    return dataclasses.replace(cache, pages=pages), verification
+    path = jnp.take_along_axis(flat, nodes_on_path(acceptance), axis=1)
+    by_row = LogProbs(*(field[path] for field in logprobs))
+    verification = Verification(acceptance, choice.is_invalid[path], by_row)
+    return dataclasses.replace(state.cache, pages=pages), verification
+
+
+def nodes_on_path(acceptance: Acceptance) -> Array:
+    """Returns the nodes after which acceptance.token_ids stand, i32[rows, max_depth + 1]."""
+    rows, width = acceptance.token_ids.shape
+    if acceptance.nodes is None:
+        return jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
+    return jnp.pad(jnp.maximum(acceptance.nodes, 0), ((0, 0), (1, 0)))
+
+
+def _make_batch(state: DecodeState, proposal: Proposal) -> TokenBatch:
+    """Lays out each active row's root and draft tokens."""
+    cache = state.cache
+    counts = jnp.where(state.is_active, proposal.num_tokens + 1, 0)
+    sizes = dict(page_size=cache.page_size, num_slots=cache.num_slots)
+    place = state.history, cache.block_table, cache.lengths, counts
+    if proposal.tree is not None:
+        return make_tree_batch(*place, proposal.token_ids, proposal.tree, **sizes)
+    return make_batch(*place, num_tokens=proposal.num_nodes * state.rows, **sizes)
+
+
+def _where(state: DecodeState, proposal: Proposal, batch: TokenBatch) -> tuple:
+    """Returns what says which row and prefix each flat token has, as sampling takes it."""
+    history = state.history
+    if proposal.tree is not None:
+        row = jnp.minimum(batch.row_ids, state.rows - 1)
+        node = jnp.arange(batch.row_ids.shape[0]) - batch.row_starts[row]
+        node = jnp.clip(node, 0, proposal.num_nodes - 1)
+        paths = draft_tree.path_token_ids(proposal.tree, proposal.token_ids)
+        history = TreeHistory(history, state.cache.lengths[row], paths[row, node])
+    return state.sampling, batch.row_ids, batch.positions, history
 
 
 def _with_rejection(
     scores: Array,
     state: DecodeState,
-    batch: TokenBatch,
+    where: tuple,
     proposal: Proposal,
     by_equality: Acceptance,
-    nodes: Array,
+    flat: Array,
     max_logprobs: int,
 ) -> tuple[Acceptance, LogProbs]:
     """Replaces the acceptance of rows under `rejection`, and all log-probabilities."""
-    cache = state.cache
-    rows, depth = proposal.token_ids.shape
-    where = (state.sampling, batch.row_ids, batch.positions, state.history)
     processed = process_logits(scores, *where)
-    probs = target_probs(processed, state.sampling, batch.row_ids)[nodes]
-    in_law = accept_by_rejection(_rejection_noise(state, depth), proposal, probs)
+    probs = target_probs(processed, state.sampling, where[1])[flat]
+    noise = _rejection_noise(state, proposal.num_nodes)
+    in_law = accept_by_rejection(noise, proposal, probs)
     is_rejection = state.rules == REJECTION
-    acceptance = Acceptance(
-        jnp.where(is_rejection[:, None], in_law.token_ids, by_equality.token_ids),
-        jnp.where(is_rejection, in_law.num_accepted, by_equality.num_accepted),
+    acceptance = jax.tree.map(
+        lambda law, equal: jnp.where(
+            is_rejection.reshape(-1, *[1] * (law.ndim - 1)), law, equal
+        ),
+        in_law,
+        by_equality,
     )
-    row = jnp.minimum(batch.row_ids, rows - 1)
-    offset = jnp.clip(batch.positions - cache.lengths[row], 0, depth)
+    # Which token follows each flat node, where one does.
+    path = jnp.take_along_axis(flat, nodes_on_path(acceptance), axis=1)
+    following = jnp.zeros(scores.shape[0], jnp.int32)
+    is_emitted = jnp.arange(path.shape[1])[None, :] <= acceptance.num_accepted[:, None]
+    path = jnp.where(is_emitted, path, scores.shape[0])
+    following = following.at[path].set(acceptance.token_ids, mode="drop")
     logprobs = token_logprobs(
-        scores,
-        acceptance.token_ids[row, offset],
-        *where,
-        max_logprobs=max_logprobs,
-        processed=processed,
+        scores, following, *where, max_logprobs=max_logprobs, processed=processed
     )
     return acceptance, logprobs
 
 
-def _nodes_by_row(batch: TokenBatch, depth: int) -> Array:
-    """Returns the flat index of each row's nodes, i32[rows, depth + 1], clamped where there are none."""
-    nodes = batch.row_starts[:-1, None] + jnp.arange(depth + 1)[None, :]
+def _nodes_by_row(batch: TokenBatch, num_nodes: int) -> Array:
+    """Returns the flat index of each row's nodes, i32[rows, num_nodes], clamped where there are none."""
+    nodes = batch.row_starts[:-1, None] + jnp.arange(num_nodes)[None, :]
     return jnp.minimum(nodes, batch.token_ids.shape[0] - 1)
 
 
-def _rejection_noise(state: DecodeState, depth: int) -> Array:
-    """Returns f32[rows, depth + 1, 2]: by (seed, position, role), so no draw is used twice."""
-    positions = state.cache.lengths[:, None] + jnp.arange(depth + 1)[None, :]
-    seeds = jnp.repeat(state.sampling.seeds, depth + 1, axis=0)
+def _rejection_noise(state: DecodeState, num_nodes: int) -> Array:
+    """Returns f32[rows, num_nodes, 2], uniform: by (seed, root's position, role, node).
+
+    By the root's position and not by each node's own: a rule that looks at a whole
+    path may refuse it for a draw at its end, and the next step must not meet that
+    draw again.
+    """
     draws = [
-        uniforms(seeds, positions.reshape(-1), role, 1)[:, 0]
+        uniforms(state.sampling.seeds, state.cache.lengths, role, num_nodes)
         for role in (ACCEPT, RECOVER)
     ]
-    return jnp.stack(draws, axis=-1).reshape(*positions.shape, 2)
+    return jnp.stack(draws, axis=-1)

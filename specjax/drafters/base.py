@@ -31,6 +31,9 @@ class Draft(NamedTuple):
     # i32[rows]: positions below it have their KV in the drafter's cache, right as
     # long as the drafted tokens that stand there are accepted.
     written: Array
+    # Of a tree instead, bool[rows, num_nodes]: nodes whose KV is in the drafter's
+    # cache, in the slots the target has for them. `written` counts the root then.
+    is_fed: Array | None = None
 
 
 class Drafter(NamedTuple):
@@ -39,6 +42,9 @@ class Drafter(NamedTuple):
     init: Callable[..., Any]
     prefill: Callable[..., Any]
     draft: Callable[..., Draft]
+    # move(state, source_slots i32[n], target_slots i32[n]) -> state: moves keys and
+    # values of accepted nodes of a tree; a drafter without any has nothing to move.
+    move: Callable[..., Any] = lambda state, source_slots, target_slots: state
     # Whether `draft` can give the distribution it drew from, which rejection needs.
     has_probs: bool = False
     # Positions it was made for: nothing is drafted past them; None is no limit.

@@ -1,40 +1,54 @@
-"""A smaller model of the same vocabulary as the drafter.
+"""A smaller model of the same vocabulary as the drafter: chains, and trees of a fixed shape.
 
 Its keys and values lie under the target's page ids, in arrays of its own. Drafting
 begins by feeding what the drafter has not seen: after full acceptance one token,
-because the last draft token is proposed but never fed.
+because the last draft token is proposed but never fed. A tree is fed level by level;
+its leaves never are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
+from pallas_kernels.move_kv import move_kv
 from specjax.cache import paged
-from specjax.decode.forward import forward, logits, make_batch
+from specjax.decode.forward import forward, logits, make_batch, make_tree_batch
 from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.draws import draw_siblings, noise_keys
 from specjax.models.base import ModelConfig
-from specjax.sampling import choose_tokens, process_logits, target_probs
-from specjax.seeded_noise import DRAFT, TARGET_TOKEN
-from specjax.types import DELTA, REJECTION, Proposal
+from specjax.sampling import TreeHistory, choose_tokens, target_probs
+from specjax.seeded_noise import TARGET_TOKEN
+from specjax.trees import draft_tree
+from specjax.trees.static_shapes import TreeShape
+from specjax.types import DELTA, Proposal
 
 
 def drafter(
-    config: ModelConfig, *, num_speculative_tokens: int, dtype, uses_rejection: bool
+    config: ModelConfig,
+    *,
+    num_speculative_tokens: int,
+    dtype,
+    uses_rejection: bool,
+    shape: TreeShape | None = None,
 ) -> Drafter:
-    """Returns a drafter that samples from a model, one token at a time.
+    """Returns a drafter that samples from a model.
 
     Under `greedy` and `seeded` it draws with the target's own noise, so that equal
-    distributions propose equal tokens; under `delta` its most likely token, which
-    is what that rule accepts most; under `rejection` with noise of its own.
+    distributions propose equal tokens; under `delta` its most likely tokens, which
+    is what that rule accepts most; under the other rules with noise of its own.
 
     Args:
-      uses_rejection: whether the distributions are kept, f32[rows, K, vocab].
+      uses_rejection: whether the distributions are kept, f32[rows, num_drafts, vocab].
+      shape: of a tree, whose depth is num_speculative_tokens; None drafts chains.
     """
-    depth = num_speculative_tokens
+    model = _DraftModel(config, uses_rejection)
 
     def init(rows: int, num_pages: int, page_size: int):
         del rows
@@ -46,96 +60,226 @@ def drafter(
         )
         return state
 
-    def draft(params, state, decode_state, num_tokens: Array) -> Draft:
-        cache = decode_state.cache
-        rows = decode_state.rows
-        root = cache.lengths
-        takes_part = decode_state.is_active & (num_tokens > 0)
-
-        def feed(pages, history, positions, is_fed):
-            """Feeds one token per row; returns hidden [rows, hidden_size] and the pages."""
-            batch = make_batch(
-                history,
-                cache.block_table,
-                positions,
-                is_fed.astype(jnp.int32),
-                num_tokens=rows,
-                page_size=cache.page_size,
-                num_slots=cache.num_slots,
-            )
-            hidden, pages = forward(params, config, pages, batch, max_tokens_per_row=1)
-            # Rows that are not fed leave no gap among the flat tokens.
-            return hidden[jnp.minimum(batch.row_starts[:-1], rows - 1)], pages
-
-        # What was committed without the drafter seeing it: one token after full
-        # acceptance, more after steps that did not draft.
-        first = decode_state.drafter_lengths
-        num_behind = jnp.max(jnp.where(takes_part, root - first, 0), initial=0)
-        pages = jax.lax.fori_loop(
-            0,
-            num_behind,
-            lambda index, pages: feed(
-                pages,
-                decode_state.history,
-                first + index,
-                takes_part & (first + index < root),
-            )[1],
-            state,
+    def move(state, source_slots: Array, target_slots: Array):
+        return tuple(
+            move_kv(keys, values, source_slots, target_slots) for keys, values in state
         )
 
-        def propose(index, carry):
-            """Feeds the root or the last draft token; proposes draft token number `index`."""
-            pages, history, token_ids, all_probs = carry
-            is_drafted = index < num_tokens
-            hidden, pages = feed(pages, history, root + index, is_drafted)
-            scores = logits(params, config, hidden)  # f32[rows, vocab]
-            token, probs = _draw(
-                scores, decode_state, root + index, history, uses_rejection
-            )
-            place = jnp.where(is_drafted, root + index + 1, history.shape[1])
-            history = history.at[jnp.arange(rows), place].set(token, mode="drop")
-            if uses_rejection:
-                all_probs = all_probs.at[:, index].set(probs)
-            return pages, history, token_ids.at[:, index].set(token), all_probs
-
-        vocab = config.vocab_size if uses_rejection else 0
-        nothing = jnp.zeros((rows, depth), jnp.int32), jnp.zeros((rows, depth, vocab))
-        carry = (pages, decode_state.history, *nothing)
-        most = jnp.max(num_tokens, initial=0)
-        pages, _, token_ids, all_probs = jax.lax.fori_loop(0, most, propose, carry)
-        proposal = Proposal(
-            token_ids=token_ids,
-            num_tokens=num_tokens,
-            probs=all_probs if uses_rejection else None,
-        )
-        # The last draft token is proposed but not fed.
-        return Draft(proposal, pages, jnp.where(takes_part, root + num_tokens, first))
-
+    if shape is None:
+        draft = functools.partial(_draft_chain, model, num_speculative_tokens)
+    else:
+        draft = functools.partial(_draft_tree, model, shape)
     return Drafter(
         init=init,
         prefill=prefill,
         draft=draft,
+        move=move,
         has_probs=uses_rejection,
         max_positions=config.max_position_embeddings,
     )
 
 
-def _draw(
-    scores: Array, decode_state, positions: Array, history: Array, uses_rejection: bool
-):
-    """Returns a token i32[rows] and the distribution it was drawn from, f32[rows, vocab] or f32[rows, 0]."""
-    rows = scores.shape[0]
-    row_ids = jnp.arange(rows, dtype=jnp.int32)
-    sampling = decode_state.sampling
-    certain = dataclasses.replace(
-        sampling,
-        temperature=jnp.where(decode_state.rules == DELTA, 0.0, sampling.temperature),
+@dataclasses.dataclass(frozen=True)
+class _DraftModel:
+    config: ModelConfig
+    uses_rejection: bool
+
+    def feed(self, params, pages, decode_state, history, positions, is_fed):
+        """Feeds one token per row of is_fed; returns hidden [rows, hidden_size] and the pages."""
+        cache, rows = decode_state.cache, decode_state.rows
+        batch = make_batch(
+            history,
+            cache.block_table,
+            positions,
+            is_fed.astype(jnp.int32),
+            num_tokens=rows,
+            page_size=cache.page_size,
+            num_slots=cache.num_slots,
+        )
+        hidden, pages = forward(params, self.config, pages, batch, max_tokens_per_row=1)
+        # Rows that are not fed leave no gap among the flat tokens.
+        return hidden[jnp.minimum(batch.row_starts[:-1], rows - 1)], pages
+
+    def catch_up(self, params, pages, decode_state, takes_part):
+        """Feeds what was committed without the drafter seeing it; returns the pages.
+
+        One token after full acceptance, more after steps that did not draft.
+        """
+        root, first = decode_state.cache.lengths, decode_state.drafter_lengths
+        num_behind = jnp.max(jnp.where(takes_part, root - first, 0), initial=0)
+
+        def feed_next(index, pages):
+            is_behind = takes_part & (first + index < root)
+            history = decode_state.history
+            return self.feed(
+                params, pages, decode_state, history, first + index, is_behind
+            )[1]
+
+        return jax.lax.fori_loop(0, num_behind, feed_next, pages)
+
+    def feed_nodes(self, params, pages, decode_state, token_ids, tree, nodes, room):
+        """Feeds some nodes of every row's tree, whose ancestors were fed before.
+
+        Args:
+          nodes: static, ascending.
+          room: i32[rows], draft tokens that have slots; -1 for rows that take no part.
+
+        Returns:
+          hidden [rows, len(nodes), hidden_size] and the pages.
+        """
+        cache, rows = decode_state.cache, decode_state.rows
+        takes_part = room >= 0
+        batch = make_tree_batch(
+            decode_state.history,
+            cache.block_table,
+            cache.lengths,
+            jnp.where(takes_part, len(nodes), 0),
+            token_ids,
+            tree,
+            page_size=cache.page_size,
+            num_slots=cache.num_slots,
+            nodes=nodes,
+            num_new_keys=jnp.minimum(nodes[-1], room) + 1,
+        )
+        hidden, pages = forward(
+            params, self.config, pages, batch, max_tokens_per_row=len(nodes)
+        )
+        flat = batch.row_starts[:-1, None] + jnp.arange(len(nodes))[None, :]
+        return hidden[jnp.minimum(flat, rows * len(nodes) - 1)], pages
+
+    def draw(self, params, hidden, decode_state, nodes, depth, history, count):
+        """Draws the children of some nodes of every row, all at one depth.
+
+        Args:
+          hidden: [rows, n, hidden_size], after these nodes.
+          nodes: i32[n].
+          history: as `process_logits` takes it, for rows * n nodes.
+
+        Returns:
+          token_ids i32[rows, n, count], and the distributions f32[rows, n, vocab], or
+          None where nobody needs them.
+        """
+        rows, width = hidden.shape[:2]
+        row_ids = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), width)
+        roots = decode_state.cache.lengths[row_ids]
+        scores = logits(params, self.config, hidden.reshape(rows * width, -1))
+        sampling, rules = decode_state.sampling, decode_state.rules
+        where = (sampling, row_ids, roots + depth, history)
+        if count == 1 and not self.uses_rejection:
+            # The short paths of choose_tokens: no pass over logits that nobody edits.
+            temperature = jnp.where(rules == DELTA, 0.0, sampling.temperature)
+            certain = dataclasses.replace(sampling, temperature=temperature)
+            choice = choose_tokens(scores, certain, *where[1:], role=TARGET_TOKEN)
+            return choice.token_ids.reshape(rows, width, 1), None
+        keys = noise_keys(
+            sampling, rules, row_ids, roots + depth, roots, jnp.tile(nodes, rows)
+        )
+        siblings = draw_siblings(scores, *where, rules=rules, keys=keys, count=count)
+        token_ids = siblings.token_ids.reshape(rows, width, count)
+        if not self.uses_rejection:
+            return token_ids, None
+        probs = target_probs(siblings.processed, sampling, row_ids)
+        return token_ids, probs.reshape(rows, width, -1)
+
+
+def _draft_chain(
+    model: _DraftModel, depth: int, params, state, decode_state, num_tokens: Array
+) -> Draft:
+    rows, root = decode_state.rows, decode_state.cache.lengths
+    takes_part = decode_state.is_active & (num_tokens > 0)
+    pages = model.catch_up(params, state, decode_state, takes_part)
+
+    def propose(index, carry):
+        """Feeds the root or the last draft token; proposes draft token number `index`."""
+        pages, history, token_ids, all_probs = carry
+        is_drafted = index < num_tokens
+        hidden, pages = model.feed(
+            params, pages, decode_state, history, root + index, is_drafted
+        )
+        nodes = index[None]
+        drawn, probs = model.draw(
+            params, hidden[:, None], decode_state, nodes, index, history, 1
+        )
+        token = drawn[:, 0, 0]
+        place = jnp.where(is_drafted, root + index + 1, history.shape[1])
+        history = history.at[jnp.arange(rows), place].set(token, mode="drop")
+        if probs is not None:
+            all_probs = all_probs.at[:, index].set(probs[:, 0])
+        return pages, history, token_ids.at[:, index].set(token), all_probs
+
+    vocab = model.config.vocab_size if model.uses_rejection else 0
+    nothing = jnp.zeros((rows, depth), jnp.int32), jnp.zeros((rows, depth, vocab))
+    most = jnp.max(num_tokens, initial=0)
+    carry = (pages, decode_state.history, *nothing)
+    pages, _, token_ids, all_probs = jax.lax.fori_loop(0, most, propose, carry)
+    proposal = Proposal(
+        token_ids=token_ids,
+        num_tokens=num_tokens,
+        probs=all_probs if model.uses_rejection else None,
     )
-    role = jnp.where(decode_state.rules == REJECTION, DRAFT, TARGET_TOKEN)
-    token = choose_tokens(
-        scores, certain, row_ids, positions, history, role=role
-    ).token_ids
-    if not uses_rejection:
-        return token, jnp.zeros((rows, 0))
-    processed = process_logits(scores, sampling, row_ids, positions, history)
-    return token, target_probs(processed, sampling, row_ids)
+    # The last draft token is proposed but not fed.
+    first = decode_state.drafter_lengths
+    return Draft(proposal, pages, jnp.where(takes_part, root + num_tokens, first))
+
+
+def _draft_tree(
+    model: _DraftModel,
+    shape: TreeShape,
+    params,
+    state,
+    decode_state,
+    num_tokens: Array,
+) -> Draft:
+    rows, root = decode_state.rows, decode_state.cache.lengths
+    takes_part = decode_state.is_active & (num_tokens > 0)
+    pages = model.catch_up(params, state, decode_state, takes_part)
+    tree = shape.draft_tree(rows)
+    # Nodes past it have no slots and do not stand.
+    room = jnp.where(takes_part, decode_state.max_lengths - root - 2, -1)
+    token_ids = jnp.zeros((rows, shape.num_drafts), jnp.int32)
+    all_probs: list[Any] = [None] * shape.num_drafts
+    for depth in range(shape.max_depth):
+        nodes = shape.parents_at(depth)
+        hidden, pages = model.feed_nodes(
+            params, pages, decode_state, token_ids, tree, nodes, room
+        )
+        history = decode_state.history
+        if depth:
+            paths = draft_tree.path_token_ids(tree, token_ids)[:, np.array(nodes)]
+            flat = paths.reshape(rows * len(nodes), -1)
+            history = TreeHistory(history, jnp.repeat(root, len(nodes)), flat)
+        drawn, probs = model.draw(
+            params,
+            hidden,
+            decode_state,
+            jnp.array(nodes),
+            depth,
+            history,
+            shape.widths[depth],
+        )
+        children = shape.nodes_at(depth + 1)
+        source = [nodes.index(shape.parents[child]) for child in children]
+        rank = [shape.ranks[child] for child in children]
+        drawn = drawn[:, np.array(source), np.array(rank)]
+        token_ids = token_ids.at[:, np.array(children) - 1].set(drawn)
+        for place, node in enumerate(nodes):
+            if probs is not None:
+                all_probs[node] = probs[:, place]
+    proposal = Proposal(
+        token_ids=token_ids,
+        num_tokens=jnp.where(takes_part, shape.num_drafts, 0),
+        probs=_stack(all_probs) if model.uses_rejection else None,
+        tree=tree,
+    )
+    is_parent = np.isin(np.arange(shape.num_nodes), shape.parents)
+    is_fed = jnp.asarray(is_parent)[None, :] & (
+        jnp.arange(shape.num_nodes)[None, :] <= room[:, None]
+    )
+    written = jnp.where(takes_part, root + 1, decode_state.drafter_lengths)
+    return Draft(proposal, pages, written, is_fed)
+
+
+def _stack(all_probs: list[Any]) -> Array:
+    """Returns f32[rows, num_drafts, vocab]; nodes without children have zeros."""
+    nothing = jnp.zeros_like(all_probs[0])
+    return jnp.stack([nothing if p is None else p for p in all_probs], axis=1)

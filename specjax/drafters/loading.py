@@ -10,6 +10,8 @@ from specjax.config import SpeculationConfig
 from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.base import Model, ModelConfig
 from specjax.models.loading import check_same_vocabulary, load_model
+from specjax.trees import static_shapes
+from specjax.trees.static_shapes import TreeShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,4 +72,12 @@ def load_drafter(
             "name, a Model, or what load_drafter returned."
         )
     check_same_vocabulary(target, source)
-    return LoadedDrafter(source.name, ModelDrafter(source.config), source.params)
+    return LoadedDrafter(
+        source.name, ModelDrafter(source.config, _shape(config)), source.params
+    )
+
+
+def _shape(config: SpeculationConfig) -> TreeShape | None:
+    """Returns the shape of the tree that is asked for, None for chains."""
+    tree = config.speculative_token_tree
+    return None if tree is None else static_shapes.from_rank_paths(tree)

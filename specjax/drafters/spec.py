@@ -7,6 +7,7 @@ import dataclasses
 from specjax.drafters import draft_model, ngram, none
 from specjax.drafters.base import Drafter
 from specjax.models.base import ModelConfig
+from specjax.trees.static_shapes import TreeShape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +44,10 @@ class NgramDrafter:
 
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter:
-    """A draft model of the target's vocabulary."""
+    """A draft model of the target's vocabulary, and the tree that it drafts; None is a chain."""
 
     config: ModelConfig
+    shape: TreeShape | None = None
 
     def build(
         self, num_speculative_tokens: int, dtype, uses_rejection: bool
@@ -55,6 +57,9 @@ class ModelDrafter:
             num_speculative_tokens=num_speculative_tokens,
             dtype=dtype,
             uses_rejection=uses_rejection,
+            shape=None
+            if self.shape is None
+            else self.shape.cut(num_speculative_tokens),
         )
 
 

@@ -212,7 +212,14 @@ class Engine:
 
 def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> int:
     """Hands each row's tokens of a burst to its request; returns how many were committed."""
-    fields = ("token_ids", "num_committed", "num_accepted", "num_drafted", "finish")
+    fields = (
+        "token_ids",
+        "num_committed",
+        "num_accepted",
+        "num_drafted",
+        "draft_depth",
+        "finish",
+    )
     host = {name: np.asarray(getattr(report, name)) for name in fields}
     wants_logprobs = any(
         request.params.logprobs is not None for request in running.values()
@@ -242,6 +249,7 @@ def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> in
                 int(host["num_drafted"][step, row]),
                 finish,
                 described,
+                int(host["draft_depth"][step, row]),
             )
     return int(host["num_committed"][:num_steps].sum())
 

@@ -57,22 +57,25 @@ class AcceptanceCounts:
     num_accepted: int = 0
     drafted_at: list[int] = dataclasses.field(
         default_factory=list
-    )  # [j]: steps that drafted more than j tokens
+    )  # [j]: steps that drafted deeper than j tokens
     accepted_at: list[int] = dataclasses.field(
         default_factory=list
     )  # [j]: of those, that accepted more than j
 
-    def add(self, num_drafted: int, num_accepted: int) -> None:
-        """Counts one step of one row."""
+    def add(
+        self, num_drafted: int, num_accepted: int, draft_depth: int | None = None
+    ) -> None:
+        """Counts one step of one row; a chain is as deep as it is long."""
+        depth = num_drafted if draft_depth is None else draft_depth
         self.num_steps += 1
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
-        missing = num_drafted - len(self.drafted_at)
+        missing = depth - len(self.drafted_at)
         self.drafted_at.extend([0] * missing)
         self.accepted_at.extend([0] * missing)
-        for depth in range(num_drafted):
-            self.drafted_at[depth] += 1
-            self.accepted_at[depth] += depth < num_accepted
+        for place in range(depth):
+            self.drafted_at[place] += 1
+            self.accepted_at[place] += place < num_accepted
 
     def merge(self, other: AcceptanceCounts) -> None:
         """Adds another's counts."""
@@ -146,6 +149,7 @@ class Request:
         num_drafted: int,
         finish: int,
         logprobs: Sequence[Any],
+        draft_depth: int | None = None,
     ) -> None:
         """Takes in what one step committed for this row.
 
@@ -159,7 +163,7 @@ class Request:
         used = self._show(token_ids, num_accepted, finish == STOPPED)
         if used:
             num_accepted = min(num_accepted, used)
-            self.counts.add(num_drafted, num_accepted)
+            self.counts.add(num_drafted, num_accepted, draft_depth)
             self.output_token_ids.extend(token_ids[:used])
             self.is_draft.extend(place < num_accepted for place in range(used))
             self.logprobs.extend(logprobs[:used])

@@ -8,6 +8,7 @@ from specjax.sampling.choosing import Choice as Choice
 from specjax.sampling.choosing import choose_tokens as choose_tokens
 from specjax.sampling.choosing import first_argmax as first_argmax
 from specjax.sampling.choosing import target_probs as target_probs
+from specjax.sampling.processing import TreeHistory as TreeHistory
 from specjax.sampling.processing import process_logits as process_logits
 from specjax.sampling.row_sampling import RowSampling as RowSampling
 from specjax.sampling.row_sampling import empty_row_values as empty_row_values

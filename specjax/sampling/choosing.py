@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from specjax.sampling.processing import (
+    History,
     check_shapes,
     process_logits,
     scaler,
@@ -40,7 +41,7 @@ def choose_tokens(
     sampling: RowSampling,
     row_ids: Array,
     positions: Array,
-    history: Array,
+    history: History,
     *,
     role: int | Array = TARGET_TOKEN,
     processed: Array | None = None,
@@ -78,7 +79,7 @@ def choose_and(
     sampling: RowSampling,
     row_ids: Array,
     positions: Array,
-    history: Array,
+    history: History,
     *,
     role: int | Array = TARGET_TOKEN,
     processed: Array | None = None,

@@ -3,12 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from specjax.sampling.row_sampling import RowSampling
+
+
+class TreeHistory(NamedTuple):
+    """What stands before each node of a tree, where siblings share a position."""
+
+    token_ids: Array  # i32[rows, max_length], committed tokens by position
+    roots: Array  # i32[num_tokens], the root's position; the node's path follows it
+    path_token_ids: (
+        Array  # i32[num_tokens, max_depth], ancestors after the root, and itself
+    )
+
+    def prefixes(self, row: Array) -> Array:
+        """Returns i32[num_tokens, max_length], right up to each node's own position."""
+        committed = self.token_ids[row]
+        depth = self.path_token_ids.shape[1]
+        ahead = jnp.arange(committed.shape[1])[None, :] - self.roots[:, None] - 1
+        drafted = jnp.take_along_axis(
+            self.path_token_ids, jnp.clip(ahead, 0, depth - 1), axis=1
+        )
+        return jnp.where((ahead >= 0) & (ahead < depth), drafted, committed)
+
+
+# i32[rows, max_length], tokens by position, drafts of a chain included; or a tree's.
+History: TypeAlias = Array | TreeHistory
 
 
 class Usage(NamedTuple):
@@ -68,7 +92,7 @@ def process_logits(
     sampling: RowSampling,
     row_ids: Array,
     positions: Array,
-    history: Array,
+    history: History,
 ) -> Array:
     """Returns logits whose softmax is what each node samples, f32[num_tokens, vocab].
 
@@ -85,7 +109,7 @@ def process_logits(
       row_ids: i32[num_tokens]; padding may hold numbers past the last row.
       positions: i32[num_tokens], of the node's own token: its prefix is
         history[row, : position + 1], drafted ancestors included.
-      history: i32[rows, max_length].
+      history: i32[rows, max_length], or a TreeHistory.
 
     Source: the order and meaning of vLLM's sampling parameters.
     """
@@ -125,7 +149,7 @@ def check_shapes(
     sampling: RowSampling,
     row_ids: Array,
     positions: Array,
-    history: Array,
+    history: History,
 ) -> None:
     """Raises ValueError for arguments that do not belong together."""
     num_tokens = logits.shape[0]
@@ -137,8 +161,10 @@ def check_shapes(
         raise ValueError(
             f"{row_ids.shape=} and {positions.shape=} must be {(num_tokens,)}."
         )
-    if history.ndim != 2 or history.shape[0] != sampling.rows:
-        raise ValueError(f"{history.shape=} must have {sampling.rows=} rows.")
+    is_tree = isinstance(history, TreeHistory)
+    token_ids = history.token_ids if is_tree else history
+    if token_ids.ndim != 2 or token_ids.shape[0] != sampling.rows:
+        raise ValueError(f"history {token_ids.shape} must have {sampling.rows=} rows.")
 
 
 def _clamp(row_ids: Array, sampling: RowSampling) -> Array:
@@ -161,7 +187,7 @@ def _edit(
     sampling: RowSampling,
     row: Array,
     positions: Array,
-    history: Array,
+    history: History,
 ) -> Array:
     """Everything before the temperature, f32[num_tokens, vocab]."""
     vocab = logits.shape[1]
@@ -195,7 +221,7 @@ def _edit(
 
 
 def _penalise(
-    logits: Array, sampling: RowSampling, row: Array, positions: Array, history: Array
+    logits: Array, sampling: RowSampling, row: Array, positions: Array, history: History
 ) -> Array:
     """Repetition, frequency and presence penalties, without a [rows, vocab] count.
 
@@ -204,7 +230,8 @@ def _penalise(
     """
     vocab = logits.shape[1]
     token = jnp.arange(logits.shape[0])[:, None]
-    ids = history[row]  # [num_tokens, max_length]
+    is_tree = isinstance(history, TreeHistory)
+    ids = history.prefixes(row) if is_tree else history[row]  # [num_tokens, max_length]
     place = jnp.arange(ids.shape[1])[None, :]
     is_prefix = (place <= positions[:, None]) & (ids >= 0)
     is_output = is_prefix & (place >= sampling.prompt_lengths[row][:, None])

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from specjax.sampling.choosing import Choice, choose_and
-from specjax.sampling.processing import present_rows, process_logits
+from specjax.sampling.processing import History, present_rows, process_logits
 from specjax.sampling.row_sampling import RowSampling
 
 
@@ -43,7 +43,7 @@ def token_logprobs(
     sampling: RowSampling,
     row_ids: Array,
     positions: Array,
-    history: Array,
+    history: History,
     *,
     max_logprobs: int,
     processed: Array | None = None,
@@ -105,7 +105,7 @@ def choose_and_score(
     sampling: RowSampling,
     row_ids: Array,
     positions: Array,
-    history: Array,
+    history: History,
     *,
     max_logprobs: int,
 ) -> tuple[Choice, LogProbs]:

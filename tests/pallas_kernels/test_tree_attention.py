@@ -98,6 +98,29 @@ def test_each_path_of_a_tree_equals_the_chain(implementation):
         np.testing.assert_allclose(chain, expected, 1e-5, 1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_one_level_of_a_tree_equals_the_whole(implementation):
+    example = EXAMPLES["tree"]  # 6 nodes in each of the first three rows
+    (q, *pages, table, _, lengths), options = make_inputs(example)
+    level = np.array([3, 4, 5])  # the deepest nodes
+    tokens = (6 * np.arange(3)[:, None] + level).reshape(-1)
+    bits = options.pop("ancestor_bits")
+    options["max_tokens_per_row"] = 3
+    out = tree_attention(
+        q[tokens],
+        *pages,
+        table,
+        jnp.array([0, 3, 6, 9, 9], jnp.int32),
+        lengths,
+        ancestor_bits=bits[tokens],
+        num_new_keys=jnp.array([6, 6, 6, 0], jnp.int32),
+        implementation=implementation,
+        **options,
+    )
+    whole = attend(example, implementation)
+    np.testing.assert_allclose(out, whole[tokens], 1e-5, 1e-5)
+
+
 def test_a_chain_as_a_tree_is_the_chain():
     chain = EXAMPLES["chain"]
     tree = dataclasses.replace(chain, parents=(-1, 0, 1, 2, 3))
@@ -174,6 +197,12 @@ def test_refusals():
         tree_attention(*arguments, **options, implementation="cuda")
     with pytest.raises(ValueError, match="max_tokens_per_row=0"):
         tree_attention(*arguments, **options | {"max_tokens_per_row": 0})
+    with pytest.raises(ValueError, match="needs ancestor_bits"):
+        tree_attention(
+            *arguments,
+            **options | {"ancestor_bits": None},
+            num_new_keys=jnp.zeros(4, jnp.int32),
+        )
     with pytest.raises(ValueError, match="head_dim=64"):
         tree_attention(arguments[0][..., :32], *arguments[1:], **options)
     with pytest.raises(ValueError, match="heads must be a multiple"):

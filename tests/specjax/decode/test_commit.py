@@ -13,6 +13,8 @@ from specjax.config import EngineConfig
 from specjax.decode.commit import commit
 from specjax.decode.state import DecodeState
 from specjax.decode.verify import Verification
+from specjax.drafters import none
+from specjax.drafters.base import Draft
 from specjax.sampling import RowSampling
 from specjax.types import (
     INVALID_LOGITS,
@@ -26,7 +28,10 @@ from specjax.types import (
 DEPTH, LENGTH, MAX_LENGTH = 3, 5, 32
 STOP, OTHER_STOP = 90, 91
 
-compiled_commit = jax.jit(commit)
+NO_DRAFTER = none.drafter()
+compiled_commit = jax.jit(
+    lambda state, draft, verification: commit(state, NO_DRAFTER, draft, verification)
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +160,8 @@ def outcome():
         LENGTH + case.num_drafted if case.written is None else case.written
         for case in cases
     ]
-    after, info = compiled_commit(state, proposal, verification, column(written))
+    draft = Draft(proposal, (), column(written))
+    after, info = compiled_commit(state, draft, verification)
     return jax.tree.map(np.asarray, (state, after, info))
 
 
