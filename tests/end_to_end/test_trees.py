@@ -1,0 +1,255 @@
+"""Trees of drafts: the same tokens as plain decoding, and caches as if nothing had branched."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_gpt2, tiny_llama
+
+import specjax
+from pallas_kernels import layout
+from specjax.cache import paged
+from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
+from specjax.generation import Stream
+from specjax.models.architectures import architecture_of
+from specjax.models.layers import dense_causal_attention
+
+ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=4)
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+EVERYTHING = SamplingParams(
+    temperature=1,
+    top_p=0.95,
+    repetition_penalty=1.1,
+    presence_penalty=0.3,
+    frequency_penalty=0.1,
+    logit_bias={3: 1.0, 40: -2.0},
+    max_tokens=20,
+    logprobs=2,
+    seed=5,
+)
+SAMPLING = {"greedy": GREEDY, "everything": EVERYTHING}
+TREES = {
+    "chain": (1, 1, 1),
+    "wide": (4,),
+    "full": (3, 2, 2),
+    "uneven": "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]",
+}
+
+
+def first_layer(target):
+    """Returns a draft model that is right often, not always."""
+    config = dataclasses.replace(target.config, num_layers=1)
+    params = {**target.params, "layers": target.params["layers"][:1]}
+    return dataclasses.replace(target, config=config, params=params, name="draft")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(0)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, 61, size).tolist() for size in (1, 2, 7, 8, 9, 70, 16, 3)]
+
+
+@pytest.fixture(scope="module")
+def plain(target, prompts):
+    return {
+        name: specjax.generate(target, prompts, sampling=sampling, engine=ENGINE)
+        for name, sampling in SAMPLING.items()
+    }
+
+
+def config_of(tree, **changes):
+    return SpeculationConfig(speculative_token_tree=tree, **changes)
+
+
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("tree", TREES)
+def test_trees_change_nothing(target, prompts, plain, tree, sampling):
+    out = specjax.generate(
+        target,
+        prompts,
+        drafter=first_layer(target),
+        sampling=SAMPLING[sampling],
+        engine=ENGINE,
+        speculative_config=config_of(TREES[tree]),
+    )
+    counts = out.stats.acceptance
+    assert 0 < counts.num_accepted < counts.num_drafted
+    for ours, theirs in zip(out, plain[sampling]):
+        assert ours.token_ids == theirs.token_ids
+        for one, other in zip(ours.logprobs or (), theirs.logprobs or (), strict=True):
+            assert one.token_id == other.token_id
+            np.testing.assert_allclose(one.processed, other.processed, atol=1e-4)
+            np.testing.assert_allclose(one.raw, other.raw, atol=1e-4)
+
+
+def test_a_chain_as_a_tree_accepts_what_the_chain_does(target, prompts):
+    draft = first_layer(target)
+    run = lambda **speculation: specjax.generate(
+        target,
+        prompts,
+        drafter=draft,
+        sampling=EVERYTHING,
+        engine=ENGINE,
+        speculative_config=SpeculationConfig(**speculation),
+    )
+    chain = run(num_speculative_tokens=3)
+    tree = run(speculative_token_tree=(1, 1, 1))
+    assert tree.stats.acceptance == chain.stats.acceptance
+
+
+def test_wider_trees_accept_more(target, prompts):
+    lengths = [
+        specjax.generate(
+            target,
+            prompts,
+            drafter=first_layer(target),
+            sampling=EVERYTHING,
+            engine=ENGINE,
+            speculative_config=config_of(tree),
+        ).stats.mean_acceptance_length
+        for tree in ((1, 1), (2, 2), (4, 4))
+    ]
+    assert lengths == sorted(set(lengths))
+
+
+def test_a_request_caps_the_depth(target, prompts, plain):
+    caps = [0, 1, 2, 3] * 2
+    sampling = [dataclasses.replace(GREEDY, num_speculative_tokens=cap) for cap in caps]
+    out = specjax.generate(
+        target,
+        prompts,
+        drafter=first_layer(target),
+        sampling=sampling,
+        engine=ENGINE,
+        speculative_config=config_of((2, 2, 1)),
+    )
+    for cap, ours, theirs in zip(caps, out, plain["greedy"]):
+        assert ours.token_ids == theirs.token_ids
+        assert len(ours.acceptance.drafted_at) == cap
+    # A step that caps the depth at 1 verifies the root's two children and no more.
+    one = out[1].acceptance
+    assert one.num_drafted <= 2 * one.num_steps
+
+
+def test_a_smaller_number_of_speculative_tokens_cuts_the_tree(target, prompts, plain):
+    out = specjax.generate(
+        target,
+        prompts,
+        drafter=first_layer(target),
+        sampling=GREEDY,
+        engine=ENGINE,
+        num_speculative_tokens=1,
+        speculative_config=config_of((2, 2, 1)),
+    )
+    assert [c.token_ids for c in out] == [c.token_ids for c in plain["greedy"]]
+    assert len(out.stats.acceptance.drafted_at) == 1
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5])
+def test_the_end_of_a_row_cuts_the_tree(target, prompts, plain, max_tokens):
+    out = specjax.generate(
+        target,
+        prompts,
+        drafter=first_layer(target),
+        sampling=dataclasses.replace(GREEDY, max_tokens=max_tokens),
+        engine=ENGINE,
+        speculative_config=config_of((3, 2, 2)),
+    )
+    for ours, theirs in zip(out, plain["greedy"]):
+        assert ours.token_ids == theirs.token_ids[:max_tokens]
+
+
+def test_positions_of_gpt2(prompts):
+    target = tiny_gpt2(0)
+    run = lambda **more: specjax.generate(
+        target, prompts, sampling=GREEDY, engine=ENGINE, **more
+    )
+    out = run(drafter=target, speculative_config=config_of((2, 2, 1)))
+    assert [c.token_ids for c in out] == [c.token_ids for c in run()]
+    assert out.stats.mean_acceptance_length > 2
+
+
+@pytest.mark.parametrize("verification", ["seeded", "delta", "rejection"])
+def test_caches_hold_the_accepted_path_in_order(target, prompts, verification):
+    """After steps that accepted second siblings, keys and values are those of the text."""
+    draft = first_layer(target)
+    params = dataclasses.replace(EVERYTHING, logprobs=None)
+    stream = Stream(
+        target,
+        prompts[6],
+        drafter=draft,
+        sampling=params,
+        engine=ENGINE,
+        speculative_config=config_of((3, 2, 1), verification=verification),
+    )
+    (completion,) = stream.result()
+    assert completion.acceptance.num_accepted > 5
+    state = stream._engine._state
+    text = [*completion.prompt_token_ids, *completion.token_ids]
+    for model, pages, lengths in (
+        (target, state.cache.pages, state.cache.lengths),
+        (draft, state.drafter, state.drafter_lengths),
+    ):
+        length = int(lengths[0])
+        assert len(text) - 6 <= length <= len(text) - 1
+        check_cache(model, text, pages, state.cache, 0, length)
+
+
+def check_cache(model, text, pages, cache, row, length):
+    config = model.config
+
+    def attend(layer, q, k, v, _):
+        return dense_causal_attention(q, k, v, scale=config.scale), (k, v)
+
+    _, expected = architecture_of(config).forward(
+        model.params,
+        config,
+        jnp.asarray(text)[None],
+        jnp.arange(len(text))[None],
+        attend,
+        (None,) * config.num_layers,
+    )
+    positions = jnp.arange(length)
+    slots = paged.slots(
+        cache.block_table,
+        jnp.full(length, row),
+        positions,
+        page_size=cache.page_size,
+        num_slots=cache.num_slots,
+    )
+    for layer, dense in zip(pages, expected, strict=True):
+        for ours, theirs in zip(layer, dense, strict=True):
+            np.testing.assert_allclose(
+                layout.read_slots(ours, slots), theirs[0, :length], atol=2e-5
+            )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"speculative_token_tree": "[(0,), (1, 0)]"}, r"needs \(1,\)"),
+        ({"speculative_token_tree": "tree"}, "must list nodes"),
+        ({"speculative_token_tree": []}, "must list nodes"),
+        ({"speculative_token_tree": (0, 2)}, "must list nodes"),
+        ({"speculative_token_tree": (16, 16)}, "more than 255 nodes"),
+        (
+            {"speculative_token_tree": (2, 1), "num_speculative_tokens": 3},
+            "deeper than speculative_token_tree",
+        ),
+        ({"speculative_token_tree": (2, 1), "method": "ngram"}, "leave it out"),
+    ],
+)
+def test_bad_trees(target, change, message):
+    with pytest.raises(ValueError, match=message):
+        specjax.generate(
+            target,
+            [[1, 2]],
+            drafter=None if "method" in change else target,
+            speculative_config=SpeculationConfig(**change),
+        )
