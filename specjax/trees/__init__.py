@@ -1,0 +1,1 @@
+"""Draft trees: what follows from their parents, and ways to choose them."""
