@@ -9,7 +9,7 @@ begun to repeat is drafted to any length.
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from specjax.drafters.base import Draft, Drafter
 from specjax.types import Proposal
@@ -28,6 +28,52 @@ def match(
       start i32[rows], the position after the match, where the continuation stands;
       and is_found bool[rows].
     """
+    max_length = history.shape[1]
+    # One maximum finds the longest match and, among those, the latest.
+    best = jnp.max(_match_keys(history, num_tokens, max_match), axis=1)
+    return best % max_length, best // max_length >= min_match
+
+
+def matches(
+    history: Array,
+    num_tokens: Array,
+    *,
+    min_match: int,
+    max_match: int,
+    num_matches: int,
+) -> tuple[Array, Array]:
+    """Finds several earlier occurrences, the longest first and the latest among equals.
+
+    The first is what `match` finds. Occurrences differ in where they end; what
+    follows them may be the same, which trees.merging.merge undoes.
+
+    Args:
+      history, num_tokens, min_match, max_match: as for `match`.
+      num_matches: how many to look for, at most max_length.
+
+    Returns:
+      starts i32[rows, num_matches], the positions after the matches, 0 where none
+      was found; and is_found bool[rows, num_matches], never true after false.
+
+    Cost: max_match + 1 passes over rows * max_length and one top_k of num_matches.
+
+    Raises:
+      ValueError: num_matches is not in [1, max_length].
+    """
+    max_length = history.shape[1]
+    if not 1 <= num_matches <= max_length:
+        raise ValueError(f"{num_matches=} must be in [1, {max_length=}].")
+    keys = _match_keys(history, num_tokens, max_match)
+    best, _ = lax.top_k(keys, num_matches)
+    is_found = best // max_length >= min_match
+    return jnp.where(is_found, best % max_length, 0), is_found
+
+
+def _match_keys(history: Array, num_tokens: Array, max_match: int) -> Array:
+    """Returns i32[rows, max_length]: tokens matched before each end * max_length + end.
+
+    0 where no token matches. No two ends of a row have the same key but 0.
+    """
     rows, max_length = history.shape
     ends = jnp.arange(max_length)[None, :]  # a match covers history[end - n : end]
     agrees = (ends >= 1) & (ends < num_tokens[:, None])
@@ -39,9 +85,7 @@ def match(
         shifted = jnp.pad(history, ((0, 0), (back, 0)))[:, :max_length]
         agrees = agrees & (shifted == last) & (ends >= back)
         matched += agrees
-    # One maximum finds the longest match and, among those, the latest.
-    best = jnp.max(matched * max_length + ends * (matched > 0), axis=1)
-    return best % max_length, best // max_length >= min_match
+    return matched * max_length + ends * (matched > 0)
 
 
 def drafter(*, num_speculative_tokens: int, min_match: int, max_match: int) -> Drafter:
