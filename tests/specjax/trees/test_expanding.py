@@ -1,5 +1,7 @@
 """Expanding and reranking against lists, and against the best tree of known marginals."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,8 +11,7 @@ from specjax.trees import expanding
 from specjax.trees.best_first import best_first
 from specjax.trees.draft_tree import GrownTree, validate_values
 
-compiled_expand = jax.jit(expanding.expand)
-compiled_rerank = jax.jit(expanding.rerank, static_argnames="num_drafts")
+compiled_best_first = jax.jit(best_first, static_argnames="num_drafts")
 
 
 def nodes_of(grown: GrownTree, row: int) -> list[tuple]:
@@ -25,22 +26,25 @@ def nodes_of(grown: GrownTree, row: int) -> list[tuple]:
     return list(zip(*(np.asarray(column).tolist() for column in columns)))
 
 
-def grow(levels, width: int, num_drafts: int):
-    """Grows trees from (log_probs, token_ids) per depth; returns frontiers and trees."""
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def compiled_grow(levels, width: int, num_drafts: int):
     rows, _, top_k = levels[0][0].shape
     candidates = expanding.init(rows, max_depth=len(levels), width=width, top_k=top_k)
     frontiers = [expanding.root_frontier(rows)]
-    for depth, (log_probs, token_ids) in enumerate(levels):
+    for depth, level in enumerate(levels):
         size = frontiers[-1].nodes.shape[1]
-        candidates, frontier = compiled_expand(
-            candidates,
-            frontiers[-1],
-            log_probs[:, :size],
-            token_ids[:, :size],
-            depth=depth,
+        level = (array[:, :size] for array in level)
+        candidates, frontier = expanding.expand(
+            candidates, frontiers[-1], *level, depth=depth
         )
         frontiers.append(frontier)
-    grown = compiled_rerank(candidates, num_drafts=num_drafts)
+    return frontiers, expanding.rerank(candidates, num_drafts=num_drafts)
+
+
+def grow(levels, width: int, num_drafts: int):
+    """Grows trees from (log_probs, token_ids) per depth; returns frontiers and trees."""
+    found = compiled_grow(levels, width, num_drafts)
+    frontiers, grown = jax.tree.map(np.asarray, found)
     validate_values(grown.tree, grown.num_tokens, grown.token_ids)
     return frontiers, grown
 
@@ -91,7 +95,7 @@ def example():
     return [(np.float32(p), np.int32(tokens)) for p, tokens in levels]
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3, 4, 6, 8])
+@pytest.mark.parametrize("num_drafts", [1, 4, 8])
 def test_example(num_drafts):
     frontiers, grown = grow(example(), 2, num_drafts)
     assert [frontier.token_ids.tolist() for frontier in frontiers] == [
@@ -118,7 +122,7 @@ def test_example(num_drafts):
 @pytest.mark.parametrize("has_ties", [False, True])
 @pytest.mark.parametrize(
     ("max_depth", "width", "top_k", "num_drafts"),
-    [(4, 3, 2, 9), (3, 2, 4, 7), (3, 4, 2, 30), (4, 1, 1, 4), (1, 3, 3, 2)],
+    [(4, 3, 2, 9), (3, 2, 4, 7), (2, 4, 2, 30), (3, 1, 1, 3)],
 )
 def test_agrees_with_lists(has_ties, max_depth, width, top_k, num_drafts):
     rng, rows = np.random.default_rng(4), 25
@@ -140,7 +144,7 @@ def test_agrees_with_lists(has_ties, max_depth, width, top_k, num_drafts):
 
 def test_wide_enough_it_finds_the_best_tree():
     """Where the path changes nothing, growing loses nothing if no frontier is cut short."""
-    rng, rows, max_depth, top_k, num_drafts = np.random.default_rng(5), 30, 4, 3, 8
+    rng, rows, max_depth, top_k, num_drafts = np.random.default_rng(5), 30, 3, 3, 6
     probs = rng.dirichlet(np.ones(top_k), (rows, max_depth)).astype(np.float32)
     probs = -np.sort(-probs, axis=2)
     token_ids = np.broadcast_to(np.arange(top_k, dtype=np.int32), probs.shape)
@@ -153,7 +157,7 @@ def test_wide_enough_it_finds_the_best_tree():
         for depth in range(max_depth)
     ]
     _, grown = grow(levels, num_drafts, num_drafts)
-    expected = best_first(jnp.array(probs), jnp.array(token_ids), num_drafts=num_drafts)
+    expected = compiled_best_first(probs, token_ids, num_drafts=num_drafts)
     assert np.array_equal(grown.token_ids, expected.token_ids)
     assert np.array_equal(grown.tree.parents, expected.tree.parents)
     np.testing.assert_allclose(
@@ -182,17 +186,20 @@ def test_a_model_that_fails_leaves_no_node():
 
 
 def test_rows_do_not_mix():
+    """Rows in another order give the same trees in that order."""
     rng = np.random.default_rng(6)
-    levels = [*random_levels(rng, 3, 3, 2, 3, has_ties=False)]
-    _, together = grow(levels, 2, 6)
-    for row in range(3):
-        alone = [(p[row : row + 1], t[row : row + 1]) for p, t in levels]
-        assert nodes_of(grow(alone, 2, 6)[1], 0) == nodes_of(together, row)
+    levels = [*random_levels(rng, 25, 4, 3, 2, has_ties=False)]
+    order = rng.permutation(25)
+    _, grown = grow(levels, 3, 9)
+    _, shuffled = grow([(p[order], t[order]) for p, t in levels], 3, 9)
+    assert len({tuple(nodes_of(grown, row)) for row in range(25)}) == 25
+    for place, row in enumerate(order):
+        assert nodes_of(shuffled, place) == nodes_of(grown, row)
 
 
 def test_depth_may_be_traced():
     """A loop on the device, whose frontier keeps one shape, gives the same trees."""
-    rng, rows, max_depth, width = np.random.default_rng(7), 4, 4, 3
+    rng, rows, max_depth, width = np.random.default_rng(7), 25, 4, 3
     levels = [*random_levels(rng, rows, max_depth, width, 2, has_ties=True)]
     log_probs, token_ids = (jnp.stack(parts) for parts in zip(*levels))
 
@@ -205,10 +212,10 @@ def test_depth_may_be_traced():
         start = expanding.init(rows, max_depth=max_depth, width=width, top_k=2)
         carry = start, expanding.root_frontier(rows, size=width)
         candidates, frontier = jax.lax.fori_loop(0, max_depth, body, carry)
-        return expanding.rerank(candidates, num_drafts=7), frontier
+        return expanding.rerank(candidates, num_drafts=9), frontier
 
     grown, frontier = loop(log_probs, token_ids)
-    frontiers, expected = grow(levels, width, 7)
+    frontiers, expected = grow(levels, width, 9)
     for found, wanted in zip(jax.tree.leaves(grown), jax.tree.leaves(expected)):
         np.testing.assert_allclose(found, wanted, rtol=1e-6)
     is_node = np.asarray(frontier.log_probs) > -np.inf
