@@ -39,14 +39,14 @@ def best_first(probs: Array, token_ids: Array, *, num_drafts: int) -> GrownTree:
 
     Cost: instead of a heap's num_drafts steps one after the other, max_depth + 1 of
     top_k. A depth's best num_drafts nodes include all that are kept there, and the
-    child of rank r of the b-th best parent has (b + 1)(r + 1) - 1 nodes of its depth
-    before it: at most num_drafts * (1 + log(num_drafts)) candidates per depth and
-    row, then max_depth * num_drafts for the last.
+    child of rank r of parent number b comes after those of ranks 0 to r of parents 0
+    to b, and after these parents: fewer than num_drafts * (1 + log(num_drafts))
+    candidates per depth and row, then max_depth * num_drafts for the last.
 
     Raises:
       ValueError: shapes disagree, an axis is empty, or num_drafts is below 1.
 
-    Source: OPT-Tree (arXiv:2406.17276), section 3; DDTree (arXiv:2604.12989).
+    Source: OPT-Tree (arXiv:2406.17276) and DDTree (arXiv:2604.12989), which use a heap.
     """
     if probs.ndim != 3 or token_ids.shape != probs.shape or 0 in probs.shape:
         raise ValueError(
@@ -57,17 +57,19 @@ def best_first(probs: Array, token_ids: Array, *, num_drafts: int) -> GrownTree:
         raise ValueError(f"{num_drafts=} must be at least 1.")
     rows, max_depth, num_ranks = probs.shape
     probs = jnp.where(probs > 0, jnp.minimum(probs, 1.0), 0.0)
-    level, first_node = jnp.ones((rows, 1)), 0  # the root
+    level, first_node = jnp.ones((rows, 1), jnp.float32), 0  # the root
     levels = []
     for depth in range(max_depth):
-        above, ranks = _undominated(level.shape[1], num_ranks, num_drafts)
+        above, ranks = _undominated(depth, level.shape[1], num_ranks, num_drafts)
+        if not len(above):
+            break
         products = level[:, above] * probs[:, depth, ranks]
-        size = min(num_drafts, len(above))
-        level_above, above, ranks = level.shape[1], jnp.array(above), jnp.array(ranks)
-        level, chosen = lax.top_k(products, size)
-        tokens = jnp.take_along_axis(token_ids[:, depth], ranks[chosen], axis=1)
-        levels.append((level, tokens, first_node + above[chosen]))
-        first_node += level_above
+        best, chosen = lax.top_k(products, min(num_drafts, len(above)))
+        rank = jnp.asarray(ranks)[chosen]
+        tokens = jnp.take_along_axis(token_ids[:, depth], rank, axis=1)
+        levels.append((best, tokens, first_node + jnp.asarray(above)[chosen]))
+        first_node += level.shape[1]
+        level = best
     products, tokens, parents = (jnp.concatenate(a, axis=1) for a in zip(*levels))
     scores = jnp.where(products > 0, products, -jnp.inf)
     grown = best_nodes(
@@ -78,12 +80,17 @@ def best_first(probs: Array, token_ids: Array, *, num_drafts: int) -> GrownTree:
 
 
 def _undominated(
-    size: int, num_ranks: int, num_drafts: int
+    depth: int, size: int, num_ranks: int, num_drafts: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns parents and ranks that may be among a depth's best num_drafts.
+    """Returns parents and ranks of the nodes that are not surely behind num_drafts others.
 
     In the order that settles ties: parent by parent, then by rank.
+
+    Args:
+      depth: of the parents, 0 for the root, which is no draft itself.
+      size: how many parents there are.
     """
-    above, ranks = np.divmod(np.arange(size * num_ranks), num_ranks)
-    may_be_kept = (above + 1) * (ranks + 1) <= num_drafts
+    above, ranks = np.divmod(np.arange(size * num_ranks, dtype=np.int32), num_ranks)
+    num_before = (above + 1) * (ranks + 1) - 1 + (above + 1) * (depth > 0)
+    may_be_kept = num_before < num_drafts
     return above[may_be_kept], ranks[may_be_kept]

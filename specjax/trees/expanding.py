@@ -14,11 +14,10 @@ width 2, top_k 2; path probabilities below, expanded nodes in brackets:
               /   \\        /    \\
         [aa .30] ab .24 [ba .36] bb .04        ba before aa: it is the likelier
 
-Ranking has seen the tokens, so `rejection` must not be run on what it keeps
-(ALGORITHMS: a token that is dropped because of itself is a bias); `greedy`, `seeded`
-and `delta` may.
+Ranking has seen the tokens: `rejection`, which a token dropped because of itself
+would bias, must not be run on what it keeps. `greedy`, `seeded` and `delta` may.
 
-Source: EAGLE-2 (arXiv:2406.16858), section 4.
+Source: EAGLE-2 (arXiv:2406.16858), the expansion and the reranking phase.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def merge(continuations: Array, lengths: Array, *, num_drafts: int) -> GrownTree
     Raises:
       ValueError: shapes disagree or num_drafts is negative.
 
-    Source: the trees of suffix and n-gram drafts, for example REST (arXiv:2311.08252),
-    section 3.3; there by frequency, here by preference.
+    Source: the trie of REST (arXiv:2311.08252), which keeps the most frequent
+    branches; this one the preferred.
     """
     _validate(continuations, lengths, num_drafts)
     rows, _, max_depth = continuations.shape

@@ -131,7 +131,7 @@ def from_rank_paths(rank_paths: Iterable[Sequence[int]]) -> TreeShape:
       ValueError: a path is listed twice, or its parent or an earlier sibling is not
         listed. A tree may not skip a draw: verified by rejection it would be biased.
 
-    Source: Medusa (arXiv:2401.10774), section 2.1.2, whose trees are such lists.
+    Source: Medusa (arXiv:2401.10774), whose sparse trees are such lists.
     """
     listed: list[tuple[int, ...]] = [tuple(path) for path in rank_paths]
     if len(set(listed)) != len(listed):

@@ -187,6 +187,11 @@ def test_costs_by_hand():
     # chain 1.4 / 1.75: as many tokens, but one more depth to draft.
     cheap = choose(verify_s=(1, 1, 1), draft_s=0.2)
     assert cheap == (from_widths((2,)), 1.75, 1.2)
+    # As many seconds per token with one draft token as without: without.
+    even = best_tree_for_costs(
+        [1.0], budgets=(1, 2), verify_s=(1.0, 2.0), draft_s=0.0, max_depth=1
+    )
+    assert even.shape == TreeShape((-1,))
     # A third node that verifies slowly: 1.2 / 1.5 < 3.2 / 1.75.
     assert choose(verify_s=(1, 1, 3), draft_s=0.2).shape == from_widths((1,))
 

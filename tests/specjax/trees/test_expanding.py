@@ -117,6 +117,7 @@ def test_example(num_drafts):
     assert grown.token_ids.shape == grown.path_probability.shape == (1, num_drafts)
     assert not grown.path_probability[0, len(tokens) :].any()
     assert not grown.token_ids[0, len(tokens) :].any()
+    assert not grown.tree.parents[0, len(tokens) + 1 :].any()
 
 
 @pytest.mark.parametrize("has_ties", [False, True])

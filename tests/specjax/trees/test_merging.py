@@ -28,9 +28,9 @@ def merge_by_dictionary(continuations, num_drafts: int) -> list[tuple[int, int]]
 
 
 def run(rows, num_drafts: int, depth: int) -> GrownTree:
-    """Merges lists of continuations; what stands past a length is rubbish."""
+    """Merges lists of continuations; past a length stands a token that others have."""
     num_continuations = 4  # one compiled shape for most tests
-    array = np.full((len(rows), num_continuations, depth), 7, np.int32)
+    array = np.full((len(rows), num_continuations, depth), 0, np.int32)
     lengths = np.zeros((len(rows), num_continuations), np.int32)
     for row, continuations in enumerate(rows):
         for index, continuation in enumerate(continuations):
