@@ -86,8 +86,8 @@ def ancestor_bits(tree: DraftTree) -> Array:
     words = jnp.arange(-(-num_nodes // BITS_PER_WORD))
     bits = jnp.zeros((rows, num_nodes, words.shape[0]), jnp.uint32)
     for node in _upwards(tree):
-        node = jnp.maximum(node, 0)  # above the root: the root, which every node has
         bit = (jnp.uint32(1) << (node % BITS_PER_WORD).astype(jnp.uint32))[:, :, None]
+        # Above the root is NO_PARENT: its word is -1, which is none.
         is_word = (node // BITS_PER_WORD)[:, :, None] == words[None, None, :]
         bits |= jnp.where(is_word, bit, jnp.uint32(0))
     return bits
