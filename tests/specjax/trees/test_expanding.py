@@ -181,9 +181,9 @@ def test_a_model_that_fails_leaves_no_node():
     """NaN log-probabilities reach neither the frontier nor the tree."""
     (first, tokens), second = example()
     first = np.where([[[True, False]]], first, np.nan).astype(np.float32)
-    frontiers, grown = grow([(first, tokens), second], 2, 6)
+    frontiers, grown = grow([(first, tokens), second], 2, 8)
     assert grown.num_tokens.tolist() == [3]
-    assert grown.tree.parents.tolist() == [[-1, 0, 1, 1, 0, 0, 0]]
+    assert grown.tree.parents.tolist() == [[-1, 0, 1, 1, 0, 0, 0, 0, 0]]
     assert frontiers[1].log_probs.tolist()[0][1] == -np.inf
     assert [node[:2] for node in nodes_of(grown, 0)] == [(1, 0), (1, 1), (2, 1)]
 
