@@ -28,6 +28,57 @@ def match(
       start i32[rows], the position after the match, where the continuation stands;
       and is_found bool[rows].
     """
+    max_length = history.shape[1]
+    # One maximum finds the longest match and, among those, the latest.
+    best = jnp.max(_match_keys(history, num_tokens, max_match), axis=1)
+    return best % max_length, best // max_length >= min_match
+
+
+def matches(
+    history: Array,
+    num_tokens: Array,
+    *,
+    min_match: int,
+    max_match: int,
+    num_matches: int,
+) -> tuple[Array, Array]:
+    """Finds several earlier occurrences, the longest first and the latest among equals.
+
+    The first is what `match` finds. Occurrences differ in where they end; what
+    follows them may be the same, which trees.merging.merge undoes.
+
+    Args:
+      history, num_tokens, min_match, max_match: as for `match`.
+      num_matches: how many to look for.
+
+    Returns:
+      starts i32[rows, num_matches], the positions after the matches, 0 where none
+      was found; and is_found bool[rows, num_matches], never true after false.
+
+    Cost: max_match + num_matches passes over rows * max_length.
+
+    Raises:
+      ValueError: num_matches is below 1.
+    """
+    if num_matches < 1:
+        raise ValueError(f"{num_matches=} must be at least 1.")
+    max_length = history.shape[1]
+    keys = _match_keys(history, num_tokens, max_match)
+    # One maximum after the other: XLA's top_k of integers sorts the whole on CPU.
+    found = [jnp.max(keys, axis=1)]
+    for _ in range(1, num_matches):
+        is_left = keys < found[-1][:, None]
+        found.append(jnp.max(jnp.where(is_left, keys, 0), axis=1))
+    best = jnp.stack(found, axis=1)
+    is_found = best // max_length >= min_match
+    return jnp.where(is_found, best % max_length, 0), is_found
+
+
+def _match_keys(history: Array, num_tokens: Array, max_match: int) -> Array:
+    """Returns i32[rows, max_length]: tokens matched before each end * max_length + end.
+
+    0 where no token matches. No two ends of a row have the same key but 0.
+    """
     rows, max_length = history.shape
     ends = jnp.arange(max_length)[None, :]  # a match covers history[end - n : end]
     agrees = (ends >= 1) & (ends < num_tokens[:, None])
@@ -39,9 +90,7 @@ def match(
         shifted = jnp.pad(history, ((0, 0), (back, 0)))[:, :max_length]
         agrees = agrees & (shifted == last) & (ends >= back)
         matched += agrees
-    # One maximum finds the longest match and, among those, the latest.
-    best = jnp.max(matched * max_length + ends * (matched > 0), axis=1)
-    return best % max_length, best // max_length >= min_match
+    return matched * max_length + ends * (matched > 0)
 
 
 def drafter(*, num_speculative_tokens: int, min_match: int, max_match: int) -> Drafter:

@@ -1,0 +1,182 @@
+"""Trees grown by a draft model, depth by depth: expand the likeliest nodes, then rerank all.
+
+    candidates, frontier = init(...), root_frontier(rows)
+    for depth in range(max_depth):
+        log_probs, token_ids = top_k of the model after each frontier node
+        candidates, frontier = expand(candidates, frontier, log_probs, token_ids, depth=depth)
+    grown = rerank(candidates, num_drafts=num_drafts)
+
+width 2, top_k 2; path probabilities below, expanded nodes in brackets:
+
+                     [root]                    rerank, num_drafts = 4:
+                 /          \\
+              [a .6]       [b .4]              a .6   b .4   ba .36   aa .30
+              /   \\        /    \\
+        [aa .30] ab .24 [ba .36] bb .04        ba before aa: it is the likelier
+
+Ranking has seen the tokens: `rejection`, which a token dropped because of itself
+would bias, must not be run on what it keeps. `greedy`, `seeded` and `delta` may.
+
+Source: EAGLE-2 (arXiv:2406.16858), the expansion and the reranking phase.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from specjax.trees.draft_tree import GrownTree
+from specjax.trees.ranking import best_nodes
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """All nodes drafted so far, by depth, by the frontier node they follow, by rank.
+
+    Entry (d, f, k) is node 1 + (d * width + f) * top_k + k and lies at depth d + 1.
+    """
+
+    token_ids: Array  # i32[rows, max_depth, width, top_k]
+    parents: Array  # i32[rows, max_depth, width, top_k], nodes; 0 is the root
+    log_probs: Array  # f32[rows, max_depth, width, top_k], of the path; -inf where none
+
+    @property
+    def max_depth(self) -> int:
+        return self.token_ids.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.token_ids.shape[2]
+
+    @property
+    def top_k(self) -> int:
+        return self.token_ids.shape[3]
+
+
+class Frontier(NamedTuple):
+    """The nodes to run the draft model on next, the likeliest first."""
+
+    nodes: Array  # i32[rows, size], node numbers among the candidates
+    token_ids: Array  # i32[rows, size]; of the root none, 0
+    log_probs: Array  # f32[rows, size], of the path; -inf for an entry that is no node
+    origins: Array  # i32[rows, size], the entry of the frontier before that it follows
+
+
+def init(rows: int, *, max_depth: int, width: int, top_k: int) -> Candidates:
+    """Returns no candidates, with room for all that max_depth expansions give."""
+    shape = rows, max_depth, width, top_k
+    if min(shape) < 1:
+        raise ValueError(
+            f"{rows=}, {max_depth=}, {width=}, {top_k=} must be at least 1."
+        )
+    return Candidates(
+        token_ids=jnp.zeros(shape, jnp.int32),
+        parents=jnp.zeros(shape, jnp.int32),
+        log_probs=jnp.full(shape, -jnp.inf, jnp.float32),
+    )
+
+
+def root_frontier(rows: int, *, size: int = 1) -> Frontier:
+    """Returns the root, with entries that are no node after it where size is above 1."""
+    nothing = jnp.zeros((rows, size), jnp.int32)
+    log_probs = jnp.full((rows, size), -jnp.inf, jnp.float32).at[:, 0].set(0.0)
+    return Frontier(nothing, nothing, log_probs, nothing)
+
+
+def expand(
+    candidates: Candidates,
+    frontier: Frontier,
+    log_probs: Array,  # f32[rows, size, top_k]
+    token_ids: Array,  # i32[rows, size, top_k]
+    *,
+    depth: int | Array,
+) -> tuple[Candidates, Frontier]:
+    """Appends each frontier node's likeliest children and chooses the next frontier.
+
+    Args:
+      frontier: of any size up to width: 1 for the root.
+      log_probs: natural logarithms given the path, likeliest first. Above 0 counts
+        as 0 and NaN as -inf: a child never scores above its parent.
+      token_ids: distinct among the children of one node.
+      depth: of the frontier, 0 for the root; may be traced, in [0, max_depth).
+
+    Returns:
+      The candidates, and the `width` new ones of the highest path probability; ties go
+      to the child of the earlier frontier node, then to the lower rank.
+
+    Cost: a top_k of width among size * top_k per row.
+
+    Raises:
+      ValueError: shapes disagree, or the frontier is wider than the candidates allow.
+    """
+    rows, size, top_k = log_probs.shape
+    width = candidates.width
+    if frontier.nodes.shape != (rows, size) or token_ids.shape != log_probs.shape:
+        raise ValueError(
+            f"{log_probs.shape=}, {token_ids.shape=} and {frontier.nodes.shape=} must be "
+            "[rows, size, top_k] twice and [rows, size]."
+        )
+    if size > width or top_k != candidates.top_k:
+        raise ValueError(
+            f"{size=} must be at most {width=}, and {top_k=} {candidates.top_k=}; "
+            "give init the same numbers."
+        )
+    no_gain = jnp.where(jnp.isnan(log_probs), -jnp.inf, jnp.minimum(log_probs, 0.0))
+    scores = _widen(frontier.log_probs[:, :, None] + no_gain, width, -jnp.inf)
+    tokens = _widen(token_ids, width, 0)
+    above = jnp.broadcast_to(frontier.nodes[:, :, None], log_probs.shape)
+    candidates = Candidates(
+        token_ids=_put(candidates.token_ids, tokens, depth),
+        parents=_put(candidates.parents, _widen(above, width, 0), depth),
+        log_probs=_put(candidates.log_probs, scores, depth),
+    )
+    return candidates, _next_frontier(scores, tokens, depth)
+
+
+def rerank(candidates: Candidates, *, num_drafts: int) -> GrownTree:
+    """Returns the num_drafts candidates of the highest path probability as a tree.
+
+    The likeliest comes first, so parents precede children, siblings stand likeliest
+    first, and cutting num_tokens down leaves the best smaller tree. Ties go to the
+    lower depth, then to the candidate that comes first. Where there are fewer
+    candidates, num_tokens says so.
+
+    Cost: a top_k of num_drafts among max_depth * width * top_k, and num_drafts ** 2
+    comparisons per row.
+    """
+    rows = candidates.token_ids.shape[0]
+    grown = best_nodes(
+        candidates.log_probs.reshape(rows, -1),
+        candidates.token_ids.reshape(rows, -1),
+        candidates.parents.reshape(rows, -1),
+        num_drafts=num_drafts,
+        max_depth=candidates.max_depth,
+    )
+    assert grown.path_probability is not None
+    return grown._replace(path_probability=jnp.exp(grown.path_probability))
+
+
+def _next_frontier(scores: Array, tokens: Array, depth: int | Array) -> Frontier:
+    """Returns the best `width` of the children [rows, width, top_k] at a depth's end."""
+    rows, width, top_k = scores.shape
+    best, chosen = lax.top_k(scores.reshape(rows, -1), width)
+    return Frontier(
+        nodes=1 + depth * width * top_k + chosen,
+        token_ids=jnp.take_along_axis(tokens.reshape(rows, -1), chosen, axis=1),
+        log_probs=best,
+        origins=chosen // top_k,
+    )
+
+
+def _widen(values: Array, width: int, filler: float) -> Array:
+    missing = width - values.shape[1]
+    return jnp.pad(values, ((0, 0), (0, missing), (0, 0)), constant_values=filler)
+
+
+def _put(values: Array, level: Array, depth: int | Array) -> Array:
+    return lax.dynamic_update_index_in_dim(values, level, depth, axis=1)
