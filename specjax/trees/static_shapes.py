@@ -88,6 +88,18 @@ class TreeShape:
         """Returns the nodes at a depth, in order."""
         return tuple(node for node, at in enumerate(self.depths) if at == depth)
 
+    def parents_at(self, depth: int) -> tuple[int, ...]:
+        """Returns the nodes at a depth that have children, in order."""
+        return tuple(node for node in self.nodes_at(depth) if node in self.parents)
+
+    def cut(self, max_depth: int) -> TreeShape:
+        """Returns the shape without its nodes deeper than max_depth."""
+        kept = [node for node, at in enumerate(self.depths) if at <= max_depth]
+        index = {node: place for place, node in enumerate(kept)} | {
+            NO_PARENT: NO_PARENT
+        }
+        return TreeShape(tuple(index[self.parents[node]] for node in kept))
+
     @functools.cached_property
     def rank_paths(self) -> tuple[tuple[int, ...], ...]:
         """Returns the ranks on the way to each node; the root's is empty."""
