@@ -32,7 +32,8 @@ def commit(
     Args:
       written: i32[rows], Draft.written.
     """
-    (token_ids, num_accepted), is_invalid, logprobs = verification
+    acceptance, is_invalid, logprobs = verification
+    token_ids, num_accepted = acceptance.token_ids, acceptance.num_accepted
     ahead = jnp.arange(token_ids.shape[1])[None, :]
     root = state.cache.lengths
     reached = ahead <= num_accepted[:, None]

@@ -107,7 +107,7 @@ def output_law(rule, target: dict, draft: dict, depth: int, num_tokens: int):
         proposal,
         jnp.asarray(target_probs, jnp.float32),
     )
-    token_ids, num_accepted = map(np.asarray, acceptance)
+    token_ids, num_accepted = map(np.asarray, acceptance[:2])
     assert num_accepted.max() <= num_tokens
     law = np.zeros([VOCAB] * (depth + 1))
     for count in range(depth + 1):
@@ -226,7 +226,7 @@ def test_rejection_by_hand():
     draft = np.array([[[0.3, 0.5, 0.2]]])
     for draw, expected, num_accepted in [(0.39, [1, 2], 1), (0.41, [0], 0)]:
         noise = jnp.array([[[draw, 0.5], [0.5, 0.5]]])
-        tokens, count = reject(noise, propose([[1]], draft), jnp.asarray(target))
+        tokens, count, _ = reject(noise, propose([[1]], draft), jnp.asarray(target))
         assert count.tolist() == [num_accepted]
         assert tokens[0, : num_accepted + 1].tolist() == expected
 
@@ -235,7 +235,7 @@ def test_rejection_of_a_token_that_the_draft_could_not_have_drawn():
     target = jnp.array([[[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]]] * 2)
     draft = [[[1.0, 0.0, 0.0]]] * 2
     noise = jnp.full((2, 2, 2), 0.999)
-    tokens, count = reject(noise, propose([[1], [2]], draft), target)
+    tokens, count, _ = reject(noise, propose([[1], [2]], draft), target)
     # Drawn although its draft probability is 0: stands if the target may say it,
     # never if it may not.
     assert count.tolist() == [1, 0]
@@ -251,7 +251,7 @@ def test_noise_at_the_ends_never_emits_what_the_target_cannot_say(value):
     draft = jnp.full((rows, 1, 5), 0.2)
     noise = jnp.full((rows, 2, 2), value, jnp.float32)
     drafted = jnp.arange(rows)[:, None]
-    tokens, count = reject(noise, propose(drafted, draft), target)
+    tokens, count, _ = reject(noise, propose(drafted, draft), target)
     for row in range(rows):
         assert np.all(possible[tokens[row, : count[row] + 1]] > 0)
 
@@ -287,7 +287,7 @@ def test_nothing_left_to_recover_falls_back_to_the_target():
     target = jnp.tile(jnp.array([0.5, 0.25, 0.0]), (2, 2, 1))
     draft = np.tile([0.5, 0.5, 0.0], (2, 1, 1))
     noise = jnp.array([[[0.9, 0.5]] * 2, [[0.9, 0.9]] * 2])
-    tokens, count = reject(noise, propose([[1], [1]], draft), target)
+    tokens, count, _ = reject(noise, propose([[1], [1]], draft), target)
     assert count.tolist() == [0, 0]
     assert tokens[:, 0].tolist() == [0, 1]
 
@@ -296,7 +296,7 @@ def test_a_draft_past_num_tokens_does_not_stand_however_good():
     probs = np.tile([0.0, 1.0, 0.0], (3, 3, 1))
     noise = jnp.full((3, 3, 2), 0.5)
     proposal = propose([[1, 1]] * 3, probs[:, :2], [0, 1, 2])
-    tokens, count = reject(noise, proposal, jnp.asarray(probs, jnp.float32))
+    tokens, count, _ = reject(noise, proposal, jnp.asarray(probs, jnp.float32))
     assert count.tolist() == [0, 1, 2]
     assert tokens.tolist() == [[1, 1, 1]] * 3
 
@@ -334,7 +334,7 @@ def test_equality_emits_the_choices_along_the_path(depth):
                 propose(tokens, None, [num_tokens] * len(drafts)),
                 jnp.asarray(after_nodes, jnp.int32),
             )
-            emitted, counts = map(np.asarray, acceptance)
+            emitted, counts = map(np.asarray, acceptance[:2])
             for draft, row, accepted in zip(drafts, emitted, counts, strict=True):
                 right = 0
                 while right < num_tokens and draft[right] == plain[right]:
