@@ -28,7 +28,7 @@ from specjax.types import Acceptance, DraftTree, Proposal
 # A threshold is known to 6e-8, the spacing of float32 below 1.
 LAW_TOLERANCE = 1e-6
 NUM_HALVINGS = 25
-BATCH = 1024  # rows of every call, so that a rule is compiled once per shape
+BATCH = 4096  # rows of every call, so that a rule is compiled once per shape
 SURELY, NEVER = np.float32(1e-30), np.float32(1 - 2.0**-24)
 
 Prefix = tuple[int, ...]
@@ -41,6 +41,7 @@ def _dirichlet(seed: int, vocab: int, sharpness: float, prefix: Prefix) -> np.nd
     return rng.dirichlet([sharpness] * vocab)
 
 
+@functools.cache
 def random_law(seed: int, vocab: int = 3, *, sharpness: float = 1.0) -> Law:
     """Returns a law that depends on the whole prefix."""
     return functools.partial(_dirichlet, seed, vocab, sharpness)
@@ -143,11 +144,12 @@ def probs_of(shape: Shape, context: Prefix, tokens: Sequence[int], law: Law):
     return np.array([law(context + shape.prefix(tokens, node)) for node in nodes])
 
 
+@functools.cache
 def every_draft(
-    shape: Shape, context: Prefix, law: Law, *, with_replacement: bool = False
-) -> Iterable[tuple[float, tuple[int, ...]]]:
-    """Yields what a drafter that samples may draw, and how likely that is."""
-    vocab = len(law(()))
+    shape: Shape, context: Prefix, law: Law, with_replacement: bool = False
+) -> list[tuple[float, tuple[int, ...]]]:
+    """Returns what a drafter that samples may draw, and how likely that is."""
+    vocab, drafts = len(law(())), []
     for tokens in itertools.product(range(vocab), repeat=shape.num_nodes - 1):
         probability = 1.0
         for node in range(1, shape.num_nodes):
@@ -159,7 +161,8 @@ def every_draft(
             if probability == 0:
                 break
         else:
-            yield probability, tokens
+            drafts.append((probability, tokens))
+    return drafts
 
 
 def sampler(
@@ -171,9 +174,8 @@ def sampler(
     """Returns the drafter that samples, of which num_tokens stand; all by default."""
 
     def draft(shape: Shape, context: Prefix) -> Iterable[Drafted]:
-        for probability, tokens in every_draft(
-            shape, context, law, with_replacement=with_replacement
-        ):
+        drafts = every_draft(shape, context, law, with_replacement)
+        for probability, tokens in drafts:
             stand = num_tokens
             if callable(stand):
                 stand = stand(shape, context, tokens)
@@ -265,7 +267,7 @@ class _Cases:
                 row, counts
             ]
         assert np.all(np.array(self.shape.depths)[last] == counts)
-        assert np.all((last <= self.num_tokens[cases]))
+        assert np.all(last <= self.num_tokens[cases])
         for place in range(path.shape[1]):
             counts_here = counts > place
             node = path[counts_here, place]
@@ -287,19 +289,19 @@ class _Cases:
 
 def make_proposal(shape: Shape, tokens, probs=None, num_tokens=None) -> Proposal:
     """Returns the proposal of rows that share a shape; all tokens stand by default."""
-    tokens = jnp.asarray(tokens, jnp.int32)
+    tokens = np.asarray(tokens, np.int32)
     rows = tokens.shape[0]
     topology = None
     if shape.is_tree:
         topology = DraftTree(
-            parents=jnp.tile(jnp.array(shape.parents, jnp.int32), (rows, 1)),
-            depths=jnp.tile(jnp.array(shape.depths, jnp.int32), (rows, 1)),
+            parents=jnp.asarray(np.tile(np.int32(shape.parents), (rows, 1))),
+            depths=jnp.asarray(np.tile(np.int32(shape.depths), (rows, 1))),
             max_depth=max(shape.depths),
         )
     if num_tokens is None:
         num_tokens = [shape.num_nodes - 1] * rows
     return Proposal(
-        token_ids=tokens,
+        token_ids=jnp.asarray(tokens),
         num_tokens=jnp.asarray(num_tokens, jnp.int32),
         probs=None if probs is None else jnp.asarray(probs, jnp.float32),
         tree=topology,
