@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from enumeration import (
+    BATCH,
     LAW_TOLERANCE,
     Shape,
     bottom_up,
@@ -178,7 +179,7 @@ def test_siblings_drawn_with_replacement(rule):
         assert distance(rule, shape, random_law(5), drafter, 2) < LAW_TOLERANCE
 
 
-def random_rows(shape: Shape, seed: int, rows: int = 4096, vocab: int = 4):
+def random_rows(shape: Shape, seed: int, rows: int = BATCH, vocab: int = 3):
     """Returns noise, a proposal and target probabilities of rows without relation."""
     rng = np.random.default_rng(seed)
     noise = rng.uniform(1e-6, 1 - 1e-6, (rows, shape.num_nodes, 2))
