@@ -41,7 +41,9 @@ def check_choices(proposal: Proposal, target_token_ids: Array) -> None:
 
 
 def at_node(values: Array, nodes: Array) -> Array:
-    """Returns each row's entry of values [rows, num_nodes, ...] at its node, i32[rows]."""
+    """Returns each row's entry of values [rows, n, ...] at its node, i32[rows]; zero if n is 0."""
+    if values.shape[1] == 0:
+        return jnp.zeros((values.shape[0], *values.shape[2:]), values.dtype)
     nodes = jnp.clip(nodes, 0, values.shape[1] - 1)
     return values[jnp.arange(values.shape[0]), nodes]
 
