@@ -1,0 +1,23 @@
+"""Verification rules: which draft tokens stand, and what follows them. One per file.
+
+| rule | drafts | output | noise |
+|---|---|---|---|
+| `accept_by_equality` | chains, trees | what the target chooses | in the choices |
+| `accept_by_rejection` | chains, trees | in law the target's | f32[rows, num_nodes, 2] |
+| `accept_by_blocks` | chains | in law the target's | f32[rows, num_nodes, 2] |
+| `accept_by_traversal` | chains, trees | in law the target's | f32[rows, num_nodes, 2] |
+| `accept_leniently` | chains, trees | lossy | f32[rows, num_nodes, 2] |
+| `accept_typical` | chains, trees | lossy | in the choices |
+| `accept_synthetic` | chains, trees | made up | f32[rows, max_depth] |
+
+Rules are pure functions of arrays, row by row: a NaN in one row changes no other.
+"""
+
+from specjax.decode.accept.block import accept_by_blocks as accept_by_blocks
+from specjax.decode.accept.drawing import draw_token as draw_token
+from specjax.decode.accept.equality import accept_by_equality as accept_by_equality
+from specjax.decode.accept.lenient import accept_leniently as accept_leniently
+from specjax.decode.accept.rejection import accept_by_rejection as accept_by_rejection
+from specjax.decode.accept.synthetic import accept_synthetic as accept_synthetic
+from specjax.decode.accept.traversal import accept_by_traversal as accept_by_traversal
+from specjax.decode.accept.typical import accept_typical as accept_typical

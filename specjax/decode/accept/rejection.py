@@ -1,0 +1,155 @@
+"""Rejection: a draft token stands with the ratio of its two probabilities."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from specjax.decode.accept.drawing import draw_token
+from specjax.decode.accept.nodes import (
+    accepted_up_to,
+    at_node,
+    at_token,
+    check_probs,
+    first_of_their_kind,
+    law_of_draft,
+    next_child,
+    node_tokens,
+    parents_of,
+    renormalise,
+    standing,
+)
+from specjax.types import Acceptance, Proposal
+
+
+def accept_by_rejection(
+    noise: Array, proposal: Proposal, target_probs: Array
+) -> Acceptance:
+    """Accepts a path of each draft so that the output is distributed as the target.
+
+    Draft token x survives with probability min(1, target(x) / draft(x)). Where it
+    does not, what it had in common with the target is subtracted from the target
+    and its next sibling is tried against the rest; siblings are drawn without
+    replacement. When none is left, a recovered token is drawn from the rest; a path
+    accepted to its end is followed by a bonus token from the target. Temperature,
+    top-k and top-p are already applied.
+
+    Whether a draft token stands among num_tokens may depend on what was drawn before
+    it, never on itself or on what was drawn later.
+
+    Args:
+      noise: f32[rows, num_nodes, 2], uniform in (0, 1); entry [j, 0] decides draft
+        token j, which is node j + 1, and [j, 1] draws the token after node j. An
+        argument so that tests can enumerate it.
+      proposal: with probs f32[rows, num_nodes - 1, vocab], rows sum to 1, what the
+        first child of node j was drawn from.
+      target_probs: f32[rows, num_nodes, vocab], rows sum to 1; entry j follows node j.
+
+    Returns:
+      token_ids i32[rows, max_depth + 1], right up to and including entry num_accepted.
+
+    Raises:
+      ValueError: the proposal has no probs, or shapes do not fit.
+
+    Source: Leviathan et al. 2023 (arXiv:2211.17192), algorithm 1, for chains; Jeon et
+    al. 2024 (arXiv:2402.14160) and Chen et al. 2024 (arXiv:2402.12374) for trees.
+    """
+    check_probs(noise, proposal, target_probs)
+    if proposal.tree is not None:
+        return reject_in_tree(noise, proposal, target_probs)
+    drafted = jnp.pad(proposal.token_ids, ((0, 0), (0, 1)))
+    position = jnp.arange(drafted.shape[1])[None, :]
+    is_drafted = position < proposal.num_tokens[:, None]  # [rows, K + 1]
+    draft_probs = padded_draft_probs(proposal)
+    p, q = (
+        jnp.take_along_axis(probs, drafted[:, :, None], axis=2)[:, :, 0]
+        for probs in (target_probs, draft_probs)
+    )
+    survives = is_accepted(noise[:, :, 0], p, q) & is_drafted
+    num_accepted = jnp.sum(jnp.cumprod(survives, axis=1), axis=1, dtype=jnp.int32)
+    rest = subtract_draft(
+        at_node(target_probs, num_accepted), at_node(draft_probs, num_accepted)
+    )
+    token_ids = draw_token(at_node(noise[:, :, 1], num_accepted), rest)
+    return accepted_up_to(proposal, num_accepted, token_ids)
+
+
+def padded_draft_probs(proposal: Proposal) -> Array:
+    """Returns what stands after each node of a chain, f32[rows, K + 1, vocab].
+
+    No draft stands at or past num_tokens, so its probability is zero there and the
+    residual is the target itself: a bonus token is a recovered token with nothing to
+    subtract.
+    """
+    assert proposal.probs is not None
+    probs = jnp.pad(proposal.probs, ((0, 0), (0, 1), (0, 0)))
+    is_drafted = jnp.arange(probs.shape[1])[None, :] < proposal.num_tokens[:, None]
+    return jnp.where(is_drafted[:, :, None], probs, 0.0)
+
+
+def is_accepted(draw: Array, target_prob: Array, draft_prob: Array) -> Array:
+    """Strict and without division: never accepts what the target cannot say."""
+    return draw * draft_prob < target_prob
+
+
+def subtract_draft(target: Array, draft: Array) -> Array:
+    """Returns max(target - draft, 0), f32[rows, vocab]; the target where nothing is left.
+
+    Where both agree to rounding, nothing is left to recover from: a branch of
+    probability zero that float32 does reach.
+    """
+    rest = jnp.maximum(target - draft, 0.0)
+    return jnp.where(jnp.sum(rest, axis=1, keepdims=True) > 0, rest, target)
+
+
+class _Walk(NamedTuple):
+    """Where each row is in its tree."""
+
+    at: Array  # i32[rows], the last accepted node
+    trying: Array  # i32[rows], a child of it; num_nodes where no more are left
+    rest: Array  # f32[rows, vocab], the target after `at` less what rejected siblings had in common
+
+
+def reject_in_tree(
+    noise: Array,
+    proposal: Proposal,
+    target_probs: Array,
+    lenience: Array | None = None,
+) -> Acceptance:
+    """The rule on trees: each round tries one node of every row that has one left.
+
+    Args:
+      lenience: f32[rows], what draft probabilities are multiplied by; None: nothing.
+    """
+    parents, token_ids = parents_of(proposal), node_tokens(proposal)
+    num_nodes = parents.shape[1]
+    may_follow = standing(proposal) & first_of_their_kind(proposal)
+
+    def try_one(walk: _Walk) -> _Walk:
+        node = jnp.minimum(walk.trying, num_nodes - 1)
+        is_trying = walk.trying < num_nodes
+        draft = law_of_draft(proposal, parents, node)
+        draft = draft if lenience is None else lenience[:, None] * draft
+        token = at_node(token_ids, node)
+        survives = is_trying & is_accepted(
+            at_node(noise[:, :, 0], node - 1),
+            at_token(walk.rest, token),
+            at_token(draft, token),
+        )
+        rejected = renormalise(subtract_draft(walk.rest, draft))
+        rest = jnp.where(is_trying[:, None], rejected, walk.rest)
+        rest = jnp.where(survives[:, None], at_node(target_probs, node), rest)
+        at = jnp.where(survives, node, walk.at)
+        return _Walk(at, next_child(parents, may_follow, at, walk.trying), rest)
+
+    root = jnp.zeros(parents.shape[0], jnp.int32)
+    first = next_child(parents, may_follow, root, root)
+    walk = lax.while_loop(
+        lambda walk: jnp.any(walk.trying < num_nodes),
+        try_one,
+        _Walk(root, first, target_probs[:, 0]),
+    )
+    token = draw_token(at_node(noise[:, :, 1], walk.at), walk.rest)
+    return accepted_up_to(proposal, walk.at, token)

@@ -1,0 +1,78 @@
+"""Typical acceptance: draft tokens stand where the target finds them likely enough. Lossy."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.scipy.special import entr
+
+from specjax.decode.accept.nodes import (
+    accepted_up_to,
+    at_node,
+    check_choices,
+    depths_of,
+    node_tokens,
+    parents_of,
+    standing,
+)
+from specjax.types import Acceptance, Proposal
+
+
+def accept_typical(
+    proposal: Proposal,
+    target_probs: Array,
+    target_token_ids: Array,
+    *,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
+) -> Acceptance:
+    """Accepts the longest path of tokens that are typical of the target.
+
+    A token is typical if target(x) > min(epsilon, delta * exp(-H(target))): likely, or
+    not much less likely than an average token where the target is unsure. The output is
+    not distributed as the target. Among the longest paths, the one whose last node has
+    the lowest index stands.
+
+    Args:
+      target_probs: f32[rows, num_nodes, vocab], rows sum to 1; entry j follows node j.
+      target_token_ids: i32[rows, num_nodes], the target's own choice after each node,
+        which follows the accepted path.
+      epsilon: the hard threshold; never asks for more.
+      delta: the fraction of the average likelihood, exp(-entropy).
+
+    Raises:
+      ValueError: shapes do not fit.
+
+    Source: Cai et al. 2024 (arXiv:2401.10774), section 3.3 of Medusa.
+    """
+    check_choices(proposal, target_token_ids)
+    if target_probs.shape[:2] != target_token_ids.shape:
+        raise ValueError(
+            f"{target_probs.shape=} does not fit {target_token_ids.shape=}."
+        )
+    entropy = jnp.sum(entr(target_probs), axis=2)  # [rows, num_nodes]
+    threshold = jnp.minimum(epsilon, delta * jnp.exp(-entropy))
+    parents = jnp.maximum(parents_of(proposal), 0)
+    likelihood = target_probs[
+        jnp.arange(parents.shape[0])[:, None], parents, node_tokens(proposal)
+    ]
+    is_typical = standing(proposal) & (
+        likelihood > jnp.take_along_axis(threshold, parents, axis=1)
+    )
+    last = _deepest(proposal, parents, is_typical)
+    return accepted_up_to(proposal, last, at_node(target_token_ids, last))
+
+
+def _deepest(proposal: Proposal, parents: Array, stands: Array) -> Array:
+    """Returns the first of the deepest nodes that stand with all their ancestors, i32[rows]."""
+    is_root = jnp.arange(parents.shape[1])[None, :] == 0
+    is_reached = jnp.broadcast_to(is_root, parents.shape)
+
+    def extend(is_reached: Array, _: None) -> tuple[Array, None]:
+        return is_root | (
+            stands & jnp.take_along_axis(is_reached, parents, axis=1)
+        ), None
+
+    is_reached, _ = lax.scan(extend, is_reached, length=proposal.max_depth)
+    depths = jnp.where(is_reached, depths_of(proposal), -1)
+    return jnp.argmax(depths, axis=1).astype(jnp.int32)
