@@ -15,7 +15,19 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 METHODS = ("ngram", "draft_model")
-VERIFICATION_RULES = ("greedy", "seeded", "delta", "rejection")
+VERIFICATION_RULES = (
+    "greedy",
+    "seeded",
+    "delta",
+    "rejection",
+    "block",
+    "traversal",
+    "lenient",
+    "typical",
+    "synthetic",
+)
+# Output under these is not the target's.
+LOSSY_RULES = ("lenient", "typical", "synthetic")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 MAX_DRAFT_NODES = 255
 
@@ -57,6 +69,7 @@ class SamplingParams:
         None  # k: of the chosen token and the k most likely; 0: chosen only
     )
     num_speculative_tokens: int | None = None  # this request's own K; 0 is off
+    verification: str | None = None  # this request's own rule; None is the call's
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -96,6 +109,8 @@ class SamplingParams:
                 raise ValueError(
                     f"{name}={value!r} must be a whole number of at least 0, or None."
                 )
+        if self.verification not in (None, *VERIFICATION_RULES):
+            raise ValueError(_unknown_rule(self.verification))
         if self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens!r} exceeds max_tokens={self.max_tokens!r}; lower min_tokens or raise max_tokens."
@@ -207,6 +222,34 @@ def _is_bias(value: Any) -> bool:
     return is_number and (value == -math.inf or -_FLOAT32_MAX <= value <= _FLOAT32_MAX)
 
 
+def _unknown_rule(rule: Any) -> str:
+    return f"verification={rule!r} is unknown; expected one of {', '.join(VERIFICATION_RULES)}."
+
+
+def _check_lossy(config: SpeculationConfig) -> None:
+    """Refuses numbers of the lossy rules that mean nothing; makes the rates a tuple."""
+    for name, low in (("lenience", 0), ("typical_epsilon", 0), ("typical_delta", 0)):
+        value: Any = getattr(config, name)
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not low < cast(float, value) <= 1:
+            raise ValueError(f"{name}={value!r} must be above {low} and at most 1.")
+    rates = config.synthetic_acceptance_rates
+    if rates is None:
+        if config.verification == "synthetic":
+            raise ValueError(
+                "verification='synthetic' needs synthetic_acceptance_rates, one per "
+                "depth, as in [0.8, 0.7, 0.6]."
+            )
+        return
+    is_rate = lambda rate: isinstance(rate, numbers.Real) and 0 <= float(rate) <= 1
+    if not _is_sized(rates) or not len(rates) or not all(map(is_rate, rates)):
+        raise ValueError(
+            f"synthetic_acceptance_rates={rates!r} must list numbers from 0 to 1."
+        )
+    as_floats = tuple(map(float, rates))
+    object.__setattr__(config, "synthetic_acceptance_rates", as_floats)
+
+
 def _rank_paths(tree: Any) -> tuple[tuple[int, ...], ...] | None:
     """Returns a tree's nodes by their ranks, from any of the forms that users write."""
     if tree is None:
@@ -260,6 +303,11 @@ class SpeculationConfig:
     # A draft model's tree, each node by the ranks on the way to it: "[(0,), (1,), (0, 0)]",
     # the same as a list, or the children per depth, (2, 1). None drafts chains.
     speculative_token_tree: Any = None  # tuple[tuple[int, ...], ...], once made
+    lenience: float = 0.5  # of "lenient": draft probabilities are multiplied by it
+    typical_epsilon: float = 0.09  # of "typical": its thresholds
+    typical_delta: float = 0.3
+    # Of "synthetic": how often a draft token at each depth stands, the last going on.
+    synthetic_acceptance_rates: Any = None  # tuple[float, ...], once made
 
     def __post_init__(self):
         tree = _rank_paths(self.speculative_token_tree)
@@ -297,9 +345,8 @@ class SpeculationConfig:
                 "method 'ngram' leave it out."
             )
         if self.verification not in VERIFICATION_RULES:
-            raise ValueError(
-                f"verification={self.verification!r} is unknown; expected one of {', '.join(VERIFICATION_RULES)}."
-            )
+            raise ValueError(_unknown_rule(self.verification))
+        _check_lossy(self)
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if not (_is_int(low) and _is_int(high) and 1 <= low <= high <= 16):
             raise ValueError(

@@ -12,8 +12,15 @@ import jax
 from jax.sharding import Mesh
 
 from specjax import compilation_cache, sharding
-from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
+from specjax.config import (
+    LOSSY_RULES,
+    VERIFICATION_RULES,
+    EngineConfig,
+    SamplingParams,
+    SpeculationConfig,
+)
 from specjax.decode.decoder import build_decoder
+from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.engine.loop import Engine
 from specjax.engine.request import AcceptanceCounts, Piece, Request, TokenLogProbs
@@ -44,6 +51,7 @@ class Completion:
     acceptance: AcceptanceCounts
     pieces: list[Piece]  # the text by token, and who proposed each
     prompt_token_ids: list[int]
+    lossy: str | None = None  # the rule, where the text need not be the target's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +68,7 @@ class GenerationStats:
     num_speculative_tokens: int
     drafter: str
     verification: str
+    lossy: tuple[str, ...] = ()  # rules used under which text is not the target's
 
     @property
     def tokens_per_second(self) -> float:
@@ -142,7 +151,8 @@ def generate(
       drafter: None, "ngram", "demo", a folder, a Model, or what load_drafter returned.
       sampling: for all prompts, or one per prompt; None is what the model's
         generation_config.json says. Output ends where the context does.
-      verification: "seeded" (default), "greedy", "delta" or "rejection".
+      verification: "seeded" (default), "greedy", "delta", "rejection", "block" or
+        "traversal"; "lenient", "typical" and "synthetic" are lossy, and results say so.
       num_speculative_tokens: K, the most tokens drafted per step; 0 is plain decoding.
       speculative_config: vLLM's --speculative-config, as JSON or a mapping; the
         arguments above win over it.
@@ -232,7 +242,7 @@ class Stream:
         all_prompts = as_list(prompts)
         each = one_each(sampling, self._target, len(all_prompts))
         requests, refused = make_requests(
-            self._target, all_prompts, each, config, engine_config
+            self._target, all_prompts, each, config, self._drafter, engine_config
         )
         dtype = jax.tree.leaves(self._target.params)[0].dtype
         sizes, self._requests, unfit = choose_sizes(
@@ -245,13 +255,14 @@ class Stream:
         self._failed = [_failure(each) for each in [*refused, *unfit]]
         if sizes is None:
             raise ValueError(self._failed[0].error)
-        uses_rejection = self._drafter.is_model and config.verification == "rejection"
+        rules = self._drafter.effective_rules(r.rule for r in self._requests)
         self._decoder = build_decoder(
             self._target.config,
             self._drafter.spec,
             sizes,
             engine_config,
-            uses_rejection,
+            rules,
+            _rule_options(config),
             mesh,
         )
         self._compile_s_before = self._decoder.compile_s
@@ -324,6 +335,7 @@ class Stream:
             num_speculative_tokens=self._speculation.num_speculative_tokens,
             drafter=self._drafter.name,
             verification=self._speculation.verification,
+            lossy=tuple(sorted({c.lossy for c in completions if c.lossy})),
         )
 
 
@@ -357,6 +369,15 @@ def _speculation(
     return config
 
 
+def _rule_options(config: SpeculationConfig) -> RuleOptions:
+    return RuleOptions(
+        lenience=config.lenience,
+        typical_epsilon=config.typical_epsilon,
+        typical_delta=config.typical_delta,
+        synthetic_rates=config.synthetic_acceptance_rates or (),
+    )
+
+
 def _drafter_source(config: SpeculationConfig, drafter):
     """Returns what to load: the argument, else what the config names."""
     if drafter is not None:
@@ -379,7 +400,14 @@ def _completion(request: Request) -> Completion:
         acceptance=request.counts,
         pieces=[piece for piece in request.shown if piece.text],
         prompt_token_ids=list(request.prompt_token_ids),
+        lossy=_lossy(request),
     )
+
+
+def _lossy(request: Request) -> str | None:
+    """Returns the rule that verified drafts of a request, if its output is not the target's."""
+    name = VERIFICATION_RULES[request.rule]
+    return name if name in LOSSY_RULES and request.counts.num_drafted else None
 
 
 def _failure(refused: Refused) -> Completion:

@@ -18,6 +18,7 @@ from specjax.config import (
     SpeculationConfig,
 )
 from specjax.detokenize import IncrementalText
+from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.request import Request
 from specjax.models.base import Model
 from specjax.sampling import row_values
@@ -78,6 +79,7 @@ def make_requests(
     prompts: Sequence[Any],
     sampling: Sequence[SamplingParams],
     speculation: SpeculationConfig,
+    drafter: LoadedDrafter,
     engine_config: EngineConfig,
 ) -> tuple[list[Request], list[Refused]]:
     """Returns the valid requests, n per prompt, and those refused."""
@@ -89,7 +91,9 @@ def make_requests(
             if not isinstance(params, SamplingParams):
                 raise ValueError(f"sampling holds {params!r}; expected SamplingParams.")
             requests.extend(
-                _of_prompt(target, index, prompt, params, speculation, engine_config)
+                _of_prompt(
+                    target, index, prompt, params, speculation, drafter, engine_config
+                )
             )
             too_many = max(too_many, params.num_speculative_tokens or 0)
         except (ValueError, TypeError) as error:
@@ -116,12 +120,19 @@ def _of_prompt(
     prompt: Any,
     params: SamplingParams,
     speculation: SpeculationConfig,
+    drafter: LoadedDrafter,
     engine_config: EngineConfig,
 ) -> list[Request]:
     """Returns the n requests of one prompt."""
     config = target.config
     params.validate(config.vocab_size)
-    if speculation.verification == "greedy" and params.temperature != 0:
+    rule = params.verification or speculation.verification
+    drafter.check_rule(rule)
+    if rule == "synthetic" and speculation.synthetic_acceptance_rates is None:
+        raise ValueError(
+            "verification='synthetic' needs the call's synthetic_acceptance_rates."
+        )
+    if rule == "greedy" and params.temperature != 0:
         raise ValueError(
             f"verification='greedy' needs temperature 0, got temperature={params.temperature!r}; "
             "use 'seeded', which samples and is exact at any temperature."
@@ -149,7 +160,7 @@ def _of_prompt(
             params=params,
             seed=seed,
             draft_cap=most if wanted is None else min(wanted, most),
-            rule=VERIFICATION_RULES.index(speculation.verification),
+            rule=VERIFICATION_RULES.index(rule),
             max_length=len(ids) + min(params.max_tokens, room),
             sampling_values=row_values(
                 params,

@@ -19,12 +19,17 @@ RUNNING, STOPPED, OUT_OF_LENGTH, INVALID_LOGITS = range(4)
 NO_PARENT = -1  # the root's entry among parents
 
 # Verification rules as per-row numbers; the order of config.VERIFICATION_RULES.
-GREEDY, SEEDED, DELTA, REJECTION = range(4)
+GREEDY, SEEDED, DELTA, REJECTION, BLOCK, TRAVERSAL, LENIENT, TYPICAL, SYNTHETIC = range(
+    9
+)
+
+# They compare the laws of draft and target, so that drafts need noise of their own.
+BY_LAW = range(REJECTION, LENIENT + 1)
 
 
 def is_by_law(rules: Array) -> Array:
-    """Returns whether each rule is exact in law only, so that drafts need noise of their own."""
-    return rules >= REJECTION
+    """Returns whether each rule of an array is one of BY_LAW."""
+    return (rules >= BY_LAW.start) & (rules < BY_LAW.stop)
 
 
 @jax.tree_util.register_dataclass

@@ -115,12 +115,10 @@ class ScriptedDrafter:
     num_right: tuple[int, ...]
     vocab_size: int
 
-    def build(
-        self, num_speculative_tokens: int, dtype, uses_rejection: bool
-    ) -> Drafter:
+    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
         """Returns the drafter; what `specjax.drafters.spec` asks of a spec."""
         del dtype
-        assert not uses_rejection, "a script has no probabilities"
+        assert not keeps_probs, "a script has no probabilities"
         longest = max(map(len, self.sequences)) + num_speculative_tokens + 1
         # -1 equals no token: past its end a sequence agrees with nothing.
         table = np.full((len(self.sequences), longest), -1, np.int32)

@@ -13,5 +13,5 @@ def move_kv_xla(
     target_slots: Array,  # i32[n]
 ) -> tuple[Array, Array]:
     """See `move_kv`."""
-    moved = (layout.read_slots(pages, source_slots) for pages in (k_pages, v_pages))
-    return write_kv_xla(k_pages, v_pages, *moved, target_slots)
+    k, v = (layout.read_slots(pages, source_slots) for pages in (k_pages, v_pages))
+    return write_kv_xla(k_pages, v_pages, k, v, target_slots)

@@ -41,10 +41,8 @@ WRONG_K = 4
 class WrongDrafter:
     """Proposes the highest token ids; under random weights they are always wrong."""
 
-    def build(
-        self, num_speculative_tokens: int, dtype, uses_rejection: bool
-    ) -> Drafter:
-        del dtype, uses_rejection
+    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
+        del dtype, keeps_probs
 
         def draft(params, state, decode_state, num_tokens) -> Draft:
             del params

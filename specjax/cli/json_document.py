@@ -19,6 +19,7 @@ _OUTPUT_FIELDS = (
     "finish_reason",
     "error",
     "seed",
+    "lossy",
 )
 
 

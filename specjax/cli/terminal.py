@@ -146,6 +146,8 @@ def summary(stats: GenerationStats) -> str:
         f"first token after {_seconds(stats.time_to_first_token_s)}",
         f"compile {_seconds(stats.compile_s)}",
     ]
+    if stats.lossy:
+        parts.append(f"not the target's own text ({', '.join(stats.lossy)})")
     return " · ".join(parts)
 
 

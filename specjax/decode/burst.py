@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.decode.state import DecodeState
-from specjax.decode.step import StepSpec, step
+from specjax.decode.step import step
+from specjax.decode.step_spec import StepSpec
 from specjax.types import RUNNING, DecoderParams, Plan, StepInfo
 
 

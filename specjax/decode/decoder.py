@@ -19,13 +19,14 @@ from specjax.config import EngineConfig
 from specjax.decode import state as decode_state
 from specjax.decode.burst import burst
 from specjax.decode.prefill import prefill
+from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.state import Admission, DecodeState
-from specjax.decode.step import StepSpec
+from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
 from specjax.drafters.spec import DrafterSpec
 from specjax.models.base import ModelConfig
 from specjax.sampling import RowSampling
-from specjax.types import DecoderParams, Plan
+from specjax.types import BY_LAW, DecoderParams, Plan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +64,8 @@ class Decoder:
         sizes: Sizes,
         engine_config: EngineConfig,
         *,
-        uses_rejection: bool = False,
+        rules: tuple[int, ...] = (),
+        rule_options: RuleOptions = NO_OPTIONS,
         mesh: Mesh | None = None,
     ):
         self.config = config
@@ -71,7 +73,9 @@ class Decoder:
         self.sizes = sizes
         self.engine_config = engine_config
         self.mesh = mesh
-        self.uses_rejection = uses_rejection
+        self.rules = rules
+        self.rule_options = rule_options
+        self.keeps_probs = any(rule in BY_LAW for rule in rules)
         self.num_shards = sharding.axis_size(mesh, sharding.DATA)
         self.traces: collections.Counter[tuple] = collections.Counter()
         self.compile_s = 0.0
@@ -189,13 +193,15 @@ class Decoder:
         drafter = none.drafter()
         if num_speculative_tokens > 0:
             drafter = self.drafter.build(
-                num_speculative_tokens, self.sizes.dtype, self.uses_rejection
+                num_speculative_tokens, self.sizes.dtype, self.keeps_probs
             )
         return StepSpec(
             config=self.config,
             drafter=drafter,
             num_speculative_tokens=num_speculative_tokens,
             max_logprobs=self.engine_config.max_logprobs,
+            rules=self.rules,
+            rule_options=self.rule_options,
             tensor_axis=sharding.tensor_axis(self.mesh),
         )
 
@@ -212,7 +218,7 @@ class Decoder:
             dtype=sizes.dtype,
             num_shards=self.num_shards,
         )
-        drafter = self.drafter.build(1, sizes.dtype, self.uses_rejection)
+        drafter = self.drafter.build(1, sizes.dtype, self.keeps_probs)
         return DecodeState(
             cache=cache,
             drafter=drafter.init(rows, sizes.num_pages, sizes.page_size),
@@ -292,10 +298,17 @@ def build_decoder(
     drafter: DrafterSpec,
     sizes: Sizes,
     engine_config: EngineConfig,
-    uses_rejection: bool = False,
+    rules: tuple[int, ...] = (),
+    rule_options: RuleOptions = NO_OPTIONS,
     mesh: Mesh | None = None,
 ) -> Decoder:
     """Returns the decoder of a configuration; the same one for the same arguments, with its executables."""
     return Decoder(
-        config, drafter, sizes, engine_config, uses_rejection=uses_rejection, mesh=mesh
+        config,
+        drafter,
+        sizes,
+        engine_config,
+        rules=rules,
+        rule_options=rule_options,
+        mesh=mesh,
     )

@@ -12,7 +12,7 @@ from jax import Array
 
 from specjax.decode.forward import forward, make_batch
 from specjax.decode.state import DecodeState
-from specjax.decode.step import StepSpec
+from specjax.decode.step_spec import StepSpec
 from specjax.types import DecoderParams
 
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
 from specjax.cache.paged import PagedKVCache
-from specjax.decode.accept import accept_by_equality, accept_by_rejection
+from specjax.decode.accept import accept_by_equality
 from specjax.decode.forward import forward, logits, make_batch, make_tree_batch
+from specjax.decode.rules import Target, choose_by_row, decide
 from specjax.decode.state import DecodeState
-from specjax.models.base import ModelConfig, Params
+from specjax.decode.step_spec import StepSpec
+from specjax.models.base import Params
 from specjax.sampling import (
     LogProbs,
     TreeHistory,
@@ -22,9 +23,8 @@ from specjax.sampling import (
     target_probs,
     token_logprobs,
 )
-from specjax.seeded_noise import ACCEPT, RECOVER, uniforms
 from specjax.trees import draft_tree
-from specjax.types import REJECTION, Acceptance, Proposal, TokenBatch
+from specjax.types import Acceptance, Proposal, TokenBatch
 
 
 class Verification(NamedTuple):
@@ -36,13 +36,7 @@ class Verification(NamedTuple):
 
 
 def verify(
-    params: Params,
-    config: ModelConfig,
-    state: DecodeState,
-    proposal: Proposal,
-    *,
-    max_logprobs: int,
-    tensor_axis: str | None,
+    spec: StepSpec, params: Params, state: DecodeState, proposal: Proposal
 ) -> tuple[PagedKVCache, Verification]:
     """Runs the target over each active row's root and drafts, and applies the row's rule.
 
@@ -50,23 +44,22 @@ def verify(
       The cache with the keys and values of all nodes written, lengths unchanged.
     """
     batch = _make_batch(state, proposal)
-    num_nodes = proposal.num_nodes
     hidden, pages = forward(
         params,
-        config,
+        spec.config,
         state.cache.pages,
         batch,
-        max_tokens_per_row=num_nodes,
-        tensor_axis=tensor_axis,
+        max_tokens_per_row=proposal.num_nodes,
+        tensor_axis=spec.tensor_axis,
     )
-    scores = logits(params, config, hidden, tensor_axis)
+    scores = logits(params, spec.config, hidden, spec.tensor_axis)
     where = _where(state, proposal, batch)
-    choice, logprobs = choose_and_score(scores, *where, max_logprobs=max_logprobs)
-    flat = _nodes_by_row(batch, num_nodes)
+    choice, logprobs = choose_and_score(scores, *where, max_logprobs=spec.max_logprobs)
+    flat = _nodes_by_row(batch, proposal.num_nodes)
     acceptance = accept_by_equality(proposal, choice.token_ids[flat])
-    if proposal.probs is not None:
-        acceptance, logprobs = _with_rejection(
-            scores, state, where, proposal, acceptance, flat, max_logprobs
+    if spec.rules and proposal.max_depth:
+        acceptance, logprobs = _with_rules(
+            spec, state, proposal, scores, where, choice.token_ids, acceptance, flat
         )
     path = jnp.take_along_axis(flat, nodes_on_path(acceptance), axis=1)
     by_row = LogProbs(*(field[path] for field in logprobs))
@@ -86,11 +79,21 @@ def _make_batch(state: DecodeState, proposal: Proposal) -> TokenBatch:
     """Lays out each active row's root and draft tokens."""
     cache = state.cache
     counts = jnp.where(state.is_active, proposal.num_tokens + 1, 0)
-    sizes = dict(page_size=cache.page_size, num_slots=cache.num_slots)
     place = state.history, cache.block_table, cache.lengths, counts
-    if proposal.tree is not None:
-        return make_tree_batch(*place, proposal.token_ids, proposal.tree, **sizes)
-    return make_batch(*place, num_tokens=proposal.num_nodes * state.rows, **sizes)
+    if proposal.tree is None:
+        return make_batch(
+            *place,
+            num_tokens=proposal.num_nodes * state.rows,
+            page_size=cache.page_size,
+            num_slots=cache.num_slots,
+        )
+    return make_tree_batch(
+        *place,
+        proposal.token_ids,
+        proposal.tree,
+        page_size=cache.page_size,
+        num_slots=cache.num_slots,
+    )
 
 
 def _where(state: DecodeState, proposal: Proposal, batch: TokenBatch) -> tuple:
@@ -105,55 +108,52 @@ def _where(state: DecodeState, proposal: Proposal, batch: TokenBatch) -> tuple:
     return state.sampling, batch.row_ids, batch.positions, history
 
 
-def _with_rejection(
-    scores: Array,
+def _with_rules(
+    spec: StepSpec,
     state: DecodeState,
-    where: tuple,
     proposal: Proposal,
-    by_equality: Acceptance,
+    scores: Array,
+    where: tuple,
+    choices: Array,
+    acceptance: Acceptance,
     flat: Array,
-    max_logprobs: int,
 ) -> tuple[Acceptance, LogProbs]:
-    """Replaces the acceptance of rows under `rejection`, and all log-probabilities."""
+    """Replaces what rows under rules beyond equality accept, and all log-probabilities."""
     processed = process_logits(scores, *where)
     probs = target_probs(processed, state.sampling, where[1])[flat]
-    noise = _rejection_noise(state, proposal.num_nodes)
-    in_law = accept_by_rejection(noise, proposal, probs)
-    is_rejection = state.rules == REJECTION
-    acceptance = jax.tree.map(
-        lambda law, equal: jnp.where(
-            is_rejection.reshape(-1, *[1] * (law.ndim - 1)), law, equal
-        ),
-        in_law,
-        by_equality,
-    )
-    # Which token follows each flat node, where one does.
-    path = jnp.take_along_axis(flat, nodes_on_path(acceptance), axis=1)
-    following = jnp.zeros(scores.shape[0], jnp.int32)
-    is_emitted = jnp.arange(path.shape[1])[None, :] <= acceptance.num_accepted[:, None]
-    path = jnp.where(is_emitted, path, scores.shape[0])
-    following = following.at[path].set(acceptance.token_ids, mode="drop")
+    target = Target(choices[flat], probs)
+    for rule in spec.rules:
+        own = decide(
+            rule,
+            spec.rule_options,
+            proposal,
+            target,
+            state.sampling.seeds,
+            state.cache.lengths,
+        )
+        acceptance = choose_by_row(
+            state.rules, rule, state.sampling.temperature, own, acceptance
+        )
     logprobs = token_logprobs(
-        scores, following, *where, max_logprobs=max_logprobs, processed=processed
+        scores,
+        _emitted_by_node(acceptance, flat, scores.shape[0]),
+        *where,
+        max_logprobs=spec.max_logprobs,
+        processed=processed,
     )
     return acceptance, logprobs
+
+
+def _emitted_by_node(acceptance: Acceptance, flat: Array, num_tokens: int) -> Array:
+    """Returns the token that follows each flat node, i32[num_tokens]; 0 where none does."""
+    path = jnp.take_along_axis(flat, nodes_on_path(acceptance), axis=1)
+    is_emitted = jnp.arange(path.shape[1])[None, :] <= acceptance.num_accepted[:, None]
+    path = jnp.where(is_emitted, path, num_tokens)
+    following = jnp.zeros(num_tokens, jnp.int32)
+    return following.at[path].set(acceptance.token_ids, mode="drop")
 
 
 def _nodes_by_row(batch: TokenBatch, num_nodes: int) -> Array:
     """Returns the flat index of each row's nodes, i32[rows, num_nodes], clamped where there are none."""
     nodes = batch.row_starts[:-1, None] + jnp.arange(num_nodes)[None, :]
     return jnp.minimum(nodes, batch.token_ids.shape[0] - 1)
-
-
-def _rejection_noise(state: DecodeState, num_nodes: int) -> Array:
-    """Returns f32[rows, num_nodes, 2], uniform: by (seed, root's position, role, node).
-
-    By the root's position and not by each node's own: a rule that looks at a whole
-    path may refuse it for a draw at its end, and the next step must not meet that
-    draw again.
-    """
-    draws = [
-        uniforms(state.sampling.seeds, state.cache.lengths, role, num_nodes)
-        for role in (ACCEPT, RECOVER)
-    ]
-    return jnp.stack(draws, axis=-1)

@@ -45,7 +45,5 @@ class Drafter(NamedTuple):
     # move(state, source_slots i32[n], target_slots i32[n]) -> state: moves keys and
     # values of accepted nodes of a tree; a drafter without any has nothing to move.
     move: Callable[..., Any] = lambda state, source_slots, target_slots: state
-    # Whether `draft` can give the distribution it drew from, which rejection needs.
-    has_probs: bool = False
     # Positions it was made for: nothing is drafted past them; None is no limit.
     max_positions: int | None = None

@@ -35,7 +35,7 @@ def drafter(
     *,
     num_speculative_tokens: int,
     dtype,
-    uses_rejection: bool,
+    keeps_probs: bool,
     shape: TreeShape | None = None,
 ) -> Drafter:
     """Returns a drafter that samples from a model.
@@ -45,10 +45,10 @@ def drafter(
     is what that rule accepts most; under the other rules with noise of its own.
 
     Args:
-      uses_rejection: whether the distributions are kept, f32[rows, num_drafts, vocab].
+      keeps_probs: whether the distributions are kept, f32[rows, num_drafts, vocab].
       shape: of a tree, whose depth is num_speculative_tokens; None drafts chains.
     """
-    model = _DraftModel(config, uses_rejection)
+    model = _DraftModel(config, keeps_probs)
 
     def init(rows: int, num_pages: int, page_size: int):
         del rows
@@ -74,7 +74,6 @@ def drafter(
         prefill=prefill,
         draft=draft,
         move=move,
-        has_probs=uses_rejection,
         max_positions=config.max_position_embeddings,
     )
 
@@ -82,7 +81,7 @@ def drafter(
 @dataclasses.dataclass(frozen=True)
 class _DraftModel:
     config: ModelConfig
-    uses_rejection: bool
+    keeps_probs: bool
 
     def feed(self, params, pages, decode_state, history, positions, is_fed):
         """Feeds one token per row of is_fed; returns hidden [rows, hidden_size] and the pages."""
@@ -165,7 +164,7 @@ class _DraftModel:
         scores = logits(params, self.config, hidden.reshape(rows * width, -1))
         sampling, rules = decode_state.sampling, decode_state.rules
         where = (sampling, row_ids, roots + depth, history)
-        if count == 1 and not self.uses_rejection:
+        if count == 1 and not self.keeps_probs:
             # The short paths of choose_tokens: no pass over logits that nobody edits.
             temperature = jnp.where(rules == DELTA, 0.0, sampling.temperature)
             certain = dataclasses.replace(sampling, temperature=temperature)
@@ -176,7 +175,7 @@ class _DraftModel:
         )
         siblings = draw_siblings(scores, *where, rules=rules, keys=keys, count=count)
         token_ids = siblings.token_ids.reshape(rows, width, count)
-        if not self.uses_rejection:
+        if not self.keeps_probs:
             return token_ids, None
         probs = target_probs(siblings.processed, sampling, row_ids)
         return token_ids, probs.reshape(rows, width, -1)
@@ -207,7 +206,7 @@ def _draft_chain(
             all_probs = all_probs.at[:, index].set(probs[:, 0])
         return pages, history, token_ids.at[:, index].set(token), all_probs
 
-    vocab = model.config.vocab_size if model.uses_rejection else 0
+    vocab = model.config.vocab_size if model.keeps_probs else 0
     nothing = jnp.zeros((rows, depth), jnp.int32), jnp.zeros((rows, depth, vocab))
     most = jnp.max(num_tokens, initial=0)
     carry = (pages, decode_state.history, *nothing)
@@ -215,7 +214,7 @@ def _draft_chain(
     proposal = Proposal(
         token_ids=token_ids,
         num_tokens=num_tokens,
-        probs=all_probs if model.uses_rejection else None,
+        probs=all_probs if model.keeps_probs else None,
     )
     # The last draft token is proposed but not fed.
     first = decode_state.drafter_lengths
@@ -268,7 +267,7 @@ def _draft_tree(
     proposal = Proposal(
         token_ids=token_ids,
         num_tokens=jnp.where(takes_part, shape.num_drafts, 0),
-        probs=_stack(all_probs) if model.uses_rejection else None,
+        probs=_stack(all_probs) if model.keeps_probs else None,
         tree=tree,
     )
     is_parent = np.isin(np.arange(shape.num_nodes), shape.parents)

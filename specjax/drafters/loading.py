@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from specjax.config import SpeculationConfig
@@ -12,6 +13,7 @@ from specjax.models.base import Model, ModelConfig
 from specjax.models.loading import check_same_vocabulary, load_model
 from specjax.trees import static_shapes
 from specjax.trees.static_shapes import TreeShape
+from specjax.types import DELTA, SYNTHETIC, TYPICAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,37 @@ class LoadedDrafter:
     @property
     def is_model(self) -> bool:
         return isinstance(self.spec, ModelDrafter)
+
+    @property
+    def is_tree(self) -> bool:
+        return isinstance(self.spec, ModelDrafter) and self.spec.shape is not None
+
+    def check_rule(self, rule: str) -> None:
+        """Raises ValueError where a verification rule cannot be applied to its drafts."""
+        if rule == "block" and self.is_tree:
+            raise ValueError(
+                "verification='block' is for chains; use 'traversal', which is the same on "
+                "a chain and covers trees."
+            )
+        if rule == "lenient" and self.can_draft and not self.is_model:
+            raise ValueError(
+                f"verification='lenient' needs the drafter's probabilities, and {self.name!r} "
+                "has none; use 'delta', or a draft model."
+            )
+
+    def effective_rules(self, rules: Iterable[int]) -> tuple[int, ...]:
+        """Returns those rules that a step must know beyond equality.
+
+        Without probabilities a proposal is deterministic, and rules by law run as
+        `delta`: the same law.
+        """
+        return tuple(
+            sorted(
+                rule
+                for rule in set(rules)
+                if rule > DELTA and (self.is_model or rule in (TYPICAL, SYNTHETIC))
+            )
+        )
 
     @property
     def configs(self) -> list[ModelConfig]:

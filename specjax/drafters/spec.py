@@ -14,10 +14,8 @@ from specjax.trees.static_shapes import TreeShape
 class NoDrafter:
     """Plain decoding."""
 
-    def build(
-        self, num_speculative_tokens: int, dtype, uses_rejection: bool
-    ) -> Drafter:
-        del num_speculative_tokens, dtype, uses_rejection
+    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
+        del num_speculative_tokens, dtype, keeps_probs
         return none.drafter()
 
 
@@ -28,12 +26,10 @@ class NgramDrafter:
     min_match: int = 2
     max_match: int = 4
 
-    def build(
-        self, num_speculative_tokens: int, dtype, uses_rejection: bool
-    ) -> Drafter:
+    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
         del (
             dtype,
-            uses_rejection,
+            keeps_probs,
         )  # deterministic: rejection runs as delta, the same law
         return ngram.drafter(
             num_speculative_tokens=num_speculative_tokens,
@@ -49,14 +45,12 @@ class ModelDrafter:
     config: ModelConfig
     shape: TreeShape | None = None
 
-    def build(
-        self, num_speculative_tokens: int, dtype, uses_rejection: bool
-    ) -> Drafter:
+    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
         return draft_model.drafter(
             self.config,
             num_speculative_tokens=num_speculative_tokens,
             dtype=dtype,
-            uses_rejection=uses_rejection,
+            keeps_probs=keeps_probs,
             shape=None
             if self.shape is None
             else self.shape.cut(num_speculative_tokens),

@@ -1,0 +1,106 @@
+"""Which rule decides each row of a step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specjax.decode import accept
+from specjax.seeded_noise import ACCEPT, RECOVER, uniforms
+from specjax.types import (
+    BLOCK,
+    LENIENT,
+    REJECTION,
+    SYNTHETIC,
+    TRAVERSAL,
+    TYPICAL,
+    Acceptance,
+    Proposal,
+    is_by_law,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RuleOptions:
+    """Numbers of the lossy rules, static."""
+
+    lenience: float = 1.0
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+    synthetic_rates: tuple[float, ...] = ()  # by depth; the last one goes on
+
+
+NO_OPTIONS = RuleOptions()
+
+
+class Target(NamedTuple):
+    """What the target says after every node."""
+
+    token_ids: Array  # i32[rows, num_nodes], its own choice
+    probs: Array  # f32[rows, num_nodes, vocab], rows sum to 1
+
+
+def decide(
+    rule: int,
+    options: RuleOptions,
+    proposal: Proposal,
+    target: Target,
+    seeds: Array,
+    roots: Array,
+) -> Acceptance:
+    """Returns what one rule makes of every row.
+
+    Args:
+      rule: static, of types.REJECTION and those after it.
+      seeds: u32[rows, 2]; roots: i32[rows], the root's position. Noise is a function
+        of both, and not of each node's own position: a rule that looks at a whole
+        path may refuse it for a draw at its end, and the next step must not meet that
+        draw again.
+    """
+    if rule == TYPICAL:
+        return accept.accept_typical(
+            proposal,
+            target.probs,
+            target.token_ids,
+            epsilon=options.typical_epsilon,
+            delta=options.typical_delta,
+        )
+    if rule == SYNTHETIC:
+        rates = options.synthetic_rates
+        place = jnp.minimum(jnp.arange(proposal.max_depth), len(rates) - 1)
+        noise = uniforms(seeds, roots, ACCEPT, proposal.max_depth)
+        rates = jnp.asarray(rates, jnp.float32)[place]
+        return accept.accept_synthetic(noise, proposal, target.token_ids, rates)
+    draws = [
+        uniforms(seeds, roots, role, proposal.num_nodes) for role in (ACCEPT, RECOVER)
+    ]
+    arguments = jnp.stack(draws, axis=-1), proposal, target.probs
+    if rule == LENIENT:
+        lenience = jnp.full(roots.shape, options.lenience)
+        return accept.accept_leniently(*arguments, lenience)
+    by_law = {
+        REJECTION: accept.accept_by_rejection,
+        BLOCK: accept.accept_by_blocks,
+        TRAVERSAL: accept.accept_by_traversal,
+    }
+    return by_law[rule](*arguments)
+
+
+def choose_by_row(
+    rules: Array, rule: int, temperature: Array, own: Acceptance, others: Acceptance
+) -> Acceptance:
+    """Returns `own` in the rows of a rule and `others` elsewhere.
+
+    At temperature 0 a rule by law is equality, and equality does not round.
+    """
+    is_own = rules == rule
+    is_own &= ~is_by_law(rules) | (temperature > 0)
+
+    def choose(new: Array, old: Array) -> Array:
+        return jnp.where(is_own.reshape(-1, *[1] * (new.ndim - 1)), new, old)
+
+    return jax.tree.map(choose, own, others)

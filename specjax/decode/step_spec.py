@@ -1,0 +1,22 @@
+"""What is static about a step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from specjax.decode.rules import NO_OPTIONS, RuleOptions
+from specjax.drafters.base import Drafter
+from specjax.models.base import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """One executable each."""
+
+    config: ModelConfig
+    drafter: Drafter
+    num_speculative_tokens: int  # K; 0 is plain decoding
+    max_logprobs: int
+    rules: tuple[int, ...] = ()  # of types, those beyond equality that rows may use
+    rule_options: RuleOptions = NO_OPTIONS
+    tensor_axis: str | None = None  # mesh axis that heads and MLP are split over
