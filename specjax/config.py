@@ -300,6 +300,8 @@ class SpeculationConfig:
     verification: str = "seeded"
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
+    prompt_lookup_matches: int = 1  # continuations; more than one are drafted as a tree
+    num_draft_nodes: int | None = None  # most tokens of such a tree; None: all of them
     # A draft model's tree, each node by the ranks on the way to it: "[(0,), (1,), (0, 0)]",
     # the same as a list, or the children per depth, (2, 1). None drafts chains.
     speculative_token_tree: Any = None  # tuple[tuple[int, ...], ...], once made
@@ -351,6 +353,15 @@ class SpeculationConfig:
         if not (_is_int(low) and _is_int(high) and 1 <= low <= high <= 16):
             raise ValueError(
                 f"prompt_lookup_min={self.prompt_lookup_min!r} and prompt_lookup_max={self.prompt_lookup_max!r} must satisfy 1 <= min <= max <= 16."
+            )
+        matches, nodes = self.prompt_lookup_matches, self.num_draft_nodes
+        if not (_is_int(matches) and 1 <= matches <= 16):
+            raise ValueError(
+                f"prompt_lookup_matches={matches!r} must be a whole number from 1 to 16."
+            )
+        if nodes is not None and not (_is_int(nodes) and 1 <= nodes <= MAX_DRAFT_NODES):
+            raise ValueError(
+                f"num_draft_nodes={nodes!r} must be a whole number from 1 to {MAX_DRAFT_NODES}."
             )
 
     @classmethod

@@ -34,6 +34,8 @@ class LoadedDrafter:
 
     @property
     def is_tree(self) -> bool:
+        if isinstance(self.spec, NgramDrafter):
+            return self.spec.num_matches > 1
         return isinstance(self.spec, ModelDrafter) and self.spec.shape is not None
 
     def check_rule(self, rule: str) -> None:
@@ -80,7 +82,8 @@ def load_drafter(
       source: None (plain decoding), "ngram", "demo", a folder or hub name of a
         draft model, a Model, or a LoadedDrafter, which is returned as it is. A
         path is always a folder.
-      config: prompt_lookup_min and prompt_lookup_max of an n-gram drafter.
+      config: prompt_lookup_* and num_draft_nodes of an n-gram drafter, the tree of a
+        draft model.
 
     Raises:
       ValueError: the draft model's vocabulary is not the target's.
@@ -95,7 +98,13 @@ def load_drafter(
         return LoadedDrafter("none", NoDrafter())
     if source == "ngram":
         return LoadedDrafter(
-            "ngram", NgramDrafter(config.prompt_lookup_min, config.prompt_lookup_max)
+            "ngram",
+            NgramDrafter(
+                config.prompt_lookup_min,
+                config.prompt_lookup_max,
+                config.prompt_lookup_matches,
+                config.num_draft_nodes,
+            ),
         )
     if isinstance(source, str | os.PathLike):
         source = load_model("demo-draft" if source == "demo" else source)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.drafters.base import Draft, Drafter
+from specjax.trees.merging import merge
 from specjax.types import Proposal
 
 
@@ -93,24 +94,46 @@ def _match_keys(history: Array, num_tokens: Array, max_match: int) -> Array:
     return matched * max_length + ends * (matched > 0)
 
 
-def drafter(*, num_speculative_tokens: int, min_match: int, max_match: int) -> Drafter:
+def drafter(
+    *,
+    num_speculative_tokens: int,
+    min_match: int,
+    max_match: int,
+    num_matches: int = 1,
+    num_drafts: int | None = None,
+) -> Drafter:
     """Returns a drafter without weights or state.
 
+    Args:
+      num_matches: continuations that are drafted; more than one make a tree.
+      num_drafts: most draft tokens of a tree; None is room for all continuations.
+
     Source: prompt lookup decoding (Saxena 2023) and vLLM's `ngram`, whose
-    prompt_lookup_min and prompt_lookup_max are min_match and max_match.
+    prompt_lookup_min and prompt_lookup_max are min_match and max_match. Several
+    continuations in one tree: REST (arXiv:2311.08252), section 3.
     """
+    depth = num_speculative_tokens
+    budget = num_matches * depth if num_drafts is None else num_drafts
 
     def draft(params, state, decode_state, num_tokens: Array) -> Draft:
         del params
-        length = decode_state.cache.lengths + 1
-        start, is_found = match(
-            decode_state.history, length, min_match=min_match, max_match=max_match
+        history, length = decode_state.history, decode_state.cache.lengths + 1
+        bounds = dict(min_match=min_match, max_match=max_match)
+        if num_matches == 1:
+            start, is_found = match(history, length, **bounds)
+            proposal = Proposal(
+                token_ids=continuations(history, length, start[:, None], depth)[:, 0],
+                num_tokens=jnp.where(is_found, num_tokens, 0),
+            )
+            return Draft(proposal, state, length)
+        starts, is_found = matches(history, length, **bounds, num_matches=num_matches)
+        grown = merge(
+            continuations(history, length, starts, depth),
+            jnp.where(is_found, num_tokens[:, None], 0),
+            num_drafts=budget,
         )
-        ahead = jnp.arange(num_speculative_tokens)[None, :]
-        source = start[:, None] + ahead % jnp.maximum(length - start, 1)[:, None]
-        token_ids = jnp.take_along_axis(decode_state.history, source, axis=1)
         proposal = Proposal(
-            token_ids=token_ids, num_tokens=jnp.where(is_found, num_tokens, 0)
+            token_ids=grown.token_ids, num_tokens=grown.num_tokens, tree=grown.tree
         )
         return Draft(proposal, state, length)
 
@@ -119,3 +142,15 @@ def drafter(*, num_speculative_tokens: int, min_match: int, max_match: int) -> D
         prefill=lambda params, state, batch, max_tokens_per_row: state,
         draft=draft,
     )
+
+
+def continuations(history: Array, length: Array, starts: Array, depth: int) -> Array:
+    """Returns what stands from each start on, i32[rows, n, depth], reading on in itself.
+
+    Args:
+      length: i32[rows], tokens of text; starts: i32[rows, n], below it.
+    """
+    period = jnp.maximum(length[:, None] - starts, 1)[:, :, None]
+    source = starts[:, :, None] + jnp.arange(depth)[None, None, :] % period
+    found = jnp.take_along_axis(history, source.reshape(history.shape[0], -1), axis=1)
+    return found.reshape(source.shape)

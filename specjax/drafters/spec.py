@@ -21,10 +21,15 @@ class NoDrafter:
 
 @dataclasses.dataclass(frozen=True)
 class NgramDrafter:
-    """N-gram matching over prompt and output; tokens that must agree, fewest and most."""
+    """N-gram matching over prompt and output; tokens that must agree, fewest and most.
+
+    More than one match makes a tree, of at most num_drafts tokens.
+    """
 
     min_match: int = 2
     max_match: int = 4
+    num_matches: int = 1
+    num_drafts: int | None = None
 
     def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
         del (
@@ -35,6 +40,8 @@ class NgramDrafter:
             num_speculative_tokens=num_speculative_tokens,
             min_match=self.min_match,
             max_match=self.max_match,
+            num_matches=self.num_matches,
+            num_drafts=self.num_drafts,
         )
 
 

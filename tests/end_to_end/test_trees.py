@@ -165,6 +165,32 @@ def test_the_end_of_a_row_cuts_the_tree(target, prompts, plain, max_tokens):
         assert ours.token_ids == theirs.token_ids[:max_tokens]
 
 
+@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("num_nodes", [None, 5])
+def test_several_ngram_matches_make_a_tree(target, sampling, num_nodes):
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 4, size).tolist() for size in (40, 9, 70, 3)]
+    few = {token: 8.0 for token in range(4)}  # a text of four words repeats itself
+    params = dataclasses.replace(SAMPLING[sampling], logit_bias=few)
+    run = lambda **more: specjax.generate(
+        target, prompts, sampling=params, engine=ENGINE, **more
+    )
+    plain = run()
+    lengths = []
+    for num_matches in (1, 4):
+        config = SpeculationConfig(
+            method="ngram",
+            prompt_lookup_matches=num_matches,
+            num_draft_nodes=num_nodes if num_matches > 1 else None,
+            prompt_lookup_min=1,
+        )
+        out = run(speculative_config=config)
+        assert [c.token_ids for c in out] == [c.token_ids for c in plain]
+        assert 0 < out.stats.acceptance.num_accepted < out.stats.acceptance.num_drafted
+        lengths.append(out.stats.mean_acceptance_length)
+    assert lengths[1] > lengths[0]
+
+
 def test_positions_of_gpt2(prompts):
     target = tiny_gpt2(0)
     run = lambda **more: specjax.generate(
