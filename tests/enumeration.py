@@ -231,51 +231,52 @@ class _Cases:
         self.draft_probs = np.array([draft.probs for _, draft in drafts], np.float32)
         self.draft_probs = self.draft_probs.reshape(-1, num_drafts, self.vocab)
 
-    def run(self, cases: np.ndarray, noise: np.ndarray):
-        """Returns the last accepted node and the token after it, of each case and its noise."""
+    def run(self, cases: np.ndarray, noise: np.ndarray, *, check: bool = False):
+        """Returns the last accepted node and the token after it, of each case and its noise.
+
+        Args:
+          check: whether the whole of what the rule returns must agree with them.
+        """
         lasts, tokens = [], []
         for start in range(0, len(cases), BATCH):
             part = cases[start : start + BATCH]
             padded = np.resize(part, BATCH)
+            part_noise = noise[start : start + BATCH]
             acceptance = self.rule(
-                jnp.asarray(
-                    np.resize(noise[start : start + BATCH], (BATCH, *noise.shape[1:]))
-                ),
+                np.resize(part_noise, (BATCH, *noise.shape[1:])),
                 make_proposal(
                     self.shape,
                     self.tokens[padded],
                     self.draft_probs[padded],
                     self.num_tokens[padded],
                 ),
-                jnp.asarray(self.target_probs[padded]),
+                self.target_probs[padded],
             )
-            last, emitted = self._read(padded, acceptance)
+            counts, row = np.asarray(acceptance.num_accepted), np.arange(BATCH)
+            last = counts
+            if acceptance.nodes is not None:
+                root = np.zeros((BATCH, 1), int)
+                last = np.concatenate([root, acceptance.nodes], axis=1)[row, counts]
+            if check:
+                self._check_path(padded, acceptance, last)
             lasts.append(last[: len(part)])
-            tokens.append(emitted[: len(part)])
+            tokens.append(np.asarray(acceptance.token_ids)[row, counts][: len(part)])
         return np.concatenate(lasts), np.concatenate(tokens)
 
-    def _read(self, cases: np.ndarray, acceptance: Acceptance):
-        """Returns the last node and the token after it; the rest must agree with them."""
-        token_ids, counts = map(np.asarray, acceptance[:2])
-        row = np.arange(len(cases))
-        if acceptance.nodes is None:
-            last = counts
-            path = np.tile(np.arange(1, self.shape.num_nodes), (len(cases), 1))
-        else:
-            path = np.asarray(acceptance.nodes)
-            last = np.concatenate([np.zeros_like(path[:, :1]), path], axis=1)[
-                row, counts
-            ]
-        assert np.all(np.array(self.shape.depths)[last] == counts)
+    def _check_path(self, cases: np.ndarray, acceptance: Acceptance, last) -> None:
+        """Asserts that the accepted nodes and tokens are those of the path to the last."""
+        paths = [self.shape.path(node) for node in range(self.shape.num_nodes)]
         assert np.all(last <= self.num_tokens[cases])
-        for place in range(path.shape[1]):
-            counts_here = counts > place
-            node = path[counts_here, place]
-            before = path[counts_here, place - 1] if place else 0
-            assert np.all(np.array(self.shape.parents)[node] == before)
-            drafted = self.tokens[cases][counts_here, node - 1]
-            assert np.all(token_ids[counts_here, place] == drafted)
-        return last, token_ids[row, counts]
+        token_ids, counts = map(np.asarray, acceptance[:2])
+        for node, path in enumerate(paths):
+            here = last == node
+            assert np.all(counts[here] == len(path))
+            nodes = np.array(path, int)
+            drafted = self.tokens[cases[here]][:, nodes - 1]
+            assert np.array_equal(token_ids[here, : len(path)], drafted)
+            if acceptance.nodes is not None:
+                given = np.asarray(acceptance.nodes)[here, : len(path)]
+                assert np.all(given == nodes[None, :])
 
     def alike(self, nodes: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
         """Returns one case of each kind that the tokens of `nodes` make, and each case's kind."""
@@ -294,8 +295,8 @@ def make_proposal(shape: Shape, tokens, probs=None, num_tokens=None) -> Proposal
     topology = None
     if shape.is_tree:
         topology = DraftTree(
-            parents=jnp.asarray(np.tile(np.int32(shape.parents), (rows, 1))),
-            depths=jnp.asarray(np.tile(np.int32(shape.depths), (rows, 1))),
+            parents=np.tile(np.int32(shape.parents), (rows, 1)),
+            depths=np.tile(np.int32(shape.depths), (rows, 1)),
             max_depth=max(shape.depths),
         )
     if num_tokens is None:
@@ -380,7 +381,7 @@ def _check_at_random(cases: _Cases, accept, levels, order, num_draws: int) -> No
     which = np.repeat(np.arange(len(cases.tokens)), num_draws)
     noise = rng.uniform(size=(len(which), shape.num_nodes, 2)).astype(np.float32)
     noise = np.clip(noise, SURELY, NEVER)
-    last, token = cases.run(which, noise)
+    last, token = cases.run(which, noise, check=True)
     is_on_edge = np.zeros(len(which), bool)
     expected_last = np.full(len(which), -1)
     expected_token = np.full(len(which), -1)

@@ -162,8 +162,9 @@ def test_entries_past_the_last_node_mean_nothing():
     shape = tree(2, 1)
     proposal = make_proposal(shape, [[1, 2, 1, 2]] * 3, None, [2] * 3)
     assert proposal.tree is not None
-    parents = proposal.tree.parents.at[1, 3:].set(99).at[2, 3:].set(-7)
-    depths = proposal.tree.depths.at[1, 3:].set(99).at[2, 3:].set(-7)
+    parents, depths = proposal.tree.parents.copy(), proposal.tree.depths.copy()
+    for row, garbage in ((1, 99), (2, -7)):
+        parents[row, 3:] = depths[row, 3:] = garbage
     other = DraftTree(parents=parents, depths=depths, max_depth=2)
     proposal = dataclasses.replace(proposal, tree=other)
     choices = jnp.array([[2, 0, 1, 0, 0]] * 3)

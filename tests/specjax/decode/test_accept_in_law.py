@@ -39,7 +39,7 @@ TREES = {
     "2,1": tree(2, 1),
     "2,2": tree(2, 2),
     "3,1": tree(3, 1),  # every token of a vocabulary of 3
-    "2,1,1": tree(2, 1, 1),
+    "late branch": Shape((-1, 0, 1, 1, 2)),
     # A first child that leads further than its sibling, numbered by depth.
     "long left": Shape((-1, 0, 0, 1, 3)),
     # Numbered along the branches, and the second child has children of its own.
@@ -51,9 +51,8 @@ ON_TREES = [(rule, shape) for rule in ("rejection", "traversal") for shape in TR
 
 
 def distance(rule: str, shape: Shape, target, drafter, length=3) -> float:
-    return total_variation(
-        *RULES[rule][:1], shape, RULES[rule][1], target, drafter, length=length
-    )
+    run, order = RULES[rule]
+    return total_variation(run, shape, order, target, drafter, length=length)
 
 
 @pytest.mark.parametrize("rule, shape", ON_CHAINS + ON_TREES)
@@ -219,12 +218,12 @@ def test_a_tree_without_branches_is_a_chain(rule):
         assert nodes[:count] == [1, 2, 3][:count]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", ["chain 2", "chain 3", "2,1", "2,2", "by branch"])
 def test_deciding_together_accepts_no_less(shape):
     """Expected, over random laws; on some shape and law it accepts more."""
     gains = []
     together = "blocks" if shape in CHAINS else "traversal"
-    for seed in range(3):
+    for seed in range(2):
         target, drafter = random_law(seed), sampler(random_law(200 + seed))
         means = [
             mean_accepted(

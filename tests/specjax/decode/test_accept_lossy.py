@@ -44,7 +44,7 @@ def test_lenience_bounds_what_it_distorts(shape):
     target, drafter, lenience = random_law(0), sampler(random_law(100)), 0.4
     strict, lenient = (
         step_laws(rule, shape, top_down, target, drafter, [()])[()]
-        for rule in (compiled(accept_by_rejection), lenient_by(lenience))
+        for rule in (lenient_by(1.0), lenient_by(lenience))
     )
     first = np.zeros(3)
     for emitted, chance in lenient.items():
@@ -60,7 +60,7 @@ def test_lenience_by_hand():
     target = jnp.tile(jnp.array([0.7, 0.2, 0.1]), (2, 2, 1))
     proposal = make_proposal(chain(1), [[1]] * 2, np.tile([0.3, 0.5, 0.2], (2, 1, 1)))
     noise = jnp.array([[[0.79, 0.5], [0.5, 0.5]], [[0.81, 0.95], [0.5, 0.5]]])
-    acceptance = accept_leniently(noise, proposal, target, jnp.full(2, 0.5))
+    acceptance = jax.jit(accept_leniently)(noise, proposal, target, jnp.full(2, 0.5))
     assert acceptance.num_accepted.tolist() == [1, 0]
     # The rest is (.7, .2, .1) less (.15, .25, .1): token 0.
     assert acceptance.token_ids[1, 0] == 0
@@ -75,8 +75,8 @@ def test_lenience_of_one_is_rejection(shape):
     proposal = make_proposal(shape, tokens, draft[:, :-1])
     target = jnp.asarray(target, jnp.float32)
     lenience = np.where(np.arange(256) % 2, 0.3, 1.0)
-    some = accept_leniently(noise, proposal, target, lenience)
-    other = accept_by_rejection(noise, proposal, target)
+    some = jax.jit(accept_leniently)(noise, proposal, target, lenience)
+    other = jax.jit(accept_by_rejection)(noise, proposal, target)
     for got, expected in zip(jax.tree.leaves(some), jax.tree.leaves(other)):
         assert np.array_equal(got[::2], expected[::2])
     assert np.any(some.num_accepted[1::2] > other.num_accepted[1::2])
@@ -114,15 +114,19 @@ def test_typical_tokens(shape):
     num_tokens = rng.integers(shape.num_nodes, size=256)
     choices = rng.integers(4, size=(256, shape.num_nodes))
     proposal = make_proposal(shape, tokens, None, num_tokens)
-    for thresholds in ({}, {"epsilon": 0.3, "delta": 0.8}):
-        acceptance = jax.jit(
-            lambda *args, given=thresholds: accept_typical(*args, **given)
-        )(proposal, target, choices)
-        given = {"epsilon": 0.09, "delta": 0.3} | thresholds
+    accept = jax.jit(accept_typical)
+    for epsilon, delta in ((0.09, 0.3), (0.3, 0.8)):
+        acceptance = accept(proposal, target, choices, epsilon=epsilon, delta=delta)
         lengths = set()
         for row in range(256):
             path, after = typical_by_loop(
-                shape, tokens[row], num_tokens[row], target[row], choices[row], **given
+                shape,
+                tokens[row],
+                num_tokens[row],
+                target[row],
+                choices[row],
+                epsilon,
+                delta,
             )
             count = acceptance.num_accepted[row]
             assert count == len(path)
@@ -141,7 +145,7 @@ def test_typical_by_hand():
     target = jnp.array([[[0.25] * 4, [0.9, 0.08, 0.02, 0.0], [0.25] * 4]] * 2)
     proposal = make_proposal(chain(2), [[3, 1], [3, 0]])
     choices = jnp.array([[0, 2, 3]] * 2)
-    acceptance = accept_typical(proposal, target, choices)
+    acceptance = jax.jit(accept_typical)(proposal, target, choices)
     assert acceptance.num_accepted.tolist() == [1, 2]
     assert acceptance.token_ids[0, :2].tolist() == [3, 2]
     assert acceptance.token_ids[1].tolist() == [3, 0, 3]
