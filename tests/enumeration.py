@@ -472,6 +472,15 @@ def mean_accepted(laws: dict[Prefix, float]) -> float:
     return sum(chance * (len(emitted) - 1) for emitted, chance in laws.items())
 
 
-def compiled(rule):
-    """Returns the rule compiled anew, with whatever has been patched by now."""
-    return jax.jit(lambda *arguments: rule(*arguments))
+def compiled(rule, **options):
+    """Returns the rule compiled anew, with whatever has been patched by now.
+
+    Args:
+      options: of the compiler.
+    """
+    return jax.jit(lambda *arguments: rule(*arguments), compiler_options=options)
+
+
+def compiled_quickly(rule):
+    """Returns `compiled`, without optimisation: for rules that run a few times."""
+    return compiled(rule, xla_backend_optimization_level=0)

@@ -12,6 +12,7 @@ from enumeration import (
     bottom_up,
     chain,
     compiled,
+    compiled_quickly,
     draws_without_replacement,
     every_draft,
     probs_of,
@@ -120,7 +121,7 @@ def test_the_enumeration_notices_a_wrong_rule(mistake, monkeypatch):
     (module, name, wrong), (rule, shape, order) = RULE_MISTAKES[mistake]
     monkeypatch.setattr(module, name, wrong)
     drafter = sampler(DRAFT)
-    gap = total_variation(compiled(rule), shape, order, TARGET, drafter)
+    gap = total_variation(compiled_quickly(rule), shape, order, TARGET, drafter)
     print(f"{mistake}: {gap:.4f}")
     assert gap > NOTICED
 
@@ -134,7 +135,7 @@ def test_the_enumeration_notices_what_is_subtracted_though_it_does_not_stand(
     monkeypatch.setattr(rejection, "padded_draft_probs", all_of_them)
     drafter = sampler(DRAFT, num_tokens=1)
     gap = total_variation(
-        compiled(accept_by_rejection), chain(2), top_down, TARGET, drafter
+        compiled_quickly(accept_by_rejection), chain(2), top_down, TARGET, drafter
     )
     print(f"subtracted though it does not stand: {gap:.4f}")
     assert gap > NOTICED
@@ -146,7 +147,9 @@ def test_the_enumeration_notices_one_draw_for_two_purposes():
         return accept_by_rejection(noise, proposal, target_probs)
 
     with pytest.raises(AssertionError, match="in another way"):
-        total_variation(compiled(one_draw), chain(2), top_down, TARGET, sampler(DRAFT))
+        total_variation(
+            compiled_quickly(one_draw), chain(2), top_down, TARGET, sampler(DRAFT)
+        )
 
 
 # Mistakes of the drafter: what it says its tokens were drawn from, or what it leaves out.
