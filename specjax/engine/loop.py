@@ -95,8 +95,6 @@ class Engine:
         ended = {
             r: q for r, q in enumerate(self._rows) if q is not None and q.is_finished
         }
-        if not self._waiting and not ended:
-            return {}
         for row, request in ended.items():
             self._free_pages[self._shard(row)] += self._pages_needed(request)
             self._rows[row] = None
@@ -109,6 +107,8 @@ class Engine:
             self._rows[row] = request
             self._free_pages[self._shard(row)] -= self._pages_needed(request)
             admitted[row] = request
+        if not ended and not admitted:
+            return {}
         release_mask = np.zeros(len(self._rows), bool)
         release_mask[list(ended)] = True
         admission = make_admission(self.decoder, admitted)

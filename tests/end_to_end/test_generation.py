@@ -6,11 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import ScriptedDrafter, scripted_drafter, tiny_gpt2, tiny_llama
+from helpers import (
+    ScriptedDrafter,
+    scripted_drafter,
+    tiny_gpt2,
+    tiny_llama,
+    uncached_logits,
+)
+from scipy.stats import chisquare
+from tokenizers import Tokenizer as Backend
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
 
 import specjax
 from specjax.config import EngineConfig, SamplingParams
+from specjax.decode.decoder import build_decoder
 from specjax.drafters.loading import LoadedDrafter
+from specjax.generation import Stream
+from specjax.tokenization import Tokenizer
 
 ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=8)
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
@@ -92,6 +105,42 @@ def test_stop_token_inside_a_draft(target, prompts, plain):
     assert out[0].finish_reason == "stop"
 
 
+def characters() -> Tokenizer:
+    """One printable character of ASCII per token."""
+    vocabulary = {chr(ord("!") + index): index for index in range(61)}
+    backend = Backend(WordLevel(vocabulary, unk_token="!"))
+    backend.decoder = Fuse()
+    return Tokenizer(backend)
+
+
+def test_stop_string_inside_a_draft(target, prompts, plain):
+    """Of output tokens 5 to 8, drafted and accepted together, the third completes it."""
+    speaking = dataclasses.replace(target, tokenizer=characters())
+    texts = [
+        (*prompt, *completion.token_ids) for prompt, completion in zip(prompts, plain)
+    ]
+    drafter = scripted_drafter(texts, num_right=(4,), vocab_size=61)
+    arguments = {"drafter": drafter, "num_speculative_tokens": 4}
+    whole = generate(speaking, prompts, **arguments)[5]
+    assert [piece.is_draft for piece in whole.pieces[:10]] == [*[True] * 4, False] * 2
+    stop = whole.text[6:8]
+    assert whole.text.find(stop) == 6
+
+    sampling = [GREEDY] * len(prompts)
+    sampling[5] = dataclasses.replace(GREEDY, stop=stop)
+    drafted = generate(speaking, prompts, sampling=sampling, **arguments)
+    undrafted = generate(speaking, prompts, sampling=sampling)
+    for out in (drafted, undrafted):
+        assert out[5].text == whole.text[:6]
+        assert out[5].token_ids == whole.token_ids[:8]
+        assert out[5].finish_reason == "stop"
+        assert ids(out)[:5] + ids(out)[6:] == ids(plain)[:5] + ids(plain)[6:]
+    counts = drafted[5].acceptance
+    assert (counts.num_steps, counts.num_drafted, counts.num_accepted) == (2, 8, 4 + 3)
+    assert counts.accepted_at == [2, 2, 2, 1]
+    assert undrafted[5].acceptance.num_steps == 8
+
+
 def test_own_number_of_speculative_tokens(target, draft, prompts, plain):
     off = dataclasses.replace(GREEDY, num_speculative_tokens=0)
     one = dataclasses.replace(GREEDY, num_speculative_tokens=1)
@@ -114,6 +163,38 @@ def test_rejection_keeps_the_law_at_temperature_zero(target, draft, prompts, pla
         verification="rejection",
     )
     assert ids(out) == ids(plain)
+
+
+def test_rejection_samples_the_targets_law():
+    """The joint frequencies of three tokens: accepted, recovered and bonus ones."""
+    size, num_samples = 5, 8000
+    target = tiny_llama(3, vocab_size=size, num_layers=1)
+    draft = tiny_llama(4, vocab_size=size, num_layers=1)
+    out = specjax.generate(
+        target,
+        [3],
+        drafter=draft,
+        num_speculative_tokens=2,
+        verification="rejection",
+        sampling=SamplingParams(temperature=2, max_tokens=3, n=num_samples, seed=0),
+        engine=EngineConfig(page_size=8, max_rows=512, burst_steps=4),
+    )
+    assert 0.3 < out.stats.acceptance_rate < 0.7
+    counts = np.zeros((size, size, size))
+    np.add.at(counts, tuple(np.array(ids(out)).T), 1)
+
+    token_ids = np.indices(counts.shape).reshape(3, -1).T
+    texts = np.pad(token_ids[:, :-1], ((0, 0), (1, 0)), constant_values=3)
+    logits = uncached_logits(target.params, target.config, jnp.asarray(texts))
+    each = np.take_along_axis(
+        np.asarray(jax.nn.softmax(logits / 2), np.float64),
+        token_ids[:, :, None],
+        axis=2,
+    )
+    expected = num_samples * np.prod(each, axis=(1, 2))
+    expected *= num_samples / expected.sum()  # from float32
+    assert expected.min() > 5
+    assert chisquare(counts.reshape(-1), expected).pvalue > 1e-4
 
 
 def test_a_bad_request_fails_alone(target, prompts, plain):
@@ -184,46 +265,55 @@ def test_nan_weights_end_a_row_with_an_error(target):
     assert [out[0].token_ids, out[2].token_ids] == ids(alone)
 
 
-def test_new_weights_need_no_recompilation(target, draft, prompts):
-    """One trace per executable over batches, lengths, features, seeds and weights."""
-    from specjax.decode import decoder as module
+# Between them every feature of SamplingParams that the device knows.
+EVERY_FEATURE = [
+    GREEDY,
+    SamplingParams(temperature=1, max_tokens=9, seed=1, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_k=5, min_p=0.01, max_tokens=11, logprobs=3),
+    SamplingParams(top_p=0.5, repetition_penalty=1.2, max_tokens=8, seed=2**63),
+    SamplingParams(presence_penalty=0.5, frequency_penalty=0.2, max_tokens=7),
+    SamplingParams(logit_bias={3: 1.0}, bad_token_ids=[4, 5], max_tokens=3),
+    SamplingParams(
+        allowed_token_ids=[1, 2, 3], min_tokens=2, stop_token_ids=[2], max_tokens=5
+    ),
+    SamplingParams(num_speculative_tokens=1, max_tokens=4),
+    SamplingParams(num_speculative_tokens=0, max_tokens=4),
+]
 
-    module.build_decoder.cache_clear()
-    every = [
-        GREEDY,
-        SamplingParams(temperature=1, max_tokens=9, seed=1),
-        SamplingParams(temperature=0.7, top_k=5, min_p=0.01, max_tokens=11, logprobs=3),
-        SamplingParams(
-            top_p=0.5, repetition_penalty=1.2, max_tokens=8, logit_bias={3: 1.0}
-        ),
-        SamplingParams(
-            allowed_token_ids=[1, 2, 3], min_tokens=2, stop_token_ids=[2], max_tokens=5
-        ),
-    ]
-    for seed, sampling in enumerate(every):
-        other = dataclasses.replace(
-            target, params=jax.tree.map(lambda x: x * 1.01, target.params)
-        )
+
+@pytest.mark.parametrize(
+    ("num_prompts", "longest"), [((1,), 300), ((2,), 200), ((3, 4, 7), 200)]
+)
+def test_one_trace_per_executable(target, draft, num_prompts, longest):
+    """In each bucket, over batches, lengths, features, seeds and weights."""
+    build_decoder.cache_clear()
+    rng = np.random.default_rng(2)
+    other = jax.tree.map(lambda leaf: leaf * 1.01, target.params)
+    other = dataclasses.replace(target, params=other)
+    for index, sampling in enumerate(EVERY_FEATURE):
+        number = num_prompts[index % len(num_prompts)]
+        # The long prompt is left alone with over 128 tokens, or with fewer.
+        sizes = [longest, *[(40, 90)[index % 2]] * (number - 1)]
         for model in (target, other):
-            generate(
+            stream = Stream(
                 model,
-                prompts[seed : seed + 4],
+                [rng.integers(0, 61, size).tolist() for size in sizes],
                 drafter=draft,
                 sampling=sampling,
                 num_speculative_tokens=3,
+                engine=ENGINE,
             )
-    assert module.build_decoder.cache_info().currsize == 1
-    stream = specjax.generation.Stream(
-        target,
-        prompts[:4],
-        drafter=draft,
-        sampling=GREEDY,
-        num_speculative_tokens=3,
-        engine=ENGINE,
-    )
-    traces = stream._decoder.traces
-    assert ("burst", 3) in traces
-    assert set(traces.values()) == {1}, traces
+            assert {c.error for c in stream.result()} == {None}
+            assert build_decoder.cache_info().currsize == 1
+    rows = min(max(num_prompts), ENGINE.max_rows)
+    assert stream._decoder.traces == {
+        ("exchange",): 1,
+        ("prefill", rows, 64): 1,
+        ("prefill", 1, 64): 1,
+        ("prefill", 1, 256): 1,
+        ("burst", 0): 1,
+        ("burst", 3): 1,
+    }
 
 
 def test_gpt2(prompts):
@@ -276,6 +366,71 @@ def test_stream_yields_everything_once(target, prompts, plain):
     assert [gathered[index] for index in range(len(prompts))] == ids(plain)
     assert ended == set(range(len(prompts)))
     assert ids(stream.result()) == ids(plain)
+
+
+PROMPT = "class Point:\n    def __init__(self, x, y):\n"
+SPOKEN = SamplingParams(temperature=0, max_tokens=40)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    return specjax.load_model("demo")
+
+
+def chunks_and_result(demo, sampling):
+    """Streams one prompt's text from the embedded pair; generate() gives the same."""
+    arguments = {"drafter": "demo", "sampling": sampling}
+    stream = specjax.stream(demo, PROMPT, **arguments)
+    chunks = list(stream)
+    result, generated = stream.result()[0], specjax.generate(demo, PROMPT, **arguments)
+    assert "".join(chunk.text for chunk in chunks) == result.text == generated[0].text
+    pieces = [piece for chunk in chunks for piece in chunk.pieces]
+    assert pieces == result.pieces == generated[0].pieces
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].finish_reason == result.finish_reason
+    return chunks, result
+
+
+def is_held_back(demo, chunk):
+    """Whether a chunk shows less, or more, than its own tokens say."""
+    return chunk.text != demo.tokenizer.decode(chunk.token_ids)
+
+
+def test_stream_of_text(demo):
+    chunks, result = chunks_and_result(demo, SPOKEN)
+    assert len(chunks) > 2
+    assert result.text == demo.tokenizer.decode(result.token_ids)
+    assert not any(is_held_back(demo, chunk) for chunk in chunks)
+
+
+def test_stream_holds_back_incomplete_characters(demo):
+    """Output of the three bytes of one character, in any order."""
+    sampling = SamplingParams(
+        temperature=2,
+        allowed_token_ids=demo.tokenizer.encode("\u4f60"),
+        max_tokens=60,
+        seed=0,
+    )
+    assert len(sampling.allowed_token_ids) == 3
+    chunks, result = chunks_and_result(demo, sampling)
+    assert result.text == demo.tokenizer.decode(result.token_ids)
+    assert "\u4f60" in result.text
+    assert any(is_held_back(demo, chunk) for chunk in chunks)
+
+
+def test_stream_holds_back_beginnings_of_stop_strings(demo):
+    """One that the next chunk completes, and one that it shows to be none."""
+    plain_chunks, plain = chunks_and_result(demo, SPOKEN)
+    shown = plain_chunks[0].text[:-2]
+    rest = plain.text[len(shown) :]
+    assert plain.text.find(rest[:4]) == len(shown)
+    for stop, expected in ((rest[:4], shown), (rest[:2] + "?", plain.text)):
+        sampling = dataclasses.replace(SPOKEN, stop=stop)
+        chunks, result = chunks_and_result(demo, sampling)
+        assert chunks[0].text == shown
+        assert is_held_back(demo, chunks[0])
+        assert result.text == expected
+        assert result.finish_reason == ("stop" if expected == shown else "length")
 
 
 def test_unseeded_requests_report_their_seed(target):
@@ -353,9 +508,7 @@ def test_memory_of_a_burst_does_not_grow_with_the_pool(target):
     temporary = []
     for num_pages in (64, 1024):
         engine = dataclasses.replace(ENGINE, num_pages=num_pages)
-        stream = specjax.generation.Stream(
-            target, [[1, 2, 3]], sampling=GREEDY, engine=engine
-        )
+        stream = Stream(target, [[1, 2, 3]], sampling=GREEDY, engine=engine)
         stream.result()
         analysis = stream._decoder.compiled_burst(0).memory_analysis()
         temporary.append(analysis.temp_size_in_bytes)
