@@ -32,7 +32,7 @@ from specjax.types import (
 )
 
 NUM_SAMPLES = 100_000
-FEW_SAMPLES = 4_000  # enough for the mistakes that triple a cell
+FEW_SAMPLES = 2_000  # enough for the mistakes that triple a cell
 SIGNIFICANCE = 1e-4
 FEWEST_EXPECTED = 5  # of a cell; rarer ones are pooled
 ROWS_PER_COMBINATION = 50

@@ -29,8 +29,8 @@ def test_every_sampling_parameter_has_an_option():
     arguments = parse("hello", *EVERY_OPTION, "--num-speculative-tokens", "3")
     given = sampling_arguments.given_options(arguments)
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
-    # The call's own K bounds every request's.
-    assert set(given) == fields - {"num_speculative_tokens"}
+    # These two are the call's own.
+    assert set(given) == fields - {"num_speculative_tokens", "verification"}
     SamplingParams(**given).validate(vocab_size=10)
     assert given["logit_bias"] == {4: -1.5, 5: 2.0}
     assert given["stop"] == ["one", "two"]

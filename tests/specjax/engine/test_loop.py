@@ -103,6 +103,7 @@ class FakeDecoder:
             num_committed=count,
             num_accepted=drafted,
             num_drafted=drafted,
+            draft_depth=drafted,
             finish=finish,
             logprobs=None,
         )
