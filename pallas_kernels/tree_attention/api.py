@@ -55,7 +55,8 @@ def tree_attention(
       num_new_keys: keys of a row from lengths[r] on that bits may name; where it is
         None, those of its new tokens. Only together with ancestor_bits.
       scale: multiplies the scores; usually head_dim ** -0.5.
-      window: keys a token sees, itself included. Not together with ancestor_bits.
+      window: keys a token sees, itself included. A node of a tree counts from its depth;
+        then the window must be wider than 32 * words.
       max_tokens_per_row: static bound on any row's new tokens; what lies past it is
         not computed.
       implementation: "xla" or "reference"; None picks the best for this case.

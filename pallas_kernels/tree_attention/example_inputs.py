@@ -48,6 +48,12 @@ EXAMPLES = {
     "tree": Example(
         lengths=(0, 13, 61, 128), num_new=(6, 6, 6, 0), parents=(-1, 0, 0, 1, 2, 2)
     ),
+    "tree_window": Example(
+        lengths=(0, 13, 61, 128),
+        num_new=(6, 6, 6, 0),
+        parents=(-1, 0, 0, 1, 2, 2),
+        window=34,
+    ),
     "wide_tree": Example(
         lengths=(3, 100), num_new=(40, 40), parents=(-1, *(i // 3 for i in range(39)))
     ),

@@ -22,8 +22,7 @@ def tree_attention_reference(
 ) -> Array:
     """See `tree_attention`; what only bounds the work is not used here."""
     del max_tokens_per_row, num_new_keys
-    if window is not None and ancestor_bits is not None:
-        raise NotImplementedError(f"{window=} together with ancestor_bits.")
+    check_window(window, ancestor_bits)
     num_tokens, heads, _ = q.shape
     rows, pages_per_row = block_table.shape
     page_size = layout.page_size(k_pages)
@@ -46,6 +45,7 @@ def tree_attention_reference(
                 is_visible = new <= own
             else:
                 bits = ancestor_bits[token]
+                own = depths(bits)
                 # A negative or too large index is masked below or is no ancestor.
                 word = jnp.clip(new // 32, 0, bits.shape[0] - 1)
                 bit = (bits[word] >> (new % 32).astype(jnp.uint32)) & 1
@@ -66,3 +66,20 @@ def tree_attention_reference(
     return lax.fori_loop(
         0, rows, attend_row, jnp.zeros((num_tokens, heads, q.shape[2]), q.dtype)
     )
+
+
+def depths(bits: Array) -> Array:
+    """Returns the depth of each node of ancestor bits [..., words]: its ancestors, i32[...]."""
+    return jnp.sum(lax.population_count(bits), axis=-1).astype(jnp.int32) - 1
+
+
+def check_window(window: int | None, ancestor_bits: Array | None) -> None:
+    """Raises NotImplementedError where a window might hide a node's own ancestors."""
+    if window is None or ancestor_bits is None:
+        return
+    most_nodes = 32 * ancestor_bits.shape[1]
+    if window <= most_nodes:
+        raise NotImplementedError(
+            f"{window=} together with ancestor_bits of up to {most_nodes} nodes; a wider "
+            "window is covered."
+        )

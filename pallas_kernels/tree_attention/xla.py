@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import layout
+from pallas_kernels.tree_attention.reference import check_window, depths
 
 # Keys are summed in blocks of this many tokens at absolute positions, whatever the
 # page size, so that a token's result does not depend on the rest of the step.
@@ -26,8 +27,7 @@ def tree_attention_xla(
     max_tokens_per_row: int,
 ) -> Array:
     """See `tree_attention`. Work follows the longest row's pages in use."""
-    if window is not None and ancestor_bits is not None:
-        raise NotImplementedError(f"{window=} together with ancestor_bits.")
+    check_window(window, ancestor_bits)
     pages_per_row = block_table.shape[1]
     kv_heads = layout.kv_heads(k_pages)
     page_size = layout.page_size(k_pages)
@@ -126,10 +126,11 @@ def _visible(
 ) -> Array:
     """Returns which positions each new token sees, bool[rows, T, block]."""
     new = positions - lengths[:, None]  # [rows, block]
-    own = jnp.arange(max_tokens_per_row)[None, :, None]
     if bits is None:
+        own = jnp.arange(max_tokens_per_row)[None, :, None]
         is_visible = new[:, None] <= own
     else:
+        own = depths(bits)[:, :, None]
         is_visible = (new < 0)[:, None] | _has_bit(bits, new)
     if window is not None:
         is_visible &= new[:, None] > own - window

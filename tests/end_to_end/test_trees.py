@@ -201,6 +201,18 @@ def test_positions_of_gpt2(prompts):
     assert out.stats.mean_acceptance_length > 2
 
 
+def test_sliding_windows():
+    rng = np.random.default_rng(2)
+    target = tiny_llama(0, layer_windows=(None, 40))
+    prompts = [rng.integers(0, 61, size).tolist() for size in (70, 35)]
+    run = lambda **more: specjax.generate(
+        target, prompts, sampling=GREEDY, engine=ENGINE, **more
+    )
+    out = run(drafter=target, speculative_config=config_of((2, 1, 1)))
+    assert [c.token_ids for c in out] == [c.token_ids for c in run()]
+    assert out.stats.mean_acceptance_length > 3
+
+
 @pytest.mark.parametrize("verification", ["seeded", "delta", "rejection"])
 def test_caches_hold_the_accepted_path_in_order(target, prompts, verification):
     """After steps that accepted second siblings, keys and values are those of the text."""

@@ -127,6 +127,15 @@ def test_a_chain_as_a_tree_is_the_chain():
     np.testing.assert_allclose(attend(tree), attend(chain), 1e-6, 1e-6)
 
 
+def test_a_chain_as_a_tree_has_the_chains_window():
+    chain = dataclasses.replace(EXAMPLES["chain"], window=34)
+    tree = dataclasses.replace(chain, parents=(-1, 0, 1, 2, 3))
+    for implementation in ("xla", "reference"):
+        np.testing.assert_allclose(
+            attend(tree, implementation), attend(chain, "reference"), 1e-5, 1e-5
+        )
+
+
 def test_equal_bits_when_run_twice():
     np.testing.assert_array_equal(attend(EXAMPLES["mixed"]), attend(EXAMPLES["mixed"]))
 
