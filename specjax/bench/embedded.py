@@ -6,7 +6,7 @@ from typing import Any
 
 import specjax
 from specjax.bench import measuring
-from specjax.config import SamplingParams
+from specjax.config import SamplingParams, SpeculationConfig
 from specjax.demo import corpus
 from specjax.engine.request import AcceptanceCounts
 
@@ -39,7 +39,10 @@ def speculation(rounds: int) -> dict[str, Any]:
         lengths: dict[int, float] = {}
         for round_number in range(rounds + 1):
             for depth in seconds:
-                run_s, lengths[depth] = _run(target, drafter, prompts, sampling, depth)
+                config = SpeculationConfig(num_speculative_tokens=depth)
+                run_s, lengths[depth] = continue_prompts(
+                    target, drafter, prompts, sampling, config if depth else None
+                )
                 if round_number:  # the first compiles
                     seconds[depth].append(run_s)
         name = f"embedded_t{temperature:g}"
@@ -53,16 +56,22 @@ def speculation(rounds: int) -> dict[str, Any]:
     return figures
 
 
-def _run(target, drafter, prompts, sampling, depth: int) -> tuple[float, float]:
-    """Continues the prompts one by one; returns seconds and mean acceptance length."""
+def continue_prompts(
+    target, drafter, prompts, sampling, config: SpeculationConfig | None
+) -> tuple[float, float]:
+    """Continues the prompts one by one; returns seconds and mean acceptance length.
+
+    Args:
+      config: None is plain decoding.
+    """
     counts = AcceptanceCounts()
     seconds = 0.0
     for prompt in prompts:
         out = specjax.generate(
             target,
             prompt,
-            drafter=drafter if depth else None,
-            num_speculative_tokens=depth,
+            drafter=drafter if config else None,
+            speculative_config=config,
             sampling=sampling,
         )
         counts.merge(out.stats.acceptance)

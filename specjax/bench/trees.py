@@ -1,0 +1,212 @@
+"""When a tree pays: chains, trees and n-gram drafts on the embedded pair, held-out files.
+
+    python -m specjax.bench.trees > docs/benchmarks/trees.json
+
+Mean acceptance length and speed against plain decoding, batch 1, per temperature.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import specjax
+from specjax.bench import embedded, measuring
+from specjax.bench.quick import environment
+from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
+from specjax.models.architectures import architecture_of
+from specjax.models.base import Model
+from specjax.models.layers import dense_causal_attention
+from specjax.requests import derive_seed
+from specjax.sampling import row_values
+from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
+from specjax.trees.best_static import best_tree
+
+TEMPERATURES = (0.0, 0.8)
+CHAINS = range(1, 9)
+BUDGETS = (4, 8, 16, 32)  # nodes, root included
+WIDTHS = ((3,), (2, 2), (4, 2, 1), (3, 2, 2, 1))
+NUM_MATCHES = (1, 2, 4)
+MAX_RANK = 8
+MAX_DEPTH = 8
+ROUNDS = 3
+
+
+def conditional_acceptance(
+    target: Model,
+    draft: Model,
+    texts: list[list[list[int]]],
+    prompt_length: int,
+    seed: int,
+) -> dict[float, np.ndarray]:
+    """Returns how often the draft's i-th choice is the target's, given that no earlier one is.
+
+    By temperature, f64[MAX_RANK]; under shared noise, along texts that the target wrote
+    at that temperature.
+
+    Args:
+      texts: per temperature in turn, prompt and output of `seed`.
+    """
+    conditional = {}
+    for temperature, of_temperature in zip(TEMPERATURES, texts, strict=True):
+        ranks = np.concatenate(
+            [
+                _ranks(draft, text, prompt_length, temperature, seed)
+                for text in of_temperature
+            ]
+        )
+        at_least = np.array([(ranks >= rank).sum() for rank in range(MAX_RANK)])
+        exactly = np.array([(ranks == rank).sum() for rank in range(MAX_RANK)])
+        conditional[temperature] = exactly / np.maximum(at_least, 1)
+    return conditional
+
+
+def _ranks(draft: Model, text, prompt_length: int, temperature: float, seed: int):
+    """Returns which of the draft's choices each output token of a text is, i64[n]."""
+    config = draft.config
+
+    def attend(layer, q, k, v, cache):
+        return dense_causal_attention(q, k, v, scale=config.scale), cache
+
+    ids = jnp.asarray(text)
+    hidden, _ = architecture_of(config).forward(
+        draft.params,
+        config,
+        ids[None],
+        jnp.arange(len(text))[None],
+        attend,
+        (None,) * config.num_layers,
+    )
+    places = jnp.arange(prompt_length - 1, len(text) - 1)
+    scores = architecture_of(config).logits(draft.params, config, hidden[0, places])
+    if temperature:
+        values = row_values(
+            SamplingParams(temperature=temperature),
+            prompt_length=prompt_length,
+            eos_token_ids=(),
+            seed=derive_seed(seed, 0),
+            engine_config=EngineConfig(),
+        )
+        seeds = jnp.tile(jnp.asarray(values["seeds"])[None, :], (len(places), 1))
+        keys = token_keys(seeds, places + 1, TARGET_TOKEN)
+        scores = scores / temperature + gumbel_noise(keys, scores.shape[1])
+    chosen = jnp.take_along_axis(scores, ids[places + 1][:, None], axis=1)
+    return np.asarray(jnp.sum(scores > chosen, axis=1))
+
+
+def configurations(conditional: np.ndarray) -> dict[str, SpeculationConfig | None]:
+    """Returns what is compared, by name; None is plain decoding."""
+    model: dict[str, Any] = {"method": "draft_model", "model": "demo"}
+    found: dict[str, SpeculationConfig | None] = {"plain": None}
+    for k in CHAINS:
+        found[f"chain, K = {k}"] = SpeculationConfig(**model, num_speculative_tokens=k)
+    for widths in WIDTHS:
+        name = f"children per depth {', '.join(map(str, widths))}"
+        found[name] = SpeculationConfig(**model, speculative_token_tree=widths)
+    for budget in BUDGETS:
+        shape = best_tree(conditional, num_nodes=budget, max_depth=MAX_DEPTH).shape
+        found[f"best static tree of {budget} nodes"] = SpeculationConfig(
+            **model, speculative_token_tree=shape.rank_paths[1:]
+        )
+    for count in NUM_MATCHES:
+        found[f"n-gram, {count} matches, K = 4"] = SpeculationConfig(
+            method="ngram", prompt_lookup_matches=count, num_speculative_tokens=4
+        )
+    return found
+
+
+def num_nodes(config: SpeculationConfig | None) -> int:
+    """Returns the nodes verified per step, root included."""
+    if config is None:
+        return 1
+    if config.speculative_token_tree is not None:
+        return 1 + len(config.speculative_token_tree)
+    return 1 + config.num_speculative_tokens * config.prompt_lookup_matches
+
+
+def measure(target, drafter, prompts, temperature: float, configs, rounds: int):
+    """Returns one row per configuration: nodes, mean acceptance length, speed against plain."""
+    sampling = SamplingParams(
+        temperature=temperature,
+        max_tokens=embedded.NEW_TOKENS,
+        ignore_eos=True,
+        seed=0,
+    )
+    seconds: dict[str, list[float]] = {name: [] for name in configs}
+    lengths: dict[str, float] = {}
+    for round_number in range(rounds + 1):
+        for name, config in configs.items():
+            run_s, lengths[name] = embedded.continue_prompts(
+                target,
+                drafter if config and config.method == "draft_model" else None,
+                prompts,
+                sampling,
+                config,
+            )
+            if round_number:  # the first compiles
+                seconds[name].append(run_s)
+        print(f"temperature {temperature}: round {round_number}", file=sys.stderr)
+    num_tokens = len(prompts) * embedded.NEW_TOKENS
+    return [
+        {
+            "draft": name,
+            "num_nodes": num_nodes(config),
+            "mean_acceptance_length": lengths[name],
+            "speedup": measuring.ratio(seconds["plain"], seconds[name]),
+            "tokens_per_s": num_tokens / measuring.median(seconds[name]),
+        }
+        for name, config in configs.items()
+    ]
+
+
+def run(rounds: int = ROUNDS) -> dict[str, Any]:
+    """Returns all figures."""
+    target = specjax.load_model("demo")
+    draft = specjax.load_model("demo-draft")
+    prompts = [
+        target.tokenizer.encode(text)[: embedded.PROMPT_TOKENS]
+        for text in embedded.held_out_texts()
+    ]
+    texts = [
+        [
+            [*completion.prompt_token_ids, *completion.token_ids]
+            for completion in specjax.generate(
+                target,
+                prompts,
+                sampling=SamplingParams(
+                    temperature=temperature,
+                    max_tokens=2 * embedded.NEW_TOKENS,
+                    ignore_eos=True,
+                    seed=1,
+                ),
+            )
+        ]
+        for temperature in TEMPERATURES
+    ]
+    conditional = conditional_acceptance(
+        target, draft, texts, embedded.PROMPT_TOKENS, seed=1
+    )
+    return {
+        "environment": environment(),
+        "rounds": rounds,
+        "conditional_acceptance": {k: v.tolist() for k, v in conditional.items()},
+        "figures": {
+            temperature: measure(
+                target,
+                draft,
+                prompts,
+                temperature,
+                configurations(conditional[temperature]),
+                rounds,
+            )
+            for temperature in TEMPERATURES
+        },
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(run(), indent=1))
