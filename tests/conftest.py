@@ -30,3 +30,17 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "device" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def say(record_property):
+    """Shows a line at the end of the run, from whichever process the test runs in."""
+    return lambda line: record_property("said", line)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Shows what tests had to say."""
+    for report in terminalreporter.getreports("passed"):
+        for name, line in report.user_properties:
+            if name == "said" and report.when == "call":
+                terminalreporter.write_line(f"{report.nodeid}: {line}")

@@ -10,9 +10,11 @@ import numpy as np
 
 from specjax.drafters.base import Draft, Drafter
 from specjax.drafters.loading import LoadedDrafter
+from specjax.drafters.spec import ModelDrafter, NgramDrafter
 from specjax.models.architectures import architecture_of
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.layers import dense_causal_attention
+from specjax.trees.static_shapes import TreeShape
 from specjax.types import Proposal
 
 # Large enough that attention and logits depend on the text.
@@ -167,3 +169,37 @@ def scripted_drafter(
         vocab_size,
     )
     return LoadedDrafter("scripted", spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class AlternatingDrafter:
+    """Drafts a row's tree with a model, or from matches, as its root's position decides."""
+
+    config: ModelConfig
+    shape: TreeShape
+
+    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
+        """Returns the drafter; what `specjax.drafters.spec` asks of a spec."""
+        shape = self.shape.cut(num_speculative_tokens)
+        model = ModelDrafter(self.config, shape).build(
+            num_speculative_tokens, dtype, keeps_probs
+        )
+        ngram = NgramDrafter(1, 4, 3, shape.num_drafts).build(
+            num_speculative_tokens, dtype, keeps_probs
+        )
+
+        def draft(params, state, decode_state, num_tokens) -> Draft:
+            # A few positions in a row, so that the model has something to catch up.
+            is_matched = decode_state.cache.lengths // 3 % 2 == 1
+            ours = model.draft(
+                params, state, decode_state, jnp.where(is_matched, 0, num_tokens)
+            )
+            theirs = ngram.draft((), (), decode_state, num_tokens).proposal
+            choose = lambda matched, drafted: jnp.where(
+                is_matched.reshape(-1, *[1] * (matched.ndim - 1)), matched, drafted
+            )
+            proposal = jax.tree.map(choose, theirs, ours.proposal)
+            is_fed = ours.is_fed & ~is_matched[:, None]
+            return Draft(proposal, ours.state, ours.written, is_fed)
+
+        return model._replace(draft=draft)

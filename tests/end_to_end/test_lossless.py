@@ -8,14 +8,17 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import AlternatingDrafter
 
 import specjax
-from specjax.config import EngineConfig, SamplingParams
+from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
+from specjax.drafters.loading import LoadedDrafter
 from specjax.models.architectures import architecture_of
 from specjax.models.layers import dense_causal_attention
 from specjax.requests import derive_seed
 from specjax.sampling import RowSampling, process_logits, row_values
 from specjax.seeded_noise import TARGET_TOKEN, race_scores, token_keys
+from specjax.trees import static_shapes
 
 # A row may differ from where rounding decides: two best scores this close, or a
 # token this close to a filter's threshold. Matmuls of different shapes round differently.
@@ -190,32 +193,25 @@ def completion_is_sampled(completion):
 def check(target, prompts, plain, configuration):
     expected = plain[configuration["sampling"]]
     actual = run(target, prompts, configuration)
-    differing = [
-        (ours, theirs.token_ids)
-        for ours, theirs in zip(actual, expected)
-        if ours.token_ids != theirs.token_ids
-    ]
-    for ours, theirs in differing:
-        assert is_tie(target, ours, theirs), (ours.prompt_index, ours.token_ids, theirs)
+    num_differing = hold_against(target, actual, expected)
     counts = actual.stats.acceptance
     if configuration["drafting"][1]:
         assert 0 < counts.num_accepted < counts.num_drafted
     else:
         assert counts.num_drafted == 0
-    return len(differing)
+    return num_differing
 
 
-def assert_few_ties(num_ties, num_configurations, capsys):
+def assert_few_ties(num_ties, num_configurations, say):
     rows = NUM_PROMPTS * num_configurations
-    with capsys.disabled():
-        print(f"\n{num_ties} of {rows} rows differ at a near-tie")
+    say(f"{num_ties} of {rows} rows differ at a near-tie")
     assert num_ties <= MOST_TIES * rows
 
 
-def test_covering_set_of_configurations(target, prompts, plain, capsys):
+def test_covering_set_of_configurations(target, prompts, plain, say):
     assert len(COVERING) >= 14
     ties = [check(target, prompts, plain, configuration) for configuration in COVERING]
-    assert_few_ties(sum(ties), len(COVERING), capsys)
+    assert_few_ties(sum(ties), len(COVERING), say)
 
 
 @pytest.mark.slow
@@ -225,10 +221,85 @@ def test_full_product(target, prompts, plain, num_ties, configuration):
 
 
 @pytest.mark.slow
-def test_ties_of_the_full_product(num_ties, capsys):
+def test_ties_of_the_full_product(num_ties, say):
     if len(num_ties) < len(ALL):
         pytest.skip(f"{len(num_ties)} of {len(ALL)} configurations ran, and passed")
-    assert_few_ties(sum(num_ties.values()), len(ALL), capsys)
+    assert_few_ties(sum(num_ties.values()), len(ALL), say)
+
+
+class RandomDepth:
+    """Another K for every burst, plain decoding among them."""
+
+    max_speculative_tokens = 3
+
+    def __init__(self, seed):
+        self._rng = np.random.default_rng(seed)
+        self.chosen = set()
+
+    def choose(self, load):
+        depth = int(self._rng.integers(4))
+        self.chosen.add(depth)
+        return depth
+
+    def observe(self, *what):
+        pass
+
+
+TREES = {
+    "full": dict(model="demo", speculative_token_tree=(3, 2, 1)),
+    "uneven": dict(
+        model="demo",
+        speculative_token_tree="[(0,), (1,), (2,), (0, 0), (1, 0), (0, 0, 0)]",
+    ),
+    "matches": dict(method="ngram", prompt_lookup_matches=3, prompt_lookup_min=1),
+}
+
+
+def hold_against(target, actual, expected):
+    """Asserts that completions differ at near-ties only; returns how many do."""
+    differing = [
+        (ours, theirs.token_ids)
+        for ours, theirs in zip(actual, expected)
+        if ours.token_ids != theirs.token_ids
+    ]
+    for ours, theirs in differing:
+        assert is_tie(target, ours, theirs), (ours.prompt_index, ours.token_ids, theirs)
+    return len(differing)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    ["full", *(pytest.param(t, marks=pytest.mark.slow) for t in TREES if t != "full")],
+)
+def test_trees_sample_the_same_tokens(target, prompts, plain, tree):
+    out = specjax.generate(
+        target,
+        prompts,
+        sampling=EVERYTHING,
+        speculative_config=SpeculationConfig(**TREES[tree]),
+    )
+    assert hold_against(target, out, plain["everything"]) <= 1
+    assert 0 < out.stats.acceptance.num_accepted < out.stats.acceptance.num_drafted
+
+
+def test_depth_tree_and_drafter_change_from_step_to_step(target, prompts, plain):
+    draft = specjax.load_model("demo-draft")
+    shape = static_shapes.from_widths((3, 2, 1))
+    policy = RandomDepth(0)
+    out = specjax.generate(
+        target,
+        prompts,
+        drafter=LoadedDrafter(
+            "alternating", AlternatingDrafter(draft.config, shape), draft.params
+        ),
+        sampling=EVERYTHING,
+        num_speculative_tokens=3,
+        engine=EngineConfig(burst_steps=1),
+        policy=policy,
+    )
+    assert policy.chosen == {0, 1, 2, 3}
+    assert hold_against(target, out, plain["everything"]) <= 1
+    assert 0 < out.stats.acceptance.num_accepted < out.stats.acceptance.num_drafted
 
 
 def test_rules_that_sample_the_same_tokens(target, prompts, plain):

@@ -34,17 +34,15 @@ def executables(folder):
     return {path.name for path in files if not path.name.endswith("-atime")}
 
 
-def test_second_start_compiles_nothing(tmp_path, capsys):
+def test_second_start_compiles_nothing(tmp_path, say):
     first = start(tmp_path)
     kept = executables(tmp_path)
     assert len(kept) > 3
     second = start(tmp_path)
     assert executables(tmp_path) == kept
-    with capsys.disabled():
-        for name, stats in (("first", first), ("second", second)):
-            print(
-                f"\n{name} start: {stats['time_to_first_token_s']:.1f} s to the first "
-                f"token, {stats['compile_s']:.1f} s of them compiling",
-                end="",
-            )
+    for name, stats in (("first", first), ("second", second)):
+        say(
+            f"{name} start: {stats['time_to_first_token_s']:.1f} s to the first "
+            f"token, {stats['compile_s']:.1f} s of them compiling"
+        )
     assert second["compile_s"] < first["compile_s"] / 2

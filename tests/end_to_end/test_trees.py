@@ -227,7 +227,7 @@ def test_caches_hold_the_accepted_path_in_order(target, prompts, verification):
         speculative_config=config_of((3, 2, 1), verification=verification),
     )
     (completion,) = stream.result()
-    assert completion.acceptance.num_accepted > 5
+    assert completion.acceptance.num_accepted >= 2
     state = stream._engine._state
     text = [*completion.prompt_token_ids, *completion.token_ids]
     for model, pages, lengths in (
