@@ -30,6 +30,7 @@ VERIFICATION_RULES = (
 LOSSY_RULES = ("lenient", "typical", "synthetic")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 MAX_DRAFT_NODES = 255
+MAX_DEPTH = 63
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,7 +259,7 @@ def _rank_paths(tree: Any) -> tuple[tuple[int, ...], ...] | None:
     try:
         if isinstance(given, str):
             given = ast.literal_eval(given)
-        if all(_is_int(width) and width >= 1 for width in given):
+        if all(_is_int(width) and 1 <= width <= MAX_DRAFT_NODES + 1 for width in given):
             ranks = [range(width) for width in given]
             paths = [
                 path
@@ -272,6 +273,10 @@ def _rank_paths(tree: Any) -> tuple[tuple[int, ...], ...] | None:
             paths = [path for path in paths if path]
     except (TypeError, ValueError, SyntaxError):
         paths = []
+    if paths and max(map(len, paths)) > MAX_DEPTH:
+        raise ValueError(
+            f"speculative_token_tree is {max(map(len, paths))} deep; at most {MAX_DEPTH} is allowed."
+        )
     if not paths or any(min(path) < 0 for path in paths):
         raise ValueError(
             f"speculative_token_tree={tree!r} must list nodes, as '[(0,), (1,), (0, 0)]', "
@@ -331,10 +336,10 @@ class SpeculationConfig:
             )
         if (
             not _is_int(self.num_speculative_tokens)
-            or not 0 <= self.num_speculative_tokens <= 63
+            or not 0 <= self.num_speculative_tokens <= MAX_DEPTH
         ):
             raise ValueError(
-                f"num_speculative_tokens={self.num_speculative_tokens!r} must be a whole number from 0 (no speculation) to 63."
+                f"num_speculative_tokens={self.num_speculative_tokens!r} must be a whole number from 0 (no speculation) to {MAX_DEPTH}."
             )
         if tree is not None and self.num_speculative_tokens > max(map(len, tree)):
             raise ValueError(

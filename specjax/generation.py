@@ -145,6 +145,9 @@ def generate(
 ) -> Generation:
     """Generates text, with or without speculation: the same text either way.
 
+    Token for token under `greedy` and `seeded`, in law under `delta`, `rejection`,
+    `block` and `traversal`, and not at all under the lossy rules.
+
     Args:
       target: a Model, a folder in Hugging Face format, a hub name, or "demo".
       prompts: one prompt or many, of any lengths: text, chat messages, or token ids.
@@ -153,6 +156,7 @@ def generate(
         generation_config.json says. Output ends where the context does.
       verification: "seeded" (default), "greedy", "delta", "rejection", "block" or
         "traversal"; "lenient", "typical" and "synthetic" are lossy, and results say so.
+        Where a drafter has no probabilities (n-gram), a rule by law runs as `delta`.
       num_speculative_tokens: K, the most tokens drafted per step; 0 is plain decoding.
       speculative_config: vLLM's --speculative-config, as JSON or a mapping; the
         arguments above win over it.
@@ -237,6 +241,15 @@ class Stream:
             # Plain decoding keeps no pages for a drafter.
             self._drafter = load_drafter(None, self._target)
             config = dataclasses.replace(config, num_speculative_tokens=0)
+        elif self._drafter.max_depth is not None:
+            # A tree that the drafter was loaded with bounds K, and is K where nobody says.
+            is_given = (
+                speculative_config is not None or num_speculative_tokens is not None
+            )
+            depth = self._drafter.max_depth
+            depth = min(config.num_speculative_tokens, depth) if is_given else depth
+            config = dataclasses.replace(config, num_speculative_tokens=depth)
+        self._drafter.check_windows(self._target.config, config.num_speculative_tokens)
         self._speculation = config
         engine_config = engine or EngineConfig()
         all_prompts = as_list(prompts)

@@ -53,7 +53,8 @@ def tree_attention(
       ancestor_bits: bit j of word w stands for new token 32 * w + j of the row; a
         token has its own bit set.
       num_new_keys: keys of a row from lengths[r] on that bits may name; where it is
-        None, those of its new tokens. Only together with ancestor_bits.
+        None, those of its new tokens. Keys among them that no bit names may hold NaN.
+        Only together with ancestor_bits.
       scale: multiplies the scores; usually head_dim ** -0.5.
       window: keys a token sees, itself included. A node of a tree counts from its depth;
         then the window must be wider than 32 * words.

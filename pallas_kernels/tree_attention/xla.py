@@ -48,12 +48,15 @@ def tree_attention_xla(
             table, block * pages_per_block, pages_per_block, 1
         )
         positions = block * block_tokens + jnp.arange(block_tokens)[None]
-        # A masked value has weight 0, but 0 * NaN is NaN, and unwritten slots may be.
-        is_used = (positions < ends[:, None])[:, None, :, None]
-        v = jnp.where(is_used, _gather(v_pages, ids), 0.0)
         is_visible = _visible(
             positions, lengths, ends, bits, window, max_tokens_per_row
         )
+        # A masked value has weight 0, but 0 * NaN is NaN, and unwritten slots may be:
+        # past the end, and where a level of a tree skips nodes.
+        is_used = positions < ends[:, None]
+        if bits is not None:
+            is_used &= jnp.any(is_visible, axis=1)
+        v = jnp.where(is_used[:, None, :, None], _gather(v_pages, ids), 0.0)
         group = queries.shape[2] // max_tokens_per_row
         is_visible = jnp.tile(is_visible[:, None], (1, 1, group, 1))
         scores = jnp.einsum("rhqd,rhkd->rhqk", queries, _gather(k_pages, ids))

@@ -20,8 +20,9 @@ from specjax.types import HostArray
 class DecodeState:
     """The rows of a batch. Row r has lengths[r] + 1 committed tokens; the last is its root.
 
-    `history` holds them at their positions. Past them stand drafts of the step in
-    flight, so that a node's own prefix is always history[row, : position + 1].
+    `history` holds them at their positions. Past them stand a chain's drafts of the
+    step in flight, so that a node's own prefix is history[row, : position + 1]; a
+    tree's are in its proposal.
     """
 
     cache: PagedKVCache
@@ -33,7 +34,7 @@ class DecodeState:
     draft_caps: (
         Array  # i32[rows], most tokens to draft for the row; 0 is plain decoding
     )
-    rules: Array  # i32[rows], types.GREEDY .. types.REJECTION
+    rules: Array  # i32[rows], types.GREEDY .. types.SYNTHETIC
     is_active: Array  # bool[rows], decoding: not empty, not prefilling, not ended
 
     @property

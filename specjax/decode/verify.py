@@ -136,7 +136,7 @@ def _with_rules(
         )
     logprobs = token_logprobs(
         scores,
-        _emitted_by_node(acceptance, flat, scores.shape[0]),
+        _emitted_by_node(acceptance, flat, state.is_active, scores.shape[0]),
         *where,
         max_logprobs=spec.max_logprobs,
         processed=processed,
@@ -144,10 +144,14 @@ def _with_rules(
     return acceptance, logprobs
 
 
-def _emitted_by_node(acceptance: Acceptance, flat: Array, num_tokens: int) -> Array:
+def _emitted_by_node(
+    acceptance: Acceptance, flat: Array, is_active: Array, num_tokens: int
+) -> Array:
     """Returns the token that follows each flat node, i32[num_tokens]; 0 where none does."""
     path = jnp.take_along_axis(flat, nodes_on_path(acceptance), axis=1)
     is_emitted = jnp.arange(path.shape[1])[None, :] <= acceptance.num_accepted[:, None]
+    # Other rows have no nodes: what stands for theirs is another row's.
+    is_emitted &= is_active[:, None]
     path = jnp.where(is_emitted, path, num_tokens)
     following = jnp.zeros(num_tokens, jnp.int32)
     return following.at[path].set(acceptance.token_ids, mode="drop")

@@ -23,7 +23,7 @@ from specjax.decode.forward import forward, logits, make_batch, make_tree_batch
 from specjax.drafters.base import Draft, Drafter
 from specjax.drafters.draws import draw_siblings, noise_keys
 from specjax.models.base import ModelConfig
-from specjax.sampling import TreeHistory, choose_tokens, target_probs
+from specjax.sampling import TreeHistory, choose_tokens
 from specjax.seeded_noise import TARGET_TOKEN
 from specjax.trees import draft_tree
 from specjax.trees.static_shapes import TreeShape
@@ -173,12 +173,18 @@ class _DraftModel:
         keys = noise_keys(
             sampling, rules, row_ids, roots + depth, roots, jnp.tile(nodes, rows)
         )
-        siblings = draw_siblings(scores, *where, rules=rules, keys=keys, count=count)
+        siblings = draw_siblings(
+            scores,
+            *where,
+            rules=rules,
+            keys=keys,
+            count=count,
+            keeps_probs=self.keeps_probs,
+        )
         token_ids = siblings.token_ids.reshape(rows, width, count)
-        if not self.keeps_probs:
+        if siblings.probs is None:
             return token_ids, None
-        probs = target_probs(siblings.processed, sampling, row_ids)
-        return token_ids, probs.reshape(rows, width, -1)
+        return token_ids, siblings.probs.reshape(rows, width, -1)
 
 
 def _draft_chain(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.sampling import first_argmax, process_logits
+from specjax.sampling import first_argmax, process_logits, target_probs
 from specjax.sampling.processing import History
 from specjax.sampling.row_sampling import RowSampling
 from specjax.seeded_noise import (
@@ -24,7 +25,7 @@ class Siblings(NamedTuple):
     """Draws without replacement from one distribution per node, in draw order."""
 
     token_ids: Array  # i32[num_tokens, count], distinct
-    processed: Array  # f32[num_tokens, vocab], logits of the distribution
+    probs: Array | None  # f32[num_tokens, vocab], the law of the first; None: not kept
 
 
 def noise_keys(
@@ -65,6 +66,7 @@ def draw_siblings(
     rules: Array,
     keys: Array,
     count: int,
+    keeps_probs: bool,
 ) -> Siblings:
     """Draws `count` distinct tokens after each node.
 
@@ -73,25 +75,46 @@ def draw_siblings(
     tokens. Where fewer than `count` tokens have any probability the others are drawn
     evenly among those left.
 
+    Rows under a rule by law draw from the very float32 probabilities that the rule
+    will be told: a token that underflows there is drawn as one without probability.
+
     Args:
       logits, sampling, row_ids, positions, history: as for `process_logits`.
       rules: i32[rows].
       keys: u32[num_tokens, 2], from `noise_keys`.
+      keeps_probs: whether rows may be under a rule by law.
 
     Source: Kool et al. 2019 (arXiv:1903.06059), section 2; the order is what
     verification by rejection needs (Jeon et al. 2024, arXiv:2402.14160).
     """
     processed = process_logits(logits, sampling, row_ids, positions, history)
+    probs, weights = None, processed
+    if keeps_probs:
+        probs = target_probs(processed, sampling, row_ids)
+        is_own = is_by_law(rules[row_ids])[:, None]
+        weights = jnp.where(is_own, jnp.log(probs), processed)
     is_random = (sampling.temperature[row_ids] > 0) & (rules[row_ids] != DELTA)
     noise = gumbel_noise(keys, logits.shape[1])
-    scores = jnp.where(is_random[:, None], processed + noise, processed)
-    token = jnp.arange(logits.shape[0])
-    token_ids = []
+    scores = jnp.where(is_random[:, None], weights + noise, processed)
+    token_ids = _best_distinct(scores, noise, count)
+    return Siblings(token_ids, probs)
+
+
+def _best_distinct(scores: Array, noise: Array, count: int) -> Array:
+    """Returns the `count` best tokens in order, i32[n, count]; by noise alone where scores are -inf."""
+    token = jnp.arange(scores.shape[0])
+    found = []
     for _ in range(count):
         best, largest = first_argmax(scores)
-        left, _ = first_argmax(noise)
-        best = jnp.where(largest == -jnp.inf, left, best)
-        token_ids.append(best)
+        is_out = largest == -jnp.inf
+        left = jax.lax.cond(
+            jnp.any(is_out),
+            lambda noise: first_argmax(noise)[0],
+            lambda noise: jnp.zeros(noise.shape[0], jnp.int32),
+            noise,
+        )
+        best = jnp.where(is_out, left, best)
+        found.append(best)
         scores = scores.at[token, best].set(-jnp.inf)
         noise = noise.at[token, best].set(-jnp.inf)
-    return Siblings(jnp.stack(token_ids, axis=1), processed)
+    return jnp.stack(found, axis=1)

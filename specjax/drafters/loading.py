@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from specjax.config import SpeculationConfig
+from specjax.config import MAX_DRAFT_NODES, SpeculationConfig
 from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.base import Model, ModelConfig
 from specjax.models.loading import check_same_vocabulary, load_model
@@ -38,9 +38,40 @@ class LoadedDrafter:
             return self.spec.num_matches > 1
         return isinstance(self.spec, ModelDrafter) and self.spec.shape is not None
 
+    @property
+    def max_depth(self) -> int | None:
+        """Of the tree it was loaded with; None where drafts may be of any depth."""
+        shape = self.spec.shape if isinstance(self.spec, ModelDrafter) else None
+        return None if shape is None else shape.max_depth
+
+    def num_nodes(self, num_speculative_tokens: int) -> int:
+        """Returns the nodes of a row's tree, root included; 0 for chains."""
+        if not self.is_tree:
+            return 0
+        spec = self.spec
+        if isinstance(spec, ModelDrafter):
+            assert spec.shape is not None
+            return spec.shape.cut(num_speculative_tokens).num_nodes
+        assert isinstance(spec, NgramDrafter)
+        most = spec.num_matches * num_speculative_tokens
+        return 1 + min(most, spec.num_drafts or MAX_DRAFT_NODES)
+
+    def check_windows(self, target: ModelConfig, num_speculative_tokens: int) -> None:
+        """Raises ValueError where a sliding window might hide a node from its own tree."""
+        words = -(-self.num_nodes(num_speculative_tokens) // 32)
+        for config in (target, *self.configs):
+            windows = [config.window(layer) for layer in range(config.num_layers)]
+            narrow = [w for w in windows if w is not None and w <= 32 * words]
+            if words and narrow:
+                raise ValueError(
+                    f"a sliding window of {min(narrow)} tokens is too narrow for trees of "
+                    f"{self.num_nodes(num_speculative_tokens)} nodes, which need more than "
+                    f"{32 * words}; draft fewer nodes, or chains."
+                )
+
     def check_rule(self, rule: str) -> None:
         """Raises ValueError where a verification rule cannot be applied to its drafts."""
-        if rule == "block" and self.is_tree:
+        if rule == "block" and self.is_tree and self.is_model:
             raise ValueError(
                 "verification='block' is for chains; use 'traversal', which is the same on "
                 "a chain and covers trees."
@@ -93,10 +124,12 @@ def load_drafter(
     if isinstance(source, LoadedDrafter):
         for of_drafter in source.configs:
             check_same_vocabulary(target, Model(of_drafter, {}, name=source.name))
-        return source
+        return _with_tree(source, config)
     if source is None:
         return LoadedDrafter("none", NoDrafter())
     if source == "ngram":
+        if config.speculative_token_tree is not None:
+            raise ValueError(_NO_MODEL.format("ngram"))
         return LoadedDrafter(
             "ngram",
             NgramDrafter(
@@ -114,9 +147,30 @@ def load_drafter(
             "name, a Model, or what load_drafter returned."
         )
     check_same_vocabulary(target, source)
+    if config.prompt_lookup_matches > 1:
+        raise ValueError(
+            f"prompt_lookup_matches={config.prompt_lookup_matches!r} is for method 'ngram'; "
+            "a draft model's tree is speculative_token_tree."
+        )
     return LoadedDrafter(
         source.name, ModelDrafter(source.config, _shape(config)), source.params
     )
+
+
+_NO_MODEL = (
+    "speculative_token_tree is the shape of a draft model's tree, and the drafter is "
+    "{!r}; leave it out. Several n-gram matches make a tree with prompt_lookup_matches."
+)
+
+
+def _with_tree(drafter: LoadedDrafter, config: SpeculationConfig) -> LoadedDrafter:
+    """Returns a loaded drafter with the tree that a call asks for, if it asks for one."""
+    if config.speculative_token_tree is None or not drafter.can_draft:
+        return drafter
+    if not isinstance(drafter.spec, ModelDrafter):
+        raise ValueError(_NO_MODEL.format(drafter.name))
+    spec = dataclasses.replace(drafter.spec, shape=_shape(config))
+    return dataclasses.replace(drafter, spec=spec)
 
 
 def _shape(config: SpeculationConfig) -> TreeShape | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.config import MAX_DRAFT_NODES
 from specjax.drafters.base import Draft, Drafter
 from specjax.trees.merging import merge
 from specjax.types import Proposal
@@ -113,7 +114,7 @@ def drafter(
     continuations in one tree: REST (arXiv:2311.08252), section 3.
     """
     depth = num_speculative_tokens
-    budget = num_matches * depth if num_drafts is None else num_drafts
+    budget = min(num_matches * depth, num_drafts or MAX_DRAFT_NODES)
 
     def draft(params, state, decode_state, num_tokens: Array) -> Draft:
         del params

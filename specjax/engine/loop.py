@@ -38,7 +38,6 @@ class Engine:
         on_progress: Report = lambda what, done, total: None,
     ):
         self.decoder = decoder
-        decoder.on_compile = lambda what: on_progress(f"compiling the {what}", 0, 0)
         self.params = decoder.place_params(params)
         self.policy = policy
         self.run_s = 0.0  # seconds in compiled calls and in reading them back, compiling left out
@@ -80,6 +79,10 @@ class Engine:
 
     def step(self, max_burst_steps: int | None = None) -> list[Request]:
         """Admits, prefills and runs one burst; returns the requests it advanced."""
+        # The decoder may serve other engines in turn.
+        self.decoder.on_compile = lambda what: self._on_progress(
+            f"compiling the {what}", 0, 0
+        )
         compiled_before = self.decoder.compile_s
         start = time.perf_counter()
         admitted = self._exchange_rows()

@@ -464,7 +464,9 @@ def test_weights_of_another_dtype_are_compiled_anew(target, prompts):
         assert len(generate(model, prompts[:2])) == 2
 
 
-@pytest.mark.parametrize("convert", [np.array, jnp.array, tuple], ids=str)
+@pytest.mark.parametrize(
+    "convert", [np.array, jnp.array, tuple], ids=["numpy", "jax", "tuple"]
+)
 def test_prompts_of_any_sequence(target, prompts, plain, convert):
     out = generate(target, [convert(prompts[2]), convert(prompts[3])])
     assert ids(out) == ids(plain)[2:4]

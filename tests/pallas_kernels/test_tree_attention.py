@@ -121,6 +121,30 @@ def test_one_level_of_a_tree_equals_the_whole(implementation):
     np.testing.assert_allclose(out, whole[tokens], 1e-5, 1e-5)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_nodes_that_no_bit_names_may_hold_nan(implementation):
+    example = EXAMPLES["tree"]
+    (q, *pages, table, _, lengths), options = make_inputs(example)
+    bits = options.pop("ancestor_bits")
+    options["max_tokens_per_row"] = 1
+    tokens = jnp.array([3, 9, 15])  # node 3 of three rows, which follows 0 and 1
+    rows = np.arange(3)[:, None]
+    at = np.asarray(lengths)[:3, None] + np.array([2, 4, 5])
+    page, offset = np.asarray(table)[rows, at // 16], at % 16
+    out = tree_attention(
+        q[tokens],
+        *(each.at[page, :, offset].set(jnp.nan) for each in pages),
+        table,
+        jnp.array([0, 1, 2, 3, 3], jnp.int32),
+        lengths,
+        ancestor_bits=bits[tokens],
+        num_new_keys=jnp.array([6, 6, 6, 0], jnp.int32),
+        implementation=implementation,
+        **options,
+    )
+    np.testing.assert_allclose(out, attend(example, implementation)[tokens], 1e-5, 1e-5)
+
+
 def test_a_chain_as_a_tree_is_the_chain():
     chain = EXAMPLES["chain"]
     tree = dataclasses.replace(chain, parents=(-1, 0, 1, 2, 3))

@@ -9,6 +9,11 @@ from jax import Array
 def draw_token(draw: Array, weights: Array) -> Array:
     """Returns a token i32[rows] per uniform draw f32[rows], by inverting the cumulative sum.
 
+    A float32 draw and sum tell apart no more than some 2**24 levels: over 32,000 even
+    weights the law is off by 3e-4 in total variation, over 128,000 by 1e-3, and tokens
+    of less than 1e-7 of the total may never be drawn. `seeded` draws by a race of
+    32-bit words instead and has no such limit.
+
     Args:
       weights: f32[rows, vocab], not negative, of any positive total.
     """
