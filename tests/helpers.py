@@ -184,7 +184,8 @@ class AlternatingDrafter:
         model = ModelDrafter(self.config, shape).build(
             num_speculative_tokens, dtype, keeps_probs
         )
-        ngram = NgramDrafter(1, 4, 3, shape.num_drafts).build(
+        # Matches enough that both trees have room for equally many tokens.
+        ngram = NgramDrafter(1, 4, shape.num_drafts, shape.num_drafts).build(
             num_speculative_tokens, dtype, keeps_probs
         )
 

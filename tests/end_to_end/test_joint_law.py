@@ -244,6 +244,7 @@ def check(models, kind, num_samples):
     assert not failed, {sampler.combinations[i]: values[i] for i in failed}
 
 
+@pytest.mark.slow
 def test_joint_law_of_few_samples(models):
     check(models, "tree", FEW_SAMPLES)
 

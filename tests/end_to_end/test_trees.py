@@ -67,8 +67,13 @@ def config_of(tree, **changes):
     return SpeculationConfig(speculative_token_tree=tree, **changes)
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    "tree", ["uneven", *(pytest.param(t, marks=SLOW) for t in TREES if t != "uneven")]
+)
 def test_trees_change_nothing(target, prompts, plain, tree, sampling):
     out = specjax.generate(
         target,
@@ -103,6 +108,7 @@ def test_a_chain_as_a_tree_accepts_what_the_chain_does(target, prompts):
     assert tree.stats.acceptance == chain.stats.acceptance
 
 
+@pytest.mark.slow
 def test_wider_trees_accept_more(target, prompts):
     lengths = [
         specjax.generate(
@@ -213,7 +219,10 @@ def test_sliding_windows():
     assert out.stats.mean_acceptance_length > 3
 
 
-@pytest.mark.parametrize("verification", ["seeded", "delta", "rejection"])
+@pytest.mark.parametrize(
+    "verification",
+    ["seeded", *(pytest.param(r, marks=SLOW) for r in ("delta", "rejection"))],
+)
 def test_caches_hold_the_accepted_path_in_order(target, prompts, verification):
     """After steps that accepted second siblings, keys and values are those of the text."""
     draft = first_layer(target)
