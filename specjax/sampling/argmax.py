@@ -56,7 +56,9 @@ class _Search(NamedTuple):
         """Whether the next block could hold a better score, or an equal one before it."""
         is_before = BLOCK * self.next_block < self.index
         is_equal = self.next_bound == self.best
-        return (self.next_bound > self.best) | (is_equal & is_before)
+        # Once all are seen every bound is -inf: nothing can keep the search going.
+        is_left = self.next_bound > -jnp.inf
+        return is_left & ((self.next_bound > self.best) | (is_equal & is_before))
 
 
 def bounded_argmax(values: Array, score: Score, bound: Score) -> tuple[Array, Array]:

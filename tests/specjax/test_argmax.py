@@ -35,6 +35,8 @@ def logits_of(kind, vocab, seed=0, num_tokens=NUM_TOKENS):
         values[:] = 1.5
     if kind == "masked":
         values[rng.random(values.shape) < 0.98] = -np.inf
+    if kind == "last":  # of a block cut short
+        values[:, -1] = 10.0
     if kind == "one_finite":
         values[:] = -np.inf
         values[np.arange(num_tokens), rng.integers(0, vocab, num_tokens)] = -3.0
@@ -165,6 +167,19 @@ def test_equal_scores_are_not_searched_for_the_lowest():
     assert index.tolist() == [0] * NUM_TOKENS
 
 
+@pytest.mark.parametrize(
+    "excess", [lambda ids: ids, lambda ids: ids >= 10 * argmax.BLOCK]
+)
+@pytest.mark.parametrize("kind", ["ties", "equal"])
+def test_equal_scores_seen_last_block_first_give_the_lowest(kind, excess):
+    """Also where the bound of an earlier block is no more than the best score."""
+    score = lambda part, ids: part
+    bound = lambda part, ids: part + excess(ids)
+    values = logits_of(kind, 20 * argmax.BLOCK)
+    _, (index, _) = looks(jnp.asarray(values), score, bound)
+    np.testing.assert_array_equal(index, values.argmax(axis=1))
+
+
 @pytest.mark.parametrize("num_blocks", [0, 1, argmax.FEW, argmax.FEW + 1])
 def test_scores_of_few_blocks(num_blocks):
     """One value in each of num_blocks blocks, the last, cut short, among them."""
@@ -208,7 +223,7 @@ def scaled_of(kind, seed=0):
     return jnp.asarray(values - values.max(axis=1, keepdims=True))
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "equal", "masked"])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "equal", "masked", "last"])
 @pytest.mark.parametrize("top_k", [1, 50, 64, 65, 300, 2047, 2048, 2049, 5002, 5003])
 def test_top_k_of_the_few_is_that_of_all(kind, top_k):
     scaled = scaled_of(kind)
@@ -219,7 +234,7 @@ def test_top_k_of_the_few_is_that_of_all(kind, top_k):
     assert np.all(is_enough) or top_k > argmax.FEW
 
 
-@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "equal", "masked"])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "equal", "masked", "last"])
 @pytest.mark.parametrize("top_k", [0, 40])
 @pytest.mark.parametrize("min_p", [0.0, 0.01])
 def test_top_p_of_the_few_is_that_of_all(kind, top_k, min_p):
