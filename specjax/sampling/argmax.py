@@ -156,6 +156,7 @@ def block_maxima(
 ) -> Array:
     """Returns the best score of each block of a row, f32[n, num_blocks]; NaN may be lost."""
     size = values.shape[1]
+    width = min(width, size)
     num_blocks = -(-size // width)
     padding = ((0, 0), (0, num_blocks * width - size))
     padded = jnp.pad(values, padding, constant_values=-jnp.inf)
@@ -166,7 +167,7 @@ def block_maxima(
 def _argmax_inside(values: Array, block: Array, score: Score) -> tuple[Array, Array]:
     """Returns the lowest index of the best score in one block of each row, and the score."""
     start = BLOCK * block
-    index = start[:, None] + jnp.arange(BLOCK)[None, :]
+    index = start[:, None] + jnp.arange(min(BLOCK, values.shape[1]))[None, :]
     index = jnp.minimum(index, values.shape[1] - 1)
     inside = _nan_as_inf(score)(jnp.take_along_axis(values, index, axis=1), index)
     offset = jnp.argmax(inside, axis=1).astype(jnp.int32)
