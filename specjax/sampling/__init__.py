@@ -4,9 +4,9 @@ One path for plain decoding, drafting and verifying: every function takes flat
 tokens (nodes), each with its own row and its own prefix.
 """
 
+from specjax.sampling.argmax import first_argmax as first_argmax
 from specjax.sampling.choosing import Choice as Choice
 from specjax.sampling.choosing import choose_tokens as choose_tokens
-from specjax.sampling.choosing import first_argmax as first_argmax
 from specjax.sampling.choosing import target_probs as target_probs
 from specjax.sampling.processing import TreeHistory as TreeHistory
 from specjax.sampling.processing import process_logits as process_logits

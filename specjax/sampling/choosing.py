@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from specjax.sampling.argmax import (
+    Score,
+    as_it_is,
+    bounded_argmax,
+    first_argmax,
+    sparse_argmax,
+)
 from specjax.sampling.processing import (
     History,
     check_shapes,
@@ -17,16 +24,10 @@ from specjax.sampling.processing import (
     usage,
 )
 from specjax.sampling.row_sampling import RowSampling
-from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
+from specjax.seeded_noise import TARGET_TOKEN, gumbel_bound, gumbel_noise, token_keys
 
-BLOCK = 128  # of first_argmax; 64 to 256 cost the same on x86-64 with jax 0.10.2
-
-
-Score = Callable[[Array, Array], Array]
-
-
-def _as_it_is(values: Array, index: Array | None = None) -> Array:
-    return values
+# Values, scores and a bound of them to the index and the score of the best.
+Search: TypeAlias = Callable[[Array, Score, Score], tuple[Array, Array]]
 
 
 class Choice(NamedTuple):
@@ -96,7 +97,7 @@ def choose_and(
     row = jnp.minimum(row_ids, sampling.rows - 1)
     used = usage(sampling, row_ids, positions)
 
-    def race(values: Array, scale: Callable[[Array], Array]) -> Choice:
+    def race(values: Array, scale: Callable[[Array], Array], search: Search) -> Choice:
         keys = token_keys(sampling.seeds[row], positions + 1, role)
         # A factor, as XLA's code for a select over logarithms is slow on CPU.
         is_random = (sampling.temperature[row] > 0).astype(jnp.float32)[:, None]
@@ -104,21 +105,33 @@ def choose_and(
         def score(part: Array, token_ids: Array) -> Array:
             return scale(part) + is_random * gumbel_noise(keys, token_ids)
 
-        return _best(values, score)
+        def bound(part: Array, token_ids: Array) -> Array:
+            return scale(part) + is_random * gumbel_bound(keys, token_ids)
+
+        # Two logarithms per token take most of the time of a race on CPU only.
+        return _choice(
+            *lax.platform_dependent(
+                values,
+                cpu=lambda values: search(values, score, bound),
+                default=lambda values: first_argmax(values, score),
+            )
+        )
 
     def scale_and_race() -> Choice:
-        return race(logits, scaler(logits, sampling, row))
+        return race(logits, scaler(logits, sampling, row), bounded_argmax)
 
     def process_and_race() -> Any:
         values = processed
         if values is None:
             values = process_logits(logits, sampling, row_ids, positions, history)
         choice = lax.cond(
-            used.temperature, lambda: race(values, _as_it_is), lambda: _best(values)
+            used.temperature,
+            lambda: race(values, as_it_is, _few_or_bounded),
+            lambda: _greedy(values),
         )
-        # A mask may have hidden a NaN.
-        is_nan = jnp.isnan(jnp.max(logits, axis=1))
-        choice = choice._replace(is_invalid=choice.is_invalid | is_nan)
+        # A mask may have hidden it, or a maximum that drops NaN.
+        is_bad = jnp.any(~(logits < jnp.inf), axis=1)
+        choice = choice._replace(is_invalid=choice.is_invalid | is_bad)
         return describe(choice, values)
 
     is_plain = ~(used.edits | used.filters | needs_processed)
@@ -126,44 +139,26 @@ def choose_and(
     return lax.switch(
         jnp.where(is_plain, jnp.where(is_greedy, 0, 1), 2),
         [
-            lambda: describe(_best(logits), None),
+            lambda: describe(_greedy(logits), None),
             lambda: describe(scale_and_race(), None),
             process_and_race,
         ],
     )
 
 
-def _best(values: Array, score: Score = _as_it_is) -> Choice:
-    token_ids, largest = first_argmax(values, score)
+def _few_or_bounded(values: Array, score: Score, bound: Score) -> tuple[Array, Array]:
+    """Draws noise only for what can be chosen, where a filter has left little."""
+    return sparse_argmax(
+        values, score, lambda values: bounded_argmax(values, score, bound)
+    )
+
+
+def _greedy(values: Array) -> Choice:
+    return _choice(*first_argmax(values))
+
+
+def _choice(token_ids: Array, largest: Array) -> Choice:
     return Choice(token_ids, ~jnp.isfinite(largest))
-
-
-def first_argmax(values: Array, score: Score = _as_it_is) -> tuple[Array, Array]:
-    """Returns the lowest index of each row's best score, i32[n], and the score, f32[n].
-
-    The best of each block, then an argmax over blocks and one inside the best
-    block: a plain maximum is vectorised on CPU and jnp.argmax is not. Scores are
-    computed in the pass that takes the maximum and again for the one block, never
-    stored. NaN counts as the largest.
-
-    Args:
-      values: f32[n, size].
-      score: values f32[n, m] and their indices i32[n or 1, m] to scores; elementwise,
-        and -inf for -inf.
-    """
-    size = values.shape[1]
-    num_blocks = -(-size // BLOCK)
-    padding = ((0, 0), (0, num_blocks * BLOCK - size))
-    padded = jnp.pad(values, padding, constant_values=-jnp.inf)
-    scores = score(padded, jnp.arange(num_blocks * BLOCK)[None, :])
-    largest = jnp.max(scores.reshape(-1, num_blocks, BLOCK), axis=2)
-    start = BLOCK * jnp.argmax(largest, axis=1).astype(jnp.int32)
-    index = jnp.minimum(start[:, None] + jnp.arange(BLOCK)[None, :], size - 1)
-    # No comparison with the maximum found before: what is computed again may differ
-    # from it in the last bit.
-    inside = score(jnp.take_along_axis(values, index, axis=1), index)
-    offset = jnp.argmax(inside, axis=1).astype(jnp.int32)
-    return start + offset, jnp.max(inside, axis=1)
 
 
 def target_probs(processed: Array, sampling: RowSampling, row_ids: Array) -> Array:

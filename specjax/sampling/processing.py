@@ -8,6 +8,13 @@ from typing import NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax import Array, lax
 
+from specjax.sampling.argmax import (
+    FEW_BLOCK,
+    block_indices,
+    block_maxima,
+    is_short,
+    top_few,
+)
 from specjax.sampling.row_sampling import RowSampling
 
 
@@ -102,7 +109,7 @@ def process_logits(
     what cannot be chosen. Tokens equal to the last one kept are kept too, and the
     most likely token always is. With a temperature the largest logit is 0.
 
-    A row with NaN gives NaN or -inf and touches no other row.
+    A row with NaN has NaN or -inf there, anything elsewhere, and touches no other row.
 
     Args:
       logits: f32[num_tokens, vocab], of the token at positions + 1.
@@ -260,9 +267,8 @@ def _filter(scaled: Array, used: Usage, sampling: RowSampling, row: Array) -> Ar
     top_p = jnp.where(is_random, sampling.top_p[row], 1.0)
     cut = lax.cond(
         used.filters,
-        # One token's logits stay in a CPU's cache for all passes over them.
         lambda: lax.platform_dependent(
-            scaled, min_p, top_k, top_p, cpu=_cut_one_by_one, default=_cut
+            scaled, min_p, top_k, top_p, cpu=_cut_few_first, default=_cut
         ),
         lambda: jnp.full(scaled.shape[0], -jnp.inf),
     )
@@ -276,12 +282,75 @@ def _cut(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> Array:
         jnp.any(top_k > 0), lambda: _top_k_cut(scaled, top_k, cut), lambda: cut
     )
     return lax.cond(
-        jnp.any(top_p < 1), lambda: _top_p_cut(scaled, top_p, cut), lambda: cut
+        jnp.any(top_p < 1),
+        lambda: _top_p_cut(scaled, top_p, top_p * _mass(scaled, cut), cut),
+        lambda: cut,
+    )
+
+
+def _cut_few_first(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> Array:
+    """`_cut`, from the largest logits alone for the tokens where they are enough."""
+    if is_short(scaled):
+        return _cut_one_by_one(scaled, min_p, top_k, top_p)
+    cut, is_enough = _cut_few(scaled, min_p, top_k, top_p)
+
+    def finish(token: tuple[Array, ...]) -> Array:
+        *batch, cut, is_enough = (x[None] for x in token)
+        return lax.cond(is_enough[0], lambda: cut, lambda: _cut(*batch))[0]
+
+    return lax.cond(
+        jnp.all(is_enough),
+        lambda: cut,
+        lambda: lax.map(finish, (scaled, min_p, top_k, top_p, cut, is_enough)),
     )
 
 
 def _cut_one_by_one(*batch: Array) -> Array:
+    """`_cut` for one token at a time, whose logits stay in a CPU's cache for all passes."""
     return lax.map(lambda token: _cut(*(x[None] for x in token))[0], batch)
+
+
+def _cut_few(
+    scaled: Array, min_p: Array, top_k: Array, top_p: Array
+) -> tuple[Array, Array]:
+    """Looks for the cut in the FEW blocks with the largest maxima.
+
+    No other block holds more than the least of these maxima, the floor: above it
+    the few are all there is.
+
+    Returns:
+      cut f32[num_tokens], and whether it is that of `_cut`, bool[num_tokens].
+    """
+    maxima, blocks = top_few(block_maxima(scaled, width=FEW_BLOCK))
+    floor = maxima[:, -1]
+    index = block_indices(blocks, scaled.shape[1])
+    few = jnp.take_along_axis(scaled, index, axis=1)
+    # Where the last block repeats the last token, it counts once.
+    is_repeated = index[:, 1:] == index[:, :-1]
+    few = few.at[:, 1:].set(jnp.where(is_repeated, -jnp.inf, few[:, 1:]))
+
+    has_top_k = (top_k > 0) & (top_k < scaled.shape[1])
+    num_above = jnp.sum((few >= floor[:, None]).astype(jnp.float32), axis=1)
+    has_enough = ~has_top_k | ((num_above >= top_k) & (top_k < few.shape[1]))
+    cut = jnp.log(min_p)
+    cut = lax.cond(jnp.any(top_k > 0), lambda: _top_k_cut(few, top_k, cut), lambda: cut)
+
+    def nucleus() -> tuple[Array, Array]:
+        enough = top_p * _mass(scaled, cut)
+        # Of equal weights either all are in the few, or they are not above the floor.
+        is_above = jnp.exp(few) > jnp.exp(floor)[:, None]
+        above = _mass(jnp.where(is_above, few, -jnp.inf), cut)
+        return _top_p_cut(few, top_p, enough, cut), (top_p >= 1) | (above >= enough)
+
+    cut, has_mass = lax.cond(
+        jnp.any(top_p < 1), nucleus, lambda: (cut, jnp.ones_like(has_enough))
+    )
+    return cut, has_enough & has_mass
+
+
+def _mass(scaled: Array, cut: Array) -> Array:
+    """Returns the sum of the weights of all that is not cut, f32[num_tokens]."""
+    return jnp.sum(jnp.where(scaled >= cut[:, None], jnp.exp(scaled), 0.0), axis=1)
 
 
 def _top_k_cut(scaled: Array, top_k: Array, cut: Array) -> Array:
@@ -299,12 +368,11 @@ def _top_k_cut(scaled: Array, top_k: Array, cut: Array) -> Array:
     return jnp.where(is_on, jnp.maximum(cut, level), cut)
 
 
-def _top_p_cut(scaled: Array, top_p: Array, cut: Array) -> Array:
-    """Returns the least logit of the smallest set, most likely first, with mass top_p."""
+def _top_p_cut(scaled: Array, top_p: Array, enough: Array, cut: Array) -> Array:
+    """Returns the least logit of the smallest set, most likely first, with mass `enough`."""
     is_on = top_p < 1
     is_left = scaled >= cut[:, None]
     weights = jnp.where(is_left, jnp.exp(scaled), 0.0)
-    enough = top_p * jnp.sum(weights, axis=1)
 
     def holds(level: Array) -> Array:
         is_kept = weights >= level[:, None]

@@ -9,10 +9,12 @@ from scipy import stats
 from specjax.sampling import first_argmax
 from specjax.seeded_noise import (
     ACCEPT,
+    BOUND_SLACK,
     DRAFT,
     RECOVER,
     TARGET_TOKEN,
     exponential_noise,
+    gumbel_bound,
     gumbel_noise,
     race_scores,
     random_bits,
@@ -158,6 +160,49 @@ def test_draws_that_win_are_distinct():
     smallest = np.sort(noise, axis=1)[:, :500]
     assert all(len(np.unique(row)) == 500 for row in smallest)
     np.testing.assert_allclose(smallest[:, -1] * 128_000, 500, rtol=0.25)
+
+
+def test_the_largest_of_many_draws_has_its_distribution():
+    """The maximum of n Gumbel draws is one more, log n higher."""
+    draw = jax.jit(lambda keys: jnp.max(gumbel_noise(keys, 5_000), axis=1))
+    largest = np.concatenate(
+        [draw(keys_of(1_000, start=start)) for start in range(0, 4_000, 1_000)]
+    )
+    p_value = stats.kstest(largest - np.log(5_000), "gumbel_r").pvalue
+    assert p_value > LEAST_P_VALUE
+
+
+def test_the_largest_of_fifty_million_draws_are_distinct():
+    """About 1,988 of 2,000 for words of 32 bits; uniforms of 24 bits give 322."""
+    draw = jax.jit(lambda keys: gumbel_noise(keys, 128_000))
+    largest = np.empty(0, np.float32)
+    for start in range(0, 390, 30):
+        noise = np.asarray(draw(keys_of(30, start=start))).reshape(-1)
+        largest = np.concatenate([largest, noise[noise > 9.5]])
+    total = 390 * 128_000
+    largest = np.sort(largest)[-2_000:]
+    assert len(np.unique(largest)) > 1_950
+    # The count above a level is Poisson: 5 standard errors of 2,000 is 11 %.
+    assert largest[0] == pytest.approx(np.log(total / 2_000), abs=0.11)
+    assert -3 < largest[-1] - np.log(total) < 14
+
+
+def test_the_bound_is_above_the_noise(monkeypatch):
+    """At every edge of a binary order and at random words, and near where it matters."""
+    powers = 2 ** np.arange(32)
+    near = np.arange(-300, 301)
+    edges = (powers[:, None] + near[None, :]).reshape(-1) % 2**32
+    rng = np.random.default_rng(0)
+    scattered = rng.integers(0, 2**32, 500_000) >> rng.integers(0, 32, 500_000)
+    bits = np.concatenate([edges, np.arange(2**16), scattered]).astype(np.uint32)
+    words = jnp.asarray(bits)[None, :]
+    monkeypatch.setattr("specjax.seeded_noise.random_bits", lambda keys, count: words)
+    noise = np.asarray(jax.jit(lambda: gumbel_noise(None, 1))(), np.float64)
+    bound = np.asarray(jax.jit(lambda: gumbel_bound(None, 1))(), np.float64)
+    above = bound - noise
+    assert above.min() > BOUND_SLACK / 2
+    is_large = (noise > 7) & (bits >= 2**10)
+    assert above[is_large].max() < 0.06 + 2 * BOUND_SLACK
 
 
 @pytest.mark.parametrize(
