@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from specjax.config import SamplingParams as SamplingParams
     from specjax.config import SpeculationConfig as SpeculationConfig
     from specjax.drafters.loading import load_drafter as load_drafter
+    from specjax.engine.request import SelfCheck as SelfCheck
     from specjax.generation import generate as generate
     from specjax.generation import stream as stream
     from specjax.models.base import Model as Model
@@ -24,6 +25,7 @@ _HOME = {
     "SamplingParams": "specjax.config",
     "SpeculationConfig": "specjax.config",
     "load_drafter": "specjax.drafters.loading",
+    "SelfCheck": "specjax.engine.request",
     "generate": "specjax.generation",
     "stream": "specjax.generation",
     "Model": "specjax.models.base",

@@ -28,6 +28,7 @@ VERIFICATION_RULES = (
 )
 # Output under these is not the target's.
 LOSSY_RULES = ("lenient", "typical", "synthetic")
+NUMERICS = ("fast", "invariant")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 MAX_DRAFT_NODES = 255
 MAX_DEPTH = 63
@@ -71,6 +72,7 @@ class SamplingParams:
     )
     num_speculative_tokens: int | None = None  # this request's own K; 0 is off
     verification: str | None = None  # this request's own rule; None is the call's
+    self_check: bool = False  # holds the draws against their law, see specjax.SelfCheck
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -118,6 +120,8 @@ class SamplingParams:
             )
         if self.ignore_eos not in (True, False):
             raise ValueError(f"ignore_eos={self.ignore_eos!r} must be True or False.")
+        if self.self_check not in (True, False):
+            raise ValueError(f"self_check={self.self_check!r} must be True or False.")
         is_many = self.stop is None or _is_sized(self.stop)
         if not is_many or any(
             not isinstance(text, str) or not text for text in self.stop_strings
@@ -306,10 +310,15 @@ class SpeculationConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     prompt_lookup_matches: int = 1  # continuations; more than one are drafted as a tree
-    num_draft_nodes: int | None = None  # most tokens of such a tree; None: all of them
+    # Most tokens of such a tree, or of one grown with tree_top_k. None: all of them, or
+    # tree_top_k per depth.
+    num_draft_nodes: int | None = None
     # A draft model's tree, each node by the ranks on the way to it: "[(0,), (1,), (0, 0)]",
     # the same as a list, or the children per depth, (2, 1). None drafts chains.
     speculative_token_tree: Any = None  # tuple[tuple[int, ...], ...], once made
+    # A draft model's tree, grown where the model is surest (EAGLE-2's top-k): so many
+    # nodes expanded per depth, so many children looked at of each.
+    tree_top_k: int | None = None
     lenience: float = 0.5  # of "lenient": draft probabilities are multiplied by it
     typical_epsilon: float = 0.09  # of "typical": its thresholds
     typical_delta: float = 0.3
@@ -351,6 +360,7 @@ class SpeculationConfig:
                 "speculative_token_tree is the shape of a draft model's tree; with "
                 "method 'ngram' leave it out."
             )
+        self._check_growth()
         if self.verification not in VERIFICATION_RULES:
             raise ValueError(_unknown_rule(self.verification))
         _check_lossy(self)
@@ -367,6 +377,27 @@ class SpeculationConfig:
         if nodes is not None and not (_is_int(nodes) and 1 <= nodes <= MAX_DRAFT_NODES):
             raise ValueError(
                 f"num_draft_nodes={nodes!r} must be a whole number from 1 to {MAX_DRAFT_NODES}."
+            )
+
+    def _check_growth(self) -> None:
+        """Refuses a tree_top_k that means nothing or contradicts."""
+        top_k, depth = self.tree_top_k, self.num_speculative_tokens
+        if top_k is None:
+            return
+        if not _is_int(top_k) or not 1 <= top_k <= 32:
+            raise ValueError(
+                f"tree_top_k={top_k!r} must be a whole number from 1 to 32."
+            )
+        if self.speculative_token_tree is not None or self.method == "ngram":
+            raise ValueError(
+                "tree_top_k grows a draft model's tree; leave it out together with "
+                "speculative_token_tree or method 'ngram'."
+            )
+        if depth == 0 or (depth - 1) * top_k > MAX_DRAFT_NODES:
+            raise ValueError(
+                f"tree_top_k={top_k!r} and num_speculative_tokens={depth!r} grow a tree of "
+                f"{max(depth - 1, 0) * top_k} nodes; expected a depth of at least 1 and at "
+                f"most {MAX_DRAFT_NODES} nodes. Lower either."
             )
 
     @classmethod
@@ -430,11 +461,23 @@ class EngineConfig:
     max_allowed_tokens: int = 256
     max_stop_tokens: int = 16
     max_logprobs: int = 20
+    # Most that float32 logits take while drafts are verified: rows beyond it wait for
+    # the next chunk. A chunk is one row at least.
+    logit_bytes: int = 10**9
+    # "fast", or "invariant": the bits of every token follow from its own row, whatever
+    # is drafted and decoded beside it, at the price of computing token_bucket tokens
+    # where one would do. docs/invariant-numerics.md.
+    numerics: str = "fast"
+    token_bucket: int = 16
 
     def __post_init__(self):
+        if self.numerics not in NUMERICS:
+            raise ValueError(
+                f"EngineConfig.numerics={self.numerics!r} must be one of {', '.join(NUMERICS)}."
+            )
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
-            if value is None and field.default is None:
+            if field.name == "numerics" or (value is None and field.default is None):
                 continue
             if not _is_int(value) or value < 1:
                 raise ValueError(

@@ -23,7 +23,13 @@ from specjax.decode.decoder import build_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.engine.loop import Engine
-from specjax.engine.request import AcceptanceCounts, Piece, Request, TokenLogProbs
+from specjax.engine.request import (
+    AcceptanceCounts,
+    Piece,
+    Request,
+    SelfCheck,
+    TokenLogProbs,
+)
 from specjax.engine.speculation_policy import Fixed, SpeculationPolicy
 from specjax.models.base import Model
 from specjax.models.loading import load_model
@@ -52,6 +58,7 @@ class Completion:
     pieces: list[Piece]  # the text by token, and who proposed each
     prompt_token_ids: list[int]
     lossy: str | None = None  # the rule, where the text need not be the target's
+    self_check: SelfCheck | None = None  # where SamplingParams.self_check asks for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +76,7 @@ class GenerationStats:
     drafter: str
     verification: str
     lossy: tuple[str, ...] = ()  # rules used under which text is not the target's
+    self_check: SelfCheck | None = None  # over all requests that check themselves
 
     @property
     def tokens_per_second(self) -> float:
@@ -89,8 +97,10 @@ class GenerationStats:
         own = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
-            if f.name != "acceptance"
+            if f.name not in ("acceptance", "self_check")
         }
+        if self.self_check is not None:
+            own["self_check"] = self.self_check.to_dict()
         return own | {
             "tokens_per_second": self.tokens_per_second,
             "num_steps": counts.num_steps,
@@ -264,6 +274,7 @@ class Stream:
             engine_config,
             dtype,
             sharding.axis_size(mesh, sharding.DATA),
+            self._drafter.tree_slots(config.num_speculative_tokens),
         )
         self._failed = [_failure(each) for each in [*refused, *unfit]]
         if sizes is None:
@@ -349,6 +360,7 @@ class Stream:
             drafter=self._drafter.name,
             verification=self._speculation.verification,
             lossy=tuple(sorted({c.lossy for c in completions if c.lossy})),
+            self_check=_merged([c.self_check for c in completions if c.self_check]),
         )
 
 
@@ -414,6 +426,7 @@ def _completion(request: Request) -> Completion:
         pieces=[piece for piece in request.shown if piece.text],
         prompt_token_ids=list(request.prompt_token_ids),
         lossy=_lossy(request),
+        self_check=request.self_check if request.params.self_check else None,
     )
 
 
@@ -421,6 +434,14 @@ def _lossy(request: Request) -> str | None:
     """Returns the rule that verified drafts of a request, if its output is not the target's."""
     name = VERIFICATION_RULES[request.rule]
     return name if name in LOSSY_RULES and request.counts.num_drafted else None
+
+
+def _merged(checks: list[SelfCheck]) -> SelfCheck | None:
+    """Returns the self-check of all requests together; None where none was asked for."""
+    total = SelfCheck()
+    for check in checks:
+        total.merge(check)
+    return total if checks else None
 
 
 def _failure(refused: Refused) -> Completion:

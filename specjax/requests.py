@@ -137,6 +137,12 @@ def _of_prompt(
             f"verification='greedy' needs temperature 0, got temperature={params.temperature!r}; "
             "use 'seeded', which samples and is exact at any temperature."
         )
+    number = VERIFICATION_RULES.index(rule)
+    if engine_config.numerics == "invariant" and drafter.effective_rules([number]):
+        raise ValueError(
+            f"numerics='invariant' makes tokens independent of what is drafted, and under "
+            f"verification={rule!r} they depend on it; use 'seeded', 'greedy' or 'delta'."
+        )
     if params.stop_strings and target.tokenizer is None:
         raise ValueError(
             "stop strings need a tokenizer, and this model's folder has none; use stop_token_ids."
@@ -160,7 +166,7 @@ def _of_prompt(
             params=params,
             seed=seed,
             draft_cap=most if wanted is None else min(wanted, most),
-            rule=VERIFICATION_RULES.index(rule),
+            rule=number,
             max_length=len(ids) + min(params.max_tokens, room),
             sampling_values=row_values(
                 params,

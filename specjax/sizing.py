@@ -20,6 +20,7 @@ def choose_sizes(
     engine: EngineConfig,
     dtype: Any,
     num_shards: int,
+    tree_slots: int = 0,
 ) -> tuple[Sizes | None, list[Request], list[Refused]]:
     """Returns sizes that serve the requests that can be served, those, and the others.
 
@@ -29,20 +30,22 @@ def choose_sizes(
     Args:
       configs: of target and draft model, whose pages are allocated together.
       num_shards: of the mesh's data axis; a request's pages lie in one of them.
+      tree_slots: what every row needs past its last token.
     """
     size = engine.page_size
     page_bytes = sum(c.num_layers * c.num_kv_heads * c.head_dim for c in configs)
     page_bytes *= 2 * size * dtype.itemsize
     limit = engine.num_pages or max(engine.kv_cache_bytes // page_bytes, 1)
     shard_pages = max(limit // num_shards, 1)
-    has_room = lambda request: -(-request.max_length // size) <= shard_pages
+    num_slots = lambda request: request.max_length + tree_slots
+    has_room = lambda request: -(-num_slots(request) // size) <= shard_pages
     fits = list(filter(has_room, requests))
     refused = [
         Refused(
             request.prompt_index,
             request.sample_index,
             request.seed,
-            f"prompt {request.prompt_index}: prompt and output need {request.max_length} tokens, and "
+            f"prompt {request.prompt_index}: prompt and output need {num_slots(request)} tokens, and "
             f"the pool holds {shard_pages * size} for one request; lower max_tokens, shorten the "
             f"prompt or raise {'num_pages' if engine.num_pages else 'kv_cache_bytes'}.",
         )
@@ -53,7 +56,7 @@ def choose_sizes(
         return None, [], refused
     rows = min(engine.max_rows, power_of_two(len(fits)))
     rows = -(-rows // num_shards) * num_shards
-    longest = max(max(request.max_length for request in fits), MIN_ROW_TOKENS)
+    longest = max(max(map(num_slots, fits)), MIN_ROW_TOKENS)
     pages_per_row = power_of_two(-(-longest // size))
     if engine.num_pages is None:
         shard_pages = min(shard_pages, rows // num_shards * pages_per_row)
@@ -63,6 +66,7 @@ def choose_sizes(
         num_pages=shard_pages * num_shards,
         pages_per_row=pages_per_row,
         burst_steps=engine.burst_steps,
+        tree_slots=tree_slots,
         dtype=dtype,
     )
     return sizes, fits, refused

@@ -51,6 +51,7 @@ class TokenBatch:
     # Only where tokens branch: bit j set where new token j of the row is seen.
     ancestor_bits: Array | None = None  # u32[num_tokens, words]
     num_new_keys: Array | None = None  # i32[rows], see tree_attention
+    path_offsets: Array | None = None  # i32[num_tokens, depths], see path_attention
 
 
 @functools.partial(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.base import NOT_KEPT, Draft, Drafter
 from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
 from specjax.models.architectures import architecture_of
@@ -200,7 +200,7 @@ class AlternatingDrafter:
                 is_matched.reshape(-1, *[1] * (matched.ndim - 1)), matched, drafted
             )
             proposal = jax.tree.map(choose, theirs, ours.proposal)
-            is_fed = ours.is_fed & ~is_matched[:, None]
-            return Draft(proposal, ours.state, ours.written, is_fed)
+            kept_at = jnp.where(is_matched[:, None], NOT_KEPT, ours.kept_at)
+            return Draft(proposal, ours.state, ours.written, kept_at)
 
         return model._replace(draft=draft)

@@ -37,6 +37,8 @@ def _output(completion: Completion) -> dict[str, Any]:
         output["logprobs"] = [
             dataclasses.asdict(entry) for entry in completion.logprobs
         ]
+    if completion.self_check is not None:
+        output["self_check"] = completion.self_check.to_dict()
     output["num_prompt_tokens"] = len(completion.prompt_token_ids)
     output["num_steps"] = counts.num_steps
     output["num_drafted"] = counts.num_drafted

@@ -90,11 +90,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=argparse.SUPPRESS,
         help="go on after the end-of-text token",
     )
+    group.add_argument(
+        "--self-check",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="report how far the draws are from what their law has on average",
+    )
 
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of SamplingParams that the command line names."""
-    fields = [option.field for option in OPTIONS] + ["ignore_eos"]
+    fields = [option.field for option in OPTIONS] + ["ignore_eos", "self_check"]
     given = {name: getattr(arguments, name) for name in fields if name in arguments}
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
@@ -126,7 +132,7 @@ def _field_from_json(key: str, value: Any) -> Any:
         expected = "a string or a list of strings"
     elif key.endswith("_token_ids"):
         is_right, expected = _is_list_of(value, int), "a list of whole numbers"
-    elif key == "ignore_eos":
+    elif key in ("ignore_eos", "self_check"):
         is_right, expected = isinstance(value, bool), "true or false"
     else:
         is_right, expected = isinstance(value, int | float), "a number"

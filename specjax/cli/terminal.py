@@ -148,6 +148,10 @@ def summary(stats: GenerationStats) -> str:
     ]
     if stats.lossy:
         parts.append(f"not the target's own text ({', '.join(stats.lossy)})")
+    if stats.self_check is not None:
+        z_score = stats.self_check.z_score
+        shown = "nothing drawn" if z_score is None else f"z = {z_score:+.1f}"
+        parts.append(f"self-check {shown}")
     return " · ".join(parts)
 
 

@@ -12,7 +12,7 @@ from specjax.cache import paged
 from specjax.decode.draft import write_tokens
 from specjax.decode.state import DecodeState
 from specjax.decode.verify import Verification
-from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.base import NOT_KEPT, Draft, Drafter
 from specjax.types import (
     INVALID_LOGITS,
     OUT_OF_LENGTH,
@@ -61,7 +61,7 @@ def commit(
     )
     finish = jnp.where(state.is_active, finish, RUNNING)
 
-    state = _move_path(state, drafter, acceptance)
+    state = _move_path(state, drafter, draft, acceptance)
     cache = paged.commit(state.cache, num_committed)
     written = _written(draft, acceptance)
     new_state = dataclasses.replace(
@@ -84,43 +84,65 @@ def commit(
 
 
 def _move_path(
-    state: DecodeState, drafter: Drafter, acceptance: Acceptance
+    state: DecodeState, drafter: Drafter, draft: Draft, acceptance: Acceptance
 ) -> DecodeState:
     """Moves keys and values of a tree's accepted nodes into the slots that follow the root."""
     if acceptance.nodes is None:
         return state
-    cache = state.cache
-    rows, depth = acceptance.nodes.shape
-    place = jnp.arange(1, depth + 1)[None, :]
-    moves = (place <= acceptance.num_accepted[:, None]) & (acceptance.nodes != place)
-    row_ids = jnp.repeat(jnp.arange(rows), depth)
-    source, target = (
-        paged.slots(
-            cache.block_table,
-            row_ids,
-            jnp.where(moves, cache.lengths[:, None] + node, -1).reshape(-1),
-            page_size=cache.page_size,
-            num_slots=cache.num_slots,
+    place = jnp.arange(1, acceptance.nodes.shape[1] + 1)[None, :]
+    is_accepted = place <= acceptance.num_accepted[:, None]
+
+    def moves(offsets: Array) -> tuple[Array, Array]:
+        """From slots `offsets` behind the root, i32[rows, max_depth], to those of a chain."""
+        is_moved = is_accepted & (offsets != place) & (offsets > 0)
+        source, target = (
+            _slots(state, jnp.where(is_moved, offset, -1))
+            for offset in (offsets, jnp.broadcast_to(place, offsets.shape))
         )
-        for node in (acceptance.nodes, place)
-    )
+        return source, target
+
+    cache = state.cache
+    source, target = moves(acceptance.nodes)
     pages = tuple(move_kv(keys, values, source, target) for keys, values in cache.pages)
+    drafter_state = state.drafter
+    if draft.kept_at is not None:
+        drafter_state = drafter.move(drafter_state, *moves(_kept(draft, acceptance)))
     return dataclasses.replace(
-        state,
-        cache=dataclasses.replace(cache, pages=pages),
-        drafter=drafter.move(state.drafter, source, target),
+        state, cache=dataclasses.replace(cache, pages=pages), drafter=drafter_state
     )
+
+
+def _slots(state: DecodeState, offsets: Array) -> Array:
+    """Returns the slots of positions root + offsets, i32[rows * n]; `num_slots` for offset -1."""
+    cache = state.cache
+    rows, width = offsets.shape
+    positions = jnp.where(offsets < 0, -1, cache.lengths[:, None] + offsets)
+    return paged.slots(
+        cache.block_table,
+        jnp.repeat(jnp.arange(rows), width),
+        positions.reshape(-1),
+        page_size=cache.page_size,
+        num_slots=cache.num_slots,
+    )
+
+
+def _kept(draft: Draft, acceptance: Acceptance) -> Array:
+    """Returns draft.kept_at of the accepted nodes, i32[rows, max_depth]."""
+    assert draft.kept_at is not None
+    assert acceptance.nodes is not None
+    nodes = jnp.maximum(acceptance.nodes, 0)
+    return jnp.take_along_axis(draft.kept_at, nodes, axis=1)
 
 
 def _written(draft: Draft, acceptance: Acceptance) -> Array:
     """Returns how far the drafter's cache holds what was accepted, i32[rows]."""
-    if draft.is_fed is None or acceptance.nodes is None:
+    if draft.kept_at is None or acceptance.nodes is None:
         return draft.written
-    nodes = jnp.maximum(acceptance.nodes, 0)
-    is_fed = jnp.take_along_axis(draft.is_fed, nodes, axis=1)
     ahead = jnp.arange(acceptance.nodes.shape[1])[None, :]
-    is_fed &= ahead < acceptance.num_accepted[:, None]
-    return draft.written + jnp.sum(jnp.cumprod(is_fed, axis=1), axis=1, dtype=jnp.int32)
+    is_kept = _kept(draft, acceptance) != NOT_KEPT
+    is_kept &= ahead < acceptance.num_accepted[:, None]
+    in_order = jnp.cumprod(is_kept, axis=1)
+    return draft.written + jnp.sum(in_order, axis=1, dtype=jnp.int32)
 
 
 def _depth(proposal: Proposal) -> Array:

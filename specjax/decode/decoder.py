@@ -38,6 +38,9 @@ class Sizes:
     num_pages: int
     pages_per_row: int
     burst_steps: int
+    # Slots of a row past its last token, where nodes of a tree lie until a path is
+    # accepted; 0 for chains.
+    tree_slots: int = 0
     dtype: Any = jnp.float32  # of keys and values
 
     @property
@@ -111,7 +114,9 @@ class Decoder:
         """Runs `specjax.decode.state.exchange`; is_out_of_pages is bool[shards]. Donates the state."""
 
         def run(state, release_mask, admission):
-            state, is_out = decode_state.exchange(state, release_mask, admission)
+            state, is_out = decode_state.exchange(
+                state, release_mask, admission, tree_slots=self.sizes.tree_slots
+            )
             return state, is_out[None]
 
         return self._call(
@@ -195,13 +200,17 @@ class Decoder:
             drafter = self.drafter.build(
                 num_speculative_tokens, self.sizes.dtype, self.keeps_probs
             )
+        engine = self.engine_config
+        is_invariant = engine.numerics == "invariant"
         return StepSpec(
             config=self.config,
             drafter=drafter,
             num_speculative_tokens=num_speculative_tokens,
-            max_logprobs=self.engine_config.max_logprobs,
+            max_logprobs=engine.max_logprobs,
             rules=self.rules,
             rule_options=self.rule_options,
+            token_bucket=engine.token_bucket if is_invariant else None,
+            logit_bytes=engine.logit_bytes,
             tensor_axis=sharding.tensor_axis(self.mesh),
         )
 

@@ -18,8 +18,8 @@ def draft(
 ) -> tuple[DecodeState, Draft]:
     """Asks for drafts; those of a chain are written into `history`.
 
-    A row drafts no deeper than its cap, and no more than it may still emit less the
-    one token that the target always adds: a tree's nodes have slots only so far.
+    A row drafts no deeper than its cap, and no deeper than it may still emit less the
+    one token that the target always adds.
     """
     root = state.cache.lengths
     room = state.max_lengths - root - 2
@@ -27,10 +27,10 @@ def draft(
         # Drafting feeds the root and all but the last draft token.
         room = jnp.minimum(room, drafter.max_positions - root)
     room = jnp.where(state.is_active, jnp.maximum(room, 0), 0)
-    caps = jnp.minimum(state.draft_caps, depth)
-    drafted = drafter.draft(params, state.drafter, state, jnp.minimum(caps, room))
+    caps = jnp.minimum(jnp.minimum(state.draft_caps, depth), room)
+    drafted = drafter.draft(params, state.drafter, state, caps)
     proposal = drafted.proposal
-    most = jnp.minimum(_num_within(proposal, caps), room)
+    most = _num_within(proposal, caps)
     proposal = dataclasses.replace(
         proposal, num_tokens=jnp.minimum(proposal.num_tokens, most)
     )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.path_attention import path_attention
 from pallas_kernels.tree_attention import tree_attention
 from specjax.cache import paged
 from specjax.cache.paged import Pages
+from specjax.decode.buckets import in_buckets
 from specjax.models.architectures import architecture_of
 from specjax.models.base import ModelConfig, Params
 from specjax.trees import draft_tree
@@ -59,6 +62,7 @@ def make_tree_batch(
     token_ids: Array,
     tree: DraftTree,
     *,
+    num_tokens: int | None = None,
     page_size: int,
     num_slots: int,
     nodes: Sequence[int] | None = None,
@@ -73,12 +77,14 @@ def make_tree_batch(
       history: i32[rows, max_length], of which the root is read.
       counts: i32[rows], nodes with the root.
       token_ids: i32[rows, num_nodes - 1], of the nodes after the root.
+      num_tokens: the token bucket; None is the nodes of all rows.
       nodes: which nodes, static; None is all. Their ancestors were fed before.
       num_new_keys: i32[rows], see tree_attention; needed with `nodes`.
     """
     rows, max_length = history.shape
     chosen = jnp.array(tuple(range(tree.num_nodes)) if nodes is None else tuple(nodes))
-    row_starts, row_ids, offset = lay_out(counts, rows * chosen.size)
+    num_tokens = rows * chosen.size if num_tokens is None else num_tokens
+    row_starts, row_ids, offset = lay_out(counts, num_tokens)
     row, offset = jnp.minimum(row_ids, rows - 1), jnp.clip(offset, 0, chosen.size - 1)
     node = chosen[offset]
     is_token = row_ids < rows
@@ -100,7 +106,15 @@ def make_tree_batch(
         block_table=block_table,
         ancestor_bits=draft_tree.ancestor_bits(tree)[row, node],
         num_new_keys=num_new_keys,
+        path_offsets=_path_offsets(tree)[row, node],
     )
+
+
+def _path_offsets(tree: DraftTree) -> Array:
+    """Returns the nodes on the way from the root to each node, i32[rows, num_nodes, max_depth + 1]."""
+    rows, num_nodes = tree.parents.shape
+    nodes = draft_tree.paths(tree, jnp.full(rows, num_nodes - 1, jnp.int32))
+    return jnp.pad(jnp.maximum(nodes, 0), ((0, 0), (0, 0), (1, 0)))
 
 
 def forward(
@@ -110,6 +124,7 @@ def forward(
     batch: TokenBatch,
     *,
     max_tokens_per_row: int,
+    token_bucket: int | None = None,
     tensor_axis: str | None = None,
 ) -> tuple[Array, tuple[Pages, ...]]:
     """Runs a model over flat tokens, writing their keys and values into the pages.
@@ -117,9 +132,17 @@ def forward(
     Every layer writes before it reads, so a token sees itself and the pool is
     updated in place.
 
+    Args:
+      token_bucket: so many tokens at a time, each attended by itself: see buckets.
+        The batch is a multiple of it. None: all tokens at once, row by row.
+
     Returns:
       hidden [num_tokens, hidden_size] after the final norm, and the pages.
     """
+    if token_bucket is not None:
+        return _forward_by_bucket(
+            params, config, pages, batch, token_bucket, tensor_axis
+        )
 
     def attend(
         layer: int, q: Array, k: Array, v: Array, pages: Pages
@@ -142,6 +165,63 @@ def forward(
     return architecture_of(config).forward(
         params, config, batch.token_ids, batch.positions, attend, pages, tensor_axis
     )
+
+
+def _forward_by_bucket(
+    params: Params,
+    config: ModelConfig,
+    pages: tuple[Pages, ...],
+    batch: TokenBatch,
+    token_bucket: int,
+    tensor_axis: str | None,
+) -> tuple[Array, tuple[Pages, ...]]:
+    """Runs `forward` on one bucket of tokens after the other; ancestors come before."""
+    tokens = _BucketTokens(
+        batch.token_ids,
+        batch.positions,
+        batch.row_ids,
+        batch.slot_mapping,
+        batch.path_offsets,
+    )
+
+    def run(
+        pages: tuple[Pages, ...], part: _BucketTokens
+    ) -> tuple[tuple[Pages, ...], Array]:
+        def attend(
+            layer: int, q: Array, k: Array, v: Array, pages: Pages
+        ) -> tuple[Array, Pages]:
+            pages = paged.write(pages, k, v, part.slot_mapping)
+            out = path_attention(
+                q,
+                *pages,
+                batch.block_table,
+                part.row_ids,
+                batch.lengths,
+                part.positions,
+                path_offsets=part.path_offsets,
+                scale=config.scale,
+                window=config.window(layer),
+            )
+            return out, pages
+
+        hidden, pages = architecture_of(config).forward(
+            params, config, part.token_ids, part.positions, attend, pages, tensor_axis
+        )
+        return pages, hidden
+
+    num_used = batch.row_starts[-1]
+    pages, hidden = in_buckets(run, pages, tokens, token_bucket, num_used)
+    return hidden, pages
+
+
+class _BucketTokens(NamedTuple):
+    """What of a TokenBatch belongs to each token."""
+
+    token_ids: Array
+    positions: Array
+    row_ids: Array
+    slot_mapping: Array
+    path_offsets: Array | None
 
 
 def logits(

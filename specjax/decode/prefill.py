@@ -10,6 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.decode.buckets import round_up
 from specjax.decode.forward import forward, make_batch
 from specjax.decode.state import DecodeState
 from specjax.decode.step_spec import StepSpec
@@ -39,7 +40,7 @@ def prefill(
         cache.block_table[row],
         cache.lengths[row],
         counts,
-        num_tokens=row_ids.shape[0] * max_tokens_per_row,
+        num_tokens=round_up(row_ids.shape[0] * max_tokens_per_row, spec.token_bucket),
         page_size=cache.page_size,
         num_slots=cache.num_slots,
     )
@@ -49,6 +50,7 @@ def prefill(
         cache.pages,
         batch,
         max_tokens_per_row=max_tokens_per_row,
+        token_bucket=spec.token_bucket,
         tensor_axis=spec.tensor_axis,
     )
     drafter_state = spec.drafter.prefill(

@@ -59,12 +59,16 @@ class Admission:
 
 
 def exchange(
-    state: DecodeState, release_mask: Array, admission: Admission
+    state: DecodeState,
+    release_mask: Array,
+    admission: Admission,
+    *,
+    tree_slots: int = 0,
 ) -> tuple[DecodeState, Array]:
     """Empties the rows of release_mask bool[rows], then lets requests in.
 
-    A new row gets pages for all the tokens it may ever hold and is not active
-    until a burst's plan activates it: its prompt is prefilled first.
+    A new row gets pages for all the tokens it may ever hold, and tree_slots more, and
+    is not active until a burst's plan activates it: its prompt is prefilled first.
 
     Returns:
       The state, and is_out_of_pages bool[]: when true nobody was admitted.
@@ -76,7 +80,7 @@ def exchange(
         state, sampling=reset_rows(state.sampling, release_mask)
     )
     cache, is_out = paged.allocate(
-        cache, jnp.where(admission.mask, admission.max_lengths, 0)
+        cache, jnp.where(admission.mask, admission.max_lengths + tree_slots, 0)
     )
     mask = admission.mask & ~is_out
 

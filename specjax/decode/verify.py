@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from specjax.cache.paged import PagedKVCache
 from specjax.decode.accept import accept_by_equality
+from specjax.decode.buckets import in_buckets, round_up
 from specjax.decode.forward import forward, logits, make_batch, make_tree_batch
 from specjax.decode.rules import Target, choose_by_row, decide
 from specjax.decode.state import DecodeState
 from specjax.decode.step_spec import StepSpec
 from specjax.models.base import Params
 from specjax.sampling import (
+    Choice,
     LogProbs,
     TreeHistory,
     choose_and_score,
+    choose_tokens,
     process_logits,
     target_probs,
     token_logprobs,
 )
+from specjax.sampling.processing import History
 from specjax.trees import draft_tree
 from specjax.types import Acceptance, Proposal, TokenBatch
 
@@ -43,27 +50,34 @@ def verify(
     Returns:
       The cache with the keys and values of all nodes written, lengths unchanged.
     """
-    batch = _make_batch(state, proposal)
+    batch = _make_batch(spec, state, proposal)
     hidden, pages = forward(
         params,
         spec.config,
         state.cache.pages,
         batch,
         max_tokens_per_row=proposal.num_nodes,
+        token_bucket=spec.token_bucket,
         tensor_axis=spec.tensor_axis,
     )
-    scores = logits(params, spec.config, hidden, spec.tensor_axis)
-    where = _where(state, proposal, batch)
-    choice, logprobs = choose_and_score(scores, *where, max_logprobs=spec.max_logprobs)
+    nodes = _nodes(state, proposal, batch, hidden)
     flat = _nodes_by_row(batch, proposal.num_nodes)
-    acceptance = accept_by_equality(proposal, choice.token_ids[flat])
-    if spec.rules and proposal.max_depth:
-        acceptance, logprobs = _with_rules(
-            spec, state, proposal, scores, where, choice.token_ids, acceptance, flat
+    decide_rows = _Decision(spec, params, state)
+    if spec.token_bucket is not None:
+        _, said = in_buckets(
+            lambda nothing, part: (nothing, decide_rows.choose(part)),
+            (),
+            nodes,
+            spec.token_bucket,
+            batch.row_starts[-1],
         )
-    path = jnp.take_along_axis(flat, nodes_on_path(acceptance), axis=1)
-    by_row = LogProbs(*(field[path] for field in logprobs))
-    verification = Verification(acceptance, choice.is_invalid[path], by_row)
+        verification = decide_rows.by_equality(proposal, _at(said, flat))
+    else:
+        verification = _by_rows(
+            lambda rows: decide_rows(_at(proposal, rows), _at(nodes, flat[rows]), rows),
+            state.rows,
+            _rows_at_once(spec, proposal),
+        )
     return dataclasses.replace(state.cache, pages=pages), verification
 
 
@@ -75,15 +89,115 @@ def nodes_on_path(acceptance: Acceptance) -> Array:
     return jnp.pad(jnp.maximum(acceptance.nodes, 0), ((0, 0), (1, 0)))
 
 
-def _make_batch(state: DecodeState, proposal: Proposal) -> TokenBatch:
+class _Nodes(NamedTuple):
+    """What sampling must know of every node; leading [num_tokens], or [rows, num_nodes]."""
+
+    hidden: Array  # [..., hidden_size]
+    row_ids: Array
+    positions: Array
+    # Of trees: see TreeHistory.
+    roots: Array | None = None
+    path_token_ids: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decision:
+    """From the hidden states of some rows to what is accepted of their drafts."""
+
+    spec: StepSpec
+    params: Params
+    state: DecodeState
+
+    def __call__(self, proposal: Proposal, nodes: _Nodes, rows: Array) -> Verification:
+        """Decides the rows i32[n], whose nodes are [n, num_nodes]."""
+        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), nodes)
+        if self.spec.rules and proposal.max_depth:
+            return self.by_rules(proposal, flat, rows)
+        said = self.choose(flat)
+        return self.by_equality(proposal, _unflatten(said, nodes.row_ids.shape))
+
+    def choose(self, nodes: _Nodes) -> tuple[Choice, LogProbs]:
+        """Returns the target's own token after each of nodes [num_tokens], and how likely it is."""
+        return choose_and_score(
+            self.logits(nodes),
+            *self.where(nodes),
+            max_logprobs=self.spec.max_logprobs,
+        )
+
+    def by_equality(
+        self, proposal: Proposal, said: tuple[Choice, LogProbs]
+    ) -> Verification:
+        """Accepts what the target says itself; `said` is leading [rows, num_nodes]."""
+        choice, logprobs = said
+        acceptance = accept_by_equality(proposal, choice.token_ids)
+        path = nodes_on_path(acceptance)
+        is_invalid = jnp.take_along_axis(choice.is_invalid, path, axis=1)
+        return Verification(acceptance, is_invalid, _along(logprobs, path))
+
+    def by_rules(self, proposal: Proposal, nodes: _Nodes, rows: Array) -> Verification:
+        """Decides each row by its own rule; nodes are [n * num_nodes], those of rows i32[n]."""
+        state, where = self.state, self.where(nodes)
+        shape = rows.shape[0], proposal.num_nodes
+        scores = self.logits(nodes)
+        processed = process_logits(scores, *where)
+        choice = _unflatten(choose_tokens(scores, *where, processed=processed), shape)
+        probs = target_probs(processed, state.sampling, nodes.row_ids)
+        target = Target(choice.token_ids, probs.reshape(*shape, -1))
+        seeds, roots = state.sampling.seeds[rows], state.cache.lengths[rows]
+        rules, temperature = state.rules[rows], state.sampling.temperature[rows]
+        acceptance = accept_by_equality(proposal, choice.token_ids)
+        for rule in self.spec.rules:
+            own = functools.partial(
+                decide, rule, self.spec.rule_options, proposal, target, seeds, roots
+            )
+            choose = functools.partial(choose_by_row, rules, rule, temperature)
+            acceptance = lax.cond(
+                jnp.any(rules == rule),
+                lambda before, own=own, choose=choose: choose(own(), before),
+                lambda before: before,
+                acceptance,
+            )
+        path = nodes_on_path(acceptance)
+        # Nodes that nothing follows are asked about token 0, and not read.
+        following = jnp.zeros(shape, jnp.int32)
+        is_emitted = jnp.arange(path.shape[1])[None] <= acceptance.num_accepted[:, None]
+        following = following.at[
+            jnp.arange(shape[0])[:, None], jnp.where(is_emitted, path, shape[1])
+        ].set(acceptance.token_ids, mode="drop")
+        logprobs = token_logprobs(
+            scores,
+            following.reshape(-1),
+            *where,
+            max_logprobs=self.spec.max_logprobs,
+            processed=processed,
+        )
+        is_invalid = jnp.take_along_axis(choice.is_invalid, path, axis=1)
+        return Verification(
+            acceptance, is_invalid, _along(_unflatten(logprobs, shape), path)
+        )
+
+    def logits(self, nodes: _Nodes) -> Array:
+        spec = self.spec
+        return logits(self.params, spec.config, nodes.hidden, spec.tensor_axis)
+
+    def where(self, nodes: _Nodes) -> tuple[Any, Array, Array, History]:
+        """Returns which row and prefix each of nodes [num_tokens] has, as sampling takes it."""
+        history: History = self.state.history
+        if nodes.roots is not None and nodes.path_token_ids is not None:
+            history = TreeHistory(history, nodes.roots, nodes.path_token_ids)
+        return self.state.sampling, nodes.row_ids, nodes.positions, history
+
+
+def _make_batch(spec: StepSpec, state: DecodeState, proposal: Proposal) -> TokenBatch:
     """Lays out each active row's root and draft tokens."""
     cache = state.cache
     counts = jnp.where(state.is_active, proposal.num_tokens + 1, 0)
     place = state.history, cache.block_table, cache.lengths, counts
+    num_tokens = round_up(proposal.num_nodes * state.rows, spec.token_bucket)
     if proposal.tree is None:
         return make_batch(
             *place,
-            num_tokens=proposal.num_nodes * state.rows,
+            num_tokens=num_tokens,
             page_size=cache.page_size,
             num_slots=cache.num_slots,
         )
@@ -91,73 +205,65 @@ def _make_batch(state: DecodeState, proposal: Proposal) -> TokenBatch:
         *place,
         proposal.token_ids,
         proposal.tree,
+        num_tokens=num_tokens,
         page_size=cache.page_size,
         num_slots=cache.num_slots,
     )
 
 
-def _where(state: DecodeState, proposal: Proposal, batch: TokenBatch) -> tuple:
-    """Returns what says which row and prefix each flat token has, as sampling takes it."""
-    history = state.history
-    if proposal.tree is not None:
-        row = jnp.minimum(batch.row_ids, state.rows - 1)
-        node = jnp.arange(batch.row_ids.shape[0]) - batch.row_starts[row]
-        node = jnp.clip(node, 0, proposal.num_nodes - 1)
-        paths = draft_tree.path_token_ids(proposal.tree, proposal.token_ids)
-        history = TreeHistory(history, state.cache.lengths[row], paths[row, node])
-    return state.sampling, batch.row_ids, batch.positions, history
-
-
-def _with_rules(
-    spec: StepSpec,
-    state: DecodeState,
-    proposal: Proposal,
-    scores: Array,
-    where: tuple,
-    choices: Array,
-    acceptance: Acceptance,
-    flat: Array,
-) -> tuple[Acceptance, LogProbs]:
-    """Replaces what rows under rules beyond equality accept, and all log-probabilities."""
-    processed = process_logits(scores, *where)
-    probs = target_probs(processed, state.sampling, where[1])[flat]
-    target = Target(choices[flat], probs)
-    for rule in spec.rules:
-        own = decide(
-            rule,
-            spec.rule_options,
-            proposal,
-            target,
-            state.sampling.seeds,
-            state.cache.lengths,
-        )
-        acceptance = choose_by_row(
-            state.rules, rule, state.sampling.temperature, own, acceptance
-        )
-    logprobs = token_logprobs(
-        scores,
-        _emitted_by_node(acceptance, flat, state.is_active, scores.shape[0]),
-        *where,
-        max_logprobs=spec.max_logprobs,
-        processed=processed,
+def _nodes(
+    state: DecodeState, proposal: Proposal, batch: TokenBatch, hidden: Array
+) -> _Nodes:
+    """Returns what sampling must know of every flat token."""
+    nodes = _Nodes(hidden, batch.row_ids, batch.positions)
+    if proposal.tree is None:
+        return nodes
+    row = jnp.minimum(batch.row_ids, state.rows - 1)
+    node = jnp.arange(batch.row_ids.shape[0]) - batch.row_starts[row]
+    node = jnp.clip(node, 0, proposal.num_nodes - 1)
+    paths = draft_tree.path_token_ids(proposal.tree, proposal.token_ids)
+    return nodes._replace(
+        roots=state.cache.lengths[row], path_token_ids=paths[row, node]
     )
-    return acceptance, logprobs
-
-
-def _emitted_by_node(
-    acceptance: Acceptance, flat: Array, is_active: Array, num_tokens: int
-) -> Array:
-    """Returns the token that follows each flat node, i32[num_tokens]; 0 where none does."""
-    path = jnp.take_along_axis(flat, nodes_on_path(acceptance), axis=1)
-    is_emitted = jnp.arange(path.shape[1])[None, :] <= acceptance.num_accepted[:, None]
-    # Other rows have no nodes: what stands for theirs is another row's.
-    is_emitted &= is_active[:, None]
-    path = jnp.where(is_emitted, path, num_tokens)
-    following = jnp.zeros(num_tokens, jnp.int32)
-    return following.at[path].set(acceptance.token_ids, mode="drop")
 
 
 def _nodes_by_row(batch: TokenBatch, num_nodes: int) -> Array:
     """Returns the flat index of each row's nodes, i32[rows, num_nodes], clamped where there are none."""
     nodes = batch.row_starts[:-1, None] + jnp.arange(num_nodes)[None, :]
     return jnp.minimum(nodes, batch.token_ids.shape[0] - 1)
+
+
+def _rows_at_once(spec: StepSpec, proposal: Proposal) -> int:
+    """Returns how many rows' float32 logits spec.logit_bytes hold, at least 1."""
+    row_bytes = 4 * spec.config.vocab_size * proposal.num_nodes
+    return max(spec.logit_bytes // row_bytes, 1)
+
+
+def _by_rows(
+    decide_rows: Callable[[Array], Verification], num_rows: int, at_once: int
+) -> Verification:
+    """Calls decide_rows(i32[n]) on all rows, `at_once` after the other where they are more."""
+    rows = jnp.arange(num_rows, dtype=jnp.int32)
+    if at_once >= num_rows:
+        return decide_rows(rows)
+    num_chunks = -(-num_rows // at_once)
+    # The last chunk repeats the last row.
+    chunks = jnp.minimum(jnp.arange(num_chunks * at_once), num_rows - 1)
+    decided = lax.map(decide_rows, chunks.astype(jnp.int32).reshape(-1, at_once))
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_rows], decided)
+
+
+def _at(values: Any, index: Any) -> Any:
+    """Returns values[index] of every array of a pytree."""
+    return jax.tree.map(lambda leaf: leaf[index], values)
+
+
+def _unflatten(values: Any, shape: tuple[int, ...]) -> Any:
+    """Returns the arrays [rows * num_nodes, ...] of a pytree as [rows, num_nodes, ...]."""
+    return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), values)
+
+
+def _along(logprobs: LogProbs, path: Array) -> LogProbs:
+    """Returns the log-probabilities [rows, num_nodes, ...] of the nodes on a path."""
+    row = jnp.arange(path.shape[0])[:, None]
+    return _at(logprobs, (row, path))

@@ -22,6 +22,8 @@ from jax import Array
 
 from specjax.types import Proposal
 
+NOT_KEPT = -1
+
 
 class Draft(NamedTuple):
     """What `draft` returns."""
@@ -31,9 +33,10 @@ class Draft(NamedTuple):
     # i32[rows]: positions below it have their KV in the drafter's cache, right as
     # long as the drafted tokens that stand there are accepted.
     written: Array
-    # Of a tree instead, bool[rows, num_nodes]: nodes whose KV is in the drafter's
-    # cache, in the slots the target has for them. `written` counts the root then.
-    is_fed: Array | None = None
+    # Of a tree instead, i32[rows, num_nodes]: node j has its KV in the drafter's slot
+    # of position root + kept_at[row, j], NOT_KEPT where it was not fed. `written`
+    # counts the root then.
+    kept_at: Array | None = None
 
 
 class Drafter(NamedTuple):

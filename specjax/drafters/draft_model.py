@@ -1,4 +1,4 @@
-"""A smaller model of the same vocabulary as the drafter: chains, and trees of a fixed shape.
+"""A smaller model of the same vocabulary as the drafter: chains and trees.
 
 Its keys and values lie under the target's page ids, in arrays of its own. Drafting
 begins by feeding what the drafter has not seen: after full acceptance one token,
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,14 +21,16 @@ from jax import Array
 from pallas_kernels.move_kv import move_kv
 from specjax.cache import paged
 from specjax.decode.forward import forward, logits, make_batch, make_tree_batch
-from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.base import NOT_KEPT, Draft, Drafter
 from specjax.drafters.draws import draw_siblings, noise_keys
 from specjax.models.base import ModelConfig
-from specjax.sampling import TreeHistory, choose_tokens
-from specjax.seeded_noise import TARGET_TOKEN
-from specjax.trees import draft_tree
+from specjax.sampling import TreeHistory, choose_tokens, process_logits
+from specjax.sampling.processing import History
+from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
+from specjax.trees import draft_tree, expanding
+from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
-from specjax.types import DELTA, Proposal
+from specjax.types import DELTA, NO_PARENT, DraftTree, Proposal
 
 
 def drafter(
@@ -36,7 +39,7 @@ def drafter(
     num_speculative_tokens: int,
     dtype,
     keeps_probs: bool,
-    shape: TreeShape | None = None,
+    shape: TreeShape | Growth | None = None,
 ) -> Drafter:
     """Returns a drafter that samples from a model.
 
@@ -46,7 +49,8 @@ def drafter(
 
     Args:
       keeps_probs: whether the distributions are kept, f32[rows, num_drafts, vocab].
-      shape: of a tree, whose depth is num_speculative_tokens; None drafts chains.
+      shape: of a tree, whose depth is num_speculative_tokens, or how it grows; None
+        drafts chains.
     """
     model = _DraftModel(config, keeps_probs)
 
@@ -67,6 +71,8 @@ def drafter(
 
     if shape is None:
         draft = functools.partial(_draft_chain, model, num_speculative_tokens)
+    elif isinstance(shape, Growth):
+        draft = functools.partial(_draft_dynamic_tree, model, shape)
     else:
         draft = functools.partial(_draft_tree, model, shape)
     return Drafter(
@@ -116,18 +122,19 @@ class _DraftModel:
 
         return jax.lax.fori_loop(0, num_behind, feed_next, pages)
 
-    def feed_nodes(self, params, pages, decode_state, token_ids, tree, nodes, room):
+    def feed_nodes(
+        self, params, pages, decode_state, token_ids, tree, nodes, takes_part
+    ):
         """Feeds some nodes of every row's tree, whose ancestors were fed before.
 
         Args:
           nodes: static, ascending.
-          room: i32[rows], draft tokens that have slots; -1 for rows that take no part.
+          takes_part: bool[rows].
 
         Returns:
           hidden [rows, len(nodes), hidden_size] and the pages.
         """
         cache, rows = decode_state.cache, decode_state.rows
-        takes_part = room >= 0
         batch = make_tree_batch(
             decode_state.history,
             cache.block_table,
@@ -138,7 +145,7 @@ class _DraftModel:
             page_size=cache.page_size,
             num_slots=cache.num_slots,
             nodes=nodes,
-            num_new_keys=jnp.minimum(nodes[-1], room) + 1,
+            num_new_keys=jnp.full(rows, nodes[-1] + 1, jnp.int32),
         )
         hidden, pages = forward(
             params, self.config, pages, batch, max_tokens_per_row=len(nodes)
@@ -185,6 +192,32 @@ class _DraftModel:
         if siblings.probs is None:
             return token_ids, None
         return token_ids, siblings.probs.reshape(rows, width, -1)
+
+    def rank(self, params, hidden, decode_state, depth, history, count):
+        """Returns the likeliest children of some nodes of every row, all at one depth.
+
+        Arguments as for `draw`.
+
+        Returns:
+          log_probs f32[rows, n, count], the largest first, and token_ids i32[rows, n, count].
+        """
+        rows, width = hidden.shape[:2]
+        row_ids = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), width)
+        positions = decode_state.cache.lengths[row_ids] + depth
+        scores = logits(params, self.config, hidden.reshape(rows * width, -1))
+        sampling, rules = decode_state.sampling, decode_state.rules
+        scores = process_logits(scores, sampling, row_ids, positions, history)
+        keys = token_keys(sampling.seeds[row_ids], positions + 1, TARGET_TOKEN)
+        is_drawn = (sampling.temperature > 0) & (rules != DELTA)
+        noise = jax.lax.cond(
+            jnp.any(is_drawn),
+            lambda: gumbel_noise(keys, self.config.vocab_size),
+            lambda: jnp.zeros_like(scores),
+        )
+        scores = scores + jnp.where(is_drawn[row_ids][:, None], noise, 0.0)
+        log_probs, token_ids = jax.lax.top_k(jax.nn.log_softmax(scores), count)
+        shape = rows, width, count
+        return log_probs.reshape(shape), token_ids.astype(jnp.int32).reshape(shape)
 
 
 def _draft_chain(
@@ -239,27 +272,20 @@ def _draft_tree(
     takes_part = decode_state.is_active & (num_tokens > 0)
     pages = model.catch_up(params, state, decode_state, takes_part)
     tree = shape.draft_tree(rows)
-    # Nodes past it have no slots and do not stand.
-    room = jnp.where(takes_part, decode_state.max_lengths - root - 2, -1)
     token_ids = jnp.zeros((rows, shape.num_drafts), jnp.int32)
     all_probs: list[Any] = [None] * shape.num_drafts
     for depth in range(shape.max_depth):
         nodes = shape.parents_at(depth)
         hidden, pages = model.feed_nodes(
-            params, pages, decode_state, token_ids, tree, nodes, room
+            params, pages, decode_state, token_ids, tree, nodes, takes_part
         )
-        history = decode_state.history
-        if depth:
-            paths = draft_tree.path_token_ids(tree, token_ids)[:, np.array(nodes)]
-            flat = paths.reshape(rows * len(nodes), -1)
-            history = TreeHistory(history, jnp.repeat(root, len(nodes)), flat)
         drawn, probs = model.draw(
             params,
             hidden,
             decode_state,
             jnp.array(nodes),
             depth,
-            history,
+            _history(decode_state, tree, token_ids, nodes),
             shape.widths[depth],
         )
         children = shape.nodes_at(depth + 1)
@@ -276,12 +302,95 @@ def _draft_tree(
         probs=_stack(all_probs) if model.keeps_probs else None,
         tree=tree,
     )
-    is_parent = np.isin(np.arange(shape.num_nodes), shape.parents)
-    is_fed = jnp.asarray(is_parent)[None, :] & (
-        jnp.arange(shape.num_nodes)[None, :] <= room[:, None]
-    )
+    node = np.arange(shape.num_nodes)
+    kept_at = np.where(np.isin(node, shape.parents), node, NOT_KEPT)
     written = jnp.where(takes_part, root + 1, decode_state.drafter_lengths)
-    return Draft(proposal, pages, written, is_fed)
+    return Draft(proposal, pages, written, _in_rows(kept_at, takes_part))
+
+
+def _draft_dynamic_tree(
+    model: _DraftModel,
+    growth: Growth,
+    params,
+    state,
+    decode_state,
+    num_tokens: Array,
+) -> Draft:
+    """Grows each row's tree where the model is surest, and keeps the best of it.
+
+    Fed nodes stand in a tree of their own, `growth.width` per depth; each child's
+    score is the draft model's log-probability of it, noise of the target's choice
+    included: what the target is likely to say, not what is likely in general.
+    """
+    rows, root = decode_state.rows, decode_state.cache.lengths
+    takes_part = decode_state.is_active & (num_tokens > 0)
+    pages = model.catch_up(params, state, decode_state, takes_part)
+    width, num_fed = growth.width, growth.num_fed
+    candidates = expanding.init(
+        rows, max_depth=growth.max_depth, width=width, top_k=width
+    )
+    frontier = expanding.root_frontier(rows)
+    token_ids = jnp.zeros((rows, num_fed), jnp.int32)
+    parents = jnp.zeros((rows, num_fed + 1), jnp.int32).at[:, 0].set(NO_PARENT)
+    # By candidate number, of which 0 is the root.
+    kept_at = jnp.full((rows, 1 + growth.num_candidates), NOT_KEPT, jnp.int32)
+    for depth in range(growth.max_depth):
+        nodes = growth.nodes_at(depth)
+        tree = draft_tree.from_parents(parents, growth.max_depth)
+        hidden, pages = model.feed_nodes(
+            params, pages, decode_state, token_ids, tree, nodes, takes_part
+        )
+        kept_at = kept_at.at[jnp.arange(rows)[:, None], frontier.nodes].set(
+            jnp.array(nodes, jnp.int32)
+        )
+        scores, drawn = model.rank(
+            params,
+            hidden,
+            decode_state,
+            depth,
+            _history(decode_state, tree, token_ids, nodes),
+            width,
+        )
+        is_within = (depth < num_tokens)[:, None, None]
+        scores = jnp.where(is_within, scores, -jnp.inf)
+        candidates, frontier = expanding.expand(
+            candidates, frontier, scores, drawn, depth=depth
+        )
+        if depth + 1 < growth.max_depth:
+            children = np.array(growth.nodes_at(depth + 1))
+            token_ids = token_ids.at[:, children - 1].set(frontier.token_ids)
+            above = nodes[0] + frontier.origins
+            parents = parents.at[:, children].set(above.astype(jnp.int32))
+    grown = expanding.rerank(candidates, num_drafts=growth.num_drafts)
+    assert grown.candidates is not None
+    proposal = Proposal(
+        token_ids=grown.token_ids,
+        num_tokens=jnp.where(takes_part, grown.num_tokens, 0),
+        tree=grown.tree,
+    )
+    node_kept_at = jnp.take_along_axis(kept_at, grown.candidates, axis=1)
+    # A place that no candidate took names the root.
+    node_kept_at = jnp.where(grown.candidates > 0, node_kept_at, NOT_KEPT)
+    node_kept_at = jnp.pad(node_kept_at, ((0, 0), (1, 0)))
+    node_kept_at = jnp.where(takes_part[:, None], node_kept_at, NOT_KEPT)
+    written = jnp.where(takes_part, root + 1, decode_state.drafter_lengths)
+    return Draft(proposal, pages, written, node_kept_at)
+
+
+def _history(
+    decode_state, tree: DraftTree, token_ids: Array, nodes: Sequence[int]
+) -> History:
+    """Returns what stands before each of some nodes of all rows, as sampling takes it."""
+    if tuple(nodes) == (0,):
+        return decode_state.history
+    paths = draft_tree.path_token_ids(tree, token_ids)[:, np.array(nodes)]
+    roots = jnp.repeat(decode_state.cache.lengths, len(nodes))
+    flat = paths.reshape(roots.shape[0], -1)
+    return TreeHistory(decode_state.history, roots, flat)
+
+
+def _in_rows(kept_at: np.ndarray, takes_part: Array) -> Array:
+    return jnp.where(takes_part[:, None], jnp.asarray(kept_at, jnp.int32), NOT_KEPT)
 
 
 def _stack(all_probs: list[Any]) -> Array:

@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from specjax.config import MAX_DRAFT_NODES, SpeculationConfig
+from specjax.config import MAX_DRAFT_NODES, VERIFICATION_RULES, SpeculationConfig
 from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.base import Model, ModelConfig
 from specjax.models.loading import check_same_vocabulary, load_model
 from specjax.trees import static_shapes
+from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
-from specjax.types import DELTA, SYNTHETIC, TYPICAL
+from specjax.types import BY_LAW, DELTA, SYNTHETIC, TYPICAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,16 +57,27 @@ class LoadedDrafter:
         most = spec.num_matches * num_speculative_tokens
         return 1 + min(most, spec.num_drafts or MAX_DRAFT_NODES)
 
+    def tree_slots(self, num_speculative_tokens: int) -> int:
+        """Returns the slots that a row's nodes take past its root, those fed to grow a tree too."""
+        if not self.is_tree:
+            return 0
+        shape = self.spec.shape if isinstance(self.spec, ModelDrafter) else None
+        num_fed = 0
+        if isinstance(shape, Growth):
+            num_fed = shape.cut(num_speculative_tokens).num_fed
+        return max(self.num_nodes(num_speculative_tokens) - 1, num_fed)
+
     def check_windows(self, target: ModelConfig, num_speculative_tokens: int) -> None:
         """Raises ValueError where a sliding window might hide a node from its own tree."""
-        words = -(-self.num_nodes(num_speculative_tokens) // 32)
+        num_nodes = self.tree_slots(num_speculative_tokens) + 1
+        words = -(-num_nodes // 32) if self.is_tree else 0
         for config in (target, *self.configs):
             windows = [config.window(layer) for layer in range(config.num_layers)]
             narrow = [w for w in windows if w is not None and w <= 32 * words]
             if words and narrow:
                 raise ValueError(
                     f"a sliding window of {min(narrow)} tokens is too narrow for trees of "
-                    f"{self.num_nodes(num_speculative_tokens)} nodes, which need more than "
+                    f"{num_nodes} nodes, which need more than "
                     f"{32 * words}; draft fewer nodes, or chains."
                 )
 
@@ -75,6 +87,15 @@ class LoadedDrafter:
             raise ValueError(
                 "verification='block' is for chains; use 'traversal', which is the same on "
                 "a chain and covers trees."
+            )
+        is_grown = isinstance(self.spec, ModelDrafter) and isinstance(
+            self.spec.shape, Growth
+        )
+        if is_grown and VERIFICATION_RULES.index(rule) in BY_LAW:
+            raise ValueError(
+                f"verification={rule!r} would be biased on trees grown with tree_top_k, which "
+                "keep nodes for the tokens that were drawn; use 'seeded', 'greedy' or "
+                "'delta', or a fixed speculative_token_tree."
             )
         if rule == "lenient" and self.can_draft and not self.is_model:
             raise ValueError(
@@ -128,7 +149,7 @@ def load_drafter(
     if source is None:
         return LoadedDrafter("none", NoDrafter())
     if source == "ngram":
-        if config.speculative_token_tree is not None:
+        if _asks_for_tree(config):
             raise ValueError(_NO_MODEL.format("ngram"))
         return LoadedDrafter(
             "ngram",
@@ -158,14 +179,14 @@ def load_drafter(
 
 
 _NO_MODEL = (
-    "speculative_token_tree is the shape of a draft model's tree, and the drafter is "
-    "{!r}; leave it out. Several n-gram matches make a tree with prompt_lookup_matches."
+    "speculative_token_tree and tree_top_k are for a draft model's tree, and the drafter is "
+    "{!r}; leave them out. Several n-gram matches make a tree with prompt_lookup_matches."
 )
 
 
 def _with_tree(drafter: LoadedDrafter, config: SpeculationConfig) -> LoadedDrafter:
     """Returns a loaded drafter with the tree that a call asks for, if it asks for one."""
-    if config.speculative_token_tree is None or not drafter.can_draft:
+    if not _asks_for_tree(config) or not drafter.can_draft:
         return drafter
     if not isinstance(drafter.spec, ModelDrafter):
         raise ValueError(_NO_MODEL.format(drafter.name))
@@ -173,7 +194,15 @@ def _with_tree(drafter: LoadedDrafter, config: SpeculationConfig) -> LoadedDraft
     return dataclasses.replace(drafter, spec=spec)
 
 
-def _shape(config: SpeculationConfig) -> TreeShape | None:
-    """Returns the shape of the tree that is asked for, None for chains."""
+def _asks_for_tree(config: SpeculationConfig) -> bool:
+    return config.speculative_token_tree is not None or config.tree_top_k is not None
+
+
+def _shape(config: SpeculationConfig) -> TreeShape | Growth | None:
+    """Returns the shape of the tree that is asked for, or how it grows; None for chains."""
+    if config.tree_top_k is not None:
+        depth, width = config.num_speculative_tokens, config.tree_top_k
+        num_drafts = config.num_draft_nodes or min(depth * width, MAX_DRAFT_NODES)
+        return Growth(depth, width, num_drafts).cut(depth)
     tree = config.speculative_token_tree
     return None if tree is None else static_shapes.from_rank_paths(tree)

@@ -7,6 +7,7 @@ import dataclasses
 from specjax.drafters import draft_model, ngram, none
 from specjax.drafters.base import Drafter
 from specjax.models.base import ModelConfig
+from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
 
 
@@ -47,10 +48,10 @@ class NgramDrafter:
 
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter:
-    """A draft model of the target's vocabulary, and the tree that it drafts; None is a chain."""
+    """A draft model of the target's vocabulary, and its trees' shape or growth; None is a chain."""
 
     config: ModelConfig
-    shape: TreeShape | None = None
+    shape: TreeShape | Growth | None = None
 
     def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
         return draft_model.drafter(

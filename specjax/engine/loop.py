@@ -57,7 +57,7 @@ class Engine:
         """
         sizes = self.decoder.sizes
         pool_tokens = sizes.num_pages // self.decoder.num_shards * sizes.page_size
-        most = min(sizes.max_length, pool_tokens)
+        most = min(sizes.max_length, pool_tokens) - sizes.tree_slots
         if request.max_length > most:
             raise ValueError(
                 f"prompt of {len(request.prompt_token_ids)} tokens and max_tokens={request.params.max_tokens!r} need "
@@ -210,7 +210,8 @@ class Engine:
         return row // (len(self._rows) // self.decoder.num_shards)
 
     def _pages_needed(self, request: Request) -> int:
-        return -(-request.max_length // self.decoder.sizes.page_size)
+        sizes = self.decoder.sizes
+        return -(-(request.max_length + sizes.tree_slots) // sizes.page_size)
 
 
 def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> int:
@@ -224,12 +225,13 @@ def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> in
         "finish",
     )
     host = {name: np.asarray(getattr(report, name)) for name in fields}
-    wants_logprobs = any(
-        request.params.logprobs is not None for request in running.values()
+    is_described = any(
+        request.params.logprobs is not None or request.params.self_check
+        for request in running.values()
     )
     logprobs = (
         type(report.logprobs)(*map(np.asarray, report.logprobs))
-        if wants_logprobs
+        if is_described
         else None
     )
     for row, request in running.items():
@@ -246,6 +248,14 @@ def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> in
                     _describe(logprobs, (step, row, place), token, wanted)
                     for place, token in enumerate(token_ids)
                 ]
+            surpluses = []
+            if request.params.self_check:
+                assert logprobs is not None
+                surplus, variance = (
+                    values[step, row, :count].tolist()
+                    for values in (logprobs.surplus, logprobs.variance)
+                )
+                surpluses = list(zip(surplus, variance))
             request.take_step(
                 token_ids,
                 int(host["num_accepted"][step, row]),
@@ -253,6 +263,7 @@ def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> in
                 finish,
                 described,
                 int(host["draft_depth"][step, row]),
+                surpluses,
             )
     return int(host["num_committed"][:num_steps].sum())
 

@@ -112,6 +112,43 @@ class AcceptanceCounts:
 
 
 @dataclasses.dataclass
+class SelfCheck:
+    """Whether drawn tokens were as likely as draws from their distributions are.
+
+    Under exact sampling log p(token) + H(p), summed over tokens, is a martingale, so
+    its sum over the root of its summed variances is near a standard normal after
+    some hundred tokens: |z_score| above 4 is an alarm. It sees draws that are too
+    likely or too unlikely (drafts accepted too often, a wrong temperature), not a
+    bias that leaves the mean log-probability as it is.
+    """
+
+    num_tokens: int = 0
+    surplus: float = 0.0  # sum of log p + H(p), in nats
+    variance: float = 0.0  # sum of the variances of log p
+
+    def add(self, surplus: float, variance: float) -> None:
+        """Counts one token."""
+        self.num_tokens += 1
+        self.surplus += surplus
+        self.variance += variance
+
+    def merge(self, other: SelfCheck) -> None:
+        """Adds another's tokens."""
+        self.num_tokens += other.num_tokens
+        self.surplus += other.surplus
+        self.variance += other.variance
+
+    @property
+    def z_score(self) -> float | None:
+        """Standard deviations from what exact sampling has on average; None where all was certain."""
+        return self.surplus / self.variance**0.5 if self.variance > 0 else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the figures by name, for JSON."""
+        return dataclasses.asdict(self) | {"z_score": self.z_score}
+
+
+@dataclasses.dataclass
 class Request:
     """A sequence to be sampled; a row's occupant while it runs."""
 
@@ -131,6 +168,7 @@ class Request:
     )  # per output token: proposed by the drafter
     logprobs: list[TokenLogProbs] = dataclasses.field(default_factory=list)
     counts: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
+    self_check: SelfCheck = dataclasses.field(default_factory=SelfCheck)
     finish_reason: str | None = None
     error: str | None = None
     shown: list[Piece] = dataclasses.field(
@@ -150,11 +188,16 @@ class Request:
         finish: int,
         logprobs: Sequence[Any],
         draft_depth: int | None = None,
+        surpluses: Sequence[tuple[float, float]] = (),
     ) -> None:
         """Takes in what one step committed for this row.
 
         A stop string is decided here: what the burst ran past it is discarded and
         not counted.
+
+        Args:
+          surpluses: LogProbs.surplus and .variance by token, where the request
+            checks itself.
         """
         if self.is_finished:
             return
@@ -167,6 +210,8 @@ class Request:
             self.output_token_ids.extend(token_ids[:used])
             self.is_draft.extend(place < num_accepted for place in range(used))
             self.logprobs.extend(logprobs[:used])
+            for surplus, variance in surpluses[:used]:
+                self.self_check.add(surplus, variance)
         if self.finish_reason is None and finish in FINISH_REASONS:
             self.finish_reason = FINISH_REASONS[finish]
             if self.finish_reason == "error":

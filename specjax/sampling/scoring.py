@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -20,6 +21,10 @@ class LogProbs(NamedTuple):
     of the logits after bias and penalties at temperature 1. The top entries are
     computed when any row of the batch has num_logprobs > 0, most likely first; a filter may
     leave fewer than max_logprobs, then the rest are -inf.
+
+    `surplus` and `variance` are of rows that check themselves, 0 at temperature 0:
+    the log-probability of the chosen token over what a draw has on average, and the
+    mean square of that. Surpluses of exact draws add up to a martingale.
     """
 
     raw: Array  # f32[num_tokens], of the chosen token
@@ -28,13 +33,15 @@ class LogProbs(NamedTuple):
     processed: Array  # f32[num_tokens], of the chosen token
     processed_top_ids: Array  # i32[num_tokens, max_logprobs]
     processed_top: Array  # f32[num_tokens, max_logprobs]
+    surplus: Array  # f32[num_tokens], log p(chosen) + entropy of p
+    variance: Array  # f32[num_tokens], of log p(x) for x drawn from p
 
 
 def no_logprobs(num_tokens: int, max_logprobs: int) -> LogProbs:
     """Returns the zeros of a batch that asks for no log-probabilities."""
-    one, many = jnp.zeros(num_tokens), jnp.zeros((num_tokens, max_logprobs))
-    ids = jnp.zeros((num_tokens, max_logprobs), jnp.int32)
-    return LogProbs(one, ids, many, one, ids, many)
+    one = jnp.zeros(num_tokens)
+    top = _no_top(num_tokens, max_logprobs)
+    return LogProbs(one, *top, one, *top, one, one)
 
 
 def token_logprobs(
@@ -55,19 +62,56 @@ def token_logprobs(
       max_logprobs: EngineConfig.max_logprobs; a vocabulary may be smaller.
       processed: `process_logits` of the same arguments, if there already.
     """
-
-    def nothing() -> LogProbs:
-        return no_logprobs(logits.shape[0], max_logprobs)
+    num_tokens = logits.shape[0]
+    nothing = no_logprobs(num_tokens, max_logprobs)
+    most = _most_logprobs(sampling, row_ids)
+    is_checked = _is_checked(sampling, row_ids)
 
     def score() -> LogProbs:
         sampled = processed
         if sampled is None:
             sampled = process_logits(logits, sampling, row_ids, positions, history)
-        needs_top = _most_logprobs(sampling, row_ids) > 0
-        of = lambda values: _score(values, token_ids, needs_top, max_logprobs)
-        return LogProbs(*of(logits), *of(sampled))
+        of = lambda values: _score(values, token_ids, most > 0, max_logprobs)
+        scores = lax.cond(
+            most >= 0, lambda: (*of(logits), *of(sampled)), lambda: nothing[:6]
+        )
+        check = lax.cond(
+            jnp.any(is_checked),
+            lambda: _surplus(sampled, token_ids, is_checked),
+            lambda: nothing[6:],
+        )
+        return LogProbs(*scores, *check)
 
-    return lax.cond(_most_logprobs(sampling, row_ids) >= 0, score, nothing)
+    return lax.cond(_is_asked(sampling, row_ids), score, lambda: nothing)
+
+
+def _is_asked(sampling: RowSampling, row_ids: Array) -> Array:
+    """Returns whether any token of the batch needs more than its choice, bool[]."""
+    is_checked = jnp.any(_is_checked(sampling, row_ids))
+    return is_checked | (_most_logprobs(sampling, row_ids) >= 0)
+
+
+def _is_checked(sampling: RowSampling, row_ids: Array) -> Array:
+    """Returns which tokens are random draws of rows that check themselves, bool[num_tokens]."""
+    row = jnp.minimum(row_ids, sampling.rows - 1)
+    is_drawn = sampling.is_checked & (sampling.temperature > 0)
+    return is_drawn[row] & (row_ids < sampling.rows)
+
+
+def _surplus(
+    processed: Array, token_ids: Array, is_checked: Array
+) -> tuple[Array, Array]:
+    """Returns surplus and variance f32[num_tokens], 0 where not is_checked."""
+    log_probs = jax.nn.log_softmax(processed, axis=1)
+    probs = jnp.exp(log_probs)
+    # 0 * -inf: what cannot be drawn adds nothing.
+    finite = jnp.where(probs > 0, log_probs, 0.0)
+    mean = jnp.sum(probs * finite, axis=1, keepdims=True)
+    variance = jnp.sum(probs * (finite - mean) ** 2, axis=1)
+    chosen = jnp.take_along_axis(log_probs, token_ids[:, None], axis=1)
+    surplus = (chosen - mean)[:, 0]
+    keep = lambda values: jnp.where(is_checked, values, 0.0)
+    return keep(surplus), keep(variance)
 
 
 def _most_logprobs(sampling: RowSampling, row_ids: Array) -> Array:
@@ -91,13 +135,14 @@ def _score(
         padded = jnp.pad(values - total, missing, constant_values=-jnp.inf)
         return jnp.pad(ids, missing), padded
 
-    shape = (logits.shape[0], max_logprobs)
-    ids, values = lax.cond(
-        needs_top,
-        top,
-        lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape)),
-    )
+    nothing = _no_top(logits.shape[0], max_logprobs)
+    ids, values = lax.cond(needs_top, top, lambda: nothing)
     return chosen[:, 0], ids, values
+
+
+def _no_top(num_tokens: int, max_logprobs: int) -> tuple[Array, Array]:
+    shape = num_tokens, max_logprobs
+    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
 
 
 def choose_and_score(
@@ -135,5 +180,5 @@ def choose_and_score(
         row_ids,
         positions,
         history,
-        needs_processed=_most_logprobs(sampling, row_ids) >= 0,
+        needs_processed=_is_asked(sampling, row_ids),
     )

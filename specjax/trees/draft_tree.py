@@ -33,6 +33,9 @@ class GrownTree(NamedTuple):
     # f32[rows, num_drafts], 0 past num_tokens; None where no drafter gave probabilities.
     # It has seen the tokens: for `greedy`, `seeded` and `delta` only.
     path_probability: Array | None = None
+    # i32[rows, num_drafts], which candidate each draft token was; where it was grown
+    # from candidates.
+    candidates: Array | None = None
 
 
 def from_parents(parents: Array, max_depth: int, *, rows: int = 1) -> DraftTree:

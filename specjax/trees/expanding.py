@@ -58,6 +58,47 @@ class Candidates:
         return self.token_ids.shape[3]
 
 
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """How far a tree grows, as a hashable constant: part of the key of a compiled step.
+
+    The nodes that the draft model is run on are numbered depth by depth: the root,
+    then `width` for each depth that has children.
+    """
+
+    max_depth: int
+    width: (
+        int  # nodes expanded per depth, and children looked at of each: EAGLE's top-k
+    )
+    num_drafts: int  # draft tokens kept
+
+    @property
+    def num_nodes(self) -> int:
+        """Returns the nodes verified, root included."""
+        return self.num_drafts + 1
+
+    @property
+    def num_fed(self) -> int:
+        """Returns the draft tokens that the draft model is run on."""
+        return (self.max_depth - 1) * self.width
+
+    @property
+    def num_candidates(self) -> int:
+        """Returns the entries of `Candidates`."""
+        return self.max_depth * self.width**2
+
+    def nodes_at(self, depth: int) -> tuple[int, ...]:
+        """Returns the numbers of the nodes expanded at a depth."""
+        first = 1 + (depth - 1) * self.width
+        return tuple(range(first, first + self.width)) if depth else (0,)
+
+    def cut(self, max_depth: int) -> Growth:
+        """Returns a growth no deeper than max_depth, with no more drafts than it looks at."""
+        depth = min(self.max_depth, max_depth)
+        most = self.width + (depth - 1) * self.width**2
+        return Growth(depth, self.width, min(self.num_drafts, most))
+
+
 class Frontier(NamedTuple):
     """The nodes to run the draft model on next, the likeliest first."""
 

@@ -26,7 +26,7 @@ def best_nodes(
     Returns:
       num_tokens counts real candidates; there may be fewer than num_drafts. Entries
       past it are token 0 under the root. path_probability holds the scores, -inf
-      past num_tokens.
+      past num_tokens; candidates the numbers, 0 past it.
 
     Cost: a top_k of num_drafts among num_candidates and num_drafts ** 2 comparisons
     per row, max_depth gathers of num_drafts.
@@ -53,4 +53,5 @@ def best_nodes(
         num_tokens=jnp.sum(is_real, axis=1, dtype=jnp.int32),
         tree=from_parents(with_root, max_depth),
         path_probability=best,
+        candidates=jnp.where(is_real, chosen + 1, 0),
     )

@@ -1,0 +1,111 @@
+"""Path attention: the public function, its checks, and the choice of implementation."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels import layout
+from pallas_kernels.implementations import call_best
+from pallas_kernels.path_attention.reference import path_attention_reference
+from pallas_kernels.path_attention.xla import path_attention_xla
+
+
+def path_attention(
+    q: Array,  # dtype[num_tokens, heads, head_dim]
+    k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim]
+    v_pages: Array,  # likewise
+    block_table: Array,  # i32[rows, pages_per_row], NO_PAGE = -1 where none
+    row_ids: Array,  # i32[num_tokens]
+    lengths: Array,  # i32[rows]
+    positions: Array,  # i32[num_tokens]
+    *,
+    path_offsets: Array | None = None,  # i32[num_tokens, max_depth + 1]
+    scale: float,
+    window: int | None = None,
+    implementation: str | None = None,
+) -> Array:
+    """Attends every token to its prefix and to its own path, in path order.
+
+    Token t of row r sees the keys of positions 0 to positions[t]. Those below
+    lengths[r] lie where they belong. Those of the path, lengths[r] + i, lie in the
+    slot of position lengths[r] + path_offsets[t, i], or where they belong too if
+    there are no offsets: a chain. All of them are written already.
+
+    What `tree_attention` computes row by row this computes token by token, reading a
+    row's keys once per token: a token's sums have one shape and one order, whatever
+    its row, its neighbours, the number of drafts, and the place of its ancestors in
+    a tree. Softmax and sums are float32; on the XLA path keys are summed in tiles
+    of 64 positions, in order.
+
+    Args:
+      block_table: a row may hold any pages in any order; slots that hold no key of
+        the path are not read into the result and may hold NaN.
+      row_ids: whose token each is; `rows` or more is padding, whose output is 0.
+      lengths: tokens whose keys and values were final before this step.
+      path_offsets: entry i is that of the ancestor at depth i of the tree whose root
+        is at position lengths[r]; the token's own stands at its depth.
+      scale: multiplies the scores; usually head_dim ** -0.5.
+      window: keys a token sees, itself included.
+      implementation: "xla" or "reference"; None picks the best for this case.
+
+    Returns:
+      dtype[num_tokens, heads, head_dim].
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+    """
+    layout.validate_page_arrays(k_pages, v_pages)
+    if q.ndim != 3 or q.shape[2] != layout.head_dim(k_pages):
+        raise ValueError(
+            f"{q.shape=} must be [num_tokens, heads, head_dim={layout.head_dim(k_pages)}]."
+        )
+    if q.shape[1] % layout.kv_heads(k_pages):
+        raise ValueError(
+            f"{q.shape[1]=} heads must be a multiple of {layout.kv_heads(k_pages)=}."
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"{window=} must be at least 1.")
+    _validate_integers(q.shape[0], block_table, row_ids, lengths, positions)
+    if path_offsets is not None and (
+        path_offsets.ndim != 2
+        or path_offsets.shape[0] != q.shape[0]
+        or path_offsets.dtype != jnp.int32
+    ):
+        raise ValueError(
+            f"{path_offsets.shape=} {path_offsets.dtype=} must be int32[{q.shape[0]}, "
+            "max_depth + 1]."
+        )
+    arguments = (q, k_pages, v_pages, block_table, row_ids, lengths, positions)
+    options = dict(path_offsets=path_offsets, scale=scale, window=window)
+    implementations = {
+        "xla": functools.partial(path_attention_xla, *arguments, **options),
+        "reference": functools.partial(path_attention_reference, *arguments, **options),
+    }
+    return call_best(implementations, implementation)
+
+
+def _validate_integers(
+    num_tokens: int,
+    block_table: Array,
+    row_ids: Array,
+    lengths: Array,
+    positions: Array,
+) -> None:
+    if row_ids.shape != (num_tokens,) or positions.shape != (num_tokens,):
+        raise ValueError(
+            f"{row_ids.shape=} and {positions.shape=} must be {(num_tokens,)}."
+        )
+    if lengths.ndim != 1 or block_table.shape[:1] != lengths.shape:
+        raise ValueError(
+            f"{block_table.shape=} and {lengths.shape=} must be [rows, pages_per_row] "
+            "and [rows]."
+        )
+    for name, array in (
+        ("block_table", block_table),
+        ("row_ids", row_ids),
+        ("lengths", lengths),
+        ("positions", positions),
+    ):
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} is {array.dtype}, must be int32.")
