@@ -319,6 +319,9 @@ class SpeculationConfig:
     # A draft model's tree, grown where the model is surest (EAGLE-2's top-k): so many
     # nodes expanded per depth, so many children looked at of each.
     tree_top_k: int | None = None
+    # Most draft tokens verified per step over all rows, those likeliest to stand; None: all
+    # that are drafted.
+    max_drafts_per_step: int | None = None
     lenience: float = 0.5  # of "lenient": draft probabilities are multiplied by it
     typical_epsilon: float = 0.09  # of "typical": its thresholds
     typical_delta: float = 0.3
@@ -361,6 +364,11 @@ class SpeculationConfig:
                 "method 'ngram' leave it out."
             )
         self._check_growth()
+        most = self.max_drafts_per_step
+        if most is not None and (not _is_int(most) or most < 1):
+            raise ValueError(
+                f"max_drafts_per_step={most!r} must be a whole number of at least 1, or None."
+            )
         if self.verification not in VERIFICATION_RULES:
             raise ValueError(_unknown_rule(self.verification))
         _check_lossy(self)

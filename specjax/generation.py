@@ -287,6 +287,7 @@ class Stream:
             engine_config,
             rules,
             _rule_options(config),
+            _slots_per_shard(config.max_drafts_per_step, mesh),
             mesh,
         )
         self._compile_s_before = self._decoder.compile_s
@@ -401,6 +402,13 @@ def _rule_options(config: SpeculationConfig) -> RuleOptions:
         typical_delta=config.typical_delta,
         synthetic_rates=config.synthetic_acceptance_rates or (),
     )
+
+
+def _slots_per_shard(max_drafts: int | None, mesh: Mesh | None) -> int | None:
+    """Returns the draft tokens that a shard's rows verify per step; None is all."""
+    if max_drafts is None:
+        return None
+    return max_drafts // sharding.axis_size(mesh, sharding.DATA)
 
 
 def _drafter_source(config: SpeculationConfig, drafter):

@@ -99,6 +99,12 @@ class Proposal:
     # j's children were drawn from, without replacement. None: deterministic.
     probs: Array | None = None
     tree: DraftTree | None = None
+    # f32[rows, num_drafts] each, how likely draft token j is to stand; None: not known.
+    # The first is a function of what was drawn before j, the path to it included: rules
+    # by law may choose what is verified by it. The second knows token j itself, and is
+    # for `greedy`, `seeded` and `delta` alone.
+    prior_confidence: Array | None = None
+    path_probability: Array | None = None
 
     @property
     def num_nodes(self) -> int:

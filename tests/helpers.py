@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.drafters import ngram
 from specjax.drafters.base import NOT_KEPT, Draft, Drafter
 from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
 from specjax.models.architectures import architecture_of
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.layers import dense_causal_attention
+from specjax.trees.best_first import best_first
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import Proposal
 
@@ -204,3 +206,46 @@ class AlternatingDrafter:
             return Draft(proposal, ours.state, ours.written, kept_at)
 
         return model._replace(draft=draft)
+
+
+@dataclasses.dataclass(frozen=True)
+class MarginalsDrafter:
+    """A parallel drafter's tree: the best paths of marginals, which matches of the text give."""
+
+    num_matches: int
+    num_drafts: int
+
+    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
+        """Returns the drafter; what `specjax.drafters.spec` asks of a spec."""
+        depth = num_speculative_tokens
+        width = self.num_matches
+
+        def draft(params, state, decode_state, num_tokens) -> Draft:
+            history, length = decode_state.history, decode_state.cache.lengths + 1
+            starts, is_found = ngram.matches(
+                history, length, min_match=1, max_match=4, num_matches=width
+            )
+            tokens = ngram.continuations(history, length, starts, depth)
+            weights = jnp.where(is_found, 0.5 ** jnp.arange(1, width + 1)[None], 0.0)
+            tokens = jnp.swapaxes(tokens, 1, 2)  # [rows, depth, matches]
+            is_same = tokens[:, :, :, None] == tokens[:, :, None, :]
+            mass = jnp.sum(is_same * weights[:, None, None, :], axis=3)
+            is_first = ~jnp.any(jnp.tril(is_same, -1), axis=3)
+            is_within = jnp.arange(depth)[None, :, None] < num_tokens[:, None, None]
+            probs = jnp.where(is_first & is_within, mass, 0.0)
+            order = jnp.argsort(-probs, axis=2, stable=True)
+            grown = best_first(
+                jnp.take_along_axis(probs, order, axis=2),
+                jnp.take_along_axis(tokens, order, axis=2),
+                num_drafts=self.num_drafts,
+            )
+            proposal = Proposal(
+                token_ids=grown.token_ids, num_tokens=grown.num_tokens, tree=grown.tree
+            )
+            return Draft(proposal, state, length)
+
+        return Drafter(
+            init=lambda rows, num_pages, page_size: (),
+            prefill=lambda params, state, batch, max_tokens_per_row: state,
+            draft=draft,
+        )

@@ -44,7 +44,7 @@ def path_attention_reference(
         scores = jnp.sum(q[token][None].astype(jnp.float32) * k, -1) * scale
         scores = jnp.where(is_visible[:, None], scores, -jnp.inf)
         top = jnp.max(scores, axis=0, where=is_visible[:, None], initial=-1e30)
-        weights = jnp.exp(scores - top)
+        weights = jnp.exp(scores - top[None])
         total = jnp.maximum(weights.sum(0), 1e-30)[:, None]
         values = jnp.where(is_visible[:, None, None], v, 0.0)
         return jnp.sum(weights[..., None] * values, axis=0) / total

@@ -61,7 +61,7 @@ def in_buckets(
 
     def turn(index: Array, state: tuple[Carry, Result]) -> tuple[Carry, Result]:
         carry, results = state
-        part = lax.optimization_barrier(take(index))
+        carry, part = lax.optimization_barrier((carry, take(index)))
         carry, result = lax.optimization_barrier(run(carry, part))
         put = lambda whole, new: lax.dynamic_update_slice_in_dim(
             whole, new, index * size, 0

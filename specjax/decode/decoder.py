@@ -23,7 +23,8 @@ from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.state import Admission, DecodeState
 from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
-from specjax.drafters.spec import DrafterSpec
+from specjax.drafters.base import Drafter
+from specjax.drafters.spec import DrafterSpec, ModelDrafter
 from specjax.models.base import ModelConfig
 from specjax.sampling import RowSampling
 from specjax.types import BY_LAW, DecoderParams, Plan
@@ -69,6 +70,7 @@ class Decoder:
         *,
         rules: tuple[int, ...] = (),
         rule_options: RuleOptions = NO_OPTIONS,
+        draft_slots: int | None = None,
         mesh: Mesh | None = None,
     ):
         self.config = config
@@ -78,6 +80,7 @@ class Decoder:
         self.mesh = mesh
         self.rules = rules
         self.rule_options = rule_options
+        self.draft_slots = draft_slots
         self.keeps_probs = any(rule in BY_LAW for rule in rules)
         self.num_shards = sharding.axis_size(mesh, sharding.DATA)
         self.traces: collections.Counter[tuple] = collections.Counter()
@@ -197,9 +200,7 @@ class Decoder:
     def _step_spec(self, num_speculative_tokens: int) -> StepSpec:
         drafter = none.drafter()
         if num_speculative_tokens > 0:
-            drafter = self.drafter.build(
-                num_speculative_tokens, self.sizes.dtype, self.keeps_probs
-            )
+            drafter = self._build_drafter(num_speculative_tokens)
         engine = self.engine_config
         is_invariant = engine.numerics == "invariant"
         return StepSpec(
@@ -209,6 +210,7 @@ class Decoder:
             max_logprobs=engine.max_logprobs,
             rules=self.rules,
             rule_options=self.rule_options,
+            draft_slots=self.draft_slots,
             token_bucket=engine.token_bucket if is_invariant else None,
             logit_bytes=engine.logit_bytes,
             tensor_axis=sharding.tensor_axis(self.mesh),
@@ -227,7 +229,7 @@ class Decoder:
             dtype=sizes.dtype,
             num_shards=self.num_shards,
         )
-        drafter = self.drafter.build(1, sizes.dtype, self.keeps_probs)
+        drafter = self._build_drafter(1)
         return DecodeState(
             cache=cache,
             drafter=drafter.init(rows, sizes.num_pages, sizes.page_size),
@@ -239,6 +241,13 @@ class Decoder:
             rules=integers(),
             is_active=jnp.zeros(rows, bool),
         )
+
+    def _build_drafter(self, num_speculative_tokens: int) -> Drafter:
+        arguments = (num_speculative_tokens, self.sizes.dtype, self.keeps_probs)
+        # Who ranks drafts must be told how likely they are to stand, if the drafter knows.
+        if self.draft_slots is not None and isinstance(self.drafter, ModelDrafter):
+            return self.drafter.build(*arguments, says_confidence=True)
+        return self.drafter.build(*arguments)
 
     def _any_shard(self, flag):
         if self.num_shards == 1:
@@ -309,6 +318,7 @@ def build_decoder(
     engine_config: EngineConfig,
     rules: tuple[int, ...] = (),
     rule_options: RuleOptions = NO_OPTIONS,
+    draft_slots: int | None = None,
     mesh: Mesh | None = None,
 ) -> Decoder:
     """Returns the decoder of a configuration; the same one for the same arguments, with its executables."""
@@ -319,5 +329,6 @@ def build_decoder(
         engine_config,
         rules=rules,
         rule_options=rule_options,
+        draft_slots=draft_slots,
         mesh=mesh,
     )

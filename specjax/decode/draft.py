@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.cache import paged
 from specjax.decode.state import DecodeState
 from specjax.drafters.base import Draft, Drafter
 from specjax.types import Proposal
@@ -30,7 +31,10 @@ def draft(
     caps = jnp.minimum(jnp.minimum(state.draft_caps, depth), room)
     drafted = drafter.draft(params, state.drafter, state, caps)
     proposal = drafted.proposal
-    most = _num_within(proposal, caps)
+    # A node without a slot would read another's key.
+    num_slots = paged.num_held(state.cache) * state.cache.page_size
+    most = jnp.minimum(_num_within(proposal, caps), num_slots - root - 1)
+    most = jnp.maximum(most, 0)
     proposal = dataclasses.replace(
         proposal, num_tokens=jnp.minimum(proposal.num_tokens, most)
     )

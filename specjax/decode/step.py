@@ -8,6 +8,7 @@ from specjax.decode.commit import commit
 from specjax.decode.draft import draft
 from specjax.decode.state import DecodeState
 from specjax.decode.step_spec import StepSpec
+from specjax.decode.submit import submit
 from specjax.decode.verify import verify
 from specjax.types import DecoderParams, StepInfo
 
@@ -19,6 +20,9 @@ def step(
     state, drafted = draft(
         spec.drafter, params.drafter, state, spec.num_speculative_tokens
     )
+    if spec.draft_slots is not None:
+        proposal = submit(drafted.proposal, state.rules, spec.draft_slots)
+        drafted = drafted._replace(proposal=proposal)
     cache, verification = verify(spec, params.target, state, drafted.proposal)
     state = dataclasses.replace(state, cache=cache)
     return commit(state, spec.drafter, drafted, verification)

@@ -50,7 +50,8 @@ def verify(
     Returns:
       The cache with the keys and values of all nodes written, lengths unchanged.
     """
-    batch = _make_batch(spec, state, proposal)
+    size = _tokens_at_once(spec, proposal, state.rows)
+    batch = _make_batch(spec, state, proposal, size)
     hidden, pages = forward(
         params,
         spec.config,
@@ -63,21 +64,17 @@ def verify(
     nodes = _nodes(state, proposal, batch, hidden)
     flat = _nodes_by_row(batch, proposal.num_nodes)
     decide_rows = _Decision(spec, params, state)
-    if spec.token_bucket is not None:
-        _, said = in_buckets(
-            lambda nothing, part: (nothing, decide_rows.choose(part)),
-            (),
-            nodes,
-            spec.token_bucket,
-            batch.row_starts[-1],
-        )
-        verification = decide_rows.by_equality(proposal, _at(said, flat))
-    else:
+    if spec.rules and proposal.max_depth:
         verification = _by_rows(
-            lambda rows: decide_rows(_at(proposal, rows), _at(nodes, flat[rows]), rows),
+            lambda rows: decide_rows.by_rules(
+                _at(proposal, rows), _at(nodes, flat[rows].reshape(-1)), rows
+            ),
             state.rows,
             _rows_at_once(spec, proposal),
         )
+    else:
+        said = _choose(decide_rows, nodes, size, batch.row_starts[-1])
+        verification = by_equality(proposal, _at(said, flat))
     return dataclasses.replace(state.cache, pages=pages), verification
 
 
@@ -102,19 +99,11 @@ class _Nodes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Decision:
-    """From the hidden states of some rows to what is accepted of their drafts."""
+    """From hidden states to what the target says, and to what rules accept of it."""
 
     spec: StepSpec
     params: Params
     state: DecodeState
-
-    def __call__(self, proposal: Proposal, nodes: _Nodes, rows: Array) -> Verification:
-        """Decides the rows i32[n], whose nodes are [n, num_nodes]."""
-        flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), nodes)
-        if self.spec.rules and proposal.max_depth:
-            return self.by_rules(proposal, flat, rows)
-        said = self.choose(flat)
-        return self.by_equality(proposal, _unflatten(said, nodes.row_ids.shape))
 
     def choose(self, nodes: _Nodes) -> tuple[Choice, LogProbs]:
         """Returns the target's own token after each of nodes [num_tokens], and how likely it is."""
@@ -123,16 +112,6 @@ class _Decision:
             *self.where(nodes),
             max_logprobs=self.spec.max_logprobs,
         )
-
-    def by_equality(
-        self, proposal: Proposal, said: tuple[Choice, LogProbs]
-    ) -> Verification:
-        """Accepts what the target says itself; `said` is leading [rows, num_nodes]."""
-        choice, logprobs = said
-        acceptance = accept_by_equality(proposal, choice.token_ids)
-        path = nodes_on_path(acceptance)
-        is_invalid = jnp.take_along_axis(choice.is_invalid, path, axis=1)
-        return Verification(acceptance, is_invalid, _along(logprobs, path))
 
     def by_rules(self, proposal: Proposal, nodes: _Nodes, rows: Array) -> Verification:
         """Decides each row by its own rule; nodes are [n * num_nodes], those of rows i32[n]."""
@@ -188,12 +167,33 @@ class _Decision:
         return self.state.sampling, nodes.row_ids, nodes.positions, history
 
 
-def _make_batch(spec: StepSpec, state: DecodeState, proposal: Proposal) -> TokenBatch:
-    """Lays out each active row's root and draft tokens."""
+def _choose(
+    decision: _Decision, nodes: _Nodes, size: int | None, num_used: Array
+) -> tuple[Choice, LogProbs]:
+    """Returns decision.choose of all nodes, `size` at a time where it is not None."""
+    if size is None:
+        return decision.choose(nodes)
+    choose = lambda nothing, part: (nothing, decision.choose(part))
+    return in_buckets(choose, (), nodes, size, num_used)[1]
+
+
+def by_equality(proposal: Proposal, said: tuple[Choice, LogProbs]) -> Verification:
+    """Accepts what the target says itself; `said` is leading [rows, num_nodes]."""
+    choice, logprobs = said
+    acceptance = accept_by_equality(proposal, choice.token_ids)
+    path = nodes_on_path(acceptance)
+    is_invalid = jnp.take_along_axis(choice.is_invalid, path, axis=1)
+    return Verification(acceptance, is_invalid, _along(logprobs, path))
+
+
+def _make_batch(
+    spec: StepSpec, state: DecodeState, proposal: Proposal, size: int | None
+) -> TokenBatch:
+    """Lays out each active row's root and draft tokens, in whole buckets of `size`."""
     cache = state.cache
     counts = jnp.where(state.is_active, proposal.num_tokens + 1, 0)
     place = state.history, cache.block_table, cache.lengths, counts
-    num_tokens = round_up(proposal.num_nodes * state.rows, spec.token_bucket)
+    num_tokens = round_up(_num_nodes(spec, proposal, state.rows), size)
     if proposal.tree is None:
         return make_batch(
             *place,
@@ -233,8 +233,24 @@ def _nodes_by_row(batch: TokenBatch, num_nodes: int) -> Array:
     return jnp.minimum(nodes, batch.token_ids.shape[0] - 1)
 
 
+def _num_nodes(spec: StepSpec, proposal: Proposal, num_rows: int) -> int:
+    """Returns how many nodes all rows together have at most."""
+    num_nodes = proposal.num_nodes * num_rows
+    if spec.draft_slots is None:
+        return num_nodes
+    return min(num_rows + spec.draft_slots, num_nodes)
+
+
+def _tokens_at_once(spec: StepSpec, proposal: Proposal, num_rows: int) -> int | None:
+    """Returns how many tokens have their logits computed at once; None is all of them."""
+    if spec.token_bucket is not None:
+        return spec.token_bucket
+    most = max(spec.logit_bytes // (4 * spec.config.vocab_size), 1)
+    return most if most < _num_nodes(spec, proposal, num_rows) else None
+
+
 def _rows_at_once(spec: StepSpec, proposal: Proposal) -> int:
-    """Returns how many rows' float32 logits spec.logit_bytes hold, at least 1."""
+    """Returns how many rows' logits spec.logit_bytes hold, at least 1."""
     row_bytes = 4 * spec.config.vocab_size * proposal.num_nodes
     return max(spec.logit_bytes // row_bytes, 1)
 

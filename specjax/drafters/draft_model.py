@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
 from specjax.trees import draft_tree, expanding
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
-from specjax.types import DELTA, NO_PARENT, DraftTree, Proposal
+from specjax.types import DELTA, NO_PARENT, DraftTree, Proposal, is_by_law
 
 
 def drafter(
@@ -40,6 +40,7 @@ def drafter(
     dtype,
     keeps_probs: bool,
     shape: TreeShape | Growth | None = None,
+    says_confidence: bool = False,
 ) -> Drafter:
     """Returns a drafter that samples from a model.
 
@@ -51,8 +52,10 @@ def drafter(
       keeps_probs: whether the distributions are kept, f32[rows, num_drafts, vocab].
       shape: of a tree, whose depth is num_speculative_tokens, or how it grows; None
         drafts chains.
+      says_confidence: whether proposals say how likely their tokens are to stand,
+        which costs some passes over the vocabulary.
     """
-    model = _DraftModel(config, keeps_probs)
+    model = _DraftModel(config, keeps_probs, says_confidence)
 
     def init(rows: int, num_pages: int, page_size: int):
         del rows
@@ -84,10 +87,21 @@ def drafter(
     )
 
 
+class _Drawn(NamedTuple):
+    """Children of some nodes of every row."""
+
+    token_ids: Array  # i32[rows, n, count]
+    probs: Array | None = None  # f32[rows, n, vocab]; None where nobody needs them
+    # f32[rows, n, count] each, given the node: see Proposal. None where nobody asks.
+    prior_confidence: Array | None = None
+    probability: Array | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class _DraftModel:
     config: ModelConfig
     keeps_probs: bool
+    says_confidence: bool
 
     def feed(self, params, pages, decode_state, history, positions, is_fed):
         """Feeds one token per row of is_fed; returns hidden [rows, hidden_size] and the pages."""
@@ -160,10 +174,6 @@ class _DraftModel:
           hidden: [rows, n, hidden_size], after these nodes.
           nodes: i32[n].
           history: as `process_logits` takes it, for rows * n nodes.
-
-        Returns:
-          token_ids i32[rows, n, count], and the distributions f32[rows, n, vocab], or
-          None where nobody needs them.
         """
         rows, width = hidden.shape[:2]
         row_ids = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), width)
@@ -171,12 +181,13 @@ class _DraftModel:
         scores = logits(params, self.config, hidden.reshape(rows * width, -1))
         sampling, rules = decode_state.sampling, decode_state.rules
         where = (sampling, row_ids, roots + depth, history)
-        if count == 1 and not self.keeps_probs:
+        by_row = lambda x: x.reshape(rows, width, -1)
+        if count == 1 and not (self.keeps_probs or self.says_confidence):
             # The short paths of choose_tokens: no pass over logits that nobody edits.
             temperature = jnp.where(rules == DELTA, 0.0, sampling.temperature)
             certain = dataclasses.replace(sampling, temperature=temperature)
             choice = choose_tokens(scores, certain, *where[1:], role=TARGET_TOKEN)
-            return choice.token_ids.reshape(rows, width, 1), None
+            return _Drawn(by_row(choice.token_ids))
         keys = noise_keys(
             sampling, rules, row_ids, roots + depth, roots, jnp.tile(nodes, rows)
         )
@@ -188,10 +199,34 @@ class _DraftModel:
             count=count,
             keeps_probs=self.keeps_probs,
         )
-        token_ids = siblings.token_ids.reshape(rows, width, count)
-        if siblings.probs is None:
-            return token_ids, None
-        return token_ids, siblings.probs.reshape(rows, width, -1)
+        probs = None if siblings.probs is None else by_row(siblings.probs)
+        drawn = _Drawn(by_row(siblings.token_ids), probs)
+        if not self.says_confidence:
+            return drawn
+        processed = process_logits(scores, *where)
+        # By rank alone: the law says how sure the best choice is, the next, ...
+        prior, _ = jax.lax.top_k(jax.nn.softmax(processed), count)
+        probability = jnp.take_along_axis(
+            jax.nn.softmax(self._with_noise(processed, decode_state, row_ids, depth)),
+            siblings.token_ids,
+            axis=1,
+        )
+        return drawn._replace(
+            prior_confidence=by_row(prior), probability=by_row(probability)
+        )
+
+    def _with_noise(self, processed, decode_state, row_ids, depth):
+        """Adds the noise of the target's choice where it decides; f32[num_tokens, vocab]."""
+        sampling, rules = decode_state.sampling, decode_state.rules
+        positions = decode_state.cache.lengths[row_ids] + depth
+        keys = token_keys(sampling.seeds[row_ids], positions + 1, TARGET_TOKEN)
+        is_shared = (sampling.temperature > 0) & (rules != DELTA) & ~is_by_law(rules)
+        noise = jax.lax.cond(
+            jnp.any(is_shared),
+            lambda: gumbel_noise(keys, self.config.vocab_size),
+            lambda: jnp.zeros_like(processed),
+        )
+        return processed + jnp.where(is_shared[row_ids][:, None], noise, 0.0)
 
     def rank(self, params, hidden, decode_state, depth, history, count):
         """Returns the likeliest children of some nodes of every row, all at one depth.
@@ -205,16 +240,9 @@ class _DraftModel:
         row_ids = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), width)
         positions = decode_state.cache.lengths[row_ids] + depth
         scores = logits(params, self.config, hidden.reshape(rows * width, -1))
-        sampling, rules = decode_state.sampling, decode_state.rules
+        sampling = decode_state.sampling
         scores = process_logits(scores, sampling, row_ids, positions, history)
-        keys = token_keys(sampling.seeds[row_ids], positions + 1, TARGET_TOKEN)
-        is_drawn = (sampling.temperature > 0) & (rules != DELTA)
-        noise = jax.lax.cond(
-            jnp.any(is_drawn),
-            lambda: gumbel_noise(keys, self.config.vocab_size),
-            lambda: jnp.zeros_like(scores),
-        )
-        scores = scores + jnp.where(is_drawn[row_ids][:, None], noise, 0.0)
+        scores = self._with_noise(scores, decode_state, row_ids, depth)
         log_probs, token_ids = jax.lax.top_k(jax.nn.log_softmax(scores), count)
         shape = rows, width, count
         return log_probs.reshape(shape), token_ids.astype(jnp.int32).reshape(shape)
@@ -229,31 +257,38 @@ def _draft_chain(
 
     def propose(index, carry):
         """Feeds the root or the last draft token; proposes draft token number `index`."""
-        pages, history, token_ids, all_probs = carry
+        pages, history, drawn = carry
         is_drafted = index < num_tokens
         hidden, pages = model.feed(
             params, pages, decode_state, history, root + index, is_drafted
         )
-        nodes = index[None]
-        drawn, probs = model.draw(
-            params, hidden[:, None], decode_state, nodes, index, history, 1
+        new = model.draw(
+            params, hidden[:, None], decode_state, index[None], index, history, 1
         )
-        token = drawn[:, 0, 0]
         place = jnp.where(is_drafted, root + index + 1, history.shape[1])
+        token = new.token_ids[:, 0, 0]
         history = history.at[jnp.arange(rows), place].set(token, mode="drop")
-        if probs is not None:
-            all_probs = all_probs.at[:, index].set(probs[:, 0])
-        return pages, history, token_ids.at[:, index].set(token), all_probs
+        put = lambda every, one: every.at[:, index].set(one[:, 0])
+        return pages, history, jax.tree.map(put, drawn, new)
 
-    vocab = model.config.vocab_size if model.keeps_probs else 0
-    nothing = jnp.zeros((rows, depth), jnp.int32), jnp.zeros((rows, depth, vocab))
+    one = jnp.zeros((rows, depth, 1))
+    vocab = model.config.vocab_size
+    nothing = _Drawn(
+        token_ids=one.astype(jnp.int32),
+        probs=jnp.zeros((rows, depth, vocab)) if model.keeps_probs else None,
+        prior_confidence=one if model.says_confidence else None,
+        probability=one if model.says_confidence else None,
+    )
     most = jnp.max(num_tokens, initial=0)
-    carry = (pages, decode_state.history, *nothing)
-    pages, _, token_ids, all_probs = jax.lax.fori_loop(0, most, propose, carry)
+    carry = (pages, decode_state.history, nothing)
+    pages, _, drawn = jax.lax.fori_loop(0, most, propose, carry)
+    along = lambda figure: None if figure is None else figure[..., 0].cumprod(axis=1)
     proposal = Proposal(
-        token_ids=token_ids,
+        token_ids=drawn.token_ids[..., 0],
         num_tokens=num_tokens,
-        probs=all_probs if model.keeps_probs else None,
+        probs=drawn.probs,
+        prior_confidence=along(drawn.prior_confidence),
+        path_probability=along(drawn.probability),
     )
     # The last draft token is proposed but not fed.
     first = decode_state.drafter_lengths
@@ -274,12 +309,14 @@ def _draft_tree(
     tree = shape.draft_tree(rows)
     token_ids = jnp.zeros((rows, shape.num_drafts), jnp.int32)
     all_probs: list[Any] = [None] * shape.num_drafts
+    # Of the path to each node, the root's first: prior confidence and probability.
+    figures = [jnp.ones((rows, shape.num_nodes))] * 2
     for depth in range(shape.max_depth):
         nodes = shape.parents_at(depth)
         hidden, pages = model.feed_nodes(
             params, pages, decode_state, token_ids, tree, nodes, takes_part
         )
-        drawn, probs = model.draw(
+        drawn = model.draw(
             params,
             hidden,
             decode_state,
@@ -289,18 +326,29 @@ def _draft_tree(
             shape.widths[depth],
         )
         children = shape.nodes_at(depth + 1)
-        source = [nodes.index(shape.parents[child]) for child in children]
-        rank = [shape.ranks[child] for child in children]
-        drawn = drawn[:, np.array(source), np.array(rank)]
-        token_ids = token_ids.at[:, np.array(children) - 1].set(drawn)
+        above = np.array([shape.parents[child] for child in children])
+        source = np.array([nodes.index(parent) for parent in above])
+        rank = np.array([shape.ranks[child] for child in children])
+        here = np.array(children)
+        token_ids = token_ids.at[:, here - 1].set(drawn.token_ids[:, source, rank])
+        if drawn.prior_confidence is not None and drawn.probability is not None:
+            figures = [
+                figure.at[:, here].set(figure[:, above] * new[:, source, rank])
+                for figure, new in zip(
+                    figures, (drawn.prior_confidence, drawn.probability)
+                )
+            ]
         for place, node in enumerate(nodes):
-            if probs is not None:
-                all_probs[node] = probs[:, place]
+            if drawn.probs is not None:
+                all_probs[node] = drawn.probs[:, place]
+    says = model.says_confidence
     proposal = Proposal(
         token_ids=token_ids,
         num_tokens=jnp.where(takes_part, shape.num_drafts, 0),
         probs=_stack(all_probs) if model.keeps_probs else None,
         tree=tree,
+        prior_confidence=figures[0][:, 1:] if says else None,
+        path_probability=figures[1][:, 1:] if says else None,
     )
     node = np.arange(shape.num_nodes)
     kept_at = np.where(np.isin(node, shape.parents), node, NOT_KEPT)
@@ -367,6 +415,7 @@ def _draft_dynamic_tree(
         token_ids=grown.token_ids,
         num_tokens=jnp.where(takes_part, grown.num_tokens, 0),
         tree=grown.tree,
+        path_probability=grown.path_probability,
     )
     node_kept_at = jnp.take_along_axis(kept_at, grown.candidates, axis=1)
     # A place that no candidate took names the root.

@@ -53,12 +53,19 @@ class ModelDrafter:
     config: ModelConfig
     shape: TreeShape | Growth | None = None
 
-    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
+    def build(
+        self,
+        num_speculative_tokens: int,
+        dtype,
+        keeps_probs: bool,
+        says_confidence: bool = False,
+    ) -> Drafter:
         return draft_model.drafter(
             self.config,
             num_speculative_tokens=num_speculative_tokens,
             dtype=dtype,
             keeps_probs=keeps_probs,
+            says_confidence=says_confidence,
             shape=None
             if self.shape is None
             else self.shape.cut(num_speculative_tokens),

@@ -26,16 +26,12 @@ def mesh():
     return Mesh(np.array(devices[:4]).reshape(2, 2), ("data", "tensor"))
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(temperature=0, max_tokens=20),
-        SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=20, logprobs=1),
-    ],
-    ids=["greedy", "sampled"],
-)
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=20, logprobs=1)
+
+
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
-def test_same_tokens_on_four_devices(mesh, make, sampling):
+def test_same_tokens_on_four_devices(mesh, make):
     target = make(0)
     drafter = make(0, num_layers=1) if make is tiny_llama else "ngram"
     rng = np.random.default_rng(1)
@@ -43,7 +39,7 @@ def test_same_tokens_on_four_devices(mesh, make, sampling):
     arguments = {
         "drafter": drafter,
         "num_speculative_tokens": 3,
-        "sampling": sampling,
+        "sampling": [GREEDY, SAMPLED] * 3,
         "engine": EngineConfig(page_size=PAGE_SIZE, max_rows=4),
     }
     single = specjax.generate(target, prompts, **arguments)
@@ -59,7 +55,9 @@ def test_same_tokens_on_four_devices(mesh, make, sampling):
     assert not page_like, page_like
 
 
-@pytest.mark.parametrize("axis", ["data", "tensor"])
+@pytest.mark.parametrize(
+    "axis", ["data", pytest.param("tensor", marks=pytest.mark.slow)]
+)
 def test_a_mesh_of_one_axis(axis):
     target = tiny_llama(0)
     prompts = [[1, 2, 3], [4, 5], [6]]
@@ -68,6 +66,25 @@ def test_a_mesh_of_one_axis(axis):
     line = Mesh(np.array(jax.devices()[:2]), (axis,))
     split = specjax.generate(target, prompts, sampling=sampling, mesh=line)
     assert [c.token_ids for c in split] == [c.token_ids for c in single]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["seeded", "rejection"])
+def test_trees_and_rules_on_four_devices(mesh, rule):
+    target = tiny_llama(0)
+    rng = np.random.default_rng(2)
+    prompts = [rng.integers(0, 61, size).tolist() for size in (4, 30, 17, 8)]
+    arguments = {
+        "drafter": tiny_llama(0, num_layers=1),
+        "verification": rule,
+        "speculative_config": {"speculative_token_tree": [2, 2]},
+        "sampling": SAMPLED,
+        "engine": EngineConfig(page_size=PAGE_SIZE, max_rows=4),
+    }
+    single = specjax.generate(target, prompts, **arguments)
+    split = specjax.generate(target, prompts, mesh=mesh, **arguments)
+    assert [c.token_ids for c in split] == [c.token_ids for c in single]
+    assert split.stats.acceptance.num_drafted > 0
 
 
 def test_models_that_do_not_divide_are_refused(mesh):

@@ -1,0 +1,149 @@
+"""numerics="invariant": equal bits with and without drafts, in any batch."""
+
+import dataclasses
+import sysconfig
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from helpers import tiny_llama
+
+import specjax
+from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
+from specjax.generation import Stream
+
+ENGINE = EngineConfig(
+    numerics="invariant", token_bucket=8, page_size=8, max_rows=4, burst_steps=4
+)
+DTYPES = ("float32", "bfloat16")
+
+
+def cast(model, dtype):
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), model.params)
+    return dataclasses.replace(model, params=params)
+
+
+def first_layer(target):
+    config = dataclasses.replace(target.config, num_layers=1)
+    params = {**target.params, "layers": target.params["layers"][:1]}
+    return dataclasses.replace(target, config=config, params=params, name="draft")
+
+
+def sampling(index, max_tokens):
+    """Every row another mixture of features, so that neighbours switch them on."""
+    return SamplingParams(
+        temperature=(0.0, 0.8, 1.0)[index % 3],
+        top_p=0.95 if index % 2 else 1.0,
+        top_k=20 if index % 5 == 1 else 0,
+        min_p=0.02 if index % 7 == 2 else 0.0,
+        repetition_penalty=1.1 if index % 4 == 3 else 1.0,
+        presence_penalty=0.2 if index % 4 == 1 else 0.0,
+        logit_bias={3: 1.0} if index % 6 == 4 else {},
+        max_tokens=max_tokens,
+        logprobs=2,
+        seed=index,
+    )
+
+
+def bits(generation):
+    return [(c.token_ids, c.logprobs) for c in generation]
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)]
+)
+def test_chains_trees_and_neighbours_change_no_bit(dtype):
+    target = cast(tiny_llama(0), dtype)
+    draft = first_layer(target)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 61, size).tolist() for size in (1, 9, 70, 8, 16, 3)]
+    each = [sampling(index, 16) for index in range(len(prompts))]
+    run = lambda chosen, **more: specjax.generate(
+        target,
+        [prompts[i] for i in chosen],
+        sampling=[each[i] for i in chosen],
+        engine=ENGINE,
+        **more,
+    )
+    everything = range(len(prompts))
+    plain = bits(run(everything))
+    tree = SpeculationConfig(speculative_token_tree=(3, 2))
+    for chosen, more in (
+        (everything, dict(drafter=draft, num_speculative_tokens=3)),
+        ([4, 2, 1], dict(drafter=draft, speculative_config=tree)),
+    ):
+        out = run(chosen, **more)
+        assert 0 < out.stats.acceptance.num_accepted < out.stats.acceptance.num_drafted
+        assert bits(out) == [plain[i] for i in chosen]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_embedded_pair(dtype, say):
+    target, draft = (cast(specjax.load_model(n), dtype) for n in ("demo", "demo-draft"))
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    files = ["argparse.py", "heapq.py", "json/decoder.py", "random.py", "textwrap.py"]
+    prompts = []
+    for index in range(200):
+        ids = target.tokenizer.encode((folder / files[index % 5]).read_text())
+        start = 97 * index % (len(ids) - 60)
+        prompts.append(ids[start : start + 5 + (11 * index) % 56])
+    each = [sampling(index, 128) for index in range(len(prompts))]
+
+    def run(numerics, max_rows=32, **more):
+        engine = EngineConfig(numerics=numerics, max_rows=max_rows)
+        out = specjax.generate(target, prompts, sampling=each, engine=engine, **more)
+        return out, bits(out)
+
+    several = {
+        "K = 1": dict(drafter=draft, num_speculative_tokens=1),
+        "K = 7, 16 rows": dict(drafter=draft, num_speculative_tokens=7, max_rows=16),
+        "n-gram, K = 3": dict(drafter="ngram", num_speculative_tokens=3),
+        "tree 3 x 2 x 1": dict(
+            drafter=draft,
+            speculative_config=SpeculationConfig(speculative_token_tree=(3, 2, 1)),
+        ),
+        "grown tree": dict(
+            drafter=draft,
+            speculative_config=SpeculationConfig(
+                tree_top_k=3, num_speculative_tokens=4, num_draft_nodes=10
+            ),
+        ),
+    }
+    for numerics in ("invariant", "fast"):
+        plain, expected = run(numerics)
+        say(f"{numerics} {dtype}: plain {plain.stats.tokens_per_second:.0f} tokens/s")
+        for name, more in several.items():
+            out, actual = run(numerics, **more)
+            assert out.stats.acceptance.num_accepted > 0
+            pairs = list(zip(actual, expected))
+            tokens = sum(ours[0] != theirs[0] for ours, theirs in pairs)
+            other = sum(ours != theirs for ours, theirs in pairs)
+            say(
+                f"{numerics} {dtype}, {name}: of 200 rows {tokens} with other tokens, {other} "
+                f"with other bits; {out.stats.tokens_per_second:.0f} tokens/s"
+            )
+            assert numerics == "fast" or (tokens, other) == (0, 0)
+
+
+def test_rules_that_depend_on_drafts_are_refused():
+    target = tiny_llama(0)
+    run = lambda rule, drafter: specjax.generate(
+        target, [[1, 2]], drafter=drafter, verification=rule, engine=ENGINE
+    )
+    for rule in ("rejection", "block", "traversal", "lenient", "typical"):
+        with pytest.raises(ValueError, match="tokens independent of what is drafted"):
+            run(rule, target)
+
+
+def test_a_pool_of_any_size_is_written_in_place():
+    temporaries = []
+    for num_pages in (64, 512):
+        engine = dataclasses.replace(ENGINE, num_pages=num_pages)
+        params = SamplingParams(max_tokens=4, seed=1)
+        stream = Stream(tiny_llama(0), [[1, 2]], sampling=params, engine=engine)
+        stream.result()
+        analysis = stream._decoder.compiled_burst(0).memory_analysis()
+        temporaries.append(analysis.temp_size_in_bytes)
+    assert temporaries[0] == temporaries[1]

@@ -1,0 +1,160 @@
+"""Path attention against its definition and tree attention, and that bits follow from a token alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import layout
+from pallas_kernels.path_attention import path_attention
+from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention.example_inputs import EXAMPLES, make_inputs
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def by_token(example, arguments):
+    """Returns path attention's row_ids, positions and path_offsets for a tree's example."""
+    rows = len(example.lengths)
+    row_ids, positions, offsets = [], [], []
+    for row, (length, count) in enumerate(zip(example.lengths, example.num_new)):
+        for node in range(count):
+            path = [node]
+            if example.parents is None:
+                path = list(range(node + 1))
+            else:
+                while example.parents[path[0]] >= 0:
+                    path.insert(0, example.parents[path[0]])
+            row_ids.append(row)
+            positions.append(length + len(path) - 1)
+            offsets.append(path)
+    padding = arguments[0].shape[0] - len(row_ids)
+    row_ids += [rows] * padding
+    positions += [0] * padding
+    offsets += [[0]] * padding
+    deepest = max(map(len, offsets), default=1)
+    offsets = [path + [0] * (deepest - len(path)) for path in offsets]
+    return (
+        jnp.asarray(row_ids, jnp.int32),
+        jnp.asarray(positions, jnp.int32),
+        None
+        if example.parents is None
+        else jnp.asarray(offsets, jnp.int32).reshape(len(row_ids), deepest),
+    )
+
+
+def attend(example, implementation=None):
+    arguments, options = make_inputs(example)
+    q, k_pages, v_pages, table, _, lengths = arguments
+    row_ids, positions, offsets = by_token(example, arguments)
+    call = functools.partial(
+        path_attention,
+        path_offsets=offsets,
+        scale=options["scale"],
+        window=options["window"],
+        implementation=implementation,
+    )
+    out = jax.jit(call)(q, k_pages, v_pages, table, row_ids, lengths, positions)
+    return np.asarray(out, np.float32)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_agrees_with_its_definition_and_with_tree_attention(name):
+    example = EXAMPLES[name]
+    arguments, options = make_inputs(example)
+    actual = attend(example, "xla")
+    assert np.isfinite(actual).all()
+    num_tokens = sum(example.num_new)
+    assert (actual[num_tokens:] == 0).all()
+    rowwise = jax.jit(functools.partial(tree_attention, **options))(*arguments)
+    tolerance = TOLERANCE[example.dtype]
+    for expected in (attend(example, "reference"), np.asarray(rowwise, np.float32)):
+        np.testing.assert_allclose(
+            actual[:num_tokens], expected[:num_tokens], rtol=tolerance, atol=tolerance
+        )
+
+
+@functools.partial(jax.jit, static_argnames="window")
+def compiled(q, k_pages, v_pages, table, row_ids, lengths, positions, offsets, window):
+    return path_attention(
+        q,
+        k_pages,
+        v_pages,
+        table,
+        row_ids,
+        lengths,
+        positions,
+        path_offsets=offsets,
+        scale=0.3,
+        window=window,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("window", [None, 30])
+def test_bits_do_not_depend_on_place_pages_or_neighbours(dtype, window):
+    """One token rolled through every flat position, among other rows each time.
+
+    The same prefix lies in other pages, its path in other slots of a tree, and its
+    neighbours have prefixes up to thrice as long.
+    """
+    rng = np.random.default_rng(0)
+    num_tokens, page_size, kv_heads, head_dim, length = 16, 8, 2, 16, 75
+    own_q = rng.standard_normal((4, head_dim))
+    keys = rng.standard_normal((2, length + 4, kv_heads, head_dim))
+    seen = set()
+    for place in range(num_tokens):
+        pages = [
+            rng.standard_normal(layout.page_shape(128, page_size, kv_heads, head_dim))
+            for _ in range(2)
+        ]
+        table = rng.permutation(128)[:120].reshape(4, 30)
+        row = place % 4
+        # The path: root, then nodes anywhere behind it.
+        path = [0, *sorted(rng.choice(np.arange(1, 20), 3, replace=False).tolist())]
+        at = [*range(length), *(length + offset for offset in path)]
+        for side, values in zip(pages, keys):
+            for position, value in zip(at, values):
+                page = table[row, position // page_size]
+                side[page, :, position % page_size] = value
+        lengths = rng.integers(0, 200, 4)
+        lengths[row] = length
+        row_ids = rng.integers(0, 5, num_tokens)  # 4 is padding
+        row_ids[place] = row
+        depths = rng.integers(0, 4, num_tokens)
+        depths[place] = 3
+        offsets = np.tile(path, (num_tokens, 1))
+        q = rng.standard_normal((num_tokens, 4, head_dim))
+        q[place] = own_q
+        positions = lengths[np.minimum(row_ids, 3)] + depths
+        out = compiled(
+            jnp.asarray(q, dtype),
+            *(jnp.asarray(side, dtype) for side in pages),
+            *(
+                jnp.asarray(values, jnp.int32)
+                for values in (table, row_ids, lengths, positions, offsets)
+            ),
+            window=window,
+        )
+        seen.add(np.asarray(out[place].astype(jnp.float32)).tobytes())
+    assert len(seen) == 1
+
+
+def test_refusals():
+    pages = layout.init_pages(4, 8, 2, 16, jnp.float32)
+    q = jnp.zeros((3, 4, 16))
+    table, ids = jnp.zeros((2, 2), jnp.int32), jnp.zeros(3, jnp.int32)
+    lengths = jnp.zeros(2, jnp.int32)
+    call = functools.partial(path_attention, scale=1.0)
+    with pytest.raises(ValueError, match="must be \\(3,\\)"):
+        call(q, *pages, table, ids[:2], lengths, ids)
+    with pytest.raises(ValueError, match="positions is float32"):
+        call(q, *pages, table, ids, lengths, ids.astype(jnp.float32))
+    with pytest.raises(ValueError, match="path_offsets"):
+        call(q, *pages, table, ids, lengths, ids, path_offsets=ids)
+    with pytest.raises(ValueError, match="multiple"):
+        call(q[:, :3], *pages, table, ids, lengths, ids)
+    with pytest.raises(ValueError, match="window"):
+        call(q, *pages, table, ids, lengths, ids, window=0)
