@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_accept_mutations import (
-    DRAFTER_MISTAKES,
     DRAFT,
+    DRAFTER_MISTAKES,
     LAW_TOLERANCE,
     NOTICED,
     TARGET,
