@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specjax.cli import json_document, prompts, sampling_arguments, terminal
 from specjax.config import (
     DEFAULT_NUM_SPECULATIVE_TOKENS,
+    NUMERICS,
     VERIFICATION_RULES,
     EngineConfig,
     SamplingParams,
@@ -31,6 +32,7 @@ _ENGINE_OPTIONS = {
     "max_rows": "prompts decoded at a time; the others wait",
     "burst_steps": "steps on the device between looks of the host",
     "max_context": "tokens of prompt and output together (default: the model's)",
+    "token_bucket": "tokens computed at a time under --numerics invariant",
 }
 
 
@@ -114,6 +116,11 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         shown = "" if default is None else f" (default {default})"
         option = "--" + name.replace("_", "-")
         group.add_argument(option, type=int, metavar="N", help=text + shown)
+    group.add_argument(
+        "--numerics",
+        choices=NUMERICS,
+        help="'invariant': equal bits whatever is drafted or decoded beside (default fast)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -156,7 +163,8 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """Returns the sizes given, and the defaults of the rest."""
-    given = {name: getattr(arguments, name) for name in _ENGINE_OPTIONS}
+    names = [*_ENGINE_OPTIONS, "numerics"]
+    given = {name: getattr(arguments, name) for name in names}
     return EngineConfig(**{k: value for k, value in given.items() if value is not None})
 
 
