@@ -155,7 +155,7 @@ def generate(
 ) -> Generation:
     """Generates text, with or without speculation: the same text either way.
 
-    Token for token under `greedy` and `seeded`, in law under `delta`, `rejection`,
+    Token for token under `greedy`, `seeded` and `delta`, in law under `rejection`,
     `block` and `traversal`, and not at all under the lossy rules.
 
     Args:
