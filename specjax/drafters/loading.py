@@ -45,13 +45,13 @@ class LoadedDrafter:
 
     def num_nodes(self, num_speculative_tokens: int) -> int:
         """Returns the nodes verified per row, root included."""
-        if not self.is_tree:
-            return 1 + num_speculative_tokens
-        return self.spec.num_nodes(num_speculative_tokens)
+        answer = getattr(self.spec, "num_nodes", lambda depth: 1 + depth)
+        return answer(num_speculative_tokens)
 
     def tree_slots(self, num_speculative_tokens: int) -> int:
         """Returns the slots that a row's nodes take past its root; 0 for chains."""
-        return self.spec.tree_slots(num_speculative_tokens) if self.is_tree else 0
+        answer = getattr(self.spec, "tree_slots", lambda depth: 0)
+        return answer(num_speculative_tokens)
 
     def check_windows(self, target: ModelConfig, num_speculative_tokens: int) -> None:
         """Raises ValueError where a sliding window might hide a node from its own tree."""

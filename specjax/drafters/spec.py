@@ -2,10 +2,11 @@
 
 Every spec builds its drafter and says how much room its drafts take:
 
-    is_tree        whether drafts branch; what follows is asked only where they do
+    is_tree        whether drafts branch
     max_depth      of a tree of fixed depth; None where drafts may be of any depth
     num_nodes(K)   nodes verified per row, root included
-    tree_slots(K)  slots that a row's nodes take past its root, those fed to grow a tree too
+    tree_slots(K)  slots that a row's nodes take past its root, those fed to grow a tree
+                   too; 0 for chains
 
 A spec of your own that has only `build` counts as one that drafts chains.
 """
@@ -58,9 +59,10 @@ class NgramDrafter:
         return self.num_matches > 1
 
     def num_nodes(self, num_speculative_tokens: int) -> int:
-        return 1 + ngram.tree_budget(
-            self.num_matches, num_speculative_tokens, self.num_drafts
-        )
+        depth = num_speculative_tokens
+        if not self.is_tree:
+            return 1 + depth
+        return 1 + ngram.tree_budget(self.num_matches, depth, self.num_drafts)
 
     def tree_slots(self, num_speculative_tokens: int) -> int:
         return self.num_nodes(num_speculative_tokens) - 1 if self.is_tree else 0

@@ -127,8 +127,9 @@ def test_a_call_changes_a_loaded_model_drafter(target):
 @pytest.mark.parametrize(
     ("source", "fields", "is_tree", "max_depth", "num_nodes", "tree_slots"),
     [
-        (None, {}, False, None, 4, 0),
+        (None, {}, False, None, 1, 0),
         ("ngram", {}, False, None, 4, 0),
+        ("ngram", {"num_draft_nodes": 2}, False, None, 4, 0),
         ("ngram", {"prompt_lookup_matches": 2}, True, None, 7, 6),
         (
             "ngram",
