@@ -263,8 +263,9 @@ def _rank_paths(tree: Any) -> tuple[tuple[int, ...], ...] | None:
     try:
         if isinstance(given, str):
             given = ast.literal_eval(given)
-        if all(_is_int(width) and 1 <= width <= MAX_DRAFT_NODES + 1 for width in given):
-            ranks = [range(width) for width in given]
+        if all(_is_int(width) and width >= 1 for width in given):
+            # One more than may be is enough to be refused by name.
+            ranks = [range(min(width, MAX_DRAFT_NODES + 1)) for width in given]
             paths = [
                 path
                 for depth in range(1, len(ranks) + 1)
@@ -304,8 +305,8 @@ class SpeculationConfig:
 
     method: str | None = None  # None, "ngram" or "draft_model"
     model: str | None = None  # a folder, a hub name, or "demo"
-    # Most draft tokens along one path; None is a tree's depth, else DEFAULT_NUM_SPECULATIVE_TOKENS.
-    num_speculative_tokens: Any = None  # int, once made
+    # Most draft tokens along one path, as it was asked for; `depth` is what comes of it.
+    num_speculative_tokens: int | None = None
     verification: str = "seeded"
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
@@ -331,10 +332,6 @@ class SpeculationConfig:
     def __post_init__(self):
         tree = _rank_paths(self.speculative_token_tree)
         object.__setattr__(self, "speculative_token_tree", tree)
-        if self.num_speculative_tokens is None:
-            depth = DEFAULT_NUM_SPECULATIVE_TOKENS
-            depth = depth if tree is None else max(map(len, tree))
-            object.__setattr__(self, "num_speculative_tokens", depth)
         if self.method is not None and self.method not in METHODS:
             raise ValueError(
                 f"method={self.method!r} is not available; this version has "
@@ -346,14 +343,11 @@ class SpeculationConfig:
             raise ValueError(
                 "method 'draft_model' needs 'model': a folder, or \"demo\"."
             )
-        if (
-            not _is_int(self.num_speculative_tokens)
-            or not 0 <= self.num_speculative_tokens <= MAX_DEPTH
-        ):
+        if not _is_int(self.depth) or not 0 <= self.depth <= MAX_DEPTH:
             raise ValueError(
                 f"num_speculative_tokens={self.num_speculative_tokens!r} must be a whole number from 0 (no speculation) to {MAX_DEPTH}."
             )
-        if tree is not None and self.num_speculative_tokens > max(map(len, tree)):
+        if tree is not None and self.depth > max(map(len, tree)):
             raise ValueError(
                 f"num_speculative_tokens={self.num_speculative_tokens!r} is deeper than "
                 f"speculative_token_tree, {max(map(len, tree))}; leave it out or lower it."
@@ -387,9 +381,22 @@ class SpeculationConfig:
                 f"num_draft_nodes={nodes!r} must be a whole number from 1 to {MAX_DRAFT_NODES}."
             )
 
+    @property
+    def depth(self) -> int:
+        """Most draft tokens along one path: what was asked for, else a tree's depth, else the default."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        tree = self.speculative_token_tree
+        return DEFAULT_NUM_SPECULATIVE_TOKENS if tree is None else max(map(len, tree))
+
+    @property
+    def has_tree(self) -> bool:
+        """Whether it says what tree a draft model is to draft."""
+        return self.speculative_token_tree is not None or self.tree_top_k is not None
+
     def _check_growth(self) -> None:
         """Refuses a tree_top_k that means nothing or contradicts."""
-        top_k, depth = self.tree_top_k, self.num_speculative_tokens
+        top_k, depth = self.tree_top_k, self.depth
         if top_k is None:
             return
         if not _is_int(top_k) or not 1 <= top_k <= 32:

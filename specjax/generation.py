@@ -155,7 +155,7 @@ def generate(
 ) -> Generation:
     """Generates text, with or without speculation: the same text either way.
 
-    Token for token under `greedy` and `seeded`, in law under `delta`, `rejection`,
+    Token for token under `greedy`, `seeded` and `delta`, in law under `rejection`,
     `block` and `traversal`, and not at all under the lossy rules.
 
     Args:
@@ -247,19 +247,11 @@ class Stream:
         )
         source = _drafter_source(config, drafter)
         self._drafter = load_drafter(source, self._target, config)
-        if not self._drafter.can_draft or config.num_speculative_tokens == 0:
+        if not self._drafter.can_draft or config.depth == 0:
             # Plain decoding keeps no pages for a drafter.
             self._drafter = load_drafter(None, self._target)
-            config = dataclasses.replace(config, num_speculative_tokens=0)
-        elif self._drafter.max_depth is not None:
-            # A tree that the drafter was loaded with bounds K, and is K where nobody says.
-            is_given = (
-                speculative_config is not None or num_speculative_tokens is not None
-            )
-            depth = self._drafter.max_depth
-            depth = min(config.num_speculative_tokens, depth) if is_given else depth
-            config = dataclasses.replace(config, num_speculative_tokens=depth)
-        self._drafter.check_windows(self._target.config, config.num_speculative_tokens)
+        config = _with_depth(config, self._drafter)
+        self._drafter.check_windows(self._target.config, config.depth)
         self._speculation = config
         engine_config = engine or EngineConfig()
         all_prompts = as_list(prompts)
@@ -274,7 +266,7 @@ class Stream:
             engine_config,
             dtype,
             sharding.axis_size(mesh, sharding.DATA),
-            self._drafter.tree_slots(config.num_speculative_tokens),
+            self._drafter.tree_slots(config.depth),
         )
         self._failed = [_failure(each) for each in [*refused, *unfit]]
         if sizes is None:
@@ -294,7 +286,7 @@ class Stream:
         self._engine = Engine(
             self._decoder,
             DecoderParams(self._target.params, self._drafter.params),
-            policy or Fixed(config.num_speculative_tokens),
+            policy or Fixed(config.depth),
             on_progress=self._progress.report,
         )
         for request in self._requests:
@@ -357,7 +349,7 @@ class Stream:
             if self._engine
             else 0.0,
             time_to_first_token_s=min(first) - self._started_at if first else 0.0,
-            num_speculative_tokens=self._speculation.num_speculative_tokens,
+            num_speculative_tokens=self._speculation.depth,
             drafter=self._drafter.name,
             verification=self._speculation.verification,
             lossy=tuple(sorted({c.lossy for c in completions if c.lossy})),
@@ -393,6 +385,23 @@ def _speculation(
             config, num_speculative_tokens=num_speculative_tokens
         )
     return config
+
+
+def _with_depth(config: SpeculationConfig, drafter: LoadedDrafter) -> SpeculationConfig:
+    """Returns the config with the K that the call drafts with, and no tree where it drafts none."""
+    if not drafter.can_draft:
+        return dataclasses.replace(
+            config,
+            num_speculative_tokens=0,
+            speculative_token_tree=None,
+            tree_top_k=None,
+        )
+    depth = config.depth
+    if drafter.max_depth is not None:
+        # A tree that the drafter was loaded with bounds K, and is K where nobody says.
+        is_asked_for = config.num_speculative_tokens is not None or config.has_tree
+        depth = min(depth, drafter.max_depth) if is_asked_for else drafter.max_depth
+    return dataclasses.replace(config, num_speculative_tokens=depth)
 
 
 def _rule_options(config: SpeculationConfig) -> RuleOptions:

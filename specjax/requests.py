@@ -104,7 +104,7 @@ def make_requests(
                 Refused(index, sample, seed, f"prompt {index}: {error}")
                 for sample in range(n)
             )
-    most = speculation.num_speculative_tokens
+    most = speculation.depth
     if too_many > most:
         warnings.warn(
             f"a request asks for num_speculative_tokens={too_many}; this call drafts at most {most}, "
@@ -155,7 +155,7 @@ def _of_prompt(
             f"the prompt has {len(ids)} tokens and the context holds {context}, of which the output "
             f"needs {max(params.min_tokens, 1)} at least; shorten the prompt."
         )
-    most = speculation.num_speculative_tokens
+    most = speculation.depth
     wanted = params.num_speculative_tokens
     seed = int(params.seed) if params.seed is not None else secrets.randbits(63)
     return [

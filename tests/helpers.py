@@ -179,6 +179,17 @@ class AlternatingDrafter:
 
     config: ModelConfig
     shape: TreeShape
+    is_tree = True
+
+    @property
+    def max_depth(self) -> int:
+        return self.shape.max_depth
+
+    def num_nodes(self, num_speculative_tokens: int) -> int:
+        return self.shape.cut(num_speculative_tokens).num_nodes
+
+    def tree_slots(self, num_speculative_tokens: int) -> int:
+        return self.num_nodes(num_speculative_tokens) - 1
 
     def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
         """Returns the drafter; what `specjax.drafters.spec` asks of a spec."""
@@ -214,6 +225,14 @@ class MarginalsDrafter:
 
     num_matches: int
     num_drafts: int
+    is_tree = True
+    max_depth = None
+
+    def num_nodes(self, num_speculative_tokens: int) -> int:
+        return self.num_drafts + 1
+
+    def tree_slots(self, num_speculative_tokens: int) -> int:
+        return self.num_drafts
 
     def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
         """Returns the drafter; what `specjax.drafters.spec` asks of a spec."""

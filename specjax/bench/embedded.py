@@ -16,12 +16,12 @@ NEW_TOKENS = 96
 DEPTHS = (1, 2, 3, 4)
 
 
-def held_out_texts() -> list[str]:
-    """Returns the longest NUM_FILES files of this Python's library that training kept apart."""
+def held_out_texts(num_files: int = NUM_FILES) -> list[str]:
+    """Returns the longest files of this Python's library that training kept apart."""
     held_out = [file for file in corpus.source_files() if file.is_held_out]
     return [
         file.text
-        for file in sorted(held_out, key=lambda file: -len(file.text))[:NUM_FILES]
+        for file in sorted(held_out, key=lambda file: -len(file.text))[:num_files]
     ]
 
 

@@ -161,9 +161,9 @@ def run(rounds: int, vocab: int) -> list[dict[str, Any]]:
             "ms": 1e3 * measuring.median(chosen_s),
             "more_ms": 1e3 * measuring.median(more_s),
         }
-        for rows, of_step in step_s.items():
-            record[f"{rows}_ms"] = 1e3 * measuring.median(of_step)
-            record[f"of_{rows}"] = measuring.ratio(more_s, of_step)
+        for step_name, of_step in step_s.items():
+            record[f"{step_name}_ms"] = 1e3 * measuring.median(of_step)
+            record[f"of_{step_name}"] = measuring.ratio(more_s, of_step)
         records.append(record)
     return records
 

@@ -2,13 +2,15 @@
 
     python -m specjax.bench.trees > docs/benchmarks/trees.json
 
-Mean acceptance length and speed against plain decoding, batch 1, per temperature.
+Mean acceptance length and speed against plain decoding, batch 1, per temperature. The
+best static trees are fitted on other files than all is timed on.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,6 +20,7 @@ import specjax
 from specjax.bench import embedded, measuring
 from specjax.bench.quick import environment
 from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
+from specjax.drafters.loading import load_drafter
 from specjax.models.architectures import architecture_of
 from specjax.models.base import Model
 from specjax.models.layers import dense_causal_attention
@@ -29,8 +32,11 @@ from specjax.trees.best_static import best_tree
 TEMPERATURES = (0.0, 0.8)
 CHAINS = range(1, 9)
 BUDGETS = (4, 8, 16, 32)  # nodes, root included
-WIDTHS = ((3,), (2, 2), (4, 2, 1), (3, 2, 2, 1))
+# Children per depth: trees of 4, 7, 11, 17, 21 and 31 nodes.
+WIDTHS = ((3,), (2, 1, 1), (2, 2, 1), (4, 1, 1, 1), (4, 2, 1), (2, 2, 2, 2))
+GROWN = {4: (2, 3), 8: (3, 4), 16: (4, 5), 32: (4, 6)}  # budget: tree_top_k, depth
 NUM_MATCHES = (1, 2, 4)
+NUM_FITTED = embedded.NUM_FILES  # files; as many others are timed
 MAX_RANK = 8
 MAX_DEPTH = 8
 ROUNDS = 3
@@ -65,7 +71,13 @@ def conditional_acceptance(
     return conditional
 
 
-def _ranks(draft: Model, text, prompt_length: int, temperature: float, seed: int):
+def _ranks(
+    draft: Model,
+    text: Sequence[int],
+    prompt_length: int,
+    temperature: float,
+    seed: int,
+) -> np.ndarray:
     """Returns which of the draft's choices each output token of a text is, i64[n]."""
     config = draft.config
 
@@ -112,6 +124,13 @@ def configurations(conditional: np.ndarray) -> dict[str, SpeculationConfig | Non
         found[f"best static tree of {budget} nodes"] = SpeculationConfig(
             **model, speculative_token_tree=shape.rank_paths[1:]
         )
+    for budget, (top_k, depth) in GROWN.items():
+        found[f"grown tree of {budget} nodes"] = SpeculationConfig(
+            **model,
+            tree_top_k=top_k,
+            num_draft_nodes=budget - 1,
+            num_speculative_tokens=depth,
+        )
     for count in NUM_MATCHES:
         found[f"n-gram, {count} matches, K = 4"] = SpeculationConfig(
             method="ngram", prompt_lookup_matches=count, num_speculative_tokens=4
@@ -119,16 +138,22 @@ def configurations(conditional: np.ndarray) -> dict[str, SpeculationConfig | Non
     return found
 
 
-def num_nodes(config: SpeculationConfig | None) -> int:
-    """Returns the nodes verified per step, root included."""
+def num_nodes(target: Model, draft: Model, config: SpeculationConfig | None) -> int:
+    """Returns the most nodes verified per step, root included."""
     if config is None:
         return 1
-    if config.speculative_token_tree is not None:
-        return 1 + len(config.speculative_token_tree)
-    return 1 + config.num_speculative_tokens * config.prompt_lookup_matches
+    source = "ngram" if config.method == "ngram" else draft
+    return load_drafter(source, target, config).num_nodes(config.depth)
 
 
-def measure(target, drafter, prompts, temperature: float, configs, rounds: int):
+def measure(
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    configs: Mapping[str, SpeculationConfig | None],
+    rounds: int,
+) -> list[dict[str, Any]]:
     """Returns one row per configuration: nodes, mean acceptance length, speed against plain."""
     sampling = SamplingParams(
         temperature=temperature,
@@ -142,7 +167,7 @@ def measure(target, drafter, prompts, temperature: float, configs, rounds: int):
         for name, config in configs.items():
             run_s, lengths[name] = embedded.continue_prompts(
                 target,
-                drafter if config and config.method == "draft_model" else None,
+                draft if config and config.method == "draft_model" else None,
                 prompts,
                 sampling,
                 config,
@@ -154,7 +179,7 @@ def measure(target, drafter, prompts, temperature: float, configs, rounds: int):
     return [
         {
             "draft": name,
-            "num_nodes": num_nodes(config),
+            "num_nodes": num_nodes(target, draft, config),
             "mean_acceptance_length": lengths[name],
             "speedup": measuring.ratio(seconds["plain"], seconds[name]),
             "tokens_per_s": num_tokens / measuring.median(seconds[name]),
@@ -169,14 +194,16 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
     draft = specjax.load_model("demo-draft")
     prompts = [
         target.tokenizer.encode(text)[: embedded.PROMPT_TOKENS]
-        for text in embedded.held_out_texts()
+        for text in embedded.held_out_texts(2 * NUM_FITTED)
     ]
+    # In turn, so that both halves have long and short files.
+    fitted, timed = prompts[::2], prompts[1::2]
     texts = [
         [
             [*completion.prompt_token_ids, *completion.token_ids]
             for completion in specjax.generate(
                 target,
-                prompts,
+                fitted,
                 sampling=SamplingParams(
                     temperature=temperature,
                     max_tokens=2 * embedded.NEW_TOKENS,
@@ -193,12 +220,13 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
     return {
         "environment": environment(),
         "rounds": rounds,
+        "files": {"fitted": len(fitted), "timed": len(timed)},
         "conditional_acceptance": {k: v.tolist() for k, v in conditional.items()},
         "figures": {
             temperature: measure(
                 target,
                 draft,
-                prompts,
+                timed,
                 temperature,
                 configurations(conditional[temperature]),
                 rounds,

@@ -35,37 +35,23 @@ class LoadedDrafter:
 
     @property
     def is_tree(self) -> bool:
-        if isinstance(self.spec, NgramDrafter):
-            return self.spec.num_matches > 1
-        return isinstance(self.spec, ModelDrafter) and self.spec.shape is not None
+        """Whether drafts branch; a spec that does not say drafts chains."""
+        return getattr(self.spec, "is_tree", False)
 
     @property
     def max_depth(self) -> int | None:
         """Of the tree it was loaded with; None where drafts may be of any depth."""
-        shape = self.spec.shape if isinstance(self.spec, ModelDrafter) else None
-        return None if shape is None else shape.max_depth
+        return getattr(self.spec, "max_depth", None)
 
     def num_nodes(self, num_speculative_tokens: int) -> int:
-        """Returns the nodes of a row's tree, root included; 0 for chains."""
-        if not self.is_tree:
-            return 0
-        spec = self.spec
-        if isinstance(spec, ModelDrafter):
-            assert spec.shape is not None
-            return spec.shape.cut(num_speculative_tokens).num_nodes
-        assert isinstance(spec, NgramDrafter)
-        most = spec.num_matches * num_speculative_tokens
-        return 1 + min(most, spec.num_drafts or MAX_DRAFT_NODES)
+        """Returns the nodes verified per row, root included."""
+        answer = getattr(self.spec, "num_nodes", lambda depth: 1 + depth)
+        return answer(num_speculative_tokens)
 
     def tree_slots(self, num_speculative_tokens: int) -> int:
-        """Returns the slots that a row's nodes take past its root, those fed to grow a tree too."""
-        if not self.is_tree:
-            return 0
-        shape = self.spec.shape if isinstance(self.spec, ModelDrafter) else None
-        num_fed = 0
-        if isinstance(shape, Growth):
-            num_fed = shape.cut(num_speculative_tokens).num_fed
-        return max(self.num_nodes(num_speculative_tokens) - 1, num_fed)
+        """Returns the slots that a row's nodes take past its root; 0 for chains."""
+        answer = getattr(self.spec, "tree_slots", lambda depth: 0)
+        return answer(num_speculative_tokens)
 
     def check_windows(self, target: ModelConfig, num_speculative_tokens: int) -> None:
         """Raises ValueError where a sliding window might hide a node from its own tree."""
@@ -132,34 +118,41 @@ def load_drafter(
 
     Args:
       source: None (plain decoding), "ngram", "demo", a folder or hub name of a
-        draft model, a Model, or a LoadedDrafter, which is returned as it is. A
-        path is always a folder.
+        draft model, a Model, or a LoadedDrafter. A path is always a folder.
       config: prompt_lookup_* and num_draft_nodes of an n-gram drafter, the tree of a
-        draft model.
+        draft model. What it sets wins over what a LoadedDrafter was loaded with; a
+        field at its default sets nothing.
 
     Raises:
-      ValueError: the draft model's vocabulary is not the target's.
+      ValueError: the draft model's vocabulary is not the target's, or the config sets
+        what such a drafter has no use for.
       TypeError: `source` is nothing of this.
     """
     config = config or SpeculationConfig()
+    loaded = _load(source, target)
+    if isinstance(loaded.spec, NgramDrafter):
+        spec = _configured_ngram(loaded.spec, config)
+    elif isinstance(loaded.spec, ModelDrafter):
+        spec = _configured_model(loaded.spec, config)
+    elif config.has_tree and loaded.can_draft:
+        raise ValueError(_NO_MODEL.format(loaded.name))
+    else:
+        spec = loaded.spec
+    return loaded if spec == loaded.spec else dataclasses.replace(loaded, spec=spec)
+
+
+def _load(
+    source: LoadedDrafter | Model | str | os.PathLike[str] | None, target: Model
+) -> LoadedDrafter:
+    """Returns a drafter of a source, without what a config asks for."""
     if isinstance(source, LoadedDrafter):
         for of_drafter in source.configs:
             check_same_vocabulary(target, Model(of_drafter, {}, name=source.name))
-        return _with_tree(source, config)
+        return source
     if source is None:
         return LoadedDrafter("none", NoDrafter())
     if source == "ngram":
-        if _asks_for_tree(config):
-            raise ValueError(_NO_MODEL.format("ngram"))
-        return LoadedDrafter(
-            "ngram",
-            NgramDrafter(
-                config.prompt_lookup_min,
-                config.prompt_lookup_max,
-                config.prompt_lookup_matches,
-                config.num_draft_nodes,
-            ),
-        )
+        return LoadedDrafter("ngram", NgramDrafter())
     if isinstance(source, str | os.PathLike):
         source = load_model("demo-draft" if source == "demo" else source)
     if not isinstance(source, Model):
@@ -168,14 +161,7 @@ def load_drafter(
             "name, a Model, or what load_drafter returned."
         )
     check_same_vocabulary(target, source)
-    if config.prompt_lookup_matches > 1:
-        raise ValueError(
-            f"prompt_lookup_matches={config.prompt_lookup_matches!r} is for method 'ngram'; "
-            "a draft model's tree is speculative_token_tree."
-        )
-    return LoadedDrafter(
-        source.name, ModelDrafter(source.config, _shape(config)), source.params
-    )
+    return LoadedDrafter(source.name, ModelDrafter(source.config), source.params)
 
 
 _NO_MODEL = (
@@ -184,25 +170,50 @@ _NO_MODEL = (
 )
 
 
-def _with_tree(drafter: LoadedDrafter, config: SpeculationConfig) -> LoadedDrafter:
-    """Returns a loaded drafter with the tree that a call asks for, if it asks for one."""
-    if not _asks_for_tree(config) or not drafter.can_draft:
-        return drafter
-    if not isinstance(drafter.spec, ModelDrafter):
-        raise ValueError(_NO_MODEL.format(drafter.name))
-    spec = dataclasses.replace(drafter.spec, shape=_shape(config))
-    return dataclasses.replace(drafter, spec=spec)
+def _configured_ngram(spec: NgramDrafter, config: SpeculationConfig) -> NgramDrafter:
+    """Returns the spec with what a config sets; a field at its default keeps the spec's."""
+    if config.has_tree:
+        raise ValueError(_NO_MODEL.format("ngram"))
+    # Every field is at least 1.
+    low = _asked_for(config, "prompt_lookup_min") or spec.min_match
+    high = _asked_for(config, "prompt_lookup_max") or spec.max_match
+    if low > high:
+        # One bound alone moves the other out of its way.
+        is_high_asked = _asked_for(config, "prompt_lookup_max") is not None
+        low, high = (high, high) if is_high_asked else (low, low)
+    num_matches = _asked_for(config, "prompt_lookup_matches") or spec.num_matches
+    num_drafts = config.num_draft_nodes or spec.num_drafts
+    return NgramDrafter(low, high, num_matches, num_drafts)
 
 
-def _asks_for_tree(config: SpeculationConfig) -> bool:
-    return config.speculative_token_tree is not None or config.tree_top_k is not None
+def _configured_model(spec: ModelDrafter, config: SpeculationConfig) -> ModelDrafter:
+    """Returns the spec with the tree that a config asks for, or its own."""
+    if config.prompt_lookup_matches > 1:
+        raise ValueError(
+            f"prompt_lookup_matches={config.prompt_lookup_matches!r} is for method 'ngram'; "
+            "a draft model's tree is speculative_token_tree."
+        )
+    shape = _shape(config) if config.has_tree else spec.shape
+    if config.num_draft_nodes is not None:
+        if not isinstance(shape, Growth):
+            raise ValueError(
+                f"num_draft_nodes={config.num_draft_nodes!r} is for trees of several n-gram "
+                "matches and those grown with tree_top_k; leave it out."
+            )
+        shape = dataclasses.replace(shape, num_drafts=config.num_draft_nodes)
+        shape = shape.cut(shape.max_depth)
+    return dataclasses.replace(spec, shape=shape)
 
 
-def _shape(config: SpeculationConfig) -> TreeShape | Growth | None:
-    """Returns the shape of the tree that is asked for, or how it grows; None for chains."""
+def _asked_for(config: SpeculationConfig, name: str) -> int | None:
+    """Returns a field of a config; None where it has its default."""
+    value = getattr(config, name)
+    return None if value == getattr(SpeculationConfig, name) else value
+
+
+def _shape(config: SpeculationConfig) -> TreeShape | Growth:
+    """Returns the shape of the tree that is asked for, or how it grows."""
     if config.tree_top_k is not None:
-        depth, width = config.num_speculative_tokens, config.tree_top_k
-        num_drafts = config.num_draft_nodes or min(depth * width, MAX_DRAFT_NODES)
-        return Growth(depth, width, num_drafts).cut(depth)
-    tree = config.speculative_token_tree
-    return None if tree is None else static_shapes.from_rank_paths(tree)
+        depth, width = config.depth, config.tree_top_k
+        return Growth(depth, width, min(depth * width, MAX_DRAFT_NODES)).cut(depth)
+    return static_shapes.from_rank_paths(config.speculative_token_tree)

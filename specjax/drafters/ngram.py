@@ -114,7 +114,7 @@ def drafter(
     continuations in one tree: REST (arXiv:2311.08252), section 3.
     """
     depth = num_speculative_tokens
-    budget = min(num_matches * depth, num_drafts or MAX_DRAFT_NODES)
+    budget = tree_budget(num_matches, depth, num_drafts)
 
     def draft(params, state, decode_state, num_tokens: Array) -> Draft:
         del params
@@ -143,6 +143,11 @@ def drafter(
         prefill=lambda params, state, batch, max_tokens_per_row: state,
         draft=draft,
     )
+
+
+def tree_budget(num_matches: int, depth: int, num_drafts: int | None) -> int:
+    """Returns the most draft tokens of a tree of several matches, each followed to a depth."""
+    return min(num_matches * depth, num_drafts or MAX_DRAFT_NODES)
 
 
 def continuations(history: Array, length: Array, starts: Array, depth: int) -> Array:

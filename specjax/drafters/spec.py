@@ -1,8 +1,20 @@
-"""Which drafter, as a hashable value: part of the key of a compiled step."""
+"""Which drafter, as a hashable value: part of the key of a compiled step.
+
+Every spec builds its drafter and says how much room its drafts take:
+
+    is_tree        whether drafts branch
+    max_depth      of a tree of fixed depth; None where drafts may be of any depth
+    num_nodes(K)   nodes verified per row, root included
+    tree_slots(K)  slots that a row's nodes take past its root, those fed to grow a tree
+                   too; 0 for chains
+
+A spec of your own that has only `build` counts as one that drafts chains.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 from specjax.drafters import draft_model, ngram, none
 from specjax.drafters.base import Drafter
@@ -14,6 +26,15 @@ from specjax.trees.static_shapes import TreeShape
 @dataclasses.dataclass(frozen=True)
 class NoDrafter:
     """Plain decoding."""
+
+    is_tree: ClassVar[bool] = False
+    max_depth: ClassVar[None] = None
+
+    def num_nodes(self, num_speculative_tokens: int) -> int:
+        return 1
+
+    def tree_slots(self, num_speculative_tokens: int) -> int:
+        return 0
 
     def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
         del num_speculative_tokens, dtype, keeps_probs
@@ -31,6 +52,20 @@ class NgramDrafter:
     max_match: int = 4
     num_matches: int = 1
     num_drafts: int | None = None
+    max_depth: ClassVar[None] = None
+
+    @property
+    def is_tree(self) -> bool:
+        return self.num_matches > 1
+
+    def num_nodes(self, num_speculative_tokens: int) -> int:
+        depth = num_speculative_tokens
+        if not self.is_tree:
+            return 1 + depth
+        return 1 + ngram.tree_budget(self.num_matches, depth, self.num_drafts)
+
+    def tree_slots(self, num_speculative_tokens: int) -> int:
+        return self.num_nodes(num_speculative_tokens) - 1 if self.is_tree else 0
 
     def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
         del (
@@ -53,6 +88,23 @@ class ModelDrafter:
     config: ModelConfig
     shape: TreeShape | Growth | None = None
 
+    @property
+    def is_tree(self) -> bool:
+        return self.shape is not None
+
+    @property
+    def max_depth(self) -> int | None:
+        return None if self.shape is None else self.shape.max_depth
+
+    def num_nodes(self, num_speculative_tokens: int) -> int:
+        shape = self._cut(num_speculative_tokens)
+        return 1 + num_speculative_tokens if shape is None else shape.num_nodes
+
+    def tree_slots(self, num_speculative_tokens: int) -> int:
+        shape = self._cut(num_speculative_tokens)
+        num_fed = shape.num_fed if isinstance(shape, Growth) else 0
+        return 0 if shape is None else max(shape.num_drafts, num_fed)
+
     def build(
         self,
         num_speculative_tokens: int,
@@ -66,10 +118,11 @@ class ModelDrafter:
             dtype=dtype,
             keeps_probs=keeps_probs,
             says_confidence=says_confidence,
-            shape=None
-            if self.shape is None
-            else self.shape.cut(num_speculative_tokens),
+            shape=self._cut(num_speculative_tokens),
         )
+
+    def _cut(self, num_speculative_tokens: int) -> TreeShape | Growth | None:
+        return None if self.shape is None else self.shape.cut(num_speculative_tokens)
 
 
 DrafterSpec = NoDrafter | NgramDrafter | ModelDrafter

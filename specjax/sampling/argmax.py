@@ -11,7 +11,9 @@ from jax import Array, lax
 BLOCK = 128  # 64 to 256 cost the same on x86-64 with jax 0.10.2
 
 # Of the blocks with the largest values, or with any at all: how many are worth
-# gathering, and how wide they are. 50 tokens lie in 50 blocks at most.
+# gathering, and how wide they are. Enough for top_k = 50, whose tokens lie in 50 blocks
+# at most; other sizes were not compared. What filters cost with these is measured by
+# specjax.bench.noise, on x86-64 with jax 0.10.2 and 0.12.0: docs/benchmarks/seeded-noise.md.
 FEW, FEW_BLOCK = 64, 32
 
 # Values f32[n, m] and their indices i32[n or 1, m] to scores f32[n, m]; elementwise,

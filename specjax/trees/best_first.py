@@ -46,7 +46,9 @@ def best_first(probs: Array, token_ids: Array, *, num_drafts: int) -> GrownTree:
     Raises:
       ValueError: shapes disagree, an axis is empty, or num_drafts is below 1.
 
-    Source: OPT-Tree (arXiv:2406.17276) and DDTree (arXiv:2604.12989), which use a heap.
+    Source: OPT-Tree (arXiv:2406.17276), whose algorithm 1 likewise takes the best
+    num_drafts of each layer and then the best num_drafts of all; DDTree
+    (arXiv:2604.12989), which pops the same nodes from a heap.
     """
     if probs.ndim != 3 or token_ids.shape != probs.shape or 0 in probs.shape:
         raise ValueError(

@@ -9,6 +9,7 @@ from helpers import tiny_llama
 import specjax
 from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
 from specjax.drafters.loading import load_drafter
+from specjax.generation import Stream
 
 ENGINE = EngineConfig(page_size=8, max_rows=8, burst_steps=8)
 SAMPLED = SamplingParams(temperature=1, max_tokens=20, seed=5, logprobs=0)
@@ -99,7 +100,7 @@ def test_without_drafts_nothing_is_lossy(target, prompts):
             "traversal",
         ),
         ("ngram", {"verification": "lenient"}, "needs the drafter's probabilities"),
-        ("ngram", {"speculative_token_tree": (2, 1)}, "leave it out"),
+        ("ngram", {"speculative_token_tree": (2, 1)}, "leave them out"),
         ("model", {"prompt_lookup_matches": 3}, "is for method 'ngram'"),
         ("model", {"speculative_token_tree": (9, 9)}, "sliding window of 40"),
     ],
@@ -126,7 +127,7 @@ def test_refusals_before_any_compile(target, draft, drafter, change, message):
         ({"typical_delta": 2}, "typical_delta=2"),
         ({"prompt_lookup_matches": 0}, "prompt_lookup_matches=0"),
         ({"num_draft_nodes": 256}, "num_draft_nodes=256"),
-        ({"speculative_token_tree": (10**9,)}, "must list nodes"),
+        ({"speculative_token_tree": (10**9,)}, "more than 255 nodes"),
         ({"speculative_token_tree": (1,) * 64}, "64 deep"),
     ],
 )
@@ -147,3 +148,41 @@ def test_a_loaded_drafter_takes_the_tree_of_the_call(target, draft):
         engine=ENGINE,
     )
     assert out.stats.num_speculative_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "depth"),
+    [
+        # Nobody says how deep: the tree that the drafter was loaded with does.
+        ({}, 6),
+        ({"verification": "traversal"}, 6),
+        ({"speculative_config": {"verification": "traversal"}}, 6),
+        ({"speculative_config": SpeculationConfig(verification="traversal")}, 6),
+        ({"speculative_config": '{"verification": "traversal"}'}, 6),
+        ({"num_speculative_tokens": 2}, 2),
+        ({"speculative_config": {"num_speculative_tokens": 2}}, 2),
+        ({"speculative_config": SpeculationConfig(num_speculative_tokens=2)}, 2),
+        # It bounds what is written.
+        ({"num_speculative_tokens": 9}, 6),
+        ({"speculative_config": {"num_speculative_tokens": 9}}, 6),
+        # A tree of the call's own.
+        ({"speculative_config": {"speculative_token_tree": (2, 1)}}, 2),
+        ({"speculative_config": {"tree_top_k": 2}}, 4),
+        ({"num_speculative_tokens": 0}, 0),
+        ({"speculative_config": {"num_speculative_tokens": 0}}, 0),
+    ],
+)
+def test_how_deep_a_loaded_tree_is_drafted(target, draft, given, depth):
+    config = SpeculationConfig(speculative_token_tree=(2, 1, 1, 1, 1, 1))
+    loaded = load_drafter(draft, target, config)
+    stream = Stream(
+        target, [[1, 2]], drafter=loaded, sampling=SAMPLED, engine=ENGINE, **given
+    )
+    assert stream._speculation.depth == depth
+
+
+def test_a_tree_of_the_call_without_a_drafter_is_plain_decoding(target):
+    for tree in ({"tree_top_k": 2}, {"speculative_token_tree": (2, 1)}):
+        config = SpeculationConfig(**tree)
+        stream = Stream(target, [[1, 2]], engine=ENGINE, speculative_config=config)
+        assert stream._speculation.depth == 0

@@ -271,6 +271,34 @@ def test_a_nucleus_is_in_the_few_or_not():
     )
 
 
+@pytest.mark.parametrize("vocab", [LARGE, 32_000])
+@pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "masked"])
+@pytest.mark.parametrize("num_rows", [1, 3, NUM_TOKENS])
+def test_the_cut_of_a_row_is_the_same_bits_among_other_rows(kind, num_rows, vocab):
+    values = logits_of(kind, vocab, num_tokens=2 * NUM_TOKENS)
+    scaled = jnp.asarray(values - values.max(axis=1, keepdims=True))
+    sizes = [
+        (0, 0.9, 0.0),
+        (50, 1.0, 0.0),
+        (0, 1.0, 0.01),
+        (40, 0.8, 0.01),
+        (0, 1.0, 0),
+    ]
+    top_k, top_p, min_p = (
+        jnp.asarray(np.resize(column, len(values)), dtype)
+        for column, dtype in zip(zip(*sizes), (jnp.int32, jnp.float32, jnp.float32))
+    )
+    inputs = (scaled, min_p, top_k, top_p)
+    for search in (cut_of_few, cut_few_first):
+        of_all = jax.tree.leaves(search(*inputs))
+        for start in range(0, len(values) - num_rows + 1, num_rows):
+            part = slice(start, start + num_rows)
+            of_part = jax.tree.leaves(search(*(x[part] for x in inputs)))
+            for ours, theirs in zip(of_part, of_all, strict=True):
+                ours, theirs = np.asarray(ours), np.asarray(theirs[part])
+                assert ours.tobytes() == theirs.tobytes()
+
+
 def rows_of(*params):
     fields = [
         row_values(
@@ -320,6 +348,49 @@ def test_choices_are_the_winners_of_processed_logits_and_noise(kind, features, v
         choice = choose(*args)
         np.testing.assert_array_equal(choice.token_ids, expected)
         assert not np.any(choice.is_invalid)
+
+
+# Each as a batch of its own too, since a batch without filters takes a shorter way.
+BRANCH_BATCHES = {
+    "mixed": [
+        {"temperature": 0},
+        {"temperature": 0.7},
+        {"top_k": 50},
+        {"top_p": 0.9},
+        {"min_p": 0.05},
+        {"top_k": 20, "top_p": 0.8, "min_p": 0.01},
+    ],
+    "greedy and temperatures": [{"temperature": 0}, {}, {"temperature": 0.7}],
+}
+
+
+@pytest.mark.parametrize("batch", BRANCH_BATCHES)
+@pytest.mark.parametrize("kind", ["flat", "peaked"])
+def test_the_branch_of_accelerators_chooses_the_same_tokens(monkeypatch, batch, kind):
+    """What runs on GPU and TPU, run here: every score, and cuts bisected over all."""
+    features = BRANCH_BATCHES[batch]
+    params = [SamplingParams(**each) for each in features]
+    row = jnp.arange(24, dtype=jnp.int32) % len(params)
+    logits = logits_of(kind, LARGE, num_tokens=24)
+    logits[7, 4000] = np.nan
+    history = jnp.zeros((len(params), 4), jnp.int32)
+    args = (jnp.asarray(logits), rows_of(*params), row, row + 100, history)
+    here = choose(*args)
+    entered = []
+
+    def default_branch(*operands, default, **branches):
+        entered.append(set(branches))
+        return default(*operands)
+
+    monkeypatch.setattr(jax.lax, "platform_dependent", default_branch)
+    # Another function than `choose` jits, so that it is traced anew.
+    there = jax.jit(lambda *args: sampling_lib.choose_tokens(*args))(*args)
+    assert {"cpu"} in entered
+    assert np.flatnonzero(there.is_invalid).tolist() == [7]
+    np.testing.assert_array_equal(there.is_invalid, here.is_invalid)
+    valid = np.flatnonzero(~np.asarray(here.is_invalid))
+    np.testing.assert_array_equal(there.token_ids[valid], here.token_ids[valid])
+    assert 0 <= there.token_ids[7] < LARGE
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,34 @@ def test_speculation_config_at_its_edges():
     assert hash(SpeculationConfig()) == hash(SpeculationConfig())
 
 
+@pytest.mark.parametrize(
+    ("fields", "depth"),
+    [
+        ({}, 4),
+        ({"num_speculative_tokens": 0}, 0),
+        ({"num_speculative_tokens": 7}, 7),
+        ({"speculative_token_tree": (2, 1)}, 2),
+        ({"speculative_token_tree": (2, 1), "num_speculative_tokens": 1}, 1),
+        ({"tree_top_k": 2}, 4),
+    ],
+)
+def test_the_depth_follows_from_what_was_written(fields, depth):
+    for config in (SpeculationConfig(**fields), SpeculationConfig.from_json(fields)):
+        assert config.depth == depth
+        written = fields.get("num_speculative_tokens")
+        assert config.num_speculative_tokens == written
+        again = dataclasses.replace(config, verification="delta")
+        assert (again.depth, again.num_speculative_tokens) == (depth, written)
+
+
+@pytest.mark.parametrize(
+    "tree", [(256,), (257,), (10**9,), (2, 10**9), [(i,) for i in range(256)]]
+)
+def test_a_tree_of_too_many_nodes_is_refused_for_its_size(tree):
+    with pytest.raises(ValueError, match="has more than 255 nodes"):
+        SpeculationConfig(speculative_token_tree=tree)
+
+
 @pytest.mark.parametrize("as_text", [True, False])
 def test_from_json_reads_the_keys_of_vllm(as_text):
     given = {

@@ -53,8 +53,10 @@ def accept_by_rejection(
     Raises:
       ValueError: the proposal has no probs, or shapes do not fit.
 
-    Source: Leviathan et al. 2023 (arXiv:2211.17192), algorithm 1, for chains; Jeon et
-    al. 2024 (arXiv:2402.14160) and Chen et al. 2024 (arXiv:2402.12374) for trees.
+    Source: Leviathan et al. 2023 (arXiv:2211.17192), algorithm 1, and Chen et al. 2023
+    (arXiv:2302.01318) for chains; SpecInfer (arXiv:2305.09781) for trying siblings
+    against what is left of the target; Jeon et al. 2024 (arXiv:2402.14160) and Chen et
+    al. 2024 (arXiv:2402.12374) for siblings without replacement.
     """
     check_probs(noise, proposal, target_probs)
     if proposal.tree is not None:

@@ -36,8 +36,10 @@ def accept_by_traversal(
     child or, when none is left, to the parent itself. The root always stands. After
     the accepted node a token is drawn from what is left of the target there.
 
-    On a chain this is block verification. Accepts at least as many tokens as
-    `accept_by_rejection` in expectation.
+    On a chain this is block verification, which is proven to accept at least as many
+    tokens as `accept_by_rejection` in expectation (arXiv:2403.10444). On trees that is
+    not proven; exact enumeration of small ones has found no counterexample
+    (tests/specjax/decode/test_accept_in_law.py).
 
     Whether a draft token stands among num_tokens may depend on what was drawn before
     it, never on itself or on what was drawn later.

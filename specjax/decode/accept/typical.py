@@ -33,6 +33,10 @@ def accept_typical(
     not distributed as the target. Among the longest paths, the one whose last node has
     the lowest index stands.
 
+    Medusa differs in the token that goes on from there: it decodes the first token of
+    a step greedily and accepts it unconditionally. Here the token after the path is
+    the row's own sampled choice, and every draft token is held against the threshold.
+
     Args:
       target_probs: f32[rows, num_nodes, vocab], rows sum to 1; entry j follows node j.
       target_token_ids: i32[rows, num_nodes], the target's own choice after each node,
@@ -43,7 +47,7 @@ def accept_typical(
     Raises:
       ValueError: shapes do not fit.
 
-    Source: Cai et al. 2024 (arXiv:2401.10774), section 3.3 of Medusa.
+    Source: Cai et al. 2024, Medusa (arXiv:2401.10774v3), section 2.3.1.
     """
     check_choices(proposal, target_token_ids)
     if target_probs.shape[:2] != target_token_ids.shape:

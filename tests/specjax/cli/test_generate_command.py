@@ -44,6 +44,26 @@ def test_speculation_does_not_change_the_text(run, model_folder):
     assert "tokens per target step, 100 % of drafts accepted" in err
 
 
+def test_a_tree_does_not_change_the_text(run, model_folder):
+    tree = {
+        "method": "draft_model",
+        "model": str(model_folder),
+        "speculative_token_tree": [2, 1],
+    }
+    prompt = "w5 w6 w5 w6 w5"
+    _, plain, _ = run(prompt, "--json")
+    code, drafted, _ = run(prompt, "--json", "--speculative-config", json.dumps(tree))
+    assert code == 0
+    plain, drafted = json.loads(plain), json.loads(drafted)
+    text = lambda document: [(o["text"], o["token_ids"]) for o in document["outputs"]]
+    assert text(drafted) == text(plain)
+    stats = drafted["stats"]
+    assert stats["num_speculative_tokens"] == 2
+    # The first child of every step is right, its sibling is not: a draft of the same weights.
+    assert 0 < stats["num_accepted"] < stats["num_drafted"]
+    assert plain["stats"]["num_drafted"] == 0
+
+
 def test_colors_on_request(run, model_folder):
     _, out, err = run("w5", "--drafter", str(model_folder), "--color", "always")
     assert out.startswith("\x1b[2mw5\x1b[0m")

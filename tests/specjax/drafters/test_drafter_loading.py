@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from specjax.config import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.loading import load_model
+from specjax.trees import static_shapes
+from specjax.trees.expanding import Growth
 
 GOLDENS = Path(__file__).resolve().parents[2] / "goldens"
 
@@ -50,3 +53,109 @@ def test_a_loaded_drafter_of_another_vocabulary_is_refused(target):
 def test_other_types_are_refused(target, source):
     with pytest.raises(TypeError, match="expected None, 'ngram', 'demo', a folder"):
         load_drafter(source, target)
+
+
+def sources_of(name, target, config=None):
+    """A drafter as it is named, and as it was loaded before."""
+    return name, load_drafter(name, target, config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_lookup_matches": 3}, "prompt_lookup_matches=3 is for method 'ngram'"),
+        ({"num_draft_nodes": 3}, "num_draft_nodes=3 is for trees of several n-gram"),
+    ],
+)
+def test_what_a_model_has_no_use_for_is_refused(target, fields, message):
+    for source in sources_of(target, target):
+        with pytest.raises(ValueError, match=message):
+            load_drafter(source, target, SpeculationConfig(**fields))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"speculative_token_tree": (2, 1)}, {"tree_top_k": 2}]
+)
+def test_a_tree_of_a_model_is_refused_where_there_is_none(target, fields):
+    for source in sources_of("ngram", target):
+        with pytest.raises(ValueError, match="the drafter is 'ngram'"):
+            load_drafter(source, target, SpeculationConfig(**fields))
+
+
+def test_a_call_changes_a_loaded_ngram_drafter(target):
+    loaded = load_drafter(
+        "ngram",
+        target,
+        SpeculationConfig(
+            prompt_lookup_min=3, prompt_lookup_max=6, prompt_lookup_matches=2
+        ),
+    )
+    assert loaded.spec == NgramDrafter(3, 6, 2)
+    change = lambda **fields: (
+        load_drafter(loaded, target, SpeculationConfig(**fields)).spec
+    )
+    assert change() is loaded.spec
+    assert change(verification="delta") is loaded.spec
+    assert change(prompt_lookup_matches=4) == NgramDrafter(3, 6, 4)
+    assert change(num_draft_nodes=9) == NgramDrafter(3, 6, 2, 9)
+    assert change(prompt_lookup_min=1) == NgramDrafter(1, 6, 2)
+    assert change(prompt_lookup_max=8) == NgramDrafter(3, 8, 2)
+    # One bound alone moves the other out of its way.
+    assert change(prompt_lookup_max=2) == NgramDrafter(2, 2, 2)
+    assert change(prompt_lookup_min=7, prompt_lookup_max=7) == NgramDrafter(7, 7, 2)
+    low = load_drafter(
+        "ngram", target, SpeculationConfig(prompt_lookup_min=1, prompt_lookup_max=2)
+    )
+    config = SpeculationConfig(prompt_lookup_min=3)
+    assert load_drafter(low, target, config).spec == NgramDrafter(3, 3)
+
+
+def test_a_call_changes_a_loaded_model_drafter(target):
+    grown = load_drafter(
+        target, target, SpeculationConfig(tree_top_k=3, num_speculative_tokens=5)
+    )
+    assert grown.spec.shape == Growth(5, 3, 15)
+    change = lambda **fields: (
+        load_drafter(grown, target, SpeculationConfig(**fields)).spec.shape
+    )
+    assert change() == grown.spec.shape
+    assert change(num_draft_nodes=7) == Growth(5, 3, 7)
+    assert change(tree_top_k=2, num_draft_nodes=7) == Growth(4, 2, 7)
+    assert change(speculative_token_tree=(2, 1)) == static_shapes.from_widths((2, 1))
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "is_tree", "max_depth", "num_nodes", "tree_slots"),
+    [
+        (None, {}, False, None, 1, 0),
+        ("ngram", {}, False, None, 4, 0),
+        ("ngram", {"num_draft_nodes": 2}, False, None, 4, 0),
+        ("ngram", {"prompt_lookup_matches": 2}, True, None, 7, 6),
+        (
+            "ngram",
+            {"prompt_lookup_matches": 2, "num_draft_nodes": 5},
+            True,
+            None,
+            6,
+            5,
+        ),
+        ("model", {}, False, None, 4, 0),
+        ("model", {"speculative_token_tree": (3, 2, 1, 1)}, True, 4, 16, 15),
+        # Six nodes are fed on the way, and four are kept.
+        ("model", {"tree_top_k": 3, "num_draft_nodes": 4}, True, 4, 5, 6),
+    ],
+)
+def test_how_much_room_three_tokens_take(
+    target, source, fields, is_tree, max_depth, num_nodes, tree_slots
+):
+    source = target if source == "model" else source
+    drafter = load_drafter(source, target, SpeculationConfig(**fields))
+    assert (drafter.is_tree, drafter.max_depth) == (is_tree, max_depth)
+    assert drafter.num_nodes(3) == num_nodes
+    assert drafter.tree_slots(3) == tree_slots
+
+
+def test_a_spec_that_does_not_say_drafts_chains():
+    drafter = LoadedDrafter("own", object())
+    assert (drafter.is_tree, drafter.max_depth) == (False, None)
+    assert (drafter.num_nodes(3), drafter.tree_slots(3)) == (4, 0)
