@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.config import EngineConfig
 from specjax.drafters import ngram
 from specjax.drafters.base import NOT_KEPT, Draft, Drafter
 from specjax.drafters.loading import LoadedDrafter
@@ -18,6 +19,9 @@ from specjax.models.layers import dense_causal_attention
 from specjax.trees.best_first import best_first
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import Proposal
+
+# Of whoever needs no other: tests of one engine share compiled steps between files.
+ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=8)
 
 # Large enough that attention and logits depend on the text.
 WEIGHT_STD = 0.2
@@ -84,6 +88,13 @@ def random_model(config: ModelConfig, seed: int) -> Model:
     shapes = jax.eval_shape(init, jax.random.key(0))
     params = jax.tree_util.tree_map_with_path(fill, shapes)
     return Model(config=config, params=params, name=f"tiny-{config.family}-{seed}")
+
+
+def first_layer(target: Model) -> Model:
+    """Returns the target's first layer as a draft model: right often, not always."""
+    config = dataclasses.replace(target.config, num_layers=1)
+    params = {**target.params, "layers": target.params["layers"][:1]}
+    return dataclasses.replace(target, config=config, params=params, name="draft")
 
 
 def uncached_logits(params: Params, config: ModelConfig, token_ids) -> jax.Array:

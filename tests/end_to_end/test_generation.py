@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import (
+    ENGINE,
     ScriptedDrafter,
+    first_layer,
     scripted_drafter,
     tiny_gpt2,
     tiny_llama,
@@ -25,7 +27,6 @@ from specjax.drafters.loading import LoadedDrafter
 from specjax.generation import Stream
 from specjax.tokenization import Tokenizer
 
-ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=8)
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
 
@@ -36,10 +37,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def draft(target):
-    """The target's first layer: right often, not always."""
-    config = dataclasses.replace(target.config, num_layers=1)
-    params = {**target.params, "layers": target.params["layers"][:1]}
-    return dataclasses.replace(target, config=config, params=params, name="draft")
+    return first_layer(target)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_llama
+from helpers import first_layer, tiny_llama
 
 import specjax
 from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
@@ -22,12 +22,6 @@ DTYPES = ("float32", "bfloat16")
 def cast(model, dtype):
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), model.params)
     return dataclasses.replace(model, params=params)
-
-
-def first_layer(target):
-    config = dataclasses.replace(target.config, num_layers=1)
-    params = {**target.params, "layers": target.params["layers"][:1]}
-    return dataclasses.replace(target, config=config, params=params, name="draft")
 
 
 def sampling(index, max_tokens):

@@ -5,14 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_llama
+from helpers import ENGINE, first_layer, tiny_llama
 
 import specjax
-from specjax.config import EngineConfig, SamplingParams
+from specjax.config import SamplingParams
 from specjax.sampling.argmax import FEW, FEW_BLOCK
 
 VOCAB = 5003  # no multiple of a block
-ENGINE = EngineConfig(page_size=8, max_rows=8, burst_steps=4)
 PLAIN = SamplingParams(temperature=0.3, max_tokens=12, seed=3)
 FILTERED = [
     dataclasses.replace(PLAIN, top_p=0.9),
@@ -39,13 +38,6 @@ def target():
     first, second = model.params["layers"]
     quiet = jax.tree.map(lambda weights: 0.8 * weights, second)
     return dataclasses.replace(model, params={**model.params, "layers": [first, quiet]})
-
-
-def first_layer(target):
-    """Returns it as a draft model: right often, not always."""
-    config = dataclasses.replace(target.config, num_layers=1)
-    params = {**target.params, "layers": target.params["layers"][:1]}
-    return dataclasses.replace(target, config=config, params=params, name="draft")
 
 
 @pytest.mark.parametrize("rows", ROWS)

@@ -4,14 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from helpers import tiny_llama
+from helpers import ENGINE, first_layer, tiny_llama
 
 import specjax
-from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
+from specjax.config import SamplingParams, SpeculationConfig
 from specjax.drafters.loading import load_drafter
 from specjax.generation import Stream
 
-ENGINE = EngineConfig(page_size=8, max_rows=8, burst_steps=8)
 SAMPLED = SamplingParams(temperature=1, max_tokens=20, seed=5, logprobs=0)
 RULES = ("seeded", "rejection", "block", "typical", "traversal", "delta", "lenient")
 
@@ -23,9 +22,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def draft(target):
-    config = dataclasses.replace(target.config, num_layers=1)
-    params = {**target.params, "layers": target.params["layers"][:1]}
-    return dataclasses.replace(target, config=config, params=params, name="draft")
+    return first_layer(target)
 
 
 @pytest.fixture(scope="module")

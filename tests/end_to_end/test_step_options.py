@@ -5,14 +5,13 @@ import re
 
 import numpy as np
 import pytest
-from helpers import tiny_llama
+from helpers import ENGINE, first_layer, tiny_llama
 
 import specjax
-from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
+from specjax.config import SamplingParams, SpeculationConfig
 from specjax.generation import Stream
 
 VOCAB = 61
-ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=4)
 SAMPLED = SamplingParams(
     temperature=1,
     top_p=0.95,
@@ -31,9 +30,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def draft(target):
-    config = dataclasses.replace(target.config, num_layers=1)
-    params = {**target.params, "layers": target.params["layers"][:1]}
-    return dataclasses.replace(target, config=config, params=params, name="draft")
+    return first_layer(target)
 
 
 @pytest.fixture(scope="module")
