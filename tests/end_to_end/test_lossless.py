@@ -8,7 +8,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import AlternatingDrafter
+from helpers import AlternatingDrafter, race_scores
 
 import specjax
 from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
@@ -17,7 +17,7 @@ from specjax.models.architectures import architecture_of
 from specjax.models.layers import dense_causal_attention
 from specjax.requests import derive_seed
 from specjax.sampling import RowSampling, process_logits, row_values
-from specjax.seeded_noise import TARGET_TOKEN, race_scores, token_keys
+from specjax.seeded_noise import TARGET_TOKEN, token_keys
 from specjax.trees import static_shapes
 
 # A row may differ from where rounding decides: two best scores this close, or a
