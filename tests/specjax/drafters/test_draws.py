@@ -12,7 +12,7 @@ from specjax.decode.accept import accept_by_rejection, accept_by_traversal
 from specjax.drafters.draws import Siblings, draw_siblings, noise_keys
 from specjax.sampling import RowSampling, row_values, target_probs
 from specjax.sampling.processing import process_logits
-from specjax.seeded_noise import gumbel_noise
+from specjax.seeded_noise import DRAFT, gumbel_noise, token_keys
 from specjax.trees.static_shapes import from_widths
 from specjax.types import DELTA, REJECTION, SEEDED, Proposal, is_by_law
 
@@ -20,7 +20,7 @@ ROWS, VOCAB = 100_000, 6
 ENGINE = EngineConfig(max_bias_entries=1, max_allowed_tokens=1)
 
 
-def rows_of(params, rows=ROWS):
+def rows_of(params, rows):
     """Returns rows of these parameters, or of a list of them in turn."""
     each = params if isinstance(params, list) else [params]
     values = [
@@ -36,7 +36,7 @@ def rows_of(params, rows=ROWS):
     return RowSampling(**sampling | {"seeds": jnp.asarray(seeds)})
 
 
-def draw(logits, params, rule, count, rows=ROWS, keeps_probs=True, by=draw_siblings):
+def draw(logits, params, rule, count, rows, keeps_probs=True, by=draw_siblings):
     """Returns the Siblings of one law in all rows, or of f32[rows, vocab].
 
     Args:
@@ -65,6 +65,29 @@ def _draw(logits, sampling, rules, count, keeps_probs, by):
         keys=keys,
         count=count,
         keeps_probs=keeps_probs,
+    )
+
+
+def draw_many(logits, params, rule, count):
+    """Returns the Siblings of ROWS nodes of one row, each with a key of its own."""
+    logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (ROWS, len(logits)))
+    return _draw_many(logits, rows_of(params, 1), jnp.full(1, rule), count)
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _draw_many(logits, sampling, rules, count):
+    one, at = jnp.zeros(ROWS, jnp.int32), jnp.full(ROWS, 3)
+    seeds = jnp.stack([jnp.arange(ROWS, dtype=jnp.uint32), one.astype(jnp.uint32)], 1)
+    return draw_siblings(
+        logits,
+        sampling,
+        one,
+        at,
+        jnp.zeros((1, 8), jnp.int32),
+        rules=rules,
+        keys=token_keys(seeds, at, DRAFT),
+        count=count,
+        keeps_probs=True,
     )
 
 
@@ -110,7 +133,7 @@ def test_what_is_drawn_is_verified_exactly(rule, temperature):
     params = SamplingParams(temperature=temperature)
     draft = [10.0, 1.0, 0.0, -1.0, -2.0, -3.0]
     target = processed_probs([3.0, 2.95, 2.95, -9.0, -9.0, -9.0], params)
-    siblings = draw(draft, params, REJECTION, 2)
+    siblings = draw_many(draft, params, REJECTION, 2)
     tree = from_widths((2,)).draft_tree(ROWS)
     probs = jnp.stack([siblings.probs, jnp.zeros_like(siblings.probs)], axis=1)
     proposal = Proposal(
@@ -137,12 +160,12 @@ def test_what_is_drawn_is_verified_exactly(rule, temperature):
         (SamplingParams(top_p=0.85), [1, 1, 1, 1, 0, 0]),
         (SamplingParams(top_k=4, top_p=0.7, temperature=2), [1, 1, 1, 0, 0, 0]),
     ],
-    ids=str,
+    ids=["all", "sharp", "top_k", "top_p", "both"],
 )
 def test_pairs_have_the_law_of_draws_without_replacement(params, is_kept, rule):
-    """The joint law of two siblings, within 5 standard errors at 100,000 rows."""
-    rows, law = 100_000, np.array([0.35, 0.25, 0.15, 0.12, 0.08, 0.05])
-    siblings = draw(np.log(law), params, rule, 2, rows=rows)
+    """The joint law of two siblings, within 5 standard errors of 100,000 rows."""
+    law = np.array([0.35, 0.25, 0.15, 0.12, 0.08, 0.05])
+    siblings = draw_many(np.log(law), params, rule, 2)
     law = law ** (1 / params.temperature) * is_kept
     law /= law.sum()
     pairs = law[:, None] * law[None, :] / (1 - law[:, None])
@@ -151,7 +174,7 @@ def test_pairs_have_the_law_of_draws_without_replacement(params, is_kept, rule):
     counts = np.zeros_like(pairs)
     np.add.at(counts, (first, second), 1)
     assert not counts[pairs == 0].any()
-    assert (np.abs(counts / rows - pairs) <= 5 * np.sqrt(pairs / rows)).all()
+    assert (np.abs(counts / ROWS - pairs) <= 5 * np.sqrt(pairs / ROWS)).all()
     np.testing.assert_allclose(siblings.probs[0], law, atol=1e-6)
 
 
@@ -196,7 +219,8 @@ def test_siblings_are_those_of_the_definition(kind, vocab, keeps_probs):
         siblings = draw(*arguments)
         assert np.array_equal(siblings.token_ids, expected.token_ids)
         ordered = np.sort(siblings.token_ids, axis=1)
-        assert (np.diff(ordered, axis=1) > 0).all() and ordered.max() < vocab
+        assert (np.diff(ordered, axis=1) > 0).all()
+        assert ordered.max() < vocab
         if keeps_probs:
             assert np.array_equal(siblings.probs, expected.probs)
 
@@ -214,7 +238,9 @@ def test_a_row_of_no_numbers_changes_no_other(value):
 
 @pytest.mark.parametrize("vocab", [VOCAB, 5_000])
 @pytest.mark.parametrize(
-    "params", [SamplingParams(), SamplingParams(top_k=4, top_p=0.9)], ids=str
+    "params",
+    [SamplingParams(), SamplingParams(top_k=4, top_p=0.9)],
+    ids=["all", "filtered"],
 )
 def test_seeded_rows_draw_the_same_whoever_keeps_probabilities(params, vocab):
     logits = random_logits("likely", 200, vocab)
@@ -237,7 +263,7 @@ def test_rows_of_a_mixed_batch_draw_as_alone():
 
 def test_what_is_left_without_probability_is_drawn_evenly():
     logits = [0.0, -np.inf, -np.inf, -np.inf]
-    siblings = draw(logits, SamplingParams(temperature=1), REJECTION, 2)
+    siblings = draw_many(logits, SamplingParams(), REJECTION, 2)
     assert (siblings.token_ids[:, 0] == 0).all()
     share = np.bincount(np.asarray(siblings.token_ids[:, 1]), minlength=4) / ROWS
     assert np.abs(share - np.array([0, 1, 1, 1]) / 3).max() < 0.008  # 5 standard errors
