@@ -2,11 +2,12 @@
 
 A rule is a function of uniform noise. With all else fixed it decides about one node
 after the other, each time by whether a number of the noise is below a threshold, and
-then draws a token by another number. So the law of a step is known when, for every
-draft, every threshold and every level of the last draw is: they are found by
-bisection of the rule itself, down to the spacing of float32, and the rule is then
-compared with what they foretell at random noise, whole. A rule that depends on the
-noise in any other way fails there.
+then draws a token by further numbers, each of which cuts (0, 1) into one piece per part
+of the vocabulary that is left. So the law of a step is known when, for every draft,
+every threshold and every end of a piece is: they are found by bisection of the rule
+itself, down to the spacing of float32, and the rule is then compared with what they
+foretell at random noise, whole. A rule that depends on the noise in any other way
+fails there.
 
 Steps compose: the joint law of several tokens is that of a step from the empty prefix,
 then of a step with a draft and noise of its own from whatever prefix that left.
@@ -23,12 +24,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.decode.accept import drawing
 from specjax.types import Acceptance, DraftTree, Proposal
 
 # A threshold is known to 6e-8, the spacing of float32 below 1.
 LAW_TOLERANCE = 1e-6
 NUM_HALVINGS = 25
 BATCH = 4096  # rows of every call, so that a rule is compiled once per shape
+EDGE = 1e-5  # this near to a threshold nothing is foretold
+NOT_HERE = -1
 SURELY, NEVER = np.float32(1e-30), np.float32(1 - 2.0**-24)
 
 Prefix = tuple[int, ...]
@@ -230,6 +234,7 @@ class _Cases:
         self.vocab = self.target_probs.shape[2]
         self.draft_probs = np.array([draft.probs for _, draft in drafts], np.float32)
         self.draft_probs = self.draft_probs.reshape(-1, num_drafts, self.vocab)
+        self.noise_shape = noise_shape(shape, self.vocab)
 
     def run(self, cases: np.ndarray, noise: np.ndarray, *, check: bool = False):
         """Returns the last accepted node and the token after it, of each case and its noise.
@@ -288,6 +293,11 @@ class _Cases:
         return first, kind.reshape(-1)
 
 
+def noise_shape(shape: Shape, vocab: int) -> tuple[int, int]:
+    """Returns that of a row's noise under the rules that compare laws."""
+    return shape.num_nodes, 1 + drawing.num_draws(vocab)
+
+
 def make_proposal(shape: Shape, tokens, probs=None, num_tokens=None) -> Proposal:
     """Returns the proposal of rows that share a shape; all tokens stand by default."""
     tokens = np.asarray(tokens, np.int32)
@@ -316,70 +326,147 @@ def _relevant(shape: Shape, order, node: int) -> set[int]:
     return nodes | {other for at in nodes for other in shape.path(at)}
 
 
-def _thresholds(cases: _Cases, order) -> tuple[np.ndarray, np.ndarray]:
-    """Returns by bisection what the rule compares its noise with.
+@dataclasses.dataclass(frozen=True)
+class _Jobs:
+    """Bisections that run side by side: of one case each, at one node."""
 
-    Returns:
-      below which noise each node stands, [cases, num_nodes - 1], and the levels of the
-      token after each node, [cases, num_nodes, vocab - 1].
-    """
-    shape, num_levels = cases.shape, cases.vocab - 1
-    jobs = []  # (cases, noise dimension, node, level or None, base noise), and where it goes
-    accept = np.zeros((len(cases.tokens), shape.num_nodes - 1))
-    levels = np.zeros((len(cases.tokens), shape.num_nodes, num_levels))
-    for node in range(shape.num_nodes):
-        first, _ = cases.alike(_relevant(shape, order, node))
-        if node:
-            noise = _forced(shape, *order(shape, node, is_last=False))
-            jobs.append((first, (node - 1, 0), node, None, noise))
-        noise = _forced(shape, *order(shape, node, is_last=True))
-        for level in range(num_levels):
-            jobs.append((first, (node, 1), node, level, noise))
-    which = np.concatenate([job[0] for job in jobs])
-    base = np.concatenate([np.tile(job[4], (len(job[0]), 1, 1)) for job in jobs])
-    spans = np.cumsum([0] + [len(job[0]) for job in jobs])
-    low, high = np.zeros(len(which), np.float32), np.ones(len(which), np.float32)
+    kinds: list[np.ndarray]  # by node, the place of each case's job among all
+    cases: np.ndarray  # [num_jobs]
+    nodes: np.ndarray  # [num_jobs]
+    noise: np.ndarray  # [num_jobs, num_nodes, noise per node], all but what is sought
+
+    def of_cases(self, found: np.ndarray) -> np.ndarray:
+        """Returns what was found for every case and node, [cases, nodes, ...]."""
+        return np.stack([found[kind] for kind in self.kinds], axis=1)
+
+
+def _jobs(cases: _Cases, order, nodes: Iterable[int], *, is_last: bool) -> _Jobs:
+    """Returns the jobs of these nodes, with all that comes before them decided."""
+    kinds, which, at, noise, num_jobs = [], [], [], [], 0
+    for node in nodes:
+        first, kind = cases.alike(_relevant(cases.shape, order, node))
+        kinds.append(num_jobs + kind)
+        num_jobs += len(first)
+        which.append(first)
+        at.append(np.full(len(first), node))
+        decided = order(cases.shape, node, is_last=is_last)
+        noise.append(np.tile(_forced(cases, *decided), (len(first), 1, 1)))
+    return _Jobs(kinds, *map(np.concatenate, (which, at, noise)))
+
+
+def _bisect(is_below, low: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns neighbours between low and 1, up to the first of which is_below holds."""
+    high = np.ones_like(low)
     for _ in range(NUM_HALVINGS):
         middle = (low + high) / 2
-        noise = base.copy()
-        for (_, dim, *_), start, end in zip(jobs, spans, spans[1:]):
-            noise[start:end, dim[0], dim[1]] = middle[start:end]
-        last, token = cases.run(which, np.clip(noise, SURELY, NEVER))
-        is_below = np.zeros(len(which), bool)
-        for (_, _, node, level, _), start, end in zip(jobs, spans, spans[1:]):
-            part = slice(start, end)
-            if level is None:
-                through = [n for n in range(shape.num_nodes) if node in shape.path(n)]
-                is_below[part] = np.isin(last[part], through)
-            else:
-                is_below[part] = (last[part] == node) & (token[part] > level)
-                # The draw is past the level where a later token comes.
-                is_below[part] = ~is_below[part]
-        low, high = np.where(is_below, middle, low), np.where(is_below, high, middle)
-    found = (low.astype(float) + high) / 2
-    for (_, _, node, level, _), start, end in zip(jobs, spans, spans[1:]):
-        _, kind = cases.alike(_relevant(shape, order, node))
-        if level is None:
-            accept[:, node - 1] = found[start:end][kind]
-        else:
-            levels[:, node, level] = found[start:end][kind]
-    return accept, levels
+        holds = is_below(middle)
+        low, high = np.where(holds, middle, low), np.where(holds, high, middle)
+    return low, high
 
 
-def _forced(shape: Shape, accepted: list[int], rejected: list[int]) -> np.ndarray:
-    """Returns noise f32[num_nodes, 2] under which these decisions are made where possible."""
-    noise = np.full((shape.num_nodes, 2), 0.5, np.float32)
+def _thresholds(cases: _Cases, order) -> np.ndarray:
+    """Returns below which noise each node stands, [cases, num_nodes - 1]."""
+    num_nodes = cases.shape.num_nodes
+    if num_nodes == 1:
+        return np.zeros((len(cases.tokens), 0))
+    jobs = _jobs(cases, order, range(1, num_nodes), is_last=False)
+    is_through = np.eye(num_nodes, dtype=bool)
+    for node in range(num_nodes):
+        is_through[cases.shape.path(node), node] = True
+
+    def does_stand(draw: np.ndarray) -> np.ndarray:
+        noise = jobs.noise.copy()
+        noise[np.arange(len(draw)), jobs.nodes - 1, 0] = draw
+        last, _ = cases.run(jobs.cases, np.clip(noise, SURELY, NEVER))
+        return is_through[jobs.nodes, last]
+
+    low, high = _bisect(does_stand, np.zeros(len(jobs.cases), np.float32))
+    return jobs.of_cases((low.astype(float) + high) / 2)
+
+
+def _is_as(run, token: np.ndarray, draw: np.ndarray) -> np.ndarray:
+    return run(draw) == token
+
+
+class _Pieces:
+    """How the draws of a token cut their (0, 1): which piece leads where.
+
+    The pieces of a draw are those of each piece of the draw before it, in turn.
+    """
+
+    def __init__(self, cases: _Cases, order):
+        num_nodes, per_node = cases.noise_shape
+        jobs = _jobs(cases, order, range(num_nodes), is_last=True)
+        self.most = most = min(drawing.WAYS, cases.vocab)
+        self.ends = []  # by draw, f[cases, num_nodes, pieces before, most]
+        draws = np.full((len(jobs.cases), 1, per_node - 1), 0.5, np.float32)
+        for place in range(per_node - 1):
+            ends, inside = [], []
+            low = np.full(draws.shape[:2], SURELY)
+            for _ in range(most):
+                run = functools.partial(self._run, cases, jobs, draws, place)
+                below, above = _bisect(functools.partial(_is_as, run, run(low)), low)
+                # 1 itself is no draw: a piece that goes on to the last one ends there.
+                end = np.where(below >= NEVER, 1, (below.astype(float) + above) / 2)
+                inside.append((low + below) / 2)
+                ends.append(end)
+                low = np.minimum(above, NEVER)
+            found = np.stack(ends, axis=2)
+            assert np.all(found[:, :, -1] == 1), "more pieces than ways"
+            self.ends.append(jobs.of_cases(found))
+            draws = np.repeat(draws, most, axis=1)
+            draws[:, :, place] = np.stack(inside, axis=2).reshape(draws.shape[:2])
+        self.tokens = jobs.of_cases(self._run(cases, jobs, draws, 0, draws[:, :, 0]))
+
+    @staticmethod
+    def _run(cases, jobs: _Jobs, draws: np.ndarray, place: int, draw: np.ndarray):
+        """Returns the token after each job's node, [num_jobs, pieces], where it ends there."""
+        num_jobs, num_pieces = draw.shape
+        job = np.repeat(np.arange(num_jobs), num_pieces)
+        noise = jobs.noise[job]
+        nodes = jobs.nodes[job]
+        each = np.arange(len(job))
+        noise[each, nodes, 1:] = draws.reshape(len(job), -1)
+        noise[each, nodes, 1 + place] = draw.reshape(-1)
+        last, token = cases.run(jobs.cases[job], np.clip(noise, SURELY, NEVER))
+        return np.where(last == nodes, token, NOT_HERE).reshape(num_jobs, num_pieces)
+
+    def token_probs(self, vocab: int) -> np.ndarray:
+        """Returns [cases, num_nodes, vocab]."""
+        chance = np.ones((*self.tokens.shape[:2], 1))
+        for ends in self.ends:
+            width = np.diff(np.maximum.accumulate(ends, axis=3), axis=3, prepend=0)
+            chance = (chance[..., None] * width).reshape(*chance.shape[:2], -1)
+        is_token = self.tokens[..., None] == np.arange(vocab)
+        return np.sum(chance[..., None] * is_token, axis=2)
+
+    def foretell(self, which: np.ndarray, node: int, draws: np.ndarray):
+        """Returns the token after a node for draws [n, draws], and which lie on an end."""
+        piece, is_on_edge = np.zeros(len(which), int), np.zeros(len(which), bool)
+        for place, ends in enumerate(self.ends):
+            difference = ends[which, node, piece] - draws[:, place : place + 1]
+            is_on_edge |= np.any(np.abs(difference) < EDGE, axis=1)
+            past = np.minimum(np.sum(difference < 0, axis=1), self.most - 1)
+            piece = self.most * piece + past
+        return self.tokens[which, node, piece], is_on_edge
+
+
+def _forced(cases: _Cases, accepted: list[int], rejected: list[int]) -> np.ndarray:
+    """Returns a row's noise under which these decisions are made where possible."""
+    noise = np.full(cases.noise_shape, 0.5, np.float32)
     noise[[node - 1 for node in accepted], 0] = SURELY
     noise[[node - 1 for node in rejected], 0] = NEVER
     return noise
 
 
-def _check_at_random(cases: _Cases, accept, levels, order, num_draws: int) -> None:
+def _check_at_random(
+    cases: _Cases, accept: np.ndarray, pieces: _Pieces, order, num_draws: int
+) -> None:
     """Asserts that the thresholds foretell what the rule does, whatever the noise."""
     rng = np.random.default_rng(0)
     shape = cases.shape
     which = np.repeat(np.arange(len(cases.tokens)), num_draws)
-    noise = rng.uniform(size=(len(which), shape.num_nodes, 2)).astype(np.float32)
+    noise = rng.uniform(size=(len(which), *cases.noise_shape)).astype(np.float32)
     noise = np.clip(noise, SURELY, NEVER)
     last, token = cases.run(which, noise, check=True)
     is_on_edge = np.zeros(len(which), bool)
@@ -392,11 +479,11 @@ def _check_at_random(cases: _Cases, accept, levels, order, num_draws: int) -> No
             for other in nodes:
                 difference = accept[which, other - 1] - noise[:, other - 1, 0]
                 is_here &= (difference > 0) == wanted
-                is_on_edge |= np.abs(difference) < 1e-5
-        difference = levels[which, node] - noise[:, node, 1:2]
-        is_on_edge |= np.any(np.abs(difference) < 1e-5, axis=1)
+                is_on_edge |= np.abs(difference) < EDGE
+        foretold, is_near = pieces.foretell(which, node, noise[:, node, 1:])
+        is_on_edge |= is_here & is_near
         expected_last[is_here] = node
-        expected_token[is_here] = np.sum(difference < 0, axis=1)[is_here]
+        expected_token[is_here] = foretold[is_here]
     agrees = (last == expected_last) & (token == expected_token)
     assert np.all(agrees | is_on_edge), "the rule uses its noise in another way"
     assert np.mean(is_on_edge) < 0.01
@@ -412,12 +499,11 @@ def step_laws(
       order: `top_down` or `bottom_up`, the order in which the rule decides about nodes.
     """
     cases = _Cases(rule, shape, target, drafter, contexts)
-    accept, levels = _thresholds(cases, order)
+    accept, pieces = _thresholds(cases, order), _Pieces(cases, order)
     num_draws = max(2, 512 // len(cases.tokens))
-    _check_at_random(cases, accept, levels, order, num_draws)
+    _check_at_random(cases, accept, pieces, order, num_draws)
     laws: dict[Prefix, dict[Prefix, float]] = {context: {} for context in contexts}
-    ends = np.zeros((*levels.shape[:2], 1))
-    token_probs = np.diff(np.concatenate([ends, levels, ends + 1], axis=2), axis=2)
+    token_probs = pieces.token_probs(cases.vocab)
     for node in range(shape.num_nodes):
         accepted, rejected = order(shape, node, is_last=True)
         chance = cases.probability.copy()

@@ -16,6 +16,7 @@ from specjax.drafters.spec import ModelDrafter, NgramDrafter
 from specjax.models.architectures import architecture_of
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.layers import dense_causal_attention
+from specjax.seeded_noise import gumbel_noise
 from specjax.trees.best_first import best_first
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import Proposal
@@ -165,6 +166,11 @@ class ScriptedDrafter:
             prefill=lambda params, state, batch, max_tokens_per_row: state,
             draft=draft,
         )
+
+
+def race_scores(log_weights: jax.Array, keys: jax.Array) -> jax.Array:
+    """Returns what `seeded` takes the argmax of, given keys u32[num_tokens, 2]: all of it."""
+    return log_weights + gumbel_noise(keys, log_weights.shape[1])
 
 
 def scripted_drafter(

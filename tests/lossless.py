@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from helpers import race_scores
 
 import specjax
 from specjax.config import EngineConfig, SamplingParams
@@ -17,7 +18,7 @@ from specjax.models.architectures import architecture_of
 from specjax.models.layers import dense_causal_attention
 from specjax.requests import derive_seed
 from specjax.sampling import RowSampling, process_logits, row_values
-from specjax.seeded_noise import TARGET_TOKEN, race_scores, token_keys
+from specjax.seeded_noise import TARGET_TOKEN, token_keys
 
 # A row may differ from where rounding decides: two best scores this close, or a
 # token this close to a filter's threshold. Matmuls of different shapes round differently.

@@ -24,9 +24,11 @@ from specjax.bench import bare, embedded, measuring
 from specjax.bench.quick import BURST_STEPS, Decoding, environment
 from specjax.config import EngineConfig, SamplingParams
 from specjax.demo import learning
+from specjax.drafters.draws import draw_siblings
 from specjax.models import llama
 from specjax.sampling import RowSampling, choose_tokens, first_argmax, row_values
 from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
+from specjax.types import SEEDED
 
 NUM_TOKENS = 8
 NUM_CALLS = 8
@@ -41,6 +43,8 @@ SAMPLINGS = {
     "top_p=0.95": SamplingParams(top_p=0.95),
 }
 ALL_SCORES = "all scores"
+NUM_SIBLINGS = 3
+SIBLINGS = f"{NUM_SIBLINGS} siblings"
 
 
 def embedded_logits() -> Array:
@@ -97,6 +101,27 @@ def score_everything(
     return first_argmax(logits, score)[0]
 
 
+def draw_three(
+    logits: Array,
+    sampling: RowSampling,
+    row_ids: Array,
+    positions: Array,
+    history: Array,
+) -> Array:
+    """Returns i32[n, NUM_SIBLINGS], what a draft model proposes after each node under `seeded`."""
+    return draw_siblings(
+        logits,
+        sampling,
+        row_ids,
+        positions,
+        history,
+        rules=jnp.full(NUM_TOKENS, SEEDED),
+        keys=token_keys(sampling.seeds[row_ids], positions + 1, TARGET_TOKEN),
+        count=NUM_SIBLINGS,
+        keeps_probs=False,
+    ).token_ids
+
+
 def chooser(
     choose: Callable[..., Any], logits: Array, sampling: RowSampling
 ) -> Callable[[], Any]:
@@ -118,6 +143,7 @@ def contenders(vocab: int) -> dict[str, Callable[[], Any]]:
             sampling = row_sampling(params)
             found[f"{kind}/{name}"] = chooser(choose_tokens, logits, sampling)
         sampling = row_sampling(SAMPLINGS["seeded"])
+        found[f"{kind}/{SIBLINGS}"] = chooser(draw_three, logits, sampling)
         found[f"{kind}/{ALL_SCORES}"] = chooser(score_everything, logits, sampling)
     return found
 

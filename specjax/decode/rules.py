@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.decode import accept
-from specjax.seeded_noise import ACCEPT, RECOVER, uniforms
+from specjax.seeded_noise import ACCEPT, RECOVER, node_role, uniforms
 from specjax.types import (
     BLOCK,
     LENIENT,
@@ -75,10 +75,8 @@ def decide(
         noise = uniforms(seeds, roots, ACCEPT, proposal.max_depth)
         rates = jnp.asarray(rates, jnp.float32)[place]
         return accept.accept_synthetic(noise, proposal, target.token_ids, rates)
-    draws = [
-        uniforms(seeds, roots, role, proposal.num_nodes) for role in (ACCEPT, RECOVER)
-    ]
-    arguments = jnp.stack(draws, axis=-1), proposal, target.probs
+    noise = rule_noise(seeds, roots, proposal.num_nodes, target.probs.shape[2])
+    arguments = noise, proposal, target.probs
     if rule == LENIENT:
         lenience = jnp.full(roots.shape, options.lenience)
         return accept.accept_leniently(*arguments, lenience)
@@ -88,6 +86,25 @@ def decide(
         TRAVERSAL: accept.accept_by_traversal,
     }
     return by_law[rule](*arguments)
+
+
+def rule_noise(seeds: Array, roots: Array, num_nodes: int, vocab: int) -> Array:
+    """Returns the noise of rules that compare laws, f32[rows, num_nodes, 1 + num_draws].
+
+    Args:
+      seeds, roots: as for `decide`.
+    """
+    rows, count = roots.shape[0], accept.num_draws(vocab)
+    accepting = uniforms(seeds, roots, ACCEPT, num_nodes)
+    nodes = jnp.tile(jnp.arange(num_nodes), rows)
+    recovering = uniforms(
+        jnp.repeat(seeds, num_nodes, axis=0),
+        jnp.repeat(roots, num_nodes),
+        node_role(RECOVER, nodes),
+        count,
+    )
+    recovering = recovering.reshape(rows, num_nodes, count)
+    return jnp.concatenate([accepting[:, :, None], recovering], axis=2)
 
 
 def choose_by_row(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from specjax.sampling import first_argmax, process_logits, target_probs
-from specjax.sampling.processing import History
+from specjax.sampling.argmax import block_bounds
+from specjax.sampling.distinct import NOT_FOUND, best_distinct, without
+from specjax.sampling.processing import History, scaler, usage
 from specjax.sampling.row_sampling import RowSampling
 from specjax.seeded_noise import (
     DRAFT,
     TARGET_TOKEN,
+    gumbel_bound,
     gumbel_noise,
     node_role,
     token_keys,
@@ -87,34 +89,56 @@ def draw_siblings(
     Source: Kool et al. 2019 (arXiv:1903.06059), section 2; the order is what
     verification by rejection needs (Jeon et al. 2024, arXiv:2402.14160).
     """
-    processed = process_logits(logits, sampling, row_ids, positions, history)
-    probs, weights = None, processed
-    if keeps_probs:
-        probs = target_probs(processed, sampling, row_ids)
-        is_own = is_by_law(rules[row_ids])[:, None]
-        weights = jnp.where(is_own, jnp.log(probs), processed)
+    process = lambda: process_logits(logits, sampling, row_ids, positions, history)
+    used = usage(sampling, row_ids, positions)
+    is_processed = used.edits | used.filters | keeps_probs
     is_random = (sampling.temperature[row_ids] > 0) & (rules[row_ids] != DELTA)
-    noise = gumbel_noise(keys, logits.shape[1])
-    scores = jnp.where(is_random[:, None], weights + noise, processed)
-    token_ids = _best_distinct(scores, noise, count)
-    return Siblings(token_ids, probs)
+    values = lax.cond(is_processed, process, lambda: logits)
+    # A pass over logits that nobody edits costs as much as the noise.
+    divide = scaler(logits, sampling, row_ids)
+    scale = lambda part: jnp.where(is_processed, part, divide(part))
+    probs = None
+    if keeps_probs:
+        probs = target_probs(values, sampling, row_ids)
+        is_own = (is_random & is_by_law(rules[row_ids]))[:, None]
+        values = jnp.where(is_own, jnp.log(probs), values)
+    has_noise = is_random.astype(jnp.float32)[:, None]
+
+    def score(part: Array, token_ids: Array) -> Array:
+        return scale(part) + has_noise * gumbel_noise(keys, token_ids)
+
+    def bound(part: Array, token_ids: Array) -> Array:
+        return scale(part) + has_noise * gumbel_bound(keys, token_ids)
+
+    token_ids, scores = best_distinct(
+        values,
+        score,
+        lambda: lax.cond(
+            jnp.any(is_random),
+            lambda: block_bounds(values, bound),
+            lambda: block_bounds(values, lambda part, _: scale(part)),
+        ),
+        count,
+        may_be_sparse=is_processed,
+    )
+    return Siblings(_filled(token_ids, scores == -jnp.inf, values, keys), probs)
 
 
-def _best_distinct(scores: Array, noise: Array, count: int) -> Array:
-    """Returns the `count` best tokens in order, i32[n, count]; by noise alone where scores are -inf."""
-    token = jnp.arange(scores.shape[0])
-    found = []
-    for _ in range(count):
-        best, largest = first_argmax(scores)
-        is_out = largest == -jnp.inf
-        left = jax.lax.cond(
-            jnp.any(is_out),
-            lambda noise: first_argmax(noise)[0],
-            lambda noise: jnp.zeros(noise.shape[0], jnp.int32),
-            noise,
-        )
-        best = jnp.where(is_out, left, best)
-        found.append(best)
-        scores = scores.at[token, best].set(-jnp.inf)
-        noise = noise.at[token, best].set(-jnp.inf)
-    return jnp.stack(found, axis=1)
+def _filled(token_ids: Array, is_out: Array, values: Array, keys: Array) -> Array:
+    """Returns token_ids i32[n, count] with others in the order of their noise where is_out."""
+
+    def fill() -> Array:
+        def noise(part: Array, ids: Array) -> Array:
+            return part + gumbel_noise(keys, ids)
+
+        even = jnp.zeros_like(values)
+        drawn = jnp.where(is_out, NOT_FOUND, token_ids)
+        others = lambda found: first_argmax(even, without(noise, found))[0]
+
+        def find(place: Array, found: Array) -> Array:
+            here = jnp.arange(found.shape[1])[None, :] == place
+            return jnp.where(here & is_out, others(found)[:, None], found)
+
+        return lax.fori_loop(0, token_ids.shape[1], find, drawn)
+
+    return lax.cond(jnp.any(is_out), fill, lambda: token_ids)

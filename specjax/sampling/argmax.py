@@ -74,7 +74,16 @@ def bounded_argmax(values: Array, score: Score, bound: Score) -> tuple[Array, Ar
       values: f32[n, size].
       bound: never below the score, and equal to it where that is not finite.
     """
-    bounds = block_maxima(values, _nan_as_inf(bound))
+    return search_blocks(block_bounds(values, bound), values, score)
+
+
+def block_bounds(values: Array, bound: Score) -> Array:
+    """Returns what no score of a block exceeds, f32[n, num_blocks]; +inf for NaN."""
+    return block_maxima(values, _nan_as_inf(bound))
+
+
+def search_blocks(bounds: Array, values: Array, score: Score) -> tuple[Array, Array]:
+    """`bounded_argmax`, given the bounds of the blocks."""
     index = jnp.full(values.shape[0], values.shape[1], jnp.int32)
     start = _Search(
         bounds, *first_argmax(bounds), index, jnp.full_like(bounds[:, 0], -jnp.inf)
@@ -94,8 +103,9 @@ def bounded_argmax(values: Array, score: Score, bound: Score) -> tuple[Array, Ar
             jnp.where(is_better, largest, search.best),
         )
 
-    end = lax.while_loop(lambda search: jnp.any(search.is_open), see, see(start))
-    return end.index, end.best
+    end = lax.while_loop(lambda search: jnp.any(search.is_open), see, start)
+    # Nothing was seen of a row of -inf: all of it is the best there is.
+    return jnp.where(end.best == -jnp.inf, 0, end.index), end.best
 
 
 def sparse_argmax(
@@ -112,20 +122,37 @@ def sparse_argmax(
     """
     if is_short(values):
         return otherwise(values)
-    is_empty = block_maxima(values, width=FEW_BLOCK) == -jnp.inf
+    is_empty = empty_blocks(values)
 
     def of_few() -> tuple[Array, Array]:
-        # In the order of their indices, so that the first of equals is the lowest.
-        num_blocks = is_empty.shape[1]
-        place = num_blocks - jnp.arange(num_blocks, dtype=jnp.float32)[None, :]
-        _, blocks = top_few(jnp.where(is_empty, 0.0, place))
-        index = block_indices(blocks, values.shape[1])
+        index = indices_of_few(is_empty, values.shape[1])
         within = jnp.take_along_axis(values, index, axis=1)
         offset, best = first_argmax(score(within, index))
         return jnp.take_along_axis(index, offset[:, None], axis=1)[:, 0], best
 
+    return lax.cond(are_few(is_empty), of_few, lambda: otherwise(values))
+
+
+def empty_blocks(values: Array) -> Array:
+    """Returns which blocks of FEW_BLOCK hold nothing but -inf, bool[n, num_blocks]."""
+    return block_maxima(values, width=FEW_BLOCK) == -jnp.inf
+
+
+def are_few(is_empty: Array) -> Array:
+    """Returns whether no row has more than FEW blocks that are not empty, bool[]."""
     num_left = jnp.sum((~is_empty).astype(jnp.float32), axis=1)
-    return lax.cond(jnp.all(num_left <= FEW), of_few, lambda: otherwise(values))
+    return jnp.all(num_left <= FEW)
+
+
+def indices_of_few(is_empty: Array, size: int) -> Array:
+    """Returns the indices inside FEW blocks that hold all that is not -inf, ascending.
+
+    In the order of their indices, so that the first of equals is the lowest.
+    """
+    num_blocks = is_empty.shape[1]
+    place = num_blocks - jnp.arange(num_blocks, dtype=jnp.float32)[None, :]
+    _, blocks = top_few(jnp.where(is_empty, 0.0, place))
+    return block_indices(blocks, size)
 
 
 def is_short(values: Array) -> bool:

@@ -3,18 +3,20 @@
 | rule | drafts | output | noise |
 |---|---|---|---|
 | `accept_by_equality` | chains, trees | what the target chooses | in the choices |
-| `accept_by_rejection` | chains, trees | in law the target's | f32[rows, num_nodes, 2] |
-| `accept_by_blocks` | chains | in law the target's | f32[rows, num_nodes, 2] |
-| `accept_by_traversal` | chains, trees | in law the target's | f32[rows, num_nodes, 2] |
-| `accept_leniently` | chains, trees | lossy | f32[rows, num_nodes, 2] |
+| `accept_by_rejection` | chains, trees | in law the target's | f32[rows, num_nodes, 1 + num_draws] |
+| `accept_by_blocks` | chains | in law the target's | f32[rows, num_nodes, 1 + num_draws] |
+| `accept_by_traversal` | chains, trees | in law the target's | f32[rows, num_nodes, 1 + num_draws] |
+| `accept_leniently` | chains, trees | lossy | f32[rows, num_nodes, 1 + num_draws] |
 | `accept_typical` | chains, trees | lossy | in the choices |
 | `accept_synthetic` | chains, trees | made up | f32[rows, max_depth] |
 
+`num_draws` is of the vocabulary: how many numbers draw one token.
 Rules are pure functions of arrays, row by row: a NaN in one row changes no other.
 """
 
 from specjax.decode.accept.block import accept_by_blocks as accept_by_blocks
 from specjax.decode.accept.drawing import draw_token as draw_token
+from specjax.decode.accept.drawing import num_draws as num_draws
 from specjax.decode.accept.equality import accept_by_equality as accept_by_equality
 from specjax.decode.accept.lenient import accept_leniently as accept_leniently
 from specjax.decode.accept.rejection import accept_by_rejection as accept_by_rejection

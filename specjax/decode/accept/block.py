@@ -53,7 +53,7 @@ def accept_by_blocks(
     rest = subtract_draft(
         scale * at_node(target_probs, num_accepted), at_node(draft_probs, num_accepted)
     )
-    token_ids = draw_token(at_node(noise[:, :, 1], num_accepted), rest)
+    token_ids = draw_token(at_node(noise[:, :, 1:], num_accepted), rest)
     return accepted_up_to(proposal, num_accepted, token_ids)
 
 

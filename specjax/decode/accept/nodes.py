@@ -10,6 +10,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from specjax.decode.accept.drawing import num_draws
 from specjax.types import Acceptance, Proposal
 
 
@@ -25,7 +26,7 @@ def check_probs(noise: Array, proposal: Proposal, target_probs: Array) -> None:
         raise ValueError(
             f"{target_probs.shape=} does not fit {proposal.probs.shape=}; {expected=}."
         )
-    expected = (rows, num_drafts + 1, 2)
+    expected = (rows, num_drafts + 1, 1 + num_draws(vocab))
     if noise.shape != expected:
         raise ValueError(f"{noise.shape=} does not fit the proposal; {expected=}.")
 

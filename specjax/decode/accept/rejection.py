@@ -40,9 +40,9 @@ def accept_by_rejection(
     it, never on itself or on what was drawn later.
 
     Args:
-      noise: f32[rows, num_nodes, 2], uniform in (0, 1); entry [j, 0] decides draft
-        token j, which is node j + 1, and [j, 1] draws the token after node j. An
-        argument so that tests can enumerate it.
+      noise: f32[rows, num_nodes, 1 + num_draws(vocab)], uniform in (0, 1); entry
+        [j, 0] decides draft token j, which is node j + 1, and [j, 1:] draw the token
+        after node j. An argument so that tests can enumerate it.
       proposal: with probs f32[rows, num_nodes - 1, vocab], rows sum to 1, what the
         first child of node j was drawn from.
       target_probs: f32[rows, num_nodes, vocab], rows sum to 1; entry j follows node j.
@@ -74,7 +74,7 @@ def accept_by_rejection(
     rest = subtract_draft(
         at_node(target_probs, num_accepted), at_node(draft_probs, num_accepted)
     )
-    token_ids = draw_token(at_node(noise[:, :, 1], num_accepted), rest)
+    token_ids = draw_token(at_node(noise[:, :, 1:], num_accepted), rest)
     return accepted_up_to(proposal, num_accepted, token_ids)
 
 
@@ -153,5 +153,5 @@ def reject_in_tree(
         try_one,
         _Walk(root, first, target_probs[:, 0]),
     )
-    token = draw_token(at_node(noise[:, :, 1], walk.at), walk.rest)
+    token = draw_token(at_node(noise[:, :, 1:], walk.at), walk.rest)
     return accepted_up_to(proposal, walk.at, token)

@@ -101,7 +101,7 @@ def accept_by_traversal(
     )
     walk = lax.while_loop(lambda walk: ~jnp.all(walk.is_done), visit, start)
     rest = at_node(walk.target_probs, walk.at)
-    token = draw_token(at_node(noise[:, :, 1], walk.at), rest)
+    token = draw_token(at_node(noise[:, :, 1:], walk.at), rest)
     return accepted_up_to(proposal, walk.at, token)
 
 

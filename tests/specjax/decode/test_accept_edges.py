@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from enumeration import NEVER, SURELY, Shape, chain, make_proposal, tree
+from enumeration import NEVER, SURELY, Shape, chain, make_proposal, noise_shape, tree
 
 from specjax.decode.accept import (
     accept_by_blocks,
@@ -16,7 +16,6 @@ from specjax.decode.accept import (
     accept_leniently,
     accept_synthetic,
     accept_typical,
-    draw_token,
 )
 
 VOCAB, ROWS = 5, 512  # one size, so that rules are compiled once
@@ -40,7 +39,8 @@ def random_rows(shape: Shape, rows: int, seed: int = 0):
     """Returns noise, tokens, target and draft laws of rows without relation."""
     rng = np.random.default_rng(seed)
     size = (rows, shape.num_nodes)
-    noise = rng.uniform(1e-6, 1 - 1e-6, (*size, 2)).astype(np.float32)
+    noise = rng.uniform(1e-6, 1 - 1e-6, (rows, *noise_shape(shape, VOCAB)))
+    noise = noise.astype(np.float32)
     target = rng.dirichlet([1.0] * VOCAB, size).astype(np.float32)
     draft = rng.dirichlet([1.0] * VOCAB, size).astype(np.float32)[:, :-1]
     tokens = rng.integers(VOCAB, size=(rows, shape.num_nodes - 1))
@@ -213,7 +213,7 @@ def test_repeated_siblings_are_tried_once(rule):
     moved = noise.copy()
     moved[:, 2], target_moved = noise[:, 1], target.copy()
     target_moved[:, 3] = target[:, 2]
-    moved[:, 3, 1] = noise[:, 2, 1]
+    moved[:, 3, 1:] = noise[:, 2, 1:]
     repeated = IN_LAW[rule](moved, make_proposal(tree(3), twice, draft), target_moved)
     assert np.array_equal(as_drawn.num_accepted, repeated.num_accepted)
     within = np.arange(2)[None, :] <= np.asarray(as_drawn.num_accepted)[:, None]
@@ -260,7 +260,8 @@ def test_nothing_left_to_recover_falls_back_to_the_target():
     # The target is nowhere above the draft, as when both agree to rounding.
     target = jnp.tile(jnp.array([0.5, 0.25, 0.0]), (2, 2, 1))
     draft = np.tile([0.5, 0.5, 0.0], (2, 1, 1))
-    noise = jnp.array([[[0.9, 0.5]] * 2, [[0.9, 0.9]] * 2])
+    # The smaller weight comes first.
+    noise = jnp.array([[[0.9, 0.5]] * 2, [[0.9, 0.3]] * 2])
     for rule, shape in [
         ("rejection", chain(1)),
         ("rejection", tree(1)),
@@ -293,7 +294,7 @@ def test_a_second_sibling_by_hand():
     target = jnp.tile(jnp.array([0.5, 0.2, 0.3]), (1, 3, 1))
     proposal = make_proposal(tree(2), [[1, 2]], np.tile([0.2, 0.6, 0.2], (1, 2, 1)))
     for draw, expected in [(0.49, [2, 2]), (0.51, [0])]:
-        noise = jnp.array([[[0.4, 0.9], [draw, 0.9], [0.9, 0.9]]])
+        noise = jnp.array([[[0.4, 0.9], [draw, 0.9], [0.9, 0.4]]])
         acceptance = IN_LAW["rejection"](noise, proposal, target)
         count = len(expected) - 1
         assert acceptance.num_accepted.tolist() == [count]
@@ -321,29 +322,3 @@ def test_blocks_refuse_a_tree():
     noise, tokens, target, draft = random_rows(TREE, 2)
     with pytest.raises(ValueError, match="accept_by_traversal"):
         accept_by_blocks(noise, make_proposal(TREE, tokens, draft), target)
-
-
-def test_draw_token_inverts_the_cumulative_sum():
-    weights = jnp.tile(jnp.array([0.0, 2.0, 0.0, 1.0, 1.0, 0.0]), (5, 1))
-    draws = jnp.array([1e-30, 0.49, 0.51, 0.74, 0.9999999])
-    assert draw_token(draws, weights).tolist() == [1, 1, 3, 3, 4]
-
-
-def test_draw_token_never_draws_a_token_without_weight():
-    # Over a long vocabulary a parallel cumulative sum rises by a rounding error at
-    # tokens without weight. Draw exactly there.
-    rng = np.random.default_rng(0)
-    vocab, num_draws = 8192, 512
-    weights = np.zeros(vocab, np.float32)
-    weights[rng.permutation(vocab)[:400]] = rng.dirichlet(np.ones(400))
-    tiled = jnp.tile(weights, (num_draws, 1))
-    total = np.asarray(jax.jit(lambda rows: jnp.cumsum(rows, axis=1))(tiled))[0]
-    rises = np.flatnonzero((np.diff(total) > 0) & (weights[1:] == 0))
-    assert rises.size, "nothing to test: choose another seed"
-    draws = (total[rises] / total[-1])[:, None]
-    draws = (draws + np.float32(2.0**-25) * np.arange(-4, 5)).astype(np.float32)
-    draws = np.resize(draws, num_draws)
-    levels = draws * total[-1]
-    assert any(((total[at] <= levels) & (levels < total[at + 1])).any() for at in rises)
-    drawn = jax.jit(draw_token)(draws, tiled)
-    assert np.all(weights[drawn] > 0)

@@ -15,6 +15,7 @@ from enumeration import (
     compiled,
     make_proposal,
     mean_accepted,
+    noise_shape,
     random_law,
     sampler,
     step_laws,
@@ -27,6 +28,7 @@ from specjax.decode.accept import (
     accept_by_blocks,
     accept_by_rejection,
     accept_by_traversal,
+    drawing,
 )
 
 RULES = {
@@ -78,6 +80,27 @@ def test_four_tokens_have_the_target_law(rule):
 def test_the_law_over_four_tokens_of_vocabulary(rule, shape):
     drafter = sampler(random_law(102, 4))
     assert distance(rule, shape, random_law(2, 4), drafter) < LAW_TOLERANCE
+
+
+@pytest.mark.parametrize("vocab", [3, 4])
+@pytest.mark.parametrize(
+    "rule, shape, order",
+    [
+        (accept_by_rejection, chain(2), top_down),
+        (accept_by_blocks, chain(2), bottom_up),
+        (accept_by_rejection, tree(2, 1), top_down),
+        (accept_by_traversal, tree(2, 1), bottom_up),
+    ],
+)
+def test_the_law_of_tokens_drawn_in_two_levels(rule, shape, order, vocab, monkeypatch):
+    """As tokens of a large vocabulary are: a part of it, and a token of that."""
+    monkeypatch.setattr(drawing, "WAYS", 2)
+    assert noise_shape(shape, vocab) == (shape.num_nodes, 3)
+    drafter = sampler(random_law(106, vocab))
+    gap = total_variation(
+        compiled(rule), shape, order, random_law(6, vocab), drafter, length=2
+    )
+    assert gap < LAW_TOLERANCE
 
 
 def shifted(prefix, by=0):
@@ -181,7 +204,7 @@ def test_siblings_drawn_with_replacement(rule):
 def random_rows(shape: Shape, seed: int, rows: int = BATCH, vocab: int = 3):
     """Returns noise, a proposal and target probabilities of rows without relation."""
     rng = np.random.default_rng(seed)
-    noise = rng.uniform(1e-6, 1 - 1e-6, (rows, shape.num_nodes, 2))
+    noise = rng.uniform(1e-6, 1 - 1e-6, (rows, *noise_shape(shape, vocab)))
     tokens = rng.integers(vocab, size=(rows, shape.num_nodes - 1))
     target, draft = (
         rng.dirichlet([0.8] * vocab, (rows, shape.num_nodes)).astype(np.float32)

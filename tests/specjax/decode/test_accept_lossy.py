@@ -13,6 +13,7 @@ from enumeration import (
     compiled,
     make_proposal,
     mean_accepted,
+    noise_shape,
     random_law,
     sampler,
     step_laws,
@@ -71,7 +72,7 @@ def test_lenience_of_one_is_rejection(shape):
     rng = np.random.default_rng(0)
     target, draft = rng.dirichlet(np.ones(4), (2, 256, shape.num_nodes))
     tokens = rng.integers(4, size=(256, shape.num_nodes - 1))
-    noise = jnp.asarray(rng.uniform(size=(256, shape.num_nodes, 2)), jnp.float32)
+    noise = jnp.asarray(rng.uniform(size=(256, *noise_shape(shape, 4))), jnp.float32)
     proposal = make_proposal(shape, tokens, draft[:, :-1])
     target = jnp.asarray(target, jnp.float32)
     lenience = np.where(np.arange(256) % 2, 0.3, 1.0)

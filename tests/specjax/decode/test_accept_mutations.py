@@ -29,10 +29,12 @@ from specjax.decode.accept import (
     accept_by_rejection,
     accept_by_traversal,
     block,
+    drawing,
     nodes,
     rejection,
     traversal,
 )
+from specjax.decode.accept.drawing import draw_way
 
 TARGET, DRAFT = random_law(10), random_law(126)
 NOTICED = 0.01
@@ -141,15 +143,43 @@ def test_the_enumeration_notices_what_is_subtracted_though_it_does_not_stand(
     assert gap > NOTICED
 
 
-def test_the_enumeration_notices_one_draw_for_two_purposes():
+@pytest.mark.parametrize("shared", [(0, 1), (1, 2)])
+def test_the_enumeration_notices_one_draw_for_two_purposes(shared, monkeypatch):
+    """To accept and to recover, and for both levels of a token."""
+    monkeypatch.setattr(drawing, "WAYS", 2)
+    some, other = shared
+
     def one_draw(noise, proposal, target_probs):
-        noise = noise.at[:, :, 1].set(noise[:, :, 0])
+        noise = noise.at[:, :, other].set(noise[:, :, some])
         return accept_by_rejection(noise, proposal, target_probs)
 
-    with pytest.raises(AssertionError, match="in another way"):
+    with pytest.raises(AssertionError):
         total_variation(
             compiled_quickly(one_draw), chain(2), top_down, TARGET, sampler(DRAFT)
         )
+
+
+DRAWING_MISTAKES = {
+    "the first part always": lambda draw, weights: jnp.zeros_like(draw, jnp.int32),
+    "parts of equal chances": lambda draw, weights: (draw * weights.shape[1]).astype(
+        jnp.int32
+    ),
+    "the other part": lambda draw, weights: (
+        weights.shape[1] - 1 - draw_way(draw, weights)
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", DRAWING_MISTAKES)
+def test_the_enumeration_notices_a_wrong_part(mistake, monkeypatch):
+    monkeypatch.setattr(drawing, "WAYS", 2)
+    monkeypatch.setattr(drawing, "draw_way", DRAWING_MISTAKES[mistake])
+    # Of four tokens every part has two.
+    target, drafter = random_law(10, 4), sampler(random_law(126, 4))
+    rule = compiled_quickly(accept_by_rejection)
+    gap = total_variation(rule, chain(1), top_down, target, drafter, length=2)
+    print(f"{mistake}: {gap:.4f}")
+    assert gap > NOTICED
 
 
 # Mistakes of the drafter: what it says its tokens were drawn from, or what it leaves out.

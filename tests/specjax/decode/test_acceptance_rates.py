@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from enumeration import chain, make_proposal, tree
+from enumeration import chain, make_proposal, noise_shape, tree
 
 from specjax.decode.accept import (
     accept_by_blocks,
@@ -52,7 +52,8 @@ def test_acceptance_at_one_position(place):
     draft_logits = logits + rng.normal(0, 0.7, logits.shape)
     logits, draft_logits = (np.tile(x, (NUM_DRAWS, 1)) for x in (logits, draft_logits))
     gumbel, other = rng.gumbel(size=(2, ROWS, VOCAB))
-    uniform = rng.uniform(1e-6, 1 - 1e-6, (ROWS, 3, 2)).astype(np.float32)
+    uniform = rng.uniform(1e-6, 1 - 1e-6, (ROWS, *noise_shape(tree(2), VOCAB)))
+    uniform = uniform.astype(np.float32)
     target, draft = softmax(logits), softmax(draft_logits)
     chosen = np.argmax(logits + gumbel, axis=1)
     ranked = np.argsort(-draft_logits, axis=1)
