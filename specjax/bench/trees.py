@@ -161,31 +161,33 @@ def measure(
         ignore_eos=True,
         seed=0,
     )
-    seconds: dict[str, list[float]] = {name: [] for name in configs}
-    lengths: dict[str, float] = {}
-    for round_number in range(rounds + 1):
-        for name, config in configs.items():
-            run_s, lengths[name] = embedded.continue_prompts(
-                target,
-                draft if config and config.method == "draft_model" else None,
-                prompts,
-                sampling,
-                config,
-            )
-            if round_number:  # the first compiles
-                seconds[name].append(run_s)
-        print(f"temperature {temperature}: round {round_number}", file=sys.stderr)
     num_tokens = len(prompts) * embedded.NEW_TOKENS
-    return [
-        {
-            "draft": name,
-            "num_nodes": num_nodes(target, draft, config),
-            "mean_acceptance_length": lengths[name],
-            "speedup": measuring.ratio(seconds["plain"], seconds[name]),
-            "tokens_per_s": num_tokens / measuring.median(seconds[name]),
-        }
-        for name, config in configs.items()
-    ]
+
+    def once(config: SpeculationConfig | None) -> tuple[float, float]:
+        drafter = draft if config and config.method == "draft_model" else None
+        return embedded.continue_prompts(target, drafter, prompts, sampling, config)
+
+    rows = []
+    for name, config in configs.items():
+        plain_s, own_s, length = [], [], 0.0
+        # Plain decoding beside every configuration: machines change while this runs.
+        for round_number in range(rounds + 1):
+            before, _ = once(None)
+            after, length = once(config)
+            if round_number:  # the first compiles
+                plain_s.append(before)
+                own_s.append(after)
+        rows.append(
+            {
+                "draft": name,
+                "num_nodes": num_nodes(target, draft, config),
+                "mean_acceptance_length": length,
+                "speedup": measuring.ratio(plain_s, own_s),
+                "tokens_per_s": num_tokens / measuring.median(own_s),
+            }
+        )
+        print(f"temperature {temperature}: {rows[-1]}", file=sys.stderr, flush=True)
+    return rows
 
 
 def run(rounds: int = ROUNDS) -> dict[str, Any]:
@@ -236,5 +238,28 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
     }
 
 
+def as_markdown(document: Mapping[str, Any]) -> str:
+    """Returns the figures of `run`, as JSON has them, as one table."""
+    lines = [
+        "| draft | "
+        + " | ".join(
+            f"nodes, T = {t} | tokens per step | tokens/s | against plain"
+            for t in document["figures"]
+        )
+        + " |",
+        "|---" * (1 + 4 * len(document["figures"])) + "|",
+    ]
+    for rows in zip(*document["figures"].values(), strict=True):
+        cells = [
+            f"{row['num_nodes']} | {row['mean_acceptance_length']:.2f} | "
+            f"{row['tokens_per_s']:.0f} | {row['speedup']:.2f}"
+            for row in rows
+        ]
+        lines.append(f"| {rows[0]['draft']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(json.dumps(run(), indent=1))
+    figures = run()
+    print(json.dumps(figures, indent=1))
+    print(as_markdown(figures), file=sys.stderr)
