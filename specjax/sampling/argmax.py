@@ -10,6 +10,10 @@ from jax import Array, lax
 
 BLOCK = 128  # 64 to 256 cost the same on x86-64 with jax 0.10.2
 
+# Up to this many values all scores are computed: there is little to leave out, and the
+# code for leaving it out is compiled in every step.
+SMALL = 4 * BLOCK
+
 # Of the blocks with the largest values, or with any at all: how many are worth
 # gathering, and how wide they are. Enough for top_k = 50, whose tokens lie in 50 blocks
 # at most; other sizes were not compared. What filters cost with these is measured by
@@ -74,6 +78,8 @@ def bounded_argmax(values: Array, score: Score, bound: Score) -> tuple[Array, Ar
       values: f32[n, size].
       bound: never below the score, and equal to it where that is not finite.
     """
+    if values.shape[1] <= SMALL:
+        return first_argmax(values, score)
     return search_blocks(block_bounds(values, bound), values, score)
 
 

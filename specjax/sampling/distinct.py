@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from specjax.sampling.argmax import (
+    SMALL,
     Score,
     are_few,
     empty_blocks,
@@ -57,6 +58,8 @@ def best_distinct(
         )
 
     def few_or_bounded(values: Array) -> tuple[Array, Array]:
+        if values.shape[1] <= SMALL:
+            return all_scores(values)
         if is_short(values):
             return bounded(values)
 
