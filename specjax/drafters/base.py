@@ -50,3 +50,7 @@ class Drafter(NamedTuple):
     move: Callable[..., Any] = lambda state, source_slots, target_slots: state
     # Positions it was made for: nothing is drafted past them; None is no limit.
     max_positions: int | None = None
+    # Whether its proposals' probs are what their tokens were drawn from in this very
+    # step, with noise of the step. Probabilities that were stored with the tokens of
+    # earlier rollouts are not: given the history such tokens are certain.
+    draws_afresh: bool = False

@@ -84,6 +84,7 @@ def drafter(
         draft=draft,
         move=move,
         max_positions=config.max_position_embeddings,
+        draws_afresh=True,
     )
 
 

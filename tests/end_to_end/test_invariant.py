@@ -91,7 +91,6 @@ def test_the_embedded_pair(dtype, say):
         return out, bits(out)
 
     several = {
-        "K = 1": dict(drafter=draft, num_speculative_tokens=1),
         "K = 7, 16 rows": dict(drafter=draft, num_speculative_tokens=7, max_rows=16),
         "n-gram, K = 3": dict(drafter="ngram", num_speculative_tokens=3),
         "tree 3 x 2 x 1": dict(
@@ -109,6 +108,8 @@ def test_the_embedded_pair(dtype, say):
         plain, expected = run(numerics)
         say(f"{numerics} {dtype}: plain {plain.stats.tokens_per_second:.0f} tokens/s")
         for name, more in several.items():
+            if numerics == "fast" and "K" not in name:
+                continue  # one figure of what the option is for
             out, actual = run(numerics, **more)
             assert out.stats.acceptance.num_accepted > 0
             pairs = list(zip(actual, expected))
