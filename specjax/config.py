@@ -45,9 +45,10 @@ class SamplingParams:
     of them completes does not end the output; it is text like any other. One that
     begins among them and is completed by a later token does.
 
-    `seed` makes the text a function of (weights, prompt, these parameters, seed);
-    without one fresh entropy is drawn, and reported in the result. Sample i of n
-    uses a seed derived from (seed, i).
+    `seed` makes the text a function of (weights, prompt, these parameters, seed); under
+    the rules that keep the law alone (`rejection` and those after it) of what is drafted
+    too. Without one fresh entropy is drawn, and reported in the result. Sample i of n uses
+    a seed derived from (seed, i).
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -476,8 +477,9 @@ class EngineConfig:
     max_allowed_tokens: int = 256
     max_stop_tokens: int = 16
     max_logprobs: int = 20
-    # Most that float32 logits take while drafts are verified: rows beyond it wait for
-    # the next chunk. A chunk is one row at least.
+    # Most that float32 logits take while drafts are verified: what is beyond it waits for
+    # the next chunk. Under rules by law a chunk is one row at least; under invariant
+    # numerics it is token_bucket.
     logit_bytes: int = 10**9
     # "fast", or "invariant": the bits of every token follow from its own row, whatever
     # is drafted and decoded beside it, at the price of computing token_bucket tokens

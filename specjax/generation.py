@@ -19,7 +19,7 @@ from specjax.config import (
     SamplingParams,
     SpeculationConfig,
 )
-from specjax.decode.decoder import build_decoder
+from specjax.decode.decoder import Sizes, build_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.engine.loop import Engine
@@ -53,7 +53,9 @@ class Completion:
     finish_reason: str  # "stop", "length" or "error"
     error: str | None
     logprobs: list[TokenLogProbs] | None
-    seed: int  # pass it as SamplingParams.seed to get the same text again
+    # Pass it as SamplingParams.seed to get the same text again; under rules by law, with
+    # the same drafter and K, and without max_drafts_per_step.
+    seed: int
     acceptance: AcceptanceCounts
     pieces: list[Piece]  # the text by token, and who proposed each
     prompt_token_ids: list[int]
@@ -279,7 +281,9 @@ class Stream:
             engine_config,
             rules,
             _rule_options(config),
-            _slots_per_shard(config.max_drafts_per_step, mesh),
+            _drafts_per_shard(
+                config.max_drafts_per_step, self._drafter, config.depth, sizes, mesh
+            ),
             mesh,
         )
         self._compile_s_before = self._decoder.compile_s
@@ -353,7 +357,7 @@ class Stream:
             drafter=self._drafter.name,
             verification=self._speculation.verification,
             lossy=tuple(sorted({c.lossy for c in completions if c.lossy})),
-            self_check=_merged([c.self_check for c in completions if c.self_check]),
+            self_check=_self_check(completions),
         )
 
 
@@ -413,11 +417,29 @@ def _rule_options(config: SpeculationConfig) -> RuleOptions:
     )
 
 
-def _slots_per_shard(max_drafts: int | None, mesh: Mesh | None) -> int | None:
-    """Returns the draft tokens that a shard's rows verify per step; None is all."""
-    if max_drafts is None:
+def _drafts_per_shard(
+    most: int | None,
+    drafter: LoadedDrafter,
+    depth: int,
+    sizes: Sizes,
+    mesh: Mesh | None,
+) -> int | None:
+    """Returns how many draft tokens a shard's rows verify per step; None is all of them.
+
+    Raises:
+      ValueError: there are fewer than shards.
+    """
+    if most is None:
         return None
-    return max_drafts // sharding.axis_size(mesh, sharding.DATA)
+    num_shards = sharding.axis_size(mesh, sharding.DATA)
+    if most < num_shards:
+        raise ValueError(
+            f"max_drafts_per_step={most} is below the mesh's {num_shards} data shards, of "
+            "which each verifies an equal part; raise it."
+        )
+    num_drafts = drafter.num_nodes(depth) - 1
+    is_bound = most // num_shards < sizes.rows // num_shards * num_drafts
+    return most // num_shards if is_bound else None
 
 
 def _drafter_source(config: SpeculationConfig, drafter):
@@ -453,12 +475,15 @@ def _lossy(request: Request) -> str | None:
     return name if name in LOSSY_RULES and request.counts.num_drafted else None
 
 
-def _merged(checks: list[SelfCheck]) -> SelfCheck | None:
+def _self_check(completions: list[Completion]) -> SelfCheck | None:
     """Returns the self-check of all requests together; None where none was asked for."""
-    total = SelfCheck()
-    for check in checks:
-        total.merge(check)
-    return total if checks else None
+    checked = [c for c in completions if c.self_check is not None]
+    if not checked:
+        return None
+    return SelfCheck.of_all(
+        [c.self_check for c in checked if c.self_check is not None],
+        [(c.seed, c.sample_index) for c in checked],
+    )
 
 
 def _failure(refused: Refused) -> Completion:

@@ -22,6 +22,7 @@ from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.request import Request
 from specjax.models.base import Model
 from specjax.sampling import row_values
+from specjax.types import BY_LAW, DELTA
 
 # Text, the messages of a chat, or token ids.
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -138,7 +139,12 @@ def _of_prompt(
             "use 'seeded', which samples and is exact at any temperature."
         )
     number = VERIFICATION_RULES.index(rule)
-    if engine_config.numerics == "invariant" and drafter.effective_rules([number]):
+    wanted = params.num_speculative_tokens
+    most = speculation.depth
+    cap = most if wanted is None else min(wanted, most)
+    if not drafter.effective_rules([number]):
+        number = min(number, DELTA)
+    elif engine_config.numerics == "invariant" and cap > 0:
         raise ValueError(
             f"numerics='invariant' makes tokens independent of what is drafted, and under "
             f"verification={rule!r} they depend on it; use 'seeded', 'greedy' or 'delta'."
@@ -155,9 +161,12 @@ def _of_prompt(
             f"the prompt has {len(ids)} tokens and the context holds {context}, of which the output "
             f"needs {max(params.min_tokens, 1)} at least; shorten the prompt."
         )
-    most = speculation.depth
-    wanted = params.num_speculative_tokens
     seed = int(params.seed) if params.seed is not None else secrets.randbits(63)
+    own_seed = seed
+    if speculation.max_drafts_per_step is not None and number in BY_LAW:
+        # What is verified of a row follows from its neighbours' draws, which must not be
+        # its own: a seed that prompts share gives each of them noise of its own.
+        own_seed = derive_seed(seed, index)
     return [
         Request(
             prompt_index=index,
@@ -165,14 +174,14 @@ def _of_prompt(
             prompt_token_ids=ids,
             params=params,
             seed=seed,
-            draft_cap=most if wanted is None else min(wanted, most),
+            draft_cap=cap,
             rule=number,
             max_length=len(ids) + min(params.max_tokens, room),
             sampling_values=row_values(
                 params,
                 prompt_length=len(ids),
                 eos_token_ids=config.eos_token_ids,
-                seed=derive_seed(seed, sample),
+                seed=derive_seed(own_seed, sample),
                 engine_config=engine_config,
             ),
             text=target.tokenizer

@@ -39,15 +39,19 @@ def choose_sizes(
     shard_pages = max(limit // num_shards, 1)
     num_slots = lambda request: request.max_length + tree_slots
     has_room = lambda request: -(-num_slots(request) // size) <= shard_pages
+    of_tree = ""
+    if tree_slots:
+        of_tree = f" and {tree_slots} more for nodes of a tree (draft fewer of them)"
     fits = list(filter(has_room, requests))
     refused = [
         Refused(
             request.prompt_index,
             request.sample_index,
             request.seed,
-            f"prompt {request.prompt_index}: prompt and output need {num_slots(request)} tokens, and "
-            f"the pool holds {shard_pages * size} for one request; lower max_tokens, shorten the "
-            f"prompt or raise {'num_pages' if engine.num_pages else 'kv_cache_bytes'}.",
+            f"prompt {request.prompt_index}: prompt and output need {request.max_length} tokens"
+            f"{of_tree}, and the pool holds {shard_pages * size} for one request; lower "
+            f"max_tokens, shorten the prompt or raise "
+            f"{'num_pages' if engine.num_pages else 'kv_cache_bytes'}.",
         )
         for request in requests
         if not has_room(request)

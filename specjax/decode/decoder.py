@@ -24,7 +24,7 @@ from specjax.decode.state import Admission, DecodeState
 from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
 from specjax.drafters.base import Drafter
-from specjax.drafters.spec import DrafterSpec, ModelDrafter
+from specjax.drafters.spec import DrafterSpec
 from specjax.models.base import ModelConfig
 from specjax.sampling import RowSampling
 from specjax.types import BY_LAW, DecoderParams, Plan
@@ -70,7 +70,7 @@ class Decoder:
         *,
         rules: tuple[int, ...] = (),
         rule_options: RuleOptions = NO_OPTIONS,
-        draft_slots: int | None = None,
+        max_drafts: int | None = None,
         mesh: Mesh | None = None,
     ):
         self.config = config
@@ -80,7 +80,7 @@ class Decoder:
         self.mesh = mesh
         self.rules = rules
         self.rule_options = rule_options
-        self.draft_slots = draft_slots
+        self.max_drafts = max_drafts
         self.keeps_probs = any(rule in BY_LAW for rule in rules)
         self.num_shards = sharding.axis_size(mesh, sharding.DATA)
         self.traces: collections.Counter[tuple] = collections.Counter()
@@ -210,7 +210,7 @@ class Decoder:
             max_logprobs=engine.max_logprobs,
             rules=self.rules,
             rule_options=self.rule_options,
-            draft_slots=self.draft_slots,
+            max_drafts=self.max_drafts,
             token_bucket=engine.token_bucket if is_invariant else None,
             logit_bytes=engine.logit_bytes,
             tensor_axis=sharding.tensor_axis(self.mesh),
@@ -245,8 +245,9 @@ class Decoder:
     def _build_drafter(self, num_speculative_tokens: int) -> Drafter:
         arguments = (num_speculative_tokens, self.sizes.dtype, self.keeps_probs)
         # Who ranks drafts must be told how likely they are to stand, if the drafter knows.
-        if self.draft_slots is not None and isinstance(self.drafter, ModelDrafter):
-            return self.drafter.build(*arguments, says_confidence=True)
+        if self.max_drafts is not None and getattr(self.drafter, "has_probs", False):
+            drafter: Any = self.drafter
+            return drafter.build(*arguments, says_confidence=True)
         return self.drafter.build(*arguments)
 
     def _any_shard(self, flag):
@@ -318,7 +319,7 @@ def build_decoder(
     engine_config: EngineConfig,
     rules: tuple[int, ...] = (),
     rule_options: RuleOptions = NO_OPTIONS,
-    draft_slots: int | None = None,
+    max_drafts: int | None = None,
     mesh: Mesh | None = None,
 ) -> Decoder:
     """Returns the decoder of a configuration; the same one for the same arguments, with its executables."""
@@ -329,6 +330,6 @@ def build_decoder(
         engine_config,
         rules=rules,
         rule_options=rule_options,
-        draft_slots=draft_slots,
+        max_drafts=max_drafts,
         mesh=mesh,
     )

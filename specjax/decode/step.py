@@ -20,8 +20,8 @@ def step(
     state, drafted = draft(
         spec.drafter, params.drafter, state, spec.num_speculative_tokens
     )
-    if spec.draft_slots is not None:
-        proposal = submit(drafted.proposal, state.rules, spec.draft_slots)
+    if spec.max_drafts is not None:
+        proposal = submit(drafted.proposal, state.rules, spec.max_drafts)
         drafted = drafted._replace(proposal=proposal)
     cache, verification = verify(spec, params.target, state, drafted.proposal)
     state = dataclasses.replace(state, cache=cache)

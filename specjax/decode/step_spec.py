@@ -20,7 +20,7 @@ class StepSpec:
     rules: tuple[int, ...] = ()  # of types, those beyond equality that rows may use
     rule_options: RuleOptions = NO_OPTIONS
     # Most draft tokens verified per step over all rows, the likeliest to stand; None: all.
-    draft_slots: int | None = None
+    max_drafts: int | None = None
     token_bucket: int | None = None  # of invariant numerics; None: all tokens at once
     logit_bytes: int = 10**9  # most that float32 logits of the target take at once
     tensor_axis: str | None = None  # mesh axis that heads and MLP are split over

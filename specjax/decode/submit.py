@@ -13,8 +13,8 @@ from specjax.types import Proposal, is_by_law
 _UNKNOWN = 0.5
 
 
-def submit(proposal: Proposal, rules: Array, num_slots: int) -> Proposal:
-    """Keeps at most num_slots draft tokens over all rows: the first ones of every row.
+def submit(proposal: Proposal, rules: Array, max_drafts: int) -> Proposal:
+    """Keeps at most max_drafts draft tokens over all rows: the first ones of every row.
 
     A row under a rule by law is ranked by `prior_confidence`: whether token j is
     verified then follows from what was drawn before it. Ranked by a figure that knows
@@ -48,7 +48,7 @@ def submit(proposal: Proposal, rules: Array, num_slots: int) -> Proposal:
         .at[order]
         .set(jnp.arange(rows * num_drafts, dtype=jnp.int32))
     )
-    is_kept = stands & (rank.reshape(rows, num_drafts) < num_slots)
+    is_kept = stands & (rank.reshape(rows, num_drafts) < max_drafts)
     return dataclasses.replace(
         proposal, num_tokens=jnp.sum(is_kept, axis=1, dtype=jnp.int32)
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -65,16 +64,10 @@ def verify(
     flat = _nodes_by_row(batch, proposal.num_nodes)
     decide_rows = _Decision(spec, params, state)
     if spec.rules and proposal.max_depth:
-        verification = _by_rows(
-            lambda rows: decide_rows.by_rules(
-                _at(proposal, rows), _at(nodes, flat[rows].reshape(-1)), rows
-            ),
-            state.rows,
-            _rows_at_once(spec, proposal),
-        )
+        verification = decide_rows.by_rules_in_chunks(proposal, nodes, flat)
     else:
         said = _choose(decide_rows, nodes, size, batch.row_starts[-1])
-        verification = by_equality(proposal, _at(said, flat))
+        verification = _by_equality(proposal, _at(said, flat))
     return dataclasses.replace(state.cache, pages=pages), verification
 
 
@@ -113,18 +106,46 @@ class _Decision:
             max_logprobs=self.spec.max_logprobs,
         )
 
-    def by_rules(self, proposal: Proposal, nodes: _Nodes, rows: Array) -> Verification:
-        """Decides each row by its own rule; nodes are [n * num_nodes], those of rows i32[n]."""
+    def by_rules_in_chunks(
+        self, proposal: Proposal, nodes: _Nodes, flat: Array
+    ) -> Verification:
+        """Decides each row by its own rule, as many at once as spec.logit_bytes allow.
+
+        Args:
+          nodes: [num_tokens], of all rows.
+          flat: i32[rows, num_nodes], where among them each row's nodes are.
+        """
+        num_rows, num_nodes = flat.shape
+        rows = jnp.arange(num_rows, dtype=jnp.int32)
+        row_bytes = 4 * self.spec.config.vocab_size * num_nodes
+        num_chunks = -(-num_rows // max(self.spec.logit_bytes // row_bytes, 1))
+        if num_chunks == 1:
+            return self.by_rules(proposal, nodes, flat, rows)
+        at_once = -(-num_rows // num_chunks)
+        # The last chunk repeats the last row.
+        chunks = jnp.minimum(jnp.arange(num_chunks * at_once), num_rows - 1)
+        own = jnp.arange(at_once * num_nodes).reshape(at_once, num_nodes)
+        decided = lax.map(
+            lambda rows: self.by_rules(
+                _at(proposal, rows), _at(nodes, flat[rows].reshape(-1)), own, rows
+            ),
+            chunks.astype(jnp.int32).reshape(-1, at_once),
+        )
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_rows], decided)
+
+    def by_rules(
+        self, proposal: Proposal, nodes: _Nodes, flat: Array, rows: Array
+    ) -> Verification:
+        """Decides the rows i32[n], whose nodes are nodes[flat], flat i32[n, num_nodes]."""
         state, where = self.state, self.where(nodes)
-        shape = rows.shape[0], proposal.num_nodes
         scores = self.logits(nodes)
         processed = process_logits(scores, *where)
-        choice = _unflatten(choose_tokens(scores, *where, processed=processed), shape)
+        choice = choose_tokens(scores, *where, processed=processed)
         probs = target_probs(processed, state.sampling, nodes.row_ids)
-        target = Target(choice.token_ids, probs.reshape(*shape, -1))
+        target = Target(choice.token_ids[flat], probs[flat])
         seeds, roots = state.sampling.seeds[rows], state.cache.lengths[rows]
         rules, temperature = state.rules[rows], state.sampling.temperature[rows]
-        acceptance = accept_by_equality(proposal, choice.token_ids)
+        acceptance = accept_by_equality(proposal, target.token_ids)
         for rule in self.spec.rules:
             own = functools.partial(
                 decide, rule, self.spec.rule_options, proposal, target, seeds, roots
@@ -136,24 +157,25 @@ class _Decision:
                 lambda before: before,
                 acceptance,
             )
-        path = nodes_on_path(acceptance)
+        path = jnp.take_along_axis(flat, nodes_on_path(acceptance), axis=1)
+        # Other rows have no nodes: what stands for theirs is another row's.
+        is_emitted = state.is_active[rows][:, None] & (
+            jnp.arange(path.shape[1])[None] <= acceptance.num_accepted[:, None]
+        )
+        num_tokens = scores.shape[0]
         # Nodes that nothing follows are asked about token 0, and not read.
-        following = jnp.zeros(shape, jnp.int32)
-        is_emitted = jnp.arange(path.shape[1])[None] <= acceptance.num_accepted[:, None]
-        following = following.at[
-            jnp.arange(shape[0])[:, None], jnp.where(is_emitted, path, shape[1])
-        ].set(acceptance.token_ids, mode="drop")
+        following = jnp.zeros(num_tokens, jnp.int32)
+        following = following.at[jnp.where(is_emitted, path, num_tokens)].set(
+            acceptance.token_ids, mode="drop"
+        )
         logprobs = token_logprobs(
             scores,
-            following.reshape(-1),
+            following,
             *where,
             max_logprobs=self.spec.max_logprobs,
             processed=processed,
         )
-        is_invalid = jnp.take_along_axis(choice.is_invalid, path, axis=1)
-        return Verification(
-            acceptance, is_invalid, _along(_unflatten(logprobs, shape), path)
-        )
+        return Verification(acceptance, choice.is_invalid[path], _at(logprobs, path))
 
     def logits(self, nodes: _Nodes) -> Array:
         spec = self.spec
@@ -177,7 +199,7 @@ def _choose(
     return in_buckets(choose, (), nodes, size, num_used)[1]
 
 
-def by_equality(proposal: Proposal, said: tuple[Choice, LogProbs]) -> Verification:
+def _by_equality(proposal: Proposal, said: tuple[Choice, LogProbs]) -> Verification:
     """Accepts what the target says itself; `said` is leading [rows, num_nodes]."""
     choice, logprobs = said
     acceptance = accept_by_equality(proposal, choice.token_ids)
@@ -236,47 +258,28 @@ def _nodes_by_row(batch: TokenBatch, num_nodes: int) -> Array:
 def _num_nodes(spec: StepSpec, proposal: Proposal, num_rows: int) -> int:
     """Returns how many nodes all rows together have at most."""
     num_nodes = proposal.num_nodes * num_rows
-    if spec.draft_slots is None:
+    if spec.max_drafts is None:
         return num_nodes
-    return min(num_rows + spec.draft_slots, num_nodes)
+    return min(num_rows + spec.max_drafts, num_nodes)
 
 
 def _tokens_at_once(spec: StepSpec, proposal: Proposal, num_rows: int) -> int | None:
     """Returns how many tokens have their logits computed at once; None is all of them."""
     if spec.token_bucket is not None:
         return spec.token_bucket
+    num_nodes = _num_nodes(spec, proposal, num_rows)
     most = max(spec.logit_bytes // (4 * spec.config.vocab_size), 1)
-    return most if most < _num_nodes(spec, proposal, num_rows) else None
-
-
-def _rows_at_once(spec: StepSpec, proposal: Proposal) -> int:
-    """Returns how many rows' logits spec.logit_bytes hold, at least 1."""
-    row_bytes = 4 * spec.config.vocab_size * proposal.num_nodes
-    return max(spec.logit_bytes // row_bytes, 1)
-
-
-def _by_rows(
-    decide_rows: Callable[[Array], Verification], num_rows: int, at_once: int
-) -> Verification:
-    """Calls decide_rows(i32[n]) on all rows, `at_once` after the other where they are more."""
-    rows = jnp.arange(num_rows, dtype=jnp.int32)
-    if at_once >= num_rows:
-        return decide_rows(rows)
-    num_chunks = -(-num_rows // at_once)
-    # The last chunk repeats the last row.
-    chunks = jnp.minimum(jnp.arange(num_chunks * at_once), num_rows - 1)
-    decided = lax.map(decide_rows, chunks.astype(jnp.int32).reshape(-1, at_once))
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_rows], decided)
+    num_chunks = -(-num_nodes // most)
+    # Rules compare rows, and take them in chunks of their own.
+    if num_chunks == 1 or (spec.rules and proposal.max_depth):
+        return None
+    # Chunks of one size: the forward's batch is laid out in whole ones.
+    return -(-num_nodes // num_chunks)
 
 
 def _at(values: Any, index: Any) -> Any:
     """Returns values[index] of every array of a pytree."""
     return jax.tree.map(lambda leaf: leaf[index], values)
-
-
-def _unflatten(values: Any, shape: tuple[int, ...]) -> Any:
-    """Returns the arrays [rows * num_nodes, ...] of a pytree as [rows, num_nodes, ...]."""
-    return jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), values)
 
 
 def _along(logprobs: LogProbs, path: Array) -> LogProbs:

@@ -30,8 +30,9 @@ class LoadedDrafter:
         return not isinstance(self.spec, NoDrafter)
 
     @property
-    def is_model(self) -> bool:
-        return isinstance(self.spec, ModelDrafter)
+    def has_probs(self) -> bool:
+        """Whether its proposals can come with the law that they were drawn from."""
+        return getattr(self.spec, "has_probs", False)
 
     @property
     def is_tree(self) -> bool:
@@ -69,7 +70,7 @@ class LoadedDrafter:
 
     def check_rule(self, rule: str) -> None:
         """Raises ValueError where a verification rule cannot be applied to its drafts."""
-        if rule == "block" and self.is_tree and self.is_model:
+        if rule == "block" and self.is_tree and self.has_probs:
             raise ValueError(
                 "verification='block' is for chains; use 'traversal', which is the same on "
                 "a chain and covers trees."
@@ -83,7 +84,7 @@ class LoadedDrafter:
                 "keep nodes for the tokens that were drawn; use 'seeded', 'greedy' or "
                 "'delta', or a fixed speculative_token_tree."
             )
-        if rule == "lenient" and self.can_draft and not self.is_model:
+        if rule == "lenient" and self.can_draft and not self.has_probs:
             raise ValueError(
                 f"verification='lenient' needs the drafter's probabilities, and {self.name!r} "
                 "has none; use 'delta', or a draft model."
@@ -99,14 +100,16 @@ class LoadedDrafter:
             sorted(
                 rule
                 for rule in set(rules)
-                if rule > DELTA and (self.is_model or rule in (TYPICAL, SYNTHETIC))
+                if rule > DELTA
+                and self.can_draft
+                and (self.has_probs or rule in (TYPICAL, SYNTHETIC))
             )
         )
 
     @property
-    def configs(self) -> list[ModelConfig]:
+    def configs(self) -> tuple[ModelConfig, ...]:
         """Of the models it runs."""
-        return [self.spec.config] if isinstance(self.spec, ModelDrafter) else []
+        return getattr(self.spec, "configs", ())
 
 
 def load_drafter(
@@ -192,6 +195,12 @@ def _configured_model(spec: ModelDrafter, config: SpeculationConfig) -> ModelDra
         raise ValueError(
             f"prompt_lookup_matches={config.prompt_lookup_matches!r} is for method 'ngram'; "
             "a draft model's tree is speculative_token_tree."
+        )
+    vocab_size = spec.config.vocab_size
+    if config.tree_top_k is not None and config.tree_top_k > vocab_size:
+        raise ValueError(
+            f"tree_top_k={config.tree_top_k} is more than the {vocab_size} tokens there are; "
+            "lower it."
         )
     shape = _shape(config) if config.has_tree else spec.shape
     if config.num_draft_nodes is not None:

@@ -7,8 +7,12 @@ Every spec builds its drafter and says how much room its drafts take:
     num_nodes(K)   nodes verified per row, root included
     tree_slots(K)  slots that a row's nodes take past its root, those fed to grow a tree
                    too; 0 for chains
+    has_probs      whether proposals come with the law that they were drawn from, if
+                   `keeps_probs` asks, and say how sure they are, if `says_confidence` does
+    configs        of the models it runs: their pages are counted, their windows checked
 
-A spec of your own that has only `build` counts as one that drafts chains.
+A spec of your own that has only build(K, dtype, keeps_probs) counts as one that drafts
+chains, without probabilities.
 """
 
 from __future__ import annotations
@@ -68,10 +72,8 @@ class NgramDrafter:
         return self.num_nodes(num_speculative_tokens) - 1 if self.is_tree else 0
 
     def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
-        del (
-            dtype,
-            keeps_probs,
-        )  # deterministic: rejection runs as delta, the same law
+        # Deterministic: rejection runs as delta, the same law.
+        del dtype, keeps_probs
         return ngram.drafter(
             num_speculative_tokens=num_speculative_tokens,
             min_match=self.min_match,
@@ -87,6 +89,12 @@ class ModelDrafter:
 
     config: ModelConfig
     shape: TreeShape | Growth | None = None
+
+    has_probs: ClassVar[bool] = True
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ...]:
+        return (self.config,)
 
     @property
     def is_tree(self) -> bool:

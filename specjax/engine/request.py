@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -132,16 +133,32 @@ class SelfCheck:
         self.surplus += surplus
         self.variance += variance
 
-    def merge(self, other: SelfCheck) -> None:
-        """Adds another's tokens."""
-        self.num_tokens += other.num_tokens
-        self.surplus += other.surplus
-        self.variance += other.variance
+    @classmethod
+    def of_all(cls, checks: Sequence[SelfCheck], seeds: Sequence[Any]) -> SelfCheck:
+        """Returns the check of several requests together.
+
+        Requests of different seeds are independent. Those of one seed share their noise,
+        and may be one text many times over: their deviations are added as if they were,
+        so that the score is never too high for it.
+        """
+        total = cls()
+        deviation_of: dict[Any, float] = {}
+        for check, seed in zip(checks, seeds, strict=True):
+            total.num_tokens += check.num_tokens
+            total.surplus += check.surplus
+            deviation_of[seed] = deviation_of.get(seed, 0.0) + check.variance**0.5
+        total.variance = sum(deviation**2 for deviation in deviation_of.values())
+        return total
 
     @property
     def z_score(self) -> float | None:
-        """Standard deviations from what exact sampling has on average; None where all was certain."""
-        return self.surplus / self.variance**0.5 if self.variance > 0 else None
+        """Standard deviations from what exact sampling has on average; None where all was certain.
+
+        Infinite where a token came that could not.
+        """
+        if self.variance > 0:
+            return self.surplus / self.variance**0.5
+        return self.surplus * math.inf if self.surplus else None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures by name, for JSON."""

@@ -94,7 +94,7 @@ class Growth:
 
     def cut(self, max_depth: int) -> Growth:
         """Returns a growth no deeper than max_depth, with no more drafts than it looks at."""
-        depth = min(self.max_depth, max_depth)
+        depth = max(min(self.max_depth, max_depth), 1)
         most = self.width + (depth - 1) * self.width**2
         return Growth(depth, self.width, min(self.num_drafts, most))
 

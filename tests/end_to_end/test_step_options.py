@@ -125,6 +125,22 @@ def test_few_drafts_per_step(target, draft, prompts, whole, rule):
     )
 
 
+def test_rows_by_law_of_one_seed_share_no_noise_under_a_budget(target, draft, prompts):
+    """Or what one row verifies would follow from the noise that drew another's tokens."""
+    out = specjax.generate(
+        target,
+        [prompts[1]] * 4,
+        drafter=draft,
+        sampling=SAMPLED,
+        verification="rejection",
+        engine=ENGINE,
+        speculative_config=SpeculationConfig(
+            num_speculative_tokens=3, max_drafts_per_step=4
+        ),
+    )
+    assert len({tuple(c.token_ids) for c in out}) == 4
+
+
 def test_exact_draws_pass_the_self_check_and_lossy_ones_do_not(
     target, draft, prompts, whole
 ):

@@ -20,10 +20,10 @@ from specjax.decode.submit import submit
 from specjax.trees import static_shapes
 from specjax.types import BLOCK, GREEDY, REJECTION, SEEDED, Proposal
 
-compiled = jax.jit(submit, static_argnames="num_slots")
+compiled = jax.jit(submit, static_argnames="max_drafts")
 
 
-def kept(num_slots, *, rules=(SEEDED, SEEDED), num_tokens=(3, 3), **figures):
+def kept(max_drafts, *, rules=(SEEDED, SEEDED), num_tokens=(3, 3), **figures):
     rows = len(rules)
     proposal = Proposal(
         token_ids=jnp.zeros((rows, 3), jnp.int32),
@@ -31,14 +31,14 @@ def kept(num_slots, *, rules=(SEEDED, SEEDED), num_tokens=(3, 3), **figures):
         **{name: jnp.asarray(values, jnp.float32) for name, values in figures.items()},
     )
     rules = jnp.asarray(rules, jnp.int32)
-    return compiled(proposal, rules, num_slots=num_slots).num_tokens.tolist()
+    return compiled(proposal, rules, max_drafts=max_drafts).num_tokens.tolist()
 
 
 def test_the_likeliest_are_kept_from_the_front():
     figures = [[0.9, 0.5, 0.4], [0.6, 0.55, 0.1]]
     expected = [[0, 0], [1, 0], [1, 1], [1, 2], [2, 2], [3, 2], [3, 3], [3, 3]]
-    for num_slots, counts in enumerate(expected):
-        assert kept(num_slots, path_probability=figures) == counts
+    for max_drafts, counts in enumerate(expected):
+        assert kept(max_drafts, path_probability=figures) == counts
 
 
 def test_no_token_is_kept_without_those_before_it():
@@ -75,7 +75,7 @@ def test_without_figures_depth_decides():
         tree=tree,
     )
     rules = jnp.zeros(2, jnp.int32)
-    assert compiled(proposal, rules, num_slots=5).num_tokens.tolist() == [3, 2]
+    assert compiled(proposal, rules, max_drafts=5).num_tokens.tolist() == [3, 2]
 
 
 def test_a_row_by_law_is_ranked_by_what_was_known_before():
@@ -109,7 +109,7 @@ def submitted_by(figure, shape):
             prior_confidence=jnp.asarray([figures[1:], other], jnp.float32),
         )
         rules = jnp.full(2, REJECTION)
-        return int(compiled(proposal, rules, num_slots=width + 1).num_tokens[0])
+        return int(compiled(proposal, rules, max_drafts=width + 1).num_tokens[0])
 
     return sampler(DRAFT, num_tokens=stand)
 

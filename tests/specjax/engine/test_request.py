@@ -1,5 +1,6 @@
 """One request on the host: what steps bring, where it ends, what is counted."""
 
+import math
 import string
 
 import pytest
@@ -13,6 +14,7 @@ from specjax.engine.request import (
     AcceptanceCounts,
     Piece,
     Request,
+    SelfCheck,
     TokenLogProbs,
 )
 from specjax.tokenization import Tokenizer
@@ -264,3 +266,27 @@ def test_counts_merge_whichever_is_longer():
 def test_small_records():
     assert Piece("a", True).is_draft
     assert TokenLogProbs(token_id=1, processed=-0.5, raw=-1.0).top_raw == ()
+
+
+def test_self_check_counts_what_belongs_to_the_output():
+    request = new_request(stop="cd", self_check=True)
+    pairs = [(0.5, 1.0), (-0.2, 2.0), (0.1, 0.5), (9.0, 9.0)]
+    request.take_step(ids("abcd"), 3, 4, RUNNING, (), None, pairs[:2] + pairs[2:])
+    check = request.self_check
+    assert check.num_tokens == len(request.output_token_ids)
+    expected = pairs[: check.num_tokens]
+    assert check.surplus == pytest.approx(sum(surplus for surplus, _ in expected))
+    assert check.variance == pytest.approx(sum(variance for _, variance in expected))
+
+
+def test_self_check_of_all_takes_one_seed_for_one_draw():
+    ones = [SelfCheck(num_tokens=10, surplus=2.0, variance=4.0) for _ in range(100)]
+    assert ones[0].z_score == 1
+    # A hundred times the same text says no more than once.
+    assert SelfCheck.of_all(ones, ["same"] * 100).z_score == pytest.approx(1)
+    assert SelfCheck.of_all(ones, range(100)).z_score == pytest.approx(10)
+
+
+def test_self_check_of_what_is_certain_or_impossible():
+    assert SelfCheck(num_tokens=3).z_score is None
+    assert SelfCheck(num_tokens=3, surplus=-math.inf).z_score == -math.inf
