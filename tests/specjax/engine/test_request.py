@@ -269,9 +269,9 @@ def test_small_records():
 
 
 def test_self_check_counts_what_belongs_to_the_output():
-    request = new_request(stop="cd", self_check=True)
+    request = new_request(stop="cd")
     pairs = [(0.5, 1.0), (-0.2, 2.0), (0.1, 0.5), (9.0, 9.0)]
-    request.take_step(ids("abcd"), 3, 4, RUNNING, (), None, pairs[:2] + pairs[2:])
+    request.take_step(ids("abcd"), 3, 4, RUNNING, (), None, pairs)
     check = request.self_check
     assert check.num_tokens == len(request.output_token_ids)
     expected = pairs[: check.num_tokens]
