@@ -26,7 +26,7 @@ SCORE_TIE, THRESHOLD_TIE = 1e-4, 1e-5
 MOST_TIES = 1e-3  # of all rows
 
 NUM_PROMPTS = 50
-MAX_TOKENS = 24
+MAX_TOKENS = 16
 
 EVERYTHING = SamplingParams(
     temperature=0.8,

@@ -70,7 +70,15 @@ def test_more_prompts_than_rows_are_queued(target, prompts, plain):
     assert {completion.finish_reason for completion in plain} == {"length"}
 
 
-@pytest.mark.parametrize("num_right", [(0,), (4,), (0, 4, 1, 3, 2)], ids=str)
+@pytest.mark.parametrize(
+    "num_right",
+    [
+        pytest.param((0,), marks=pytest.mark.slow),
+        pytest.param((4,), marks=pytest.mark.slow),
+        (0, 4, 1, 3, 2),
+    ],
+    ids=str,
+)
 def test_scripted_drafts_change_nothing(target, prompts, plain, num_right):
     """All rejected, all accepted, and every place of the first rejection."""
     texts = [
@@ -163,6 +171,7 @@ def test_rejection_keeps_the_law_at_temperature_zero(target, draft, prompts, pla
     assert ids(out) == ids(plain)
 
 
+@pytest.mark.slow
 def test_rejection_samples_the_targets_law():
     """The joint frequencies of three tokens: accepted, recovered and bonus ones."""
     size, num_samples = 5, 8000
@@ -280,7 +289,8 @@ EVERY_FEATURE = [
 
 
 @pytest.mark.parametrize(
-    ("num_prompts", "longest"), [((1,), 300), ((2,), 200), ((3, 4, 7), 200)]
+    ("num_prompts", "longest"),
+    [pytest.param((1,), 300, marks=pytest.mark.slow), ((2,), 200), ((3, 4, 7), 200)],
 )
 def test_one_trace_per_executable(target, draft, num_prompts, longest):
     """In each bucket, over batches, lengths, features, seeds and weights."""

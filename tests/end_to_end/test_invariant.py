@@ -46,9 +46,16 @@ def bits(generation):
 
 
 @pytest.mark.parametrize(
-    "dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)]
+    ("dtype", "draws"),
+    [
+        ("bfloat16", "chain"),
+        *(
+            pytest.param(dtype, draws, marks=pytest.mark.slow)
+            for dtype, draws in (("bfloat16", "tree"), ("float32", "both"))
+        ),
+    ],
 )
-def test_chains_trees_and_neighbours_change_no_bit(dtype):
+def test_drafts_and_neighbours_change_no_bit(dtype, draws):
     # Words enough that filters and noise look at a few blocks first.
     target = cast(tiny_llama(0, vocab_size=5003), dtype)
     draft = first_layer(target)
@@ -65,10 +72,11 @@ def test_chains_trees_and_neighbours_change_no_bit(dtype):
     everything = range(len(prompts))
     plain = bits(run(everything))
     tree = SpeculationConfig(speculative_token_tree=(3, 2))
-    for chosen, more in (
-        (everything, dict(drafter=draft, num_speculative_tokens=3)),
-        ([4, 2, 1], dict(drafter=draft, speculative_config=tree)),
-    ):
+    cases = {
+        "chain": ([4, 2, 5, 1], dict(drafter=draft, num_speculative_tokens=3)),
+        "tree": ([2, 1, 0, 3], dict(drafter=draft, speculative_config=tree)),
+    }
+    for chosen, more in cases.values() if draws == "both" else [cases[draws]]:
         out = run(chosen, **more)
         assert 0 < out.stats.acceptance.num_accepted < out.stats.acceptance.num_drafted
         assert bits(out) == [plain[i] for i in chosen]
@@ -134,6 +142,7 @@ def test_rules_that_depend_on_drafts_are_refused():
             run(rule, target)
 
 
+@pytest.mark.slow
 def test_a_pool_of_any_size_is_written_in_place():
     temporaries = []
     for num_pages in (64, 512):

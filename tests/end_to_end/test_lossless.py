@@ -42,7 +42,14 @@ def covering_set(factors):
     missing = set().union(*map(pairs, product(factors)))
     chosen = []
     while missing:
-        best = max(product(factors), key=lambda each: len(pairs(each) & missing))
+        best = max(
+            product(factors),
+            # Of equals not one step of one row at a time, which takes the longest.
+            key=lambda each: (
+                len(pairs(each) & missing),
+                each["max_rows"] * each["burst_steps"],
+            ),
+        )
         chosen.append(best)
         missing -= pairs(best)
     return chosen

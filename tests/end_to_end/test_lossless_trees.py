@@ -15,9 +15,9 @@ class RandomDepth:
     """Another K for every burst, plain decoding among them."""
 
     max_speculative_tokens = 3
-    depths = (0, 1, 3)
 
-    def __init__(self, seed):
+    def __init__(self, seed, depths):
+        self.depths = depths
         self._rng = np.random.default_rng(seed)
         self.chosen = set()
 
@@ -66,10 +66,8 @@ BUILDERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "builder",
-    [b if b == "grown" else pytest.param(b, marks=pytest.mark.slow) for b in BUILDERS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("builder", BUILDERS)
 def test_any_builder_samples_the_same_tokens(builder):
     out = specjax.generate(
         target(), prompts(), sampling=EVERYTHING, **BUILDERS[builder]
@@ -81,10 +79,13 @@ def test_any_builder_samples_the_same_tokens(builder):
     assert counts.num_drafted > sum(counts.drafted_at)
 
 
-def test_depth_tree_and_drafter_change_from_step_to_step():
+@pytest.mark.parametrize(
+    "depths", [(0, 3), pytest.param((0, 1, 2, 3), marks=pytest.mark.slow)], ids=str
+)
+def test_depth_tree_and_drafter_change_from_step_to_step(depths):
     draft = specjax.load_model("demo-draft")
     shape = static_shapes.from_widths((3, 2, 1))
-    policy = RandomDepth(0)
+    policy = RandomDepth(0, depths)
     out = specjax.generate(
         target(),
         prompts(),

@@ -140,6 +140,7 @@ def test_a_request_caps_the_depth(target, prompts, plain):
     assert one.num_drafted <= 3 * one.num_steps
 
 
+@pytest.mark.slow
 def test_a_smaller_number_of_speculative_tokens_cuts_the_tree(target, prompts, plain):
     out = specjax.generate(
         target,
@@ -175,7 +176,7 @@ def test_the_end_of_a_row_cuts_the_tree(target, prompts, plain, max_tokens):
 
 
 @pytest.mark.parametrize("sampling", SAMPLING)
-@pytest.mark.parametrize("num_nodes", [None, 5])
+@pytest.mark.parametrize("num_nodes", [None, pytest.param(5, marks=SLOW)])
 def test_several_ngram_matches_make_a_tree(target, sampling, num_nodes):
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, 4, size).tolist() for size in (40, 9, 70, 3)]

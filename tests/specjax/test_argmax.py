@@ -15,6 +15,7 @@ from specjax.seeded_noise import TARGET_TOKEN, gumbel_bound, gumbel_noise, token
 
 LEAST_P_VALUE = 1e-6  # as in test_seeded_noise
 ENGINE = EngineConfig(max_bias_entries=1, max_allowed_tokens=1, max_stop_tokens=1)
+SLOW = pytest.mark.slow
 LARGE = 5003  # more than twice FEW blocks, and no multiple of a block
 NUM_TOKENS = 8
 
@@ -271,7 +272,7 @@ def test_a_nucleus_is_in_the_few_or_not():
     )
 
 
-@pytest.mark.parametrize("vocab", [LARGE, 32_000])
+@pytest.mark.parametrize("vocab", [LARGE, pytest.param(32_000, marks=SLOW)])
 @pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "masked"])
 @pytest.mark.parametrize("num_rows", [1, 3, NUM_TOKENS])
 def test_the_cut_of_a_row_is_the_same_bits_among_other_rows(kind, num_rows, vocab):
@@ -328,7 +329,7 @@ FILTERS = [
 ]
 
 
-@pytest.mark.parametrize("vocab", [64, LARGE])
+@pytest.mark.parametrize("vocab", [pytest.param(64, marks=SLOW), LARGE])
 @pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "masked"])
 @pytest.mark.parametrize("features", FILTERS)
 def test_choices_are_the_winners_of_processed_logits_and_noise(kind, features, vocab):

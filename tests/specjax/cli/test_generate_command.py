@@ -44,6 +44,7 @@ def test_speculation_does_not_change_the_text(run, model_folder):
     assert "tokens per target step, 100 % of drafts accepted" in err
 
 
+@pytest.mark.slow
 def test_a_tree_does_not_change_the_text(run, model_folder):
     tree = {
         "method": "draft_model",

@@ -88,7 +88,9 @@ def test_no_drafts_at_all(is_tree):
         assert not is_tree or acceptance.nodes.shape == (4, 0)
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
+@pytest.mark.parametrize(
+    "shape", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=str
+)
 def test_no_rows_draft(shape):
     """num_tokens = 0 in shapes that have draft slots; what stands there is NaN."""
     noise, tokens, target, draft = random_rows(shape, ROWS)

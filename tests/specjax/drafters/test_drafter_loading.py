@@ -23,7 +23,7 @@ def target():
 @pytest.mark.parametrize("kind", [str, Path])
 def test_a_folder_as_text_or_path(target, kind):
     drafter = load_drafter(kind(GOLDENS / "llama"), target)
-    assert drafter.is_model
+    assert drafter.has_probs
     assert drafter.name == "llama"
     assert drafter.spec == ModelDrafter(target.config)
 
