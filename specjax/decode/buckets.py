@@ -1,5 +1,6 @@
-"""Invariant numerics: every token is computed in a shape that never changes.
+"""Tokens a bucket at a time: for invariant numerics, and where not all logits fit at once.
 
+Under invariant numerics every token is computed in a shape that never changes.
 Rounding depends on the shape of a matmul, so a token computed beside seven drafts
 may differ in its last bits from the same token computed alone, and a near-tie flips.
 With a token bucket of 16 all forwards, of prompts, plain decoding and verification,

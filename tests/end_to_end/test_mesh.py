@@ -70,6 +70,38 @@ def test_a_mesh_of_one_axis(axis):
     assert [c.token_ids for c in split] == [c.token_ids for c in single]
 
 
+# Collectives stand in loops then, whose lengths differ between data shards.
+IN_PARTS = EngineConfig(page_size=PAGE_SIZE, max_rows=4, logit_bytes=4 * 61 * 3)
+INVARIANT = EngineConfig(
+    page_size=PAGE_SIZE, max_rows=4, numerics="invariant", token_bucket=4
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [IN_PARTS, INVARIANT], ids=["chunks", "invariant"])
+def test_loops_over_tokens_on_four_devices(mesh, engine):
+    target = tiny_llama(0)
+    rng = np.random.default_rng(3)
+    # All work in one data shard for a while: the other's loops are shorter.
+    prompts = [rng.integers(0, 61, size).tolist() for size in (4, 30, 17)]
+    arguments = {
+        "drafter": tiny_llama(0, num_layers=1),
+        "sampling": [GREEDY, SAMPLED, SAMPLED],
+        "engine": engine,
+        "speculative_config": {"num_speculative_tokens": 3, "max_drafts_per_step": 8},
+    }
+    single = specjax.generate(target, prompts, **arguments)
+    split = specjax.generate(target, prompts, mesh=mesh, **arguments)
+    assert [c.token_ids for c in split] == [c.token_ids for c in single]
+    with pytest.raises(ValueError, match="below the mesh's 2 data shards"):
+        specjax.generate(
+            target,
+            prompts,
+            mesh=mesh,
+            **arguments | {"speculative_config": {"max_drafts_per_step": 1}},
+        )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["seeded", "rejection"])
 def test_trees_and_rules_on_four_devices(mesh, rule):

@@ -1,0 +1,103 @@
+"""What a draft model says of how sure it is: before a token is drawn, and of the token."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_llama
+
+from specjax.config import EngineConfig, SamplingParams
+from specjax.decode.decoder import Decoder, Sizes
+from specjax.decode.draft import draft
+from specjax.drafters.spec import ModelDrafter
+from specjax.engine.loop import make_admission
+from specjax.engine.request import Request
+from specjax.sampling import row_values
+from specjax.trees.static_shapes import from_widths
+from specjax.types import REJECTION, SEEDED, DecoderParams
+
+ROWS, DEPTH, VOCAB = 64, 2, 5
+PROMPT = [1, 2, 3]
+ENGINE = EngineConfig(max_bias_entries=1, max_allowed_tokens=1)
+SHAPES = {"chain": None, "tree": from_widths((2, 1))}
+
+
+@functools.cache
+def proposal_of(name, rule):
+    """Returns a step's proposal for rows that differ in their seeds alone."""
+    model = tiny_llama(0, vocab_size=VOCAB, num_layers=1)
+    spec = ModelDrafter(model.config, SHAPES[name])
+    sizes = Sizes(
+        rows=ROWS, page_size=16, num_pages=ROWS, pages_per_row=1, burst_steps=1
+    )
+    decoder = Decoder(
+        model.config, spec, sizes, ENGINE, rules=(REJECTION,), max_drafts=8
+    )
+    params = SamplingParams(temperature=1, max_tokens=9)
+    requests = {
+        row: Request(
+            prompt_index=row,
+            sample_index=0,
+            prompt_token_ids=PROMPT,
+            params=params,
+            seed=row,
+            draft_cap=DEPTH,
+            rule=rule,
+            max_length=len(PROMPT) + 9,
+            sampling_values=row_values(
+                params,
+                prompt_length=len(PROMPT),
+                eos_token_ids=(),
+                seed=row,
+                engine_config=ENGINE,
+            ),
+        )
+        for row in range(ROWS)
+    }
+    weights = DecoderParams(model.params, model.params)
+    state, _ = decoder.exchange(
+        decoder.init(), np.zeros(ROWS, bool), make_admission(decoder, requests)
+    )
+    state = decoder.prefill(
+        weights,
+        state,
+        np.arange(ROWS, dtype=np.int32),
+        np.full(ROWS, len(PROMPT) - 1, np.int32),
+        max_tokens_per_row=4,
+    )
+    state = dataclasses.replace(state, is_active=jnp.ones(ROWS, bool))
+    drafter = decoder._step_spec(DEPTH).drafter
+    run = jax.jit(lambda state: draft(drafter, model.params, state, DEPTH)[1].proposal)
+    return jax.tree.map(np.asarray, run(state))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_prior_confidence_is_a_function_of_what_was_drawn_before(name):
+    proposal = proposal_of(name, REJECTION)
+    prior, tokens = proposal.prior_confidence, proposal.token_ids
+    num_first = 1 if name == "chain" else 2
+    assert len(set(tokens[:, 0].tolist())) > 1
+    # Of depth 1 nothing was drawn before, whatever the seed and the token.
+    assert (prior[:, :num_first] == prior[:1, :num_first]).all()
+    assert (np.diff(prior[0, :num_first]) <= 0).all()  # the second sibling is less sure
+    for child in range(num_first, tokens.shape[1]):
+        above = child - num_first
+        by_token = {}
+        for token, figure in zip(tokens[:, above].tolist(), prior[:, child].tolist()):
+            by_token.setdefault(token, set()).add(figure)
+        assert len(by_token) > 1
+        assert all(len(figures) == 1 for figures in by_token.values())
+        assert len(set.union(*by_token.values())) > 1
+
+
+def test_path_probability_knows_the_tokens():
+    proposal = proposal_of("chain", SEEDED)
+    path, tokens = proposal.path_probability, proposal.token_ids
+    assert ((path > 0) & (path <= 1)).all()
+    assert (path[:, 1] <= path[:, 0]).all()
+    # The noise that decides is in it: one token, many figures.
+    likely = np.bincount(tokens[:, 0]).argmax()
+    assert len(set(path[tokens[:, 0] == likely, 0].tolist())) > 1
