@@ -160,6 +160,7 @@ def test_own_number_of_speculative_tokens(target, draft, prompts, plain):
     assert len(out[2].acceptance.drafted_at) == 3
 
 
+@pytest.mark.slow
 def test_rejection_keeps_the_law_at_temperature_zero(target, draft, prompts, plain):
     out = generate(
         target,
@@ -324,6 +325,7 @@ def test_one_trace_per_executable(target, draft, num_prompts, longest):
     }
 
 
+@pytest.mark.slow
 def test_gpt2(prompts):
     target = tiny_gpt2(0)
     plain = generate(target, prompts)

@@ -57,9 +57,8 @@ def test_same_tokens_on_four_devices(mesh, make):
     assert not page_like, page_like
 
 
-@pytest.mark.parametrize(
-    "axis", ["data", pytest.param("tensor", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["data", "tensor"])
 def test_a_mesh_of_one_axis(axis):
     target = tiny_llama(0)
     prompts = [[1, 2, 3], [4, 5], [6]]

@@ -227,7 +227,7 @@ def test_sliding_windows():
 
 @pytest.mark.parametrize(
     "verification",
-    ["seeded", *(pytest.param(r, marks=SLOW) for r in ("delta", "rejection"))],
+    [pytest.param(rule, marks=SLOW) for rule in ("seeded", "delta", "rejection")],
 )
 def test_caches_hold_the_accepted_path_in_order(
     target, prompts, verification, monkeypatch
