@@ -208,7 +208,7 @@ RULES = [DELTA, SEEDED, REJECTION]  # 7 by 3: every row has a pair of its own
 @pytest.mark.parametrize("kind", ["likely", "ties", "few", "hardly any"])
 @pytest.mark.parametrize(
     "vocab",
-    [7, 4_097, *(pytest.param(v, marks=pytest.mark.slow) for v in (300, 10_000))],
+    [7, *(pytest.param(v, marks=pytest.mark.slow) for v in (300, 4_097, 10_000))],
 )
 @pytest.mark.parametrize("keeps_probs", [True, False])
 def test_siblings_are_those_of_the_definition(kind, vocab, keeps_probs):
