@@ -90,3 +90,24 @@ def validate_page_arrays(k_pages: Array, v_pages: Array) -> None:
             f"{k_pages.shape=} {k_pages.dtype=} and {v_pages.shape=} {v_pages.dtype=} "
             "must agree."
         )
+
+
+def validate_queries(q: Array, k_pages: Array) -> None:
+    """Raises ValueError unless q is float[num_tokens, heads, head_dim] for these pages."""
+    if q.ndim != 3 or q.shape[2] != head_dim(k_pages):
+        raise ValueError(
+            f"{q.shape=} must be [num_tokens, heads, head_dim={head_dim(k_pages)}]."
+        )
+    if q.shape[1] % kv_heads(k_pages):
+        raise ValueError(
+            f"{q.shape[1]=} heads must be a multiple of {kv_heads(k_pages)=}."
+        )
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"{q.dtype=} must be a float.")
+
+
+def validate_int32(**arrays: Array) -> None:
+    """Raises ValueError unless all are int32; callers name them."""
+    for name, array in arrays.items():
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} is {array.dtype}, must be int32.")

@@ -19,7 +19,7 @@ from specjax.config import (
     SamplingParams,
     SpeculationConfig,
 )
-from specjax.decode.decoder import Sizes, build_decoder
+from specjax.decode.decoder import Decoder, Sizes, build_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.engine.loop import Engine
@@ -244,53 +244,21 @@ class Stream:
         self._progress = Progress(progress)
         self._progress.report("loading", 0, 0)
         self._target = _load_target(target)
-        config = _speculation(
-            speculative_config, drafter, verification, num_speculative_tokens
-        )
-        source = _drafter_source(config, drafter)
-        self._drafter = load_drafter(source, self._target, config)
-        if not self._drafter.can_draft or config.depth == 0:
-            # Plain decoding keeps no pages for a drafter.
-            self._drafter = load_drafter(None, self._target)
-        config = _with_depth(config, self._drafter)
-        self._drafter.check_windows(self._target.config, config.depth)
-        self._speculation = config
-        engine_config = engine or EngineConfig()
-        all_prompts = as_list(prompts)
-        each = one_each(sampling, self._target, len(all_prompts))
-        requests, refused = make_requests(
-            self._target, all_prompts, each, config, self._drafter, engine_config
-        )
-        dtype = jax.tree.leaves(self._target.params)[0].dtype
-        sizes, self._requests, unfit = choose_sizes(
-            requests,
-            [self._target.config, *self._drafter.configs],
-            engine_config,
-            dtype,
-            sharding.axis_size(mesh, sharding.DATA),
-            self._drafter.tree_slots(config.depth),
-        )
-        self._failed = [_failure(each) for each in [*refused, *unfit]]
-        if sizes is None:
-            raise ValueError(self._failed[0].error)
-        rules = self._drafter.effective_rules(r.rule for r in self._requests)
-        self._decoder = build_decoder(
-            self._target.config,
-            self._drafter.spec,
-            sizes,
-            engine_config,
-            rules,
-            _rule_options(config),
-            _drafts_per_shard(
-                config.max_drafts_per_step, self._drafter, config.depth, sizes, mesh
+        self._drafter, self._speculation = _choose_drafter(
+            self._target,
+            drafter,
+            _speculation(
+                speculative_config, drafter, verification, num_speculative_tokens
             ),
-            mesh,
         )
+        engine_config = engine or EngineConfig()
+        sizes = self._admit(as_list(prompts), sampling, engine_config, mesh)
+        self._decoder = self._build_decoder(sizes, engine_config, mesh)
         self._compile_s_before = self._decoder.compile_s
         self._engine = Engine(
             self._decoder,
             DecoderParams(self._target.params, self._drafter.params),
-            policy or Fixed(config.depth),
+            policy or Fixed(self._speculation.depth),
             on_progress=self._progress.report,
         )
         for request in self._requests:
@@ -299,6 +267,53 @@ class Stream:
 
     def __iter__(self) -> Iterator[Chunk]:
         return self._chunks
+
+    def _admit(
+        self, prompts: list[Prompt], sampling, engine: EngineConfig, mesh: Mesh | None
+    ) -> Sizes:
+        """Sets the requests that can run and those that cannot; returns the sizes they need.
+
+        Raises:
+          ValueError: none can run.
+        """
+        requests, refused = make_requests(
+            self._target,
+            prompts,
+            one_each(sampling, self._target, len(prompts)),
+            self._speculation,
+            self._drafter,
+            engine,
+        )
+        sizes, self._requests, unfit = choose_sizes(
+            requests,
+            [self._target.config, *self._drafter.configs],
+            engine,
+            jax.tree.leaves(self._target.params)[0].dtype,
+            sharding.axis_size(mesh, sharding.DATA),
+            self._drafter.tree_slots(self._speculation.depth),
+        )
+        self._failed = [_failure(each) for each in [*refused, *unfit]]
+        if sizes is None:
+            raise ValueError(self._failed[0].error)
+        return sizes
+
+    def _build_decoder(
+        self, sizes: Sizes, engine: EngineConfig, mesh: Mesh | None
+    ) -> Decoder:
+        """Returns the compiled functions for the requests' rules, perhaps built before."""
+        config = self._speculation
+        return build_decoder(
+            self._target.config,
+            self._drafter.spec,
+            sizes,
+            engine,
+            self._drafter.effective_rules(request.rule for request in self._requests),
+            _rule_options(config),
+            _drafts_per_shard(
+                config.max_drafts_per_step, self._drafter, config.depth, sizes, mesh
+            ),
+            mesh,
+        )
 
     def _run(self) -> Iterator[Chunk]:
         for failed in self._failed:
@@ -349,9 +364,7 @@ class Stream:
             num_output_tokens=sum(len(c.token_ids) for c in completions),
             acceptance=total,
             run_s=self._engine.run_s,
-            compile_s=self._decoder.compile_s - self._compile_s_before
-            if self._engine
-            else 0.0,
+            compile_s=self._decoder.compile_s - self._compile_s_before,
             time_to_first_token_s=min(first) - self._started_at if first else 0.0,
             num_speculative_tokens=self._speculation.depth,
             drafter=self._drafter.name,
@@ -389,6 +402,26 @@ def _speculation(
             config, num_speculative_tokens=num_speculative_tokens
         )
     return config
+
+
+def _choose_drafter(
+    target: Model, drafter: Any, config: SpeculationConfig
+) -> tuple[LoadedDrafter, SpeculationConfig]:
+    """Returns the drafter of a call, and the config with the K that it drafts with.
+
+    Args:
+      drafter: as `generate` takes it; it wins over what the config names.
+    """
+    source = drafter
+    if source is None:
+        source = "ngram" if config.method == "ngram" else config.model
+    loaded = load_drafter(source, target, config)
+    if not loaded.can_draft or config.depth == 0:
+        # Plain decoding keeps no pages for a drafter.
+        loaded = load_drafter(None, target)
+    config = _with_depth(config, loaded)
+    loaded.check_windows(target.config, config.depth)
+    return loaded, config
 
 
 def _with_depth(config: SpeculationConfig, drafter: LoadedDrafter) -> SpeculationConfig:
@@ -440,13 +473,6 @@ def _drafts_per_shard(
     num_drafts = drafter.num_nodes(depth) - 1
     is_bound = most // num_shards < sizes.rows // num_shards * num_drafts
     return most // num_shards if is_bound else None
-
-
-def _drafter_source(config: SpeculationConfig, drafter):
-    """Returns what to load: the argument, else what the config names."""
-    if drafter is not None:
-        return drafter
-    return "ngram" if config.method == "ngram" else config.model
 
 
 def _completion(request: Request) -> Completion:

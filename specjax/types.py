@@ -48,9 +48,10 @@ class TokenBatch:
     row_starts: Array  # i32[rows + 1]
     lengths: Array  # i32[rows], tokens of the row whose KV is final
     block_table: Array  # i32[rows, pages_per_row]
-    # Only where tokens branch: bit j set where new token j of the row is seen.
-    ancestor_bits: Array | None = None  # u32[num_tokens, words]
-    num_new_keys: Array | None = None  # i32[rows], see tree_attention
+    # Only where tokens branch: bit j set where new token j of the row is seen, or
+    # where each token is attended by itself, the way to it.
+    ancestor_bits: Array | None = None  # u32[num_tokens, words], see tree_attention
+    num_new_keys: Array | None = None  # i32[rows], likewise
     path_offsets: Array | None = None  # i32[num_tokens, depths], see path_attention
 
 

@@ -51,12 +51,12 @@ def target():
 
 
 @functools.cache
-def prompts() -> list[list[int]]:
+def prompts(count: int = NUM_PROMPTS) -> list[list[int]]:
     """Returns token ids from the standard library's source, of 5 to 60 tokens."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     files = ["argparse.py", "heapq.py", "json/decoder.py", "random.py", "textwrap.py"]
     cut = []
-    for index in range(NUM_PROMPTS):
+    for index in range(count):
         text = (folder / files[index % 5]).read_text()
         ids = target().tokenizer.encode(text)
         start = 97 * index % (len(ids) - 60)

@@ -2,7 +2,6 @@
 
 import functools
 
-import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import layout
@@ -40,9 +39,7 @@ def move_kv(
         raise ValueError(
             f"{source_slots.shape=} and {target_slots.shape=} must be one equal length."
         )
-    for name, slots in (("source_slots", source_slots), ("target_slots", target_slots)):
-        if slots.dtype != jnp.int32:
-            raise ValueError(f"{name} is {slots.dtype}, must be int32.")
+    layout.validate_int32(source_slots=source_slots, target_slots=target_slots)
     arguments = (k_pages, v_pages, source_slots, target_slots)
     implementations = {
         "xla": functools.partial(move_kv_xla, *arguments),

@@ -56,14 +56,7 @@ def path_attention(
       ValueError: shapes or dtypes disagree.
     """
     layout.validate_page_arrays(k_pages, v_pages)
-    if q.ndim != 3 or q.shape[2] != layout.head_dim(k_pages):
-        raise ValueError(
-            f"{q.shape=} must be [num_tokens, heads, head_dim={layout.head_dim(k_pages)}]."
-        )
-    if q.shape[1] % layout.kv_heads(k_pages):
-        raise ValueError(
-            f"{q.shape[1]=} heads must be a multiple of {layout.kv_heads(k_pages)=}."
-        )
+    layout.validate_queries(q, k_pages)
     if window is not None and window < 1:
         raise ValueError(f"{window=} must be at least 1.")
     _validate_integers(q.shape[0], block_table, row_ids, lengths, positions)
@@ -101,11 +94,6 @@ def _validate_integers(
             f"{block_table.shape=} and {lengths.shape=} must be [rows, pages_per_row] "
             "and [rows]."
         )
-    for name, array in (
-        ("block_table", block_table),
-        ("row_ids", row_ids),
-        ("lengths", lengths),
-        ("positions", positions),
-    ):
-        if array.dtype != jnp.int32:
-            raise ValueError(f"{name} is {array.dtype}, must be int32.")
+    layout.validate_int32(
+        block_table=block_table, row_ids=row_ids, lengths=lengths, positions=positions
+    )

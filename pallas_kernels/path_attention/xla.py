@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels import layout
+from pallas_kernels import layout, running_softmax
+from pallas_kernels.running_softmax import RunningSoftmax
 
 TILE_TOKENS = 64  # at absolute positions, whatever the page size
-_MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
 
 
 def path_attention_xla(
@@ -24,9 +24,8 @@ def path_attention_xla(
 ) -> Array:
     """See `path_attention`. Work follows the longest prefix.
 
-    A tile that a token does not see changes none of its bits: the maximum stays,
-    what there is is multiplied by exp(0), and 0 is added. So neighbours with longer
-    prefixes do not matter.
+    Tiles that a token does not see change none of its bits, so neighbours with
+    longer prefixes do not matter.
     """
     rows, pages_per_row = block_table.shape
     num_tokens, heads, head_dim = q.shape
@@ -39,8 +38,7 @@ def path_attention_xla(
         num_tokens, kv_heads, heads // kv_heads, head_dim
     )
 
-    def tile(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        top, total, acc = carry
+    def tile(index: Array, state: RunningSoftmax) -> RunningSoftmax:
         seen = index * TILE_TOKENS + jnp.arange(TILE_TOKENS)[None, :]
         is_visible = seen <= last[:, None]
         if window is not None:
@@ -57,22 +55,15 @@ def path_attention_xla(
         v = layout.read_slots(v_pages, slots).astype(jnp.float32)
         # 0 * NaN is NaN, and slots that hold no key may hold that.
         v = jnp.where(is_visible[:, :, None, None], v, 0.0)
-        is_visible = is_visible[:, None, None, :]
         scores = jnp.einsum("thgd,tkhd->thgk", queries, k)
-        scores = jnp.where(is_visible, scores, _MASKED)
-        new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
-        weights = jnp.where(is_visible, jnp.exp(scores - new_top), 0.0)
-        decay = jnp.exp(top - new_top)
-        total = total * decay + weights.sum(-1, keepdims=True)
-        return new_top, total, acc * decay + jnp.einsum("thgk,tkhd->thgd", weights, v)
+        is_visible = is_visible[:, None, None, :]
+        return running_softmax.add_tile(state, "thgk,tkhd->thgd", scores, is_visible, v)
 
-    one = (*queries.shape[:3], 1)
-    carry = jnp.full(one, _MASKED), jnp.zeros(one), jnp.zeros(queries.shape)
     first = jnp.int32(0)
     if window is not None:
         oldest = jnp.where(last >= 0, last - window + 1, jnp.iinfo(jnp.int32).max)
         first = jnp.maximum(oldest.min(), 0) // TILE_TOKENS
     end = (last.max() + TILE_TOKENS) // TILE_TOKENS
-    _, total, acc = lax.fori_loop(first, end, tile, carry)
-    out = acc / jnp.where(total == 0.0, 1.0, total)
+    state = running_softmax.start(queries.shape)
+    out = running_softmax.finish(lax.fori_loop(first, end, tile, state))
     return out.reshape(q.shape).astype(q.dtype)

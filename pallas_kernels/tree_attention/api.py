@@ -103,16 +103,7 @@ def _validate(
     ancestor_bits: Array | None,
 ) -> None:
     layout.validate_page_arrays(k_pages, v_pages)
-    if q.ndim != 3 or q.shape[2] != layout.head_dim(k_pages):
-        raise ValueError(
-            f"{q.shape=} must be [num_tokens, heads, head_dim={layout.head_dim(k_pages)}]."
-        )
-    if q.shape[1] % layout.kv_heads(k_pages):
-        raise ValueError(
-            f"{q.shape[1]=} heads must be a multiple of {layout.kv_heads(k_pages)=}."
-        )
-    if not jnp.issubdtype(q.dtype, jnp.floating):
-        raise ValueError(f"{q.dtype=} must be a float.")
+    layout.validate_queries(q, k_pages)
     rows = lengths.shape[0] if lengths.ndim == 1 else None
     if (
         rows is None
@@ -124,13 +115,9 @@ def _validate(
             f"{block_table.shape=}, {row_starts.shape=}, {lengths.shape=} must be "
             "[rows, pages_per_row], [rows + 1], [rows]."
         )
-    for name, array in (
-        ("block_table", block_table),
-        ("row_starts", row_starts),
-        ("lengths", lengths),
-    ):
-        if array.dtype != jnp.int32:
-            raise ValueError(f"{name} is {array.dtype}, must be int32.")
+    layout.validate_int32(
+        block_table=block_table, row_starts=row_starts, lengths=lengths
+    )
     if ancestor_bits is not None and (
         ancestor_bits.ndim != 2
         or ancestor_bits.shape[0] != q.shape[0]

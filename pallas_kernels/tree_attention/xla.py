@@ -3,13 +3,13 @@
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels import layout
+from pallas_kernels import layout, running_softmax
+from pallas_kernels.running_softmax import RunningSoftmax
 from pallas_kernels.tree_attention.reference import check_window, depths
 
 # Keys are summed in blocks of this many tokens at absolute positions, whatever the
 # page size, so that a token's result does not depend on the rest of the step.
 BLOCK_TOKENS = 64
-_MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
 
 
 def tree_attention_xla(
@@ -42,8 +42,7 @@ def tree_attention_xla(
     padding = -pages_per_row % pages_per_block
     table = jnp.pad(jnp.maximum(block_table, 0), ((0, 0), (0, padding)))
 
-    def body(block: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        top, total, acc = carry
+    def body(block: Array, state: RunningSoftmax) -> RunningSoftmax:
         ids = lax.dynamic_slice_in_dim(
             table, block * pages_per_block, pages_per_block, 1
         )
@@ -60,22 +59,15 @@ def tree_attention_xla(
         group = queries.shape[2] // max_tokens_per_row
         is_visible = jnp.tile(is_visible[:, None], (1, 1, group, 1))
         scores = jnp.einsum("rhqd,rhkd->rhqk", queries, _gather(k_pages, ids))
-        scores = jnp.where(is_visible, scores, _MASKED)
-        new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
-        weights = jnp.where(is_visible, jnp.exp(scores - new_top), 0.0)
-        decay = jnp.exp(top - new_top)
-        total = total * decay + weights.sum(-1, keepdims=True)
-        return new_top, total, acc * decay + jnp.einsum("rhqk,rhkd->rhqd", weights, v)
+        return running_softmax.add_tile(state, "rhqk,rhkd->rhqd", scores, is_visible, v)
 
-    one = (*queries.shape[:3], 1)
-    carry = jnp.full(one, _MASKED), jnp.zeros(one), jnp.zeros(queries.shape)
     first = jnp.int32(0)
     if window is not None:
         oldest = jnp.where(num_new > 0, lengths - window + 1, jnp.iinfo(jnp.int32).max)
         first = jnp.maximum(oldest.min(), 0) // block_tokens
     last = -(-ends.max() // block_tokens)
-    _, total, acc = lax.fori_loop(first, last, body, carry)
-    out = acc / jnp.where(total == 0.0, 1.0, total)
+    state = running_softmax.start(queries.shape)
+    out = running_softmax.finish(lax.fori_loop(first, last, body, state))
     return _lay_flat(out, row_starts, q)
 
 

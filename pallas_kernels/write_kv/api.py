@@ -2,7 +2,6 @@
 
 import functools
 
-import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import layout
@@ -46,8 +45,7 @@ def write_kv(
             f"{k.shape=} and {v.shape=} must be [num_tokens, kv_heads, head_dim] = "
             f"{expected}, from {slot_mapping.shape=} and the pages."
         )
-    if slot_mapping.dtype != jnp.int32:
-        raise ValueError(f"{slot_mapping.dtype=} must be int32.")
+    layout.validate_int32(slot_mapping=slot_mapping)
     arguments = (k_pages, v_pages, k, v, slot_mapping)
     implementations = {
         "xla": functools.partial(write_kv_xla, *arguments),

@@ -67,6 +67,7 @@ def make_tree_batch(
     num_slots: int,
     nodes: Sequence[int] | None = None,
     num_new_keys: Array | None = None,
+    by_path: bool = False,
 ) -> TokenBatch:
     """Lays out the first `counts` nodes of each row's tree, or of some of its nodes.
 
@@ -80,6 +81,8 @@ def make_tree_batch(
       num_tokens: the token bucket; None is the nodes of all rows.
       nodes: which nodes, static; None is all. Their ancestors were fed before.
       num_new_keys: i32[rows], see tree_attention; needed with `nodes`.
+      by_path: whether attention is told of each node's path, as `forward` with a
+        token_bucket needs it, or of its ancestors' bits.
     """
     rows, max_length = history.shape
     chosen = jnp.array(tuple(range(tree.num_nodes)) if nodes is None else tuple(nodes))
@@ -90,6 +93,11 @@ def make_tree_batch(
     is_token = row_ids < rows
     root = jnp.minimum(lengths, max_length - 1)
     root_ids = jnp.take_along_axis(history, root[:, None], axis=1)
+    ancestors = (
+        {"path_offsets": _path_offsets(tree)[row, node]}
+        if by_path
+        else {"ancestor_bits": draft_tree.ancestor_bits(tree)[row, node]}
+    )
     return TokenBatch(
         token_ids=jnp.concatenate([root_ids, token_ids], axis=1)[row, node],
         positions=jnp.where(is_token, lengths[row] + tree.depths[row, node], 0),
@@ -104,9 +112,8 @@ def make_tree_batch(
         row_starts=row_starts,
         lengths=lengths,
         block_table=block_table,
-        ancestor_bits=draft_tree.ancestor_bits(tree)[row, node],
         num_new_keys=num_new_keys,
-        path_offsets=_path_offsets(tree)[row, node],
+        **ancestors,
     )
 
 

@@ -230,6 +230,7 @@ def _make_batch(
         num_tokens=num_tokens,
         page_size=cache.page_size,
         num_slots=cache.num_slots,
+        by_path=spec.token_bucket is not None,
     )
 
 

@@ -15,7 +15,6 @@ from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 
-from specjax.trees import draft_tree
 from specjax.types import NO_PARENT, DraftTree
 
 
@@ -109,9 +108,13 @@ class TreeShape:
         return tuple(paths)
 
     def draft_tree(self, rows: int) -> DraftTree:
-        """Returns this shape in every row, as arrays."""
-        parents = jnp.array(self.parents, jnp.int32)
-        return draft_tree.from_parents(parents, self.max_depth, rows=rows)
+        """Returns this shape in every row, as constant arrays."""
+        in_rows = lambda values: jnp.tile(jnp.array(values, jnp.int32)[None], (rows, 1))
+        return DraftTree(
+            parents=in_rows(self.parents),
+            depths=in_rows(self.depths),
+            max_depth=self.max_depth,
+        )
 
 
 def from_widths(widths: Sequence[int]) -> TreeShape:

@@ -9,7 +9,6 @@ import pytest
 from helpers import (
     ENGINE,
     ScriptedDrafter,
-    first_layer,
     scripted_drafter,
     tiny_gpt2,
     tiny_llama,
@@ -28,16 +27,6 @@ from specjax.generation import Stream
 from specjax.tokenization import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_llama(0)
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return first_layer(target)
 
 
 @pytest.fixture(scope="module")

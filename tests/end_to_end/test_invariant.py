@@ -1,13 +1,12 @@
 """numerics="invariant": equal bits with and without drafts, in any batch."""
 
 import dataclasses
-import sysconfig
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from helpers import first_layer, tiny_llama
+from lossless import prompts
 
 import specjax
 from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
@@ -60,16 +59,16 @@ def test_drafts_and_neighbours_change_no_bit(dtype, draws):
     target = cast(tiny_llama(0, vocab_size=5003), dtype)
     draft = first_layer(target)
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 61, size).tolist() for size in (1, 9, 70, 8, 16, 3)]
-    each = [sampling(index, 16) for index in range(len(prompts))]
+    texts = [rng.integers(0, 61, size).tolist() for size in (1, 9, 70, 8, 16, 3)]
+    each = [sampling(index, 16) for index in range(len(texts))]
     run = lambda chosen, **more: specjax.generate(
         target,
-        [prompts[i] for i in chosen],
+        [texts[i] for i in chosen],
         sampling=[each[i] for i in chosen],
         engine=ENGINE,
         **more,
     )
-    everything = range(len(prompts))
+    everything = range(len(texts))
     plain = bits(run(everything))
     tree = SpeculationConfig(speculative_token_tree=(3, 2))
     cases = {
@@ -86,18 +85,12 @@ def test_drafts_and_neighbours_change_no_bit(dtype, draws):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_embedded_pair(dtype, say):
     target, draft = (cast(specjax.load_model(n), dtype) for n in ("demo", "demo-draft"))
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    files = ["argparse.py", "heapq.py", "json/decoder.py", "random.py", "textwrap.py"]
-    prompts = []
-    for index in range(200):
-        ids = target.tokenizer.encode((folder / files[index % 5]).read_text())
-        start = 97 * index % (len(ids) - 60)
-        prompts.append(ids[start : start + 5 + (11 * index) % 56])
-    each = [sampling(index, 128) for index in range(len(prompts))]
+    texts = prompts(200)
+    each = [sampling(index, 128) for index in range(len(texts))]
 
     def run(numerics, max_rows=32, **more):
         engine = EngineConfig(numerics=numerics, max_rows=max_rows)
-        out = specjax.generate(target, prompts, sampling=each, engine=engine, **more)
+        out = specjax.generate(target, texts, sampling=each, engine=engine, **more)
         return out, bits(out)
 
     several = {

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from helpers import ENGINE, first_layer, tiny_llama
+from helpers import ENGINE
 
 import specjax
 from specjax.config import SamplingParams, SpeculationConfig
@@ -13,16 +13,6 @@ from specjax.generation import Stream
 
 SAMPLED = SamplingParams(temperature=1, max_tokens=20, seed=5, logprobs=0)
 RULES = ("seeded", "rejection", "block", "typical", "traversal", "delta", "lenient")
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_llama(0)
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return first_layer(target)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import re
 
 import numpy as np
 import pytest
-from helpers import ENGINE, first_layer, tiny_llama
+from helpers import ENGINE
 
 import specjax
 from specjax.config import SamplingParams, SpeculationConfig
@@ -21,16 +21,6 @@ SAMPLED = SamplingParams(
     seed=5,
     self_check=True,
 )
-
-
-@pytest.fixture(scope="module")
-def target():
-    return tiny_llama(0)
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return first_layer(target)
 
 
 @pytest.fixture(scope="module")

@@ -41,11 +41,6 @@ TREES = {
 
 
 @pytest.fixture(scope="module")
-def target():
-    return tiny_llama(0)
-
-
-@pytest.fixture(scope="module")
 def prompts():
     rng = np.random.default_rng(0)
     return [rng.integers(0, 61, size).tolist() for size in (1, 2, 7, 8, 9, 70, 16, 3)]

@@ -1,0 +1,54 @@
+"""Softmax over keys that come in tiles, in order: Milakov and Gimelshein 2018, section 3.
+
+Every implementation written for XLA sums its keys by these three functions. A tile
+that a query does not see changes none of the query's bits: the largest score stays,
+what there is is multiplied by exp(0), and 0 is added.
+"""
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+_MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
+
+
+class RunningSoftmax(NamedTuple):
+    """What queries [...] know of the keys they saw."""
+
+    top: Array  # f32[..., 1], the largest score
+    total: Array  # f32[..., 1], the sum of exp(score - top)
+    values: Array  # f32[..., head_dim], the sum of exp(score - top) * value
+
+
+def start(shape: tuple[int, ...]) -> RunningSoftmax:
+    """Returns the state before the first tile, for queries of shape [..., head_dim]."""
+    one = (*shape[:-1], 1)
+    return RunningSoftmax(jnp.full(one, _MASKED), jnp.zeros(one), jnp.zeros(shape))
+
+
+def add_tile(
+    state: RunningSoftmax, equation: str, scores: Array, is_visible: Array, v: Array
+) -> RunningSoftmax:
+    """Returns the state after one more tile.
+
+    Args:
+      equation: the einsum of weights, which are laid out as scores are, and v.
+      scores: f32[..., keys].
+      is_visible: bool, which broadcasts to scores; what is not visible has weight 0.
+      v: values; what no query of the product sees must be finite, for 0 * NaN is NaN.
+    """
+    scores = jnp.where(is_visible, scores, _MASKED)
+    top = jnp.maximum(state.top, scores.max(-1, keepdims=True))
+    weights = jnp.where(is_visible, jnp.exp(scores - top), 0.0)
+    decay = jnp.exp(state.top - top)
+    return RunningSoftmax(
+        top,
+        state.total * decay + weights.sum(-1, keepdims=True),
+        state.values * decay + jnp.einsum(equation, weights, v),
+    )
+
+
+def finish(state: RunningSoftmax) -> Array:
+    """Returns f32[..., head_dim]: the mean of values, and 0 where nothing was seen."""
+    return state.values / jnp.where(state.total == 0.0, 1.0, state.total)
