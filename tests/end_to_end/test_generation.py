@@ -91,13 +91,15 @@ def test_stop_token_inside_a_draft(target, prompts, plain):
     ]
     stop = plain[3].token_ids[6]
     first = plain[3].token_ids.index(stop)
-    params = dataclasses.replace(GREEDY, stop_token_ids=[stop])
+    sampling = [GREEDY] * len(prompts)
+    sampling[3] = dataclasses.replace(GREEDY, stop_token_ids=[stop])
     drafter = scripted_drafter(texts, num_right=(4,), vocab_size=61)
     out = generate(
-        target, prompts[3], drafter=drafter, num_speculative_tokens=4, sampling=params
+        target, prompts, drafter=drafter, num_speculative_tokens=4, sampling=sampling
     )
-    assert out[0].token_ids == plain[3].token_ids[: first + 1]
-    assert out[0].finish_reason == "stop"
+    assert out[3].token_ids == plain[3].token_ids[: first + 1]
+    assert out[3].finish_reason == "stop"
+    assert ids(out)[:3] + ids(out)[4:] == ids(plain)[:3] + ids(plain)[4:]
 
 
 def characters() -> Tokenizer:
@@ -258,60 +260,8 @@ def test_nan_weights_end_a_row_with_an_error(target):
     out = generate(poisoned, [healthy[0], [7, 5, 1], healthy[1]], sampling=banned)
     assert out[1].finish_reason == "error"
     assert "NaN" in out[1].error
-    alone = generate(target, healthy, sampling=banned)
-    assert [out[0].token_ids, out[2].token_ids] == ids(alone)
-
-
-# Between them every feature of SamplingParams that the device knows.
-EVERY_FEATURE = [
-    GREEDY,
-    SamplingParams(temperature=1, max_tokens=9, seed=1, ignore_eos=True),
-    SamplingParams(temperature=0.7, top_k=5, min_p=0.01, max_tokens=11, logprobs=3),
-    SamplingParams(top_p=0.5, repetition_penalty=1.2, max_tokens=8, seed=2**63),
-    SamplingParams(presence_penalty=0.5, frequency_penalty=0.2, max_tokens=7),
-    SamplingParams(logit_bias={3: 1.0}, bad_token_ids=[4, 5], max_tokens=3),
-    SamplingParams(
-        allowed_token_ids=[1, 2, 3], min_tokens=2, stop_token_ids=[2], max_tokens=5
-    ),
-    SamplingParams(num_speculative_tokens=1, max_tokens=4),
-    SamplingParams(num_speculative_tokens=0, max_tokens=4),
-]
-
-
-@pytest.mark.parametrize(
-    ("num_prompts", "longest"),
-    [pytest.param((1,), 300, marks=pytest.mark.slow), ((2,), 200), ((3, 4, 7), 200)],
-)
-def test_one_trace_per_executable(target, draft, num_prompts, longest):
-    """In each bucket, over batches, lengths, features, seeds and weights."""
-    build_decoder.cache_clear()
-    rng = np.random.default_rng(2)
-    other = jax.tree.map(lambda leaf: leaf * 1.01, target.params)
-    other = dataclasses.replace(target, params=other)
-    for index, sampling in enumerate(EVERY_FEATURE):
-        number = num_prompts[index % len(num_prompts)]
-        # The long prompt is left alone with over 128 tokens, or with fewer.
-        sizes = [longest, *[(40, 90)[index % 2]] * (number - 1)]
-        for model in (target, other):
-            stream = Stream(
-                model,
-                [rng.integers(0, 61, size).tolist() for size in sizes],
-                drafter=draft,
-                sampling=sampling,
-                num_speculative_tokens=3,
-                engine=ENGINE,
-            )
-            assert {c.error for c in stream.result()} == {None}
-            assert build_decoder.cache_info().currsize == 1
-    rows = min(max(num_prompts), ENGINE.max_rows)
-    assert stream._decoder.traces == {
-        ("exchange",): 1,
-        ("prefill", rows, 64): 1,
-        ("prefill", 1, 64): 1,
-        ("prefill", 1, 256): 1,
-        ("burst", 0): 1,
-        ("burst", 3): 1,
-    }
+    without = generate(target, [*healthy, [7, 8, 1]], sampling=banned)
+    assert [out[0].token_ids, out[2].token_ids] == ids(without)[:2]
 
 
 @pytest.mark.slow
@@ -352,9 +302,14 @@ def test_logprobs_do_not_depend_on_speculation(target, draft, prompts):
             assert len(a.top_raw) == len(a.top_processed) == 2
 
 
-def test_stream_yields_everything_once(target, prompts, plain):
+def test_stream_yields_everything_once(target, draft, prompts, plain):
     stream = specjax.stream(
-        target, prompts, sampling=GREEDY, engine=ENGINE, drafter="ngram"
+        target,
+        prompts,
+        sampling=GREEDY,
+        engine=ENGINE,
+        drafter=draft,
+        num_speculative_tokens=3,
     )
     gathered = {}
     ended = set()
@@ -432,6 +387,15 @@ def test_stream_holds_back_beginnings_of_stop_strings(demo):
         assert result.finish_reason == ("stop" if expected == shown else "length")
 
 
+def test_samples_do_not_depend_on_the_batch(target, prompts):
+    sampling = SamplingParams(temperature=1, max_tokens=12, seed=3, n=4)
+    together = generate(target, prompts[:3], sampling=sampling)
+    one_row = dataclasses.replace(ENGINE, max_rows=1)
+    alone = generate(target, prompts[1], sampling=sampling, engine=one_row)
+    assert ids(together)[4:8] == ids(alone)
+    assert len({tuple(token_ids) for token_ids in ids(alone)}) > 1
+
+
 def test_unseeded_requests_report_their_seed(target):
     first = generate(target, [[1, 2]], sampling=SamplingParams(max_tokens=12))[0]
     again = generate(
@@ -446,6 +410,7 @@ def test_loaded_drafter_is_passed_through(target):
     assert specjax.load_drafter(loaded, target) is loaded
 
 
+@pytest.mark.slow
 def test_a_drafter_of_shorter_context_changes_nothing(target, prompts, plain):
     """It proposes nothing past its positions; the text goes on to the target's."""
     short = tiny_llama(0, max_position_embeddings=16, num_layers=1)
@@ -460,7 +425,7 @@ def test_weights_of_another_dtype_are_compiled_anew(target, prompts):
     mixed = {**halved, "embed_tokens": target.params["embed_tokens"]}
     for params in (target.params, mixed, target.params):
         model = dataclasses.replace(target, params=params)
-        assert len(generate(model, prompts[:2])) == 2
+        assert len(generate(model, prompts[:3])) == 3
 
 
 @pytest.mark.parametrize(
@@ -481,14 +446,14 @@ def test_failed_prompts_have_all_their_samples(target):
     assert {c.seed for c in out} == {5}
 
 
-def test_a_larger_number_of_speculative_tokens_warns(target):
+def test_a_larger_number_of_speculative_tokens_warns(target, draft):
     wants = dataclasses.replace(GREEDY, num_speculative_tokens=9)
     with pytest.warns(UserWarning, match="num_speculative_tokens=9"):
         generate(
             target,
-            [[1, 2]],
-            drafter="ngram",
-            num_speculative_tokens=2,
+            [[1, 2], [3], [4]],
+            drafter=draft,
+            num_speculative_tokens=3,
             sampling=wants,
         )
 
@@ -523,13 +488,69 @@ def test_what_is_no_model_is_named(target):
         generate(target, [[1]], sampling={"temperature": 0})
 
 
+# From here on the compiled functions of the tests above are forgotten.
+# Between them every feature of SamplingParams that the device knows.
+EVERY_FEATURE = [
+    GREEDY,
+    SamplingParams(temperature=1, max_tokens=9, seed=1, ignore_eos=True),
+    SamplingParams(temperature=0.7, top_k=5, min_p=0.01, max_tokens=11, logprobs=3),
+    SamplingParams(top_p=0.5, repetition_penalty=1.2, max_tokens=8, seed=2**63),
+    SamplingParams(presence_penalty=0.5, frequency_penalty=0.2, max_tokens=7),
+    SamplingParams(logit_bias={3: 1.0}, bad_token_ids=[4, 5], max_tokens=3),
+    SamplingParams(
+        allowed_token_ids=[1, 2, 3], min_tokens=2, stop_token_ids=[2], max_tokens=5
+    ),
+    SamplingParams(num_speculative_tokens=1, max_tokens=4),
+    SamplingParams(num_speculative_tokens=0, max_tokens=4),
+]
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "longest"),
+    [
+        pytest.param((1,), 300, marks=pytest.mark.slow),
+        pytest.param((2,), 200, marks=pytest.mark.slow),
+        ((3, 4, 7), 200),
+    ],
+)
+def test_one_trace_per_executable(target, draft, num_prompts, longest):
+    """In each bucket, over batches, lengths, features, seeds and weights."""
+    build_decoder.cache_clear()
+    rng = np.random.default_rng(2)
+    other = jax.tree.map(lambda leaf: leaf * 1.01, target.params)
+    other = dataclasses.replace(target, params=other)
+    for index, sampling in enumerate(EVERY_FEATURE):
+        number = num_prompts[index % len(num_prompts)]
+        # The long prompt is left alone with over 128 tokens, or with fewer.
+        sizes = [longest, *[(40, 90)[index % 2]] * (number - 1)]
+        for model in (target, other):
+            stream = Stream(
+                model,
+                [rng.integers(0, 61, size).tolist() for size in sizes],
+                drafter=draft,
+                sampling=sampling,
+                num_speculative_tokens=3,
+                engine=ENGINE,
+            )
+            assert {c.error for c in stream.result()} == {None}
+            assert build_decoder.cache_info().currsize == 1
+    rows = min(max(num_prompts), ENGINE.max_rows)
+    assert stream._decoder.traces == {
+        ("exchange",): 1,
+        ("prefill", rows, 64): 1,
+        ("prefill", 1, 64): 1,
+        ("prefill", 1, 256): 1,
+        ("burst", 0): 1,
+        ("burst", 3): 1,
+    }
+
+
 def test_progress_is_told(target):
+    build_decoder.cache_clear()
     reports = []
-    engine = dataclasses.replace(ENGINE, page_size=16)  # an executable of its own
     generate(
         target,
         [list(range(30)) * 5],
-        engine=engine,
         progress=lambda *report: reports.append(report),
     )
     assert ("loading", 0, 0) in reports

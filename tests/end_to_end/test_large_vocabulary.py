@@ -40,6 +40,7 @@ def target():
     return dataclasses.replace(model, params={**model.params, "layers": [first, quiet]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS)
 def test_filters_are_lossless(target, rows):
     assert VOCAB > 2 * FEW * FEW_BLOCK

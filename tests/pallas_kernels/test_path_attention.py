@@ -60,7 +60,17 @@ def attend(example, implementation=None):
     return np.asarray(out, np.float32)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+# The rest are nightly: an example compiles for seconds.
+EVERY_RUN = ("chain", "mixed", "nothing_new", "bfloat16", "wide_tree", "tree_window")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in EVERY_RUN else pytest.mark.slow)
+        for name in EXAMPLES
+    ],
+)
 def test_agrees_with_its_definition_and_with_tree_attention(name):
     example = EXAMPLES[name]
     arguments, options = make_inputs(example)

@@ -21,10 +21,16 @@ from pallas_kernels.tree_attention.example_inputs import (
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
+compiled = jax.jit(
+    tree_attention,
+    static_argnames=("scale", "window", "max_tokens_per_row", "implementation"),
+)
+
+
 def attend(example: Example, implementation: str | None = None, seed: int = 0):
     arguments, options = make_inputs(example, seed)
-    call = functools.partial(tree_attention, **options, implementation=implementation)
-    return np.asarray(jax.jit(call)(*arguments), np.float32)
+    out = compiled(*arguments, **options, implementation=implementation)
+    return np.asarray(out, np.float32)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -83,7 +89,7 @@ def test_each_path_of_a_tree_equals_the_chain(implementation):
             to_page, to_offset = np.asarray(table)[row, to // 16], to % 16
             for pages in (k, v):
                 pages[to_page, :, to_offset] = pages[page, :, offset]
-        chain = tree_attention(
+        chain = compiled(
             jnp.concatenate([q[jnp.array(path)], q[7 + jnp.array(path)]]),
             jnp.asarray(k),
             jnp.asarray(v),
@@ -106,7 +112,7 @@ def test_one_level_of_a_tree_equals_the_whole(implementation):
     tokens = (6 * np.arange(3)[:, None] + level).reshape(-1)
     bits = options.pop("ancestor_bits")
     options["max_tokens_per_row"] = 3
-    out = tree_attention(
+    out = compiled(
         q[tokens],
         *pages,
         table,
@@ -131,7 +137,7 @@ def test_nodes_that_no_bit_names_may_hold_nan(implementation):
     rows = np.arange(3)[:, None]
     at = np.asarray(lengths)[:3, None] + np.array([2, 4, 5])
     page, offset = np.asarray(table)[rows, at // 16], at % 16
-    out = tree_attention(
+    out = compiled(
         q[tokens],
         *(each.at[page, :, offset].set(jnp.nan) for each in pages),
         table,
@@ -197,10 +203,10 @@ def test_page_size_changes_no_bits(page_size):
 
     new_table = jnp.arange(3 * per_row, dtype=jnp.int32).reshape(3, per_row)
     np.testing.assert_array_equal(
-        tree_attention(
+        compiled(
             q, repage(k_pages), repage(v_pages), new_table, starts, lengths, **options
         ),
-        tree_attention(q, k_pages, v_pages, table, starts, lengths, **options),
+        compiled(q, k_pages, v_pages, table, starts, lengths, **options),
     )
 
 
@@ -208,9 +214,9 @@ def test_new_tokens_after_it_hardly_change_a_token():
     """Not bit for bit: the number of rows of a matmul may change its inner order."""
     example = Example(lengths=(70, 33), num_new=(8, 8))
     (q, *pages, table, starts, lengths), options = make_inputs(example)
-    all_new = tree_attention(q, *pages, table, starts, lengths, **options)
+    all_new = compiled(q, *pages, table, starts, lengths, **options)
     options["max_tokens_per_row"] = 1
-    first = tree_attention(
+    first = compiled(
         q[::8], *pages, table, jnp.arange(3, dtype=jnp.int32), lengths, **options
     )
     np.testing.assert_allclose(first, all_new[::8], 2e-6, 2e-6)

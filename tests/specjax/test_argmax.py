@@ -365,7 +365,9 @@ BRANCH_BATCHES = {
 }
 
 
-@pytest.mark.parametrize("batch", BRANCH_BATCHES)
+@pytest.mark.parametrize(
+    "batch", ["mixed", pytest.param("greedy and temperatures", marks=SLOW)]
+)
 @pytest.mark.parametrize("kind", ["flat", "peaked"])
 def test_the_branch_of_accelerators_chooses_the_same_tokens(monkeypatch, batch, kind):
     """What runs on GPU and TPU, run here: every score, and cuts bisected over all."""
@@ -420,7 +422,11 @@ def test_bad_logits_of_a_large_vocabulary_are_flagged(features):
 
 @pytest.mark.parametrize(
     ("features", "vocab", "chunk"),
-    [({}, 300, 20_000), ({"top_k": 20}, LARGE, 2_000), ({"top_p": 0.9}, LARGE, 2_000)],
+    [
+        ({}, 300, 20_000),
+        ({"top_k": 20}, LARGE, 2_000),
+        pytest.param({"top_p": 0.9}, LARGE, 2_000, marks=SLOW),
+    ],
 )
 def test_choices_follow_their_distribution(features, vocab, chunk):
     """40,000 draws, a race among blocks of logits and among what a filter left."""

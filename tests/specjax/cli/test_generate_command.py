@@ -39,8 +39,7 @@ def test_text_of_one_prompt_streams(run):
 def test_speculation_does_not_change_the_text(run, model_folder):
     _, plain, _ = run("w5 w6 w5 w6 w5")
     _, drafted, err = run("w5 w6 w5 w6 w5", "--drafter", str(model_folder))
-    _, ngram, _ = run("w5 w6 w5 w6 w5", "--drafter", "ngram")
-    assert plain == drafted == ngram
+    assert plain == drafted
     assert "tokens per target step, 100 % of drafts accepted" in err
 
 

@@ -1,6 +1,7 @@
 """Invariant numerics below the engine: a token's bits follow from its own row alone."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -101,8 +102,17 @@ class Rows:
         return np.asarray(hidden.astype(jnp.float32))[int(starts[1]) : int(starts[2])]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CONFIGS)
+# One dtype of each in every run, the other nightly.
+OTHERS = [("llama", "bfloat16"), ("gpt2", "float32"), ("window", "float32")]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case in OTHERS else ())
+        for case in itertools.product(CONFIGS, ("float32", "bfloat16"))
+    ],
+)
 def test_bits_at_every_flat_position_and_in_any_chunks(name, dtype):
     model = random_model(CONFIGS[name], 0)
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), model.params)

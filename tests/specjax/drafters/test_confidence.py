@@ -74,7 +74,9 @@ def proposal_of(name, rule):
     return jax.tree.map(np.asarray, run(state))
 
 
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", ["tree", pytest.param("chain", marks=pytest.mark.slow)]
+)
 def test_prior_confidence_is_a_function_of_what_was_drawn_before(name):
     proposal = proposal_of(name, REJECTION)
     prior, tokens = proposal.prior_confidence, proposal.token_ids

@@ -239,7 +239,7 @@ def test_a_row_of_no_numbers_changes_no_other(value):
     assert ((spoiled.token_ids >= 0) & (spoiled.token_ids < 5_000)).all()
 
 
-@pytest.mark.parametrize("vocab", [VOCAB, 5_000])
+@pytest.mark.parametrize("vocab", [pytest.param(VOCAB, marks=pytest.mark.slow), 5_000])
 @pytest.mark.parametrize(
     "params",
     [SamplingParams(), SamplingParams(top_k=4, top_p=0.9)],
