@@ -32,8 +32,8 @@ from specjax.trees.best_static import best_tree
 TEMPERATURES = (0.0, 0.8)
 CHAINS = range(1, 9)
 BUDGETS = (4, 8, 16, 32)  # nodes, root included
-# Children per depth: trees of 4, 7, 11, 17, 21 and 31 nodes.
-WIDTHS = ((3,), (2, 1, 1), (2, 2, 1), (4, 1, 1, 1), (4, 2, 1), (2, 2, 2, 2))
+# Children per depth: trees of 4, 7, 17 and 31 nodes.
+WIDTHS = ((3,), (2, 1, 1), (4, 1, 1, 1), (2, 2, 2, 2))
 GROWN = {4: (2, 3), 8: (3, 4), 16: (4, 5), 32: (4, 6)}  # budget: tree_top_k, depth
 NUM_MATCHES = (1, 2, 4)
 NUM_FITTED = embedded.NUM_FILES  # files; as many others are timed
