@@ -478,8 +478,9 @@ class EngineConfig:
     max_stop_tokens: int = 16
     max_logprobs: int = 20
     # Most that float32 logits take while drafts are verified: what is beyond it waits for
-    # the next chunk. Under rules by law a chunk is one row at least; under invariant
-    # numerics it is token_bucket.
+    # the next chunk. Under rules by law a chunk is one row at least, and holds up to six
+    # arrays of that size (processed logits, both laws, their difference); under
+    # invariant numerics it is token_bucket.
     logit_bytes: int = 10**9
     # "fast", or "invariant": the bits of every token follow from its own row, whatever
     # is drafted and decoded beside it, at the price of computing token_bucket tokens

@@ -139,6 +139,7 @@ class Chunk:
     pieces: list[Piece]  # `text` by token
     finish_reason: str | None
     error: str | None = None
+    lossy: str | None = None  # as in Completion, from the first draft on
 
 
 def generate(
@@ -337,6 +338,7 @@ class Stream:
                     pieces,
                     request.finish_reason,
                     request.error,
+                    _lossy(request),
                 )
             self._progress.report("tokens", num_tokens, total)
         self._progress.close()

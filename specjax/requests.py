@@ -142,9 +142,10 @@ def _of_prompt(
     wanted = params.num_speculative_tokens
     most = speculation.depth
     cap = most if wanted is None else min(wanted, most)
-    if not drafter.effective_rules([number]):
+    if cap == 0 or not drafter.effective_rules([number]):
+        # Nothing is drafted for it, or nothing that has a law: the target's own draws.
         number = min(number, DELTA)
-    elif engine_config.numerics == "invariant" and cap > 0:
+    elif engine_config.numerics == "invariant":
         raise ValueError(
             f"numerics='invariant' makes tokens independent of what is drafted, and under "
             f"verification={rule!r} they depend on it; use 'seeded', 'greedy' or 'delta'."

@@ -107,15 +107,23 @@ def rule_noise(seeds: Array, roots: Array, num_nodes: int, vocab: int) -> Array:
     return jnp.concatenate([accepting[:, :, None], recovering], axis=2)
 
 
+def is_decided_by(rule: int, rules: Array, temperature: Array) -> Array:
+    """Returns which rows a rule decides, bool[rows].
+
+    At temperature 0 a rule by law is equality, and equality does not round.
+    """
+    return (rules == rule) & (~is_by_law(rules) | (temperature > 0))
+
+
 def choose_by_row(
     rules: Array, rule: int, temperature: Array, own: Acceptance, others: Acceptance
 ) -> Acceptance:
     """Returns `own` in the rows of a rule and `others` elsewhere.
 
-    At temperature 0 a rule by law is equality, and equality does not round.
+    Args:
+      rules, temperature: of the rows; see `is_decided_by`.
     """
-    is_own = rules == rule
-    is_own &= ~is_by_law(rules) | (temperature > 0)
+    is_own = is_decided_by(rule, rules, temperature)
 
     def choose(new: Array, old: Array) -> Array:
         return jnp.where(is_own.reshape(-1, *[1] * (new.ndim - 1)), new, old)

@@ -24,3 +24,10 @@ class StepSpec:
     token_bucket: int | None = None  # of invariant numerics; None: all tokens at once
     logit_bytes: int = 10**9  # most that float32 logits of the target take at once
     tensor_axis: str | None = None  # mesh axis that heads and MLP are split over
+
+    def __post_init__(self):
+        if self.rules and self.token_bucket is not None:
+            raise ValueError(
+                f"rules={self.rules} compare whole rows, and token_bucket={self.token_bucket} "
+                "decides token by token; under invariant numerics use none of them."
+            )

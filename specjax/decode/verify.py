@@ -14,7 +14,7 @@ from specjax.cache.paged import PagedKVCache
 from specjax.decode.accept import accept_by_equality
 from specjax.decode.buckets import in_buckets, round_up
 from specjax.decode.forward import forward, logits, make_batch, make_tree_batch
-from specjax.decode.rules import Target, choose_by_row, decide
+from specjax.decode.rules import Target, choose_by_row, decide, is_decided_by
 from specjax.decode.state import DecodeState
 from specjax.decode.step_spec import StepSpec
 from specjax.models.base import Params
@@ -141,18 +141,26 @@ class _Decision:
         scores = self.logits(nodes)
         processed = process_logits(scores, *where)
         choice = choose_tokens(scores, *where, processed=processed)
-        probs = target_probs(processed, state.sampling, nodes.row_ids)
-        target = Target(choice.token_ids[flat], probs[flat])
         seeds, roots = state.sampling.seeds[rows], state.cache.lengths[rows]
         rules, temperature = state.rules[rows], state.sampling.temperature[rows]
+        has_rule = [
+            jnp.any(state.is_active[rows] & is_decided_by(rule, rules, temperature))
+            for rule in self.spec.rules
+        ]
+        probs = lax.cond(
+            functools.reduce(jnp.logical_or, has_rule),
+            lambda: target_probs(processed, state.sampling, nodes.row_ids),
+            lambda: jnp.zeros_like(processed),
+        )
+        target = Target(choice.token_ids[flat], probs[flat])
         acceptance = accept_by_equality(proposal, target.token_ids)
-        for rule in self.spec.rules:
+        for rule, is_used in zip(self.spec.rules, has_rule):
             own = functools.partial(
                 decide, rule, self.spec.rule_options, proposal, target, seeds, roots
             )
             choose = functools.partial(choose_by_row, rules, rule, temperature)
             acceptance = lax.cond(
-                jnp.any(rules == rule),
+                is_used,
                 lambda before, own=own, choose=choose: choose(own(), before),
                 lambda before: before,
                 acceptance,

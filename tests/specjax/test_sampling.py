@@ -532,6 +532,39 @@ def test_logprobs_are_zeros_unless_asked_for():
     assert not np.any(actual.raw_top)
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.7, self_check=True),
+        SamplingParams(top_k=3, bad_token_ids=[0], self_check=True),
+    ],
+    ids=["all", "few"],
+)
+def test_the_surplus_of_a_draw_has_mean_zero_and_the_variance_it_says(params):
+    """By exact expectation: each token in turn, weighted with its probability."""
+    case = make_case(params, vocab=5)
+    log_probs = np.asarray(log_softmax(case.processed()), np.float64)
+    probs = np.exp(log_probs)
+    told = [
+        score(
+            case.logits,
+            jnp.full(NUM_TOKENS, token),
+            *case.args[1:],
+            max_logprobs=1,
+        )
+        for token in range(5)
+    ]
+    surplus = np.stack([np.asarray(each.surplus) for each in told], axis=1)
+    surplus = np.where(probs > 0, surplus, 0.0)
+    np.testing.assert_allclose(np.sum(probs * surplus, axis=1), 0, atol=1e-6)
+    moment = np.sum(probs * surplus**2, axis=1)
+    for each in told:
+        np.testing.assert_allclose(each.variance, moment, atol=1e-6)
+    entropy = -np.sum(probs * np.where(probs > 0, log_probs, 0.0), axis=1)
+    expected = np.where(probs > 0, log_probs + entropy[:, None], 0.0)
+    np.testing.assert_allclose(surplus, expected, atol=1e-6)
+
+
 def test_max_logprobs_above_the_vocabulary():
     case = make_case(SamplingParams(logprobs=3), vocab=2)
     given = {"max_logprobs": 3, "processed": case.logits}

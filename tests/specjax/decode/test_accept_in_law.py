@@ -75,6 +75,11 @@ def test_four_tokens_have_the_target_law(rule):
         *((rule, chain(2)) for rule in RULES),
         ("rejection", tree(2, 1)),
         ("traversal", tree(2, 1)),
+        *(pytest.param(rule, chain(3), marks=pytest.mark.slow) for rule in RULES),
+        *(
+            pytest.param(rule, Shape((-1, 0, 0, 1, 3)), marks=pytest.mark.slow)
+            for rule in ("rejection", "traversal")
+        ),
     ],
 )
 def test_the_law_over_four_tokens_of_vocabulary(rule, shape):
@@ -243,7 +248,10 @@ def test_a_tree_without_branches_is_a_chain(rule):
 
 @pytest.mark.parametrize("shape", ["chain 2", "chain 3", "2,1", "2,2", "by branch"])
 def test_deciding_together_accepts_no_less(shape):
-    """Expected, over random laws; on some shape and law it accepts more."""
+    """Expected, over random laws; on some shape and law it accepts more.
+
+    Many more trees: test_traversal_gain.
+    """
     gains = []
     together = "blocks" if shape in CHAINS else "traversal"
     for seed in range(2):

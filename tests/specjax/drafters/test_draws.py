@@ -68,17 +68,17 @@ def _draw(logits, sampling, rules, count, keeps_probs, by):
     )
 
 
-def draw_many(logits, params, rule, count):
+def draw_many(logits, params, rule, count, by=draw_siblings):
     """Returns the Siblings of ROWS nodes of one row, each with a key of its own."""
     logits = jnp.broadcast_to(jnp.asarray(logits, jnp.float32), (ROWS, len(logits)))
-    return _draw_many(logits, rows_of(params, 1), jnp.full(1, rule), count)
+    return _draw_many(logits, rows_of(params, 1), jnp.full(1, rule), count, by)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def _draw_many(logits, sampling, rules, count):
+@functools.partial(jax.jit, static_argnums=(3, 4))
+def _draw_many(logits, sampling, rules, count, by):
     one, at = jnp.zeros(ROWS, jnp.int32), jnp.full(ROWS, 3)
     seeds = jnp.stack([jnp.arange(ROWS, dtype=jnp.uint32), one.astype(jnp.uint32)], 1)
-    return draw_siblings(
+    return by(
         logits,
         sampling,
         one,
@@ -126,14 +126,12 @@ def processed_probs(logits, params):
     return target_probs(processed, sampling, jnp.zeros(1, jnp.int32))[0]
 
 
-@pytest.mark.parametrize("temperature", [0.1, 1.0])
-@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_traversal])
-def test_what_is_drawn_is_verified_exactly(rule, temperature):
-    """At a low temperature all but one probability underflow, the runner-up's too."""
+def standard_errors(rule, temperature, by=draw_siblings):
+    """Returns how far the first token's frequencies are from the target, of two siblings drawn."""
     params = SamplingParams(temperature=temperature)
     draft = [10.0, 1.0, 0.0, -1.0, -2.0, -3.0]
     target = processed_probs([3.0, 2.95, 2.95, -9.0, -9.0, -9.0], params)
-    siblings = draw_many(draft, params, REJECTION, 2)
+    siblings = draw_many(draft, params, REJECTION, 2, by)
     tree = from_widths((2,)).draft_tree(ROWS)
     probs = jnp.stack([siblings.probs, jnp.zeros_like(siblings.probs)], axis=1)
     proposal = Proposal(
@@ -145,9 +143,41 @@ def test_what_is_drawn_is_verified_exactly(rule, temperature):
     noise = jax.random.uniform(jax.random.key(1), (ROWS, 3, 2), minval=1e-7)
     out = jax.jit(rule)(noise, proposal, jnp.tile(target[None, None], (ROWS, 3, 1)))
     counts = np.bincount(np.asarray(out.token_ids[:, 0]), minlength=VOCAB)
-    # Five standard errors.
-    bound = 5 * np.sqrt(np.asarray(target) / ROWS) + 1e-6
-    assert (np.abs(counts / ROWS - np.asarray(target)) < bound).all()
+    error = np.sqrt(np.asarray(target) / ROWS) + 2e-7
+    return np.max(np.abs(counts / ROWS - np.asarray(target)) / error)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 1.0])
+@pytest.mark.parametrize("rule", [accept_by_rejection, accept_by_traversal])
+def test_what_is_drawn_is_verified_exactly(rule, temperature):
+    """At a low temperature all but one probability underflow, the runner-up's too."""
+    assert standard_errors(rule, temperature) < 5
+
+
+def most_likely(*args, count, **options):
+    siblings = draw_siblings(*args, count=count, **options)
+    return siblings._replace(token_ids=jax.lax.top_k(siblings.probs, count)[1])
+
+
+def ranked_after_drawing(*args, **options):
+    siblings = draw_siblings(*args, **options)
+    chances = jnp.take_along_axis(siblings.probs, siblings.token_ids, axis=1)
+    order = jnp.argsort(chances, axis=1)
+    return siblings._replace(
+        token_ids=jnp.take_along_axis(siblings.token_ids, order, axis=1)
+    )
+
+
+def of_another_temperature(*args, **options):
+    siblings = draw_siblings(*args, **options)
+    return siblings._replace(probs=jnp.sqrt(siblings.probs))
+
+
+@pytest.mark.parametrize(
+    "mistake", [most_likely, ranked_after_drawing, of_another_temperature]
+)
+def test_a_draw_that_is_not_what_it_says_is_noticed(mistake):
+    assert standard_errors(accept_by_rejection, 1.0, mistake) > 10
 
 
 @pytest.mark.parametrize("rule", [REJECTION, SEEDED])
