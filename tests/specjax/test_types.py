@@ -33,6 +33,7 @@ def lay_out_by_loop(counts, num_tokens):
         [0, 5, 0],
         [4, 4, 4],  # no padding
         [1, 0, 11],
+        [*[0] * 150, 3, *[0] * 149, 2, *[0] * 50],  # too many to compare with all
     ],
 )
 def test_lay_out(counts):
