@@ -153,7 +153,9 @@ def test_the_enumeration_notices_one_draw_for_two_purposes(shared, monkeypatch):
         noise = noise.at[:, :, other].set(noise[:, :, some])
         return accept_by_rejection(noise, proposal, target_probs)
 
-    with pytest.raises(AssertionError, match="its noise in another way|more pieces than ways"):
+    with pytest.raises(
+        AssertionError, match=r"its noise in another way|more pieces than ways"
+    ):
         total_variation(
             compiled_quickly(one_draw), chain(2), top_down, TARGET, sampler(DRAFT)
         )
