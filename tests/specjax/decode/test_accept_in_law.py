@@ -75,11 +75,8 @@ def test_four_tokens_have_the_target_law(rule):
         *((rule, chain(2)) for rule in RULES),
         ("rejection", tree(2, 1)),
         ("traversal", tree(2, 1)),
-        *(pytest.param(rule, chain(3), marks=pytest.mark.slow) for rule in RULES),
-        *(
-            pytest.param(rule, Shape((-1, 0, 0, 1, 3)), marks=pytest.mark.slow)
-            for rule in ("rejection", "traversal")
-        ),
+        *((rule, chain(3)) for rule in RULES),
+        *((rule, Shape((-1, 0, 0, 1, 3))) for rule in ("rejection", "traversal")),
     ],
 )
 def test_the_law_over_four_tokens_of_vocabulary(rule, shape):
