@@ -8,25 +8,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FOUR_DEVICES}".strip()
 
-
-def keep_to_own_cores():
-    """Gives each process of pytest-xdist its share of the cores, where OWN_CORES=1.
-
-    XLA starts a thread per core in every process. Two that run small programs for
-    long take longer on the same two cores than each on one: the joint law 180 s
-    instead of 100.
-    """
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
-    is_asked = os.environ.get("OWN_CORES") == "1" and hasattr(os, "sched_setaffinity")
-    if not (worker and is_asked):
-        return
-    cores = sorted(os.sched_getaffinity(0))
-    own = cores[int(worker) :: int(os.environ["PYTEST_XDIST_WORKER_COUNT"])]
-    os.sched_setaffinity(0, own or cores)
-
-
-keep_to_own_cores()  # jax counts the cores when it starts
-
 import jax
 import pytest
 

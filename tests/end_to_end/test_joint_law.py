@@ -2,9 +2,9 @@
 
 Every legal combination of a rule, a kind of draft and sampling parameters runs as rows
 of one batch, each row with seeds of its own, over at least two steps. All samples, in
-under three minutes on two cores:
+under four minutes on two cores:
 
-    OWN_CORES=1 pytest -n 2 --dist load -m slow tests/end_to_end/test_joint_law.py
+    pytest -n 2 --dist load -m slow tests/end_to_end/test_joint_law.py
 """
 
 import dataclasses
