@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.ragged import rows_of
+
 # An array that the host makes: numpy until it enters a compiled function.
 HostArray = Any
 
@@ -166,9 +168,6 @@ class DecoderParams(NamedTuple):
     drafter: Any = ()
 
 
-_MOST_ROWS_COMPARED = 256
-
-
 def lay_out(counts: Array, num_tokens: int) -> tuple[Array, Array, Array]:
     """Lays counts i32[rows] tokens per row end to end.
 
@@ -179,9 +178,6 @@ def lay_out(counts: Array, num_tokens: int) -> tuple[Array, Array, Array]:
     rows = counts.shape[0]
     row_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)])
     index = jnp.arange(num_tokens, dtype=jnp.int32)
-    # Comparing with all rows is one operation, but of rows * num_tokens comparisons.
-    method = "compare_all" if rows <= _MOST_ROWS_COMPARED else "scan"
-    row_ids = jnp.searchsorted(row_starts[1:], index, side="right", method=method)
-    row_ids = row_ids.astype(jnp.int32)
+    row_ids = rows_of(row_starts, num_tokens)
     offsets = index - row_starts[jnp.minimum(row_ids, rows)]
     return row_starts, row_ids, offsets

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import layout, running_softmax
+from pallas_kernels.ragged import rows_of
 from pallas_kernels.running_softmax import RunningSoftmax
 from pallas_kernels.tree_attention.reference import check_window, depths
 
@@ -94,8 +95,7 @@ def _lay_flat(out: Array, row_starts: Array, q: Array) -> Array:
     out = out.reshape(rows, kv_heads, heads // kv_heads, -1, head_dim)
     out = out.transpose(0, 3, 1, 2, 4).reshape(rows, -1, heads, head_dim)
     flat = jnp.arange(num_tokens)
-    row = jnp.searchsorted(row_starts, flat, side="right") - 1
-    row = jnp.clip(row, 0, rows - 1)
+    row = jnp.minimum(rows_of(row_starts, num_tokens), rows - 1)
     own = jnp.clip(flat - row_starts[row], 0, out.shape[1] - 1)
     is_token = flat < row_starts[-1]
     return jnp.where(is_token[:, None, None], out[row, own], 0.0).astype(q.dtype)

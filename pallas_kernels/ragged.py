@@ -1,0 +1,22 @@
+"""Rows laid end to end: which row each flat token belongs to."""
+
+import jax.numpy as jnp
+from jax import Array
+
+_MOST_ROWS_COMPARED = 256
+
+
+def rows_of(row_starts: Array, num_tokens: int) -> Array:
+    """Returns the row of each flat token, i32[num_tokens]; `rows` past row_starts[-1].
+
+    Args:
+      row_starts: i32[rows + 1], non-decreasing; row r owns the flat tokens
+        row_starts[r] up to row_starts[r + 1] - 1.
+    """
+    # Comparing with all rows is one operation, which XLA does once for all layers, but
+    # of rows * num_tokens comparisons.
+    rows = row_starts.shape[0] - 1
+    method = "compare_all" if rows <= _MOST_ROWS_COMPARED else "scan"
+    index = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.searchsorted(row_starts[1:], index, side="right", method=method)
+    return row.astype(jnp.int32)
