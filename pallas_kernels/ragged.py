@@ -1,4 +1,4 @@
-"""Rows laid end to end: which row each flat token belongs to."""
+"""Rows laid end to end: which row each flat token belongs to, and which tokens each row has."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -20,3 +20,13 @@ def rows_of(row_starts: Array, num_tokens: int) -> Array:
     index = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.searchsorted(row_starts[1:], index, side="right", method=method)
     return row.astype(jnp.int32)
+
+
+def tokens_of(row_starts: Array, num_tokens: int, width: int) -> Array:
+    """Returns the flat index of each row's first tokens, i32[rows, width].
+
+    Those that a row does not have are other rows' or padding, and exist: at most
+    num_tokens - 1.
+    """
+    token = row_starts[:-1, None] + jnp.arange(width)[None]
+    return jnp.minimum(token, num_tokens - 1)

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels import layout, running_softmax
-from pallas_kernels.ragged import rows_of
+from pallas_kernels.ragged import rows_of, tokens_of
 from pallas_kernels.running_softmax import RunningSoftmax
 from pallas_kernels.tree_attention.reference import check_window, depths
 
@@ -37,7 +37,7 @@ def tree_attention_xla(
     num_new = row_starts[1:] - row_starts[:-1]  # [rows]
     seen = num_new if num_new_keys is None else num_new_keys
     ends = jnp.where(num_new > 0, lengths + seen, 0)
-    token = _tokens_by_row(row_starts, q.shape[0], max_tokens_per_row)
+    token = tokens_of(row_starts, q.shape[0], max_tokens_per_row)
     queries = _queries_by_head(q[token].astype(jnp.float32) * scale, kv_heads)
     bits = None if ancestor_bits is None else ancestor_bits[token]
     padding = -pages_per_row % pages_per_block
@@ -70,12 +70,6 @@ def tree_attention_xla(
     state = running_softmax.start(queries.shape)
     out = running_softmax.finish(lax.fori_loop(first, last, body, state))
     return _lay_flat(out, row_starts, q)
-
-
-def _tokens_by_row(row_starts: Array, num_tokens: int, width: int) -> Array:
-    """Returns the flat index of each row's new tokens, i32[rows, width], clamped."""
-    token = row_starts[:-1, None] + jnp.arange(width)[None]
-    return jnp.minimum(token, num_tokens - 1)
 
 
 def _queries_by_head(q: Array, kv_heads: int) -> Array:

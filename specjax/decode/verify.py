@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.ragged import tokens_of
 from specjax.cache.paged import PagedKVCache
 from specjax.decode.accept import accept_by_equality
 from specjax.decode.buckets import in_buckets, round_up
@@ -61,7 +62,7 @@ def verify(
         tensor_axis=spec.tensor_axis,
     )
     nodes = _nodes(state, proposal, batch, hidden)
-    flat = _nodes_by_row(batch, proposal.num_nodes)
+    flat = tokens_of(batch.row_starts, batch.token_ids.shape[0], proposal.num_nodes)
     decide_rows = _Decision(spec, params, state)
     if spec.rules and proposal.max_depth:
         verification = decide_rows.by_rules_in_chunks(proposal, nodes, flat)
@@ -256,12 +257,6 @@ def _nodes(
     return nodes._replace(
         roots=state.cache.lengths[row], path_token_ids=paths[row, node]
     )
-
-
-def _nodes_by_row(batch: TokenBatch, num_nodes: int) -> Array:
-    """Returns the flat index of each row's nodes, i32[rows, num_nodes], clamped where there are none."""
-    nodes = batch.row_starts[:-1, None] + jnp.arange(num_nodes)[None, :]
-    return jnp.minimum(nodes, batch.token_ids.shape[0] - 1)
 
 
 def _num_nodes(spec: StepSpec, proposal: Proposal, num_rows: int) -> int:

@@ -19,6 +19,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.move_kv import move_kv
+from pallas_kernels.ragged import tokens_of
 from specjax.cache import paged
 from specjax.decode.forward import forward, logits, make_batch, make_tree_batch
 from specjax.drafters.base import NOT_KEPT, Draft, Drafter
@@ -165,8 +166,8 @@ class _DraftModel:
         hidden, pages = forward(
             params, self.config, pages, batch, max_tokens_per_row=len(nodes)
         )
-        flat = batch.row_starts[:-1, None] + jnp.arange(len(nodes))[None, :]
-        return hidden[jnp.minimum(flat, rows * len(nodes) - 1)], pages
+        flat = tokens_of(batch.row_starts, rows * len(nodes), len(nodes))
+        return hidden[flat], pages
 
     def draw(self, params, hidden, decode_state, nodes, depth, history, count):
         """Draws the children of some nodes of every row, all at one depth.
