@@ -146,7 +146,7 @@ class Decoder:
         Under a mesh each shard has its share of the places, with row ids of its own.
         Donates the state.
         """
-        spec = self._step_spec(1)
+        spec = self.step_spec(1)
 
         def run(state, params, row_ids, counts):
             state = prefill(
@@ -175,7 +175,7 @@ class Decoder:
         num_speculative_tokens: int,
     ):
         """Runs `specjax.decode.burst.burst`, one executable per K. Donates the state."""
-        spec = self._step_spec(num_speculative_tokens)
+        spec = self.step_spec(num_speculative_tokens)
         run = lambda state, params, plan: burst(
             spec, self.sizes.burst_steps, params, state, plan, any_shard=self._any_shard
         )
@@ -197,7 +197,8 @@ class Decoder:
         key = ("burst", num_speculative_tokens)
         return next(run for (name, _), run in self._executables.items() if name == key)
 
-    def _step_spec(self, num_speculative_tokens: int) -> StepSpec:
+    def step_spec(self, num_speculative_tokens: int) -> StepSpec:
+        """Returns what the step of a K is compiled for."""
         drafter = none.drafter()
         if num_speculative_tokens > 0:
             drafter = self._build_drafter(num_speculative_tokens)

@@ -69,29 +69,28 @@ class Usage(NamedTuple):
 
 def usage(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
     """Returns which features the rows that have tokens in a batch use."""
+    row, is_own = own_rows(sampling, row_ids)
     is_random = sampling.temperature > 0
     filters = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    is_early = _is_early(sampling, _clamp(row_ids, sampling), positions)
-    is_present = present_rows(sampling, row_ids)
-
-    def any_row(uses: Array) -> Array:
-        return jnp.any(is_present & uses)
-
-    return Usage(
-        allowed=any_row(sampling.has_allowed),
-        bias=any_row(jnp.any(sampling.bias_values != 0, axis=1)),
-        min_tokens=jnp.any(is_early & (row_ids < sampling.rows)),
-        repetition=any_row(sampling.repetition_penalty != 1),
-        presence=any_row(sampling.presence_penalty != 0),
-        frequency=any_row(sampling.frequency_penalty != 0),
-        filters=any_row(is_random & filters),
-        temperature=any_row(is_random),
+    by_row = Usage(
+        allowed=sampling.has_allowed,
+        bias=jnp.any(sampling.bias_values != 0, axis=1),
+        min_tokens=sampling.min_tokens > 0,
+        repetition=sampling.repetition_penalty != 1,
+        presence=sampling.presence_penalty != 0,
+        frequency=sampling.frequency_penalty != 0,
+        filters=is_random & filters,
+        temperature=is_random,
     )
+    by_token = jnp.stack(by_row, axis=1)[row] & is_own[:, None]
+    is_early = is_own & _is_early(sampling, row, positions)
+    used = Usage(*jnp.any(by_token, axis=0))
+    return used._replace(min_tokens=jnp.any(is_early))
 
 
-def present_rows(sampling: RowSampling, row_ids: Array) -> Array:
-    """Returns which rows have a token in the batch, bool[rows]; padding is no row's."""
-    return jnp.any(row_ids[None, :] == jnp.arange(sampling.rows)[:, None], axis=1)
+def own_rows(sampling: RowSampling, row_ids: Array) -> tuple[Array, Array]:
+    """Returns the row of each token, inside the batch, and whether it is one: padding is no row's."""
+    return _clamp(row_ids, sampling), row_ids < sampling.rows
 
 
 def process_logits(

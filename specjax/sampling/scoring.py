@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from specjax.sampling.choosing import Choice, choose_and
-from specjax.sampling.processing import History, present_rows, process_logits
+from specjax.sampling.processing import History, own_rows, process_logits
 from specjax.sampling.row_sampling import RowSampling
 
 
@@ -116,8 +116,8 @@ def _surplus(
 
 def _most_logprobs(sampling: RowSampling, row_ids: Array) -> Array:
     """Returns the largest num_logprobs of the rows in a batch, i32[]; -1 is none."""
-    is_present = present_rows(sampling, row_ids)
-    return jnp.max(jnp.where(is_present, sampling.num_logprobs, -1))
+    row, is_own = own_rows(sampling, row_ids)
+    return jnp.max(jnp.where(is_own, sampling.num_logprobs[row], -1))
 
 
 def _score(

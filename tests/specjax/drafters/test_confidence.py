@@ -69,7 +69,7 @@ def proposal_of(name, rule):
         max_tokens_per_row=4,
     )
     state = dataclasses.replace(state, is_active=jnp.ones(ROWS, bool))
-    drafter = decoder._step_spec(DEPTH).drafter
+    drafter = decoder.step_spec(DEPTH).drafter
     run = jax.jit(lambda state: draft(drafter, model.params, state, DEPTH)[1].proposal)
     return jax.tree.map(np.asarray, run(state))
 
