@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from specjax.models.base import Model as Model
     from specjax.models.base import ModelConfig as ModelConfig
     from specjax.models.loading import load_model as load_model
+    from specjax.serving import Engine as Engine
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ _HOME = {
     "Model": "specjax.models.base",
     "ModelConfig": "specjax.models.base",
     "load_model": "specjax.models.loading",
+    "Engine": "specjax.serving",
 }
 
 

@@ -487,6 +487,11 @@ class EngineConfig:
     # where one would do. docs/invariant-numerics.md.
     numerics: str = "fast"
     token_bucket: int = 16
+    # Whether requests read pages that others filled with the same tokens before.
+    prefix_caching: bool = True
+    # Whether prompts are prefilled beside rows that decode, in the same matmuls, or in calls
+    # of their own; those it is under invariant numerics.
+    mixed_prefill: bool = True
 
     def __post_init__(self):
         if self.numerics not in NUMERICS:
@@ -496,6 +501,12 @@ class EngineConfig:
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
             if field.name == "numerics" or (value is None and field.default is None):
+                continue
+            if isinstance(field.default, bool):
+                if not isinstance(value, bool):
+                    raise ValueError(
+                        f"EngineConfig.{field.name}={value!r} must be True or False."
+                    )
                 continue
             if not _is_int(value) or value < 1:
                 raise ValueError(

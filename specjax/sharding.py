@@ -20,7 +20,6 @@ DATA, TENSOR = "data", "tensor"
 RULES = {
     "rows": DATA,
     "pages": DATA,
-    "shards": DATA,
     "steps": None,
     "heads": TENSOR,
     "kv_heads": TENSOR,
@@ -62,9 +61,6 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
 # State by field name; of nested ones the outermost named counts.
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
     "pages": ("pages", "kv_heads", None, None),
-    "ref_counts": ("pages",),
-    "free_pages": ("pages",),
-    "num_free": ("shards",),
     "drafter": ("pages", None, None, None),
     "block_table": ("rows", None),
     "lengths": ("rows",),

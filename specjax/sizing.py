@@ -33,10 +33,7 @@ def choose_sizes(
       tree_slots: what every row needs past its last token.
     """
     size = engine.page_size
-    page_bytes = sum(c.num_layers * c.num_kv_heads * c.head_dim for c in configs)
-    page_bytes *= 2 * size * dtype.itemsize
-    limit = engine.num_pages or max(engine.kv_cache_bytes // page_bytes, 1)
-    shard_pages = max(limit // num_shards, 1)
+    shard_pages = _pages_per_shard(configs, engine, dtype, num_shards)
     num_slots = lambda request: request.max_length + tree_slots
     has_room = lambda request: -(-num_slots(request) // size) <= shard_pages
     of_tree = ""
@@ -74,6 +71,47 @@ def choose_sizes(
         dtype=dtype,
     )
     return sizes, fits, refused
+
+
+def standing_sizes(
+    context: int,
+    configs: Sequence[ModelConfig],
+    engine: EngineConfig,
+    dtype: Any,
+    num_shards: int,
+    tree_slots: int = 0,
+) -> Sizes:
+    """Returns sizes for requests that are not known yet; arguments as of `choose_sizes`.
+
+    Args:
+      context: tokens that the model takes; engine.max_context may ask for fewer.
+    """
+    size = engine.page_size
+    rows = -(-engine.max_rows // num_shards) * num_shards
+    longest = min(context, engine.max_context or context) + tree_slots
+    shard_pages = _pages_per_shard(configs, engine, dtype, num_shards)
+    pages_per_row = min(-(-longest // size), shard_pages)
+    if engine.num_pages is None:
+        shard_pages = min(shard_pages, rows // num_shards * pages_per_row)
+    return Sizes(
+        rows=rows,
+        page_size=size,
+        num_pages=shard_pages * num_shards,
+        pages_per_row=pages_per_row,
+        burst_steps=engine.burst_steps,
+        tree_slots=tree_slots,
+        dtype=dtype,
+    )
+
+
+def _pages_per_shard(
+    configs: Sequence[ModelConfig], engine: EngineConfig, dtype: Any, num_shards: int
+) -> int:
+    """Returns how many pages a shard may have, at least 1."""
+    page_bytes = sum(c.num_layers * c.num_kv_heads * c.head_dim for c in configs)
+    page_bytes *= 2 * engine.page_size * dtype.itemsize
+    limit = engine.num_pages or engine.kv_cache_bytes // page_bytes
+    return max(limit // num_shards, 1)
 
 
 def power_of_two(number: int) -> int:

@@ -146,6 +146,7 @@ class StepInfo:
     num_drafted: Array  # i32[rows], nodes of a tree
     draft_depth: Array  # i32[rows], tokens on the longest path drafted
     finish: Array  # i32[rows], RUNNING or why the row ended in this step
+    drafter_lengths: Array  # i32[rows], tokens whose KV is final in the drafter's cache
     logprobs: Any  # sampling.LogProbs with leading [rows, K + 1]
 
 
@@ -159,6 +160,10 @@ class Plan:
         HostArray  # bool[], end early when a row ends because work waits
     )
     activate: HostArray  # bool[rows], rows whose prompts are prefilled and that decode from now on
+    keep: HostArray  # bool[rows], rows that hold a request; others are emptied
+    block_table: (
+        HostArray  # i32[rows, pages_per_row], room for all that the burst may write
+    )
 
 
 class DecoderParams(NamedTuple):

@@ -26,11 +26,11 @@ from specjax.decode.decoder import Decoder, Sizes
 from specjax.decode.state import DecodeState
 from specjax.drafters.base import Draft, Drafter
 from specjax.drafters.spec import NoDrafter
-from specjax.engine.loop import make_admission
+from specjax.engine.fixed_batch import begin, plan_for_all
 from specjax.engine.request import Request
 from specjax.models import llama
 from specjax.sampling import row_values
-from specjax.types import DecoderParams, Plan, Proposal
+from specjax.types import DecoderParams, Proposal
 
 BURST_STEPS = 32
 PAGE_SIZE = 16
@@ -97,12 +97,7 @@ class Decoding:
 
     def __call__(self) -> Any:
         """Runs one burst from the same place as every other call."""
-        rows = len(self._lengths)
-        plan = Plan(
-            num_steps=np.int32(BURST_STEPS),
-            stop_when_finished=np.bool_(False),
-            activate=np.ones(rows, bool),
-        )
+        plan = plan_for_all(self.decoder, BURST_STEPS)
         cache = dataclasses.replace(self.state.cache, lengths=jnp.array(self._lengths))
         state = dataclasses.replace(
             self.state, cache=cache, drafter_lengths=jnp.array(self._lengths)
@@ -133,8 +128,8 @@ class Decoding:
             seed=0,
             engine_config=EngineConfig(),
         )
-        requests = {
-            row: Request(
+        requests = [
+            Request(
                 prompt_index=row,
                 sample_index=0,
                 prompt_token_ids=rng.integers(0, 32000, context).tolist(),
@@ -146,22 +141,8 @@ class Decoding:
                 sampling_values=values,
             )
             for row in range(rows)
-        }
-        admission = make_admission(self.decoder, requests)
-        state, is_out = self.decoder.exchange(
-            self.decoder.init(), np.zeros(rows, bool), admission
-        )
-        assert not np.any(np.asarray(is_out))
-        for start in range(0, context - 1, 64):
-            count = min(64, context - 1 - start)
-            state = self.decoder.prefill(
-                self.params,
-                state,
-                np.arange(rows, dtype=np.int32),
-                np.full(rows, count, np.int32),
-                max_tokens_per_row=64,
-            )
-        return state
+        ]
+        return begin(self.decoder, self.params, requests)
 
 
 def run(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:

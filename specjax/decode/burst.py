@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.decode.state import DecodeState
+from specjax.decode.state import DecodeState, follow
 from specjax.decode.step import step
 from specjax.decode.step_spec import StepSpec
 from specjax.types import RUNNING, DecoderParams, Plan, StepInfo
@@ -23,7 +22,7 @@ def burst(
     plan: Plan,
     any_shard: Callable[[Array], Array] = lambda flag: flag,
 ) -> tuple[DecodeState, StepInfo, Array]:
-    """Activates rows, then runs steps until plan.num_steps, or every row is done, or one is and work waits.
+    """Follows the plan, then runs steps until plan.num_steps, or every row is done, or one is and work waits.
 
     Args:
       max_steps: static, rows of the report; plan.num_steps is at most this.
@@ -34,7 +33,7 @@ def burst(
       The state, StepInfo with a leading [max_steps] axis of which the first
       num_steps_run entries are filled, and num_steps_run i32[].
     """
-    state = dataclasses.replace(state, is_active=state.is_active | plan.activate)
+    state = follow(state, plan)
     shapes = jax.eval_shape(lambda s: step(spec, params, s)[1], state)
     report = jax.tree.map(
         lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes

@@ -78,6 +78,7 @@ def commit(
         num_drafted=jnp.where(state.is_active, draft.proposal.num_tokens, 0),
         draft_depth=jnp.where(state.is_active, _depth(draft.proposal), 0),
         finish=finish,
+        drafter_lengths=new_state.drafter_lengths,
         logprobs=logprobs,
     )
     return new_state, info

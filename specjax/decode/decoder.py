@@ -18,6 +18,7 @@ from specjax.cache import paged
 from specjax.config import EngineConfig
 from specjax.decode import state as decode_state
 from specjax.decode.burst import burst
+from specjax.decode.mixed import mixed_step
 from specjax.decode.prefill import prefill
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.state import Admission, DecodeState
@@ -113,29 +114,20 @@ class Decoder:
             return params
         return sharding.place(params, self._param_specs(params), self.mesh)
 
-    def exchange(self, state: DecodeState, release_mask, admission: Admission):
-        """Runs `specjax.decode.state.exchange`; is_out_of_pages is bool[shards]. Donates the state."""
-
-        def run(state, release_mask, admission):
-            state, is_out = decode_state.exchange(
-                state, release_mask, admission, tree_slots=self.sizes.tree_slots
-            )
-            return state, is_out[None]
-
-        return self._call(
-            ("exchange",),
-            run,
-            state,
-            release_mask,
-            admission,
-            in_specs=(self._rows, self._rows),
-            out_specs=(self._rows,),
+    def admit(self, state: DecodeState, admission: Admission) -> DecodeState:
+        """Runs `specjax.decode.state.admit`, one executable per number of places. Donates the state."""
+        run = lambda state, admission: (decode_state.admit(state, admission),)
+        key = ("admit", len(admission.row_ids))
+        (state,) = self._call(
+            key, run, state, admission, in_specs=(self._rows,), out_specs=()
         )
+        return state
 
     def prefill(
         self,
         params: DecoderParams,
         state: DecodeState,
+        block_table,
         row_ids,
         counts,
         *,
@@ -148,11 +140,12 @@ class Decoder:
         """
         spec = self.step_spec(1)
 
-        def run(state, params, row_ids, counts):
+        def run(state, params, block_table, row_ids, counts):
             state = prefill(
                 spec,
                 params,
                 state,
+                block_table,
                 row_ids,
                 counts,
                 max_tokens_per_row=max_tokens_per_row,
@@ -160,9 +153,10 @@ class Decoder:
             return (state,)
 
         key = ("prefill", len(row_ids), max_tokens_per_row)
-        in_specs = (self._param_specs(params), self._rows, self._rows)
+        arguments = params, block_table, row_ids, counts
+        in_specs = (self._param_specs(params), *[self._rows] * 3)
         (state,) = self._call(
-            key, run, state, params, row_ids, counts, in_specs=in_specs, out_specs=()
+            key, run, state, *arguments, in_specs=in_specs, out_specs=()
         )
         return state
 
@@ -187,7 +181,45 @@ class Decoder:
             plan,
             in_specs=(
                 self._param_specs(params),
-                Plan(num_steps=WHOLE, stop_when_finished=WHOLE, activate=self._rows),
+                self._plan_specs,
+            ),
+            out_specs=(self._report, WHOLE),
+        )
+
+    def mixed(
+        self,
+        params: DecoderParams,
+        state: DecodeState,
+        plan: Plan,
+        row_ids,
+        counts,
+        *,
+        max_tokens_per_row: int,
+    ):
+        """Runs `specjax.decode.mixed.mixed_step`, executables as of `prefill`. Donates the state."""
+        run = lambda state, params, plan, row_ids, counts: mixed_step(
+            self.step_spec(0),
+            self.step_spec(1),
+            params,
+            state,
+            plan,
+            row_ids,
+            counts,
+            max_tokens_per_row=max_tokens_per_row,
+        )
+        return self._call(
+            ("mixed", len(row_ids), max_tokens_per_row),
+            run,
+            state,
+            params,
+            plan,
+            row_ids,
+            counts,
+            in_specs=(
+                self._param_specs(params),
+                self._plan_specs,
+                self._rows,
+                self._rows,
             ),
             out_specs=(self._report, WHOLE),
         )
@@ -228,7 +260,6 @@ class Decoder:
             page_size=sizes.page_size,
             pages_per_row=sizes.pages_per_row,
             dtype=sizes.dtype,
-            num_shards=self.num_shards,
         )
         drafter = self._build_drafter(1)
         return DecodeState(
@@ -250,6 +281,17 @@ class Decoder:
             drafter: Any = self.drafter
             return drafter.build(*arguments, says_confidence=True)
         return self.drafter.build(*arguments)
+
+    @property
+    def _plan_specs(self) -> Plan:
+        rows = self._rows
+        return Plan(
+            num_steps=WHOLE,
+            stop_when_finished=WHOLE,
+            activate=rows,
+            keep=rows,
+            block_table=rows,
+        )
 
     def _any_shard(self, flag):
         if self.num_shards == 1:

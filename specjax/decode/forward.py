@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,6 +18,13 @@ from specjax.models.architectures import architecture_of
 from specjax.models.base import ModelConfig, Params
 from specjax.trees import draft_tree
 from specjax.types import DraftTree, TokenBatch, lay_out
+
+
+class Part(NamedTuple):
+    """Rows that are alike in how many tokens each has."""
+
+    batch: TokenBatch
+    max_tokens_per_row: int
 
 
 def make_batch(
@@ -133,6 +141,7 @@ def forward(
     max_tokens_per_row: int,
     token_bucket: int | None = None,
     tensor_axis: str | None = None,
+    beside: Part | None = None,
 ) -> tuple[Array, tuple[Pages, ...]]:
     """Runs a model over flat tokens, writing their keys and values into the pages.
 
@@ -142,36 +151,56 @@ def forward(
     Args:
       token_bucket: so many tokens at a time, each attended by itself: see buckets.
         The batch is a multiple of it. None: all tokens at once, row by row.
+      beside: tokens of other rows, which run through the same matmuls and are attended
+        apart. Neither reads what the other writes. Not with a token_bucket.
 
     Returns:
-      hidden [num_tokens, hidden_size] after the final norm, and the pages.
+      hidden [num_tokens, hidden_size] of `batch` after the final norm, and the pages.
     """
     if token_bucket is not None:
+        assert beside is None, "what runs beside has a shape of its own"
         return _forward_by_bucket(
             params, config, pages, batch, token_bucket, tensor_axis
         )
+    parts = [Part(batch, max_tokens_per_row), *([] if beside is None else [beside])]
+    ends = list(itertools.accumulate(p.batch.token_ids.shape[0] for p in parts))
+
+    def along(name: str) -> Array:
+        return jnp.concatenate([getattr(part.batch, name) for part in parts])
+
+    slot_mapping = along("slot_mapping")
 
     def attend(
         layer: int, q: Array, k: Array, v: Array, pages: Pages
     ) -> tuple[Array, Pages]:
-        pages = paged.write(pages, k, v, batch.slot_mapping)
-        out = tree_attention(
-            q,
-            *pages,
-            batch.block_table,
-            batch.row_starts,
-            batch.lengths,
-            ancestor_bits=batch.ancestor_bits,
-            num_new_keys=batch.num_new_keys,
-            scale=config.scale,
-            window=config.window(layer),
-            max_tokens_per_row=max_tokens_per_row,
-        )
-        return out, pages
+        pages = paged.write(pages, k, v, slot_mapping)
+        outs = [
+            tree_attention(
+                own,
+                *pages,
+                part.batch.block_table,
+                part.batch.row_starts,
+                part.batch.lengths,
+                ancestor_bits=part.batch.ancestor_bits,
+                num_new_keys=part.batch.num_new_keys,
+                scale=config.scale,
+                window=config.window(layer),
+                max_tokens_per_row=part.max_tokens_per_row,
+            )
+            for own, part in zip(jnp.split(q, ends[:-1]), parts)
+        ]
+        return jnp.concatenate(outs), pages
 
-    return architecture_of(config).forward(
-        params, config, batch.token_ids, batch.positions, attend, pages, tensor_axis
+    hidden, pages = architecture_of(config).forward(
+        params,
+        config,
+        along("token_ids"),
+        along("positions"),
+        attend,
+        pages,
+        tensor_axis,
     )
+    return hidden[: ends[0]], pages
 
 
 def _forward_by_bucket(

@@ -12,15 +12,16 @@ from jax import Array
 
 from specjax.decode.buckets import round_up
 from specjax.decode.forward import forward, make_batch
-from specjax.decode.state import DecodeState
+from specjax.decode.state import DecodeState, with_table
 from specjax.decode.step_spec import StepSpec
-from specjax.types import DecoderParams
+from specjax.types import DecoderParams, TokenBatch
 
 
 def prefill(
     spec: StepSpec,
     params: DecoderParams,
     state: DecodeState,
+    block_table: Array,
     row_ids: Array,
     counts: Array,
     *,
@@ -29,13 +30,38 @@ def prefill(
     """Feeds the next counts[i] tokens of row row_ids[i] to the target and to the drafter.
 
     Args:
+      block_table: i32[rows, pages_per_row].
       row_ids: i32[n], distinct; `rows` for an unused place.
       counts: i32[n], at most max_tokens_per_row; 0 for an unused place.
       max_tokens_per_row: static; the token bucket is n times this.
     """
+    state = with_table(state, block_table)
+    batch = prompt_batch(spec, state, row_ids, counts, max_tokens_per_row)
+    _, pages = forward(
+        params.target,
+        spec.config,
+        state.cache.pages,
+        batch,
+        max_tokens_per_row=max_tokens_per_row,
+        token_bucket=spec.token_bucket,
+        tensor_axis=spec.tensor_axis,
+    )
+    cache = dataclasses.replace(state.cache, pages=pages)
+    state = dataclasses.replace(state, cache=cache)
+    return take_prompt(spec, params, state, batch, row_ids, counts, max_tokens_per_row)
+
+
+def prompt_batch(
+    spec: StepSpec,
+    state: DecodeState,
+    row_ids: Array,
+    counts: Array,
+    max_tokens_per_row: int,
+) -> TokenBatch:
+    """Lays out the next counts[i] tokens of row row_ids[i]."""
     cache = state.cache
     row = jnp.minimum(row_ids, state.rows - 1)
-    batch = make_batch(
+    return make_batch(
         state.history[row],
         cache.block_table[row],
         cache.lengths[row],
@@ -44,23 +70,26 @@ def prefill(
         page_size=cache.page_size,
         num_slots=cache.num_slots,
     )
-    _, pages = forward(
-        params.target,
-        spec.config,
-        cache.pages,
-        batch,
-        max_tokens_per_row=max_tokens_per_row,
-        token_bucket=spec.token_bucket,
-        tensor_axis=spec.tensor_axis,
-    )
+
+
+def take_prompt(
+    spec: StepSpec,
+    params: DecoderParams,
+    state: DecodeState,
+    batch: TokenBatch,
+    row_ids: Array,
+    counts: Array,
+    max_tokens_per_row: int,
+) -> DecodeState:
+    """Feeds a prompt_batch that the target has had to the drafter, and makes it final."""
     drafter_state = spec.drafter.prefill(
         params.drafter, state.drafter, batch, max_tokens_per_row
     )
     added = jnp.zeros(state.rows, jnp.int32).at[row_ids].add(counts, mode="drop")
-    cache = dataclasses.replace(cache, pages=pages, lengths=cache.lengths + added)
+    lengths = state.cache.lengths + added
     return dataclasses.replace(
         state,
-        cache=cache,
+        cache=dataclasses.replace(state.cache, lengths=lengths),
         drafter=drafter_state,
         drafter_lengths=state.drafter_lengths + added,
     )

@@ -9,10 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.cache import paged
 from specjax.cache.paged import PagedKVCache
 from specjax.sampling import RowSampling, reset_rows
-from specjax.types import HostArray
+from specjax.types import HostArray, Plan
 
 
 @jax.tree_util.register_dataclass
@@ -45,58 +44,58 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Requests for the rows of `mask`; other rows' entries are ignored.
+    """Requests for some rows; every array leads with [places].
 
-    Whole rows rather than indices, so that a mesh splits it like the state.
+    Under a mesh each shard has its share of the places, with row ids of its own.
     """
 
-    mask: HostArray  # bool[rows]
-    history: HostArray  # i32[rows, max_length], the prompt
+    row_ids: HostArray  # i32, distinct; `rows` for an unused place
+    history: HostArray  # i32[places, max_length], the prompt, and output so far
     sampling: RowSampling
-    max_lengths: HostArray  # i32[rows]
-    draft_caps: HostArray  # i32[rows]
-    rules: HostArray  # i32[rows]
+    max_lengths: HostArray
+    draft_caps: HostArray
+    rules: HostArray
+    # Tokens whose keys and values the row's pages hold already; the drafter's too.
+    lengths: HostArray
 
 
-def exchange(
-    state: DecodeState,
-    release_mask: Array,
-    admission: Admission,
-    *,
-    tree_slots: int = 0,
-) -> tuple[DecodeState, Array]:
-    """Empties the rows of release_mask bool[rows], then lets requests in.
+def admit(state: DecodeState, admission: Admission) -> DecodeState:
+    """Lets requests into rows, whatever they held.
 
-    A new row gets pages for all the tokens it may ever hold, and tree_slots more, and
-    is not active until a burst's plan activates it: its prompt is prefilled first.
-
-    Returns:
-      The state, and is_out_of_pages bool[]: when true nobody was admitted.
+    They are not active until a burst's plan activates them: what their pages lack is
+    prefilled first.
     """
-    cache = paged.release(state.cache, release_mask)
-    is_active = state.is_active & ~release_mask
-    # An empty row must not switch on what its last request used.
-    state = dataclasses.replace(
-        state, sampling=reset_rows(state.sampling, release_mask)
-    )
-    cache, is_out = paged.allocate(
-        cache, jnp.where(admission.mask, admission.max_lengths + tree_slots, 0)
-    )
-    mask = admission.mask & ~is_out
 
-    def choose(new: Array, old: Array) -> Array:
-        return jnp.where(mask.reshape(-1, *[1] * (old.ndim - 1)), new, old)
+    def put(old: Array, new: HostArray) -> Array:
+        return old.at[admission.row_ids].set(new, mode="drop")
 
     names = ("history", "sampling", "max_lengths", "draft_caps", "rules")
-    drafter_lengths = jnp.where(mask | release_mask, 0, state.drafter_lengths)
     fields = {
-        name: jax.tree.map(choose, getattr(admission, name), getattr(state, name))
+        name: jax.tree.map(put, getattr(state, name), getattr(admission, name))
         for name in names
     }
+    lengths = put(state.cache.lengths, admission.lengths)
     return dataclasses.replace(
         state,
-        cache=cache,
-        is_active=is_active,
-        drafter_lengths=drafter_lengths,
+        cache=dataclasses.replace(state.cache, lengths=lengths),
+        drafter_lengths=put(state.drafter_lengths, admission.lengths),
+        is_active=put(state.is_active, jnp.zeros_like(admission.row_ids, bool)),
         **fields,
-    ), is_out
+    )
+
+
+def follow(state: DecodeState, plan: Plan) -> DecodeState:
+    """Empties and activates rows as the host says, and takes over the pages it gave them."""
+    # An empty row must not switch on what its last request used.
+    sampling = reset_rows(state.sampling, ~plan.keep)
+    return dataclasses.replace(
+        with_table(state, plan.block_table),
+        sampling=sampling,
+        is_active=(state.is_active | plan.activate) & plan.keep,
+    )
+
+
+def with_table(state: DecodeState, block_table: HostArray) -> DecodeState:
+    """Returns the state with the pages that the host says each row has."""
+    cache = dataclasses.replace(state.cache, block_table=jnp.asarray(block_table))
+    return dataclasses.replace(state, cache=cache)

@@ -6,6 +6,7 @@ import dataclasses
 
 from specjax.decode.commit import commit
 from specjax.decode.draft import draft
+from specjax.decode.forward import Part
 from specjax.decode.state import DecodeState
 from specjax.decode.step_spec import StepSpec
 from specjax.decode.submit import submit
@@ -14,15 +15,22 @@ from specjax.types import DecoderParams, StepInfo
 
 
 def step(
-    spec: StepSpec, params: DecoderParams, state: DecodeState
+    spec: StepSpec,
+    params: DecoderParams,
+    state: DecodeState,
+    beside: Part | None = None,
 ) -> tuple[DecodeState, StepInfo]:
-    """Advances every active row by 1 to K + 1 tokens."""
+    """Advances every active row by 1 to K + 1 tokens.
+
+    Args:
+      beside: prompt tokens of rows that are not active, for the target to take along.
+    """
     state, drafted = draft(
         spec.drafter, params.drafter, state, spec.num_speculative_tokens
     )
     if spec.max_drafts is not None:
         proposal = submit(drafted.proposal, state.rules, spec.max_drafts)
         drafted = drafted._replace(proposal=proposal)
-    cache, verification = verify(spec, params.target, state, drafted.proposal)
+    cache, verification = verify(spec, params.target, state, drafted.proposal, beside)
     state = dataclasses.replace(state, cache=cache)
     return commit(state, spec.drafter, drafted, verification)

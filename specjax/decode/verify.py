@@ -14,7 +14,13 @@ from pallas_kernels.ragged import tokens_of
 from specjax.cache.paged import PagedKVCache
 from specjax.decode.accept import accept_by_equality
 from specjax.decode.buckets import in_buckets, round_up
-from specjax.decode.forward import forward, logits, make_batch, make_tree_batch
+from specjax.decode.forward import (
+    Part,
+    forward,
+    logits,
+    make_batch,
+    make_tree_batch,
+)
 from specjax.decode.rules import Target, choose_by_row, decide, is_decided_by
 from specjax.decode.state import DecodeState
 from specjax.decode.step_spec import StepSpec
@@ -43,9 +49,16 @@ class Verification(NamedTuple):
 
 
 def verify(
-    spec: StepSpec, params: Params, state: DecodeState, proposal: Proposal
+    spec: StepSpec,
+    params: Params,
+    state: DecodeState,
+    proposal: Proposal,
+    beside: Part | None = None,
 ) -> tuple[PagedKVCache, Verification]:
     """Runs the target over each active row's root and drafts, and applies the row's rule.
+
+    Args:
+      beside: prompt tokens of other rows, to run through the same matmuls.
 
     Returns:
       The cache with the keys and values of all nodes written, lengths unchanged.
@@ -60,6 +73,7 @@ def verify(
         max_tokens_per_row=proposal.num_nodes,
         token_bucket=spec.token_bucket,
         tensor_axis=spec.tensor_axis,
+        beside=beside,
     )
     nodes = _nodes(state, proposal, batch, hidden)
     flat = tokens_of(batch.row_starts, batch.token_ids.shape[0], proposal.num_nodes)

@@ -1,32 +1,55 @@
-"""The engine: while requests remain, admit -> prefill -> burst -> collect."""
+"""The loop: admit -> send -> read back, one burst ahead of what was read."""
 
 from __future__ import annotations
 
 import collections
+import dataclasses
+import functools
+import heapq
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax.decode.decoder import Decoder
-from specjax.decode.state import Admission
+from specjax.decode.state import Admission, DecodeState
 from specjax.engine.request import Request, TokenLogProbs
+from specjax.engine.scheduler import PLACES, Chunk, Row, Scheduler
 from specjax.engine.speculation_policy import Load, SpeculationPolicy
 from specjax.progress import Report
 from specjax.sampling import RowSampling, empty_row_values
 from specjax.types import DecoderParams, Plan, StepInfo
 
-# Prompt tokens a row gets per prefill call: several rows at once, or one long row.
-PREFILL_WIDTHS = (64, 256)
-PREFILL_PLACES = 8
+# Calls of prompt chunks that rows wait for, which could decode already but have not yet
+# begun: a batch that starts together then needs no mixed step.
+PATIENCE = 8
 
 
-class Engine:
-    """Runs requests on the rows of one decoder, first come first served.
+@dataclasses.dataclass
+class Flight:
+    """A burst that was sent and not read back, or is about to be sent."""
 
-    More requests than rows wait. A request is let in when its shard has pages for
-    every token it may ever hold, so a burst never runs dry and nothing is preempted.
+    rows: list[Row]
+    depth: int  # K
+    num_steps: int  # at most
+    least: int  # tokens that each row gains, unless it ends
+    report: StepInfo | None = None
+    num_steps_run: Any = None  # i32[], on the device
+    sent_at: float = 0.0  # time.perf_counter()
+
+    @property
+    def growth(self) -> int:
+        """Tokens that each row gains at most."""
+        return self.num_steps * (1 + self.depth)
+
+
+class Loop:
+    """Runs requests on the rows of one decoder.
+
+    While the device runs a burst the next one is planned and sent; then the first is
+    read back. Rows that ended meanwhile do nothing in the second.
     """
 
     def __init__(
@@ -37,17 +60,37 @@ class Engine:
         *,
         on_progress: Report = lambda what, done, total: None,
     ):
+        config = decoder.engine_config
         self.decoder = decoder
         self.params = decoder.place_params(params)
         self.policy = policy
-        self.run_s = 0.0  # seconds in compiled calls and in reading them back, compiling left out
+        self.run_s = 0.0  # seconds in `step`, compiling left out
+        self.num_prefilled = (
+            0  # prompt tokens that were fed, those that were found left out
+        )
+        self.num_preemptions = 0
         self._on_progress = on_progress
         self._state = decoder.init()
-        self._waiting: collections.deque[Request] = collections.deque()
-        self._rows: list[Request | None] = [None] * decoder.sizes.rows
-        self._free_pages = [
-            decoder.sizes.num_pages // decoder.num_shards
-        ] * decoder.num_shards
+        self.scheduler = Scheduler(
+            decoder.sizes,
+            decoder.num_shards,
+            shares_prefixes=config.prefix_caching,
+            needs_drafter=bool(jax.tree.leaves(self._state.drafter)),
+        )
+        self._flights: collections.deque[Flight] = collections.deque()
+        self._num_prompt_tokens = 0  # of those rows that are being prefilled
+        self._read_at = 0.0  # time.perf_counter()
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap
+
+    def check(self, request: Request) -> None:
+        """Raises ValueError for a request that could never fit."""
+        most = self.scheduler.most_tokens
+        if request.max_length > most:
+            raise ValueError(
+                f"prompt of {len(request.prompt_token_ids)} tokens and max_tokens={request.params.max_tokens!r} need "
+                f"{request.max_length} tokens of context, the pool holds {most} for one row; lower max_tokens, "
+                "shorten the prompt or raise num_pages."
+            )
 
     def add(self, request: Request) -> None:
         """Queues a request.
@@ -55,163 +98,235 @@ class Engine:
         Raises:
           ValueError: it could never fit.
         """
-        sizes = self.decoder.sizes
-        pool_tokens = sizes.num_pages // self.decoder.num_shards * sizes.page_size
-        most = min(sizes.max_length, pool_tokens) - sizes.tree_slots
-        if request.max_length > most:
-            raise ValueError(
-                f"prompt of {len(request.prompt_token_ids)} tokens and max_tokens={request.params.max_tokens!r} need "
-                f"{request.max_length} tokens of context, the pool holds {most} for one row; lower max_tokens, "
-                "shorten the prompt or raise num_pages."
-            )
-        self._waiting.append(request)
+        self.check(request)
+        self.scheduler.waiting.push(request)
+        if request.deadline is not None and request.arrival is not None:
+            entry = request.deadline, request.arrival, request
+            heapq.heappush(self._deadlines, entry)
+
+    def abort(self, request: Request, reason: str = "abort") -> bool:
+        """Ends a request with the tokens it has; its pages are free at once.
+
+        Returns:
+          Whether it was still waiting or running.
+        """
+        if request.is_finished:
+            return False
+        row = self._row_of(request)
+        if row is not None:
+            self.scheduler.release(row)
+        elif not self.scheduler.waiting.remove(request):
+            return False
+        request.end(reason)
+        return True
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting) or any(
-            r is not None and not r.is_finished for r in self._rows
+        return bool(
+            len(self.scheduler.waiting) or self.scheduler.occupied or self._flights
         )
 
     def run(self, *, max_burst_steps: int | None = None) -> Iterator[list[Request]]:
-        """Runs until nothing is left; after each burst yields the requests that moved."""
+        """Runs until nothing is left; after each step yields the requests that moved."""
         while self.has_work:
             yield self.step(max_burst_steps)
 
     def step(self, max_burst_steps: int | None = None) -> list[Request]:
-        """Admits, prefills and runs one burst; returns the requests it advanced."""
-        # The decoder may serve other engines in turn.
+        """Admits, sends what there is to do, and reads back the burst before it.
+
+        Returns:
+          The requests that were advanced or ended.
+        """
+        # The decoder may serve other loops in turn.
         self.decoder.on_compile = lambda what: self._on_progress(
             f"compiling the {what}", 0, 0
         )
-        compiled_before = self.decoder.compile_s
-        start = time.perf_counter()
-        admitted = self._exchange_rows()
-        self._prefill(admitted)
-        moved = self._burst(admitted, max_burst_steps)
-        self.run_s += (
-            time.perf_counter() - start - (self.decoder.compile_s - compiled_before)
-        )
-        return moved
+        compiled_before, start = self.decoder.compile_s, time.perf_counter()
+        moved = self._end_overdue()
+        self._admit()
+        is_sent = self._send(max_burst_steps)
+        while len(self._flights) > is_sent:
+            moved += self._read()
+        compiled = self.decoder.compile_s - compiled_before
+        self.run_s += time.perf_counter() - start - compiled
+        return list(dict.fromkeys(moved))
 
-    def _exchange_rows(self) -> dict[int, Request]:
-        """Releases ended rows and admits waiting requests; returns those admitted, by row."""
-        ended = {
-            r: q for r, q in enumerate(self._rows) if q is not None and q.is_finished
-        }
-        for row, request in ended.items():
-            self._free_pages[self._shard(row)] += self._pages_needed(request)
-            self._rows[row] = None
-        admitted = {}
-        while self._waiting:
-            row = self._find_row(self._waiting[0])
-            if row is None:
-                break
-            request = self._waiting.popleft()
-            self._rows[row] = request
-            self._free_pages[self._shard(row)] -= self._pages_needed(request)
-            admitted[row] = request
-        if not ended and not admitted:
-            return {}
-        release_mask = np.zeros(len(self._rows), bool)
-        release_mask[list(ended)] = True
-        admission = make_admission(self.decoder, admitted)
-        self._state, is_out = self.decoder.exchange(
-            self._state, release_mask, admission
-        )
-        assert not np.any(np.asarray(is_out)), "the host's count of free pages is wrong"
-        return admitted
+    def _row_of(self, request: Request) -> Row | None:
+        rows = self.scheduler.occupied
+        return next((row for row in rows if row.request is request), None)
 
-    def _find_row(self, request: Request) -> int | None:
-        """Returns an empty row of the shard with most free pages, None when the request must wait."""
-        shards = sorted(
-            range(self.decoder.num_shards), key=lambda s: -self._free_pages[s]
+    def _end_overdue(self) -> list[Request]:
+        """Ends the requests whose time is over."""
+        ended = []
+        while self._deadlines and self._deadlines[0][0] <= time.perf_counter():
+            request = heapq.heappop(self._deadlines)[-1]
+            if self.abort(request, "deadline"):
+                ended.append(request)
+        return ended
+
+    def _admit(self) -> None:
+        steps = self.decoder.sizes.burst_steps
+        admitted = self.scheduler.admit(
+            steps * (1 + self.policy.max_speculative_tokens)
         )
-        for shard in shards:
-            if self._free_pages[shard] < self._pages_needed(request):
+        self._num_prompt_tokens += sum(row.num_to_prefill for row in admitted)
+        for admission in make_admissions(self.decoder, admitted):
+            self._state = self.decoder.admit(self._state, admission)
+
+    def _send(self, max_burst_steps: int | None) -> bool:
+        """Sends the next chunk of prompts, a burst, or both; returns whether anything was sent."""
+        scheduler, config = self.scheduler, self.decoder.engine_config
+        rows = scheduler.decoding
+        num_left = scheduler.num_to_prefill
+        if not num_left:
+            return self._send_burst(rows, max_burst_steps)
+        has_begun = any(row.is_decoding for row in rows)
+        is_long = num_left > PATIENCE * scheduler.tokens_per_chunk
+        is_mixed = config.mixed_prefill and config.numerics != "invariant"
+        is_mixed = is_mixed and bool(rows) and (has_begun or is_long)
+        if is_mixed and (flight := self._reserve(rows, 1, 1)) is not None:
+            self._fly(flight, self._mixed)
+            return True
+        if is_mixed and self._flights:
+            return False  # there may be room once they are read
+        chunk = self._next_chunk()
+        self._state = self.decoder.prefill(
+            self.params,
+            self._state,
+            scheduler.block_table.copy(),
+            chunk.row_ids,
+            chunk.counts,
+            max_tokens_per_row=chunk.width,
+        )
+        return True
+
+    def _next_chunk(self, most_places: int = PLACES) -> Chunk:
+        """Returns the next prompt tokens to send, and says how far prompts are."""
+        total, scheduler = self._num_prompt_tokens, self.scheduler
+        self._on_progress("prefill", total - scheduler.num_to_prefill, total)
+        chunk = scheduler.next_chunk(most_places)
+        self.num_prefilled += int(chunk.counts.sum())
+        if not scheduler.num_to_prefill:
+            self._on_progress("prefill", total, total)
+            self._num_prompt_tokens = 0
+        return chunk
+
+    def _mixed(self, plan: Plan):
+        # One prompt at a time: padding would cost the rows that decode beside it.
+        chunk = self._next_chunk(most_places=1)
+        return self.decoder.mixed(
+            self.params,
+            self._state,
+            plan,
+            chunk.row_ids,
+            chunk.counts,
+            max_tokens_per_row=chunk.width,
+        )
+
+    def _send_burst(self, rows: list[Row], max_burst_steps: int | None) -> bool:
+        if not rows:
+            return False
+        load = Load(
+            num_decoding_rows=len(rows), num_waiting=len(self.scheduler.waiting)
+        )
+        depth = self.policy.choose(load)
+        if depth > 0 and not any(row.request.draft_cap for row in rows):
+            depth = 0  # nobody wants drafts: plain decoding's own executable
+        limit = self.decoder.sizes.burst_steps
+        left = max(row.num_left for row in rows)
+        num_steps = min(limit, max_burst_steps or limit, left)
+        flight = self._reserve(rows, num_steps, 1 + depth)
+        if flight is None:
+            return False
+        burst = functools.partial(
+            self.decoder.burst, self.params, num_speculative_tokens=depth
+        )
+        self._fly(flight, lambda plan: burst(self._state, plan))
+        return True
+
+    def _reserve(self, rows: list[Row], num_steps: int, width: int) -> Flight | None:
+        """Takes the pages for steps of at most `width` tokens per row; None where there are none now.
+
+        Where pages are short, what was sent is read back first, and then fewer steps are
+        planned, and last a row is preempted; it is taken out of `rows`.
+        """
+        scheduler = self.scheduler
+        while rows:
+            # A burst may end with the first step in which a row does.
+            least = 1 if len(scheduler.waiting) else num_steps
+            lacking = scheduler.reserve(rows, num_steps * width, least)
+            if not lacking:
+                return Flight(rows, width - 1, num_steps, least)
+            if self._flights:
+                return None
+            if num_steps > 1:
+                num_steps //= 2
                 continue
-            for row, occupant in enumerate(self._rows):
-                if occupant is None and self._shard(row) == shard:
-                    return row
+            shard = next(shard for shard, count in enumerate(lacking) if count)
+            own = [row for row in scheduler.occupied if row.shard == shard]
+            row = scheduler.last_in(own)
+            scheduler.preempt(row)
+            self.num_preemptions += 1
+            if row in rows:
+                rows.remove(row)
         return None
 
-    def _prefill(self, admitted: dict[int, Request]) -> None:
-        """Feeds the prompts of new rows, all but their last tokens."""
-        remaining = {
-            row: len(request.prompt_token_ids) - 1 for row, request in admitted.items()
-        }
-        remaining = {row: count for row, count in remaining.items() if count > 0}
-        total = sum(remaining.values())
-        num_shards = self.decoder.num_shards
-        rows_per_shard = len(self._rows) // num_shards
-        while remaining:
-            self._on_progress("prefill", total - sum(remaining.values()), total)
-            by_shard = [
-                [r for r in remaining if self._shard(r) == shard]
-                for shard in range(num_shards)
-            ]
-            is_single = max(len(rows) for rows in by_shard) == 1
-            places = 1 if is_single else min(PREFILL_PLACES, rows_per_shard)
-            narrow, wide = PREFILL_WIDTHS
-            width = (
-                wide if is_single and max(remaining.values()) >= 2 * narrow else narrow
-            )
-            row_ids = np.full((num_shards, places), rows_per_shard, np.int32)
-            counts = np.zeros((num_shards, places), np.int32)
-            for shard, candidates in enumerate(by_shard):
-                for place, row in enumerate(candidates[:places]):
-                    row_ids[shard, place] = row % rows_per_shard
-                    counts[shard, place] = min(width, remaining[row])
-                    remaining[row] -= int(counts[shard, place])
-            self._state = self.decoder.prefill(
-                self.params,
-                self._state,
-                row_ids.reshape(-1),
-                counts.reshape(-1),
-                max_tokens_per_row=width,
-            )
-            remaining = {row: count for row, count in remaining.items() if count > 0}
-        if total:
-            self._on_progress("prefill", total, total)
-
-    def _burst(
-        self, admitted: dict[int, Request], max_burst_steps: int | None
-    ) -> list[Request]:
-        running = {
-            r: q
-            for r, q in enumerate(self._rows)
-            if q is not None and not q.is_finished
-        }
-        load = Load(num_decoding_rows=len(running), num_waiting=len(self._waiting))
-        depth = self.policy.choose(load)
-        if depth > 0 and not any(request.draft_cap for request in running.values()):
-            depth = 0  # nobody wants drafts: plain decoding's own executable
-        activate = np.zeros(len(self._rows), bool)
-        activate[list(admitted)] = True
-        limit = self.decoder.sizes.burst_steps
+    def _fly(
+        self,
+        flight: Flight,
+        launch: Callable[[Plan], tuple[DecodeState, StepInfo, Any]],
+    ) -> None:
+        """Sends steps for which pages were reserved."""
+        scheduler = self.scheduler
+        activate, keep = np.zeros((2, len(scheduler.rows)), bool)
+        activate[[row.index for row in flight.rows if not row.is_decoding]] = True
+        keep[[row.index for row in scheduler.occupied]] = True
         plan = Plan(
-            num_steps=np.int32(min(limit, max_burst_steps or limit)),
-            stop_when_finished=np.bool_(bool(self._waiting)),
+            num_steps=np.int32(flight.num_steps),
+            stop_when_finished=np.bool_(len(scheduler.waiting) > 0),
             activate=activate,
+            keep=keep,
+            block_table=scheduler.block_table.copy(),
         )
-        compiled_before = self.decoder.compile_s
-        start = time.perf_counter()
-        self._state, report, num_steps = self.decoder.burst(
-            self.params, self._state, plan, num_speculative_tokens=depth
-        )
-        num_steps = int(num_steps)
-        num_committed = collect(report, num_steps, running)
-        seconds = (
-            time.perf_counter() - start - (self.decoder.compile_s - compiled_before)
-        )
-        self.policy.observe(depth, num_steps, num_committed, seconds)
-        return list(running.values())
+        compiled_before, start = self.decoder.compile_s, time.perf_counter()
+        self._state, flight.report, flight.num_steps_run = launch(plan)
+        flight.sent_at = start + self.decoder.compile_s - compiled_before
+        for row in flight.rows:
+            row.is_decoding = True
+        self._flights.append(flight)
 
-    def _shard(self, row: int) -> int:
-        return row // (len(self._rows) // self.decoder.num_shards)
+    def _read(self) -> list[Request]:
+        """Reads back the burst that was sent first; returns the requests it advanced."""
+        flight, scheduler = self._flights.popleft(), self.scheduler
+        assert flight.report is not None
+        num_steps = int(np.asarray(flight.num_steps_run))
+        read_at = time.perf_counter()
+        seconds = read_at - max(flight.sent_at, self._read_at)
+        self._read_at = read_at
+        for row in flight.rows:
+            row.flying_most -= flight.growth
+            row.flying_least -= flight.least
+        # Others were aborted or preempted since.
+        rows = [row for row in flight.rows if scheduler.rows[row.index] is row]
+        requests = {row.index: row.request for row in rows}
+        num_committed = collect(flight.report, num_steps, requests)
+        if num_steps:
+            drafter_lengths = np.asarray(flight.report.drafter_lengths)[num_steps - 1]
+            for row in rows:
+                self._update(row, int(drafter_lengths[row.index]))
+        self.policy.observe(flight.depth, num_steps, num_committed, seconds)
+        return [row.request for row in rows]
 
-    def _pages_needed(self, request: Request) -> int:
-        sizes = self.decoder.sizes
-        return -(-(request.max_length + sizes.tree_slots) // sizes.page_size)
+    def _update(self, row: Row, drafter_length: int) -> None:
+        """Takes over what its request has by now."""
+        request, scheduler = row.request, self.scheduler
+        num_known = len(row.token_ids) - len(request.prompt_token_ids)
+        new = request.output_token_ids[num_known:]
+        scheduler.take_tokens(row, new, drafter_length)
+        if request.is_finished:
+            scheduler.release(row, forgets=request.finish_reason == "error")
+        else:
+            scheduler.shrink(row)
 
 
 def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> int:
@@ -283,27 +398,48 @@ def _describe(
     )
 
 
-def make_admission(decoder: Decoder, requests: dict[int, Request]) -> Admission:
-    """Returns the arrays that let requests into rows, by row."""
-    sizes = decoder.sizes
-    rows = sizes.rows
-    history = np.zeros((rows, sizes.max_length), np.int32)
-    mask = np.zeros(rows, bool)
-    max_lengths, draft_caps, rules = (np.zeros(rows, np.int32) for _ in range(3))
-    sampling: dict[str, Any] = empty_row_values(rows, decoder.engine_config)
-    for row, request in requests.items():
-        mask[row] = True
-        history[row, : len(request.prompt_token_ids)] = request.prompt_token_ids
-        max_lengths[row] = request.max_length
-        draft_caps[row] = request.draft_cap
-        rules[row] = request.rule
-        for name, value in request.sampling_values.items():
-            sampling[name][row] = value
+def make_admissions(decoder: Decoder, rows: Sequence[Row]) -> Iterator[Admission]:
+    """Yields what lets requests into rows: PLACES of each shard at once, or one."""
+    by_shard = [
+        [row for row in rows if row.shard == shard]
+        for shard in range(decoder.num_shards)
+    ]
+    most = max(map(len, by_shard))
+    places = 1 if most == 1 else min(PLACES, decoder.sizes.rows // decoder.num_shards)
+    for first in range(0, most, places):
+        yield make_admission(
+            decoder, [own[first : first + places] for own in by_shard], places
+        )
+
+
+def make_admission(
+    decoder: Decoder, by_shard: Sequence[Sequence[Row]], places: int
+) -> Admission:
+    """Returns the arrays that let requests into rows, at most `places` of each shard."""
+    sizes, num_shards = decoder.sizes, decoder.num_shards
+    rows_per_shard = sizes.rows // num_shards
+    count = num_shards * places
+    history = np.zeros((count, sizes.max_length), np.int32)
+    row_ids = np.full(count, rows_per_shard, np.int32)
+    max_lengths, draft_caps, rules, lengths = np.zeros((4, count), np.int32)
+    sampling: dict[str, Any] = empty_row_values(count, decoder.engine_config)
+    for shard, own in enumerate(by_shard):
+        for place, row in enumerate(own, start=shard * places):
+            request = row.request
+            row_ids[place] = row.index % rows_per_shard
+            history[place, : len(row.token_ids)] = row.token_ids
+            max_lengths[place] = request.max_length
+            draft_caps[place] = request.draft_cap
+            rules[place] = request.rule
+            lengths[place] = row.num_prefilled
+            for name, value in request.sampling_values.items():
+                sampling[name][place] = value
     return Admission(
-        mask=mask,
+        row_ids=row_ids,
         history=history,
         sampling=RowSampling(**sampling),
         max_lengths=max_lengths,
         draft_caps=draft_caps,
         rules=rules,
+        lengths=lengths,
     )

@@ -165,7 +165,7 @@ class SelfCheck:
         return dataclasses.asdict(self) | {"z_score": self.z_score}
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Request:
     """A sequence to be sampled; a row's occupant while it runs."""
 
@@ -192,10 +192,25 @@ class Request:
         default_factory=list
     )  # text that may be shown
     first_token_at: float | None = None  # time.perf_counter()
+    priority: int = 0  # the lowest goes first
+    deadline: float | None = None  # time.perf_counter() at which it is given up
+    arrival: int | None = None  # its number in the queue, once it was there
+    num_preemptions: int = 0
 
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Returns prompt and output so far."""
+        return [*self.prompt_token_ids, *self.output_token_ids]
+
+    def end(self, reason: str) -> None:
+        """Ends it from outside, with the output it has."""
+        self.finish_reason = reason
+        if self.text is not None:
+            self.shown.append(Piece(self.text.finish(), False))
 
     def take_step(
         self,

@@ -536,13 +536,14 @@ def test_one_trace_per_executable(target, draft, num_prompts, longest):
             assert build_decoder.cache_info().currsize == 1
     rows = min(max(num_prompts), ENGINE.max_rows)
     assert stream._decoder.traces == {
-        ("exchange",): 1,
+        ("admit", 1): 1,
+        ("admit", rows): 1,
         ("prefill", rows, 64): 1,
         ("prefill", 1, 64): 1,
         ("prefill", 1, 256): 1,
         ("burst", 0): 1,
         ("burst", 3): 1,
-    }
+    } | {key: 1 for key in stream._decoder.traces if key[0] == "mixed"}
 
 
 def test_progress_is_told(target):

@@ -24,7 +24,7 @@ from specjax.config import EngineConfig, SamplingParams
 from specjax.decode.decoder import Decoder, Sizes
 from specjax.decode.step import step
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
-from specjax.engine.loop import make_admission
+from specjax.engine.fixed_batch import begin
 from specjax.engine.request import Request
 from specjax.sampling import RowSampling, process_logits, row_values, target_probs
 from specjax.trees import static_shapes
@@ -138,8 +138,8 @@ class Sampler:
         self.params = DecoderParams(target.params, draft.params if is_model else ())
         # Room behind the tokens that are looked at, or the end would cut the trees.
         max_length = len(PROMPT) + NUM_TOKENS + 12
-        requests = {
-            row: Request(
+        requests = [
+            Request(
                 prompt_index=row,
                 sample_index=0,
                 prompt_token_ids=PROMPT,
@@ -155,19 +155,8 @@ class Sampler:
                     [each] * ROWS_PER_COMBINATION for each in self.combinations
                 )
             )
-        }
-        state, _ = self.decoder.exchange(
-            self.decoder.init(),
-            np.zeros(rows, bool),
-            make_admission(self.decoder, requests),
-        )
-        self.state = self.decoder.prefill(
-            self.params,
-            state,
-            np.arange(rows, dtype=np.int32),
-            np.full(rows, len(PROMPT) - 1, np.int32),
-            max_tokens_per_row=8,
-        )
+        ]
+        self.state = begin(self.decoder, self.params, requests)
         self._begun = jnp.array(self.state.cache.lengths)
         self._run = jax.jit(self._steps, donate_argnums=1)
 

@@ -24,7 +24,14 @@ LAYERS = (
     # The public names; nothing below may import the package itself.
     ("specjax",),
     # What users call.
-    ("specjax.generation", "specjax.rl", "specjax.training"),
+    (
+        "specjax.generation",
+        "specjax.results",
+        "specjax.rl",
+        "specjax.serving",
+        "specjax.setup",
+        "specjax.training",
+    ),
     # Host side: queues, policies, from names to drafters.
     (
         "specjax.engine",

@@ -56,7 +56,13 @@ def test_pytrees_keep_their_fields():
     doubled = jax.tree.map(lambda leaf: 2 * leaf, proposal)
     assert doubled.num_tokens.tolist() == [2, 2]
     assert doubled.probs is None
-    plan = Plan(num_steps=3, stop_when_finished=True, activate=(False, True))
+    plan = Plan(
+        num_steps=3,
+        stop_when_finished=True,
+        activate=(False, True),
+        keep=(True, True),
+        block_table=(5, 6),
+    )
     leaves, structure = jax.tree.flatten(plan)
-    assert leaves == [3, True, False, True]
+    assert leaves == [3, True, False, True, True, True, 5, 6]
     assert jax.tree.unflatten(structure, leaves) == plan

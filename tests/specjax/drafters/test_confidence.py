@@ -13,7 +13,7 @@ from specjax.config import EngineConfig, SamplingParams
 from specjax.decode.decoder import Decoder, Sizes
 from specjax.decode.draft import draft
 from specjax.drafters.spec import ModelDrafter
-from specjax.engine.loop import make_admission
+from specjax.engine.fixed_batch import begin
 from specjax.engine.request import Request
 from specjax.sampling import row_values
 from specjax.trees.static_shapes import from_widths
@@ -37,8 +37,8 @@ def proposal_of(name, rule):
         model.config, spec, sizes, ENGINE, rules=(REJECTION,), max_drafts=8
     )
     params = SamplingParams(temperature=1, max_tokens=9)
-    requests = {
-        row: Request(
+    requests = [
+        Request(
             prompt_index=row,
             sample_index=0,
             prompt_token_ids=PROMPT,
@@ -56,18 +56,9 @@ def proposal_of(name, rule):
             ),
         )
         for row in range(ROWS)
-    }
+    ]
     weights = DecoderParams(model.params, model.params)
-    state, _ = decoder.exchange(
-        decoder.init(), np.zeros(ROWS, bool), make_admission(decoder, requests)
-    )
-    state = decoder.prefill(
-        weights,
-        state,
-        np.arange(ROWS, dtype=np.int32),
-        np.full(ROWS, len(PROMPT) - 1, np.int32),
-        max_tokens_per_row=4,
-    )
+    state = begin(decoder, weights, requests)
     state = dataclasses.replace(state, is_active=jnp.ones(ROWS, bool))
     drafter = decoder.step_spec(DEPTH).drafter
     run = jax.jit(lambda state: draft(drafter, model.params, state, DEPTH)[1].proposal)

@@ -1,0 +1,46 @@
+"""A mixed step: rows decode plainly while the prompts of others are prefilled beside them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specjax.decode.forward import Part
+from specjax.decode.prefill import prompt_batch, take_prompt
+from specjax.decode.state import DecodeState, follow
+from specjax.decode.step import step
+from specjax.decode.step_spec import StepSpec
+from specjax.types import DecoderParams, Plan, StepInfo
+
+
+def mixed_step(
+    spec: StepSpec,
+    prompt_spec: StepSpec,
+    params: DecoderParams,
+    state: DecodeState,
+    plan: Plan,
+    row_ids: Array,
+    counts: Array,
+    *,
+    max_tokens_per_row: int,
+) -> tuple[DecodeState, StepInfo, Array]:
+    """Follows the plan, runs one step, and feeds prompt tokens through the same matmuls.
+
+    The weights are read once for both: new requests do not hold up those that decode.
+
+    Args:
+      spec: of the step; K = 0, since the prompt's tokens already fill the matmuls.
+      prompt_spec: whose drafter sees the prompt.
+      row_ids, counts, max_tokens_per_row: as for `prefill`; none of these rows is active.
+
+    Returns:
+      As `burst`, of one step.
+    """
+    state = follow(state, plan)
+    batch = prompt_batch(prompt_spec, state, row_ids, counts, max_tokens_per_row)
+    state, info = step(spec, params, state, Part(batch, max_tokens_per_row))
+    state = take_prompt(
+        prompt_spec, params, state, batch, row_ids, counts, max_tokens_per_row
+    )
+    return state, jax.tree.map(lambda leaf: leaf[None], info), jnp.int32(1)

@@ -1,0 +1,382 @@
+"""Who runs where: requests to rows, rows to pages, prompts to chunks. No jax, no waiting.
+
+It knows the work that was sent to the device and not yet read back only by what it can
+do at most: a row's `most` tokens. Pages are taken for that, before work is sent, so that a
+burst cannot run dry; what turned out not to be needed goes back when it was read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from specjax.cache.paged import NO_PAGE
+from specjax.decode.decoder import Sizes
+from specjax.engine.pages import ROOT, PagePool, Prefix
+from specjax.engine.request import Request
+from specjax.engine.waiting import WaitingQueue
+
+# Prompt tokens a row gets per call: several rows at once, or one long row.
+NARROW, WIDE = 64, 256
+PLACES = 8
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """A request in its place in the batch."""
+
+    index: int
+    shard: int
+    request: Request
+    token_ids: list[int]  # prompt and output, as far as they were read back
+    pages: list[int]
+    # Tokens whose keys and values are there after the work sent so far; all but the
+    # last of token_ids once the row decodes.
+    num_prefilled: int
+    num_drafter_final: int  # of them, those that the drafter has too
+    # Tokens that the work sent and not read back adds: at most, and at least unless it ends.
+    flying_most: int = 0
+    flying_least: int = 0
+    is_decoding: bool = False  # has begun to
+    last_prefix: int = ROOT
+    num_remembered: int = (
+        0  # pages that can be found by their tokens, or were another's
+    )
+
+    @property
+    def most(self) -> int:
+        """Tokens it can have after the work sent so far."""
+        return min(len(self.token_ids) + self.flying_most, self.request.max_length)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens it can have left to decode after the work sent so far; at most 0 if none."""
+        return self.request.max_length - len(self.token_ids) - self.flying_least
+
+    @property
+    def num_to_prefill(self) -> int:
+        """Tokens to feed before it can decode: the last one is the first step's root."""
+        return len(self.token_ids) - 1 - self.num_prefilled
+
+
+class Chunk(NamedTuple):
+    """Prompt tokens for one call; arrays lead with [places], each shard's own ones in a run."""
+
+    row_ids: np.ndarray  # i32, of the shard; its number of rows in an unused place
+    counts: np.ndarray  # i32
+    width: int  # most tokens of a place
+
+
+class Scheduler:
+    """The queue, the rows, and the pages of every shard.
+
+    Args:
+      num_shards: of the mesh's data axis: rows and pages are split over it evenly.
+      shares_prefixes: whether rows may read pages that others filled.
+      needs_drafter: whether such pages must hold the drafter's keys and values too.
+    """
+
+    def __init__(
+        self,
+        sizes: Sizes,
+        num_shards: int = 1,
+        *,
+        shares_prefixes: bool = True,
+        needs_drafter: bool = False,
+    ):
+        self.sizes = sizes
+        self.waiting = WaitingQueue()
+        self.rows: list[Row | None] = [None] * sizes.rows
+        self.pools = [
+            PagePool(sizes.num_pages // num_shards, sizes.page_size)
+            for _ in range(num_shards)
+        ]
+        self.block_table = np.full((sizes.rows, sizes.pages_per_row), NO_PAGE, np.int32)
+        self._shares_prefixes = shares_prefixes
+        self._needs_drafter = needs_drafter
+        self._prefilling: list[Row] = []  # in order of admission
+
+    @property
+    def rows_per_shard(self) -> int:
+        return len(self.rows) // len(self.pools)
+
+    @property
+    def occupied(self) -> list[Row]:
+        return [row for row in self.rows if row is not None]
+
+    @property
+    def decoding(self) -> list[Row]:
+        """Rows whose prompts are fed by the work sent so far, and that may have tokens left."""
+        waiting = set(self._prefilling)
+        return [
+            row
+            for row in self.rows
+            if row is not None and row not in waiting and row.num_left > 0
+        ]
+
+    @property
+    def num_to_prefill(self) -> int:
+        return sum(row.num_to_prefill for row in self._prefilling)
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        """Prompt tokens of one call, of each shard."""
+        return min(PLACES, self.rows_per_shard) * NARROW
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of prompt and output that one request may have at most."""
+        pool = self.pools[0]
+        slots = min(self.sizes.max_length, pool.num_pages * pool.page_size)
+        return slots - self.sizes.tree_slots
+
+    # Rows
+
+    def admit(self, growth: int) -> list[Row]:
+        """Lets waiting requests into rows, in their order, until one has to wait.
+
+        A request waits for a row; for pages that hold its tokens and the `growth` of one
+        burst, without taking those that the running rows need to grow likewise; and for
+        work to be sent that fills pages it can share.
+        """
+        admitted = []
+        while (request := self.waiting.first()) is not None:
+            row = self._place(request, growth)
+            if row is None:
+                break
+            self.waiting.remove(request)
+            self.rows[row.index] = row
+            self._set_table(row)
+            self._announce_prefixes(row)
+            if row.num_to_prefill:
+                self._prefilling.append(row)
+            admitted.append(row)
+        return admitted
+
+    def release(self, row: Row, *, forgets: bool = False) -> None:
+        """Empties a row; its pages can be taken at once.
+
+        Args:
+          forgets: nobody is to read what it wrote.
+        """
+        assert self.rows[row.index] is row
+        self.rows[row.index] = None
+        if forgets:
+            self.pools[row.shard].forget(row.pages)
+        self.pools[row.shard].give_back(row.pages)
+        row.pages = []
+        self._set_table(row)
+        if row in self._prefilling:
+            self._prefilling.remove(row)
+
+    def preempt(self, row: Row) -> None:
+        """Empties a row whose request goes on later, from the tokens it has."""
+        self.release(row)
+        row.request.num_preemptions += 1
+        self.waiting.push(row.request)
+
+    def last_in(self, rows: Iterable[Row]) -> Row:
+        """Returns whom to preempt: the lowest priority, and among those the latest."""
+        return max(rows, key=lambda row: (row.request.priority, row.request.arrival))
+
+    # Pages
+
+    def reserve(self, rows: Sequence[Row], growth: int, least: int = 0) -> list[int]:
+        """Takes the pages that rows need to gain at most `growth` tokens by work that is sent now.
+
+        Args:
+          least: tokens they gain unless they end.
+
+        Returns:
+          How many pages each shard lacks, if any does: nothing was taken then. Else [].
+        """
+        counts, lacking = self._wanted(rows, growth)
+        if any(lacking):
+            return lacking
+        growing = [pair for pair in zip(rows, counts) if pair[1] > 0]
+        for shard, pool in enumerate(self.pools):
+            own = [pair for pair in growing if pair[0].shard == shard]
+            pages = iter(pool.take(sum(count for _, count in own)))
+            for row, count in own:
+                new = list(itertools.islice(pages, count))
+                num_before = len(row.pages)
+                self.block_table[row.index, num_before : num_before + count] = new
+                row.pages += new
+        for row in rows:
+            row.flying_most += growth
+            row.flying_least += least
+        return []
+
+    def shrink(self, row: Row) -> None:
+        """Gives back the pages that a row cannot need."""
+        (count,), _ = self._wanted([row], 0)
+        if count < 0:
+            self.pools[row.shard].give_back(row.pages[count:])
+            del row.pages[count:]
+            self._set_table(row)
+
+    # Prompts
+
+    def next_chunk(self, most_places: int = PLACES) -> Chunk:
+        """Returns the next prompt tokens to send, of which there are some, and counts them as sent.
+
+        Args:
+          most_places: rows that get some, of each shard.
+        """
+        by_shard = [
+            [row for row in self._prefilling if row.shard == shard]
+            for shard in range(len(self.pools))
+        ]
+        is_single = min(max(map(len, by_shard)), most_places) == 1
+        places = 1 if is_single else min(PLACES, self.rows_per_shard)
+        fed = [row for rows in by_shard for row in rows[:places]]
+        longest = max(row.num_to_prefill for row in fed)
+        width = WIDE if is_single and longest >= 2 * NARROW else NARROW
+        row_ids = np.full((len(self.pools), places), self.rows_per_shard, np.int32)
+        counts = np.zeros_like(row_ids)
+        for shard, rows in enumerate(by_shard):
+            for place, row in enumerate(rows[:places]):
+                row_ids[shard, place] = row.index % self.rows_per_shard
+                counts[shard, place] = min(width, row.num_to_prefill)
+                row.num_prefilled += int(counts[shard, place])
+                row.num_drafter_final = row.num_prefilled
+                self._note_prefixes(row)
+        self._prefilling = [row for row in self._prefilling if row.num_to_prefill]
+        return Chunk(row_ids.reshape(-1), counts.reshape(-1), width)
+
+    # What was read back
+
+    def take_tokens(
+        self, row: Row, token_ids: Sequence[int], drafter_length: int
+    ) -> None:
+        """Takes in tokens of a decoding row, and how many of them its drafter has."""
+        row.token_ids += token_ids
+        row.num_prefilled = len(row.token_ids) - 1
+        row.num_drafter_final = drafter_length
+        self._note_prefixes(row)
+
+    def check(self) -> None:
+        """Asserts that every page is accounted for; for tests."""
+        held = [set() for _ in self.pools]
+        for row in self.occupied:
+            held[row.shard].update(row.pages)
+            assert len(set(row.pages)) == len(row.pages)
+            table = self.block_table[row.index]
+            assert table[: len(row.pages)].tolist() == row.pages
+            assert np.all(table[len(row.pages) :] == NO_PAGE)
+        for pool, pages in zip(self.pools, held):
+            pool.check()
+            assert pool.num_held == len(pages), "a page is held by nobody"
+
+    def _wanted(self, rows: Sequence[Row], growth: int) -> tuple[list[int], list[int]]:
+        """Returns how many pages each row wants to gain tokens, and how many each shard lacks."""
+        size, slots = (
+            self.sizes.page_size,
+            self.sizes.tree_slots + self.sizes.page_size - 1,
+        )
+        counts, lacking = [], [-pool.num_free for pool in self.pools]
+        for row in rows:
+            tokens = len(row.token_ids) + row.flying_most + growth
+            most = row.request.max_length
+            if tokens > most:
+                tokens = most
+            count = (tokens + slots) // size - len(row.pages)
+            counts.append(count)
+            if count > 0:
+                lacking[row.shard] += count
+        return counts, [max(count, 0) for count in lacking]
+
+    def _place(self, request: Request, growth: int) -> Row | None:
+        """Returns a row for a request, with the pages of its tokens; None where it must wait."""
+        token_ids = request.token_ids
+        places = []
+        for shard, pool in enumerate(self.pools):
+            index = self._empty_row(shard)
+            if index is None:
+                continue
+            shared = self._shareable(pool, token_ids)
+            if shared is None:
+                return None
+            places.append((len(shared), pool.num_free, -index, shared))
+        if not places:
+            return None
+        _, _, index, shared = max(places, key=lambda place: place[:3])
+        index = -index
+        shard = index // self.rows_per_shard
+        pool = self.pools[shard]
+        num_shared = len(shared) * self.sizes.page_size
+        row = Row(
+            index,
+            shard,
+            request,
+            token_ids,
+            [prefix.page for prefix in shared],
+            num_prefilled=num_shared,
+            num_drafter_final=num_shared,
+        )
+        if shared:
+            row.last_prefix, row.num_remembered = shared[-1].id, len(shared)
+        running = [other for other in self.occupied if other.shard == shard]
+        pool.hold(row.pages)
+        # Alone it gets what there is: nothing else could be waited for.
+        _, lacking = self._wanted([*running, row], growth if running else 0)
+        if lacking[shard]:
+            pool.give_back(row.pages)
+            return None
+        lacking = self.reserve([row], 0)
+        assert not lacking
+        return row
+
+    def _empty_row(self, shard: int) -> int | None:
+        first = shard * self.rows_per_shard
+        own = range(first, first + self.rows_per_shard)
+        return next((index for index in own if self.rows[index] is None), None)
+
+    def _shareable(
+        self, pool: PagePool, token_ids: Sequence[int]
+    ) -> list[Prefix] | None:
+        """Returns the prefixes whose pages a new row can read; None where some are on their way."""
+        if not self._shares_prefixes:
+            return []
+        found = pool.find(token_ids[:-1])
+        if not all(prefix.is_ready for prefix in found):
+            return None
+        if self._needs_drafter:
+            lacking = [i for i, prefix in enumerate(found) if not prefix.has_drafter]
+            found = found[: lacking[0]] if lacking else found
+        return found
+
+    def _announce_prefixes(self, row: Row) -> None:
+        """Makes the full pages of a prompt findable before they are filled: who shares them waits."""
+        if not self._shares_prefixes:
+            return
+        size, before = self.sizes.page_size, row.last_prefix
+        for place in range(row.num_remembered, (len(row.token_ids) - 1) // size):
+            own = row.token_ids[place * size : (place + 1) * size]
+            prefix = self.pools[row.shard].remember(
+                before, own, row.pages[place], is_ready=False
+            )
+            before = prefix.id
+
+    def _note_prefixes(self, row: Row) -> None:
+        """Makes the pages that are filled by now findable."""
+        if not self._shares_prefixes:
+            return
+        size = self.sizes.page_size
+        for place in range(row.num_remembered, row.num_prefilled // size):
+            prefix = self.pools[row.shard].remember(
+                row.last_prefix,
+                row.token_ids[place * size : (place + 1) * size],
+                row.pages[place],
+                has_drafter=(place + 1) * size <= row.num_drafter_final,
+            )
+            row.last_prefix, row.num_remembered = prefix.id, place + 1
+
+    def _set_table(self, row: Row) -> None:
+        table = self.block_table[row.index]
+        table[: len(row.pages)] = row.pages
+        table[len(row.pages) :] = NO_PAGE

@@ -1,0 +1,45 @@
+"""Requests that wait for a row: by priority, then by arrival."""
+
+from __future__ import annotations
+
+import heapq
+
+from specjax.engine.request import Request
+
+
+class WaitingQueue:
+    """Requests in the order in which they are admitted; every operation takes O(log n).
+
+    The lowest `priority` comes first, and among equals who came first. A request that
+    was preempted keeps its arrival, and so stands before those that came after it.
+    """
+
+    def __init__(self):
+        self._heap: list[tuple[int, int, Request]] = []
+        self._waiting: set[int] = set()  # arrivals; others in the heap were removed
+        self._num_arrived = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, request: Request) -> None:
+        """Queues a request, the first time at the end of its priority."""
+        if request.arrival is None:
+            request.arrival = self._num_arrived
+            self._num_arrived += 1
+        self._waiting.add(request.arrival)
+        heapq.heappush(self._heap, (request.priority, request.arrival, request))
+
+    def first(self) -> Request | None:
+        """Returns who comes next, and leaves it in the queue."""
+        while self._heap and self._heap[0][1] not in self._waiting:
+            heapq.heappop(self._heap)
+        return self._heap[0][2] if self._heap else None
+
+    def remove(self, request: Request) -> bool:
+        """Takes a request out, wherever it stands; returns whether it was there."""
+        if request.arrival not in self._waiting:
+            return False
+        self._waiting.remove(request.arrival)
+        self.first()  # whoever was admitted may be pushed again, and must not be here twice
+        return True

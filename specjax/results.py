@@ -1,0 +1,197 @@
+"""What comes out: completions, the statistics of a call, and chunks of a stream."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from specjax.config import LOSSY_RULES, VERIFICATION_RULES
+from specjax.engine.request import (
+    AcceptanceCounts,
+    Piece,
+    Request,
+    SelfCheck,
+    TokenLogProbs,
+)
+from specjax.requests import Refused
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One sampled sequence."""
+
+    prompt_index: int
+    sample_index: int  # which of the prompt's n
+    text: str | None  # None without a tokenizer
+    token_ids: list[int]  # a stop token included
+    finish_reason: str  # "stop", "length", "error"; "abort" or "deadline" from outside
+    error: str | None
+    logprobs: list[TokenLogProbs] | None
+    # Pass it as SamplingParams.seed to get the same text again; under rules by law, with
+    # the same drafter and K, and without max_drafts_per_step.
+    seed: int
+    acceptance: AcceptanceCounts
+    pieces: list[Piece]  # the text by token, and who proposed each
+    prompt_token_ids: list[int]
+    lossy: str | None = None  # the rule, where the text need not be the target's
+    self_check: SelfCheck | None = None  # where SamplingParams.self_check asks for it
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationStats:
+    """What a call did; seconds are wall time."""
+
+    num_prompts: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    acceptance: AcceptanceCounts
+    run_s: float  # compiled calls and reading them back
+    compile_s: float
+    time_to_first_token_s: float  # of the first request, compiling included
+    num_speculative_tokens: int
+    drafter: str
+    verification: str
+    lossy: tuple[str, ...] = ()  # rules used under which text is not the target's
+    self_check: SelfCheck | None = None  # over all requests that check themselves
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second of run_s."""
+        return self.num_output_tokens / self.run_s if self.run_s else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        return self.acceptance.mean_acceptance_length
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.acceptance.acceptance_rate
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the figures by name, for JSON."""
+        counts = self.acceptance
+        own = {
+            f.name: getattr(self, f.name)
+            for f in dataclasses.fields(self)
+            if f.name not in ("acceptance", "self_check")
+        }
+        if self.self_check is not None:
+            own["self_check"] = self.self_check.to_dict()
+        return own | {
+            "tokens_per_second": self.tokens_per_second,
+            "num_steps": counts.num_steps,
+            "num_drafted": counts.num_drafted,
+            "num_accepted": counts.num_accepted,
+            "acceptance_rate": counts.acceptance_rate,
+            "mean_acceptance_length": counts.mean_acceptance_length,
+            "acceptance_by_position": counts.acceptance_by_position,
+        }
+
+
+class Generation(Sequence[Completion]):
+    """The completions of a call, prompt by prompt and sample by sample, and its statistics."""
+
+    def __init__(self, completions: list[Completion], stats: GenerationStats):
+        self.completions = completions
+        self.stats = stats
+
+    def __getitem__(self, index):
+        return self.completions[index]
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What one request gained since its last chunk."""
+
+    prompt_index: int
+    sample_index: int
+    text: str  # empty when all of it is held back
+    token_ids: list[int]
+    pieces: list[Piece]  # `text` by token
+    finish_reason: str | None
+    error: str | None = None
+    lossy: str | None = None  # as in Completion, from the first draft on
+    completion: Completion | None = None  # all of it, with the last chunk
+
+
+class ChunkWriter:
+    """Tells what each request gained since it was last asked about."""
+
+    def __init__(self):
+        self._seen: dict[Request, tuple[int, int]] = {}  # tokens, pieces
+
+    def chunk(self, request: Request) -> Chunk:
+        """Returns what a request gained."""
+        first_token, first_piece = self._seen.get(request, (0, 0))
+        self._seen[request] = len(request.output_token_ids), len(request.shown)
+        if request.is_finished:
+            del self._seen[request]
+        pieces = [piece for piece in request.shown[first_piece:] if piece.text]
+        return Chunk(
+            request.prompt_index,
+            request.sample_index,
+            "".join(piece.text for piece in pieces),
+            request.output_token_ids[first_token:],
+            pieces,
+            request.finish_reason,
+            request.error,
+            lossy_rule(request),
+            completion_of(request) if request.is_finished else None,
+        )
+
+
+def completion_of(request: Request) -> Completion:
+    return Completion(
+        prompt_index=request.prompt_index,
+        sample_index=request.sample_index,
+        text=None
+        if request.text is None
+        else "".join(piece.text for piece in request.shown),
+        token_ids=request.output_token_ids,
+        finish_reason=request.finish_reason or "error",
+        error=request.error,
+        logprobs=request.logprobs if request.params.logprobs is not None else None,
+        seed=request.seed,
+        acceptance=request.counts,
+        pieces=[piece for piece in request.shown if piece.text],
+        prompt_token_ids=list(request.prompt_token_ids),
+        lossy=lossy_rule(request),
+        self_check=request.self_check if request.params.self_check else None,
+    )
+
+
+def lossy_rule(request: Request) -> str | None:
+    """Returns the rule that verified drafts of a request, if its output is not the target's."""
+    name = VERIFICATION_RULES[request.rule]
+    return name if name in LOSSY_RULES and request.counts.num_drafted else None
+
+
+def self_check_of(completions: list[Completion]) -> SelfCheck | None:
+    """Returns the self-check of all requests together; None where none was asked for."""
+    checked = [c for c in completions if c.self_check is not None]
+    if not checked:
+        return None
+    return SelfCheck.of_all(
+        [c.self_check for c in checked if c.self_check is not None],
+        [(c.seed, c.sample_index) for c in checked],
+    )
+
+
+def refusal(refused: Refused) -> Completion:
+    return Completion(
+        prompt_index=refused.prompt_index,
+        sample_index=refused.sample_index,
+        text=None,
+        token_ids=[],
+        finish_reason="error",
+        error=refused.error,
+        logprobs=None,
+        seed=refused.seed,
+        acceptance=AcceptanceCounts(),
+        pieces=[],
+        prompt_token_ids=[],
+    )

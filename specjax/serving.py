@@ -1,0 +1,319 @@
+"""Engine: requests that come and go, for a loop of your own or asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from specjax import compilation_cache
+from specjax.config import (
+    VERIFICATION_RULES,
+    EngineConfig,
+    SamplingParams,
+    SpeculationConfig,
+)
+from specjax.drafters.loading import LoadedDrafter
+from specjax.engine.loop import Loop
+from specjax.engine.request import AcceptanceCounts, Request
+from specjax.engine.speculation_policy import Fixed, SpeculationPolicy
+from specjax.models.base import Model
+from specjax.progress import Progress, Report
+from specjax.requests import Prompt, as_list
+from specjax.results import Chunk, ChunkWriter, GenerationStats, lossy_rule
+from specjax.setup import Setup
+
+
+class Engine:
+    """Continuous batching: requests are added at any time, and each step advances those that run.
+
+        with specjax.Engine("demo", drafter="demo") as engine:
+            engine.add("def fibonacci(n):", SamplingParams(max_tokens=64))
+            while engine.has_work:
+                for chunk in engine.step():
+                    print(chunk.text, end="")
+
+    Its rows and pages are settled once, by EngineConfig: `max_rows` requests run at a
+    time, others wait, by priority and then by arrival. Prompts are fed beside rows that
+    decode; prompts that begin alike share pages; when pages run out the latest request
+    is preempted, and goes on later from the tokens it has.
+
+    Methods may be called from several threads.
+    """
+
+    def __init__(
+        self,
+        target: Model | str | os.PathLike[str],
+        *,
+        drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
+        verification: str | None = None,
+        other_verifications: Sequence[str] = (),
+        num_speculative_tokens: int | None = None,
+        speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
+        engine: EngineConfig | None = None,
+        policy: SpeculationPolicy | None = None,
+        mesh: Mesh | None = None,
+        progress: bool | Report = False,
+    ):
+        """Loads the models and makes room for their pages; arguments as `generate`.
+
+        Args:
+          other_verifications: rules beside `verification` that requests may ask for by
+            SamplingParams.verification: they are compiled in. "greedy", "seeded" and
+            "delta" always are.
+        """
+        compilation_cache.enable()
+        self._progress = Progress(progress)
+        self._progress.report("loading", 0, 0)
+        self._setup = setup = Setup.of(
+            target,
+            drafter=drafter,
+            verification=verification,
+            num_speculative_tokens=num_speculative_tokens,
+            speculative_config=speculative_config,
+            engine=engine,
+            mesh=mesh,
+        )
+        names = [setup.speculation.verification, *other_verifications]
+        for name in names:
+            setup.drafter.check_rule(name)
+        self._rules = [VERIFICATION_RULES.index(name) for name in names]
+        self._decoder = setup.decoder(setup.standing_sizes(), self._rules)
+        self._loop: Loop | None = Loop(
+            self._decoder,
+            setup.params,
+            policy or Fixed(setup.speculation.depth),
+            on_progress=self._progress.report,
+        )
+        self._compile_s_before = self._decoder.compile_s
+        self._started_at = time.perf_counter()
+        self._lock = threading.RLock()
+        self._turn = asyncio.Lock()  # whose turn it is to step, among streams
+        self._writer = ChunkWriter()
+        self._requests: dict[int, list[Request]] = {}  # by id, those not over
+        self._mail: dict[int, list[Chunk]] = {}  # of requests that are streamed
+        self._unclaimed: list[Chunk] = []
+        self._num_added = 0
+        self._totals = _Totals()
+
+    def add(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> int:
+        """Queues a prompt.
+
+        Args:
+          sampling: None is what the model's generation_config.json says.
+          priority: the lowest goes first; among equals, who came first.
+          deadline_s: seconds from now after which it ends with what it has.
+
+        Returns:
+          Its id: the `prompt_index` of its chunks.
+
+        Raises:
+          ValueError: it cannot be served; others are not touched.
+        """
+        with self._lock:
+            requests = self._made(prompt, sampling)
+            for request in requests:
+                request.priority = priority
+                if deadline_s is not None:
+                    request.deadline = time.perf_counter() + deadline_s
+            for request in requests:
+                self._running_loop.add(request)
+            self._num_added += 1
+            self._requests[requests[0].prompt_index] = requests
+            return requests[0].prompt_index
+
+    def step(self, *, max_burst_steps: int | None = None) -> list[Chunk]:
+        """Advances what runs by one burst; returns what requests gained.
+
+        The last chunk of a sample has a finish_reason, and its `completion`.
+
+        Args:
+          max_burst_steps: of the speculative steps that the device runs on its own;
+            fewer for text that appears more steadily.
+        """
+        with self._lock:
+            self._advance(max_burst_steps)
+            chunks, self._unclaimed = self._unclaimed, []
+            return chunks
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests wait or run, or chunks are left to take."""
+        with self._lock:
+            return bool(self._requests or self._unclaimed)
+
+    def abort(self, request_id: int) -> bool:
+        """Ends a request with what it has; its pages are free at once.
+
+        Returns:
+          Whether it was still under way. Its last chunks come with the next step.
+        """
+        with self._lock:
+            requests = self._requests.get(request_id, [])
+            ended = [each for each in requests if self._running_loop.abort(each)]
+            self._hand_out(ended)
+            return bool(ended)
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **arguments: Any
+    ) -> Iterator[Chunk]:
+        """Adds a prompt and yields its chunks, stepping as needed; arguments as `add`.
+
+        Closing the iterator aborts the request. Other requests are advanced beside it;
+        their chunks come from `step`, or from streams of their own.
+        """
+        request_id = self._open(prompt, sampling, arguments)
+        return self._chunks(request_id)
+
+    async def astream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **arguments: Any
+    ) -> AsyncIterator[Chunk]:
+        """As `stream`, for asyncio: steps run in a thread, one at a time for all streams."""
+        request_id = await asyncio.to_thread(self._open, prompt, sampling, arguments)
+        try:
+            while True:
+                for chunk in self._take_mail(request_id):
+                    yield chunk
+                if request_id not in self._requests:
+                    return
+                async with self._turn:
+                    if not self._mail[request_id] and request_id in self._requests:
+                        await asyncio.to_thread(self._advance, None)
+        finally:
+            await asyncio.to_thread(self._close_stream, request_id)
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Figures over all requests that are over."""
+        with self._lock:
+            loop, setup, totals = self._running_loop, self._setup, self._totals
+            return GenerationStats(
+                num_prompts=totals.num_prompts,
+                num_prompt_tokens=totals.num_prompt_tokens,
+                num_output_tokens=totals.num_output_tokens,
+                acceptance=totals.acceptance,
+                run_s=loop.run_s,
+                compile_s=self._decoder.compile_s - self._compile_s_before,
+                time_to_first_token_s=totals.first_token_s or 0.0,
+                num_speculative_tokens=setup.speculation.depth,
+                drafter=setup.drafter.name,
+                verification=setup.speculation.verification,
+                lossy=tuple(sorted(totals.lossy)),
+            )
+
+    def close(self) -> None:
+        """Ends all requests and gives the memory of the pages back. May be called twice."""
+        with self._lock:
+            for request_id in list(self._requests):
+                self.abort(request_id)
+            self._loop = None
+            self._progress.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def _running_loop(self) -> Loop:
+        if self._loop is None:
+            raise RuntimeError("the engine is closed; make a new one.")
+        return self._loop
+
+    def _made(self, prompt: Prompt, sampling: SamplingParams | None) -> list[Request]:
+        """Returns the samples of one prompt, every one of which can be served."""
+        requests, refused = self._setup.requests(as_list([prompt]), sampling)
+        if refused:
+            raise ValueError(refused[0].error.removeprefix("prompt 0: "))
+        allowed = set(self._setup.drafter.effective_rules(self._rules))
+        for request in requests:
+            wanted = self._setup.drafter.effective_rules([request.rule])
+            if not allowed.issuperset(wanted):
+                name = VERIFICATION_RULES[request.rule]
+                raise ValueError(
+                    f"verification={name!r} is not compiled into this engine; make it with "
+                    f"other_verifications=[{name!r}]."
+                )
+            request.prompt_index = self._num_added
+            self._running_loop.check(request)
+        return requests
+
+    def _advance(self, max_burst_steps: int | None) -> None:
+        with self._lock:
+            loop = self._running_loop
+            if loop.has_work:
+                self._hand_out(loop.step(max_burst_steps))
+
+    def _hand_out(self, moved: Sequence[Request]) -> None:
+        """Makes chunks of what requests gained, for their streams or for `step`."""
+        for request in moved:
+            chunk = self._writer.chunk(request)
+            own = self._requests[request.prompt_index]
+            self._mail.get(request.prompt_index, self._unclaimed).append(chunk)
+            if all(each.is_finished for each in own):
+                del self._requests[request.prompt_index]
+                self._totals.add(own, self._started_at)
+
+    def _open(
+        self, prompt: Prompt, sampling: SamplingParams | None, arguments: dict[str, Any]
+    ) -> int:
+        with self._lock:
+            request_id = self.add(prompt, sampling, **arguments)
+            self._mail[request_id] = []
+            return request_id
+
+    def _chunks(self, request_id: int) -> Iterator[Chunk]:
+        try:
+            while True:
+                yield from self._take_mail(request_id)
+                if request_id not in self._requests:
+                    return
+                with self._lock:
+                    if not self._mail[request_id]:
+                        self._advance(None)
+        finally:
+            self._close_stream(request_id)
+
+    def _take_mail(self, request_id: int) -> list[Chunk]:
+        with self._lock:
+            chunks, self._mail[request_id] = self._mail[request_id], []
+            return chunks
+
+    def _close_stream(self, request_id: int) -> None:
+        with self._lock:
+            if self._loop is not None:
+                self.abort(request_id)
+            self._mail.pop(request_id, None)
+
+
+class _Totals:
+    """Figures of requests that are over."""
+
+    def __init__(self):
+        self.num_prompts = self.num_prompt_tokens = self.num_output_tokens = 0
+        self.acceptance = AcceptanceCounts()
+        self.first_token_s: float | None = None
+        self.lossy: set[str] = set()
+
+    def add(self, samples: Sequence[Request], started_at: float) -> None:
+        self.num_prompts += 1
+        for request in samples:
+            self.num_prompt_tokens += len(request.prompt_token_ids)
+            self.num_output_tokens += len(request.output_token_ids)
+            self.acceptance.merge(request.counts)
+            if self.first_token_s is None and request.first_token_at is not None:
+                self.first_token_s = request.first_token_at - started_at
+            self.lossy.update(filter(None, [lossy_rule(request)]))

@@ -1,0 +1,210 @@
+"""What a call or an engine is set up from: target, drafter, rules, compiled functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from specjax import sharding
+from specjax.config import EngineConfig, SpeculationConfig
+from specjax.decode.decoder import Decoder, Sizes, build_decoder
+from specjax.decode.rules import RuleOptions
+from specjax.drafters.loading import LoadedDrafter, load_drafter
+from specjax.engine.request import Request
+from specjax.models.base import Model
+from specjax.models.loading import load_model
+from specjax.requests import Refused, make_requests, one_each
+from specjax.sizing import choose_sizes, standing_sizes
+from specjax.types import DecoderParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Everything that is settled before the first request."""
+
+    target: Model
+    drafter: LoadedDrafter
+    speculation: SpeculationConfig
+    engine: EngineConfig
+    mesh: Mesh | None
+
+    @classmethod
+    def of(
+        cls,
+        target: Model | str | os.PathLike[str],
+        *,
+        drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
+        verification: str | None = None,
+        num_speculative_tokens: int | None = None,
+        speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
+        engine: EngineConfig | None = None,
+        mesh: Mesh | None = None,
+    ) -> Setup:
+        """Loads what is to be loaded; arguments as `generate` takes them."""
+        model = _load_target(target)
+        loaded, speculation = _choose_drafter(
+            model,
+            drafter,
+            _speculation(speculative_config, verification, num_speculative_tokens),
+        )
+        return cls(model, loaded, speculation, engine or EngineConfig(), mesh)
+
+    @property
+    def params(self) -> DecoderParams:
+        return DecoderParams(self.target.params, self.drafter.params)
+
+    def requests(
+        self, prompts: Sequence[Any], sampling: Any
+    ) -> tuple[list[Request], list[Refused]]:
+        """Returns the valid requests, n per prompt, and those refused."""
+        return make_requests(
+            self.target,
+            prompts,
+            one_each(sampling, self.target, len(prompts)),
+            self.speculation,
+            self.drafter,
+            self.engine,
+        )
+
+    def standing_sizes(self) -> Sizes:
+        """Returns sizes that no request has asked for: what EngineConfig and the model say."""
+        return standing_sizes(
+            self.target.config.max_position_embeddings, *self._memory_arguments
+        )
+
+    @property
+    def _memory_arguments(self) -> tuple[Any, ...]:
+        return (
+            [self.target.config, *self.drafter.configs],
+            self.engine,
+            jax.tree.leaves(self.target.params)[0].dtype,
+            sharding.axis_size(self.mesh, sharding.DATA),
+            self.drafter.tree_slots(self.speculation.depth),
+        )
+
+    def sizes(
+        self, requests: Sequence[Request]
+    ) -> tuple[Sizes | None, list[Request], list[Refused]]:
+        """Returns sizes that serve the requests that can be served, those, and the others."""
+        return choose_sizes(requests, *self._memory_arguments)
+
+    def decoder(self, sizes: Sizes, rules: Iterable[int]) -> Decoder:
+        """Returns the compiled functions for requests of some rules, perhaps built before."""
+        config = self.speculation
+        most = _drafts_per_shard(
+            config.max_drafts_per_step, self.drafter, config.depth, sizes, self.mesh
+        )
+        return build_decoder(
+            self.target.config,
+            self.drafter.spec,
+            sizes,
+            self.engine,
+            self.drafter.effective_rules(rules),
+            _rule_options(config),
+            most,
+            self.mesh,
+        )
+
+
+def _load_target(target: Any) -> Model:
+    """Returns a loaded model from a model, a folder, a hub name or "demo"."""
+    if isinstance(target, str | os.PathLike):
+        return load_model(target)
+    if not isinstance(target, Model):
+        raise TypeError(
+            f"target must be a Model, a folder or a name, got {type(target).__name__}."
+        )
+    return target
+
+
+def _speculation(given, verification, num_speculative_tokens) -> SpeculationConfig:
+    """Returns one config from vLLM's JSON and the arguments, which win."""
+    if given is None:
+        config = SpeculationConfig()
+    elif isinstance(given, SpeculationConfig):
+        config = given
+    else:
+        config = SpeculationConfig.from_json(given)
+    if verification is not None:
+        config = dataclasses.replace(config, verification=verification)
+    if num_speculative_tokens is not None:
+        config = dataclasses.replace(
+            config, num_speculative_tokens=num_speculative_tokens
+        )
+    return config
+
+
+def _choose_drafter(
+    target: Model, drafter: Any, config: SpeculationConfig
+) -> tuple[LoadedDrafter, SpeculationConfig]:
+    """Returns the drafter of a call, and the config with the K that it drafts with.
+
+    Args:
+      drafter: as `generate` takes it; it wins over what the config names.
+    """
+    source = drafter
+    if source is None:
+        source = "ngram" if config.method == "ngram" else config.model
+    loaded = load_drafter(source, target, config)
+    if not loaded.can_draft or config.depth == 0:
+        # Plain decoding keeps no pages for a drafter.
+        loaded = load_drafter(None, target)
+    config = _with_depth(config, loaded)
+    loaded.check_windows(target.config, config.depth)
+    return loaded, config
+
+
+def _with_depth(config: SpeculationConfig, drafter: LoadedDrafter) -> SpeculationConfig:
+    """Returns the config with the K that the call drafts with, and no tree where it drafts none."""
+    if not drafter.can_draft:
+        return dataclasses.replace(
+            config,
+            num_speculative_tokens=0,
+            speculative_token_tree=None,
+            tree_top_k=None,
+        )
+    depth = config.depth
+    if drafter.max_depth is not None:
+        # A tree that the drafter was loaded with bounds K, and is K where nobody says.
+        is_asked_for = config.num_speculative_tokens is not None or config.has_tree
+        depth = min(depth, drafter.max_depth) if is_asked_for else drafter.max_depth
+    return dataclasses.replace(config, num_speculative_tokens=depth)
+
+
+def _rule_options(config: SpeculationConfig) -> RuleOptions:
+    return RuleOptions(
+        lenience=config.lenience,
+        typical_epsilon=config.typical_epsilon,
+        typical_delta=config.typical_delta,
+        synthetic_rates=config.synthetic_acceptance_rates or (),
+    )
+
+
+def _drafts_per_shard(
+    most: int | None,
+    drafter: LoadedDrafter,
+    depth: int,
+    sizes: Sizes,
+    mesh: Mesh | None,
+) -> int | None:
+    """Returns how many draft tokens a shard's rows verify per step; None is all of them.
+
+    Raises:
+      ValueError: there are fewer than shards.
+    """
+    if most is None:
+        return None
+    num_shards = sharding.axis_size(mesh, sharding.DATA)
+    if most < num_shards:
+        raise ValueError(
+            f"max_drafts_per_step={most} is below the mesh's {num_shards} data shards, of "
+            "which each verifies an equal part; raise it."
+        )
+    num_drafts = drafter.num_nodes(depth) - 1
+    is_bound = most // num_shards < sizes.rows // num_shards * num_drafts
+    return most // num_shards if is_bound else None

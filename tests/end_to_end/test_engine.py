@@ -1,0 +1,229 @@
+"""specjax.Engine on a tiny model: requests come and go, and every text is its own."""
+
+import asyncio
+import dataclasses
+
+import numpy as np
+import pytest
+
+import specjax
+from specjax.config import EngineConfig, SamplingParams
+
+# Small enough for refills and prompts beside rows that decode.
+ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=4, max_context=160)
+FEW_PAGES = dataclasses.replace(ENGINE, num_pages=24)
+SAMPLING = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=5)
+
+
+def prompts(count, longest=90):
+    rng = np.random.default_rng(3)
+    return [
+        rng.integers(0, 61, rng.integers(1, longest)).tolist() for _ in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    """Returns the tokens of prompts sampled one at a time without drafts."""
+
+    def tokens(prompt, sampling=SAMPLING):
+        (completion,) = specjax.generate(
+            target, prompt, sampling=sampling, engine=ENGINE
+        )
+        return completion.token_ids
+
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def make(target, draft):
+    """Returns engines with a draft model; the same compiled steps for the same settings."""
+
+    def make_engine(config=ENGINE, **arguments):
+        arguments = {"drafter": draft, "num_speculative_tokens": 3} | arguments
+        return specjax.Engine(target, engine=config, **arguments)
+
+    return make_engine
+
+
+def drain(engine):
+    """Steps to the end; returns the completions by request id, in the order of samples."""
+    done = {}
+    while engine.has_work:
+        for chunk in engine.step():
+            if chunk.completion is not None:
+                done.setdefault(chunk.prompt_index, []).append(chunk.completion)
+    for completions in done.values():
+        completions.sort(key=lambda completion: completion.sample_index)
+    return done
+
+
+@pytest.mark.parametrize("config", [ENGINE, FEW_PAGES], ids=["pages", "few pages"])
+def test_requests_that_come_and_go_change_no_text(make, plain, config):
+    with make(config) as engine:
+        waiting, texts, added = prompts(10), {}, []
+        for _ in range(4):
+            added.append(engine.add(waiting.pop(), SAMPLING))
+        while engine.has_work or waiting:
+            for chunk in engine.step():
+                texts.setdefault(chunk.prompt_index, []).extend(chunk.token_ids)
+            if waiting:
+                added.append(engine.add(waiting.pop(), SAMPLING))
+        num_preempted = engine._loop.num_preemptions
+        stats = engine.stats
+    assert (num_preempted > 0) == (config is FEW_PAGES)
+    for request_id, prompt in zip(added, reversed(prompts(10))):
+        assert texts[request_id] == plain(prompt)
+    assert stats.num_output_tokens == 10 * 40
+    assert stats.mean_acceptance_length > 1.2
+
+
+def test_preemption_changes_no_bit_under_invariant_numerics(make):
+    sampling = dataclasses.replace(SAMPLING, logprobs=0)
+    results = []
+    for pages in (None, 24):
+        config = dataclasses.replace(ENGINE, num_pages=pages, numerics="invariant")
+        with make(config) as engine:
+            ids = [engine.add(prompt, sampling) for prompt in prompts(6)]
+            done = drain(engine)
+            results.append([done[each][0] for each in ids])
+            preempted = engine._loop.num_preemptions
+    assert preempted > 0
+    for one, other in zip(*results):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == other.logprobs
+
+
+def test_samples_share_their_prompt(make, target):
+    (prompt,) = np.random.default_rng(0).integers(0, 61, (1, 70)).tolist()
+    with make() as engine:
+        request = engine.add(prompt, dataclasses.replace(SAMPLING, n=4))
+        samples = drain(engine)[request]
+        # 8 full pages of the prompt's 69 tokens are fed once.
+        assert engine._loop.num_prefilled == 69 + 3 * (69 - 8 * 8)
+    assert [sample.sample_index for sample in samples] == [0, 1, 2, 3]
+    alone = [
+        completion.token_ids
+        for completion in specjax.generate(
+            target, prompt, sampling=dataclasses.replace(SAMPLING, n=4), engine=ENGINE
+        )
+    ]
+    assert [sample.token_ids for sample in samples] == alone
+
+
+def test_a_conversation_goes_on_from_its_pages(make, plain):
+    (prompt,) = np.random.default_rng(1).integers(0, 61, (1, 60)).tolist()
+    with make() as engine:
+        request = engine.add(prompt, SAMPLING)
+        (first,) = drain(engine)[request]
+        follow_up = [*prompt, *first.token_ids, 1, 2, 3]
+        fed_before = engine._loop.num_prefilled
+        request = engine.add(follow_up, SAMPLING)
+        (second,) = drain(engine)[request]
+        fed = engine._loop.num_prefilled - fed_before
+    assert fed <= 3 + 3 * ENGINE.page_size  # of 102
+    assert second.token_ids == plain(follow_up)
+    # The drafter found its own keys and values there as well.
+    assert second.acceptance.mean_acceptance_length > 1.2
+
+
+def test_chunks_of_a_stream(make, plain):
+    one, other = prompts(2)
+    with make() as engine:
+        beside = engine.add(other, SAMPLING)
+        chunks = list(engine.stream(one, SAMPLING))
+        tokens = [token for chunk in chunks for token in chunk.token_ids]
+        assert tokens == plain(one) == chunks[-1].completion.token_ids
+        assert {chunk.finish_reason for chunk in chunks[:-1]} == {None}
+        done = drain(engine)
+        assert done[beside][0].token_ids == plain(other)
+
+
+def test_streams_of_asyncio(make, plain):
+    async def text(engine, prompt):
+        tokens = []
+        async for chunk in engine.astream(prompt, SAMPLING):
+            tokens += chunk.token_ids
+        return tokens
+
+    async def all_of_them(engine):
+        return await asyncio.gather(*[text(engine, prompt) for prompt in prompts(6)])
+
+    with make() as engine:
+        texts = asyncio.run(all_of_them(engine))
+        assert not engine.has_work
+    assert texts == [plain(prompt) for prompt in prompts(6)]
+
+
+def test_a_stream_that_is_closed_aborts_its_request(make):
+    with make() as engine:
+        stream = engine.stream(prompts(1)[0], SAMPLING)
+        next(stream)
+        stream.close()
+        assert not engine.has_work
+        assert engine._loop.scheduler.pools[0].num_held == 0
+
+
+def test_abort(make, plain):
+    one, other = prompts(2)
+    with make() as engine:
+        first, second = engine.add(one, SAMPLING), engine.add(other, SAMPLING)
+        engine.step()
+        engine.step()
+        assert engine.abort(first)
+        assert not engine.abort(first)
+        assert not engine.abort(99)
+        done = drain(engine)
+    assert done[first][0].finish_reason == "abort"
+    cut = done[first][0].token_ids
+    assert cut == plain(one)[: len(cut)]
+    assert done[second][0].token_ids == plain(other)
+
+
+def test_a_deadline_ends_a_request_with_what_it_has(make, plain):
+    prompt = prompts(1)[0]
+    with make() as engine:
+        late = engine.add(prompt, SAMPLING, deadline_s=0.0)
+        in_time = engine.add(prompt, SAMPLING, deadline_s=600.0)
+        done = drain(engine)
+    assert done[late][0].finish_reason == "deadline"
+    assert done[in_time][0].token_ids == plain(prompt)
+
+
+def test_what_cannot_be_served_says_why_and_touches_nobody(make, plain):
+    prompt = prompts(1)[0]
+    with make() as engine:
+        request = engine.add(prompt, SAMPLING)
+        with pytest.raises(ValueError, match=r"^the prompt is empty"):
+            engine.add([], SAMPLING)
+        with pytest.raises(ValueError, match=r"^token id 61 is outside"):
+            engine.add([61], SAMPLING)
+        with pytest.raises(ValueError, match="other_verifications=\\['rejection'\\]"):
+            engine.add(prompt, dataclasses.replace(SAMPLING, verification="rejection"))
+        with pytest.raises(ValueError, match="shorten the prompt"):
+            engine.add([1] * 200, SAMPLING)
+        (completion,) = drain(engine)[request]
+        assert completion.token_ids == plain(prompt)
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.add(prompt, SAMPLING)
+    engine.close()
+
+
+def test_rules_by_request(make):
+    with make(other_verifications=["rejection"]) as engine:
+        asked = dataclasses.replace(SAMPLING, verification="rejection")
+        first = engine.add(prompts(1)[0], asked)
+        second = engine.add(prompts(1)[0], SAMPLING)
+        done = drain(engine)
+    for request in (first, second):
+        assert len(done[request][0].token_ids) == 40
+        assert done[request][0].acceptance.num_drafted > 0
+
+
+def test_priorities(make):
+    with make(dataclasses.replace(ENGINE, max_rows=1)) as engine:
+        ids = [
+            engine.add([1, 2], SAMPLING, priority=priority) for priority in (1, 0, 1, 0)
+        ]
+        order = list(drain(engine))
+    assert [ids.index(each) for each in order] == [1, 3, 0, 2]

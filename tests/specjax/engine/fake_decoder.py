@@ -1,0 +1,201 @@
+"""A decoder of Python integers: a model whose next token depends on every token before it.
+
+A slot holds a number made of all tokens up to its own. Before a row reads, the fake
+compares what its pages hold with what they must, so that one page given away too
+early, or shared wrongly, or not filled, fails the test.
+"""
+
+import numpy as np
+
+from specjax.config import EngineConfig
+from specjax.decode.decoder import Sizes
+from specjax.types import OUT_OF_LENGTH, StepInfo
+
+PAGE_SIZE = 4
+BURST_STEPS = 5
+VOCAB = 50
+DRAFT = -7  # what a slot holds after a draft was written there
+
+
+def digest(token_ids):
+    """Returns a number for each prefix of some tokens, of one token and more."""
+    numbers, number = [], 17
+    for token in token_ids:
+        number = (number * 1_000_003 + int(token) + 1) % (2**61 - 1)
+        numbers.append(number)
+    return numbers
+
+
+def continuation(prompt, count):
+    """Returns the `count` tokens that follow a prompt."""
+    token_ids = list(prompt)
+    for _ in range(count):
+        token_ids.append(digest(token_ids)[-1] % VOCAB)
+    return token_ids[len(prompt) :]
+
+
+class FakeDecoder:
+    """What the loop calls of a Decoder; drafts are right about every second time."""
+
+    def __init__(
+        self,
+        *,
+        rows=2,
+        num_pages=64,
+        num_shards=1,
+        pages_per_row=256,
+        tree_slots=0,
+        **engine,
+    ):
+        self.sizes = Sizes(
+            rows=rows,
+            page_size=PAGE_SIZE,
+            num_pages=num_pages,
+            pages_per_row=pages_per_row,
+            burst_steps=BURST_STEPS,
+            tree_slots=tree_slots,
+        )
+        self.num_shards = num_shards
+        self.engine_config = EngineConfig(**engine)
+        self.compile_s = self.now_s = 0.0
+        shard_slots = num_pages // num_shards * PAGE_SIZE
+        self.slots = np.full((num_shards, shard_slots), -1, np.int64)
+        self.history = np.zeros((rows, self.sizes.max_length), int)
+        self.length, self.end = np.zeros((2, rows), int)
+        self.is_active = np.zeros(rows, bool)
+        self.admitted, self.prefills, self.bursts, self.mixed_calls = [], [], [], []
+        self.version = 0  # of the state: an old one has been donated
+
+    @property
+    def drafter(self):
+        return ()
+
+    def place_params(self, params):
+        return params
+
+    def init(self):
+        return FakeState(self.version)
+
+    def admit(self, state, admission):
+        new = {}
+        for place, row in self._rows(admission.row_ids):
+            self.history[row] = admission.history[place]
+            self.length[row] = admission.lengths[place]
+            self.end[row] = admission.max_lengths[place]
+            self.is_active[row] = False
+            new[int(admission.history[place, 0])] = int(row)
+        self.admitted.append(new)
+        return self._next(state)
+
+    def prefill(
+        self, params, state, block_table, row_ids, counts, *, max_tokens_per_row
+    ):
+        self.prefills.append((max_tokens_per_row, row_ids.tolist(), counts.tolist()))
+        self._feed(block_table, row_ids, counts, max_tokens_per_row)
+        return self._next(state)
+
+    def mixed(self, params, state, plan, row_ids, counts, *, max_tokens_per_row):
+        self.mixed_calls.append((plan, row_ids.tolist(), counts.tolist()))
+        result = self._steps(plan, 0)
+        for _, row in self._rows(row_ids):
+            assert not self.is_active[row], "a row decodes and is prefilled at once"
+        self._feed(plan.block_table, row_ids, counts, max_tokens_per_row)
+        return self._next(state), *result
+
+    def burst(self, params, state, plan, *, num_speculative_tokens):
+        self.bursts.append((num_speculative_tokens, plan))
+        self.now_s += 2.0
+        if len(self.bursts) == 1:
+            self.now_s, self.compile_s = self.now_s + 7.0, self.compile_s + 7.0
+        return self._next(state), *self._steps(plan, num_speculative_tokens)
+
+    def _next(self, state):
+        assert state.version == self.version, "a donated state was used again"
+        self.version += 1
+        return FakeState(self.version)
+
+    def _rows(self, row_ids):
+        """Yields (place, row of the whole batch) of the places in use."""
+        rows = self.sizes.rows // self.num_shards
+        for place, own in enumerate(row_ids):
+            if own < rows:
+                yield place, place // (len(row_ids) // self.num_shards) * rows + own
+
+    def _slot(self, table, row, position):
+        page = table[row, position // PAGE_SIZE]
+        assert page >= 0, f"{row=} has no page for {position=}"
+        shard = row // (self.sizes.rows // self.num_shards)
+        return shard, page * PAGE_SIZE + position % PAGE_SIZE
+
+    def _check(self, table, row):
+        """Asserts that the row's pages hold its tokens' numbers up to its length."""
+        length = self.length[row]
+        held = [self.slots[self._slot(table, row, i)] for i in range(length)]
+        assert held == digest(self.history[row, :length]), f"{row=} reads wrong pages"
+
+    def _feed(self, table, row_ids, counts, width):
+        for place, row in self._rows(row_ids):
+            count, length = counts[place], self.length[row]
+            assert 0 < count <= width
+            self._check(table, row)
+            numbers = digest(self.history[row, : length + count])
+            for position in range(length, length + count):
+                self.slots[self._slot(table, row, position)] = numbers[position]
+            self.length[row] += count
+
+    def _steps(self, plan, depth):
+        rows, width = self.sizes.rows, depth + 1
+        self.is_active = (self.is_active | plan.activate) & plan.keep
+        shape = BURST_STEPS, rows
+        count, finish, accepted, drafted, lengths = np.zeros((5, *shape), np.int32)
+        token_ids = np.zeros((*shape, width), np.int32)
+        num_run = 0
+        while num_run < plan.num_steps and self.is_active.any():
+            step, num_run = num_run, num_run + 1
+            for row in np.flatnonzero(self.is_active):
+                self._check(plan.block_table, row)
+                length = self.length[row]
+                room = self.end[row] - length - 1
+                text = self.history[row, : length + 1].tolist()
+                own = min(depth, room - 1)
+                new = continuation(text, width)
+                # Drafts, some of which turn out right.
+                for ahead in range(own + 1):
+                    place = self._slot(plan.block_table, row, length + ahead)
+                    self.slots[place] = DRAFT
+                num_right = digest(text)[-1] // VOCAB % (own + 1)
+                gained = min(num_right + 1, room)
+                numbers = digest([*text, *new])
+                for position in range(length, length + gained):
+                    place = self._slot(plan.block_table, row, position)
+                    self.slots[place] = numbers[position]
+                self.history[row, length + 1 : length + 1 + gained] = new[:gained]
+                self.length[row] += gained
+                token_ids[step, row] = new
+                count[step, row], drafted[step, row] = gained, own
+                accepted[step, row] = min(num_right, gained)
+                if gained == room:
+                    finish[step, row] = OUT_OF_LENGTH
+                    self.is_active[row] = False
+            lengths[step] = self.length
+            if plan.stop_when_finished and finish[step].any():
+                break
+        info = StepInfo(
+            token_ids=token_ids,
+            num_committed=count,
+            num_accepted=accepted,
+            num_drafted=drafted,
+            draft_depth=drafted,
+            finish=finish,
+            drafter_lengths=lengths,
+            logprobs=None,
+        )
+        return info, np.int32(num_run)
+
+
+class FakeState:
+    """Stands for the device's state; the drafter has nothing on the device."""
+
+    def __init__(self, version):
+        self.version = version
+        self.drafter = ()

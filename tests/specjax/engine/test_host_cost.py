@@ -1,0 +1,82 @@
+"""What the host does between bursts costs little, and no more with a long queue."""
+
+import time
+
+import pytest
+from test_loop import make_request
+
+from specjax.config import EngineConfig
+from specjax.decode.decoder import Sizes
+from specjax.engine.loop import Loop
+from specjax.engine.speculation_policy import Fixed
+
+ROWS = 256
+PLAN_S = 1e-3
+
+
+class IdleDecoder:
+    """Does nothing with what it is sent."""
+
+    def __init__(self):
+        self.sizes = Sizes(
+            rows=ROWS,
+            page_size=16,
+            num_pages=ROWS * 256,
+            pages_per_row=256,
+            burst_steps=32,
+        )
+        self.num_shards = 1
+        self.engine_config = EngineConfig()
+        self.compile_s = 0.0
+        self.drafter = ()
+
+    def place_params(self, params):
+        return params
+
+    def init(self):
+        return self
+
+    def admit(self, state, admission):
+        return state
+
+    def prefill(self, *arguments, **sizes):
+        return self
+
+    def burst(self, *arguments, **sizes):
+        return self, None, 0
+
+
+@pytest.fixture(scope="module")
+def seconds():
+    """Returns the least seconds of planning a burst, by the number of requests that wait.
+
+    The least, because whatever else runs on the machine only adds to it.
+    """
+    loops = {}
+    for num_waiting in (10, 10_000):
+        loops[num_waiting] = loop = Loop(IdleDecoder(), None, Fixed(4))
+        for index in range(ROWS + num_waiting):
+            loop.add(make_request(index, [index % 50, 1, 2], 3000))
+        loop._admit()
+        assert len(loop.scheduler.waiting) == num_waiting
+        while loop.scheduler.num_to_prefill:
+            loop._send(None)
+    least = dict.fromkeys(loops, float("inf"))
+    for _ in range(15):
+        for num_waiting, loop in loops.items():
+            start = time.perf_counter()
+            loop._end_overdue()
+            loop._admit()
+            assert loop._send(None)  # 10 pages more for each row
+            least[num_waiting] = min(least[num_waiting], time.perf_counter() - start)
+            loop._flights.clear()
+    return least
+
+
+def test_planning_a_burst_of_256_rows(seconds, say):
+    say(f"planning a burst for {ROWS} rows: {seconds[10] * 1e3:.2f} ms")
+    assert seconds[10] < PLAN_S
+
+
+def test_a_long_queue_costs_no_more_per_step(seconds):
+    assert seconds[10_000] < 1.5 * seconds[10]
