@@ -468,6 +468,9 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     max_rows: int = 32
+    # Numbers of rows below max_rows that bursts are compiled for, the first time each is
+    # used: one with few rows left costs less in a small bucket. () is max_rows alone.
+    row_buckets: tuple[int, ...] = ()
     burst_steps: int = 32
     max_context: int | None = (
         None  # tokens of prompt and output together; None is the model's own limit
@@ -502,6 +505,9 @@ class EngineConfig:
             value: Any = getattr(self, field.name)
             if field.name == "numerics" or (value is None and field.default is None):
                 continue
+            if field.name == "row_buckets":
+                self._check_row_buckets()
+                continue
             if isinstance(field.default, bool):
                 if not isinstance(value, bool):
                     raise ValueError(
@@ -512,3 +518,13 @@ class EngineConfig:
                 raise ValueError(
                     f"EngineConfig.{field.name}={value!r} must be a whole number of at least 1."
                 )
+
+    def _check_row_buckets(self) -> None:
+        buckets: Any = self.row_buckets
+        if not isinstance(buckets, tuple | list) or not all(
+            _is_int(bucket) and 1 <= bucket <= self.max_rows for bucket in buckets
+        ):
+            raise ValueError(
+                f"EngineConfig.row_buckets={buckets!r} must be whole numbers from 1 to {self.max_rows=}."
+            )
+        object.__setattr__(self, "row_buckets", tuple(sorted(set(buckets))))

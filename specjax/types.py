@@ -164,6 +164,9 @@ class Plan:
     block_table: (
         HostArray  # i32[rows, pages_per_row], room for all that the burst may write
     )
+    # i32[row bucket], the rows that the burst runs, `rows` in unused places: fewer rows
+    # cost less. None is all of them, in order. Under a mesh each shard has its share.
+    row_ids: HostArray | None = None
 
 
 class DecoderParams(NamedTuple):

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.decode.state import DecodeState, follow
+from specjax.decode.state import DecodeState, follow, put_rows, take_rows
 from specjax.decode.step import step
 from specjax.decode.step_spec import StepSpec
 from specjax.types import RUNNING, DecoderParams, Plan, StepInfo
@@ -31,9 +31,11 @@ def burst(
 
     Returns:
       The state, StepInfo with a leading [max_steps] axis of which the first
-      num_steps_run entries are filled, and num_steps_run i32[].
+      num_steps_run entries are filled, for the rows that ran, and num_steps_run i32[].
     """
-    state = follow(state, plan)
+    whole = state = follow(state, plan)
+    if plan.row_ids is not None:
+        state = take_rows(whole, spec.drafter, plan.row_ids)
     shapes = jax.eval_shape(lambda s: step(spec, params, s)[1], state)
     report = jax.tree.map(
         lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes
@@ -64,4 +66,6 @@ def burst(
 
     start = (jnp.int32(0), state, report, any_shard(jnp.any(state.is_active)))
     num_steps, state, report, _ = jax.lax.while_loop(proceeds, body, start)
+    if plan.row_ids is not None:
+        state = put_rows(whole, spec.drafter, plan.row_ids, state)
     return state, report, num_steps

@@ -168,21 +168,23 @@ class Decoder:
         *,
         num_speculative_tokens: int,
     ):
-        """Runs `specjax.decode.burst.burst`, one executable per K. Donates the state."""
+        """Runs `specjax.decode.burst.burst`, one executable per K and row bucket. Donates the state."""
         spec = self.step_spec(num_speculative_tokens)
         run = lambda state, params, plan: burst(
             spec, self.sizes.burst_steps, params, state, plan, any_shard=self._any_shard
         )
+        key = "burst", num_speculative_tokens
+        specs = self._plan_specs
+        if plan.row_ids is not None:
+            key = *key, len(plan.row_ids)
+            specs = dataclasses.replace(specs, row_ids=self._rows)
         return self._call(
-            ("burst", num_speculative_tokens),
+            key,
             run,
             state,
             params,
             plan,
-            in_specs=(
-                self._param_specs(params),
-                self._plan_specs,
-            ),
+            in_specs=(self._param_specs(params), specs),
             out_specs=(self._report, WHOLE),
         )
 

@@ -32,6 +32,7 @@ def mixed_step(
     Args:
       spec: of the step; K = 0, since the prompt's tokens already fill the matmuls.
       prompt_spec: whose drafter sees the prompt.
+      plan: of all rows.
       row_ids, counts, max_tokens_per_row: as for `prefill`; none of these rows is active.
 
     Returns:

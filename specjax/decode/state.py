@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.cache.paged import PagedKVCache
+from specjax.drafters.base import Drafter
 from specjax.sampling import RowSampling, reset_rows
 from specjax.types import HostArray, Plan
 
@@ -99,3 +100,57 @@ def with_table(state: DecodeState, block_table: HostArray) -> DecodeState:
     """Returns the state with the pages that the host says each row has."""
     cache = dataclasses.replace(state.cache, block_table=jnp.asarray(block_table))
     return dataclasses.replace(state, cache=cache)
+
+
+def take_rows(state: DecodeState, drafter: Drafter, row_ids: Array) -> DecodeState:
+    """Returns the state of rows row_ids i32[n] alone; places past the last row are empty.
+
+    All rows share the pages, which are not copied.
+    """
+    rows = state.rows
+    row = jnp.minimum(row_ids, rows - 1)
+    own = {
+        name: jax.tree.map(lambda x: x[row], getattr(state, name)) for name in _BY_ROW
+    }
+    cache = dataclasses.replace(
+        state.cache,
+        block_table=state.cache.block_table[row],
+        lengths=state.cache.lengths[row],
+    )
+    own["is_active"] &= row_ids < rows
+    return dataclasses.replace(
+        state, cache=cache, drafter=drafter.take_rows(state.drafter, row), **own
+    )
+
+
+def put_rows(
+    state: DecodeState, drafter: Drafter, row_ids: Array, part: DecodeState
+) -> DecodeState:
+    """Returns the state in which rows row_ids are those of `part`, and the pages are its."""
+
+    def put(whole: Array, own: Array) -> Array:
+        return whole.at[row_ids].set(own, mode="drop")
+
+    fields = {
+        name: jax.tree.map(put, getattr(state, name), getattr(part, name))
+        for name in _BY_ROW
+    }
+    cache = dataclasses.replace(
+        state.cache,
+        pages=part.cache.pages,
+        lengths=put(state.cache.lengths, part.cache.lengths),
+    )
+    drafter_state = drafter.put_rows(state.drafter, row_ids, part.drafter)
+    return dataclasses.replace(state, cache=cache, drafter=drafter_state, **fields)
+
+
+# Fields of DecodeState that lead with rows, but the cache's.
+_BY_ROW = (
+    "drafter_lengths",
+    "history",
+    "sampling",
+    "max_lengths",
+    "draft_caps",
+    "rules",
+    "is_active",
+)

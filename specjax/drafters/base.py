@@ -48,6 +48,11 @@ class Drafter(NamedTuple):
     # move(state, source_slots i32[n], target_slots i32[n]) -> state: moves keys and
     # values of accepted nodes of a tree; a drafter without any has nothing to move.
     move: Callable[..., Any] = lambda state, source_slots, target_slots: state
+    # Rows of its state, where it keeps anything by row: take_rows(state, row_ids i32[n]),
+    # and put_rows(state, row_ids, part), which drops ids past the last row. What all rows
+    # share, as pages are, comes back from the part whole.
+    take_rows: Callable[..., Any] = lambda state, row_ids: state
+    put_rows: Callable[..., Any] = lambda state, row_ids, part: part
     # Positions it was made for: nothing is drafted past them; None is no limit.
     max_positions: int | None = None
     # Whether its proposals' probs are what their tokens were drawn from in this very

@@ -35,6 +35,9 @@ class Flight:
     depth: int  # K
     num_steps: int  # at most
     least: int  # tokens that each row gains, unless it ends
+    places: list[int] = dataclasses.field(
+        default_factory=list
+    )  # of rows, in the report
     report: StepInfo | None = None
     num_steps_run: Any = None  # i32[], on the device
     sent_at: float = 0.0  # time.perf_counter()
@@ -241,7 +244,8 @@ class Loop:
         burst = functools.partial(
             self.decoder.burst, self.params, num_speculative_tokens=depth
         )
-        self._fly(flight, lambda plan: burst(self._state, plan))
+        buckets = self.decoder.engine_config.row_buckets
+        self._fly(flight, lambda plan: burst(self._state, plan), buckets)
         return True
 
     def _reserve(self, rows: list[Row], num_steps: int, width: int) -> Flight | None:
@@ -275,11 +279,17 @@ class Loop:
         self,
         flight: Flight,
         launch: Callable[[Plan], tuple[DecodeState, StepInfo, Any]],
+        buckets: Sequence[int] = (),
     ) -> None:
-        """Sends steps for which pages were reserved."""
+        """Sends steps for which pages were reserved.
+
+        Args:
+          buckets: numbers of rows for which `launch` may be compiled, beside all.
+        """
         scheduler = self.scheduler
         activate, keep = np.zeros((2, len(scheduler.rows)), bool)
         activate[[row.index for row in flight.rows if not row.is_decoding]] = True
+        row_ids, flight.places = scheduler.bucket(flight.rows, buckets)
         keep[[row.index for row in scheduler.occupied]] = True
         plan = Plan(
             num_steps=np.int32(flight.num_steps),
@@ -287,6 +297,7 @@ class Loop:
             activate=activate,
             keep=keep,
             block_table=scheduler.block_table.copy(),
+            row_ids=row_ids,
         )
         compiled_before, start = self.decoder.compile_s, time.perf_counter()
         self._state, flight.report, flight.num_steps_run = launch(plan)
@@ -307,15 +318,19 @@ class Loop:
             row.flying_most -= flight.growth
             row.flying_least -= flight.least
         # Others were aborted or preempted since.
-        rows = [row for row in flight.rows if scheduler.rows[row.index] is row]
-        requests = {row.index: row.request for row in rows}
+        rows = {
+            place: row
+            for place, row in zip(flight.places, flight.rows, strict=True)
+            if scheduler.rows[row.index] is row
+        }
+        requests = {place: row.request for place, row in rows.items()}
         num_committed = collect(flight.report, num_steps, requests)
         if num_steps:
             drafter_lengths = np.asarray(flight.report.drafter_lengths)[num_steps - 1]
-            for row in rows:
-                self._update(row, int(drafter_lengths[row.index]))
+            for place, row in rows.items():
+                self._update(row, int(drafter_lengths[place]))
         self.policy.observe(flight.depth, num_steps, num_committed, seconds)
-        return [row.request for row in rows]
+        return list(requests.values())
 
     def _update(self, row: Row, drafter_length: int) -> None:
         """Takes over what its request has by now."""

@@ -8,7 +8,6 @@ burst cannot run dry; what turned out not to be needed goes back when it was rea
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -183,6 +182,36 @@ class Scheduler:
         """Returns whom to preempt: the lowest priority, and among those the latest."""
         return max(rows, key=lambda row: (row.request.priority, row.request.arrival))
 
+    def bucket(
+        self, rows: Sequence[Row], buckets: Sequence[int]
+    ) -> tuple[np.ndarray | None, list[int]]:
+        """Returns the smallest bucket that holds some rows, and the place of each row in it.
+
+        Args:
+          buckets: numbers of rows, of all shards together, ascending.
+
+        Returns:
+          i32[bucket], as Plan.row_ids; None where only all rows will do.
+        """
+        if not buckets:
+            return None, [row.index for row in rows]
+        num_shards = len(self.pools)
+        counts = [0] * num_shards
+        for row in rows:
+            counts[row.shard] += 1
+        most = max(counts)
+        size = next((b // num_shards for b in buckets if b // num_shards >= most), None)
+        if size is None or size >= self.rows_per_shard:
+            return None, [row.index for row in rows]
+        row_ids = np.full(num_shards * size, self.rows_per_shard, np.int32)
+        places, used = [], [0] * num_shards
+        for row in rows:
+            place = row.shard * size + used[row.shard]
+            used[row.shard] += 1
+            row_ids[place] = row.index % self.rows_per_shard
+            places.append(place)
+        return row_ids, places
+
     # Pages
 
     def reserve(self, rows: Sequence[Row], growth: int, least: int = 0) -> list[int]:
@@ -200,12 +229,13 @@ class Scheduler:
         growing = [pair for pair in zip(rows, counts) if pair[1] > 0]
         for shard, pool in enumerate(self.pools):
             own = [pair for pair in growing if pair[0].shard == shard]
-            pages = iter(pool.take(sum(count for _, count in own)))
+            pages = pool.take(sum(count for _, count in own))
+            entries, used = np.array(pages, np.int32), 0
             for row, count in own:
-                new = list(itertools.islice(pages, count))
-                num_before = len(row.pages)
-                self.block_table[row.index, num_before : num_before + count] = new
-                row.pages += new
+                place, end = len(row.pages), used + count
+                self.block_table[row.index, place : place + count] = entries[used:end]
+                row.pages += pages[used:end]
+                used = end
         for row in rows:
             row.flying_most += growth
             row.flying_least += least

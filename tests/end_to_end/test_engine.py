@@ -220,6 +220,20 @@ def test_rules_by_request(make):
         assert done[request][0].acceptance.num_drafted > 0
 
 
+def test_row_buckets_change_no_text(make, plain):
+    sampling = [
+        dataclasses.replace(SAMPLING, max_tokens=count) for count in (60, 9, 25, 14)
+    ]
+    with make(dataclasses.replace(ENGINE, row_buckets=(1, 2))) as engine:
+        ids = list(map(engine.add, prompts(4), sampling))
+        done = drain(engine)
+        run = {key for key in engine._decoder.traces if key[0] == "burst"}
+    assert run == {("burst", 3), ("burst", 3, 2), ("burst", 3, 1)}
+    for request, prompt, asked in zip(ids, prompts(4), sampling, strict=True):
+        assert done[request][0].token_ids == plain(prompt, asked)
+        assert done[request][0].acceptance.mean_acceptance_length > 1.2
+
+
 def test_priorities(make):
     with make(dataclasses.replace(ENGINE, max_rows=1)) as engine:
         ids = [

@@ -64,6 +64,7 @@ class FakeDecoder:
         self.length, self.end = np.zeros((2, rows), int)
         self.is_active = np.zeros(rows, bool)
         self.admitted, self.prefills, self.bursts, self.mixed_calls = [], [], [], []
+        self.num_rows_run = []  # of every call
         self.version = 0  # of the state: an old one has been donated
 
     @property
@@ -144,7 +145,12 @@ class FakeDecoder:
             self.length[row] += count
 
     def _steps(self, plan, depth):
-        rows, width = self.sizes.rows, depth + 1
+        all_rows, width = self.sizes.rows, depth + 1
+        places = {row: row for row in range(all_rows)}
+        if plan.row_ids is not None:
+            places = {row: place for place, row in self._rows(plan.row_ids)}
+        rows = all_rows if plan.row_ids is None else len(plan.row_ids)
+        self.num_rows_run.append(rows)
         self.is_active = (self.is_active | plan.activate) & plan.keep
         shape = BURST_STEPS, rows
         count, finish, accepted, drafted, lengths = np.zeros((5, *shape), np.int32)
@@ -153,6 +159,7 @@ class FakeDecoder:
         while num_run < plan.num_steps and self.is_active.any():
             step, num_run = num_run, num_run + 1
             for row in np.flatnonzero(self.is_active):
+                place = places[row]
                 self._check(plan.block_table, row)
                 length = self.length[row]
                 room = self.end[row] - length - 1
@@ -161,23 +168,23 @@ class FakeDecoder:
                 new = continuation(text, width)
                 # Drafts, some of which turn out right.
                 for ahead in range(own + 1):
-                    place = self._slot(plan.block_table, row, length + ahead)
-                    self.slots[place] = DRAFT
+                    slot = self._slot(plan.block_table, row, length + ahead)
+                    self.slots[slot] = DRAFT
                 num_right = digest(text)[-1] // VOCAB % (own + 1)
                 gained = min(num_right + 1, room)
                 numbers = digest([*text, *new])
                 for position in range(length, length + gained):
-                    place = self._slot(plan.block_table, row, position)
-                    self.slots[place] = numbers[position]
+                    slot = self._slot(plan.block_table, row, position)
+                    self.slots[slot] = numbers[position]
                 self.history[row, length + 1 : length + 1 + gained] = new[:gained]
                 self.length[row] += gained
-                token_ids[step, row] = new
-                count[step, row], drafted[step, row] = gained, own
-                accepted[step, row] = min(num_right, gained)
+                token_ids[step, place] = new
+                count[step, place], drafted[step, place] = gained, own
+                accepted[step, place] = min(num_right, gained)
+                lengths[step, place] = self.length[row]
                 if gained == room:
-                    finish[step, row] = OUT_OF_LENGTH
+                    finish[step, place] = OUT_OF_LENGTH
                     self.is_active[row] = False
-            lengths[step] = self.length
             if plan.stop_when_finished and finish[step].any():
                 break
         info = StepInfo(

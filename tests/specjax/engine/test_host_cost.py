@@ -12,6 +12,9 @@ from specjax.engine.speculation_policy import Fixed
 
 ROWS = 256
 PLAN_S = 1e-3
+# What a loop of Python takes on a quiet machine of those that the limit is meant for;
+# where it takes longer just now, so may planning.
+LOOP_S = 1e-3
 
 
 class IdleDecoder:
@@ -48,7 +51,7 @@ class IdleDecoder:
 
 @pytest.fixture(scope="module")
 def seconds():
-    """Returns the least seconds of planning a burst, by the number of requests that wait.
+    """Returns the least seconds of planning a burst, by the number of requests that wait, and of a loop.
 
     The least, because whatever else runs on the machine only adds to it.
     """
@@ -61,8 +64,11 @@ def seconds():
         assert len(loop.scheduler.waiting) == num_waiting
         while loop.scheduler.num_to_prefill:
             loop._send(None)
-    least = dict.fromkeys(loops, float("inf"))
+    least = dict.fromkeys([*loops, "loop"], float("inf"))
     for _ in range(15):
+        start = time.perf_counter()
+        sum(number for number in range(20_000))
+        least["loop"] = min(least["loop"], time.perf_counter() - start)
         for num_waiting, loop in loops.items():
             start = time.perf_counter()
             loop._end_overdue()
@@ -75,7 +81,7 @@ def seconds():
 
 def test_planning_a_burst_of_256_rows(seconds, say):
     say(f"planning a burst for {ROWS} rows: {seconds[10] * 1e3:.2f} ms")
-    assert seconds[10] < PLAN_S
+    assert seconds[10] < PLAN_S * max(seconds["loop"] / LOOP_S, 1)
 
 
 def test_a_long_queue_costs_no_more_per_step(seconds):

@@ -273,6 +273,21 @@ def test_a_burst_ends_with_a_row_only_while_something_waits():
     assert not stops[-1]
 
 
+def test_few_rows_run_in_a_small_bucket():
+    decoder = FakeDecoder(rows=4, row_buckets=(1, 2))
+    run(decoder, [3, 3, 12, 30], policy=Fixed(1))
+    assert decoder.num_rows_run[0] == 4
+    assert decoder.num_rows_run == sorted(decoder.num_rows_run, reverse=True)
+    assert set(decoder.num_rows_run) == {4, 2, 1}
+
+
+def test_buckets_are_of_all_shards_together():
+    decoder = FakeDecoder(rows=8, num_shards=2, row_buckets=(2, 4))
+    run(decoder, [3, 3, 3, 30, 9], policy=Fixed(1))
+    assert set(decoder.num_rows_run) <= {8, 4, 2}
+    assert {8, 2} <= set(decoder.num_rows_run)
+
+
 def test_the_next_burst_is_sent_before_the_last_is_read():
     decoder = FakeDecoder(rows=1)
     engine, requests = start(decoder, [12])
@@ -376,6 +391,8 @@ def test_random_loads_lose_and_mix_up_nothing(data):
         tree_slots=draw(st.sampled_from([0, 3])),
         prefix_caching=draw(st.booleans()),
         mixed_prefill=draw(st.booleans()),
+        row_buckets=draw(st.sampled_from([(), (2,), (1, 2)])),
+        max_rows=99,
     )
     engine = Loop(decoder, None, Fixed(draw(st.integers(0, 3))))
     beginnings = [list(range(length)) for length in (1, 5, 9, 14)]
