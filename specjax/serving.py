@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent import futures
 from typing import Any
 
 from jax.sharding import Mesh
@@ -92,11 +93,16 @@ class Engine:
         )
         self._compile_s_before = self._decoder.compile_s
         self._started_at = time.perf_counter()
+        # A step may take long, compiling included: what is below `_lock` does not wait for it.
+        self._stepping = threading.RLock()
+        self._stepper = futures.ThreadPoolExecutor(1)  # of asyncio's streams
         self._lock = threading.RLock()
-        self._turn = asyncio.Lock()  # whose turn it is to step, among streams
+        self._new: list[Request] = []  # added since the last step
+        self._to_abort: list[Request] = []
         self._writer = ChunkWriter()
         self._requests: dict[int, list[Request]] = {}  # by id, those not over
         self._mail: dict[int, list[Chunk]] = {}  # of requests that are streamed
+        self._left: set[int] = set()  # streams that nobody reads any more, not yet over
         self._unclaimed: list[Chunk] = []
         self._num_added = 0
         self._totals = _Totals()
@@ -122,89 +128,116 @@ class Engine:
         Raises:
           ValueError: it cannot be served; others are not touched.
         """
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"{priority=!r} must be a whole number, the lowest first.")
+        if deadline_s is not None and not deadline_s >= 0:
+            raise ValueError(f"{deadline_s=!r} must be seconds from now, or None.")
         with self._lock:
             requests = self._made(prompt, sampling)
             for request in requests:
                 request.priority = priority
                 if deadline_s is not None:
                     request.deadline = time.perf_counter() + deadline_s
-            for request in requests:
-                self._running_loop.add(request)
             self._num_added += 1
+            self._new += requests
             self._requests[requests[0].prompt_index] = requests
             return requests[0].prompt_index
 
     def step(self, *, max_burst_steps: int | None = None) -> list[Chunk]:
         """Advances what runs by one burst; returns what requests gained.
 
-        The last chunk of a sample has a finish_reason, and its `completion`.
+        The last chunk of a sample has a finish_reason, and its `completion`. Requests
+        that are streamed have their chunks there.
 
         Args:
           max_burst_steps: of the speculative steps that the device runs on its own;
             fewer for text that appears more steadily.
+
+        Raises:
+          RuntimeError: the engine is closed.
+          Exception: what went wrong on the device. All requests end with "error" then,
+            and the engine takes new ones.
         """
+        self._advance(max_burst_steps)
         with self._lock:
-            self._advance(max_burst_steps)
             chunks, self._unclaimed = self._unclaimed, []
             return chunks
 
     @property
     def has_work(self) -> bool:
-        """Whether requests wait or run, or chunks are left to take."""
+        """Whether requests wait or run, or chunks are left for `step` to return."""
         with self._lock:
             return bool(self._requests or self._unclaimed)
 
     def abort(self, request_id: int) -> bool:
-        """Ends a request with what it has; its pages are free at once.
+        """Ends a request with what it has; its pages are free at once, or after the step under way.
 
         Returns:
           Whether it was still under way. Its last chunks come with the next step.
         """
         with self._lock:
-            requests = self._requests.get(request_id, [])
-            ended = [each for each in requests if self._running_loop.abort(each)]
-            self._hand_out(ended)
-            return bool(ended)
+            left = [
+                request
+                for request in self._requests.get(request_id, [])
+                if not request.is_finished
+            ]
+            self._to_abort += left
+        # Whoever steps does it when the step is over.
+        if left and self._stepping.acquire(blocking=False):
+            try:
+                self._take_in()
+            finally:
+                self._stepping.release()
+        return bool(left)
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **arguments: Any
     ) -> Iterator[Chunk]:
-        """Adds a prompt and yields its chunks, stepping as needed; arguments as `add`.
+        """Yields the chunks of a prompt, stepping as needed; arguments as `add`.
 
-        Closing the iterator aborts the request. Other requests are advanced beside it;
-        their chunks come from `step`, or from streams of their own.
+        The prompt is added when the first chunk is asked for. Closing the iterator aborts
+        it. Other requests are advanced beside it; their chunks come from `step`, or
+        from streams of their own.
         """
         request_id = self._open(prompt, sampling, arguments)
-        return self._chunks(request_id)
+        try:
+            while True:
+                chunks, is_over = self._take_mail(request_id)
+                yield from chunks
+                if is_over:
+                    return
+                self._advance_for(request_id)
+        finally:
+            self._close_stream(request_id)
 
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **arguments: Any
     ) -> AsyncIterator[Chunk]:
-        """As `stream`, for asyncio: steps run in a thread, one at a time for all streams."""
-        request_id = await asyncio.to_thread(self._open, prompt, sampling, arguments)
+        """As `stream`, for asyncio: a thread of the engine's own steps for all streams."""
+        request_id = self._open(prompt, sampling, arguments)
+        loop = asyncio.get_running_loop()
         try:
             while True:
-                for chunk in self._take_mail(request_id):
+                chunks, is_over = self._take_mail(request_id)
+                for chunk in chunks:
                     yield chunk
-                if request_id not in self._requests:
+                if is_over:
                     return
-                async with self._turn:
-                    if not self._mail[request_id] and request_id in self._requests:
-                        await asyncio.to_thread(self._advance, None)
+                await loop.run_in_executor(self._stepper, self._advance_for, request_id)
         finally:
-            await asyncio.to_thread(self._close_stream, request_id)
+            self._close_stream(request_id)
 
     @property
     def stats(self) -> GenerationStats:
         """Figures over all requests that are over."""
         with self._lock:
-            loop, setup, totals = self._running_loop, self._setup, self._totals
+            setup, totals = self._setup, self._totals
             return GenerationStats(
                 num_prompts=totals.num_prompts,
                 num_prompt_tokens=totals.num_prompt_tokens,
                 num_output_tokens=totals.num_output_tokens,
                 acceptance=totals.acceptance,
-                run_s=loop.run_s,
+                run_s=totals.run_s,
                 compile_s=self._decoder.compile_s - self._compile_s_before,
                 time_to_first_token_s=totals.first_token_s or 0.0,
                 num_speculative_tokens=setup.speculation.depth,
@@ -214,11 +247,17 @@ class Engine:
             )
 
     def close(self) -> None:
-        """Ends all requests and gives the memory of the pages back. May be called twice."""
-        with self._lock:
+        """Ends all requests and gives the memory of the pages back. May be called twice.
+
+        Streams under way end with what their requests have.
+        """
+        with self._stepping:
             for request_id in list(self._requests):
                 self.abort(request_id)
-            self._loop = None
+            with self._lock:
+                self._loop = None
+                self._unclaimed.clear()
+            self._stepper.shutdown(wait=False)
             self._progress.close()
 
     def __enter__(self) -> Engine:
@@ -252,20 +291,48 @@ class Engine:
         return requests
 
     def _advance(self, max_burst_steps: int | None) -> None:
-        with self._lock:
+        with self._stepping:
             loop = self._running_loop
-            if loop.has_work:
-                self._hand_out(loop.step(max_burst_steps))
+            self._take_in()
+            if not loop.has_work:
+                return
+            try:
+                moved = loop.step(max_burst_steps)
+            except BaseException:
+                self._hand_out(loop.abandoned)
+                raise
+            with self._lock:
+                self._totals.run_s = loop.run_s
+            self._hand_out(moved)
+            self._take_in()
+
+    def _advance_for(self, request_id: int) -> None:
+        """Steps until a streamed request has something, or is over; others may have stepped for it."""
+        with self._stepping:
+            while not self._mail[request_id] and request_id in self._requests:
+                self._advance(None)
+
+    def _take_in(self) -> None:
+        """Takes in what was added and aborted since the last step; not during one."""
+        with self._lock:
+            new, self._new = self._new, []
+            ended, self._to_abort = self._to_abort, []
+            for request in new:
+                self._running_loop.add(request)
+            self._hand_out([each for each in ended if self._running_loop.abort(each)])
 
     def _hand_out(self, moved: Sequence[Request]) -> None:
         """Makes chunks of what requests gained, for their streams or for `step`."""
-        for request in moved:
-            chunk = self._writer.chunk(request)
-            own = self._requests[request.prompt_index]
-            self._mail.get(request.prompt_index, self._unclaimed).append(chunk)
-            if all(each.is_finished for each in own):
-                del self._requests[request.prompt_index]
-                self._totals.add(own, self._started_at)
+        with self._lock:
+            for request in moved:
+                chunk = self._writer.chunk(request)
+                own = self._requests[request.prompt_index]
+                self._mail.get(request.prompt_index, self._unclaimed).append(chunk)
+                if all(each.is_finished for each in own):
+                    del self._requests[request.prompt_index]
+                    self._totals.add(own, self._started_at)
+                    if request.prompt_index in self._left:
+                        self._forget_stream(request.prompt_index)
 
     def _open(
         self, prompt: Prompt, sampling: SamplingParams | None, arguments: dict[str, Any]
@@ -275,28 +342,22 @@ class Engine:
             self._mail[request_id] = []
             return request_id
 
-    def _chunks(self, request_id: int) -> Iterator[Chunk]:
-        try:
-            while True:
-                yield from self._take_mail(request_id)
-                if request_id not in self._requests:
-                    return
-                with self._lock:
-                    if not self._mail[request_id]:
-                        self._advance(None)
-        finally:
-            self._close_stream(request_id)
-
-    def _take_mail(self, request_id: int) -> list[Chunk]:
+    def _take_mail(self, request_id: int) -> tuple[list[Chunk], bool]:
+        """Returns the chunks of a streamed request, and whether they are its last."""
         with self._lock:
             chunks, self._mail[request_id] = self._mail[request_id], []
-            return chunks
+            return chunks, request_id not in self._requests
 
     def _close_stream(self, request_id: int) -> None:
         with self._lock:
-            if self._loop is not None:
-                self.abort(request_id)
-            self._mail.pop(request_id, None)
+            self._left.add(request_id)
+            if request_id not in self._requests:
+                self._forget_stream(request_id)
+        self.abort(request_id)
+
+    def _forget_stream(self, request_id: int) -> None:
+        self._left.discard(request_id)
+        self._mail.pop(request_id, None)
 
 
 class _Totals:
@@ -305,6 +366,7 @@ class _Totals:
     def __init__(self):
         self.num_prompts = self.num_prompt_tokens = self.num_output_tokens = 0
         self.acceptance = AcceptanceCounts()
+        self.run_s = 0.0
         self.first_token_s: float | None = None
         self.lossy: set[str] = set()
 

@@ -16,7 +16,7 @@ import numpy as np
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import Admission, DecodeState
 from specjax.engine.request import Request, TokenLogProbs
-from specjax.engine.scheduler import PLACES, Chunk, Row, Scheduler
+from specjax.engine.scheduler import PLACES, PromptChunk, Row, Scheduler
 from specjax.engine.speculation_policy import Load, SpeculationPolicy
 from specjax.progress import Report
 from specjax.sampling import RowSampling, empty_row_values
@@ -25,6 +25,7 @@ from specjax.types import DecoderParams, Plan, StepInfo
 # Calls of prompt chunks that rows wait for, which could decode already but have not yet
 # begun: a batch that starts together then needs no mixed step.
 PATIENCE = 8
+MOST_STALE = 64  # entries of ended requests among the deadlines, beyond as many as wait
 
 
 @dataclasses.dataclass
@@ -63,7 +64,6 @@ class Loop:
         *,
         on_progress: Report = lambda what, done, total: None,
     ):
-        config = decoder.engine_config
         self.decoder = decoder
         self.params = decoder.place_params(params)
         self.policy = policy
@@ -73,17 +73,9 @@ class Loop:
         )
         self.num_preemptions = 0
         self._on_progress = on_progress
-        self._state = decoder.init()
-        self.scheduler = Scheduler(
-            decoder.sizes,
-            decoder.num_shards,
-            shares_prefixes=config.prefix_caching,
-            needs_drafter=bool(jax.tree.leaves(self._state.drafter)),
-        )
-        self._flights: collections.deque[Flight] = collections.deque()
-        self._num_prompt_tokens = 0  # of those rows that are being prefilled
-        self._read_at = 0.0  # time.perf_counter()
-        self._deadlines: list[tuple[float, int, Request]] = []  # a heap
+        # Advanced or ended by the step that raised the last exception.
+        self.abandoned: list[Request] = []
+        self._begin()
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that could never fit."""
@@ -104,6 +96,9 @@ class Loop:
         self.check(request)
         self.scheduler.waiting.push(request)
         if request.deadline is not None and request.arrival is not None:
+            if len(self._deadlines) > 2 * len(self.scheduler.waiting) + MOST_STALE:
+                left = (entry for entry in self._deadlines if not entry[2].is_finished)
+                self._deadlines = sorted(left, key=lambda entry: entry[:2])
             entry = request.deadline, request.arrival, request
             heapq.heappush(self._deadlines, entry)
 
@@ -140,19 +135,51 @@ class Loop:
         Returns:
           The requests that were advanced or ended.
         """
-        # The decoder may serve other loops in turn.
-        self.decoder.on_compile = lambda what: self._on_progress(
-            f"compiling the {what}", 0, 0
-        )
+        # The decoder may serve other loops in turn, and outlive this one.
+        report = self._on_progress
+        self.decoder.on_compile = lambda what: report(f"compiling the {what}", 0, 0)
         compiled_before, start = self.decoder.compile_s, time.perf_counter()
-        moved = self._end_overdue()
-        self._admit()
-        is_sent = self._send(max_burst_steps)
-        while len(self._flights) > is_sent:
-            moved += self._read()
+        moved: list[Request] = []
+        try:
+            moved += self._end_overdue()
+            self._admit()
+            num_before = len(self._flights)
+            self._send(max_burst_steps)
+            num_sent = len(self._flights) - num_before
+            while len(self._flights) > num_sent:
+                moved += self._read()
+        except BaseException as error:
+            self._abandon(error, moved)
+            raise
         compiled = self.decoder.compile_s - compiled_before
         self.run_s += time.perf_counter() - start - compiled
         return list(dict.fromkeys(moved))
+
+    def _begin(self) -> None:
+        """Empties all rows and pages."""
+        self._state = self.decoder.init()
+        self.scheduler = Scheduler(
+            self.decoder.sizes,
+            self.decoder.num_shards,
+            shares_prefixes=self.decoder.engine_config.prefix_caching,
+            needs_drafter=bool(jax.tree.leaves(self._state.drafter)),
+        )
+        self._flights: collections.deque[Flight] = collections.deque()
+        self._num_prompt_tokens = 0  # of those rows that are being prefilled
+        self._read_at = 0.0  # time.perf_counter()
+        self._deadlines: list[tuple[float, int, Request]] = []  # a heap
+        self._was_prefill = False
+
+    def _abandon(self, error: BaseException, moved: list[Request]) -> None:
+        """Ends every request after an exception, and starts afresh: the device's state is lost."""
+        running = [row.request for row in self.scheduler.occupied]
+        everybody = [*moved, *running, *self.scheduler.waiting.all()]
+        self.abandoned = list(dict.fromkeys(everybody))
+        for request in self.abandoned:
+            if not request.is_finished:
+                request.error = f"the engine was interrupted: {error!r}."
+                request.end("error")
+        self._begin()
 
     def _row_of(self, request: Request) -> Row | None:
         rows = self.scheduler.occupied
@@ -176,22 +203,33 @@ class Loop:
         for admission in make_admissions(self.decoder, admitted):
             self._state = self.decoder.admit(self._state, admission)
 
-    def _send(self, max_burst_steps: int | None) -> bool:
-        """Sends the next chunk of prompts, a burst, or both; returns whether anything was sent."""
+    def _send(self, max_burst_steps: int | None) -> None:
+        """Sends the next chunk of prompts, a burst, or both, if there is anything to send."""
         scheduler, config = self.scheduler, self.decoder.engine_config
         rows = scheduler.decoding
         num_left = scheduler.num_to_prefill
         if not num_left:
-            return self._send_burst(rows, max_burst_steps)
+            self._send_burst(rows, max_burst_steps)
+            return
         has_begun = any(row.is_decoding for row in rows)
         is_long = num_left > PATIENCE * scheduler.tokens_per_chunk
-        is_mixed = config.mixed_prefill and config.numerics != "invariant"
-        is_mixed = is_mixed and bool(rows) and (has_begun or is_long)
-        if is_mixed and (flight := self._reserve(rows, 1, 1)) is not None:
-            self._fly(flight, self._mixed)
-            return True
-        if is_mixed and self._flights:
-            return False  # there may be room once they are read
+        shares = bool(rows) and (has_begun or is_long)
+        if shares and config.mixed_prefill and config.numerics != "invariant":
+            flight = self._reserve(rows, 1, 1)
+            if flight is not None:
+                # Whoever was to be prefilled may just have been preempted.
+                self._fly(
+                    flight, self._mixed if scheduler.num_to_prefill else self._plain
+                )
+            if flight is not None or self._flights:
+                return  # there may be room once they are read
+        elif shares and self._was_prefill:
+            self._was_prefill = False  # take turns
+            self._send_burst(rows, max_burst_steps)
+            return
+        if not scheduler.num_to_prefill:
+            return
+        self._was_prefill = True
         chunk = self._next_chunk()
         self._state = self.decoder.prefill(
             self.params,
@@ -201,9 +239,13 @@ class Loop:
             chunk.counts,
             max_tokens_per_row=chunk.width,
         )
-        return True
 
-    def _next_chunk(self, most_places: int = PLACES) -> Chunk:
+    def _plain(self, plan: Plan):
+        return self.decoder.burst(
+            self.params, self._state, plan, num_speculative_tokens=0
+        )
+
+    def _next_chunk(self, most_places: int = PLACES) -> PromptChunk:
         """Returns the next prompt tokens to send, and says how far prompts are."""
         total, scheduler = self._num_prompt_tokens, self.scheduler
         self._on_progress("prefill", total - scheduler.num_to_prefill, total)
@@ -226,9 +268,9 @@ class Loop:
             max_tokens_per_row=chunk.width,
         )
 
-    def _send_burst(self, rows: list[Row], max_burst_steps: int | None) -> bool:
+    def _send_burst(self, rows: list[Row], max_burst_steps: int | None) -> None:
         if not rows:
-            return False
+            return
         load = Load(
             num_decoding_rows=len(rows), num_waiting=len(self.scheduler.waiting)
         )
@@ -240,13 +282,12 @@ class Loop:
         num_steps = min(limit, max_burst_steps or limit, left)
         flight = self._reserve(rows, num_steps, 1 + depth)
         if flight is None:
-            return False
+            return
         burst = functools.partial(
             self.decoder.burst, self.params, num_speculative_tokens=depth
         )
         buckets = self.decoder.engine_config.row_buckets
         self._fly(flight, lambda plan: burst(self._state, plan), buckets)
-        return True
 
     def _reserve(self, rows: list[Row], num_steps: int, width: int) -> Flight | None:
         """Takes the pages for steps of at most `width` tokens per row; None where there are none now.
@@ -346,15 +387,12 @@ class Loop:
 
 def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> int:
     """Hands each row's tokens of a burst to its request; returns how many were committed."""
-    fields = (
-        "token_ids",
-        "num_committed",
-        "num_accepted",
-        "num_drafted",
-        "draft_depth",
-        "finish",
-    )
-    host = {name: np.asarray(getattr(report, name)) for name in fields}
+    names = ("num_committed", "num_accepted", "num_drafted", "draft_depth", "finish")
+    # [rows, steps, names]: plain numbers are read faster one row at a time.
+    figures = np.stack(
+        [np.asarray(getattr(report, name))[:num_steps] for name in names], axis=-1
+    ).swapaxes(0, 1)
+    token_ids = np.asarray(report.token_ids)[:num_steps].swapaxes(0, 1)
     is_described = any(
         request.params.logprobs is not None or request.params.self_check
         for request in running.values()
@@ -365,18 +403,19 @@ def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> in
         else None
     )
     for row, request in running.items():
-        for step in range(num_steps):
-            count = int(host["num_committed"][step, row])
-            finish = int(host["finish"][step, row])
+        tokens = token_ids[row].tolist()
+        for step, (count, accepted, drafted, depth, finish) in enumerate(
+            figures[row].tolist()
+        ):
             if count == 0 and finish == 0:
                 continue
-            token_ids = host["token_ids"][step, row, :count].tolist()
+            own = tokens[step][:count]
             wanted = request.params.logprobs
             described = []
             if wanted is not None:
                 described = [
                     _describe(logprobs, (step, row, place), token, wanted)
-                    for place, token in enumerate(token_ids)
+                    for place, token in enumerate(own)
                 ]
             surpluses = []
             if request.params.self_check:
@@ -387,15 +426,9 @@ def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> in
                 )
                 surpluses = list(zip(surplus, variance))
             request.take_step(
-                token_ids,
-                int(host["num_accepted"][step, row]),
-                int(host["num_drafted"][step, row]),
-                finish,
-                described,
-                int(host["draft_depth"][step, row]),
-                surpluses,
+                own, accepted, drafted, finish, described, depth, surpluses
             )
-    return int(host["num_committed"][:num_steps].sum())
+    return int(figures[..., 0].sum())
 
 
 def _describe(

@@ -7,6 +7,7 @@ burst cannot run dry; what turned out not to be needed goes back when it was rea
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -22,6 +23,13 @@ from specjax.engine.waiting import WaitingQueue
 # Prompt tokens a row gets per call: several rows at once, or one long row.
 NARROW, WIDE = 64, 256
 PLACES = 8
+MOST_POSTPONED = 8  # requests that let others pass
+
+
+def _order(row: Row) -> tuple[int, int]:
+    """Returns what says who goes before whom: the lowest first."""
+    assert row.request.arrival is not None
+    return row.request.priority, row.request.arrival
 
 
 @dataclasses.dataclass(eq=False)
@@ -41,10 +49,9 @@ class Row:
     flying_most: int = 0
     flying_least: int = 0
     is_decoding: bool = False  # has begun to
-    last_prefix: int = ROOT
-    num_remembered: int = (
-        0  # pages that can be found by their tokens, or were another's
-    )
+    # Ids of the prefixes of its first pages: these can be found by their tokens.
+    prefixes: list[int] = dataclasses.field(default_factory=list)
+    num_drafter_remembered: int = 0  # of them, with the drafter's keys and values
 
     @property
     def most(self) -> int:
@@ -62,7 +69,7 @@ class Row:
         return len(self.token_ids) - 1 - self.num_prefilled
 
 
-class Chunk(NamedTuple):
+class PromptChunk(NamedTuple):
     """Prompt tokens for one call; arrays lead with [places], each shard's own ones in a run."""
 
     row_ids: np.ndarray  # i32, of the shard; its number of rows in an unused place
@@ -97,7 +104,7 @@ class Scheduler:
         self.block_table = np.full((sizes.rows, sizes.pages_per_row), NO_PAGE, np.int32)
         self._shares_prefixes = shares_prefixes
         self._needs_drafter = needs_drafter
-        self._prefilling: list[Row] = []  # in order of admission
+        self._prefilling: list[Row] = []  # in the order of their requests
 
     @property
     def rows_per_shard(self) -> int:
@@ -138,13 +145,21 @@ class Scheduler:
     def admit(self, growth: int) -> list[Row]:
         """Lets waiting requests into rows, in their order, until one has to wait.
 
-        A request waits for a row; for pages that hold its tokens and the `growth` of one
-        burst, without taking those that the running rows need to grow likewise; and for
-        work to be sent that fills pages it can share.
+        A request waits for a row, and for pages that hold its tokens and the `growth` of one
+        burst, without taking those that the running rows need to grow likewise. One
+        that could share pages which are about to be filled lets a few others pass.
         """
-        admitted = []
+        admitted, postponed = [], []
+        _, _, wanted = self._wanted(self.occupied, growth)
         while (request := self.waiting.first()) is not None:
-            row = self._place(request, growth)
+            candidates = self._candidates(request)
+            if candidates is None:
+                if len(postponed) == MOST_POSTPONED:
+                    break
+                self.waiting.remove(request)
+                postponed.append(request)
+                continue
+            row = self._place(request, candidates, growth, wanted)
             if row is None:
                 break
             self.waiting.remove(request)
@@ -152,8 +167,10 @@ class Scheduler:
             self._set_table(row)
             self._announce_prefixes(row)
             if row.num_to_prefill:
-                self._prefilling.append(row)
+                bisect.insort(self._prefilling, row, key=_order)
             admitted.append(row)
+        for request in postponed:
+            self.waiting.push(request)
         return admitted
 
     def release(self, row: Row, *, forgets: bool = False) -> None:
@@ -180,7 +197,7 @@ class Scheduler:
 
     def last_in(self, rows: Iterable[Row]) -> Row:
         """Returns whom to preempt: the lowest priority, and among those the latest."""
-        return max(rows, key=lambda row: (row.request.priority, row.request.arrival))
+        return max(rows, key=_order)
 
     def bucket(
         self, rows: Sequence[Row], buckets: Sequence[int]
@@ -223,7 +240,7 @@ class Scheduler:
         Returns:
           How many pages each shard lacks, if any does: nothing was taken then. Else [].
         """
-        counts, lacking = self._wanted(rows, growth)
+        counts, lacking, _ = self._wanted(rows, growth)
         if any(lacking):
             return lacking
         growing = [pair for pair in zip(rows, counts) if pair[1] > 0]
@@ -243,7 +260,7 @@ class Scheduler:
 
     def shrink(self, row: Row) -> None:
         """Gives back the pages that a row cannot need."""
-        (count,), _ = self._wanted([row], 0)
+        (count,), _, _ = self._wanted([row], 0)
         if count < 0:
             self.pools[row.shard].give_back(row.pages[count:])
             del row.pages[count:]
@@ -251,7 +268,7 @@ class Scheduler:
 
     # Prompts
 
-    def next_chunk(self, most_places: int = PLACES) -> Chunk:
+    def next_chunk(self, most_places: int = PLACES) -> PromptChunk:
         """Returns the next prompt tokens to send, of which there are some, and counts them as sent.
 
         Args:
@@ -276,14 +293,14 @@ class Scheduler:
                 row.num_drafter_final = row.num_prefilled
                 self._note_prefixes(row)
         self._prefilling = [row for row in self._prefilling if row.num_to_prefill]
-        return Chunk(row_ids.reshape(-1), counts.reshape(-1), width)
+        return PromptChunk(row_ids.reshape(-1), counts.reshape(-1), width)
 
     # What was read back
 
     def take_tokens(
         self, row: Row, token_ids: Sequence[int], drafter_length: int
     ) -> None:
-        """Takes in tokens of a decoding row, and how many of them its drafter has."""
+        """Takes in tokens of a decoding row, and how many of all its drafter has."""
         row.token_ids += token_ids
         row.num_prefilled = len(row.token_ids) - 1
         row.num_drafter_final = drafter_length
@@ -302,13 +319,16 @@ class Scheduler:
             pool.check()
             assert pool.num_held == len(pages), "a page is held by nobody"
 
-    def _wanted(self, rows: Sequence[Row], growth: int) -> tuple[list[int], list[int]]:
-        """Returns how many pages each row wants to gain tokens, and how many each shard lacks."""
+    def _wanted(
+        self, rows: Sequence[Row], growth: int
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Returns how many pages each row wants to gain tokens (below 0: has too many), and how
+        many each shard lacks, and all of its rows want."""
         size, slots = (
             self.sizes.page_size,
             self.sizes.tree_slots + self.sizes.page_size - 1,
         )
-        counts, lacking = [], [-pool.num_free for pool in self.pools]
+        counts, wanted = [], [0] * len(self.pools)
         for row in rows:
             tokens = len(row.token_ids) + row.flying_most + growth
             most = row.request.max_length
@@ -317,49 +337,73 @@ class Scheduler:
             count = (tokens + slots) // size - len(row.pages)
             counts.append(count)
             if count > 0:
-                lacking[row.shard] += count
-        return counts, [max(count, 0) for count in lacking]
+                wanted[row.shard] += count
+        lacking = [max(n - pool.num_free, 0) for n, pool in zip(wanted, self.pools)]
+        return counts, lacking, wanted
 
-    def _place(self, request: Request, growth: int) -> Row | None:
-        """Returns a row for a request, with the pages of its tokens; None where it must wait."""
-        token_ids = request.token_ids
-        places = []
+    def _candidates(self, request: Request) -> list[tuple[int, list[Prefix]]] | None:
+        """Returns empty rows and the prefixes whose pages a request could read there, best first.
+
+        None where it could share pages that are about to be filled.
+        """
+        candidates = []
         for shard, pool in enumerate(self.pools):
             index = self._empty_row(shard)
             if index is None:
                 continue
-            shared = self._shareable(pool, token_ids)
+            shared = self._shareable(pool, request.token_ids)
             if shared is None:
                 return None
-            places.append((len(shared), pool.num_free, -index, shared))
-        if not places:
-            return None
-        _, _, index, shared = max(places, key=lambda place: place[:3])
-        index = -index
-        shard = index // self.rows_per_shard
-        pool = self.pools[shard]
-        num_shared = len(shared) * self.sizes.page_size
-        row = Row(
-            index,
-            shard,
-            request,
-            token_ids,
-            [prefix.page for prefix in shared],
-            num_prefilled=num_shared,
-            num_drafter_final=num_shared,
-        )
-        if shared:
-            row.last_prefix, row.num_remembered = shared[-1].id, len(shared)
-        running = [other for other in self.occupied if other.shard == shard]
-        pool.hold(row.pages)
-        # Alone it gets what there is: nothing else could be waited for.
-        _, lacking = self._wanted([*running, row], growth if running else 0)
-        if lacking[shard]:
+            first = shard * self.rows_per_shard
+            own = self.rows[first : first + self.rows_per_shard]
+            num_rows = sum(row is not None for row in own)
+            # Every shard waits for the fullest: a row more weighs as much as a chunk.
+            gain = len(shared) * self.sizes.page_size - num_rows * NARROW
+            candidates.append((-gain, -pool.num_free, index, shared))
+        candidates.sort(key=lambda candidate: candidate[:3])
+        return [(index, shared) for _, _, index, shared in candidates]
+
+    def _place(
+        self,
+        request: Request,
+        candidates: Sequence[tuple[int, list[Prefix]]],
+        growth: int,
+        wanted: list[int],
+    ) -> Row | None:
+        """Returns a row for a request, with the pages of its tokens; None where it must wait.
+
+        Args:
+          wanted: pages that the running rows of each shard want to grow; its own are added.
+        """
+        token_ids = request.token_ids
+        for index, shared in candidates:
+            shard, num_shared = (
+                index // self.rows_per_shard,
+                len(shared) * self.sizes.page_size,
+            )
+            pool = self.pools[shard]
+            row = Row(
+                index,
+                shard,
+                request,
+                token_ids,
+                [prefix.page for prefix in shared],
+                num_prefilled=num_shared,
+                num_drafter_final=num_shared,
+                prefixes=[prefix.id for prefix in shared],
+                num_drafter_remembered=len(shared),
+            )
+            pool.hold(row.pages)
+            # Alone it gets what there is: nothing else could be waited for.
+            is_alone = pool.num_held == len(row.pages)
+            (count,), _, _ = self._wanted([row], 0 if is_alone else growth)
+            if count + wanted[shard] <= pool.num_free:
+                lacking = self.reserve([row], 0)
+                assert not lacking
+                wanted[shard] += max(self._wanted([row], growth)[0][0], 0)
+                return row
             pool.give_back(row.pages)
-            return None
-        lacking = self.reserve([row], 0)
-        assert not lacking
-        return row
+        return None
 
     def _empty_row(self, shard: int) -> int | None:
         first = shard * self.rows_per_shard
@@ -384,27 +428,30 @@ class Scheduler:
         """Makes the full pages of a prompt findable before they are filled: who shares them waits."""
         if not self._shares_prefixes:
             return
-        size, before = self.sizes.page_size, row.last_prefix
-        for place in range(row.num_remembered, (len(row.token_ids) - 1) // size):
-            own = row.token_ids[place * size : (place + 1) * size]
-            prefix = self.pools[row.shard].remember(
-                before, own, row.pages[place], is_ready=False
-            )
-            before = prefix.id
+        size = self.sizes.page_size
+        before = row.prefixes[-1] if row.prefixes else ROOT
+        for place in range(len(row.prefixes), (len(row.token_ids) - 1) // size):
+            before = self._remember(row, place, before, is_ready=False).id
 
     def _note_prefixes(self, row: Row) -> None:
         """Makes the pages that are filled by now findable."""
         if not self._shares_prefixes:
             return
         size = self.sizes.page_size
-        for place in range(row.num_remembered, row.num_prefilled // size):
-            prefix = self.pools[row.shard].remember(
-                row.last_prefix,
-                row.token_ids[place * size : (place + 1) * size],
-                row.pages[place],
-                has_drafter=(place + 1) * size <= row.num_drafter_final,
-            )
-            row.last_prefix, row.num_remembered = prefix.id, place + 1
+        num_drafted = row.num_drafter_final // size
+        # What the drafter has caught up with since.
+        first = min(row.num_drafter_remembered, len(row.prefixes))
+        for place in range(first, row.num_prefilled // size):
+            before = row.prefixes[place - 1] if place else ROOT
+            prefix = self._remember(row, place, before, has_drafter=place < num_drafted)
+            row.prefixes[place:] = [prefix.id]
+        row.num_drafter_remembered = min(num_drafted, len(row.prefixes))
+
+    def _remember(self, row: Row, place: int, before: int, **flags: bool) -> Prefix:
+        size = self.sizes.page_size
+        own = row.token_ids[place * size : (place + 1) * size]
+        pool = self.pools[row.shard]
+        return pool.remember(before, own, row.pages[place], **flags)
 
     def _set_table(self, row: Row) -> None:
         table = self.block_table[row.index]

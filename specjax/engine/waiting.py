@@ -6,6 +6,10 @@ import heapq
 
 from specjax.engine.request import Request
 
+# Entries of requests that have gone elsewhere are dropped when they are this many more
+# than those that wait.
+MOST_STALE = 64
+
 
 class WaitingQueue:
     """Requests in the order in which they are admitted; every operation takes O(log n).
@@ -16,7 +20,7 @@ class WaitingQueue:
 
     def __init__(self):
         self._heap: list[tuple[int, int, Request]] = []
-        self._waiting: set[int] = set()  # arrivals; others in the heap were removed
+        self._waiting: set[int] = set()  # arrivals; others in the heap have gone
         self._num_arrived = 0
 
     def __len__(self) -> int:
@@ -42,4 +46,11 @@ class WaitingQueue:
             return False
         self._waiting.remove(request.arrival)
         self.first()  # whoever was admitted may be pushed again, and must not be here twice
+        if len(self._heap) > 2 * len(self._waiting) + MOST_STALE:
+            self._heap = [entry for entry in self._heap if entry[1] in self._waiting]
+            heapq.heapify(self._heap)
         return True
+
+    def all(self) -> list[Request]:
+        """Returns everybody, in no order."""
+        return [entry[2] for entry in self._heap if entry[1] in self._waiting]

@@ -2,6 +2,8 @@
 
 import asyncio
 import dataclasses
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -155,6 +157,74 @@ def test_streams_of_asyncio(make, plain):
     assert texts == [plain(prompt) for prompt in prompts(6)]
 
 
+def test_readers_of_asyncio_may_be_slow_and_come_again(make, plain):
+    async def text(engine, prompt, pause_s):
+        tokens, last = [], None
+        async for chunk in engine.astream(prompt, SAMPLING):
+            tokens, last = tokens + chunk.token_ids, chunk
+            await asyncio.sleep(pause_s)
+        assert last.completion.token_ids == tokens
+        return tokens
+
+    async def both(engine):
+        one, other = prompts(2)
+        return await asyncio.gather(text(engine, one, 0.05), text(engine, other, 0))
+
+    with make() as engine:
+        for _ in range(2):  # an event loop each
+            assert asyncio.run(both(engine)) == [plain(p) for p in prompts(2)]
+
+
+def test_what_happens_to_a_stream_while_it_is_read(make, plain):
+    one, other = prompts(2)
+    with make() as engine:
+        tokens = []
+        for chunk in engine.stream(one, SAMPLING):
+            tokens += chunk.token_ids
+            for _ in range(50):  # others step, to the end
+                assert engine.step() == []
+        assert tokens == plain(one) == chunk.completion.token_ids
+        stream = engine.stream(other, SAMPLING)
+        next(stream)
+        assert engine.abort(1)
+        *_, last = stream
+        assert last.finish_reason == "abort"
+        assert not engine._mail
+
+
+def test_an_exception_ends_the_requests_and_leaves_an_engine(make, plain, monkeypatch):
+    one, other = prompts(2)
+    with make() as engine:
+        first = engine.add(one, SAMPLING)
+        while not engine.step():
+            pass
+
+        def fail(*arguments, **sizes):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._decoder, "burst", fail)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        (completion,) = drain(engine)[first]
+        assert completion.finish_reason == "error"
+        assert "KeyboardInterrupt" in completion.error
+        second = engine.add(other, SAMPLING)
+        assert drain(engine)[second][0].token_ids == plain(other)
+
+
+def test_a_closed_engine_keeps_no_pages(make):
+    engine = make()
+    engine.add([1, 2, 3], SAMPLING)
+    engine.step()
+    loop = weakref.ref(engine._loop)
+    engine.close()
+    gc.collect()
+    assert loop() is None
+    assert not engine.has_work
+    assert engine.stats.num_prompts == 1
+
+
 def test_a_stream_that_is_closed_aborts_its_request(make):
     with make() as engine:
         stream = engine.stream(prompts(1)[0], SAMPLING)
@@ -200,6 +270,10 @@ def test_what_cannot_be_served_says_why_and_touches_nobody(make, plain):
             engine.add([61], SAMPLING)
         with pytest.raises(ValueError, match="other_verifications=\\['rejection'\\]"):
             engine.add(prompt, dataclasses.replace(SAMPLING, verification="rejection"))
+        with pytest.raises(ValueError, match="priority='high' must be a whole number"):
+            engine.add(prompt, SAMPLING, priority="high")
+        with pytest.raises(ValueError, match="deadline_s=-1 must be seconds"):
+            engine.add(prompt, SAMPLING, deadline_s=-1)
         with pytest.raises(ValueError, match="shorten the prompt"):
             engine.add([1] * 200, SAMPLING)
         (completion,) = drain(engine)[request]

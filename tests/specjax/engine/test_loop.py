@@ -384,9 +384,11 @@ def test_random_loads_lose_and_mix_up_nothing(data):
     """Prompts with common beginnings, too few pages, aborts: after every step all pages are counted."""
     draw = lambda strategy: data.draw(strategy)
     num_shards = draw(st.sampled_from([1, 1, 2]))
+    # The longest prompt takes one chunk, or several.
+    longest, least_pages = draw(st.sampled_from([(20, 9), (150, 45), (400, 110)]))
     decoder = FakeDecoder(
         rows=num_shards * draw(st.integers(1, 3)),
-        num_pages=num_shards * draw(st.integers(9, 24)),
+        num_pages=num_shards * (least_pages + draw(st.integers(0, 15))),
         num_shards=num_shards,
         tree_slots=draw(st.sampled_from([0, 3])),
         prefix_caching=draw(st.booleans()),
@@ -395,14 +397,15 @@ def test_random_loads_lose_and_mix_up_nothing(data):
         max_rows=99,
     )
     engine = Loop(decoder, None, Fixed(draw(st.integers(0, 3))))
-    beginnings = [list(range(length)) for length in (1, 5, 9, 14)]
+    beginnings = [list(range(length)) for length in (1, 5, 9, 14, longest)]
     requests, aborted = [], []
 
     def arrive(count):
         for _ in range(count):
             prompt = draw(st.sampled_from(beginnings))[:]
             prompt += draw(st.lists(st.integers(0, 2), max_size=4))
-            output = draw(st.integers(1, 33 - len(prompt) - decoder.sizes.tree_slots))
+            slots = least_pages * PAGE_SIZE - decoder.sizes.tree_slots
+            output = draw(st.integers(1, min(slots - len(prompt), 60)))
             requests.append(
                 make_request(
                     len(requests), prompt, output, priority=draw(st.integers(0, 1))
@@ -430,6 +433,60 @@ def test_random_loads_lose_and_mix_up_nothing(data):
         if request in aborted:
             expected = expected[: len(request.output_token_ids)]
         assert request.output_token_ids == expected
+
+
+def test_the_prompt_that_was_to_be_fed_is_preempted():
+    decoder = FakeDecoder(rows=3, num_pages=505, pages_per_row=1024)
+    run(decoder, [120, 120, 3], prompts=[2, 2, 2000])
+
+
+def test_bursts_and_prompts_take_turns_where_they_do_not_mix():
+    decoder = FakeDecoder(rows=2, num_pages=600, pages_per_row=600, mixed_prefill=False)
+    engine, _ = start(decoder, [40, 2, 3], prompts=[2, 2, 1500])
+    finished = []
+    while engine.has_work:
+        finished += [r.prompt_index for r in engine.step() if r.is_finished]
+    assert finished == [2, 1, 3]
+
+
+def test_prompts_are_fed_by_priority():
+    decoder = FakeDecoder(rows=3, num_pages=900, pages_per_row=900)
+    engine = Loop(decoder, None, Fixed(0))
+    requests = [
+        make_request(index, [index] * length, output, priority=priority)
+        for index, (length, output, priority) in enumerate(
+            [(2, 200, 5), (2000, 3, 9), (70, 3, 0)], start=1
+        )
+    ]
+    engine.add(requests[0])
+    for _ in range(2):
+        engine.step()
+    engine.add(requests[1])
+    engine.step()
+    engine.add(requests[2])
+    for _ in range(6):
+        engine.step()
+    assert requests[2].is_finished
+    finish(engine, requests)
+
+
+def test_others_pass_those_who_wait_for_pages_to_share():
+    decoder = FakeDecoder(rows=4, num_pages=2000, pages_per_row=900)
+    engine, requests = start(
+        decoder, [3, 3, 3], prompts=[[7] * 1500, [7] * 1500, [1, 2]]
+    )
+    engine.step()
+    assert [row.request.prompt_index for row in engine.scheduler.occupied] == [1, 3]
+    finish(engine, requests)
+
+
+def test_a_shard_without_pages_holds_nobody_up():
+    decoder = FakeDecoder(rows=4, num_pages=24, num_shards=2)
+    engine, requests = start(decoder, [4, 4], prompts=[list(range(36))] * 2)
+    engine.step()
+    engine.step()
+    assert {row.shard for row in engine.scheduler.occupied} == {0, 1}
+    finish(engine, requests)
 
 
 def test_block_tables_are_copies():

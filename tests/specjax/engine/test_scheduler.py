@@ -1,0 +1,54 @@
+"""What the loop over a decoder without a drafter does not show: whose keys the drafter has."""
+
+from test_loop import make_request
+
+from specjax.decode.decoder import Sizes
+from specjax.engine.scheduler import Scheduler
+
+SIZES = Sizes(rows=2, page_size=4, num_pages=16, pages_per_row=8, burst_steps=4)
+
+
+def admit(scheduler, request):
+    scheduler.waiting.push(request)
+    (row,) = scheduler.admit(4)
+    while row.num_to_prefill:
+        scheduler.next_chunk()
+    return row
+
+
+def flags(scheduler, token_ids):
+    return [prefix.has_drafter for prefix in scheduler.pools[0].find(token_ids)]
+
+
+def test_pages_are_shared_when_the_drafter_has_caught_up():
+    scheduler = Scheduler(SIZES, needs_drafter=True)
+    row = admit(scheduler, make_request(1, [1, 2, 3, 4, 5], 20))
+    assert flags(scheduler, row.token_ids) == [True]
+    assert scheduler.reserve([row], 15) == []
+    # Eight tokens more, of which the drafter lacks one at a page's end, and then all.
+    scheduler.take_tokens(row, [6, 7, 8, 9], 7)
+    assert flags(scheduler, row.token_ids) == [True, False]
+    scheduler.take_tokens(row, [10, 11, 12, 13], 7)
+    assert flags(scheduler, row.token_ids) == [True, False, False]
+    scheduler.take_tokens(row, [14], 12)
+    assert flags(scheduler, row.token_ids) == [True, True, True]
+    text = row.token_ids[:]
+    row.flying_most = 0
+    scheduler.shrink(row)
+    scheduler.release(row)
+    again = admit(scheduler, make_request(2, text, 2))
+    assert len(again.prefixes) == 3
+
+
+def test_a_row_that_lacks_the_drafters_keys_makes_them_anew():
+    scheduler = Scheduler(SIZES, needs_drafter=True)
+    row = admit(scheduler, make_request(1, [1, 2, 3], 20))
+    assert scheduler.reserve([row], 15) == []
+    scheduler.take_tokens(row, [4, 5, 6, 7, 8, 9], 2)
+    text = row.token_ids[:]
+    assert flags(scheduler, text) == [False, False]
+    again = admit(scheduler, make_request(2, text, 2))
+    assert again.pages[0] != row.pages[0]
+    # Its pages are the ones to be found from now on.
+    assert flags(scheduler, text) == [True, True]
+    assert [prefix.page for prefix in scheduler.pools[0].find(text)] == again.pages[:2]
