@@ -525,6 +525,6 @@ class EngineConfig:
             _is_int(bucket) and 1 <= bucket <= self.max_rows for bucket in buckets
         ):
             raise ValueError(
-                f"EngineConfig.row_buckets={buckets!r} must be whole numbers from 1 to {self.max_rows=}."
+                f"EngineConfig.row_buckets={buckets!r} must be whole numbers from 1 to max_rows={self.max_rows}."
             )
         object.__setattr__(self, "row_buckets", tuple(sorted(set(buckets))))

@@ -55,7 +55,7 @@ WHOLE = PartitionSpec()
 
 
 class Decoder:
-    """init, exchange, prefill and burst for one target, drafter and set of sizes.
+    """init, admit, prefill, mixed and burst for one target, drafter and set of sizes.
 
     Every executable is compiled ahead of its first call, so that the seconds spent
     compiling are known apart (`compile_s`), and traced once (`traces` counts them).

@@ -131,7 +131,7 @@ def test_a_loaded_drafter_takes_the_tree_of_the_call(target, draft):
     assert load_drafter(loaded, target, config).is_tree
     loaded = load_drafter(draft, target, config)
     stream = Stream(target, [[1, 2]], drafter=loaded, sampling=SAMPLED, engine=ENGINE)
-    assert stream._speculation.depth == 2
+    assert stream._setup.speculation.depth == 2
 
 
 @pytest.mark.parametrize(
@@ -162,11 +162,11 @@ def test_how_deep_a_loaded_tree_is_drafted(target, draft, given, depth):
     stream = Stream(
         target, [[1, 2]], drafter=loaded, sampling=SAMPLED, engine=ENGINE, **given
     )
-    assert stream._speculation.depth == depth
+    assert stream._setup.speculation.depth == depth
 
 
 def test_a_tree_of_the_call_without_a_drafter_is_plain_decoding(target):
     for tree in ({"tree_top_k": 2}, {"speculative_token_tree": (2, 1)}):
         config = SpeculationConfig(**tree)
         stream = Stream(target, [[1, 2]], engine=ENGINE, speculative_config=config)
-        assert stream._speculation.depth == 0
+        assert stream._setup.speculation.depth == 0

@@ -297,8 +297,22 @@ def test_from_json_refuses(given, message):
 )
 @pytest.mark.parametrize("value", [0, -1, 1.5, "2", True])
 def test_engine_config_refuses(name, value):
+    if value is True and name in ("prefix_caching", "mixed_prefill"):
+        value = None  # neither yes nor no
     with pytest.raises(ValueError, match=f"EngineConfig.{name}={value!r}"):
         EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize("buckets", [(0,), (33,), (1.0,), "12"])
+def test_engine_config_refuses_row_buckets(buckets):
+    with pytest.raises(ValueError, match="from 1 to max_rows=32"):
+        EngineConfig(row_buckets=buckets)
+
+
+def test_engine_config_sorts_row_buckets():
+    config = EngineConfig(row_buckets=[8, 2, 8])
+    assert config.row_buckets == (2, 8)
+    assert hash(config) != hash(EngineConfig())
 
 
 def test_engine_config_leaves_to_the_requests_what_is_none():
