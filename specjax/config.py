@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
+from specjax import batch_size_table
+
 METHODS = ("ngram", "draft_model")
 VERIFICATION_RULES = (
     "greedy",
@@ -308,6 +310,8 @@ class SpeculationConfig:
     model: str | None = None  # a folder, a hub name, or "demo"
     # Most draft tokens along one path, as it was asked for; `depth` is what comes of it.
     num_speculative_tokens: int | None = None
+    # K by the number of rows that decode: [[first, last, K], ...], see batch_size_table.
+    num_speculative_tokens_per_batch_size: Any = None  # tuple[Entry, ...], once made
     verification: str = "seeded"
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
@@ -333,6 +337,7 @@ class SpeculationConfig:
     def __post_init__(self):
         tree = _rank_paths(self.speculative_token_tree)
         object.__setattr__(self, "speculative_token_tree", tree)
+        self._set_table()
         if self.method is not None and self.method not in METHODS:
             raise ValueError(
                 f"method={self.method!r} is not available; this version has "
@@ -387,6 +392,9 @@ class SpeculationConfig:
         """Most draft tokens along one path: what was asked for, else a tree's depth, else the default."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
+        table = self.num_speculative_tokens_per_batch_size
+        if table is not None and self.speculative_token_tree is None:
+            return batch_size_table.most(table)
         tree = self.speculative_token_tree
         return DEFAULT_NUM_SPECULATIVE_TOKENS if tree is None else max(map(len, tree))
 
@@ -394,6 +402,21 @@ class SpeculationConfig:
     def has_tree(self) -> bool:
         """Whether it says what tree a draft model is to draft."""
         return self.speculative_token_tree is not None or self.tree_top_k is not None
+
+    def _set_table(self) -> None:
+        """Checks num_speculative_tokens_per_batch_size, and warns of what it cannot have."""
+        if self.num_speculative_tokens_per_batch_size is None:
+            return
+        table = batch_size_table.parse(self.num_speculative_tokens_per_batch_size)
+        most = self.num_speculative_tokens
+        if _is_int(most) and batch_size_table.most(table) > most:
+            warnings.warn(
+                f"{batch_size_table.NAME} asks for K = {batch_size_table.most(table)}, and "
+                f"num_speculative_tokens={most} is the most; raise it, or no more is drafted.",
+                stacklevel=4,
+            )
+            table = batch_size_table.at_most(table, most)
+        object.__setattr__(self, batch_size_table.NAME, table)
 
     def _check_growth(self) -> None:
         """Refuses a tree_top_k that means nothing or contradicts."""

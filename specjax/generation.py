@@ -14,7 +14,7 @@ from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.loop import Loop
 from specjax.engine.request import AcceptanceCounts
-from specjax.engine.speculation_policy import Fixed, SpeculationPolicy
+from specjax.engine.speculation_policy import SpeculationPolicy
 from specjax.models.base import Model
 from specjax.progress import Progress, Report
 from specjax.requests import Prompt, as_list
@@ -66,7 +66,8 @@ def generate(
       speculative_config: vLLM's --speculative-config, as JSON or a mapping; the
         arguments above win over it.
       engine: sizes; chosen from the requests where None.
-      policy: which K before each burst; a fixed K where None.
+      policy: which K before each burst; None is what speculative_config says: its
+        num_speculative_tokens_per_batch_size, or a fixed K.
       mesh: devices to split over, axes "data" and "tensor".
       progress: True shows on stderr what takes long; a function is told instead,
         as report(what, done, total), with total 0 where nobody knows.
@@ -156,7 +157,7 @@ class Stream:
         self._loop = Loop(
             self._decoder,
             self._setup.params,
-            policy or Fixed(self._setup.speculation.depth),
+            policy or self._setup.policy,
             on_progress=self._progress.report,
         )
         for request in self._requests:

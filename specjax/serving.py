@@ -22,7 +22,7 @@ from specjax.config import (
 from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.loop import Loop
 from specjax.engine.request import AcceptanceCounts, Request
-from specjax.engine.speculation_policy import Fixed, SpeculationPolicy
+from specjax.engine.speculation_policy import SpeculationPolicy
 from specjax.models.base import Model
 from specjax.progress import Progress, Report
 from specjax.requests import Prompt, as_list
@@ -88,7 +88,7 @@ class Engine:
         self._loop: Loop | None = Loop(
             self._decoder,
             setup.params,
-            policy or Fixed(setup.speculation.depth),
+            policy or setup.policy,
             on_progress=self._progress.report,
         )
         self._compile_s_before = self._decoder.compile_s

@@ -16,6 +16,7 @@ from specjax.decode.decoder import Decoder, Sizes, build_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.engine.request import Request
+from specjax.engine.speculation_policy import Fixed, SpeculationPolicy, Table
 from specjax.models.base import Model
 from specjax.models.loading import load_model
 from specjax.requests import Refused, make_requests, one_each
@@ -57,6 +58,15 @@ class Setup:
     @property
     def params(self) -> DecoderParams:
         return DecoderParams(self.target.params, self.drafter.params)
+
+    @property
+    def policy(self) -> SpeculationPolicy:
+        """Returns a policy as the speculation config says: its table, or a fixed K."""
+        config = self.speculation
+        table = config.num_speculative_tokens_per_batch_size
+        if table is None or not config.depth:
+            return Fixed(config.depth)
+        return Table(table, config.depth)
 
     def requests(
         self, prompts: Sequence[Any], sampling: Any

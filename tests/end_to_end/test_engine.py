@@ -10,6 +10,7 @@ import pytest
 
 import specjax
 from specjax.config import EngineConfig, SamplingParams
+from specjax.generation import Stream
 
 # Small enough for refills and prompts beside rows that decode.
 ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=4, max_context=160)
@@ -306,6 +307,29 @@ def test_row_buckets_change_no_text(make, plain):
     for request, prompt, asked in zip(ids, prompts(4), sampling, strict=True):
         assert done[request][0].token_ids == plain(prompt, asked)
         assert done[request][0].acceptance.mean_acceptance_length > 1.2
+
+
+def test_k_by_batch_size_changes_no_text(target, draft, plain):
+    config = {
+        "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 1], [3, 9, 0]]
+    }
+    sampling = [dataclasses.replace(SAMPLING, max_tokens=n) for n in (60, 5, 30)]
+    stream = Stream(
+        target,
+        prompts(3),
+        drafter=draft,
+        sampling=sampling,
+        speculative_config=config,
+        engine=ENGINE,
+        policy=None,
+    )
+    stream._loop.policy.dwell_s = 0.0
+    out = stream.result()
+    for completion, prompt, asked in zip(out, prompts(3), sampling, strict=True):
+        assert completion.token_ids == plain(prompt, asked)
+    bursts = {key[1] for key in stream._decoder.traces if key[0] == "burst"}
+    assert bursts == {0, 1, 3}
+    assert out.stats.num_speculative_tokens == 3
 
 
 def test_priorities(make):

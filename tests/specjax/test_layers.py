@@ -51,6 +51,7 @@ LAYERS = (
     ),
     # Vocabulary and tools, which know nothing of models.
     (
+        "specjax.batch_size_table",
         "specjax.compilation_cache",
         "specjax.config",
         "specjax.detokenize",
