@@ -38,16 +38,7 @@ class SpeculationPolicy(Protocol):
         ...
 
 
-@dataclasses.dataclass
-class Fixed:
-    """The same K always."""
-
-    max_speculative_tokens: int
-
-    def choose(self, load: Load) -> int:
-        del load
-        return self.max_speculative_tokens
-
+class _LearnsNothing:
     def observe(
         self,
         num_speculative_tokens: int,
@@ -59,7 +50,18 @@ class Fixed:
 
 
 @dataclasses.dataclass
-class Table:
+class Fixed(_LearnsNothing):
+    """The same K always."""
+
+    max_speculative_tokens: int
+
+    def choose(self, load: Load) -> int:
+        del load
+        return self.max_speculative_tokens
+
+
+@dataclasses.dataclass
+class Table(_LearnsNothing):
     """K by the number of rows that decode.
 
     After a change K stays for dwell_s: a load that flickers at a threshold changes it
@@ -82,12 +84,3 @@ class Table:
         elif wanted != self._chosen and now - self._changed_at >= self.dwell_s:
             self._chosen, self._changed_at = wanted, now
         return self._chosen
-
-    def observe(
-        self,
-        num_speculative_tokens: int,
-        num_steps: int,
-        num_committed: int,
-        seconds: float,
-    ) -> None:
-        del num_speculative_tokens, num_steps, num_committed, seconds
