@@ -61,9 +61,8 @@ def drain(engine):
     return done
 
 
-@pytest.mark.parametrize("config", [ENGINE, FEW_PAGES], ids=["pages", "few pages"])
-def test_requests_that_come_and_go_change_no_text(make, plain, config):
-    with make(config) as engine:
+def test_requests_that_come_and_go_and_are_preempted_change_no_text(make, plain):
+    with make(FEW_PAGES) as engine:
         waiting, texts, added = prompts(10), {}, []
         for _ in range(4):
             added.append(engine.add(waiting.pop(), SAMPLING))
@@ -74,7 +73,7 @@ def test_requests_that_come_and_go_change_no_text(make, plain, config):
                 added.append(engine.add(waiting.pop(), SAMPLING))
         num_preempted = engine._loop.num_preemptions
         stats = engine.stats
-    assert (num_preempted > 0) == (config is FEW_PAGES)
+    assert num_preempted > 0
     for request_id, prompt in zip(added, reversed(prompts(10))):
         assert texts[request_id] == plain(prompt)
     assert stats.num_output_tokens == 10 * 40
@@ -83,18 +82,19 @@ def test_requests_that_come_and_go_change_no_text(make, plain, config):
 
 def test_preemption_changes_no_bit_under_invariant_numerics(make):
     sampling = dataclasses.replace(SAMPLING, logprobs=0)
-    results = []
-    for pages in (None, 24):
-        config = dataclasses.replace(ENGINE, num_pages=pages, numerics="invariant")
-        with make(config) as engine:
-            ids = [engine.add(prompt, sampling) for prompt in prompts(6)]
-            done = drain(engine)
-            results.append([done[each][0] for each in ids])
-            preempted = engine._loop.num_preemptions
-    assert preempted > 0
-    for one, other in zip(*results):
-        assert one.token_ids == other.token_ids
-        assert one.logprobs == other.logprobs
+    config = dataclasses.replace(FEW_PAGES, numerics="invariant")
+    with make(config) as engine:
+        ids = [engine.add(prompt, sampling) for prompt in prompts(6)]
+        together = drain(engine)
+        preempted = engine._loop.num_preemptions
+        assert preempted > 0
+        for request, prompt in zip(ids, prompts(6), strict=True):
+            engine._loop.scheduler.pools[0].forget()  # nothing is found again
+            again = engine.add(prompt, sampling)
+            (alone,) = drain(engine)[again]
+            assert together[request][0].token_ids == alone.token_ids
+            assert together[request][0].logprobs == alone.logprobs
+        assert engine._loop.num_preemptions == preempted
 
 
 def test_samples_share_their_prompt(make, target):
@@ -299,14 +299,14 @@ def test_row_buckets_change_no_text(make, plain):
     sampling = [
         dataclasses.replace(SAMPLING, max_tokens=count) for count in (60, 9, 25, 14)
     ]
-    with make(dataclasses.replace(ENGINE, row_buckets=(1, 2))) as engine:
+    config = dataclasses.replace(ENGINE, row_buckets=(1, 2))
+    with make(config, drafter="ngram") as engine:
         ids = list(map(engine.add, prompts(4), sampling))
         done = drain(engine)
         run = {key for key in engine._decoder.traces if key[0] == "burst"}
     assert run == {("burst", 3), ("burst", 3, 2), ("burst", 3, 1)}
     for request, prompt, asked in zip(ids, prompts(4), sampling, strict=True):
         assert done[request][0].token_ids == plain(prompt, asked)
-        assert done[request][0].acceptance.mean_acceptance_length > 1.2
 
 
 def test_k_by_batch_size_changes_no_text(target, draft, plain):
