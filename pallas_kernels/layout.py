@@ -1,4 +1,4 @@
-"""The shape of a page, in one place: callers make, measure and copy pages here.
+"""The shape of a page, in one place: callers make and measure pages here.
 
 Keys and values of a layer are two arrays, dtype[num_pages, kv_heads, page_size,
 head_dim]. docs/decisions/0001-cache-layout.md says why.
@@ -58,24 +58,6 @@ def read_slots(pages: Array, slots: Array) -> Array:
     """
     page, offset = slots // page_size(pages), slots % page_size(pages)
     return pages.at[page, :, offset].get(mode="fill", fill_value=0)
-
-
-def copy_pages(
-    pages: Array,  # as init_pages makes them
-    source_ids: Array,  # i32[n]
-    target_ids: Array,  # i32[n], a page at most once; num_pages or more: dropped
-) -> Array:
-    """Returns `pages` with page source_ids[i] copied to page target_ids[i].
-
-    All sources are read before any target is written. Donate `pages`, or the whole
-    array is copied.
-    """
-    if source_ids.shape != target_ids.shape or source_ids.ndim != 1:
-        raise ValueError(
-            f"{source_ids.shape=} and {target_ids.shape=} must be one equal length."
-        )
-    moved = pages.at[source_ids].get(mode="clip")
-    return pages.at[target_ids].set(moved, mode="drop")
 
 
 def validate_page_arrays(k_pages: Array, v_pages: Array) -> None:

@@ -59,18 +59,8 @@ def choose_sizes(
     rows = -(-rows // num_shards) * num_shards
     longest = max(max(map(num_slots, fits)), MIN_ROW_TOKENS)
     pages_per_row = power_of_two(-(-longest // size))
-    if engine.num_pages is None:
-        shard_pages = min(shard_pages, rows // num_shards * pages_per_row)
-    sizes = Sizes(
-        rows=rows,
-        page_size=size,
-        num_pages=shard_pages * num_shards,
-        pages_per_row=pages_per_row,
-        burst_steps=engine.burst_steps,
-        tree_slots=tree_slots,
-        dtype=dtype,
-    )
-    return sizes, fits, refused
+    layout = rows, pages_per_row, shard_pages, num_shards
+    return _sizes(engine, dtype, tree_slots, *layout), fits, refused
 
 
 def standing_sizes(
@@ -91,11 +81,25 @@ def standing_sizes(
     longest = min(context, engine.max_context or context) + tree_slots
     shard_pages = _pages_per_shard(configs, engine, dtype, num_shards)
     pages_per_row = min(-(-longest // size), shard_pages)
+    layout = rows, pages_per_row, shard_pages, num_shards
+    return _sizes(engine, dtype, tree_slots, *layout)
+
+
+def _sizes(
+    engine: EngineConfig,
+    dtype: Any,
+    tree_slots: int,
+    rows: int,
+    pages_per_row: int,
+    shard_pages: int,
+    num_shards: int,
+) -> Sizes:
+    """Returns sizes with no more pages than rows can hold, unless they were asked for."""
     if engine.num_pages is None:
         shard_pages = min(shard_pages, rows // num_shards * pages_per_row)
     return Sizes(
         rows=rows,
-        page_size=size,
+        page_size=engine.page_size,
         num_pages=shard_pages * num_shards,
         pages_per_row=pages_per_row,
         burst_steps=engine.burst_steps,

@@ -149,6 +149,8 @@ class Scheduler:
         burst, without taking those that the running rows need to grow likewise. One
         that could share pages which are about to be filled lets a few others pass.
         """
+        if not len(self.waiting) or None not in self.rows:
+            return []
         admitted, postponed = [], []
         _, _, wanted = self._wanted(self.occupied, growth)
         while (request := self.waiting.first()) is not None:
@@ -324,10 +326,8 @@ class Scheduler:
     ) -> tuple[list[int], list[int], list[int]]:
         """Returns how many pages each row wants to gain tokens (below 0: has too many), and how
         many each shard lacks, and all of its rows want."""
-        size, slots = (
-            self.sizes.page_size,
-            self.sizes.tree_slots + self.sizes.page_size - 1,
-        )
+        size = self.sizes.page_size
+        slots = self.sizes.tree_slots + size - 1
         counts, wanted = [], [0] * len(self.pools)
         for row in rows:
             tokens = len(row.token_ids) + row.flying_most + growth
@@ -377,10 +377,8 @@ class Scheduler:
         """
         token_ids = request.token_ids
         for index, shared in candidates:
-            shard, num_shared = (
-                index // self.rows_per_shard,
-                len(shared) * self.sizes.page_size,
-            )
+            shard = index // self.rows_per_shard
+            num_shared = len(shared) * self.sizes.page_size
             pool = self.pools[shard]
             row = Row(
                 index,
@@ -437,15 +435,18 @@ class Scheduler:
         """Makes the pages that are filled by now findable."""
         if not self._shares_prefixes:
             return
-        size = self.sizes.page_size
-        num_drafted = row.num_drafter_final // size
-        # What the drafter has caught up with since.
-        first = min(row.num_drafter_remembered, len(row.prefixes))
-        for place in range(first, row.num_prefilled // size):
+        size, num_known = self.sizes.page_size, len(row.prefixes)
+        num_filled = num_drafted = row.num_prefilled // size
+        if self._needs_drafter:
+            num_drafted = min(row.num_drafter_final // size, num_filled)
+        # Known pages that the drafter has caught up with, and new ones; no page otherwise:
+        # a row of plain decoding would look at all of its own with every burst.
+        caught_up = range(row.num_drafter_remembered, min(num_drafted, num_known))
+        for place in (*caught_up, *range(num_known, num_filled)):
             before = row.prefixes[place - 1] if place else ROOT
             prefix = self._remember(row, place, before, has_drafter=place < num_drafted)
-            row.prefixes[place:] = [prefix.id]
-        row.num_drafter_remembered = min(num_drafted, len(row.prefixes))
+            row.prefixes[place : place + 1] = [prefix.id]
+        row.num_drafter_remembered = max(num_drafted, row.num_drafter_remembered)
 
     def _remember(self, row: Row, place: int, before: int, **flags: bool) -> Prefix:
         size = self.sizes.page_size

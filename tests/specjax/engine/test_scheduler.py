@@ -1,5 +1,8 @@
 """What the loop over a decoder without a drafter does not show: whose keys the drafter has."""
 
+import dataclasses
+
+import pytest
 from test_loop import make_request
 
 from specjax.decode.decoder import Sizes
@@ -52,3 +55,23 @@ def test_a_row_that_lacks_the_drafters_keys_makes_them_anew():
     # Its pages are the ones to be found from now on.
     assert flags(scheduler, text) == [True, True]
     assert [prefix.page for prefix in scheduler.pools[0].find(text)] == again.pages[:2]
+
+
+@pytest.mark.parametrize("needs_drafter", [False, True])
+def test_a_page_is_looked_at_once_however_long_the_text(monkeypatch, needs_drafter):
+    sizes = dataclasses.replace(SIZES, num_pages=600, pages_per_row=300)
+    scheduler = Scheduler(sizes, needs_drafter=needs_drafter)
+    row = admit(scheduler, make_request(1, [1, 2, 3], 1000))
+    assert scheduler.reserve([row], 1000) == []
+    pool, places = scheduler.pools[0], []
+    remember = scheduler._remember
+
+    def counted(row, place, *arguments, **flags):
+        places.append(place)
+        return remember(row, place, *arguments, **flags)
+
+    monkeypatch.setattr(scheduler, "_remember", counted)
+    for token in range(801):
+        scheduler.take_tokens(row, [token], 2)  # nothing is drafted
+    assert places == list(range(803 // 4))
+    assert len(pool.find(row.token_ids)) == 803 // 4
