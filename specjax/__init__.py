@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from specjax.models.loading import load_model as load_model
     from specjax.serving import Engine as Engine
 
-__version__ = "0.1.0"
+from specjax.version import __version__ as __version__
 
 # Looked up on first use: `specjax --help` need not wait for jax.
 _HOME = {

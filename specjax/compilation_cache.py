@@ -61,7 +61,7 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path | None:
     and home directories are shared.
     """
     root = user_cache_dir(os.environ if environment is None else environment)
-    return None if root is None else root / "compilation" / _processor()
+    return None if root is None else root / "compilation" / processor()
 
 
 def user_cache_dir(environment: Mapping[str, str]) -> Path | None:
@@ -88,7 +88,7 @@ def _option(name: str) -> object:
     return getattr(jax.config, name)
 
 
-def _processor() -> str:
+def processor() -> str:
     """Returns a short name of the host's processor and its instruction sets."""
     features = ""
     try:

@@ -31,6 +31,7 @@ VERIFICATION_RULES = (
 # Output under these is not the target's.
 LOSSY_RULES = ("lenient", "typical", "synthetic")
 NUMERICS = ("fast", "invariant")
+POLICIES = ("goodput", "fixed")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 MAX_DRAFT_NODES = 255
 MAX_DEPTH = 63
@@ -312,6 +313,11 @@ class SpeculationConfig:
     num_speculative_tokens: int | None = None
     # K by the number of rows that decode: [[first, last, K], ...], see batch_size_table.
     num_speculative_tokens_per_batch_size: Any = None  # tuple[Entry, ...], once made
+    # "goodput": the K of the most expected tokens per second, up to num_speculative_tokens;
+    # "fixed": that K always. None is goodput, or the table above where there is one.
+    policy: str | None = None
+    # Most rows that decode at which drafts are made; None: however many.
+    speculation_max_rows: int | None = None
     verification: str = "seeded"
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
@@ -342,6 +348,11 @@ class SpeculationConfig:
             raise ValueError(
                 f"method={self.method!r} is not available; this version has "
                 f"{' and '.join(map(repr, METHODS))}."
+            )
+        if self.policy not in (None, *POLICIES):
+            raise ValueError(
+                f"policy={self.policy!r} is unknown; expected one of {', '.join(map(repr, POLICIES))}, "
+                "or None."
             )
         if self.model is not None and not isinstance(self.model, str | os.PathLike):
             raise ValueError(f"model={self.model!r} must name a folder or a model.")
@@ -492,8 +503,9 @@ class EngineConfig:
     num_pages: int | None = None
     max_rows: int = 32
     # Numbers of rows below max_rows that bursts are compiled for, the first time each is
-    # used: one with few rows left costs less in a small bucket. () is max_rows alone.
-    row_buckets: tuple[int, ...] = ()
+    # used: one with few rows left costs less in a small bucket. () is max_rows alone; None
+    # leaves it to the policy: powers of two, as they pay, or none of them.
+    row_buckets: tuple[int, ...] | None = None
     burst_steps: int = 32
     max_context: int | None = (
         None  # tokens of prompt and output together; None is the model's own limit

@@ -28,7 +28,7 @@ from specjax.results import (
     refusal,
     self_check_of,
 )
-from specjax.setup import Setup
+from specjax.setup import Setup, keep_costs
 
 # Streaming reads back after this many steps: a few tokens at once, and little waiting.
 STREAM_BURST_STEPS = 2
@@ -157,7 +157,8 @@ class Stream:
         self._loop = Loop(
             self._decoder,
             self._setup.params,
-            policy or self._setup.policy,
+            policy or self._setup.policy(self._decoder),
+            speculation_max_rows=self._setup.speculation.speculation_max_rows,
             on_progress=self._progress.report,
         )
         for request in self._requests:
@@ -181,6 +182,7 @@ class Stream:
             if moved:
                 self._progress.report("tokens", num_tokens, total)
         self._progress.close()
+        keep_costs(self._loop)
 
     def result(self) -> Generation:
         """Returns what `generate` would; runs what is left to run."""
@@ -212,4 +214,5 @@ class Stream:
             verification=self._setup.speculation.verification,
             lossy=tuple(sorted({c.lossy for c in completions if c.lossy})),
             self_check=self_check_of(completions),
+            decisions=tuple(self._loop.records),
         )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from specjax.config import LOSSY_RULES, VERIFICATION_RULES
+from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import (
     AcceptanceCounts,
     Piece,
@@ -54,6 +56,8 @@ class GenerationStats:
     verification: str
     lossy: tuple[str, ...] = ()  # rules used under which text is not the target's
     self_check: SelfCheck | None = None  # over all requests that check themselves
+    # The last bursts: which K, why, and what was predicted beside what was measured.
+    decisions: tuple[BurstRecord, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -68,13 +72,19 @@ class GenerationStats:
     def acceptance_rate(self) -> float:
         return self.acceptance.acceptance_rate
 
+    @property
+    def num_bursts_by_k(self) -> dict[int, int]:
+        """Of `decisions`, how many drafted how many tokens."""
+        counts = collections.Counter(d.num_speculative_tokens for d in self.decisions)
+        return dict(sorted(counts.items()))
+
     def to_dict(self) -> dict[str, Any]:
-        """Returns the figures by name, for JSON."""
+        """Returns the figures by name, for JSON; without `decisions`, which are many."""
         counts = self.acceptance
         own = {
             f.name: getattr(self, f.name)
             for f in dataclasses.fields(self)
-            if f.name not in ("acceptance", "self_check")
+            if f.name not in ("acceptance", "self_check", "decisions")
         }
         if self.self_check is not None:
             own["self_check"] = self.self_check.to_dict()
@@ -86,6 +96,7 @@ class GenerationStats:
             "acceptance_rate": counts.acceptance_rate,
             "mean_acceptance_length": counts.mean_acceptance_length,
             "acceptance_by_position": counts.acceptance_by_position,
+            "num_bursts_by_k": self.num_bursts_by_k,
         }
 
 

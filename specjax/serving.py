@@ -27,7 +27,7 @@ from specjax.models.base import Model
 from specjax.progress import Progress, Report
 from specjax.requests import Prompt, as_list
 from specjax.results import Chunk, ChunkWriter, GenerationStats, lossy_rule
-from specjax.setup import Setup
+from specjax.setup import Setup, keep_costs
 
 
 class Engine:
@@ -88,9 +88,11 @@ class Engine:
         self._loop: Loop | None = Loop(
             self._decoder,
             setup.params,
-            policy or setup.policy,
+            policy or setup.policy(self._decoder),
+            speculation_max_rows=setup.speculation.speculation_max_rows,
             on_progress=self._progress.report,
         )
+        self._records = self._loop.records
         self._compile_s_before = self._decoder.compile_s
         self._started_at = time.perf_counter()
         # A step may take long, compiling included: what is below `_lock` does not wait for it.
@@ -244,6 +246,7 @@ class Engine:
                 drafter=setup.drafter.name,
                 verification=setup.speculation.verification,
                 lossy=tuple(sorted(totals.lossy)),
+                decisions=tuple(self._records),
             )
 
     def close(self) -> None:
@@ -254,6 +257,8 @@ class Engine:
         with self._stepping:
             for request_id in list(self._requests):
                 self.abort(request_id)
+            if self._loop is not None:
+                keep_costs(self._loop)
             with self._lock:
                 self._loop = None
                 self._unclaimed.clear()

@@ -15,8 +15,12 @@ from specjax.config import EngineConfig, SpeculationConfig
 from specjax.decode.decoder import Decoder, Sizes, build_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
+from specjax.engine import cost_files
+from specjax.engine.goodput import Goodput
+from specjax.engine.loop import Loop
 from specjax.engine.request import Request
 from specjax.engine.speculation_policy import Fixed, SpeculationPolicy, Table
+from specjax.engine.step_cost import StepCosts
 from specjax.models.base import Model
 from specjax.models.loading import load_model
 from specjax.requests import Refused, make_requests, one_each
@@ -59,14 +63,30 @@ class Setup:
     def params(self) -> DecoderParams:
         return DecoderParams(self.target.params, self.drafter.params)
 
-    @property
-    def policy(self) -> SpeculationPolicy:
-        """Returns a policy as the speculation config says: its table, or a fixed K."""
+    def policy(self, decoder: Decoder) -> SpeculationPolicy:
+        """Returns what chooses K: the config's table, goodput, or a fixed K."""
         config = self.speculation
-        table = config.num_speculative_tokens_per_batch_size
-        if table is None or not config.depth:
-            return Fixed(config.depth)
-        return Table(table, config.depth)
+        table, most = config.num_speculative_tokens_per_batch_size, config.depth
+        # Under rules by law the text depends on K: the same seed gives it again only if
+        # K does not follow the clock.
+        is_fixed = config.policy == "fixed" or (decoder.rules and not config.policy)
+        if table is not None and not config.policy:
+            return Table(table, most)
+        if not most or is_fixed:
+            return Fixed(most)
+        costs = StepCosts({k: self.drafter.num_nodes(k) for k in range(most + 1)})
+        cost_files.load(decoder, costs)
+        return Goodput(
+            most,
+            costs,
+            depths=(most,) if self.drafter.is_tree else None,
+            # Rows of rules by law would read one another's draws; a tree's slots are
+            # counted by node.
+            ranks=not (
+                self.drafter.is_tree or decoder.rules or decoder.max_drafts is not None
+            ),
+            knows_confidence=self.drafter.has_probs,
+        )
 
     def requests(
         self, prompts: Sequence[Any], sampling: Any
@@ -119,6 +139,12 @@ class Setup:
             most,
             self.mesh,
         )
+
+
+def keep_costs(loop: Loop) -> None:
+    """Keeps what a run learned of step costs for the next, once it can compare."""
+    if isinstance(loop.policy, Goodput) and len(loop.policy.costs.measured) > 1:
+        cost_files.save(loop.decoder, loop.policy.costs)
 
 
 def _load_target(target: Any) -> Model:

@@ -144,7 +144,10 @@ class StepInfo:
     num_committed: Array  # i32[rows]
     num_accepted: Array  # i32[rows]
     num_drafted: Array  # i32[rows], nodes of a tree
-    draft_depth: Array  # i32[rows], tokens on the longest path drafted
+    draft_depth: Array  # i32[rows], tokens on the longest path that was verified
+    proposed_depth: (
+        Array  # i32[rows], likewise before the least likely drafts were left out
+    )
     finish: Array  # i32[rows], RUNNING or why the row ended in this step
     drafter_lengths: Array  # i32[rows], tokens whose KV is final in the drafter's cache
     logprobs: Any  # sampling.LogProbs with leading [rows, K + 1]
@@ -164,6 +167,7 @@ class Plan:
     block_table: (
         HostArray  # i32[rows, pages_per_row], room for all that the burst may write
     )
+    draft_caps: HostArray  # i32[rows], most tokens that each may draft
     # i32[row bucket], the rows that the burst runs, `rows` in unused places: fewer rows
     # cost less. None is all of them, in order. Under a mesh each shard has its share.
     row_ids: HostArray | None = None

@@ -9,6 +9,9 @@ FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
 # Of a flag given twice the last one counts: whoever runs the tests may ask for fewer.
 os.environ["XLA_FLAGS"] = f"{FOUR_DEVICES} {os.environ.get('XLA_FLAGS', '')}".strip()
 
+# What steps cost in earlier runs would choose K, and tests would depend on each other.
+os.environ["SPECJAX_CACHE_DIR"] = "off"
+
 import jax
 import pytest
 

@@ -39,7 +39,7 @@ def speculation(rounds: int) -> dict[str, Any]:
         lengths: dict[int, float] = {}
         for round_number in range(rounds + 1):
             for depth in seconds:
-                config = SpeculationConfig(num_speculative_tokens=depth)
+                config = SpeculationConfig(num_speculative_tokens=depth, policy="fixed")
                 run_s, lengths[depth] = continue_prompts(
                     target, drafter, prompts, sampling, config if depth else None
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -10,17 +11,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.version import __version__
+
 
 def interleaved(
-    contenders: Mapping[str, Callable[[], Any]], rounds: int
-) -> dict[str, list[float]]:
-    """Returns seconds per call, by contender and round; each runs once before it counts.
+    contenders: Mapping[Any, Callable[[], Any]], rounds: int, *, warms_up: bool = True
+) -> dict[Any, list[float]]:
+    """Returns seconds per call, by contender and round.
 
     Rounds go through all contenders in turn, so a machine that slows down slows all.
+
+    Args:
+      warms_up: whether each runs once before it counts.
     """
-    for run in contenders.values():
+    for run in contenders.values() if warms_up else ():
         jax.block_until_ready(run())
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[Any, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():
             start = time.perf_counter()
@@ -45,3 +51,14 @@ def read_bandwidth(num_bytes: int = 2**30) -> Callable[[], Any]:
     total = jax.jit(lambda halves: [jnp.sum(half) for half in halves])
     halves = [words[0], words[1]]
     return lambda: total(halves)
+
+
+def environment() -> dict[str, str]:
+    """Returns what the figures belong to."""
+    return {
+        "device": jax.devices()[0].device_kind,
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "specjax": __version__,
+    }

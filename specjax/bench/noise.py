@@ -21,7 +21,7 @@ from jax import Array
 import specjax
 from configs.models import bench_60m
 from specjax.bench import bare, embedded, measuring
-from specjax.bench.quick import BURST_STEPS, Decoding, environment
+from specjax.bench.quick import BURST_STEPS, Decoding
 from specjax.config import EngineConfig, SamplingParams
 from specjax.demo import learning
 from specjax.drafters.draws import draw_siblings
@@ -219,10 +219,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"measuring: vocabulary {vocab}", file=sys.stderr)
         records += run(options.rounds, vocab)
     if options.json:
-        print(json.dumps({"environment": environment(), "records": records}, indent=2))
+        print(
+            json.dumps(
+                {"environment": measuring.environment(), "records": records}, indent=2
+            )
+        )
         return 0
     steps_ms = {rows: f"{records[0][f'step/{rows}_ms']:.1f}" for rows in CONTEXTS}
-    print(f"{environment()}, milliseconds of a step by rows: {steps_ms}")
+    print(f"{measuring.environment()}, milliseconds of a step by rows: {steps_ms}")
     print(table(records))
     return 0
 

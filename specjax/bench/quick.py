@@ -6,11 +6,7 @@ is held to.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
-import platform
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import specjax
 from configs.models import bench_60m
 from specjax.bench import bare, embedded, measuring
 from specjax.config import EngineConfig, SamplingParams
@@ -150,7 +145,7 @@ def run(rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
     config = bench_60m.get_config()
     params = llama.init(jax.random.key(0), config)
     figures: dict[str, Any] = {
-        "environment": environment(),
+        "environment": measuring.environment(),
         "rounds": rounds,
         "burst_steps": BURST_STEPS,
     }
@@ -267,42 +262,3 @@ def wrong_drafts(params: llama.Params, rounds: int) -> dict[str, float]:
         "wrong_drafts_over_plain": measuring.ratio(seconds["wrong"], seconds["plain"]),
         "matmuls_of_5_tokens_over_1": measuring.ratio(seconds["five"], seconds["one"]),
     }
-
-
-def environment() -> dict[str, str]:
-    """Returns what the figures belong to."""
-    return {
-        "device": jax.devices()[0].device_kind,
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "specjax": specjax.__version__,
-    }
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmark and prints its figures."""
-    parser = argparse.ArgumentParser(
-        prog="specjax bench",
-        description="what decoding costs beyond what it cannot avoid",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="the only benchmark so far, and the default",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument(
-        "--rounds", type=int, default=9, help="rounds of each measurement (default 9)"
-    )
-    options = parser.parse_args(argv)
-    figures = run(
-        options.rounds, lambda what: print(f"measuring: {what}", file=sys.stderr)
-    )
-    if options.json:
-        print(json.dumps(figures, indent=2))
-        return 0
-    for name, value in figures.items():
-        shown = f"{value:.4g}" if isinstance(value, float) else value
-        print(f"{name:40s} {shown}")
-    return 0

@@ -18,7 +18,6 @@ import numpy as np
 
 import specjax
 from specjax.bench import embedded, measuring
-from specjax.bench.quick import environment
 from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
 from specjax.drafters.loading import load_drafter
 from specjax.models.architectures import architecture_of
@@ -112,7 +111,8 @@ def _ranks(
 
 def configurations(conditional: np.ndarray) -> dict[str, SpeculationConfig | None]:
     """Returns what is compared, by name; None is plain decoding."""
-    model: dict[str, Any] = {"method": "draft_model", "model": "demo"}
+    fixed: dict[str, Any] = {"policy": "fixed"}
+    model = fixed | {"method": "draft_model", "model": "demo"}
     found: dict[str, SpeculationConfig | None] = {"plain": None}
     for k in CHAINS:
         found[f"chain, K = {k}"] = SpeculationConfig(**model, num_speculative_tokens=k)
@@ -133,7 +133,10 @@ def configurations(conditional: np.ndarray) -> dict[str, SpeculationConfig | Non
         )
     for count in NUM_MATCHES:
         found[f"n-gram, {count} matches, K = 4"] = SpeculationConfig(
-            method="ngram", prompt_lookup_matches=count, num_speculative_tokens=4
+            **fixed,
+            method="ngram",
+            prompt_lookup_matches=count,
+            num_speculative_tokens=4,
         )
     return found
 
@@ -220,7 +223,7 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
         target, draft, texts, embedded.PROMPT_TOKENS, seed=1
     )
     return {
-        "environment": environment(),
+        "environment": measuring.environment(),
         "rounds": rounds,
         "files": {"fitted": len(fitted), "timed": len(timed)},
         "conditional_acceptance": {k: v.tolist() for k, v in conditional.items()},

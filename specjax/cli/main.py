@@ -15,7 +15,10 @@ from specjax.cli import generate_command
 
 # Commands that read their own arguments: module with main(argv), and what it does.
 DELEGATED = {
-    "bench": ("specjax.bench.quick", "measure what speculation gains on this machine"),
+    "bench": (
+        "specjax.bench.command",
+        "measure what speculation gains on this machine",
+    ),
 }
 EXIT_FAILED_REQUEST = 1  # others of the same call may have completed
 EXIT_BAD_INPUT = 2

@@ -71,12 +71,14 @@ def commit(
         drafter_lengths=jnp.minimum(written, cache.lengths),
         is_active=state.is_active & (finish == RUNNING),
     )
+    depth = jnp.where(state.is_active, longest_path(draft.proposal), 0)
     info = StepInfo(
         token_ids=token_ids,
         num_committed=num_committed,
         num_accepted=jnp.minimum(num_accepted, num_committed),
         num_drafted=jnp.where(state.is_active, draft.proposal.num_tokens, 0),
-        draft_depth=jnp.where(state.is_active, _depth(draft.proposal), 0),
+        draft_depth=depth,
+        proposed_depth=depth,
         finish=finish,
         drafter_lengths=new_state.drafter_lengths,
         logprobs=logprobs,
@@ -146,8 +148,8 @@ def _written(draft: Draft, acceptance: Acceptance) -> Array:
     return draft.written + jnp.sum(in_order, axis=1, dtype=jnp.int32)
 
 
-def _depth(proposal: Proposal) -> Array:
-    """Returns the depth of each row's draft, i32[rows]."""
+def longest_path(proposal: Proposal) -> Array:
+    """Returns the tokens on the longest path of each row's draft, i32[rows]."""
     if proposal.tree is None:
         return proposal.num_tokens
     stands = jnp.arange(proposal.num_nodes)[None, :] <= proposal.num_tokens[:, None]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from specjax import sharding
+from specjax.bucket import Bucket
 from specjax.cache import paged
 from specjax.config import EngineConfig
 from specjax.decode import state as decode_state
@@ -86,6 +87,7 @@ class Decoder:
         self.num_shards = sharding.axis_size(mesh, sharding.DATA)
         self.traces: collections.Counter[tuple] = collections.Counter()
         self.compile_s = 0.0
+        self._compile_s: dict[tuple, float] = {}
         self.on_compile: Callable[[str], None] = lambda what: None
         self._executables: dict[tuple, Callable] = {}
         self._signature: tuple = ()
@@ -167,16 +169,22 @@ class Decoder:
         plan: Plan,
         *,
         num_speculative_tokens: int,
+        max_drafts: int | None = None,
     ):
-        """Runs `specjax.decode.burst.burst`, one executable per K and row bucket. Donates the state."""
-        spec = self.step_spec(num_speculative_tokens)
+        """Runs `specjax.decode.burst.burst`, one executable per bucket. Donates the state.
+
+        Args:
+          max_drafts: most draft tokens verified per step over all rows and shards; None
+            is as the decoder was built.
+        """
+        rows = self.sizes.rows if plan.row_ids is None else len(plan.row_ids)
+        key = self._burst_key(Bucket(rows, num_speculative_tokens, max_drafts))
+        spec = self.step_spec(num_speculative_tokens, max_drafts)
         run = lambda state, params, plan: burst(
             spec, self.sizes.burst_steps, params, state, plan, any_shard=self._any_shard
         )
-        key = "burst", num_speculative_tokens
         specs = self._plan_specs
         if plan.row_ids is not None:
-            key = *key, len(plan.row_ids)
             specs = dataclasses.replace(specs, row_ids=self._rows)
         return self._call(
             key,
@@ -226,16 +234,37 @@ class Decoder:
             out_specs=(self._report, WHOLE),
         )
 
+    def is_compiled(self, bucket: Bucket) -> bool:
+        """Returns whether a burst can run at once, with the weights of the last call."""
+        return (self._burst_key(bucket), self._signature) in self._executables
+
+    @property
+    def burst_compile_s(self) -> float:
+        """Seconds that compiling a burst took on average; 0 before the first."""
+        bursts = [s for key, s in self._compile_s.items() if key[0] == "burst"]
+        return sum(bursts) / len(bursts) if bursts else 0.0
+
+    def _burst_key(self, bucket: Bucket) -> tuple:
+        key: tuple = "burst", bucket.num_speculative_tokens
+        if bucket.max_drafts is not None:
+            return *key, bucket.rows, bucket.max_drafts
+        return key if bucket.rows == self.sizes.rows else (*key, bucket.rows)
+
     def compiled_burst(self, num_speculative_tokens: int):
         """Returns the compiled burst, for its memory_analysis() and text, once called."""
         key = ("burst", num_speculative_tokens)
         return next(run for (name, _), run in self._executables.items() if name == key)
 
-    def step_spec(self, num_speculative_tokens: int) -> StepSpec:
-        """Returns what the step of a K is compiled for."""
+    def step_spec(
+        self, num_speculative_tokens: int, max_drafts: int | None = None
+    ) -> StepSpec:
+        """Returns what the step of a K is compiled for; arguments as of `burst`."""
+        most = self.max_drafts
+        if max_drafts is not None:
+            most = max_drafts // self.num_shards
         drafter = none.drafter()
         if num_speculative_tokens > 0:
-            drafter = self._build_drafter(num_speculative_tokens)
+            drafter = self._build_drafter(num_speculative_tokens, most is not None)
         engine = self.engine_config
         is_invariant = engine.numerics == "invariant"
         return StepSpec(
@@ -245,7 +274,7 @@ class Decoder:
             max_logprobs=engine.max_logprobs,
             rules=self.rules,
             rule_options=self.rule_options,
-            max_drafts=self.max_drafts,
+            max_drafts=most,
             token_bucket=engine.token_bucket if is_invariant else None,
             logit_bytes=engine.logit_bytes,
             tensor_axis=sharding.tensor_axis(self.mesh),
@@ -276,10 +305,12 @@ class Decoder:
             is_active=jnp.zeros(rows, bool),
         )
 
-    def _build_drafter(self, num_speculative_tokens: int) -> Drafter:
+    def _build_drafter(
+        self, num_speculative_tokens: int, is_ranked: bool = False
+    ) -> Drafter:
         arguments = (num_speculative_tokens, self.sizes.dtype, self.keeps_probs)
         # Who ranks drafts must be told how likely they are to stand, if the drafter knows.
-        if self.max_drafts is not None and getattr(self.drafter, "has_probs", False):
+        if is_ranked and getattr(self.drafter, "has_probs", False):
             drafter: Any = self.drafter
             return drafter.build(*arguments, says_confidence=True)
         return self.drafter.build(*arguments)
@@ -293,6 +324,7 @@ class Decoder:
             activate=rows,
             keep=rows,
             block_table=rows,
+            draft_caps=rows,
         )
 
     def _any_shard(self, flag):
@@ -345,7 +377,8 @@ class Decoder:
                 )
             lowered = jax.jit(run, donate_argnums=0).lower(state, *arguments)
             self._executables[compiled_key] = lowered.compile()
-            self.compile_s += time.perf_counter() - start
+            self._compile_s[key] = time.perf_counter() - start
+            self.compile_s += self._compile_s[key]
         return self._executables[compiled_key](state, *arguments)
 
     def _signature_of(self, params: DecoderParams | None) -> tuple:

@@ -31,9 +31,7 @@ class DecodeState:
     history: Array  # i32[rows, max_length]
     sampling: RowSampling
     max_lengths: Array  # i32[rows], tokens, prompt included, at which a row ends
-    draft_caps: (
-        Array  # i32[rows], most tokens to draft for the row; 0 is plain decoding
-    )
+    draft_caps: Array  # i32[rows], most tokens to draft for the row; 0 is plain decoding; the plan's
     rules: Array  # i32[rows], types.GREEDY .. types.SYNTHETIC
     is_active: Array  # bool[rows], decoding: not empty, not prefilling, not ended
 
@@ -54,7 +52,6 @@ class Admission:
     history: HostArray  # i32[places, max_length], the prompt, and output so far
     sampling: RowSampling
     max_lengths: HostArray
-    draft_caps: HostArray
     rules: HostArray
     # Tokens whose keys and values the row's pages hold already; the drafter's too.
     lengths: HostArray
@@ -70,7 +67,7 @@ def admit(state: DecodeState, admission: Admission) -> DecodeState:
     def put(old: Array, new: HostArray) -> Array:
         return old.at[admission.row_ids].set(new, mode="drop")
 
-    names = ("history", "sampling", "max_lengths", "draft_caps", "rules")
+    names = ("history", "sampling", "max_lengths", "rules")
     fields = {
         name: jax.tree.map(put, getattr(state, name), getattr(admission, name))
         for name in names
@@ -86,12 +83,13 @@ def admit(state: DecodeState, admission: Admission) -> DecodeState:
 
 
 def follow(state: DecodeState, plan: Plan) -> DecodeState:
-    """Empties and activates rows as the host says, and takes over the pages it gave them."""
+    """Empties and activates rows as the host says; takes over their pages and draft caps."""
     # An empty row must not switch on what its last request used.
     sampling = reset_rows(state.sampling, ~plan.keep)
     return dataclasses.replace(
         with_table(state, plan.block_table),
         sampling=sampling,
+        draft_caps=jnp.asarray(plan.draft_caps),
         is_active=(state.is_active | plan.activate) & plan.keep,
     )
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from specjax.decode.commit import commit
+import jax.numpy as jnp
+
+from specjax.decode.commit import commit, longest_path
 from specjax.decode.draft import draft
 from specjax.decode.forward import Part
 from specjax.decode.state import DecodeState
@@ -28,9 +30,12 @@ def step(
     state, drafted = draft(
         spec.drafter, params.drafter, state, spec.num_speculative_tokens
     )
+    proposed = drafted.proposal
     if spec.max_drafts is not None:
-        proposal = submit(drafted.proposal, state.rules, spec.max_drafts)
+        proposal = submit(proposed, state.rules, spec.max_drafts)
         drafted = drafted._replace(proposal=proposal)
+    depth = jnp.where(state.is_active, longest_path(proposed), 0)
     cache, verification = verify(spec, params.target, state, drafted.proposal, beside)
     state = dataclasses.replace(state, cache=cache)
-    return commit(state, spec.drafter, drafted, verification)
+    state, info = commit(state, spec.drafter, drafted, verification)
+    return state, dataclasses.replace(info, proposed_depth=depth)

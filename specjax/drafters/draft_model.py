@@ -33,6 +33,9 @@ from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import DELTA, NO_PARENT, DraftTree, Proposal, is_by_law
 
+CATCH_UP_WIDTH = 16  # tokens of each row
+MOST_ONE_BY_ONE = 4  # fewer are not worth a forward padded to so many
+
 
 def drafter(
     config: ModelConfig,
@@ -124,19 +127,39 @@ class _DraftModel:
     def catch_up(self, params, pages, decode_state, takes_part):
         """Feeds what was committed without the drafter seeing it; returns the pages.
 
-        One token after full acceptance, more after steps that did not draft.
+        One token after full acceptance; more after steps that did not draft, and then
+        CATCH_UP_WIDTH at a time: the weights are read once for them all.
         """
-        root, first = decode_state.cache.lengths, decode_state.drafter_lengths
-        num_behind = jnp.max(jnp.where(takes_part, root - first, 0), initial=0)
+        cache, rows = decode_state.cache, decode_state.rows
+        first = decode_state.drafter_lengths
+        num_behind = jnp.where(takes_part, cache.lengths - first, 0)
 
-        def feed_next(index, pages):
-            is_behind = takes_part & (first + index < root)
-            history = decode_state.history
-            return self.feed(
-                params, pages, decode_state, history, first + index, is_behind
-            )[1]
+        def feed(width, carry):
+            pages, num_fed = carry
+            counts = jnp.clip(num_behind - num_fed, 0, width)
+            batch = make_batch(
+                decode_state.history,
+                cache.block_table,
+                first + num_fed,
+                counts,
+                num_tokens=rows * width,
+                page_size=cache.page_size,
+                num_slots=cache.num_slots,
+            )
+            _, pages = forward(
+                params, self.config, pages, batch, max_tokens_per_row=width
+            )
+            return pages, num_fed + counts
 
-        return jax.lax.fori_loop(0, num_behind, feed_next, pages)
+        def lacks(most, carry):
+            return jnp.max(num_behind - carry[1], initial=0) > most
+
+        carry = pages, jnp.zeros_like(num_behind)
+        for width, most in ((CATCH_UP_WIDTH, MOST_ONE_BY_ONE), (1, 0)):
+            carry = jax.lax.while_loop(
+                functools.partial(lacks, most), functools.partial(feed, width), carry
+            )
+        return carry[0]
 
     def feed_nodes(
         self, params, pages, decode_state, token_ids, tree, nodes, takes_part

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from specjax.cache.paged import own_pages
+from specjax.config import MAX_DEPTH
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState, with_table
 from specjax.engine.loop import make_admissions
@@ -49,7 +52,11 @@ def begin(
         state = decoder.prefill(
             params, state, table, row_ids, counts.copy(), max_tokens_per_row=NARROW
         )
-    return with_table(state, table)
+    caps = np.zeros(sizes.rows, np.int32)
+    caps[: len(requests)] = [request.draft_cap for request in requests]
+    return dataclasses.replace(
+        with_table(state, table), draft_caps=jax.device_put(caps)
+    )
 
 
 def plan_for_all(decoder: Decoder, num_steps: int) -> Plan:
@@ -60,5 +67,6 @@ def plan_for_all(decoder: Decoder, num_steps: int) -> Plan:
         stop_when_finished=np.bool_(False),
         activate=np.ones(sizes.rows, bool),
         keep=np.ones(sizes.rows, bool),
+        draft_caps=np.full(sizes.rows, MAX_DEPTH, np.int32),
         block_table=own_pages(sizes.rows, sizes.pages_per_row),
     )

@@ -8,16 +8,26 @@ import functools
 import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
 import numpy as np
 
+from specjax.bucket import Bucket
+from specjax.config import MAX_DEPTH
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import Admission, DecodeState
+from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import Request, TokenLogProbs
 from specjax.engine.scheduler import PLACES, PromptChunk, Row, Scheduler
-from specjax.engine.speculation_policy import Load, SpeculationPolicy
+from specjax.engine.speculation_policy import (
+    Decision,
+    Load,
+    Outcome,
+    SpeculationPolicy,
+)
+from specjax.engine.timing import Stopwatch
 from specjax.progress import Report
 from specjax.sampling import RowSampling, empty_row_values
 from specjax.types import DecoderParams, Plan, StepInfo
@@ -26,6 +36,9 @@ from specjax.types import DecoderParams, Plan, StepInfo
 # begun: a batch that starts together then needs no mixed step.
 PATIENCE = 8
 MOST_STALE = 64  # entries of ended requests among the deadlines, beyond as many as wait
+MOST_RECORDS = 10_000  # of bursts that are remembered
+ENDLESS = 10**6  # steps to come while requests wait
+BESIDE_PROMPTS = Decision(num_speculative_tokens=0, reason="prompts")
 
 
 @dataclasses.dataclass
@@ -33,15 +46,31 @@ class Flight:
     """A burst that was sent and not read back, or is about to be sent."""
 
     rows: list[Row]
-    depth: int  # K
+    decision: Decision
     num_steps: int  # at most
     least: int  # tokens that each row gains, unless it ends
+    asked_depth: Any = ()  # i64[rows], most tokens that each drafts
+    num_behind: int = (
+        0  # tokens that the drafter has to catch up with, of the row with most
+    )
+    context_tokens: int = 0
+    is_short: bool = False
+    is_learned_from: bool = True  # by the policy
+    bucket: Bucket | None = None  # once it is sent
     places: list[int] = dataclasses.field(
         default_factory=list
     )  # of rows, in the report
     report: StepInfo | None = None
     num_steps_run: Any = None  # i32[], on the device
     sent_at: float = 0.0  # time.perf_counter()
+    done_at: futures.Future[float] | None = None  # likewise
+    # Whether the device did nothing else since the burst before.
+    is_alone: bool = True
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.decision.num_speculative_tokens
 
     @property
     def growth(self) -> int:
@@ -62,16 +91,23 @@ class Loop:
         params: DecoderParams,
         policy: SpeculationPolicy,
         *,
+        speculation_max_rows: int | None = None,
         on_progress: Report = lambda what, done, total: None,
     ):
         self.decoder = decoder
         self.params = decoder.place_params(params)
         self.policy = policy
+        self.speculation_max_rows = speculation_max_rows
         self.run_s = 0.0  # seconds in `step`, compiling left out
         self.num_prefilled = (
             0  # prompt tokens that were fed, those that were found left out
         )
         self.num_preemptions = 0
+        # What the last bursts drafted, why, and what came of it.
+        self.records: collections.deque[BurstRecord] = collections.deque(
+            maxlen=MOST_RECORDS
+        )
+        self._stopwatch = Stopwatch()
         self._on_progress = on_progress
         # Advanced or ended by the step that raised the last exception.
         self.abandoned: list[Request] = []
@@ -166,7 +202,8 @@ class Loop:
         )
         self._flights: collections.deque[Flight] = collections.deque()
         self._num_prompt_tokens = 0  # of those rows that are being prefilled
-        self._read_at = 0.0  # time.perf_counter()
+        self._done_at = 0.0  # time.perf_counter() when the last burst was
+        self._is_alone = True  # nothing but bursts was sent since the last one
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
         self._was_prefill = False
 
@@ -200,6 +237,7 @@ class Loop:
             steps * (1 + self.policy.max_speculative_tokens)
         )
         self._num_prompt_tokens += sum(row.num_to_prefill for row in admitted)
+        self._is_alone &= not admitted
         for admission in make_admissions(self.decoder, admitted):
             self._state = self.decoder.admit(self._state, admission)
 
@@ -215,8 +253,9 @@ class Loop:
         is_long = num_left > PATIENCE * scheduler.tokens_per_chunk
         shares = bool(rows) and (has_begun or is_long)
         if shares and config.mixed_prefill and config.numerics != "invariant":
-            flight = self._reserve(rows, 1, 1)
+            flight = self._reserve(rows, 1, BESIDE_PROMPTS)
             if flight is not None:
+                flight.is_learned_from = False
                 # Whoever was to be prefilled may just have been preempted.
                 self._fly(
                     flight, self._mixed if scheduler.num_to_prefill else self._plain
@@ -231,6 +270,7 @@ class Loop:
             return
         self._was_prefill = True
         chunk = self._next_chunk()
+        self._is_alone = False
         self._state = self.decoder.prefill(
             self.params,
             self._state,
@@ -271,41 +311,122 @@ class Loop:
     def _send_burst(self, rows: list[Row], max_burst_steps: int | None) -> None:
         if not rows:
             return
-        load = Load(
-            num_decoding_rows=len(rows), num_waiting=len(self.scheduler.waiting)
+        usual_steps = min(
+            self.decoder.sizes.burst_steps,
+            max_burst_steps or self.decoder.sizes.burst_steps,
         )
-        depth = self.policy.choose(load)
-        if depth > 0 and not any(row.request.draft_cap for row in rows):
-            depth = 0  # nobody wants drafts: plain decoding's own executable
-        limit = self.decoder.sizes.burst_steps
-        left = max(row.num_left for row in rows)
-        num_steps = min(limit, max_burst_steps or limit, left)
-        flight = self._reserve(rows, num_steps, 1 + depth)
+        load = self._load(rows, usual_steps)
+        decision = self.policy.choose(load)
+        if decision.num_speculative_tokens > load.limit(MAX_DEPTH):
+            decision = Decision(
+                num_speculative_tokens=load.limit(MAX_DEPTH), reason=load.limited_by
+            )
+        num_steps = min(
+            usual_steps, decision.num_steps or usual_steps, load.num_steps_left
+        )
+        wanted_rows = list(rows)
+        flight = self._reserve(rows, num_steps, decision)
         if flight is None:
             return
+        flight.is_short = 2 * flight.num_steps < usual_steps
+        flight.context_tokens = load.num_context_tokens
+        flight.num_behind = int(load.num_behind.max())
+        if len(flight.rows) == len(wanted_rows) and flight.decision is decision:
+            # Otherwise a row was preempted, or pages allow no drafts: all of them may.
+            depth = decision.num_speculative_tokens
+            flight.asked_depth = np.minimum(load.draft_caps, depth)
+            if decision.draft_caps is not None:
+                flight.asked_depth = np.minimum(flight.asked_depth, decision.draft_caps)
+        decision = flight.decision
         burst = functools.partial(
-            self.decoder.burst, self.params, num_speculative_tokens=depth
+            self.decoder.burst,
+            self.params,
+            num_speculative_tokens=decision.num_speculative_tokens,
+            max_drafts=decision.max_drafts,
         )
-        buckets = self.decoder.engine_config.row_buckets
-        self._fly(flight, lambda plan: burst(self._state, plan), buckets)
+        self._fly(flight, lambda plan: burst(self._state, plan))
 
-    def _reserve(self, rows: list[Row], num_steps: int, width: int) -> Flight | None:
-        """Takes the pages for steps of at most `width` tokens per row; None where there are none now.
+    def _load(self, rows: Sequence[Row], usual_steps: int) -> Load:
+        """Returns what the policy is to know before a burst of these rows."""
+        scheduler, decoder = self.scheduler, self.decoder
+        most, limited_by = self._limit(rows)
+        figures = [
+            (
+                row.request.number,
+                row.request.draft_cap,
+                row.num_drafter_final,
+                len(row.token_ids) + row.flying_least,
+                row.request.max_length,
+            )
+            for row in rows
+        ]
+        numbers, caps, drafted, tokens, most_tokens = np.array(figures).T
+        # A burst in flight that drafts catches up; one that does not falls behind.
+        drafts_already = bool(self._flights and self._flights[-1].depth)
+        behind = tokens - drafted
+        if drafts_already or not scheduler.needs_drafter:
+            behind = np.ones_like(tokens)
+        steps_left = int((most_tokens - tokens).max())
+        return Load(
+            num_decoding_rows=len(rows),
+            num_waiting=len(scheduler.waiting),
+            most_speculative_tokens=most,
+            limited_by=limited_by,
+            row_buckets=scheduler.row_buckets(rows, self._row_buckets),
+            requests=numbers,
+            draft_caps=caps,
+            num_behind=behind,
+            num_context_tokens=int(tokens.sum()),
+            num_steps_left=ENDLESS if len(scheduler.waiting) else steps_left,
+            num_probe_steps=usual_steps,
+            compile_s=decoder.burst_compile_s,
+            is_compiled=decoder.is_compiled,
+        )
+
+    def _limit(self, rows: Sequence[Row]) -> tuple[int | None, str]:
+        """Returns the most that may be drafted now, None where all may, and what says so."""
+        if not any(row.request.draft_cap for row in rows):
+            return 0, "user"
+        most_rows = self.speculation_max_rows
+        if most_rows is not None and len(rows) > most_rows:
+            return 0, "rows"
+        return None, ""
+
+    @functools.cached_property
+    def _row_buckets(self) -> Sequence[int]:
+        """Numbers of rows that bursts may be compiled for, ascending, besides all of them."""
+        asked = self.decoder.engine_config.row_buckets
+        if asked is not None:
+            return asked
+        if not getattr(self.policy, "chooses_rows", False):
+            return ()
+        per_shard = self.decoder.sizes.rows // self.decoder.num_shards
+        powers = (2**power for power in range(per_shard.bit_length()))
+        return [self.decoder.num_shards * power for power in powers]
+
+    def _reserve(
+        self, rows: list[Row], num_steps: int, decision: Decision
+    ) -> Flight | None:
+        """Takes the pages for a burst of at most num_steps; None where there are none now.
 
         Where pages are short, what was sent is read back first, and then fewer steps are
-        planned, and last a row is preempted; it is taken out of `rows`.
+        planned, then no drafts, and last a row is preempted; it is taken out of `rows`.
         """
         scheduler = self.scheduler
         while rows:
+            width = 1 + decision.num_speculative_tokens
             # A burst may end with the first step in which a row does.
             least = 1 if len(scheduler.waiting) else num_steps
             lacking = scheduler.reserve(rows, num_steps * width, least)
             if not lacking:
-                return Flight(rows, width - 1, num_steps, least)
+                return Flight(rows, decision, num_steps, least)
             if self._flights:
                 return None
             if num_steps > 1:
                 num_steps //= 2
+                continue
+            if decision.num_speculative_tokens:
+                decision = Decision(num_speculative_tokens=0, reason="pages")
                 continue
             shard = next(shard for shard, count in enumerate(lacking) if count)
             own = [row for row in scheduler.occupied if row.shard == shard]
@@ -320,29 +441,42 @@ class Loop:
         self,
         flight: Flight,
         launch: Callable[[Plan], tuple[DecodeState, StepInfo, Any]],
-        buckets: Sequence[int] = (),
     ) -> None:
-        """Sends steps for which pages were reserved.
-
-        Args:
-          buckets: numbers of rows for which `launch` may be compiled, beside all.
-        """
-        scheduler = self.scheduler
-        activate, keep = np.zeros((2, len(scheduler.rows)), bool)
+        """Sends steps for which pages were reserved."""
+        scheduler, decision = self.scheduler, flight.decision
+        num_rows = len(scheduler.rows)
+        activate, keep = np.zeros((2, num_rows), bool)
+        own = [row.index for row in flight.rows]
         activate[[row.index for row in flight.rows if not row.is_decoding]] = True
-        row_ids, flight.places = scheduler.bucket(flight.rows, buckets)
-        keep[[row.index for row in scheduler.occupied]] = True
+        keep[[row is not None for row in scheduler.rows]] = True
+        if not len(flight.asked_depth):
+            depth = flight.depth
+            flight.asked_depth = [
+                min(row.request.draft_cap, depth) for row in flight.rows
+            ]
+        draft_caps = np.zeros(num_rows, np.int32)
+        draft_caps[own] = flight.asked_depth
+        # A step beside prompts is compiled for all rows.
+        bucket = num_rows
+        if flight.is_learned_from:
+            fitting = scheduler.row_buckets(flight.rows, self._row_buckets)
+            bucket = decision.row_bucket or fitting[0]
+        row_ids, flight.places = scheduler.places(flight.rows, bucket)
+        flight.bucket = Bucket(bucket, flight.depth, decision.max_drafts)
         plan = Plan(
             num_steps=np.int32(flight.num_steps),
             stop_when_finished=np.bool_(len(scheduler.waiting) > 0),
             activate=activate,
             keep=keep,
             block_table=scheduler.block_table.copy(),
+            draft_caps=draft_caps,
             row_ids=row_ids,
         )
         compiled_before, start = self.decoder.compile_s, time.perf_counter()
         self._state, flight.report, flight.num_steps_run = launch(plan)
         flight.sent_at = start + self.decoder.compile_s - compiled_before
+        flight.done_at = self._stopwatch.done_at(flight.num_steps_run)
+        flight.is_alone, self._is_alone = self._is_alone, flight.is_learned_from
         for row in flight.rows:
             row.is_decoding = True
         self._flights.append(flight)
@@ -351,10 +485,11 @@ class Loop:
         """Reads back the burst that was sent first; returns the requests it advanced."""
         flight, scheduler = self._flights.popleft(), self.scheduler
         assert flight.report is not None
+        assert flight.done_at is not None
+        done_at = flight.done_at.result()
         num_steps = int(np.asarray(flight.num_steps_run))
-        read_at = time.perf_counter()
-        seconds = read_at - max(flight.sent_at, self._read_at)
-        self._read_at = read_at
+        seconds = done_at - max(flight.sent_at, self._done_at)
+        self._done_at = done_at
         for row in flight.rows:
             row.flying_most -= flight.growth
             row.flying_least -= flight.least
@@ -365,13 +500,56 @@ class Loop:
             if scheduler.rows[row.index] is row
         }
         requests = {place: row.request for place, row in rows.items()}
-        num_committed = collect(flight.report, num_steps, requests)
+        collect(flight.report, num_steps, requests)
         if num_steps:
             drafter_lengths = np.asarray(flight.report.drafter_lengths)[num_steps - 1]
             for place, row in rows.items():
                 self._update(row, int(drafter_lengths[place]))
-        self.policy.observe(flight.depth, num_steps, num_committed, seconds)
+        self._observe(flight, rows, num_steps, seconds if flight.is_alone else None)
         return list(requests.values())
+
+    def _observe(
+        self,
+        flight: Flight,
+        rows: dict[int, Row],
+        num_steps: int,
+        seconds: float | None,
+    ) -> None:
+        """Tells the policy what a burst did, and writes it down.
+
+        Args:
+          rows: by their places; those that were still running.
+        """
+        if not num_steps:
+            return
+        places = list(rows)
+        figures = {
+            name: np.asarray(getattr(flight.report, name))[:num_steps, places]
+            for name in (
+                "num_committed",
+                "num_accepted",
+                "draft_depth",
+                "proposed_depth",
+            )
+        }
+        num_tokens = int(figures["num_committed"].sum())
+        assert flight.bucket is not None
+        asked = dict(zip(flight.places, flight.asked_depth))
+        if flight.is_learned_from:
+            outcome = Outcome(
+                decision=flight.decision,
+                bucket=flight.bucket,
+                num_rows=len(flight.rows),
+                seconds=seconds,
+                num_context_tokens=flight.context_tokens + num_tokens / 2,
+                num_behind=flight.num_behind,
+                is_short=flight.is_short,
+                requests=np.array([row.request.number for row in rows.values()]),
+                asked_depth=np.array([asked[place] for place in places]),
+                **figures,
+            )
+            self.policy.observe(outcome)
+        self.records.append(_record(flight, num_steps, seconds, num_tokens))
 
     def _update(self, row: Row, drafter_length: int) -> None:
         """Takes over what its request has by now."""
@@ -385,8 +563,28 @@ class Loop:
             scheduler.shrink(row)
 
 
-def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> int:
-    """Hands each row's tokens of a burst to its request; returns how many were committed."""
+def _record(
+    flight: Flight, num_steps: int, seconds: float | None, num_tokens: int
+) -> BurstRecord:
+    decision = flight.decision
+    assert flight.bucket is not None
+    return BurstRecord(
+        num_speculative_tokens=flight.depth,
+        reason=decision.reason,
+        num_rows=len(flight.rows),
+        row_bucket=flight.bucket.rows,
+        max_drafts=decision.max_drafts,
+        num_steps=num_steps,
+        context_tokens=flight.context_tokens,
+        predicted_step_s=decision.predicted_step_s,
+        measured_step_s=None if seconds is None else seconds / num_steps,
+        predicted_tokens=decision.predicted_tokens,
+        measured_tokens=num_tokens / num_steps,
+    )
+
+
+def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> None:
+    """Hands each row's tokens of a burst to its request."""
     names = ("num_committed", "num_accepted", "num_drafted", "draft_depth", "finish")
     # [rows, steps, names]: plain numbers are read faster one row at a time.
     figures = np.stack(
@@ -428,7 +626,6 @@ def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> in
             request.take_step(
                 own, accepted, drafted, finish, described, depth, surpluses
             )
-    return int(figures[..., 0].sum())
 
 
 def _describe(
@@ -469,7 +666,7 @@ def make_admission(
     count = num_shards * places
     history = np.zeros((count, sizes.max_length), np.int32)
     row_ids = np.full(count, rows_per_shard, np.int32)
-    max_lengths, draft_caps, rules, lengths = np.zeros((4, count), np.int32)
+    max_lengths, rules, lengths = np.zeros((3, count), np.int32)
     sampling: dict[str, Any] = empty_row_values(count, decoder.engine_config)
     for shard, own in enumerate(by_shard):
         for place, row in enumerate(own, start=shard * places):
@@ -477,7 +674,6 @@ def make_admission(
             row_ids[place] = row.index % rows_per_shard
             history[place, : len(row.token_ids)] = row.token_ids
             max_lengths[place] = request.max_length
-            draft_caps[place] = request.draft_cap
             rules[place] = request.rule
             lengths[place] = row.num_prefilled
             for name, value in request.sampling_values.items():
@@ -487,7 +683,6 @@ def make_admission(
         history=history,
         sampling=RowSampling(**sampling),
         max_lengths=max_lengths,
-        draft_caps=draft_caps,
         rules=rules,
         lengths=lengths,
     )

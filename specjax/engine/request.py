@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -194,6 +195,7 @@ class Request:
     first_token_at: float | None = None  # time.perf_counter()
     priority: int = 0  # the lowest goes first
     deadline: float | None = None  # time.perf_counter() at which it is given up
+    number: int = dataclasses.field(default_factory=itertools.count().__next__)
     arrival: int | None = None  # its number in the queue, once it was there
     num_preemptions: int = 0
 

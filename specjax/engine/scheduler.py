@@ -103,7 +103,7 @@ class Scheduler:
         ]
         self.block_table = np.full((sizes.rows, sizes.pages_per_row), NO_PAGE, np.int32)
         self._shares_prefixes = shares_prefixes
-        self._needs_drafter = needs_drafter
+        self.needs_drafter = needs_drafter
         self._prefilling: list[Row] = []  # in the order of their requests
 
     @property
@@ -201,27 +201,36 @@ class Scheduler:
         """Returns whom to preempt: the lowest priority, and among those the latest."""
         return max(rows, key=_order)
 
-    def bucket(
-        self, rows: Sequence[Row], buckets: Sequence[int]
-    ) -> tuple[np.ndarray | None, list[int]]:
-        """Returns the smallest bucket that holds some rows, and the place of each row in it.
+    def row_buckets(self, rows: Sequence[Row], buckets: Sequence[int]) -> list[int]:
+        """Returns those of some numbers of rows that hold these, ascending, and all rows last.
 
         Args:
           buckets: numbers of rows, of all shards together, ascending.
-
-        Returns:
-          i32[bucket], as Plan.row_ids; None where only all rows will do.
         """
-        if not buckets:
-            return None, [row.index for row in rows]
         num_shards = len(self.pools)
         counts = [0] * num_shards
         for row in rows:
             counts[row.shard] += 1
         most = max(counts)
-        size = next((b // num_shards for b in buckets if b // num_shards >= most), None)
-        if size is None or size >= self.rows_per_shard:
+        fitting = [
+            bucket // num_shards * num_shards
+            for bucket in buckets
+            if most <= bucket // num_shards < self.rows_per_shard
+        ]
+        return [*dict.fromkeys(fitting), len(self.rows)]
+
+    def places(
+        self, rows: Sequence[Row], bucket: int
+    ) -> tuple[np.ndarray | None, list[int]]:
+        """Returns the place of each row in one of `row_buckets`.
+
+        Returns:
+          i32[bucket], as Plan.row_ids, None where these are all rows; and the places.
+        """
+        if bucket == len(self.rows):
             return None, [row.index for row in rows]
+        num_shards = len(self.pools)
+        size = bucket // num_shards
         row_ids = np.full(num_shards * size, self.rows_per_shard, np.int32)
         places, used = [], [0] * num_shards
         for row in rows:
@@ -417,7 +426,7 @@ class Scheduler:
         found = pool.find(token_ids[:-1])
         if not all(prefix.is_ready for prefix in found):
             return None
-        if self._needs_drafter:
+        if self.needs_drafter:
             lacking = [i for i, prefix in enumerate(found) if not prefix.has_drafter]
             found = found[: lacking[0]] if lacking else found
         return found
@@ -437,7 +446,7 @@ class Scheduler:
             return
         size, num_known = self.sizes.page_size, len(row.prefixes)
         num_filled = num_drafted = row.num_prefilled // size
-        if self._needs_drafter:
+        if self.needs_drafter:
             num_drafted = min(row.num_drafter_final // size, num_filled)
         # Known pages that the drafter has caught up with, and new ones; no page otherwise:
         # a row of plain decoding would look at all of its own with every burst.

@@ -300,7 +300,8 @@ def test_row_buckets_change_no_text(make, plain):
         dataclasses.replace(SAMPLING, max_tokens=count) for count in (60, 9, 25, 14)
     ]
     config = dataclasses.replace(ENGINE, row_buckets=(1, 2))
-    with make(config, drafter="ngram") as engine:
+    fixed = {"policy": "fixed"}
+    with make(config, drafter="ngram", speculative_config=fixed) as engine:
         ids = list(map(engine.add, prompts(4), sampling))
         done = drain(engine)
         run = {key for key in engine._decoder.traces if key[0] == "burst"}

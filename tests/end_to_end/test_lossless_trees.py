@@ -8,6 +8,7 @@ from lossless import EVERYTHING, hold_against, plain, prompts, target
 import specjax
 from specjax.config import EngineConfig
 from specjax.drafters.loading import LoadedDrafter
+from specjax.engine.speculation_policy import Decision
 from specjax.trees import best_static, static_shapes
 
 
@@ -24,9 +25,9 @@ class RandomDepth:
     def choose(self, load):
         depth = int(self._rng.choice(self.depths))
         self.chosen.add(depth)
-        return depth
+        return Decision(num_speculative_tokens=load.limit(depth), reason="random")
 
-    def observe(self, *what):
+    def observe(self, outcome):
         pass
 
 

@@ -99,7 +99,7 @@ def test_the_policy_follows_the_decoding_rows():
     chosen = []
     for rows in (1, 64, 65, 200, 128, 64, 0):
         clock.now += 1.0
-        chosen.append(policy.choose(load(rows)))
+        chosen.append(policy.choose(load(rows)).num_speculative_tokens)
     assert chosen == [3, 3, 1, 0, 1, 3, 3]
 
 
@@ -120,4 +120,6 @@ def test_no_more_than_one_change_per_dwell_time():
 
 def test_a_k_the_engine_cannot_have_becomes_its_most():
     policy = Table(parse(FIVE), 2)
-    assert policy.choose(load(1)) == 2
+    decision = policy.choose(load(1))
+    assert decision.num_speculative_tokens == 2
+    assert decision.reason == "table"

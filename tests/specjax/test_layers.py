@@ -52,19 +52,24 @@ LAYERS = (
     # Vocabulary and tools, which know nothing of models.
     (
         "specjax.batch_size_table",
+        "specjax.bucket",
         "specjax.compilation_cache",
         "specjax.config",
         "specjax.detokenize",
         "specjax.progress",
         "specjax.tokenization",
         "specjax.types",
+        "specjax.version",
     ),
     ("pallas_kernels",),
 )
 # What a package may not import, by the same rule of names.
 FORBIDDEN = {
     "specjax.engine": ("jax.numpy",),
+    "specjax.engine.goodput": ("jax",),
     "specjax.engine.speculation_policy": ("jax", "numpy"),
+    "specjax.engine.step_cost": ("jax",),
+    "specjax.engine.survival": ("jax",),
 }
 # The whole of what a package may import beside the standard library.
 ALLOWED = {"pallas_kernels": ("jax", "numpy", "ml_dtypes", "pallas_kernels")}

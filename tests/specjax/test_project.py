@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NUM_PARAMETERS = {
     "bench_60m": 57_942_528,
+    "bench_60m_draft": 17_958_144,
     "llama_3_1_8b": 8_030_261_248,  # as published
     "llama_3_2_1b": 1_235_814_400,
     "qwen3_0_6b": 596_049_920,

@@ -62,7 +62,8 @@ def test_pytrees_keep_their_fields():
         activate=(False, True),
         keep=(True, True),
         block_table=(5, 6),
+        draft_caps=(7, 8),
     )
     leaves, structure = jax.tree.flatten(plan)
-    assert leaves == [3, True, False, True, True, True, 5, 6]
+    assert leaves == [3, True, False, True, True, True, 5, 6, 7, 8]
     assert jax.tree.unflatten(structure, leaves) == plan

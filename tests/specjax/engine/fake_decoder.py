@@ -57,7 +57,7 @@ class FakeDecoder:
         )
         self.num_shards = num_shards
         self.engine_config = EngineConfig(**engine)
-        self.compile_s = self.now_s = 0.0
+        self.compile_s = self.now_s = self.burst_compile_s = 0.0
         shard_slots = num_pages // num_shards * PAGE_SIZE
         self.slots = np.full((num_shards, shard_slots), -1, np.int64)
         self.history = np.zeros((rows, self.sizes.max_length), int)
@@ -103,7 +103,10 @@ class FakeDecoder:
         self._feed(plan.block_table, row_ids, counts, max_tokens_per_row)
         return self._next(state), *result
 
-    def burst(self, params, state, plan, *, num_speculative_tokens):
+    def is_compiled(self, bucket):
+        return True
+
+    def burst(self, params, state, plan, *, num_speculative_tokens, max_drafts=None):
         self.bursts.append((num_speculative_tokens, plan))
         self.now_s += 2.0
         if len(self.bursts) == 1:
@@ -164,7 +167,7 @@ class FakeDecoder:
                 length = self.length[row]
                 room = self.end[row] - length - 1
                 text = self.history[row, : length + 1].tolist()
-                own = min(depth, room - 1)
+                own = min(depth, room - 1, int(plan.draft_caps[row]))
                 new = continuation(text, width)
                 # Drafts, some of which turn out right.
                 for ahead in range(own + 1):
@@ -193,6 +196,7 @@ class FakeDecoder:
             num_accepted=accepted,
             num_drafted=drafted,
             draft_depth=drafted,
+            proposed_depth=drafted,
             finish=finish,
             drafter_lengths=lengths,
             logprobs=None,

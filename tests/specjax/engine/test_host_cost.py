@@ -31,6 +31,7 @@ class IdleDecoder:
         self.num_shards = 1
         self.engine_config = EngineConfig()
         self.compile_s = 0.0
+        self.burst_compile_s = 0.0
         self.drafter = ()
 
     def place_params(self, params):
@@ -44,6 +45,9 @@ class IdleDecoder:
 
     def prefill(self, *arguments, **sizes):
         return self
+
+    def is_compiled(self, bucket):
+        return True
 
     def burst(self, *arguments, **sizes):
         return self, None, 0

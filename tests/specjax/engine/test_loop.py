@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from fake_decoder import PAGE_SIZE, FakeDecoder, continuation
 
+from specjax.bucket import Bucket
 from specjax.config import SamplingParams
-from specjax.engine import loop
+from specjax.engine import loop, timing
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
-from specjax.engine.speculation_policy import Fixed, Load
+from specjax.engine.speculation_policy import Fixed
 
 
 def make_request(index, prompt, output, *, draft_cap=9, **fields):
@@ -327,6 +328,7 @@ def test_deadlines(monkeypatch):
     decoder = FakeDecoder(rows=1)
     clock = types.SimpleNamespace(perf_counter=lambda: decoder.now_s)
     monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
     engine = Loop(decoder, None, Fixed(0))
     requests = [
         make_request(1, [1], 40, deadline=12.0),
@@ -350,20 +352,27 @@ def test_the_policy_sees_the_load_and_what_came_of_it(monkeypatch):
     decoder = FakeDecoder(rows=2)
     clock = types.SimpleNamespace(perf_counter=lambda: decoder.now_s)
     monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
     loads, outcomes = [], []
     policy = types.SimpleNamespace(
         max_speculative_tokens=1,
-        choose=lambda load: loads.append(load) or 1,
-        observe=lambda *outcome: outcomes.append(outcome),
+        choose=lambda load: loads.append(load) or Fixed(1).choose(load),
+        observe=outcomes.append,
     )
     engine = run(decoder, [12, 4, 3], policy=policy)
-    assert loads[0] == Load(num_decoding_rows=2, num_waiting=1)
-    assert loads[-1].num_waiting == 0
-    # K, steps, tokens, and seconds without those of compiling.
-    depths, _, tokens, seconds = zip(*outcomes)
-    assert set(depths) <= {0, 1}  # 0 beside a prompt
-    assert sum(tokens) == 12 + 4 + 3
-    assert max(seconds) <= 4.0
+    first, last = loads[0], loads[-1]
+    assert (first.num_decoding_rows, first.num_waiting) == (2, 1)
+    assert first.row_buckets == [2]
+    assert first.draft_caps.tolist() == [9, 9]
+    assert first.num_context_tokens == 1 + 1
+    assert last.num_waiting == 0
+    assert len({number for load in loads for number in load.requests}) == 3
+    tokens = sum(int(outcome.num_committed.sum()) for outcome in outcomes)
+    beside = sum(r.measured_tokens for r in engine.records if r.reason == "prompts")
+    assert tokens + beside == 12 + 4 + 3
+    assert all(outcome.bucket == Bucket(2, 1) for outcome in outcomes)
+    # Seconds without those of compiling; none where a prompt was in between.
+    assert {outcome.seconds for outcome in outcomes} <= {None, 0.0, 2.0, 4.0}
     assert engine.run_s == 2.0 * len(decoder.bursts)
 
 

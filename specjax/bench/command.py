@@ -1,0 +1,149 @@
+"""`specjax bench`: measurements on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from typing import Any
+
+import jax
+
+from specjax.bench import calibrate, measuring, quick
+from specjax.config import EngineConfig, SamplingParams
+from specjax.engine import cost_files
+from specjax.engine.goodput import Goodput
+from specjax.engine.step_cost import StepCosts
+from specjax.models.architectures import architecture_of
+from specjax.models.base import Model
+from specjax.progress import Progress
+from specjax.setup import Setup
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a benchmark and prints its figures."""
+    options = _parser().parse_args(argv)
+    if options.calibrate:
+        return _calibrate(options)
+    figures = quick.run(
+        options.rounds, lambda what: print(f"measuring: {what}", file=sys.stderr)
+    )
+    if options.json:
+        print(json.dumps(figures, indent=2))
+        return 0
+    for name, value in figures.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else value
+        print(f"{name:40s} {shown}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="specjax bench", description="measurements on this machine"
+    )
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--quick",
+        action="store_true",
+        help="what decoding costs beyond what it cannot avoid; the default",
+    )
+    kinds.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="what the steps of a pair cost, for the choice of K: kept for later runs",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="rounds of each measurement (default 9)"
+    )
+    pair = parser.add_argument_group("of --calibrate")
+    pair.add_argument(
+        "--target",
+        default="demo",
+        metavar="MODEL",
+        help='a folder, a hub name, "demo" (the default), or a name of configs/models, '
+        "which gets random weights",
+    )
+    pair.add_argument(
+        "--drafter", default="demo", metavar="MODEL", help='likewise, or "ngram"'
+    )
+    pair.add_argument(
+        "--num-speculative-tokens", "-k", type=int, default=4, metavar="K"
+    )
+    pair.add_argument("--max-rows", type=int, default=8, metavar="N")
+    pair.add_argument("--max-context", type=int, default=512, metavar="TOKENS")
+    pair.add_argument("--temperature", type=float, default=1.0)
+    return parser
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    setup = Setup.of(
+        model(options.target),
+        drafter=options.drafter
+        if options.drafter in ("ngram", "demo")
+        else model(options.drafter),
+        num_speculative_tokens=options.num_speculative_tokens,
+        engine=EngineConfig(max_rows=options.max_rows, max_context=options.max_context),
+    )
+    decoder = setup.decoder(setup.standing_sizes(), [])
+    policy = setup.policy(decoder)
+    if not isinstance(policy, Goodput):
+        raise ValueError(
+            "nothing is drafted, so there is no K to choose; pass --drafter, and a K of at "
+            "least 1."
+        )
+    sampling = SamplingParams(temperature=options.temperature, ignore_eos=True)
+    timer = calibrate.StepTimer(decoder, setup.params, sampling)
+    row_buckets = _powers_of_two(options.max_rows)
+    progress = Progress(True)
+    seconds = calibrate.calibrate(
+        timer,
+        policy.buckets(row_buckets),
+        rounds=options.rounds,
+        report=progress.report,
+    )
+    progress.close()
+    costs = StepCosts()
+    calibrate.add_to(costs, seconds)
+    path = cost_files.save(decoder, costs)
+    document = {
+        "environment": measuring.environment(),
+        "key": cost_files.key_of(decoder),
+        "rounds": options.rounds,
+        "fit_error": costs.fit_error(),
+        "steps": costs.to_records(),
+        "file": None if path is None else str(path),
+    }
+    print(json.dumps(document, indent=1) if options.json else _table(document))
+    return 0
+
+
+def model(name: str) -> Any:
+    """Returns a model with random weights where `name` is one of configs/models, else the name."""
+    try:
+        config = importlib.import_module(f"configs.models.{name}").get_config()
+    except ModuleNotFoundError:
+        return name
+    params = architecture_of(config).init(jax.random.key(0), config)
+    return Model(config, params, name=name)
+
+
+def _powers_of_two(most: int) -> list[int]:
+    powers = [2**power for power in range(most.bit_length()) if 2**power < most]
+    return [*powers, most]
+
+
+def _table(document: dict[str, Any]) -> str:
+    lines = ["rows    K  slots  context  ms per step"]
+    lines += [
+        f"{s['rows']:4d} {s['num_speculative_tokens']:4d} {s['max_drafts'] or '':>6} "
+        f"{s['context_tokens'] / s['rows']:8.0f} {1e3 * s['step_s']:12.3f}"
+        for s in document["steps"]
+    ]
+    lines.append(
+        f"a bucket not measured is predicted; on those that were that is off by "
+        f"{document['fit_error']:.0%} at most"
+    )
+    lines.append(f"kept in {document['file']}")
+    return "\n".join(lines)

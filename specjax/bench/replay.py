@@ -1,0 +1,204 @@
+"""Measured step costs, replayed: what a policy would do, without the noise of a clock.
+
+Everything but the device is real: the policy sees loads and outcomes as in service, and
+time is what its steps cost by the table. Whether a draft token stands depends on the row
+and the token's place in the text alone, so that every policy meets the same luck.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.bucket import Bucket
+from specjax.engine.speculation_policy import (
+    Decision,
+    Fixed,
+    Load,
+    Outcome,
+    SpeculationPolicy,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Rows that decode together and are not refilled."""
+
+    num_tokens: np.ndarray  # i64[rows], that each is to gain
+    rates: (
+        np.ndarray
+    )  # f64[rows], how often a draft token stands, given those before it
+    context: int  # tokens of each row at the start
+    seed: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.num_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What the device takes.
+
+    Args:
+      step_s: seconds of a step of a bucket, at so many context tokens of all rows.
+      catch_up_s: seconds per token that the drafter has not seen, of the row with most.
+    """
+
+    step_s: Callable[[Bucket, float], float]
+    catch_up_s: float
+    row_buckets: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Burst:
+    """What one burst of a replay did."""
+
+    at_s: float  # when it began
+    num_rows: int
+    decision: Decision
+    num_steps: int
+    num_tokens: int
+    seconds: float
+
+
+class Replay:
+    """Runs a workload under a policy; iterating yields one Burst after the other."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        costs: Costs,
+        policy: SpeculationPolicy,
+        *,
+        burst_steps: int = 32,
+    ):
+        self.workload, self.costs, self.policy = workload, costs, policy
+        self.burst_steps = burst_steps
+        self.bursts: list[Burst] = []
+        rows, most = workload.rows, int(workload.num_tokens.max())
+        rng = np.random.default_rng(workload.seed)
+        # [rows, place in the text]: whether a draft of the token there stands.
+        self._stands = rng.uniform(size=(rows, most + 64)) < workload.rates[:, None]
+        self._gained = np.zeros(rows, np.int64)
+        self._drafter_gained = np.zeros(rows, np.int64)
+        self._now_s = 0.0
+
+    def run(self) -> Replay:
+        """Runs until every row has its tokens."""
+        while (left := self._left()).any():
+            self._burst(np.flatnonzero(left))
+        return self
+
+    @property
+    def seconds(self) -> float:
+        return self._now_s
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(burst.num_tokens for burst in self.bursts)
+
+    def tokens_per_second(self, after_steps: int = 0) -> float:
+        """Returns the tokens per second of what came after some steps."""
+        steps = np.cumsum([burst.num_steps for burst in self.bursts])
+        counted = [b for b, n in zip(self.bursts, steps) if n > after_steps]
+        return sum(b.num_tokens for b in counted) / sum(b.seconds for b in counted)
+
+    def _left(self) -> np.ndarray:
+        return self.workload.num_tokens - self._gained
+
+    def _burst(self, rows: np.ndarray) -> None:
+        fitting = [b for b in self.costs.row_buckets if b >= len(rows)]
+        behind = self._gained[rows] - self._drafter_gained[rows] + 1
+        contexts = self.workload.context + self._gained[rows]
+        load = Load(
+            num_decoding_rows=len(rows),
+            row_buckets=fitting,
+            requests=rows,
+            draft_caps=np.full(len(rows), 10**6),
+            num_behind=behind,
+            num_context_tokens=int(contexts.sum()),
+            num_steps_left=int(self._left()[rows].max()),
+            num_probe_steps=self.burst_steps,
+        )
+        decision = self.policy.choose(load)
+        depth = decision.num_speculative_tokens
+        bucket = Bucket(decision.row_bucket or fitting[0], depth, decision.max_drafts)
+        caps = np.full(len(rows), depth)
+        if decision.draft_caps is not None:
+            caps = np.minimum(caps, decision.draft_caps)
+        before = self._gained.copy()
+        most = min(decision.num_steps or self.burst_steps, load.num_steps_left)
+        reports = self._steps(rows, caps, decision.max_drafts, most)
+        num_steps = len(reports)
+        committed, accepted, drafted, proposed = np.array(reports).swapaxes(0, 1)
+        context = float(contexts.sum() + committed.sum() / 2)
+        seconds = num_steps * self.costs.step_s(bucket, context)
+        num_behind = int(behind.max())
+        if depth:
+            # Of tokens that it lacks but one, which every step of a chain feeds it.
+            seconds += self.costs.catch_up_s * (num_behind - 1)
+            self._drafter_gained[rows] = self._gained[rows]
+        self.policy.observe(
+            Outcome(
+                decision=decision,
+                bucket=bucket,
+                num_rows=len(rows),
+                seconds=seconds,
+                num_context_tokens=context,
+                num_behind=num_behind,
+                is_short=2 * num_steps < self.burst_steps,
+                requests=rows,
+                asked_depth=caps,
+                num_committed=committed,
+                num_accepted=accepted,
+                draft_depth=drafted,
+                proposed_depth=proposed,
+            )
+        )
+        gained = int((self._gained - before).sum())
+        burst = Burst(self._now_s, len(rows), decision, num_steps, gained, seconds)
+        self.bursts.append(burst)
+        self._now_s += seconds
+
+    def _steps(
+        self, rows: np.ndarray, caps: np.ndarray, max_drafts: int | None, most: int
+    ) -> list[Any]:
+        """Runs at most `most` steps; returns committed, accepted, drafted, proposed of each."""
+        reports = []
+        for _ in range(most):
+            left = self._left()[rows]
+            if not left.any():
+                break
+            proposed = np.clip(np.minimum(caps, left - 1), 0, None)
+            drafted = proposed
+            if max_drafts is not None:
+                drafted = _cut(proposed, max_drafts)
+            places = self._gained[rows][:, None] + np.arange(max(drafted.max(), 1))
+            stands = self._stands[rows[:, None], places]
+            stands &= np.arange(stands.shape[1]) < drafted[:, None]
+            accepted = stands.cumprod(axis=1).sum(axis=1)
+            committed = np.where(left > 0, np.minimum(accepted + 1, left), 0)
+            self._gained[rows] += committed
+            reports.append((committed, accepted, drafted, proposed))
+        return reports
+
+
+def _cut(proposed: np.ndarray, max_drafts: int) -> np.ndarray:
+    """Returns how much of each row's draft is verified: first tokens before second ones."""
+    depth = int(proposed.max(initial=0))
+    stands = np.arange(depth)[:, None] < proposed[None, :]  # [depth, rows]
+    kept = (stands.cumsum().reshape(stands.shape) <= max_drafts) & stands
+    return kept.sum(axis=0)
+
+
+def best_fixed(
+    workload: Workload, costs: Costs, depths: Sequence[int]
+) -> tuple[int, Replay]:
+    """Returns the K of `depths` that runs a workload fastest when it never changes."""
+    runs = {depth: Replay(workload, costs, Fixed(depth)).run() for depth in depths}
+    best = min(runs, key=lambda depth: runs[depth].seconds)
+    return best, runs[best]

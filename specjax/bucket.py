@@ -1,0 +1,14 @@
+"""What a burst is compiled for."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Bucket(NamedTuple):
+    """Rows and draft tokens of a step: one executable each."""
+
+    rows: int
+    num_speculative_tokens: int  # K; 0 is plain decoding
+    # Most draft tokens verified per step over all rows, those likeliest to stand; None: all.
+    max_drafts: int | None = None

@@ -1,0 +1,126 @@
+"""Step costs kept from one run to the next, in the user's cache directory.
+
+A file belongs to one device kind, models, dtypes, mesh and versions; any other gets
+nothing from it. Shipped ones, in configs/coefficients/, are read where the user's own
+is missing.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import warnings
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax import compilation_cache
+from specjax.decode.decoder import Decoder
+from specjax.engine.step_cost import FIRST, StepCosts
+from specjax.version import __version__
+
+FORMAT = 1
+SHIPPED = "configs.coefficients"
+
+
+def key_of(decoder: Decoder) -> dict[str, Any]:
+    """Returns what step costs belong to, readable and as a digest of the rest."""
+    device = jax.devices()[0]
+    mesh = decoder.mesh
+    sizes = decoder.sizes
+    described = repr(
+        (
+            decoder.config,
+            decoder.drafter,
+            decoder.rules,
+            decoder.engine_config.numerics,
+            decoder.engine_config.max_logprobs,
+            sizes.tree_slots,
+        )
+    )
+    kind = device.device_kind
+    if device.platform == "cpu":
+        kind = compilation_cache.processor()
+    return {
+        "device": kind,
+        "num_devices": 1 if mesh is None else mesh.size,
+        "mesh": {} if mesh is None else {str(k): v for k, v in mesh.shape.items()},
+        "dtype": np.dtype(sizes.dtype).name,
+        "max_context": sizes.max_length,
+        "page_size": sizes.page_size,
+        "jax": jax.__version__,
+        "specjax": __version__,
+        "models": hashlib.sha256(described.encode()).hexdigest()[:16],
+    }
+
+
+def path_of(key: dict[str, Any]) -> Path | None:
+    """Returns where the user's own file of a key lies; None where nothing is to be kept."""
+    root = compilation_cache.user_cache_dir(os.environ)
+    return None if root is None else root / "step_costs" / _name(key)
+
+
+def load(decoder: Decoder, costs: StepCosts) -> bool:
+    """Adds what was kept of earlier runs; returns whether there was anything.
+
+    A file that cannot be read is named in a warning, and counts as none.
+    """
+    key = key_of(decoder)
+    own = path_of(key)
+    for source in (own, resources.files(SHIPPED) / _name(key)):
+        if source is None or not source.is_file():
+            continue
+        try:
+            kept = json.loads(source.read_text(encoding="utf-8"))
+            if kept["format"] != FORMAT or kept["key"] != key:
+                continue
+            # What is measured now counts for more than what was measured then.
+            records = [
+                {**record, "num_measurements": min(record["num_measurements"], FIRST)}
+                for record in kept["steps"]
+            ]
+            StepCosts().add_records(records)  # all of them, or none
+            costs.add_records(records)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            warnings.warn(
+                f"step costs in {source} cannot be read and are left out: {error}; delete the "
+                "file, or measure again with `specjax bench --calibrate`.",
+                stacklevel=2,
+            )
+            continue
+        return True
+    return False
+
+
+def save(decoder: Decoder, costs: StepCosts) -> Path | None:
+    """Keeps step costs for later runs; returns the file, None where none may be written."""
+    key = key_of(decoder)
+    path = path_of(key)
+    if path is None or not costs.measured:
+        return None
+    document = {
+        "format": FORMAT,
+        "key": key,
+        "date": datetime.date.today().isoformat(),
+        "fit_error": round(costs.fit_error(), 4),
+        "steps": costs.to_records(),
+    }
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Whoever reads meanwhile finds the old file or the new one, whole.
+        new = path.with_suffix(f".{os.getpid()}.new")
+        new.write_text(json.dumps(document, indent=1), encoding="utf-8")
+        new.replace(path)
+    except OSError:
+        return None
+    return path
+
+
+def _name(key: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return f"{digest[:24]}.json"

@@ -1,0 +1,378 @@
+"""Goodput: the K of the most expected tokens per second. No jax.
+
+    rate(bucket) = (rows + expected accepted draft tokens) / seconds of its step
+
+for every bucket that holds the rows: a number of rows, a K, and, where some rows are
+likelier to have their drafts accepted than others, fewer slots than K for each row, which
+go to the likeliest. Seconds come from StepCosts, acceptance from Survival. Both are
+learned in service:
+
+- Until two buckets were measured K is the default. Costs kept from earlier runs count.
+- A bucket that is not compiled is compiled once what was lost without it, as far as is
+  known, comes to what compiling takes: at most twice of what the best plan would
+  have spent (ski rental).
+- PROBE_SHARE of the time goes into learning again what may have changed: what plain
+  decoding costs, and at K = 0 what is accepted now.
+- Leaving K = 0 takes a margin, and must repay the drafter's catching up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from specjax.bucket import Bucket
+from specjax.engine.speculation_policy import Decision, Load, Outcome
+from specjax.engine.step_cost import StepCosts
+from specjax.engine.survival import Survival
+
+MARGIN = 0.03  # by which drafting must be better than K = 0 to begin
+STICKINESS = 0.01  # by which another bucket must be better than the one before
+OPTIMISM = 0.05  # a bucket that was never measured is taken for so much faster
+PROBE_SHARE = 0.004  # of all seconds, lost to learning
+PROBE_STEPS = 8  # of a burst that only asks what is accepted
+# What plain decoding may gain while nothing is known of its seconds.
+UNKNOWN_GAIN = 0.25
+# Of a step at K = 0, what catching up with one token costs, before it was measured.
+CATCH_UP_SHARE = 0.1
+CATCH_UP_RATE = 0.3
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """Returns the numbers that are tried up to `most`: powers of two, and itself."""
+    powers = (2**power for power in range(most.bit_length()))
+    return tuple(sorted({*(p for p in powers if p <= most), most} - {0}))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Candidate:
+    bucket: Bucket
+    tokens: float  # expected per step, of all rows
+    seconds: float
+    slots: _RankedSlots
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Goodput:
+    """Chooses the bucket of the most expected tokens per second.
+
+    Args:
+      max_speculative_tokens: the largest K, and the one until two buckets were measured.
+      costs: what is known; it learns.
+      depths: the values of K above 0 that may be compiled; None is `ladder`.
+      ranks: whether slots may be handed to the likeliest rows: Bucket.max_drafts.
+      knows_confidence: whether the drafter says how sure it is of each token: the device
+        ranks by that then, and otherwise by what is known of the rows here.
+    """
+
+    chooses_rows: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        max_speculative_tokens: int,
+        costs: StepCosts | None = None,
+        *,
+        depths: Sequence[int] | None = None,
+        ranks: bool = True,
+        knows_confidence: bool = False,
+    ):
+        self.max_speculative_tokens = max_speculative_tokens
+        self.costs = costs or StepCosts()
+        self.survival = Survival(max_speculative_tokens)
+        self.seconds_lost = 0.0  # to probes, as far as is known
+        self._depths = ladder(max_speculative_tokens) if depths is None else depths
+        self._ranks = ranks
+        self._knows_confidence = knows_confidence
+        self._last: Bucket | None = None
+        self._regret: dict[Bucket, float] = {}  # seconds lost without a bucket
+        self._budget = 0.0  # seconds that may be spent on probes
+        self._catch_up_s: float | None = None  # per token
+        self._rates: dict[Bucket, float] = {}  # of the candidates of the last choice
+
+    def choose(self, load: Load) -> Decision:
+        """Returns the best bucket of those that are compiled or worth compiling."""
+        decision = self._while_unmeasured(load)
+        if decision is not None:
+            return decision
+        candidates = self._candidates(load)
+        usable = [c for c in candidates if self._is_usable(c.bucket, load)]
+        if not usable:
+            return self._default(load)
+        self.survival.forget_others(load.requests)
+        self._rates = {c.bucket: c.rate for c in candidates}
+        best = self._best(usable, load)
+        allowed = [
+            c
+            for c in usable
+            if c.bucket.num_speculative_tokens
+            == load.limit(c.bucket.num_speculative_tokens)
+        ]
+        if not allowed:
+            return self._default(load)
+        if best not in allowed:
+            best = self._best(allowed, load)
+            return self._decide(best, load.limited_by)
+        probe = self._probe(best, allowed, load)
+        if probe is not None:
+            return probe
+        return self._decide(best, "goodput")
+
+    def observe(self, outcome: Outcome) -> None:
+        """Learns what was accepted, what a step cost, and what is lost without other buckets."""
+        bucket = outcome.bucket
+        if bucket.num_speculative_tokens and outcome.num_steps:
+            self.survival.observe(
+                outcome.requests,
+                outcome.num_committed,
+                outcome.num_accepted,
+                outcome.draft_depth,
+                outcome.proposed_depth,
+                outcome.asked_depth,
+            )
+        if outcome.seconds is None or not outcome.num_steps:
+            return
+        self._budget += PROBE_SHARE * outcome.seconds
+        self._count_regret(outcome)
+        self._observe_cost(outcome)
+
+    # What there is to choose from
+
+    def _candidates(self, load: Load) -> list[_Candidate]:
+        """Returns what every bucket is expected to do."""
+        slots = _RankedSlots(
+            self.survival.by_row(load.requests),
+            self.survival.presence(),
+            np.asarray(load.draft_caps),
+        )
+        candidates = []
+        for bucket in self.buckets(load.row_buckets):
+            seconds = self.costs.seconds(bucket, load.num_context_tokens)
+            if seconds is None:
+                return []
+            if not self.costs.count(bucket):
+                seconds *= 1 - OPTIMISM
+            tokens = load.num_decoding_rows + slots.expected(bucket)
+            candidates.append(_Candidate(bucket, tokens, seconds, slots))
+        return candidates
+
+    def buckets(self, row_buckets: Iterable[int]) -> Iterator[Bucket]:
+        """Yields all that may be compiled for some numbers of rows."""
+        for rows in row_buckets:
+            yield Bucket(rows, 0)
+            for depth in self._depths:
+                yield Bucket(rows, depth)
+                if not self._ranks or rows == 1:
+                    continue
+                for mean in self._depths:
+                    if mean < depth:
+                        yield Bucket(rows, depth, rows * mean)
+
+    def _is_usable(self, bucket: Bucket, load: Load) -> bool:
+        if load.is_compiled(bucket):
+            return True
+        return self._regret.get(bucket, 0.0) >= load.compile_s
+
+    def _best(self, candidates: Sequence[_Candidate], load: Load) -> _Candidate:
+        """Returns the candidate of the highest rate, loath to change and to leave K = 0."""
+        plain = [c for c in candidates if not c.bucket.num_speculative_tokens]
+        best = max(candidates, key=lambda c: c.rate)
+        best_plain = max(plain, key=lambda c: c.rate, default=None)
+        was_plain = self._last is not None and not self._last.num_speculative_tokens
+        if best_plain is not None and best.bucket.num_speculative_tokens and was_plain:
+            gain = best.rate / best_plain.rate - 1
+            left_s = load.num_steps_left * best_plain.seconds
+            repaid = gain * left_s >= self._catch_up(load, best_plain.seconds)
+            if gain < MARGIN or not repaid:
+                return best_plain
+        same = next((c for c in candidates if c.bucket == self._last), None)
+        if same is not None and best.rate < same.rate * (1 + STICKINESS):
+            return same
+        return best
+
+    def _decide(self, chosen: _Candidate, reason: str, **more: Any) -> Decision:
+        self._last = chosen.bucket
+        draft_caps = None
+        if chosen.bucket.max_drafts is not None and not self._knows_confidence:
+            draft_caps = chosen.slots.caps(chosen.bucket)
+        return Decision(
+            num_speculative_tokens=chosen.bucket.num_speculative_tokens,
+            reason=reason,
+            row_bucket=chosen.bucket.rows,
+            max_drafts=chosen.bucket.max_drafts,
+            draft_caps=draft_caps,
+            predicted_step_s=chosen.seconds,
+            predicted_tokens=chosen.tokens,
+            **more,
+        )
+
+    # Before anything is known
+
+    def _default(self, load: Load) -> Decision:
+        wanted = self.max_speculative_tokens
+        allowed = load.limit(wanted)
+        reason = "nothing measured yet" if allowed == wanted else load.limited_by
+        *smaller, rows = load.row_buckets
+        ready = (r for r in smaller if load.is_compiled(Bucket(r, allowed)))
+        return Decision(
+            num_speculative_tokens=allowed,
+            reason=reason,
+            # A bucket for all rows will do whoever comes.
+            row_bucket=next(ready, rows),
+            num_steps=None if self.costs.measured else PROBE_STEPS,
+        )
+
+    def _while_unmeasured(self, load: Load) -> Decision | None:
+        """Returns the default K, or K = 0 once that may be worth measuring; None once both were."""
+        measured = self.costs.measured
+        if not measured:
+            return self._default(load)
+        if len(measured) > 1 or not measured[0].num_speculative_tokens:
+            return None
+        plain = Bucket(measured[0].rows, 0)
+        if plain.rows not in load.row_buckets:
+            plain = Bucket(load.row_buckets[-1], 0)
+        if self._is_usable(plain, load):
+            return Decision(
+                num_speculative_tokens=0, reason="probe", row_bucket=plain.rows
+            )
+        return self._default(load)
+
+    # Learning
+
+    def _probe(
+        self, best: _Candidate, allowed: Sequence[_Candidate], load: Load
+    ) -> Decision | None:
+        """Returns a burst that learns something again, if there are seconds for it."""
+        is_plain = not best.bucket.num_speculative_tokens
+        others = [
+            c
+            for c in allowed
+            if load.is_compiled(c.bucket)
+            and c.bucket.rows == best.bucket.rows
+            and bool(c.bucket.num_speculative_tokens) == is_plain
+        ]
+        if not others or not load.num_probe_steps:
+            return None
+        # The cheapest K that learns what is accepted; or plain decoding, what it costs.
+        other = min(others, key=lambda c: c.seconds)
+        num_steps = load.num_probe_steps
+        catch_up = 0.0
+        if is_plain:
+            num_steps = min(PROBE_STEPS, num_steps)
+            catch_up = self._catch_up(load, best.seconds)
+        lost = num_steps * (other.seconds - other.tokens / best.rate) + catch_up
+        if lost > self._budget:
+            return None
+        self._budget -= max(lost, 0.0)
+        self.seconds_lost += max(lost, 0.0)
+        last = self._last
+        decision = self._decide(other, "probe", num_steps=num_steps)
+        self._last = last if last is not None else best.bucket
+        return decision
+
+    def _catch_up(self, load: Load, plain_s: float) -> float:
+        """Returns the seconds that the drafter takes to see what it has not seen yet."""
+        behind = np.asarray(load.num_behind)[np.asarray(load.draft_caps) > 0]
+        if not len(behind):
+            return 0.0
+        per_token = self._catch_up_s
+        if per_token is None:
+            per_token = CATCH_UP_SHARE * plain_s
+        return per_token * max(int(behind.max()) - 1, 0)
+
+    def _observe_cost(self, outcome: Outcome) -> None:
+        bucket, num_steps = outcome.bucket, outcome.num_steps
+        assert outcome.seconds is not None
+        expected = self.costs.seconds(bucket, outcome.num_context_tokens)
+        is_known = self.costs.count(bucket) > 0
+        if bucket.num_speculative_tokens and outcome.num_behind > 1:
+            # Catching up is in the seconds: learned apart, once the steps are known.
+            if is_known and expected is not None:
+                extra = max(outcome.seconds - num_steps * expected, 0.0)
+                per_token = extra / (outcome.num_behind - 1)
+                before = self._catch_up_s
+                self._catch_up_s = (
+                    per_token
+                    if before is None
+                    else before + CATCH_UP_RATE * (per_token - before)
+                )
+            return
+        if is_known and outcome.is_short:
+            return  # sending it weighs more than in others
+        self.costs.observe(
+            bucket, outcome.num_context_tokens, outcome.seconds / num_steps
+        )
+
+    def _count_regret(self, outcome: Outcome) -> None:
+        """Adds up what the burst would have saved in each bucket that is not compiled."""
+        assert outcome.seconds is not None
+        own = self._rates.get(outcome.bucket)
+        if own is None:
+            plain = Bucket(outcome.bucket.rows, 0)
+            lost = UNKNOWN_GAIN * outcome.seconds
+            self._regret[plain] = self._regret.get(plain, 0.0) + lost
+            return
+        for bucket, rate in self._rates.items():
+            if rate > own * (1 + MARGIN):
+                lost = (1 - own / rate) * outcome.seconds
+                self._regret[bucket] = self._regret.get(bucket, 0.0) + lost
+
+
+class _RankedSlots:
+    """The draft slots of all rows, the likeliest to stand first.
+
+    Args:
+      survival: f64[rows, depth], of tokens that are proposed.
+      presence: f64[depth], how often one is.
+      caps: i64[rows], most tokens that each may draft.
+    """
+
+    def __init__(self, survival: np.ndarray, presence: np.ndarray, caps: np.ndarray):
+        rows, depth = survival.shape
+        places = np.broadcast_to(np.arange(depth), (rows, depth))
+        is_allowed = places < caps[:, None]
+        flat = np.where(is_allowed, survival, 0.0).ravel()
+        order = np.argsort(-flat, kind="stable")
+        self._rows = rows
+        self._places = places.ravel()[order]
+        self._row = np.repeat(np.arange(rows), depth)[order]
+        # A token of no row that drafts takes no slot.
+        self._mass = np.where(is_allowed, presence, 0.0).ravel()[order]
+        self._gain = flat[order] * self._mass
+        self._sums: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def expected(self, bucket: Bucket) -> float:
+        """Returns the draft tokens that a step is expected to accept."""
+        gains, masses = self._summed(bucket.num_speculative_tokens)
+        if bucket.max_drafts is None or bucket.max_drafts >= masses[-1]:
+            return float(gains[-1])
+        # The slot on the edge counts in part.
+        edge = int(np.searchsorted(masses, bucket.max_drafts))
+        share = (bucket.max_drafts - masses[edge - 1]) / (
+            masses[edge] - masses[edge - 1]
+        )
+        return float(gains[edge - 1] + share * (gains[edge] - gains[edge - 1]))
+
+    def caps(self, bucket: Bucket) -> np.ndarray:
+        """Returns how many tokens each row drafts for its slots, i64[rows]."""
+        assert bucket.max_drafts is not None
+        _, masses = self._summed(bucket.num_speculative_tokens)
+        within = self._places < bucket.num_speculative_tokens
+        has_room = (masses[:-1] < bucket.max_drafts) & (np.diff(masses) > 0)
+        return np.bincount(self._row[within][has_room], minlength=self._rows)
+
+    def _summed(self, depth: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what the first slots gain and take together, from none of them on."""
+        if depth not in self._sums:
+            within = self._places < depth
+            gain, mass = np.zeros((2, 1 + int(within.sum())))
+            np.cumsum(self._gain[within], out=gain[1:])
+            np.cumsum(self._mass[within], out=mass[1:])
+            self._sums[depth] = gain, mass
+        return self._sums[depth]

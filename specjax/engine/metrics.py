@@ -1,0 +1,29 @@
+"""What was decided for every burst, and what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BurstRecord:
+    """One burst: which K, why, and the predicted beside the measured.
+
+    `reason` is who decided: "goodput", "probe" or "nothing measured yet" of that policy,
+    "fixed", "table", or what allowed no more: "memory gate", "pages", "rows"
+    (speculation_max_rows), "user" (no row wants drafts); "prompts" is a step with prompt
+    tokens beside it, which does not draft.
+    """
+
+    num_speculative_tokens: int
+    reason: str
+    num_rows: int  # that decode
+    row_bucket: int
+    max_drafts: int | None
+    num_steps: int  # that ran
+    context_tokens: int  # of all rows
+    predicted_step_s: float | None
+    # None where it cannot be told from other work, as that of prompts.
+    measured_step_s: float | None
+    predicted_tokens: float | None  # per step, of all rows
+    measured_tokens: float

@@ -1,0 +1,126 @@
+"""How likely draft tokens are to stand: by row and position. No jax.
+
+The survival of a row's draft token j is the probability that it and all before it are
+accepted, the product of conditional acceptance rates
+
+    rate(row, j) = rate of the row * profile of position j
+
+both averages that forget. Taken from all rows alike, deep positions would look better
+than they are for a row: only rows whose first tokens stand get there. A position that was
+never tried is like the one before it, a row that was little tried like the others.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+PRIOR_RATE = 0.7  # before anything is known
+PRIOR_TRIALS = 4.0  # that the prior rate counts for
+PROFILE_TRIALS = 16.0  # that a position's likeness to the one before it counts for
+ROW_TRIALS = 8.0  # that a row's likeness to the others counts for
+WINDOW = 1024.0  # trials that averages over all rows remember
+ROW_WINDOW = 256.0  # likewise of a row
+MOST_RATE = 0.999
+
+
+class Survival:
+    """Exponential averages of what was accepted.
+
+    Args:
+      depth: most draft tokens on one path.
+    """
+
+    def __init__(self, depth: int):
+        # By position: tokens that stood, and as many as the rates of their rows say.
+        self._stood, self._expected = np.zeros((2, depth))
+        # Steps that asked for a token at each depth, and those to which one was proposed.
+        self._asked, self._proposed = np.zeros((2, depth))
+        # Of all rows, and by request number: trials, weighted by profile, and those that
+        # stood.
+        self._all = 0.0, 0.0
+        self._rows: dict[int, tuple[float, float]] = {}
+
+    def observe(
+        self,
+        requests: Any,
+        num_committed: Any,
+        num_accepted: Any,
+        draft_depth: Any,
+        proposed_depth: Any,
+        asked_depth: Any,
+    ) -> None:
+        """Takes in a burst that drafted; arrays as of Outcome."""
+        ran = num_committed > 0
+        num_accepted = np.where(ran, np.minimum(num_accepted, draft_depth), 0)
+        draft_depth = np.where(ran, draft_depth, 0)
+        places = np.arange(len(self._stood))[:, None, None]
+        sums = lambda flags: flags.sum(axis=1).astype(float)
+        # [positions, rows]
+        tried = sums((draft_depth > places) & (num_accepted >= places))
+        stood = sums(num_accepted > places)
+        asked = sums(ran & (asked_depth > places))
+        proposed = sums(ran & (proposed_depth > places))
+
+        self._observe_rows(requests, tried.T @ self.profile(), stood.sum(axis=0))
+        kept = math.exp(-float(ran.sum()) / WINDOW)
+        for average, new in (
+            (self._stood, stood.sum(axis=1)),
+            (self._expected, tried @ self.rates(requests)),
+            (self._asked, asked.sum(axis=1)),
+            (self._proposed, proposed.sum(axis=1)),
+        ):
+            average *= kept
+            average += new
+
+    def profile(self) -> np.ndarray:
+        """Returns how each position's rate compares with that of its rows, f64[depth]."""
+        profile, before = [], 1.0
+        for stood, expected in zip(self._stood.tolist(), self._expected.tolist()):
+            before = (stood + PROFILE_TRIALS * before) / (expected + PROFILE_TRIALS)
+            profile.append(before)
+        return np.array(profile)
+
+    def rates(self, requests: Any) -> np.ndarray:
+        """Returns the acceptance rate of each row, f64[rows]."""
+        tried, stood = self._all
+        mean = (stood + PRIOR_TRIALS * PRIOR_RATE) / (tried + PRIOR_TRIALS)
+        known, nothing = self._rows, (0.0, 0.0)
+        pairs = [known.get(number, nothing) for number in np.asarray(requests).tolist()]
+        tried, stood = np.array(pairs).reshape(-1, 2).T
+        return (stood + ROW_TRIALS * mean) / (tried + ROW_TRIALS)
+
+    def by_row(self, requests: Any) -> np.ndarray:
+        """Returns the survival of each row's draft tokens, f64[rows, depth]."""
+        rates = self.rates(requests)[:, None] * self.profile()[None, :]
+        return np.minimum(rates, MOST_RATE).cumprod(axis=1)
+
+    def presence(self) -> np.ndarray:
+        """Returns how often a token is proposed at each depth that is asked for, f64[depth]."""
+        presence = (self._proposed + PRIOR_TRIALS) / (self._asked + PRIOR_TRIALS)
+        return np.minimum.accumulate(np.minimum(presence, 1.0))
+
+    def forget_others(self, requests: Any) -> None:
+        """Forgets the requests that are over, once there are many of them."""
+        if len(self._rows) > 4 * len(requests) + 64:
+            left = set(np.asarray(requests).tolist())
+            self._rows = {k: v for k, v in self._rows.items() if k in left}
+
+    def _observe_rows(self, requests: Any, tried: Any, stood: Any) -> None:
+        """Takes in the weighted trials of each row, f64[rows], and those that stood."""
+        self._all = _averaged(self._all, float(tried.sum()), float(stood.sum()), WINDOW)
+        for number, new_tried, new_stood in zip(
+            np.asarray(requests).tolist(), tried.tolist(), stood.tolist()
+        ):
+            if new_tried:
+                before = self._rows.get(number, (0.0, 0.0))
+                self._rows[number] = _averaged(before, new_tried, new_stood, ROW_WINDOW)
+
+
+def _averaged(
+    before: tuple[float, float], tried: float, stood: float, window: float
+) -> tuple[float, float]:
+    kept = math.exp(-tried / window)
+    return before[0] * kept + tried, before[1] * kept + stood

@@ -1,0 +1,289 @@
+"""Which K brings the most tokens per second: by replays of made-up costs, and by hand."""
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from specjax.bench.replay import Costs, Replay, Workload, best_fixed
+from specjax.bucket import Bucket
+from specjax.engine.goodput import PROBE_SHARE, Goodput, ladder
+from specjax.engine.speculation_policy import Load, Outcome
+
+ROW_BUCKETS = (1, 2, 4, 8, 16, 32)
+
+
+def step_s(bucket, context):
+    """A device that is bound by memory up to some tokens, by operations beyond."""
+    drafts = bucket.rows * bucket.num_speculative_tokens
+    if bucket.max_drafts is not None:
+        drafts = bucket.max_drafts
+    drafting = bucket.num_speculative_tokens * (1e-4 + 8e-6 * bucket.rows)
+    return 1e-3 + 4e-5 * (bucket.rows + drafts) + drafting + 1e-8 * context
+
+
+COSTS = Costs(step_s, catch_up_s=3e-5, row_buckets=ROW_BUCKETS)
+
+
+def load(rows=1, **fields):
+    known = {
+        "row_buckets": [b for b in ROW_BUCKETS if b >= rows],
+        "requests": np.arange(rows),
+        "draft_caps": np.full(rows, 9),
+        "num_behind": np.ones(rows, int),
+        "num_steps_left": 10**6,
+        "num_probe_steps": 32,
+        "num_context_tokens": 100 * rows,
+    }
+    return Load(num_decoding_rows=rows, **known | fields)
+
+
+def outcome(policy_load, decision, *, accepted=0, seconds=1.0, steps=32, behind=1):
+    """Returns what a burst did in which every row accepted `accepted` of its drafts."""
+    rows, depth = policy_load.num_decoding_rows, decision.num_speculative_tokens
+    bucket = Bucket(decision.row_bucket, depth, decision.max_drafts)
+    drafted = np.full((steps, rows), depth)
+    stood = np.minimum(drafted, accepted)
+    return Outcome(
+        decision=decision,
+        bucket=bucket,
+        num_rows=rows,
+        seconds=seconds,
+        num_context_tokens=policy_load.num_context_tokens,
+        num_behind=behind,
+        is_short=False,
+        requests=policy_load.requests,
+        asked_depth=np.full(rows, depth),
+        num_committed=stood + 1,
+        num_accepted=stood,
+        draft_depth=drafted,
+        proposed_depth=drafted,
+    )
+
+
+def trained(*, accepted, most=4, rows=1):
+    """Returns a policy that knows COSTS of some rows, and what is accepted."""
+    policy = Goodput(most)
+    for bucket in policy.buckets([rows]):
+        policy.costs.observe(bucket, 100 * rows, step_s(bucket, 100 * rows))
+    now = load(rows)
+    first = dataclasses.replace(
+        policy.choose(now),
+        num_speculative_tokens=most,
+        max_drafts=None,
+        row_bucket=rows,
+    )
+    for _ in range(10):
+        policy.observe(outcome(now, first, accepted=accepted, seconds=None))
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [(1, (1,)), (2, (1, 2)), (4, (1, 2, 4)), (5, (1, 2, 4, 5)), (7, (1, 2, 4, 7))],
+)
+def test_the_ladder(most, expected):
+    assert ladder(most) == expected
+
+
+def test_the_default_until_two_buckets_were_measured():
+    policy, now = Goodput(4), load(3)
+    slow = dataclasses.replace(now, compile_s=5.0, is_compiled=lambda bucket: False)
+    decision = policy.choose(slow)
+    assert (decision.num_speculative_tokens, decision.row_bucket) == (4, 32)
+    assert decision.reason == "nothing measured yet"
+    compiled = {Bucket(32, 4)}
+    slow = dataclasses.replace(now, compile_s=5.0, is_compiled=compiled.__contains__)
+    num_bursts = 0
+    while (decision := policy.choose(slow)).num_speculative_tokens:
+        assert decision.row_bucket == 32
+        policy.observe(outcome(slow, decision, accepted=1, seconds=1.0))
+        num_bursts += 1
+    # What plain decoding may have saved meanwhile comes to what compiling it takes.
+    assert num_bursts == pytest.approx(5.0 / 0.25, abs=1)
+    assert decision.reason == "probe"
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.8, 0.95])
+@pytest.mark.parametrize("rows", [1, 4, 32])
+def test_never_slower_than_the_best_k(rate, rows):
+    workload = Workload(np.full(rows, 3000), np.full(rows, rate), context=100)
+    _, best = best_fixed(workload, COSTS, (0, 1, 2, 4, 7))
+    ran = Replay(workload, COSTS, Goodput(7)).run()
+    assert ran.num_tokens == best.num_tokens == 3000 * rows
+    share = ran.tokens_per_second(after_steps=200) / best.tokens_per_second(200)
+    assert share >= (0.99 if rate == 0 else 0.97)
+    assert best.seconds / ran.seconds > 0.96  # learning included
+
+
+def test_rows_that_differ_are_drafted_for_differently():
+    """Half the rows copy, half are random: no K for all is as good as slots by rank."""
+    rates = np.where(np.arange(32) % 2, 0.9, 0.1)
+    workload = Workload(np.full(32, 4000), rates, context=100)
+    _, best = best_fixed(workload, COSTS, (0, 1, 2, 4, 7))
+    ranked = Replay(workload, COSTS, Goodput(7)).run()
+    one_for_all = Replay(workload, COSTS, Goodput(7, ranks=False)).run()
+    both = 64 * 32  # while rows of both kinds run
+    rate = lambda run: (
+        sum(b.num_tokens for b in run.bursts if b.num_rows == 32)
+        / sum(b.seconds for b in run.bursts if b.num_rows == 32)
+    )
+    assert rate(ranked) > 1.02 * rate(one_for_all), both
+    assert rate(ranked) > 1.02 * rate(best)
+    assert any(b.decision.max_drafts is not None for b in ranked.bursts)
+
+
+def test_k_rises_as_rows_drain():
+    rng = np.random.default_rng(5)
+    lengths = np.sort((200 * (1 + rng.pareto(1.2, 32))).astype(int).clip(max=6000))
+    workload = Workload(lengths, np.full(32, 0.7), context=100)
+    policy = Goodput(7)
+    for bucket in policy.buckets(ROW_BUCKETS):
+        context = 100 * bucket.rows
+        policy.costs.observe(bucket, context, step_s(bucket, context))
+    ran = Replay(workload, COSTS, policy).run()
+    depths = lambda rows: [
+        b.decision.num_speculative_tokens
+        for b in ran.bursts
+        if b.num_rows in rows and b.decision.reason == "goodput"
+    ]
+    assert np.mean(depths(range(1, 3))) > np.mean(depths(range(24, 33))) + 1
+    _, best = best_fixed(workload, COSTS, (0, 1, 2, 4, 7))
+    assert best.seconds / ran.seconds > 1.0
+    # And of which nothing was measured before.
+    cold = Replay(workload, COSTS, Goodput(7)).run()
+    assert best.seconds / cold.seconds > 0.95
+
+
+def test_everything_accepted_and_nothing_accepted():
+    assert trained(accepted=4).choose(load()).num_speculative_tokens == 4
+    assert trained(accepted=0).choose(load()).num_speculative_tokens == 0
+
+
+def test_a_decision_says_what_it_expects():
+    policy = trained(accepted=4)
+    decision = policy.choose(load())
+    assert decision.reason == "goodput"
+    assert decision.predicted_step_s == pytest.approx(
+        step_s(Bucket(1, 4), 100), rel=0.01
+    )
+    assert decision.predicted_tokens == pytest.approx(5.0, rel=0.05)
+
+
+def test_what_a_load_allows_wins():
+    policy = trained(accepted=4)
+    decision = policy.choose(load(most_speculative_tokens=2, limited_by="memory gate"))
+    assert decision.num_speculative_tokens == 2
+    assert decision.reason == "memory gate"
+    decision = policy.choose(load(most_speculative_tokens=0, limited_by="rows"))
+    assert (decision.num_speculative_tokens, decision.reason) == (0, "rows")
+    # Whoever would not draft anyway is not limited.
+    policy = trained(accepted=0)
+    assert policy.choose(load(most_speculative_tokens=0)).reason == "goodput"
+
+
+def test_limits_hold_before_anything_is_measured():
+    decision = Goodput(4).choose(load(most_speculative_tokens=0, limited_by="pages"))
+    assert (decision.num_speculative_tokens, decision.reason) == (0, "pages")
+
+
+def test_nobody_drafts_where_no_row_may():
+    policy = trained(accepted=4, rows=2)
+    now = load(2, draft_caps=np.zeros(2, int))
+    assert policy.choose(now).num_speculative_tokens == 0
+
+
+def test_leaving_plain_decoding_must_repay_the_drafter_catching_up():
+    policy = trained(accepted=1, most=1)
+    plain = load(most_speculative_tokens=0)
+    assert policy.choose(plain).num_speculative_tokens == 0
+    behind = np.full(1, 5000)
+    assert policy.choose(load(num_behind=behind, num_steps_left=40)).reason == "goodput"
+    assert policy._last.num_speculative_tokens == 0
+    assert policy.choose(load(num_steps_left=40)).num_speculative_tokens == 1
+
+
+def test_catching_up_is_no_part_of_what_a_step_costs():
+    policy = trained(accepted=4)
+    now = load()
+    decision = policy.choose(now)
+    before = policy.costs.seconds(Bucket(1, 4), 100)
+    burst = outcome(now, decision, accepted=4, seconds=32 * before + 3.0, behind=301)
+    policy.observe(burst)
+    assert policy.costs.seconds(Bucket(1, 4), 100) == before
+    assert policy._catch_up_s == pytest.approx(0.01)
+
+
+def test_plain_decoding_is_measured_again_now_and_then():
+    """Its cost was measured wrong: twice what it is."""
+    policy = trained(accepted=0, most=1)
+    policy.costs.observe(Bucket(1, 0), 100, 3 * step_s(Bucket(1, 0), 100))
+    policy.costs._samples[Bucket(1, 0)][_only(policy, Bucket(1, 0))].seconds *= 2
+    policy.costs._fit = None
+    policy.costs.drift = 1.0
+    now, reasons = load(num_behind=np.ones(1, int)), []
+    for _ in range(2000):
+        decision = policy.choose(now)
+        reasons.append(decision.reason)
+        bucket = Bucket(1, decision.num_speculative_tokens)
+        seconds = 32 * step_s(bucket, 100)
+        policy.observe(outcome(now, decision, accepted=0, seconds=seconds))
+    assert "probe" in reasons
+    assert policy.choose(now).num_speculative_tokens == 0
+
+
+def _only(policy, bucket):
+    (place,) = policy.costs._samples[bucket]
+    return place
+
+
+def test_probes_cost_no_more_than_their_share():
+    rates = np.full(4, 0.6)
+    workload = Workload(np.full(4, 60_000), rates, context=100)
+    policy = Goodput(4)
+    ran = Replay(workload, COSTS, policy).run()
+    probes = [b for b in ran.bursts if b.decision.reason == "probe"]
+    assert len(probes) > 3
+    assert policy.seconds_lost < 1.2 * PROBE_SHARE * ran.seconds
+
+
+def test_drafting_begins_again_with_requests_that_copy():
+    """At K = 0 new requests, which the drafter has seen, are asked."""
+    policy = trained(accepted=0, rows=4)
+    depths = []
+    for first in range(4, 4000, 4):
+        now = load(4, requests=np.arange(first, first + 4))
+        decision = policy.choose(now)
+        depths.append(decision.num_speculative_tokens)
+        seconds = decision.num_steps or 32
+        bucket = Bucket(4, decision.num_speculative_tokens, decision.max_drafts)
+        seconds = seconds * step_s(bucket, 400)
+        policy.observe(
+            outcome(
+                now,
+                decision,
+                accepted=9,
+                seconds=seconds,
+                steps=decision.num_steps or 32,
+            )
+        )
+    assert depths[0] == 0
+    assert depths[-1] == 4
+    last_plain = max(place for place, depth in enumerate(depths) if not depth)
+    assert last_plain < len(depths) / 2 or depths[-1] == 4
+
+
+def test_a_bucket_is_compiled_once_it_would_have_paid():
+    policy, compiled = trained(accepted=4), {Bucket(1, 0)}
+    now = load(compile_s=2.0, is_compiled=compiled.__contains__, row_buckets=[1])
+    lost = 0.0
+    for _ in itertools.count():
+        decision = policy.choose(now)
+        if decision.num_speculative_tokens:
+            break
+        seconds = 32 * step_s(Bucket(1, 0), 100)
+        policy.observe(outcome(now, decision, seconds=seconds))
+        gain = 1 - step_s(Bucket(1, 4), 100) / (5 * step_s(Bucket(1, 0), 100))
+        lost += gain * seconds
+    assert lost == pytest.approx(2.0, rel=0.1)

@@ -1,0 +1,147 @@
+"""Seconds of a step: measured, fitted, predicted."""
+
+import json
+
+import numpy as np
+import pytest
+
+from specjax.bucket import Bucket
+from specjax.engine.step_cost import MEMORY, StepCosts, fit_nonnegative
+
+
+def true_seconds(bucket, context=0.0):
+    """c0 + c1 * verified + c2 * drafted tokens + c3 * forwards, and context."""
+    depth, rows = bucket.num_speculative_tokens, bucket.rows
+    drafts = rows * depth if bucket.max_drafts is None else bucket.max_drafts
+    return (
+        1e-3
+        + 2e-5 * (rows + drafts)
+        + 5e-6 * rows * depth
+        + 1e-4 * depth
+        + 1e-7 * context
+    )
+
+
+def test_nothing_is_known_of_nothing():
+    assert StepCosts().seconds(Bucket(1, 0), 0) is None
+    assert StepCosts().fit_error() == 0.0
+
+
+def test_a_bucket_never_measured_is_predicted_from_others():
+    costs = StepCosts()
+    measured = [Bucket(1, 0), Bucket(1, 4), Bucket(8, 0), Bucket(8, 4), Bucket(32, 2)]
+    for bucket in measured:
+        costs.observe(bucket, 0, true_seconds(bucket))
+    for bucket in [Bucket(16, 3), Bucket(32, 7), Bucket(2, 1), Bucket(8, 4, 8)]:
+        assert costs.seconds(bucket, 0) == pytest.approx(true_seconds(bucket), rel=1e-6)
+    assert costs.fit_error() < 1e-6
+
+
+def test_what_was_measured_wins_over_the_fit():
+    costs = StepCosts()
+    for rows, seconds in ((1, 1.0), (2, 9.0), (4, 2.0)):
+        costs.observe(Bucket(rows, 0), 0, seconds)
+    assert costs.seconds(Bucket(2, 0), 0) == pytest.approx(9.0)
+    assert costs.fit_error() > 0.5
+
+
+def test_one_measurement_says_that_all_cost_the_same():
+    costs = StepCosts()
+    costs.observe(Bucket(4, 4), 0, 0.5)
+    assert costs.seconds(Bucket(4, 0), 0) == pytest.approx(0.5)
+
+
+def test_a_tree_is_as_dear_as_its_nodes():
+    costs = StepCosts({0: 1, 2: 7})
+    costs.observe(Bucket(1, 0), 0, 1.0)
+    costs.observe(Bucket(1, 2), 0, 7.0)
+    assert costs.seconds(Bucket(2, 0), 0) == pytest.approx(2.0)
+
+
+def test_context_is_fitted_over_all_buckets():
+    costs = StepCosts()
+    for bucket in (Bucket(1, 0), Bucket(1, 4)):
+        for context in (100, 1000, 5000):
+            costs.observe(bucket, context, true_seconds(bucket, context))
+    assert costs.context_s == pytest.approx(1e-7, rel=0.01)
+    bucket = Bucket(1, 4)
+    expected = true_seconds(bucket, 20_000)
+    assert costs.seconds(bucket, 20_000) == pytest.approx(expected, rel=0.01)
+
+
+def test_a_machine_that_slows_down_slows_every_bucket():
+    costs = StepCosts()
+    for bucket in (Bucket(1, 0), Bucket(1, 4)):
+        for _ in range(MEMORY):
+            costs.observe(bucket, 0, true_seconds(bucket))
+    before = costs.seconds(Bucket(1, 0), 0)
+    for _ in range(30):
+        costs.observe(Bucket(1, 4), 0, 2 * true_seconds(Bucket(1, 4)))
+    ratio = costs.seconds(Bucket(1, 0), 0) / costs.seconds(Bucket(1, 4), 0)
+    assert costs.seconds(Bucket(1, 0), 0) > 1.7 * before
+    assert ratio == pytest.approx(
+        true_seconds(Bucket(1, 0)) / true_seconds(Bucket(1, 4)), rel=0.15
+    )
+
+
+def test_one_outlier_moves_little():
+    costs = StepCosts()
+    for _ in range(MEMORY):
+        costs.observe(Bucket(1, 0), 0, 1.0)
+    costs.observe(Bucket(1, 0), 0, 1000.0)
+    assert costs.seconds(Bucket(1, 0), 0) < 2.0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_seconds_that_mean_nothing_are_refused(seconds):
+    with pytest.raises(ValueError, match="above 0"):
+        StepCosts().observe(Bucket(1, 0), 0, seconds)
+
+
+def test_what_is_kept_comes_back():
+    costs = StepCosts()
+    for bucket in (Bucket(1, 0), Bucket(8, 4), Bucket(8, 4, 16)):
+        for context in (10, 3000):
+            costs.observe(bucket, context, true_seconds(bucket, context))
+    kept = StepCosts()
+    kept.add_records(json.loads(json.dumps(costs.to_records())))
+    assert set(kept.measured) == set(costs.measured)
+    for bucket in (Bucket(8, 4), Bucket(32, 1)):
+        expected = costs.seconds(bucket, 500)
+        assert kept.seconds(bucket, 500) == pytest.approx(expected, rel=1e-3)
+
+
+GOOD = {
+    "rows": 1,
+    "num_speculative_tokens": 0,
+    "max_drafts": None,
+    "context_tokens": 1.0,
+    "step_s": 1.0,
+    "num_measurements": 1,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"rows": None}, {"step_s": 0.0}, {"step_s": "fast"}, {"num_measurements": 0}],
+)
+def test_records_that_mean_nothing_are_refused(change):
+    StepCosts().add_records([GOOD])
+    with pytest.raises(ValueError, match="no measured step"):
+        StepCosts().add_records([GOOD | change])
+    with pytest.raises(ValueError, match="no measured step"):
+        StepCosts().add_records([{k: v for k, v in GOOD.items() if k not in change}])
+
+
+def test_the_fit_has_no_coefficient_below_zero():
+    rng = np.random.default_rng(0)
+    features = rng.uniform(size=(12, 3))
+    # Unbounded, the last coefficient would be -1.
+    values = features @ [2.0, 1.0, -1.0]
+    fitted = fit_nonnegative(features, values)
+    assert np.all(fitted >= 0)
+    # No step from there within the bounds lessens the error (the conditions of
+    # Karush, Kuhn and Tucker).
+    gradient = features.T @ (features @ fitted - values)
+    assert np.all(gradient >= -1e-9)
+    assert np.abs(gradient * fitted).max() < 1e-9

@@ -1,0 +1,98 @@
+"""Acceptance by position and by row."""
+
+import numpy as np
+import pytest
+
+from specjax.engine.survival import PRIOR_RATE, Survival
+
+DEPTH = 3
+
+
+def overall(survival):
+    """Returns the rate of each position for a row of which nothing is known."""
+    return survival.rates([-1])[0] * survival.profile()
+
+
+def burst(survival, rates, *, steps=1000, asked=DEPTH, proposed=None, seed=0):
+    """Shows a burst in which row r's drafts stand with rates[r] each, whatever their place."""
+    rng = np.random.default_rng(seed)
+    rows = len(rates)
+    depth = np.full((steps, rows), asked)
+    if proposed is not None:
+        depth = np.where(rng.uniform(size=depth.shape) < proposed, asked, 0)
+    stands = rng.uniform(size=(steps, rows, DEPTH)) < np.array(rates)[None, :, None]
+    accepted = np.minimum(stands.cumprod(axis=2).sum(axis=2), depth)
+    survival.observe(
+        np.arange(rows), accepted + 1, accepted, depth, depth, np.full(rows, asked)
+    )
+
+
+def test_before_anything_is_known():
+    survival = Survival(DEPTH)
+    assert overall(survival) == pytest.approx([PRIOR_RATE] * DEPTH)
+    assert survival.by_row([7])[0] == pytest.approx(PRIOR_RATE ** np.arange(1, 4))
+    assert survival.presence() == pytest.approx([1.0] * DEPTH)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.9, 1.0])
+def test_the_rate_of_each_position_is_learned(rate):
+    survival = Survival(DEPTH)
+    burst(survival, [rate] * 4, steps=4000)
+    rates = overall(survival)
+    tried = 1 if rate == 0 else DEPTH  # nothing behind a rejected token was tried
+    assert rates[:tried] == pytest.approx([rate] * tried, abs=0.06)
+    assert rates == pytest.approx([rate] * DEPTH, abs=0.1)
+
+
+def test_a_position_never_tried_has_the_rate_before_it():
+    survival = Survival(DEPTH)
+    burst(survival, [0.9] * 4, asked=1)
+    rates = overall(survival)
+    assert rates[1] == rates[0] == rates[2]
+
+
+def test_rows_differ():
+    survival = Survival(DEPTH)
+    burst(survival, [0.95, 0.1])
+    high, low, unknown = survival.by_row([0, 1, 99])
+    assert high[0] == pytest.approx(0.95, abs=0.06)
+    assert low[0] == pytest.approx(0.1, abs=0.06)
+    assert low[0] < unknown[0] < high[0]
+
+
+def test_what_was_is_forgotten():
+    survival = Survival(DEPTH)
+    burst(survival, [0.9] * 4)
+    burst(survival, [0.1] * 4, seed=1)
+    assert overall(survival)[0] == pytest.approx(0.1, abs=0.07)
+
+
+def test_rows_that_ended_and_steps_that_drafted_nothing_say_nothing():
+    survival = Survival(DEPTH)
+    nothing = np.zeros((5, 2), int)
+    survival.observe(np.arange(2), nothing, nothing, nothing, nothing, np.full(2, 3))
+    assert overall(survival) == pytest.approx([PRIOR_RATE] * DEPTH)
+    assert survival.presence() == pytest.approx([1.0] * DEPTH)
+
+
+def test_a_drafter_that_often_has_nothing_to_say():
+    survival = Survival(DEPTH)
+    burst(survival, [0.9] * 4, proposed=0.25)
+    assert survival.presence() == pytest.approx([0.25] * DEPTH, abs=0.05)
+    assert overall(survival)[0] == pytest.approx(0.9, abs=0.06)
+
+
+def test_rows_asked_for_less_do_not_count_as_silent():
+    survival = Survival(DEPTH)
+    burst(survival, [0.9] * 4, asked=1)
+    assert survival.presence()[1] > 0.9
+
+
+def test_requests_that_are_over_are_forgotten():
+    survival = Survival(DEPTH)
+    for first in range(0, 400, 4):
+        ones = np.ones((2, 4), int)
+        numbers = np.arange(first, first + 4)
+        survival.observe(numbers, ones + 1, ones, ones, ones, np.full(4, 1))
+    survival.forget_others(np.arange(396, 400))
+    assert set(survival._rows) == set(range(396, 400))
