@@ -112,7 +112,7 @@ def _ranks(
 def configurations(conditional: np.ndarray) -> dict[str, SpeculationConfig | None]:
     """Returns what is compared, by name; None is plain decoding."""
     fixed: dict[str, Any] = {"policy": "fixed"}
-    model = fixed | {"method": "draft_model", "model": "demo"}
+    model: dict[str, Any] = fixed | {"method": "draft_model", "model": "demo"}
     found: dict[str, SpeculationConfig | None] = {"plain": None}
     for k in CHAINS:
         found[f"chain, K = {k}"] = SpeculationConfig(**model, num_speculative_tokens=k)
