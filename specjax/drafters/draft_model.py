@@ -42,6 +42,7 @@ def drafter(
     keeps_probs: bool,
     shape: TreeShape | Growth | None = None,
     says_confidence: bool = False,
+    max_positions: int | None = None,
 ) -> Drafter:
     """Returns a drafter that samples from a model.
 
@@ -55,6 +56,7 @@ def drafter(
         drafts chains.
       says_confidence: whether proposals say how likely their tokens are to stand,
         which costs some passes over the vocabulary.
+      max_positions: that the model is fed; None is as many as it was made for.
     """
     model = _DraftModel(config, keeps_probs, says_confidence)
 
@@ -84,7 +86,7 @@ def drafter(
         prefill=prefill,
         draft=draft,
         move=move,
-        max_positions=config.max_position_embeddings,
+        max_positions=max_positions or config.max_position_embeddings,
         draws_afresh=True,
     )
 
