@@ -158,6 +158,7 @@ class Stream:
             self._decoder,
             self._setup.params,
             policy or self._setup.policy,
+            drafter_name=self._setup.drafter.name,
             on_progress=self._progress.report,
         )
         for request in self._requests:

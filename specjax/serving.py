@@ -89,6 +89,7 @@ class Engine:
             self._decoder,
             setup.params,
             policy or setup.policy,
+            drafter_name=self._setup.drafter.name,
             on_progress=self._progress.report,
         )
         self._compile_s_before = self._decoder.compile_s

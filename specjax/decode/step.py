@@ -26,7 +26,11 @@ def step(
       beside: prompt tokens of rows that are not active, for the target to take along.
     """
     state, drafted = draft(
-        spec.drafter, params.drafter, state, spec.num_speculative_tokens
+        spec.drafter,
+        params.drafter,
+        state,
+        spec.num_speculative_tokens,
+        spec.config.vocab_size,
     )
     if spec.max_drafts is not None:
         proposal = submit(drafted.proposal, state.rules, spec.max_drafts)

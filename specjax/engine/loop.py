@@ -13,8 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.decode.decoder import Decoder
-from specjax.decode.state import Admission, DecodeState
+from specjax.decode.decoder import Decoder, TooLarge
+from specjax.decode.state import Admission, DecodeState, without_drafter
+from specjax.drafters.base import DrafterError
+from specjax.drafters.spec import NoDrafter
+from specjax.engine.faults import RECOVERABLE, Faults, what_it_proposed
 from specjax.engine.request import Request, TokenLogProbs
 from specjax.engine.scheduler import PLACES, PromptChunk, Row, Scheduler
 from specjax.engine.speculation_policy import Load, SpeculationPolicy
@@ -62,6 +65,7 @@ class Loop:
         params: DecoderParams,
         policy: SpeculationPolicy,
         *,
+        drafter_name: str | None = None,
         on_progress: Report = lambda what, done, total: None,
     ):
         self.decoder = decoder
@@ -72,6 +76,8 @@ class Loop:
             0  # prompt tokens that were fed, those that were found left out
         )
         self.num_preemptions = 0
+        # What this run goes on without.
+        self.faults = Faults(drafter_name or type(decoder.drafter).__name__)
         self._on_progress = on_progress
         # Advanced or ended by the step that raised the last exception.
         self.abandoned: list[Request] = []
@@ -149,15 +155,16 @@ class Loop:
             while len(self._flights) > num_sent:
                 moved += self._read()
         except BaseException as error:
-            self._abandon(error, moved)
-            raise
+            if not self._begin_again_without_drafter(error):
+                self._abandon(error, moved)
+                raise
         compiled = self.decoder.compile_s - compiled_before
         self.run_s += time.perf_counter() - start - compiled
         return list(dict.fromkeys(moved))
 
     def _begin(self) -> None:
         """Empties all rows and pages."""
-        self._state = self.decoder.init()
+        self._state = self._new_state()
         self.scheduler = Scheduler(
             self.decoder.sizes,
             self.decoder.num_shards,
@@ -169,6 +176,53 @@ class Loop:
         self._read_at = 0.0  # time.perf_counter()
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
         self._was_prefill = False
+
+    def _new_state(self) -> DecodeState:
+        if self.faults.is_drafter_off:
+            return self.decoder.init(has_drafter=False)
+        try:
+            return self.decoder.init()
+        except DrafterError as error:
+            self.params = DecoderParams(self.params.target)
+            self.faults.turn_drafter_off(str(error))
+            return self.decoder.init(has_drafter=False)
+
+    def _turn_drafter_off(self, reason: str) -> None:
+        """Goes on without the drafter, whose weights and pages this run no longer needs."""
+        if self.faults.is_drafter_off:
+            return
+        self.params = DecoderParams(self.params.target)
+        self._state = without_drafter(self._state)
+        self.scheduler.needs_drafter = False
+        self.faults.turn_drafter_off(reason)
+
+    def _do_without(self, error: Exception) -> None:
+        """Drops what a step failed for that was not sent; raises where nothing is left."""
+        if isinstance(error, DrafterError):
+            self._turn_drafter_off(str(error))
+        elif isinstance(error, TooLarge):
+            self.faults.drop(error)
+
+    def _begin_again_without_drafter(self, error: BaseException) -> bool:
+        """After an error of the device, which took its state along: the drafter may be why.
+
+        All requests go on from the tokens that were read, as after a preemption.
+
+        Returns:
+          False where there is no drafter, or the error is not the device's.
+        """
+        is_device = isinstance(error, jax.errors.JaxRuntimeError)
+        has_none = isinstance(self.decoder.drafter, NoDrafter)
+        if not is_device or has_none or self.faults.is_drafter_off:
+            return False
+        waiting, deadlines = self.scheduler.waiting, self._deadlines
+        running = [row.request for row in self.scheduler.occupied]
+        self._turn_drafter_off(f"a step failed on the device with {str(error)[:200]!r}")
+        self._begin()
+        self.scheduler.waiting, self._deadlines = waiting, deadlines
+        for request in running:
+            waiting.push(request)
+        return True
 
     def _abandon(self, error: BaseException, moved: list[Request]) -> None:
         """Ends every request after an exception, and starts afresh: the device's state is lost."""
@@ -214,7 +268,8 @@ class Loop:
         has_begun = any(row.is_decoding for row in rows)
         is_long = num_left > PATIENCE * scheduler.tokens_per_chunk
         shares = bool(rows) and (has_begun or is_long)
-        if shares and config.mixed_prefill and config.numerics != "invariant":
+        mixes = config.mixed_prefill and self.faults.has_mixed
+        if shares and mixes and config.numerics != "invariant":
             flight = self._reserve(rows, 1, 1)
             if flight is not None:
                 # Whoever was to be prefilled may just have been preempted.
@@ -230,15 +285,22 @@ class Loop:
         if not scheduler.num_to_prefill:
             return
         self._was_prefill = True
-        chunk = self._next_chunk()
-        self._state = self.decoder.prefill(
+        self._prefill(self._next_chunk())
+
+    def _prefill(self, chunk: PromptChunk) -> None:
+        prefill = lambda: self.decoder.prefill(
             self.params,
             self._state,
-            scheduler.block_table.copy(),
+            self.scheduler.block_table.copy(),
             chunk.row_ids,
             chunk.counts,
             max_tokens_per_row=chunk.width,
         )
+        try:
+            self._state = prefill()
+        except DrafterError as error:
+            self._do_without(error)
+            self._state = prefill()
 
     def _plain(self, plan: Plan):
         return self.decoder.burst(
@@ -259,7 +321,7 @@ class Loop:
     def _mixed(self, plan: Plan):
         # One prompt at a time: padding would cost the rows that decode beside it.
         chunk = self._next_chunk(most_places=1)
-        return self.decoder.mixed(
+        mixed = lambda: self.decoder.mixed(
             self.params,
             self._state,
             plan,
@@ -267,6 +329,13 @@ class Loop:
             chunk.counts,
             max_tokens_per_row=chunk.width,
         )
+        try:
+            return mixed()
+        except RECOVERABLE as error:
+            self._do_without(error)
+        # The rest of the two: calls of their own also do without the drafter.
+        self._prefill(chunk)
+        return self._plain(plan)
 
     def _send_burst(self, rows: list[Row], max_burst_steps: int | None) -> None:
         if not rows:
@@ -274,7 +343,7 @@ class Loop:
         load = Load(
             num_decoding_rows=len(rows), num_waiting=len(self.scheduler.waiting)
         )
-        depth = self.policy.choose(load)
+        depth = self.faults.depth(self.policy.choose(load))
         if depth > 0 and not any(row.request.draft_cap for row in rows):
             depth = 0  # nobody wants drafts: plain decoding's own executable
         limit = self.decoder.sizes.burst_steps
@@ -287,7 +356,12 @@ class Loop:
             self.decoder.burst, self.params, num_speculative_tokens=depth
         )
         buckets = self.decoder.engine_config.row_buckets
-        self._fly(flight, lambda plan: burst(self._state, plan), buckets)
+        buckets = self.faults.row_buckets(depth, buckets)
+        try:
+            self._fly(flight, lambda plan: burst(self._state, plan), buckets)
+        except RECOVERABLE as error:
+            self._do_without(error)
+            self._send_burst(rows, max_burst_steps)
 
     def _reserve(self, rows: list[Row], num_steps: int, width: int) -> Flight | None:
         """Takes the pages for steps of at most `width` tokens per row; None where there are none now.
@@ -341,11 +415,23 @@ class Loop:
             row_ids=row_ids,
         )
         compiled_before, start = self.decoder.compile_s, time.perf_counter()
-        self._state, flight.report, flight.num_steps_run = launch(plan)
+        try:
+            self._state, flight.report, flight.num_steps_run = launch(plan)
+        except RECOVERABLE:
+            self._land(flight)  # nothing was sent
+            for row in flight.rows:
+                scheduler.shrink(row)
+            raise
         flight.sent_at = start + self.decoder.compile_s - compiled_before
         for row in flight.rows:
             row.is_decoding = True
         self._flights.append(flight)
+
+    def _land(self, flight: Flight) -> None:
+        """Forgets what rows could gain by a burst."""
+        for row in flight.rows:
+            row.flying_most -= flight.growth
+            row.flying_least -= flight.least
 
     def _read(self) -> list[Request]:
         """Reads back the burst that was sent first; returns the requests it advanced."""
@@ -355,9 +441,7 @@ class Loop:
         read_at = time.perf_counter()
         seconds = read_at - max(flight.sent_at, self._read_at)
         self._read_at = read_at
-        for row in flight.rows:
-            row.flying_most -= flight.growth
-            row.flying_least -= flight.least
+        self._land(flight)
         # Others were aborted or preempted since.
         rows = {
             place: row
@@ -371,6 +455,9 @@ class Loop:
             for place, row in rows.items():
                 self._update(row, int(drafter_lengths[place]))
         self.policy.observe(flight.depth, num_steps, num_committed, seconds)
+        fault = np.max(np.asarray(flight.report.drafter_fault)[:num_steps], initial=0)
+        if fault:
+            self._turn_drafter_off(what_it_proposed(int(fault)))
         return list(requests.values())
 
     def _update(self, row: Row, drafter_length: int) -> None:

@@ -103,7 +103,7 @@ class Scheduler:
         ]
         self.block_table = np.full((sizes.rows, sizes.pages_per_row), NO_PAGE, np.int32)
         self._shares_prefixes = shares_prefixes
-        self._needs_drafter = needs_drafter
+        self.needs_drafter = needs_drafter
         self._prefilling: list[Row] = []  # in the order of their requests
 
     @property
@@ -417,7 +417,7 @@ class Scheduler:
         found = pool.find(token_ids[:-1])
         if not all(prefix.is_ready for prefix in found):
             return None
-        if self._needs_drafter:
+        if self.needs_drafter:
             lacking = [i for i, prefix in enumerate(found) if not prefix.has_drafter]
             found = found[: lacking[0]] if lacking else found
         return found
@@ -437,7 +437,7 @@ class Scheduler:
             return
         size, num_known = self.sizes.page_size, len(row.prefixes)
         num_filled = num_drafted = row.num_prefilled // size
-        if self._needs_drafter:
+        if self.needs_drafter:
             num_drafted = min(row.num_drafter_final // size, num_filled)
         # Known pages that the drafter has caught up with, and new ones; no page otherwise:
         # a row of plain decoding would look at all of its own with every burst.
