@@ -12,3 +12,9 @@ class Bucket(NamedTuple):
     num_speculative_tokens: int  # K; 0 is plain decoding
     # Most draft tokens verified per step over all rows, those likeliest to stand; None: all.
     max_drafts: int | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Draft tokens that chains have room for, of all rows together."""
+        most = self.rows * self.num_speculative_tokens
+        return most if self.max_drafts is None else self.max_drafts

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 import itertools
-import json
 import math
 import numbers
 import operator
@@ -14,9 +13,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
-from specjax import batch_size_table
+from specjax import batch_size_table, speculative_config_json
 
-METHODS = ("ngram", "draft_model")
 VERIFICATION_RULES = (
     "greedy",
     "seeded",
@@ -75,6 +73,9 @@ class SamplingParams:
         None  # k: of the chosen token and the k most likely; 0: chosen only
     )
     num_speculative_tokens: int | None = None  # this request's own K; 0 is off
+    # False is plain decoding for this request alone, whatever num_speculative_tokens says:
+    # the same text under `greedy`, `seeded` and `delta`.
+    speculate: bool = True
     verification: str | None = None  # this request's own rule; None is the call's
     self_check: bool = False  # holds the draws against their law, see specjax.SelfCheck
 
@@ -122,10 +123,11 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens={self.min_tokens!r} exceeds max_tokens={self.max_tokens!r}; lower min_tokens or raise max_tokens."
             )
-        if self.ignore_eos not in (True, False):
-            raise ValueError(f"ignore_eos={self.ignore_eos!r} must be True or False.")
-        if self.self_check not in (True, False):
-            raise ValueError(f"self_check={self.self_check!r} must be True or False.")
+        for name in ("ignore_eos", "speculate", "self_check"):
+            if getattr(self, name) not in (True, False):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be True or False."
+                )
         is_many = self.stop is None or _is_sized(self.stop)
         if not is_many or any(
             not isinstance(text, str) or not text for text in self.stop_strings
@@ -316,8 +318,10 @@ class SpeculationConfig:
     # "goodput": the K of the most expected tokens per second, up to num_speculative_tokens;
     # "fixed": that K always. None is goodput, or the table above where there is one.
     policy: str | None = None
-    # Most rows that decode at which drafts are made; None: however many.
+    # Most decoding rows with which drafts are made; None is no limit.
     speculation_max_rows: int | None = None
+    # Positions that a draft model is fed; None is as many as it was made for.
+    max_model_len: int | None = None
     verification: str = "seeded"
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
@@ -344,11 +348,7 @@ class SpeculationConfig:
         tree = _rank_paths(self.speculative_token_tree)
         object.__setattr__(self, "speculative_token_tree", tree)
         self._set_table()
-        if self.method is not None and self.method not in METHODS:
-            raise ValueError(
-                f"method={self.method!r} is not available; this version has "
-                f"{' and '.join(map(repr, METHODS))}."
-            )
+        speculative_config_json.check_method(self.method)
         if self.policy not in (None, *POLICIES):
             raise ValueError(
                 f"policy={self.policy!r} is unknown; expected one of {', '.join(map(repr, POLICIES))}, "
@@ -375,11 +375,12 @@ class SpeculationConfig:
                 "method 'ngram' leave it out."
             )
         self._check_growth()
-        most = self.max_drafts_per_step
-        if most is not None and (not _is_int(most) or most < 1):
-            raise ValueError(
-                f"max_drafts_per_step={most!r} must be a whole number of at least 1, or None."
-            )
+        for name in ("max_drafts_per_step", "speculation_max_rows", "max_model_len"):
+            most = getattr(self, name)
+            if most is not None and (not _is_int(most) or most < 1):
+                raise ValueError(
+                    f"{name}={most!r} must be a whole number of at least 1, or None."
+                )
         if self.verification not in VERIFICATION_RULES:
             raise ValueError(_unknown_rule(self.verification))
         _check_lossy(self)
@@ -452,43 +453,20 @@ class SpeculationConfig:
 
     @classmethod
     def from_json(cls, text_or_mapping: str | Mapping[str, Any]) -> SpeculationConfig:
-        """Reads vLLM's `--speculative-config`; unknown keys are named in a warning.
+        """Reads vLLM's `--speculative-config`, JSON or what JSON was read to.
+
+        A warning names the keys of vLLM that have no use here and why; another one keys
+        that nobody knows. The table is in docs/speculative-config.md.
 
         Raises:
-          ValueError: not a JSON object, or a method that specjax does not have.
+          ValueError: not a JSON object, a method that specjax does not have, or keys
+            that contradict.
         """
-        given = text_or_mapping
-        if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"speculative_config is no JSON: {error}; got {text_or_mapping!r}."
-                ) from None
-        if not isinstance(given, Mapping):
-            raise ValueError(
-                f"speculative_config must be a JSON object, got {type(given).__name__}."
-            )
-        given = dict(given)
-        if given.get("method") is None and given.get("model") is not None:
-            is_ngram = given["model"] in ("ngram", "[ngram]")
-            given["method"] = "ngram" if is_ngram else "draft_model"
-        given = {key: value for key, value in given.items() if value is not None}
-        # One bound alone moves the other out of its way.
-        low: Any = given.get("prompt_lookup_min")
-        high: Any = given.get("prompt_lookup_max")
-        if low is None and _is_int(high):
-            given["prompt_lookup_min"] = min(high, cls.prompt_lookup_min)
-        if high is None and _is_int(low):
-            given["prompt_lookup_max"] = max(low, cls.prompt_lookup_max)
-        known = {field.name for field in dataclasses.fields(cls)}
-        unknown = sorted(set(given) - known)
-        if unknown:
-            warnings.warn(
-                f"speculative_config: ignored unknown keys {', '.join(unknown)}.",
-                stacklevel=2,
-            )
-        return cls(**{key: value for key, value in given.items() if key in known})
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        reading = speculative_config_json.read(text_or_mapping, defaults)
+        for warning in reading.warnings:
+            warnings.warn(warning, stacklevel=2)
+        return cls(**reading.fields)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

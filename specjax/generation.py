@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 from specjax import compilation_cache
 from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
-from specjax.engine.loop import Loop
 from specjax.engine.request import AcceptanceCounts
 from specjax.engine.speculation_policy import SpeculationPolicy
 from specjax.models.base import Model
@@ -154,12 +153,8 @@ class Stream:
         rules = (request.rule for request in self._requests)
         self._decoder = self._setup.decoder(sizes, rules)
         self._compile_s_before = self._decoder.compile_s
-        self._loop = Loop(
-            self._decoder,
-            self._setup.params,
-            policy or self._setup.policy(self._decoder),
-            speculation_max_rows=self._setup.speculation.speculation_max_rows,
-            on_progress=self._progress.report,
+        self._loop = self._setup.loop(
+            self._decoder, policy, on_progress=self._progress.report
         )
         for request in self._requests:
             self._loop.add(request)

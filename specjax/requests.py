@@ -96,7 +96,8 @@ def make_requests(
                     target, index, prompt, params, speculation, drafter, engine_config
                 )
             )
-            too_many = max(too_many, params.num_speculative_tokens or 0)
+            if params.speculate:
+                too_many = max(too_many, params.num_speculative_tokens or 0)
         except (ValueError, TypeError) as error:
             n = getattr(params, "n", 1)
             n = n if isinstance(n, int) and 1 <= n <= 2**16 else 1
@@ -139,9 +140,7 @@ def _of_prompt(
             "use 'seeded', which samples and is exact at any temperature."
         )
     number = VERIFICATION_RULES.index(rule)
-    wanted = params.num_speculative_tokens
-    most = speculation.depth
-    cap = most if wanted is None else min(wanted, most)
+    cap = _draft_cap(params, speculation)
     if cap == 0 or not drafter.effective_rules([number]):
         # Nothing is drafted for it, or nothing that has a law: the target's own draws.
         number = min(number, DELTA)
@@ -190,6 +189,14 @@ def _of_prompt(
         )
         for sample in range(params.n)
     ]
+
+
+def _draft_cap(params: SamplingParams, speculation: SpeculationConfig) -> int:
+    """Returns the K of one request."""
+    wanted, most = params.num_speculative_tokens, speculation.depth
+    if not params.speculate:
+        return 0
+    return most if wanted is None else min(wanted, most)
 
 
 def derive_seed(seed: int, sample: int) -> int:

@@ -85,12 +85,8 @@ class Engine:
             setup.drafter.check_rule(name)
         self._rules = [VERIFICATION_RULES.index(name) for name in names]
         self._decoder = setup.decoder(setup.standing_sizes(), self._rules)
-        self._loop: Loop | None = Loop(
-            self._decoder,
-            setup.params,
-            policy or setup.policy(self._decoder),
-            speculation_max_rows=setup.speculation.speculation_max_rows,
-            on_progress=self._progress.report,
+        self._loop: Loop | None = setup.loop(
+            self._decoder, policy, on_progress=self._progress.report
         )
         self._records = self._loop.records
         self._compile_s_before = self._decoder.compile_s

@@ -23,6 +23,7 @@ from specjax.engine.speculation_policy import Fixed, SpeculationPolicy, Table
 from specjax.engine.step_cost import StepCosts
 from specjax.models.base import Model
 from specjax.models.loading import load_model
+from specjax.progress import Report
 from specjax.requests import Refused, make_requests, one_each
 from specjax.sizing import choose_sizes, standing_sizes
 from specjax.types import DecoderParams
@@ -70,7 +71,7 @@ class Setup:
         # Under rules by law the text depends on K: the same seed gives it again only if
         # K does not follow the clock.
         is_fixed = config.policy == "fixed" or (decoder.rules and not config.policy)
-        if table is not None and not config.policy:
+        if table is not None and most and not config.policy:
             return Table(table, most)
         if not most or is_fixed:
             return Fixed(most)
@@ -86,6 +87,23 @@ class Setup:
                 self.drafter.is_tree or decoder.rules or decoder.max_drafts is not None
             ),
             knows_confidence=self.drafter.has_probs,
+        )
+
+    def loop(
+        self,
+        decoder: Decoder,
+        policy: SpeculationPolicy | None,
+        *,
+        on_progress: Report,
+    ) -> Loop:
+        """Returns what runs requests; the policy is the config's where it is None."""
+        return Loop(
+            decoder,
+            self.params,
+            policy or self.policy(decoder),
+            speculation_max_rows=self.speculation.speculation_max_rows,
+            drafter_name=self.drafter.name,
+            on_progress=on_progress,
         )
 
     def requests(

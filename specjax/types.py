@@ -18,7 +18,11 @@ HostArray = Any
 # Why a row ended, as the device reports it; RUNNING is not ended.
 RUNNING, STOPPED, OUT_OF_LENGTH, INVALID_LOGITS = range(4)
 
+# What a drafter did wrong, as the device reports it: the gravest has the highest number.
+NO_FAULT, OUTSIDE_VOCABULARY, NOT_A_NUMBER = range(3)
+
 NO_PARENT = -1  # the root's entry among parents
+NOT_A_TOKEN = -(2**31)  # what a drafter drafts from logits that hold NaN
 
 # Verification rules as per-row numbers; the order of config.VERIFICATION_RULES.
 GREEDY, SEEDED, DELTA, REJECTION, BLOCK, TRAVERSAL, LENIENT, TYPICAL, SYNTHETIC = range(
@@ -96,7 +100,8 @@ class Proposal:
     Without a tree, draft token j follows draft token j - 1, and num_drafts is K.
     """
 
-    token_ids: Array  # i32[rows, num_drafts]; draft token j is node j + 1
+    # i32[rows, num_drafts]; draft token j is node j + 1. NOT_A_TOKEN of NaN logits.
+    token_ids: Array
     num_tokens: Array  # i32[rows], in [0, num_drafts]: how many of them stand
     # f32[rows, num_drafts, vocab], the drafter's distribution after node j: what node
     # j's children were drawn from, without replacement. None: deterministic.
@@ -150,6 +155,7 @@ class StepInfo:
     )
     finish: Array  # i32[rows], RUNNING or why the row ended in this step
     drafter_lengths: Array  # i32[rows], tokens whose KV is final in the drafter's cache
+    drafter_fault: Array  # i32[rows], NO_FAULT .. NOT_A_NUMBER
     logprobs: Any  # sampling.LogProbs with leading [rows, K + 1]
 
 

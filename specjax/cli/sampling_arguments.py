@@ -66,6 +66,8 @@ OPTIONS = (
     Option("logprobs", "log-probabilities of the chosen and K more", "K", int),
 )
 
+SWITCHES = ("ignore_eos", "speculate", "self_check")
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds an option per field; one that is not given leaves no trace in the result."""
@@ -91,6 +93,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="go on after the end-of-text token",
     )
     group.add_argument(
+        "--no-speculate",
+        dest="speculate",
+        action="store_false",
+        default=argparse.SUPPRESS,
+        help='plain decoding, as "speculate": false of one prompt',
+    )
+    group.add_argument(
         "--self-check",
         action="store_true",
         default=argparse.SUPPRESS,
@@ -100,7 +109,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def given_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns the fields of SamplingParams that the command line names."""
-    fields = [option.field for option in OPTIONS] + ["ignore_eos", "self_check"]
+    fields = [*(option.field for option in OPTIONS), *SWITCHES]
     given = {name: getattr(arguments, name) for name in fields if name in arguments}
     if "logit_bias" in given:
         given["logit_bias"] = dict(given["logit_bias"])
@@ -132,7 +141,7 @@ def _field_from_json(key: str, value: Any) -> Any:
         expected = "a string or a list of strings"
     elif key.endswith("_token_ids"):
         is_right, expected = _is_list_of(value, int), "a list of whole numbers"
-    elif key in ("ignore_eos", "self_check"):
+    elif key in SWITCHES:
         is_right, expected = isinstance(value, bool), "true or false"
     else:
         is_right, expected = isinstance(value, int | float), "a number"

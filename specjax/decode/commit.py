@@ -15,6 +15,7 @@ from specjax.decode.verify import Verification
 from specjax.drafters.base import NOT_KEPT, Draft, Drafter
 from specjax.types import (
     INVALID_LOGITS,
+    NO_FAULT,
     OUT_OF_LENGTH,
     RUNNING,
     STOPPED,
@@ -81,6 +82,9 @@ def commit(
         proposed_depth=depth,
         finish=finish,
         drafter_lengths=new_state.drafter_lengths,
+        drafter_fault=jnp.full_like(root, NO_FAULT)
+        if draft.fault is None
+        else draft.fault,
         logprobs=logprobs,
     )
     return new_state, info

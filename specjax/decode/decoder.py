@@ -22,10 +22,10 @@ from specjax.decode.burst import burst
 from specjax.decode.mixed import mixed_step
 from specjax.decode.prefill import prefill
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
-from specjax.decode.state import Admission, DecodeState
+from specjax.decode.state import Admission, DecodeState, has_drafter
 from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
-from specjax.drafters.base import Drafter
+from specjax.drafters.base import Drafter, DrafterError, guarded
 from specjax.drafters.spec import DrafterSpec
 from specjax.models.base import ModelConfig
 from specjax.sampling import RowSampling
@@ -53,6 +53,19 @@ class Sizes:
 
 
 WHOLE = PartitionSpec()
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the text of XLA's errors
+
+
+class TooLarge(Exception):
+    """An executable could not be compiled for lack of memory.
+
+    Attributes:
+      key: which: ("burst", K), ("burst", K, row bucket), ("mixed", places, width), ...
+    """
+
+    def __init__(self, key: tuple, error: Exception):
+        super().__init__(f"{' '.join(map(str, key))} does not fit in memory: {error}")
+        self.key = key
 
 
 class Decoder:
@@ -90,25 +103,33 @@ class Decoder:
         self._compile_s: dict[tuple, float] = {}
         self.on_compile: Callable[[str], None] = lambda what: None
         self._executables: dict[tuple, Callable] = {}
+        self._makers: dict[bool, Callable[[], DecodeState]] = {}
         self._signature: tuple = ()
         self._signed: Any = None
+        self._variant: tuple = ()  # of weights and drafter state, of the last call
         self._rows = self._report = WHOLE
         if mesh is not None:
             sharding.validate(config, mesh)
             self._rows = sharding.spec_of(("rows",), mesh)
             self._report = sharding.spec_of(("steps", "rows"), mesh)
 
-    def init(self) -> DecodeState:
-        """Returns a state whose rows are all empty."""
-        return self._make_state()
+    def init(self, *, has_drafter: bool = True) -> DecodeState:
+        """Returns a state whose rows are all empty.
 
-    @functools.cached_property
-    def _make_state(self) -> Callable[[], DecodeState]:
-        make = self._initial_state
-        if self.mesh is None:
-            return jax.jit(make)
-        specs = sharding.state_specs(jax.eval_shape(make), self.mesh)
-        return jax.jit(make, out_shardings=sharding.shardings(specs, self.mesh))
+        Args:
+          has_drafter: False where the drafter was turned off.
+
+        Raises:
+          DrafterError: the drafter's own part raised.
+        """
+        if has_drafter not in self._makers:
+            make = functools.partial(self._initial_state, has_drafter)
+            shardings = None
+            if self.mesh is not None:
+                specs = sharding.state_specs(jax.eval_shape(make), self.mesh)
+                shardings = sharding.shardings(specs, self.mesh)
+            self._makers[has_drafter] = jax.jit(make, out_shardings=shardings)
+        return self._makers[has_drafter]()
 
     def place_params(self, params: DecoderParams) -> DecoderParams:
         """Puts weights onto the mesh: the target split, the drafter whole on every shard."""
@@ -140,7 +161,7 @@ class Decoder:
         Under a mesh each shard has its share of the places, with row ids of its own.
         Donates the state.
         """
-        spec = self.step_spec(1)
+        spec = self._prompt_spec(state)
 
         def run(state, params, block_table, row_ids, counts):
             state = prefill(
@@ -207,9 +228,10 @@ class Decoder:
         max_tokens_per_row: int,
     ):
         """Runs `specjax.decode.mixed.mixed_step`, executables as of `prefill`. Donates the state."""
+        prompt_spec = self._prompt_spec(state)
         run = lambda state, params, plan, row_ids, counts: mixed_step(
             self.step_spec(0),
-            self.step_spec(1),
+            prompt_spec,
             params,
             state,
             plan,
@@ -236,7 +258,7 @@ class Decoder:
 
     def is_compiled(self, bucket: Bucket) -> bool:
         """Returns whether a burst can run at once, with the weights of the last call."""
-        return (self._burst_key(bucket), self._signature) in self._executables
+        return (self._burst_key(bucket), self._variant) in self._executables
 
     @property
     def burst_compile_s(self) -> float:
@@ -280,7 +302,11 @@ class Decoder:
             tensor_axis=sharding.tensor_axis(self.mesh),
         )
 
-    def _initial_state(self) -> DecodeState:
+    def _prompt_spec(self, state: DecodeState) -> StepSpec:
+        """Returns the spec whose drafter sees prompts."""
+        return self.step_spec(1 if has_drafter(state) else 0)
+
+    def _initial_state(self, has_drafter: bool) -> DecodeState:
         sizes = self.sizes
         rows = sizes.rows
         integers = lambda: jnp.zeros(rows, jnp.int32)
@@ -292,10 +318,13 @@ class Decoder:
             pages_per_row=sizes.pages_per_row,
             dtype=sizes.dtype,
         )
-        drafter = self._build_drafter(1)
+        drafter: Any = none.TurnedOff()
+        if has_drafter:
+            make = self._build_drafter(1).init
+            drafter = make(rows, sizes.num_pages, sizes.page_size)
         return DecodeState(
             cache=cache,
-            drafter=drafter.init(rows, sizes.num_pages, sizes.page_size),
+            drafter=drafter,
             drafter_lengths=integers(),
             history=jnp.zeros((rows, sizes.max_length), jnp.int32),
             sampling=RowSampling.empty(rows, self.engine_config),
@@ -309,11 +338,15 @@ class Decoder:
         self, num_speculative_tokens: int, is_ranked: bool = False
     ) -> Drafter:
         arguments = (num_speculative_tokens, self.sizes.dtype, self.keeps_probs)
+        options = {}
         # Who ranks drafts must be told how likely they are to stand, if the drafter knows.
         if is_ranked and getattr(self.drafter, "has_probs", False):
-            drafter: Any = self.drafter
-            return drafter.build(*arguments, says_confidence=True)
-        return self.drafter.build(*arguments)
+            options = {"says_confidence": True}
+        spec: Any = self.drafter
+        try:
+            return guarded(spec.build(*arguments, **options))
+        except Exception as error:
+            raise DrafterError(f"its build raised {error!r}") from error
 
     @property
     def _plan_specs(self) -> Plan:
@@ -354,9 +387,17 @@ class Decoder:
         Args:
           in_specs, out_specs: how arguments, and results after the state, are split
             over a mesh; the state's own specs are known.
+
+        Raises:
+          TooLarge: compiling ran out of memory. It and DrafterError leave the state
+            as it was.
         """
         params = next((a for a in arguments if isinstance(a, DecoderParams)), None)
-        compiled_key = (key, self._signature_of(params))
+        drafter = jax.tree.structure(state.drafter)
+        variant = self._signature_of(params), drafter
+        if params is not None:
+            self._variant = variant
+        compiled_key = (key, variant)
         if compiled_key not in self._executables:
             self.on_compile(key[0])
             start = time.perf_counter()
@@ -375,10 +416,16 @@ class Decoder:
                     out_specs=(own, *out_specs),
                     check_vma=False,  # the loop's carries are replicated or split by construction
                 )
-            lowered = jax.jit(run, donate_argnums=0).lower(state, *arguments)
-            self._executables[compiled_key] = lowered.compile()
-            self._compile_s[key] = time.perf_counter() - start
-            self.compile_s += self._compile_s[key]
+            try:
+                lowered = jax.jit(run, donate_argnums=0).lower(state, *arguments)
+                self._executables[compiled_key] = lowered.compile()
+            except Exception as error:
+                if OUT_OF_MEMORY in str(error):
+                    raise TooLarge(key, error) from error
+                raise
+            finally:
+                self._compile_s[key] = time.perf_counter() - start
+                self.compile_s += self._compile_s[key]
         return self._executables[compiled_key](state, *arguments)
 
     def _signature_of(self, params: DecoderParams | None) -> tuple:

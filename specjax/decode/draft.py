@@ -11,16 +11,23 @@ from jax import Array
 from specjax.cache import paged
 from specjax.decode.state import DecodeState
 from specjax.drafters.base import Draft, Drafter
-from specjax.types import Proposal
+from specjax.types import (
+    NO_FAULT,
+    NOT_A_NUMBER,
+    NOT_A_TOKEN,
+    OUTSIDE_VOCABULARY,
+    Proposal,
+)
 
 
 def draft(
-    drafter: Drafter, params: Any, state: DecodeState, depth: int
+    drafter: Drafter, params: Any, state: DecodeState, depth: int, vocab_size: int
 ) -> tuple[DecodeState, Draft]:
     """Asks for drafts; those of a chain are written into `history`.
 
     A row drafts no deeper than its cap, and no deeper than it may still emit less the
-    one token that the target always adds.
+    one token that the target always adds. Of what a drafter does wrong nothing is
+    verified, and the row drafts no more: see `_without_faults`.
 
     Raises:
       ValueError: probabilities come with a proposal that was not drawn from them.
@@ -44,17 +51,21 @@ def draft(
     # A node without a slot would read another's key.
     num_slots = paged.num_held(state.cache) * state.cache.page_size
     most = jnp.minimum(_num_within(proposal, caps), num_slots - root - 1)
-    most = jnp.maximum(most, 0)
     proposal = dataclasses.replace(
-        proposal, num_tokens=jnp.minimum(proposal.num_tokens, most)
+        proposal, num_tokens=jnp.clip(proposal.num_tokens, 0, jnp.maximum(most, 0))
     )
-    state = dataclasses.replace(state, drafter=drafted.state)
+    proposal, fault = _without_faults(proposal, vocab_size)
+    state = dataclasses.replace(
+        state,
+        drafter=drafted.state,
+        draft_caps=jnp.where(fault == NO_FAULT, state.draft_caps, 0),
+    )
     if proposal.tree is None:
         history = write_tokens(
             state.history, root + 1, proposal.token_ids, proposal.num_tokens
         )
         state = dataclasses.replace(state, history=history)
-    return state, drafted._replace(proposal=proposal)
+    return state, drafted._replace(proposal=proposal, fault=fault)
 
 
 def _num_within(proposal: Proposal, caps: Array) -> Array:
@@ -63,6 +74,48 @@ def _num_within(proposal: Proposal, caps: Array) -> Array:
         return caps
     is_deeper = proposal.tree.depths[:, 1:] > caps[:, None]
     return jnp.sum(~is_deeper.cumsum(axis=1).astype(bool), axis=1, dtype=jnp.int32)
+
+
+def _without_faults(proposal: Proposal, vocab_size: int) -> tuple[Proposal, Array]:
+    """Cuts each row before the first token that is none; returns what was wrong, i32[rows].
+
+    Rules by law must not learn from the cut what was drawn at or after it. Whether
+    probabilities hold NaN follows from the path to the node whose children they are
+    for, so that the cut before these is exact, where a cut of the whole row would
+    judge the tokens before by what came of them. An id outside the vocabulary was
+    not drawn from probabilities over the vocabulary, and no rule can be exact for it.
+    It costs one draw at most: the caller drafts no more for the row. Confidences do not
+    cut, since a rule by law may not know the second; `submit` ranks NaN last.
+    """
+    num_drafts = proposal.token_ids.shape[1]
+    place = jnp.arange(num_drafts)[None, :]
+    token_ids = proposal.token_ids
+    is_nan = token_ids == NOT_A_TOKEN
+    probs = proposal.probs
+    if probs is not None:
+        is_bad_law = ~jnp.isfinite(jnp.sum(probs, axis=2))
+        above = jnp.broadcast_to(place, token_ids.shape)
+        if proposal.tree is not None:
+            above = jnp.clip(proposal.tree.parents[:, 1:], 0, num_drafts - 1)
+        is_nan |= jnp.take_along_axis(is_bad_law, above, axis=1)
+        # A rule multiplies by what it does not use, and 0 times NaN is NaN.
+        probs = jnp.where(is_bad_law[:, :, None], 0.0, probs)
+    is_outside = (token_ids < 0) | (token_ids >= vocab_size)
+    fault = jnp.where(is_outside, OUTSIDE_VOCABULARY, NO_FAULT)
+    fault = jnp.where(is_nan, NOT_A_NUMBER, fault)
+    stands = place < proposal.num_tokens[:, None]
+    num_right = jnp.sum(jnp.cumprod(fault == NO_FAULT, axis=1), axis=1)
+    for figure in (proposal.prior_confidence, proposal.path_probability):
+        if figure is not None:
+            fault = jnp.where(jnp.isnan(figure), NOT_A_NUMBER, fault)
+    proposal = dataclasses.replace(
+        proposal,
+        token_ids=jnp.where(is_outside, 0, token_ids),
+        num_tokens=jnp.minimum(proposal.num_tokens, num_right.astype(jnp.int32)),
+        probs=probs,
+    )
+    fault = jnp.where(stands, fault, NO_FAULT)
+    return proposal, jnp.max(fault, axis=1, initial=NO_FAULT).astype(jnp.int32)
 
 
 def write_tokens(

@@ -11,6 +11,7 @@ from jax import Array
 
 from specjax.cache.paged import PagedKVCache
 from specjax.drafters.base import Drafter
+from specjax.drafters.none import TurnedOff
 from specjax.sampling import RowSampling, reset_rows
 from specjax.types import HostArray, Plan
 
@@ -98,6 +99,16 @@ def with_table(state: DecodeState, block_table: HostArray) -> DecodeState:
     """Returns the state with the pages that the host says each row has."""
     cache = dataclasses.replace(state.cache, block_table=jnp.asarray(block_table))
     return dataclasses.replace(state, cache=cache)
+
+
+def without_drafter(state: DecodeState) -> DecodeState:
+    """Returns the state of rows that nothing is drafted for; the drafter's memory is free."""
+    return dataclasses.replace(state, drafter=TurnedOff())
+
+
+def has_drafter(state: DecodeState) -> bool:
+    """Whether the drafter was not turned off."""
+    return not isinstance(state.drafter, TurnedOff)
 
 
 def take_rows(state: DecodeState, drafter: Drafter, row_ids: Array) -> DecodeState:

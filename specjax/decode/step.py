@@ -28,7 +28,11 @@ def step(
       beside: prompt tokens of rows that are not active, for the target to take along.
     """
     state, drafted = draft(
-        spec.drafter, params.drafter, state, spec.num_speculative_tokens
+        spec.drafter,
+        params.drafter,
+        state,
+        spec.num_speculative_tokens,
+        spec.config.vocab_size,
     )
     proposed = drafted.proposal
     if spec.max_drafts is not None:

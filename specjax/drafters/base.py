@@ -11,10 +11,14 @@ it does runs inside the jitted burst: pure functions over its own state pytree.
     draft(params, state, decode_state, num_tokens i32[rows]) -> Draft
         Proposes at most num_tokens[row] tokens after each row's root. A row that
         proposes fewer costs less.
+
+A drafter that raises, or proposes NaN or ids outside the vocabulary, is turned off for
+the run; decoding goes on without it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,6 +41,12 @@ class Draft(NamedTuple):
     # of position root + kept_at[row, j], NOT_KEPT where it was not fed. `written`
     # counts the root then.
     kept_at: Array | None = None
+    # i32[rows], of types.NO_FAULT and those after it: the step fills it in.
+    fault: Array | None = None
+
+
+class DrafterError(Exception):
+    """A drafter's function raised while it was traced; the cause says what."""
 
 
 class Drafter(NamedTuple):
@@ -59,3 +69,22 @@ class Drafter(NamedTuple):
     # step, with noise of the step. Probabilities that were stored with the tokens of
     # earlier rollouts are not: given the history such tokens are certain.
     draws_afresh: bool = False
+
+
+def guarded(drafter: Drafter) -> Drafter:
+    """Returns the drafter, whose functions raise DrafterError whatever they raise."""
+
+    def guard(name: str) -> Callable[..., Any]:
+        function = getattr(drafter, name)
+
+        @functools.wraps(function)
+        def run(*arguments: Any) -> Any:
+            try:
+                return function(*arguments)
+            except Exception as error:
+                raise DrafterError(f"its {name} raised {error!r}") from error
+
+        return run
+
+    names = ("init", "prefill", "draft", "move", "take_rows", "put_rows")
+    return drafter._replace(**{name: guard(name) for name in names})

@@ -31,7 +31,14 @@ from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
 from specjax.trees import draft_tree, expanding
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
-from specjax.types import DELTA, NO_PARENT, DraftTree, Proposal, is_by_law
+from specjax.types import (
+    DELTA,
+    NO_PARENT,
+    NOT_A_TOKEN,
+    DraftTree,
+    Proposal,
+    is_by_law,
+)
 
 CATCH_UP_WIDTH = 16  # tokens of each row
 MOST_ONE_BY_ONE = 4  # fewer are not worth a forward padded to so many
@@ -45,6 +52,7 @@ def drafter(
     keeps_probs: bool,
     shape: TreeShape | Growth | None = None,
     says_confidence: bool = False,
+    max_positions: int | None = None,
 ) -> Drafter:
     """Returns a drafter that samples from a model.
 
@@ -58,6 +66,7 @@ def drafter(
         drafts chains.
       says_confidence: whether proposals say how likely their tokens are to stand,
         which costs some passes over the vocabulary.
+      max_positions: that the model is fed; None is as many as it was made for.
     """
     model = _DraftModel(config, keeps_probs, says_confidence)
 
@@ -87,7 +96,7 @@ def drafter(
         prefill=prefill,
         draft=draft,
         move=move,
-        max_positions=config.max_position_embeddings,
+        max_positions=max_positions or config.max_position_embeddings,
         draws_afresh=True,
     )
 
@@ -212,7 +221,9 @@ class _DraftModel:
             temperature = jnp.where(rules == DELTA, 0.0, sampling.temperature)
             certain = dataclasses.replace(sampling, temperature=temperature)
             choice = choose_tokens(scores, certain, *where[1:], role=TARGET_TOKEN)
-            return _Drawn(by_row(choice.token_ids))
+            # Nothing that could be chosen is the sampling parameters' doing, not the model's.
+            is_nan = choice.is_invalid & _has_nan(scores, choice.is_invalid)
+            return _Drawn(by_row(jnp.where(is_nan, NOT_A_TOKEN, choice.token_ids)))
         keys = noise_keys(
             sampling, rules, row_ids, roots + depth, roots, jnp.tile(nodes, rows)
         )
@@ -225,7 +236,10 @@ class _DraftModel:
             keeps_probs=self.keeps_probs,
         )
         probs = None if siblings.probs is None else by_row(siblings.probs)
-        drawn = _Drawn(by_row(siblings.token_ids), probs)
+        is_nan = jnp.any(~(scores < jnp.inf), axis=1)[:, None]
+        drawn = _Drawn(
+            by_row(jnp.where(is_nan, NOT_A_TOKEN, siblings.token_ids)), probs
+        )
         if not self.says_confidence:
             return drawn
         processed = process_logits(scores, *where)
@@ -266,11 +280,24 @@ class _DraftModel:
         positions = decode_state.cache.lengths[row_ids] + depth
         scores = logits(params, self.config, hidden.reshape(rows * width, -1))
         sampling = decode_state.sampling
+        is_nan = jnp.any(~(scores < jnp.inf), axis=1)[:, None]
         scores = process_logits(scores, sampling, row_ids, positions, history)
         scores = self._with_noise(scores, decode_state, row_ids, depth)
         log_probs, token_ids = jax.lax.top_k(jax.nn.log_softmax(scores), count)
+        # To be seen it must rank first.
+        token_ids = jnp.where(is_nan, NOT_A_TOKEN, token_ids)
+        log_probs = jnp.where(is_nan, 0.0, log_probs)
         shape = rows, width, count
         return log_probs.reshape(shape), token_ids.astype(jnp.int32).reshape(shape)
+
+
+def _has_nan(scores: Array, is_suspect: Array) -> Array:
+    """Returns which logits f32[n, vocab] hold NaN or +inf; a pass over them if any is suspect."""
+    return jax.lax.cond(
+        jnp.any(is_suspect),
+        lambda: jnp.any(~(scores < jnp.inf), axis=1),
+        lambda: jnp.zeros_like(is_suspect),
+    )
 
 
 def _draft_chain(

@@ -202,6 +202,12 @@ def _configured_model(spec: ModelDrafter, config: SpeculationConfig) -> ModelDra
             f"tree_top_k={config.tree_top_k} is more than the {vocab_size} tokens there are; "
             "lower it."
         )
+    most = spec.config.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > most:
+        raise ValueError(
+            f"max_model_len={config.max_model_len} is more than the {most} positions that the "
+            "draft model was made for; lower it or leave it out."
+        )
     shape = _shape(config) if config.has_tree else spec.shape
     if config.num_draft_nodes is not None:
         if not isinstance(shape, Growth):
@@ -211,7 +217,8 @@ def _configured_model(spec: ModelDrafter, config: SpeculationConfig) -> ModelDra
             )
         shape = dataclasses.replace(shape, num_drafts=config.num_draft_nodes)
         shape = shape.cut(shape.max_depth)
-    return dataclasses.replace(spec, shape=shape)
+    max_positions = config.max_model_len or spec.max_positions
+    return dataclasses.replace(spec, shape=shape, max_positions=max_positions)
 
 
 def _asked_for(config: SpeculationConfig, name: str) -> int | None:

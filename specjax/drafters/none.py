@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import jax
 import jax.numpy as jnp
 from jax import Array
 
 from specjax.drafters.base import Draft, Drafter
 from specjax.types import Proposal
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TurnedOff:
+    """What stands for the state of a drafter that was turned off: nothing.
+
+    Told apart from a drafter without state: executables are of one or the other.
+    """
 
 
 def drafter() -> Drafter:

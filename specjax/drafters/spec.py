@@ -89,6 +89,8 @@ class ModelDrafter:
 
     config: ModelConfig
     shape: TreeShape | Growth | None = None
+    # Positions that it is fed; None is as many as it was made for.
+    max_positions: int | None = None
 
     has_probs: ClassVar[bool] = True
 
@@ -127,6 +129,7 @@ class ModelDrafter:
             keeps_probs=keeps_probs,
             says_confidence=says_confidence,
             shape=self._cut(num_speculative_tokens),
+            max_positions=self.max_positions,
         )
 
     def _cut(self, num_speculative_tokens: int) -> TreeShape | Growth | None:

@@ -174,6 +174,8 @@ class Goodput:
                         yield Bucket(rows, depth, rows * mean)
 
     def _is_usable(self, bucket: Bucket, load: Load) -> bool:
+        if load.is_dropped(bucket):
+            return False
         if load.is_compiled(bucket):
             return True
         return self._regret.get(bucket, 0.0) >= load.compile_s

@@ -15,9 +15,11 @@ import jax
 import numpy as np
 
 from specjax.bucket import Bucket
-from specjax.config import MAX_DEPTH
-from specjax.decode.decoder import Decoder
-from specjax.decode.state import Admission, DecodeState
+from specjax.decode.decoder import Decoder, TooLarge
+from specjax.decode.state import Admission, DecodeState, without_drafter
+from specjax.drafters.base import DrafterError
+from specjax.drafters.spec import NoDrafter
+from specjax.engine.faults import RECOVERABLE, Faults, what_it_proposed
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import Request, TokenLogProbs
 from specjax.engine.scheduler import PLACES, PromptChunk, Row, Scheduler
@@ -92,6 +94,7 @@ class Loop:
         policy: SpeculationPolicy,
         *,
         speculation_max_rows: int | None = None,
+        drafter_name: str | None = None,
         on_progress: Report = lambda what, done, total: None,
     ):
         self.decoder = decoder
@@ -108,6 +111,10 @@ class Loop:
             maxlen=MOST_RECORDS
         )
         self._stopwatch = Stopwatch()
+        # What this run goes on without.
+        self.faults = Faults(
+            drafter_name or type(decoder.drafter).__name__, decoder.sizes.rows
+        )
         self._on_progress = on_progress
         # Advanced or ended by the step that raised the last exception.
         self.abandoned: list[Request] = []
@@ -185,15 +192,16 @@ class Loop:
             while len(self._flights) > num_sent:
                 moved += self._read()
         except BaseException as error:
-            self._abandon(error, moved)
-            raise
+            if not self._begin_again_without_drafter(error):
+                self._abandon(error, moved)
+                raise
         compiled = self.decoder.compile_s - compiled_before
         self.run_s += time.perf_counter() - start - compiled
         return list(dict.fromkeys(moved))
 
     def _begin(self) -> None:
         """Empties all rows and pages."""
-        self._state = self.decoder.init()
+        self._state = self._new_state()
         self.scheduler = Scheduler(
             self.decoder.sizes,
             self.decoder.num_shards,
@@ -206,6 +214,53 @@ class Loop:
         self._is_alone = True  # nothing but bursts was sent since the last one
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
         self._was_prefill = False
+
+    def _new_state(self) -> DecodeState:
+        if self.faults.is_drafter_off:
+            return self.decoder.init(has_drafter=False)
+        try:
+            return self.decoder.init()
+        except DrafterError as error:
+            self.params = DecoderParams(self.params.target)
+            self.faults.turn_drafter_off(str(error))
+            return self.decoder.init(has_drafter=False)
+
+    def _turn_drafter_off(self, reason: str) -> None:
+        """Goes on without the drafter, whose weights and pages this run no longer needs."""
+        if self.faults.is_drafter_off:
+            return
+        self.params = DecoderParams(self.params.target)
+        self._state = without_drafter(self._state)
+        self.scheduler.needs_drafter = False
+        self.faults.turn_drafter_off(reason)
+
+    def _do_without(self, error: Exception) -> None:
+        """Drops what a step failed for that was not sent; raises where nothing is left."""
+        if isinstance(error, DrafterError):
+            self._turn_drafter_off(str(error))
+        elif isinstance(error, TooLarge):
+            self.faults.drop(error)
+
+    def _begin_again_without_drafter(self, error: BaseException) -> bool:
+        """After an error of the device, which took its state along: the drafter may be why.
+
+        All requests go on from the tokens that were read, as after a preemption.
+
+        Returns:
+          False where there is no drafter, or the error is not the device's.
+        """
+        is_device = isinstance(error, jax.errors.JaxRuntimeError)
+        has_none = isinstance(self.decoder.drafter, NoDrafter)
+        if not is_device or has_none or self.faults.is_drafter_off:
+            return False
+        waiting, deadlines = self.scheduler.waiting, self._deadlines
+        running = [row.request for row in self.scheduler.occupied]
+        self._turn_drafter_off(f"a step failed on the device with {str(error)[:200]!r}")
+        self._begin()
+        self.scheduler.waiting, self._deadlines = waiting, deadlines
+        for request in running:
+            waiting.push(request)
+        return True
 
     def _abandon(self, error: BaseException, moved: list[Request]) -> None:
         """Ends every request after an exception, and starts afresh: the device's state is lost."""
@@ -252,7 +307,8 @@ class Loop:
         has_begun = any(row.is_decoding for row in rows)
         is_long = num_left > PATIENCE * scheduler.tokens_per_chunk
         shares = bool(rows) and (has_begun or is_long)
-        if shares and config.mixed_prefill and config.numerics != "invariant":
+        mixes = config.mixed_prefill and self.faults.has_mixed
+        if shares and mixes and config.numerics != "invariant":
             flight = self._reserve(rows, 1, BESIDE_PROMPTS)
             if flight is not None:
                 flight.is_learned_from = False
@@ -269,16 +325,23 @@ class Loop:
         if not scheduler.num_to_prefill:
             return
         self._was_prefill = True
-        chunk = self._next_chunk()
+        self._prefill(self._next_chunk())
+
+    def _prefill(self, chunk: PromptChunk) -> None:
         self._is_alone = False
-        self._state = self.decoder.prefill(
+        prefill = lambda: self.decoder.prefill(
             self.params,
             self._state,
-            scheduler.block_table.copy(),
+            self.scheduler.block_table.copy(),
             chunk.row_ids,
             chunk.counts,
             max_tokens_per_row=chunk.width,
         )
+        try:
+            self._state = prefill()
+        except DrafterError as error:
+            self._do_without(error)
+            self._state = prefill()
 
     def _plain(self, plan: Plan):
         return self.decoder.burst(
@@ -299,7 +362,7 @@ class Loop:
     def _mixed(self, plan: Plan):
         # One prompt at a time: padding would cost the rows that decode beside it.
         chunk = self._next_chunk(most_places=1)
-        return self.decoder.mixed(
+        mixed = lambda: self.decoder.mixed(
             self.params,
             self._state,
             plan,
@@ -307,6 +370,13 @@ class Loop:
             chunk.counts,
             max_tokens_per_row=chunk.width,
         )
+        try:
+            return mixed()
+        except RECOVERABLE as error:
+            self._do_without(error)
+        # The rest of the two: calls of their own also do without the drafter.
+        self._prefill(chunk)
+        return self._plain(plan)
 
     def _send_burst(self, rows: list[Row], max_burst_steps: int | None) -> None:
         if not rows:
@@ -317,10 +387,7 @@ class Loop:
         )
         load = self._load(rows, usual_steps)
         decision = self.policy.choose(load)
-        if decision.num_speculative_tokens > load.limit(MAX_DEPTH):
-            decision = Decision(
-                num_speculative_tokens=load.limit(MAX_DEPTH), reason=load.limited_by
-            )
+        decision = self._available(decision, load)
         num_steps = min(
             usual_steps, decision.num_steps or usual_steps, load.num_steps_left
         )
@@ -344,7 +411,24 @@ class Loop:
             num_speculative_tokens=decision.num_speculative_tokens,
             max_drafts=decision.max_drafts,
         )
-        self._fly(flight, lambda plan: burst(self._state, plan))
+        try:
+            self._fly(flight, lambda plan: burst(self._state, plan))
+        except RECOVERABLE as error:
+            self._do_without(error)
+            self._send_burst(rows, max_burst_steps)
+
+    def _available(self, decision: Decision, load: Load) -> Decision:
+        """Returns a decision, or what is left of it by the load's limit and what was dropped."""
+        depth = load.limit(decision.num_speculative_tokens)
+        if depth < decision.num_speculative_tokens:
+            decision = Decision(num_speculative_tokens=depth, reason=load.limited_by)
+        least = decision.row_bucket or 0
+        for each in (decision, Decision(num_speculative_tokens=0, reason="dropped")):
+            shape = each.num_speculative_tokens, each.max_drafts
+            for rows in load.row_buckets:
+                if rows >= least and not self.faults.is_dropped(Bucket(rows, *shape)):
+                    return dataclasses.replace(each, row_bucket=rows)
+        raise AssertionError("plain decoding of all rows is never dropped")
 
     def _load(self, rows: Sequence[Row], usual_steps: int) -> Load:
         """Returns what the policy is to know before a burst of these rows."""
@@ -381,10 +465,13 @@ class Loop:
             num_probe_steps=usual_steps,
             compile_s=decoder.burst_compile_s,
             is_compiled=decoder.is_compiled,
+            is_dropped=self.faults.is_dropped,
         )
 
     def _limit(self, rows: Sequence[Row]) -> tuple[int | None, str]:
         """Returns the most that may be drafted now, None where all may, and what says so."""
+        if self.faults.is_drafter_off:
+            return 0, "drafter off"
         if not any(row.request.draft_cap for row in rows):
             return 0, "user"
         most_rows = self.speculation_max_rows
@@ -473,13 +560,25 @@ class Loop:
             row_ids=row_ids,
         )
         compiled_before, start = self.decoder.compile_s, time.perf_counter()
-        self._state, flight.report, flight.num_steps_run = launch(plan)
+        try:
+            self._state, flight.report, flight.num_steps_run = launch(plan)
+        except RECOVERABLE:
+            self._land(flight)  # nothing was sent
+            for row in flight.rows:
+                scheduler.shrink(row)
+            raise
         flight.sent_at = start + self.decoder.compile_s - compiled_before
         flight.done_at = self._stopwatch.done_at(flight.num_steps_run)
         flight.is_alone, self._is_alone = self._is_alone, flight.is_learned_from
         for row in flight.rows:
             row.is_decoding = True
         self._flights.append(flight)
+
+    def _land(self, flight: Flight) -> None:
+        """Forgets what rows could gain by a burst."""
+        for row in flight.rows:
+            row.flying_most -= flight.growth
+            row.flying_least -= flight.least
 
     def _read(self) -> list[Request]:
         """Reads back the burst that was sent first; returns the requests it advanced."""
@@ -490,9 +589,7 @@ class Loop:
         num_steps = int(np.asarray(flight.num_steps_run))
         seconds = done_at - max(flight.sent_at, self._done_at)
         self._done_at = done_at
-        for row in flight.rows:
-            row.flying_most -= flight.growth
-            row.flying_least -= flight.least
+        self._land(flight)
         # Others were aborted or preempted since.
         rows = {
             place: row
@@ -506,6 +603,9 @@ class Loop:
             for place, row in rows.items():
                 self._update(row, int(drafter_lengths[place]))
         self._observe(flight, rows, num_steps, seconds if flight.is_alone else None)
+        fault = np.max(np.asarray(flight.report.drafter_fault)[:num_steps], initial=0)
+        if fault:
+            self._turn_drafter_off(what_it_proposed(int(fault)))
         return list(requests.values())
 
     def _observe(

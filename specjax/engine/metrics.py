@@ -11,7 +11,8 @@ class BurstRecord:
 
     `reason` is who decided: "goodput", "probe" or "nothing measured yet" of that policy,
     "fixed", "table", or what allowed no more: "memory gate", "pages", "rows"
-    (speculation_max_rows), "user" (no row wants drafts); "prompts" is a step with prompt
+    (speculation_max_rows), "user" (no row wants drafts), "drafter off" (it failed),
+    "dropped" (the burst did not fit when it was compiled); "prompts" is a step with prompt
     tokens beside it, which does not draft.
     """
 

@@ -29,6 +29,7 @@ class Load:
     num_probe_steps: int = 0  # that a burst may have
     compile_s: float = 0.0  # what compiling a bucket takes
     is_compiled: Callable[[Bucket], bool] = lambda bucket: True
+    is_dropped: Callable[[Bucket], bool] = lambda bucket: False  # did not fit
 
     def limit(self, num_speculative_tokens: int) -> int:
         """Returns a K, or what is allowed of it."""

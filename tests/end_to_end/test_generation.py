@@ -151,6 +151,22 @@ def test_own_number_of_speculative_tokens(target, draft, prompts, plain):
     assert len(out[2].acceptance.drafted_at) == 3
 
 
+def test_a_request_that_does_not_speculate_beside_others_that_do(
+    target, draft, prompts, plain
+):
+    # Whatever its own K says, of which it is not told that it is too large.
+    off = dataclasses.replace(GREEDY, speculate=False, num_speculative_tokens=99)
+    sampling = [off, GREEDY, GREEDY] * 3
+    out = generate(
+        target, prompts, drafter=draft, num_speculative_tokens=3, sampling=sampling
+    )
+    assert ids(out) == ids(plain)
+    drafted = [completion.acceptance.num_drafted > 0 for completion in out]
+    assert drafted == [False, True, True] * 3
+    steps = [completion.acceptance.num_steps for completion in out]
+    assert steps[0] == 20 > min(steps)
+
+
 @pytest.mark.slow
 def test_rejection_keeps_the_law_at_temperature_zero(target, draft, prompts, plain):
     out = generate(

@@ -57,6 +57,7 @@ LAYERS = (
         "specjax.config",
         "specjax.detokenize",
         "specjax.progress",
+        "specjax.speculative_config_json",
         "specjax.tokenization",
         "specjax.types",
         "specjax.version",

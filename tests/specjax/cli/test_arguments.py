@@ -17,7 +17,7 @@ EVERY_OPTION = shlex.split(
     "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 "
     "--presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 4=-1.5 --logit-bias 5=2 "
     "--bad-token-ids 1,2 --allowed-token-ids 3,4,5 --min-tokens 2 --max-tokens 7 "
-    "--stop-token-ids 6 --stop one --stop two --seed 8 --n 2 --logprobs 1 --ignore-eos --self-check"
+    "--stop-token-ids 6 --stop one --stop two --seed 8 --n 2 --logprobs 1 --ignore-eos --no-speculate --self-check"
 )
 
 
@@ -76,6 +76,15 @@ def test_options_win_over_speculative_config():
     config = generate_command.speculation_config(arguments)
     assert config.num_speculative_tokens == 2
     assert config.prompt_lookup_max == 3
+
+
+def test_plain_decoding_of_all_prompts_or_of_one(tmp_path):
+    arguments = parse("x", "--no-speculate")
+    assert sampling_arguments.given_options(arguments) == {"speculate": False}
+    assert sampling_arguments.given_options(parse("x")) == {}
+    path = write_lines(tmp_path, '{"prompt": "a", "speculate": false}')
+    (entry,) = prompts.collect([], path, is_chat=False)
+    assert entry.sampling == {"speculate": False}
 
 
 def test_engine_options():
@@ -217,6 +226,7 @@ def test_chat_wraps_text():
         ('{"prompt": "a", "bad_token_ids": "12"}', "bad_token_ids"),
         ('{"prompt": "a", "logit_bias": [1]}', "logit_bias"),
         ('{"prompt": "a", "ignore_eos": 1}', "ignore_eos"),
+        ('{"prompt": "a", "speculate": 0}', "speculate is 0, expected true or false"),
     ],
 )
 def test_wrong_line_is_named(line, message, tmp_path):

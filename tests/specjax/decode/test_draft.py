@@ -10,9 +10,17 @@ from helpers import tiny_llama_config
 from specjax.config import EngineConfig
 from specjax.decode.decoder import Decoder, Sizes
 from specjax.decode.draft import draft
+from specjax.drafters import none
 from specjax.drafters.base import Draft, Drafter
 from specjax.drafters.spec import NoDrafter
-from specjax.types import Proposal
+from specjax.trees import draft_tree
+from specjax.types import (
+    NO_FAULT,
+    NOT_A_NUMBER,
+    NOT_A_TOKEN,
+    OUTSIDE_VOCABULARY,
+    Proposal,
+)
 
 ROWS, DEPTH, VOCAB = 2, 3, 61
 
@@ -22,9 +30,11 @@ def proposing(**fields):
 
     def propose(params, state, decode_state, num_tokens):
         proposal = Proposal(
-            token_ids=jnp.zeros((ROWS, DEPTH), jnp.int32),
-            num_tokens=jnp.full(ROWS, DEPTH),
-            **fields,
+            **{
+                "token_ids": jnp.zeros((ROWS, DEPTH), jnp.int32),
+                "num_tokens": jnp.full(ROWS, DEPTH),
+                **fields,
+            }
         )
         return Draft(proposal, state, decode_state.cache.lengths)
 
@@ -71,13 +81,66 @@ def with_row(state, *, length, max_length, num_pages, cap=DEPTH):
 )
 def test_no_more_stand_than_cap_output_and_slots_allow(state, row, expected):
     state = with_row(state, **row)
-    run = jax.jit(lambda state: draft(proposing(), (), state, DEPTH)[1].proposal)
+    run = jax.jit(lambda state: draft(proposing(), (), state, DEPTH, VOCAB)[1].proposal)
     assert run(state).num_tokens.tolist() == [expected, 0]
 
 
 def test_probabilities_that_tokens_were_not_drawn_from_are_refused(state):
     stored = jnp.full((ROWS, DEPTH, VOCAB), 1 / VOCAB)
     with pytest.raises(ValueError, match="stored with earlier rollouts"):
-        draft(proposing(probs=stored), (), state, DEPTH)
+        draft(proposing(probs=stored), (), state, DEPTH, VOCAB)
     fresh = proposing(probs=stored)._replace(draws_afresh=True)
-    draft(fresh, (), state, DEPTH)
+    draft(fresh, (), state, DEPTH, VOCAB)
+
+
+EVEN = jnp.full((ROWS, DEPTH, VOCAB), 1 / VOCAB)
+FIGURES = jnp.ones((ROWS, DEPTH))
+# Of DEPTH nodes behind the root, the last is a child of the first.
+TREE = draft_tree.from_parents(jnp.array([[-1, 0, 0, 1]] * ROWS), 2)
+
+
+def tokens(*ids):
+    return {"token_ids": jnp.array([ids] * ROWS, jnp.int32)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_tokens", "fault"),
+    [
+        (tokens(0, 60, 5), 3, NO_FAULT),
+        (tokens(-1, 1, 2), 0, OUTSIDE_VOCABULARY),
+        (tokens(0, 61, 2), 1, OUTSIDE_VOCABULARY),
+        (tokens(0, 1, 2**31 - 1), 2, OUTSIDE_VOCABULARY),
+        (tokens(0, NOT_A_TOKEN, 99), 1, NOT_A_NUMBER),
+        ({"probs": EVEN}, 3, NO_FAULT),
+        ({"probs": EVEN.at[0, 0, 7].set(jnp.nan)}, 0, NOT_A_NUMBER),
+        ({"probs": EVEN.at[0, 2, 60].set(jnp.inf)}, 2, NOT_A_NUMBER),
+        # What follows the first node stands last.
+        ({"probs": EVEN.at[0, 1, 7].set(jnp.nan), "tree": TREE}, 2, NOT_A_NUMBER),
+        ({"probs": EVEN.at[0, 2, 7].set(jnp.nan), "tree": TREE}, 3, NO_FAULT),
+        # Ranked last, if anybody ranks; cut by nobody.
+        ({"prior_confidence": FIGURES.at[0, 1].set(jnp.nan)}, 3, NOT_A_NUMBER),
+        ({"path_probability": FIGURES.at[0, 1].set(jnp.nan)}, 3, NOT_A_NUMBER),
+        # Nobody was asked for the third.
+        (tokens(0, 1, -1) | {"num_tokens": jnp.full(ROWS, 2)}, 2, NO_FAULT),
+        ({"num_tokens": jnp.full(ROWS, -4)}, 0, NO_FAULT),
+    ],
+)
+def test_what_a_drafter_does_wrong_is_not_verified(state, fields, num_tokens, fault):
+    state = with_row(state, length=5, max_length=30, num_pages=4)
+    drafter = proposing(**fields)._replace(draws_afresh=True)
+    run = jax.jit(lambda state: draft(drafter, (), state, DEPTH, VOCAB))
+    after, drafted = run(state)
+    proposal = drafted.proposal
+    assert proposal.num_tokens.tolist() == [num_tokens, 0]
+    # The other row is not active: what it holds means nothing.
+    assert drafted.fault.tolist() == [fault, NO_FAULT]
+    assert after.draft_caps[0] == (DEPTH if fault == NO_FAULT else 0)
+    assert 0 <= proposal.token_ids.min() <= proposal.token_ids.max() < VOCAB
+    if proposal.probs is not None:
+        assert jnp.all(jnp.isfinite(proposal.probs))
+
+
+def test_a_draft_of_no_tokens_has_no_fault(state):
+    state = with_row(state, length=5, max_length=30, num_pages=4)
+    _, drafted = draft(none.drafter(), (), state, 0, VOCAB)
+    assert drafted.fault.tolist() == [NO_FAULT] * ROWS

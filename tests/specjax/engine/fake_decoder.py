@@ -5,6 +5,9 @@ compares what its pages hold with what they must, so that one page given away to
 early, or shared wrongly, or not filled, fails the test.
 """
 
+import dataclasses
+from typing import Any
+
 import numpy as np
 
 from specjax.config import EngineConfig
@@ -74,7 +77,7 @@ class FakeDecoder:
     def place_params(self, params):
         return params
 
-    def init(self):
+    def init(self, *, has_drafter=True):
         return FakeState(self.version)
 
     def admit(self, state, admission):
@@ -116,7 +119,7 @@ class FakeDecoder:
     def _next(self, state):
         assert state.version == self.version, "a donated state was used again"
         self.version += 1
-        return FakeState(self.version)
+        return dataclasses.replace(state, version=self.version)
 
     def _rows(self, row_ids):
         """Yields (place, row of the whole batch) of the places in use."""
@@ -157,6 +160,7 @@ class FakeDecoder:
         self.is_active = (self.is_active | plan.activate) & plan.keep
         shape = BURST_STEPS, rows
         count, finish, accepted, drafted, lengths = np.zeros((5, *shape), np.int32)
+        fault = np.zeros(shape, np.int32)
         token_ids = np.zeros((*shape, width), np.int32)
         num_run = 0
         while num_run < plan.num_steps and self.is_active.any():
@@ -199,14 +203,15 @@ class FakeDecoder:
             proposed_depth=drafted,
             finish=finish,
             drafter_lengths=lengths,
+            drafter_fault=fault,
             logprobs=None,
         )
         return info, np.int32(num_run)
 
 
+@dataclasses.dataclass(frozen=True)
 class FakeState:
     """Stands for the device's state; the drafter has nothing on the device."""
 
-    def __init__(self, version):
-        self.version = version
-        self.drafter = ()
+    version: int
+    drafter: Any = ()

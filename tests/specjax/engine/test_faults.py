@@ -1,0 +1,245 @@
+"""The loop goes on without what failed: a drafter, a K, a row bucket, mixed steps."""
+
+import jax
+import pytest
+from fake_decoder import FakeDecoder
+from test_loop import check, finish, make_request, start
+
+from specjax.bucket import Bucket
+from specjax.decode.decoder import TooLarge
+from specjax.drafters.base import DrafterError
+from specjax.drafters.none import TurnedOff
+from specjax.drafters.spec import NoDrafter
+from specjax.engine.faults import Faults
+from specjax.engine.speculation_policy import Fixed
+from specjax.types import NOT_A_NUMBER, OUTSIDE_VOCABULARY, DecoderParams
+
+
+class FaultyDecoder(FakeDecoder):
+    """Fails where it is told to, before it touches anything, as a compile does.
+
+    Args:
+      too_large: keys of executables that do not fit.
+      raises_in: "init", "prefill", "mixed" or "burst", where the drafter raises.
+      fault: what the device reports of every step that drafts.
+      breaks_at: the call of `burst` that the device fails in.
+    """
+
+    def __init__(
+        self, *, too_large=(), raises_in=None, fault=0, breaks_at=None, **sizes
+    ):
+        super().__init__(**sizes)
+        self.too_large, self.raises_in = too_large, raises_in
+        self.fault, self.breaks_at = fault, breaks_at
+        self.num_inits = 0
+
+    def place_params(self, params):
+        return DecoderParams(None, "weights")
+
+    def init(self, *, has_drafter=True):
+        self.num_inits += 1
+        if has_drafter:
+            self._try("init", ("init",))
+        drafter = () if has_drafter else TurnedOff()
+        self.is_active[:] = False
+        self.slots[:] = -1
+        self.version += 1
+        return type(super().init())(self.version, drafter)
+
+    def prefill(self, params, state, *arguments, **sizes):
+        self._try("prefill", ("prefill",), state)
+        return super().prefill(params, state, *arguments, **sizes)
+
+    def mixed(self, params, state, *arguments, **sizes):
+        self._try("mixed", ("mixed", 1, 64), state)
+        return super().mixed(params, state, *arguments, **sizes)
+
+    def burst(self, params, state, plan, *, num_speculative_tokens, max_drafts=None):
+        key = "burst", num_speculative_tokens
+        if plan.row_ids is not None:
+            key = *key, len(plan.row_ids)
+        self._try("burst" if num_speculative_tokens else "plain", key, state)
+        assert isinstance(state.drafter, TurnedOff) == (params.drafter == ())
+        if len(self.bursts) == self.breaks_at:
+            self.breaks_at = None
+            raise jax.errors.JaxRuntimeError("INTERNAL: it broke")
+        state, report, num_steps = super().burst(
+            params, state, plan, num_speculative_tokens=num_speculative_tokens
+        )
+        if num_speculative_tokens:
+            report.drafter_fault[0, 0] = self.fault
+        return state, report, num_steps
+
+    def _try(self, name, key, state=None):
+        is_off = state is not None and isinstance(state.drafter, TurnedOff)
+        if name == self.raises_in and not is_off:
+            raise DrafterError(f"its {name} raised ValueError('so it is')")
+        if key in self.too_large:
+            raise TooLarge(key, MemoryError("RESOURCE_EXHAUSTED: 9 GB"))
+
+
+def run(decoder, outputs, *, k=3, **arguments):
+    engine, requests = start(decoder, outputs, policy=Fixed(k), **arguments)
+    return finish(engine, requests)
+
+
+def depths_of(decoder):
+    return [depth for depth, _ in decoder.bursts]
+
+
+@pytest.mark.parametrize("where", ["init", "prefill", "mixed", "burst"])
+def test_a_drafter_that_raises_is_off_for_the_run(where):
+    decoder = FaultyDecoder(rows=2, num_pages=128, raises_in=where)
+    message = f"drafter 'dicey' is turned off .*its {where} raised ValueError.*so it is"
+    with pytest.warns(UserWarning, match=message) as caught:
+        engine = run(decoder, [60, 3, 5], prompts=[2, 2, 150], drafter_name="dicey")
+    assert len(caught) == 1
+    assert engine.faults.is_drafter_off
+    assert depths_of(decoder)[-1] == 0
+    if where != "mixed":
+        assert set(depths_of(decoder)) == {0}
+    # What was being fed was fed once.
+    fed = [counts for _, _, counts in (*decoder.prefills, *decoder.mixed_calls)]
+    assert sum(map(sum, fed)) == 1 + 1 + 149
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (OUTSIDE_VOCABULARY, "ids outside the vocabulary"),
+        (NOT_A_NUMBER, "it proposed NaN"),
+    ],
+)
+def test_what_the_device_reports_turns_the_drafter_off(fault, message):
+    decoder = FaultyDecoder(rows=2, fault=fault)
+    with pytest.warns(UserWarning, match=message) as caught:
+        run(decoder, [60, 50])
+    assert len(caught) == 1
+    # The second was sent before the first was read.
+    depths = depths_of(decoder)
+    assert depths == [3, 3] + [0] * (len(depths) - 2)
+
+
+def test_a_device_error_with_a_drafter_loses_no_token():
+    decoder = FaultyDecoder(rows=2, breaks_at=3)
+    engine, requests = start(decoder, [60, 50, 20], policy=Fixed(2))
+    with pytest.warns(UserWarning, match="a step failed on the device") as caught:
+        finish(engine, requests)
+    assert len(caught) == 1
+    assert decoder.num_inits == 2
+    assert depths_of(decoder)[:3] == [2, 2, 2]
+    assert set(depths_of(decoder)[3:]) == {0}
+    # The queue went on as well: whoever comes now comes last.
+    later = make_request(9, [9], 5)
+    engine.add(later)
+    assert later.arrival == 3
+    finish(engine, [later])
+
+
+def test_a_device_error_without_a_drafter_ends_the_requests(monkeypatch):
+    monkeypatch.setattr(FaultyDecoder, "drafter", NoDrafter())
+    decoder = FaultyDecoder(rows=2, breaks_at=2)
+    engine, requests = start(decoder, [60, 50])
+    with pytest.raises(jax.errors.JaxRuntimeError, match="it broke"):
+        finish(engine, requests)
+    assert [request.finish_reason for request in requests] == ["error"] * 2
+
+
+def test_a_device_error_once_the_drafter_is_off_ends_the_requests():
+    decoder = FaultyDecoder(rows=2, breaks_at=2, raises_in="init")
+    with pytest.warns(UserWarning, match="turned off"):
+        engine, requests = start(decoder, [60, 50], policy=Fixed(2))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="it broke"):
+        finish(engine, requests)
+    assert [request.finish_reason for request in requests] == ["error"] * 2
+    assert isinstance(engine._state.drafter, TurnedOff)
+
+
+def test_a_k_that_does_not_fit_is_dropped():
+    decoder = FaultyDecoder(rows=2, num_pages=40, too_large=[("burst", 3)])
+    with pytest.warns(
+        UserWarning, match="2 rows at K = 3 is dropped.*goes on with"
+    ) as one:
+        engine = run(decoder, [30, 20, 9])
+    assert len(one) == 1
+    assert set(depths_of(decoder)) == {0}
+    assert not engine.faults.is_drafter_off
+    dropped = [engine.faults.is_dropped(Bucket(2, k)) for k in range(6)]
+    assert dropped == [False] * 3 + [True] * 3
+    reasons = {record.reason for record in engine.records}
+    assert reasons <= {"dropped", "prompts"}
+
+
+def test_a_row_bucket_that_does_not_fit_is_dropped():
+    too_large = [("burst", 1, 1), ("burst", 1, 2)]
+    decoder = FaultyDecoder(rows=4, row_buckets=(1, 2), too_large=too_large)
+    with pytest.warns(UserWarning, match="burst of . rows at K = 1 is dropped") as two:
+        engine = run(decoder, [3, 3, 12, 30], k=1)
+    assert len(two) == 2
+    assert set(decoder.num_rows_run) == {4}
+    dropped = {
+        k: [engine.faults.is_dropped(Bucket(n, k)) for n in (1, 2, 4)] for k in (0, 1)
+    }
+    assert dropped == {0: [False] * 3, 1: [True, True, False]}
+
+
+def test_mixed_steps_that_do_not_fit_are_dropped():
+    decoder = FaultyDecoder(rows=2, num_pages=128, too_large=[("mixed", 1, 64)])
+    prompts = [2, 2, 30]
+    with pytest.warns(UserWarning, match="steps with prompts beside is dropped") as one:
+        run(decoder, [60, 3, 5], prompts=prompts)
+    assert len(one) == 1
+    assert not decoder.mixed_calls
+    fed = sum(sum(counts) for _, _, counts in decoder.prefills)
+    assert fed == sum(prompts) - len(prompts)
+
+
+def test_without_anything_left_the_requests_end():
+    decoder = FaultyDecoder(rows=2, too_large=[("burst", 2), ("burst", 0)])
+    engine, requests = start(decoder, [9, 9], policy=Fixed(2))
+    with (
+        pytest.warns(UserWarning, match="K = 2 is dropped"),
+        pytest.raises(TooLarge, match=r"burst 0 does not fit in memory: .*9 GB"),
+    ):
+        finish(engine, requests)
+    assert [request.finish_reason for request in requests] == ["error"] * 2
+    assert "9 GB" in requests[0].error
+
+
+def test_pages_after_a_burst_that_was_not_sent():
+    """What was reserved for it is given back, but for what the next burst needs."""
+    decoder = FaultyDecoder(rows=2, num_pages=16, too_large=[("burst", 3)])
+    engine, requests = start(decoder, [30, 30], policy=Fixed(3))
+    with pytest.warns(UserWarning, match="K = 3"):
+        engine.step()
+    check(engine)
+    assert len(engine._flights) == 1
+    assert engine._flights[0].growth == 5
+    finish(engine, requests)
+
+
+def test_faults_say_what_was_dropped_once():
+    faults = Faults("dicey", 2)
+    with pytest.warns(
+        UserWarning, match="'dicey' is turned off for this run: why"
+    ) as one:
+        faults.turn_drafter_off("why")
+    faults.turn_drafter_off("why else")
+    assert len(one) == 1
+    assert faults.is_dropped(Bucket(2, 3))
+    assert not faults.is_dropped(Bucket(2, 0))
+    for key in [("prefill", 1, 64), ("burst", 0), ("admit", 1)]:
+        with pytest.raises(TooLarge):
+            faults.drop(TooLarge(key, MemoryError()))
+    assert not faults.is_dropped(Bucket(2, 0))
+
+
+def test_a_bucket_with_fewer_slots_than_one_that_did_not_fit_may():
+    faults = Faults("dicey", 8)
+    with pytest.warns(UserWarning, match="4 rows at K = 4"):
+        faults.drop(TooLarge(("burst", 4, 4, 8), MemoryError()))
+    assert faults.is_dropped(Bucket(4, 4, 8))
+    assert faults.is_dropped(Bucket(4, 4))
+    assert not faults.is_dropped(Bucket(4, 4, 4))
+    assert not faults.is_dropped(Bucket(4, 2))
+    assert not faults.is_dropped(Bucket(8, 4, 8))
