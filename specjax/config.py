@@ -505,6 +505,9 @@ class EngineConfig:
     token_bucket: int = 16
     # Whether requests read pages that others filled with the same tokens before.
     prefix_caching: bool = True
+    # Most prompt tokens that one call feeds, of each data shard: an eighth of them for each of
+    # eight rows, or half for a long prompt alone, as beside rows that decode.
+    max_prefill_tokens: int = 512
     # Whether prompts are prefilled beside rows that decode, in the same matmuls, or in calls
     # of their own; those it is under invariant numerics.
     mixed_prefill: bool = True

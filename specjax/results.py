@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from specjax.engine.request import (
     SelfCheck,
     TokenLogProbs,
 )
+from specjax.plotting import draw_decisions
 from specjax.requests import Refused
 
 
@@ -77,6 +79,15 @@ class GenerationStats:
         """Of `decisions`, how many drafted how many tokens."""
         counts = collections.Counter(d.num_speculative_tokens for d in self.decisions)
         return dict(sorted(counts.items()))
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws which K was chosen when, and what was predicted beside what came, as PNG.
+
+        Raises:
+          ValueError: no burst was run.
+          NotImplementedError: matplotlib is not installed: pip install "specjax[plot]".
+        """
+        draw_decisions(self.decisions, path)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the figures by name, for JSON; without `decisions`, which are many."""

@@ -8,7 +8,8 @@ of it is kept in the user's cache directory, where `generate` and `Engine` look 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +23,6 @@ from specjax.decode.decoder import Decoder
 from specjax.engine.loop import make_admissions
 from specjax.engine.request import Request
 from specjax.engine.scheduler import Row
-from specjax.engine.step_cost import StepCosts
 from specjax.progress import Report
 from specjax.sampling import row_values
 from specjax.types import DecoderParams, Plan
@@ -58,14 +58,18 @@ class StepTimer:
         room = self.num_steps * (1 + depth) + sizes.tree_slots + 2
         return sizes.max_length - room
 
-    def run(self, bucket: Bucket, context: int) -> Any:
-        """Runs one burst of `num_steps` steps, every row with `context` tokens."""
+    def run(self, bucket: Bucket, context: int, *, behind: int = 0) -> Any:
+        """Runs one burst of `num_steps` steps, every row with `context` tokens.
+
+        Args:
+          behind: tokens of them that the drafter has not seen.
+        """
         decoder, rows = self.decoder, self.decoder.sizes.rows
         lengths = jnp.full(rows, context, jnp.int32)
         state = dataclasses.replace(
             self._state,
             cache=dataclasses.replace(self._state.cache, lengths=lengths),
-            drafter_lengths=jnp.copy(lengths),
+            drafter_lengths=lengths - behind,
             is_active=jnp.zeros(rows, bool),
         )
         self._state, _, num_steps = decoder.burst(
@@ -121,32 +125,61 @@ class StepTimer:
         return rows
 
 
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Seconds by round, of every bucket and context."""
+
+    seconds: dict[tuple[Bucket, int], list[float]]
+    catch_up_s: float  # per token that the drafter has not seen, of the row with most
+
+    def records(self) -> list[dict[str, Any]]:
+        """Returns the medians as StepCosts keeps them."""
+        return [
+            bucket._asdict()
+            | {
+                "context_tokens": float(bucket.rows * context),
+                "step_s": measuring.median(measured),
+                "num_measurements": len(measured),
+            }
+            for (bucket, context), measured in self.seconds.items()
+        ]
+
+
 def calibrate(
     timer: StepTimer,
     buckets: Iterable[Bucket],
     *,
     rounds: int = 7,
+    beside: Mapping[Any, Callable[[], Any]] | None = None,
     report: Report = lambda what, done, total: None,
-) -> dict[tuple[Bucket, int], list[float]]:
-    """Returns the seconds of a step of each bucket and context, by round.
+) -> tuple[Calibration, dict[Any, list[float]]]:
+    """Times every bucket at a short and a long context, in turn.
 
     Args:
+      beside: other bursts of as many steps, to be timed in the same rounds.
       report: told how many buckets are compiled, and how many rounds are measured.
+
+    Returns:
+      The calibration, and the seconds per step of what is `beside`, by round.
     """
-    buckets = list(buckets)
-    depth = max(bucket.num_speculative_tokens for bucket in buckets)
-    longest = timer.longest_context(depth)
+    buckets, beside = list(buckets), dict(beside or {})
+    drafting = min((b for b in buckets if b.num_speculative_tokens), default=None)
+    longest = timer.longest_context(max(b.num_speculative_tokens for b in buckets))
     contexts = sorted({min(SHORT_CONTEXT, longest), longest})
     for done, bucket in enumerate(buckets):
         report("compiling buckets", done, len(buckets))
         jax.block_until_ready(timer.run(bucket, contexts[0]))
-    contenders: dict[Any, Callable[[], Any]] = {
-        (bucket, context): lambda bucket=bucket, context=context: timer.run(
-            bucket, context
-        )
+    contenders: dict[Any, Callable[[], Any]] = beside | {
+        (bucket, context): functools.partial(timer.run, bucket, context)
         for bucket in buckets
         for context in contexts
     }
+    behind = contexts[-1] - 1
+    if drafting is not None:
+        for num in (0, behind):
+            contenders["behind", num] = functools.partial(
+                timer.run, drafting, contexts[-1], behind=num
+            )
     seconds: dict[Any, list[float]] = {place: [] for place in contenders}
     for done in range(rounds):
         report("measuring", done, rounds)
@@ -154,18 +187,12 @@ def calibrate(
         for place, (one,) in measured.items():
             seconds[place].append(one / timer.num_steps)
     report("measuring", rounds, rounds)
-    return seconds
-
-
-def add_to(costs: StepCosts, seconds: dict[tuple[Bucket, int], list[float]]) -> None:
-    """Adds the medians of what `calibrate` returned to step costs."""
-    records = [
-        bucket._asdict()
-        | {
-            "context_tokens": float(bucket.rows * context),
-            "step_s": measuring.median(measured),
-            "num_measurements": len(measured),
-        }
-        for (bucket, context), measured in seconds.items()
-    ]
-    costs.add_records(records)
+    catch_up_s = 0.0
+    if drafting is not None:
+        lags = zip(seconds["behind", behind], seconds["behind", 0], strict=True)
+        extra = measuring.median([late - ready for late, ready in lags])
+        catch_up_s = max(extra * timer.num_steps / behind, 0.0)
+    own = {
+        place: seconds[place] for place in contenders if isinstance(place[0], Bucket)
+    }
+    return Calibration(own, catch_up_s), {place: seconds[place] for place in beside}

@@ -97,7 +97,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     timer = calibrate.StepTimer(decoder, setup.params, sampling)
     row_buckets = _powers_of_two(options.max_rows)
     progress = Progress(True)
-    seconds = calibrate.calibrate(
+    found, _ = calibrate.calibrate(
         timer,
         policy.buckets(row_buckets),
         rounds=options.rounds,
@@ -105,13 +105,15 @@ def _calibrate(options: argparse.Namespace) -> int:
     )
     progress.close()
     costs = StepCosts()
-    calibrate.add_to(costs, seconds)
+    costs.add_records(found.records())
+    costs.catch_up_s = found.catch_up_s
     path = cost_files.save(decoder, costs)
     document = {
         "environment": measuring.environment(),
         "key": cost_files.key_of(decoder),
         "rounds": options.rounds,
         "fit_error": costs.fit_error(),
+        "catch_up_s": costs.catch_up_s,
         "steps": costs.to_records(),
         "file": None if path is None else str(path),
     }
@@ -144,6 +146,9 @@ def _table(document: dict[str, Any]) -> str:
     lines.append(
         f"a bucket not measured is predicted; on those that were that is off by "
         f"{document['fit_error']:.0%} at most"
+    )
+    lines.append(
+        f"catching up with a token after K = 0: {1e3 * document['catch_up_s']:.3f} ms"
     )
     lines.append(f"kept in {document['file']}")
     return "\n".join(lines)

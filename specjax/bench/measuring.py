@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 import statistics
 import time
@@ -43,6 +44,24 @@ def median(seconds: list[float]) -> float:
 def ratio(numerator: list[float], denominator: list[float]) -> float:
     """Returns the median of the ratios round by round."""
     return statistics.median(a / b for a, b in zip(numerator, denominator, strict=True))
+
+
+def ratio_interval(
+    numerator: list[float], denominator: list[float], level: float = 0.95
+) -> tuple[float, float, float]:
+    """Returns the median of the ratios round by round, and the ends of its interval.
+
+    The interval is the sign test's: between two of the ordered ratios, whatever their law.
+    """
+    ratios = sorted(a / b for a, b in zip(numerator, denominator, strict=True))
+    count = len(ratios)
+    outside = 0
+    tail = 0.5**count
+    while tail <= (1 - level) / 2:
+        outside += 1
+        tail += math.comb(count, outside) * 0.5**count
+    first = max(outside - 1, 0)
+    return statistics.median(ratios), ratios[first], ratios[count - 1 - first]
 
 
 def read_bandwidth(num_bytes: int = 2**30) -> Callable[[], Any]:

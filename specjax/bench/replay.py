@@ -51,6 +51,7 @@ class Costs:
     step_s: Callable[[Bucket, float], float]
     catch_up_s: float
     row_buckets: tuple[int, ...]
+    has: Callable[[Bucket], bool] = lambda bucket: True  # buckets that there are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +124,7 @@ class Replay:
             num_context_tokens=int(contexts.sum()),
             num_steps_left=int(self._left()[rows].max()),
             num_probe_steps=self.burst_steps,
+            is_dropped=lambda bucket: not self.costs.has(bucket),
         )
         decision = self.policy.choose(load)
         depth = decision.num_speculative_tokens

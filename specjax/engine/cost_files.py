@@ -86,6 +86,8 @@ def load(decoder: Decoder, costs: StepCosts) -> bool:
             ]
             StepCosts().add_records(records)  # all of them, or none
             costs.add_records(records)
+            if kept["catch_up_s"] is not None:
+                costs.catch_up_s = float(kept["catch_up_s"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             warnings.warn(
                 f"step costs in {source} cannot be read and are left out: {error}; delete the "
@@ -108,6 +110,7 @@ def save(decoder: Decoder, costs: StepCosts) -> Path | None:
         "key": key,
         "date": datetime.date.today().isoformat(),
         "fit_error": round(costs.fit_error(), 4),
+        "catch_up_s": costs.catch_up_s,
         "steps": costs.to_records(),
     }
     try:

@@ -14,8 +14,11 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState, with_table
 from specjax.engine.loop import make_admissions
 from specjax.engine.request import Request
-from specjax.engine.scheduler import NARROW, Row
+from specjax.engine.scheduler import Row
 from specjax.types import DecoderParams, Plan
+
+
+CHUNK = 64  # prompt tokens of a row that are fed at once
 
 
 def begin(
@@ -47,10 +50,10 @@ def begin(
     counts = np.zeros(sizes.rows, np.int32)
     while any(row.num_to_prefill for row in rows):
         for row in rows:
-            counts[row.index] = min(row.num_to_prefill, NARROW)
+            counts[row.index] = min(row.num_to_prefill, CHUNK)
             row.num_prefilled += int(counts[row.index])
         state = decoder.prefill(
-            params, state, table, row_ids, counts.copy(), max_tokens_per_row=NARROW
+            params, state, table, row_ids, counts.copy(), max_tokens_per_row=CHUNK
         )
     caps = np.zeros(sizes.rows, np.int32)
     caps[: len(requests)] = [request.draft_cap for request in requests]

@@ -92,7 +92,6 @@ class Goodput:
         self._last: Bucket | None = None
         self._regret: dict[Bucket, float] = {}  # seconds lost without a bucket
         self._budget = 0.0  # seconds that may be spent on probes
-        self._catch_up_s: float | None = None  # per token
         self._rates: dict[Bucket, float] = {}  # of the candidates of the last choice
 
     def choose(self, load: Load) -> Decision:
@@ -283,7 +282,7 @@ class Goodput:
         behind = np.asarray(load.num_behind)[np.asarray(load.draft_caps) > 0]
         if not len(behind):
             return 0.0
-        per_token = self._catch_up_s
+        per_token = self.costs.catch_up_s
         if per_token is None:
             per_token = CATCH_UP_SHARE * plain_s
         return per_token * max(int(behind.max()) - 1, 0)
@@ -298,8 +297,8 @@ class Goodput:
             if is_known and expected is not None:
                 extra = max(outcome.seconds - num_steps * expected, 0.0)
                 per_token = extra / (outcome.num_behind - 1)
-                before = self._catch_up_s
-                self._catch_up_s = (
+                before = self.costs.catch_up_s
+                self.costs.catch_up_s = (
                     per_token
                     if before is None
                     else before + CATCH_UP_RATE * (per_token - before)

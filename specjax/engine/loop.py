@@ -205,6 +205,7 @@ class Loop:
         self.scheduler = Scheduler(
             self.decoder.sizes,
             self.decoder.num_shards,
+            prefill_tokens=self.decoder.engine_config.max_prefill_tokens,
             shares_prefixes=self.decoder.engine_config.prefix_caching,
             needs_drafter=bool(jax.tree.leaves(self._state.drafter)),
         )

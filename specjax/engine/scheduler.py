@@ -20,9 +20,7 @@ from specjax.engine.pages import ROOT, PagePool, Prefix
 from specjax.engine.request import Request
 from specjax.engine.waiting import WaitingQueue
 
-# Prompt tokens a row gets per call: several rows at once, or one long row.
-NARROW, WIDE = 64, 256
-PLACES = 8
+PLACES = 8  # rows that share the prompt tokens of one call
 MOST_POSTPONED = 8  # requests that let others pass
 
 
@@ -83,6 +81,7 @@ class Scheduler:
     Args:
       num_shards: of the mesh's data axis: rows and pages are split over it evenly.
       shares_prefixes: whether rows may read pages that others filled.
+      prefill_tokens: most prompt tokens of one call, of each shard.
       needs_drafter: whether such pages must hold the drafter's keys and values too.
     """
 
@@ -91,6 +90,7 @@ class Scheduler:
         sizes: Sizes,
         num_shards: int = 1,
         *,
+        prefill_tokens: int = 512,
         shares_prefixes: bool = True,
         needs_drafter: bool = False,
     ):
@@ -102,6 +102,9 @@ class Scheduler:
             for _ in range(num_shards)
         ]
         self.block_table = np.full((sizes.rows, sizes.pages_per_row), NO_PAGE, np.int32)
+        # Prompt tokens a row gets per call: several rows at once, or one long row.
+        self._narrow = max(prefill_tokens // PLACES, 1)
+        self._wide = max(prefill_tokens // 2, self._narrow)
         self._shares_prefixes = shares_prefixes
         self.needs_drafter = needs_drafter
         self._prefilling: list[Row] = []  # in the order of their requests
@@ -131,7 +134,7 @@ class Scheduler:
     @property
     def tokens_per_chunk(self) -> int:
         """Prompt tokens of one call, of each shard."""
-        return min(PLACES, self.rows_per_shard) * NARROW
+        return min(PLACES, self.rows_per_shard) * self._narrow
 
     @property
     def most_tokens(self) -> int:
@@ -293,7 +296,8 @@ class Scheduler:
         places = 1 if is_single else min(PLACES, self.rows_per_shard)
         fed = [row for rows in by_shard for row in rows[:places]]
         longest = max(row.num_to_prefill for row in fed)
-        width = WIDE if is_single and longest >= 2 * NARROW else NARROW
+        is_long = is_single and longest >= 2 * self._narrow
+        width = self._wide if is_long else self._narrow
         row_ids = np.full((len(self.pools), places), self.rows_per_shard, np.int32)
         counts = np.zeros_like(row_ids)
         for shard, rows in enumerate(by_shard):
@@ -367,7 +371,7 @@ class Scheduler:
             own = self.rows[first : first + self.rows_per_shard]
             num_rows = sum(row is not None for row in own)
             # Every shard waits for the fullest: a row more weighs as much as a chunk.
-            gain = len(shared) * self.sizes.page_size - num_rows * NARROW
+            gain = len(shared) * self.sizes.page_size - num_rows * self._narrow
             candidates.append((-gain, -pool.num_free, index, shared))
         candidates.sort(key=lambda candidate: candidate[:3])
         return [(index, shared) for _, _, index, shared in candidates]

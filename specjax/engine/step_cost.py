@@ -54,6 +54,8 @@ class StepCosts:
 
     def __init__(self, nodes_per_row: Mapping[int, int] | None = None):
         self.drift = 1.0
+        # Per token that the drafter has not seen, of the row with most; None: not known.
+        self.catch_up_s: float | None = None
         self._nodes_per_row = nodes_per_row or {}
         self._samples: dict[Bucket, dict[int, Sample]] = {}
         self._fit: tuple[float, dict[Bucket, float], np.ndarray] | None = None

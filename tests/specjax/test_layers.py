@@ -26,6 +26,7 @@ LAYERS = (
     # What users call.
     (
         "specjax.generation",
+        "specjax.plotting",
         "specjax.results",
         "specjax.rl",
         "specjax.serving",
@@ -75,7 +76,15 @@ FORBIDDEN = {
 # The whole of what a package may import beside the standard library.
 ALLOWED = {"pallas_kernels": ("jax", "numpy", "ml_dtypes", "pallas_kernels")}
 # Other people's packages that only the edge and training may need.
-OPTIONAL = ("torch", "transformers", "tunix", "huggingface_hub", "flax", "orbax")
+OPTIONAL = (
+    "torch",
+    "transformers",
+    "tunix",
+    "huggingface_hub",
+    "flax",
+    "orbax",
+    "matplotlib",
+)
 MAY_NEED_OPTIONAL = (
     "specjax.integrations",
     "specjax.training",

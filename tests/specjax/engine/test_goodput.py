@@ -212,7 +212,7 @@ def test_catching_up_is_no_part_of_what_a_step_costs():
     burst = outcome(now, decision, accepted=4, seconds=32 * before + 3.0, behind=301)
     policy.observe(burst)
     assert policy.costs.seconds(Bucket(1, 4), 100) == before
-    assert policy._catch_up_s == pytest.approx(0.01)
+    assert policy.costs.catch_up_s == pytest.approx(0.01)
 
 
 def test_plain_decoding_is_measured_again_now_and_then():

@@ -75,3 +75,16 @@ def test_a_page_is_looked_at_once_however_long_the_text(monkeypatch, needs_draft
         scheduler.take_tokens(row, [token], 2)  # nothing is drafted
     assert places == list(range(803 // 4))
     assert len(pool.find(row.token_ids)) == 803 // 4
+
+
+@pytest.mark.parametrize(("budget", "alone", "shared"), [(512, 256, 64), (40, 20, 5)])
+def test_prompts_are_fed_under_a_budget_of_tokens(budget, alone, shared):
+    sizes = dataclasses.replace(SIZES, num_pages=256, pages_per_row=128)
+    scheduler = Scheduler(sizes, prefill_tokens=budget)
+    for index in range(2):
+        scheduler.waiting.push(make_request(index, [index] * 400, 4))
+    scheduler.admit(4)
+    assert scheduler.next_chunk(most_places=1).counts.sum() == alone
+    both = scheduler.next_chunk().counts
+    assert both.max() == shared
+    assert both.sum() <= budget

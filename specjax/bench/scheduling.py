@@ -1,0 +1,264 @@
+"""What the choice of K brings: replays of measured step costs, and wall time beside them.
+
+    python -m specjax.bench.scheduling --out docs/benchmarks
+
+writes scheduling.json and the picture of a draining batch. Every figure is a ratio within
+this run. Measured once, with `--costs FILE` the costs are read instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.bench import calibrate, measuring
+from specjax.bench.command import model
+from specjax.bench.replay import Costs, Replay, Workload
+from specjax.bucket import Bucket
+from specjax.config import EngineConfig, SamplingParams
+from specjax.engine.goodput import Goodput
+from specjax.engine.speculation_policy import Fixed
+from specjax.engine.step_cost import StepCosts
+from specjax.plotting import new_figure
+from specjax.progress import Progress
+from specjax.setup import Setup
+
+PAIRS = {"embedded": ("demo", "demo"), "60M": ("bench_60m", "bench_60m_draft")}
+ROW_BUCKETS = (1, 4, 8, 16, 32)
+RANKED_ROWS = (8, 32)  # numbers of rows for which slots by rank are measured
+BATCHES = (1, 2, 4, 8, 16, 32)
+DEPTHS = (0, 1, 2, 4, 7)
+MOST = DEPTHS[-1]
+ACCEPTANCE = (0.0, 0.5, 0.8)
+BURN_IN_STEPS = 200
+TOKENS = 4000  # of each row of a steady load
+CONTEXT = 64
+
+
+def measure_costs(target: Any, drafter: Any, rounds: int) -> dict[str, Any]:
+    """Returns what the steps of a pair cost, and plain ones with no drafter loaded."""
+    config = EngineConfig(max_rows=ROW_BUCKETS[-1], max_context=512)
+    sampling = SamplingParams(temperature=1.0, ignore_eos=True)
+    timers = {}
+    for name in (drafter, None):
+        setup = Setup.of(
+            target, drafter=name, num_speculative_tokens=MOST, engine=config
+        )
+        decoder = setup.decoder(setup.standing_sizes(), [])
+        timers[name is None] = calibrate.StepTimer(decoder, setup.params, sampling)
+    bare, progress = timers[True], Progress(True)
+    beside: dict[Any, Callable[[], Any]] = {
+        ("bare", rows): lambda rows=rows: bare.run(Bucket(rows, 0), CONTEXT)
+        for rows in ROW_BUCKETS
+    }
+    found, plain = calibrate.calibrate(
+        timers[False],
+        [
+            bucket
+            for bucket in Goodput(MOST).buckets(ROW_BUCKETS)
+            if bucket.max_drafts is None or bucket.rows in RANKED_ROWS
+        ],
+        rounds=rounds,
+        beside=beside,
+        report=progress.report,
+    )
+    progress.close()
+    overhead = {
+        rows: measuring.ratio_interval(
+            found.seconds[Bucket(rows, 0), CONTEXT], plain["bare", rows]
+        )
+        for rows in ROW_BUCKETS
+    }
+    return {
+        "rounds": rounds,
+        "steps": found.records(),
+        "catch_up_s": found.catch_up_s,
+        "no_drafter_step_s": {
+            rows: measuring.median(plain["bare", rows]) for rows in ROW_BUCKETS
+        },
+        "plain_with_drafter_over_without": overhead,
+    }
+
+
+def costs_of(measured: dict[str, Any]) -> tuple[Costs, StepCosts]:
+    """Returns what a replay charges, and the same for a policy to know beforehand."""
+    known = StepCosts()
+    known.add_records(measured["steps"])
+
+    def step_s(bucket: Bucket, context: float) -> float:
+        assert known.count(bucket), f"{bucket} was not measured"
+        seconds = known.seconds(bucket, context)
+        assert seconds is not None
+        return seconds
+
+    policy_knows = StepCosts()
+    policy_knows.add_records(measured["steps"])
+    policy_knows.catch_up_s = measured["catch_up_s"]
+    has = lambda bucket: known.count(bucket) > 0
+    costs = Costs(step_s, measured["catch_up_s"], ROW_BUCKETS, has)
+    return costs, policy_knows
+
+
+def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
+    """Replays loads that stay: the policy against every K, learning cold and calibrated."""
+    rows = []
+    for batch in BATCHES:
+        for rate in ACCEPTANCE:
+            workload = Workload(
+                np.full(batch, TOKENS), np.full(batch, rate), context=CONTEXT
+            )
+            costs, known = costs_of(measured)
+            fixed = {k: Replay(workload, costs, Fixed(k)).run() for k in DEPTHS}
+            best = min(fixed, key=lambda k: fixed[k].seconds)
+            own = {"batch": batch, "acceptance": rate, "best_k": best}
+            for name, policy in (
+                ("cold", Goodput(MOST)),
+                ("calibrated", Goodput(MOST, known)),
+            ):
+                ran = Replay(workload, costs, policy).run()
+                speed = ran.tokens_per_second(BURN_IN_STEPS)
+                own |= {
+                    f"{name}_of_best": speed
+                    / fixed[best].tokens_per_second(BURN_IN_STEPS),
+                    f"{name}_of_none": speed
+                    / fixed[0].tokens_per_second(BURN_IN_STEPS),
+                    f"{name}_lost_in_burn_in_s": _burn_in_loss(ran, fixed[best]),
+                    f"{name}_whole_of_best": fixed[best].seconds / ran.seconds,
+                }
+            rows.append(own)
+    return rows
+
+
+def _burn_in_loss(ran: Replay, best: Replay) -> float:
+    """Returns the seconds by which the first steps took longer for what they brought."""
+    seconds = tokens = steps = 0
+    for burst in ran.bursts:
+        if steps >= BURN_IN_STEPS:
+            break
+        seconds, tokens = seconds + burst.seconds, tokens + burst.num_tokens
+        steps += burst.num_steps
+    return max(seconds - tokens / best.tokens_per_second(), 0.0)
+
+
+def heavy_tailed(rows: int = 32, seed: int = 0) -> np.ndarray:
+    """Returns output lengths like those of a rollout: most short, a few very long."""
+    rng = np.random.default_rng(seed)
+    lengths = 150 * (1 + rng.pareto(1.1, rows))
+    return np.sort(lengths.astype(int).clip(max=8000))
+
+
+def ramp(
+    measured: dict[str, Any], rate: float
+) -> tuple[dict[str, Any], dict[str, Replay]]:
+    """Replays a batch that drains and is not refilled."""
+    lengths = heavy_tailed()
+    workload = Workload(lengths, np.full(len(lengths), rate), context=CONTEXT)
+    costs, known = costs_of(measured)
+    runs = {f"K = {k}": Replay(workload, costs, Fixed(k)).run() for k in DEPTHS}
+    runs["goodput"] = Replay(workload, costs, Goodput(MOST, known)).run()
+    seconds = {name: run.seconds for name, run in runs.items()}
+    best = min(seconds[f"K = {k}"] for k in DEPTHS)
+    best_drafting = min(seconds[f"K = {k}"] for k in DEPTHS if k)
+    figures = {
+        "acceptance": rate,
+        "seconds": seconds,
+        "of_best_k": best / seconds["goodput"],
+        "of_best_k_above_0": best_drafting / seconds["goodput"],
+    }
+    return figures, runs
+
+
+def mixed(measured: dict[str, Any], batch: int = 32) -> dict[str, Any]:
+    """Replays a batch of which half copies and half is random."""
+    rates = np.where(np.arange(batch) % 2, 0.9, 0.1)
+    workload = Workload(np.full(batch, TOKENS), rates, context=CONTEXT)
+    speeds = {}
+    for name in ("ranked", "one K for all"):
+        costs, known = costs_of(measured)
+        policy = Goodput(MOST, known, ranks=name == "ranked")
+        speeds[name] = _full_batch_speed(Replay(workload, costs, policy).run())
+    for k in DEPTHS:
+        run = Replay(workload, costs_of(measured)[0], Fixed(k)).run()
+        speeds[f"K = {k}"] = _full_batch_speed(run)
+    best = max(speeds[f"K = {k}"] for k in DEPTHS)
+    return {
+        "batch": batch,
+        "tokens_per_second": speeds,
+        "ranked_over_one_k": speeds["ranked"] / speeds["one K for all"],
+        "ranked_over_best_fixed_k": speeds["ranked"] / best,
+    }
+
+
+def _full_batch_speed(run: Replay) -> float:
+    """Returns the tokens per second while all rows ran."""
+    full = [b for b in run.bursts if b.num_rows == run.workload.rows]
+    return sum(b.num_tokens for b in full) / sum(b.seconds for b in full)
+
+
+def draw_ramp(runs: dict[str, Replay], path: Path) -> None:
+    """Draws rows and K of a batch that drains, and when each policy is done."""
+    figure = new_figure(10, 4)
+    left, right = figure.subplots(1, 2, width_ratios=[3, 2])
+    bursts = runs["goodput"].bursts
+    at = [burst.at_s for burst in bursts]
+    left.step(at, [b.num_rows for b in bursts], where="post", color="tab:gray")
+    left.set(xlabel="seconds, replayed", ylabel="rows that decode", ylim=(0, None))
+    other = left.twinx()
+    depths = [b.decision.num_speculative_tokens for b in bursts]
+    other.step(at, depths, where="post", color="tab:blue")
+    other.set_ylabel("K", color="tab:blue")
+    left.set_title("goodput: K rises as rows drain")
+    names = list(runs)
+    colors = ["tab:blue" if name == "goodput" else "tab:gray" for name in names]
+    right.barh(names, [runs[name].seconds for name in names], color=colors)
+    right.set(xlabel="seconds until the last row is done", title="against every K")
+    right.invert_yaxis()
+    figure.savefig(path, dpi=120)
+
+
+def run(costs: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Returns the figures of all replays, and draws."""
+    document: dict[str, Any] = {"costs": costs, "replay": {}}
+    for name, measured in costs.items():
+        figures, runs = ramp(measured, 0.7)
+        draw_ramp(runs, folder / f"scheduling_ramp_{name}.png")
+        document["replay"][name] = {
+            "steady": steady(measured),
+            "ramp": figures,
+            "mixed": mixed(measured),
+        }
+    return document
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m specjax.bench.scheduling")
+    parser.add_argument("--out", type=Path, required=True, help="an existing folder")
+    parser.add_argument("--costs", type=Path, help="a scheduling.json of before")
+    parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args(argv)
+    if options.costs:
+        before = json.loads(options.costs.read_text())
+        environment, costs = before["environment"], before["costs"]
+    else:
+        environment, costs = measuring.environment(), {}
+        for name in options.pairs:
+            print(f"measuring the steps of the {name} pair", file=sys.stderr)
+            target, drafter = PAIRS[name]
+            drafter = drafter if drafter == "demo" else model(drafter)
+            costs[name] = measure_costs(model(target), drafter, options.rounds)
+    document = {"environment": environment} | run(costs, options.out)
+    path = options.out / "scheduling.json"
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
