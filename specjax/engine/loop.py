@@ -94,6 +94,7 @@ class Loop:
         policy: SpeculationPolicy,
         *,
         speculation_max_rows: int | None = None,
+        gate_tokens: int | None = None,
         drafter_name: str | None = None,
         on_progress: Report = lambda what, done, total: None,
     ):
@@ -101,6 +102,8 @@ class Loop:
         self.params = decoder.place_params(params)
         self.policy = policy
         self.speculation_max_rows = speculation_max_rows
+        # Most tokens of all rows together with which drafts are made; None: however many.
+        self.gate_tokens = gate_tokens
         self.run_s = 0.0  # seconds in `step`, compiling left out
         self.num_prefilled = (
             0  # prompt tokens that were fed, those that were found left out
@@ -206,6 +209,7 @@ class Loop:
             self.decoder.sizes,
             self.decoder.num_shards,
             prefill_tokens=self.decoder.engine_config.max_prefill_tokens,
+            counts_worst_case=self.decoder.engine_config.gate == "worst_case",
             shares_prefixes=self.decoder.engine_config.prefix_caching,
             needs_drafter=bool(jax.tree.leaves(self._state.drafter)),
         )
@@ -478,7 +482,16 @@ class Loop:
         most_rows = self.speculation_max_rows
         if most_rows is not None and len(rows) > most_rows:
             return 0, "rows"
+        if self.gate_tokens is not None and self._weighed_tokens() > self.gate_tokens:
+            return 0, "memory gate"
         return None, ""
+
+    def _weighed_tokens(self) -> int:
+        """Returns the tokens of all rows: that they can have after the work sent, or ever."""
+        rows = self.scheduler.occupied
+        if self.decoder.engine_config.gate == "worst_case":
+            return sum(row.request.max_length for row in rows)
+        return sum(row.most for row in rows)
 
     @functools.cached_property
     def _row_buckets(self) -> Sequence[int]:

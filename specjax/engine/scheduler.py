@@ -80,6 +80,8 @@ class Scheduler:
 
     Args:
       num_shards: of the mesh's data axis: rows and pages are split over it evenly.
+      counts_worst_case: whether a request waits until there are pages for all that it and
+        the rows that run may ever have: then nobody is preempted.
       shares_prefixes: whether rows may read pages that others filled.
       prefill_tokens: most prompt tokens of one call, of each shard.
       needs_drafter: whether such pages must hold the drafter's keys and values too.
@@ -92,6 +94,7 @@ class Scheduler:
         *,
         prefill_tokens: int = 512,
         shares_prefixes: bool = True,
+        counts_worst_case: bool = False,
         needs_drafter: bool = False,
     ):
         self.sizes = sizes
@@ -105,6 +108,7 @@ class Scheduler:
         # Prompt tokens a row gets per call: several rows at once, or one long row.
         self._narrow = max(prefill_tokens // PLACES, 1)
         self._wide = max(prefill_tokens // 2, self._narrow)
+        self._counts_worst_case = counts_worst_case
         self._shares_prefixes = shares_prefixes
         self.needs_drafter = needs_drafter
         self._prefilling: list[Row] = []  # in the order of their requests
@@ -393,6 +397,8 @@ class Scheduler:
             shard = index // self.rows_per_shard
             num_shared = len(shared) * self.sizes.page_size
             pool = self.pools[shard]
+            if self._counts_worst_case and not self._fits_for_good(request, shard):
+                continue
             row = Row(
                 index,
                 shard,
@@ -415,6 +421,13 @@ class Scheduler:
                 return row
             pool.give_back(row.pages)
         return None
+
+    def _fits_for_good(self, request: Request, shard: int) -> bool:
+        """Returns whether a shard has pages for all that its rows and a request may ever have."""
+        size = self.sizes.page_size
+        most = [row.request.max_length for row in self.occupied if row.shard == shard]
+        slots = [tokens + self.sizes.tree_slots for tokens in (*most, request.max_length)]
+        return sum(-(-n // size) for n in slots) <= self.pools[shard].num_pages
 
     def _empty_row(self, shard: int) -> int | None:
         first = shard * self.rows_per_shard

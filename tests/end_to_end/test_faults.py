@@ -171,7 +171,7 @@ def test_an_engine_goes_on_without_its_drafter(target, plain):
 
 @pytest.mark.parametrize("stage", ["lower", "compile"])
 def test_a_burst_that_does_not_fit_is_dropped(target, plain, stage, monkeypatch):
-    """K = 3 in all rows, then K = 0 in the bucket of one row: memory runs out."""
+    """K = 3, and K = 0 in the bucket of one row: memory runs out."""
     # One of its own, of which nothing is compiled yet.
     page_size = {"lower": 16, "compile": 32}[stage]
     engine = dataclasses.replace(ENGINE, row_buckets=(1,), page_size=page_size)
@@ -198,11 +198,15 @@ def test_a_burst_that_does_not_fit_is_dropped(target, plain, stage, monkeypatch)
     monkeypatch.setattr(decoder_module, "burst", burst)
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_if_it_fits)
     with pytest.warns(UserWarning, match="RESOURCE_EXHAUSTED") as caught:
-        out = generate(target, "ngram", engine=engine)
+        fixed = {"policy": "fixed"}
+        out = generate(target, "ngram", engine=engine, speculative_config=fixed)
     assert ids(out) == plain
     assert out.stats.acceptance.num_drafted == 0
+    assert "dropped" in {decision.reason for decision in out.stats.decisions}
     said = sorted(str(warning.message).split(" is dropped")[0] for warning in caught)
-    assert said == ["K = 3", "the bucket of 1 rows at K = 0"]
+    assert said == [
+        f"a burst of {rows} rows at K = {k}" for rows, k in ((1, 0), (1, 3), (2, 3))
+    ]
 
 
 def test_matches_are_found_where_nothing_is_wrong(target, plain):
