@@ -57,7 +57,7 @@ def fit_prefill(
     """Returns the coefficients of prefills of one number of rows.
 
     The line passes through the origin and the samples up to the bend, the largest size
-    whose bytes it does not miss by more than 2 %.
+    whose bytes are not above it by more than 2 %.
 
     Args:
       tokens: at least one, all above 0.
@@ -83,14 +83,14 @@ def fit_prefill(
         quadratic = float(found[0]), float(found[1])
     fitted = PrefillCoefficients(linear, quadratic, bend)
     errors = [abs(fitted(t) / b - 1) for t, b in zip(size, used)]
-    return dataclasses.replace(fitted, error=max(errors))
+    return dataclasses.replace(fitted, error=float(max(errors)))
 
 
 def _straight_samples(size: np.ndarray, used: np.ndarray) -> int:
-    """Returns how many of the first samples one line through the origin meets."""
+    """Returns how many of the first samples a line through the origin does not fall short of."""
     for count in range(len(size), 1, -1):
         line = nonnegative_least_squares(size[:count, None], used[:count])[0]
-        if np.all(np.abs(line * size[:count] / used[:count] - 1) <= BEND_TOLERANCE):
+        if used[count - 1] <= (1 + BEND_TOLERANCE) * line * size[count - 1]:
             return count
     return 1
 
@@ -130,6 +130,10 @@ class MemoryLimits:
     batch_safety_margin: float = 20.0  # percent of the free bytes
     speculation_weight_fraction: float = 0.75  # of the weight limit
     num_pages: int | None = None  # asked for: overrides all
+
+    @property
+    def pages_per_row(self) -> int:
+        return -(-self.max_context // self.page_size)
 
     def __post_init__(self):
         if self.free_bytes <= 0:
@@ -223,7 +227,8 @@ def recommended_margin(
     A batch of the weight limit must find pages though every row leaves part of its last one
     empty, and the largest prefill must find its workspace beside the pool:
 
-        margin >= 1 - n1 x (tokens of the pool - rows x (page_size - 1)) / free
+        margin >= 1 - n1 x (tokens of the pool - rows x (page_size - 1)) / free,
+                                               unless the pool holds all that rows can
         margin >= 1 - (1 - pool / free) / (1 - c / a1)      where the pool leaves too little
 
     and 5 points on top. docs/decisions/0004-recommended-margin.md has the derivation.
@@ -231,15 +236,17 @@ def recommended_margin(
     Args:
       prefill_workspace: bytes of the largest prefill beside its pages.
     """
-    free = limits.free_bytes
-    usable = num_pages * limits.page_size - limits.rows * (limits.page_size - 1)
-    least = 1 - next_token * usable / free
+    free, least = limits.free_bytes, 0.0
+    if num_pages < limits.rows * limits.pages_per_row:
+        usable = num_pages * limits.page_size - limits.rows * (limits.page_size - 1)
+        least = 1 - next_token * usable / free
     left = free - num_pages * limits.page_size * bytes_per_token
     pages_of_prefill = bytes_per_token / prefill.linear
     # At a ratio of 1 prefills take nothing but their pages: any margin will do.
     if prefill_workspace > left and pages_of_prefill < 1:
         least = max(least, 1 - left / free / (1 - pages_of_prefill))
-    percent = SAFETY_POINTS + math.ceil(100 * max(least, 0.0))
+    # A hair below a whole percent is rounding.
+    percent = SAFETY_POINTS + math.ceil(100 * max(least, 0.0) - 1e-9)
     return min(percent, MOST_MARGIN)
 
 
@@ -342,7 +349,7 @@ def _num_pages(
             f"leaves no room for a page of {page_bytes:.0f}; lower max_rows, "
             "num_speculative_tokens or logit_bytes, or raise memory_bytes."
         )
-    return min(fitting, limits.rows * -(-limits.max_context // limits.page_size))
+    return min(fitting, limits.rows * limits.pages_per_row)
 
 
 def _prefill_coefficients(

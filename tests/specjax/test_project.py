@@ -19,6 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 NUM_PARAMETERS = {
     "bench_60m": 57_942_528,
     "llama_3_1_8b": 8_030_261_248,  # as published
+    "llama_3_1_8b_eagle3_sized": 743_452_672,  # 218_112_000 + 128_256 * 4_096 + 4_096
     "llama_3_2_1b": 1_235_814_400,
     "qwen3_0_6b": 596_049_920,
 }
