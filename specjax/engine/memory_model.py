@@ -174,7 +174,7 @@ class MemoryPlan:
     @property
     def most_tokens(self) -> int:
         """Tokens of a batch of the weight limit; never more than the pool holds."""
-        by_weight = math.floor(self.weight_limit / self.next_token)
+        by_weight = math.floor(self.weight_limit / self.next_token * (1 + 1e-12))
         return min(by_weight, self.num_pages * self.page_size)
 
     def weight(self, tokens: int) -> float:
@@ -302,7 +302,7 @@ def plan_memory(
         weight_limit=weight_limit,
         num_pages=num_pages,
         page_size=limits.page_size,
-        gate_tokens=math.floor(gate),
+        gate_tokens=math.floor(gate * (1 + 1e-12)),
         workspace_bytes=workspace,
         batch_safety_margin=margin,
         recommended_batch_safety_margin=recommended,
@@ -334,8 +334,9 @@ def _num_pages(
     """Returns the pages that n1 allows, that leave every step its workspace, and that rows can hold."""
     room = limits.free_bytes - workspace
     page_bytes = bytes_per_token * limits.page_size
-    fitting = int(min(limits.free_bytes / next_token, room / bytes_per_token))
-    fitting //= limits.page_size
+    # Quotients of floats are a hair off: a page that fits exactly, fits.
+    by_weight = limits.free_bytes / next_token * (1 + 1e-12)
+    fitting = int(min(by_weight, room / bytes_per_token) / limits.page_size)
     if limits.num_pages is not None:
         if limits.num_pages > fitting:
             warnings.append(
