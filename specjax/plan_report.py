@@ -190,6 +190,7 @@ def _compiled(plan: Plan) -> dict[str, Any]:
         "scratch_bytes_per_layer": compiled.scratch_per_layer,
         "code_bytes_per_layer": compiled.code_per_layer,
         "page_bytes_compiled_over_counted": compiled.pages_ratio,
+        "pool_copied_by_steps": compiled.copied_ratio,
     }
 
 
@@ -223,6 +224,11 @@ def _notes(plan: Plan) -> list[str]:
     if not device.is_compiled_for:
         notes.append(
             f"no compiler for {device.name} is here: workspaces are those that XLA says for CPU."
+        )
+    copied = plan.compiled.copied_ratio
+    if copied > 0.01:
+        notes.append(
+            f"while a step runs it copies {copied:.0%} of the pool, which is counted with every token."
         )
     layers = plan.compiled.compiled_layers
     if len(layers) > 1:

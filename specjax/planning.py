@@ -218,7 +218,7 @@ def make_plan(
     compiled = compile_memory(
         make,
         layers,
-        lambda count: target_page * count / layers + drafter_page,
+        (target_page / layers, drafter_page),
         depths,
         on_progress,
     )
@@ -405,7 +405,9 @@ def _memory(
         speculation_weight_fraction=engine.speculation_weight_fraction,
         num_pages=engine.num_pages,
     )
-    memory = plan_memory(limits, c, compiled.buckets)
+    memory = plan_memory(
+        limits, c, compiled.buckets, copied_per_token=c * compiled.copied_ratio
+    )
     return memory, list(memory.warnings)
 
 

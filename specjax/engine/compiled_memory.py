@@ -26,8 +26,9 @@ from specjax.models.layers import MOST_TOKENS_FROM_THE_LEFT
 # Layers that are compiled in place of more: what a step needs beside its arguments grows
 # by the same with each.
 FEW_LAYERS, MORE_LAYERS = 2, 4
-# Pages of the pools that steps are compiled for; no step's workspace depends on them.
-FEW_PAGES, MORE_PAGES = 512, 1024
+# Pages of the pools that steps are compiled for: many enough that no pool fits into a
+# chip's fast memory, where steps would be other ones.
+FEW_PAGES, MORE_PAGES = 4096, 8192
 
 
 def burst_bucket(
@@ -127,8 +128,10 @@ class CompiledMemory:
 
     Attributes:
       samples: as compiled, for `compiled_layers` layers of the target.
-      buckets: all, predicted for all layers.
-      bytes_per_token: compiled / analytic, of the pages of the compiled layers.
+      buckets: all, predicted for all layers; without what is proportional to the pool.
+      pages_ratio: bytes of pages as compiled / as counted.
+      copied_ratio: bytes of the pool that a burst copies while it runs / bytes of the pool: 0
+        where it is updated in place.
       scratch_per_layer, code_per_layer: what a layer adds to every step.
     """
 
@@ -136,6 +139,7 @@ class CompiledMemory:
     buckets: tuple[BucketMemory, ...]
     fit: WorkspaceFit
     pages_ratio: float
+    copied_ratio: float
     compiled_layers: tuple[int, ...]
     scratch_per_layer: float
     code_per_layer: float
@@ -144,7 +148,7 @@ class CompiledMemory:
 def compile_memory(
     make_decoder: Callable[[int, int], AbstractDecoder],
     num_layers: int,
-    page_bytes: Callable[[int], float],
+    page_bytes: tuple[float, float],
     depths: Sequence[int],
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> CompiledMemory:
@@ -153,7 +157,8 @@ def compile_memory(
     Args:
       make_decoder: (layers of the target, pages) to a decoder.
       num_layers: of the target.
-      page_bytes: layers to bytes of a page on one chip, of target and drafter, as counted.
+      page_bytes: of a page on one chip as counted, of one layer of the target and of all
+        of the drafter.
       depths: each K that may be chosen, 0 included.
     """
     is_few = num_layers <= MORE_LAYERS
@@ -166,38 +171,63 @@ def compile_memory(
     for index, bucket in enumerate(chosen):
         on_progress(f"compiling a {bucket.kind}", index, total)
         samples.append(compile_bucket(decoder, bucket))
-    # A prefill is the quickest to compile of those that hold all pages.
-    small = next(s for s in samples if s.bucket.kind == PREFILL)
+    first = samples[
+        0
+    ]  # a burst of K = 0: quick, and the drafter's pages are passed through
     on_progress("compiling for a larger pool", len(chosen), total)
-    larger = compile_bucket(make_decoder(layers, MORE_PAGES), small.bucket)
-    more_tokens = (MORE_PAGES - FEW_PAGES) * decoder.sizes.page_size
-    seen = bytes_per_token(small, larger, more_tokens=more_tokens)
-    ratio = seen * decoder.sizes.page_size / page_bytes(layers)
+    larger = compile_bucket(make_decoder(layers, MORE_PAGES), first.bucket)
+    of_layer, of_drafter = page_bytes
+    more_pages = MORE_PAGES - FEW_PAGES
+    more_tokens = more_pages * decoder.sizes.page_size
+    seen = bytes_per_token(first, larger, more_tokens=more_tokens)
+    counted = of_layer * layers + of_drafter
+    pages_ratio = seen * decoder.sizes.page_size / counted
+    copied = max(larger.scratch_bytes - first.scratch_bytes, 0) / more_pages
+    copied_ratio = copied / (of_layer * layers * pages_ratio)
     scratch = code = 0.0
     if not is_few:
         on_progress("compiling for more layers", len(chosen) + 1, total)
-        first = samples[0]
         deeper = compile_bucket(make_decoder(MORE_LAYERS, FEW_PAGES), first.bucket)
-        steps = MORE_LAYERS - FEW_LAYERS
-        scratch = max(deeper.scratch_bytes - first.scratch_bytes, 0) / steps
-        code = max(deeper.code_bytes - first.code_bytes, 0) / steps
+        more = MORE_LAYERS - FEW_LAYERS
+        scratch = (deeper.scratch_bytes - first.scratch_bytes) / more
+        scratch = max(scratch - copied * FEW_PAGES / layers, 0.0)
+        code = max(deeper.code_bytes - first.code_bytes, 0) / more
     on_progress("compiled", total, total)
-    fit = fit_workspaces(samples, known_bend=_known_bend(decoder))
-    by_bucket = {sample.bucket: sample for sample in samples}
-    more = num_layers - layers
+    pooled = FEW_PAGES * copied_ratio * pages_ratio
+    beside = [
+        _without_pool(s, pooled * of_layer * layers, pooled * of_drafter)
+        for s in samples
+    ]
+    fit = fit_workspaces(beside, known_bend=_known_bend(decoder))
+    by_bucket = {sample.bucket: sample for sample in beside}
+    more_layers = num_layers - layers
     predicted = [
-        _predicted(b, by_bucket.get(b), fit, scratch * more, code * more)
+        _predicted(b, by_bucket.get(b), fit, scratch * more_layers, code * more_layers)
         for b in buckets
     ]
     return CompiledMemory(
         samples=tuple(samples),
         buckets=tuple(predicted),
         fit=fit,
-        pages_ratio=ratio,
+        pages_ratio=pages_ratio,
+        copied_ratio=copied_ratio,
         compiled_layers=(layers,) if is_few else (FEW_LAYERS, MORE_LAYERS),
         scratch_per_layer=scratch,
         code_per_layer=code,
     )
+
+
+def _without_pool(
+    sample: BucketMemory, of_target: float, of_drafter: float
+) -> BucketMemory:
+    """Returns a sample less the copies that it makes of the pool; prefills make none."""
+    if sample.bucket.kind == PREFILL:
+        return sample
+    copies = of_target
+    if sample.bucket.num_speculative_tokens:
+        copies += of_drafter
+    temp = max(sample.temp_bytes - round(copies), 0)
+    return dataclasses.replace(sample, temp_bytes=temp)
 
 
 def _predicted(

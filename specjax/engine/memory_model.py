@@ -158,6 +158,7 @@ class MemoryPlan:
     """What follows: figures of one chip, tokens and pages of a shard's pool."""
 
     bytes_per_token: float
+    copied_per_token: float  # what steps take per token of the pool, where they copy it
     next_token_input: float  # n0: bytes that a token of context takes by lying there
     next_token: float  # n1: the same, and its share of the largest decoding step
     prefill: PrefillCoefficients
@@ -166,7 +167,9 @@ class MemoryPlan:
     num_pages: int
     page_size: int
     gate_tokens: int  # most tokens of a batch that speculates
-    workspace_bytes: int  # of the largest step, and the code of all
+    workspace_bytes: (
+        int  # of the largest step, copies of the pool left out, and the code of all
+    )
     batch_safety_margin: float
     recommended_batch_safety_margin: int
     warnings: tuple[str, ...] = ()
@@ -255,12 +258,14 @@ def plan_memory(
     bytes_per_token: float,
     buckets: Sequence[BucketMemory],
     *,
+    copied_per_token: float = 0.0,
     measured_workspace: float | None = None,
 ) -> MemoryPlan:
     """Returns pages, weight limit and gate.
 
     Args:
       bytes_per_token: of target and drafter together, on this chip.
+      copied_per_token: bytes that a step takes per token of the pool, where it copies it.
       buckets: every step that may run, compiled or predicted; some of them bursts.
       measured_workspace: bytes that steps were seen to take on the device, if they were.
 
@@ -271,6 +276,7 @@ def plan_memory(
     if not bursts:
         raise ValueError("there is no decoding step among the buckets; compile one.")
     warnings: list[str] = []
+    held, bytes_per_token = bytes_per_token, bytes_per_token + copied_per_token
     workspace = round(larger_of(combined_bytes(buckets), measured_workspace))
     n1 = next_token_coefficient(limits, bytes_per_token, bursts, measured_workspace)
     n1 = at_least_pages(n1, bytes_per_token, warnings)
@@ -294,8 +300,9 @@ def plan_memory(
     weight_limit = math.floor((1 - margin / 100) * limits.free_bytes)
     gate = limits.speculation_weight_fraction * weight_limit / n1
     return MemoryPlan(
-        bytes_per_token=bytes_per_token,
-        next_token_input=bytes_per_token,
+        bytes_per_token=held,
+        copied_per_token=copied_per_token,
+        next_token_input=held,
         next_token=n1,
         prefill=prefill,
         free_bytes=limits.free_bytes,

@@ -16,6 +16,7 @@ from specjax.engine import compiled_memory
 from specjax.engine.workspace_fit import BURST, MIXED, PREFILL, BucketMemory
 from specjax.planning import PlanRequest, find_config, find_device, find_drafter
 
+COPIED = [0.0]  # of the pool, by the steps of `compiled_by_rule`
 KEYS = {
     "weights_bytes",
     "bytes_per_token",
@@ -54,17 +55,18 @@ def compiled_by_rule(monkeypatch):
 
     def compile_bucket(decoder, bucket):
         layers, sizes = decoder.config.num_layers, decoder.sizes
-        page = (
-            2 * 2 * 8 * 128 * sizes.page_size * (layers + len(decoder.drafter.configs))
-        )
+        page = 2 * 2 * 8 * 128 * sizes.page_size
+        drafted = len(getattr(decoder.drafter, "configs", ()))
         scratch = 2_000_000 * bucket.logit_tokens + 5000 * layers
+        read = layers + (drafted if bucket.num_speculative_tokens else 0)
+        copied = COPIED[0] * page * read * sizes.num_pages
         if bucket.kind != BURST:
             scratch = max(scratch, 20_000 * bucket.tokens + 5000 * layers)
         return BucketMemory(
             bucket=bucket,
-            argument_bytes=10**9 + sizes.num_pages * page,
+            argument_bytes=10**9 + sizes.num_pages * page * (layers + drafted),
             output_bytes=0,
-            temp_bytes=scratch,
+            temp_bytes=scratch + (round(copied) if bucket.kind != PREFILL else 0),
             alias_bytes=0,
             code_bytes=1000 * layers,
         )
@@ -99,6 +101,19 @@ def test_layers_are_extrapolated_and_the_rest_fitted(compiled_by_rule):
         assert memory.scratch_bytes == pytest.approx(expected, rel=0.02), bucket
 
 
+def test_copies_of_the_pool_are_counted_with_its_tokens(compiled_by_rule, monkeypatch):
+    plain = planning.make_plan(request_of())
+    monkeypatch.setattr(f"{__name__}.COPIED", [0.5])
+    copying = planning.make_plan(request_of())
+    assert copying.compiled.copied_ratio == pytest.approx(0.5)
+    assert copying.compiled.scratch_per_layer == pytest.approx(5000)
+    assert copying.compiled.buckets == plain.compiled.buckets
+    assert copying.target_bytes_per_token == plain.target_bytes_per_token
+    ratio = plain.memory.most_tokens / copying.memory.most_tokens
+    assert ratio == pytest.approx(1.5, rel=0.01)
+    assert "copies 50% of the pool" in plan_report.render(copying)
+
+
 def test_every_step_of_an_engine_is_planned_and_few_are_compiled(compiled_by_rule):
     compiled = planning.make_plan(request_of()).compiled
     kinds = [memory.bucket.kind for memory in compiled.buckets]
@@ -112,7 +127,8 @@ def test_logits_in_chunks_count_once(compiled_by_rule):
     request = request_of()
     few = dataclasses.replace(request.engine, logit_bytes=4 * 128_256 * 100)
     plan = planning.make_plan(dataclasses.replace(request, engine=few))
-    tokens = {m.bucket.tokens: m.bucket.logit_tokens for m in plan.compiled.buckets}
+    buckets = [memory.bucket for memory in plan.compiled.buckets]
+    tokens = {b.tokens: b.logit_tokens for b in buckets if b.kind == BURST}
     # 320 tokens in four chunks of 80.
     assert tokens[64 * 5] == 80
     assert tokens[64] == 64

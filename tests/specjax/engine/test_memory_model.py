@@ -249,6 +249,16 @@ def test_a_plan_counted_by_hand():
     assert plan.warnings == ()
 
 
+def test_steps_that_copy_the_pool_halve_it():
+    """Twice the bytes per token of the pool, of which half lie there between steps."""
+    asked = limits(max_context=5000)
+    plan = plan_memory(asked, 100, [burst(4, 3, 200_000)], copied_per_token=100)
+    assert plan.num_pages == 400
+    assert plan.bytes_per_token == plan.next_token_input == 100
+    assert plan.next_token == pytest.approx(250)
+    assert plan.gate_tokens == 2400
+
+
 def test_rows_that_cannot_fill_the_memory_get_no_more_pages_than_they_can_hold():
     plan = plan_memory(limits(max_context=95), 100, [burst(4, 0, 1000)])
     assert plan.num_pages == 4 * 10
@@ -399,7 +409,7 @@ def test_what_is_planned_fits(free, c, rows, context, decode, prompts, margin):
         return
     assert plan.num_pages * 16 * c + max(decode, prompts) <= free
     assert plan.next_token >= c
-    assert plan.gate_tokens <= 0.75 * plan.weight_limit / plan.next_token
+    assert plan.weight(plan.gate_tokens) <= 0.75 * plan.weight_limit * (1 + 1e-9)
     if margin >= plan.recommended_batch_safety_margin:
         # Every row but its last page is full; a row of one token more takes a page more.
         tokens = min(int(plan.weight_limit / plan.next_token), rows * context)
