@@ -185,7 +185,8 @@ def nonnegative_least_squares(features: np.ndarray, targets: np.ndarray) -> np.n
             if np.any(found < 0):
                 continue
             missed = float(np.abs(columns @ found - ones).max())
-            if missed < least:
+            # Of what fits equally the first: a slope rather than a constant.
+            if missed < least - 1e-9:
                 best, least = np.zeros(num_features), missed
                 best[list(subset)] = found
         if least <= FEATURE_TOLERANCE:
@@ -318,4 +319,8 @@ def _head_sizes(bucket: Bucket) -> tuple[float, ...]:
 
 
 def _body_sizes(bucket: Bucket) -> tuple[float, ...]:
-    return (bucket.tokens, 1.0)
+    # A single prompt is laid out otherwise than several: more per token in small models.
+    alone = bucket.tokens if bucket.rows == 1 else 0
+    if bucket.kind == MIXED:
+        alone = bucket.tokens - bucket.rows
+    return (bucket.tokens, alone, 1.0)

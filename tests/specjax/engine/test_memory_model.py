@@ -167,6 +167,14 @@ def test_kinds_are_fitted_apart_and_mixed_steps_are_the_larger_of_both():
     assert fit.scratch(mixed(40, 24, 0).bucket) == pytest.approx(4000 + 60)
 
 
+def test_a_prompt_alone_may_take_more_per_token():
+    """As XLA has it on CPU for a model of width 64."""
+    samples = [burst(8, 0, 800), prefill(1, 64, 64 * 40), prefill(8, 64, 512 * 30)]
+    fit = fit_workspaces(samples)
+    assert fit(prefill(1, 256, 0).bucket) == pytest.approx(256 * 40)
+    assert fit(prefill(2, 256, 0).bucket) == pytest.approx(512 * 30)
+
+
 def test_rows_that_are_taken_out_and_put_back_cost_their_copies():
     samples = [
         burst(rows, k, rows * (1 + k) * 100 + (5000 * rows if rows == 2 else 0), 0, own)
