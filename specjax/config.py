@@ -30,6 +30,8 @@ VERIFICATION_RULES = (
 LOSSY_RULES = ("lenient", "typical", "synthetic")
 NUMERICS = ("fast", "invariant")
 POLICIES = ("goodput", "fixed")
+GATES = ("current", "worst_case")  # which tokens of a batch weigh
+_MEMORY_FIELDS = ("batch_safety_margin", "speculation_weight_fraction", "gate")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 MAX_DRAFT_NODES = 255
 MAX_DEPTH = 63
@@ -216,6 +218,10 @@ def _is_int(value: Any) -> TypeGuard[int]:
     except TypeError:
         return False
     return not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _is_sized(value: Any) -> bool:
@@ -489,6 +495,17 @@ class EngineConfig:
         None  # tokens of prompt and output together; None is the model's own limit
     )
     kv_cache_bytes: int = 2**30  # most the pages may take when num_pages is None
+    # What weights, pages and steps may take together, of each device. None is what the device
+    # reports; on CPU, which reports nothing, only kv_cache_bytes counts then.
+    memory_bytes: int | None = None
+    # Percent of the memory left beside the weights that a batch's weight stays below.
+    batch_safety_margin: float = 20.0
+    # Of the weight limit, up to where a batch speculates.
+    speculation_weight_fraction: float = 0.75
+    # Which tokens weigh: "current", those that rows have or may get by what is being sent, or
+    # "worst_case", all that they may ever have: nobody is admitted then who might have to
+    # be preempted.
+    gate: str = "current"
     max_bias_entries: int = 64  # logit_bias and bad_token_ids together
     max_allowed_tokens: int = 256
     max_stop_tokens: int = 16
@@ -517,9 +534,11 @@ class EngineConfig:
             raise ValueError(
                 f"EngineConfig.numerics={self.numerics!r} must be one of {', '.join(NUMERICS)}."
             )
+        self._check_memory()
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
-            if field.name == "numerics" or (value is None and field.default is None):
+            is_checked = field.name in ("numerics", *_MEMORY_FIELDS)
+            if is_checked or (value is None and field.default is None):
                 continue
             if field.name == "row_buckets":
                 self._check_row_buckets()
@@ -534,6 +553,23 @@ class EngineConfig:
                 raise ValueError(
                     f"EngineConfig.{field.name}={value!r} must be a whole number of at least 1."
                 )
+
+    def _check_memory(self) -> None:
+        if self.gate not in GATES:
+            raise ValueError(
+                f"EngineConfig.gate={self.gate!r} must be one of {', '.join(GATES)}."
+            )
+        margin, fraction = self.batch_safety_margin, self.speculation_weight_fraction
+        if not _is_number(margin) or not 0 <= margin < 100:
+            raise ValueError(
+                f"EngineConfig.batch_safety_margin={margin!r} must be a percentage from 0 to "
+                "below 100."
+            )
+        if not _is_number(fraction) or not 0 < fraction <= 1:
+            raise ValueError(
+                f"EngineConfig.speculation_weight_fraction={fraction!r} must be above 0 and "
+                "at most 1."
+            )
 
     def _check_row_buckets(self) -> None:
         buckets: Any = self.row_buckets

@@ -79,7 +79,7 @@ class Engine:
             speculative_config=speculative_config,
             engine=engine,
             mesh=mesh,
-        )
+        ).with_reported_memory()
         names = [setup.speculation.verification, *other_verifications]
         for name in names:
             setup.drafter.check_rule(name)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
-from specjax import sharding
+from specjax import planning, sharding
 from specjax.config import EngineConfig, SpeculationConfig
 from specjax.decode.decoder import Decoder, Sizes, build_decoder
 from specjax.decode.rules import RuleOptions
@@ -18,6 +20,7 @@ from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.engine import cost_files
 from specjax.engine.goodput import Goodput
 from specjax.engine.loop import Loop
+from specjax.engine.memory_model import MemoryPlan
 from specjax.engine.request import Request
 from specjax.engine.speculation_policy import Fixed, SpeculationPolicy, Table
 from specjax.engine.step_cost import StepCosts
@@ -25,7 +28,7 @@ from specjax.models.base import Model
 from specjax.models.loading import load_model
 from specjax.progress import Report
 from specjax.requests import Refused, make_requests, one_each
-from specjax.sizing import choose_sizes, standing_sizes
+from specjax.sizing import choose_sizes, page_bytes, standing_sizes
 from specjax.types import DecoderParams
 
 
@@ -102,6 +105,7 @@ class Setup:
             self.params,
             policy or self.policy(decoder),
             speculation_max_rows=self.speculation.speculation_max_rows,
+            gate_tokens=None if self.memory is None else self.memory.gate_tokens,
             drafter_name=self.drafter.name,
             on_progress=on_progress,
         )
@@ -125,12 +129,64 @@ class Setup:
             self.target.config.max_position_embeddings, *self._memory_arguments
         )
 
+    def with_reported_memory(self) -> Setup:
+        """Returns a setup whose memory_bytes are the device's, where it says how many it has."""
+        stats = jax.local_devices()[0].memory_stats() or {}
+        reported = stats.get("bytes_limit")
+        if self.engine.memory_bytes is not None or reported is None:
+            return self
+        engine = dataclasses.replace(self.engine, memory_bytes=int(reported))
+        return dataclasses.replace(self, engine=engine)
+
+    @functools.cached_property
+    def memory(self) -> MemoryPlan | None:
+        """What fits into memory_bytes beside the weights; None where they are not given.
+
+        Compiles some of the steps from shapes, which the compilation cache keeps.
+
+        Raises:
+          ValueError: nothing fits.
+        """
+        num_shards = sharding.axis_size(self.mesh, sharding.DATA)
+        if self.engine.memory_bytes is None or num_shards > 1:
+            return None  # over a data axis the pages are the user's to say
+        chips = sharding.axis_size(self.mesh, sharding.TENSOR)
+        plan = planning.make_plan(
+            planning.PlanRequest(
+                target=self.target.config,
+                target_name=self.target.name,
+                drafter=self.drafter.spec,
+                drafter_name=self.drafter.name,
+                device=planning.Device("here", chips, None, self.mesh),
+                dtype=self._dtype,
+                num_speculative_tokens=self.speculation.depth,
+                engine=self.engine,
+            )
+        )
+        for warning in plan.notes:
+            warnings.warn(warning, stacklevel=2)
+        return plan.memory
+
+    @property
+    def _dtype(self) -> Any:
+        return jax.tree.leaves(self.target.params)[0].dtype
+
+    @property
+    def _sized_engine(self) -> EngineConfig:
+        """The engine's config with as many bytes for pages as fit."""
+        memory = self.memory
+        if memory is None or self.engine.num_pages is not None:
+            return self.engine
+        configs = [self.target.config, *self.drafter.configs]
+        page = page_bytes(configs, self.engine.page_size, self._dtype)
+        return dataclasses.replace(self.engine, kv_cache_bytes=memory.num_pages * page)
+
     @property
     def _memory_arguments(self) -> tuple[Any, ...]:
         return (
             [self.target.config, *self.drafter.configs],
-            self.engine,
-            jax.tree.leaves(self.target.params)[0].dtype,
+            self._sized_engine,
+            self._dtype,
             sharding.axis_size(self.mesh, sharding.DATA),
             self.drafter.tree_slots(self.speculation.depth),
         )

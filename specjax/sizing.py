@@ -112,10 +112,15 @@ def _pages_per_shard(
     configs: Sequence[ModelConfig], engine: EngineConfig, dtype: Any, num_shards: int
 ) -> int:
     """Returns how many pages a shard may have, at least 1."""
-    page_bytes = sum(c.num_layers * c.num_kv_heads * c.head_dim for c in configs)
-    page_bytes *= 2 * engine.page_size * dtype.itemsize
-    limit = engine.num_pages or engine.kv_cache_bytes // page_bytes
+    of_page = page_bytes(configs, engine.page_size, dtype)
+    limit = engine.num_pages or engine.kv_cache_bytes // of_page
     return max(limit // num_shards, 1)
+
+
+def page_bytes(configs: Sequence[ModelConfig], page_size: int, dtype: Any) -> int:
+    """Returns the bytes of one page of keys and values of all models together."""
+    numbers = sum(c.num_layers * c.num_kv_heads * c.head_dim for c in configs)
+    return 2 * numbers * page_size * dtype.itemsize
 
 
 def power_of_two(number: int) -> int:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from specjax.cli import generate_command
+from specjax.cli import generate_command, plan_command
 
 # Commands that read their own arguments: module with main(argv), and what it does.
 DELEGATED = {
@@ -83,6 +83,7 @@ def build_parser() -> Parser:
     parser.add_argument("--version", action=_Version, nargs=0)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     generate_command.add_parser(commands)
+    plan_command.add_parser(commands)
     for name, (_, summary) in DELEGATED.items():
         commands.add_parser(name, help=summary, add_help=False)
     return parser

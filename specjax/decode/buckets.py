@@ -33,6 +33,12 @@ def round_up(num_tokens: int, token_bucket: int | None) -> int:
     return -(-num_tokens // token_bucket) * token_bucket
 
 
+def equal_chunk(num_tokens: int, most: int) -> int:
+    """Returns the size of the fewest equal chunks of at most `most` tokens, at least 1."""
+    num_chunks = -(-num_tokens // max(most, 1))
+    return -(-num_tokens // num_chunks)
+
+
 def in_buckets(
     run: Callable[[Carry, Part], tuple[Carry, Result]],
     carry: Carry,

@@ -401,23 +401,15 @@ class Decoder:
         if compiled_key not in self._executables:
             self.on_compile(key[0])
             start = time.perf_counter()
-
-            def traced(*inputs):
-                self.traces[key] += 1
-                return function(*inputs)
-
-            run = traced
-            if self.mesh is not None:
-                own = sharding.state_specs(state, self.mesh)
-                run = jax.shard_map(
-                    traced,
-                    mesh=self.mesh,
-                    in_specs=(own, *in_specs),
-                    out_specs=(own, *out_specs),
-                    check_vma=False,  # the loop's carries are replicated or split by construction
-                )
             try:
-                lowered = jax.jit(run, donate_argnums=0).lower(state, *arguments)
+                lowered = self._lower(
+                    key,
+                    function,
+                    state,
+                    *arguments,
+                    in_specs=in_specs,
+                    out_specs=out_specs,
+                )
                 self._executables[compiled_key] = lowered.compile()
             except Exception as error:
                 if OUT_OF_MEMORY in str(error):
@@ -427,6 +419,33 @@ class Decoder:
                 self._compile_s[key] = time.perf_counter() - start
                 self.compile_s += self._compile_s[key]
         return self._executables[compiled_key](state, *arguments)
+
+    def _lower(
+        self,
+        key: tuple,
+        function: Callable,
+        state: DecodeState,
+        *arguments,
+        in_specs,
+        out_specs,
+    ) -> jax.stages.Lowered:
+        """Returns what `_call` compiles; of state and arguments only shapes are looked at."""
+
+        def traced(*inputs):
+            self.traces[key] += 1
+            return function(*inputs)
+
+        run = traced
+        if self.mesh is not None:
+            own = sharding.state_specs(state, self.mesh)
+            run = jax.shard_map(
+                traced,
+                mesh=self.mesh,
+                in_specs=(own, *in_specs),
+                out_specs=(own, *out_specs),
+                check_vma=False,  # the loop's carries are replicated or split by construction
+            )
+        return jax.jit(run, donate_argnums=0).lower(state, *arguments)
 
     def _signature_of(self, params: DecoderParams | None) -> tuple:
         """Returns shapes and dtypes of the weights: other ones need other executables."""

@@ -13,7 +13,7 @@ from jax import Array, lax
 from pallas_kernels.ragged import tokens_of
 from specjax.cache.paged import PagedKVCache
 from specjax.decode.accept import accept_by_equality
-from specjax.decode.buckets import in_buckets, round_up
+from specjax.decode.buckets import equal_chunk, in_buckets, round_up
 from specjax.decode.forward import (
     Part,
     forward,
@@ -286,13 +286,12 @@ def _tokens_at_once(spec: StepSpec, proposal: Proposal, num_rows: int) -> int | 
     if spec.token_bucket is not None:
         return spec.token_bucket
     num_nodes = _num_nodes(spec, proposal, num_rows)
-    most = max(spec.logit_bytes // (4 * spec.config.vocab_size), 1)
-    num_chunks = -(-num_nodes // most)
-    # Rules compare rows, and take them in chunks of their own.
-    if num_chunks == 1 or (spec.rules and proposal.max_depth):
-        return None
     # Chunks of one size: the forward's batch is laid out in whole ones.
-    return -(-num_nodes // num_chunks)
+    size = equal_chunk(num_nodes, spec.logit_bytes // (4 * spec.config.vocab_size))
+    # Rules compare rows, and take them in chunks of their own.
+    if size == num_nodes or (spec.rules and proposal.max_depth):
+        return None
+    return size
 
 
 def _at(values: Any, index: Any) -> Any:

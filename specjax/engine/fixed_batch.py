@@ -17,7 +17,6 @@ from specjax.engine.request import Request
 from specjax.engine.scheduler import Row
 from specjax.types import DecoderParams, Plan
 
-
 CHUNK = 64  # prompt tokens of a row that are fed at once
 
 

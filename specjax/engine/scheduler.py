@@ -24,6 +24,12 @@ PLACES = 8  # rows that share the prompt tokens of one call
 MOST_POSTPONED = 8  # requests that let others pass
 
 
+def chunk_widths(prefill_tokens: int) -> tuple[int, int]:
+    """Returns the prompt tokens that a row gets per call: one of several, and a long one alone."""
+    narrow = max(prefill_tokens // PLACES, 1)
+    return narrow, max(prefill_tokens // 2, narrow)
+
+
 def _order(row: Row) -> tuple[int, int]:
     """Returns what says who goes before whom: the lowest first."""
     assert row.request.arrival is not None
@@ -106,8 +112,7 @@ class Scheduler:
         ]
         self.block_table = np.full((sizes.rows, sizes.pages_per_row), NO_PAGE, np.int32)
         # Prompt tokens a row gets per call: several rows at once, or one long row.
-        self._narrow = max(prefill_tokens // PLACES, 1)
-        self._wide = max(prefill_tokens // 2, self._narrow)
+        self._narrow, self._wide = chunk_widths(prefill_tokens)
         self._counts_worst_case = counts_worst_case
         self._shares_prefixes = shares_prefixes
         self.needs_drafter = needs_drafter
@@ -426,7 +431,9 @@ class Scheduler:
         """Returns whether a shard has pages for all that its rows and a request may ever have."""
         size = self.sizes.page_size
         most = [row.request.max_length for row in self.occupied if row.shard == shard]
-        slots = [tokens + self.sizes.tree_slots for tokens in (*most, request.max_length)]
+        slots = [
+            tokens + self.sizes.tree_slots for tokens in (*most, request.max_length)
+        ]
         return sum(-(-n // size) for n in slots) <= self.pools[shard].num_pages
 
     def _empty_row(self, shard: int) -> int | None:

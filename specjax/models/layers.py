@@ -19,7 +19,7 @@ def along_last_axis(vector: Array, x: Array) -> Array:
 
 
 # Up to this many tokens the weight is the left factor; see `linear`.
-_MOST_TOKENS_FROM_THE_LEFT = 64
+MOST_TOKENS_FROM_THE_LEFT = 64
 
 
 def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
@@ -36,12 +36,21 @@ def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
       dtype: of the sums and of the result; by default that of x and weight.
     """
     tokens = x.reshape(-1, x.shape[-1])
-    is_few = tokens.shape[0] <= _MOST_TOKENS_FROM_THE_LEFT
-    if is_few and jax.default_backend() == "cpu":
+    whole = lambda tokens, weight: jax.lax.dot(
+        tokens, weight.T, preferred_element_type=dtype
+    )
+
+    def from_the_left(tokens: Array, weight: Array) -> Array:
         out = jax.lax.dot(weight, tokens.T, preferred_element_type=dtype)
-        out = jax.lax.optimization_barrier(out).T
+        return jax.lax.optimization_barrier(out).T
+
+    if tokens.shape[0] <= MOST_TOKENS_FROM_THE_LEFT:
+        # By what is compiled for, which need not be here: see decode/abstract.py.
+        out = jax.lax.platform_dependent(
+            tokens, weight, cpu=from_the_left, default=whole
+        )
     else:
-        out = jax.lax.dot(tokens, weight.T, preferred_element_type=dtype)
+        out = whole(tokens, weight)
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 

@@ -301,6 +301,8 @@ def test_from_json_refuses(given, message):
 def test_engine_config_refuses(name, value):
     if value is True and name in ("prefix_caching", "mixed_prefill"):
         value = None  # neither yes nor no
+    if name == "batch_safety_margin" and value in (0, 1.5):
+        value = 100  # a percentage, 0 included
     with pytest.raises(ValueError, match=f"EngineConfig.{name}={value!r}"):
         EngineConfig(**{name: value})
 

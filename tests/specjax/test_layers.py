@@ -26,6 +26,8 @@ LAYERS = (
     # What users call.
     (
         "specjax.generation",
+        "specjax.plan_report",
+        "specjax.planning",
         "specjax.plotting",
         "specjax.results",
         "specjax.rl",
@@ -38,6 +40,7 @@ LAYERS = (
         "specjax.engine",
         "specjax.drafters.loading",
         "specjax.requests",
+        "specjax.roofline",
         "specjax.sizing",
     ),
     # Device side, pure.

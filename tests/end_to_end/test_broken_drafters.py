@@ -197,8 +197,8 @@ def test_a_burst_that_does_not_fit_is_dropped(target, plain, stage, monkeypatch)
 
     monkeypatch.setattr(decoder_module, "burst", burst)
     monkeypatch.setattr(jax.stages.Lowered, "compile", compile_if_it_fits)
+    fixed = {"policy": "fixed"}
     with pytest.warns(UserWarning, match="RESOURCE_EXHAUSTED") as caught:
-        fixed = {"policy": "fixed"}
         out = generate(target, "ngram", engine=engine, speculative_config=fixed)
     assert ids(out) == plain
     assert out.stats.acceptance.num_drafted == 0

@@ -1,0 +1,92 @@
+"""What accelerators hold and do, per chip, as their makers publish it.
+
+Peak figures: a real step reaches a part of them. Whatever is computed from these is called
+roofline, never measured.
+"""
+
+import dataclasses
+
+_CLOUD_TPU = "https://cloud.google.com/tpu/docs/"
+_NVIDIA = "https://www.nvidia.com/en-us/data-center/"
+_GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceFigures:
+    """One chip."""
+
+    memory_bytes: int
+    bytes_per_s: float  # of its memory
+    flops_per_s: float  # bfloat16 products with sums in float32, dense
+    source: str
+    # Devices that a program sees of one chip; memory and speed are shared evenly.
+    devices_per_chip: int = 1
+
+    @property
+    def ridge(self) -> float:
+        """Operations per byte at which memory and arithmetic take equally long."""
+        return self.flops_per_s / self.bytes_per_s
+
+    def per_device(self) -> "DeviceFigures":
+        """Returns the share of one device that a program sees."""
+        parts = self.devices_per_chip
+        return dataclasses.replace(
+            self,
+            memory_bytes=self.memory_bytes // parts,
+            bytes_per_s=self.bytes_per_s / parts,
+            flops_per_s=self.flops_per_s / parts,
+            devices_per_chip=1,
+        )
+
+
+DEVICES = {
+    "v4": DeviceFigures(
+        memory_bytes=32 * _GIB,
+        bytes_per_s=1228e9,
+        flops_per_s=275e12,
+        source=_CLOUD_TPU + "v4",
+    ),
+    "v5e": DeviceFigures(
+        memory_bytes=16 * 10**9,
+        bytes_per_s=819e9,
+        flops_per_s=197e12,
+        source=_CLOUD_TPU + "v5e",
+    ),
+    "v5p": DeviceFigures(
+        memory_bytes=95 * _GIB,
+        bytes_per_s=2765e9,
+        flops_per_s=459e12,
+        source=_CLOUD_TPU + "v5p",
+    ),
+    "v6e": DeviceFigures(
+        memory_bytes=32 * 10**9,
+        bytes_per_s=1640e9,
+        flops_per_s=918e12,
+        source=_CLOUD_TPU + "v6e",
+    ),
+    "tpu7x": DeviceFigures(
+        memory_bytes=192 * _GIB,
+        bytes_per_s=7380e9,
+        flops_per_s=2307e12,
+        source=_CLOUD_TPU + "tpu7x",
+        devices_per_chip=2,
+    ),
+    "a100": DeviceFigures(  # 80 GB, SXM
+        memory_bytes=80 * 10**9,
+        bytes_per_s=2039e9,
+        flops_per_s=312e12,
+        source=_NVIDIA + "a100",
+    ),
+    "h100": DeviceFigures(  # SXM
+        memory_bytes=80 * 10**9,
+        bytes_per_s=3350e9,
+        flops_per_s=989.5e12,
+        source=_NVIDIA + "h100",
+    ),
+    "h200": DeviceFigures(  # SXM
+        memory_bytes=141 * 10**9,
+        bytes_per_s=4800e9,
+        flops_per_s=989.5e12,
+        source=_NVIDIA + "h200",
+    ),
+}

@@ -1,0 +1,174 @@
+"""specjax plan: what a model, a drafter and a device come to, without running anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from specjax.config import EngineConfig
+
+DTYPES = ("float32", "bfloat16", "float16")
+_DEFAULT_ROWS = 64
+_DEFAULT_K = 4
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the subparsers of `specjax`."""
+    parser = commands.add_parser(
+        "plan",
+        help="memory, batch sizes and K for a device that need not be there",
+        description="Compiles a few steps from shapes alone and prints what follows: "
+        "memory, pages, limits, and by the device's published figures the K to draft. "
+        "No weights are read and nothing is run.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a folder with config.json, 'demo', or a known shape, as llama-3.1-8b",
+    )
+    parser.add_argument(
+        "--drafter", metavar="D", default="none", help="the same, 'ngram' or 'none'"
+    )
+    parser.add_argument(
+        "--device",
+        default="cpu",
+        help="cpu, gpu:h100, or tpu:v5e:2x2 and the like (default %(default)s)",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=int,
+        metavar="N",
+        help="chips that the target is split over (default: all of a TPU topology, else 1)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="of weights, keys and values (default float32 on CPU, bfloat16 elsewhere)",
+    )
+    parser.add_argument(
+        "--num-speculative-tokens",
+        type=int,
+        metavar="K",
+        default=_DEFAULT_K,
+        help="most tokens drafted per step (default %(default)s)",
+    )
+    parser.add_argument(
+        "--acceptance-rate",
+        type=float,
+        default=0.7,
+        metavar="P",
+        help="how often a draft token stands, assumed to choose K (default %(default)s)",
+    )
+    _add_engine_options(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.add_argument("--plot", metavar="FILE", help="draw K and tokens/s as PNG")
+
+
+def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+    default = EngineConfig()
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--max-rows",
+        type=int,
+        metavar="N",
+        default=_DEFAULT_ROWS,
+        help="requests decoded at a time (default %(default)s)",
+    )
+    group.add_argument(
+        "--row-buckets",
+        metavar="N,N,...",
+        help="fewer rows that bursts are compiled for, as EngineConfig has them (default: "
+        "max-rows by 4, by 16, ...)",
+    )
+    group.add_argument(
+        "--max-context",
+        type=int,
+        metavar="N",
+        help="tokens of prompt and output together (default: the model's)",
+    )
+    group.add_argument(
+        "--memory-bytes",
+        type=float,
+        metavar="N",
+        help="of each chip (default: what the device has; 16e9 may be written)",
+    )
+    group.add_argument(
+        "--batch-safety-margin",
+        type=float,
+        metavar="PERCENT",
+        default=default.batch_safety_margin,
+        help="of the free memory, kept from batches (default %(default)s)",
+    )
+    group.add_argument(
+        "--speculation-weight-fraction",
+        type=float,
+        metavar="F",
+        default=default.speculation_weight_fraction,
+        help="of the weight limit, up to where batches speculate (default %(default)s)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the plan; returns the exit code."""
+    engine = engine_config(arguments)
+    import jax
+
+    # A described device needs no real one, and a TPU that is there is not to be taken.
+    jax.config.update("jax_platforms", "cpu")
+    from specjax import plan_report, planning
+
+    device = planning.find_device(arguments.device, arguments.tensor_parallel)
+    on_cpu = device.figures is None
+    request = planning.PlanRequest(
+        target=planning.find_config(arguments.model),
+        target_name=arguments.model,
+        drafter=planning.find_drafter(arguments.drafter),
+        drafter_name=arguments.drafter,
+        device=device,
+        dtype=arguments.dtype or ("float32" if on_cpu else "bfloat16"),
+        num_speculative_tokens=arguments.num_speculative_tokens,
+        engine=engine,
+        acceptance_rate=arguments.acceptance_rate,
+    )
+    plan = planning.make_plan(request, _show_progress)
+    if arguments.json:
+        print(json.dumps(plan_report.to_dict(plan), indent=2))
+    else:
+        print(plan_report.render(plan))
+    if arguments.plot:
+        plan_report.draw(plan, arguments.plot)
+        print(f"drawn: {arguments.plot}", file=sys.stderr)
+    return 0
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """Returns the engine that the arguments describe."""
+    rows, memory = arguments.max_rows, arguments.memory_bytes
+    return EngineConfig(
+        max_rows=rows,
+        row_buckets=_row_buckets(arguments.row_buckets, rows),
+        max_context=arguments.max_context,
+        memory_bytes=None if memory is None else int(memory),
+        batch_safety_margin=arguments.batch_safety_margin,
+        speculation_weight_fraction=arguments.speculation_weight_fraction,
+    )
+
+
+def _row_buckets(text: str | None, max_rows: int) -> tuple[int, ...]:
+    if text is None:
+        return tuple(max_rows // 4**i for i in range(1, 8) if max_rows >= 4**i)
+    try:
+        return tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise ValueError(
+            f"--row-buckets {text} must be whole numbers with commas, as 4,16."
+        ) from None
+
+
+def _show_progress(what: str, done: int, total: int) -> None:
+    if sys.stderr.isatty():
+        end = "\n" if done == total else ""
+        print(f"\r\033[K{what} ({done}/{total})", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,270 @@
+"""Which steps an engine runs, what some of them need as compiled, and so what all need."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+
+from specjax.config import EngineConfig
+from specjax.decode.abstract import AbstractDecoder
+from specjax.decode.buckets import equal_chunk, round_up
+from specjax.engine.memory_model import bytes_per_token
+from specjax.engine.scheduler import PLACES, chunk_widths
+from specjax.engine.workspace_fit import (
+    BURST,
+    MIXED,
+    PREFILL,
+    Bucket,
+    BucketMemory,
+    WorkspaceFit,
+    fit_workspaces,
+)
+from specjax.models.layers import MOST_TOKENS_FROM_THE_LEFT
+
+# Layers that are compiled in place of more: what a step needs beside its arguments grows
+# by the same with each.
+FEW_LAYERS, MORE_LAYERS = 2, 4
+# Pages of the pools that steps are compiled for: many enough that no pool fits into a
+# chip's fast memory, where steps would be other ones.
+FEW_PAGES, MORE_PAGES = 4096, 8192
+
+
+def burst_bucket(
+    decoder: AbstractDecoder, num_speculative_tokens: int, num_rows: int | None = None
+) -> Bucket:
+    """Returns the sizes of a burst; None is all rows."""
+    sizes, engine = decoder.sizes, decoder.engine_config
+    rows = num_rows or sizes.rows
+    nodes = getattr(decoder.drafter, "num_nodes", lambda depth: 1 + depth)
+    tokens = rows * nodes(num_speculative_tokens)
+    if decoder.max_drafts is not None:
+        tokens = min(rows + decoder.max_drafts, tokens)
+    return Bucket(
+        kind=BURST,
+        rows=rows,
+        tokens=_forward_tokens(tokens, engine),
+        logit_tokens=_logit_tokens(tokens, decoder.config.vocab_size, engine),
+        copied_rows=rows if rows < sizes.rows else 0,
+        num_speculative_tokens=num_speculative_tokens,
+    )
+
+
+def prefill_bucket(decoder: AbstractDecoder, num_places: int, width: int) -> Bucket:
+    """Returns the sizes of a prefill of `num_places` prompts, `width` tokens of each."""
+    tokens = _forward_tokens(num_places * width, decoder.engine_config)
+    return Bucket(kind=PREFILL, rows=num_places, tokens=tokens)
+
+
+def mixed_bucket(decoder: AbstractDecoder, width: int) -> Bucket:
+    """Returns the sizes of a plain step of all rows with a prompt's chunk beside it."""
+    rows = decoder.sizes.rows
+    return Bucket(
+        kind=MIXED,
+        rows=rows,
+        tokens=rows + width,
+        logit_tokens=_logit_tokens(
+            rows, decoder.config.vocab_size, decoder.engine_config
+        ),
+    )
+
+
+def engine_buckets(decoder: AbstractDecoder, depths: Sequence[int]) -> list[Bucket]:
+    """Returns every step that an engine may run.
+
+    Args:
+      depths: each K that its policy may choose, 0 included.
+    """
+    rows, engine = decoder.sizes.rows, decoder.engine_config
+    smaller = (b for b in engine.row_buckets or () if b < rows)
+    row_buckets = sorted({rows, *smaller})
+    bursts = [burst_bucket(decoder, k, b) for b in row_buckets for k in depths]
+    places = min(PLACES, rows)
+    narrow, wide = chunk_widths(engine.max_prefill_tokens)
+    calls = sorted({(1, narrow), (places, narrow), (1, wide)})
+    prefills = [prefill_bucket(decoder, *call) for call in calls]
+    if not engine.mixed_prefill or engine.numerics == "invariant":
+        return bursts + prefills
+    return bursts + prefills + [mixed_bucket(decoder, w) for w in (narrow, wide)]
+
+
+def sampled_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Returns those to compile: of each kind the smallest and the largest.
+
+    Of bursts those with fewest and most rows, at K = 0 and at the largest K; of mixed steps
+    the largest.
+    """
+    bursts = [b for b in buckets if b.kind == BURST]
+    ends = lambda values: {min(values), max(values)}
+    rows = ends([b.rows for b in bursts])
+    depths = ends([b.num_speculative_tokens for b in bursts])
+    chosen = [
+        b for b in bursts if b.rows in rows and b.num_speculative_tokens in depths
+    ]
+    prefills = [b for b in buckets if b.kind == PREFILL]
+    tokens = ends([b.tokens for b in prefills])
+    chosen += [b for b in prefills if b.tokens in tokens]
+    mixed = [b for b in buckets if b.kind == MIXED]
+    return chosen + mixed[-1:]
+
+
+def compile_bucket(decoder: AbstractDecoder, bucket: Bucket) -> BucketMemory:
+    """Compiles one step and returns what it needs."""
+    return BucketMemory.of(bucket, compiled(decoder, bucket).memory_analysis())
+
+
+def compiled(decoder: AbstractDecoder, bucket: Bucket) -> jax.stages.Compiled:
+    """Returns the executable of a bucket."""
+    if bucket.kind == BURST:
+        rows = bucket.rows if bucket.copied_rows else None
+        return decoder.compile_burst(bucket.num_speculative_tokens, rows)
+    if bucket.kind == PREFILL:
+        return decoder.compile_prefill(bucket.rows, bucket.tokens // bucket.rows)
+    return decoder.compile_mixed(1, bucket.tokens - bucket.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledMemory:
+    """What the steps of a decoder need, in bytes of one chip.
+
+    Attributes:
+      samples: as compiled, for `compiled_layers` layers of the target.
+      buckets: all, predicted for all layers; without what is proportional to the pool.
+      pages_ratio: bytes of pages as compiled / as counted.
+      copied_ratio: bytes of the pool that a burst copies while it runs / bytes of the pool: 0
+        where it is updated in place.
+      scratch_per_layer, code_per_layer: what a layer adds to every step.
+    """
+
+    samples: tuple[BucketMemory, ...]
+    buckets: tuple[BucketMemory, ...]
+    fit: WorkspaceFit
+    pages_ratio: float
+    copied_ratio: float
+    compiled_layers: tuple[int, ...]
+    scratch_per_layer: float
+    code_per_layer: float
+
+
+def compile_memory(
+    make_decoder: Callable[[int, int], AbstractDecoder],
+    num_layers: int,
+    page_bytes: tuple[float, float],
+    depths: Sequence[int],
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> CompiledMemory:
+    """Compiles some steps of few layers, and says what all steps of all layers need.
+
+    Args:
+      make_decoder: (layers of the target, pages) to a decoder.
+      num_layers: of the target.
+      page_bytes: of a page on one chip as counted, of one layer of the target and of all
+        of the drafter.
+      depths: each K that may be chosen, 0 included.
+    """
+    is_few = num_layers <= MORE_LAYERS
+    layers = num_layers if is_few else FEW_LAYERS
+    decoder = make_decoder(layers, FEW_PAGES)
+    buckets = engine_buckets(decoder, depths)
+    chosen = sampled_buckets(buckets)
+    total = len(chosen) + (1 if is_few else 2)
+    samples = []
+    for index, bucket in enumerate(chosen):
+        on_progress(f"compiling a {bucket.kind}", index, total)
+        samples.append(compile_bucket(decoder, bucket))
+    first = samples[
+        0
+    ]  # a burst of K = 0: quick, and the drafter's pages are passed through
+    on_progress("compiling for a larger pool", len(chosen), total)
+    larger = compile_bucket(make_decoder(layers, MORE_PAGES), first.bucket)
+    of_layer, of_drafter = page_bytes
+    more_pages = MORE_PAGES - FEW_PAGES
+    more_tokens = more_pages * decoder.sizes.page_size
+    seen = bytes_per_token(first, larger, more_tokens=more_tokens)
+    counted = of_layer * layers + of_drafter
+    pages_ratio = seen * decoder.sizes.page_size / counted
+    copied = max(larger.scratch_bytes - first.scratch_bytes, 0) / more_pages
+    copied_ratio = copied / (of_layer * layers * pages_ratio)
+    scratch = code = 0.0
+    if not is_few:
+        on_progress("compiling for more layers", len(chosen) + 1, total)
+        deeper = compile_bucket(make_decoder(MORE_LAYERS, FEW_PAGES), first.bucket)
+        more = MORE_LAYERS - FEW_LAYERS
+        scratch = (deeper.scratch_bytes - first.scratch_bytes) / more
+        scratch = max(scratch - copied * FEW_PAGES / layers, 0.0)
+        code = max(deeper.code_bytes - first.code_bytes, 0) / more
+    on_progress("compiled", total, total)
+    pooled = FEW_PAGES * copied_ratio * pages_ratio
+    beside = [
+        _without_pool(s, pooled * of_layer * layers, pooled * of_drafter)
+        for s in samples
+    ]
+    fit = fit_workspaces(beside, known_bend=_known_bend(decoder))
+    by_bucket = {sample.bucket: sample for sample in beside}
+    more_layers = num_layers - layers
+    predicted = [
+        _predicted(b, by_bucket.get(b), fit, scratch * more_layers, code * more_layers)
+        for b in buckets
+    ]
+    return CompiledMemory(
+        samples=tuple(samples),
+        buckets=tuple(predicted),
+        fit=fit,
+        pages_ratio=pages_ratio,
+        copied_ratio=copied_ratio,
+        compiled_layers=(layers,) if is_few else (FEW_LAYERS, MORE_LAYERS),
+        scratch_per_layer=scratch,
+        code_per_layer=code,
+    )
+
+
+def _without_pool(
+    sample: BucketMemory, of_target: float, of_drafter: float
+) -> BucketMemory:
+    """Returns a sample less the copies that it makes of the pool; prefills make none."""
+    if sample.bucket.kind == PREFILL:
+        return sample
+    copies = of_target
+    if sample.bucket.num_speculative_tokens:
+        copies += of_drafter
+    temp = max(sample.temp_bytes - round(copies), 0)
+    return dataclasses.replace(sample, temp_bytes=temp)
+
+
+def _predicted(
+    bucket: Bucket,
+    sample: BucketMemory | None,
+    fit: WorkspaceFit,
+    more_scratch: float,
+    more_code: float,
+) -> BucketMemory:
+    """Returns a bucket's bytes: its own where it was compiled, else those of the fit."""
+    scratch = fit.scratch(bucket) if sample is None else sample.scratch_bytes
+    code = fit.code_bytes.get(bucket.kind, 0) if sample is None else sample.code_bytes
+    return BucketMemory(
+        bucket=bucket,
+        argument_bytes=0,
+        output_bytes=0,
+        temp_bytes=round(scratch + more_scratch),
+        alias_bytes=0,
+        code_bytes=round(code + more_code),
+    )
+
+
+def _known_bend(decoder: AbstractDecoder) -> float | None:
+    """Returns up to how many tokens products are laid out otherwise, where that is known."""
+    mesh = decoder.mesh
+    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
+    return MOST_TOKENS_FROM_THE_LEFT if device.platform == "cpu" else None
+
+
+def _forward_tokens(tokens: int, engine: EngineConfig) -> int:
+    is_invariant = engine.numerics == "invariant"
+    return round_up(tokens, engine.token_bucket if is_invariant else None)
+
+
+def _logit_tokens(tokens: int, vocab_size: int, engine: EngineConfig) -> int:
+    if engine.numerics == "invariant":
+        return engine.token_bucket
+    return equal_chunk(tokens, engine.logit_bytes // (4 * vocab_size))

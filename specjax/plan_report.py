@@ -1,0 +1,322 @@
+"""A plan as a JSON document, as a table, and as a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from specjax.batch_size_table import NAME as TABLE_NAME
+from specjax.engine.workspace_fit import BURST, BucketMemory
+from specjax.planning import Plan
+from specjax.plotting import new_figure
+from specjax.roofline import expected_tokens
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """Returns the figures by name, ready for JSON; None where a figure is not known.
+
+    Bytes are of all chips together, but `buckets`, `per_chip` and `device_figures`.
+    """
+    request, memory = plan.request, plan.memory
+    chips, engine = request.device.count, request.engine
+    return {
+        "model": request.target_name,
+        "drafter": request.drafter_name,
+        "device": request.device.name,
+        "num_chips": chips,
+        "dtype": str(request.dtype),
+        "measured": False,
+        "weights_bytes": plan.weights_bytes,
+        "bytes_per_token": {
+            "target": plan.target_bytes_per_token * chips,
+            "drafter": plan.drafter_bytes_per_token * chips,
+        },
+        "coefficients": _coefficients(plan),
+        "num_pages": memory and memory.num_pages,
+        "page_size": engine.page_size,
+        "weight_limit": memory and memory.weight_limit * chips,
+        "gate_tokens": memory and memory.gate_tokens,
+        "speculation_weight_fraction": engine.speculation_weight_fraction,
+        "batch_safety_margin": engine.batch_safety_margin,
+        "recommended_batch_safety_margin": memory
+        and memory.recommended_batch_safety_margin,
+        "largest_batch_by_context": memory
+        and {
+            str(context): memory.rows_of_context(context, engine.max_rows)
+            for context in plan.contexts
+        },
+        "buckets": [_bucket(plan, bucket) for bucket in plan.compiled.buckets],
+        "compiled": _compiled(plan),
+        "ridge_flops_per_byte": request.device.figures and request.device.figures.ridge,
+        "compute_bound_tokens": plan.compute_bound_tokens,
+        "acceptance_rate_assumed": request.acceptance_rate,
+        "num_speculative_tokens_by_batch_and_context": _choices(plan),
+        TABLE_NAME: plan.batch_size_table(plan.table_context),
+        "table_context": plan.table_context,
+        "per_chip": {
+            "memory_bytes": request.limits_memory,
+            "resident_bytes": plan.resident_bytes,
+            "free_bytes": memory and memory.free_bytes,
+            "workspace_bytes": memory and memory.workspace_bytes,
+            "bytes_per_token": plan.target_bytes_per_token
+            + plan.drafter_bytes_per_token,
+        },
+        "device_figures": request.device.figures
+        and dataclasses.asdict(request.device.figures),
+        "notes": list(plan.notes) + _notes(plan),
+    }
+
+
+def render(plan: Plan) -> str:
+    """Returns the tables that a person reads."""
+    document = to_dict(plan)
+    chips = f"{document['num_chips']} chip" + "s" * (document["num_chips"] > 1)
+    parts = [
+        f"{document['model']} with {document['drafter']} on {document['device']}, {chips}, "
+        f"{document['dtype']}; nothing was measured.",
+        _table(("", ""), _figures(plan, document)),
+        "What each step needs beside weights and pages, MB of each chip:",
+        _table(*_bucket_rows(document)),
+    ]
+    choices = document["num_speculative_tokens_by_batch_and_context"]
+    if document["largest_batch_by_context"]:
+        parts += ["Largest batch by context:", _table(*_batch_rows(document))]
+    if choices:
+        rate = document["acceptance_rate_assumed"]
+        contexts = [str(context) for context in plan.contexts]
+        rows = [(row, *(by[c] for c in contexts)) for row, by in choices.items()]
+        parts += [
+            f"K by rows and context, by roofline seconds, if {rate:.0%} of drafts stand:",
+            _table(("rows", *contexts), rows),
+            f'"{TABLE_NAME}": {document[TABLE_NAME]}',
+        ]
+    return "\n\n".join(parts + [f"Note: {note}" for note in document["notes"]])
+
+
+def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Draws K and the tokens per second by roofline against batch and context, as PNG.
+
+    Raises:
+      NotImplementedError: matplotlib is not installed.
+      ValueError: no figures of the device are known.
+    """
+    request = plan.request
+    if request.device.figures is None:
+        raise ValueError(
+            f"{request.device.name} has no figures to draw seconds from; name an accelerator."
+        )
+    figure = new_figure(10, 4)
+    left, right = figure.subplots(1, 2)
+    rows = _row_counts(request.engine.max_rows)
+    for context in plan.contexts:
+        chosen = [plan.choose(n, context) or 0 for n in rows]
+        speeds = [
+            n * _expected(plan, k) / plan.step_s(n, k, context)
+            for n, k in zip(rows, chosen)
+        ]
+        left.plot(rows, chosen, marker="o", label=f"{context} tokens")
+        right.plot(rows, speeds, marker="o")
+    left.set(xscale="log", xlabel="rows", ylabel="K")
+    right.set(xscale="log", yscale="log", xlabel="rows", ylabel="tokens / s")
+    left.legend(title="context of a row", fontsize="small")
+    figure.suptitle(
+        f"{request.target_name} with {request.drafter_name} on {request.device.name}: "
+        f"roofline, not measured, {request.acceptance_rate:.0%} of drafts standing"
+    )
+    figure.savefig(path, format="png", dpi=120)
+
+
+def _expected(plan: Plan, k: int) -> float:
+    return expected_tokens(plan.request.acceptance_rate, k)
+
+
+def _coefficients(plan: Plan) -> dict[str, Any]:
+    """Returns bytes per token, of all chips together."""
+    memory, chips = plan.memory, plan.request.device.count
+    fit_error = plan.compiled.fit.error
+    if memory is None:
+        return {"workspace_fit_error": fit_error}
+    prefill = memory.prefill
+    return {
+        "next_token_input": memory.next_token_input * chips,
+        "next_token": memory.next_token * chips,
+        "prefill_linear": prefill.linear * chips,
+        "prefill_quadratic": [c * chips for c in prefill.quadratic],
+        "prefill_bend_tokens": prefill.bend,
+        "prefill_fit_error": prefill.error,
+        "workspace_fit_error": fit_error,
+    }
+
+
+def _bucket(plan: Plan, memory: BucketMemory) -> dict[str, Any]:
+    bucket, request = memory.bucket, plan.request
+    compiled = {sample.bucket for sample in plan.compiled.samples}
+    figures = {
+        "kind": bucket.kind,
+        "rows": bucket.rows,
+        "tokens": bucket.tokens,
+        "num_speculative_tokens": bucket.num_speculative_tokens,
+        "workspace_bytes": memory.workspace_bytes,
+        "scratch_bytes": memory.scratch_bytes,
+        "code_bytes": memory.code_bytes,
+        "source": "compiled" if bucket in compiled else "fitted",
+        "intensity_flops_per_byte": None,
+        "roofline_s": None,
+    }
+    if bucket.kind == BURST:
+        place = bucket.rows, bucket.num_speculative_tokens, plan.table_context
+        figures["intensity_flops_per_byte"] = plan.intensity(*place)
+        if request.device.figures is not None:
+            figures["roofline_s"] = plan.step_s(*place)
+    return figures
+
+
+def _compiled(plan: Plan) -> dict[str, Any]:
+    """Says what was compiled, and what follows from it by a line."""
+    compiled, request = plan.compiled, plan.request
+    return {
+        "num_executables": len(compiled.samples) + len(compiled.compiled_layers),
+        "for": request.device.name if request.device.is_compiled_for else "cpu",
+        "layers_compiled": list(compiled.compiled_layers),
+        "layers_extrapolated_to": request.target.num_layers,
+        "scratch_bytes_per_layer": compiled.scratch_per_layer,
+        "code_bytes_per_layer": compiled.code_per_layer,
+        "page_bytes_compiled_over_counted": compiled.pages_ratio,
+        "pool_copied_by_steps": compiled.copied_ratio,
+    }
+
+
+def _choices(plan: Plan) -> dict[str, dict[str, int | None]] | None:
+    if plan.request.device.figures is None:
+        return None
+    return {
+        str(rows): {str(c): plan.choose(rows, c) for c in plan.contexts}
+        for rows in _row_counts(plan.request.engine.max_rows)
+    }
+
+
+def _row_counts(most: int) -> list[int]:
+    """Returns powers of two up to the most rows, and it."""
+    counts = [2**i for i in range(most.bit_length()) if 2**i < most]
+    return [*counts, most]
+
+
+def _notes(plan: Plan) -> list[str]:
+    device, notes = plan.request.device, []
+    if device.figures is None:
+        notes.append(
+            f"{device.name} has no published speed, so there is no roofline and no K; "
+            "measure steps where they are to run."
+        )
+    else:
+        notes.append(
+            "seconds and K are by roofline, a bound from the device's published peaks "
+            f"({device.figures.source}); collectives, sampling and launching are left out."
+        )
+    if not device.is_compiled_for:
+        notes.append(
+            f"no compiler for {device.name} is here: workspaces are those that XLA says for CPU."
+        )
+    copied = plan.compiled.copied_ratio
+    if copied > 0.01:
+        notes.append(
+            f"while a step runs it copies {copied:.0%} of the pool, which is counted with every token."
+        )
+    layers = plan.compiled.compiled_layers
+    if len(layers) > 1:
+        notes.append(
+            f"steps were compiled for {layers[0]} layers, one also for {layers[-1]}, and "
+            f"extrapolated to {plan.request.target.num_layers}."
+        )
+    return notes
+
+
+def _figures(plan: Plan, document: dict[str, Any]) -> list[tuple[str, str]]:
+    memory, tokens = plan.memory, document["bytes_per_token"]
+    rows = [
+        ("weights", _gigabytes(document["weights_bytes"])),
+        ("weights and state, each chip", _gigabytes(plan.resident_bytes)),
+        (
+            "bytes per token of context, all chips",
+            f"{tokens['target']:,.0f} target, {tokens['drafter']:,.0f} drafter",
+        ),
+    ]
+    if memory is not None:
+        name = "coefficients, bytes per token, all chips"
+        found = document["coefficients"]
+        rows += [
+            ("free memory, each chip", _gigabytes(memory.free_bytes)),
+            (
+                "workspace of the largest step, code of all",
+                _gigabytes(memory.workspace_bytes),
+            ),
+            (
+                name,
+                f"{found['next_token']:,.0f} next token, {found['prefill_linear']:,.0f} prefill",
+            ),
+            ("pages", f"{memory.num_pages:,} of {memory.page_size} tokens"),
+            ("weight limit, all chips", _gigabytes(document["weight_limit"])),
+            ("speculates up to", f"{memory.gate_tokens:,} tokens of a batch"),
+            (
+                "batch safety margin",
+                f"{memory.batch_safety_margin:g} %, recommended "
+                f"{memory.recommended_batch_safety_margin} %",
+            ),
+        ]
+    if document["ridge_flops_per_byte"]:
+        rows += [
+            (
+                "ridge point",
+                f"{document['ridge_flops_per_byte']:.0f} operations per byte",
+            ),
+            (
+                "turns compute-bound at",
+                f"{document['compute_bound_tokens']:.0f} tokens of a step (short contexts)",
+            ),
+        ]
+    return rows
+
+
+def _bucket_rows(document: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple]]:
+    head = ("step", "rows", "tokens", "K", "MB", "", "flops/byte", "roofline ms")
+    show = lambda value, scale=1.0: "" if value is None else f"{value * scale:.3g}"
+    rows = [
+        (
+            b["kind"],
+            b["rows"],
+            b["tokens"],
+            b["num_speculative_tokens"] if b["kind"] == BURST else "",
+            f"{b['workspace_bytes'] / 1e6:.2f}",
+            b["source"],
+            show(b["intensity_flops_per_byte"]),
+            show(b["roofline_s"], 1e3),
+        )
+        for b in document["buckets"]
+    ]
+    return head, rows
+
+
+def _batch_rows(document: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple]]:
+    largest = document["largest_batch_by_context"]
+    return ("context", *largest), [("rows", *largest.values())]
+
+
+def _gigabytes(count: float) -> str:
+    return f"{count / 1e9:.3f} GB"
+
+
+def _table(head: Sequence[Any], rows: Iterable[Sequence[Any]]) -> str:
+    """Returns columns as wide as they must be, the first to the left."""
+    lines = [list(map(str, row)) for row in ([head] if any(head) else [])]
+    lines += [list(map(str, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    shown = [
+        "  ".join(
+            cell.ljust(width) if index == 0 else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths))
+        ).rstrip()
+        for line in lines
+    ]
+    return "\n".join(shown)

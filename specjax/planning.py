@@ -1,0 +1,428 @@
+"""What a model, a drafter and a device come to, before anything is loaded or run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import math
+import os
+import pkgutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+import configs.models
+from configs.devices import DEVICES, DeviceFigures
+from specjax import batch_size_table, sharding
+from specjax.config import EngineConfig
+from specjax.decode.abstract import (
+    AbstractDecoder,
+    abstract_weights,
+    described_mesh,
+)
+from specjax.decode.decoder import Sizes
+from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
+from specjax.engine.compiled_memory import CompiledMemory, compile_memory
+from specjax.engine.memory_model import MemoryLimits, MemoryPlan, plan_memory
+from specjax.models.base import ModelConfig
+from specjax.models.hf_config import read_config
+from specjax.models.loading import resolve_folder
+from specjax.roofline import (
+    ModelWork,
+    choose_num_speculative_tokens,
+    compute_bound_tokens,
+    roofline_step_s,
+    verify_work,
+)
+
+DEMO_NAMES = {"demo": "demo-draft"}
+NO_DRAFTER, NGRAM = "none", "ngram"
+TABLE_CONTEXT = 2048  # tokens that each row has where K is told by batch size alone
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Where a plan is for: `count` chips of one kind, on the tensor axis."""
+
+    name: str  # as it was asked for
+    count: int
+    figures: DeviceFigures | None  # of one device; None is not known
+    mesh: Mesh | None  # to compile for; None is one CPU
+    is_compiled_for: bool = True  # else the steps were compiled for CPU
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is to be planned.
+
+    Attributes:
+      engine: its max_rows, row_buckets, max_context, page_size, margins and memory_bytes (of
+        one device) count.
+      acceptance_rate: how often a draft token stands, assumed where K is chosen.
+    """
+
+    target: ModelConfig
+    target_name: str
+    drafter: DrafterSpec
+    drafter_name: str
+    device: Device
+    dtype: Any
+    num_speculative_tokens: int
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    acceptance_rate: float = 0.7
+
+    def __post_init__(self):
+        if not 0 <= self.acceptance_rate <= 1:
+            raise ValueError(
+                f"acceptance_rate={self.acceptance_rate} must be from 0 to 1."
+            )
+        for config in getattr(self.drafter, "configs", ()):
+            if config.vocab_size != self.target.vocab_size:
+                raise ValueError(
+                    f"target and drafter have vocabularies of {self.target.vocab_size} and "
+                    f"{config.vocab_size} tokens; expected equal sizes."
+                )
+
+    @property
+    def max_context(self) -> int:
+        most = self.target.max_position_embeddings
+        return min(most, self.engine.max_context or most)
+
+    @property
+    def draft_config(self) -> ModelConfig | None:
+        """Of the model that drafts, if one does."""
+        return next(iter(getattr(self.drafter, "configs", ())), None)
+
+    @property
+    def most_drafted(self) -> int:
+        return 0 if isinstance(self.drafter, NoDrafter) else self.num_speculative_tokens
+
+    @property
+    def limits_memory(self) -> int | None:
+        """Bytes of one device that all may take; None is not known."""
+        if self.engine.memory_bytes is not None:
+            return self.engine.memory_bytes
+        figures = self.device.figures
+        return None if figures is None else figures.memory_bytes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All figures; bytes are of one chip where a name does not say otherwise."""
+
+    request: PlanRequest
+    weights_bytes: int  # of target and drafter, each parameter once
+    resident_bytes: int  # weights and state of one chip, pages left out
+    target_bytes_per_token: float
+    drafter_bytes_per_token: float
+    compiled: CompiledMemory
+    memory: MemoryPlan | None  # None where no memory figure is known
+    target_work: ModelWork
+    drafter_work: ModelWork | None
+    notes: tuple[str, ...] = ()
+
+    def step_s(self, rows: int, num_speculative_tokens: int, context: int) -> float:
+        """Returns the least seconds of a step, by the device's peak figures.
+
+        Raises:
+          ValueError: the device's figures are not known.
+        """
+        device = self.request.device
+        if device.figures is None:
+            raise ValueError(f"no figures are known for {device.name}.")
+        return roofline_step_s(
+            self.target_work,
+            self.drafter_work,
+            device.figures,
+            rows=rows,
+            num_speculative_tokens=num_speculative_tokens,
+            context=context,
+        )
+
+    def choose(self, rows: int, context: int) -> int | None:
+        """Returns the K of most expected tokens per second, 0 above the gate.
+
+        None where the device's figures are not known.
+        """
+        request = self.request
+        if request.device.figures is None:
+            return None
+        if self.memory is not None and not self.memory.may_speculate(rows * context):
+            return 0
+        depths = range(request.most_drafted + 1)
+        seconds = [self.step_s(rows, k, context) for k in depths]
+        return choose_num_speculative_tokens(seconds, request.acceptance_rate)
+
+    def batch_size_table(self, context: int) -> list[list[int]] | None:
+        """Returns K by batch size as vLLM writes it, of rows with `context` tokens each."""
+        entries: list[list[int]] = []
+        for rows in range(1, self.request.engine.max_rows + 1):
+            k = self.choose(rows, context)
+            if k is None:
+                return None
+            if entries and entries[-1][2] == k:
+                entries[-1][1] = rows
+            else:
+                entries.append([rows, rows, k])
+        batch_size_table.parse(entries)
+        return entries
+
+    @property
+    def contexts(self) -> list[int]:
+        """Tokens of a row to tabulate for: powers of four from 512 on, and the most."""
+        most = self.request.max_context
+        return [c for c in (4**i * 512 for i in range(12)) if c < most] + [most]
+
+    @property
+    def table_context(self) -> int:
+        return min(TABLE_CONTEXT, self.request.max_context)
+
+    @property
+    def compute_bound_tokens(self) -> float | None:
+        """Tokens of a step from which on arithmetic takes longer than reading the weights."""
+        figures = self.request.device.figures
+        return (
+            None if figures is None else compute_bound_tokens(self.target_work, figures)
+        )
+
+    def intensity(self, rows: int, num_speculative_tokens: int, context: int) -> float:
+        """Returns the operations per byte of verifying."""
+        work = verify_work(self.target_work, rows, num_speculative_tokens, context)
+        return work.intensity
+
+
+def make_plan(
+    request: PlanRequest,
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Plan:
+    """Compiles a few steps from shapes and returns what follows from them.
+
+    No weights are read and nothing is run.
+
+    Raises:
+      ValueError: the model cannot be split over the device's chips, or does not fit.
+    """
+    device, engine = request.device, request.engine
+    if device.mesh is not None:
+        sharding.validate(request.target, device.mesh)
+    depths = range(request.most_drafted + 1)
+    make = functools.partial(_decoder, request)
+    target_page, drafter_page = _page_bytes(request)
+    layers = request.target.num_layers
+    compiled = compile_memory(
+        make,
+        layers,
+        (target_page / layers, drafter_page),
+        depths,
+        on_progress,
+    )
+    ratio = compiled.pages_ratio
+    target_c, drafter_c = (
+        page * ratio / engine.page_size for page in (target_page, drafter_page)
+    )
+    whole = make(layers, 1)
+    weights = whole.abstract_params
+    state = dataclasses.replace(
+        whole.abstract_state,
+        cache=dataclasses.replace(whole.abstract_state.cache, pages=()),
+        drafter=(),
+    )
+    resident = _chip_bytes(whole, weights, state)
+    memory, notes = _memory(request, target_c + drafter_c, compiled, resident)
+    return Plan(
+        request=request,
+        weights_bytes=sum(_bytes(leaf) for leaf in jax.tree.leaves(weights)),
+        resident_bytes=resident,
+        target_bytes_per_token=target_c,
+        drafter_bytes_per_token=drafter_c,
+        compiled=compiled,
+        memory=memory,
+        target_work=_work(request.target, request, device.count),
+        drafter_work=_work(request.draft_config, request, 1)
+        if request.draft_config
+        else None,
+        notes=tuple(notes),
+    )
+
+
+def find_device(name: str, num_chips: int | None = None) -> Device:
+    """Returns the device of a name: "cpu", "tpu:v5e:2x2", "gpu:h100".
+
+    Args:
+      num_chips: over which the target is split; None is all of a topology, else 1.
+
+    Raises:
+      ValueError: the name is unknown.
+      NotImplementedError: a TPU, and its compiler is not installed.
+    """
+    kind, _, rest = name.partition(":")
+    if kind == "cpu" and not rest:
+        return Device(name, num_chips or 1, None, _local_mesh(num_chips or 1))
+    generation, _, shape = rest.partition(":")
+    figures = DEVICES.get(generation)
+    if figures is None or kind not in ("tpu", "gpu") or (kind == "tpu") != bool(shape):
+        known = ", ".join(DEVICES)
+        raise ValueError(
+            f"device={name!r} is unknown; expected cpu, gpu:NAME or tpu:NAME:TOPOLOGY (as "
+            f"tpu:v5e:2x2), with NAME one of {known}."
+        )
+    figures = figures.per_device()
+    if kind == "gpu":
+        count = num_chips or 1
+        return Device(name, count, figures, _local_mesh(count), is_compiled_for=False)
+    if num_chips is None:
+        num_chips = (
+            math.prod(map(int, shape.split("x"))) * DEVICES[generation].devices_per_chip
+        )
+    return Device(name, num_chips, figures, described_mesh(rest, num_chips))
+
+
+def find_config(source: str | os.PathLike[str]) -> ModelConfig:
+    """Returns the config of a folder, a demo name, or a name in `configs.models`.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    name = os.fspath(source)
+    shape = name.replace("-", "_").replace(".", "_")
+    names = [module.name for module in pkgutil.iter_modules(configs.models.__path__)]
+    if shape in names:
+        return importlib.import_module(f"configs.models.{shape}").get_config()
+    if not Path(name).expanduser().exists() and name not in ("demo", "demo-draft"):
+        raise FileNotFoundError(
+            f"{name!r} is no folder with a config.json, and no known shape; expected a "
+            f"folder, 'demo', or one of {', '.join(names)}."
+        )
+    return read_config(resolve_folder(source))[0]
+
+
+def find_drafter(source: str | os.PathLike[str] | None) -> DrafterSpec:
+    """Returns the drafter of None, "none", "ngram", or whatever `find_config` finds."""
+    if source is None or source == NO_DRAFTER:
+        return NoDrafter()
+    if source == NGRAM:
+        return NgramDrafter()
+    name = os.fspath(source)
+    return ModelDrafter(find_config(DEMO_NAMES.get(name, name)))
+
+
+def _local_mesh(count: int) -> Mesh | None:
+    """Returns a mesh of CPU devices; None for one."""
+    if count == 1:
+        return None
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ValueError(
+            f"{count} chips are asked for and jax sees {len(devices)} CPU devices to compile "
+            "for; set the environment variable "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count}."
+        )
+    return Mesh(np.array(devices[:count]), (sharding.TENSOR,))
+
+
+def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractDecoder:
+    """Returns a decoder of the first layers of the target."""
+    engine = request.engine
+    windows = request.target.layer_windows[:num_layers]
+    target = dataclasses.replace(
+        request.target, num_layers=num_layers, layer_windows=windows
+    )
+    tree_slots = request.drafter.tree_slots(request.most_drafted)
+    sizes = Sizes(
+        rows=engine.max_rows,
+        page_size=engine.page_size,
+        num_pages=num_pages,
+        pages_per_row=-(-(request.max_context + tree_slots) // engine.page_size),
+        burst_steps=engine.burst_steps,
+        tree_slots=tree_slots,
+        dtype=jnp.dtype(request.dtype),
+    )
+    return AbstractDecoder(
+        target, request.drafter, sizes, engine, mesh=request.device.mesh
+    )
+
+
+def _page_bytes(request: PlanRequest) -> tuple[int, int]:
+    """Returns the bytes of a page on one chip, of target and of drafter, as counted."""
+    per_layer = lambda config, parts: (
+        2 * config.num_layers * (config.num_kv_heads // parts) * config.head_dim
+    )
+    scale = jnp.dtype(request.dtype).itemsize * request.engine.page_size
+    draft = request.draft_config
+    target_bytes = per_layer(request.target, request.device.count) * scale
+    return target_bytes, per_layer(draft, 1) * scale if draft else 0
+
+
+def _chip_bytes(decoder: AbstractDecoder, params: Any, state: Any) -> int:
+    """Returns the bytes of weights and state on each chip."""
+    mesh = decoder.mesh
+    trees = [params, state]
+    if mesh is None:
+        return sum(_bytes(leaf) for leaf in jax.tree.leaves(trees))
+    specs = [decoder._param_specs(params), sharding.state_specs(state, mesh)]
+    places = jax.tree.map(
+        lambda leaf, place: (
+            math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        ),
+        trees,
+        sharding.shardings(specs, mesh),
+    )
+    return sum(jax.tree.leaves(places))
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def _memory(
+    request: PlanRequest, c: float, compiled: CompiledMemory, resident: int
+) -> tuple[MemoryPlan | None, list[str]]:
+    """Returns limits where memory is known, and what is to be said."""
+    total, engine = request.limits_memory, request.engine
+    if total is None:
+        return None, [
+            f"{request.device.name} has no memory figure, so there are no pages, weight limit "
+            "or gate; give --memory-bytes."
+        ]
+    if total <= resident:
+        raise ValueError(
+            f"weights and state take {resident / 1e9:.2f} GB of the {total / 1e9:.2f} GB of "
+            "each chip; use more chips, a smaller dtype, max_rows or max_context, or raise "
+            "memory_bytes."
+        )
+    limits = MemoryLimits(
+        free_bytes=total - resident,
+        page_size=engine.page_size,
+        rows=engine.max_rows,
+        max_context=request.max_context,
+        batch_safety_margin=engine.batch_safety_margin,
+        speculation_weight_fraction=engine.speculation_weight_fraction,
+        num_pages=engine.num_pages,
+    )
+    memory = plan_memory(
+        limits, c, compiled.buckets, copied_per_token=c * compiled.copied_ratio
+    )
+    return memory, list(memory.warnings)
+
+
+def _work(config: ModelConfig, request: PlanRequest, chips: int) -> ModelWork:
+    """Returns what a forward does on one chip of those that a model is split over."""
+    itemsize = jnp.dtype(request.dtype).itemsize
+    weights = abstract_weights(config, request.dtype)
+    count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
+    if not config.tie_word_embeddings:
+        count -= config.vocab_size * config.hidden_size  # embeddings are looked up
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    heads = config.num_layers * config.num_heads * config.head_dim
+    return ModelWork(
+        weight_bytes=count * itemsize / chips,
+        token_flops=2 * count / chips,
+        context_bytes=kv * itemsize / chips,
+        context_flops=4 * heads / chips,
+    )

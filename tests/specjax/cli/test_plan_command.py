@@ -1,0 +1,78 @@
+"""`specjax plan`: a small model's plan end to end, and what is refused."""
+
+import json
+
+import pytest
+
+from specjax.cli import plan_command
+from specjax.cli.main import build_parser, main
+
+LAYERS, HEADS, HEAD_DIM, PAGE = 2, 4, 8, 16
+SHAPE = dict(
+    model_type="llama",
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=HEADS,
+    max_position_embeddings=64,
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("shape")
+    (path / "config.json").write_text(json.dumps(SHAPE))
+    return path
+
+
+def test_a_plan_from_compiled_steps(folder, capsys):
+    arguments = [
+        "--drafter",
+        "ngram",
+        "--num-speculative-tokens",
+        "1",
+        "--max-rows",
+        "1",
+    ]
+    memory = ["--memory-bytes", "2e6", "--json"]
+    assert main(["plan", str(folder), *arguments, *memory]) == 0
+    document = json.loads(capsys.readouterr().out)
+    own = 2 * LAYERS * HEADS * HEAD_DIM * 4
+    assert document["bytes_per_token"] == {"target": own, "drafter": 0}
+    weights = 2 * 96 * 32 + LAYERS * (4 * 32 * 32 + 3 * 32 * 64 + 2 * 32) + 32
+    assert document["weights_bytes"] == 4 * weights
+    assert document["num_pages"] == 64 // PAGE  # one row can hold no more
+    assert document["weight_limit"] < 2e6 * 0.8
+    assert document["coefficients"]["next_token"] > own
+    assert document["measured"] is False
+    assert {b["kind"] for b in document["buckets"]} == {"burst", "prefill", "mixed"}
+    assert all(b["workspace_bytes"] > 0 for b in document["buckets"])
+    assert document["compiled"]["layers_compiled"] == [LAYERS]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["no-such-model"], "is no folder with a config.json"),
+        (["demo", "--device", "toaster"], "is unknown; expected cpu"),
+        (["demo", "--row-buckets", "4,x"], "whole numbers with commas"),
+        (["demo", "--row-buckets", "128"], "row_buckets"),
+        (["demo", "--batch-safety-margin", "100"], "batch_safety_margin"),
+        (["demo", "--drafter", "qwen3-0.6b"], "vocabularies of 4096 and 151936"),
+    ],
+)
+def test_what_is_refused(arguments, message, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_row_buckets_by_default():
+    parse = lambda *more: build_parser().parse_args(["plan", "demo", *more])
+    engine = plan_command.engine_config(parse())
+    assert engine.max_rows == 64
+    assert engine.row_buckets == (1, 4, 16)
+    engine = plan_command.engine_config(parse("--row-buckets", ""))
+    assert engine.row_buckets == ()
+    engine = plan_command.engine_config(parse("--memory-bytes", "16e9"))
+    assert engine.memory_bytes == 16 * 10**9
