@@ -90,10 +90,10 @@ def engine_buckets(decoder: AbstractDecoder, depths: Sequence[int]) -> list[Buck
 
 
 def sampled_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
-    """Returns those to compile: of each kind the smallest and the largest.
+    """Returns those to compile.
 
-    Of bursts those with fewest and most rows, at K = 0 and at the largest K; of mixed steps
-    the largest.
+    Bursts with fewest and most rows, at K = 0 and at the largest K; every prefill, which is
+    quick and differs by more than its tokens; of mixed steps the largest.
     """
     bursts = [b for b in buckets if b.kind == BURST]
     ends = lambda values: {min(values), max(values)}
@@ -102,9 +102,7 @@ def sampled_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
     chosen = [
         b for b in bursts if b.rows in rows and b.num_speculative_tokens in depths
     ]
-    prefills = [b for b in buckets if b.kind == PREFILL]
-    tokens = ends([b.tokens for b in prefills])
-    chosen += [b for b in prefills if b.tokens in tokens]
+    chosen += [b for b in buckets if b.kind == PREFILL]
     mixed = [b for b in buckets if b.kind == MIXED]
     return chosen + mixed[-1:]
 

@@ -120,7 +120,7 @@ def test_every_step_of_an_engine_is_planned_and_few_are_compiled(compiled_by_rul
     assert kinds.count(BURST) == 2 * 5
     assert kinds.count(PREFILL) == 3
     assert kinds.count(MIXED) == 2
-    assert len(compiled.samples) == 4 + 2 + 1
+    assert len(compiled.samples) == 4 + 3 + 1
 
 
 def test_logits_in_chunks_count_once(compiled_by_rule):

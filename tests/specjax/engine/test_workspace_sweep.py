@@ -97,17 +97,10 @@ def declared_and_held_out(decoder):
     rows = (2, 4, FEW_ROWS, None) if plain else (FEW_ROWS, None)
     bursts = [burst_bucket(decoder, k, n) for k in depths for n in rows]
     bursts.sort(key=lambda b: (b.tokens, b.rows))
-    prefills = [prefill_bucket(decoder, n, w) for n, w in ((1, 64), (1, 256))]
-    prefills += [prefill_bucket(decoder, n, 64) for n in (8, 2)]
+    calls = (1, 64), (1, 256), (8, 64), (2, 64), (4, 64), (2, 256)
+    prefills = [prefill_bucket(decoder, *call) for call in calls]
     mixed = [mixed_bucket(decoder, width) for width in (256, 64)]
-    declared = [
-        bursts[0],
-        *bursts[2:-1:2],
-        bursts[-1],
-        prefills[0],
-        prefills[2],
-        mixed[0],
-    ]
+    declared = [bursts[0], *bursts[2:-1:2], bursts[-1], *prefills[:3], mixed[0]]
     held_out = [b for b in (*bursts, *prefills, *mixed) if b not in declared]
     return declared, held_out
 
@@ -171,10 +164,11 @@ def test_prefills_and_a_burst_of_a_small_shape():
     compile_prefill = lambda *call: compile_bucket(
         decoder, prefill_bucket(decoder, *call)
     )
-    samples = [compile_prefill(1, 64), compile_prefill(8, 64)]
+    calls = (1, 64), (1, 256), (8, 64)
+    samples = [compile_prefill(*call) for call in calls]
     burst = compile_bucket(decoder, burst_bucket(decoder, 0))
     fit = fit_workspaces([burst, *samples], known_bend=MOST_TOKENS_FROM_THE_LEFT)
-    check_prediction(fit, compile_prefill(1, 256))
+    check_prediction(fit, compile_prefill(2, 256))
     check_prediction(fit, compile_prefill(4, 64))
     larger = decoder_of(config, NoDrafter(), 2 * PAGES, rows=8)
     again = compile_bucket(larger, samples[0].bucket)
