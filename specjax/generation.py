@@ -151,11 +151,11 @@ class Stream:
         if sizes is None:
             raise ValueError(self._failed[0].error)
         rules = (request.rule for request in self._requests)
-        self._decoder = self._setup.decoder(sizes, rules)
-        self._compile_s_before = self._decoder.compile_s
         self._loop = self._setup.loop(
-            self._decoder, policy, on_progress=self._progress.report
+            sizes, rules, policy, on_progress=self._progress.report
         )
+        self._decoder = self._loop.decoder
+        self._compile_s_before = self._decoder.compile_s
         for request in self._requests:
             self._loop.add(request)
         self._chunks = self._run()
@@ -210,4 +210,5 @@ class Stream:
             lossy=tuple(sorted({c.lossy for c in completions if c.lossy})),
             self_check=self_check_of(completions),
             decisions=tuple(self._loop.records),
+            num_preemptions=self._loop.num_preemptions,
         )

@@ -60,6 +60,7 @@ class GenerationStats:
     self_check: SelfCheck | None = None  # over all requests that check themselves
     # The last bursts: which K, why, and what was predicted beside what was measured.
     decisions: tuple[BurstRecord, ...] = ()
+    num_preemptions: int = 0  # how often a request gave its pages up and went on later
 
     @property
     def tokens_per_second(self) -> float:

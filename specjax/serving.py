@@ -84,10 +84,13 @@ class Engine:
         for name in names:
             setup.drafter.check_rule(name)
         self._rules = [VERIFICATION_RULES.index(name) for name in names]
-        self._decoder = setup.decoder(setup.standing_sizes(), self._rules)
         self._loop: Loop | None = setup.loop(
-            self._decoder, policy, on_progress=self._progress.report
+            setup.standing_sizes(),
+            self._rules,
+            policy,
+            on_progress=self._progress.report,
         )
+        self._decoder = self._loop.decoder
         self._records = self._loop.records
         self._compile_s_before = self._decoder.compile_s
         self._started_at = time.perf_counter()
@@ -243,6 +246,7 @@ class Engine:
                 verification=setup.speculation.verification,
                 lossy=tuple(sorted(totals.lossy)),
                 decisions=tuple(self._records),
+                num_preemptions=totals.num_preemptions,
             )
 
     def close(self) -> None:
@@ -304,6 +308,7 @@ class Engine:
                 raise
             with self._lock:
                 self._totals.run_s = loop.run_s
+                self._totals.num_preemptions = loop.num_preemptions
             self._hand_out(moved)
             self._take_in()
 
@@ -368,6 +373,7 @@ class _Totals:
         self.num_prompts = self.num_prompt_tokens = self.num_output_tokens = 0
         self.acceptance = AcceptanceCounts()
         self.run_s = 0.0
+        self.num_preemptions = 0
         self.first_token_s: float | None = None
         self.lossy: set[str] = set()
 

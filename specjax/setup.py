@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from specjax import planning, sharding
 from specjax.config import EngineConfig, SpeculationConfig
-from specjax.decode.decoder import Decoder, Sizes, build_decoder
+from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, Sizes, build_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.engine import cost_files
@@ -30,6 +30,8 @@ from specjax.progress import Report
 from specjax.requests import Refused, make_requests, one_each
 from specjax.sizing import choose_sizes, page_bytes, standing_sizes
 from specjax.types import DecoderParams
+
+FEWER_PAGES = 0.75  # of those that did not fit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +96,40 @@ class Setup:
 
     def loop(
         self,
-        decoder: Decoder,
+        sizes: Sizes,
+        rules: Iterable[int],
         policy: SpeculationPolicy | None,
         *,
         on_progress: Report,
     ) -> Loop:
-        """Returns what runs requests; the policy is the config's where it is None."""
+        """Returns what runs requests of some rules; the policy is the config's where it is None.
+
+        Where the device has less memory than was thought, there are fewer pages; says so.
+        """
+        rules = tuple(rules)
+        while True:
+            try:
+                decoder = self.decoder(sizes, rules)
+                return self._loop(decoder, policy, on_progress)
+            except jax.errors.JaxRuntimeError as error:
+                fewer = int(FEWER_PAGES * sizes.num_pages)
+                fewer -= fewer % sharding.axis_size(self.mesh, sharding.DATA)
+                if OUT_OF_MEMORY not in str(error) or fewer < sizes.pages_per_row:
+                    raise
+                warnings.warn(
+                    f"{sizes.num_pages} pages do not fit in the device's memory; going on with "
+                    f"{fewer}. Lower kv_cache_bytes, num_pages or memory_bytes to have no more "
+                    "to begin with.",
+                    stacklevel=3,
+                )
+                sizes = dataclasses.replace(sizes, num_pages=fewer)
+
+    def _loop(
+        self,
+        decoder: Decoder,
+        policy: SpeculationPolicy | None,
+        on_progress: Report,
+    ) -> Loop:
         return Loop(
             decoder,
             self.params,
