@@ -49,9 +49,7 @@ def test_without_a_gate_requests_are_preempted_and_lose_nothing():
 
 
 def test_the_gate_on_what_rows_have_now_lets_light_batches_speculate():
-    loop, requests = adversarial_loop(
-        gate="current", gate_tokens=100, num_requests=300
-    )
+    loop, requests = adversarial_loop(gate="current", gate_tokens=100, num_requests=300)
     finish(loop, requests)
     assert depths_above(loop, 100) == {0}
     assert 3 in {record.num_speculative_tokens for record in loop.records}

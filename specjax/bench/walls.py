@@ -1,0 +1,143 @@
+"""Wall time of whole generations: the policy, every fixed K, and no drafter, in turn.
+
+    python -m specjax.bench.walls --out docs/benchmarks/scheduling_walls.json
+
+Every round runs all contenders once; what is told are medians of the ratios within a
+round, with the sign test's 95 % interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import specjax
+from specjax.bench import embedded, measuring
+from specjax.bench.command import model
+from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
+from specjax.engine.goodput import Goodput
+
+DEPTHS = (0, 1, 2, 4, 7)
+MOST = DEPTHS[-1]
+BATCHES = (1, 4, 16)
+PROMPT_TOKENS = 48
+NONE, GOODPUT = "no drafter", "goodput"
+
+
+class Contest:
+    """One pair, one batch: the same requests for every contender.
+
+    Args:
+      acceptance: how often drafts stand, made up; None is the pair's own.
+    """
+
+    def __init__(
+        self,
+        pair: str,
+        batch: int,
+        *,
+        acceptance: float | None = None,
+        new_tokens: int = 96,
+    ):
+        self.name = {"pair": pair, "batch": batch, "acceptance": acceptance}
+        if pair == "embedded":
+            self._target = specjax.load_model("demo")
+            self._drafter: Any = specjax.load_drafter("demo", self._target)
+            encode = self._target.tokenizer.encode
+            texts = embedded.held_out_texts(batch)
+            self._prompts = [encode(text)[:PROMPT_TOKENS] for text in texts]
+        else:
+            self._target, drafter = model("bench_60m"), model("bench_60m_draft")
+            self._drafter = specjax.load_drafter(drafter, self._target)
+            rng = np.random.default_rng(0)
+            self._prompts = rng.integers(0, 32000, (batch, PROMPT_TOKENS)).tolist()
+        self._sampling = SamplingParams(
+            temperature=0.8, max_tokens=new_tokens, ignore_eos=True, seed=0
+        )
+        self._options: dict[str, Any] = {}
+        if acceptance is not None:
+            self._options = {
+                "verification": "synthetic",
+                "synthetic_acceptance_rates": [acceptance],
+            }
+        self._goodput = Goodput(MOST, ranks=acceptance is None, knows_confidence=True)
+
+    def run(self, contender: str | int) -> float:
+        """Returns the seconds of one generation, compiling left out."""
+        depth = contender if isinstance(contender, int) else MOST
+        # K = 0 with the drafter loaded: its pages are there, and no row wants drafts.
+        config = SpeculationConfig(
+            num_speculative_tokens=max(depth, 1), policy="fixed", **self._options
+        )
+        policy = self._goodput if contender == GOODPUT else None
+        sampling = self._sampling
+        if contender == 0:
+            sampling = dataclasses.replace(sampling, speculate=False)
+        out = specjax.generate(
+            self._target,
+            self._prompts,
+            drafter=None if contender == NONE else self._drafter,
+            speculative_config=None if contender == NONE else config,
+            sampling=sampling,
+            policy=policy,
+            engine=EngineConfig(max_rows=16),
+        )
+        assert out.stats.num_output_tokens == len(self._prompts) * sampling.max_tokens
+        return out.stats.run_s
+
+    def figures(self, rounds: int) -> dict[str, Any]:
+        """Returns the ratios of goodput to the best fixed K and to no drafter."""
+        contenders = [NONE, *DEPTHS, GOODPUT]
+        for contender in contenders:
+            self.run(contender)  # compiles
+        self.run(GOODPUT)  # what it has chosen since
+        seconds: dict[Any, list[float]] = {contender: [] for contender in contenders}
+        for _ in range(rounds):
+            for contender in contenders:
+                seconds[contender].append(self.run(contender))
+        medians = {str(c): measuring.median(s) for c, s in seconds.items()}
+        best = min((*DEPTHS, NONE), key=lambda c: measuring.median(seconds[c]))
+        interval = measuring.ratio_interval
+        return self.name | {
+            "rounds": rounds,
+            "median_s": medians,
+            "best": str(best),
+            "goodput_of_best": interval(seconds[best], seconds[GOODPUT]),
+            "goodput_of_no_drafter": interval(seconds[NONE], seconds[GOODPUT]),
+            "k_0_over_no_drafter": interval(seconds[0], seconds[NONE]),
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m specjax.bench.walls")
+    parser.add_argument("--out", type=Path, required=True, help="a JSON file")
+    parser.add_argument("--pair", choices=("embedded", "60M"), default="embedded")
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument(
+        "--acceptance", type=float, nargs="+", help="made up, of the 60M pair"
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    options = parser.parse_args(argv)
+    rows = []
+    for batch in options.batches:
+        for rate in options.acceptance or [None]:
+            contest = Contest(
+                options.pair, batch, acceptance=rate, new_tokens=options.new_tokens
+            )
+            rows.append(contest.figures(options.rounds))
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    document = {"environment": measuring.environment(), "walls": rows}
+    options.out.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
