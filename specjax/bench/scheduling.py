@@ -229,6 +229,8 @@ def run(costs: dict[str, Any], folder: Path) -> dict[str, Any]:
         figures, runs = ramp(measured, 0.7)
         draw_ramp(runs, folder / f"scheduling_ramp_{name}.png")
         document["replay"][name] = {
+            "tokens": TOKENS,
+            "context": CONTEXT,
             "steady": steady(measured),
             "ramp": figures,
             "mixed": mixed(measured),

@@ -19,6 +19,7 @@ learned in service:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -39,6 +40,7 @@ UNKNOWN_GAIN = 0.25
 # Of a step at K = 0, what catching up with one token costs, before it was measured.
 CATCH_UP_SHARE = 0.1
 CATCH_UP_RATE = 0.3
+MOST_RANKED = 64  # rows that stand for more, where only their sum is asked for
 
 
 def ladder(most: int) -> tuple[int, ...]:
@@ -52,7 +54,6 @@ class _Candidate:
     bucket: Bucket
     tokens: float  # expected per step, of all rows
     seconds: float
-    slots: _RankedSlots
 
     @property
     def rate(self) -> float:
@@ -116,11 +117,11 @@ class Goodput:
             return self._default(load)
         if best not in allowed:
             best = self._best(allowed, load)
-            return self._decide(best, load.limited_by)
+            return self._decide(load, best, load.limited_by)
         probe = self._probe(best, allowed, load)
         if probe is not None:
             return probe
-        return self._decide(best, "goodput")
+        return self._decide(load, best, "goodput")
 
     def observe(self, outcome: Outcome) -> None:
         """Learns what was accepted, what a step cost, and what is lost without other buckets."""
@@ -144,11 +145,13 @@ class Goodput:
 
     def _candidates(self, load: Load) -> list[_Candidate]:
         """Returns what every bucket is expected to do."""
-        slots = _RankedSlots(
-            self.survival.by_row(load.requests),
-            self.survival.presence(),
-            np.asarray(load.draft_caps),
-        )
+        rates, caps = self.survival.rates(load.requests), np.asarray(load.draft_caps)
+        # What is expected of many rows is told by some of them.
+        some, share = slice(None), 1.0
+        if len(rates) > MOST_RANKED:
+            some = np.argsort(rates)[_evenly(len(rates), MOST_RANKED)]
+            share = MOST_RANKED / len(rates)
+        slots = self._slots(rates[some], caps[some])
         candidates = []
         for bucket in self.buckets(load.row_buckets):
             seconds = self.costs.seconds(bucket, load.num_context_tokens)
@@ -156,9 +159,14 @@ class Goodput:
                 return []
             if not self.costs.count(bucket):
                 seconds *= 1 - OPTIMISM
-            tokens = load.num_decoding_rows + slots.expected(bucket)
-            candidates.append(_Candidate(bucket, tokens, seconds, slots))
+            tokens = load.num_decoding_rows + slots.expected(bucket, share) / share
+            candidates.append(_Candidate(bucket, tokens, seconds))
         return candidates
+
+    def _slots(self, rates: np.ndarray, caps: np.ndarray) -> _RankedSlots:
+        return _RankedSlots(
+            self.survival.of_rates(rates), self.survival.presence(), caps
+        )
 
     def buckets(self, row_buckets: Iterable[int]) -> Iterator[Bucket]:
         """Yields all that may be compiled for some numbers of rows."""
@@ -196,11 +204,15 @@ class Goodput:
             return same
         return best
 
-    def _decide(self, chosen: _Candidate, reason: str, **more: Any) -> Decision:
+    def _decide(
+        self, load: Load, chosen: _Candidate, reason: str, **more: Any
+    ) -> Decision:
         self._last = chosen.bucket
         draft_caps = None
         if chosen.bucket.max_drafts is not None and not self._knows_confidence:
-            draft_caps = chosen.slots.caps(chosen.bucket)
+            rates = self.survival.rates(load.requests)
+            slots = self._slots(rates, np.asarray(load.draft_caps))
+            draft_caps = slots.caps(chosen.bucket)
         return Decision(
             num_speculative_tokens=chosen.bucket.num_speculative_tokens,
             reason=reason,
@@ -273,7 +285,7 @@ class Goodput:
         self._budget -= max(lost, 0.0)
         self.seconds_lost += max(lost, 0.0)
         last = self._last
-        decision = self._decide(other, "probe", num_steps=num_steps)
+        decision = self._decide(load, other, "probe", num_steps=num_steps)
         self._last = last if last is not None else best.bucket
         return decision
 
@@ -325,8 +337,13 @@ class Goodput:
                 self._regret[bucket] = self._regret.get(bucket, 0.0) + lost
 
 
+def _evenly(count: int, most: int) -> np.ndarray:
+    """Returns `most` places among `count`, each the middle of as many others."""
+    return ((np.arange(most) + 0.5) * count / most).astype(int)
+
+
 class _RankedSlots:
-    """The draft slots of all rows, the likeliest to stand first.
+    """The draft slots of all rows, and in the order of how likely they are to stand.
 
     Args:
       survival: f64[rows, depth], of tokens that are proposed.
@@ -335,45 +352,56 @@ class _RankedSlots:
     """
 
     def __init__(self, survival: np.ndarray, presence: np.ndarray, caps: np.ndarray):
-        rows, depth = survival.shape
-        places = np.broadcast_to(np.arange(depth), (rows, depth))
-        is_allowed = places < caps[:, None]
-        flat = np.where(is_allowed, survival, 0.0).ravel()
-        order = np.argsort(-flat, kind="stable")
-        self._rows = rows
-        self._places = places.ravel()[order]
-        self._row = np.repeat(np.arange(rows), depth)[order]
+        is_allowed = np.arange(survival.shape[1]) < caps[:, None]
+        self._survival = np.where(is_allowed, survival, 0.0)
         # A token of no row that drafts takes no slot.
-        self._mass = np.where(is_allowed, presence, 0.0).ravel()[order]
-        self._gain = flat[order] * self._mass
+        self._mass = np.where(is_allowed, presence, 0.0)
+        self._by_depth = (self._survival * self._mass).sum(axis=0).cumsum()
         self._sums: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def expected(self, bucket: Bucket) -> float:
-        """Returns the draft tokens that a step is expected to accept."""
-        gains, masses = self._summed(bucket.num_speculative_tokens)
-        if bucket.max_drafts is None or bucket.max_drafts >= masses[-1]:
+    def expected(self, bucket: Bucket, share: float = 1.0) -> float:
+        """Returns the draft tokens that a step is expected to accept.
+
+        Args:
+          share: of the bucket's slots, that these rows get.
+        """
+        depth = bucket.num_speculative_tokens
+        if bucket.max_drafts is None:
+            return float(self._by_depth[depth - 1]) if depth else 0.0
+        gains, masses = self._summed(depth)
+        most = bucket.max_drafts * share
+        if most >= masses[-1]:
             return float(gains[-1])
         # The slot on the edge counts in part.
-        edge = int(np.searchsorted(masses, bucket.max_drafts))
-        share = (bucket.max_drafts - masses[edge - 1]) / (
-            masses[edge] - masses[edge - 1]
-        )
-        return float(gains[edge - 1] + share * (gains[edge] - gains[edge - 1]))
+        edge = int(np.searchsorted(masses, most))
+        before, at = float(masses[edge - 1]), float(masses[edge])
+        part = (most - before) / (at - before)
+        return float(gains[edge - 1] + part * (gains[edge] - gains[edge - 1]))
 
     def caps(self, bucket: Bucket) -> np.ndarray:
         """Returns how many tokens each row drafts for its slots, i64[rows]."""
         assert bucket.max_drafts is not None
         _, masses = self._summed(bucket.num_speculative_tokens)
-        within = self._places < bucket.num_speculative_tokens
         has_room = (masses[:-1] < bucket.max_drafts) & (np.diff(masses) > 0)
-        return np.bincount(self._row[within][has_room], minlength=self._rows)
+        order, _, _, _ = self._ranked
+        rows = order[has_room] // self._survival.shape[1]
+        return np.bincount(rows, minlength=len(self._survival))
+
+    @functools.cached_property
+    def _ranked(self) -> tuple[np.ndarray, ...]:
+        """Slots, the likeliest to stand first: number, place in its row, mass, gain."""
+        order = np.argsort(-self._survival.ravel())
+        mass = self._mass.ravel()[order]
+        gain = mass * self._survival.ravel()[order]
+        return order, order % self._survival.shape[1], mass, gain
 
     def _summed(self, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns what the first slots gain and take together, from none of them on."""
         if depth not in self._sums:
-            within = self._places < depth
-            gain, mass = np.zeros((2, 1 + int(within.sum())))
-            np.cumsum(self._gain[within], out=gain[1:])
-            np.cumsum(self._mass[within], out=mass[1:])
-            self._sums[depth] = gain, mass
+            _, place, mass, gain = self._ranked
+            is_within = place < depth
+            gains, masses = np.zeros((2, 1 + len(mass)))
+            np.cumsum(gain * is_within, out=gains[1:])
+            np.cumsum(mass * is_within, out=masses[1:])
+            self._sums[depth] = gains, masses
         return self._sums[depth]

@@ -133,7 +133,10 @@ class Scheduler:
         return [
             row
             for row in self.rows
-            if row is not None and row not in waiting and row.num_left > 0
+            if row is not None
+            and row not in waiting
+            # As `num_left`, without a call for each of many rows.
+            and row.request.max_length > len(row.token_ids) + row.flying_least
         ]
 
     @property

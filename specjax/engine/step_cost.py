@@ -91,7 +91,8 @@ class StepCosts:
         slope, bases, coefficients = self._fitted()
         base = bases.get(bucket)
         if base is None:
-            base = float(self._features(bucket) @ coefficients)
+            # Kept until the next fit, as those that were measured are.
+            base = bases[bucket] = float(self._features(bucket) @ coefficients)
         return (base + slope * context) * self.drift
 
     @property
@@ -105,8 +106,8 @@ class StepCosts:
             return 0.0
         _, bases, coefficients = self._fitted()
         errors = [
-            abs(float(self._features(bucket) @ coefficients) / base - 1)
-            for bucket, base in bases.items()
+            abs(float(self._features(bucket) @ coefficients) / bases[bucket] - 1)
+            for bucket in self._samples
         ]
         return max(errors)
 

@@ -12,6 +12,7 @@ never tried is like the one before it, a row that was little tried like the othe
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -89,13 +90,18 @@ class Survival:
         mean = (stood + PRIOR_TRIALS * PRIOR_RATE) / (tried + PRIOR_TRIALS)
         known, nothing = self._rows, (0.0, 0.0)
         pairs = [known.get(number, nothing) for number in np.asarray(requests).tolist()]
-        tried, stood = np.array(pairs).reshape(-1, 2).T
+        flat = np.fromiter(itertools.chain.from_iterable(pairs), float, 2 * len(pairs))
+        tried, stood = flat.reshape(-1, 2).T
         return (stood + ROW_TRIALS * mean) / (tried + ROW_TRIALS)
 
     def by_row(self, requests: Any) -> np.ndarray:
         """Returns the survival of each row's draft tokens, f64[rows, depth]."""
-        rates = self.rates(requests)[:, None] * self.profile()[None, :]
-        return np.minimum(rates, MOST_RATE).cumprod(axis=1)
+        return self.of_rates(self.rates(requests))
+
+    def of_rates(self, rates: np.ndarray) -> np.ndarray:
+        """Returns the survival of draft tokens of rows with such acceptance rates."""
+        by_place = rates[:, None] * self.profile()[None, :]
+        return np.minimum(by_place, MOST_RATE).cumprod(axis=1)
 
     def presence(self) -> np.ndarray:
         """Returns how often a token is proposed at each depth that is asked for, f64[depth]."""

@@ -5,10 +5,11 @@ import time
 import pytest
 from test_loop import make_request
 
+from specjax.bucket import Bucket
 from specjax.config import EngineConfig
 from specjax.decode.decoder import Sizes
+from specjax.engine.goodput import Goodput
 from specjax.engine.loop import Loop
-from specjax.engine.speculation_policy import Fixed
 
 ROWS = 256
 PLAN_S = 1e-3
@@ -53,6 +54,16 @@ class IdleDecoder:
         return self, None, 0
 
 
+def policy():
+    """Returns goodput with costs that it knows."""
+    goodput = Goodput(7)
+    for rows in (128, ROWS):
+        for depth in (0, 1, 2, 4, 7):
+            bucket = Bucket(rows, depth)
+            goodput.costs.observe(bucket, 5000, rows * (8 + depth) * 1e-5)
+    return goodput
+
+
 @pytest.fixture(scope="module")
 def seconds():
     """Returns the least seconds of planning a burst, by the number of requests that wait, and of a loop.
@@ -61,11 +72,15 @@ def seconds():
     """
     loops = {}
     for num_waiting in (10, 10_000):
-        loops[num_waiting] = loop = Loop(IdleDecoder(), None, Fixed(4))
+        goodput = policy()
+        loops[num_waiting] = loop = Loop(IdleDecoder(), None, goodput)
         for index in range(ROWS + num_waiting):
             loop.add(make_request(index, [index % 50, 1, 2], 3000))
         loop._admit()
         assert len(loop.scheduler.waiting) == num_waiting
+        for row in loop.scheduler.occupied:
+            tried = 10.0, 1.5 * (row.index % 7)
+            goodput.survival._rows[row.request.number] = tried
         while loop.scheduler.num_to_prefill:
             loop._send(None)
         assert not loop._flights

@@ -1,0 +1,152 @@
+"""The page of docs/benchmarks/scheduling.md, from what the two benchmarks wrote.
+
+    python -m specjax.bench.scheduling_report docs/benchmarks/scheduling.json \\
+        docs/benchmarks/scheduling_walls.json > docs/benchmarks/scheduling.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+HEAD = """# Which K: what it brings
+
+`python -m specjax.bench.scheduling` measures the steps of a pair, every bucket in every round, and replays them through the real
+policy; `python -m specjax.bench.walls` runs whole generations. {environment}. The 60M pair has random weights and made-up acceptance, and
+pays a real draft model.
+"""
+STEADY = """## Never slower, replayed
+
+{name} pair. Batches that stay, {tokens} tokens per row after a prompt of {context}: speed against the best of K = 0, 1, 2, 4, 7 after 200 steps, for a
+policy that knows nothing at first (cold) and one that read a calibration; the loss of the first 200 steps; at acceptance 0 the best is plain
+decoding. Least: {least:.3f}, at acceptance 0 {least_at_0:.3f}.
+"""
+RAMP = """## A batch that drains
+
+![{name}: rows and K of a batch that drains, and the seconds of every K](scheduling_ramp_{name}.png)
+
+{name} pair, 32 rows, heavy-tailed lengths, no refills, {rate:.0%} of drafts stand, replayed: goodput takes 1 / {of_drafting:.2f} of the time of the best K
+above 0, and 1 / {of_best:.2f} of that of the best K.
+"""
+MIXED = """## Rows that differ
+
+{name} pair, 32 rows, half of which have 90 % of their drafts accepted and half 10 %, replayed: slots by rank give {over_one:.2f} times the tokens per second of one K
+for all rows chosen by the same policy, {over_fixed:.2f} times those of the best fixed K.
+"""
+WALLS = """## Wall time
+
+Whole generations, contenders in turn, medians of the ratios within a round with the 95 % interval of the sign test. Above 1: goodput is faster.
+
+| pair | batch | acceptance | best | goodput against the best | against no drafter | K = 0 with the drafter loaded, time against no drafter |
+|---|---|---|---|---|---|---|"""
+
+
+def report(document: dict[str, Any], walls: Sequence[dict[str, Any]]) -> str:
+    """Returns the page."""
+    known = document["environment"]
+    environment = ", ".join(f"{name} {value}" for name, value in known.items())
+    parts = [HEAD.format(environment=environment)]
+    for name, figures in document["replay"].items():
+        parts += _replays(name, figures)
+    parts.append(_overheads(document["costs"]))
+    if walls:
+        parts.append("\n".join([WALLS, *map(_wall_row, walls)]))
+    return "\n".join(parts) + "\n"
+
+
+def _replays(name: str, figures: dict[str, Any]) -> list[str]:
+    steady, ramp, mixed = (figures[key] for key in ("steady", "ramp", "mixed"))
+    shares = [row[f"{how}_of_best"] for row in steady for how in ("cold", "calibrated")]
+    at_0 = [
+        row[f"{how}_of_none"]
+        for row in steady
+        for how in ("cold", "calibrated")
+        if row["acceptance"] == 0
+    ]
+    table = [
+        "| batch | acceptance | best K | cold | lost at first, s | calibrated | lost at first, s |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    table += [
+        f"| {row['batch']} | {row['acceptance']} | {row['best_k']} | {row['cold_of_best']:.3f} | "
+        f"{row['cold_lost_in_burn_in_s']:.2f} | {row['calibrated_of_best']:.3f} | "
+        f"{row['calibrated_lost_in_burn_in_s']:.2f} |"
+        for row in steady
+    ]
+    return [
+        STEADY.format(
+            name=name,
+            tokens=figures["tokens"],
+            context=figures["context"],
+            least=min(shares),
+            least_at_0=min(at_0),
+        ),
+        "\n".join(table) + "\n",
+        RAMP.format(
+            name=name,
+            rate=ramp["acceptance"],
+            of_drafting=ramp["of_best_k_above_0"],
+            of_best=ramp["of_best_k"],
+        ),
+        MIXED.format(
+            name=name,
+            over_one=mixed["ranked_over_one_k"],
+            over_fixed=mixed["ranked_over_best_fixed_k"],
+        ),
+    ]
+
+
+def _overheads(costs: dict[str, Any]) -> str:
+    lines = [
+        "## A drafter that is loaded and not used",
+        "",
+        "Steps of K = 0 with the drafter loaded against those without any, 8 steps per burst:",
+        "",
+        "| pair | rows | time against no drafter | interval |",
+        "|---|---|---|---|",
+    ]
+    for name, measured in costs.items():
+        for rows, figures in measured["plain_with_drafter_over_without"].items():
+            lines.append(f"| {name} | {rows} | {_interval(figures, ' | ')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _wall_row(row: dict[str, Any]) -> str:
+    cells: Iterable[Any] = (
+        row["pair"],
+        row["batch"],
+        "its own" if row["acceptance"] is None else row["acceptance"],
+        row["best"],
+        _interval(row["goodput_of_best"]),
+        _interval(row["goodput_of_no_drafter"]),
+        _interval(row["k_0_over_no_drafter"]),
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _interval(figures: Sequence[float], between: str = " ") -> str:
+    median, low, high = figures
+    return f"{median:.3f}{between}[{low:.3f}, {high:.3f}]"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m specjax.bench.scheduling_report")
+    parser.add_argument("scheduling", type=Path)
+    parser.add_argument("walls", type=Path, nargs="*")
+    options = parser.parse_args(argv)
+    walls = [
+        row
+        for path in options.walls
+        for row in json.loads(path.read_text(encoding="utf-8"))["walls"]
+    ]
+    document = json.loads(options.scheduling.read_text(encoding="utf-8"))
+    print(report(document, walls), end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
