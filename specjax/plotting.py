@@ -66,7 +66,7 @@ def _draw_load(figure: Any, axes: Any, decisions: Sequence[BurstRecord]) -> None
 
 
 def _draw_measured(axes: Any, decisions: Sequence[BurstRecord]) -> None:
-    known = [d for d in decisions if d.measured_step_s and d.predicted_step_s]
+    known = [d for d in decisions if d.predicted_step_s]
     axes.set(
         title="tokens per second",
         xlabel="predicted",

@@ -52,6 +52,8 @@ class Costs:
     catch_up_s: float
     row_buckets: tuple[int, ...]
     has: Callable[[Bucket], bool] = lambda bucket: True  # buckets that there are
+    # Tokens of a row that were measured at most: a longer context is charged like that.
+    longest_context: int = 10**9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +117,7 @@ class Replay:
         fitting = [b for b in self.costs.row_buckets if b >= len(rows)]
         behind = self._gained[rows] - self._drafter_gained[rows] + 1
         contexts = self.workload.context + self._gained[rows]
+        contexts = np.minimum(contexts, self.costs.longest_context)
         load = Load(
             num_decoding_rows=len(rows),
             row_buckets=fitting,

@@ -101,7 +101,8 @@ def costs_of(measured: dict[str, Any]) -> tuple[Costs, StepCosts]:
     policy_knows.add_records(measured["steps"])
     policy_knows.catch_up_s = measured["catch_up_s"]
     has = lambda bucket: known.count(bucket) > 0
-    costs = Costs(step_s, measured["catch_up_s"], ROW_BUCKETS, has)
+    longest = max(step["context_tokens"] / step["rows"] for step in measured["steps"])
+    costs = Costs(step_s, measured["catch_up_s"], ROW_BUCKETS, has, int(longest))
     return costs, policy_knows
 
 

@@ -50,7 +50,7 @@ class AbstractDecoder(Decoder):
         """Returns the prefill of `num_places` prompts, `width` tokens of each."""
         places = _integers(num_places)
         table = self._abstract_plan(None).block_table
-        lowered: Any = self.prefill(
+        result: Any = self.prefill(
             self.abstract_params,
             self.abstract_state,
             table,
@@ -58,6 +58,7 @@ class AbstractDecoder(Decoder):
             places,
             max_tokens_per_row=width,
         )
+        (lowered,) = result
         return lowered.compile()
 
     def compile_mixed(self, num_places: int, width: int) -> jax.stages.Compiled:

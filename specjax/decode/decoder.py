@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from specjax import sharding
@@ -155,11 +156,15 @@ class Decoder:
         counts,
         *,
         max_tokens_per_row: int,
-    ) -> DecodeState:
+    ) -> tuple[DecodeState, Array]:
         """Runs `specjax.decode.prefill.prefill`, one executable per number of places and width.
 
         Under a mesh each shard has its share of the places, with row ids of its own.
         Donates the state.
+
+        Returns:
+          The state, and i32[] that is there when the device is done: the state will be
+          donated before anybody can wait for it.
         """
         spec = self._prompt_spec(state)
 
@@ -173,15 +178,14 @@ class Decoder:
                 counts,
                 max_tokens_per_row=max_tokens_per_row,
             )
-            return (state,)
+            return state, jnp.int32(0)
 
         key = ("prefill", len(row_ids), max_tokens_per_row)
         arguments = params, block_table, row_ids, counts
         in_specs = (self._param_specs(params), *[self._rows] * 3)
-        (state,) = self._call(
-            key, run, state, *arguments, in_specs=in_specs, out_specs=()
+        return self._call(
+            key, run, state, *arguments, in_specs=in_specs, out_specs=(WHOLE,)
         )
-        return state
 
     def burst(
         self,

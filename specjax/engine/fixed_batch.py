@@ -51,7 +51,7 @@ def begin(
         for row in rows:
             counts[row.index] = min(row.num_to_prefill, CHUNK)
             row.num_prefilled += int(counts[row.index])
-        state = decoder.prefill(
+        state, _ = decoder.prefill(
             params, state, table, row_ids, counts.copy(), max_tokens_per_row=CHUNK
         )
     caps = np.zeros(sizes.rows, np.int32)

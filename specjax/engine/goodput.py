@@ -135,7 +135,7 @@ class Goodput:
                 outcome.proposed_depth,
                 outcome.asked_depth,
             )
-        if outcome.seconds is None or not outcome.num_steps:
+        if not outcome.seconds or not outcome.num_steps:
             return
         self._budget += PROBE_SHARE * outcome.seconds
         self._count_regret(outcome)

@@ -66,8 +66,8 @@ class Flight:
     num_steps_run: Any = None  # i32[], on the device
     sent_at: float = 0.0  # time.perf_counter()
     done_at: futures.Future[float] | None = None  # likewise
-    # Whether the device did nothing else since the burst before.
-    is_alone: bool = True
+    # When the device was done with the prompts that were sent before, if any were.
+    prompts_done_at: futures.Future[float] | None = None
 
     @property
     def depth(self) -> int:
@@ -216,7 +216,8 @@ class Loop:
         self._flights: collections.deque[Flight] = collections.deque()
         self._num_prompt_tokens = 0  # of those rows that are being prefilled
         self._done_at = 0.0  # time.perf_counter() when the last burst was
-        self._is_alone = True  # nothing but bursts was sent since the last one
+        # When the prompts that were sent since the last burst are fed.
+        self._prompts_done_at: futures.Future[float] | None = None
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
         self._was_prefill = False
 
@@ -297,7 +298,6 @@ class Loop:
             steps * (1 + self.policy.max_speculative_tokens)
         )
         self._num_prompt_tokens += sum(row.num_to_prefill for row in admitted)
-        self._is_alone &= not admitted
         for admission in make_admissions(self.decoder, admitted):
             self._state = self.decoder.admit(self._state, admission)
 
@@ -333,7 +333,6 @@ class Loop:
         self._prefill(self._next_chunk())
 
     def _prefill(self, chunk: PromptChunk) -> None:
-        self._is_alone = False
         prefill = lambda: self.decoder.prefill(
             self.params,
             self._state,
@@ -343,10 +342,11 @@ class Loop:
             max_tokens_per_row=chunk.width,
         )
         try:
-            self._state = prefill()
+            self._state, done = prefill()
         except DrafterError as error:
             self._do_without(error)
-            self._state = prefill()
+            self._state, done = prefill()
+        self._prompts_done_at = self._stopwatch.done_at(done)
 
     def _plain(self, plan: Plan):
         return self.decoder.burst(
@@ -583,7 +583,7 @@ class Loop:
             raise
         flight.sent_at = start + self.decoder.compile_s - compiled_before
         flight.done_at = self._stopwatch.done_at(flight.num_steps_run)
-        flight.is_alone, self._is_alone = self._is_alone, flight.is_learned_from
+        flight.prompts_done_at, self._prompts_done_at = self._prompts_done_at, None
         for row in flight.rows:
             row.is_decoding = True
         self._flights.append(flight)
@@ -601,7 +601,10 @@ class Loop:
         assert flight.done_at is not None
         done_at = flight.done_at.result()
         num_steps = int(np.asarray(flight.num_steps_run))
-        seconds = done_at - max(flight.sent_at, self._done_at)
+        begun_at = max(flight.sent_at, self._done_at)
+        if flight.prompts_done_at is not None:
+            begun_at = max(begun_at, flight.prompts_done_at.result())
+        seconds = done_at - begun_at
         self._done_at = done_at
         self._land(flight)
         # Others were aborted or preempted since.
@@ -616,7 +619,7 @@ class Loop:
             drafter_lengths = np.asarray(flight.report.drafter_lengths)[num_steps - 1]
             for place, row in rows.items():
                 self._update(row, int(drafter_lengths[place]))
-        self._observe(flight, rows, num_steps, seconds if flight.is_alone else None)
+        self._observe(flight, rows, num_steps, seconds)
         fault = np.max(np.asarray(flight.report.drafter_fault)[:num_steps], initial=0)
         if fault:
             self._turn_drafter_off(what_it_proposed(int(fault)))
@@ -627,7 +630,7 @@ class Loop:
         flight: Flight,
         rows: dict[int, Row],
         num_steps: int,
-        seconds: float | None,
+        seconds: float,
     ) -> None:
         """Tells the policy what a burst did, and writes it down.
 
@@ -678,7 +681,7 @@ class Loop:
 
 
 def _record(
-    flight: Flight, num_steps: int, seconds: float | None, num_tokens: int
+    flight: Flight, num_steps: int, seconds: float, num_tokens: int
 ) -> BurstRecord:
     decision = flight.decision
     assert flight.bucket is not None
@@ -691,7 +694,7 @@ def _record(
         num_steps=num_steps,
         context_tokens=flight.context_tokens,
         predicted_step_s=decision.predicted_step_s,
-        measured_step_s=None if seconds is None else seconds / num_steps,
+        measured_step_s=seconds / num_steps,
         predicted_tokens=decision.predicted_tokens,
         measured_tokens=num_tokens / num_steps,
     )

@@ -24,7 +24,6 @@ class BurstRecord:
     num_steps: int  # that ran
     context_tokens: int  # of all rows
     predicted_step_s: float | None
-    # None where it cannot be told from other work, as that of prompts.
-    measured_step_s: float | None
+    measured_step_s: float  # of the device, with the prompt tokens beside, if any
     predicted_tokens: float | None  # per step, of all rows
     measured_tokens: float

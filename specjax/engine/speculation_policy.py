@@ -64,8 +64,7 @@ class Outcome:
     decision: Decision
     bucket: Bucket
     num_rows: int  # of the burst when it was sent
-    # Device seconds; None where they count other work, as that of prompts, too.
-    seconds: float | None
+    seconds: float | None  # of the device, catching up included; None is not known
     num_context_tokens: float  # of all rows, midway
     num_behind: (
         int  # tokens that the drafter had to catch up with first, of the row with most

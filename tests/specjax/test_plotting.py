@@ -28,7 +28,7 @@ def record(place, **fields):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"predicted_step_s": None}, {"measured_step_s": None}]
+    "fields", [{}, {"predicted_step_s": None, "predicted_tokens": None}]
 )
 def test_decisions_are_drawn(tmp_path, fields):
     path = tmp_path / "decisions.png"

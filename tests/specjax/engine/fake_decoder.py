@@ -96,7 +96,7 @@ class FakeDecoder:
     ):
         self.prefills.append((max_tokens_per_row, row_ids.tolist(), counts.tolist()))
         self._feed(block_table, row_ids, counts, max_tokens_per_row)
-        return self._next(state)
+        return self._next(state), np.int32(0)
 
     def mixed(self, params, state, plan, row_ids, counts, *, max_tokens_per_row):
         self.mixed_calls.append((plan, row_ids.tolist(), counts.tolist()))
