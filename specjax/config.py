@@ -360,6 +360,11 @@ class SpeculationConfig:
                 f"policy={self.policy!r} is unknown; expected one of {', '.join(map(repr, POLICIES))}, "
                 "or None."
             )
+        if self.policy is not None and self.num_speculative_tokens_per_batch_size:
+            raise ValueError(
+                f"policy={self.policy!r} and num_speculative_tokens_per_batch_size both say "
+                "which K; leave one of them out."
+            )
         if self.model is not None and not isinstance(self.model, str | os.PathLike):
             raise ValueError(f"model={self.model!r} must name a folder or a model.")
         if self.method == "draft_model" and self.model is None:

@@ -65,8 +65,8 @@ def generate(
       speculative_config: vLLM's --speculative-config, as JSON or a mapping; the
         arguments above win over it.
       engine: sizes; chosen from the requests where None.
-      policy: which K before each burst; None is what speculative_config says: its
-        num_speculative_tokens_per_batch_size, or a fixed K.
+      policy: which K before each burst; None is what speculative_config says, else
+        goodput: the K of most expected tokens per second, up to num_speculative_tokens.
       mesh: devices to split over, axes "data" and "tensor".
       progress: True shows on stderr what takes long; a function is told instead,
         as report(what, done, total), with total 0 where nobody knows.

@@ -54,6 +54,8 @@ class Costs:
     has: Callable[[Bucket], bool] = lambda bucket: True  # buckets that there are
     # Tokens of a row that were measured at most: a longer context is charged like that.
     longest_context: int = 10**9
+    # By how much a burst's seconds scatter, as the standard deviation of their logarithm.
+    noise: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +91,7 @@ class Replay:
         self._gained = np.zeros(rows, np.int64)
         self._drafter_gained = np.zeros(rows, np.int64)
         self._now_s = 0.0
+        self._scatter = np.random.default_rng(workload.seed + 1)
 
     def run(self) -> Replay:
         """Runs until every row has its tokens."""
@@ -147,6 +150,8 @@ class Replay:
             # Of tokens that it lacks but one, which every step of a chain feeds it.
             seconds += self.costs.catch_up_s * (num_behind - 1)
             self._drafter_gained[rows] = self._gained[rows]
+        if self.costs.noise:
+            seconds *= float(np.exp(self._scatter.normal(0.0, self.costs.noise)))
         self.policy.observe(
             Outcome(
                 decision=decision,

@@ -9,6 +9,7 @@ this run. Measured once, with `--costs FILE` the costs are read instead.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -38,6 +39,7 @@ MOST = DEPTHS[-1]
 ACCEPTANCE = (0.0, 0.5, 0.8)
 BURN_IN_STEPS = 200
 TOKENS = 4000  # of each row of a steady load
+NOISE = 0.05  # of a burst's seconds, replayed
 CONTEXT = 64
 
 
@@ -102,8 +104,21 @@ def costs_of(measured: dict[str, Any]) -> tuple[Costs, StepCosts]:
     policy_knows.catch_up_s = measured["catch_up_s"]
     has = lambda bucket: known.count(bucket) > 0
     longest = max(step["context_tokens"] / step["rows"] for step in measured["steps"])
-    costs = Costs(step_s, measured["catch_up_s"], ROW_BUCKETS, has, int(longest))
+    catch_up_s = measured["catch_up_s"]
+    costs = Costs(step_s, catch_up_s, ROW_BUCKETS, has, int(longest), NOISE)
     return costs, policy_knows
+
+
+def costs_without_drafter(measured: dict[str, Any]) -> Costs:
+    """Returns what plain decoding costs where no drafter is loaded."""
+    costs, known = costs_of(measured)
+    own = {int(rows): s for rows, s in measured["no_drafter_step_s"].items()}
+
+    def step_s(bucket: Bucket, context: float) -> float:
+        more = context - bucket.rows * CONTEXT
+        return own[bucket.rows] + max(more, 0.0) * known.context_s
+
+    return dataclasses.replace(costs, step_s=step_s)
 
 
 def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
@@ -116,7 +131,9 @@ def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
             )
             costs, known = costs_of(measured)
             fixed = {k: Replay(workload, costs, Fixed(k)).run() for k in DEPTHS}
-            best = min(fixed, key=lambda k: fixed[k].seconds)
+            none = Replay(workload, costs_without_drafter(measured), Fixed(0)).run()
+            every: dict[Any, Replay] = fixed | {"none": none}
+            best = min(every, key=lambda k: every[k].seconds)
             own = {"batch": batch, "acceptance": rate, "best_k": best}
             for name, policy in (
                 ("cold", Goodput(MOST)),
@@ -126,11 +143,10 @@ def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
                 speed = ran.tokens_per_second(BURN_IN_STEPS)
                 own |= {
                     f"{name}_of_best": speed
-                    / fixed[best].tokens_per_second(BURN_IN_STEPS),
-                    f"{name}_of_none": speed
-                    / fixed[0].tokens_per_second(BURN_IN_STEPS),
-                    f"{name}_lost_in_burn_in_s": _burn_in_loss(ran, fixed[best]),
-                    f"{name}_whole_of_best": fixed[best].seconds / ran.seconds,
+                    / every[best].tokens_per_second(BURN_IN_STEPS),
+                    f"{name}_of_none": speed / none.tokens_per_second(BURN_IN_STEPS),
+                    f"{name}_lost_in_burn_in_s": _burn_in_loss(ran, every[best]),
+                    f"{name}_whole_of_best": every[best].seconds / ran.seconds,
                 }
             rows.append(own)
     return rows

@@ -7,9 +7,11 @@ is missing.
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import hashlib
 import json
+import math
 import os
 import warnings
 from importlib import resources
@@ -29,18 +31,23 @@ SHIPPED = "configs.coefficients"
 
 
 def key_of(decoder: Decoder) -> dict[str, Any]:
-    """Returns what step costs belong to, readable and as a digest of the rest."""
+    """Returns what step costs belong to, readable and as a digest of the rest.
+
+    How many rows and tokens there is room for is no part of it: costs are by bucket and
+    context.
+    """
     device = jax.devices()[0]
     mesh = decoder.mesh
     sizes = decoder.sizes
     described = repr(
         (
             decoder.config,
-            decoder.drafter,
+            _described(decoder.drafter),
             decoder.rules,
+            decoder.max_drafts,
             decoder.engine_config.numerics,
             decoder.engine_config.max_logprobs,
-            sizes.tree_slots,
+            decoder.engine_config.logit_bytes,
         )
     )
     kind = device.device_kind
@@ -51,7 +58,6 @@ def key_of(decoder: Decoder) -> dict[str, Any]:
         "num_devices": 1 if mesh is None else mesh.size,
         "mesh": {} if mesh is None else {str(k): v for k, v in mesh.shape.items()},
         "dtype": np.dtype(sizes.dtype).name,
-        "max_context": sizes.max_length,
         "page_size": sizes.page_size,
         "jax": jax.__version__,
         "specjax": __version__,
@@ -84,10 +90,12 @@ def load(decoder: Decoder, costs: StepCosts) -> bool:
                 {**record, "num_measurements": min(record["num_measurements"], FIRST)}
                 for record in kept["steps"]
             ]
+            catch_up_s = kept["catch_up_s"]
+            if catch_up_s is not None and not 0 <= catch_up_s < math.inf:
+                raise ValueError(f"{catch_up_s=} means nothing")
             StepCosts().add_records(records)  # all of them, or none
             costs.add_records(records)
-            if kept["catch_up_s"] is not None:
-                costs.catch_up_s = float(kept["catch_up_s"])
+            costs.catch_up_s = catch_up_s
         except (OSError, ValueError, KeyError, TypeError) as error:
             warnings.warn(
                 f"step costs in {source} cannot be read and are left out: {error}; delete the "
@@ -122,6 +130,12 @@ def save(decoder: Decoder, costs: StepCosts) -> Path | None:
     except OSError:
         return None
     return path
+
+
+def _described(drafter: Any) -> str:
+    """Returns what tells one drafter from another, in another process too."""
+    kind = f"{type(drafter).__module__}.{type(drafter).__qualname__}"
+    return f"{kind} {drafter!r}" if dataclasses.is_dataclass(drafter) else kind
 
 
 def _name(key: dict[str, Any]) -> str:

@@ -9,8 +9,7 @@ learned in service:
 
 - Until two buckets were measured K is the default. Costs kept from earlier runs count.
 - A bucket that is not compiled is compiled once what was lost without it, as far as is
-  known, comes to what compiling takes: at most twice of what the best plan would
-  have spent (ski rental).
+  known, comes to what compiling takes (ski rental).
 - PROBE_SHARE of the time goes into learning again what may have changed: what plain
   decoding costs, and at K = 0 what is accepted now.
 - Leaving K = 0 takes a margin, and must repay the drafter's catching up.
@@ -54,6 +53,8 @@ class _Candidate:
     bucket: Bucket
     tokens: float  # expected per step, of all rows
     seconds: float
+    slots: _RankedSlots  # of some of the rows
+    share: float  # how many of them
 
     @property
     def rate(self) -> float:
@@ -92,6 +93,7 @@ class Goodput:
         self._knows_confidence = knows_confidence
         self._last: Bucket | None = None
         self._regret: dict[Bucket, float] = {}  # seconds lost without a bucket
+        self._ran: set[Bucket] = set()
         self._budget = 0.0  # seconds that may be spent on probes
         self._rates: dict[Bucket, float] = {}  # of the candidates of the last choice
 
@@ -104,7 +106,6 @@ class Goodput:
         usable = [c for c in candidates if self._is_usable(c.bucket, load)]
         if not usable:
             return self._default(load)
-        self.survival.forget_others(load.requests)
         self._rates = {c.bucket: c.rate for c in candidates}
         best = self._best(usable, load)
         allowed = [
@@ -126,6 +127,11 @@ class Goodput:
     def observe(self, outcome: Outcome) -> None:
         """Learns what was accepted, what a step cost, and what is lost without other buckets."""
         bucket = outcome.bucket
+        self.survival.forget_others(outcome.requests)
+        if bucket not in self._ran:
+            # What was lost without others was lost to another plan.
+            self._ran.add(bucket)
+            self._regret.clear()
         if bucket.num_speculative_tokens and outcome.num_steps:
             self.survival.observe(
                 outcome.requests,
@@ -145,28 +151,33 @@ class Goodput:
 
     def _candidates(self, load: Load) -> list[_Candidate]:
         """Returns what every bucket is expected to do."""
-        rates, caps = self.survival.rates(load.requests), np.asarray(load.draft_caps)
         # What is expected of many rows is told by some of them.
-        some, share = slice(None), 1.0
-        if len(rates) > MOST_RANKED:
-            some = np.argsort(rates)[_evenly(len(rates), MOST_RANKED)]
-            share = MOST_RANKED / len(rates)
-        slots = self._slots(rates[some], caps[some])
+        requests, caps = np.asarray(load.requests), np.asarray(load.draft_caps)
+        some = _some(len(requests))
+        share = len(some) / len(requests)
+        slots = _RankedSlots(
+            self.survival.by_row(requests[some]), self.survival.presence(), caps[some]
+        )
         candidates = []
-        for bucket in self.buckets(load.row_buckets):
+        for bucket in self.buckets(self._row_buckets(load)):
             seconds = self.costs.seconds(bucket, load.num_context_tokens)
             if seconds is None:
                 return []
             if not self.costs.count(bucket):
                 seconds *= 1 - OPTIMISM
             tokens = load.num_decoding_rows + slots.expected(bucket, share) / share
-            candidates.append(_Candidate(bucket, tokens, seconds))
+            candidates.append(_Candidate(bucket, tokens, seconds, slots, share))
         return candidates
 
-    def _slots(self, rates: np.ndarray, caps: np.ndarray) -> _RankedSlots:
-        return _RankedSlots(
-            self.survival.of_rates(rates), self.survival.presence(), caps
-        )
+    def _row_buckets(self, load: Load) -> list[int]:
+        """Returns the numbers of rows to look at: the smallest, and those that are compiled."""
+        smallest, *larger = load.row_buckets
+        depths = (0, *self._depths)
+        return [smallest] + [
+            rows
+            for rows in larger
+            if any(load.is_compiled(Bucket(rows, depth)) for depth in depths)
+        ]
 
     def buckets(self, row_buckets: Iterable[int]) -> Iterator[Bucket]:
         """Yields all that may be compiled for some numbers of rows."""
@@ -210,9 +221,10 @@ class Goodput:
         self._last = chosen.bucket
         draft_caps = None
         if chosen.bucket.max_drafts is not None and not self._knows_confidence:
-            rates = self.survival.rates(load.requests)
-            slots = self._slots(rates, np.asarray(load.draft_caps))
-            draft_caps = slots.caps(chosen.bucket)
+            least = chosen.slots.least_survival(chosen.bucket, chosen.share)
+            survival = self.survival.by_row(load.requests)
+            depth = chosen.bucket.num_speculative_tokens
+            draft_caps = (survival[:, :depth] >= least).sum(axis=1)
         return Decision(
             num_speculative_tokens=chosen.bucket.num_speculative_tokens,
             reason=reason,
@@ -267,7 +279,6 @@ class Goodput:
             c
             for c in allowed
             if load.is_compiled(c.bucket)
-            and c.bucket.rows == best.bucket.rows
             and bool(c.bucket.num_speculative_tokens) == is_plain
         ]
         if not others or not load.num_probe_steps:
@@ -337,9 +348,12 @@ class Goodput:
                 self._regret[bucket] = self._regret.get(bucket, 0.0) + lost
 
 
-def _evenly(count: int, most: int) -> np.ndarray:
-    """Returns `most` places among `count`, each the middle of as many others."""
-    return ((np.arange(most) + 0.5) * count / most).astype(int)
+@functools.lru_cache(maxsize=512)
+def _some(count: int) -> np.ndarray:
+    """Returns at most MOST_RANKED places among `count`, drawn once: none is like its neighbours."""
+    if count <= MOST_RANKED:
+        return np.arange(count)
+    return np.random.default_rng(0).permutation(count)[:MOST_RANKED]
 
 
 class _RankedSlots:
@@ -378,22 +392,20 @@ class _RankedSlots:
         part = (most - before) / (at - before)
         return float(gains[edge - 1] + part * (gains[edge] - gains[edge - 1]))
 
-    def caps(self, bucket: Bucket) -> np.ndarray:
-        """Returns how many tokens each row drafts for its slots, i64[rows]."""
+    def least_survival(self, bucket: Bucket, share: float) -> float:
+        """Returns how likely to stand a token must be to have one of a bucket's slots."""
         assert bucket.max_drafts is not None
         _, masses = self._summed(bucket.num_speculative_tokens)
-        has_room = (masses[:-1] < bucket.max_drafts) & (np.diff(masses) > 0)
-        order, _, _, _ = self._ranked
-        rows = order[has_room] // self._survival.shape[1]
-        return np.bincount(rows, minlength=len(self._survival))
+        edge = int(np.searchsorted(masses, bucket.max_drafts * share))
+        survival, *_ = self._ranked
+        return float(survival[min(edge, len(survival)) - 1])
 
     @functools.cached_property
     def _ranked(self) -> tuple[np.ndarray, ...]:
-        """Slots, the likeliest to stand first: number, place in its row, mass, gain."""
+        """Slots, the likeliest to stand first: survival, place in its row, mass, gain."""
         order = np.argsort(-self._survival.ravel())
-        mass = self._mass.ravel()[order]
-        gain = mass * self._survival.ravel()[order]
-        return order, order % self._survival.shape[1], mass, gain
+        survival, mass = self._survival.ravel()[order], self._mass.ravel()[order]
+        return survival, order % self._survival.shape[1], mass, mass * survival
 
     def _summed(self, depth: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns what the first slots gain and take together, from none of them on."""

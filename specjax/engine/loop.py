@@ -39,6 +39,7 @@ from specjax.types import DecoderParams, Plan, StepInfo
 PATIENCE = 8
 MOST_STALE = 64  # entries of ended requests among the deadlines, beyond as many as wait
 MOST_RECORDS = 10_000  # of bursts that are remembered
+LEAST_TIMED_STEPS = 4  # of a burst: in fewer, sending and reading it weighs too much
 ENDLESS = 10**6  # steps to come while requests wait
 BESIDE_PROMPTS = Decision(num_speculative_tokens=0, reason="prompts")
 
@@ -56,7 +57,7 @@ class Flight:
         0  # tokens that the drafter has to catch up with, of the row with most
     )
     context_tokens: int = 0
-    is_short: bool = False
+    least_timed: int = 1  # steps of which the seconds are told by one burst
     is_learned_from: bool = True  # by the policy
     bucket: Bucket | None = None  # once it is sent
     places: list[int] = dataclasses.field(
@@ -392,7 +393,10 @@ class Loop:
         )
         load = self._load(rows, usual_steps)
         decision = self.policy.choose(load)
-        decision = self._available(decision, load)
+        depth = load.limit(decision.num_speculative_tokens)
+        if depth < decision.num_speculative_tokens:
+            decision = Decision(num_speculative_tokens=depth, reason=load.limited_by)
+        decision = self._available(decision, load.row_buckets)
         num_steps = min(
             usual_steps, decision.num_steps or usual_steps, load.num_steps_left
         )
@@ -400,9 +404,10 @@ class Loop:
         flight = self._reserve(rows, num_steps, decision)
         if flight is None:
             return
-        flight.is_short = 2 * flight.num_steps < usual_steps
+        flight.least_timed = min(LEAST_TIMED_STEPS, usual_steps)
         flight.context_tokens = load.num_context_tokens
-        flight.num_behind = int(load.num_behind.max())
+        # Who does not draft does not catch up.
+        flight.num_behind = int(load.num_behind[load.draft_caps > 0].max(initial=1))
         if len(flight.rows) == len(wanted_rows) and flight.decision is decision:
             # Otherwise a row was preempted, or pages allow no drafts: all of them may.
             depth = decision.num_speculative_tokens
@@ -422,15 +427,12 @@ class Loop:
             self._do_without(error)
             self._send_burst(rows, max_burst_steps)
 
-    def _available(self, decision: Decision, load: Load) -> Decision:
-        """Returns a decision, or what is left of it by the load's limit and what was dropped."""
-        depth = load.limit(decision.num_speculative_tokens)
-        if depth < decision.num_speculative_tokens:
-            decision = Decision(num_speculative_tokens=depth, reason=load.limited_by)
+    def _available(self, decision: Decision, row_buckets: Sequence[int]) -> Decision:
+        """Returns a decision with its row bucket, or what is left of it by what was dropped."""
         least = decision.row_bucket or 0
         for each in (decision, Decision(num_speculative_tokens=0, reason="dropped")):
             shape = each.num_speculative_tokens, each.max_drafts
-            for rows in load.row_buckets:
+            for rows in row_buckets:
                 if rows >= least and not self.faults.is_dropped(Bucket(rows, *shape)):
                     return dataclasses.replace(each, row_bucket=rows)
         raise AssertionError("plain decoding of all rows is never dropped")
@@ -527,7 +529,9 @@ class Loop:
                 num_steps //= 2
                 continue
             if decision.num_speculative_tokens:
-                decision = Decision(num_speculative_tokens=0, reason="pages")
+                plain = Decision(num_speculative_tokens=0, reason="pages")
+                fitting = scheduler.row_buckets(rows, self._row_buckets)
+                decision = self._available(plain, fitting)
                 continue
             shard = next(shard for shard, count in enumerate(lacking) if count)
             own = [row for row in scheduler.occupied if row.shard == shard]
@@ -581,7 +585,9 @@ class Loop:
             for row in flight.rows:
                 scheduler.shrink(row)
             raise
-        flight.sent_at = start + self.decoder.compile_s - compiled_before
+        compiled_s = self.decoder.compile_s - compiled_before
+        # Another engine may have compiled meanwhile with the same decoder.
+        flight.sent_at = min(start + compiled_s, time.perf_counter())
         flight.done_at = self._stopwatch.done_at(flight.num_steps_run)
         flight.prompts_done_at, self._prompts_done_at = self._prompts_done_at, None
         for row in flight.rows:
@@ -657,10 +663,10 @@ class Loop:
                 decision=flight.decision,
                 bucket=flight.bucket,
                 num_rows=len(flight.rows),
-                seconds=seconds,
+                seconds=seconds if seconds > 0 else None,
                 num_context_tokens=flight.context_tokens + num_tokens / 2,
                 num_behind=flight.num_behind,
-                is_short=flight.is_short,
+                is_short=num_steps < flight.least_timed,
                 requests=np.array([row.request.number for row in rows.values()]),
                 asked_depth=np.array([asked[place] for place in places]),
                 **figures,

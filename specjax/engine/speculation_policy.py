@@ -69,7 +69,7 @@ class Outcome:
     num_behind: (
         int  # tokens that the drafter had to catch up with first, of the row with most
     )
-    is_short: bool  # fewer steps than bursts have as a rule
+    is_short: bool  # too few steps to tell their seconds well
     requests: Any  # i64[rows]
     asked_depth: Any  # i64[rows], tokens that each was asked to draft
     num_committed: Any

@@ -18,7 +18,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from specjax.bucket import Bucket
 MEMORY = 16  # measurements that a mean remembers
 FIRST = 3  # that the first one counts for: what comes next may be the drift
 DRIFT_RATE = 0.3  # how far one measurement moves the drift
+REFIT_AFTER = 16  # measurements
+NUM_FEATURES = 4
 OUTLIER = 3.0  # a measurement counts as at most this many times what was expected
 
 
@@ -44,6 +46,14 @@ class Sample:
         self.seconds += (seconds - self.seconds) / self.count
 
 
+class _Fit(NamedTuple):
+    slope: float  # seconds per context token
+    coefficients: np.ndarray  # f64[NUM_FEATURES]
+
+    def predicted(self, features: np.ndarray) -> float:
+        return float(features @ self.coefficients)
+
+
 class StepCosts:
     """What steps cost, as far as is known.
 
@@ -58,7 +68,9 @@ class StepCosts:
         self.catch_up_s: float | None = None
         self._nodes_per_row = nodes_per_row or {}
         self._samples: dict[Bucket, dict[int, Sample]] = {}
-        self._fit: tuple[float, dict[Bucket, float], np.ndarray] | None = None
+        self._fit: _Fit | None = None
+        self._num_since_fit = 0  # measurements
+        self._bases: dict[Bucket, float] = {}  # that were asked for since
 
     @property
     def measured(self) -> list[Bucket]:
@@ -88,25 +100,25 @@ class StepCosts:
         """Returns the seconds of a step just now; None where nothing was measured."""
         if not self._samples:
             return None
-        slope, bases, coefficients = self._fitted()
-        base = bases.get(bucket)
+        fit = self._fitted()
+        base = self._bases.get(bucket)
         if base is None:
-            # Kept until the next fit, as those that were measured are.
-            base = bases[bucket] = float(self._features(bucket) @ coefficients)
-        return (base + slope * context) * self.drift
+            base = self._base(bucket, fit)
+            self._bases[bucket] = base
+        return (base + fit.slope * context) * self.drift
 
     @property
     def context_s(self) -> float:
         """Seconds per token of context, without the drift."""
-        return self._fitted()[0] if self._samples else 0.0
+        return self._refitted().slope if self._samples else 0.0
 
     def fit_error(self) -> float:
         """Returns the largest relative error of the fit over what was measured; 0 of nothing."""
         if not self._samples:
             return 0.0
-        _, bases, coefficients = self._fitted()
+        fit = self._refitted()
         errors = [
-            abs(float(self._features(bucket) @ coefficients) / bases[bucket] - 1)
+            abs(fit.predicted(self._features(bucket)) / self._base(bucket, fit) - 1)
             for bucket in self._samples
         ]
         return max(errors)
@@ -144,22 +156,29 @@ class StepCosts:
                     float(record[name]) for name in ("context_tokens", "step_s")
                 )
                 count = int(record["num_measurements"])
-            except (KeyError, TypeError, ValueError) as error:
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise ValueError(
                     f"{record!r} is no measured step: {error!r}."
                 ) from None
-            if not (0 < seconds < math.inf and 0 <= context < math.inf and count > 0):
+            is_bucket = bucket.rows > 0 and bucket.num_speculative_tokens >= 0
+            is_bucket &= bucket.max_drafts is None or bucket.max_drafts > 0
+            is_measured = 0 < seconds < math.inf and 0 <= context < math.inf
+            if not (is_bucket and is_measured and count > 0):
                 raise ValueError(f"{record!r} is no measured step.")
             self._add(bucket, context, seconds)
             self._samples[bucket][_place(context)].count = min(count, MEMORY)
 
     def _add(self, bucket: Bucket, context: float, seconds: float) -> None:
+        is_new = bucket not in self._samples
         samples, place = self._samples.setdefault(bucket, {}), _place(context)
         if place in samples:
             samples[place].add(context, seconds)
         else:
             samples[place] = Sample(context, seconds)
-        self._fit = None
+        self._num_since_fit += 1
+        if is_new or self._num_since_fit >= REFIT_AFTER:
+            self._fit = None
+        self._bases.pop(bucket, None)
 
     def _features(self, bucket: Bucket) -> np.ndarray:
         depth, rows = bucket.num_speculative_tokens, bucket.rows
@@ -168,28 +187,30 @@ class StepCosts:
             drafts = min(drafts, bucket.max_drafts)
         return np.array([1.0, rows + drafts, rows * depth, depth])
 
-    def _fitted(self) -> tuple[float, dict[Bucket, float], np.ndarray]:
-        """Returns the seconds per context token, each bucket's base, and the fit to them."""
-        if self._fit is None:
-            slope = self._slope()
-            bases = {
-                bucket: max(
-                    _mean(
-                        [s.seconds - slope * s.context for s in samples.values()],
-                        [s.count for s in samples.values()],
-                    ),
-                    # A slope too steep must not make a step free.
-                    0.25 * min(s.seconds for s in samples.values()),
-                )
-                for bucket, samples in self._samples.items()
-            }
-            features = np.stack(list(map(self._features, bases)))
-            # Relative errors count: cheap steps matter as much as dear ones.
-            values = np.array(list(bases.values()))
-            coefficients = fit_nonnegative(
-                features / values[:, None], np.ones_like(values)
-            )
-            self._fit = slope, bases, coefficients
+    def _base(self, bucket: Bucket, fit: _Fit) -> float:
+        """Returns the seconds of a bucket without context: measured, or as the fit has it."""
+        samples = self._samples.get(bucket)
+        if samples is None:
+            return fit.predicted(self._features(bucket))
+        parts = [(s.seconds - fit.slope * s.context, s.count) for s in samples.values()]
+        mean = sum(part * count for part, count in parts) / sum(c for _, c in parts)
+        # A slope too steep must not make a step free.
+        return max(mean, 0.25 * min(s.seconds for s in samples.values()))
+
+    def _fitted(self) -> _Fit:
+        return self._refitted() if self._fit is None else self._fit
+
+    def _refitted(self) -> _Fit:
+        """Fits what was measured: predictions change with it, and what was measured does not."""
+        slope = _Fit(self._slope(), np.zeros(NUM_FEATURES))
+        bases = {bucket: self._base(bucket, slope) for bucket in self._samples}
+        features = np.stack(list(map(self._features, bases)))
+        # Relative errors count: cheap steps matter as much as dear ones.
+        values = np.array(list(bases.values()))
+        relative = features / values[:, None]
+        coefficients = fit_nonnegative(relative, np.ones_like(values))
+        self._fit = slope._replace(coefficients=coefficients)
+        self._bases, self._num_since_fit = {}, 0
         return self._fit
 
     def _slope(self) -> float:
@@ -234,10 +255,6 @@ def fit_nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
                 best, best_error = np.zeros(num_features), error
                 best[subset] = own
     return best
-
-
-def _mean(values: list[float], weights: list[int]) -> float:
-    return sum(v * w for v, w in zip(values, weights)) / sum(weights)
 
 
 def _place(context: float) -> int:

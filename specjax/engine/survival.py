@@ -65,7 +65,8 @@ class Survival:
         asked = sums(ran & (asked_depth > places))
         proposed = sums(ran & (proposed_depth > places))
 
-        self._observe_rows(requests, tried.T @ self.profile(), stood.sum(axis=0))
+        trials = tried.T @ self.profile()
+        self._observe_rows(requests, trials, stood.sum(axis=0), len(ran))
         kept = math.exp(-float(ran.sum()) / WINDOW)
         for average, new in (
             (self._stood, stood.sum(axis=1)),
@@ -114,15 +115,25 @@ class Survival:
             left = set(np.asarray(requests).tolist())
             self._rows = {k: v for k, v in self._rows.items() if k in left}
 
-    def _observe_rows(self, requests: Any, tried: Any, stood: Any) -> None:
-        """Takes in the weighted trials of each row, f64[rows], and those that stood."""
+    def _observe_rows(
+        self, requests: Any, tried: Any, stood: Any, num_steps: int
+    ) -> None:
+        """Takes in the weighted trials of each row, f64[rows], and those that stood.
+
+        A row that was not asked becomes like the others again: or one that once did badly
+        would never be asked again.
+        """
         self._all = _averaged(self._all, float(tried.sum()), float(stood.sum()), WINDOW)
         for number, new_tried, new_stood in zip(
             np.asarray(requests).tolist(), tried.tolist(), stood.tolist()
         ):
+            before = self._rows.get(number)
             if new_tried:
-                before = self._rows.get(number, (0.0, 0.0))
+                before = before or (0.0, 0.0)
                 self._rows[number] = _averaged(before, new_tried, new_stood, ROW_WINDOW)
+            elif before is not None:
+                kept = math.exp(-num_steps / ROW_WINDOW)
+                self._rows[number] = before[0] * kept, before[1] * kept
 
 
 def _averaged(

@@ -1,0 +1,105 @@
+"""Step costs on disk: whose they are, and what happens to files that are broken."""
+
+import dataclasses
+import json
+
+import pytest
+from helpers import tiny_llama
+
+from specjax.bucket import Bucket
+from specjax.config import EngineConfig
+from specjax.decode.decoder import Decoder, Sizes
+from specjax.drafters.spec import ModelDrafter, NgramDrafter
+from specjax.engine import cost_files
+from specjax.engine.step_cost import FIRST, StepCosts
+
+SIZES = Sizes(rows=4, page_size=16, num_pages=16, pages_per_row=4, burst_steps=8)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+def decoder(drafter=None, sizes=SIZES, **engine):
+    config = tiny_llama(0, vocab_size=61, num_layers=1).config
+    return Decoder(config, drafter or NgramDrafter(), sizes, EngineConfig(**engine))
+
+
+def some_costs():
+    costs = StepCosts()
+    for _ in range(9):
+        for bucket in (Bucket(4, 0), Bucket(4, 3), Bucket(4, 3, 4)):
+            costs.observe(bucket, 100, 1e-3 * (1 + bucket.num_slots))
+    costs.catch_up_s = 2e-5
+    return costs
+
+
+def loaded(of):
+    costs = StepCosts()
+    return costs if cost_files.load(of, costs) else None
+
+
+def test_what_was_kept_is_found_again():
+    path = cost_files.save(decoder(), some_costs())
+    assert path is not None
+    found = loaded(decoder())
+    assert found is not None
+    assert found.seconds(Bucket(4, 3), 100) == pytest.approx(13e-3)
+    assert found.catch_up_s == 2e-5
+    # What is measured now counts for more.
+    assert found.count(Bucket(4, 3)) == FIRST
+    document = json.loads(path.read_text())
+    assert {"key", "date", "fit_error", "steps"} <= set(document)
+
+
+def test_rooms_of_any_size_share_their_costs():
+    cost_files.save(decoder(), some_costs())
+    larger = dataclasses.replace(SIZES, rows=32, num_pages=999, pages_per_row=64)
+    assert loaded(decoder(sizes=larger)) is not None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: decoder(NgramDrafter(max_match=9)),
+        lambda: decoder(ModelDrafter(decoder().config)),
+        lambda: decoder(sizes=dataclasses.replace(SIZES, page_size=32)),
+        lambda: decoder(numerics="invariant"),
+        lambda: decoder(logit_bytes=5),
+    ],
+)
+def test_others_find_nothing(other):
+    cost_files.save(decoder(), some_costs())
+    assert loaded(other()) is None
+
+
+def test_another_version_finds_nothing(monkeypatch):
+    cost_files.save(decoder(), some_costs())
+    monkeypatch.setattr(cost_files, "__version__", "0.0.0")
+    assert loaded(decoder()) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: "{",
+        lambda document: json.dumps(document | {"steps": [{"rows": 1}]}),
+        lambda document: json.dumps(document | {"catch_up_s": -1}),
+        lambda document: json.dumps(document).replace('"rows": 4', '"rows": 1e999', 1),
+        lambda document: json.dumps({k: document[k] for k in ("format", "key")}),
+    ],
+)
+def test_a_broken_file_is_named_and_counts_as_none(change):
+    path = cost_files.save(decoder(), some_costs())
+    path.write_text(change(json.loads(path.read_text())))
+    with pytest.warns(UserWarning, match="cannot be read .*calibrate"):
+        assert loaded(decoder()) is None
+
+
+def test_nothing_is_kept_where_nothing_may_be(monkeypatch):
+    assert cost_files.save(decoder(), StepCosts()) is None
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", "off")
+    assert cost_files.save(decoder(), some_costs()) is None
+    assert loaded(decoder()) is None
