@@ -10,6 +10,7 @@ import pytest
 
 import specjax
 from specjax.config import EngineConfig, SamplingParams
+from specjax.engine.speculation_policy import Decision
 from specjax.generation import Stream
 
 # Small enough for refills and prompts beside rows that decode.
@@ -340,3 +341,57 @@ def test_priorities(make):
         ]
         order = list(drain(engine))
     assert [ids.index(each) for each in order] == [1, 3, 0, 2]
+
+
+class PlainFirst:
+    """Plain decoding for some bursts, and drafts from then on."""
+
+    max_speculative_tokens = 3
+    chooses_rows = False
+
+    def __init__(self, num_plain):
+        self.num_left = num_plain
+        self.behind = []
+
+    def choose(self, load):
+        self.num_left -= 1
+        depth = 0 if self.num_left >= 0 else 3
+        return Decision(num_speculative_tokens=depth, reason="plain first")
+
+    def observe(self, outcome):
+        if outcome.decision.num_speculative_tokens:
+            self.behind.append(outcome.num_behind)
+
+
+@pytest.mark.parametrize("num_plain", [1, 3], ids=["one by one", "many at a time"])
+def test_a_drafter_catches_up_with_what_it_has_not_seen(target, num_plain):
+    """The target drafts for itself: it is right, if it has seen all that came before."""
+    policy = PlainFirst(num_plain)
+    engine = dataclasses.replace(ENGINE, burst_steps=4 if num_plain == 1 else 16)
+    out = specjax.generate(
+        target,
+        prompts(3, longest=20),
+        drafter=target,
+        num_speculative_tokens=3,
+        sampling=dataclasses.replace(SAMPLING, max_tokens=90, temperature=0),
+        engine=engine,
+        policy=policy,
+    )
+    assert out.stats.acceptance.num_drafted > 50
+    assert out.stats.acceptance_rate > 0.98  # the last tokens are cut
+    assert max(policy.behind) == (num_plain * engine.burst_steps + 1)
+
+
+def test_a_queue_that_never_ends_teaches_what_drafts_cost(target, draft):
+    """Every burst follows an admission; the policy learns all the same."""
+    with specjax.Engine(
+        target, drafter=draft, num_speculative_tokens=2, engine=ENGINE
+    ) as engine:
+        policy = engine._loop.policy
+        for prompt in prompts(12, longest=12):
+            engine.add(prompt, dataclasses.replace(SAMPLING, max_tokens=12))
+        drain(engine)
+    measured = policy.costs.measured
+    assert measured
+    assert all(policy.costs.seconds(bucket, 50) > 0 for bucket in measured)
+    assert policy._budget > 0
