@@ -252,9 +252,8 @@ def _predicted(
 
 def _known_bend(decoder: AbstractDecoder) -> float | None:
     """Returns up to how many tokens products are laid out otherwise, where that is known."""
-    mesh = decoder.mesh
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    return MOST_TOKENS_FROM_THE_LEFT if device.platform == "cpu" else None
+    is_cpu = decoder.device.platform == "cpu"
+    return MOST_TOKENS_FROM_THE_LEFT if is_cpu else None
 
 
 def _forward_tokens(tokens: int, engine: EngineConfig) -> int:
