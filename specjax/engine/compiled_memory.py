@@ -197,28 +197,42 @@ def compile_memory(
         for few in kinds_to_compile_twice(samples):
             many = compile_one(larger, few.bucket, " for a larger pool")
             seen[step_kind(few.bucket)] = seen_per_page(few, many, more_pages)
+    array_bytes = of_layer * pages_ratio / 2
+    copied = whole_arrays(seen[PLAIN], array_bytes)
+    scratch = code = 0.0
+    added_by_layer = None
+    if not is_few:
+        more = MORE_LAYERS - FEW_LAYERS
+        deep = (
+            make_decoder(MORE_LAYERS, FEW_PAGES),
+            make_decoder(MORE_LAYERS, MORE_PAGES),
+        )
+        deeper = compile_one(deep[0], first.bucket, " of more layers")
+        deep_copied = 0.0
+        if copied:
+            many = compile_one(
+                deep[1], first.bucket, " of more layers and a larger pool"
+            )
+            deep_copied = whole_arrays(
+                seen_per_page(deeper, many, more_pages), array_bytes
+            )
+        added_by_layer = max(deep_copied - copied, 0.0) / more
+        grown = deeper.scratch_bytes - first.scratch_bytes
+        scratch = max(grown / more - added_by_layer * FEW_PAGES, 0.0)
+        code = max(deeper.code_bytes - first.code_bytes, 0) / more
     copies = pool_copies(
         seen,
         layer_bytes=of_layer * pages_ratio,
         drafter_bytes=of_drafter * pages_ratio,
         compiled_layers=layers,
         num_layers=num_layers,
+        added_by_layer=added_by_layer,
     )
-    scratch = code = 0.0
-    if not is_few:
-        bucket = first.bucket
-        deeper = compile_one(
-            make_decoder(MORE_LAYERS, FEW_PAGES), bucket, " of more layers"
-        )
-        more = MORE_LAYERS - FEW_LAYERS
-        copied = copies.compiled[PLAIN] / layers * FEW_PAGES
-        scratch = (deeper.scratch_bytes - first.scratch_bytes) / more - copied
-        scratch, code = max(scratch, 0.0), (deeper.code_bytes - first.code_bytes) / more
     on_progress("compiled", done, done)
     beside = [copies.without(sample, FEW_PAGES) for sample in samples]
     fit = fit_workspaces(beside, known_bend=_known_bend(decoder))
     by_bucket = {sample.bucket: sample for sample in beside}
-    added = scratch * (num_layers - layers), max(code, 0.0) * (num_layers - layers)
+    added = scratch * (num_layers - layers), code * (num_layers - layers)
     predicted = [_predicted(b, by_bucket.get(b), fit, *added) for b in buckets]
     return CompiledMemory(
         samples=tuple(samples),
@@ -229,7 +243,7 @@ def compile_memory(
         compiled_layers=(layers,) if is_few else (FEW_LAYERS, MORE_LAYERS),
         num_executables=done,
         scratch_per_layer=scratch,
-        code_per_layer=max(code, 0.0),
+        code_per_layer=code,
     )
 
 

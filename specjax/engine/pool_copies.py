@@ -89,23 +89,30 @@ def pool_copies(
     drafter_bytes: float,
     compiled_layers: int,
     num_layers: int,
+    added_by_layer: float | None = None,
 ) -> PoolCopies:
     """Returns the copies of all layers from those that a few were seen to make.
 
-    A plain burst copies the target's pages alone, so many of each layer; what another
-    step copies beyond that are the drafter's, where it has any.
+    A plain burst copies the target's pages alone, so many more with each layer; what
+    another step copies beyond that are the drafter's, where it has any.
 
     Args:
       seen: bytes per page by `step_kind`, plain bursts among them.
       layer_bytes, drafter_bytes: of a page, in one layer of the target and in all of the
         drafter.
+      added_by_layer: what a layer more adds to a plain burst's copies, in whole arrays;
+        None is not known: every layer then copies as those that were compiled.
     """
     whole = {k: whole_arrays(bytes_, layer_bytes / 2) for k, bytes_ in seen.items()}
-    more = num_layers / compiled_layers
+    if added_by_layer is None:
+        added_by_layer = whole[PLAIN] / compiled_layers
+    more = added_by_layer * (num_layers - compiled_layers)
 
     def of_all(copied: float) -> float:
         drafters = min(max(copied - whole[PLAIN], 0.0), 2 * drafter_bytes)
-        return (copied - drafters) * more + drafters
+        targets = copied - drafters
+        # A step that copies less of the target than a plain burst grows by so much less.
+        return targets + drafters + more * _fraction(targets, whole[PLAIN])
 
     return PoolCopies(
         seen=dict(seen),
@@ -113,6 +120,10 @@ def pool_copies(
         of_all={kind: of_all(copied) for kind, copied in whole.items()},
         page_bytes=layer_bytes * num_layers + drafter_bytes,
     )
+
+
+def _fraction(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
 
 
 def kinds_to_compile_twice(samples: list[BucketMemory]) -> list[BucketMemory]:

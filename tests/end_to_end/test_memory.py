@@ -12,7 +12,9 @@ from specjax.engine.workspace_fit import Bucket, BucketMemory, combined_bytes
 
 ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=4, max_context=160)
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=48, ignore_eos=True, seed=5)
-BYTES_OF_PAGES = 180_000  # beside weights and steps: for fewer tokens than rows can have
+BYTES_OF_PAGES = (
+    180_000  # beside weights and steps: for fewer tokens than rows can have
+)
 
 
 def prompts():

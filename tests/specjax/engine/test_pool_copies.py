@@ -121,6 +121,17 @@ def test_copies_of_the_target_grow_with_its_layers_and_those_of_the_drafter_do_n
     assert copies.ratio == 1
 
 
+def test_copies_that_do_not_grow_with_layers_are_not_multiplied():
+    seen = {PLAIN: 2 * LAYER, SPECULATING: 2 * LAYER + DRAFTER, PREFILL: 0.0}
+    sizes = dict(layer_bytes=LAYER, drafter_bytes=DRAFTER, compiled_layers=2)
+    same = pool_copies(seen, **sizes, num_layers=32, added_by_layer=0.0)
+    assert same.of_all == same.compiled
+    half = pool_copies(seen, **sizes, num_layers=32, added_by_layer=LAYER / 2)
+    assert half.of_all[PLAIN] == 2 * LAYER + 30 * LAYER / 2
+    assert half.of_all[SPECULATING] == half.of_all[PLAIN] + DRAFTER
+    assert half.of_all[PREFILL] == 0
+
+
 def test_a_copy_that_something_else_outweighs_in_a_small_pool_counts_whole():
     """0.93 of an array was seen where the smaller pool's step needed something else."""
     assert whole_arrays(0.93 * LAYER / 2, LAYER / 2) == LAYER / 2
