@@ -1,12 +1,13 @@
 """What accelerators hold and do, per chip, as their makers publish it.
 
 Peak figures: a real step reaches a part of them. Whatever is computed from these is called
-roofline, never measured.
+roofline, never measured. `source` names the page that was read; where pages of one maker
+differ, the smaller capacity is taken, and the difference is said.
 """
 
 import dataclasses
 
-_CLOUD_TPU = "https://cloud.google.com/tpu/docs/"
+_CLOUD_TPU = "Google Cloud documentation, https://docs.cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 _GIB = 2**30
 
@@ -42,51 +43,53 @@ class DeviceFigures:
 DEVICES = {
     "v4": DeviceFigures(
         memory_bytes=32 * _GIB,
-        bytes_per_s=1228e9,
+        bytes_per_s=1200e9,
         flops_per_s=275e12,
-        source=_CLOUD_TPU + "v4",
+        source='"TPU v4", ' + _CLOUD_TPU + "v4",
     ),
     "v5e": DeviceFigures(
         memory_bytes=16 * 10**9,
         bytes_per_s=819e9,
         flops_per_s=197e12,
-        source=_CLOUD_TPU + "v5e",
+        source='"TPU v5e", ' + _CLOUD_TPU + "v5e",
     ),
     "v5p": DeviceFigures(
-        memory_bytes=95 * _GIB,
+        # "95 GB" on its own page; 95 GiB where "TPU7x (Ironwood)" compares the generations.
+        memory_bytes=95 * 10**9,
         bytes_per_s=2765e9,
         flops_per_s=459e12,
-        source=_CLOUD_TPU + "v5p",
+        source='"TPU v5p", ' + _CLOUD_TPU + "v5p",
     ),
     "v6e": DeviceFigures(
+        # "32 GB" on its own page; 32 GiB where "TPU7x (Ironwood)" compares the generations.
         memory_bytes=32 * 10**9,
-        bytes_per_s=1640e9,
+        bytes_per_s=1640e9,  # some versions of the page round to 1600 GBps
         flops_per_s=918e12,
-        source=_CLOUD_TPU + "v6e",
+        source='"TPU v6e", ' + _CLOUD_TPU + "v6e",
     ),
     "tpu7x": DeviceFigures(
         memory_bytes=192 * _GIB,
         bytes_per_s=7380e9,
         flops_per_s=2307e12,
-        source=_CLOUD_TPU + "tpu7x",
+        source='"TPU7x (Ironwood)", ' + _CLOUD_TPU + "tpu7x",
         devices_per_chip=2,
     ),
     "a100": DeviceFigures(  # 80 GB, SXM
         memory_bytes=80 * 10**9,
         bytes_per_s=2039e9,
         flops_per_s=312e12,
-        source=_NVIDIA + "a100",
+        source='"NVIDIA A100 Tensor Core GPU", datasheet, ' + _NVIDIA + "a100",
     ),
     "h100": DeviceFigures(  # SXM
         memory_bytes=80 * 10**9,
         bytes_per_s=3350e9,
-        flops_per_s=989.5e12,
-        source=_NVIDIA + "h100",
+        flops_per_s=989.4e12,
+        source='"NVIDIA H100 Tensor Core GPU", ' + _NVIDIA + "h100",
     ),
     "h200": DeviceFigures(  # SXM
         memory_bytes=141 * 10**9,
         bytes_per_s=4800e9,
-        flops_per_s=989.5e12,
-        source=_NVIDIA + "h200",
+        flops_per_s=989.4e12,
+        source='"NVIDIA H200 Tensor Core GPU", ' + _NVIDIA + "h200",
     ),
 }

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from specjax.batch_size_table import NAME as TABLE_NAME
-from specjax.engine.workspace_fit import BURST, BucketMemory
+from specjax.engine.workspace_fit import BURST, MIXED, BucketMemory
 from specjax.planning import Plan
 from specjax.plotting import new_figure
 from specjax.roofline import expected_tokens
@@ -177,14 +177,23 @@ def _compiled(plan: Plan) -> dict[str, Any]:
     """Says what was compiled, and what follows from it by a line."""
     compiled, request = plan.compiled, plan.request
     return {
-        "num_executables": len(compiled.samples) + len(compiled.compiled_layers),
+        "num_executables": compiled.num_executables,
+        "workspace_fit_error": compiled.fit.error,
         "for": request.device.name if request.device.is_compiled_for else "cpu",
         "layers_compiled": list(compiled.compiled_layers),
         "layers_extrapolated_to": request.target.num_layers,
         "scratch_bytes_per_layer": compiled.scratch_per_layer,
         "code_bytes_per_layer": compiled.code_per_layer,
         "page_bytes_compiled_over_counted": compiled.pages_ratio,
-        "pool_copied_by_steps": compiled.copied_ratio,
+        "pool_copied_by_steps": compiled.copies.ratio,
+        "bytes_copied_per_page": {
+            kind: {
+                "seen": compiled.copies.seen[kind],
+                "whole_arrays": compiled.copies.compiled[kind],
+                "all_layers": compiled.copies.of_all[kind],
+            }
+            for kind in compiled.copies.seen
+        },
     }
 
 
@@ -219,16 +228,33 @@ def _notes(plan: Plan) -> list[str]:
         notes.append(
             f"no compiler for {device.name} is here: workspaces are those that XLA says for CPU."
         )
-    copied = plan.compiled.copied_ratio
-    if copied > 0.01:
-        notes.append(
-            f"while a step runs it copies {copied:.0%} of the pool, which is counted with every token."
+    notes += _notes_on_compiled(plan)
+    return notes
+
+
+def _notes_on_compiled(plan: Plan) -> list[str]:
+    """Returns what was compiled, how far off the fit is, and what is copied."""
+    compiled, request = plan.compiled, plan.request
+    fitted = len(compiled.buckets) - len(compiled.samples)
+    notes = [
+        f"{compiled.num_executables} steps were compiled; the workspaces of {fitted} more "
+        f"are fitted, by what misses the compiled ones by {compiled.fit.error:.1%} at most."
+    ]
+    copies = compiled.copies
+    if copies.ratio > 0:
+        kinds = ", ".join(
+            f"a {kind}{' step' * (kind == MIXED)} {copied / copies.page_bytes:.0%} of it"
+            for kind, copied in copies.of_all.items()
         )
-    layers = plan.compiled.compiled_layers
+        notes.append(
+            f"steps copy the pool while they run ({kinds}), as compiled for two pools; the "
+            "most is counted with every token."
+        )
+    layers = compiled.compiled_layers
     if len(layers) > 1:
         notes.append(
             f"steps were compiled for {layers[0]} layers, one also for {layers[-1]}, and "
-            f"extrapolated to {plan.request.target.num_layers}."
+            f"extrapolated to {request.target.num_layers}."
         )
     return notes
 

@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import math
-import os
-import pkgutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh
 
-import configs.models
-from configs.devices import DEVICES, DeviceFigures
 from specjax import batch_size_table, sharding
-from specjax.config import EngineConfig
-from specjax.decode.abstract import (
-    AbstractDecoder,
-    abstract_weights,
-    described_mesh,
-)
+from specjax.decode.abstract import AbstractDecoder, abstract_weights
 from specjax.decode.decoder import Sizes
-from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.engine.compiled_memory import CompiledMemory, compile_memory
 from specjax.engine.memory_model import MemoryLimits, MemoryPlan, plan_memory
 from specjax.models.base import ModelConfig
-from specjax.models.hf_config import read_config
-from specjax.models.loading import resolve_folder
+from specjax.plan_request import PlanRequest
 from specjax.roofline import (
     ModelWork,
     choose_num_speculative_tokens,
@@ -41,75 +26,7 @@ from specjax.roofline import (
     verify_work,
 )
 
-DEMO_NAMES = {"demo": "demo-draft"}
-NO_DRAFTER, NGRAM = "none", "ngram"
 TABLE_CONTEXT = 2048  # tokens that each row has where K is told by batch size alone
-
-
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """Where a plan is for: `count` chips of one kind, on the tensor axis."""
-
-    name: str  # as it was asked for
-    count: int
-    figures: DeviceFigures | None  # of one device; None is not known
-    mesh: Mesh | None  # to compile for; None is one CPU
-    is_compiled_for: bool = True  # else the steps were compiled for CPU
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """What is to be planned.
-
-    Attributes:
-      engine: its max_rows, row_buckets, max_context, page_size, margins and memory_bytes (of
-        one device) count.
-      acceptance_rate: how often a draft token stands, assumed where K is chosen.
-    """
-
-    target: ModelConfig
-    target_name: str
-    drafter: DrafterSpec
-    drafter_name: str
-    device: Device
-    dtype: Any
-    num_speculative_tokens: int
-    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
-    acceptance_rate: float = 0.7
-
-    def __post_init__(self):
-        if not 0 <= self.acceptance_rate <= 1:
-            raise ValueError(
-                f"acceptance_rate={self.acceptance_rate} must be from 0 to 1."
-            )
-        for config in getattr(self.drafter, "configs", ()):
-            if config.vocab_size != self.target.vocab_size:
-                raise ValueError(
-                    f"target and drafter have vocabularies of {self.target.vocab_size} and "
-                    f"{config.vocab_size} tokens; expected equal sizes."
-                )
-
-    @property
-    def max_context(self) -> int:
-        most = self.target.max_position_embeddings
-        return min(most, self.engine.max_context or most)
-
-    @property
-    def draft_config(self) -> ModelConfig | None:
-        """Of the model that drafts, if one does."""
-        return next(iter(getattr(self.drafter, "configs", ())), None)
-
-    @property
-    def most_drafted(self) -> int:
-        return 0 if isinstance(self.drafter, NoDrafter) else self.num_speculative_tokens
-
-    @property
-    def limits_memory(self) -> int | None:
-        """Bytes of one device that all may take; None is not known."""
-        if self.engine.memory_bytes is not None:
-            return self.engine.memory_bytes
-        figures = self.device.figures
-        return None if figures is None else figures.memory_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -251,81 +168,6 @@ def make_plan(
     )
 
 
-def find_device(name: str, num_chips: int | None = None) -> Device:
-    """Returns the device of a name: "cpu", "tpu:v5e:2x2", "gpu:h100".
-
-    Args:
-      num_chips: over which the target is split; None is all of a topology, else 1.
-
-    Raises:
-      ValueError: the name is unknown.
-      NotImplementedError: a TPU, and its compiler is not installed.
-    """
-    kind, _, rest = name.partition(":")
-    if kind == "cpu" and not rest:
-        return Device(name, num_chips or 1, None, _local_mesh(num_chips or 1))
-    generation, _, shape = rest.partition(":")
-    figures = DEVICES.get(generation)
-    if figures is None or kind not in ("tpu", "gpu") or (kind == "tpu") != bool(shape):
-        known = ", ".join(DEVICES)
-        raise ValueError(
-            f"device={name!r} is unknown; expected cpu, gpu:NAME or tpu:NAME:TOPOLOGY (as "
-            f"tpu:v5e:2x2), with NAME one of {known}."
-        )
-    figures = figures.per_device()
-    if kind == "gpu":
-        count = num_chips or 1
-        return Device(name, count, figures, _local_mesh(count), is_compiled_for=False)
-    if num_chips is None:
-        num_chips = (
-            math.prod(map(int, shape.split("x"))) * DEVICES[generation].devices_per_chip
-        )
-    return Device(name, num_chips, figures, described_mesh(rest, num_chips))
-
-
-def find_config(source: str | os.PathLike[str]) -> ModelConfig:
-    """Returns the config of a folder, a demo name, or a name in `configs.models`.
-
-    Raises:
-      FileNotFoundError: there is none.
-    """
-    name = os.fspath(source)
-    shape = name.replace("-", "_").replace(".", "_")
-    names = [module.name for module in pkgutil.iter_modules(configs.models.__path__)]
-    if shape in names:
-        return importlib.import_module(f"configs.models.{shape}").get_config()
-    if not Path(name).expanduser().exists() and name not in ("demo", "demo-draft"):
-        raise FileNotFoundError(
-            f"{name!r} is no folder with a config.json, and no known shape; expected a "
-            f"folder, 'demo', or one of {', '.join(names)}."
-        )
-    return read_config(resolve_folder(source))[0]
-
-
-def find_drafter(source: str | os.PathLike[str] | None) -> DrafterSpec:
-    """Returns the drafter of None, "none", "ngram", or whatever `find_config` finds."""
-    if source is None or source == NO_DRAFTER:
-        return NoDrafter()
-    if source == NGRAM:
-        return NgramDrafter()
-    name = os.fspath(source)
-    return ModelDrafter(find_config(DEMO_NAMES.get(name, name)))
-
-
-def _local_mesh(count: int) -> Mesh | None:
-    """Returns a mesh of CPU devices; None for one."""
-    if count == 1:
-        return None
-    devices = jax.devices("cpu")
-    if len(devices) < count:
-        raise ValueError(
-            f"{count} chips are asked for and jax sees {len(devices)} CPU devices to compile "
-            "for; set the environment variable "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={count}."
-        )
-    return Mesh(np.array(devices[:count]), (sharding.TENSOR,))
-
-
 def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractDecoder:
     """Returns a decoder of the first layers of the target."""
     engine = request.engine
@@ -406,7 +248,10 @@ def _memory(
         num_pages=engine.num_pages,
     )
     memory = plan_memory(
-        limits, c, compiled.buckets, copied_per_token=c * compiled.copied_ratio
+        limits,
+        c,
+        compiled.buckets,
+        copied_per_token=compiled.copies.most_per_page / engine.page_size,
     )
     return memory, list(memory.warnings)
 

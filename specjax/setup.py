@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from specjax import planning, sharding
+from specjax import plan_request, planning, sharding
 from specjax.config import EngineConfig, SpeculationConfig
 from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, Sizes, build_decoder
 from specjax.decode.rules import RuleOptions
@@ -182,12 +182,12 @@ class Setup:
             return None  # over a data axis the pages are the user's to say
         chips = sharding.axis_size(self.mesh, sharding.TENSOR)
         plan = planning.make_plan(
-            planning.PlanRequest(
+            plan_request.PlanRequest(
                 target=self.target.config,
                 target_name=self.target.name,
                 drafter=self.drafter.spec,
                 drafter_name=self.drafter.name,
-                device=planning.Device("here", chips, None, self.mesh),
+                device=plan_request.Device("here", chips, None, self.mesh),
                 dtype=self._dtype,
                 num_speculative_tokens=self.speculation.depth,
                 engine=self.engine,

@@ -118,14 +118,14 @@ def run(arguments: argparse.Namespace) -> int:
 
     # A described device needs no real one, and a TPU that is there is not to be taken.
     jax.config.update("jax_platforms", "cpu")
-    from specjax import plan_report, planning
+    from specjax import plan_report, plan_request, planning
 
-    device = planning.find_device(arguments.device, arguments.tensor_parallel)
+    device = plan_request.find_device(arguments.device, arguments.tensor_parallel)
     on_cpu = device.figures is None
-    request = planning.PlanRequest(
-        target=planning.find_config(arguments.model),
+    request = plan_request.PlanRequest(
+        target=plan_request.find_config(arguments.model),
         target_name=arguments.model,
-        drafter=planning.find_drafter(arguments.drafter),
+        drafter=plan_request.find_drafter(arguments.drafter),
         drafter_name=arguments.drafter,
         device=device,
         dtype=arguments.dtype or ("float32" if on_cpu else "bfloat16"),

@@ -25,6 +25,12 @@ _TPU_ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody takes a chip: let others compile, too
 }
+# What is never run need not be fast: buffers are assigned before machine code is made, so
+# memory_analysis() says the same, in half the time.
+_CPU_OPTIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 class AbstractDecoder(Decoder):
@@ -44,7 +50,7 @@ class AbstractDecoder(Decoder):
             self._abstract_plan(num_rows),
             num_speculative_tokens=num_speculative_tokens,
         )
-        return lowered.compile()
+        return self._compile(lowered)
 
     def compile_prefill(self, num_places: int, width: int) -> jax.stages.Compiled:
         """Returns the prefill of `num_places` prompts, `width` tokens of each."""
@@ -59,7 +65,7 @@ class AbstractDecoder(Decoder):
             max_tokens_per_row=width,
         )
         (lowered,) = result
-        return lowered.compile()
+        return self._compile(lowered)
 
     def compile_mixed(self, num_places: int, width: int) -> jax.stages.Compiled:
         """Returns the step of all rows with a prefill beside it."""
@@ -72,7 +78,16 @@ class AbstractDecoder(Decoder):
             places,
             max_tokens_per_row=width,
         )
-        return lowered.compile()
+        return self._compile(lowered)
+
+    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        is_cpu = self.device.platform == "cpu"
+        return lowered.compile(compiler_options=_CPU_OPTIONS if is_cpu else None)
+
+    @property
+    def device(self) -> Any:
+        """The first that steps are compiled for."""
+        return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
 
     @property
     def abstract_state(self) -> DecodeState:

@@ -11,6 +11,15 @@ from specjax.config import EngineConfig
 from specjax.decode.abstract import AbstractDecoder
 from specjax.decode.buckets import equal_chunk, round_up
 from specjax.engine.memory_model import bytes_per_token
+from specjax.engine.pool_copies import (
+    PLAIN,
+    PoolCopies,
+    kinds_to_compile_twice,
+    pool_copies,
+    seen_per_page,
+    step_kind,
+    whole_arrays,
+)
 from specjax.engine.scheduler import PLACES, chunk_widths
 from specjax.engine.workspace_fit import (
     BURST,
@@ -127,11 +136,10 @@ class CompiledMemory:
     """What the steps of a decoder need, in bytes of one chip.
 
     Attributes:
-      samples: as compiled, for `compiled_layers` layers of the target.
+      samples: as compiled, for `compiled_layers` layers of the target and FEW_PAGES pages.
       buckets: all, predicted for all layers; without what is proportional to the pool.
       pages_ratio: bytes of pages as compiled / as counted.
-      copied_ratio: bytes of the pool that a burst copies while it runs / bytes of the pool: 0
-        where it is updated in place.
+      copies: what steps copy of the pool while they run.
       scratch_per_layer, code_per_layer: what a layer adds to every step.
     """
 
@@ -139,8 +147,9 @@ class CompiledMemory:
     buckets: tuple[BucketMemory, ...]
     fit: WorkspaceFit
     pages_ratio: float
-    copied_ratio: float
+    copies: PoolCopies
     compiled_layers: tuple[int, ...]
+    num_executables: int
     scratch_per_layer: float
     code_per_layer: float
 
@@ -163,71 +172,106 @@ def compile_memory(
     """
     is_few = num_layers <= MORE_LAYERS
     layers = num_layers if is_few else FEW_LAYERS
-    decoder = make_decoder(layers, FEW_PAGES)
+    decoder, larger = make_decoder(layers, FEW_PAGES), make_decoder(layers, MORE_PAGES)
     buckets = engine_buckets(decoder, depths)
     chosen = sampled_buckets(buckets)
-    total = len(chosen) + (1 if is_few else 2)
-    samples = []
-    for index, bucket in enumerate(chosen):
-        on_progress(f"compiling a {bucket.kind}", index, total)
-        samples.append(compile_bucket(decoder, bucket))
-    first = samples[
-        0
-    ]  # a burst of K = 0: quick, and the drafter's pages are passed through
-    on_progress("compiling for a larger pool", len(chosen), total)
-    larger = compile_bucket(make_decoder(layers, MORE_PAGES), first.bucket)
-    of_layer, of_drafter = page_bytes
+    done, total = 0, len(chosen) + (1 if is_few else 2)
+
+    def compile_one(decoder: AbstractDecoder, bucket: Bucket, why: str) -> BucketMemory:
+        nonlocal done
+        on_progress(f"compiling a {step_kind(bucket)}{why}", done, max(total, done + 1))
+        done += 1
+        return compile_bucket(decoder, bucket)
+
+    samples = [compile_one(decoder, bucket, "") for bucket in chosen]
+    # A burst of K = 0 compiles quickly, and passes the drafter's pages through.
+    first = samples[0]
+    again = compile_one(larger, first.bucket, " for a larger pool")
     more_pages = MORE_PAGES - FEW_PAGES
-    more_tokens = more_pages * decoder.sizes.page_size
-    seen = bytes_per_token(first, larger, more_tokens=more_tokens)
-    counted = of_layer * layers + of_drafter
-    pages_ratio = seen * decoder.sizes.page_size / counted
-    copied = max(larger.scratch_bytes - first.scratch_bytes, 0) / more_pages
-    copied_ratio = copied / (of_layer * layers * pages_ratio)
+    page_size = decoder.sizes.page_size
+    found = bytes_per_token(first, again, more_tokens=more_pages * page_size)
+    of_layer, of_drafter = page_bytes
+    pages_ratio = found * page_size / (of_layer * layers + of_drafter)
+    seen = {PLAIN: seen_per_page(first, again, more_pages)}
+    if whole_arrays(seen[PLAIN], of_layer * pages_ratio / 2):
+        for few in kinds_to_compile_twice(samples):
+            many = compile_one(larger, few.bucket, " for a larger pool")
+            seen[step_kind(few.bucket)] = seen_per_page(few, many, more_pages)
+    array_bytes = of_layer * pages_ratio / 2
+    copied = whole_arrays(seen[PLAIN], array_bytes)
     scratch = code = 0.0
+    added_by_layer = None
     if not is_few:
-        on_progress("compiling for more layers", len(chosen) + 1, total)
-        deeper = compile_bucket(make_decoder(MORE_LAYERS, FEW_PAGES), first.bucket)
         more = MORE_LAYERS - FEW_LAYERS
-        scratch = (deeper.scratch_bytes - first.scratch_bytes) / more
-        scratch = max(scratch - copied * FEW_PAGES / layers, 0.0)
+        deep = (
+            make_decoder(MORE_LAYERS, FEW_PAGES),
+            make_decoder(MORE_LAYERS, MORE_PAGES),
+        )
+        deeper = compile_one(deep[0], first.bucket, " of more layers")
+        deep_copied = 0.0
+        if copied:
+            many = compile_one(
+                deep[1], first.bucket, " of more layers and a larger pool"
+            )
+            deep_copied = whole_arrays(
+                seen_per_page(deeper, many, more_pages), array_bytes
+            )
+        added_by_layer = max(deep_copied - copied, 0.0) / more
+        grown = deeper.scratch_bytes - first.scratch_bytes
+        scratch = max(grown / more - added_by_layer * FEW_PAGES, 0.0)
         code = max(deeper.code_bytes - first.code_bytes, 0) / more
-    on_progress("compiled", total, total)
-    pooled = FEW_PAGES * copied_ratio * pages_ratio
-    beside = [
-        _without_pool(s, pooled * of_layer * layers, pooled * of_drafter)
-        for s in samples
-    ]
+    copies = pool_copies(
+        seen,
+        layer_bytes=of_layer * pages_ratio,
+        drafter_bytes=of_drafter * pages_ratio,
+        compiled_layers=layers,
+        num_layers=num_layers,
+        added_by_layer=added_by_layer,
+    )
+    on_progress("compiled", done, done)
+    beside = [copies.without(sample, FEW_PAGES) for sample in samples]
     fit = fit_workspaces(beside, known_bend=_known_bend(decoder))
     by_bucket = {sample.bucket: sample for sample in beside}
-    more_layers = num_layers - layers
-    predicted = [
-        _predicted(b, by_bucket.get(b), fit, scratch * more_layers, code * more_layers)
-        for b in buckets
-    ]
+    added = scratch * (num_layers - layers), code * (num_layers - layers)
+    predicted = [_predicted(b, by_bucket.get(b), fit, *added) for b in buckets]
     return CompiledMemory(
         samples=tuple(samples),
-        buckets=tuple(predicted),
+        buckets=tuple(never_below_smaller(predicted)),
         fit=fit,
         pages_ratio=pages_ratio,
-        copied_ratio=copied_ratio,
+        copies=copies,
         compiled_layers=(layers,) if is_few else (FEW_LAYERS, MORE_LAYERS),
+        num_executables=done,
         scratch_per_layer=scratch,
         code_per_layer=code,
     )
 
 
-def _without_pool(
-    sample: BucketMemory, of_target: float, of_drafter: float
-) -> BucketMemory:
-    """Returns a sample less the copies that it makes of the pool; prefills make none."""
-    if sample.bucket.kind == PREFILL:
-        return sample
-    copies = of_target
-    if sample.bucket.num_speculative_tokens:
-        copies += of_drafter
-    temp = max(sample.temp_bytes - round(copies), 0)
-    return dataclasses.replace(sample, temp_bytes=temp)
+def never_below_smaller(memories: Sequence[BucketMemory]) -> list[BucketMemory]:
+    """Returns steps of which none takes less than a smaller one of its kind.
+
+    What a smaller step needs, a larger one needs, too; less is a fit's error.
+    """
+    raised = []
+    for memory in memories:
+        smaller = [
+            m.temp_bytes for m in memories if _is_within(m.bucket, memory.bucket)
+        ]
+        raised.append(dataclasses.replace(memory, temp_bytes=max(smaller)))
+    return raised
+
+
+def _is_within(small: Bucket, large: Bucket) -> bool:
+    """Returns whether one step is another of no more rows, tokens and drafts."""
+    sizes = lambda b: (
+        b.rows,
+        b.tokens,
+        b.logit_tokens,
+        b.copied_rows,
+        b.num_speculative_tokens,
+    )
+    pairs = zip(sizes(small), sizes(large))
+    return small.kind == large.kind and all(own <= other for own, other in pairs)
 
 
 def _predicted(
@@ -252,9 +296,8 @@ def _predicted(
 
 def _known_bend(decoder: AbstractDecoder) -> float | None:
     """Returns up to how many tokens products are laid out otherwise, where that is known."""
-    mesh = decoder.mesh
-    device = jax.devices()[0] if mesh is None else mesh.devices.flat[0]
-    return MOST_TOKENS_FROM_THE_LEFT if device.platform == "cpu" else None
+    is_cpu = decoder.device.platform == "cpu"
+    return MOST_TOKENS_FROM_THE_LEFT if is_cpu else None
 
 
 def _forward_tokens(tokens: int, engine: EngineConfig) -> int:

@@ -5,7 +5,8 @@ All bytes are of one chip; every chip of a mesh holds and does the same amount.
     free         bytes left after target and drafter are loaded
     weight       n1 x tokens of the batch: its pages, and its share of what steps take
     weight limit (1 - batch_safety_margin) x free: the most a batch may weigh
-    gate         speculation_weight_fraction x weight limit: the most it may weigh to speculate
+    gate         speculation_weight_fraction x weight limit: the most it may weigh to speculate;
+                 of the pool, where that holds fewer tokens and not all that rows can have
 
 docs/decisions/0004-recommended-margin.md derives the formulas. No jax.
 """
@@ -299,6 +300,10 @@ def plan_memory(
         )
     weight_limit = math.floor((1 - margin / 100) * limits.free_bytes)
     gate = limits.speculation_weight_fraction * weight_limit / n1
+    if num_pages < limits.rows * limits.pages_per_row:
+        # Where prefills take much, or the user asked for few, pages run out before weight.
+        tokens = num_pages * limits.page_size
+        gate = min(gate, limits.speculation_weight_fraction * tokens)
     return MemoryPlan(
         bytes_per_token=held,
         copied_per_token=copied_per_token,

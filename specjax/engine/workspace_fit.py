@@ -251,7 +251,7 @@ class WorkspaceFit:
       head, body: bytes of scratch while tokens are chosen, and inside a layer.
       beside: bytes by which mixed steps were above the larger of both.
       code_bytes: by kind, the most of a compiled bucket.
-      error: most that a fitted sample was missed by, as a fraction of it.
+      error: most that a sample of any kind is missed by, as a fraction of its scratch.
     """
 
     head: Lines | None
@@ -297,10 +297,13 @@ def fit_workspaces(
         for kind in KINDS
         if of_kind(kind)
     }
-    errors = [lines.error for lines in (head, body) if lines is not None]
-    plain = WorkspaceFit(head, body, 0.0, code, max(errors, default=0.0))
+    plain = WorkspaceFit(head, body, 0.0, code, 0.0)
     above = [s.scratch_bytes - plain.scratch(s.bucket) for s in of_kind(MIXED)]
-    return dataclasses.replace(plain, beside=max([0.0, *above]))
+    whole = dataclasses.replace(plain, beside=max([0.0, *above]))
+    errors = [
+        abs(whole.scratch(s.bucket) / max(s.scratch_bytes, 1) - 1) for s in samples
+    ]
+    return dataclasses.replace(whole, error=max(errors))
 
 
 def _fit_kind(

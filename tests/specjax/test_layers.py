@@ -27,6 +27,7 @@ LAYERS = (
     (
         "specjax.generation",
         "specjax.plan_report",
+        "specjax.plan_request",
         "specjax.planning",
         "specjax.plotting",
         "specjax.results",

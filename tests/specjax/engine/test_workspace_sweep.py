@@ -47,10 +47,10 @@ SMALL = shape(4096, 256, 512, 4, 2, 64, tie_word_embeddings=True)
 MIDDLE = shape(32_000, 512, 1536, 8, 4, 64)
 QWEN = shape(
     151_936,
-    1024,
-    3072,
-    16,
+    512,
+    1536,
     8,
+    2,
     128,
     family="qwen3",
     qk_norm=True,
@@ -126,11 +126,11 @@ def test_half_of_the_buckets_says_what_the_other_half_needs(name, say):
     fit = fit_workspaces(samples, known_bend=MOST_TOKENS_FROM_THE_LEFT)
     trees = decoder.abstract_params, decoder.abstract_state
     resident = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trees))
+    c = page_bytes(config, drafter) / 16
+    compiled, num_pages = [], []
     for budget in (1, 2, 4):
-        c = page_bytes(config, drafter) / 16
-        resident_bytes = resident - round(c * 16 * PAGES)
         limits = MemoryLimits(
-            free_bytes=budget * GB - resident_bytes,
+            free_bytes=budget * GB - resident + round(c * 16 * PAGES),
             page_size=16,
             rows=4 * ROWS,
             max_context=10**5,
@@ -143,13 +143,18 @@ def test_half_of_the_buckets_says_what_the_other_half_needs(name, say):
             f"{name}, {budget} GB, {plan.num_pages} pages: {len(declared)} buckets say of "
             f"{len(held_out)}: {min(errors):+.2%} to {max(errors):+.2%}"
         )
-        few = next(s for s in samples if s.bucket.kind == "burst")
-        again = compile_bucket(larger, few.bucket)
-        more_tokens = 16 * (plan.num_pages - PAGES)
-        assert bytes_per_token(few, again, more_tokens=more_tokens) == pytest.approx(c)
-        assert again.workspace_bytes == few.workspace_bytes
         taken = plan.num_pages * 16 * c + combined_bytes([*real, *samples])
         assert taken <= 1.02 * limits.free_bytes
+        compiled.append(real)
+        num_pages.append(plan.num_pages)
+    for few, many, more_pages in (
+        (compiled[0], compiled[1], num_pages[1] - num_pages[0]),
+        (compiled[1], compiled[2], num_pages[2] - num_pages[1]),
+    ):
+        for small, large in zip(few, many):
+            found = bytes_per_token(small, large, more_tokens=16 * more_pages)
+            assert found == pytest.approx(c), small.bucket
+            assert large.workspace_bytes == small.workspace_bytes, small.bucket
 
 
 def page_bytes(config, drafter):
