@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from specjax import compilation_cache
 from specjax.bench import calibrate, measuring, quick
 from specjax.config import EngineConfig, SamplingParams
 from specjax.engine import cost_files
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
+    compilation_cache.enable()
     setup = Setup.of(
         model(options.target),
         drafter=options.drafter

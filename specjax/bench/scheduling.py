@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax import compilation_cache
 from specjax.bench import calibrate, measuring
 from specjax.bench.command import model
 from specjax.bench.replay import Costs, Replay, Workload
@@ -267,6 +268,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         environment, costs = before["environment"], before["costs"]
     else:
         environment, costs = measuring.environment(), {}
+        compilation_cache.enable()
         for name in options.pairs:
             print(f"measuring the steps of the {name} pair", file=sys.stderr)
             target, drafter = PAIRS[name]
