@@ -1,8 +1,8 @@
 """What accelerators hold and do, per chip, as their makers publish it.
 
 Peak figures: a real step reaches a part of them. Whatever is computed from these is called
-roofline, never measured. `source` names the page that was read; where pages of one maker
-differ, the smaller capacity is taken, and the difference is said.
+roofline, never measured. `source` names the maker's page, of GPUs as other pages cite it; where
+pages of one maker differ, the smaller capacity is taken, and the difference is said.
 """
 
 import dataclasses
