@@ -9,7 +9,6 @@ this run. Measured once, with `--costs FILE` the costs are read instead.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -38,6 +37,7 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 DEPTHS = (0, 1, 2, 4, 7)
 MOST = DEPTHS[-1]
 ACCEPTANCE = (0.0, 0.5, 0.8)
+RAMP_ACCEPTANCE = (0.2, 0.3, 0.5, 0.7)
 BURN_IN_STEPS = 200
 TOKENS = 4000  # of each row of a steady load
 NOISE = 0.05  # of a burst's seconds, replayed
@@ -110,18 +110,6 @@ def costs_of(measured: dict[str, Any]) -> tuple[Costs, StepCosts]:
     return costs, policy_knows
 
 
-def costs_without_drafter(measured: dict[str, Any]) -> Costs:
-    """Returns what plain decoding costs where no drafter is loaded."""
-    costs, known = costs_of(measured)
-    own = {int(rows): s for rows, s in measured["no_drafter_step_s"].items()}
-
-    def step_s(bucket: Bucket, context: float) -> float:
-        more = context - bucket.rows * CONTEXT
-        return own[bucket.rows] + max(more, 0.0) * known.context_s
-
-    return dataclasses.replace(costs, step_s=step_s)
-
-
 def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
     """Replays loads that stay: the policy against every K, learning cold and calibrated."""
     rows = []
@@ -132,9 +120,7 @@ def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
             )
             costs, known = costs_of(measured)
             fixed = {k: Replay(workload, costs, Fixed(k)).run() for k in DEPTHS}
-            none = Replay(workload, costs_without_drafter(measured), Fixed(0)).run()
-            every: dict[Any, Replay] = fixed | {"none": none}
-            best = min(every, key=lambda k: every[k].seconds)
+            best = min(fixed, key=lambda k: fixed[k].seconds)
             own = {"batch": batch, "acceptance": rate, "best_k": best}
             for name, policy in (
                 ("cold", Goodput(MOST)),
@@ -144,10 +130,11 @@ def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
                 speed = ran.tokens_per_second(BURN_IN_STEPS)
                 own |= {
                     f"{name}_of_best": speed
-                    / every[best].tokens_per_second(BURN_IN_STEPS),
-                    f"{name}_of_none": speed / none.tokens_per_second(BURN_IN_STEPS),
-                    f"{name}_lost_in_burn_in_s": _burn_in_loss(ran, every[best]),
-                    f"{name}_whole_of_best": every[best].seconds / ran.seconds,
+                    / fixed[best].tokens_per_second(BURN_IN_STEPS),
+                    f"{name}_of_none": speed
+                    / fixed[0].tokens_per_second(BURN_IN_STEPS),
+                    f"{name}_lost_in_burn_in_s": _burn_in_loss(ran, fixed[best]),
+                    f"{name}_whole_of_best": fixed[best].seconds / ran.seconds,
                 }
             rows.append(own)
     return rows
@@ -244,13 +231,13 @@ def run(costs: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns the figures of all replays, and draws."""
     document: dict[str, Any] = {"costs": costs, "replay": {}}
     for name, measured in costs.items():
-        figures, runs = ramp(measured, 0.7)
-        draw_ramp(runs, folder / f"scheduling_ramp_{name}.png")
+        ramps = [ramp(measured, rate) for rate in RAMP_ACCEPTANCE]
+        draw_ramp(ramps[-1][1], folder / f"scheduling_ramp_{name}.png")
         document["replay"][name] = {
             "tokens": TOKENS,
             "context": CONTEXT,
             "steady": steady(measured),
-            "ramp": figures,
+            "ramp": [figures for figures, _ in ramps],
             "mixed": mixed(measured),
         }
     return document

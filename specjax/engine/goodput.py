@@ -33,6 +33,9 @@ MARGIN = 0.03  # by which drafting must be better than K = 0 to begin
 STICKINESS = 0.01  # by which another bucket must be better than the one before
 OPTIMISM = 0.05  # a bucket that was never measured is taken for so much faster
 PROBE_SHARE = 0.004  # of all seconds, lost to learning
+MOST_WRONG = (
+    1.25  # times what is predicted: the rate that a bucket may turn out to have
+)
 PROBE_STEPS = 8  # of a burst that only asks what is accepted
 # What plain decoding may gain while nothing is known of its seconds.
 UNKNOWN_GAIN = 0.25
@@ -275,22 +278,28 @@ class Goodput:
     ) -> Decision | None:
         """Returns a burst that learns something again, if there are seconds for it."""
         is_plain = not best.bucket.num_speculative_tokens
-        others = [
+        ready = [c for c in allowed if load.is_compiled(c.bucket) and c is not best]
+        others = [c for c in ready if bool(c.bucket.num_speculative_tokens) == is_plain]
+        # Predictions may be wrong, and what is never run is never measured.
+        promising = [
             c
-            for c in allowed
-            if load.is_compiled(c.bucket)
-            and bool(c.bucket.num_speculative_tokens) == is_plain
+            for c in ready
+            if not self.costs.count(c.bucket) and c.rate * MOST_WRONG > best.rate
         ]
-        if not others or not load.num_probe_steps:
+        if not (others or promising) or not load.num_probe_steps:
             return None
         # The cheapest K that learns what is accepted; or plain decoding, what it costs.
-        other = min(others, key=lambda c: c.seconds)
+        other = min(others, key=lambda c: c.seconds, default=None)
         num_steps = load.num_probe_steps
+        if other is None or (promising and not is_plain):
+            other = max(promising or others, key=lambda c: c.rate)
+            num_steps = PROBE_STEPS
         catch_up = 0.0
         if is_plain:
             num_steps = min(PROBE_STEPS, num_steps)
             catch_up = self._catch_up(load, best.seconds)
-        lost = num_steps * (other.seconds - other.tokens / best.rate) + catch_up
+        seconds = other.seconds - other.tokens / best.rate
+        lost = num_steps * seconds + catch_up
         if lost > self._budget:
             return None
         self._budget -= max(lost, 0.0)

@@ -229,7 +229,7 @@ def test_plain_decoding_is_measured_again_now_and_then():
         seconds = 32 * step_s(bucket, 100)
         policy.observe(outcome(now, decision, accepted=0, seconds=seconds))
     assert "probe" in reasons
-    assert policy.choose(now).num_speculative_tokens == 0
+    assert policy._last.num_speculative_tokens == 0
 
 
 def _only(policy, bucket):
