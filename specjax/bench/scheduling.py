@@ -122,6 +122,7 @@ def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
             fixed = {k: Replay(workload, costs, Fixed(k)).run() for k in DEPTHS}
             best = min(fixed, key=lambda k: fixed[k].seconds)
             own = {"batch": batch, "acceptance": rate, "best_k": best}
+            own["best_s"] = fixed[best].seconds
             for name, policy in (
                 ("cold", Goodput(MOST)),
                 ("calibrated", Goodput(MOST, known)),
@@ -141,14 +142,18 @@ def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _burn_in_loss(ran: Replay, best: Replay) -> float:
-    """Returns the seconds by which the first steps took longer for what they brought."""
-    seconds = tokens = steps = 0
-    for burst in ran.bursts:
-        if steps >= BURN_IN_STEPS:
-            break
-        seconds, tokens = seconds + burst.seconds, tokens + burst.num_tokens
-        steps += burst.num_steps
-    return max(seconds - tokens / best.tokens_per_second(), 0.0)
+    """Returns the seconds by which the first steps took longer than the best K for as many tokens."""
+    steps = np.cumsum([burst.num_steps for burst in ran.bursts])
+    first = ran.bursts[: int(np.searchsorted(steps, BURN_IN_STEPS)) + 1]
+    seconds, tokens = (
+        sum(getattr(burst, name) for burst in first)
+        for name in ("seconds", "num_tokens")
+    )
+    ends = np.cumsum(
+        [[burst.num_tokens, burst.seconds] for burst in best.bursts], axis=0
+    )
+    with_start = np.concatenate([np.zeros((1, 2)), ends])
+    return seconds - float(np.interp(tokens, with_start[:, 0], with_start[:, 1]))
 
 
 def heavy_tailed(rows: int = 32, seed: int = 0) -> np.ndarray:
