@@ -36,6 +36,7 @@ PROBE_SHARE = 0.004  # of all seconds, lost to learning
 MOST_WRONG = (
     1.25  # times what is predicted: the rate that a bucket may turn out to have
 )
+LEAST_LOST = 0.01  # of its seconds, that a probe is charged
 PROBE_STEPS = 8  # of a burst that only asks what is accepted
 # What plain decoding may gain while nothing is known of its seconds.
 UNKNOWN_GAIN = 0.25
@@ -300,10 +301,12 @@ class Goodput:
             catch_up = self._catch_up(load, best.seconds)
         seconds = other.seconds - other.tokens / best.rate
         lost = num_steps * seconds + catch_up
+        # What looks best must run as well: a probe that seems to cost nothing may not repeat.
+        lost = max(lost, LEAST_LOST * num_steps * best.seconds)
         if lost > self._budget:
             return None
-        self._budget -= max(lost, 0.0)
-        self.seconds_lost += max(lost, 0.0)
+        self._budget -= lost
+        self.seconds_lost += lost
         last = self._last
         decision = self._decide(load, other, "probe", num_steps=num_steps)
         self._last = last if last is not None else best.bucket

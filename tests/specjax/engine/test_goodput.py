@@ -221,7 +221,7 @@ def test_plain_decoding_is_measured_again_now_and_then():
     policy.costs._samples[Bucket(1, 0)][_only(policy, Bucket(1, 0))].seconds *= 2
     policy.costs._fit = None
     policy.costs.drift = 1.0
-    now, reasons = load(num_behind=np.ones(1, int)), []
+    now, reasons = load(row_buckets=[1]), []
     for _ in range(2000):
         decision = policy.choose(now)
         reasons.append(decision.reason)
