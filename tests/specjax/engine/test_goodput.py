@@ -222,7 +222,7 @@ def test_plain_decoding_is_measured_again_now_and_then():
     policy.costs._fit = None
     policy.costs.drift = 1.0
     now, reasons = load(row_buckets=[1]), []
-    for _ in range(2000):
+    for _ in range(3000):
         decision = policy.choose(now)
         reasons.append(decision.reason)
         bucket = Bucket(1, decision.num_speculative_tokens)
