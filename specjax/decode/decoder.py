@@ -349,7 +349,7 @@ class Decoder:
         spec: Any = self.drafter
         try:
             return guarded(spec.build(*arguments, **options))
-        except Exception as error:
+        except Exception as error:  # a spec is anybody's code, and may raise any
             raise DrafterError(f"its build raised {error!r}") from error
 
     @property
@@ -415,7 +415,7 @@ class Decoder:
                     out_specs=out_specs,
                 )
                 self._executables[compiled_key] = lowered.compile()
-            except Exception as error:
+            except Exception as error:  # XLA's, of a class that differs by version
                 if OUT_OF_MEMORY in str(error):
                     raise TooLarge(key, error) from error
                 raise

@@ -81,7 +81,7 @@ def guarded(drafter: Drafter) -> Drafter:
         def run(*arguments: Any) -> Any:
             try:
                 return function(*arguments)
-            except Exception as error:
+            except Exception as error:  # a drafter is anybody's code, and may raise any
                 raise DrafterError(f"its {name} raised {error!r}") from error
 
         return run

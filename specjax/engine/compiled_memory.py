@@ -193,12 +193,12 @@ def compile_memory(
     of_layer, of_drafter = page_bytes
     pages_ratio = found * page_size / (of_layer * layers + of_drafter)
     seen = {PLAIN: seen_per_page(first, again, more_pages)}
-    if whole_arrays(seen[PLAIN], of_layer * pages_ratio / 2):
+    array_bytes = of_layer * pages_ratio / 2  # of a page: keys, or values, of a layer
+    copied = whole_arrays(seen[PLAIN], array_bytes)
+    if copied:
         for few in kinds_to_compile_twice(samples):
             many = compile_one(larger, few.bucket, " for a larger pool")
             seen[step_kind(few.bucket)] = seen_per_page(few, many, more_pages)
-    array_bytes = of_layer * pages_ratio / 2
-    copied = whole_arrays(seen[PLAIN], array_bytes)
     scratch = code = 0.0
     added_by_layer = None
     if not is_few:

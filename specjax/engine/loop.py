@@ -562,10 +562,7 @@ class Loop:
         draft_caps = np.zeros(num_rows, np.int32)
         draft_caps[own] = flight.asked_depth
         # A step beside prompts is compiled for all rows.
-        bucket = num_rows
-        if flight.is_learned_from:
-            fitting = scheduler.row_buckets(flight.rows, self._row_buckets)
-            bucket = decision.row_bucket or fitting[0]
+        bucket = decision.row_bucket or num_rows
         row_ids, flight.places = scheduler.places(flight.rows, bucket)
         flight.bucket = Bucket(bucket, flight.depth, decision.max_drafts)
         plan = Plan(
