@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 
@@ -199,40 +200,26 @@ def compile_memory(
         for few in kinds_to_compile_twice(samples):
             many = compile_one(larger, few.bucket, " for a larger pool")
             seen[step_kind(few.bucket)] = seen_per_page(few, many, more_pages)
-    scratch = code = 0.0
-    added_by_layer = None
+    layer = _Layer()
     if not is_few:
-        more = MORE_LAYERS - FEW_LAYERS
-        deep = (
-            make_decoder(MORE_LAYERS, FEW_PAGES),
-            make_decoder(MORE_LAYERS, MORE_PAGES),
+        compile_deeper = lambda num_pages, why: compile_one(
+            make_decoder(MORE_LAYERS, num_pages), first.bucket, f" of more layers{why}"
         )
-        deeper = compile_one(deep[0], first.bucket, " of more layers")
-        deep_copied = 0.0
-        if copied:
-            many = compile_one(
-                deep[1], first.bucket, " of more layers and a larger pool"
-            )
-            deep_copied = whole_arrays(
-                seen_per_page(deeper, many, more_pages), array_bytes
-            )
-        added_by_layer = max(deep_copied - copied, 0.0) / more
-        grown = deeper.scratch_bytes - first.scratch_bytes
-        scratch = max(grown / more - added_by_layer * FEW_PAGES, 0.0)
-        code = max(deeper.code_bytes - first.code_bytes, 0) / more
+        layer = _added_by_layer(compile_deeper, first, copied, array_bytes)
     copies = pool_copies(
         seen,
         layer_bytes=of_layer * pages_ratio,
         drafter_bytes=of_drafter * pages_ratio,
         compiled_layers=layers,
         num_layers=num_layers,
-        added_by_layer=added_by_layer,
+        added_by_layer=layer.copied,
     )
     on_progress("compiled", done, done)
     beside = [copies.without(sample, FEW_PAGES) for sample in samples]
     fit = fit_workspaces(beside, known_bend=_known_bend(decoder))
     by_bucket = {sample.bucket: sample for sample in beside}
-    added = scratch * (num_layers - layers), code * (num_layers - layers)
+    more_layers = num_layers - layers
+    added = layer.scratch * more_layers, layer.code * more_layers
     predicted = [_predicted(b, by_bucket.get(b), fit, *added) for b in buckets]
     return CompiledMemory(
         samples=tuple(samples),
@@ -242,8 +229,45 @@ def compile_memory(
         copies=copies,
         compiled_layers=(layers,) if is_few else (FEW_LAYERS, MORE_LAYERS),
         num_executables=done,
-        scratch_per_layer=scratch,
-        code_per_layer=code,
+        scratch_per_layer=layer.scratch,
+        code_per_layer=layer.code,
+    )
+
+
+class _Layer(NamedTuple):
+    """What one layer more adds to a step, in bytes."""
+
+    scratch: float = 0.0  # without copies of the pool
+    code: float = 0.0
+    copied: float | None = None  # per page; None is not known
+
+
+def _added_by_layer(
+    compile_deeper: Callable[[int, str], BucketMemory],
+    first: BucketMemory,
+    copied: float,
+    array_bytes: float,
+) -> _Layer:
+    """Compiles a step of MORE_LAYERS, and returns what each layer beyond FEW_LAYERS added.
+
+    Args:
+      compile_deeper: (pages, what to say of it) to the bytes of that step.
+      first: of FEW_LAYERS.
+      copied: bytes per page that `first` copies of the pool.
+      array_bytes: of a page, of one array.
+    """
+    more = MORE_LAYERS - FEW_LAYERS
+    deeper, deep_copied = compile_deeper(FEW_PAGES, ""), 0.0
+    if copied:
+        many = compile_deeper(MORE_PAGES, " and a larger pool")
+        per_page = seen_per_page(deeper, many, MORE_PAGES - FEW_PAGES)
+        deep_copied = whole_arrays(per_page, array_bytes)
+    added = max(deep_copied - copied, 0.0) / more
+    grown = (deeper.scratch_bytes - first.scratch_bytes) / more
+    return _Layer(
+        scratch=max(grown - added * FEW_PAGES, 0.0),
+        code=max(deeper.code_bytes - first.code_bytes, 0) / more,
+        copied=added,
     )
 
 
