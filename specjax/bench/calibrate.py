@@ -22,7 +22,7 @@ from specjax.config import MAX_DEPTH, SamplingParams
 from specjax.decode.decoder import Decoder
 from specjax.engine.loop import make_admissions
 from specjax.engine.request import Request
-from specjax.engine.scheduler import Row
+from specjax.engine.rows import Row
 from specjax.progress import Report
 from specjax.sampling import row_values
 from specjax.types import DecoderParams, Plan
@@ -121,7 +121,7 @@ class StepTimer:
                 sampling_values=values,
             )
             shard = index // (decoder.sizes.rows // decoder.num_shards)
-            rows.append(Row(index, shard, request, [0], [], 0, 0))
+            rows.append(Row(index, shard, request, [0], 0, 0))
         return rows
 
 

@@ -14,7 +14,7 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState, with_table
 from specjax.engine.loop import make_admissions
 from specjax.engine.request import Request
-from specjax.engine.scheduler import Row
+from specjax.engine.rows import Row
 from specjax.types import DecoderParams, Plan
 
 CHUNK = 64  # prompt tokens of a row that are fed at once
@@ -39,7 +39,7 @@ def begin(
         )
     state = decoder.init()
     rows = [
-        Row(index, 0, request, request.token_ids, [], 0, 0)
+        Row(index, 0, request, request.token_ids, 0, 0)
         for index, request in enumerate(requests)
     ]
     for admission in make_admissions(decoder, rows):

@@ -17,10 +17,9 @@ learned in service:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -43,7 +42,7 @@ UNKNOWN_GAIN = 0.25
 # Of a step at K = 0, what catching up with one token costs, before it was measured.
 CATCH_UP_SHARE = 0.1
 CATCH_UP_RATE = 0.3
-MOST_RANKED = 64  # rows that stand for more, where only their sum is asked for
+MOST_RANKED = 32  # rows that stand for more, where only their sum is asked for
 
 
 def ladder(most: int) -> tuple[int, ...]:
@@ -52,17 +51,12 @@ def ladder(most: int) -> tuple[int, ...]:
     return tuple(sorted({*(p for p in powers if p <= most), most} - {0}))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Candidate:
+class _Candidate(NamedTuple):
     bucket: Bucket
     tokens: float  # expected per step, of all rows
     seconds: float
-    slots: _RankedSlots  # of some of the rows
-    share: float  # how many of them
-
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.seconds
+    rate: float  # tokens per second
+    slots: _RankedSlots
 
 
 class Goodput:
@@ -155,12 +149,8 @@ class Goodput:
 
     def _candidates(self, load: Load) -> list[_Candidate]:
         """Returns what every bucket is expected to do."""
-        # What is expected of many rows is told by some of them.
-        requests, caps = np.asarray(load.requests), np.asarray(load.draft_caps)
-        some = _some(len(requests))
-        share = len(some) / len(requests)
         slots = _RankedSlots(
-            self.survival.by_row(requests[some]), self.survival.presence(), caps[some]
+            self.survival, load.requests, np.asarray(load.draft_caps), self._depths
         )
         candidates = []
         for bucket in self.buckets(self._row_buckets(load)):
@@ -169,8 +159,9 @@ class Goodput:
                 return []
             if not self.costs.count(bucket):
                 seconds *= 1 - OPTIMISM
-            tokens = load.num_decoding_rows + slots.expected(bucket, share) / share
-            candidates.append(_Candidate(bucket, tokens, seconds, slots, share))
+            tokens = load.num_decoding_rows + slots.expected(bucket)
+            rate = tokens / seconds
+            candidates.append(_Candidate(bucket, tokens, seconds, rate, slots))
         return candidates
 
     def _row_buckets(self, load: Load) -> list[int]:
@@ -225,10 +216,7 @@ class Goodput:
         self._last = chosen.bucket
         draft_caps = None
         if chosen.bucket.max_drafts is not None and not self._knows_confidence:
-            least = chosen.slots.least_survival(chosen.bucket, chosen.share)
-            survival = self.survival.by_row(load.requests)
-            depth = chosen.bucket.num_speculative_tokens
-            draft_caps = (survival[:, :depth] >= least).sum(axis=1)
+            draft_caps = chosen.slots.likeliest(chosen.bucket)
         return Decision(
             num_speculative_tokens=chosen.bucket.num_speculative_tokens,
             reason=reason,
@@ -360,72 +348,72 @@ class Goodput:
                 self._regret[bucket] = self._regret.get(bucket, 0.0) + lost
 
 
-@functools.lru_cache(maxsize=512)
-def _some(count: int) -> np.ndarray:
-    """Returns at most MOST_RANKED places among `count`, drawn once: none is like its neighbours."""
-    if count <= MOST_RANKED:
-        return np.arange(count)
-    return np.random.default_rng(0).permutation(count)[:MOST_RANKED]
-
-
 class _RankedSlots:
     """The draft slots of all rows, and in the order of how likely they are to stand.
 
+    What is expected of many rows is told by some of them.
+
     Args:
-      survival: f64[rows, depth], of tokens that are proposed.
-      presence: f64[depth], how often one is.
+      requests: i64[rows].
       caps: i64[rows], most tokens that each may draft.
+      depths: values of K that slots are handed out at.
     """
 
-    def __init__(self, survival: np.ndarray, presence: np.ndarray, caps: np.ndarray):
-        is_allowed = np.arange(survival.shape[1]) < caps[:, None]
-        self._survival = np.where(is_allowed, survival, 0.0)
+    def __init__(
+        self, survival: Survival, requests: Any, caps: Any, depths: Sequence[int]
+    ):
+        self._of_rates = survival.of_rates
+        self._rates = rates = survival.rates(requests)
+        self._depths = list(depths)
+        if len(rates) > MOST_RANKED:
+            # One of each of so many parts, from the row that does worst to the best.
+            middles = (np.arange(MOST_RANKED) + 0.5) * (len(rates) / MOST_RANKED)
+            some = rates.argsort()[middles.astype(int)]
+            rates, caps = rates[some], caps[some]
+        self._share = len(rates) / len(requests)
+        by_place = self._of_rates(rates)
+        is_allowed = np.arange(by_place.shape[1]) < caps[:, None]
+        self._survival = by_place * is_allowed
         # A token of no row that drafts takes no slot.
-        self._mass = np.where(is_allowed, presence, 0.0)
-        self._by_depth = (self._survival * self._mass).sum(axis=0).cumsum()
-        self._sums: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._mass = is_allowed * survival.presence()
+        gained = (self._survival * self._mass).sum(axis=0).cumsum() / self._share
+        self._by_depth = [0.0, *gained.tolist()]
 
-    def expected(self, bucket: Bucket, share: float = 1.0) -> float:
-        """Returns the draft tokens that a step is expected to accept.
-
-        Args:
-          share: of the bucket's slots, that these rows get.
-        """
+    def expected(self, bucket: Bucket) -> float:
+        """Returns the draft tokens that a step is expected to accept."""
         depth = bucket.num_speculative_tokens
         if bucket.max_drafts is None:
-            return float(self._by_depth[depth - 1]) if depth else 0.0
-        gains, masses = self._summed(depth)
-        most = bucket.max_drafts * share
-        if most >= masses[-1]:
-            return float(gains[-1])
+            return self._by_depth[depth]
+        at = self._depths.index(depth)
+        _, masses, gains = self._ranked
         # The slot on the edge counts in part.
-        edge = int(np.searchsorted(masses, most))
-        before, at = float(masses[edge - 1]), float(masses[edge])
-        part = (most - before) / (at - before)
-        return float(gains[edge - 1] + part * (gains[edge] - gains[edge - 1]))
+        some = np.interp(bucket.max_drafts * self._share, masses[at], gains[at])
+        return float(some) / self._share
 
-    def least_survival(self, bucket: Bucket, share: float) -> float:
-        """Returns how likely to stand a token must be to have one of a bucket's slots."""
+    def likeliest(self, bucket: Bucket) -> np.ndarray:
+        """Returns how many draft tokens of each row have one of a bucket's slots, i64[rows]."""
         assert bucket.max_drafts is not None
-        _, masses = self._summed(bucket.num_speculative_tokens)
-        edge = int(np.searchsorted(masses, bucket.max_drafts * share))
-        survival, *_ = self._ranked
-        return float(survival[min(edge, len(survival)) - 1])
+        depth = bucket.num_speculative_tokens
+        survival, masses, _ = self._ranked
+        own = masses[self._depths.index(depth), 1:]
+        edge = int(own.searchsorted(bucket.max_drafts * self._share))
+        least = survival[min(edge, len(survival) - 1)]
+        return (self._of_rates(self._rates)[:, :depth] >= least).sum(axis=1)
 
     @functools.cached_property
-    def _ranked(self) -> tuple[np.ndarray, ...]:
-        """Slots, the likeliest to stand first: survival, place in its row, mass, gain."""
-        order = np.argsort(-self._survival.ravel())
-        survival, mass = self._survival.ravel()[order], self._mass.ravel()[order]
-        return survival, order % self._survival.shape[1], mass, mass * survival
+    def _ranked(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Slots, the likeliest to stand first.
 
-    def _summed(self, depth: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns what the first slots gain and take together, from none of them on."""
-        if depth not in self._sums:
-            _, place, mass, gain = self._ranked
-            is_within = place < depth
-            gains, masses = np.zeros((2, 1 + len(mass)))
-            np.cumsum(gain * is_within, out=gains[1:])
-            np.cumsum(mass * is_within, out=masses[1:])
-            self._sums[depth] = gains, masses
-        return self._sums[depth]
+        Returns:
+          How likely each is, f64[slots]; and what the first ones take and gain together,
+          f64[depths, from none of them on], those behind a depth left out.
+        """
+        order = (-self._survival).ravel().argsort()
+        survival, mass = self._survival.ravel()[order], self._mass.ravel()[order]
+        place = order % self._survival.shape[1]
+        own = mass * (place < np.array(self._depths)[:, None])
+        sums = np.zeros((2, len(self._depths), 1 + len(order)))
+        own.cumsum(axis=1, out=sums[0, :, 1:])
+        (own * survival).cumsum(axis=1, out=sums[1, :, 1:])
+        masses, gains = sums
+        return survival, masses, gains

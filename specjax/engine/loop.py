@@ -22,7 +22,8 @@ from specjax.drafters.spec import NoDrafter
 from specjax.engine.faults import RECOVERABLE, Faults, what_it_proposed
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import Request, TokenLogProbs
-from specjax.engine.scheduler import PLACES, PromptChunk, Row, Scheduler
+from specjax.engine.rows import Row
+from specjax.engine.scheduler import PLACES, PromptChunk, Scheduler
 from specjax.engine.speculation_policy import (
     Decision,
     Load,
@@ -48,11 +49,11 @@ BESIDE_PROMPTS = Decision(num_speculative_tokens=0, reason="prompts")
 class Flight:
     """A burst that was sent and not read back, or is about to be sent."""
 
-    rows: list[Row]
+    own: np.ndarray  # i64[rows], their indices, ascending
     decision: Decision
     num_steps: int  # at most
     least: int  # tokens that each row gains, unless it ends
-    asked_depth: Any = ()  # i64[rows], most tokens that each drafts
+    asked_depth: Any = None  # i64[rows], most tokens that each drafts
     num_behind: int = (
         0  # tokens that the drafter has to catch up with, of the row with most
     )
@@ -60,9 +61,8 @@ class Flight:
     least_timed: int = 1  # steps of which the seconds are told by one burst
     is_learned_from: bool = True  # by the policy
     bucket: Bucket | None = None  # once it is sent
-    places: list[int] = dataclasses.field(
-        default_factory=list
-    )  # of rows, in the report
+    rows: list[Row] = dataclasses.field(default_factory=list)  # likewise
+    places: Any = ()  # i64[rows], in the report
     report: StepInfo | None = None
     num_steps_run: Any = None  # i32[], on the device
     sent_at: float = 0.0  # time.perf_counter()
@@ -310,9 +310,9 @@ class Loop:
         if not num_left:
             self._send_burst(rows, max_burst_steps)
             return
-        has_begun = any(row.is_decoding for row in rows)
+        has_begun = bool(scheduler.table.is_decoding[rows].any())
         is_long = num_left > PATIENCE * scheduler.tokens_per_chunk
-        shares = bool(rows) and (has_begun or is_long)
+        shares = len(rows) > 0 and (has_begun or is_long)
         mixes = config.mixed_prefill and self.faults.has_mixed
         if shares and mixes and config.numerics != "invariant":
             flight = self._reserve(rows, 1, BESIDE_PROMPTS)
@@ -337,7 +337,7 @@ class Loop:
         prefill = lambda: self.decoder.prefill(
             self.params,
             self._state,
-            self.scheduler.block_table.copy(),
+            self.scheduler.table_now(),
             chunk.row_ids,
             chunk.counts,
             max_tokens_per_row=chunk.width,
@@ -384,8 +384,8 @@ class Loop:
         self._prefill(chunk)
         return self._plain(plan)
 
-    def _send_burst(self, rows: list[Row], max_burst_steps: int | None) -> None:
-        if not rows:
+    def _send_burst(self, rows: np.ndarray, max_burst_steps: int | None) -> None:
+        if not len(rows):
             return
         usual_steps = min(
             self.decoder.sizes.burst_steps,
@@ -400,7 +400,6 @@ class Loop:
         num_steps = min(
             usual_steps, decision.num_steps or usual_steps, load.num_steps_left
         )
-        wanted_rows = list(rows)
         flight = self._reserve(rows, num_steps, decision)
         if flight is None:
             return
@@ -408,7 +407,7 @@ class Loop:
         flight.context_tokens = load.num_context_tokens
         # Who does not draft does not catch up.
         flight.num_behind = int(load.num_behind[load.draft_caps > 0].max(initial=1))
-        if len(flight.rows) == len(wanted_rows) and flight.decision is decision:
+        if len(flight.own) == len(rows) and flight.decision is decision:
             # Otherwise a row was preempted, or pages allow no drafts: all of them may.
             depth = decision.num_speculative_tokens
             flight.asked_depth = np.minimum(load.draft_caps, depth)
@@ -425,7 +424,7 @@ class Loop:
             self._fly(flight, lambda plan: burst(self._state, plan))
         except RECOVERABLE as error:
             self._do_without(error)
-            self._send_burst(rows, max_burst_steps)
+            self._send_burst(flight.own, max_burst_steps)
 
     def _available(self, decision: Decision, row_buckets: Sequence[int]) -> Decision:
         """Returns a decision with its row bucket, or what is left of it by what was dropped."""
@@ -437,35 +436,25 @@ class Loop:
                     return dataclasses.replace(each, row_bucket=rows)
         raise AssertionError("plain decoding of all rows is never dropped")
 
-    def _load(self, rows: Sequence[Row], usual_steps: int) -> Load:
+    def _load(self, rows: np.ndarray, usual_steps: int) -> Load:
         """Returns what the policy is to know before a burst of these rows."""
         scheduler, decoder = self.scheduler, self.decoder
         most, limited_by = self._limit(rows)
-        figures = [
-            (
-                row.request.number,
-                row.request.draft_cap,
-                row.num_drafter_final,
-                len(row.token_ids) + row.flying_least,
-                row.request.max_length,
-            )
-            for row in rows
-        ]
-        numbers, caps, drafted, tokens, most_tokens = np.array(figures).T
+        table, tokens = scheduler.table, scheduler.table.least[rows]
         # A burst in flight that drafts catches up; one that does not falls behind.
         drafts_already = bool(self._flights and self._flights[-1].depth)
-        behind = tokens - drafted
+        behind = tokens - table.num_drafter_final[rows]
         if drafts_already or not scheduler.needs_drafter:
             behind = np.ones_like(tokens)
-        steps_left = int((most_tokens - tokens).max())
+        steps_left = int((table.max_length[rows] - tokens).max())
         return Load(
             num_decoding_rows=len(rows),
             num_waiting=len(scheduler.waiting),
             most_speculative_tokens=most,
             limited_by=limited_by,
             row_buckets=scheduler.row_buckets(rows, self._row_buckets),
-            requests=numbers,
-            draft_caps=caps,
+            requests=table.request_number[rows],
+            draft_caps=table.draft_cap[rows],
             num_behind=behind,
             num_context_tokens=int(tokens.sum()),
             num_steps_left=ENDLESS if len(scheduler.waiting) else steps_left,
@@ -475,11 +464,11 @@ class Loop:
             is_dropped=self.faults.is_dropped,
         )
 
-    def _limit(self, rows: Sequence[Row]) -> tuple[int | None, str]:
+    def _limit(self, rows: np.ndarray) -> tuple[int | None, str]:
         """Returns the most that may be drafted now, None where all may, and what says so."""
         if self.faults.is_drafter_off:
             return 0, "drafter off"
-        if not any(row.request.draft_cap for row in rows):
+        if not np.any(self.scheduler.table.draft_cap[rows]):
             return 0, "user"
         most_rows = self.speculation_max_rows
         if most_rows is not None and len(rows) > most_rows:
@@ -490,10 +479,10 @@ class Loop:
 
     def _weighed_tokens(self) -> int:
         """Returns the tokens of all rows: that they can have after the work sent, or ever."""
-        rows = self.scheduler.occupied
+        table = self.scheduler.table
         if self.decoder.engine_config.gate == "worst_case":
-            return sum(row.request.max_length for row in rows)
-        return sum(row.most for row in rows)
+            return int(table.max_length.sum())
+        return int(table.most.sum())
 
     @functools.cached_property
     def _row_buckets(self) -> Sequence[int]:
@@ -508,20 +497,20 @@ class Loop:
         return [self.decoder.num_shards * power for power in powers]
 
     def _reserve(
-        self, rows: list[Row], num_steps: int, decision: Decision
+        self, rows: np.ndarray, num_steps: int, decision: Decision
     ) -> Flight | None:
         """Takes the pages for a burst of at most num_steps; None where there are none now.
 
         Where pages are short, what was sent is read back first, and then fewer steps are
-        planned, then no drafts, and last a row is preempted; it is taken out of `rows`.
+        planned, then no drafts, and last a row is preempted.
         """
         scheduler = self.scheduler
-        while rows:
+        while len(rows):
             width = 1 + decision.num_speculative_tokens
             # A burst may end with the first step in which a row does.
             least = 1 if len(scheduler.waiting) else num_steps
             lacking = scheduler.reserve(rows, num_steps * width, least)
-            if not lacking:
+            if not np.any(lacking):
                 return Flight(rows, decision, num_steps, least)
             if self._flights:
                 return None
@@ -533,13 +522,12 @@ class Loop:
                 fitting = scheduler.row_buckets(rows, self._row_buckets)
                 decision = self._available(plain, fitting)
                 continue
-            shard = next(shard for shard, count in enumerate(lacking) if count)
+            shard = int(lacking.argmax())
             own = [row for row in scheduler.occupied if row.shard == shard]
             row = scheduler.last_in(own)
             scheduler.preempt(row)
             self.num_preemptions += 1
-            if row in rows:
-                rows.remove(row)
+            rows = rows[rows != row.index]
         return None
 
     def _fly(
@@ -550,27 +538,24 @@ class Loop:
         """Sends steps for which pages were reserved."""
         scheduler, decision = self.scheduler, flight.decision
         num_rows = len(scheduler.rows)
-        activate, keep = np.zeros((2, num_rows), bool)
-        own = [row.index for row in flight.rows]
-        activate[[row.index for row in flight.rows if not row.is_decoding]] = True
-        keep[[row is not None for row in scheduler.rows]] = True
-        if not len(flight.asked_depth):
-            depth = flight.depth
-            flight.asked_depth = [
-                min(row.request.draft_cap, depth) for row in flight.rows
-            ]
+        table, own = scheduler.table, flight.own
+        activate = np.zeros(num_rows, bool)
+        activate[own] = ~table.is_decoding[own]
+        if flight.asked_depth is None:
+            flight.asked_depth = np.minimum(table.draft_cap[own], flight.depth)
         draft_caps = np.zeros(num_rows, np.int32)
         draft_caps[own] = flight.asked_depth
+        flight.rows = scheduler.at(own)
         # A step beside prompts is compiled for all rows.
         bucket = decision.row_bucket or num_rows
-        row_ids, flight.places = scheduler.places(flight.rows, bucket)
+        row_ids, flight.places = scheduler.places(own, bucket)
         flight.bucket = Bucket(bucket, flight.depth, decision.max_drafts)
         plan = Plan(
             num_steps=np.int32(flight.num_steps),
             stop_when_finished=np.bool_(len(scheduler.waiting) > 0),
             activate=activate,
-            keep=keep,
-            block_table=scheduler.block_table.copy(),
+            keep=table.is_occupied.copy(),
+            block_table=scheduler.table_now(),
             draft_caps=draft_caps,
             row_ids=row_ids,
         )
@@ -578,7 +563,7 @@ class Loop:
         try:
             self._state, flight.report, flight.num_steps_run = launch(plan)
         except RECOVERABLE:
-            self._land(flight)  # nothing was sent
+            scheduler.land(own, flight.growth, flight.least)  # nothing was sent
             for row in flight.rows:
                 scheduler.shrink(row)
             raise
@@ -587,15 +572,8 @@ class Loop:
         flight.sent_at = min(start + compiled_s, time.perf_counter())
         flight.done_at = self._stopwatch.done_at(flight.num_steps_run)
         flight.prompts_done_at, self._prompts_done_at = self._prompts_done_at, None
-        for row in flight.rows:
-            row.is_decoding = True
+        table.is_decoding[own] = True
         self._flights.append(flight)
-
-    def _land(self, flight: Flight) -> None:
-        """Forgets what rows could gain by a burst."""
-        for row in flight.rows:
-            row.flying_most -= flight.growth
-            row.flying_least -= flight.least
 
     def _read(self) -> list[Request]:
         """Reads back the burst that was sent first; returns the requests it advanced."""
@@ -609,13 +587,14 @@ class Loop:
             begun_at = max(begun_at, flight.prompts_done_at.result())
         seconds = done_at - begun_at
         self._done_at = done_at
-        self._land(flight)
         # Others were aborted or preempted since.
         rows = {
             place: row
-            for place, row in zip(flight.places, flight.rows, strict=True)
+            for place, row in zip(flight.places.tolist(), flight.rows, strict=True)
             if scheduler.rows[row.index] is row
         }
+        own = np.array([row.index for row in rows.values()], np.int64)
+        scheduler.land(own, flight.growth, flight.least)
         requests = {place: row.request for place, row in rows.items()}
         collect(flight.report, num_steps, requests)
         if num_steps:
@@ -654,7 +633,8 @@ class Loop:
         }
         num_tokens = int(figures["num_committed"].sum())
         assert flight.bucket is not None
-        asked = dict(zip(flight.places, flight.asked_depth))
+        asked = np.zeros(flight.bucket.rows, np.int64)
+        asked[flight.places] = flight.asked_depth
         if flight.is_learned_from:
             outcome = Outcome(
                 decision=flight.decision,
@@ -665,7 +645,7 @@ class Loop:
                 num_behind=flight.num_behind,
                 is_short=num_steps < flight.least_timed,
                 requests=np.array([row.request.number for row in rows.values()]),
-                asked_depth=np.array([asked[place] for place in places]),
+                asked_depth=asked[places],
                 **figures,
             )
             self.policy.observe(outcome)

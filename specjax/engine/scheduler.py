@@ -8,9 +8,8 @@ burst cannot run dry; what turned out not to be needed goes back when it was rea
 from __future__ import annotations
 
 import bisect
-import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from specjax.cache.paged import NO_PAGE
 from specjax.decode.decoder import Sizes
 from specjax.engine.pages import ROOT, PagePool, Prefix
 from specjax.engine.request import Request
+from specjax.engine.rows import Row, RowTable
 from specjax.engine.waiting import WaitingQueue
 
 PLACES = 8  # rows that share the prompt tokens of one call
@@ -34,43 +34,6 @@ def _order(row: Row) -> tuple[int, int]:
     """Returns what says who goes before whom: the lowest first."""
     assert row.request.arrival is not None
     return row.request.priority, row.request.arrival
-
-
-@dataclasses.dataclass(eq=False)
-class Row:
-    """A request in its place in the batch."""
-
-    index: int
-    shard: int
-    request: Request
-    token_ids: list[int]  # prompt and output, as far as they were read back
-    pages: list[int]
-    # Tokens whose keys and values are there after the work sent so far; all but the
-    # last of token_ids once the row decodes.
-    num_prefilled: int
-    num_drafter_final: int  # of them, those that the drafter has too
-    # Tokens that the work sent and not read back adds: at most, and at least unless it ends.
-    flying_most: int = 0
-    flying_least: int = 0
-    is_decoding: bool = False  # has begun to
-    # Ids of the prefixes of its first pages: these can be found by their tokens.
-    prefixes: list[int] = dataclasses.field(default_factory=list)
-    num_drafter_remembered: int = 0  # of them, with the drafter's keys and values
-
-    @property
-    def most(self) -> int:
-        """Tokens it can have after the work sent so far."""
-        return min(len(self.token_ids) + self.flying_most, self.request.max_length)
-
-    @property
-    def num_left(self) -> int:
-        """Tokens it can have left to decode after the work sent so far; at most 0 if none."""
-        return self.request.max_length - len(self.token_ids) - self.flying_least
-
-    @property
-    def num_to_prefill(self) -> int:
-        """Tokens to feed before it can decode: the last one is the first step's root."""
-        return len(self.token_ids) - 1 - self.num_prefilled
 
 
 class PromptChunk(NamedTuple):
@@ -106,6 +69,7 @@ class Scheduler:
         self.sizes = sizes
         self.waiting = WaitingQueue()
         self.rows: list[Row | None] = [None] * sizes.rows
+        self.table = RowTable(sizes.rows)
         self.pools = [
             PagePool(sizes.num_pages // num_shards, sizes.page_size)
             for _ in range(num_shards)
@@ -126,18 +90,20 @@ class Scheduler:
     def occupied(self) -> list[Row]:
         return [row for row in self.rows if row is not None]
 
+    def at(self, indices: np.ndarray) -> list[Row]:
+        """Returns the rows of some indices, none of them empty."""
+        rows = self.rows
+        return [row for index in indices.tolist() if (row := rows[index]) is not None]
+
     @property
-    def decoding(self) -> list[Row]:
-        """Rows whose prompts are fed by the work sent so far, and that may have tokens left."""
-        waiting = set(self._prefilling)
-        return [
-            row
-            for row in self.rows
-            if row is not None
-            and row not in waiting
-            # As `num_left`, without a call for each of many rows.
-            and row.request.max_length > len(row.token_ids) + row.flying_least
-        ]
+    def decoding(self) -> np.ndarray:
+        """Rows whose prompts are fed by the work sent so far, and that may have tokens left.
+
+        Returns:
+          Their indices, i64[rows that decode], ascending.
+        """
+        table = self.table
+        return np.flatnonzero(table.is_prefilled & (table.max_length > table.least))
 
     @property
     def num_to_prefill(self) -> int:
@@ -167,7 +133,7 @@ class Scheduler:
         if not len(self.waiting) or None not in self.rows:
             return []
         admitted, postponed = [], []
-        _, _, wanted = self._wanted(self.occupied, growth)
+        _, wanted = self._wanted(np.flatnonzero(self.table.is_occupied), growth)
         while (request := self.waiting.first()) is not None:
             candidates = self._candidates(request)
             if candidates is None:
@@ -180,8 +146,6 @@ class Scheduler:
             if row is None:
                 break
             self.waiting.remove(request)
-            self.rows[row.index] = row
-            self._set_table(row)
             self._announce_prefixes(row)
             if row.num_to_prefill:
                 bisect.insort(self._prefilling, row, key=_order)
@@ -198,11 +162,12 @@ class Scheduler:
         """
         assert self.rows[row.index] is row
         self.rows[row.index] = None
+        pages = self.pages(row)
         if forgets:
-            self.pools[row.shard].forget(row.pages)
-        self.pools[row.shard].give_back(row.pages)
-        row.pages = []
-        self._set_table(row)
+            self.pools[row.shard].forget(pages)
+        self.pools[row.shard].give_back(pages)
+        self.block_table[row.index] = NO_PAGE
+        self.table.clear(row.index)
         if row in self._prefilling:
             self._prefilling.remove(row)
 
@@ -216,17 +181,15 @@ class Scheduler:
         """Returns whom to preempt: the lowest priority, and among those the latest."""
         return max(rows, key=_order)
 
-    def row_buckets(self, rows: Sequence[Row], buckets: Sequence[int]) -> list[int]:
+    def row_buckets(self, rows: np.ndarray, buckets: Sequence[int]) -> list[int]:
         """Returns those of some numbers of rows that hold these, ascending, and all rows last.
 
         Args:
+          rows: i64[any], indices.
           buckets: numbers of rows, of all shards together, ascending.
         """
         num_shards = len(self.pools)
-        counts = [0] * num_shards
-        for row in rows:
-            counts[row.shard] += 1
-        most = max(counts)
+        most = int(np.bincount(rows // self.rows_per_shard).max())
         fitting = [
             bucket // num_shards * num_shards
             for bucket in buckets
@@ -235,62 +198,83 @@ class Scheduler:
         return [*dict.fromkeys(fitting), len(self.rows)]
 
     def places(
-        self, rows: Sequence[Row], bucket: int
-    ) -> tuple[np.ndarray | None, list[int]]:
+        self, rows: np.ndarray, bucket: int
+    ) -> tuple[np.ndarray | None, np.ndarray]:
         """Returns the place of each row in one of `row_buckets`.
+
+        Args:
+          rows: i64[any], indices, ascending.
 
         Returns:
           i32[bucket], as Plan.row_ids, None where these are all rows; and the places.
         """
         if bucket == len(self.rows):
-            return None, [row.index for row in rows]
+            return None, rows
         num_shards = len(self.pools)
         size = bucket // num_shards
+        shards = rows // self.rows_per_shard
+        first_of_shard = shards.searchsorted(shards)
+        places = shards * size + np.arange(len(rows)) - first_of_shard
         row_ids = np.full(num_shards * size, self.rows_per_shard, np.int32)
-        places, used = [], [0] * num_shards
-        for row in rows:
-            place = row.shard * size + used[row.shard]
-            used[row.shard] += 1
-            row_ids[place] = row.index % self.rows_per_shard
-            places.append(place)
+        row_ids[places] = rows % self.rows_per_shard
         return row_ids, places
 
     # Pages
 
-    def reserve(self, rows: Sequence[Row], growth: int, least: int = 0) -> list[int]:
+    def table_now(self) -> np.ndarray:
+        """Returns a copy of the block table, which work that is sent may read later."""
+        # Not by `copy`, which is memcpy: 12 times as slow on AMD's Zen where the two lie
+        # a few bytes beyond a multiple of 4096 apart, as neighbours in memory do.
+        return np.positive(self.block_table)
+
+    def pages(self, row: Row) -> list[int]:
+        """Returns the pages that a row holds, in their order."""
+        num_pages = self.table.num_pages[row.index]
+        return self.block_table[row.index, :num_pages].tolist()
+
+    def reserve(self, rows: np.ndarray, growth: int, least: int = 0) -> np.ndarray:
         """Takes the pages that rows need to gain at most `growth` tokens by work that is sent now.
 
         Args:
+          rows: i64[any], indices, ascending.
           least: tokens they gain unless they end.
 
         Returns:
-          How many pages each shard lacks, if any does: nothing was taken then. Else [].
+          How many pages each shard lacks, i64[shards]; if any does nothing was taken.
         """
-        counts, lacking, _ = self._wanted(rows, growth)
-        if any(lacking):
-            return lacking
-        growing = [pair for pair in zip(rows, counts) if pair[1] > 0]
-        for shard, pool in enumerate(self.pools):
-            own = [pair for pair in growing if pair[0].shard == shard]
-            pages = pool.take(sum(count for _, count in own))
-            entries, used = np.array(pages, np.int32), 0
-            for row, count in own:
-                place, end = len(row.pages), used + count
-                self.block_table[row.index, place : place + count] = entries[used:end]
-                row.pages += pages[used:end]
-                used = end
-        for row in rows:
-            row.flying_most += growth
-            row.flying_least += least
-        return []
+        counts, wanted = self._wanted(rows, growth)
+        lacking = wanted - [pool.num_free for pool in self.pools]
+        if np.any(lacking > 0):
+            return lacking.clip(0)
+        pages: list[int] = []
+        for pool, count in zip(self.pools, wanted.tolist()):
+            pages += pool.take(count)
+        counts = counts.clip(0)
+        before = self.table.num_pages[rows]
+        # Of each page the row, and its place among those that the row gets.
+        owners = np.repeat(np.arange(len(rows)), counts)
+        nth = np.arange(len(pages)) - (counts.cumsum() - counts)[owners]
+        self.block_table[rows[owners], before[owners] + nth] = pages
+        self.table.num_pages[rows] = before + counts
+        self.table.flying_most[rows] += growth
+        self.table.flying_least[rows] += least
+        return np.zeros_like(wanted)
+
+    def land(self, rows: np.ndarray, growth: int, least: int) -> None:
+        """Takes back what `reserve` counted: the work was read back, or never sent."""
+        self.table.flying_most[rows] -= growth
+        self.table.flying_least[rows] -= least
 
     def shrink(self, row: Row) -> None:
         """Gives back the pages that a row cannot need."""
-        (count,), _, _ = self._wanted([row], 0)
-        if count < 0:
-            self.pools[row.shard].give_back(row.pages[count:])
-            del row.pages[count:]
-            self._set_table(row)
+        num_pages = self._num_pages(int(self.table.most[row.index]))
+        surplus = self.block_table[
+            row.index, num_pages : self.table.num_pages[row.index]
+        ]
+        if len(surplus):
+            self.pools[row.shard].give_back(surplus.tolist())
+            surplus[:] = NO_PAGE
+            self.table.num_pages[row.index] = num_pages
 
     # Prompts
 
@@ -318,6 +302,7 @@ class Scheduler:
                 counts[shard, place] = min(width, row.num_to_prefill)
                 row.num_prefilled += int(counts[shard, place])
                 row.num_drafter_final = row.num_prefilled
+                self.table.update(row)
                 self._note_prefixes(row)
         self._prefilling = [row for row in self._prefilling if row.num_to_prefill]
         return PromptChunk(row_ids.reshape(-1), counts.reshape(-1), width)
@@ -331,40 +316,45 @@ class Scheduler:
         row.token_ids += token_ids
         row.num_prefilled = len(row.token_ids) - 1
         row.num_drafter_final = drafter_length
+        self.table.update(row)
         self._note_prefixes(row)
 
     def check(self) -> None:
-        """Asserts that every page is accounted for; for tests."""
+        """Asserts that every page is accounted for, and every figure right; for tests."""
         held = [set() for _ in self.pools]
+        expected = RowTable(len(self.rows))
         for row in self.occupied:
-            held[row.shard].update(row.pages)
-            assert len(set(row.pages)) == len(row.pages)
-            table = self.block_table[row.index]
-            assert table[: len(row.pages)].tolist() == row.pages
-            assert np.all(table[len(row.pages) :] == NO_PAGE)
+            pages = self.pages(row)
+            assert len(set(pages)) == len(pages)
+            assert NO_PAGE not in pages
+            assert np.all(self.block_table[row.index, len(pages) :] == NO_PAGE)
+            held[row.shard].update(pages)
+            expected.enter(row)
+        names = "request_number", "num_tokens", "num_drafter_final", "is_prefilled"
+        for name in ("is_occupied", *names):
+            figures = getattr(self.table, name)
+            assert np.array_equal(figures, getattr(expected, name)), name
         for pool, pages in zip(self.pools, held):
             pool.check()
             assert pool.num_held == len(pages), "a page is held by nobody"
 
-    def _wanted(
-        self, rows: Sequence[Row], growth: int
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Returns how many pages each row wants to gain tokens (below 0: has too many), and how
-        many each shard lacks, and all of its rows want."""
-        size = self.sizes.page_size
-        slots = self.sizes.tree_slots + size - 1
-        counts, wanted = [], [0] * len(self.pools)
-        for row in rows:
-            tokens = len(row.token_ids) + row.flying_most + growth
-            most = row.request.max_length
-            if tokens > most:
-                tokens = most
-            count = (tokens + slots) // size - len(row.pages)
-            counts.append(count)
-            if count > 0:
-                wanted[row.shard] += count
-        lacking = [max(n - pool.num_free, 0) for n, pool in zip(wanted, self.pools)]
-        return counts, lacking, wanted
+    def _num_pages(self, tokens: Any) -> Any:
+        """Returns the pages that so many tokens of a row need, beside a draft's slots."""
+        return -(-(tokens + self.sizes.tree_slots) // self.sizes.page_size)
+
+    def _wanted(self, rows: np.ndarray, growth: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns how many pages rows want to gain tokens (below 0: they have too many).
+
+        Returns:
+          i64[rows], and those that are above 0 together, i64[shards].
+        """
+        table = self.table
+        tokens = table.num_tokens[rows] + table.flying_most[rows] + growth
+        tokens = np.minimum(tokens, table.max_length[rows])
+        counts = self._num_pages(tokens) - table.num_pages[rows]
+        shards = rows // self.rows_per_shard
+        wanted = np.bincount(shards, counts.clip(0), minlength=len(self.pools))
+        return counts, wanted.astype(np.int64)
 
     def _candidates(self, request: Request) -> list[tuple[int, list[Prefix]]] | None:
         """Returns empty rows and the prefixes whose pages a request could read there, best first.
@@ -393,12 +383,12 @@ class Scheduler:
         request: Request,
         candidates: Sequence[tuple[int, list[Prefix]]],
         growth: int,
-        wanted: list[int],
+        wanted: np.ndarray,
     ) -> Row | None:
-        """Returns a row for a request, with the pages of its tokens; None where it must wait.
+        """Puts a request into a row and returns it, with the pages of its tokens; None where it must wait.
 
         Args:
-          wanted: pages that the running rows of each shard want to grow; its own are added.
+          wanted: i64[shards], pages that the running rows want to grow; its own are added.
         """
         token_ids = request.token_ids
         for index, shared in candidates:
@@ -407,27 +397,33 @@ class Scheduler:
             pool = self.pools[shard]
             if self._counts_worst_case and not self._fits_for_good(request, shard):
                 continue
-            row = Row(
+            pages = [prefix.page for prefix in shared]
+            pool.hold(pages)
+            # Alone it gets what there is: nothing else could be waited for.
+            is_alone = pool.num_held == len(pages)
+            most = len(token_ids) + (0 if is_alone else growth)
+            count = self._num_pages(min(most, request.max_length)) - len(pages)
+            if count + wanted[shard] > pool.num_free:
+                pool.give_back(pages)
+                continue
+            self.rows[index] = row = Row(
                 index,
                 shard,
                 request,
                 token_ids,
-                [prefix.page for prefix in shared],
                 num_prefilled=num_shared,
                 num_drafter_final=num_shared,
                 prefixes=[prefix.id for prefix in shared],
                 num_drafter_remembered=len(shared),
             )
-            pool.hold(row.pages)
-            # Alone it gets what there is: nothing else could be waited for.
-            is_alone = pool.num_held == len(row.pages)
-            (count,), _, _ = self._wanted([row], 0 if is_alone else growth)
-            if count + wanted[shard] <= pool.num_free:
-                lacking = self.reserve([row], 0)
-                assert not lacking
-                wanted[shard] += max(self._wanted([row], growth)[0][0], 0)
-                return row
-            pool.give_back(row.pages)
+            self.table.enter(row)
+            self.block_table[index, : len(pages)] = pages
+            self.table.num_pages[index] = len(pages)
+            own = np.array([index])
+            lacking = self.reserve(own, 0)
+            assert not np.any(lacking)
+            wanted += self._wanted(own, growth)[1]
+            return row
         return None
 
     def _fits_for_good(self, request: Request, shard: int) -> bool:
@@ -488,9 +484,5 @@ class Scheduler:
         size = self.sizes.page_size
         own = row.token_ids[place * size : (place + 1) * size]
         pool = self.pools[row.shard]
-        return pool.remember(before, own, row.pages[place], **flags)
-
-    def _set_table(self, row: Row) -> None:
-        table = self.block_table[row.index]
-        table[: len(row.pages)] = row.pages
-        table[len(row.pages) :] = NO_PAGE
+        page = int(self.block_table[row.index, place])
+        return pool.remember(before, own, page, **flags)

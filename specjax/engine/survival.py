@@ -12,7 +12,6 @@ never tried is like the one before it, a row that was little tried like the othe
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import Any
 
@@ -39,10 +38,9 @@ class Survival:
         self._stood, self._expected = np.zeros((2, depth))
         # Steps that asked for a token at each depth, and those to which one was proposed.
         self._asked, self._proposed = np.zeros((2, depth))
-        # Of all rows, and by request number: trials, weighted by profile, and those that
-        # stood.
-        self._all = 0.0, 0.0
-        self._rows: dict[int, tuple[float, float]] = {}
+        # Of all rows, and of each: trials, weighted by profile, and those that stood.
+        self._all = np.zeros(2)
+        self._by_request = _ByRequest()
 
     def observe(
         self,
@@ -89,10 +87,7 @@ class Survival:
         """Returns the acceptance rate of each row, f64[rows]."""
         tried, stood = self._all
         mean = (stood + PRIOR_TRIALS * PRIOR_RATE) / (tried + PRIOR_TRIALS)
-        known, nothing = self._rows, (0.0, 0.0)
-        pairs = [known.get(number, nothing) for number in np.asarray(requests).tolist()]
-        flat = np.fromiter(itertools.chain.from_iterable(pairs), float, 2 * len(pairs))
-        tried, stood = flat.reshape(-1, 2).T
+        tried, stood = self._by_request.get(requests).T
         return (stood + ROW_TRIALS * mean) / (tried + ROW_TRIALS)
 
     def by_row(self, requests: Any) -> np.ndarray:
@@ -101,8 +96,8 @@ class Survival:
 
     def of_rates(self, rates: np.ndarray) -> np.ndarray:
         """Returns the survival of draft tokens of rows with such acceptance rates."""
-        by_place = rates[:, None] * self.profile()[None, :]
-        return np.minimum(by_place, MOST_RATE).cumprod(axis=1)
+        by_place = rates * self.profile()[:, None]
+        return np.minimum(by_place, MOST_RATE).cumprod(axis=0).T
 
     def presence(self) -> np.ndarray:
         """Returns how often a token is proposed at each depth that is asked for, f64[depth]."""
@@ -111,9 +106,10 @@ class Survival:
 
     def forget_others(self, requests: Any) -> None:
         """Forgets the requests that are over, once there are many of them."""
-        if len(self._rows) > 4 * len(requests) + 64:
-            left = set(np.asarray(requests).tolist())
-            self._rows = {k: v for k, v in self._rows.items() if k in left}
+        if len(self._by_request) > 4 * len(requests) + 64:
+            trials = self._by_request.get(requests)
+            self._by_request = _ByRequest()
+            self._by_request.set(requests, trials)
 
     def _observe_rows(
         self, requests: Any, tried: Any, stood: Any, num_steps: int
@@ -123,21 +119,35 @@ class Survival:
         A row that was not asked becomes like the others again: or one that once did badly
         would never be asked again.
         """
-        self._all = _averaged(self._all, float(tried.sum()), float(stood.sum()), WINDOW)
-        for number, new_tried, new_stood in zip(
-            np.asarray(requests).tolist(), tried.tolist(), stood.tolist()
-        ):
-            before = self._rows.get(number)
-            if new_tried:
-                before = before or (0.0, 0.0)
-                self._rows[number] = _averaged(before, new_tried, new_stood, ROW_WINDOW)
-            elif before is not None:
-                kept = math.exp(-num_steps / ROW_WINDOW)
-                self._rows[number] = before[0] * kept, before[1] * kept
+        new = np.stack([tried, stood], axis=1)
+        total = new.sum(axis=0)
+        self._all = self._all * math.exp(-total[0] / WINDOW) + total
+        forgets = np.where(tried > 0, tried, float(num_steps)) / ROW_WINDOW
+        before = self._by_request.get(requests)
+        self._by_request.set(requests, before * np.exp(-forgets)[:, None] + new)
 
 
-def _averaged(
-    before: tuple[float, float], tried: float, stood: float, window: float
-) -> tuple[float, float]:
-    kept = math.exp(-tried / window)
-    return before[0] * kept + tried, before[1] * kept + stood
+class _ByRequest:
+    """Two figures of each request, 0 where there are none; all of a batch are looked up at once."""
+
+    def __init__(self):
+        # Ascending; the last is above all numbers of requests.
+        self._numbers = np.array([np.iinfo(np.int64).max])
+        self._figures = np.zeros((1, 2))
+
+    def __len__(self) -> int:
+        return len(self._numbers) - 1
+
+    def get(self, requests: Any) -> np.ndarray:
+        """Returns the figures of requests by their numbers, f64[requests, 2]."""
+        places = self._numbers.searchsorted(requests)
+        is_known = self._numbers.take(places) == requests
+        return self._figures.take(places, axis=0) * is_known[:, None]
+
+    def set(self, requests: Any, figures: np.ndarray) -> None:
+        """Takes over the figures of some requests, f64[requests, 2]."""
+        others = ~np.isin(self._numbers, requests)
+        numbers = np.concatenate([self._numbers[others], requests])
+        order = numbers.argsort()
+        self._numbers = numbers[order]
+        self._figures = np.concatenate([self._figures[others], figures])[order]

@@ -2,6 +2,7 @@
 
 import time
 
+import numpy as np
 import pytest
 from test_loop import make_request
 
@@ -78,9 +79,10 @@ def seconds():
             loop.add(make_request(index, [index % 50, 1, 2], 3000))
         loop._admit()
         assert len(loop.scheduler.waiting) == num_waiting
-        for row in loop.scheduler.occupied:
-            tried = 10.0, 1.5 * (row.index % 7)
-            goodput.survival._rows[row.request.number] = tried
+        numbers = loop.scheduler.table.request_number
+        stood = np.linspace(1.0, 10.0, len(numbers))
+        trials = np.stack([np.full(len(numbers), 10.0), stood], axis=1)
+        goodput.survival._by_request.set(numbers, trials)
         while loop.scheduler.num_to_prefill:
             loop._send(None)
         assert not loop._flights

@@ -58,12 +58,13 @@ def start(decoder, outputs, *, prompts=None, policy=None, draft_caps=None, **arg
 def check(engine):
     """Every page is accounted for, and no row has more than the work sent may need."""
     engine.scheduler.check()
+    table = engine.scheduler.table
     for row in engine.scheduler.occupied:
         flying = [flight for flight in engine._flights if row in flight.rows]
-        assert row.flying_most == sum(flight.growth for flight in flying)
-        assert row.flying_least == sum(flight.least for flight in flying)
-        slots = row.most + engine.decoder.sizes.tree_slots
-        assert len(row.pages) == -(-slots // PAGE_SIZE)
+        assert table.flying_most[row.index] == sum(f.growth for f in flying)
+        assert table.flying_least[row.index] == sum(f.least for f in flying)
+        slots = table.most[row.index] + engine.decoder.sizes.tree_slots
+        assert len(engine.scheduler.pages(row)) == -(-slots // PAGE_SIZE)
 
 
 def finish(engine, requests):

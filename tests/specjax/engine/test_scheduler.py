@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 from test_loop import make_request
 
@@ -27,7 +28,7 @@ def test_pages_are_shared_when_the_drafter_has_caught_up():
     scheduler = Scheduler(SIZES, needs_drafter=True)
     row = admit(scheduler, make_request(1, [1, 2, 3, 4, 5], 20))
     assert flags(scheduler, row.token_ids) == [True]
-    assert scheduler.reserve([row], 15) == []
+    assert not scheduler.reserve(np.array([row.index]), 15)
     # Eight tokens more, of which the drafter lacks one at a page's end, and then all.
     scheduler.take_tokens(row, [6, 7, 8, 9], 7)
     assert flags(scheduler, row.token_ids) == [True, False]
@@ -36,7 +37,7 @@ def test_pages_are_shared_when_the_drafter_has_caught_up():
     scheduler.take_tokens(row, [14], 12)
     assert flags(scheduler, row.token_ids) == [True, True, True]
     text = row.token_ids[:]
-    row.flying_most = 0
+    scheduler.land(np.array([row.index]), 15, 0)
     scheduler.shrink(row)
     scheduler.release(row)
     again = admit(scheduler, make_request(2, text, 2))
@@ -46,15 +47,16 @@ def test_pages_are_shared_when_the_drafter_has_caught_up():
 def test_a_row_that_lacks_the_drafters_keys_makes_them_anew():
     scheduler = Scheduler(SIZES, needs_drafter=True)
     row = admit(scheduler, make_request(1, [1, 2, 3], 20))
-    assert scheduler.reserve([row], 15) == []
+    assert not scheduler.reserve(np.array([row.index]), 15)
     scheduler.take_tokens(row, [4, 5, 6, 7, 8, 9], 2)
     text = row.token_ids[:]
     assert flags(scheduler, text) == [False, False]
     again = admit(scheduler, make_request(2, text, 2))
-    assert again.pages[0] != row.pages[0]
+    assert scheduler.pages(again)[0] != scheduler.pages(row)[0]
     # Its pages are the ones to be found from now on.
     assert flags(scheduler, text) == [True, True]
-    assert [prefix.page for prefix in scheduler.pools[0].find(text)] == again.pages[:2]
+    found = [prefix.page for prefix in scheduler.pools[0].find(text)]
+    assert found == scheduler.pages(again)[:2]
 
 
 @pytest.mark.parametrize("needs_drafter", [False, True])
@@ -62,7 +64,7 @@ def test_a_page_is_looked_at_once_however_long_the_text(monkeypatch, needs_draft
     sizes = dataclasses.replace(SIZES, num_pages=600, pages_per_row=300)
     scheduler = Scheduler(sizes, needs_drafter=needs_drafter)
     row = admit(scheduler, make_request(1, [1, 2, 3], 1000))
-    assert scheduler.reserve([row], 1000) == []
+    assert not scheduler.reserve(np.array([row.index]), 1000)
     pool, places = scheduler.pools[0], []
     remember = scheduler._remember
 
