@@ -297,6 +297,15 @@ def test_the_user_has_the_last_word_on_pages():
     few = plan_memory(limits(num_pages=3), 100, [burst(4, 0, 200_000)])
     assert few.num_pages == 3
     assert few.most_tokens == 30
+    # Pages run out long before weight does.
+    assert few.gate_tokens == int(0.75 * 30)
+
+
+def test_rows_that_cannot_fill_the_pool_are_gated_by_weight():
+    """As many pages as all rows can hold are never short."""
+    plan = plan_memory(limits(max_context=95), 100, [burst(4, 0, 1000)])
+    weight = 0.75 * plan.weight_limit / plan.next_token
+    assert plan.gate_tokens == int(weight) > plan.num_pages * plan.page_size
 
 
 def test_few_rows_of_short_contexts_pay_most_per_token():
