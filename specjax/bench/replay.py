@@ -15,6 +15,7 @@ import numpy as np
 
 from specjax.bucket import Bucket
 from specjax.engine.speculation_policy import (
+    LEAST_TIMED_STEPS,
     Decision,
     Fixed,
     Load,
@@ -160,7 +161,7 @@ class Replay:
                 seconds=seconds,
                 num_context_tokens=context,
                 num_behind=num_behind,
-                is_short=2 * num_steps < self.burst_steps,
+                is_short=num_steps < LEAST_TIMED_STEPS,
                 requests=rows,
                 asked_depth=caps,
                 num_committed=committed,

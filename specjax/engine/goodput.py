@@ -11,7 +11,8 @@ learned in service:
 - A bucket that is not compiled is compiled once what was lost without it, as far as is
   known, comes to what compiling takes (ski rental).
 - PROBE_SHARE of the time goes into learning again what may have changed: what plain
-  decoding costs, and at K = 0 what is accepted now.
+  decoding costs, and at K = 0 what is accepted now. HOPE_SHARE more goes into what little
+  is known of, as long as it may well be better: drafting after K = 0, a bucket hardly run.
 - Leaving K = 0 takes a margin, and must repay the drafter's catching up.
 """
 
@@ -32,6 +33,13 @@ MARGIN = 0.03  # by which drafting must be better than K = 0 to begin
 STICKINESS = 0.01  # by which another bucket must be better than the one before
 OPTIMISM = 0.05  # a bucket that was never measured is taken for so much faster
 PROBE_SHARE = 0.004  # of all seconds, lost to learning
+# More of them while a bucket may be better for all that is known; and the most that is
+# saved up for it, in times of the last burst.
+HOPE_SHARE = 0.016
+MOST_HOPE = 2.0
+# Seconds of a step may be less than is thought by so much, measured often or not.
+DOUBT, MUCH_DOUBT = 0.02, 0.1
+MEASURED_OFTEN = 10
 MOST_WRONG = (
     1.25  # times what is predicted: the rate that a bucket may turn out to have
 )
@@ -40,8 +48,8 @@ PROBE_STEPS = 8  # of a burst that only asks what is accepted
 # What plain decoding may gain while nothing is known of its seconds.
 UNKNOWN_GAIN = 0.25
 # Of a step at K = 0, what catching up with one token costs, before it was measured.
-CATCH_UP_SHARE = 0.1
-CATCH_UP_RATE = 0.3
+CATCH_UP_SHARE = 0.01
+SMALL_CATCH_UP = 0.05  # of a burst: what is left tells what its steps cost
 MOST_RANKED = 32  # rows that stand for more, where only their sum is asked for
 
 
@@ -92,7 +100,9 @@ class Goodput:
         self._last: Bucket | None = None
         self._regret: dict[Bucket, float] = {}  # seconds lost without a bucket
         self._ran: set[Bucket] = set()
+        self._was_probe = False
         self._budget = 0.0  # seconds that may be spent on probes
+        self._hope = 0.0  # likewise, on those that look promising
         self._rates: dict[Bucket, float] = {}  # of the candidates of the last choice
 
     def choose(self, load: Load) -> Decision:
@@ -142,6 +152,8 @@ class Goodput:
         if not outcome.seconds or not outcome.num_steps:
             return
         self._budget += PROBE_SHARE * outcome.seconds
+        hope = self._hope + HOPE_SHARE * outcome.seconds
+        self._hope = min(hope, MOST_HOPE * outcome.seconds)
         self._count_regret(outcome)
         self._observe_cost(outcome)
 
@@ -266,72 +278,104 @@ class Goodput:
         self, best: _Candidate, allowed: Sequence[_Candidate], load: Load
     ) -> Decision | None:
         """Returns a burst that learns something again, if there are seconds for it."""
+        was_probe, self._was_probe = self._was_probe, False
+        if was_probe or not load.num_probe_steps:
+            return None  # what looks best must run as well: it may not be what it seems
         is_plain = not best.bucket.num_speculative_tokens
         ready = [c for c in allowed if load.is_compiled(c.bucket) and c is not best]
-        others = [c for c in ready if bool(c.bucket.num_speculative_tokens) == is_plain]
-        # Predictions may be wrong, and what is never run is never measured.
-        promising = [
-            c
-            for c in ready
-            if not self.costs.count(c.bucket) and c.rate * MOST_WRONG > best.rate
-        ]
-        if not (others or promising) or not load.num_probe_steps:
-            return None
+        drafting = [c for c in ready if c.bucket.num_speculative_tokens]
+        plain = [c for c in ready if not c.bucket.num_speculative_tokens]
+        hopeful = self._hopeful(best, drafting, load) if is_plain else None
+        promising = self._promising(best, plain if is_plain else ready)
         # The cheapest K that learns what is accepted; or plain decoding, what it costs.
-        other = min(others, key=lambda c: c.seconds, default=None)
+        routine = min(
+            drafting if is_plain else plain, key=lambda c: c.seconds, default=None
+        )
+        other = hopeful or promising or routine
+        if other is None:
+            return None
+        is_short = other is promising or (is_plain and other is not hopeful)
         num_steps = load.num_probe_steps
-        if other is None or (promising and not is_plain):
-            other = max(promising or others, key=lambda c: c.rate)
-            num_steps = PROBE_STEPS
-        catch_up = 0.0
-        if is_plain:
+        if is_short:
             num_steps = min(PROBE_STEPS, num_steps)
-            catch_up = self._catch_up(load, best.seconds)
+        drafts = is_plain and other.bucket.num_speculative_tokens
+        catch_up = self._catch_up(load, best.seconds) if drafts else 0.0
         seconds = other.seconds - other.tokens / best.rate
         lost = num_steps * seconds + catch_up
-        # What looks best must run as well: a probe that seems to cost nothing may not repeat.
         lost = max(lost, LEAST_LOST * num_steps * best.seconds)
-        if lost > self._budget:
+        if lost <= self._budget:
+            self._budget -= lost
+        elif other is not routine and lost <= self._hope:
+            self._hope -= lost
+        else:
             return None
-        self._budget -= lost
         self.seconds_lost += lost
+        self._was_probe = True
         last = self._last
         decision = self._decide(load, other, "probe", num_steps=num_steps)
         self._last = last if last is not None else best.bucket
         return decision
 
+    def _promising(
+        self, best: _Candidate, others: Sequence[_Candidate]
+    ) -> _Candidate | None:
+        """Returns the best of what was hardly measured, and may be better than is thought."""
+        promising = [
+            c
+            for c in others
+            if self.costs.count(c.bucket) < MEASURED_OFTEN
+            and c.rate * MOST_WRONG > best.rate
+        ]
+        return max(promising, key=lambda c: c.rate, default=None)
+
+    def _hopeful(
+        self, best: _Candidate, others: Sequence[_Candidate], load: Load
+    ) -> _Candidate | None:
+        """Returns the cheapest of what may well be worth leaving K = 0 for, if anything is.
+
+        Too little may be known of acceptance, and of what a step costs.
+        """
+        optimism, rows = self.survival.optimism(), load.num_decoding_rows
+
+        def hoped(c: _Candidate) -> float:
+            often = self.costs.count(c.bucket) >= MEASURED_OFTEN
+            seconds = c.seconds * (1 - (DOUBT if often else MUCH_DOUBT))
+            depth = c.bucket.num_speculative_tokens
+            return (rows + (c.tokens - rows) * optimism[depth - 1]) / seconds
+
+        hopeful = [c for c in others if hoped(c) > best.rate * (1 + MARGIN)]
+        return min(hopeful, key=lambda c: c.seconds, default=None)
+
     def _catch_up(self, load: Load, plain_s: float) -> float:
         """Returns the seconds that the drafter takes to see what it has not seen yet."""
         behind = np.asarray(load.num_behind)[np.asarray(load.draft_caps) > 0]
-        if not len(behind):
-            return 0.0
+        return self._catch_up_s(int(behind.max(initial=1)) - 1, plain_s)
+
+    def _catch_up_s(self, num_tokens: int, step_s: float) -> float:
         per_token = self.costs.catch_up_s
         if per_token is None:
-            per_token = CATCH_UP_SHARE * plain_s
-        return per_token * max(int(behind.max()) - 1, 0)
+            per_token = CATCH_UP_SHARE * step_s
+        return per_token * max(num_tokens, 0)
 
     def _observe_cost(self, outcome: Outcome) -> None:
         bucket, num_steps = outcome.bucket, outcome.num_steps
         assert outcome.seconds is not None
-        expected = self.costs.seconds(bucket, outcome.num_context_tokens)
+        seconds, context = outcome.seconds, outcome.num_context_tokens
         is_known = self.costs.count(bucket) > 0
-        if bucket.num_speculative_tokens and outcome.num_behind > 1:
-            # Catching up is in the seconds: learned apart, once the steps are known.
-            if is_known and expected is not None:
-                extra = max(outcome.seconds - num_steps * expected, 0.0)
-                per_token = extra / (outcome.num_behind - 1)
-                before = self.costs.catch_up_s
-                self.costs.catch_up_s = (
-                    per_token
-                    if before is None
-                    else before + CATCH_UP_RATE * (per_token - before)
-                )
-            return
+        behind = outcome.num_behind - 1 if bucket.num_speculative_tokens else 0
+        if behind > 0:
+            catch_up = self._catch_up_s(behind, seconds / num_steps)
+            if catch_up > SMALL_CATCH_UP * seconds:
+                # Learned apart, once the steps are known.
+                expected = self.costs.seconds(bucket, context)
+                if is_known and expected is not None:
+                    extra = seconds - num_steps * expected
+                    self.costs.observe_catch_up(behind, extra)
+                return
+            seconds -= catch_up
         if is_known and outcome.is_short:
             return  # sending it weighs more than in others
-        self.costs.observe(
-            bucket, outcome.num_context_tokens, outcome.seconds / num_steps
-        )
+        self.costs.observe(bucket, context, seconds / num_steps)
 
     def _count_regret(self, outcome: Outcome) -> None:
         """Adds up what the burst would have saved in each bucket that is not compiled."""

@@ -25,6 +25,7 @@ from specjax.engine.request import Request, TokenLogProbs
 from specjax.engine.rows import Row
 from specjax.engine.scheduler import PLACES, PromptChunk, Scheduler
 from specjax.engine.speculation_policy import (
+    LEAST_TIMED_STEPS,
     Decision,
     Load,
     Outcome,
@@ -40,7 +41,6 @@ from specjax.types import DecoderParams, Plan, StepInfo
 PATIENCE = 8
 MOST_STALE = 64  # entries of ended requests among the deadlines, beyond as many as wait
 MOST_RECORDS = 10_000  # of bursts that are remembered
-LEAST_TIMED_STEPS = 4  # of a burst: in fewer, sending and reading it weighs too much
 ENDLESS = 10**6  # steps to come while requests wait
 BESIDE_PROMPTS = Decision(num_speculative_tokens=0, reason="prompts")
 

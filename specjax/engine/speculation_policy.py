@@ -10,6 +10,8 @@ from typing import Any, ClassVar, Protocol
 from specjax.batch_size_table import Entry, look_up
 from specjax.bucket import Bucket
 
+LEAST_TIMED_STEPS = 4  # of a burst: in fewer, sending and reading it weighs too much
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:

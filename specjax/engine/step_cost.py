@@ -29,6 +29,8 @@ FIRST = 3  # that the first one counts for: what comes next may be the drift
 DRIFT_RATE = 0.3  # how far one measurement moves the drift
 REFIT_AFTER = 16  # measurements
 NUM_FEATURES = 4
+CATCH_UP_KNOWN = 256.0  # tokens that catching up, known beforehand, counts for
+CATCH_UP_MEMORY = 8192.0  # tokens that it remembers
 OUTLIER = 3.0  # a measurement counts as at most this many times what was expected
 
 
@@ -66,6 +68,7 @@ class StepCosts:
         self.drift = 1.0
         # Per token that the drafter has not seen, of the row with most; None: not known.
         self.catch_up_s: float | None = None
+        self._caught_up = np.zeros(2)  # tokens, and the seconds that they took
         self._nodes_per_row = nodes_per_row or {}
         self._samples: dict[Bucket, dict[int, Sample]] = {}
         self._fit: _Fit | None = None
@@ -106,6 +109,19 @@ class StepCosts:
             base = self._base(bucket, fit)
             self._bases[bucket] = base
         return (base + fit.slope * context) * self.drift
+
+    def observe_catch_up(self, tokens: float, seconds: float) -> None:
+        """Takes in what a burst took beyond its steps because the drafter had to catch up.
+
+        Args:
+          tokens: above 0.
+          seconds: below 0 where the steps were faster than thought; many bursts make a mean.
+        """
+        if self.catch_up_s is not None and not self._caught_up.any():
+            self._caught_up = CATCH_UP_KNOWN * np.array([1.0, self.catch_up_s])
+        kept = math.exp(-tokens / CATCH_UP_MEMORY)
+        self._caught_up = kept * self._caught_up + np.array([tokens, seconds])
+        self.catch_up_s = max(float(self._caught_up[1] / self._caught_up[0]), 0.0)
 
     @property
     def context_s(self) -> float:

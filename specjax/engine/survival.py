@@ -104,6 +104,19 @@ class Survival:
         presence = (self._proposed + PRIOR_TRIALS) / (self._asked + PRIOR_TRIALS)
         return np.minimum.accumulate(np.minimum(presence, 1.0))
 
+    def optimism(self, deviations: float = 2.0) -> np.ndarray:
+        """Returns how many times more draft tokens may stand than is thought, f64[depth].
+
+        Args:
+          deviations: by so many standard deviations of the mean rate of all rows.
+        """
+        tried, stood = self._all
+        trials = tried + PRIOR_TRIALS
+        mean = (stood + PRIOR_TRIALS * PRIOR_RATE) / trials
+        most = mean + deviations * math.sqrt(mean * (1 - mean) / trials)
+        thought, hoped = self.of_rates(np.array([mean, most])).cumsum(axis=1)
+        return hoped / thought
+
     def forget_others(self, requests: Any) -> None:
         """Forgets the requests that are over, once there are many of them."""
         if len(self._by_request) > 4 * len(requests) + 64:

@@ -9,7 +9,8 @@ import pytest
 from specjax.bench.replay import Costs, Replay, Workload, best_fixed
 from specjax.bucket import Bucket
 from specjax.engine.goodput import PROBE_SHARE, Goodput, ladder
-from specjax.engine.speculation_policy import Load, Outcome
+from specjax.engine.speculation_policy import Decision, Load, Outcome
+from specjax.engine.survival import Survival
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32)
 
@@ -114,7 +115,7 @@ def test_never_slower_than_the_best_k(rate, rows):
     assert ran.num_tokens == best.num_tokens == 3000 * rows
     share = ran.tokens_per_second(after_steps=200) / best.tokens_per_second(200)
     assert share >= (0.99 if rate == 0 else 0.97)
-    assert best.seconds / ran.seconds > 0.96  # learning included
+    assert best.seconds / ran.seconds > 0.95  # learning included
 
 
 def test_rows_that_differ_are_drafted_for_differently():
@@ -245,7 +246,43 @@ def test_probes_cost_no_more_than_their_share():
     ran = Replay(workload, COSTS, policy).run()
     probes = [b for b in ran.bursts if b.decision.reason == "probe"]
     assert len(probes) > 3
-    assert policy.seconds_lost < 1.2 * PROBE_SHARE * ran.seconds
+    # And of what is hardly known a little more, until it is.
+    assert policy.seconds_lost < 1.5 * PROBE_SHARE * ran.seconds
+    reasons = [burst.decision.reason for burst in ran.bursts]
+    assert ("probe", "probe") not in itertools.pairwise(reasons[2:])
+
+
+def few_trials(*, stood):
+    """Returns a policy at K = 0 that asked for 40 tokens, of which some stood."""
+    policy, now = trained(accepted=0, most=1), load(row_buckets=[1])
+    policy.survival = Survival(1)
+    for place in range(40):
+        decision = Decision(num_speculative_tokens=1, reason="test", row_bucket=1)
+        accepted = int(place < stood)
+        burst = outcome(now, decision, accepted=accepted, seconds=None, steps=1)
+        policy.observe(burst)
+    for bucket in (Bucket(1, 0), Bucket(1, 1)):
+        for _ in range(16):
+            policy.costs.observe(bucket, 100, step_s(bucket, 100))
+    assert policy.choose(now).num_speculative_tokens == 0
+    return policy, now
+
+
+@pytest.mark.parametrize(("stood", "least"), [(0, 0.0), (1, 0.0), (5, 0.2)])
+def test_what_may_well_be_worth_drafting_is_asked_more_often(stood, least):
+    """Drafting pays from about a seventh on: one of forty is hardly that, five may be more."""
+    policy, now = few_trials(stood=stood)
+    plain_s, num_probes = 32 * step_s(Bucket(1, 0), 100), 0
+    for _ in range(20):
+        decision = policy.choose(now)
+        num_probes += decision.reason == "probe"
+        plain = dataclasses.replace(
+            decision, num_speculative_tokens=0, num_steps=None, row_bucket=1
+        )
+        policy.observe(outcome(now, plain, seconds=plain_s))
+    assert num_probes >= least * 20
+    if not least:
+        assert num_probes <= 2
 
 
 def test_drafting_begins_again_with_requests_that_copy():

@@ -145,3 +145,22 @@ def test_the_fit_has_no_coefficient_below_zero():
     gradient = features.T @ (features @ fitted - values)
     assert np.all(gradient >= -1e-9)
     assert np.abs(gradient * fitted).max() < 1e-9
+
+
+def test_catching_up_is_learned_by_its_tokens():
+    """What is off by chance in bursts with few tokens to catch up with hardly counts."""
+    costs, rng = StepCosts(), np.random.default_rng(0)
+    assert costs.catch_up_s is None
+    for tokens in (4, 2000, 8, 1500, 3):
+        chance = float(rng.normal(0.0, 5e-3))
+        costs.observe_catch_up(tokens, 2e-5 * tokens + chance)
+    assert costs.catch_up_s == pytest.approx(2e-5, rel=0.2)
+    costs.observe_catch_up(10_000, -3.0)
+    assert costs.catch_up_s == 0.0
+
+
+def test_what_was_known_of_catching_up_counts():
+    costs = StepCosts()
+    costs.catch_up_s = 1e-4
+    costs.observe_catch_up(10, 1.0)
+    assert costs.catch_up_s < 5e-3

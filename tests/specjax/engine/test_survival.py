@@ -88,6 +88,21 @@ def test_rows_asked_for_less_do_not_count_as_silent():
     assert survival.presence()[1] > 0.9
 
 
+def test_optimism_falls_with_what_is_known():
+    few, many = Survival(DEPTH), Survival(DEPTH)
+    burst(few, [0.5], steps=10)
+    burst(many, [0.5] * 4, steps=400)
+    for survival in (few, many):
+        optimism = survival.optimism()
+        assert np.all(np.diff(optimism) >= 0)
+        assert optimism[0] > 1
+        assert survival.optimism(0.0) == pytest.approx(np.ones(DEPTH))
+    assert few.optimism()[0] > 1.2 > 1.1 > many.optimism()[0]
+    sure = Survival(DEPTH)
+    burst(sure, [1.0] * 4)
+    assert np.all(np.isfinite(sure.optimism()))
+
+
 def test_requests_that_are_over_are_forgotten():
     survival = Survival(DEPTH)
     for first in range(0, 400, 4):
