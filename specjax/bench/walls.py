@@ -67,6 +67,7 @@ class Contest:
                 "verification": "synthetic",
                 "synthetic_acceptance_rates": [acceptance],
             }
+        self._bursts_by_k: dict[Any, dict[int, int]] = {}  # of the last run
         self._goodput = Goodput(MOST, ranks=acceptance is None, knows_confidence=True)
 
     def run(self, contender: str | int) -> float:
@@ -90,6 +91,7 @@ class Contest:
             engine=EngineConfig(max_rows=16),
         )
         assert out.stats.num_output_tokens == len(self._prompts) * sampling.max_tokens
+        self._bursts_by_k[contender] = out.stats.num_bursts_by_k
         return out.stats.run_s
 
     def figures(self, rounds: int) -> dict[str, Any]:
@@ -109,6 +111,7 @@ class Contest:
             "rounds": rounds,
             "median_s": medians,
             "best": str(best),
+            "goodput_bursts_by_k": self._bursts_by_k[GOODPUT],
             "goodput_of_best": interval(seconds[best], seconds[GOODPUT]),
             "goodput_of_no_drafter": interval(seconds[NONE], seconds[GOODPUT]),
             "k_0_over_no_drafter": interval(seconds[0], seconds[NONE]),

@@ -305,7 +305,7 @@ class Goodput:
         lost = max(lost, LEAST_LOST * num_steps * best.seconds)
         if lost <= self._budget:
             self._budget -= lost
-        elif other is not routine and lost <= self._hope:
+        elif (hopeful or promising) and lost <= self._hope:
             self._hope -= lost
         else:
             return None
