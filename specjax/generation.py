@@ -154,8 +154,6 @@ class Stream:
         self._loop = self._setup.loop(
             sizes, rules, policy, on_progress=self._progress.report
         )
-        self._decoder = self._loop.decoder
-        self._compile_s_before = self._decoder.compile_s
         for request in self._requests:
             self._loop.add(request)
         self._chunks = self._run()
@@ -202,7 +200,7 @@ class Stream:
             num_output_tokens=sum(len(c.token_ids) for c in completions),
             acceptance=total,
             run_s=self._loop.run_s,
-            compile_s=self._decoder.compile_s - self._compile_s_before,
+            compile_s=self._loop.compile_s,
             time_to_first_token_s=min(first) - self._started_at if first else 0.0,
             num_speculative_tokens=self._setup.speculation.depth,
             drafter=self._setup.drafter.name,

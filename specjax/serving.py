@@ -90,9 +90,7 @@ class Engine:
             policy,
             on_progress=self._progress.report,
         )
-        self._decoder = self._loop.decoder
         self._records = self._loop.records
-        self._compile_s_before = self._decoder.compile_s
         self._started_at = time.perf_counter()
         # A step may take long, compiling included: what is below `_lock` does not wait for it.
         self._stepping = threading.RLock()
@@ -239,7 +237,7 @@ class Engine:
                 num_output_tokens=totals.num_output_tokens,
                 acceptance=totals.acceptance,
                 run_s=totals.run_s,
-                compile_s=self._decoder.compile_s - self._compile_s_before,
+                compile_s=totals.compile_s,
                 time_to_first_token_s=totals.first_token_s or 0.0,
                 num_speculative_tokens=setup.speculation.depth,
                 drafter=setup.drafter.name,
@@ -308,6 +306,7 @@ class Engine:
                 raise
             with self._lock:
                 self._totals.run_s = loop.run_s
+                self._totals.compile_s = loop.compile_s
                 self._totals.num_preemptions = loop.num_preemptions
             self._hand_out(moved)
             self._take_in()
@@ -323,9 +322,10 @@ class Engine:
         with self._lock:
             new, self._new = self._new, []
             ended, self._to_abort = self._to_abort, []
-            for request in new:
-                self._running_loop.add(request)
-            self._hand_out([each for each in ended if self._running_loop.abort(each)])
+            loop = self._running_loop
+            unfit = [each for each in new if not _is_added(loop, each)]
+            gone = [each for each in ended if loop.abort(each)]
+            self._hand_out(list(dict.fromkeys([*unfit, *gone])))
 
     def _hand_out(self, moved: Sequence[Request]) -> None:
         """Makes chunks of what requests gained, for their streams or for `step`."""
@@ -372,7 +372,7 @@ class _Totals:
     def __init__(self):
         self.num_prompts = self.num_prompt_tokens = self.num_output_tokens = 0
         self.acceptance = AcceptanceCounts()
-        self.run_s = 0.0
+        self.compile_s = self.run_s = 0.0
         self.num_preemptions = 0
         self.first_token_s: float | None = None
         self.lossy: set[str] = set()
@@ -386,3 +386,14 @@ class _Totals:
             if self.first_token_s is None and request.first_token_at is not None:
                 self.first_token_s = request.first_token_at - started_at
             self.lossy.update(filter(None, [lossy_rule(request)]))
+
+
+def _is_added(loop: Loop, request: Request) -> bool:
+    """Queues a request, or ends it where pages have become too few for it meanwhile."""
+    try:
+        loop.add(request)
+    except ValueError as error:
+        request.error = str(error)
+        request.end("error")
+        return False
+    return True

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,38 +107,67 @@ class Setup:
         Where the device has less memory than was thought, there are fewer pages; says so.
         """
         rules = tuple(rules)
+        decoder = self.decoder(sizes, rules)
+
+        def fewer_pages(decoder: Decoder) -> Decoder | None:
+            fewer = self._fewer_pages(decoder.sizes)
+            return None if fewer is None else self.decoder(fewer, rules)
+
         while True:
             try:
-                decoder = self.decoder(sizes, rules)
-                return self._loop(decoder, policy, on_progress)
+                return self._loop(decoder, policy, fewer_pages, on_progress)
             except jax.errors.JaxRuntimeError as error:
-                fewer = int(FEWER_PAGES * sizes.num_pages)
-                fewer -= fewer % sharding.axis_size(self.mesh, sharding.DATA)
-                if OUT_OF_MEMORY not in str(error) or fewer < sizes.pages_per_row:
+                fewer = fewer_pages(decoder) if OUT_OF_MEMORY in str(error) else None
+                if fewer is None:
                     raise
-                warnings.warn(
-                    f"{sizes.num_pages} pages do not fit in the device's memory; going on with "
-                    f"{fewer}. Lower kv_cache_bytes, num_pages or memory_bytes to have no more "
-                    "to begin with.",
-                    stacklevel=3,
-                )
-                sizes = dataclasses.replace(sizes, num_pages=fewer)
+                decoder = fewer
+
+    def _fewer_pages(self, sizes: Sizes) -> Sizes | None:
+        """Returns sizes of fewer pages, and says so; None where no row could be filled then."""
+        fewer = int(FEWER_PAGES * sizes.num_pages)
+        fewer -= fewer % sharding.axis_size(self.mesh, sharding.DATA)
+        if fewer < sizes.pages_per_row:
+            return None
+        warnings.warn(
+            f"{sizes.num_pages} pages do not fit in the device's memory; going on with "
+            f"{fewer}. Lower kv_cache_bytes, num_pages or memory_bytes to have no more "
+            "to begin with.",
+            stacklevel=4,
+        )
+        return dataclasses.replace(sizes, num_pages=fewer)
 
     def _loop(
         self,
         decoder: Decoder,
         policy: SpeculationPolicy | None,
+        fewer_pages: Callable[[Decoder], Decoder | None],
         on_progress: Report,
     ) -> Loop:
+        gate_tokens, most_tokens = self._limits(decoder.sizes)
         return Loop(
             decoder,
             self.params,
             policy or self.policy(decoder),
             speculation_max_rows=self.speculation.speculation_max_rows,
-            gate_tokens=None if self.memory is None else self.memory.gate_tokens,
+            gate_tokens=gate_tokens,
+            most_tokens=most_tokens,
+            fewer_pages=fewer_pages,
             drafter_name=self.drafter.name,
             on_progress=on_progress,
         )
+
+    def _limits(self, sizes: Sizes) -> tuple[int | None, int | None]:
+        """Returns the most tokens of a batch that drafts, and of any batch; None is no limit.
+
+        Fewer pages than were planned lower both alike.
+        """
+        if self.memory is None:
+            return None, None
+        share = min(sizes.num_pages / self.memory.num_pages, 1.0)
+        gate = int(self.memory.gate_tokens * share)
+        if self.engine.num_pages is not None:
+            return gate, None  # who says how many pages has the last word
+        return gate, int(self.memory.most_tokens * share)
 
     def requests(
         self, prompts: Sequence[Any], sampling: Any

@@ -9,7 +9,6 @@ round, with the sign test's 95 % interval.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -23,11 +22,13 @@ from specjax.bench import embedded, measuring
 from specjax.bench.command import model
 from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
 from specjax.engine.goodput import Goodput
+from specjax.engine.speculation_policy import Fixed
 
 DEPTHS = (0, 1, 2, 4, 7)
 MOST = DEPTHS[-1]
 BATCHES = (1, 4, 16)
 PROMPT_TOKENS = 48
+BURN_IN_RUNS = 6  # of the policy, which learns
 NONE, GOODPUT = "no drafter", "goodput"
 
 
@@ -72,25 +73,24 @@ class Contest:
 
     def run(self, contender: str | int) -> float:
         """Returns the seconds of one generation, compiling left out."""
-        depth = contender if isinstance(contender, int) else MOST
-        # K = 0 with the drafter loaded: its pages are there, and no row wants drafts.
-        config = SpeculationConfig(
-            num_speculative_tokens=max(depth, 1), policy="fixed", **self._options
-        )
-        policy = self._goodput if contender == GOODPUT else None
-        sampling = self._sampling
-        if contender == 0:
-            sampling = dataclasses.replace(sampling, speculate=False)
+        # All that draft share their executables, and K = 0 has the drafter loaded.
+        config = SpeculationConfig(num_speculative_tokens=MOST, **self._options)
+        policy = self._goodput
+        if contender != GOODPUT:
+            policy = Fixed(contender if isinstance(contender, int) else 0)
         out = specjax.generate(
             self._target,
             self._prompts,
             drafter=None if contender == NONE else self._drafter,
             speculative_config=None if contender == NONE else config,
-            sampling=sampling,
+            sampling=self._sampling,
             policy=policy,
             engine=EngineConfig(max_rows=16),
         )
-        assert out.stats.num_output_tokens == len(self._prompts) * sampling.max_tokens
+        assert (
+            out.stats.num_output_tokens
+            == len(self._prompts) * self._sampling.max_tokens
+        )
         self._bursts_by_k[contender] = out.stats.num_bursts_by_k
         return out.stats.run_s
 
@@ -99,7 +99,8 @@ class Contest:
         contenders = [NONE, *DEPTHS, GOODPUT]
         for contender in contenders:
             self.run(contender)  # compiles
-        self.run(GOODPUT)  # what it has chosen since
+        for _ in range(BURN_IN_RUNS):
+            self.run(GOODPUT)
         seconds: dict[Any, list[float]] = {contender: [] for contender in contenders}
         for _ in range(rounds):
             for contender in contenders:

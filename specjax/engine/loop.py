@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from specjax.bucket import Bucket
-from specjax.decode.decoder import Decoder, TooLarge
+from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, TooLarge
 from specjax.decode.state import Admission, DecodeState, without_drafter
 from specjax.drafters.base import DrafterError
 from specjax.drafters.spec import NoDrafter
@@ -96,6 +96,8 @@ class Loop:
         *,
         speculation_max_rows: int | None = None,
         gate_tokens: int | None = None,
+        most_tokens: int | None = None,
+        fewer_pages: Callable[[Decoder], Decoder | None] = lambda decoder: None,
         drafter_name: str | None = None,
         on_progress: Report = lambda what, done, total: None,
     ):
@@ -105,7 +107,12 @@ class Loop:
         self.speculation_max_rows = speculation_max_rows
         # Most tokens of all rows together with which drafts are made; None: however many.
         self.gate_tokens = gate_tokens
-        self.run_s = 0.0  # seconds in `step`, compiling left out
+        # Tokens of all rows together above which nobody else is let in; None: however many.
+        self._most_tokens = most_tokens
+        # A decoder like another, for a device with less memory than was thought.
+        self._fewer_pages = fewer_pages
+        # Seconds in `step`: compiling, and all else.
+        self.compile_s = self.run_s = 0.0
         self.num_prefilled = (
             0  # prompt tokens that were fed, those that were found left out
         )
@@ -185,7 +192,8 @@ class Loop:
         # The decoder may serve other loops in turn, and outlive this one.
         report = self._on_progress
         self.decoder.on_compile = lambda what: report(f"compiling the {what}", 0, 0)
-        compiled_before, start = self.decoder.compile_s, time.perf_counter()
+        decoder, start = self.decoder, time.perf_counter()
+        compiled_before = decoder.compile_s
         moved: list[Request] = []
         try:
             moved += self._end_overdue()
@@ -196,25 +204,30 @@ class Loop:
             while len(self._flights) > num_sent:
                 moved += self._read()
         except BaseException as error:
-            if not self._begin_again_without_drafter(error):
+            if not self._begin_again(error):
                 self._abandon(error, moved)
                 raise
-        compiled = self.decoder.compile_s - compiled_before
+            moved += self._end_unfit()
+        compiled = decoder.compile_s - compiled_before
+        self.compile_s += compiled
         self.run_s += time.perf_counter() - start - compiled
         return list(dict.fromkeys(moved))
 
     def _begin(self) -> None:
         """Empties all rows and pages."""
+        # There may be no room for the old state and the new one.
+        self._state: Any = None
+        self._flights: collections.deque[Flight] = collections.deque()
         self._state = self._new_state()
         self.scheduler = Scheduler(
             self.decoder.sizes,
             self.decoder.num_shards,
             prefill_tokens=self.decoder.engine_config.max_prefill_tokens,
             counts_worst_case=self.decoder.engine_config.gate == "worst_case",
+            most_batch_tokens=self._most_tokens,
             shares_prefixes=self.decoder.engine_config.prefix_caching,
             needs_drafter=bool(jax.tree.leaves(self._state.drafter)),
         )
-        self._flights: collections.deque[Flight] = collections.deque()
         self._num_prompt_tokens = 0  # of those rows that are being prefilled
         self._done_at = 0.0  # time.perf_counter() when the last burst was
         # When the prompts that were sent since the last burst are fed.
@@ -248,26 +261,65 @@ class Loop:
         elif isinstance(error, TooLarge):
             self.faults.drop(error)
 
-    def _begin_again_without_drafter(self, error: BaseException) -> bool:
-        """After an error of the device, which took its state along: the drafter may be why.
+    def _begin_again(self, error: BaseException) -> bool:
+        """After an error of the device, which took its state along.
 
-        All requests go on from the tokens that were read, as after a preemption.
+        Where memory ran out there are fewer pages from now on; else the drafter may be why,
+        and there is none. Requests go on from the tokens that were read, as after a preemption.
 
         Returns:
-          False where there is no drafter, or the error is not the device's.
+          False where neither helps, or the error is not the device's.
         """
-        is_device = isinstance(error, jax.errors.JaxRuntimeError)
-        has_none = isinstance(self.decoder.drafter, NoDrafter)
-        if not is_device or has_none or self.faults.is_drafter_off:
+        if not isinstance(error, jax.errors.JaxRuntimeError):
             return False
+        if OUT_OF_MEMORY in str(error) and self._begin_with_fewer_pages():
+            return True
+        has_none = isinstance(self.decoder.drafter, NoDrafter)
+        if has_none or self.faults.is_drafter_off:
+            return False
+        self._turn_drafter_off(f"a step failed on the device with {str(error)[:200]!r}")
+        self._restart()
+        return True
+
+    def _begin_with_fewer_pages(self) -> bool:
+        while (decoder := self._fewer_pages(self.decoder)) is not None:
+            share = decoder.sizes.num_pages / self.decoder.sizes.num_pages
+            self.decoder = decoder
+            if self.gate_tokens is not None:
+                self.gate_tokens = int(self.gate_tokens * share)
+            if self._most_tokens is not None:
+                self._most_tokens = int(self._most_tokens * share)
+            try:
+                self._restart()
+            except jax.errors.JaxRuntimeError as error:
+                if OUT_OF_MEMORY not in str(error):
+                    raise
+            else:
+                return True
+        return False
+
+    def _restart(self) -> None:
+        """Empties all rows and pages; whoever ran waits."""
         waiting, deadlines = self.scheduler.waiting, self._deadlines
         running = [row.request for row in self.scheduler.occupied]
-        self._turn_drafter_off(f"a step failed on the device with {str(error)[:200]!r}")
         self._begin()
         self.scheduler.waiting, self._deadlines = waiting, deadlines
         for request in running:
+            request.num_preemptions += 1
             waiting.push(request)
-        return True
+
+    def _end_unfit(self) -> list[Request]:
+        """Ends the requests that wait and will never fit, where pages have become fewer."""
+        ended = []
+        for request in list(self.scheduler.waiting.all()):
+            try:
+                self.check(request)
+            except ValueError as error:
+                self.scheduler.waiting.remove(request)
+                request.error = str(error)
+                request.end("error")
+                ended.append(request)
+        return ended
 
     def _abandon(self, error: BaseException, moved: list[Request]) -> None:
         """Ends every request after an exception, and starts afresh: the device's state is lost."""

@@ -51,6 +51,9 @@ class Scheduler:
       num_shards: of the mesh's data axis: rows and pages are split over it evenly.
       counts_worst_case: whether a request waits until there are pages for all that it and
         the rows that run may ever have: then nobody is preempted.
+      most_batch_tokens: tokens of all rows together, by the work that was sent or, where the
+        worst case counts, ever, above which a request waits unless it is alone; None is
+        however many.
       shares_prefixes: whether rows may read pages that others filled.
       prefill_tokens: most prompt tokens of one call, of each shard.
       needs_drafter: whether such pages must hold the drafter's keys and values too.
@@ -64,6 +67,7 @@ class Scheduler:
         prefill_tokens: int = 512,
         shares_prefixes: bool = True,
         counts_worst_case: bool = False,
+        most_batch_tokens: int | None = None,
         needs_drafter: bool = False,
     ):
         self.sizes = sizes
@@ -78,6 +82,7 @@ class Scheduler:
         # Prompt tokens a row gets per call: several rows at once, or one long row.
         self._narrow, self._wide = chunk_widths(prefill_tokens)
         self._counts_worst_case = counts_worst_case
+        self._most_batch_tokens = most_batch_tokens
         self._shares_prefixes = shares_prefixes
         self.needs_drafter = needs_drafter
         self._prefilling: list[Row] = []  # in the order of their requests
@@ -135,6 +140,8 @@ class Scheduler:
         admitted, postponed = [], []
         _, wanted = self._wanted(np.flatnonzero(self.table.is_occupied), growth)
         while (request := self.waiting.first()) is not None:
+            if self._is_too_heavy(request, growth):
+                break
             candidates = self._candidates(request)
             if candidates is None:
                 if len(postponed) == MOST_POSTPONED:
@@ -425,6 +432,16 @@ class Scheduler:
             wanted += self._wanted(own, growth)[1]
             return row
         return None
+
+    def _is_too_heavy(self, request: Request, growth: int) -> bool:
+        """Returns whether the rows that run leave no weight for a request."""
+        most, table = self._most_batch_tokens, self.table
+        if most is None or not table.is_occupied.any():
+            return False
+        if self._counts_worst_case:
+            return int(table.max_length.sum()) + request.max_length > most
+        own = min(len(request.token_ids) + growth, request.max_length)
+        return int(table.most.sum()) + own > most
 
     def _fits_for_good(self, request: Request, shard: int) -> bool:
         """Returns whether a shard has pages for all that its rows and a request may ever have."""

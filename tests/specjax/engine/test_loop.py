@@ -405,8 +405,16 @@ def test_random_loads_lose_and_mix_up_nothing(data):
         mixed_prefill=draw(st.booleans()),
         row_buckets=draw(st.sampled_from([(), (2,), (1, 2)])),
         max_rows=99,
+        gate=draw(st.sampled_from(["current", "worst_case"])),
     )
-    engine = Loop(decoder, None, Fixed(draw(st.integers(0, 3))))
+    limit = st.sampled_from([None, 10, 40, 200])
+    engine = Loop(
+        decoder,
+        None,
+        Fixed(draw(st.integers(0, 3))),
+        gate_tokens=draw(limit),
+        most_tokens=draw(limit),
+    )
     beginnings = [list(range(length)) for length in (1, 5, 9, 14, longest)]
     requests, aborted = [], []
 
@@ -437,6 +445,8 @@ def test_random_loads_lose_and_mix_up_nothing(data):
             if engine.abort(victim):
                 aborted.append(victim)
     assert not engine.has_work, "it goes round in circles"
+    if decoder.engine_config.gate == "worst_case":
+        assert engine.num_preemptions == 0
     assert all(pool.num_held == 0 for pool in engine.scheduler.pools)
     for request in requests:
         expected = continuation(request.prompt_token_ids, request.params.max_tokens)
