@@ -1,6 +1,8 @@
 """Wall time of whole generations: the policy, every fixed K, and no drafter, in turn.
 
-    python -m specjax.bench.walls --out docs/benchmarks/scheduling_walls.json
+    python -m specjax.bench.walls --out docs/benchmarks/scheduling_walls.json --ramp
+
+With --ramp also a batch of 32 rows that drains, with lengths like those of a rollout.
 
 Every round runs all contenders once; what is told are medians of the ratios within a
 round, with the sign test's 95 % interval.
@@ -27,9 +29,17 @@ from specjax.engine.speculation_policy import Fixed
 DEPTHS = (0, 1, 2, 4, 7)
 MOST = DEPTHS[-1]
 BATCHES = (1, 4, 16)
+MOST_ROWS = 32  # and those of a batch that drains
 PROMPT_TOKENS = 48
 BURN_IN_RUNS = 6  # of the policy, which learns
 NONE, GOODPUT = "no drafter", "goodput"
+
+
+def heavy_tailed(rows: int, seed: int = 0) -> np.ndarray:
+    """Returns output lengths like those of a rollout: most short, a few very long."""
+    rng = np.random.default_rng(seed)
+    lengths = 24 * (1 + rng.pareto(1.1, rows))
+    return lengths.astype(int).clip(max=400)
 
 
 class Contest:
@@ -37,6 +47,7 @@ class Contest:
 
     Args:
       acceptance: how often drafts stand, made up; None is the pair's own.
+      drains: most requests are short, a few very long.
     """
 
     def __init__(
@@ -46,8 +57,10 @@ class Contest:
         *,
         acceptance: float | None = None,
         new_tokens: int = 96,
+        drains: bool = False,
     ):
         self.name = {"pair": pair, "batch": batch, "acceptance": acceptance}
+        self.name |= {"drains": drains}
         if pair == "embedded":
             self._target = specjax.load_model("demo")
             self._drafter: Any = specjax.load_drafter("demo", self._target)
@@ -59,9 +72,13 @@ class Contest:
             self._drafter = specjax.load_drafter(drafter, self._target)
             rng = np.random.default_rng(0)
             self._prompts = rng.integers(0, 32000, (batch, PROMPT_TOKENS)).tolist()
-        self._sampling = SamplingParams(
-            temperature=0.8, max_tokens=new_tokens, ignore_eos=True, seed=0
-        )
+        lengths = heavy_tailed(batch) if drains else np.full(batch, new_tokens)
+        self._sampling = [
+            SamplingParams(
+                temperature=0.8, max_tokens=int(length), ignore_eos=True, seed=0
+            )
+            for length in lengths
+        ]
         self._options: dict[str, Any] = {}
         if acceptance is not None:
             self._options = {
@@ -85,12 +102,10 @@ class Contest:
             speculative_config=None if contender == NONE else config,
             sampling=self._sampling,
             policy=policy,
-            engine=EngineConfig(max_rows=16),
+            engine=EngineConfig(max_rows=MOST_ROWS),
         )
-        assert (
-            out.stats.num_output_tokens
-            == len(self._prompts) * self._sampling.max_tokens
-        )
+        asked = sum(sampling.max_tokens for sampling in self._sampling)
+        assert out.stats.num_output_tokens == asked
         self._bursts_by_k[contender] = out.stats.num_bursts_by_k
         return out.stats.run_s
 
@@ -107,6 +122,7 @@ class Contest:
                 seconds[contender].append(self.run(contender))
         medians = {str(c): measuring.median(s) for c, s in seconds.items()}
         best = min((*DEPTHS, NONE), key=lambda c: measuring.median(seconds[c]))
+        best_drafting = min(DEPTHS[1:], key=lambda c: measuring.median(seconds[c]))
         interval = measuring.ratio_interval
         return self.name | {
             "rounds": rounds,
@@ -114,6 +130,9 @@ class Contest:
             "best": str(best),
             "goodput_bursts_by_k": self._bursts_by_k[GOODPUT],
             "goodput_of_best": interval(seconds[best], seconds[GOODPUT]),
+            "goodput_of_best_above_0": interval(
+                seconds[best_drafting], seconds[GOODPUT]
+            ),
             "goodput_of_no_drafter": interval(seconds[NONE], seconds[GOODPUT]),
             "k_0_over_no_drafter": interval(seconds[0], seconds[NONE]),
         }
@@ -127,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--acceptance", type=float, nargs="+", help="made up, of the 60M pair"
     )
+    parser.add_argument("--ramp", action="store_true", help="also a batch that drains")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--new-tokens", type=int, default=96)
     options = parser.parse_args(argv)
@@ -138,6 +158,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             rows.append(contest.figures(options.rounds))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    if options.ramp:
+        contest = Contest(options.pair, MOST_ROWS, drains=True)
+        rows.append(contest.figures(options.rounds))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     document = {"environment": measuring.environment(), "walls": rows}
     options.out.write_text(json.dumps(document, indent=1) + "\n")
     return 0
