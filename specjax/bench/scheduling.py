@@ -30,8 +30,13 @@ from specjax.plotting import new_figure
 from specjax.progress import Progress
 from specjax.setup import Setup
 
-PAIRS = {"embedded": ("demo", "demo"), "60M": ("bench_60m", "bench_60m_draft")}
 ROW_BUCKETS = (1, 4, 8, 16, 32)
+# Target, drafter, and numbers of rows; of n-grams only rows that differ are replayed.
+PAIRS = {
+    "embedded": ("demo", "demo", ROW_BUCKETS),
+    "60M": ("bench_60m", "bench_60m_draft", ROW_BUCKETS),
+    "n-gram": ("demo", "ngram", (32,)),
+}
 RANKED_ROWS = (8, 32)  # numbers of rows for which slots by rank are measured
 BATCHES = (1, 2, 4, 8, 16, 32)
 DEPTHS = (0, 1, 2, 4, 7)
@@ -44,9 +49,11 @@ NOISE = 0.05  # of a burst's seconds, replayed
 CONTEXT = 64
 
 
-def measure_costs(target: Any, drafter: Any, rounds: int) -> dict[str, Any]:
+def measure_costs(
+    target: Any, drafter: Any, row_buckets: Sequence[int], rounds: int
+) -> dict[str, Any]:
     """Returns what the steps of a pair cost, and plain ones with no drafter loaded."""
-    config = EngineConfig(max_rows=ROW_BUCKETS[-1], max_context=512)
+    config = EngineConfig(max_rows=row_buckets[-1], max_context=512)
     sampling = SamplingParams(temperature=1.0, ignore_eos=True)
     timers = {}
     for name in (drafter, None):
@@ -58,13 +65,13 @@ def measure_costs(target: Any, drafter: Any, rounds: int) -> dict[str, Any]:
     bare, progress = timers[True], Progress(True)
     beside: dict[Any, Callable[[], Any]] = {
         ("bare", rows): lambda rows=rows: bare.run(Bucket(rows, 0), CONTEXT)
-        for rows in ROW_BUCKETS
+        for rows in row_buckets
     }
     found, plain = calibrate.calibrate(
         timers[False],
         [
             bucket
-            for bucket in Goodput(MOST).buckets(ROW_BUCKETS)
+            for bucket in Goodput(MOST).buckets(row_buckets)
             if bucket.max_drafts is None or bucket.rows in RANKED_ROWS
         ],
         rounds=rounds,
@@ -76,14 +83,15 @@ def measure_costs(target: Any, drafter: Any, rounds: int) -> dict[str, Any]:
         rows: measuring.ratio_interval(
             found.seconds[Bucket(rows, 0), CONTEXT], plain["bare", rows]
         )
-        for rows in ROW_BUCKETS
+        for rows in row_buckets
     }
     return {
         "rounds": rounds,
+        "row_buckets": list(row_buckets),
         "steps": found.records(),
         "catch_up_s": found.catch_up_s,
         "no_drafter_step_s": {
-            rows: measuring.median(plain["bare", rows]) for rows in ROW_BUCKETS
+            rows: measuring.median(plain["bare", rows]) for rows in row_buckets
         },
         "plain_with_drafter_over_without": overhead,
     }
@@ -106,7 +114,8 @@ def costs_of(measured: dict[str, Any]) -> tuple[Costs, StepCosts]:
     has = lambda bucket: known.count(bucket) > 0
     longest = max(step["context_tokens"] / step["rows"] for step in measured["steps"])
     catch_up_s = measured["catch_up_s"]
-    costs = Costs(step_s, catch_up_s, ROW_BUCKETS, has, int(longest), NOISE)
+    row_buckets = measured.get("row_buckets", ROW_BUCKETS)
+    costs = Costs(step_s, catch_up_s, row_buckets, has, int(longest), NOISE)
     return costs, policy_knows
 
 
@@ -223,6 +232,7 @@ def draw_ramp(runs: dict[str, Replay], path: Path) -> None:
     depths = [b.decision.num_speculative_tokens for b in bursts]
     other.step(at, depths, where="post", color="tab:blue")
     other.set_ylabel("K", color="tab:blue")
+    other.yaxis.get_major_locator().set_params(integer=True)
     left.set_title("goodput: K rises as rows drain")
     names = list(runs)
     colors = ["tab:blue" if name == "goodput" else "tab:gray" for name in names]
@@ -236,14 +246,16 @@ def run(costs: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns the figures of all replays, and draws."""
     document: dict[str, Any] = {"costs": costs, "replay": {}}
     for name, measured in costs.items():
+        document["replay"][name] = {"mixed": mixed(measured)}
+        if len(PAIRS[name][-1]) < len(ROW_BUCKETS):
+            continue
         ramps = [ramp(measured, rate) for rate in RAMP_ACCEPTANCE]
         draw_ramp(ramps[-1][1], folder / f"scheduling_ramp_{name}.png")
-        document["replay"][name] = {
+        document["replay"][name] |= {
             "tokens": TOKENS,
             "context": CONTEXT,
             "steady": steady(measured),
             "ramp": [figures for figures, _ in ramps],
-            "mixed": mixed(measured),
         }
     return document
 
@@ -263,9 +275,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         compilation_cache.enable()
         for name in options.pairs:
             print(f"measuring the steps of the {name} pair", file=sys.stderr)
-            target, drafter = PAIRS[name]
-            drafter = drafter if drafter == "demo" else model(drafter)
-            costs[name] = measure_costs(model(target), drafter, options.rounds)
+            target, drafter, row_buckets = PAIRS[name]
+            if drafter not in ("demo", "ngram"):
+                drafter = model(drafter)
+            costs[name] = measure_costs(
+                model(target), drafter, row_buckets, options.rounds
+            )
     document = {"environment": environment} | run(costs, options.out)
     path = options.out / "scheduling.json"
     path.write_text(json.dumps(document, indent=1) + "\n")

@@ -63,7 +63,14 @@ def report(document: dict[str, Any], walls: Sequence[dict[str, Any]]) -> str:
 
 
 def _replays(name: str, figures: dict[str, Any]) -> list[str]:
-    steady, ramp, mixed = (figures[key] for key in ("steady", "ramp", "mixed"))
+    mixed = MIXED.format(
+        name=name,
+        over_one=figures["mixed"]["ranked_over_one_k"],
+        over_fixed=figures["mixed"]["ranked_over_best_fixed_k"],
+    )
+    if "steady" not in figures:
+        return [mixed]
+    steady, ramp = figures["steady"], figures["ramp"]
     shares = [row[f"{how}_of_best"] for row in steady for how in ("cold", "calibrated")]
     at_0 = [
         row[f"{how}_of_none"]
@@ -98,11 +105,7 @@ def _replays(name: str, figures: dict[str, Any]) -> list[str]:
                 for one in ramp
             ),
         ),
-        MIXED.format(
-            name=name,
-            over_one=mixed["ranked_over_one_k"],
-            over_fixed=mixed["ranked_over_best_fixed_k"],
-        ),
+        mixed,
     ]
 
 
