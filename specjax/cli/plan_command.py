@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from typing import Any
 
@@ -146,15 +147,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """Returns the engine that the arguments describe."""
-    rows, memory = arguments.max_rows, arguments.memory_bytes
+    rows = arguments.max_rows
     return EngineConfig(
         max_rows=rows,
         row_buckets=_row_buckets(arguments.row_buckets, rows),
         max_context=arguments.max_context,
-        memory_bytes=None if memory is None else int(memory),
+        memory_bytes=_bytes("--memory-bytes", arguments.memory_bytes),
         batch_safety_margin=arguments.batch_safety_margin,
         speculation_weight_fraction=arguments.speculation_weight_fraction,
     )
+
+
+def _bytes(option: str, value: float | None) -> int | None:
+    """Returns whole bytes of a number that may be written as 16e9."""
+    if value is None:
+        return None
+    if not 1 <= value < math.inf:
+        raise ValueError(
+            f"{option} {value:g} must be a finite number of bytes, at least 1."
+        )
+    return int(value)
 
 
 def _row_buckets(text: str | None, max_rows: int) -> tuple[int, ...]:

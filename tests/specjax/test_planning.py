@@ -246,11 +246,31 @@ def test_a_folder_needs_no_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["cuda", "tpu:v5e", "tpu:v9:2x2", "gpu:v2", "cpu:2", ""]
+    "name",
+    ["cuda", "tpu:v9:2x2", "gpu:v2", "cpu:2", "cpu:", "gpu:h100:2x2", "v5e", ""],
 )
 def test_unknown_devices(name):
     with pytest.raises(ValueError, match="is unknown; expected cpu"):
         find_device(name)
+
+
+@pytest.mark.parametrize("name", ["gpu:v5e", "gpu:tpu7x", "tpu:h100:2x2", "tpu:a100"])
+def test_a_tpu_is_no_gpu(name):
+    with pytest.raises(ValueError, match="one of a100, h100, h200, or tpu:NAME"):
+        find_device(name)
+
+
+@pytest.mark.parametrize("shape", ["", ":", ":2y2", ":4", ":2x", ":0x2", ":2x2x2x2"])
+def test_topologies_that_are_none(shape):
+    with pytest.raises(ValueError, match="expected chips along two or three axes"):
+        find_device("tpu:v5e" + shape)
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu:h100", "tpu:v5e:2x2"])
+@pytest.mark.parametrize("num_chips", [0, -1])
+def test_fewer_than_one_chip(name, num_chips):
+    with pytest.raises(ValueError, match=f"over {num_chips} chips; expected at least"):
+        find_device(name, num_chips)
 
 
 def test_more_chips_than_there_are_to_compile_for():
@@ -272,6 +292,9 @@ def test_requests_that_contradict():
         request_of(drafter="demo")
     with pytest.raises(ValueError, match="acceptance_rate"):
         request_of(acceptance_rate=1.5)
+    for k in (-1, 64):
+        with pytest.raises(ValueError, match=f"num_speculative_tokens={k} must be"):
+            request_of(num_speculative_tokens=k)
 
 
 def test_a_picture(compiled_by_rule, tmp_path):

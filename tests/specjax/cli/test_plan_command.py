@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from specjax import planning
 from specjax.cli import plan_command
 from specjax.cli.main import build_parser, main
 
@@ -60,11 +61,25 @@ def test_a_plan_from_compiled_steps(folder, capsys):
         (["demo", "--row-buckets", "128"], "row_buckets"),
         (["demo", "--batch-safety-margin", "100"], "batch_safety_margin"),
         (["demo", "--drafter", "qwen3-0.6b"], "vocabularies of 4096 and 151936"),
+        (["demo", "--memory-bytes", "inf"], "--memory-bytes inf must be a finite"),
+        (["demo", "--memory-bytes", "nan"], "--memory-bytes nan must be a finite"),
+        (["demo", "--memory-bytes=-16e9"], "--memory-bytes -1.6e+10 must be"),
+        (["demo", "--tensor-parallel", "-1"], "cannot be split over -1 chips"),
+        (["demo", "--tensor-parallel", "0"], "cannot be split over 0 chips"),
+        (["demo", "--num-speculative-tokens", "-1"], "num_speculative_tokens=-1 must"),
+        (["demo", "--device", "tpu:v5e:2y2"], "has the topology '2y2'"),
+        (["demo", "--device", "gpu:v5e"], "device='gpu:v5e' is unknown"),
+        (["demo", "--device", "tpu:h100:2x2"], "device='tpu:h100:2x2' is unknown"),
     ],
 )
-def test_what_is_refused(arguments, message, capsys):
+def test_what_is_refused_in_one_line_before_compiling(
+    arguments, message, capsys, monkeypatch
+):
+    monkeypatch.setattr(planning, "make_plan", None)
     assert main(["plan", *arguments]) == 2
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
 
 
 def test_row_buckets_by_default():
