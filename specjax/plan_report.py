@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from specjax.batch_size_table import NAME as TABLE_NAME
 from specjax.engine.workspace_fit import BURST, MIXED, BucketMemory
+from specjax.plan_request import Device
 from specjax.planning import Plan
 from specjax.plotting import new_figure
 from specjax.roofline import expected_tokens
@@ -99,14 +101,10 @@ def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Draws K and the tokens per second by roofline against batch and context, as PNG.
 
     Raises:
-      NotImplementedError: matplotlib is not installed.
-      ValueError: no figures of the device are known.
+      what `check_can_draw` raises.
     """
     request = plan.request
-    if request.device.figures is None:
-        raise ValueError(
-            f"{request.device.name} has no figures to draw seconds from; name an accelerator."
-        )
+    check_can_draw(request.device, path)
     figure = new_figure(10, 4)
     left, right = figure.subplots(1, 2)
     rows = _row_counts(request.engine.max_rows)
@@ -126,6 +124,27 @@ def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
         f"roofline, not measured, {request.acceptance_rate:.0%} of drafts standing"
     )
     figure.savefig(path, format="png", dpi=120)
+
+
+def check_can_draw(device: Device, path: str | os.PathLike[str]) -> None:
+    """Refuses a picture that `draw` could not make, before there is a plan.
+
+    Raises:
+      NotImplementedError: matplotlib is not installed.
+      ValueError: no figures of the device are known, or the file's folder is absent.
+    """
+    if device.figures is None:
+        raise ValueError(
+            f"{device.name} has no figures to draw seconds from; name an accelerator, as "
+            "--device gpu:h100, or leave the picture out."
+        )
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise ValueError(
+            f"{os.fspath(path)!r} cannot be drawn: there is no folder {folder}; make it or "
+            "name another."
+        )
+    new_figure(1, 1)
 
 
 def _expected(plan: Plan, k: int) -> float:

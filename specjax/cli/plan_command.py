@@ -122,6 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
     from specjax import plan_report, plan_request, planning
 
     device = plan_request.find_device(arguments.device, arguments.tensor_parallel)
+    if arguments.plot:
+        plan_report.check_can_draw(device, arguments.plot)
     on_cpu = device.figures is None
     request = plan_request.PlanRequest(
         target=plan_request.find_config(arguments.model),

@@ -1,6 +1,7 @@
 """`specjax plan`: a small model's plan end to end, and what is refused."""
 
 import json
+import sys
 
 import pytest
 
@@ -80,6 +81,23 @@ def test_what_is_refused_in_one_line_before_compiling(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--plot", "k.png"], "cpu has no figures to draw seconds from"),
+        (["--device", "gpu:h100", "--plot", "no-such/k.png"], "there is no folder"),
+        (["--device", "gpu:h100", "--plot", "k.png"], 'pip install "specjax[plot]"'),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_first(
+    arguments, message, capsys, monkeypatch
+):
+    monkeypatch.setattr(planning, "make_plan", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", "demo", *arguments]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_row_buckets_by_default():
