@@ -36,9 +36,11 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             "drafter": plan.drafter_bytes_per_token * chips,
         },
         "coefficients": _coefficients(plan),
-        "num_pages": memory and memory.num_pages,
+        "num_pages": memory.num_pages if memory else engine.num_pages,
         "page_size": engine.page_size,
         "weight_limit": memory and memory.weight_limit * chips,
+        "logit_bytes": engine.logit_bytes,
+        "gate": engine.gate,
         "gate_tokens": memory and memory.gate_tokens,
         "speculation_weight_fraction": engine.speculation_weight_fraction,
         "batch_safety_margin": engine.batch_safety_margin,
@@ -246,6 +248,11 @@ def _notes(plan: Plan) -> list[str]:
     if not device.is_compiled_for:
         notes.append(
             f"no compiler for {device.name} is here: workspaces are those that XLA says for CPU."
+        )
+    if plan.request.engine.gate == "worst_case":
+        notes.append(
+            "tokens of a batch, and contexts, are all that its rows may ever have, as "
+            'gate="worst_case" weighs them.'
         )
     notes += _notes_on_compiled(plan)
     return notes

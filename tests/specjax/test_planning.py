@@ -192,6 +192,17 @@ def test_without_a_memory_figure_there_are_no_limits(compiled_by_rule):
     assert document["bytes_per_token"]["drafter"] == 0
 
 
+def test_pages_and_gate_that_were_asked_for(compiled_by_rule):
+    request = request_of()
+    engine = dataclasses.replace(request.engine, num_pages=500, gate="worst_case")
+    asked = dataclasses.replace(request, engine=engine)
+    document = plan_report.to_dict(planning.make_plan(asked))
+    assert (document["num_pages"], document["gate"]) == (500, "worst_case")
+    assert any("may ever have" in note for note in document["notes"])
+    plain = plan_report.to_dict(planning.make_plan(request))
+    assert not any("may ever have" in note for note in plain["notes"])
+
+
 def test_a_model_that_does_not_fit(compiled_by_rule):
     request = request_of()
     tight = dataclasses.replace(request.engine, memory_bytes=17 * 10**9)

@@ -8,6 +8,7 @@ import pytest
 from specjax import planning
 from specjax.cli import plan_command
 from specjax.cli.main import build_parser, main
+from specjax.config import EngineConfig
 
 LAYERS, HEADS, HEAD_DIM, PAGE = 2, 4, 8, 16
 SHAPE = dict(
@@ -65,6 +66,9 @@ def test_a_plan_from_compiled_steps(folder, capsys):
         (["demo", "--memory-bytes", "inf"], "--memory-bytes inf must be a finite"),
         (["demo", "--memory-bytes", "nan"], "--memory-bytes nan must be a finite"),
         (["demo", "--memory-bytes=-16e9"], "--memory-bytes -1.6e+10 must be"),
+        (["demo", "--logit-bytes", "inf"], "--logit-bytes inf must be a finite"),
+        (["demo", "--page-size", "0"], "page_size=0 must be"),
+        (["demo", "--num-pages", "0"], "num_pages=0 must be"),
         (["demo", "--tensor-parallel", "-1"], "cannot be split over -1 chips"),
         (["demo", "--tensor-parallel", "0"], "cannot be split over 0 chips"),
         (["demo", "--num-speculative-tokens", "-1"], "num_speculative_tokens=-1 must"),
@@ -109,3 +113,14 @@ def test_row_buckets_by_default():
     assert engine.row_buckets == ()
     engine = plan_command.engine_config(parse("--memory-bytes", "16e9"))
     assert engine.memory_bytes == 16 * 10**9
+
+
+def test_every_size_of_the_engine_can_be_given():
+    parse = lambda *more: build_parser().parse_args(["plan", "demo", *more])
+    engine = plan_command.engine_config(parse())
+    for name in ("page_size", "num_pages", "logit_bytes", "gate"):
+        assert getattr(engine, name) == getattr(EngineConfig(), name)
+    sizes = ["--page-size", "32", "--num-pages", "500", "--logit-bytes", "1e8"]
+    engine = plan_command.engine_config(parse(*sizes, "--gate", "worst_case"))
+    assert (engine.page_size, engine.num_pages) == (32, 500)
+    assert (engine.logit_bytes, engine.gate) == (10**8, "worst_case")
