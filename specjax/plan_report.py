@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from specjax.batch_size_table import NAME as TABLE_NAME
 from specjax.engine.workspace_fit import BURST, MIXED, BucketMemory
 from specjax.plan_request import Device
@@ -235,6 +237,7 @@ def _row_counts(most: int) -> list[int]:
 
 def _notes(plan: Plan) -> list[str]:
     device, notes = plan.request.device, []
+    dtype = jnp.dtype(plan.request.dtype).name
     if device.figures is None:
         notes.append(
             f"{device.name} has no published speed, so there is no roofline and no K; "
@@ -245,6 +248,11 @@ def _notes(plan: Plan) -> list[str]:
             "seconds and K are by roofline, a bound from the device's published peaks "
             f"({device.figures.source}); collectives, sampling and launching are left out."
         )
+        if dtype != "bfloat16":
+            notes.append(
+                f"operations are counted at the peak of bfloat16: none of {dtype} is "
+                "known here, whose products may take longer, so seconds may be too few and K too large."
+            )
     if not device.is_compiled_for:
         notes.append(
             f"no compiler for {device.name} is here: workspaces are those that XLA says for CPU."

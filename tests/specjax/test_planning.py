@@ -192,6 +192,13 @@ def test_without_a_memory_figure_there_are_no_limits(compiled_by_rule):
     assert document["bytes_per_token"]["drafter"] == 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", jnp.bfloat16])
+def test_a_peak_of_another_dtype_is_said(compiled_by_rule, dtype):
+    document = plan_report.to_dict(planning.make_plan(request_of(dtype=dtype)))
+    is_said = any("peak of bfloat16" in note for note in document["notes"])
+    assert is_said == (dtype == "float32")
+
+
 def test_pages_and_gate_that_were_asked_for(compiled_by_rule):
     request = request_of()
     engine = dataclasses.replace(request.engine, num_pages=500, gate="worst_case")
