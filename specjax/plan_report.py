@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from specjax.batch_size_table import NAME as TABLE_NAME
+from specjax.decode.abstract import AbstractDecoder
+from specjax.decode.decoder import Sizes
+from specjax.engine import cost_files
 from specjax.engine.workspace_fit import BURST, MIXED, BucketMemory
-from specjax.plan_request import Device
+from specjax.plan_request import Device, PlanRequest, known_shape
 from specjax.planning import Plan
 from specjax.plotting import new_figure
 from specjax.roofline import expected_tokens
@@ -236,23 +240,7 @@ def _row_counts(most: int) -> list[int]:
 
 
 def _notes(plan: Plan) -> list[str]:
-    device, notes = plan.request.device, []
-    dtype = jnp.dtype(plan.request.dtype).name
-    if device.figures is None:
-        notes.append(
-            f"{device.name} has no published speed, so there is no roofline and no K; "
-            "measure steps where they are to run."
-        )
-    else:
-        notes.append(
-            "seconds and K are by roofline, a bound from the device's published peaks "
-            f"({device.figures.source}); collectives, sampling and launching are left out."
-        )
-        if dtype != "bfloat16":
-            notes.append(
-                f"operations are counted at the peak of bfloat16: none of {dtype} is "
-                "known here, whose products may take longer, so seconds may be too few and K too large."
-            )
+    device, notes = plan.request.device, _notes_on_speed(plan)
     if not device.is_compiled_for:
         notes.append(
             f"no compiler for {device.name} is here: workspaces are those that XLA says for CPU."
@@ -264,6 +252,59 @@ def _notes(plan: Plan) -> list[str]:
         )
     notes += _notes_on_compiled(plan)
     return notes
+
+
+def _notes_on_speed(plan: Plan) -> list[str]:
+    """Returns where seconds and K come from, and what they leave out."""
+    device, dtype = plan.request.device, jnp.dtype(plan.request.dtype).name
+    if device.figures is None:
+        return [
+            f"{device.name} has no published speed, so there is no roofline and no K; "
+            "measure steps where they are to run.",
+            *_notes_on_kept_costs(plan.request),
+        ]
+    notes = [
+        "seconds and K are by roofline, a bound from the device's published peaks "
+        f"({device.figures.source}); collectives, sampling and launching are left out."
+    ]
+    if dtype != "bfloat16":
+        notes.append(
+            f"operations are counted at the peak of bfloat16: none of {dtype} is known here, "
+            "whose products may take longer, so seconds may be too few and K too large."
+        )
+    return notes
+
+
+def _notes_on_kept_costs(request: PlanRequest) -> list[str]:
+    """Says whether steps of this pair were measured on this machine, and how they are."""
+    if not request.most_drafted:
+        return []
+    names = request.target_name, request.drafter_name
+    pair = [shlex.quote(known_shape(name) or name) for name in names]
+    command = f"specjax bench --calibrate --target {pair[0]} --drafter {pair[1]}"
+    path = cost_files.path_of(cost_files.key_of(_smallest_decoder(request)))
+    if path is None or not path.is_file():
+        return [f"to measure this pair's steps on this machine: {command}"]
+    return [
+        f"steps of this pair were measured on this machine, and an engine chooses K by them "
+        f"({path}); to measure and print them: {command}"
+    ]
+
+
+def _smallest_decoder(request: PlanRequest) -> AbstractDecoder:
+    """Returns a decoder whose step costs are those of the plan's: they know no rooms."""
+    sizes = Sizes(
+        rows=1,
+        page_size=request.engine.page_size,
+        num_pages=1,
+        pages_per_row=1,
+        burst_steps=1,
+        dtype=jnp.dtype(request.dtype),
+    )
+    mesh = request.device.mesh
+    return AbstractDecoder(
+        request.target, request.drafter, sizes, request.engine, mesh=mesh
+    )
 
 
 def _notes_on_compiled(plan: Plan) -> list[str]:

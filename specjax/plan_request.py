@@ -162,16 +162,25 @@ def find_config(source: str | os.PathLike[str]) -> ModelConfig:
       FileNotFoundError: there is none.
     """
     name = os.fspath(source)
-    shape = name.replace("-", "_").replace(".", "_")
-    names = [module.name for module in pkgutil.iter_modules(configs.models.__path__)]
-    if shape in names:
+    shape = known_shape(name)
+    if shape is not None:
         return importlib.import_module(f"configs.models.{shape}").get_config()
     if not Path(name).expanduser().exists() and name not in ("demo", "demo-draft"):
         raise FileNotFoundError(
             f"{name!r} is no folder with a config.json, and no known shape; expected a "
-            f"folder, 'demo', or one of {', '.join(names)}."
+            f"folder, 'demo', or one of {', '.join(_shapes())}."
         )
     return read_config(resolve_folder(source))[0]
+
+
+def known_shape(name: str) -> str | None:
+    """Returns the module in `configs.models` of a name, None where there is none."""
+    shape = name.replace("-", "_").replace(".", "_")
+    return shape if shape in _shapes() else None
+
+
+def _shapes() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(configs.models.__path__)]
 
 
 def find_drafter(source: str | os.PathLike[str] | None) -> DrafterSpec:

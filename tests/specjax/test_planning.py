@@ -10,9 +10,12 @@ from jax.sharding import Mesh
 
 from configs.devices import DEVICES
 from specjax import batch_size_table, plan_report, planning
+from specjax.bucket import Bucket
 from specjax.config import EngineConfig
+from specjax.decode.decoder import Decoder, Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
-from specjax.engine import compiled_memory
+from specjax.engine import compiled_memory, cost_files
+from specjax.engine.step_cost import StepCosts
 from specjax.engine.workspace_fit import BURST, MIXED, PREFILL, BucketMemory
 from specjax.plan_request import PlanRequest, find_config, find_device, find_drafter
 
@@ -208,6 +211,26 @@ def test_pages_and_gate_that_were_asked_for(compiled_by_rule):
     assert any("may ever have" in note for note in document["notes"])
     plain = plan_report.to_dict(planning.make_plan(request))
     assert not any("may ever have" in note for note in plain["notes"])
+
+
+def test_step_costs_that_were_kept_are_named(compiled_by_rule, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path))
+    request = request_of(device="cpu", drafter="ngram", dtype="float32")
+    notes = lambda: plan_report.to_dict(planning.make_plan(request))["notes"]
+    command = "specjax bench --calibrate --target llama_3_1_8b --drafter ngram"
+    assert f"to measure this pair's steps on this machine: {command}" in notes()
+    costs = StepCosts()
+    costs.observe(Bucket(64, 0), 100, 1e-3)
+    # What an engine of this pair runs, of other rooms than the plan's.
+    sizes = Sizes(rows=4, page_size=16, num_pages=9, pages_per_row=2, burst_steps=8)
+    sizes = dataclasses.replace(sizes, dtype=jnp.dtype("float32"))
+    path = cost_files.save(
+        Decoder(request.target, request.drafter, sizes, EngineConfig()), costs
+    )
+    (note,) = [note for note in notes() if command in note]
+    assert f"an engine chooses K by them ({path})" in note
+    request = request_of(device="cpu", drafter="none", dtype="float32")
+    assert not any("calibrate" in note for note in notes())
 
 
 def test_a_model_that_does_not_fit(compiled_by_rule):
