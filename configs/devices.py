@@ -10,12 +10,14 @@ import dataclasses
 _CLOUD_TPU = "Google Cloud documentation, https://docs.cloud.google.com/tpu/docs/"
 _NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 _GIB = 2**30
+GOOGLE, NVIDIA = "Google", "NVIDIA"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceFigures:
     """One chip."""
 
+    vendor: str  # GOOGLE makes TPUs, NVIDIA GPUs
     memory_bytes: int
     bytes_per_s: float  # of its memory
     flops_per_s: float  # bfloat16 products with sums in float32, dense
@@ -42,18 +44,21 @@ class DeviceFigures:
 
 DEVICES = {
     "v4": DeviceFigures(
+        vendor=GOOGLE,
         memory_bytes=32 * _GIB,
         bytes_per_s=1200e9,
         flops_per_s=275e12,
         source='"TPU v4", ' + _CLOUD_TPU + "v4",
     ),
     "v5e": DeviceFigures(
+        vendor=GOOGLE,
         memory_bytes=16 * 10**9,
         bytes_per_s=819e9,
         flops_per_s=197e12,
         source='"TPU v5e", ' + _CLOUD_TPU + "v5e",
     ),
     "v5p": DeviceFigures(
+        vendor=GOOGLE,
         # "95 GB" on its own page; 95 GiB where "TPU7x (Ironwood)" compares the generations.
         memory_bytes=95 * 10**9,
         bytes_per_s=2765e9,
@@ -61,6 +66,7 @@ DEVICES = {
         source='"TPU v5p", ' + _CLOUD_TPU + "v5p",
     ),
     "v6e": DeviceFigures(
+        vendor=GOOGLE,
         # "32 GB" on its own page; 32 GiB where "TPU7x (Ironwood)" compares the generations.
         memory_bytes=32 * 10**9,
         bytes_per_s=1640e9,  # some versions of the page round to 1600 GBps
@@ -68,6 +74,7 @@ DEVICES = {
         source='"TPU v6e", ' + _CLOUD_TPU + "v6e",
     ),
     "tpu7x": DeviceFigures(
+        vendor=GOOGLE,
         memory_bytes=192 * _GIB,
         bytes_per_s=7380e9,
         flops_per_s=2307e12,
@@ -75,18 +82,21 @@ DEVICES = {
         devices_per_chip=2,
     ),
     "a100": DeviceFigures(  # 80 GB, SXM
+        vendor=NVIDIA,
         memory_bytes=80 * 10**9,
         bytes_per_s=2039e9,
         flops_per_s=312e12,
         source='"NVIDIA A100 Tensor Core GPU", datasheet, ' + _NVIDIA + "a100",
     ),
     "h100": DeviceFigures(  # SXM
+        vendor=NVIDIA,
         memory_bytes=80 * 10**9,
         bytes_per_s=3350e9,
         flops_per_s=989.4e12,
         source='"NVIDIA H100 Tensor Core GPU", ' + _NVIDIA + "h100",
     ),
     "h200": DeviceFigures(  # SXM
+        vendor=NVIDIA,
         memory_bytes=141 * 10**9,
         bytes_per_s=4800e9,
         flops_per_s=989.4e12,

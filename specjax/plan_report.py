@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+
 from specjax.batch_size_table import NAME as TABLE_NAME
+from specjax.decode.abstract import AbstractDecoder
+from specjax.decode.decoder import Sizes
+from specjax.engine import cost_files
 from specjax.engine.workspace_fit import BURST, MIXED, BucketMemory
+from specjax.plan_request import Device, PlanRequest, known_shape
 from specjax.planning import Plan
 from specjax.plotting import new_figure
 from specjax.roofline import expected_tokens
@@ -34,9 +42,11 @@ def to_dict(plan: Plan) -> dict[str, Any]:
             "drafter": plan.drafter_bytes_per_token * chips,
         },
         "coefficients": _coefficients(plan),
-        "num_pages": memory and memory.num_pages,
+        "num_pages": memory.num_pages if memory else engine.num_pages,
         "page_size": engine.page_size,
         "weight_limit": memory and memory.weight_limit * chips,
+        "logit_bytes": engine.logit_bytes,
+        "gate": engine.gate,
         "gate_tokens": memory and memory.gate_tokens,
         "speculation_weight_fraction": engine.speculation_weight_fraction,
         "batch_safety_margin": engine.batch_safety_margin,
@@ -99,14 +109,10 @@ def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Draws K and the tokens per second by roofline against batch and context, as PNG.
 
     Raises:
-      NotImplementedError: matplotlib is not installed.
-      ValueError: no figures of the device are known.
+      what `check_can_draw` raises.
     """
     request = plan.request
-    if request.device.figures is None:
-        raise ValueError(
-            f"{request.device.name} has no figures to draw seconds from; name an accelerator."
-        )
+    check_can_draw(request.device, path)
     figure = new_figure(10, 4)
     left, right = figure.subplots(1, 2)
     rows = _row_counts(request.engine.max_rows)
@@ -126,6 +132,27 @@ def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
         f"roofline, not measured, {request.acceptance_rate:.0%} of drafts standing"
     )
     figure.savefig(path, format="png", dpi=120)
+
+
+def check_can_draw(device: Device, path: str | os.PathLike[str]) -> None:
+    """Refuses a picture that `draw` could not make, before there is a plan.
+
+    Raises:
+      NotImplementedError: matplotlib is not installed.
+      ValueError: no figures of the device are known, or the file's folder is absent.
+    """
+    if device.figures is None:
+        raise ValueError(
+            f"{device.name} has no figures to draw seconds from; name an accelerator, as "
+            "--device gpu:h100, or leave the picture out."
+        )
+    folder = Path(path).absolute().parent
+    if not folder.is_dir():
+        raise ValueError(
+            f"{os.fspath(path)!r} cannot be drawn: there is no folder {folder}; make it or "
+            "name another."
+        )
+    new_figure(1, 1)
 
 
 def _expected(plan: Plan, k: int) -> float:
@@ -213,23 +240,71 @@ def _row_counts(most: int) -> list[int]:
 
 
 def _notes(plan: Plan) -> list[str]:
-    device, notes = plan.request.device, []
-    if device.figures is None:
-        notes.append(
-            f"{device.name} has no published speed, so there is no roofline and no K; "
-            "measure steps where they are to run."
-        )
-    else:
-        notes.append(
-            "seconds and K are by roofline, a bound from the device's published peaks "
-            f"({device.figures.source}); collectives, sampling and launching are left out."
-        )
+    device, notes = plan.request.device, _notes_on_speed(plan)
     if not device.is_compiled_for:
         notes.append(
             f"no compiler for {device.name} is here: workspaces are those that XLA says for CPU."
         )
+    if plan.request.engine.gate == "worst_case":
+        notes.append(
+            "tokens of a batch, and contexts, are all that its rows may ever have, as "
+            'gate="worst_case" weighs them.'
+        )
     notes += _notes_on_compiled(plan)
     return notes
+
+
+def _notes_on_speed(plan: Plan) -> list[str]:
+    """Returns where seconds and K come from, and what they leave out."""
+    device, dtype = plan.request.device, jnp.dtype(plan.request.dtype).name
+    if device.figures is None:
+        return [
+            f"{device.name} has no published speed, so there is no roofline and no K; "
+            "measure steps where they are to run.",
+            *_notes_on_kept_costs(plan.request),
+        ]
+    notes = [
+        "seconds and K are by roofline, a bound from the device's published peaks "
+        f"({device.figures.source}); collectives, sampling and launching are left out."
+    ]
+    if dtype != "bfloat16":
+        notes.append(
+            f"operations are counted at the peak of bfloat16: none of {dtype} is known here, "
+            "whose products may take longer, so seconds may be too few and K too large."
+        )
+    return notes
+
+
+def _notes_on_kept_costs(request: PlanRequest) -> list[str]:
+    """Says whether steps of this pair were measured on this machine, and how they are."""
+    if not request.most_drafted:
+        return []
+    names = request.target_name, request.drafter_name
+    pair = [shlex.quote(known_shape(name) or name) for name in names]
+    command = f"specjax bench --calibrate --target {pair[0]} --drafter {pair[1]}"
+    path = cost_files.path_of(cost_files.key_of(_smallest_decoder(request)))
+    if path is None or not path.is_file():
+        return [f"to measure this pair's steps on this machine: {command}"]
+    return [
+        f"steps of this pair were measured on this machine, and an engine chooses K by them "
+        f"({path}); to measure and print them: {command}"
+    ]
+
+
+def _smallest_decoder(request: PlanRequest) -> AbstractDecoder:
+    """Returns a decoder whose step costs are those of the plan's: they know no rooms."""
+    sizes = Sizes(
+        rows=1,
+        page_size=request.engine.page_size,
+        num_pages=1,
+        pages_per_row=1,
+        burst_steps=1,
+        dtype=jnp.dtype(request.dtype),
+    )
+    mesh = request.device.mesh
+    return AbstractDecoder(
+        request.target, request.drafter, sizes, request.engine, mesh=mesh
+    )
 
 
 def _notes_on_compiled(plan: Plan) -> list[str]:

@@ -7,6 +7,7 @@ import importlib
 import math
 import os
 import pkgutil
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 import configs.models
-from configs.devices import DEVICES, DeviceFigures
+from configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
 from specjax import sharding
-from specjax.config import EngineConfig
+from specjax.config import MAX_DEPTH, EngineConfig
 from specjax.decode.abstract import described_mesh
 from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.base import ModelConfig
@@ -26,6 +27,10 @@ from specjax.models.loading import resolve_folder
 
 DEMO_NAMES = {"demo": "demo-draft"}
 NO_DRAFTER, NGRAM = "none", "ngram"
+_VENDORS = {"tpu": GOOGLE, "gpu": NVIDIA}
+_TOPOLOGY = re.compile(
+    "[1-9][0-9]*(x[1-9][0-9]*){1,2}"
+)  # chips along two or three axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +69,11 @@ class PlanRequest:
             raise ValueError(
                 f"acceptance_rate={self.acceptance_rate} must be from 0 to 1."
             )
+        if not 0 <= self.num_speculative_tokens <= MAX_DEPTH:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens} must be from 0 (no "
+                f"speculation) to {MAX_DEPTH}."
+            )
         for config in getattr(self.drafter, "configs", ()):
             if config.vocab_size != self.target.vocab_size:
                 raise ValueError(
@@ -101,29 +111,48 @@ def find_device(name: str, num_chips: int | None = None) -> Device:
       num_chips: over which the target is split; None is all of a topology, else 1.
 
     Raises:
-      ValueError: the name is unknown.
+      ValueError: the name is unknown, or the chips are fewer than 1.
       NotImplementedError: a TPU, and its compiler is not installed.
     """
-    kind, _, rest = name.partition(":")
-    if kind == "cpu" and not rest:
-        return Device(name, num_chips or 1, None, _local_mesh(num_chips or 1))
-    generation, _, shape = rest.partition(":")
-    figures = DEVICES.get(generation)
-    if figures is None or kind not in ("tpu", "gpu") or (kind == "tpu") != bool(shape):
-        known = ", ".join(DEVICES)
+    if num_chips is not None and num_chips < 1:
         raise ValueError(
-            f"device={name!r} is unknown; expected cpu, gpu:NAME or tpu:NAME:TOPOLOGY (as "
-            f"tpu:v5e:2x2), with NAME one of {known}."
+            f"a target cannot be split over {num_chips} chips; expected at least 1. Raise the "
+            "tensor parallelism or leave it out."
         )
-    figures = figures.per_device()
+    if name == "cpu":
+        return Device(name, num_chips or 1, None, _local_mesh(num_chips or 1))
+    kind, _, rest = name.partition(":")
+    generation, _, shape = rest.partition(":")
+    figures = _figures(name, kind, generation, shape)
     if kind == "gpu":
         count = num_chips or 1
-        return Device(name, count, figures, _local_mesh(count), is_compiled_for=False)
+        mesh = _local_mesh(count)
+        return Device(name, count, figures.per_device(), mesh, is_compiled_for=False)
     if num_chips is None:
-        num_chips = (
-            math.prod(map(int, shape.split("x"))) * DEVICES[generation].devices_per_chip
+        num_chips = math.prod(map(int, shape.split("x"))) * figures.devices_per_chip
+    mesh = described_mesh(rest, num_chips)
+    return Device(name, num_chips, figures.per_device(), mesh)
+
+
+def _figures(name: str, kind: str, generation: str, shape: str) -> DeviceFigures:
+    """Returns the figures of a chip; raises ValueError where the parts of `name` are no device."""
+    figures, is_gpu = DEVICES.get(generation), kind == "gpu"
+    if figures is None or figures.vendor != _VENDORS.get(kind) or (is_gpu and shape):
+        raise ValueError(
+            f"device={name!r} is unknown; expected cpu, gpu:NAME with NAME one of "
+            f"{_names(NVIDIA)}, or tpu:NAME:TOPOLOGY (as tpu:v5e:2x2) with NAME one of "
+            f"{_names(GOOGLE)}."
         )
-    return Device(name, num_chips, figures, described_mesh(rest, num_chips))
+    if not is_gpu and not _TOPOLOGY.fullmatch(shape):
+        raise ValueError(
+            f"device={name!r} has the topology {shape!r}; expected chips along two or three "
+            f"axes, as tpu:{generation}:2x2."
+        )
+    return figures
+
+
+def _names(vendor: str) -> str:
+    return ", ".join(name for name, chip in DEVICES.items() if chip.vendor == vendor)
 
 
 def find_config(source: str | os.PathLike[str]) -> ModelConfig:
@@ -133,16 +162,25 @@ def find_config(source: str | os.PathLike[str]) -> ModelConfig:
       FileNotFoundError: there is none.
     """
     name = os.fspath(source)
-    shape = name.replace("-", "_").replace(".", "_")
-    names = [module.name for module in pkgutil.iter_modules(configs.models.__path__)]
-    if shape in names:
+    shape = known_shape(name)
+    if shape is not None:
         return importlib.import_module(f"configs.models.{shape}").get_config()
     if not Path(name).expanduser().exists() and name not in ("demo", "demo-draft"):
         raise FileNotFoundError(
             f"{name!r} is no folder with a config.json, and no known shape; expected a "
-            f"folder, 'demo', or one of {', '.join(names)}."
+            f"folder, 'demo', or one of {', '.join(_shapes())}."
         )
     return read_config(resolve_folder(source))[0]
+
+
+def known_shape(name: str) -> str | None:
+    """Returns the module in `configs.models` of a name, None where there is none."""
+    shape = name.replace("-", "_").replace(".", "_")
+    return shape if shape in _shapes() else None
+
+
+def _shapes() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(configs.models.__path__)]
 
 
 def find_drafter(source: str | os.PathLike[str] | None) -> DrafterSpec:

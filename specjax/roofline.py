@@ -30,19 +30,30 @@ class ModelWork:
       token_flops: operations per token in products with weights.
       context_bytes: keys and values read per token of context, once per row.
       context_flops: operations per token and token of its context.
+      layer_windows: tokens that each layer sees back, None where all; () is all in every
+        layer. Layers have equal parts of context_bytes and context_flops.
     """
 
     weight_bytes: float
     token_flops: float
     context_bytes: float
     context_flops: float
+    layer_windows: tuple[int | None, ...] = ()
 
     def of(self, rows: int, tokens: int, context: int) -> Work:
         """Returns what `tokens` tokens of `rows` rows with `context` tokens each take."""
+        seen = self.seen(context)
         return Work(
-            self.weight_bytes + rows * context * self.context_bytes,
-            tokens * (self.token_flops + context * self.context_flops),
+            self.weight_bytes + rows * seen * self.context_bytes,
+            tokens * (self.token_flops + seen * self.context_flops),
         )
+
+    def seen(self, context: int) -> float:
+        """Returns the tokens of a row that a layer sees back, the mean of all layers."""
+        if not self.layer_windows:
+            return context
+        clipped = [min(context, window or context) for window in self.layer_windows]
+        return sum(clipped) / len(clipped)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +114,9 @@ def compute_bound_tokens(
     """
     # bytes / bandwidth = flops / peak, both linear in tokens.
     ridge = device.flops_per_s / device.bytes_per_s
-    per_token = target.token_flops + context * target.context_flops
-    read = ridge * context * target.context_bytes / tokens_per_row
+    seen = target.seen(context)
+    per_token = target.token_flops + seen * target.context_flops
+    read = ridge * seen * target.context_bytes / tokens_per_row
     if per_token <= read:
         return None
     return ridge * target.weight_bytes / (per_token - read)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from typing import Any
 
-from specjax.config import EngineConfig
+from specjax.config import GATES, EngineConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 _DEFAULT_ROWS = 64
@@ -89,6 +90,31 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens of prompt and output together (default: the model's)",
     )
+    _add_memory_options(group, default)
+
+
+def _add_memory_options(group: Any, default: EngineConfig) -> None:
+    group.add_argument(
+        "--page-size",
+        type=int,
+        metavar="N",
+        default=default.page_size,
+        help="tokens of a page (default %(default)s)",
+    )
+    group.add_argument(
+        "--num-pages",
+        type=int,
+        metavar="N",
+        help="pages of the pool (default: as many as fit)",
+    )
+    group.add_argument(
+        "--logit-bytes",
+        type=float,
+        metavar="N",
+        default=default.logit_bytes,
+        help="most that float32 logits take at a time while drafts are verified (default "
+        "%(default)s; 1e8 may be written)",
+    )
     group.add_argument(
         "--memory-bytes",
         type=float,
@@ -109,6 +135,13 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         default=default.speculation_weight_fraction,
         help="of the weight limit, up to where batches speculate (default %(default)s)",
     )
+    group.add_argument(
+        "--gate",
+        choices=GATES,
+        default=default.gate,
+        help="which tokens of a batch weigh: those that rows have, or all that they may "
+        "ever have (default %(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -121,6 +154,8 @@ def run(arguments: argparse.Namespace) -> int:
     from specjax import plan_report, plan_request, planning
 
     device = plan_request.find_device(arguments.device, arguments.tensor_parallel)
+    if arguments.plot:
+        plan_report.check_can_draw(device, arguments.plot)
     on_cpu = device.figures is None
     request = plan_request.PlanRequest(
         target=plan_request.find_config(arguments.model),
@@ -146,15 +181,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """Returns the engine that the arguments describe."""
-    rows, memory = arguments.max_rows, arguments.memory_bytes
+    rows = arguments.max_rows
     return EngineConfig(
         max_rows=rows,
         row_buckets=_row_buckets(arguments.row_buckets, rows),
         max_context=arguments.max_context,
-        memory_bytes=None if memory is None else int(memory),
+        page_size=arguments.page_size,
+        num_pages=arguments.num_pages,
+        logit_bytes=_bytes("--logit-bytes", arguments.logit_bytes),
+        gate=arguments.gate,
+        memory_bytes=None
+        if arguments.memory_bytes is None
+        else _bytes("--memory-bytes", arguments.memory_bytes),
         batch_safety_margin=arguments.batch_safety_margin,
         speculation_weight_fraction=arguments.speculation_weight_fraction,
     )
+
+
+def _bytes(option: str, value: float) -> int:
+    """Returns whole bytes of a number that may be written as 16e9."""
+    if not 1 <= value < math.inf:
+        raise ValueError(
+            f"{option} {value:g} must be a finite number of bytes, at least 1."
+        )
+    return int(value)
 
 
 def _row_buckets(text: str | None, max_rows: int) -> tuple[int, ...]:

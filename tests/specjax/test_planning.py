@@ -10,9 +10,12 @@ from jax.sharding import Mesh
 
 from configs.devices import DEVICES
 from specjax import batch_size_table, plan_report, planning
+from specjax.bucket import Bucket
 from specjax.config import EngineConfig
+from specjax.decode.decoder import Decoder, Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
-from specjax.engine import compiled_memory
+from specjax.engine import compiled_memory, cost_files
+from specjax.engine.step_cost import StepCosts
 from specjax.engine.workspace_fit import BURST, MIXED, PREFILL, BucketMemory
 from specjax.plan_request import PlanRequest, find_config, find_device, find_drafter
 
@@ -192,6 +195,44 @@ def test_without_a_memory_figure_there_are_no_limits(compiled_by_rule):
     assert document["bytes_per_token"]["drafter"] == 0
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", jnp.bfloat16])
+def test_a_peak_of_another_dtype_is_said(compiled_by_rule, dtype):
+    document = plan_report.to_dict(planning.make_plan(request_of(dtype=dtype)))
+    is_said = any("peak of bfloat16" in note for note in document["notes"])
+    assert is_said == (dtype == "float32")
+
+
+def test_pages_and_gate_that_were_asked_for(compiled_by_rule):
+    request = request_of()
+    engine = dataclasses.replace(request.engine, num_pages=500, gate="worst_case")
+    asked = dataclasses.replace(request, engine=engine)
+    document = plan_report.to_dict(planning.make_plan(asked))
+    assert (document["num_pages"], document["gate"]) == (500, "worst_case")
+    assert any("may ever have" in note for note in document["notes"])
+    plain = plan_report.to_dict(planning.make_plan(request))
+    assert not any("may ever have" in note for note in plain["notes"])
+
+
+def test_step_costs_that_were_kept_are_named(compiled_by_rule, tmp_path, monkeypatch):
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path))
+    request = request_of(device="cpu", drafter="ngram", dtype="float32")
+    notes = lambda: plan_report.to_dict(planning.make_plan(request))["notes"]
+    command = "specjax bench --calibrate --target llama_3_1_8b --drafter ngram"
+    assert f"to measure this pair's steps on this machine: {command}" in notes()
+    costs = StepCosts()
+    costs.observe(Bucket(64, 0), 100, 1e-3)
+    # What an engine of this pair runs, of other rooms than the plan's.
+    sizes = Sizes(rows=4, page_size=16, num_pages=9, pages_per_row=2, burst_steps=8)
+    sizes = dataclasses.replace(sizes, dtype=jnp.dtype("float32"))
+    path = cost_files.save(
+        Decoder(request.target, request.drafter, sizes, EngineConfig()), costs
+    )
+    (note,) = [note for note in notes() if command in note]
+    assert f"an engine chooses K by them ({path})" in note
+    request = request_of(device="cpu", drafter="none", dtype="float32")
+    assert not any("calibrate" in note for note in notes())
+
+
 def test_a_model_that_does_not_fit(compiled_by_rule):
     request = request_of()
     tight = dataclasses.replace(request.engine, memory_bytes=17 * 10**9)
@@ -246,11 +287,31 @@ def test_a_folder_needs_no_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["cuda", "tpu:v5e", "tpu:v9:2x2", "gpu:v2", "cpu:2", ""]
+    "name",
+    ["cuda", "tpu:v9:2x2", "gpu:v2", "cpu:2", "cpu:", "gpu:h100:2x2", "v5e", ""],
 )
 def test_unknown_devices(name):
     with pytest.raises(ValueError, match="is unknown; expected cpu"):
         find_device(name)
+
+
+@pytest.mark.parametrize("name", ["gpu:v5e", "gpu:tpu7x", "tpu:h100:2x2", "tpu:a100"])
+def test_a_tpu_is_no_gpu(name):
+    with pytest.raises(ValueError, match="one of a100, h100, h200, or tpu:NAME"):
+        find_device(name)
+
+
+@pytest.mark.parametrize("shape", ["", ":", ":2y2", ":4", ":2x", ":0x2", ":2x2x2x2"])
+def test_topologies_that_are_none(shape):
+    with pytest.raises(ValueError, match="expected chips along two or three axes"):
+        find_device("tpu:v5e" + shape)
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu:h100", "tpu:v5e:2x2"])
+@pytest.mark.parametrize("num_chips", [0, -1])
+def test_fewer_than_one_chip(name, num_chips):
+    with pytest.raises(ValueError, match=f"over {num_chips} chips; expected at least"):
+        find_device(name, num_chips)
 
 
 def test_more_chips_than_there_are_to_compile_for():
@@ -272,6 +333,9 @@ def test_requests_that_contradict():
         request_of(drafter="demo")
     with pytest.raises(ValueError, match="acceptance_rate"):
         request_of(acceptance_rate=1.5)
+    for k in (-1, 64):
+        with pytest.raises(ValueError, match=f"num_speculative_tokens={k} must be"):
+            request_of(num_speculative_tokens=k)
 
 
 def test_a_picture(compiled_by_rule, tmp_path):

@@ -1,5 +1,6 @@
 """Seconds from bytes and operations, counted by hand."""
 
+import dataclasses
 import types
 
 import pytest
@@ -42,6 +43,24 @@ def test_context_is_read_once_per_row_whatever_k_is():
     assert work.bytes == 1000 + 2 * 100 * 2
     assert work.flops == 8 * (1000 + 100)
     assert work.intensity == pytest.approx(8800 / 1400)
+
+
+def test_a_layer_reads_no_more_than_its_window():
+    # Four layers, 0.5 bytes and 0.25 operations each per token of context.
+    sliding = dataclasses.replace(TARGET, layer_windows=(None, 10, 10, 200))
+    assert sliding.seen(5) == 5
+    assert sliding.seen(100) == (100 + 10 + 10 + 100) / 4
+    work = verify_work(sliding, rows=2, k=3, context=100)
+    assert work.bytes == 1000 + 2 * 0.5 * (100 + 10 + 10 + 100)
+    assert work.flops == 8 * (1000 + 0.25 * (100 + 10 + 10 + 100))
+    assert sliding.of(2, 2, 5) == TARGET.of(2, 2, 5)
+
+
+def test_windows_keep_a_long_context_compute_bound():
+    sliding = dataclasses.replace(TARGET, layer_windows=(10,))
+    assert compute_bound_tokens(TARGET, DEVICE, context=1000) is None
+    tokens = compute_bound_tokens(sliding, DEVICE, context=1000)
+    assert tokens == compute_bound_tokens(TARGET, DEVICE, context=10)
 
 
 def test_tokens_that_turn_a_step_compute_bound():

@@ -1,11 +1,14 @@
 """`specjax plan`: a small model's plan end to end, and what is refused."""
 
 import json
+import sys
 
 import pytest
 
+from specjax import planning
 from specjax.cli import plan_command
 from specjax.cli.main import build_parser, main
+from specjax.config import EngineConfig
 
 LAYERS, HEADS, HEAD_DIM, PAGE = 2, 4, 8, 16
 SHAPE = dict(
@@ -60,10 +63,44 @@ def test_a_plan_from_compiled_steps(folder, capsys):
         (["demo", "--row-buckets", "128"], "row_buckets"),
         (["demo", "--batch-safety-margin", "100"], "batch_safety_margin"),
         (["demo", "--drafter", "qwen3-0.6b"], "vocabularies of 4096 and 151936"),
+        (["demo", "--memory-bytes", "inf"], "--memory-bytes inf must be a finite"),
+        (["demo", "--memory-bytes", "nan"], "--memory-bytes nan must be a finite"),
+        (["demo", "--memory-bytes=-16e9"], "--memory-bytes -1.6e+10 must be"),
+        (["demo", "--logit-bytes", "inf"], "--logit-bytes inf must be a finite"),
+        (["demo", "--page-size", "0"], "page_size=0 must be"),
+        (["demo", "--num-pages", "0"], "num_pages=0 must be"),
+        (["demo", "--tensor-parallel", "-1"], "cannot be split over -1 chips"),
+        (["demo", "--tensor-parallel", "0"], "cannot be split over 0 chips"),
+        (["demo", "--num-speculative-tokens", "-1"], "num_speculative_tokens=-1 must"),
+        (["demo", "--device", "tpu:v5e:2y2"], "has the topology '2y2'"),
+        (["demo", "--device", "gpu:v5e"], "device='gpu:v5e' is unknown"),
+        (["demo", "--device", "tpu:h100:2x2"], "device='tpu:h100:2x2' is unknown"),
     ],
 )
-def test_what_is_refused(arguments, message, capsys):
+def test_what_is_refused_in_one_line_before_compiling(
+    arguments, message, capsys, monkeypatch
+):
+    monkeypatch.setattr(planning, "make_plan", None)
     assert main(["plan", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--plot", "k.png"], "cpu has no figures to draw seconds from"),
+        (["--device", "gpu:h100", "--plot", "no-such/k.png"], "there is no folder"),
+        (["--device", "gpu:h100", "--plot", "k.png"], 'pip install "specjax[plot]"'),
+    ],
+)
+def test_a_picture_that_cannot_be_drawn_is_refused_first(
+    arguments, message, capsys, monkeypatch
+):
+    monkeypatch.setattr(planning, "make_plan", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert main(["plan", "demo", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -76,3 +113,14 @@ def test_row_buckets_by_default():
     assert engine.row_buckets == ()
     engine = plan_command.engine_config(parse("--memory-bytes", "16e9"))
     assert engine.memory_bytes == 16 * 10**9
+
+
+def test_every_size_of_the_engine_can_be_given():
+    parse = lambda *more: build_parser().parse_args(["plan", "demo", *more])
+    engine = plan_command.engine_config(parse())
+    for name in ("page_size", "num_pages", "logit_bytes", "gate"):
+        assert getattr(engine, name) == getattr(EngineConfig(), name)
+    sizes = ["--page-size", "32", "--num-pages", "500", "--logit-bytes", "1e8"]
+    engine = plan_command.engine_config(parse(*sizes, "--gate", "worst_case"))
+    assert (engine.page_size, engine.num_pages) == (32, 500)
+    assert (engine.logit_bytes, engine.gate) == (10**8, "worst_case")

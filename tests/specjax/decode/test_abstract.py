@@ -1,5 +1,7 @@
 """What is compiled from shapes is what a decoder of real arrays compiles."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -80,6 +82,13 @@ def test_products_are_compiled_for_where_they_will_run():
     text = lambda platform: traced.lower(lowering_platforms=(platform,)).as_text()
     assert "optimization_barrier" in text("cpu")
     assert "optimization_barrier" not in text("tpu")
+
+
+def test_without_libtpu_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(NotImplementedError, match=r'pip install "specjax\[tpu\]"'):
+        described_mesh("v5e:2x2", 4)
 
 
 def test_topologies_that_cannot_be():
