@@ -270,4 +270,5 @@ def _work(config: ModelConfig, request: PlanRequest, chips: int) -> ModelWork:
         token_flops=2 * count / chips,
         context_bytes=kv * itemsize / chips,
         context_flops=4 * heads / chips,
+        layer_windows=config.layer_windows,
     )

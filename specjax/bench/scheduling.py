@@ -47,6 +47,7 @@ BURN_IN_STEPS = 200
 TOKENS = 4000  # of each row of a steady load
 NOISE = 0.05  # of a burst's seconds, replayed
 CONTEXT = 64
+LONG_CONTEXT = 440  # within what is measured
 
 
 def measure_costs(
@@ -97,8 +98,15 @@ def measure_costs(
     }
 
 
-def costs_of(measured: dict[str, Any]) -> tuple[Costs, StepCosts]:
-    """Returns what a replay charges, and the same for a policy to know beforehand."""
+def costs_of(
+    measured: dict[str, Any], most_context: int | None = None
+) -> tuple[Costs, StepCosts]:
+    """Returns what a replay charges, and the same for a policy to know beforehand.
+
+    Args:
+      most_context: of a row, beyond which its tokens cost nothing more; None is the longest
+        that was measured.
+    """
     known = StepCosts()
     known.add_records(measured["steps"])
 
@@ -112,7 +120,8 @@ def costs_of(measured: dict[str, Any]) -> tuple[Costs, StepCosts]:
     policy_knows.add_records(measured["steps"])
     policy_knows.catch_up_s = measured["catch_up_s"]
     has = lambda bucket: known.count(bucket) > 0
-    longest = max(step["context_tokens"] / step["rows"] for step in measured["steps"])
+    contexts = {step["context_tokens"] / step["rows"] for step in measured["steps"]}
+    longest = most_context or max(contexts)
     catch_up_s = measured["catch_up_s"]
     row_buckets = measured.get("row_buckets", ROW_BUCKETS)
     costs = Costs(step_s, catch_up_s, row_buckets, has, int(longest), NOISE)
@@ -193,21 +202,22 @@ def ramp(
     return figures, runs
 
 
-def mixed(measured: dict[str, Any], batch: int = 32) -> dict[str, Any]:
-    """Replays a batch of which half copies and half is random."""
+def mixed(measured: dict[str, Any], context: int, batch: int = 32) -> dict[str, Any]:
+    """Replays a batch of which half copies and half is random, rows of `context` tokens each."""
     rates = np.where(np.arange(batch) % 2, 0.9, 0.1)
     workload = Workload(np.full(batch, TOKENS), rates, context=CONTEXT)
     speeds = {}
     for name in ("ranked", "one K for all"):
-        costs, known = costs_of(measured)
+        costs, known = costs_of(measured, context)
         policy = Goodput(MOST, known, ranks=name == "ranked")
         speeds[name] = _full_batch_speed(Replay(workload, costs, policy).run())
     for k in DEPTHS:
-        run = Replay(workload, costs_of(measured)[0], Fixed(k)).run()
+        run = Replay(workload, costs_of(measured, context)[0], Fixed(k)).run()
         speeds[f"K = {k}"] = _full_batch_speed(run)
     best = max(speeds[f"K = {k}"] for k in DEPTHS)
     return {
         "batch": batch,
+        "context": context,
         "tokens_per_second": speeds,
         "ranked_over_one_k": speeds["ranked"] / speeds["one K for all"],
         "ranked_over_best_fixed_k": speeds["ranked"] / best,
@@ -246,7 +256,9 @@ def run(costs: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Returns the figures of all replays, and draws."""
     document: dict[str, Any] = {"costs": costs, "replay": {}}
     for name, measured in costs.items():
-        document["replay"][name] = {"mixed": mixed(measured)}
+        document["replay"][name] = {
+            "mixed": [mixed(measured, context) for context in (CONTEXT, LONG_CONTEXT)]
+        }
         if len(PAIRS[name][-1]) < len(ROW_BUCKETS):
             continue
         ramps = [ramp(measured, rate) for rate in RAMP_ACCEPTANCE]

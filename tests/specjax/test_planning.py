@@ -354,3 +354,11 @@ def test_work_of_a_forward_counted_by_hand():
     assert work.context_bytes == 131_072 / 4
     assert work.context_flops == 4 * 32 * 32 * 128 / 4
     assert np.dtype(jnp.bfloat16).itemsize == 2
+
+
+def test_layers_that_slide_are_charged_their_windows():
+    request = request_of()
+    windows = (None, 4096) * 16
+    target = dataclasses.replace(request.target, layer_windows=windows)
+    work = planning._work(target, request, 1)
+    assert work.seen(8192) == (8192 + 4096) / 2
