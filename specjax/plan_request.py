@@ -19,6 +19,7 @@ from configs.devices import DEVICES, DeviceFigures
 from specjax import sharding
 from specjax.config import EngineConfig
 from specjax.decode.abstract import described_mesh
+from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.base import ModelConfig
 from specjax.models.hf_config import read_config
@@ -47,6 +48,8 @@ class PlanRequest:
       engine: its max_rows, row_buckets, max_context, page_size, margins and memory_bytes (of
         one device) count.
       acceptance_rate: how often a draft token stands, assumed where K is chosen.
+      rules, rule_options: that steps verify by, beyond equality.
+      max_drafts: most draft tokens that a step verifies; None is all.
     """
 
     target: ModelConfig
@@ -58,6 +61,9 @@ class PlanRequest:
     num_speculative_tokens: int
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     acceptance_rate: float = 0.7
+    rules: tuple[int, ...] = ()
+    rule_options: RuleOptions = NO_OPTIONS
+    max_drafts: int | None = None
 
     def __post_init__(self):
         if not 0 <= self.acceptance_rate <= 1:

@@ -186,7 +186,14 @@ def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractD
         dtype=jnp.dtype(request.dtype),
     )
     return AbstractDecoder(
-        target, request.drafter, sizes, engine, mesh=request.device.mesh
+        target,
+        request.drafter,
+        sizes,
+        engine,
+        rules=request.rules,
+        rule_options=request.rule_options,
+        max_drafts=request.max_drafts,
+        mesh=request.device.mesh,
     )
 
 

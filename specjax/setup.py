@@ -43,6 +43,7 @@ class Setup:
     speculation: SpeculationConfig
     engine: EngineConfig
     mesh: Mesh | None
+    rules: tuple[int, ...] = ()  # beyond equality, that memory is planned for
 
     @classmethod
     def of(
@@ -64,6 +65,10 @@ class Setup:
             _speculation(speculative_config, verification, num_speculative_tokens),
         )
         return cls(model, loaded, speculation, engine or EngineConfig(), mesh)
+
+    def for_rules(self, rules: Iterable[int]) -> Setup:
+        """Returns a setup whose memory is planned for steps that know some rules."""
+        return dataclasses.replace(self, rules=self.drafter.effective_rules(rules))
 
     @property
     def params(self) -> DecoderParams:
@@ -135,10 +140,21 @@ class Setup:
             self.params,
             policy or self.policy(decoder),
             speculation_max_rows=self.speculation.speculation_max_rows,
-            gate_tokens=None if self.memory is None else self.memory.gate_tokens,
+            gate_tokens=self._gate_tokens(decoder.sizes),
             drafter_name=self.drafter.name,
             on_progress=on_progress,
         )
+
+    def _gate_tokens(self, sizes: Sizes) -> int | None:
+        """Returns the most tokens of a batch that speculates; None: however many."""
+        if self.memory is None:
+            return None
+        if sizes.num_pages >= sizes.rows * sizes.pages_per_row:
+            return self.memory.gate_tokens
+        # Fewer pages than were planned may have fitted, or been asked for.
+        fraction = self.engine.speculation_weight_fraction
+        of_pool = int(fraction * sizes.num_pages * sizes.page_size)
+        return min(self.memory.gate_tokens, of_pool)
 
     def requests(
         self, prompts: Sequence[Any], sampling: Any
@@ -191,6 +207,9 @@ class Setup:
                 dtype=self._dtype,
                 num_speculative_tokens=self.speculation.depth,
                 engine=self.engine,
+                rules=self.rules,
+                rule_options=_rule_options(self.speculation),
+                max_drafts=self._max_drafts(self.engine.max_rows),
             )
         )
         for warning in plan.notes:
@@ -229,19 +248,22 @@ class Setup:
 
     def decoder(self, sizes: Sizes, rules: Iterable[int]) -> Decoder:
         """Returns the compiled functions for requests of some rules, perhaps built before."""
-        config = self.speculation
-        most = _drafts_per_shard(
-            config.max_drafts_per_step, self.drafter, config.depth, sizes, self.mesh
-        )
         return build_decoder(
             self.target.config,
             self.drafter.spec,
             sizes,
             self.engine,
             self.drafter.effective_rules(rules),
-            _rule_options(config),
-            most,
+            _rule_options(self.speculation),
+            self._max_drafts(sizes.rows),
             self.mesh,
+        )
+
+    def _max_drafts(self, rows: int) -> int | None:
+        """Returns how many draft tokens a shard's rows verify per step; None is all of them."""
+        config = self.speculation
+        return _drafts_per_shard(
+            config.max_drafts_per_step, self.drafter, config.depth, rows, self.mesh
         )
 
 
@@ -329,7 +351,7 @@ def _drafts_per_shard(
     most: int | None,
     drafter: LoadedDrafter,
     depth: int,
-    sizes: Sizes,
+    rows: int,
     mesh: Mesh | None,
 ) -> int | None:
     """Returns how many draft tokens a shard's rows verify per step; None is all of them.
@@ -346,5 +368,5 @@ def _drafts_per_shard(
             "which each verifies an equal part; raise it."
         )
     num_drafts = drafter.num_nodes(depth) - 1
-    is_bound = most // num_shards < sizes.rows // num_shards * num_drafts
+    is_bound = most // num_shards < rows // num_shards * num_drafts
     return most // num_shards if is_bound else None

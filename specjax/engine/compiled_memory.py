@@ -48,14 +48,22 @@ def burst_bucket(
     sizes, engine = decoder.sizes, decoder.engine_config
     rows = num_rows or sizes.rows
     nodes = getattr(decoder.drafter, "num_nodes", lambda depth: 1 + depth)
-    tokens = rows * nodes(num_speculative_tokens)
+    num_nodes = nodes(num_speculative_tokens)
+    tokens = rows * num_nodes
     if decoder.max_drafts is not None:
         tokens = min(rows + decoder.max_drafts, tokens)
+    vocab_size = decoder.config.vocab_size
+    law_tokens = 0
+    logit_tokens = _logit_tokens(tokens, vocab_size, engine)
+    if decoder.rules and num_speculative_tokens:
+        law_tokens = _law_tokens(rows, num_nodes, vocab_size, engine)
+        logit_tokens = min(tokens, law_tokens)
     return Bucket(
         kind=BURST,
         rows=rows,
         tokens=_forward_tokens(tokens, engine),
-        logit_tokens=_logit_tokens(tokens, decoder.config.vocab_size, engine),
+        logit_tokens=logit_tokens,
+        law_tokens=law_tokens,
         copied_rows=rows if rows < sizes.rows else 0,
         num_speculative_tokens=num_speculative_tokens,
     )
@@ -291,6 +299,7 @@ def _is_within(small: Bucket, large: Bucket) -> bool:
         b.rows,
         b.tokens,
         b.logit_tokens,
+        b.law_tokens,
         b.copied_rows,
         b.num_speculative_tokens,
     )
@@ -333,3 +342,11 @@ def _logit_tokens(tokens: int, vocab_size: int, engine: EngineConfig) -> int:
     if engine.numerics == "invariant":
         return engine.token_bucket
     return equal_chunk(tokens, engine.logit_bytes // (4 * vocab_size))
+
+
+def _law_tokens(
+    rows: int, num_nodes: int, vocab_size: int, engine: EngineConfig
+) -> int:
+    """Returns the nodes that rules decide at once: those of whole rows."""
+    at_once = max(engine.logit_bytes // (4 * vocab_size * num_nodes), 1)
+    return equal_chunk(rows, at_once) * num_nodes

@@ -1,11 +1,20 @@
-"""Settled before the first request: a device with less memory than was thought."""
+"""Settled before the first request: what fits, and a device with less than was thought."""
+
+import types
 
 import jax
 import pytest
+from helpers import tiny_llama
 
-from specjax.config import EngineConfig
+from specjax import planning
+from specjax.config import VERIFICATION_RULES, EngineConfig
+from specjax.decode.abstract import AbstractDecoder
 from specjax.decode.decoder import Decoder
+from specjax.engine.compiled_memory import burst_bucket, compile_bucket
+from specjax.engine.memory_model import MemoryLimits, plan_memory
+from specjax.engine.workspace_fit import BURST, Bucket, BucketMemory
 from specjax.setup import FEWER_PAGES, Setup
+from specjax.types import BLOCK, SEEDED
 
 NUM_PAGES = 100
 
@@ -39,6 +48,32 @@ def test_pages_that_do_not_fit_become_fewer(setup, monkeypatch):
     loop.scheduler.check()
 
 
+def memory_plan(num_pages):
+    """Returns a plan of ample memory, and pages that are fewer than rows can hold."""
+    limits = MemoryLimits(
+        free_bytes=10**9, page_size=16, rows=32, max_context=64, num_pages=num_pages
+    )
+    step = BucketMemory(
+        bucket=Bucket(kind=BURST, rows=32, tokens=32),
+        argument_bytes=0,
+        output_bytes=0,
+        temp_bytes=10**6,
+        alias_bytes=0,
+        code_bytes=0,
+    )
+    return plan_memory(limits, 256, [step])
+
+
+def test_fewer_pages_close_the_gate_earlier(setup, monkeypatch):
+    plan = memory_plan(NUM_PAGES)
+    monkeypatch.setattr(Setup, "memory", plan)
+    assert plan.gate_tokens == int(0.75 * NUM_PAGES * 16)
+    with pytest.warns(UserWarning, match="pages do not fit"):
+        loop = loop_of(setup, monkeypatch, most_pages=60)
+    assert loop.scheduler.pools[0].num_pages == 56
+    assert loop.gate_tokens == int(0.75 * 56 * 16)
+
+
 def test_too_few_for_one_request_are_not_tried(setup, monkeypatch):
     needed = setup.standing_sizes().pages_per_row
     with (
@@ -51,3 +86,70 @@ def test_too_few_for_one_request_are_not_tried(setup, monkeypatch):
 def test_another_error_is_not_taken_for_memory(setup, monkeypatch):
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
         loop_of(setup, monkeypatch, most_pages=0, message="INTERNAL: other")
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """Plans that are asked for, and not made."""
+    asked = []
+
+    def make_plan(request):
+        asked.append(request)
+        return types.SimpleNamespace(memory=memory_plan(NUM_PAGES), notes=())
+
+    monkeypatch.setattr(planning, "make_plan", make_plan)
+    return asked
+
+
+def test_what_steps_verify_by_is_planned_for(requests):
+    model = tiny_llama(0)
+    setup = Setup.of(
+        model,
+        drafter=model,
+        num_speculative_tokens=3,
+        speculative_config={"max_drafts_per_step": 4},
+        engine=EngineConfig(memory_bytes=10**9),
+    )
+    assert setup.for_rules([SEEDED, BLOCK]).memory is not None
+    assert requests[0].rules == (BLOCK,)
+    assert requests[0].max_drafts == 4
+    decoder = planning._decoder(requests[0], 1, 64)
+    assert decoder.rules == (BLOCK,)
+    assert decoder.max_drafts == 4
+    assert setup.for_rules([SEEDED]).memory is not None
+    assert requests[1].rules == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "verification, more",
+    [("seeded", {}), ("block", {}), ("seeded", {"max_drafts_per_step": 4})],
+)
+def test_steps_are_planned_with_the_rules_that_they_verify_by(verification, more):
+    """Rules by law hold more arrays of logits; few drafts need fewer."""
+    model = tiny_llama(0, vocab_size=8192, num_layers=1)
+    setup = Setup.of(
+        model,
+        drafter=model,
+        verification=verification,
+        num_speculative_tokens=3,
+        speculative_config=more,
+        engine=EngineConfig(
+            memory_bytes=10**9, max_rows=4, row_buckets=(), max_context=64
+        ),
+    )
+    rules = [VERIFICATION_RULES.index(verification)]
+    setup = setup.for_rules(rules)
+    real = setup.decoder(setup.standing_sizes(), rules)
+    alike = AbstractDecoder(
+        real.config,
+        real.drafter,
+        real.sizes,
+        real.engine_config,
+        rules=real.rules,
+        rule_options=real.rule_options,
+        max_drafts=real.max_drafts,
+    )
+    needed = compile_bucket(alike, burst_bucket(alike, 3)).workspace_bytes
+    assert setup.memory is not None
+    assert needed <= setup.memory.workspace_bytes <= 1.02 * needed

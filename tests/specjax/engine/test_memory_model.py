@@ -1,5 +1,6 @@
 """Pages, limits and the gate: figures counted by hand, and the edges of the formulas."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -183,6 +184,19 @@ def test_rows_that_are_taken_out_and_put_back_cost_their_copies():
     ]
     fit = fit_workspaces(samples)
     assert fit(burst(4, 1, 0, copied=4).bucket) == pytest.approx(800 + 20_000, rel=0.01)
+
+
+def test_what_rules_compare_is_counted_beside_the_logits():
+    def by_rule(rows, k):
+        own = burst(rows, k, 0).bucket
+        law = own.tokens if k else 0
+        bucket = dataclasses.replace(own, law_tokens=law)
+        return memory(bucket, 500 * own.tokens + 600 * law)
+
+    fit = fit_workspaces([by_rule(rows, k) for rows in (2, 8) for k in (0, 3)])
+    for rows, k in ((4, 0), (4, 1), (8, 2)):
+        expected = by_rule(rows, k).scratch_bytes
+        assert fit.scratch(by_rule(rows, k).bucket) == pytest.approx(expected)
 
 
 def test_nothing_to_fit():
