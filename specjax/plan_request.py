@@ -92,6 +92,12 @@ class PlanRequest:
         return 0 if isinstance(self.drafter, NoDrafter) else self.num_speculative_tokens
 
     @property
+    def tree_slots(self) -> int:
+        """Slots that a row's nodes take past its last token; 0 for chains."""
+        answer = getattr(self.drafter, "tree_slots", lambda depth: 0)
+        return answer(self.most_drafted)
+
+    @property
     def limits_memory(self) -> int | None:
         """Bytes of one device that all may take; None is not known."""
         if self.engine.memory_bytes is not None:

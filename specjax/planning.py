@@ -175,14 +175,15 @@ def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractD
     target = dataclasses.replace(
         request.target, num_layers=num_layers, layer_windows=windows
     )
-    tree_slots = request.drafter.tree_slots(request.most_drafted)
     sizes = Sizes(
         rows=engine.max_rows,
         page_size=engine.page_size,
         num_pages=num_pages,
-        pages_per_row=-(-(request.max_context + tree_slots) // engine.page_size),
+        pages_per_row=-(
+            -(request.max_context + request.tree_slots) // engine.page_size
+        ),
         burst_steps=engine.burst_steps,
-        tree_slots=tree_slots,
+        tree_slots=request.tree_slots,
         dtype=jnp.dtype(request.dtype),
     )
     return AbstractDecoder(
@@ -253,6 +254,7 @@ def _memory(
         batch_safety_margin=engine.batch_safety_margin,
         speculation_weight_fraction=engine.speculation_weight_fraction,
         num_pages=engine.num_pages,
+        tree_slots=request.tree_slots,
     )
     memory = plan_memory(
         limits,

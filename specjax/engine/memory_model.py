@@ -131,10 +131,16 @@ class MemoryLimits:
     batch_safety_margin: float = 20.0  # percent of the free bytes
     speculation_weight_fraction: float = 0.75  # of the weight limit
     num_pages: int | None = None  # asked for: overrides all
+    tree_slots: int = 0  # tokens that a row needs past its last, for nodes of a tree
 
     @property
     def pages_per_row(self) -> int:
-        return -(-self.max_context // self.page_size)
+        return -(-(self.max_context + self.tree_slots) // self.page_size)
+
+    @property
+    def waste_per_row(self) -> int:
+        """Most tokens of its pages that a row leaves empty: of the last one, and a tree's."""
+        return self.page_size - 1 + self.tree_slots
 
     def __post_init__(self):
         if self.free_bytes <= 0:
@@ -229,9 +235,10 @@ def recommended_margin(
     """Returns the least margin, in percent of the free bytes, that keeps the weight limit true.
 
     A batch of the weight limit must find pages though every row leaves part of its last one
-    empty, and the largest prefill must find its workspace beside the pool:
+    empty, and room for a tree, and the largest prefill must find its workspace beside the
+    pool:
 
-        margin >= 1 - n1 x (tokens of the pool - rows x (page_size - 1)) / free,
+        margin >= 1 - n1 x (tokens of the pool - rows x waste_per_row) / free,
                                                unless the pool holds all that rows can
         margin >= 1 - (1 - pool / free) / (1 - c / a1)      where the pool leaves too little
 
@@ -242,7 +249,7 @@ def recommended_margin(
     """
     free, least = limits.free_bytes, 0.0
     if num_pages < limits.rows * limits.pages_per_row:
-        usable = num_pages * limits.page_size - limits.rows * (limits.page_size - 1)
+        usable = num_pages * limits.page_size - limits.rows * limits.waste_per_row
         least = 1 - next_token * usable / free
     left = free - num_pages * limits.page_size * bytes_per_token
     pages_of_prefill = bytes_per_token / prefill.linear

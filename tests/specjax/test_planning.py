@@ -15,6 +15,7 @@ from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
 from specjax.engine import compiled_memory
 from specjax.engine.workspace_fit import BURST, MIXED, PREFILL, BucketMemory
 from specjax.plan_request import PlanRequest, find_config, find_device, find_drafter
+from specjax.trees.static_shapes import from_widths
 
 COPIED = [0.0]  # of the pool, by the steps of `compiled_by_rule`
 KEYS = {
@@ -39,8 +40,8 @@ def request_of(device="gpu:h100", drafter="llama-3.1-8b-eagle3-sized", **changes
     given = dict(
         target=find_config("llama-3.1-8b"),
         target_name="llama-3.1-8b",
-        drafter=find_drafter(drafter),
-        drafter_name=drafter,
+        drafter=find_drafter(drafter) if isinstance(drafter, str) else drafter,
+        drafter_name=str(drafter),
         device=find_device(device),
         dtype="bfloat16",
         num_speculative_tokens=4,
@@ -86,6 +87,22 @@ def test_the_8b_counted_by_hand(compiled_by_rule):
     step = 2_000_000 * 64 * 5 + 5000 * 32
     code = 1000 * 32 * len(plan.compiled.buckets)
     assert plan.memory.workspace_bytes == pytest.approx(step + code, rel=1e-6)
+
+
+def test_trees_are_planned_with_their_slots(compiled_by_rule):
+    shape = from_widths([2, 2])  # 6 drafts
+    request = request_of(
+        target=find_config("demo"),
+        drafter=ModelDrafter(find_config("demo-draft"), shape=shape),
+        num_speculative_tokens=2,
+        engine=EngineConfig(max_rows=4, max_context=64, row_buckets=()),
+    )
+    assert request.tree_slots == 6
+    memory = planning.make_plan(request).memory
+    assert memory.num_pages == 4 * 5
+    decoder = planning._decoder(request, 1, 64)
+    assert decoder.sizes.pages_per_row == 5
+    assert decoder.sizes.tree_slots == 6
 
 
 def test_layers_are_extrapolated_and_the_rest_fitted(compiled_by_rule):

@@ -287,6 +287,19 @@ def test_rows_that_cannot_fill_the_memory_get_no_more_pages_than_they_can_hold()
     assert plan.recommended_batch_safety_margin == SAFETY_POINTS
 
 
+def test_rows_have_room_for_a_tree_past_their_last_token():
+    chains, trees = limits(max_context=95), limits(max_context=95, tree_slots=12)
+    assert chains.pages_per_row == 10
+    assert trees.pages_per_row == 11
+    assert plan_memory(trees, 100, [burst(4, 0, 1000)]).num_pages == 4 * 11
+    # 4 x (9 + 160) tokens of 8,000 are 8.45 %; rounded up, and 5 points.
+    plan = plan_memory(
+        limits(max_context=5000, tree_slots=160), 100, [burst(4, 3, 200_000)]
+    )
+    assert plan.num_pages == 800
+    assert plan.recommended_batch_safety_margin == 5 + 9
+
+
 def test_a_prefill_larger_than_every_burst_leaves_fewer_pages():
     """XLA's pool lies there while a prefill runs: what prefills take is not for pages."""
     small = plan_memory(limits(max_context=5000), 100, [burst(4, 0, 200_000)])
