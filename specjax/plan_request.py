@@ -50,6 +50,7 @@ class PlanRequest:
       acceptance_rate: how often a draft token stands, assumed where K is chosen.
       rules, rule_options: that steps verify by, beyond equality.
       max_drafts: most draft tokens that a step verifies; None is all.
+      drafter_dtype: of the drafter's weights; None is that of the target and of the pages.
     """
 
     target: ModelConfig
@@ -64,6 +65,7 @@ class PlanRequest:
     rules: tuple[int, ...] = ()
     rule_options: RuleOptions = NO_OPTIONS
     max_drafts: int | None = None
+    drafter_dtype: Any = None
 
     def __post_init__(self):
         if not 0 <= self.acceptance_rate <= 1:

@@ -194,6 +194,7 @@ def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractD
         rules=request.rules,
         rule_options=request.rule_options,
         max_drafts=request.max_drafts,
+        drafter_dtype=request.drafter_dtype,
         mesh=request.device.mesh,
     )
 

@@ -18,6 +18,7 @@ from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, Sizes, build_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.engine import cost_files
+from specjax.engine.device_memory import available_bytes, bytes_on
 from specjax.engine.goodput import Goodput
 from specjax.engine.loop import Loop
 from specjax.engine.memory_model import MemoryPlan
@@ -176,13 +177,36 @@ class Setup:
         )
 
     def with_reported_memory(self) -> Setup:
-        """Returns a setup whose memory_bytes are the device's, where it says how many it has."""
-        stats = jax.local_devices()[0].memory_stats() or {}
-        reported = stats.get("bytes_limit")
-        if self.engine.memory_bytes is not None or reported is None:
+        """Returns a setup whose memory_bytes are those of the device that nobody else holds.
+
+        The fewest of a mesh's; none where a device does not say how many it has.
+        """
+        if self.engine.memory_bytes is not None:
             return self
-        engine = dataclasses.replace(self.engine, memory_bytes=int(reported))
+        found = [
+            available_bytes(device, bytes_on(device, self._weights_in_place))
+            for device in self._devices
+        ]
+        known = [available for available in found if available is not None]
+        if len(known) < len(found):
+            return self
+        engine = dataclasses.replace(self.engine, memory_bytes=min(known))
         return dataclasses.replace(self, engine=engine)
+
+    @property
+    def _devices(self) -> list[Any]:
+        """Of this process, those that it runs on."""
+        mesh = self.mesh
+        return jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
+
+    @property
+    def _weights_in_place(self) -> list[Any]:
+        """The weights that lie where they are used: others are copied there and stay beside."""
+        leaves, mesh = jax.tree.leaves(self.params), self.mesh
+        if mesh is None:
+            return leaves
+        devices = set(mesh.devices.flat)
+        return [x for x in leaves if getattr(x, "devices", set)() == devices]
 
     @functools.cached_property
     def memory(self) -> MemoryPlan | None:
@@ -210,6 +234,7 @@ class Setup:
                 rules=self.rules,
                 rule_options=_rule_options(self.speculation),
                 max_drafts=self._max_drafts(self.engine.max_rows),
+                drafter_dtype=_dtype_of(self.drafter.params),
             )
         )
         for warning in plan.notes:
@@ -218,7 +243,7 @@ class Setup:
 
     @property
     def _dtype(self) -> Any:
-        return jax.tree.leaves(self.target.params)[0].dtype
+        return _dtype_of(self.target.params)
 
     @property
     def _sized_engine(self) -> EngineConfig:
@@ -336,6 +361,12 @@ def _with_depth(config: SpeculationConfig, drafter: LoadedDrafter) -> Speculatio
         is_asked_for = config.num_speculative_tokens is not None or config.has_tree
         depth = min(depth, drafter.max_depth) if is_asked_for else drafter.max_depth
     return dataclasses.replace(config, num_speculative_tokens=depth)
+
+
+def _dtype_of(params: Any) -> Any:
+    """Returns the dtype of weights, None where there are none."""
+    leaves = jax.tree.leaves(params)
+    return leaves[0].dtype if leaves else None
 
 
 def _rule_options(config: SpeculationConfig) -> RuleOptions:

@@ -89,6 +89,15 @@ def test_the_8b_counted_by_hand(compiled_by_rule):
     assert plan.memory.workspace_bytes == pytest.approx(step + code, rel=1e-6)
 
 
+def test_a_drafter_counts_in_its_own_dtype(compiled_by_rule):
+    alike = planning.make_plan(request_of())
+    wider = planning.make_plan(request_of(drafter_dtype="float32"))
+    assert wider.weights_bytes == alike.weights_bytes + 2 * 743_452_672
+    assert wider.resident_bytes == alike.resident_bytes + 2 * 743_452_672
+    # Its pages are of the target's dtype.
+    assert wider.drafter_bytes_per_token == alike.drafter_bytes_per_token
+
+
 def test_trees_are_planned_with_their_slots(compiled_by_rule):
     shape = from_widths([2, 2])  # 6 drafts
     request = request_of(

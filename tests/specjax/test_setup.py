@@ -1,16 +1,20 @@
 """Settled before the first request: what fits, and a device with less than was thought."""
 
+import dataclasses
 import types
 
 import jax
+import numpy as np
 import pytest
 from helpers import tiny_llama
+from jax.sharding import Mesh
 
 from specjax import planning
 from specjax.config import VERIFICATION_RULES, EngineConfig
 from specjax.decode.abstract import AbstractDecoder
 from specjax.decode.decoder import Decoder
 from specjax.engine.compiled_memory import burst_bucket, compile_bucket
+from specjax.engine.device_memory import bytes_on
 from specjax.engine.memory_model import MemoryLimits, plan_memory
 from specjax.engine.workspace_fit import BURST, Bucket, BucketMemory
 from specjax.setup import FEWER_PAGES, Setup
@@ -118,6 +122,51 @@ def test_what_steps_verify_by_is_planned_for(requests):
     assert decoder.max_drafts == 4
     assert setup.for_rules([SEEDED]).memory is not None
     assert requests[1].rules == ()
+
+
+def reporting(monkeypatch, stats):
+    """Makes setups run on a device of some memory_stats(), where the weights lie."""
+    device = types.SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(Setup, "_devices", [device])
+    monkeypatch.setattr("specjax.setup.bytes_on", lambda device, arrays: 1000)
+
+
+@pytest.mark.parametrize(
+    "stats, expected",
+    [
+        (None, None),
+        ({}, None),
+        ({"bytes_limit": 9000}, 9000),
+        ({"bytes_limit": 9000, "bytes_in_use": 1000}, 9000),
+        ({"bytes_limit": 9000, "bytes_in_use": 3500}, 6500),
+        ({"bytes_limit": 9000, "bytes_in_use": 400}, 9000),
+    ],
+)
+def test_what_others_hold_of_a_device_is_not_ours(setup, monkeypatch, stats, expected):
+    reporting(monkeypatch, stats)
+    assert setup.with_reported_memory().engine.memory_bytes == expected
+
+
+def test_bytes_that_were_given_are_kept(setup, monkeypatch):
+    reporting(monkeypatch, {"bytes_limit": 9000})
+    engine = dataclasses.replace(setup.engine, memory_bytes=7000)
+    given = dataclasses.replace(setup, engine=engine)
+    assert given.with_reported_memory().engine.memory_bytes == 7000
+
+
+def test_weights_of_a_setup_count_once_and_where_they_are_used():
+    first, second = jax.devices()[:2]
+    model = tiny_llama(0)
+    params = jax.device_put(model.params, first)
+    model = dataclasses.replace(model, params=params)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    both = Setup.of(model, drafter=model)
+    assert bytes_on(first, both._weights_in_place) == size
+    assert bytes_on(second, both._weights_in_place) == 0
+    # Split weights are copies; the whole ones stay on the first device beside them.
+    mesh = Mesh(np.array([first, second]), ("tensor",))
+    split = Setup.of(model, mesh=mesh)
+    assert bytes_on(first, split._weights_in_place) == 0
 
 
 @pytest.mark.slow
