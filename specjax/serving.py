@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from specjax.config import (
 )
 from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.loop import Loop
+from specjax.engine.memory_model import MemoryPlan
 from specjax.engine.request import AcceptanceCounts, Request
 from specjax.engine.speculation_policy import SpeculationPolicy
 from specjax.models.base import Model
@@ -91,6 +93,7 @@ class Engine:
             policy,
             on_progress=self._progress.report,
         )
+        self._memory_watch = setup.memory_watch(self._loop)
         self._decoder = self._loop.decoder
         self._records = self._loop.records
         self._compile_s_before = self._decoder.compile_s
@@ -250,6 +253,17 @@ class Engine:
                 num_preemptions=totals.num_preemptions,
             )
 
+    @property
+    def memory(self) -> MemoryPlan | None:
+        """Pages, weight limit and gate that were planned, and what steps were seen to take.
+
+        None without memory_bytes, on a device that does not say how many it has.
+        """
+        plan, watch = self._setup.memory, self._memory_watch
+        if plan is None or watch is None:
+            return None
+        return dataclasses.replace(plan, measured_workspace=watch.measured_workspace)
+
     def close(self) -> None:
         """Ends all requests and gives the memory of the pages back. May be called twice.
 
@@ -312,6 +326,8 @@ class Engine:
                 self._totals.num_preemptions = loop.num_preemptions
             self._hand_out(moved)
             self._take_in()
+            if self._memory_watch is not None:
+                self._memory_watch.look()
 
     def _advance_for(self, request_id: int) -> None:
         """Steps until a streamed request has something, or is over; others may have stepped for it."""

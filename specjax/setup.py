@@ -18,7 +18,7 @@ from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, Sizes, build_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.engine import cost_files
-from specjax.engine.device_memory import available_bytes, bytes_on
+from specjax.engine.device_memory import MemoryWatch, available_bytes, bytes_on
 from specjax.engine.goodput import Goodput
 from specjax.engine.loop import Loop
 from specjax.engine.memory_model import MemoryPlan
@@ -156,6 +156,13 @@ class Setup:
         fraction = self.engine.speculation_weight_fraction
         of_pool = int(fraction * sizes.num_pages * sizes.page_size)
         return min(self.memory.gate_tokens, of_pool)
+
+    def memory_watch(self, loop: Loop) -> MemoryWatch | None:
+        """Returns what looks at the devices of a loop whose state is placed; None without a plan."""
+        if self.memory is None:
+            return None
+        planned = self.memory.planned_workspace(loop.decoder.sizes.num_pages)
+        return MemoryWatch(self._devices, planned)
 
     def requests(
         self, prompts: Sequence[Any], sampling: Any

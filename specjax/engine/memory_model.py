@@ -180,12 +180,18 @@ class MemoryPlan:
     batch_safety_margin: float
     recommended_batch_safety_margin: int
     warnings: tuple[str, ...] = ()
+    # Bytes that steps were seen to take on the device; None: it does not say, or not yet.
+    measured_workspace: int | None = None
 
     @property
     def most_tokens(self) -> int:
         """Tokens of a batch of the weight limit; never more than the pool holds."""
         by_weight = math.floor(self.weight_limit / self.next_token * (1 + 1e-12))
         return min(by_weight, self.num_pages * self.page_size)
+
+    def planned_workspace(self, num_pages: int) -> float:
+        """Returns the bytes that steps may take beside so many pages, copies of them included."""
+        return self.workspace_bytes + self.copied_per_token * self.page_size * num_pages
 
     def weight(self, tokens: int) -> float:
         """Returns the weight in bytes of a batch of so many tokens."""

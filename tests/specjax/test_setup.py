@@ -6,11 +6,12 @@ import types
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_llama
+from helpers import ENGINE, tiny_llama
 from jax.sharding import Mesh
 
+import specjax
 from specjax import planning
-from specjax.config import VERIFICATION_RULES, EngineConfig
+from specjax.config import VERIFICATION_RULES, EngineConfig, SamplingParams
 from specjax.decode.abstract import AbstractDecoder
 from specjax.decode.decoder import Decoder
 from specjax.engine.compiled_memory import burst_bucket, compile_bucket
@@ -167,6 +168,25 @@ def test_weights_of_a_setup_count_once_and_where_they_are_used():
     mesh = Mesh(np.array([first, second]), ("tensor",))
     split = Setup.of(model, mesh=mesh)
     assert bytes_on(first, split._weights_in_place) == 0
+
+
+def test_an_engine_says_what_its_steps_took(monkeypatch):
+    stats = {"bytes_in_use": 5000, "peak_bytes_in_use": 5000}
+    plan = dataclasses.replace(memory_plan(NUM_PAGES), workspace_bytes=700)
+    reporting(monkeypatch, stats)
+    monkeypatch.setattr(Setup, "memory", plan)
+    with specjax.Engine(tiny_llama(0), engine=ENGINE) as engine:
+        assert engine.memory == plan
+        engine.add([1, 2, 3], SamplingParams(max_tokens=4))
+        stats["peak_bytes_in_use"] = 5800
+        with pytest.warns(UserWarning, match="steps were seen to take"):
+            engine.step()
+        assert engine.memory.measured_workspace == 800
+
+
+def test_steps_that_copy_the_pool_may_take_as_much():
+    plan = dataclasses.replace(memory_plan(NUM_PAGES), copied_per_token=10.0)
+    assert plan.planned_workspace(50) == 10**6 + 10 * 16 * 50
 
 
 @pytest.mark.slow
