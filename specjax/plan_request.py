@@ -51,6 +51,7 @@ class PlanRequest:
       rules, rule_options: that steps verify by, beyond equality.
       max_drafts: most draft tokens that a step verifies; None is all.
       drafter_dtype: of the drafter's weights; None is that of the target and of the pages.
+      chooses_rows: whether the policy chooses row buckets where the engine names none.
     """
 
     target: ModelConfig
@@ -66,6 +67,7 @@ class PlanRequest:
     rule_options: RuleOptions = NO_OPTIONS
     max_drafts: int | None = None
     drafter_dtype: Any = None
+    chooses_rows: bool = True
 
     def __post_init__(self):
         if not 0 <= self.acceptance_rate <= 1:

@@ -138,6 +138,7 @@ def make_plan(
         (target_page / layers, drafter_page),
         depths,
         on_progress,
+        chooses_rows=request.chooses_rows,
     )
     ratio = compiled.pages_ratio
     target_c, drafter_c = (

@@ -86,7 +86,7 @@ class Engine:
         for name in names:
             setup.drafter.check_rule(name)
         self._rules = [VERIFICATION_RULES.index(name) for name in names]
-        self._setup = setup = setup.for_rules(self._rules)
+        self._setup = setup = setup.for_run(self._rules, policy)
         self._loop: Loop | None = setup.loop(
             setup.standing_sizes(),
             self._rules,

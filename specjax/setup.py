@@ -45,6 +45,8 @@ class Setup:
     engine: EngineConfig
     mesh: Mesh | None
     rules: tuple[int, ...] = ()  # beyond equality, that memory is planned for
+    # Whether memory is planned for a policy that chooses row buckets; None: the config's.
+    chooses_rows: bool | None = None
 
     @classmethod
     def of(
@@ -67,9 +69,15 @@ class Setup:
         )
         return cls(model, loaded, speculation, engine or EngineConfig(), mesh)
 
-    def for_rules(self, rules: Iterable[int]) -> Setup:
-        """Returns a setup whose memory is planned for steps that know some rules."""
-        return dataclasses.replace(self, rules=self.drafter.effective_rules(rules))
+    def for_run(
+        self, rules: Iterable[int], policy: SpeculationPolicy | None = None
+    ) -> Setup:
+        """Returns a setup whose memory is planned for some rules and a policy; None: the config's."""
+        chooses_rows = None
+        if policy is not None:
+            chooses_rows = getattr(policy, "chooses_rows", False)
+        rules = self.drafter.effective_rules(rules)
+        return dataclasses.replace(self, rules=rules, chooses_rows=chooses_rows)
 
     @property
     def params(self) -> DecoderParams:
@@ -77,14 +85,12 @@ class Setup:
 
     def policy(self, decoder: Decoder) -> SpeculationPolicy:
         """Returns what chooses K: the config's table, goodput, or a fixed K."""
-        config = self.speculation
+        config, kind = self.speculation, self._policy_kind(decoder.rules)
         table, most = config.num_speculative_tokens_per_batch_size, config.depth
-        # Under rules by law the text depends on K: the same seed gives it again only if
-        # K does not follow the clock.
-        is_fixed = config.policy == "fixed" or (decoder.rules and not config.policy)
-        if table is not None and most and not config.policy:
+        if kind is Table:
+            assert table is not None
             return Table(table, most)
-        if not most or is_fixed:
+        if kind is Fixed:
             return Fixed(most)
         costs = StepCosts({k: self.drafter.num_nodes(k) for k in range(most + 1)})
         cost_files.load(decoder, costs)
@@ -99,6 +105,17 @@ class Setup:
             ),
             knows_confidence=self.drafter.has_probs,
         )
+
+    def _policy_kind(self, rules: Sequence[int]) -> type[Table | Fixed | Goodput]:
+        """Returns which policy the config asks for, for steps that know some rules."""
+        config = self.speculation
+        has_table = config.num_speculative_tokens_per_batch_size is not None
+        # Under rules by law the text depends on K: the same seed gives it again only if
+        # K does not follow the clock.
+        is_fixed = config.policy == "fixed" or (rules and not config.policy)
+        if has_table and config.depth and not config.policy:
+            return Table
+        return Fixed if not config.depth or is_fixed else Goodput
 
     def loop(
         self,
@@ -242,11 +259,18 @@ class Setup:
                 rule_options=_rule_options(self.speculation),
                 max_drafts=self._max_drafts(self.engine.max_rows),
                 drafter_dtype=_dtype_of(self.drafter.params),
+                chooses_rows=self._plans_row_buckets,
             )
         )
         for warning in plan.notes:
             warnings.warn(warning, stacklevel=2)
         return plan.memory
+
+    @property
+    def _plans_row_buckets(self) -> bool:
+        if self.chooses_rows is not None:
+            return self.chooses_rows
+        return self._policy_kind(self.rules).chooses_rows
 
     @property
     def _dtype(self) -> Any:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 
+from specjax.bucket import standing_row_buckets
 from specjax.config import EngineConfig
 from specjax.decode.abstract import AbstractDecoder
 from specjax.decode.buckets import equal_chunk, round_up
@@ -88,14 +89,20 @@ def mixed_bucket(decoder: AbstractDecoder, width: int) -> Bucket:
     )
 
 
-def engine_buckets(decoder: AbstractDecoder, depths: Sequence[int]) -> list[Bucket]:
+def engine_buckets(
+    decoder: AbstractDecoder, depths: Sequence[int], *, chooses_rows: bool = False
+) -> list[Bucket]:
     """Returns every step that an engine may run.
 
     Args:
       depths: each K that its policy may choose, 0 included.
+      chooses_rows: whether its policy chooses row buckets where none are named.
     """
     rows, engine = decoder.sizes.rows, decoder.engine_config
-    smaller = (b for b in engine.row_buckets or () if b < rows)
+    named = engine.row_buckets
+    if named is None:
+        named = standing_row_buckets(rows) if chooses_rows else ()
+    smaller = (b for b in named if b < rows)
     row_buckets = sorted({rows, *smaller})
     bursts = [burst_bucket(decoder, k, b) for b in row_buckets for k in depths]
     places = min(PLACES, rows)
@@ -169,6 +176,8 @@ def compile_memory(
     page_bytes: tuple[float, float],
     depths: Sequence[int],
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    *,
+    chooses_rows: bool = False,
 ) -> CompiledMemory:
     """Compiles some steps of few layers, and says what all steps of all layers need.
 
@@ -178,11 +187,12 @@ def compile_memory(
       page_bytes: of a page on one chip as counted, of one layer of the target and of all
         of the drafter.
       depths: each K that may be chosen, 0 included.
+      chooses_rows: as of `engine_buckets`.
     """
     is_few = num_layers <= MORE_LAYERS
     layers = num_layers if is_few else FEW_LAYERS
     decoder, larger = make_decoder(layers, FEW_PAGES), make_decoder(layers, MORE_PAGES)
-    buckets = engine_buckets(decoder, depths)
+    buckets = engine_buckets(decoder, depths, chooses_rows=chooses_rows)
     chosen = sampled_buckets(buckets)
     done, total = 0, len(chosen) + (1 if is_few else 2)
 

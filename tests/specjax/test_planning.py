@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from configs.devices import DEVICES
 from specjax import batch_size_table, plan_report, planning
+from specjax.bucket import standing_row_buckets
 from specjax.config import EngineConfig
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
 from specjax.engine import compiled_memory
@@ -156,6 +157,24 @@ def test_every_step_of_an_engine_is_planned_and_few_are_compiled(compiled_by_rul
     assert kinds.count(PREFILL) == 3
     assert kinds.count(MIXED) == 2
     assert len(compiled.samples) == 4 + 3 + 1
+
+
+def test_row_buckets_that_nobody_named_are_those_that_the_policy_chooses_from(
+    compiled_by_rule,
+):
+    engine = EngineConfig(max_rows=12, max_context=8192)
+    counts = lambda **changes: {
+        memory.bucket.rows
+        for memory in planning.make_plan(
+            request_of(engine=engine, **changes)
+        ).compiled.buckets
+        if memory.bucket.kind == BURST
+    }
+    assert counts() == {1, 2, 4, 8, 12}
+    assert counts(chooses_rows=False) == {12}
+    assert standing_row_buckets(8) == [1, 2, 4, 8]
+    assert standing_row_buckets(24, 4) == [4, 8, 16]
+    assert standing_row_buckets(1) == [1]
 
 
 def test_logits_in_chunks_count_once(compiled_by_rule):

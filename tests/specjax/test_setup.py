@@ -16,7 +16,9 @@ from specjax.decode.abstract import AbstractDecoder
 from specjax.decode.decoder import Decoder
 from specjax.engine.compiled_memory import burst_bucket, compile_bucket
 from specjax.engine.device_memory import bytes_on
+from specjax.engine.goodput import Goodput
 from specjax.engine.memory_model import MemoryLimits, plan_memory
+from specjax.engine.speculation_policy import Fixed
 from specjax.engine.workspace_fit import BURST, Bucket, BucketMemory
 from specjax.setup import FEWER_PAGES, Setup
 from specjax.types import BLOCK, SEEDED
@@ -115,14 +117,47 @@ def test_what_steps_verify_by_is_planned_for(requests):
         speculative_config={"max_drafts_per_step": 4},
         engine=EngineConfig(memory_bytes=10**9),
     )
-    assert setup.for_rules([SEEDED, BLOCK]).memory is not None
+    assert setup.for_run([SEEDED, BLOCK]).memory is not None
     assert requests[0].rules == (BLOCK,)
     assert requests[0].max_drafts == 4
     decoder = planning._decoder(requests[0], 1, 64)
     assert decoder.rules == (BLOCK,)
     assert decoder.max_drafts == 4
-    assert setup.for_rules([SEEDED]).memory is not None
+    assert setup.for_run([SEEDED]).memory is not None
     assert requests[1].rules == ()
+
+
+@pytest.mark.parametrize(
+    "speculation, policy, expected",
+    [
+        ({}, None, True),
+        ({"policy": "goodput"}, None, True),
+        ({"policy": "fixed"}, None, False),
+        ({"num_speculative_tokens_per_batch_size": [[1, 8, 2]]}, None, False),
+        ({"verification": "rejection"}, None, False),
+        ({"num_speculative_tokens": 0}, None, False),
+        ({}, Fixed(2), False),
+        ({"policy": "fixed"}, Goodput(2), True),
+    ],
+)
+def test_row_buckets_are_planned_where_the_policy_chooses_them(
+    requests, speculation, policy, expected
+):
+    model = tiny_llama(0)
+    setup = Setup.of(
+        model,
+        drafter=model,
+        speculative_config={"num_speculative_tokens": 2, **speculation},
+        engine=EngineConfig(memory_bytes=10**9),
+    )
+    rule = VERIFICATION_RULES.index(setup.speculation.verification)
+    setup = setup.for_run([rule], policy)
+    assert setup.memory is not None
+    assert requests[0].chooses_rows == expected
+    if policy is None:
+        decoder = setup.decoder(setup.standing_sizes(), [rule])
+        chosen = setup.policy(decoder)
+        assert chosen.chooses_rows == expected
 
 
 def reporting(monkeypatch, stats):
@@ -208,7 +243,7 @@ def test_steps_are_planned_with_the_rules_that_they_verify_by(verification, more
         ),
     )
     rules = [VERIFICATION_RULES.index(verification)]
-    setup = setup.for_rules(rules)
+    setup = setup.for_run(rules)
     real = setup.decoder(setup.standing_sizes(), rules)
     alike = AbstractDecoder(
         real.config,
