@@ -173,6 +173,7 @@ class MemoryPlan:
     weight_limit: int  # bytes
     num_pages: int
     page_size: int
+    tree_slots: int  # tokens that a row needs past its last
     gate_tokens: int  # most tokens of a batch that speculates
     workspace_bytes: (
         int  # of the largest step, copies of the pool left out, and the code of all
@@ -185,7 +186,10 @@ class MemoryPlan:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of a batch of the weight limit; never more than the pool holds."""
+        """Tokens of a batch of the weight limit; never more than the pool holds.
+
+        Where rows leave parts of their pages empty it holds fewer: `rows_of_context`.
+        """
         by_weight = math.floor(self.weight_limit / self.next_token * (1 + 1e-12))
         return min(by_weight, self.num_pages * self.page_size)
 
@@ -202,8 +206,12 @@ class MemoryPlan:
         return tokens <= self.gate_tokens
 
     def rows_of_context(self, context: int, most_rows: int) -> int:
-        """Returns how many rows of `context` tokens each fit within the weight limit."""
-        return min(self.most_tokens // context, most_rows)
+        """Returns how many rows of `context` tokens each fit within the weight limit.
+
+        And into the pool, in whole pages and with room for a tree.
+        """
+        pages = -(-(context + self.tree_slots) // self.page_size)
+        return min(self.most_tokens // context, self.num_pages // pages, most_rows)
 
 
 def next_token_coefficient(
@@ -327,6 +335,7 @@ def plan_memory(
         weight_limit=weight_limit,
         num_pages=num_pages,
         page_size=limits.page_size,
+        tree_slots=limits.tree_slots,
         gate_tokens=math.floor(gate * (1 + 1e-12)),
         workspace_bytes=workspace,
         batch_safety_margin=margin,

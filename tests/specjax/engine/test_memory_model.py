@@ -300,6 +300,18 @@ def test_rows_have_room_for_a_tree_past_their_last_token():
     assert plan.recommended_batch_safety_margin == 5 + 9
 
 
+def test_rows_take_whole_pages_and_room_for_a_tree():
+    steps = [burst(4, 3, 200_000)]
+    few = plan_memory(limits(max_context=5000, num_pages=30), 100, steps)
+    assert few.most_tokens == 300
+    assert few.rows_of_context(100, most_rows=4) == 3
+    assert few.rows_of_context(91, most_rows=4) == 3
+    assert few.rows_of_context(74, most_rows=4) == 3  # 8 pages each
+    trees = limits(max_context=5000, num_pages=30, tree_slots=9)
+    assert plan_memory(trees, 100, steps).rows_of_context(100, most_rows=4) == 2
+    assert plan_memory(trees, 100, steps).rows_of_context(61, most_rows=4) == 4
+
+
 def test_a_prefill_larger_than_every_burst_leaves_fewer_pages():
     """XLA's pool lies there while a prefill runs: what prefills take is not for pages."""
     small = plan_memory(limits(max_context=5000), 100, [burst(4, 0, 200_000)])
