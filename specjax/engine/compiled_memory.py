@@ -15,6 +15,7 @@ from specjax.decode.buckets import equal_chunk, round_up
 from specjax.engine.memory_model import bytes_per_token
 from specjax.engine.pool_copies import (
     PLAIN,
+    SPECULATING,
     PoolCopies,
     kinds_to_compile_twice,
     pool_copies,
@@ -214,8 +215,10 @@ def compile_memory(
     seen = {PLAIN: seen_per_page(first, again, more_pages)}
     array_bytes = of_layer * pages_ratio / 2  # of a page: keys, or values, of a layer
     copied = whole_arrays(seen[PLAIN], array_bytes)
-    if copied:
-        for few in kinds_to_compile_twice(samples):
+    for few in kinds_to_compile_twice(samples):
+        # On CPU pools are updated in place by all steps or none; elsewhere each burst tells.
+        is_first_look = step_kind(few.bucket) == SPECULATING and not _is_cpu(decoder)
+        if is_first_look or any(whole_arrays(s, array_bytes) for s in seen.values()):
             many = compile_one(larger, few.bucket, " for a larger pool")
             seen[step_kind(few.bucket)] = seen_per_page(few, many, more_pages)
     layer = _Layer()
@@ -339,8 +342,12 @@ def _predicted(
 
 def _known_bend(decoder: AbstractDecoder) -> float | None:
     """Returns up to how many tokens products are laid out otherwise, where that is known."""
-    is_cpu = decoder.device.platform == "cpu"
-    return MOST_TOKENS_FROM_THE_LEFT if is_cpu else None
+    return MOST_TOKENS_FROM_THE_LEFT if _is_cpu(decoder) else None
+
+
+def _is_cpu(decoder: AbstractDecoder) -> bool:
+    """Whether steps are compiled for CPU."""
+    return decoder.device.platform == "cpu"
 
 
 def _forward_tokens(tokens: int, engine: EngineConfig) -> int:

@@ -14,11 +14,13 @@ from specjax.bucket import standing_row_buckets
 from specjax.config import EngineConfig
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
 from specjax.engine import compiled_memory
+from specjax.engine.pool_copies import PLAIN, SPECULATING, step_kind
 from specjax.engine.workspace_fit import BURST, MIXED, PREFILL, BucketMemory
 from specjax.plan_request import PlanRequest, find_config, find_device, find_drafter
 from specjax.trees.static_shapes import from_widths
 
 COPIED = [0.0]  # of the pool, by the steps of `compiled_by_rule`
+COPYING = [None]  # the kind of step that does; None: all but prefills
 KEYS = {
     "weights_bytes",
     "bytes_per_token",
@@ -55,6 +57,11 @@ def request_of(device="gpu:h100", drafter="llama-3.1-8b-eagle3-sized", **changes
 def compiled_by_rule(monkeypatch):
     """Steps that need 2 MB per token with logits, 20 kB per other, 5 kB per layer."""
 
+    def copies(bucket):
+        if COPYING[0] is not None:
+            return step_kind(bucket) == COPYING[0]
+        return bucket.kind != PREFILL
+
     def compile_bucket(decoder, bucket):
         layers, sizes = decoder.config.num_layers, decoder.sizes
         page = 2 * 2 * 8 * 128 * sizes.page_size
@@ -68,7 +75,7 @@ def compiled_by_rule(monkeypatch):
             bucket=bucket,
             argument_bytes=10**9 + sizes.num_pages * page * (layers + drafted),
             output_bytes=0,
-            temp_bytes=scratch + (round(copied) if bucket.kind != PREFILL else 0),
+            temp_bytes=scratch + (round(copied) if copies(bucket) else 0),
             alias_bytes=0,
             code_bytes=1000 * layers,
         )
@@ -148,6 +155,21 @@ def test_copies_of_the_pool_are_counted_with_its_tokens(compiled_by_rule, monkey
         assert part in text
     # Each kind once more in a larger pool, and plain bursts of more layers.
     assert copying.compiled.num_executables == plain.compiled.num_executables + 4
+
+
+@pytest.mark.parametrize("is_cpu, ratio", [(False, 1.0), (True, 0.0)])
+def test_speculating_bursts_are_looked_at_though_plain_ones_copy_nothing(
+    compiled_by_rule, monkeypatch, is_cpu, ratio
+):
+    monkeypatch.setattr(f"{__name__}.COPIED", [1.0])
+    monkeypatch.setattr(f"{__name__}.COPYING", [SPECULATING])
+    monkeypatch.setattr(compiled_memory, "_is_cpu", lambda decoder: is_cpu)
+    copies = planning.make_plan(request_of()).compiled.copies
+    assert copies.seen[PLAIN] == 0
+    assert copies.ratio == pytest.approx(ratio)
+    assert set(copies.seen) == (
+        {PLAIN} if is_cpu else {PLAIN, SPECULATING, PREFILL, MIXED}
+    )
 
 
 def test_every_step_of_an_engine_is_planned_and_few_are_compiled(compiled_by_rule):
