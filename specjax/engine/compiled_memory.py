@@ -118,12 +118,13 @@ def engine_buckets(
 def sampled_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
     """Returns those to compile.
 
-    Bursts with fewest and most rows, at K = 0 and at the largest K; every prefill, which is
-    quick and differs by more than its tokens; of mixed steps the largest.
+    Bursts with fewest and most rows, at K = 0 and at the largest K, but none of one row,
+    which is laid out otherwise than more; every prefill, which is quick and differs by more
+    than its tokens; of mixed steps the largest.
     """
     bursts = [b for b in buckets if b.kind == BURST]
     ends = lambda values: {min(values), max(values)}
-    rows = ends([b.rows for b in bursts])
+    rows = ends([b.rows for b in bursts if b.rows > 1] or [1])
     depths = ends([b.num_speculative_tokens for b in bursts])
     chosen = [
         b for b in bursts if b.rows in rows and b.num_speculative_tokens in depths

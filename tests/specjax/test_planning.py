@@ -193,6 +193,8 @@ def test_row_buckets_that_nobody_named_are_those_that_the_policy_chooses_from(
         if memory.bucket.kind == BURST
     }
     assert counts() == {1, 2, 4, 8, 12}
+    samples = planning.make_plan(request_of(engine=engine)).compiled.samples
+    assert {s.bucket.rows for s in samples if s.bucket.kind == BURST} == {2, 12}
     assert counts(chooses_rows=False) == {12}
     assert standing_row_buckets(8) == [1, 2, 4, 8]
     assert standing_row_buckets(24, 4) == [4, 8, 16]
