@@ -205,7 +205,8 @@ class Setup:
 
         The fewest of a mesh's; none where a device does not say how many it has.
         """
-        if self.engine.memory_bytes is not None:
+        num_shards = sharding.axis_size(self.mesh, sharding.DATA)
+        if self.engine.memory_bytes is not None or num_shards > 1:
             return self
         found = [
             available_bytes(device, bytes_on(device, self._weights_in_place))
@@ -236,14 +237,23 @@ class Setup:
     def memory(self) -> MemoryPlan | None:
         """What fits into memory_bytes beside the weights; None where they are not given.
 
+        None over a mesh's data axis, too, where num_pages or kv_cache_bytes count; says so.
         Compiles some of the steps from shapes, which the compilation cache keeps.
 
         Raises:
           ValueError: nothing fits.
         """
         num_shards = sharding.axis_size(self.mesh, sharding.DATA)
-        if self.engine.memory_bytes is None or num_shards > 1:
-            return None  # over a data axis the pages are the user's to say
+        if self.engine.memory_bytes is None:
+            return None
+        if num_shards > 1:
+            warnings.warn(
+                f"memory_bytes={self.engine.memory_bytes} has no effect over the mesh's "
+                f"{num_shards} data shards: nothing is planned for them yet. Say num_pages or "
+                "kv_cache_bytes.",
+                stacklevel=2,
+            )
+            return None
         chips = sharding.axis_size(self.mesh, sharding.TENSOR)
         plan = planning.make_plan(
             plan_request.PlanRequest(
@@ -278,13 +288,17 @@ class Setup:
 
     @property
     def _sized_engine(self) -> EngineConfig:
-        """The engine's config with as many bytes for pages as fit."""
+        """The engine's config with as many bytes for pages as fit, or fewer that were asked for."""
         memory = self.memory
         if memory is None or self.engine.num_pages is not None:
             return self.engine
         configs = [self.target.config, *self.drafter.configs]
-        page = page_bytes(configs, self.engine.page_size, self._dtype)
-        return dataclasses.replace(self.engine, kv_cache_bytes=memory.num_pages * page)
+        fitting = memory.num_pages * page_bytes(
+            configs, self.engine.page_size, self._dtype
+        )
+        asked = self.engine.kv_cache_bytes
+        most = fitting if asked is None else min(fitting, asked)
+        return dataclasses.replace(self.engine, kv_cache_bytes=most)
 
     @property
     def _memory_arguments(self) -> tuple[Any, ...]:

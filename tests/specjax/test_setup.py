@@ -160,6 +160,38 @@ def test_row_buckets_are_planned_where_the_policy_chooses_them(
         assert chosen.chooses_rows == expected
 
 
+@pytest.mark.parametrize(
+    "asked, expected", [(None, 100), (40 * 16 * 256, 40), (10**9, 100)]
+)
+def test_bytes_for_pages_that_were_asked_for_are_not_exceeded(
+    monkeypatch, asked, expected
+):
+    engine = EngineConfig(kv_cache_bytes=asked, max_context=64, memory_bytes=10**9)
+    setup = Setup.of(tiny_llama(0), engine=engine)
+    monkeypatch.setattr(Setup, "memory", memory_plan(NUM_PAGES))
+    sizes = setup.standing_sizes()
+    assert sizes.num_pages == expected
+    assert setup._gate_tokens(sizes) == int(0.75 * expected * 16)
+
+
+def test_without_a_plan_pages_take_a_gibibyte_at_most():
+    setup = Setup.of(tiny_llama(0), engine=EngineConfig(max_rows=10**5))
+    assert setup.standing_sizes().num_pages == 2**30 // (16 * 256)
+
+
+def test_memory_over_a_data_axis_is_not_planned_and_says_so():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    engine = EngineConfig(memory_bytes=10**9)
+    with pytest.warns(UserWarning, match=r"no effect over the mesh's 2 data shards"):
+        assert Setup.of(tiny_llama(0), engine=engine, mesh=mesh).memory is None
+
+
+def test_what_devices_report_is_not_asked_over_a_data_axis(monkeypatch):
+    reporting(monkeypatch, {"bytes_limit": 9000})
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    assert Setup.of(tiny_llama(0), mesh=mesh).with_reported_memory().memory is None
+
+
 def reporting(monkeypatch, stats):
     """Makes setups run on a device of some memory_stats(), where the weights lie."""
     device = types.SimpleNamespace(memory_stats=lambda: stats)
