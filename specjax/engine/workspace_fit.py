@@ -241,7 +241,9 @@ def _raised(lines: Lines, features: np.ndarray, targets: np.ndarray) -> Lines:
             lift = max(1.0, float((targets[own] / predicted).max()))
         scaled = tuple(c * lift for c in line.coefficients)
         raised.append(dataclasses.replace(line, coefficients=scaled))
-    return dataclasses.replace(lines, lines=tuple(raised))
+    lifted = dataclasses.replace(lines, lines=tuple(raised))
+    misses = [abs(lifted(f) / wanted - 1) for f, wanted in zip(features, targets)]
+    return dataclasses.replace(lifted, error=max(misses))
 
 
 @dataclasses.dataclass(frozen=True)

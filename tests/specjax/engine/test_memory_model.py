@@ -150,6 +150,8 @@ def test_no_sample_is_above_its_prediction(tokens, random):
     found = fit_lines(sizes, used)
     for size, bytes_used in zip(sizes, used):
         assert found(size) >= bytes_used * (1 - 1e-9)
+    misses = [found(size) / bytes_used - 1 for size, bytes_used in zip(sizes, used)]
+    assert found.error == pytest.approx(max(misses), abs=1e-9)
 
 
 def test_kinds_are_fitted_apart_and_mixed_steps_are_the_larger_of_both():
