@@ -165,7 +165,7 @@ def make_plan(
         drafter_work=_work(request.draft_config, request, 1)
         if request.draft_config
         else None,
-        notes=tuple(notes),
+        notes=(*compiled.warnings, *notes),
     )
 
 

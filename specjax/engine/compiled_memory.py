@@ -12,7 +12,7 @@ from specjax.bucket import standing_row_buckets
 from specjax.config import EngineConfig
 from specjax.decode.abstract import AbstractDecoder
 from specjax.decode.buckets import equal_chunk, round_up
-from specjax.engine.memory_model import bytes_per_token
+from specjax.engine.memory_model import bytes_per_token, pages_ratio
 from specjax.engine.pool_copies import (
     PLAIN,
     SPECULATING,
@@ -156,7 +156,7 @@ class CompiledMemory:
     Attributes:
       samples: as compiled, for `compiled_layers` layers of the target and FEW_PAGES pages.
       buckets: all, predicted for all layers; without what is proportional to the pool.
-      pages_ratio: bytes of pages as compiled / as counted.
+      pages_ratio: bytes of pages as compiled / as counted, at least 1.
       copies: what steps copy of the pool while they run.
       scratch_per_layer, code_per_layer: what a layer adds to every step.
     """
@@ -170,6 +170,7 @@ class CompiledMemory:
     num_executables: int
     scratch_per_layer: float
     code_per_layer: float
+    warnings: tuple[str, ...] = ()
 
 
 def compile_memory(
@@ -212,9 +213,10 @@ def compile_memory(
     page_size = decoder.sizes.page_size
     found = bytes_per_token(first, again, more_tokens=more_pages * page_size)
     of_layer, of_drafter = page_bytes
-    pages_ratio = found * page_size / (of_layer * layers + of_drafter)
+    warnings: list[str] = []
+    ratio = pages_ratio(found * page_size, of_layer * layers + of_drafter, warnings)
     seen = {PLAIN: seen_per_page(first, again, more_pages)}
-    array_bytes = of_layer * pages_ratio / 2  # of a page: keys, or values, of a layer
+    array_bytes = of_layer * ratio / 2  # of a page: keys, or values, of a layer
     copied = whole_arrays(seen[PLAIN], array_bytes)
     for few in kinds_to_compile_twice(samples):
         # On CPU pools are updated in place by all steps or none; elsewhere each burst tells.
@@ -230,8 +232,8 @@ def compile_memory(
         layer = _added_by_layer(compile_deeper, first, copied, array_bytes)
     copies = pool_copies(
         seen,
-        layer_bytes=of_layer * pages_ratio,
-        drafter_bytes=of_drafter * pages_ratio,
+        layer_bytes=of_layer * ratio,
+        drafter_bytes=of_drafter * ratio,
         compiled_layers=layers,
         num_layers=num_layers,
         added_by_layer=layer.copied,
@@ -247,12 +249,13 @@ def compile_memory(
         samples=tuple(samples),
         buckets=tuple(never_below_smaller(predicted)),
         fit=fit,
-        pages_ratio=pages_ratio,
+        pages_ratio=ratio,
         copies=copies,
         compiled_layers=(layers,) if is_few else (FEW_LAYERS, MORE_LAYERS),
         num_executables=done,
         scratch_per_layer=layer.scratch,
         code_per_layer=layer.code,
+        warnings=tuple(warnings),
     )
 
 

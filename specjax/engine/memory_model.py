@@ -301,7 +301,6 @@ def plan_memory(
     held, bytes_per_token = bytes_per_token, bytes_per_token + copied_per_token
     workspace = round(larger_of(combined_bytes(buckets), measured_workspace))
     n1 = next_token_coefficient(limits, bytes_per_token, bursts, measured_workspace)
-    n1 = at_least_pages(n1, bytes_per_token, warnings)
     num_pages = _num_pages(limits, bytes_per_token, n1, workspace, warnings)
     prefills = [memory for memory in buckets if memory.bucket.kind == PREFILL]
     prefill = _prefill_coefficients(bytes_per_token, prefills)
@@ -344,18 +343,18 @@ def plan_memory(
     )
 
 
-def at_least_pages(
-    coefficient: float, bytes_per_token: float, warnings: list[str]
-) -> float:
-    """Returns a coefficient that no token's pages are above; says so where it was below."""
-    if coefficient >= bytes_per_token:
-        return coefficient
-    warnings.append(
-        f"a coefficient of {coefficient:.1f} bytes per token is below the "
-        f"{bytes_per_token:.1f} of its pages, as where a device reports too little; "
-        "the pages count."
-    )
-    return bytes_per_token
+def pages_ratio(compiled: float, counted: float, warnings: list[str]) -> float:
+    """Returns the bytes of pages as compiled over those counted, at least 1.
+
+    No page holds less than its keys and values: says so where less was found.
+    """
+    ratio = compiled / counted
+    if ratio < 1 - 1e-6:
+        warnings.append(
+            f"a page seems to take {compiled:.1f} bytes by the steps compiled for two pools, "
+            f"below the {counted:.1f} of its keys and values; those count."
+        )
+    return max(ratio, 1.0)
 
 
 def _num_pages(

@@ -243,7 +243,7 @@ def _raised(lines: Lines, features: np.ndarray, targets: np.ndarray) -> Lines:
         raised.append(dataclasses.replace(line, coefficients=scaled))
     lifted = dataclasses.replace(lines, lines=tuple(raised))
     misses = [abs(lifted(f) / wanted - 1) for f, wanted in zip(features, targets)]
-    return dataclasses.replace(lifted, error=max(misses))
+    return dataclasses.replace(lifted, error=float(max(misses)))
 
 
 @dataclasses.dataclass(frozen=True)

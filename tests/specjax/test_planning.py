@@ -20,6 +20,7 @@ from specjax.plan_request import PlanRequest, find_config, find_device, find_dra
 from specjax.trees.static_shapes import from_widths
 
 COPIED = [0.0]  # of the pool, by the steps of `compiled_by_rule`
+HELD = [1.0]  # by steps, of the pages' bytes
 COPYING = [None]  # the kind of step that does; None: all but prefills
 KEYS = {
     "weights_bytes",
@@ -66,6 +67,7 @@ def compiled_by_rule(monkeypatch):
         layers, sizes = decoder.config.num_layers, decoder.sizes
         page = 2 * 2 * 8 * 128 * sizes.page_size
         drafted = len(getattr(decoder.drafter, "configs", ()))
+        held = sizes.num_pages * page * (layers + drafted)
         scratch = 2_000_000 * bucket.logit_tokens + 5000 * layers
         read = layers + (drafted if bucket.num_speculative_tokens else 0)
         copied = COPIED[0] * page * read * sizes.num_pages
@@ -73,7 +75,7 @@ def compiled_by_rule(monkeypatch):
             scratch = max(scratch, 20_000 * bucket.tokens + 5000 * layers)
         return BucketMemory(
             bucket=bucket,
-            argument_bytes=10**9 + sizes.num_pages * page * (layers + drafted),
+            argument_bytes=10**9 + round(HELD[0] * held),
             output_bytes=0,
             temp_bytes=scratch + (round(copied) if copies(bucket) else 0),
             alias_bytes=0,
@@ -133,6 +135,20 @@ def test_layers_are_extrapolated_and_the_rest_fitted(compiled_by_rule):
         body = 0 if bucket.kind == BURST else 20_000 * bucket.tokens
         expected = max(2_000_000 * bucket.logit_tokens, body) + 5000 * 32
         assert memory.scratch_bytes == pytest.approx(expected, rel=0.02), bucket
+
+
+def test_pages_that_seem_smaller_than_they_can_be_count_whole(
+    compiled_by_rule, monkeypatch
+):
+    whole = planning.make_plan(request_of())
+    monkeypatch.setattr(f"{__name__}.HELD", [0.8])
+    short = planning.make_plan(request_of())
+    assert short.compiled.pages_ratio == 1
+    assert short.memory == whole.memory
+    assert "below the" in short.notes[0]
+    monkeypatch.setattr(f"{__name__}.HELD", [1.25])
+    padded = planning.make_plan(request_of())
+    assert padded.target_bytes_per_token == 1.25 * whole.target_bytes_per_token
 
 
 def test_copies_of_the_pool_are_counted_with_its_tokens(compiled_by_rule, monkeypatch):

@@ -13,11 +13,11 @@ from specjax.engine.memory_model import (
     SAFETY_POINTS,
     MemoryLimits,
     PrefillCoefficients,
-    at_least_pages,
     bytes_per_token,
     fit_prefill,
     larger_of,
     next_token_coefficient,
+    pages_ratio,
     plan_memory,
     recommended_margin,
 )
@@ -372,11 +372,12 @@ def test_what_a_device_was_seen_to_take_counts_where_it_is_more():
 # Guards
 
 
-def test_no_coefficient_is_below_the_pages_of_a_token():
+def test_no_page_takes_less_than_its_keys_and_values():
     warnings = []
-    assert at_least_pages(90.0, 100.0, warnings) == 100.0
-    assert "below" in warnings[0]
-    assert at_least_pages(110.0, 100.0, warnings) == 110.0
+    assert pages_ratio(90.0, 100.0, warnings) == 1.0
+    assert "below the 100.0" in warnings[0]
+    assert pages_ratio(110.0, 100.0, warnings) == pytest.approx(1.1)
+    assert pages_ratio(100.0, 100.0, warnings) == 1.0
     assert len(warnings) == 1
 
 
