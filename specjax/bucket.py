@@ -18,3 +18,12 @@ class Bucket(NamedTuple):
         """Draft tokens that chains have room for, of all rows together."""
         most = self.rows * self.num_speculative_tokens
         return most if self.max_drafts is None else self.max_drafts
+
+
+def standing_row_buckets(rows: int, num_shards: int = 1) -> list[int]:
+    """Returns the row buckets that a policy chooses from where nobody names any, ascending.
+
+    Powers of two of rows per shard, of all shards together; `rows` itself counts besides.
+    """
+    per_shard = rows // num_shards
+    return [num_shards << power for power in range(per_shard.bit_length())]

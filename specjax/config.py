@@ -31,6 +31,7 @@ LOSSY_RULES = ("lenient", "typical", "synthetic")
 NUMERICS = ("fast", "invariant")
 POLICIES = ("goodput", "fixed")
 GATES = ("current", "worst_case")  # which tokens of a batch weigh
+KV_CACHE_BYTES = 2**30  # of pages, where nobody says how many
 _MEMORY_FIELDS = ("batch_safety_margin", "speculation_weight_fraction", "gate")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 MAX_DRAFT_NODES = 255
@@ -499,9 +500,12 @@ class EngineConfig:
     max_context: int | None = (
         None  # tokens of prompt and output together; None is the model's own limit
     )
-    kv_cache_bytes: int = 2**30  # most the pages may take when num_pages is None
-    # What weights, pages and steps may take together, of each device. None is what the device
-    # reports; on CPU, which reports nothing, only kv_cache_bytes counts then.
+    # Most the pages of all devices may take when num_pages is None; None is what memory_bytes
+    # leaves, else KV_CACHE_BYTES.
+    kv_cache_bytes: int | None = None
+    # What weights, pages and steps may take together, of each device. None is, for an Engine,
+    # what others leave of what the device reports; where it reports nothing, as on CPU, in
+    # generate() and over a mesh's data axis only kv_cache_bytes counts.
     memory_bytes: int | None = None
     # Percent of the memory left beside the weights that a batch's weight stays below.
     batch_safety_margin: float = 20.0

@@ -146,6 +146,7 @@ class Stream:
             mesh=mesh,
         )
         requests, refused = self._setup.requests(as_list(prompts), sampling)
+        self._setup = self._setup.for_run((each.rule for each in requests), policy)
         sizes, self._requests, unfit = self._setup.sizes(requests)
         self._failed = [refusal(each) for each in [*refused, *unfit]]
         if sizes is None:

@@ -20,6 +20,7 @@ from configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
 from specjax import sharding
 from specjax.config import MAX_DEPTH, EngineConfig
 from specjax.decode.abstract import described_mesh
+from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.base import ModelConfig
 from specjax.models.hf_config import read_config
@@ -52,6 +53,10 @@ class PlanRequest:
       engine: its max_rows, row_buckets, max_context, page_size, margins and memory_bytes (of
         one device) count.
       acceptance_rate: how often a draft token stands, assumed where K is chosen.
+      rules, rule_options: that steps verify by, beyond equality.
+      max_drafts: most draft tokens that a step verifies; None is all.
+      drafter_dtype: of the drafter's weights; None is that of the target and of the pages.
+      chooses_rows: whether the policy chooses row buckets where the engine names none.
     """
 
     target: ModelConfig
@@ -63,6 +68,11 @@ class PlanRequest:
     num_speculative_tokens: int
     engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
     acceptance_rate: float = 0.7
+    rules: tuple[int, ...] = ()
+    rule_options: RuleOptions = NO_OPTIONS
+    max_drafts: int | None = None
+    drafter_dtype: Any = None
+    chooses_rows: bool = True
 
     def __post_init__(self):
         if not 0 <= self.acceptance_rate <= 1:
@@ -94,6 +104,12 @@ class PlanRequest:
     @property
     def most_drafted(self) -> int:
         return 0 if isinstance(self.drafter, NoDrafter) else self.num_speculative_tokens
+
+    @property
+    def tree_slots(self) -> int:
+        """Slots that a row's nodes take past its last token; 0 for chains."""
+        answer = getattr(self.drafter, "tree_slots", lambda depth: 0)
+        return answer(self.most_drafted)
 
     @property
     def limits_memory(self) -> int | None:

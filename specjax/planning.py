@@ -138,6 +138,7 @@ def make_plan(
         (target_page / layers, drafter_page),
         depths,
         on_progress,
+        chooses_rows=request.chooses_rows,
     )
     ratio = compiled.pages_ratio
     target_c, drafter_c = (
@@ -164,7 +165,7 @@ def make_plan(
         drafter_work=_work(request.draft_config, request, 1)
         if request.draft_config
         else None,
-        notes=tuple(notes),
+        notes=(*compiled.warnings, *notes),
     )
 
 
@@ -175,18 +176,27 @@ def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractD
     target = dataclasses.replace(
         request.target, num_layers=num_layers, layer_windows=windows
     )
-    tree_slots = request.drafter.tree_slots(request.most_drafted)
     sizes = Sizes(
         rows=engine.max_rows,
         page_size=engine.page_size,
         num_pages=num_pages,
-        pages_per_row=-(-(request.max_context + tree_slots) // engine.page_size),
+        pages_per_row=-(
+            -(request.max_context + request.tree_slots) // engine.page_size
+        ),
         burst_steps=engine.burst_steps,
-        tree_slots=tree_slots,
+        tree_slots=request.tree_slots,
         dtype=jnp.dtype(request.dtype),
     )
     return AbstractDecoder(
-        target, request.drafter, sizes, engine, mesh=request.device.mesh
+        target,
+        request.drafter,
+        sizes,
+        engine,
+        rules=request.rules,
+        rule_options=request.rule_options,
+        max_drafts=request.max_drafts,
+        drafter_dtype=request.drafter_dtype,
+        mesh=request.device.mesh,
     )
 
 
@@ -246,6 +256,7 @@ def _memory(
         batch_safety_margin=engine.batch_safety_margin,
         speculation_weight_fraction=engine.speculation_weight_fraction,
         num_pages=engine.num_pages,
+        tree_slots=request.tree_slots,
     )
     memory = plan_memory(
         limits,

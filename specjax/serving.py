@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import threading
 import time
@@ -21,6 +22,7 @@ from specjax.config import (
 )
 from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.loop import Loop
+from specjax.engine.memory_model import MemoryPlan
 from specjax.engine.request import AcceptanceCounts, Request
 from specjax.engine.speculation_policy import SpeculationPolicy
 from specjax.models.base import Model
@@ -84,12 +86,14 @@ class Engine:
         for name in names:
             setup.drafter.check_rule(name)
         self._rules = [VERIFICATION_RULES.index(name) for name in names]
+        self._setup = setup = setup.for_run(self._rules, policy)
         self._loop: Loop | None = setup.loop(
             setup.standing_sizes(),
             self._rules,
             policy,
             on_progress=self._progress.report,
         )
+        self._memory_watch = setup.memory_watch(self._loop)
         self._records = self._loop.records
         self._started_at = time.perf_counter()
         # A step may take long, compiling included: what is below `_lock` does not wait for it.
@@ -247,6 +251,17 @@ class Engine:
                 num_preemptions=totals.num_preemptions,
             )
 
+    @property
+    def memory(self) -> MemoryPlan | None:
+        """Pages, weight limit and gate that were planned, and what steps were seen to take.
+
+        None without memory_bytes, on a device that does not say how many it has.
+        """
+        plan, watch = self._setup.memory, self._memory_watch
+        if plan is None or watch is None:
+            return None
+        return dataclasses.replace(plan, measured_workspace=watch.measured_workspace)
+
     def close(self) -> None:
         """Ends all requests and gives the memory of the pages back. May be called twice.
 
@@ -310,6 +325,8 @@ class Engine:
                 self._totals.num_preemptions = loop.num_preemptions
             self._hand_out(moved)
             self._take_in()
+            if self._memory_watch is not None:
+                self._memory_watch.look()
 
     def _advance_for(self, request_id: int) -> None:
         """Steps until a streamed request has something, or is over; others may have stepped for it."""

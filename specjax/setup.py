@@ -18,6 +18,7 @@ from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, Sizes, build_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.engine import cost_files
+from specjax.engine.device_memory import MemoryWatch, available_bytes, bytes_on
 from specjax.engine.goodput import Goodput
 from specjax.engine.loop import Loop
 from specjax.engine.memory_model import MemoryPlan
@@ -43,6 +44,9 @@ class Setup:
     speculation: SpeculationConfig
     engine: EngineConfig
     mesh: Mesh | None
+    rules: tuple[int, ...] = ()  # beyond equality, that memory is planned for
+    # Whether memory is planned for a policy that chooses row buckets; None: the config's.
+    chooses_rows: bool | None = None
 
     @classmethod
     def of(
@@ -65,20 +69,28 @@ class Setup:
         )
         return cls(model, loaded, speculation, engine or EngineConfig(), mesh)
 
+    def for_run(
+        self, rules: Iterable[int], policy: SpeculationPolicy | None = None
+    ) -> Setup:
+        """Returns a setup whose memory is planned for some rules and a policy; None: the config's."""
+        chooses_rows = None
+        if policy is not None:
+            chooses_rows = getattr(policy, "chooses_rows", False)
+        rules = self.drafter.effective_rules(rules)
+        return dataclasses.replace(self, rules=rules, chooses_rows=chooses_rows)
+
     @property
     def params(self) -> DecoderParams:
         return DecoderParams(self.target.params, self.drafter.params)
 
     def policy(self, decoder: Decoder) -> SpeculationPolicy:
         """Returns what chooses K: the config's table, goodput, or a fixed K."""
-        config = self.speculation
+        config, kind = self.speculation, self._policy_kind(decoder.rules)
         table, most = config.num_speculative_tokens_per_batch_size, config.depth
-        # Under rules by law the text depends on K: the same seed gives it again only if
-        # K does not follow the clock.
-        is_fixed = config.policy == "fixed" or (decoder.rules and not config.policy)
-        if table is not None and most and not config.policy:
+        if kind is Table:
+            assert table is not None
             return Table(table, most)
-        if not most or is_fixed:
+        if kind is Fixed:
             return Fixed(most)
         costs = StepCosts({k: self.drafter.num_nodes(k) for k in range(most + 1)})
         cost_files.load(decoder, costs)
@@ -93,6 +105,17 @@ class Setup:
             ),
             knows_confidence=self.drafter.has_probs,
         )
+
+    def _policy_kind(self, rules: Sequence[int]) -> type[Table | Fixed | Goodput]:
+        """Returns which policy the config asks for, for steps that know some rules."""
+        config = self.speculation
+        has_table = config.num_speculative_tokens_per_batch_size is not None
+        # Under rules by law the text depends on K: the same seed gives it again only if
+        # K does not follow the clock.
+        is_fixed = config.policy == "fixed" or (rules and not config.policy)
+        if has_table and config.depth and not config.policy:
+            return Table
+        return Fixed if not config.depth or is_fixed else Goodput
 
     def loop(
         self,
@@ -143,31 +166,42 @@ class Setup:
         fewer_pages: Callable[[Decoder], Decoder | None],
         on_progress: Report,
     ) -> Loop:
-        gate_tokens, most_tokens = self._limits(decoder.sizes)
         return Loop(
             decoder,
             self.params,
             policy or self.policy(decoder),
             speculation_max_rows=self.speculation.speculation_max_rows,
-            gate_tokens=gate_tokens,
-            most_tokens=most_tokens,
+            gate_tokens=self._gate_tokens(decoder.sizes),
+            most_tokens=self._most_tokens(decoder.sizes),
             fewer_pages=fewer_pages,
             drafter_name=self.drafter.name,
             on_progress=on_progress,
         )
 
-    def _limits(self, sizes: Sizes) -> tuple[int | None, int | None]:
-        """Returns the most tokens of a batch that drafts, and of any batch; None is no limit.
-
-        Fewer pages than were planned lower both alike.
-        """
+    def _gate_tokens(self, sizes: Sizes) -> int | None:
+        """Returns the most tokens of a batch that speculates; None: however many."""
         if self.memory is None:
-            return None, None
+            return None
+        if sizes.num_pages >= sizes.rows * sizes.pages_per_row:
+            return self.memory.gate_tokens
+        # Fewer pages than were planned may have fitted, or been asked for.
+        fraction = self.engine.speculation_weight_fraction
+        of_pool = int(fraction * sizes.num_pages * sizes.page_size)
+        return min(self.memory.gate_tokens, of_pool)
+
+    def _most_tokens(self, sizes: Sizes) -> int | None:
+        """Returns the most tokens of a batch that others may join; None: however many."""
+        if self.memory is None or self.engine.num_pages is not None:
+            return None  # who says how many pages has the last word
         share = min(sizes.num_pages / self.memory.num_pages, 1.0)
-        gate = int(self.memory.gate_tokens * share)
-        if self.engine.num_pages is not None:
-            return gate, None  # who says how many pages has the last word
-        return gate, int(self.memory.most_tokens * share)
+        return int(self.memory.most_tokens * share)
+
+    def memory_watch(self, loop: Loop) -> MemoryWatch | None:
+        """Returns what looks at the devices of a loop whose state is placed; None without a plan."""
+        if self.memory is None:
+            return None
+        planned = self.memory.planned_workspace(loop.decoder.sizes.num_pages)
+        return MemoryWatch(self._devices, planned)
 
     def requests(
         self, prompts: Sequence[Any], sampling: Any
@@ -189,26 +223,59 @@ class Setup:
         )
 
     def with_reported_memory(self) -> Setup:
-        """Returns a setup whose memory_bytes are the device's, where it says how many it has."""
-        stats = jax.local_devices()[0].memory_stats() or {}
-        reported = stats.get("bytes_limit")
-        if self.engine.memory_bytes is not None or reported is None:
+        """Returns a setup whose memory_bytes are those of the device that nobody else holds.
+
+        The fewest of a mesh's; none where a device does not say how many it has.
+        """
+        num_shards = sharding.axis_size(self.mesh, sharding.DATA)
+        if self.engine.memory_bytes is not None or num_shards > 1:
             return self
-        engine = dataclasses.replace(self.engine, memory_bytes=int(reported))
+        found = [
+            available_bytes(device, bytes_on(device, self._weights_in_place))
+            for device in self._devices
+        ]
+        known = [available for available in found if available is not None]
+        if len(known) < len(found):
+            return self
+        engine = dataclasses.replace(self.engine, memory_bytes=min(known))
         return dataclasses.replace(self, engine=engine)
+
+    @property
+    def _devices(self) -> list[Any]:
+        """Of this process, those that it runs on."""
+        mesh = self.mesh
+        return jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
+
+    @property
+    def _weights_in_place(self) -> list[Any]:
+        """The weights that lie where they are used: others are copied there and stay beside."""
+        leaves, mesh = jax.tree.leaves(self.params), self.mesh
+        if mesh is None:
+            return leaves
+        devices = set(mesh.devices.flat)
+        return [x for x in leaves if getattr(x, "devices", set)() == devices]
 
     @functools.cached_property
     def memory(self) -> MemoryPlan | None:
         """What fits into memory_bytes beside the weights; None where they are not given.
 
+        None over a mesh's data axis, too, where num_pages or kv_cache_bytes count; says so.
         Compiles some of the steps from shapes, which the compilation cache keeps.
 
         Raises:
           ValueError: nothing fits.
         """
         num_shards = sharding.axis_size(self.mesh, sharding.DATA)
-        if self.engine.memory_bytes is None or num_shards > 1:
-            return None  # over a data axis the pages are the user's to say
+        if self.engine.memory_bytes is None:
+            return None
+        if num_shards > 1:
+            warnings.warn(
+                f"memory_bytes={self.engine.memory_bytes} has no effect over the mesh's "
+                f"{num_shards} data shards: nothing is planned for them yet. Say num_pages or "
+                "kv_cache_bytes.",
+                stacklevel=2,
+            )
+            return None
         chips = sharding.axis_size(self.mesh, sharding.TENSOR)
         plan = planning.make_plan(
             plan_request.PlanRequest(
@@ -220,6 +287,11 @@ class Setup:
                 dtype=self._dtype,
                 num_speculative_tokens=self.speculation.depth,
                 engine=self.engine,
+                rules=self.rules,
+                rule_options=_rule_options(self.speculation),
+                max_drafts=self._max_drafts(self.engine.max_rows),
+                drafter_dtype=_dtype_of(self.drafter.params),
+                chooses_rows=self._plans_row_buckets,
             )
         )
         for warning in plan.notes:
@@ -227,18 +299,28 @@ class Setup:
         return plan.memory
 
     @property
+    def _plans_row_buckets(self) -> bool:
+        if self.chooses_rows is not None:
+            return self.chooses_rows
+        return self._policy_kind(self.rules).chooses_rows
+
+    @property
     def _dtype(self) -> Any:
-        return jax.tree.leaves(self.target.params)[0].dtype
+        return _dtype_of(self.target.params)
 
     @property
     def _sized_engine(self) -> EngineConfig:
-        """The engine's config with as many bytes for pages as fit."""
+        """The engine's config with as many bytes for pages as fit, or fewer that were asked for."""
         memory = self.memory
         if memory is None or self.engine.num_pages is not None:
             return self.engine
         configs = [self.target.config, *self.drafter.configs]
-        page = page_bytes(configs, self.engine.page_size, self._dtype)
-        return dataclasses.replace(self.engine, kv_cache_bytes=memory.num_pages * page)
+        fitting = memory.num_pages * page_bytes(
+            configs, self.engine.page_size, self._dtype
+        )
+        asked = self.engine.kv_cache_bytes
+        most = fitting if asked is None else min(fitting, asked)
+        return dataclasses.replace(self.engine, kv_cache_bytes=most)
 
     @property
     def _memory_arguments(self) -> tuple[Any, ...]:
@@ -258,19 +340,22 @@ class Setup:
 
     def decoder(self, sizes: Sizes, rules: Iterable[int]) -> Decoder:
         """Returns the compiled functions for requests of some rules, perhaps built before."""
-        config = self.speculation
-        most = _drafts_per_shard(
-            config.max_drafts_per_step, self.drafter, config.depth, sizes, self.mesh
-        )
         return build_decoder(
             self.target.config,
             self.drafter.spec,
             sizes,
             self.engine,
             self.drafter.effective_rules(rules),
-            _rule_options(config),
-            most,
+            _rule_options(self.speculation),
+            self._max_drafts(sizes.rows),
             self.mesh,
+        )
+
+    def _max_drafts(self, rows: int) -> int | None:
+        """Returns how many draft tokens a shard's rows verify per step; None is all of them."""
+        config = self.speculation
+        return _drafts_per_shard(
+            config.max_drafts_per_step, self.drafter, config.depth, rows, self.mesh
         )
 
 
@@ -345,6 +430,12 @@ def _with_depth(config: SpeculationConfig, drafter: LoadedDrafter) -> Speculatio
     return dataclasses.replace(config, num_speculative_tokens=depth)
 
 
+def _dtype_of(params: Any) -> Any:
+    """Returns the dtype of weights, None where there are none."""
+    leaves = jax.tree.leaves(params)
+    return leaves[0].dtype if leaves else None
+
+
 def _rule_options(config: SpeculationConfig) -> RuleOptions:
     return RuleOptions(
         lenience=config.lenience,
@@ -358,7 +449,7 @@ def _drafts_per_shard(
     most: int | None,
     drafter: LoadedDrafter,
     depth: int,
-    sizes: Sizes,
+    rows: int,
     mesh: Mesh | None,
 ) -> int | None:
     """Returns how many draft tokens a shard's rows verify per step; None is all of them.
@@ -375,5 +466,5 @@ def _drafts_per_shard(
             "which each verifies an equal part; raise it."
         )
     num_drafts = drafter.num_nodes(depth) - 1
-    is_bound = most // num_shards < sizes.rows // num_shards * num_drafts
+    is_bound = most // num_shards < rows // num_shards * num_drafts
     return most // num_shards if is_bound else None

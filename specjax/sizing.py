@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specjax.config import EngineConfig
+from specjax.config import KV_CACHE_BYTES, EngineConfig
 from specjax.decode.decoder import Sizes
 from specjax.engine.request import Request
 from specjax.models.base import ModelConfig
@@ -113,7 +113,7 @@ def _pages_per_shard(
 ) -> int:
     """Returns how many pages a shard may have, at least 1."""
     of_page = page_bytes(configs, engine.page_size, dtype)
-    limit = engine.num_pages or engine.kv_cache_bytes // of_page
+    limit = engine.num_pages or (engine.kv_cache_bytes or KV_CACHE_BYTES) // of_page
     return max(limit // num_shards, 1)
 
 

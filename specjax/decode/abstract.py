@@ -37,9 +37,14 @@ _CPU_OPTIONS = {
 class AbstractDecoder(Decoder):
     """A decoder that compiles its steps and runs none.
 
-    Takes a Decoder's arguments. With a mesh of devices that are only described
+    Takes a Decoder's arguments, and the dtype of the drafter's weights where it is not that
+    of the pages. With a mesh of devices that are only described
     (`described_mesh`) steps are compiled for those.
     """
+
+    def __init__(self, *arguments: Any, drafter_dtype: Any = None, **options: Any):
+        super().__init__(*arguments, **options)
+        self._drafter_dtype = drafter_dtype
 
     def compile_burst(
         self, num_speculative_tokens: int, num_rows: int | None = None
@@ -97,11 +102,12 @@ class AbstractDecoder(Decoder):
 
     @property
     def abstract_params(self) -> DecoderParams:
-        """Shapes and dtypes of the weights of target and drafter, in the dtype of the pages."""
+        """Shapes and dtypes of the weights of target and drafter."""
         configs = getattr(self.drafter, "configs", ())
         dtype = self.sizes.dtype
         # A drafter runs one model or none.
-        drafter = [abstract_weights(config, dtype) for config in configs]
+        own = self._drafter_dtype or dtype
+        drafter = [abstract_weights(config, own) for config in configs]
         return DecoderParams(
             abstract_weights(self.config, dtype), drafter[0] if drafter else ()
         )

@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 import jax
 
+from specjax.bucket import standing_row_buckets
 from specjax.config import EngineConfig
 from specjax.decode.abstract import AbstractDecoder
 from specjax.decode.buckets import equal_chunk, round_up
-from specjax.engine.memory_model import bytes_per_token
+from specjax.engine.memory_model import bytes_per_token, pages_ratio
 from specjax.engine.pool_copies import (
     PLAIN,
+    SPECULATING,
     PoolCopies,
     kinds_to_compile_twice,
     pool_copies,
@@ -48,14 +50,22 @@ def burst_bucket(
     sizes, engine = decoder.sizes, decoder.engine_config
     rows = num_rows or sizes.rows
     nodes = getattr(decoder.drafter, "num_nodes", lambda depth: 1 + depth)
-    tokens = rows * nodes(num_speculative_tokens)
+    num_nodes = nodes(num_speculative_tokens)
+    tokens = rows * num_nodes
     if decoder.max_drafts is not None:
         tokens = min(rows + decoder.max_drafts, tokens)
+    vocab_size = decoder.config.vocab_size
+    law_tokens = 0
+    logit_tokens = _logit_tokens(tokens, vocab_size, engine)
+    if decoder.rules and num_speculative_tokens:
+        law_tokens = _law_tokens(rows, num_nodes, vocab_size, engine)
+        logit_tokens = min(tokens, law_tokens)
     return Bucket(
         kind=BURST,
         rows=rows,
         tokens=_forward_tokens(tokens, engine),
-        logit_tokens=_logit_tokens(tokens, decoder.config.vocab_size, engine),
+        logit_tokens=logit_tokens,
+        law_tokens=law_tokens,
         copied_rows=rows if rows < sizes.rows else 0,
         num_speculative_tokens=num_speculative_tokens,
     )
@@ -80,14 +90,20 @@ def mixed_bucket(decoder: AbstractDecoder, width: int) -> Bucket:
     )
 
 
-def engine_buckets(decoder: AbstractDecoder, depths: Sequence[int]) -> list[Bucket]:
+def engine_buckets(
+    decoder: AbstractDecoder, depths: Sequence[int], *, chooses_rows: bool = False
+) -> list[Bucket]:
     """Returns every step that an engine may run.
 
     Args:
       depths: each K that its policy may choose, 0 included.
+      chooses_rows: whether its policy chooses row buckets where none are named.
     """
     rows, engine = decoder.sizes.rows, decoder.engine_config
-    smaller = (b for b in engine.row_buckets or () if b < rows)
+    named = engine.row_buckets
+    if named is None:
+        named = standing_row_buckets(rows) if chooses_rows else ()
+    smaller = (b for b in named if b < rows)
     row_buckets = sorted({rows, *smaller})
     bursts = [burst_bucket(decoder, k, b) for b in row_buckets for k in depths]
     places = min(PLACES, rows)
@@ -102,12 +118,13 @@ def engine_buckets(decoder: AbstractDecoder, depths: Sequence[int]) -> list[Buck
 def sampled_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
     """Returns those to compile.
 
-    Bursts with fewest and most rows, at K = 0 and at the largest K; every prefill, which is
-    quick and differs by more than its tokens; of mixed steps the largest.
+    Bursts with fewest and most rows, at K = 0 and at the largest K, but none of one row,
+    which is laid out otherwise than more; every prefill, which is quick and differs by more
+    than its tokens; of mixed steps the largest.
     """
     bursts = [b for b in buckets if b.kind == BURST]
     ends = lambda values: {min(values), max(values)}
-    rows = ends([b.rows for b in bursts])
+    rows = ends([b.rows for b in bursts if b.rows > 1] or [1])
     depths = ends([b.num_speculative_tokens for b in bursts])
     chosen = [
         b for b in bursts if b.rows in rows and b.num_speculative_tokens in depths
@@ -139,7 +156,7 @@ class CompiledMemory:
     Attributes:
       samples: as compiled, for `compiled_layers` layers of the target and FEW_PAGES pages.
       buckets: all, predicted for all layers; without what is proportional to the pool.
-      pages_ratio: bytes of pages as compiled / as counted.
+      pages_ratio: bytes of pages as compiled / as counted, at least 1.
       copies: what steps copy of the pool while they run.
       scratch_per_layer, code_per_layer: what a layer adds to every step.
     """
@@ -153,6 +170,7 @@ class CompiledMemory:
     num_executables: int
     scratch_per_layer: float
     code_per_layer: float
+    warnings: tuple[str, ...] = ()
 
 
 def compile_memory(
@@ -161,6 +179,8 @@ def compile_memory(
     page_bytes: tuple[float, float],
     depths: Sequence[int],
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    *,
+    chooses_rows: bool = False,
 ) -> CompiledMemory:
     """Compiles some steps of few layers, and says what all steps of all layers need.
 
@@ -170,11 +190,12 @@ def compile_memory(
       page_bytes: of a page on one chip as counted, of one layer of the target and of all
         of the drafter.
       depths: each K that may be chosen, 0 included.
+      chooses_rows: as of `engine_buckets`.
     """
     is_few = num_layers <= MORE_LAYERS
     layers = num_layers if is_few else FEW_LAYERS
     decoder, larger = make_decoder(layers, FEW_PAGES), make_decoder(layers, MORE_PAGES)
-    buckets = engine_buckets(decoder, depths)
+    buckets = engine_buckets(decoder, depths, chooses_rows=chooses_rows)
     chosen = sampled_buckets(buckets)
     done, total = 0, len(chosen) + (1 if is_few else 2)
 
@@ -192,12 +213,15 @@ def compile_memory(
     page_size = decoder.sizes.page_size
     found = bytes_per_token(first, again, more_tokens=more_pages * page_size)
     of_layer, of_drafter = page_bytes
-    pages_ratio = found * page_size / (of_layer * layers + of_drafter)
+    warnings: list[str] = []
+    ratio = pages_ratio(found * page_size, of_layer * layers + of_drafter, warnings)
     seen = {PLAIN: seen_per_page(first, again, more_pages)}
-    array_bytes = of_layer * pages_ratio / 2  # of a page: keys, or values, of a layer
+    array_bytes = of_layer * ratio / 2  # of a page: keys, or values, of a layer
     copied = whole_arrays(seen[PLAIN], array_bytes)
-    if copied:
-        for few in kinds_to_compile_twice(samples):
+    for few in kinds_to_compile_twice(samples):
+        # On CPU pools are updated in place by all steps or none; elsewhere each burst tells.
+        is_first_look = step_kind(few.bucket) == SPECULATING and not _is_cpu(decoder)
+        if is_first_look or any(whole_arrays(s, array_bytes) for s in seen.values()):
             many = compile_one(larger, few.bucket, " for a larger pool")
             seen[step_kind(few.bucket)] = seen_per_page(few, many, more_pages)
     layer = _Layer()
@@ -208,8 +232,8 @@ def compile_memory(
         layer = _added_by_layer(compile_deeper, first, copied, array_bytes)
     copies = pool_copies(
         seen,
-        layer_bytes=of_layer * pages_ratio,
-        drafter_bytes=of_drafter * pages_ratio,
+        layer_bytes=of_layer * ratio,
+        drafter_bytes=of_drafter * ratio,
         compiled_layers=layers,
         num_layers=num_layers,
         added_by_layer=layer.copied,
@@ -225,12 +249,13 @@ def compile_memory(
         samples=tuple(samples),
         buckets=tuple(never_below_smaller(predicted)),
         fit=fit,
-        pages_ratio=pages_ratio,
+        pages_ratio=ratio,
         copies=copies,
         compiled_layers=(layers,) if is_few else (FEW_LAYERS, MORE_LAYERS),
         num_executables=done,
         scratch_per_layer=layer.scratch,
         code_per_layer=layer.code,
+        warnings=tuple(warnings),
     )
 
 
@@ -291,6 +316,7 @@ def _is_within(small: Bucket, large: Bucket) -> bool:
         b.rows,
         b.tokens,
         b.logit_tokens,
+        b.law_tokens,
         b.copied_rows,
         b.num_speculative_tokens,
     )
@@ -320,8 +346,12 @@ def _predicted(
 
 def _known_bend(decoder: AbstractDecoder) -> float | None:
     """Returns up to how many tokens products are laid out otherwise, where that is known."""
-    is_cpu = decoder.device.platform == "cpu"
-    return MOST_TOKENS_FROM_THE_LEFT if is_cpu else None
+    return MOST_TOKENS_FROM_THE_LEFT if _is_cpu(decoder) else None
+
+
+def _is_cpu(decoder: AbstractDecoder) -> bool:
+    """Whether steps are compiled for CPU."""
+    return decoder.device.platform == "cpu"
 
 
 def _forward_tokens(tokens: int, engine: EngineConfig) -> int:
@@ -333,3 +363,11 @@ def _logit_tokens(tokens: int, vocab_size: int, engine: EngineConfig) -> int:
     if engine.numerics == "invariant":
         return engine.token_bucket
     return equal_chunk(tokens, engine.logit_bytes // (4 * vocab_size))
+
+
+def _law_tokens(
+    rows: int, num_nodes: int, vocab_size: int, engine: EngineConfig
+) -> int:
+    """Returns the nodes that rules decide at once: those of whole rows."""
+    at_once = max(engine.logit_bytes // (4 * vocab_size * num_nodes), 1)
+    return equal_chunk(rows, at_once) * num_nodes

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.bucket import Bucket
+from specjax.bucket import Bucket, standing_row_buckets
 from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, TooLarge
 from specjax.decode.state import Admission, DecodeState, without_drafter
 from specjax.drafters.base import DrafterError
@@ -544,9 +544,7 @@ class Loop:
             return asked
         if not getattr(self.policy, "chooses_rows", False):
             return ()
-        per_shard = self.decoder.sizes.rows // self.decoder.num_shards
-        powers = (2**power for power in range(per_shard.bit_length()))
-        return [self.decoder.num_shards * power for power in powers]
+        return standing_row_buckets(self.decoder.sizes.rows, self.decoder.num_shards)
 
     def _reserve(
         self, rows: np.ndarray, num_steps: int, decision: Decision

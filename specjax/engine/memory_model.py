@@ -131,10 +131,16 @@ class MemoryLimits:
     batch_safety_margin: float = 20.0  # percent of the free bytes
     speculation_weight_fraction: float = 0.75  # of the weight limit
     num_pages: int | None = None  # asked for: overrides all
+    tree_slots: int = 0  # tokens that a row needs past its last, for nodes of a tree
 
     @property
     def pages_per_row(self) -> int:
-        return -(-self.max_context // self.page_size)
+        return -(-(self.max_context + self.tree_slots) // self.page_size)
+
+    @property
+    def waste_per_row(self) -> int:
+        """Most tokens of its pages that a row leaves empty: of the last one, and a tree's."""
+        return self.page_size - 1 + self.tree_slots
 
     def __post_init__(self):
         if self.free_bytes <= 0:
@@ -167,6 +173,7 @@ class MemoryPlan:
     weight_limit: int  # bytes
     num_pages: int
     page_size: int
+    tree_slots: int  # tokens that a row needs past its last
     gate_tokens: int  # most tokens of a batch that speculates
     workspace_bytes: (
         int  # of the largest step, copies of the pool left out, and the code of all
@@ -174,12 +181,21 @@ class MemoryPlan:
     batch_safety_margin: float
     recommended_batch_safety_margin: int
     warnings: tuple[str, ...] = ()
+    # Bytes that steps were seen to take on the device; None: it does not say, or not yet.
+    measured_workspace: int | None = None
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of a batch of the weight limit; never more than the pool holds."""
+        """Tokens of a batch of the weight limit; never more than the pool holds.
+
+        Where rows leave parts of their pages empty it holds fewer: `rows_of_context`.
+        """
         by_weight = math.floor(self.weight_limit / self.next_token * (1 + 1e-12))
         return min(by_weight, self.num_pages * self.page_size)
+
+    def planned_workspace(self, num_pages: int) -> float:
+        """Returns the bytes that steps may take beside so many pages, copies of them included."""
+        return self.workspace_bytes + self.copied_per_token * self.page_size * num_pages
 
     def weight(self, tokens: int) -> float:
         """Returns the weight in bytes of a batch of so many tokens."""
@@ -190,8 +206,12 @@ class MemoryPlan:
         return tokens <= self.gate_tokens
 
     def rows_of_context(self, context: int, most_rows: int) -> int:
-        """Returns how many rows of `context` tokens each fit within the weight limit."""
-        return min(self.most_tokens // context, most_rows)
+        """Returns how many rows of `context` tokens each fit within the weight limit.
+
+        And into the pool, in whole pages and with room for a tree.
+        """
+        pages = -(-(context + self.tree_slots) // self.page_size)
+        return min(self.most_tokens // context, self.num_pages // pages, most_rows)
 
 
 def next_token_coefficient(
@@ -229,9 +249,10 @@ def recommended_margin(
     """Returns the least margin, in percent of the free bytes, that keeps the weight limit true.
 
     A batch of the weight limit must find pages though every row leaves part of its last one
-    empty, and the largest prefill must find its workspace beside the pool:
+    empty, and room for a tree, and the largest prefill must find its workspace beside the
+    pool:
 
-        margin >= 1 - n1 x (tokens of the pool - rows x (page_size - 1)) / free,
+        margin >= 1 - n1 x (tokens of the pool - rows x waste_per_row) / free,
                                                unless the pool holds all that rows can
         margin >= 1 - (1 - pool / free) / (1 - c / a1)      where the pool leaves too little
 
@@ -242,7 +263,7 @@ def recommended_margin(
     """
     free, least = limits.free_bytes, 0.0
     if num_pages < limits.rows * limits.pages_per_row:
-        usable = num_pages * limits.page_size - limits.rows * (limits.page_size - 1)
+        usable = num_pages * limits.page_size - limits.rows * limits.waste_per_row
         least = 1 - next_token * usable / free
     left = free - num_pages * limits.page_size * bytes_per_token
     pages_of_prefill = bytes_per_token / prefill.linear
@@ -280,7 +301,6 @@ def plan_memory(
     held, bytes_per_token = bytes_per_token, bytes_per_token + copied_per_token
     workspace = round(larger_of(combined_bytes(buckets), measured_workspace))
     n1 = next_token_coefficient(limits, bytes_per_token, bursts, measured_workspace)
-    n1 = at_least_pages(n1, bytes_per_token, warnings)
     num_pages = _num_pages(limits, bytes_per_token, n1, workspace, warnings)
     prefills = [memory for memory in buckets if memory.bucket.kind == PREFILL]
     prefill = _prefill_coefficients(bytes_per_token, prefills)
@@ -314,6 +334,7 @@ def plan_memory(
         weight_limit=weight_limit,
         num_pages=num_pages,
         page_size=limits.page_size,
+        tree_slots=limits.tree_slots,
         gate_tokens=math.floor(gate * (1 + 1e-12)),
         workspace_bytes=workspace,
         batch_safety_margin=margin,
@@ -322,18 +343,18 @@ def plan_memory(
     )
 
 
-def at_least_pages(
-    coefficient: float, bytes_per_token: float, warnings: list[str]
-) -> float:
-    """Returns a coefficient that no token's pages are above; says so where it was below."""
-    if coefficient >= bytes_per_token:
-        return coefficient
-    warnings.append(
-        f"a coefficient of {coefficient:.1f} bytes per token is below the "
-        f"{bytes_per_token:.1f} of its pages, as where a device reports too little; "
-        "the pages count."
-    )
-    return bytes_per_token
+def pages_ratio(compiled: float, counted: float, warnings: list[str]) -> float:
+    """Returns the bytes of pages as compiled over those counted, at least 1.
+
+    No page holds less than its keys and values: says so where less was found.
+    """
+    ratio = compiled / counted
+    if ratio < 1 - 1e-6:
+        warnings.append(
+            f"a page seems to take {compiled:.1f} bytes by the steps compiled for two pools, "
+            f"below the {counted:.1f} of its keys and values; those count."
+        )
+    return max(ratio, 1.0)
 
 
 def _num_pages(

@@ -94,7 +94,8 @@ def pool_copies(
     """Returns the copies of all layers from those that a few were seen to make.
 
     A plain burst copies the target's pages alone, so many more with each layer; what
-    another step copies beyond that are the drafter's, where it has any.
+    another step copies beyond that are the drafter's, where it has any. Where plain bursts
+    copy nothing, every layer is taken to be copied as those that were compiled.
 
     Args:
       seen: bytes per page by `step_kind`, plain bursts among them.
@@ -109,10 +110,14 @@ def pool_copies(
     more = added_by_layer * (num_layers - compiled_layers)
 
     def of_all(copied: float) -> float:
-        drafters = min(max(copied - whole[PLAIN], 0.0), 2 * drafter_bytes)
+        # Where plain bursts copy nothing, a copy is thought to be the target's first.
+        of_target = whole[PLAIN] or layer_bytes * compiled_layers
+        drafters = min(max(copied - of_target, 0.0), 2 * drafter_bytes)
         targets = copied - drafters
+        if not whole[PLAIN]:
+            return drafters + targets / compiled_layers * num_layers
         # A step that copies less of the target than a plain burst grows by so much less.
-        return targets + drafters + more * _fraction(targets, whole[PLAIN])
+        return targets + drafters + more * targets / whole[PLAIN]
 
     return PoolCopies(
         seen=dict(seen),
@@ -122,13 +127,10 @@ def pool_copies(
     )
 
 
-def _fraction(part: float, whole: float) -> float:
-    return part / whole if whole else 0.0
-
-
 def kinds_to_compile_twice(samples: list[BucketMemory]) -> list[BucketMemory]:
-    """Returns the largest sample of each kind of step other than a plain burst."""
+    """Returns the largest sample of each kind of step other than a plain burst, bursts first."""
     largest: dict[str, BucketMemory] = {}
     for sample in sorted(samples, key=lambda s: s.bucket.tokens):
         largest[step_kind(sample.bucket)] = sample
-    return [sample for kind, sample in largest.items() if kind != PLAIN]
+    found = [sample for kind, sample in largest.items() if kind != PLAIN]
+    return sorted(found, key=lambda s: s.bucket.kind != BURST)

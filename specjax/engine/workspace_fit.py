@@ -35,6 +35,7 @@ class Bucket:
     rows: int  # rows that decode in it; of a prefill, prompts
     tokens: int  # flat tokens of the target's forward
     logit_tokens: int = 0  # of them, those whose logits exist at once
+    law_tokens: int = 0  # of those, the ones that rules compare laws of
     # Rows of a burst that runs fewer than there are: their state is taken out and put back.
     copied_rows: int = 0
     num_speculative_tokens: int = 0  # K of a burst
@@ -240,7 +241,9 @@ def _raised(lines: Lines, features: np.ndarray, targets: np.ndarray) -> Lines:
             lift = max(1.0, float((targets[own] / predicted).max()))
         scaled = tuple(c * lift for c in line.coefficients)
         raised.append(dataclasses.replace(line, coefficients=scaled))
-    return dataclasses.replace(lines, lines=tuple(raised))
+    lifted = dataclasses.replace(lines, lines=tuple(raised))
+    misses = [abs(lifted(f) / wanted - 1) for f, wanted in zip(features, targets)]
+    return dataclasses.replace(lifted, error=float(max(misses)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +321,13 @@ def _fit_kind(
 
 
 def _head_sizes(bucket: Bucket) -> tuple[float, ...]:
-    return (bucket.logit_tokens, bucket.rows, bucket.copied_rows, 1.0)
+    return (
+        bucket.logit_tokens,
+        bucket.rows,
+        bucket.copied_rows,
+        1.0,
+        bucket.law_tokens,
+    )
 
 
 def _body_sizes(bucket: Bucket) -> tuple[float, ...]:

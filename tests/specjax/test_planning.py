@@ -10,16 +10,20 @@ from jax.sharding import Mesh
 
 from configs.devices import DEVICES
 from specjax import batch_size_table, plan_report, planning
-from specjax.bucket import Bucket
+from specjax.bucket import Bucket, standing_row_buckets
 from specjax.config import EngineConfig
 from specjax.decode.decoder import Decoder, Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
 from specjax.engine import compiled_memory, cost_files
+from specjax.engine.pool_copies import PLAIN, SPECULATING, step_kind
 from specjax.engine.step_cost import StepCosts
 from specjax.engine.workspace_fit import BURST, MIXED, PREFILL, BucketMemory
 from specjax.plan_request import PlanRequest, find_config, find_device, find_drafter
+from specjax.trees.static_shapes import from_widths
 
 COPIED = [0.0]  # of the pool, by the steps of `compiled_by_rule`
+HELD = [1.0]  # by steps, of the pages' bytes
+COPYING = [None]  # the kind of step that does; None: all but prefills
 KEYS = {
     "weights_bytes",
     "bytes_per_token",
@@ -42,8 +46,8 @@ def request_of(device="gpu:h100", drafter="llama-3.1-8b-eagle3-sized", **changes
     given = dict(
         target=find_config("llama-3.1-8b"),
         target_name="llama-3.1-8b",
-        drafter=find_drafter(drafter),
-        drafter_name=drafter,
+        drafter=find_drafter(drafter) if isinstance(drafter, str) else drafter,
+        drafter_name=str(drafter),
         device=find_device(device),
         dtype="bfloat16",
         num_speculative_tokens=4,
@@ -56,10 +60,16 @@ def request_of(device="gpu:h100", drafter="llama-3.1-8b-eagle3-sized", **changes
 def compiled_by_rule(monkeypatch):
     """Steps that need 2 MB per token with logits, 20 kB per other, 5 kB per layer."""
 
+    def copies(bucket):
+        if COPYING[0] is not None:
+            return step_kind(bucket) == COPYING[0]
+        return bucket.kind != PREFILL
+
     def compile_bucket(decoder, bucket):
         layers, sizes = decoder.config.num_layers, decoder.sizes
         page = 2 * 2 * 8 * 128 * sizes.page_size
         drafted = len(getattr(decoder.drafter, "configs", ()))
+        held = sizes.num_pages * page * (layers + drafted)
         scratch = 2_000_000 * bucket.logit_tokens + 5000 * layers
         read = layers + (drafted if bucket.num_speculative_tokens else 0)
         copied = COPIED[0] * page * read * sizes.num_pages
@@ -67,9 +77,9 @@ def compiled_by_rule(monkeypatch):
             scratch = max(scratch, 20_000 * bucket.tokens + 5000 * layers)
         return BucketMemory(
             bucket=bucket,
-            argument_bytes=10**9 + sizes.num_pages * page * (layers + drafted),
+            argument_bytes=10**9 + round(HELD[0] * held),
             output_bytes=0,
-            temp_bytes=scratch + (round(copied) if bucket.kind != PREFILL else 0),
+            temp_bytes=scratch + (round(copied) if copies(bucket) else 0),
             alias_bytes=0,
             code_bytes=1000 * layers,
         )
@@ -91,6 +101,31 @@ def test_the_8b_counted_by_hand(compiled_by_rule):
     assert plan.memory.workspace_bytes == pytest.approx(step + code, rel=1e-6)
 
 
+def test_a_drafter_counts_in_its_own_dtype(compiled_by_rule):
+    alike = planning.make_plan(request_of())
+    wider = planning.make_plan(request_of(drafter_dtype="float32"))
+    assert wider.weights_bytes == alike.weights_bytes + 2 * 743_452_672
+    assert wider.resident_bytes == alike.resident_bytes + 2 * 743_452_672
+    # Its pages are of the target's dtype.
+    assert wider.drafter_bytes_per_token == alike.drafter_bytes_per_token
+
+
+def test_trees_are_planned_with_their_slots(compiled_by_rule):
+    shape = from_widths([2, 2])  # 6 drafts
+    request = request_of(
+        target=find_config("demo"),
+        drafter=ModelDrafter(find_config("demo-draft"), shape=shape),
+        num_speculative_tokens=2,
+        engine=EngineConfig(max_rows=4, max_context=64, row_buckets=()),
+    )
+    assert request.tree_slots == 6
+    memory = planning.make_plan(request).memory
+    assert memory.num_pages == 4 * 5
+    decoder = planning._decoder(request, 1, 64)
+    assert decoder.sizes.pages_per_row == 5
+    assert decoder.sizes.tree_slots == 6
+
+
 def test_layers_are_extrapolated_and_the_rest_fitted(compiled_by_rule):
     compiled = planning.make_plan(request_of()).compiled
     assert compiled.compiled_layers == (2, 4)
@@ -102,6 +137,20 @@ def test_layers_are_extrapolated_and_the_rest_fitted(compiled_by_rule):
         body = 0 if bucket.kind == BURST else 20_000 * bucket.tokens
         expected = max(2_000_000 * bucket.logit_tokens, body) + 5000 * 32
         assert memory.scratch_bytes == pytest.approx(expected, rel=0.02), bucket
+
+
+def test_pages_that_seem_smaller_than_they_can_be_count_whole(
+    compiled_by_rule, monkeypatch
+):
+    whole = planning.make_plan(request_of())
+    monkeypatch.setattr(f"{__name__}.HELD", [0.8])
+    short = planning.make_plan(request_of())
+    assert short.compiled.pages_ratio == 1
+    assert short.memory == whole.memory
+    assert "below the" in short.notes[0]
+    monkeypatch.setattr(f"{__name__}.HELD", [1.25])
+    padded = planning.make_plan(request_of())
+    assert padded.target_bytes_per_token == 1.25 * whole.target_bytes_per_token
 
 
 def test_copies_of_the_pool_are_counted_with_its_tokens(compiled_by_rule, monkeypatch):
@@ -126,6 +175,21 @@ def test_copies_of_the_pool_are_counted_with_its_tokens(compiled_by_rule, monkey
     assert copying.compiled.num_executables == plain.compiled.num_executables + 4
 
 
+@pytest.mark.parametrize("is_cpu, ratio", [(False, 1.0), (True, 0.0)])
+def test_speculating_bursts_are_looked_at_though_plain_ones_copy_nothing(
+    compiled_by_rule, monkeypatch, is_cpu, ratio
+):
+    monkeypatch.setattr(f"{__name__}.COPIED", [1.0])
+    monkeypatch.setattr(f"{__name__}.COPYING", [SPECULATING])
+    monkeypatch.setattr(compiled_memory, "_is_cpu", lambda decoder: is_cpu)
+    copies = planning.make_plan(request_of()).compiled.copies
+    assert copies.seen[PLAIN] == 0
+    assert copies.ratio == pytest.approx(ratio)
+    assert set(copies.seen) == (
+        {PLAIN} if is_cpu else {PLAIN, SPECULATING, PREFILL, MIXED}
+    )
+
+
 def test_every_step_of_an_engine_is_planned_and_few_are_compiled(compiled_by_rule):
     compiled = planning.make_plan(request_of()).compiled
     kinds = [memory.bucket.kind for memory in compiled.buckets]
@@ -133,6 +197,26 @@ def test_every_step_of_an_engine_is_planned_and_few_are_compiled(compiled_by_rul
     assert kinds.count(PREFILL) == 3
     assert kinds.count(MIXED) == 2
     assert len(compiled.samples) == 4 + 3 + 1
+
+
+def test_row_buckets_that_nobody_named_are_those_that_the_policy_chooses_from(
+    compiled_by_rule,
+):
+    engine = EngineConfig(max_rows=12, max_context=8192)
+    counts = lambda **changes: {
+        memory.bucket.rows
+        for memory in planning.make_plan(
+            request_of(engine=engine, **changes)
+        ).compiled.buckets
+        if memory.bucket.kind == BURST
+    }
+    assert counts() == {1, 2, 4, 8, 12}
+    samples = planning.make_plan(request_of(engine=engine)).compiled.samples
+    assert {s.bucket.rows for s in samples if s.bucket.kind == BURST} == {2, 12}
+    assert counts(chooses_rows=False) == {12}
+    assert standing_row_buckets(8) == [1, 2, 4, 8]
+    assert standing_row_buckets(24, 4) == [4, 8, 16]
+    assert standing_row_buckets(1) == [1]
 
 
 def test_logits_in_chunks_count_once(compiled_by_rule):

@@ -1,5 +1,6 @@
 """Pages, limits and the gate: figures counted by hand, and the edges of the formulas."""
 
+import dataclasses
 import types
 
 import numpy as np
@@ -12,11 +13,11 @@ from specjax.engine.memory_model import (
     SAFETY_POINTS,
     MemoryLimits,
     PrefillCoefficients,
-    at_least_pages,
     bytes_per_token,
     fit_prefill,
     larger_of,
     next_token_coefficient,
+    pages_ratio,
     plan_memory,
     recommended_margin,
 )
@@ -149,6 +150,8 @@ def test_no_sample_is_above_its_prediction(tokens, random):
     found = fit_lines(sizes, used)
     for size, bytes_used in zip(sizes, used):
         assert found(size) >= bytes_used * (1 - 1e-9)
+    misses = [found(size) / bytes_used - 1 for size, bytes_used in zip(sizes, used)]
+    assert found.error == pytest.approx(max(misses), abs=1e-9)
 
 
 def test_kinds_are_fitted_apart_and_mixed_steps_are_the_larger_of_both():
@@ -183,6 +186,19 @@ def test_rows_that_are_taken_out_and_put_back_cost_their_copies():
     ]
     fit = fit_workspaces(samples)
     assert fit(burst(4, 1, 0, copied=4).bucket) == pytest.approx(800 + 20_000, rel=0.01)
+
+
+def test_what_rules_compare_is_counted_beside_the_logits():
+    def by_rule(rows, k):
+        own = burst(rows, k, 0).bucket
+        law = own.tokens if k else 0
+        bucket = dataclasses.replace(own, law_tokens=law)
+        return memory(bucket, 500 * own.tokens + 600 * law)
+
+    fit = fit_workspaces([by_rule(rows, k) for rows in (2, 8) for k in (0, 3)])
+    for rows, k in ((4, 0), (4, 1), (8, 2)):
+        expected = by_rule(rows, k).scratch_bytes
+        assert fit.scratch(by_rule(rows, k).bucket) == pytest.approx(expected)
 
 
 def test_nothing_to_fit():
@@ -273,6 +289,31 @@ def test_rows_that_cannot_fill_the_memory_get_no_more_pages_than_they_can_hold()
     assert plan.recommended_batch_safety_margin == SAFETY_POINTS
 
 
+def test_rows_have_room_for_a_tree_past_their_last_token():
+    chains, trees = limits(max_context=95), limits(max_context=95, tree_slots=12)
+    assert chains.pages_per_row == 10
+    assert trees.pages_per_row == 11
+    assert plan_memory(trees, 100, [burst(4, 0, 1000)]).num_pages == 4 * 11
+    # 4 x (9 + 160) tokens of 8,000 are 8.45 %; rounded up, and 5 points.
+    plan = plan_memory(
+        limits(max_context=5000, tree_slots=160), 100, [burst(4, 3, 200_000)]
+    )
+    assert plan.num_pages == 800
+    assert plan.recommended_batch_safety_margin == 5 + 9
+
+
+def test_rows_take_whole_pages_and_room_for_a_tree():
+    steps = [burst(4, 3, 200_000)]
+    few = plan_memory(limits(max_context=5000, num_pages=30), 100, steps)
+    assert few.most_tokens == 300
+    assert few.rows_of_context(100, most_rows=4) == 3
+    assert few.rows_of_context(91, most_rows=4) == 3
+    assert few.rows_of_context(74, most_rows=4) == 3  # 8 pages each
+    trees = limits(max_context=5000, num_pages=30, tree_slots=9)
+    assert plan_memory(trees, 100, steps).rows_of_context(100, most_rows=4) == 2
+    assert plan_memory(trees, 100, steps).rows_of_context(61, most_rows=4) == 4
+
+
 def test_a_prefill_larger_than_every_burst_leaves_fewer_pages():
     """XLA's pool lies there while a prefill runs: what prefills take is not for pages."""
     small = plan_memory(limits(max_context=5000), 100, [burst(4, 0, 200_000)])
@@ -331,11 +372,12 @@ def test_what_a_device_was_seen_to_take_counts_where_it_is_more():
 # Guards
 
 
-def test_no_coefficient_is_below_the_pages_of_a_token():
+def test_no_page_takes_less_than_its_keys_and_values():
     warnings = []
-    assert at_least_pages(90.0, 100.0, warnings) == 100.0
-    assert "below" in warnings[0]
-    assert at_least_pages(110.0, 100.0, warnings) == 110.0
+    assert pages_ratio(90.0, 100.0, warnings) == 1.0
+    assert "below the 100.0" in warnings[0]
+    assert pages_ratio(110.0, 100.0, warnings) == pytest.approx(1.1)
+    assert pages_ratio(100.0, 100.0, warnings) == 1.0
     assert len(warnings) == 1
 
 

@@ -132,6 +132,20 @@ def test_copies_that_do_not_grow_with_layers_are_not_multiplied():
     assert half.of_all[PREFILL] == 0
 
 
+def test_copies_of_speculating_bursts_alone_grow_with_layers_too():
+    sizes = dict(layer_bytes=LAYER, drafter_bytes=DRAFTER, compiled_layers=2)
+    for copied, expected in (
+        (2 * LAYER + DRAFTER, 32 * LAYER + DRAFTER),
+        (2 * LAYER, 32 * LAYER),
+        (LAYER, 16 * LAYER),
+        (4 * LAYER + 2 * DRAFTER, 64 * LAYER + 2 * DRAFTER),
+    ):
+        seen = {PLAIN: 0.0, SPECULATING: copied}
+        copies = pool_copies(seen, **sizes, num_layers=32, added_by_layer=0.0)
+        assert copies.of_all[PLAIN] == 0
+        assert copies.of_all[SPECULATING] == expected
+
+
 def test_a_copy_that_something_else_outweighs_in_a_small_pool_counts_whole():
     """0.93 of an array was seen where the smaller pool's step needed something else."""
     assert whole_arrays(0.93 * LAYER / 2, LAYER / 2) == LAYER / 2

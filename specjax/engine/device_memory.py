@@ -1,0 +1,95 @@
+"""What devices say of their memory: how much there is, who holds it, what steps take."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of one device; None where it does not say."""
+
+    limit_bytes: int | None
+    in_use_bytes: int | None
+    peak_bytes: int | None  # the most that were ever in use
+
+
+def read_memory(device: Any) -> DeviceMemory:
+    """Returns what a device says now; CPUs say nothing."""
+    stats = device.memory_stats() or {}
+    names = "bytes_limit", "bytes_in_use", "peak_bytes_in_use"
+    return DeviceMemory(*(None if n not in stats else int(stats[n]) for n in names))
+
+
+def available_bytes(device: Any, own_bytes: int = 0) -> int | None:
+    """Returns the bytes of a device that others do not hold; None where it does not say.
+
+    Args:
+      own_bytes: held already by whoever asks, and not to be counted twice.
+    """
+    memory = read_memory(device)
+    if memory.limit_bytes is None:
+        return None
+    of_others = max((memory.in_use_bytes or 0) - own_bytes, 0)
+    return max(memory.limit_bytes - of_others, 1)
+
+
+def bytes_on(device: Any, arrays: Any) -> int:
+    """Returns the bytes that a pytree's arrays take on a device, each array once."""
+    leaves = {id(leaf): leaf for leaf in jax.tree.leaves(arrays)}.values()
+    return sum(
+        shard.data.nbytes
+        for leaf in leaves
+        if isinstance(leaf, jax.Array)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
+
+
+class MemoryWatch:
+    """Says what steps take on devices that report it, and warns where it was not planned.
+
+    What compiling takes there and what anybody else allocates meanwhile counts, too: nobody
+    can tell it apart.
+
+    Args:
+      devices: on which weights and state lie by now.
+      planned_workspace: bytes of one device that steps may take beside them.
+    """
+
+    def __init__(self, devices: Sequence[Any], planned_workspace: float):
+        self.planned_workspace = planned_workspace
+        self.measured_workspace: int | None = None  # the most seen; None is nothing yet
+        self._placed = [(device, read_memory(device)) for device in devices]
+        self._has_warned = False
+
+    def look(self) -> int | None:
+        """Returns the most bytes that steps were seen to take beside weights and state.
+
+        None until they take more than was ever in use: a device tells its peak alone,
+        and loading may have taken more.
+        """
+        for device, placed in self._placed:
+            peak = read_memory(device).peak_bytes
+            if peak is None or placed.peak_bytes is None or placed.in_use_bytes is None:
+                continue
+            if peak > placed.peak_bytes:
+                seen = peak - placed.in_use_bytes
+                self.measured_workspace = max(seen, self.measured_workspace or 0)
+        self._warn()
+        return self.measured_workspace
+
+    def _warn(self) -> None:
+        measured, planned = self.measured_workspace, self.planned_workspace
+        if self._has_warned or measured is None or measured <= planned:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"steps were seen to take {measured / 1e6:.1f} MB of a device beside weights and "
+            f"pages, {planned / 1e6:.1f} MB were planned; raise batch_safety_margin, or lower "
+            "num_pages or max_rows.",
+            stacklevel=2,
+        )
