@@ -205,7 +205,7 @@ def test_an_exception_ends_the_requests_and_leaves_an_engine(make, plain, monkey
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine._decoder, "burst", fail)
+            patch.setattr(engine._loop.decoder, "burst", fail)
             with pytest.raises(KeyboardInterrupt):
                 engine.step()
         (completion,) = drain(engine)[first]
@@ -305,7 +305,7 @@ def test_row_buckets_change_no_text(make, plain):
     with make(config, drafter="ngram", speculative_config=fixed) as engine:
         ids = list(map(engine.add, prompts(4), sampling))
         done = drain(engine)
-        run = {key for key in engine._decoder.traces if key[0] == "burst"}
+        run = {key for key in engine._loop.decoder.traces if key[0] == "burst"}
     assert run == {("burst", 3), ("burst", 3, 2), ("burst", 3, 1)}
     for request, prompt, asked in zip(ids, prompts(4), sampling, strict=True):
         assert done[request][0].token_ids == plain(prompt, asked)
@@ -329,7 +329,7 @@ def test_k_by_batch_size_changes_no_text(target, draft, plain):
     out = stream.result()
     for completion, prompt, asked in zip(out, prompts(3), sampling, strict=True):
         assert completion.token_ids == plain(prompt, asked)
-    bursts = {key[1] for key in stream._decoder.traces if key[0] == "burst"}
+    bursts = {key[1] for key in stream._loop.decoder.traces if key[0] == "burst"}
     assert bursts == {0, 1, 3}
     assert out.stats.num_speculative_tokens == 3
 

@@ -492,7 +492,7 @@ def test_memory_of_a_burst_does_not_grow_with_the_pool(target):
         engine = dataclasses.replace(ENGINE, num_pages=num_pages)
         stream = Stream(target, [[1, 2, 3]], sampling=GREEDY, engine=engine)
         stream.result()
-        analysis = stream._decoder.compiled_burst(0).memory_analysis()
+        analysis = stream._loop.decoder.compiled_burst(0).memory_analysis()
         temporary.append(analysis.temp_size_in_bytes)
     assert temporary[0] == temporary[1]
 
@@ -551,7 +551,7 @@ def test_one_trace_per_executable(target, draft, num_prompts, longest):
             assert {c.error for c in stream.result()} == {None}
             assert build_decoder.cache_info().currsize == 1
     rows = min(max(num_prompts), ENGINE.max_rows)
-    assert stream._decoder.traces == {
+    assert stream._loop.decoder.traces == {
         ("admit", 1): 1,
         ("admit", rows): 1,
         ("prefill", rows, 64): 1,
@@ -559,7 +559,7 @@ def test_one_trace_per_executable(target, draft, num_prompts, longest):
         ("prefill", 1, 256): 1,
         ("burst", 0): 1,
         ("burst", 3): 1,
-    } | {key: 1 for key in stream._decoder.traces if key[0] == "mixed"}
+    } | {key: 1 for key in stream._loop.decoder.traces if key[0] == "mixed"}
 
 
 def test_progress_is_told(target):

@@ -171,6 +171,6 @@ def test_a_pool_of_any_size_is_written_in_place():
         params = SamplingParams(max_tokens=4, seed=1)
         stream = Stream(tiny_llama(0), [[1, 2]], sampling=params, engine=engine)
         stream.result()
-        analysis = stream._decoder.compiled_burst(0).memory_analysis()
+        analysis = stream._loop.decoder.compiled_burst(0).memory_analysis()
         temporaries.append(analysis.temp_size_in_bytes)
     assert temporaries[0] == temporaries[1]

@@ -62,7 +62,7 @@ def test_all_that_an_engine_takes_lies_within_its_bytes(target, draft, tight):
         while engine.has_work:
             for chunk in engine.step():
                 texts.setdefault(chunk.prompt_index, []).extend(chunk.token_ids)
-        plan, decoder = engine._setup.memory, engine._decoder
+        plan, decoder = engine._setup.memory, engine._loop.decoder
         assert plan is not None
         assert decoder.sizes.num_pages <= plan.num_pages
         # Fewer than rows can have: it is memory that bounds them.

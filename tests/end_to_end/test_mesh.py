@@ -49,7 +49,7 @@ def test_same_tokens_on_four_devices(mesh, make):
     split = stream.result()
     assert [c.token_ids for c in split] == [c.token_ids for c in single]
 
-    text = stream._decoder.compiled_burst(3).as_text()
+    text = stream._loop.decoder.compiled_burst(3).as_text()
     shapes = set(COLLECTIVE.findall(text))  # of a tuple, all of its shapes
     assert shapes, "a tensor-parallel step adds partial sums"
     # Pages are the only arrays whose third axis is the page size.

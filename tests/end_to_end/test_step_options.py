@@ -52,7 +52,7 @@ def whole(target, draft, prompts):
 
 def logits_in(stream):
     """Returns the leading sizes of all float32 arrays of a vocabulary in the compiled burst."""
-    text = stream._decoder.compiled_burst(3).as_text()
+    text = stream._loop.decoder.compiled_burst(3).as_text()
     shapes = re.findall(rf"f32\[([\d,]+),{VOCAB}\]", text)
     return {int(np.prod([int(n) for n in shape.split(",")])) for shape in shapes}
 
