@@ -65,9 +65,13 @@ def policy():
     return goodput
 
 
+def is_quick(seconds):
+    return seconds[10] < PLAN_S * max(seconds["loop"] / LOOP_S, 1)
+
+
 @pytest.fixture(scope="module")
 def seconds():
-    """Returns the least seconds of planning a burst, by the number of requests that wait, and of a loop.
+    """Returns the least CPU seconds of planning a burst, by the number of requests that wait, and of a loop.
 
     The least, because whatever else runs on the machine only adds to it.
     """
@@ -87,16 +91,19 @@ def seconds():
             loop._send(None)
         assert not loop._flights
     least = dict.fromkeys([*loops, "loop"], float("inf"))
-    for _ in range(60):
-        start = time.perf_counter()
+    begun_at, rounds = time.perf_counter(), 0
+    # Where the machine is busy it takes a while until nothing else is in the way.
+    while rounds < 60 or (not is_quick(least) and time.perf_counter() < begun_at + 20):
+        rounds += 1
+        start = time.thread_time()
         sum(number for number in range(20_000))
-        least["loop"] = min(least["loop"], time.perf_counter() - start)
+        least["loop"] = min(least["loop"], time.thread_time() - start)
         for num_waiting, loop in loops.items():
-            start = time.perf_counter()
+            start = time.thread_time()
             loop._end_overdue()
             loop._admit()
             loop._send(None)  # pages for 32 steps more for each row
-            least[num_waiting] = min(least[num_waiting], time.perf_counter() - start)
+            least[num_waiting] = min(least[num_waiting], time.thread_time() - start)
             flight = loop._flights.pop()
             loop.scheduler.land(flight.own, flight.growth, flight.least)
             for row in flight.rows:
@@ -106,7 +113,7 @@ def seconds():
 
 def test_planning_a_burst_of_256_rows(seconds, say):
     say(f"planning a burst for {ROWS} rows: {seconds[10] * 1e3:.2f} ms")
-    assert seconds[10] < PLAN_S * max(seconds["loop"] / LOOP_S, 1)
+    assert is_quick(seconds)
 
 
 def test_a_long_queue_costs_no_more_per_step(seconds):
