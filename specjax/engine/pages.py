@@ -11,6 +11,9 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
 
 ROOT = 0  # the prefix of no tokens
 
@@ -40,9 +43,12 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int):
         self.num_pages = num_pages
         self.page_size = page_size
-        # Page 0 on top, so that small examples read in order.
-        self._free = list(range(num_pages - 1, -1, -1))
-        self._num_holders = [0] * num_pages
+        # A stack, of which the first `_num_stacked` count: bursts of many rows take
+        # thousands of pages at once. Page 0 on top, so that small examples read in order.
+        self._free = np.arange(num_pages)[::-1].copy()
+        self._num_stacked = num_pages
+        self._num_holders = np.zeros(num_pages, np.int64)
+        self._has_prefix = np.zeros(num_pages, bool)
         # Held by nobody, the least recently used first.
         self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._prefixes: dict[tuple[int, tuple[int, ...]], Prefix] = {}
@@ -52,7 +58,7 @@ class PagePool:
     @property
     def num_free(self) -> int:
         """Pages that can be taken, those kept with a prefix included."""
-        return len(self._free) + len(self._kept)
+        return self._num_stacked + len(self._kept)
 
     @property
     def num_held(self) -> int:
@@ -60,7 +66,11 @@ class PagePool:
         return self.num_pages - self.num_free
 
     def take(self, count: int) -> list[int]:
-        """Returns `count` pages with one holder each; the least recently used prefixes go.
+        """Returns `take_array` as a list."""
+        return self.take_array(count).tolist()
+
+    def take_array(self, count: int) -> np.ndarray:
+        """Returns `count` pages with one holder each, i64; the least recently used prefixes go.
 
         Raises:
           ValueError: fewer are free.
@@ -69,15 +79,24 @@ class PagePool:
             raise ValueError(
                 f"{count=} pages were asked for and {self.num_free} are free."
             )
-        pages = self._free[-count:][::-1] if count else []
-        del self._free[len(self._free) - len(pages) :]
-        while len(pages) < count:
-            page, _ = self._kept.popitem(last=False)
-            self._forget(page)
-            pages.append(page)
-        for page in pages:
-            self._num_holders[page] = 1
+        left = max(self._num_stacked - count, 0)
+        pages = self._free[left : self._num_stacked][::-1].copy()
+        self._num_stacked = left
+        if len(pages) < count:
+            kept = [self._take_kept() for _ in range(count - len(pages))]
+            pages = np.concatenate([pages, kept])
+        self._num_holders[pages] = 1
         return pages
+
+    def _take_kept(self) -> int:
+        page, _ = self._kept.popitem(last=False)
+        self._forget(page)
+        return page
+
+    def _free_again(self, pages: Any) -> None:
+        end = self._num_stacked + len(pages)
+        self._free[self._num_stacked : end] = pages
+        self._num_stacked = end
 
     def hold(self, pages: Iterable[int]) -> None:
         """Counts one more holder of pages that somebody holds, or that are kept."""
@@ -85,25 +104,25 @@ class PagePool:
             self._kept.pop(page, None)
             self._num_holders[page] += 1
 
-    def give_back(self, pages: Sequence[int]) -> None:
+    def give_back(self, pages: Sequence[int] | np.ndarray) -> None:
         """Counts one holder less of a row's pages, in the order of the row.
 
         What nobody holds is free, or kept if it has a prefix: the row's first page the
         longest, because a prefix without what comes before it cannot be found.
         """
-        for page in reversed(pages):
-            self._num_holders[page] -= 1
-            assert self._num_holders[page] >= 0, f"{page=} was given back twice"
-            if self._num_holders[page]:
-                continue
-            prefix = self._prefix_of.get(page)
-            if prefix is not None and not prefix.is_ready:
-                self._forget(page)  # what would have filled it was never sent
-                prefix = None
-            if prefix is None:
-                self._free.append(page)
-            else:
+        given = np.asarray(pages, np.int64)[::-1]
+        self._num_holders[given] -= 1
+        left = self._num_holders[given]
+        assert np.all(left >= 0), f"a page of {list(pages)} was given back twice"
+        gone = given[left == 0]
+        has_prefix = self._has_prefix[gone]
+        self._free_again(gone[~has_prefix])
+        for page in gone[has_prefix].tolist():
+            if self._prefix_of[page].is_ready:
                 self._kept[page] = None
+            else:
+                self._forget(page)  # what would have filled it was never sent
+                self._free_again([page])
 
     def find(self, token_ids: Sequence[int]) -> list[Prefix]:
         """Returns the longest known prefix of some tokens, page by page."""
@@ -137,6 +156,7 @@ class PagePool:
             prefix = Prefix(self._next_id, page, key, is_ready, has_drafter)
             self._next_id += 1
             self._prefixes[key] = self._prefix_of[page] = prefix
+            self._has_prefix[page] = True
         elif prefix.page == page:
             prefix.is_ready |= is_ready
             prefix.has_drafter |= has_drafter
@@ -144,9 +164,10 @@ class PagePool:
             # The better page takes its place.
             self._prefix_of[page] = prefix
             del self._prefix_of[prefix.page]
+            self._has_prefix[[page, prefix.page]] = True, False
             if prefix.page in self._kept:
                 del self._kept[prefix.page]
-                self._free.append(prefix.page)
+                self._free_again([prefix.page])
             prefix.page, prefix.is_ready, prefix.has_drafter = page, True, True
         return prefix
 
@@ -157,17 +178,21 @@ class PagePool:
                 self._forget(page)
             if page in self._kept:
                 del self._kept[page]
-                self._free.append(page)
+                self._free_again([page])
 
     def _forget(self, page: int) -> None:
         prefix = self._prefix_of.pop(page)
+        self._has_prefix[page] = False
         del self._prefixes[prefix.key]
 
     def check(self) -> None:
         """Asserts the invariant."""
         held = {page for page, count in enumerate(self._num_holders) if count}
-        free, kept = set(self._free), set(self._kept)
-        assert len(free) == len(self._free), "a page is free twice"
+        stacked = self._free[: self._num_stacked].tolist()
+        free, kept = set(stacked), set(self._kept)
+        assert len(free) == len(stacked), "a page is free twice"
+        with_prefix = np.flatnonzero(self._has_prefix).tolist()
+        assert set(with_prefix) == set(self._prefix_of)
         for one, other in itertools.combinations((free, kept, held), 2):
             assert not one & other, "a page is two things"
         assert len(free) + len(kept) + len(held) == self.num_pages, "a page is lost"

@@ -135,7 +135,7 @@ class Scheduler:
         burst, without taking those that the running rows need to grow likewise. One
         that could share pages which are about to be filled lets a few others pass.
         """
-        if not len(self.waiting) or None not in self.rows:
+        if not len(self.waiting) or self.table.is_occupied.all():
             return []
         admitted, postponed = [], []
         _, wanted = self._wanted(np.flatnonzero(self.table.is_occupied), growth)
@@ -253,9 +253,10 @@ class Scheduler:
         lacking = wanted - [pool.num_free for pool in self.pools]
         if np.any(lacking > 0):
             return lacking.clip(0)
-        pages: list[int] = []
-        for pool, count in zip(self.pools, wanted.tolist()):
-            pages += pool.take(count)
+        taken = [
+            pool.take_array(count) for pool, count in zip(self.pools, wanted.tolist())
+        ]
+        pages = np.concatenate(taken)
         counts = counts.clip(0)
         before = self.table.num_pages[rows]
         # Of each page the row, and its place among those that the row gets.
@@ -279,7 +280,7 @@ class Scheduler:
             row.index, num_pages : self.table.num_pages[row.index]
         ]
         if len(surplus):
-            self.pools[row.shard].give_back(surplus.tolist())
+            self.pools[row.shard].give_back(surplus)
             surplus[:] = NO_PAGE
             self.table.num_pages[row.index] = num_pages
 
