@@ -31,7 +31,7 @@ MOST = DEPTHS[-1]
 BATCHES = (1, 4, 16)
 MOST_ROWS = 32  # and those of a batch that drains
 PROMPT_TOKENS = 48
-BURN_IN_RUNS = 6  # of the policy, which learns
+BURN_IN_RUNS = 20  # of the policy, which learns from a few bursts in each
 NONE, GOODPUT = "no drafter", "goodput"
 
 
