@@ -66,6 +66,7 @@ class Contest:
             self._drafter: Any = specjax.load_drafter("demo", self._target)
             encode = self._target.tokenizer.encode
             texts = embedded.held_out_texts(batch)
+            texts = (texts * batch)[:batch]  # there are not that many
             self._prompts = [encode(text)[:PROMPT_TOKENS] for text in texts]
         else:
             self._target, drafter = model("bench_60m"), model("bench_60m_draft")
