@@ -1,0 +1,221 @@
+"""Whether every kernel compiles for a TPU, with none at hand.
+
+    python -m pallas_kernels.check --tpu v5e:2x2 v6e:2x2
+
+compiles every op ahead of time for the shapes of some models, on one chip and split over
+four, and prints what each takes. It needs libtpu: pip install "jax[tpu]".
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+# What libtpu asks of the machine it runs on; none of it is used.
+_NO_TPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "JAX_PLATFORMS": "cpu",
+}
+TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+# Query heads, key heads, head_dim, window.
+MODELS = {
+    "Llama-3.1-8B": (32, 8, 128, None),
+    "Qwen3-0.6B": (16, 8, 128, None),
+    "Gemma-3-4B": (8, 4, 256, 1024),
+}
+# Rows, most new tokens of one, all new tokens, words of ancestor bits.
+STEPS = {
+    "1 row": (1, 1, 1, 0),
+    "8 rows, trees of 8": (8, 8, 64, 1),
+    "64 rows": (64, 1, 64, 0),
+    "64 rows, trees of 8": (64, 8, 512, 1),
+    "8 rows, trees of 64": (8, 64, 512, 2),
+    "1 prompt, 512 tokens": (1, 512, 512, 0),
+    "8 rows, mixed, 512 tokens": (8, 512, 512, 0),
+}
+PAGE_SIZE, CONTEXT, NUM_PAGES, NUM_LAYERS = 16, 2048, 4096, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What compiling one op came to."""
+
+    op: str
+    shape: str
+    device: str
+    ok: bool
+    seconds: float
+    vmem_bytes: int | None  # as the op counts it, of what it keeps there
+    temp_bytes: int | None  # of HBM, what surrounds the kernel included
+    error: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Case:
+    op: str
+    shape: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    vmem_bytes: Callable[[], int]
+    donated: tuple[int, ...] = ()
+
+
+def cases(chips: int) -> Iterator[_Case]:
+    """Yields every op at every shape, as one of so many chips sees it."""
+    for model, step in itertools.product(MODELS, STEPS):
+        if MODELS[model][1] % chips:
+            continue
+        yield from _cases_of(model, step, chips)
+
+
+def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.move_kv import mosaic_tpu as move_kv
+    from pallas_kernels.tree_attention import mosaic_tpu as attention
+    from pallas_kernels.write_kv import mosaic_tpu as write_kv
+
+    heads, kv_heads, head_dim, window = MODELS[model]
+    heads, kv_heads = heads // chips, kv_heads // chips
+    rows, width, num_tokens, words = STEPS[step]
+    shape = f"{model}, {step}, {chips} chip{'s' * (chips > 1)}"
+    of = jax.ShapeDtypeStruct
+    integers = lambda *sizes: of(sizes, jnp.int32)
+    page = of((NUM_PAGES, kv_heads, PAGE_SIZE, head_dim), jnp.bfloat16)
+    new = of((num_tokens, kv_heads, head_dim), jnp.bfloat16)
+    arguments = [
+        of((num_tokens, heads, head_dim), jnp.bfloat16),
+        page,
+        page,
+        integers(rows, CONTEXT // PAGE_SIZE),
+        integers(rows + 1),
+        integers(rows),
+    ]
+    bits = [of((num_tokens, words), jnp.uint32)] if words else []
+    options = dict(scale=head_dim**-0.5, window=window, max_tokens_per_row=width)
+
+    def attend(*arguments: Any) -> Any:
+        *given, last = arguments if words else (*arguments, None)
+        return attention.tree_attention_mosaic_tpu(
+            *given, ancestor_bits=last, **options
+        )
+
+    yield _Case(
+        "tree_attention",
+        shape,
+        attend,
+        (*arguments, *bits),
+        lambda: attention.vmem_bytes(
+            arguments[0],
+            page,
+            arguments[3],
+            bits[0] if bits else None,
+            window=window,
+            max_tokens_per_row=width,
+        ),
+    )
+    yield _Case(
+        "write_kv",
+        shape,
+        write_kv.write_kv_mosaic_tpu,
+        (page, page, new, new, integers(num_tokens)),
+        lambda: write_kv.vmem_bytes(page, num_tokens),
+        donated=(0, 1),
+    )
+    if words:
+        pages = [page] * 2 * NUM_LAYERS
+        slots = integers(rows * (width - 1))
+        yield _Case(
+            "move_kv",
+            shape,
+            move_kv.move_kv_mosaic_tpu,
+            (pages, slots, slots),
+            lambda: move_kv.vmem_bytes(page, slots.shape[0]),
+            donated=(0,),
+        )
+
+
+def check(topology: str, chips: int) -> Iterator[Result]:
+    """Yields what compiling each op for one or more chips of a topology comes to."""
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, PartitionSpec
+
+    described = topologies.get_topology_desc(topology_name=topology, platform="tpu")
+    mesh = Mesh(np.array(described.devices[:chips]), ("tensor",))
+    for case in cases(chips):
+        # Every chip runs the kernel on its own heads.
+        local = jax.shard_map(
+            case.function,
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        start, error, temp_bytes = time.perf_counter(), None, None
+        try:
+            compiled = (
+                jax.jit(local, donate_argnums=case.donated)
+                .lower(*case.arguments)
+                .compile()
+            )
+            if (analysis := compiled.memory_analysis()) is not None:
+                temp_bytes = analysis.temp_size_in_bytes
+        except Exception as problem:  # what does not compile is the answer
+            error = " ".join(str(problem).split())[:500]
+        yield Result(
+            op=case.op,
+            shape=case.shape,
+            device=topology,
+            ok=error is None,
+            seconds=round(time.perf_counter() - start, 2),
+            vmem_bytes=case.vmem_bytes(),
+            temp_bytes=temp_bytes,
+            error=error,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check")
+    parser.add_argument("--tpu", nargs="+", default=list(TOPOLOGIES), metavar="NAME")
+    parser.add_argument("--json", action="store_true", help="a list of documents")
+    options = parser.parse_args(argv)
+    for name, value in _NO_TPU.items():
+        os.environ.setdefault(name, value)
+    results = []
+    for topology, chips in itertools.product(options.tpu, (1, 4)):
+        for result in check(topology, chips):
+            results.append(result)
+            if not options.json:
+                print(_line(result), flush=True)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    return 0 if all(result.ok for result in results) else 1
+
+
+def _line(result: Result) -> str:
+    if not result.ok:
+        return f"{result.device:14} {result.op:15} {result.shape:50} {result.error}"
+    sizes = [
+        "-" if size is None else f"{size / 1e6:.2f} MB"
+        for size in (result.vmem_bytes, result.temp_bytes)
+    ]
+    return (
+        f"{result.device:14} {result.op:15} {result.shape:50} {result.seconds:6.1f} s  "
+        f"VMEM {sizes[0]:>9}  HBM temporaries {sizes[1]:>9}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,521 @@
+"""Tree attention for TPU: each page is copied to VMEM once per row, for up to 64 new tokens.
+
+Queries are laid out in blocks of one row's new tokens; a grid step is one of them. Its
+keys come in tiles of whole pages, all key heads at once, copied while the tile before is
+multiplied; the last tile of a block waits for nothing, because the first one of the next
+block is on its way by then.
+
+Work of a step: 2 * kv_heads * page_size * head_dim * itemsize bytes per page that a row
+has in use, read once per block of queries, and 4 * queries * keys * heads * head_dim
+operations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import layout
+from pallas_kernels.ragged import rows_of
+from pallas_kernels.tree_attention.reference import check_window
+
+LANES = 128
+MOST_QUERIES = 64  # tokens of a block
+TILE_TOKENS = 128  # keys that are multiplied at once
+MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
+VMEM_BYTES = 14 << 20  # of 16 MiB, the least of all generations
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """Static sizes of a call."""
+
+    kv_heads: int
+    group: int  # query heads of a key head
+    head_dim: int
+    page_size: int
+    pages_per_row: int
+    queries: int  # tokens of a block
+    num_blocks: int
+    pages_per_tile: int
+    words: int  # of ancestor bits; 0 without
+    scale: float
+    window: int | None
+    dtype: jnp.dtype
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of a key head's query matrix, whole sublanes."""
+        packing = 8 * 4 // jnp.dtype(self.dtype).itemsize
+        return -(-self.queries * self.group // packing) * packing
+
+    @property
+    def tile_tokens(self) -> int:
+        return self.pages_per_tile * self.page_size
+
+    def vmem_bytes(self) -> int:
+        """Returns what a grid step keeps in VMEM: tiles twice, queries and results twice, sums."""
+        size = jnp.dtype(self.dtype).itemsize
+        tiles = 2 * 2 * self.kv_heads * self.tile_tokens * self.head_dim * size
+        rows = self.kv_heads * self.query_rows
+        blocks = 2 * 2 * rows * self.head_dim * size
+        sums = rows * (self.head_dim + 2 * LANES) * 4
+        bits = 2 * self.query_rows * LANES * 4 if self.words else 0
+        scores = 3 * self.query_rows * max(self.tile_tokens, LANES) * 4
+        return tiles + blocks + sums + bits + scores
+
+
+class _Blocks(NamedTuple):
+    """Blocks of queries, those in use first; i32[blocks] each."""
+
+    row: Array
+    first: Array  # new token of the row that is its first
+    count: Array  # tokens; 0 in a block that is not in use
+
+
+def tree_attention_mosaic_tpu(
+    q: Array,  # dtype[num_tokens, heads, head_dim]
+    k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim]
+    v_pages: Array,
+    block_table: Array,  # i32[rows, pages_per_row]
+    row_starts: Array,  # i32[rows + 1]
+    lengths: Array,  # i32[rows]
+    *,
+    ancestor_bits: Array | None = None,  # u32[num_tokens, words]
+    num_new_keys: Array | None = None,  # i32[rows]
+    scale: float,
+    window: int | None = None,
+    max_tokens_per_row: int,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Array:
+    """See `tree_attention`.
+
+    Raises:
+      NotImplementedError: a size that no tile fits.
+    """
+    check_window(window, ancestor_bits)
+    shape = _shape_of(
+        q, k_pages, block_table, ancestor_bits, scale, window, max_tokens_per_row
+    )
+    num_new = row_starts[1:] - row_starts[:-1]
+    seen = num_new if num_new_keys is None else num_new_keys
+    ends = jnp.where(num_new > 0, lengths + seen, 0)
+    blocks = _blocks_of(num_new, shape)
+    token = _tokens_of(blocks, row_starts, q.shape[0], shape)
+    queries = _queries_by_head(q[token], shape)
+    arguments = [queries]
+    in_specs = [_block_spec(shape.kv_heads, shape.query_rows, shape.head_dim)]
+    if ancestor_bits is not None:
+        arguments.append(_bits_by_query(ancestor_bits[token], shape))
+        in_specs.append(_block_spec(shape.query_rows, shape.words))
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    out = pl.pallas_call(
+        functools.partial(_kernel, shape=shape),
+        out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=7,
+            grid=(shape.num_blocks,),
+            in_specs=[*in_specs, anywhere, anywhere],
+            out_specs=_block_spec(shape.kv_heads, shape.query_rows, shape.head_dim),
+            scratch_shapes=_scratch_shapes(shape),
+        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        interpret=interpret,
+        name="tree_attention",
+    )(
+        block_table,
+        *blocks,
+        lengths,
+        ends,
+        _union_bits(ancestor_bits, row_starts, shape),
+        *arguments,
+        k_pages,
+        v_pages,
+    )
+    return _lay_flat(out, blocks, row_starts, q, shape)
+
+
+def vmem_bytes(
+    q: Any,
+    k_pages: Any,
+    block_table: Any,
+    ancestor_bits: Any,
+    *,
+    window: int | None,
+    max_tokens_per_row: int,
+) -> int:
+    """Returns the bytes of VMEM that a call keeps there; arguments or their shapes."""
+    arguments = q, k_pages, block_table, ancestor_bits
+    return _shape_of(*arguments, 1.0, window, max_tokens_per_row).vmem_bytes()
+
+
+def _shape_of(
+    q: Array,
+    k_pages: Array,
+    block_table: Array,
+    ancestor_bits: Array | None,
+    scale: float,
+    window: int | None,
+    max_tokens_per_row: int,
+) -> _Shape:
+    """Returns the sizes of a call, its tiles among them."""
+    num_tokens, heads, head_dim = q.shape
+    rows, pages_per_row = block_table.shape
+    page_size, kv_heads = layout.page_size(k_pages), layout.kv_heads(k_pages)
+    sublanes = 8 * 4 // k_pages.dtype.itemsize
+    if head_dim % LANES or page_size % sublanes:
+        raise NotImplementedError(
+            f"{head_dim=} must be a multiple of {LANES} and {page_size=} of {sublanes} on a "
+            "TPU for now."
+        )
+    if q.dtype != k_pages.dtype:
+        raise NotImplementedError(f"{q.dtype=} must be {k_pages.dtype=} on a TPU.")
+    queries = min(max_tokens_per_row, MOST_QUERIES)
+    num_blocks = rows
+    if max_tokens_per_row > queries:
+        num_blocks += num_tokens // queries
+    shape = _Shape(
+        kv_heads=kv_heads,
+        group=heads // kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        pages_per_row=pages_per_row,
+        queries=queries,
+        num_blocks=num_blocks,
+        pages_per_tile=min(max(TILE_TOKENS // page_size, 1), pages_per_row),
+        words=0 if ancestor_bits is None else ancestor_bits.shape[1],
+        scale=scale,
+        window=window,
+        dtype=q.dtype,
+    )
+    if shape.vmem_bytes() > VMEM_BYTES:
+        raise NotImplementedError(
+            f"{heads=} of {head_dim=} need {shape.vmem_bytes()} bytes of VMEM for "
+            f"{queries} queries, and {VMEM_BYTES} are there."
+        )
+    return shape
+
+
+def _block_spec(*sizes: int) -> pl.BlockSpec:
+    return pl.BlockSpec((1, *sizes), lambda block, *_: (block, *[0] * len(sizes)))
+
+
+def _scratch_shapes(shape: _Shape) -> list:
+    tile = (
+        2,
+        shape.pages_per_tile,
+        shape.kv_heads,
+        shape.page_size,
+        shape.head_dim,
+    )
+    sums = shape.kv_heads, shape.query_rows
+    return [
+        pltpu.VMEM(tile, shape.dtype),
+        pltpu.VMEM(tile, shape.dtype),
+        pltpu.VMEM((*sums, LANES), jnp.float32),
+        pltpu.VMEM((*sums, LANES), jnp.float32),
+        pltpu.VMEM((*sums, shape.head_dim), jnp.float32),
+        pltpu.SMEM((1,), jnp.int32),
+        pltpu.SemaphoreType.DMA((2, 2)),
+    ]
+
+
+# Around the kernel
+
+
+def _blocks_of(num_new: Array, shape: _Shape) -> _Blocks:
+    """Returns the blocks of all rows, in the order of rows."""
+    per_row = -(-num_new // shape.queries)
+    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(per_row)])
+    row = rows_of(starts.astype(jnp.int32), shape.num_blocks)
+    row = jnp.minimum(row, num_new.shape[0] - 1)
+    index = jnp.arange(shape.num_blocks, dtype=jnp.int32)
+    first = (index - starts[row]) * shape.queries
+    count = jnp.clip(num_new[row] - first, 0, shape.queries)
+    return _Blocks(row, first.astype(jnp.int32), count.astype(jnp.int32))
+
+
+def _tokens_of(
+    blocks: _Blocks, row_starts: Array, num_tokens: int, shape: _Shape
+) -> Array:
+    """Returns the flat index of each block's tokens, i32[blocks, queries], all of which exist."""
+    first = row_starts[blocks.row] + blocks.first
+    token = first[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)[None]
+    return jnp.clip(token, 0, num_tokens - 1)
+
+
+def _queries_by_head(q: Array, shape: _Shape) -> Array:
+    """Turns q [blocks, queries, heads, head_dim] to [blocks, kv_heads, query_rows, head_dim].
+
+    Row t * group + g of a key head is its query head g of token t.
+    """
+    num_blocks = q.shape[0]
+    q = q.reshape(num_blocks, shape.queries, shape.kv_heads, shape.group, -1)
+    q = q.transpose(0, 2, 1, 3, 4).reshape(
+        num_blocks, shape.kv_heads, -1, shape.head_dim
+    )
+    padding = shape.query_rows - q.shape[2]
+    return jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
+
+
+def _bits_by_query(bits: Array, shape: _Shape) -> Array:
+    """Turns bits [blocks, queries, words] to i32[blocks, query_rows, words]."""
+    bits = jnp.repeat(bits, shape.group, axis=1)
+    padding = shape.query_rows - bits.shape[1]
+    bits = jnp.pad(bits, ((0, 0), (0, padding), (0, 0)))
+    return lax.bitcast_convert_type(bits, jnp.int32)
+
+
+def _union_bits(bits: Array | None, row_starts: Array, shape: _Shape) -> Array:
+    """Returns the new tokens that any of a row's tokens sees, i32[rows, words]."""
+    rows = row_starts.shape[0] - 1
+    if bits is None:
+        return jnp.zeros((rows, 1), jnp.int32)
+    row = rows_of(row_starts, bits.shape[0])
+    place = jnp.arange(32, dtype=jnp.uint32)[None, None]
+    each = (bits[:, :, None] >> place) & 1
+    any_of = jnp.zeros((rows, *each.shape[1:]), jnp.uint32)
+    any_of = any_of.at[row].max(each, mode="drop")
+    union = jnp.sum(any_of << place, axis=-1, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(union, jnp.int32)
+
+
+def _lay_flat(
+    out: Array, blocks: _Blocks, row_starts: Array, q: Array, shape: _Shape
+) -> Array:
+    """Undoes `_queries_by_head` and lays rows end to end, in q's shape."""
+    num_tokens, heads, head_dim = q.shape
+    out = out[:, :, : shape.queries * shape.group]
+    out = out.reshape(
+        shape.num_blocks, shape.kv_heads, shape.queries, shape.group, head_dim
+    )
+    out = out.transpose(0, 2, 1, 3, 4).reshape(-1, heads, head_dim)
+    rows = row_starts.shape[0] - 1
+    flat = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.minimum(rows_of(row_starts, num_tokens), rows - 1)
+    num_new = row_starts[1:] - row_starts[:-1]
+    per_row = -(-num_new // shape.queries)
+    first_block = jnp.cumsum(per_row) - per_row
+    own = flat - row_starts[row]
+    place = first_block[row] * shape.queries + own
+    is_token = flat < row_starts[-1]
+    place = jnp.where(is_token, place, 0)
+    return jnp.where(is_token[:, None, None], out[place], 0)
+
+
+# The kernel
+
+
+class _Scalars(NamedTuple):
+    """What is prefetched: refs in SMEM."""
+
+    table: Any  # i32[rows, pages_per_row]
+    row: Any  # i32[blocks]
+    first: Any
+    count: Any
+    lengths: Any  # i32[rows]
+    ends: Any
+    union: Any  # i32[rows, words]
+
+
+def _kernel(*refs, shape: _Shape):
+    scalars, refs = _Scalars(*refs[:7]), refs[7:]
+    bits = None
+    if shape.words:
+        q, bits, *refs = refs
+    else:
+        q, *refs = refs
+    k_hbm, v_hbm, out, k_tiles, v_tiles, top, total, acc, slot, sems = refs
+    tiles = _Tiles(scalars, k_hbm, v_hbm, k_tiles, v_tiles, sems, shape)
+    sums = _Sums(scalars, q, bits, k_tiles, v_tiles, top, total, acc, shape)
+    block = pl.program_id(0)
+    is_used = scalars.count[block] > 0
+
+    @pl.when(block == 0)
+    def _():
+        slot[0] = 0
+        pl.when(is_used)(lambda: tiles.start(block, tiles.span(block)[0], 0))
+
+    @pl.when(is_used)
+    def _():
+        sums.clear()
+        first, last = tiles.span(block)
+        following = jnp.minimum(block + 1, shape.num_blocks - 1)
+        is_followed = (following > block) & (scalars.count[following] > 0)
+
+        def body(tile, _):
+            own = slot[0]
+            other = slot[0] = 1 - own
+            is_last = tile + 1 == last
+            pl.when(~is_last)(lambda: tiles.start(block, tile + 1, other))
+            pl.when(is_last & is_followed)(
+                lambda: tiles.start(following, tiles.span(following)[0], other)
+            )
+            tiles.wait(block, tile, own)
+            sums.add(block, tile, own)
+            return ()
+
+        lax.fori_loop(first, last, body, ())
+        sums.finish(out)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """Copies of pages to VMEM, a tile of them into one of two slots."""
+
+    scalars: _Scalars
+    k_hbm: Any
+    v_hbm: Any
+    k_tiles: Any  # dtype[2, pages_per_tile, kv_heads, page_size, head_dim]
+    v_tiles: Any
+    sems: Any
+    shape: _Shape
+
+    def span(self, block: Any) -> tuple[Any, Any]:
+        """Returns the first tile of a block and the one after its last."""
+        scalars, shape = self.scalars, self.shape
+        row = scalars.row[block]
+        length, last = scalars.lengths[row], scalars.ends[row]
+        oldest = length + scalars.first[block]
+        if shape.words:
+            oldest = length
+        else:
+            last = jnp.minimum(last, oldest + scalars.count[block])
+        first = jnp.int32(0)
+        if shape.window is not None:
+            oldest = jnp.maximum(oldest - shape.window + 1, 0)
+            first = lax.div(oldest, jnp.int32(shape.tile_tokens))
+        return first, pl.cdiv(last, shape.tile_tokens)
+
+    def start(self, block: Any, tile: Any, slot: Any) -> None:
+        """Begins to copy the pages of a tile that hold keys in use."""
+        self._each(block, tile, slot, lambda copy: copy.start())
+
+    def wait(self, block: Any, tile: Any, slot: Any) -> None:
+        """Waits until they are there."""
+        self._each(block, tile, slot, lambda copy: copy.wait())
+
+    def _each(self, block: Any, tile: Any, slot: Any, act: Callable[[Any], None]):
+        row = self.scalars.row[block]
+        num_pages = pl.cdiv(self.scalars.ends[row], self.shape.page_size)
+
+        def of_page(place: int) -> None:
+            page = self.scalars.table[row, tile * self.shape.pages_per_tile + place]
+            for side, (hbm, tiles) in enumerate(
+                [(self.k_hbm, self.k_tiles), (self.v_hbm, self.v_tiles)]
+            ):
+                act(
+                    pltpu.make_async_copy(
+                        hbm.at[page], tiles.at[slot, place], self.sems.at[slot, side]
+                    )
+                )
+
+        for place in range(self.shape.pages_per_tile):
+            is_used = tile * self.shape.pages_per_tile + place < num_pages
+            pl.when(is_used)(functools.partial(of_page, place))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sums:
+    """The running softmax of a block's queries: Milakov and Gimelshein 2018, section 3."""
+
+    scalars: _Scalars
+    q: Any  # dtype[1, kv_heads, query_rows, head_dim]
+    bits: Any  # i32[1, query_rows, words], or None
+    k_tiles: Any
+    v_tiles: Any
+    top: Any  # f32[kv_heads, query_rows, LANES], equal in all lanes
+    total: Any  # likewise
+    acc: Any  # f32[kv_heads, query_rows, head_dim]
+    shape: _Shape
+
+    def clear(self) -> None:
+        """Begins with no key."""
+        self.top[...] = jnp.full_like(self.top, MASKED)
+        self.total[...] = jnp.zeros_like(self.total)
+        self.acc[...] = jnp.zeros_like(self.acc)
+
+    def add(self, block: Any, tile: Any, slot: Any) -> None:
+        """Adds the keys and values of a tile."""
+        row, shape = self.scalars.row[block], self.shape
+        is_visible, is_needed = self._visible(block, tile, row), self._needed(tile, row)
+        multiply = functools.partial(
+            lax.dot_general,
+            precision=lax.Precision.HIGHEST if shape.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+        for head in range(shape.kv_heads):
+            k, v = (
+                tiles[slot, :, head].reshape(shape.tile_tokens, shape.head_dim)
+                for tiles in (self.k_tiles, self.v_tiles)
+            )
+            v = jnp.where(is_needed, v, jnp.zeros_like(v))
+            scores = multiply(self.q[0, head], k, (((1,), (1,)), ((), ())))
+            scores = jnp.where(is_visible, scores * shape.scale, MASKED)
+            before = self.top[head]
+            top = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+            weights = jnp.where(is_visible, jnp.exp(scores - top[:, :1]), 0.0)
+            decay = jnp.exp(before - top)
+            added = multiply(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
+            self.top[head] = top
+            self.total[head] = self.total[head] * decay + weights.sum(
+                axis=1, keepdims=True
+            )
+            self.acc[head] = self.acc[head] * decay[:, :1] + added
+
+    def finish(self, out: Any) -> None:
+        """Writes the means of the values; 0 where nothing was seen."""
+        for head in range(self.shape.kv_heads):
+            total = self.total[head][:, :1]
+            total = jnp.where(total == 0.0, 1.0, total)
+            out[0, head] = (self.acc[head] / total).astype(out.dtype)
+
+    def _visible(self, block: Any, tile: Any, row: Any) -> Array:
+        """Returns which keys each query sees, bool[query_rows, tile_tokens]."""
+        shape, scalars = self.shape, self.scalars
+        size = shape.query_rows, shape.tile_tokens
+        position = tile * shape.tile_tokens + lax.broadcasted_iota(jnp.int32, size, 1)
+        new = position - scalars.lengths[row]
+        if shape.words:
+            words = [self.bits[0, :, word : word + 1] for word in range(shape.words)]
+            own = sum(map(lax.population_count, words)) - 1
+            is_visible = (new < 0) | _has_bit(words, new)
+        else:
+            token = lax.broadcasted_iota(jnp.int32, size, 0)
+            own = scalars.first[block] + lax.div(token, jnp.int32(shape.group))
+            is_visible = new <= own
+        if shape.window is not None:
+            is_visible &= new > own - shape.window
+        return is_visible & (position < scalars.ends[row])
+
+    def _needed(self, tile: Any, row: Any) -> Array:
+        """Returns which values any query may see, bool[tile_tokens, 1]: others may hold NaN."""
+        shape, scalars = self.shape, self.scalars
+        size = shape.tile_tokens, 1
+        position = tile * shape.tile_tokens + lax.broadcasted_iota(jnp.int32, size, 0)
+        is_needed = position < scalars.ends[row]
+        if not shape.words:
+            return is_needed
+        new = position - scalars.lengths[row]
+        words = [scalars.union[row, word] for word in range(shape.words)]
+        return is_needed & ((new < 0) | _has_bit(words, new))
+
+
+def _has_bit(words: Sequence[Any], new: Array) -> Array:
+    """Returns whether the bit of each new token is set, bool of new's shape."""
+    has_bit = jnp.zeros(new.shape, bool)
+    for place, word in enumerate(words):
+        shift = new - 32 * place
+        is_word = (shift >= 0) & (shift < 32)
+        word = jnp.broadcast_to(word, new.shape)
+        bit = lax.shift_right_logical(word, jnp.clip(shift, 0, 31)) & 1
+        has_bit |= is_word & (bit == 1)
+    return has_bit

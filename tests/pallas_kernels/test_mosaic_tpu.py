@@ -1,0 +1,121 @@
+"""The TPU kernels, which no op picks yet, on CPU by the interpreter, which looks for races too."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import layout
+from pallas_kernels.move_kv.mosaic_tpu import move_kv_mosaic_tpu
+from pallas_kernels.move_kv.xla import move_kv_xla
+from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention.example_inputs import EXAMPLES, make_inputs
+from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
+from pallas_kernels.write_kv.mosaic_tpu import write_kv_mosaic_tpu
+from pallas_kernels.write_kv.xla import write_kv_xla
+
+# A kernel takes seconds in the interpreter.
+pytestmark = pytest.mark.slow
+INTERPRET = pltpu.InterpretParams(detect_races=True)
+TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3}
+SUBLANES = {"float32": 8, "bfloat16": 16}
+
+
+@pytest.fixture
+def has_races():
+    """Returns whether the kernels that ran since had races."""
+    interpreter = pytest.importorskip(
+        "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
+    )
+    interpreter.races = None
+    return lambda: interpreter.races is not None and interpreter.races.races_found
+
+
+def fitted(example):
+    """Returns an example whose pages lie in whole tiles of a TPU."""
+    page_size = max(example.page_size, SUBLANES[example.dtype])
+    return dataclasses.replace(example, head_dim=128, page_size=page_size)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_attention_is_that_of_the_reference(name, has_races):
+    example = fitted(EXAMPLES[name])
+    arguments, options = make_inputs(example)
+    exact = jax.tree.map(
+        lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arguments
+    )
+    expected = tree_attention(*exact, **options, implementation="reference")
+    out = tree_attention_mosaic_tpu(*arguments, **options, interpret=INTERPRET)
+    num_tokens = sum(example.num_new)
+    np.testing.assert_allclose(
+        out[:num_tokens].astype(jnp.float32),
+        expected[:num_tokens],
+        rtol=0,
+        atol=TOLERANCE[example.dtype],
+    )
+    assert jnp.isfinite(out).all()  # padding too
+    assert not has_races()
+
+
+def some_pages(rng, dtype, *, num_pages=8, count=2):
+    shape = layout.page_shape(num_pages, 16, 2, 128)
+    pages = [jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(count)]
+    return [page.at[0, :, 3].set(jnp.nan) for page in pages]
+
+
+def assert_equal_bits(arrays, others):
+    for one, other in zip(arrays, others, strict=True):
+        one, other = (np.asarray(x, np.float32) for x in (one, other))
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_tokens", [1, 7, 60])
+def test_writes(num_tokens, dtype, has_races):
+    """In any order, several to a page, more pages than are under way at once."""
+    rng = np.random.default_rng(num_tokens)
+    pages = some_pages(rng, dtype)
+    num_slots = layout.num_slots(pages[0])
+    slots = rng.permutation(num_slots)[:num_tokens].astype(np.int32)
+    slots[num_tokens // 2] = num_slots  # dropped
+    if num_tokens > 3:
+        slots[:3] = -1, num_slots + 5, 10**6
+    new = [jnp.asarray(rng.standard_normal((num_tokens, 2, 128)), dtype) for _ in "kv"]
+    new[0] = new[0].at[-1].set(jnp.nan)  # its own slot alone has it
+    arguments = *pages, *new, jnp.asarray(slots)
+    assert_equal_bits(
+        write_kv_mosaic_tpu(*arguments, interpret=INTERPRET), write_kv_xla(*arguments)
+    )
+    assert not has_races()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("num_tokens", [1, 5, 40])
+def test_moves(num_tokens, dtype, has_races):
+    """All are read before any is written, of every layer."""
+    rng = np.random.default_rng(num_tokens)
+    pages = some_pages(rng, dtype, count=4)
+    num_slots = layout.num_slots(pages[0])
+    source = rng.integers(0, num_slots, num_tokens).astype(np.int32)
+    target = rng.permutation(num_slots)[:num_tokens].astype(np.int32)
+    target[0] = num_slots  # dropped
+    if num_tokens > 3:
+        source[1] = target[1]  # stays
+    source, target = jnp.asarray(source), jnp.asarray(target)
+    moved = move_kv_mosaic_tpu(pages, source, target, interpret=INTERPRET)
+    expected = [
+        page
+        for place in (0, 2)
+        for page in move_kv_xla(*pages[place : place + 2], source, target)
+    ]
+    assert_equal_bits(moved, expected)
+    assert not has_races()
+
+
+def test_what_no_tile_fits_is_refused():
+    arguments, options = make_inputs(EXAMPLES["head_80"])
+    with pytest.raises(NotImplementedError, match="head_dim=80"):
+        tree_attention_mosaic_tpu(*arguments, **options)
