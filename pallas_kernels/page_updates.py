@@ -8,6 +8,8 @@ ones are on their way.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -15,7 +17,21 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import layout
+
 DEPTH = 4  # pages under way
+LANES = 128
+
+
+def check_pages(pages: Array) -> None:
+    """Raises NotImplementedError for pages that do not lie in whole tiles."""
+    page_size, head_dim = layout.page_size(pages), layout.head_dim(pages)
+    sublanes = 8 * 4 // pages.dtype.itemsize
+    if head_dim % LANES or page_size % sublanes:
+        raise NotImplementedError(
+            f"{head_dim=} must be a multiple of {LANES} and {page_size=} of {sublanes} on a "
+            "TPU for now."
+        )
 
 
 class Updates(NamedTuple):
@@ -64,31 +80,34 @@ def collect(
 ) -> None:
     """Reads tokens out of one or more arrays of pages, in a kernel; others' are left as they are."""
     num_pages = sources.num_pages[0]
-    sides = range(len(held))
-
-    def reads(entry, action):
-        slot = lax.rem(entry, DEPTH)
-        for side in sides:
-            copy = pltpu.make_async_copy(
-                pages[side].at[sources.page[entry]],
-                buffers[side].at[slot],
-                sems.at[slot, side],
-            )
-            getattr(copy, action)()
-
-    for entry in range(DEPTH - 1):
-        pl.when(entry < num_pages)(lambda entry=entry: reads(jnp.int32(entry), "start"))
+    reads = functools.partial(_read, sources, pages, buffers, sems)
+    _start_first(reads, num_pages)
 
     def body(entry, _):
         ahead = entry + DEPTH - 1
         pl.when(ahead < num_pages)(lambda: reads(ahead, "start"))
         reads(entry, "wait")
         slot = lax.rem(entry, DEPTH)
-        for side in sides:
+        for side in range(len(held)):
             _take(sources, entry, held[side], buffers[side], slot)
         return ()
 
     lax.fori_loop(0, num_pages, body, ())
+
+
+def _read(updates: Updates, pages: list, buffers: list, sems, entry, action) -> None:
+    """Starts or awaits ("start", "wait") the copies of one page into its buffers."""
+    slot = lax.rem(entry, DEPTH)
+    for side, buffer in enumerate(buffers):
+        source, sem = pages[side].at[updates.page[entry]], sems.at[slot, side]
+        copy = pltpu.make_async_copy(source, buffer.at[slot], sem)
+        getattr(copy, action)()
+
+
+def _start_first(reads: Callable[..., None], num_pages) -> None:
+    for entry in range(DEPTH - 1):
+        start = functools.partial(reads, jnp.int32(entry), "start")
+        pl.when(entry < num_pages)(start)
 
 
 def _take(sources: Updates, entry, held_ref, buffer, slot) -> None:
@@ -121,30 +140,16 @@ def apply(
 ) -> None:
     """Replaces the tokens of one or more arrays of pages, in a kernel."""
     num_pages = updates.num_pages[0]
-    sides = range(len(news))
-
-    def reads(entry, action):
-        slot = lax.rem(entry, DEPTH)
-        for side in sides:
-            copy = pltpu.make_async_copy(
-                pages[side].at[updates.page[entry]],
-                buffers[side].at[slot],
-                read_sems.at[slot, side],
-            )
-            getattr(copy, action)()
+    reads = functools.partial(_read, updates, pages, buffers, read_sems)
+    _start_first(reads, num_pages)
 
     def writes(entry, action):
         slot = lax.rem(entry, DEPTH)
-        for side in sides:
-            copy = pltpu.make_async_copy(
-                buffers[side].at[slot],
-                written[side].at[updates.page[entry]],
-                write_sems.at[slot, side],
-            )
+        for side, buffer in enumerate(buffers):
+            target = written[side].at[updates.page[entry]]
+            sem = write_sems.at[slot, side]
+            copy = pltpu.make_async_copy(buffer.at[slot], target, sem)
             getattr(copy, action)()
-
-    for entry in range(DEPTH - 1):
-        pl.when(entry < num_pages)(lambda entry=entry: reads(jnp.int32(entry), "start"))
 
     def body(entry, _):
         ahead = entry + DEPTH - 1
@@ -157,7 +162,7 @@ def apply(
 
         reads(entry, "wait")
         slot = lax.rem(entry, DEPTH)
-        for side in sides:
+        for side in range(len(news)):
             _replace(updates, entry, news[side], buffers[side], slot)
         writes(entry, "start")
         return ()

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import layout, page_updates
 from pallas_kernels.page_updates import Updates
-from pallas_kernels.write_kv.mosaic_tpu import VMEM_BYTES, check_pages
+from pallas_kernels.write_kv.mosaic_tpu import VMEM_BYTES
 
 
 def move_kv_mosaic_tpu(
@@ -30,7 +30,7 @@ def move_kv_mosaic_tpu(
       NotImplementedError: a size that no tile fits, or more tokens than VMEM holds.
     """
     first = pages[0]
-    check_pages(first)
+    page_updates.check_pages(first)
     page, num_tokens = first.shape[1:], source_slots.shape[0]
     needed = vmem_bytes(first, num_tokens)
     if needed > VMEM_BYTES:

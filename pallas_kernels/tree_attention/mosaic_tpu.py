@@ -24,10 +24,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import layout
+from pallas_kernels.page_updates import LANES, check_pages
 from pallas_kernels.ragged import rows_of
 from pallas_kernels.tree_attention.reference import check_window
 
-LANES = 128
 MOST_QUERIES = 64  # tokens of a block
 TILE_TOKENS = 128  # keys that are multiplied at once
 MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
@@ -170,12 +170,7 @@ def _shape_of(
     num_tokens, heads, head_dim = q.shape
     rows, pages_per_row = block_table.shape
     page_size, kv_heads = layout.page_size(k_pages), layout.kv_heads(k_pages)
-    sublanes = 8 * 4 // k_pages.dtype.itemsize
-    if head_dim % LANES or page_size % sublanes:
-        raise NotImplementedError(
-            f"{head_dim=} must be a multiple of {LANES} and {page_size=} of {sublanes} on a "
-            "TPU for now."
-        )
+    check_pages(k_pages)
     if q.dtype != k_pages.dtype:
         raise NotImplementedError(f"{q.dtype=} must be {k_pages.dtype=} on a TPU.")
     queries = min(max_tokens_per_row, MOST_QUERIES)

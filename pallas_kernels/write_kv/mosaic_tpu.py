@@ -12,7 +12,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import layout, page_updates
 
-LANES = 128
 VMEM_BYTES = 12 << 20  # of 16 MiB, the least of all generations
 
 
@@ -31,7 +30,7 @@ def write_kv_mosaic_tpu(
       NotImplementedError: a size that no tile fits, or more tokens than VMEM holds.
     """
     page = k_pages.shape[1:]
-    check_pages(k_pages)
+    page_updates.check_pages(k_pages)
     needed = vmem_bytes(k_pages, k.shape[0])
     if needed > VMEM_BYTES:
         raise NotImplementedError(f"{k.shape=} needs {needed} bytes of VMEM.")
@@ -68,17 +67,6 @@ def vmem_bytes(k_pages: Any, num_tokens: int) -> int:
     sublanes = 8 * 4 // size
     tokens = num_tokens * -(-kv_heads // sublanes) * sublanes * head_dim
     return 2 * size * (tokens + page_updates.DEPTH * math.prod(k_pages.shape[1:]))
-
-
-def check_pages(k_pages: Array) -> None:
-    """Raises NotImplementedError for pages that do not lie in whole tiles."""
-    page_size, head_dim = layout.page_size(k_pages), layout.head_dim(k_pages)
-    sublanes = 8 * 4 // k_pages.dtype.itemsize
-    if head_dim % LANES or page_size % sublanes:
-        raise NotImplementedError(
-            f"{head_dim=} must be a multiple of {LANES} and {page_size=} of {sublanes} on a "
-            "TPU for now."
-        )
 
 
 def _kernel(*refs):
