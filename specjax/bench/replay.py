@@ -130,6 +130,7 @@ class Replay:
             num_behind=behind,
             num_context_tokens=int(contexts.sum()),
             num_steps_left=int(self._left()[rows].max()),
+            tokens_left=self._left()[rows],
             num_probe_steps=self.burst_steps,
             is_dropped=lambda bucket: not self.costs.has(bucket),
         )

@@ -107,19 +107,23 @@ def costs_of(
       most_context: of a row, beyond which its tokens cost nothing more; None is the longest
         that was measured.
     """
-    known = StepCosts()
-    known.add_records(measured["steps"])
+    lines: dict[Bucket, Any] = {}
+    for record in measured["steps"]:
+        bucket = Bucket(*(record[name] for name in Bucket._fields))
+        lines.setdefault(bucket, []).append(
+            (record["context_tokens"], record["step_s"])
+        )
 
     def step_s(bucket: Bucket, context: float) -> float:
-        assert known.count(bucket), f"{bucket} was not measured"
-        seconds = known.seconds(bucket, context)
-        assert seconds is not None
-        return seconds
+        # A line through what was measured, beyond it too.
+        (short, short_s), (long, long_s) = sorted(lines[bucket])
+        slope = (long_s - short_s) / (long - short)
+        return max(short_s + slope * (context - short), short_s / 2)
 
     policy_knows = StepCosts()
     policy_knows.add_records(measured["steps"])
     policy_knows.catch_up_s = measured["catch_up_s"]
-    has = lambda bucket: known.count(bucket) > 0
+    has = lambda bucket: bucket in lines
     contexts = {step["context_tokens"] / step["rows"] for step in measured["steps"]}
     longest = most_context or max(contexts)
     catch_up_s = measured["catch_up_s"]

@@ -23,11 +23,12 @@ import numpy as np
 
 from specjax import compilation_cache
 from specjax.decode.decoder import Decoder
-from specjax.engine.step_cost import FIRST, StepCosts
+from specjax.engine.step_cost import StepCosts
 from specjax.version import __version__
 
 FORMAT = 1
 SHIPPED = "configs.coefficients"
+OF_BEFORE = 3  # measurements of a bucket that those of an earlier run count for
 
 
 def key_of(decoder: Decoder) -> dict[str, Any]:
@@ -87,7 +88,7 @@ def load(decoder: Decoder, costs: StepCosts) -> bool:
                 continue
             # What is measured now counts for more than what was measured then.
             records = [
-                {**record, "num_measurements": min(record["num_measurements"], FIRST)}
+                {**record, "num_measurements": min(record["num_measurements"], OF_BEFORE)}
                 for record in kept["steps"]
             ]
             catch_up_s = kept["catch_up_s"]

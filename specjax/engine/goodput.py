@@ -43,7 +43,7 @@ MEASURED_OFTEN = 10
 MOST_WRONG = (
     1.25  # times what is predicted: the rate that a bucket may turn out to have
 )
-LEAST_LOST = 0.01  # of its seconds, that a probe is charged
+LEAST_LOST = 0.06  # of its seconds, that a probe is charged: what is thought may be wrong
 PROBE_STEPS = 8  # of a burst that only asks what is accepted
 # What plain decoding may gain while nothing is known of its seconds.
 UNKNOWN_GAIN = 0.25
@@ -162,29 +162,36 @@ class Goodput:
     def _candidates(self, load: Load) -> list[_Candidate]:
         """Returns what every bucket is expected to do."""
         slots = _RankedSlots(
-            self.survival, load.requests, np.asarray(load.draft_caps), self._depths
+            self.survival,
+            load.requests,
+            np.asarray(load.draft_caps),
+            self._depths,
+            np.asarray(load.tokens_left),
         )
         candidates = []
-        for bucket in self.buckets(self._row_buckets(load)):
-            seconds = self.costs.seconds(bucket, load.num_context_tokens)
+        for bucket in self._shapes(load):
+            tokens = load.num_decoding_rows + slots.expected(bucket)
+            seconds = self.costs.seconds(bucket, _midway(load, tokens))
             if seconds is None:
                 return []
             if not self.costs.count(bucket):
                 seconds *= 1 - OPTIMISM
-            tokens = load.num_decoding_rows + slots.expected(bucket)
-            rate = tokens / seconds
+            rate = slots.together(bucket) * tokens / seconds
             candidates.append(_Candidate(bucket, tokens, seconds, rate, slots))
         return candidates
 
-    def _row_buckets(self, load: Load) -> list[int]:
-        """Returns the numbers of rows to look at: the smallest, and those that are compiled."""
-        smallest, *larger = load.row_buckets
-        depths = (0, *self._depths)
-        return [smallest] + [
-            rows
-            for rows in larger
-            if any(load.is_compiled(Bucket(rows, depth)) for depth in depths)
-        ]
+    def _shapes(self, load: Load) -> Iterator[Bucket]:
+        """Yields what to look at: all of the fewest rows, and of more what is compiled instead."""
+        fewest, *larger = load.row_buckets
+        yield from self.buckets([fewest])
+        missing = {
+            depth
+            for depth in (0, *self._depths)
+            if not load.is_compiled(Bucket(fewest, depth))
+        }
+        for bucket in self.buckets(larger):
+            if bucket.num_speculative_tokens in missing and load.is_compiled(bucket):
+                yield bucket
 
     def buckets(self, row_buckets: Iterable[int]) -> Iterator[Bucket]:
         """Yields all that may be compiled for some numbers of rows."""
@@ -300,8 +307,7 @@ class Goodput:
             num_steps = min(PROBE_STEPS, num_steps)
         drafts = is_plain and other.bucket.num_speculative_tokens
         catch_up = self._catch_up(load, best.seconds) if drafts else 0.0
-        seconds = other.seconds - other.tokens / best.rate
-        lost = num_steps * seconds + catch_up
+        lost = num_steps * other.seconds * (1 - other.rate / best.rate) + catch_up
         lost = max(lost, LEAST_LOST * num_steps * best.seconds)
         if lost <= self._budget:
             self._budget -= lost
@@ -339,9 +345,9 @@ class Goodput:
 
         def hoped(c: _Candidate) -> float:
             often = self.costs.count(c.bucket) >= MEASURED_OFTEN
-            seconds = c.seconds * (1 - (DOUBT if often else MUCH_DOUBT))
-            depth = c.bucket.num_speculative_tokens
-            return (rows + (c.tokens - rows) * optimism[depth - 1]) / seconds
+            more = optimism[c.bucket.num_speculative_tokens - 1]
+            tokens = rows + (c.tokens - rows) * more
+            return c.rate * tokens / c.tokens / (1 - (DOUBT if often else MUCH_DOUBT))
 
         hopeful = [c for c in others if hoped(c) > best.rate * (1 + MARGIN)]
         return min(hopeful, key=lambda c: c.seconds, default=None)
@@ -392,6 +398,19 @@ class Goodput:
                 self._regret[bucket] = self._regret.get(bucket, 0.0) + lost
 
 
+def _midway(load: Load, tokens_per_step: float) -> float:
+    """Returns the context tokens of all rows in the middle of a burst."""
+    steps_left = load.num_steps_left * load.num_decoding_rows / tokens_per_step
+    num_steps = min(load.num_probe_steps, steps_left)
+    return load.num_context_tokens + num_steps * tokens_per_step / 2
+
+
+def _expected_maximum(count: np.ndarray) -> np.ndarray:
+    """Returns the expected largest of so many standard normal draws."""
+    known = np.array([0.0, 0.564, 1.029, 1.424, 1.766, 2.070, 2.344, 2.594, 2.822])
+    return np.interp(np.log2(np.maximum(count, 1)), np.arange(len(known)), known)
+
+
 class _RankedSlots:
     """The draft slots of all rows, and in the order of how likely they are to stand.
 
@@ -401,10 +420,16 @@ class _RankedSlots:
       requests: i64[rows].
       caps: i64[rows], most tokens that each may draft.
       depths: values of K that slots are handed out at.
+      left: i64[rows], most tokens that each may gain; empty where that does not matter.
     """
 
     def __init__(
-        self, survival: Survival, requests: Any, caps: Any, depths: Sequence[int]
+        self,
+        survival: Survival,
+        requests: Any,
+        caps: Any,
+        depths: Sequence[int],
+        left: Any,
     ):
         self._of_rates = survival.of_rates
         self._rates = rates = survival.rates(requests)
@@ -413,7 +438,7 @@ class _RankedSlots:
             # One of each of so many parts, from the row that does worst to the best.
             middles = (np.arange(MOST_RANKED) + 0.5) * (len(rates) / MOST_RANKED)
             some = rates.argsort()[middles.astype(int)]
-            rates, caps = rates[some], caps[some]
+            rates, caps, left = rates[some], caps[some], left[some] if len(left) else ()
         self._share = len(rates) / len(requests)
         by_place = self._of_rates(rates)
         is_allowed = np.arange(by_place.shape[1]) < caps[:, None]
@@ -422,6 +447,7 @@ class _RankedSlots:
         self._mass = is_allowed * survival.presence()
         gained = (self._survival * self._mass).sum(axis=0).cumsum() / self._share
         self._by_depth = [0.0, *gained.tolist()]
+        self._left = left
 
     def expected(self, bucket: Bucket) -> float:
         """Returns the draft tokens that a step is expected to accept."""
@@ -433,6 +459,32 @@ class _RankedSlots:
         # The slot on the edge counts in part.
         some = np.interp(bucket.max_drafts * self._share, masses[at], gains[at])
         return float(some) / self._share
+
+    def together(self, bucket: Bucket) -> float:
+        """Returns by how much the luck of rows that are not refilled delays the last of them, 0 to 1.
+
+        Rows that draft end at different steps, be they alike: while the last one runs, a
+        step costs as much as ever.
+        """
+        depth = bucket.num_speculative_tokens
+        return self._togetherness[depth - 1] if depth and len(self._left) else 1.0
+
+    @functools.cached_property
+    def _togetherness(self) -> list[float]:
+        """Of each K from 1: steps expected of the row with most, over those of the last row."""
+        stand = self._survival * self._mass
+        tokens = 1 + stand.cumsum(axis=1)  # of a step, a mean
+        odd = 1 + 2 * np.arange(stand.shape[1])
+        variance = (stand * odd).cumsum(axis=1) - (tokens - 1) ** 2
+        steps = self._left[:, None] / tokens
+        spread = np.sqrt(steps * variance) / tokens
+        most = steps.argmax(axis=0), np.arange(stand.shape[1])
+        is_close = steps > steps[most] - spread[most]
+        last = _expected_maximum(is_close.sum(axis=0) / self._share)
+        # The last step of a row may give more than it needed.
+        needless = (variance / tokens**2 + 1 - 1 / tokens) / 2
+        late = last * spread[most] + needless[most]
+        return (steps[most] / (steps[most] + late)).tolist()
 
     def likeliest(self, bucket: Bucket) -> np.ndarray:
         """Returns how many draft tokens of each row have one of a bucket's slots, i64[rows]."""

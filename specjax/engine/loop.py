@@ -498,7 +498,8 @@ class Loop:
         behind = tokens - table.num_drafter_final[rows]
         if drafts_already or not scheduler.needs_drafter:
             behind = np.ones_like(tokens)
-        steps_left = int((table.max_length[rows] - tokens).max())
+        tokens_left = table.max_length[rows] - tokens
+        is_refilled = len(scheduler.waiting) > 0
         return Load(
             num_decoding_rows=len(rows),
             num_waiting=len(scheduler.waiting),
@@ -509,7 +510,8 @@ class Loop:
             draft_caps=table.draft_cap[rows],
             num_behind=behind,
             num_context_tokens=int(tokens.sum()),
-            num_steps_left=ENDLESS if len(scheduler.waiting) else steps_left,
+            num_steps_left=ENDLESS if is_refilled else int(tokens_left.max()),
+            tokens_left=() if is_refilled else tokens_left,
             num_probe_steps=usual_steps,
             compile_s=decoder.burst_compile_s,
             is_compiled=decoder.is_compiled,

@@ -1,36 +1,44 @@
 """Seconds of a step: measured by bucket, predicted where not yet measured. No jax.
 
-    seconds = base(bucket) + context_s * context tokens, all of it times the drift
+    seconds = (base(bucket) + slope(K) * context tokens) * drift
 
-base is what was measured of a bucket. Of one that was not it is the best fit, with
-no coefficient below 0, of
+base is what was measured of a bucket: medians, since what disturbs a burst only makes it
+longer. Of one that was not measured it is the best fit, with no coefficient below 0, of
 
     c0 + c1 * verified tokens + c2 * drafted tokens + c3 * draft forwards
 
-to those that were. The drift is how much slower everything runs just now than when
-it was measured: shared machines and hot chips slow down all buckets alike, and without it
-the one that runs just now would look worse than those that do not.
+to those that were. The slope is s0 + s1 * K, none below 0: each draft forward reads the
+drafter's keys and values as verifying reads the target's.
+
+The drift is how much slower everything runs just now than when it was measured: shared
+machines and hot chips slow down all buckets alike, and without it the one that runs just
+now would look worse than those that do not. Only what was measured often tells it: of
+what was not, what was measured before is likelier to be wrong.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from specjax.bucket import Bucket
 
-MEMORY = 16  # measurements that a mean remembers
-FIRST = 3  # that the first one counts for: what comes next may be the drift
-DRIFT_RATE = 0.3  # how far one measurement moves the drift
+MEMORY = 16  # measurements that are remembered, of a bucket at about one context
+DRIFT_MEMORY = 5  # measurements that tell the drift
+TELLS_DRIFT = 3  # measurements at about one context, before the next tells of the drift
+DRIFT_KEPT = 0.9  # of the drift; the rest is taken for what steps cost from now on
 REFIT_AFTER = 16  # measurements
 NUM_FEATURES = 4
 CATCH_UP_KNOWN = 256.0  # tokens that catching up, known beforehand, counts for
 CATCH_UP_MEMORY = 8192.0  # tokens that it remembers
+LEAST_OF_SLOPE = 3  # measurements at about one context, for it to tell of the slope
+FEW = 4  # measurements of a bucket, next to which what the fit says counts for one more
 OUTLIER = 3.0  # a measurement counts as at most this many times what was expected
 
 
@@ -38,22 +46,33 @@ OUTLIER = 3.0  # a measurement counts as at most this many times what was expect
 class Sample:
     """Measurements of one bucket at about one context; seconds without the drift."""
 
-    context: float  # tokens of all rows
-    seconds: float
-    count: int = FIRST
+    context: float  # tokens of all rows, a mean
+    latest: list[float]  # seconds of the last measurements
+
+    @property
+    def count(self) -> int:
+        return len(self.latest)
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        return _median(self.latest)
 
     def add(self, context: float, seconds: float) -> None:
-        self.count = min(self.count + 1, MEMORY)
+        self.latest = [*self.latest[1 - MEMORY :], seconds]
         self.context += (context - self.context) / self.count
-        self.seconds += (seconds - self.seconds) / self.count
+        self.__dict__.pop("seconds", None)
 
 
 class _Fit(NamedTuple):
-    slope: float  # seconds per context token
+    slopes: np.ndarray  # f64[2], seconds per context token: of K = 0, and more for each K
     coefficients: np.ndarray  # f64[NUM_FEATURES]
 
     def predicted(self, features: np.ndarray) -> float:
         return float(features @ self.coefficients)
+
+    def slope(self, bucket: Bucket) -> float:
+        at_0, per_token = self.slopes
+        return at_0 + per_token * bucket.num_speculative_tokens
 
 
 class StepCosts:
@@ -65,7 +84,7 @@ class StepCosts:
     """
 
     def __init__(self, nodes_per_row: Mapping[int, int] | None = None):
-        self.drift = 1.0
+        self._slower: list[float] = []  # logarithms of what the drift is a median of
         # Per token that the drafter has not seen, of the row with most; None: not known.
         self.catch_up_s: float | None = None
         self._caught_up = np.zeros(2)  # tokens, and the seconds that they took
@@ -73,7 +92,8 @@ class StepCosts:
         self._samples: dict[Bucket, dict[int, Sample]] = {}
         self._fit: _Fit | None = None
         self._num_since_fit = 0  # measurements
-        self._bases: dict[Bucket, float] = {}  # that were asked for since
+        # What was asked for since: by bucket, and about which context.
+        self._bases: dict[Bucket, dict[int, float]] = {}
 
     @property
     def measured(self) -> list[Bucket]:
@@ -95,20 +115,26 @@ class StepCosts:
             expected = self.seconds(bucket, context)
             assert expected is not None
             seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
-            if _place(context) in self._samples[bucket]:
-                self.drift *= (seconds / expected) ** DRIFT_RATE
-        self._add(bucket, context, seconds / self.drift)
+            before = self._samples[bucket].get(_place(context))
+            if before is not None and before.count >= TELLS_DRIFT:
+                slower = math.log(seconds / before.seconds)
+                self._slower = [*self._slower[1 - DRIFT_MEMORY :], slower]
+        self._add(bucket, context, seconds * self.drift**-DRIFT_KEPT)
+
+    @property
+    def drift(self) -> float:
+        return math.exp(_median(self._slower)) if self._slower else 1.0
 
     def seconds(self, bucket: Bucket, context: float) -> float | None:
         """Returns the seconds of a step just now; None where nothing was measured."""
         if not self._samples:
             return None
-        fit = self._fitted()
-        base = self._bases.get(bucket)
+        fit, place = self._fitted(), _place(context)
+        bases = self._bases.setdefault(bucket, {})
+        base = bases.get(place)
         if base is None:
-            base = self._base(bucket, fit)
-            self._bases[bucket] = base
-        return (base + fit.slope * context) * self.drift
+            base = bases[place] = self._base(bucket, fit, place)
+        return (base + fit.slope(bucket) * context) * self.drift
 
     def observe_catch_up(self, tokens: float, seconds: float) -> None:
         """Takes in what a burst took beyond its steps because the drafter had to catch up.
@@ -122,11 +148,6 @@ class StepCosts:
         kept = math.exp(-tokens / CATCH_UP_MEMORY)
         self._caught_up = kept * self._caught_up + np.array([tokens, seconds])
         self.catch_up_s = max(float(self._caught_up[1] / self._caught_up[0]), 0.0)
-
-    @property
-    def context_s(self) -> float:
-        """Seconds per token of context, without the drift."""
-        return self._refitted().slope if self._samples else 0.0
 
     def fit_error(self) -> float:
         """Returns the largest relative error of the fit over what was measured; 0 of nothing."""
@@ -181,16 +202,17 @@ class StepCosts:
             is_measured = 0 < seconds < math.inf and 0 <= context < math.inf
             if not (is_bucket and is_measured and count > 0):
                 raise ValueError(f"{record!r} is no measured step.")
-            self._add(bucket, context, seconds)
-            self._samples[bucket][_place(context)].count = min(count, MEMORY)
+            self._add(bucket, context, seconds, min(count, MEMORY))
 
-    def _add(self, bucket: Bucket, context: float, seconds: float) -> None:
+    def _add(
+        self, bucket: Bucket, context: float, seconds: float, count: int = 1
+    ) -> None:
         is_new = bucket not in self._samples
         samples, place = self._samples.setdefault(bucket, {}), _place(context)
-        if place in samples:
+        if place not in samples:
+            samples[place] = Sample(context, [])
+        for _ in range(count):
             samples[place].add(context, seconds)
-        else:
-            samples[place] = Sample(context, seconds)
         self._num_since_fit += 1
         if is_new or self._num_since_fit >= REFIT_AFTER:
             self._fit = None
@@ -203,48 +225,63 @@ class StepCosts:
             drafts = min(drafts, bucket.max_drafts)
         return np.array([1.0, rows + drafts, rows * depth, depth])
 
-    def _base(self, bucket: Bucket, fit: _Fit) -> float:
-        """Returns the seconds of a bucket without context: measured, or as the fit has it."""
+    def _base(self, bucket: Bucket, fit: _Fit, place: int | None = None) -> float:
+        """Returns the seconds of a bucket without context: measured, or as the fit has it.
+
+        Args:
+          place: next to which measurements count for more, as of `_place`; None: all alike.
+        """
         samples = self._samples.get(bucket)
         if samples is None:
             return fit.predicted(self._features(bucket))
-        parts = [(s.seconds - fit.slope * s.context, s.count) for s in samples.values()]
-        mean = sum(part * count for part, count in parts) / sum(c for _, c in parts)
+        slope = fit.slope(bucket)
+        weighed = [
+            (
+                sample.seconds - slope * sample.context,
+                sample.count / (1 + (0 if place is None else place - at) ** 2),
+            )
+            for at, sample in samples.items()
+        ]
+        if self.count(bucket) < FEW and fit.coefficients.any():
+            weighed.append((fit.predicted(self._features(bucket)), 1.0))
+        least = 0.25 * min(sample.seconds for sample in samples.values())
         # A slope too steep must not make a step free.
-        return max(mean, 0.25 * min(s.seconds for s in samples.values()))
+        return max(_weighted_median(weighed), least)
 
     def _fitted(self) -> _Fit:
         return self._refitted() if self._fit is None else self._fit
 
     def _refitted(self) -> _Fit:
         """Fits what was measured: predictions change with it, and what was measured does not."""
-        slope = _Fit(self._slope(), np.zeros(NUM_FEATURES))
-        bases = {bucket: self._base(bucket, slope) for bucket in self._samples}
+        slopes = _Fit(self._slopes(), np.zeros(NUM_FEATURES))
+        bases = {bucket: self._base(bucket, slopes) for bucket in self._samples}
         features = np.stack(list(map(self._features, bases)))
         # Relative errors count: cheap steps matter as much as dear ones.
         values = np.array(list(bases.values()))
         relative = features / values[:, None]
         coefficients = fit_nonnegative(relative, np.ones_like(values))
-        self._fit = slope._replace(coefficients=coefficients)
+        self._fit = slopes._replace(coefficients=coefficients)
         self._bases, self._num_since_fit = {}, 0
         return self._fit
 
-    def _slope(self) -> float:
-        """Returns seconds per context token: what buckets gain with context, over all of them."""
-        gained = spread = 0.0
-        for samples in self._samples.values():
-            if len(samples) < 2:
+    def _slopes(self) -> np.ndarray:
+        """Returns what buckets gain with context, over all that were measured at several, f64[2]."""
+        features, values = [], []
+        for bucket, samples in self._samples.items():
+            often = [s for s in samples.values() if s.count >= LEAST_OF_SLOPE]
+            if len(often) < 2:
                 continue
-            contexts = np.array([s.context for s in samples.values()])
-            seconds = np.array([s.seconds for s in samples.values()])
+            contexts, seconds, counts = np.array(
+                [(s.context, s.seconds, s.count) for s in often]
+            ).T
             # Relative to the bucket's own cost: one outlier of a dear step must not rule.
-            weights = (
-                np.array([s.count for s in samples.values()]) / seconds.mean() ** 2
-            )
-            off = contexts - (weights * contexts).sum() / weights.sum()
-            gained += float((weights * off * seconds).sum())
-            spread += float((weights * off * off).sum())
-        return max(gained / spread, 0.0) if spread else 0.0
+            weights = np.sqrt(counts) / seconds.mean()
+            off = weights * (contexts - np.average(contexts, weights=counts))
+            features.append(np.stack([off, off * bucket.num_speculative_tokens], 1))
+            values.append(weights * (seconds - np.average(seconds, weights=counts)))
+        if not features:
+            return np.zeros(2)
+        return fit_nonnegative(np.concatenate(features), np.concatenate(values))
 
 
 def fit_nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
@@ -271,6 +308,21 @@ def fit_nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
                 best, best_error = np.zeros(num_features), error
                 best[subset] = own
     return best
+
+
+def _median(values: Sequence[float]) -> float:
+    """Returns the median; of two in the middle the smaller."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def _weighted_median(weighed: Sequence[tuple[float, float]]) -> float:
+    """Returns the median of (value, weight); of two in the middle the smaller."""
+    half, value = sum(weight for _, weight in weighed) / 2, 0.0
+    for value, weight in sorted(weighed):
+        half -= weight
+        if half <= 0:
+            break
+    return value
 
 
 def _place(context: float) -> int:

@@ -11,7 +11,8 @@ from specjax.config import EngineConfig
 from specjax.decode.decoder import Decoder, Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
 from specjax.engine import cost_files
-from specjax.engine.step_cost import FIRST, StepCosts
+from specjax.engine.cost_files import OF_BEFORE
+from specjax.engine.step_cost import StepCosts
 
 SIZES = Sizes(rows=4, page_size=16, num_pages=16, pages_per_row=4, burst_steps=8)
 
@@ -49,7 +50,7 @@ def test_what_was_kept_is_found_again():
     assert found.seconds(Bucket(4, 3), 100) == pytest.approx(13e-3)
     assert found.catch_up_s == 2e-5
     # What is measured now counts for more.
-    assert found.count(Bucket(4, 3)) == FIRST
+    assert found.count(Bucket(4, 3)) == OF_BEFORE
     document = json.loads(path.read_text())
     assert {"key", "date", "fit_error", "steps"} <= set(document)
 
