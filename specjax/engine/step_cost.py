@@ -37,7 +37,8 @@ REFIT_AFTER = 16  # measurements
 NUM_FEATURES = 4
 CATCH_UP_KNOWN = 256.0  # tokens that catching up, known beforehand, counts for
 CATCH_UP_MEMORY = 8192.0  # tokens that it remembers
-LEAST_OF_SLOPE = 3  # measurements at about one context, for it to tell of the slope
+SLOPE_ROUNDS = 4  # of weighing what tells of the slope
+SMALL_MISS = 0.05  # of a step's seconds: what misses the slope by more weighs less
 FEW = 4  # measurements of a bucket, next to which what the fit says counts for one more
 OUTLIER = 3.0  # a measurement counts as at most this many times what was expected
 
@@ -91,7 +92,7 @@ class StepCosts:
         self._nodes_per_row = nodes_per_row or {}
         self._samples: dict[Bucket, dict[int, Sample]] = {}
         self._fit: _Fit | None = None
-        self._num_since_fit = 0  # measurements
+        self._num_measured = self._num_since_fit = 0
         # What was asked for since: by bucket, and about which context.
         self._bases: dict[Bucket, dict[int, float]] = {}
 
@@ -214,7 +215,8 @@ class StepCosts:
         for _ in range(count):
             samples[place].add(context, seconds)
         self._num_since_fit += 1
-        if is_new or self._num_since_fit >= REFIT_AFTER:
+        self._num_measured += 1
+        if is_new or self._num_since_fit > min(self._num_measured / 8, REFIT_AFTER):
             self._fit = None
         self._bases.pop(bucket, None)
 
@@ -266,22 +268,37 @@ class StepCosts:
 
     def _slopes(self) -> np.ndarray:
         """Returns what buckets gain with context, over all that were measured at several, f64[2]."""
-        features, values = [], []
-        for bucket, samples in self._samples.items():
-            often = [s for s in samples.values() if s.count >= LEAST_OF_SLOPE]
-            if len(often) < 2:
-                continue
-            contexts, seconds, counts = np.array(
-                [(s.context, s.seconds, s.count) for s in often]
-            ).T
-            # Relative to the bucket's own cost: one outlier of a dear step must not rule.
-            weights = np.sqrt(counts) / seconds.mean()
-            off = weights * (contexts - np.average(contexts, weights=counts))
-            features.append(np.stack([off, off * bucket.num_speculative_tokens], 1))
-            values.append(weights * (seconds - np.average(seconds, weights=counts)))
-        if not features:
+        several = [
+            (bucket, list(samples.values()))
+            for bucket, samples in self._samples.items()
+            if len(samples) > 1
+        ]
+        if not several:
             return np.zeros(2)
-        return fit_nonnegative(np.concatenate(features), np.concatenate(values))
+        contexts, seconds, counts = np.array(
+            [(s.context, s.seconds, s.count) for _, samples in several for s in samples]
+        ).T
+        sizes = [len(samples) for _, samples in several]
+        own = np.repeat(np.arange(len(sizes)), sizes)  # the bucket of each
+        depths = np.array([bucket.num_speculative_tokens for bucket, _ in several])
+        # Relative to the bucket's own cost: dear steps must not rule.
+        seconds_of = np.bincount(own, seconds) / np.array(sizes)
+        seconds = seconds / seconds_of[own]
+        features = contexts[:, None] * np.stack([np.ones(len(depths)), depths], 1)[own]
+        features = features / seconds_of[own, None]
+        slopes, weights = np.zeros(2), counts
+        for _ in range(SLOPE_ROUNDS):
+            total = np.bincount(own, weights)
+            off = lambda values: (  # what is behind the bucket's mean
+                values - (np.bincount(own, weights * values) / total)[own]
+            )
+            columns = np.stack([off(column) for column in features.T], 1)
+            values, root = off(seconds), np.sqrt(weights)
+            slopes = fit_nonnegative(root[:, None] * columns, root * values)
+            missed = np.abs(values - columns @ slopes)
+            # Outliers count in part (Huber, "Robust Estimation of a Location Parameter").
+            weights = counts / np.maximum(missed / SMALL_MISS, 1)
+        return slopes
 
 
 def fit_nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
