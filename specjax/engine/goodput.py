@@ -19,6 +19,7 @@ learned in service:
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -37,12 +38,9 @@ PROBE_SHARE = 0.004  # of all seconds, lost to learning
 # saved up for it, in times of the last burst.
 HOPE_SHARE = 0.016
 MOST_HOPE = 2.0
-# Seconds of a step may be less than is thought by so much, measured often or not.
-DOUBT, MUCH_DOUBT = 0.02, 0.1
+# Seconds of a step may be less than is thought by so much: measured often, and once.
+DOUBT, MUCH_DOUBT = 0.02, 0.3
 MEASURED_OFTEN = 10
-MOST_WRONG = (
-    1.25  # times what is predicted: the rate that a bucket may turn out to have
-)
 LEAST_LOST = 0.06  # of its seconds, that a probe is charged: what is thought may be wrong
 PROBE_STEPS = 8  # of a burst that only asks what is accepted
 # What plain decoding may gain while nothing is known of its seconds.
@@ -64,6 +62,7 @@ class _Candidate(NamedTuple):
     tokens: float  # expected per step, of all rows
     seconds: float
     rate: float  # tokens per second
+    doubt: float  # by which its seconds may be less than is thought
     slots: _RankedSlots
 
 
@@ -171,13 +170,15 @@ class Goodput:
         candidates = []
         for bucket in self._shapes(load):
             tokens = load.num_decoding_rows + slots.expected(bucket)
-            seconds = self.costs.seconds(bucket, _midway(load, tokens))
+            context = _midway(load, tokens)
+            seconds = self.costs.seconds(bucket, context)
             if seconds is None:
                 return []
             if not self.costs.count(bucket):
                 seconds *= 1 - OPTIMISM
             rate = slots.together(bucket) * tokens / seconds
-            candidates.append(_Candidate(bucket, tokens, seconds, rate, slots))
+            doubt = self._doubt(self.costs.evidence(bucket, context))
+            candidates.append(_Candidate(bucket, tokens, seconds, rate, doubt, slots))
         return candidates
 
     def _shapes(self, load: Load) -> Iterator[Bucket]:
@@ -326,13 +327,16 @@ class Goodput:
         self, best: _Candidate, others: Sequence[_Candidate]
     ) -> _Candidate | None:
         """Returns the best of what was hardly measured, and may be better than is thought."""
-        promising = [
-            c
-            for c in others
-            if self.costs.count(c.bucket) < MEASURED_OFTEN
-            and c.rate * MOST_WRONG > best.rate
-        ]
-        return max(promising, key=lambda c: c.rate, default=None)
+        potential = lambda c: c.rate / (1 - c.doubt)
+        promising = [c for c in others if c.doubt > DOUBT and potential(c) > best.rate]
+        return max(promising, key=potential, default=None)
+
+    @staticmethod
+    def _doubt(evidence: float) -> float:
+        """Returns by which share seconds may be less than is thought, after so many measurements."""
+        if evidence >= MEASURED_OFTEN:
+            return DOUBT
+        return max(MUCH_DOUBT / math.sqrt(max(evidence, 1.0)), DOUBT)
 
     def _hopeful(
         self, best: _Candidate, others: Sequence[_Candidate], load: Load
@@ -344,10 +348,9 @@ class Goodput:
         optimism, rows = self.survival.optimism(), load.num_decoding_rows
 
         def hoped(c: _Candidate) -> float:
-            often = self.costs.count(c.bucket) >= MEASURED_OFTEN
             more = optimism[c.bucket.num_speculative_tokens - 1]
             tokens = rows + (c.tokens - rows) * more
-            return c.rate * tokens / c.tokens / (1 - (DOUBT if often else MUCH_DOUBT))
+            return c.rate * tokens / c.tokens / (1 - c.doubt)
 
         hopeful = [c for c in others if hoped(c) > best.rate * (1 + MARGIN)]
         return min(hopeful, key=lambda c: c.seconds, default=None)

@@ -38,6 +38,9 @@ NUM_FEATURES = 4
 CATCH_UP_KNOWN = 256.0  # tokens that catching up, known beforehand, counts for
 CATCH_UP_MEMORY = 8192.0  # tokens that it remembers
 SLOPE_ROUNDS = 4  # of weighing what tells of the slope
+# What is measured of a slope outweighs that it may be 0 once squares of contexts, relative
+# to their mean and off it, add up to the square of this.
+SLOPE_PRIOR = 0.5
 SMALL_MISS = 0.05  # of a step's seconds: what misses the slope by more weighs less
 FEW = 4  # measurements of a bucket, next to which what the fit says counts for one more
 OUTLIER = 3.0  # a measurement counts as at most this many times what was expected
@@ -103,6 +106,11 @@ class StepCosts:
     def count(self, bucket: Bucket) -> int:
         """Returns how many measurements of a bucket are remembered."""
         return sum(sample.count for sample in self._samples.get(bucket, {}).values())
+
+    def evidence(self, bucket: Bucket, context: float) -> float:
+        """Returns how many measurements at a context those of a bucket are as good as."""
+        samples, place = self._samples.get(bucket, {}), _place(context)
+        return sum(sample.count * _nearness(place, at) for at, sample in samples.items())
 
     def observe(self, bucket: Bucket, context: float, seconds: float) -> None:
         """Takes in one measurement: seconds per step, context tokens of all rows.
@@ -240,7 +248,7 @@ class StepCosts:
         weighed = [
             (
                 sample.seconds - slope * sample.context,
-                sample.count / (1 + (0 if place is None else place - at) ** 2),
+                sample.count * (1.0 if place is None else _nearness(place, at)),
             )
             for at, sample in samples.items()
         ]
@@ -286,6 +294,8 @@ class StepCosts:
         seconds = seconds / seconds_of[own]
         features = contexts[:, None] * np.stack([np.ones(len(depths)), depths], 1)[own]
         features = features / seconds_of[own, None]
+        # Little is known at first, and a slope too steep misleads more than none.
+        prior = SLOPE_PRIOR * np.diag(np.sqrt((features**2).mean(axis=0)))
         slopes, weights = np.zeros(2), counts
         for _ in range(SLOPE_ROUNDS):
             total = np.bincount(own, weights)
@@ -294,7 +304,10 @@ class StepCosts:
             )
             columns = np.stack([off(column) for column in features.T], 1)
             values, root = off(seconds), np.sqrt(weights)
-            slopes = fit_nonnegative(root[:, None] * columns, root * values)
+            slopes = fit_nonnegative(
+                np.concatenate([root[:, None] * columns, prior]),
+                np.concatenate([root * values, np.zeros(2)]),
+            )
             missed = np.abs(values - columns @ slopes)
             # Outliers count in part (Huber, "Robust Estimation of a Location Parameter").
             weights = counts / np.maximum(missed / SMALL_MISS, 1)
@@ -325,6 +338,11 @@ def fit_nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
                 best, best_error = np.zeros(num_features), error
                 best[subset] = own
     return best
+
+
+def _nearness(place: int, other: int) -> float:
+    """Returns what a measurement at one place counts for at another, 0 to 1."""
+    return 1 / (1 + (place - other) ** 2)
 
 
 def _median(values: Sequence[float]) -> float:
