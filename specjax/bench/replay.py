@@ -55,7 +55,8 @@ class Costs:
     has: Callable[[Bucket], bool] = lambda bucket: True  # buckets that there are
     # Tokens of a row that were measured at most: a longer context is charged like that.
     longest_context: int = 10**9
-    # By how much a burst's seconds scatter, as the standard deviation of their logarithm.
+    # By how much the seconds that a policy sees scatter, as the standard deviation of their
+    # logarithm; what is charged does not.
     noise: float = 0.0
 
 
@@ -152,14 +153,15 @@ class Replay:
             # Of tokens that it lacks but one, which every step of a chain feeds it.
             seconds += self.costs.catch_up_s * (num_behind - 1)
             self._drafter_gained[rows] = self._gained[rows]
+        clocked_s = seconds
         if self.costs.noise:
-            seconds *= float(np.exp(self._scatter.normal(0.0, self.costs.noise)))
+            clocked_s *= float(np.exp(self._scatter.normal(0.0, self.costs.noise)))
         self.policy.observe(
             Outcome(
                 decision=decision,
                 bucket=bucket,
                 num_rows=len(rows),
-                seconds=seconds,
+                seconds=clocked_s,
                 num_context_tokens=context,
                 num_behind=num_behind,
                 is_short=num_steps < LEAST_TIMED_STEPS,

@@ -39,7 +39,7 @@ PROBE_SHARE = 0.004  # of all seconds, lost to learning
 HOPE_SHARE = 0.016
 MOST_HOPE = 2.0
 # Seconds of a step may be less than is thought by so much: measured often, and once.
-DOUBT, MUCH_DOUBT = 0.02, 0.3
+DOUBT, MUCH_DOUBT = 0.02, 0.2
 MEASURED_OFTEN = 10
 LEAST_LOST = 0.06  # of its seconds, that a probe is charged: what is thought may be wrong
 PROBE_STEPS = 8  # of a burst that only asks what is accepted
@@ -302,12 +302,16 @@ class Goodput:
         other = hopeful or promising or routine
         if other is None:
             return None
-        is_short = other is promising or (is_plain and other is not hopeful)
-        num_steps = load.num_probe_steps
-        if is_short:
-            num_steps = min(PROBE_STEPS, num_steps)
         drafts = is_plain and other.bucket.num_speculative_tokens
         catch_up = self._catch_up(load, best.seconds) if drafts else 0.0
+        num_steps = PROBE_STEPS
+        if other is hopeful:
+            # In fewer, catching up would hide what they cost.
+            least = catch_up / (SMALL_CATCH_UP * other.seconds)
+            num_steps = max(num_steps, math.ceil(least) + 1)
+        elif other is not promising and not is_plain:
+            num_steps = load.num_probe_steps
+        num_steps = min(num_steps, load.num_probe_steps)
         lost = num_steps * other.seconds * (1 - other.rate / best.rate) + catch_up
         lost = max(lost, LEAST_LOST * num_steps * best.seconds)
         if lost <= self._budget:
