@@ -30,7 +30,7 @@ import numpy as np
 from specjax.bucket import Bucket
 
 MEMORY = 16  # measurements that are remembered, of a bucket at about one context
-DRIFT_MEMORY = 5  # measurements that tell the drift
+DRIFT_MEMORY = 9  # measurements that tell the drift
 TELLS_DRIFT = 3  # measurements at about one context, before the next tells of the drift
 DRIFT_KEPT = 0.9  # of the drift; the rest is taken for what steps cost from now on
 REFIT_AFTER = 16  # measurements
