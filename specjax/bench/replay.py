@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -199,6 +199,39 @@ class Replay:
             self._gained[rows] += committed
             reports.append((committed, accepted, drafted, proposed))
         return reports
+
+
+@dataclasses.dataclass
+class Oracle:
+    """The K of most tokens per second by a workload's own rates and costs, which no policy knows.
+
+    Learns nothing and probes nothing: how far it is ahead of a fixed K is all there is to gain.
+    """
+
+    workload: Workload
+    costs: Costs
+    depths: Sequence[int]
+    chooses_rows: ClassVar[bool] = True
+
+    @property
+    def max_speculative_tokens(self) -> int:
+        return max(self.depths)
+
+    def choose(self, load: Load) -> Decision:
+        rows = load.row_buckets[0]
+        rates = self.workload.rates[load.requests]
+        powers = rates[:, None] ** np.arange(1 + max(self.depths))
+
+        def tokens_per_second(depth: int) -> float:
+            tokens = float(powers[:, : 1 + depth].sum())
+            midway = load.num_context_tokens + tokens * load.num_probe_steps / 2
+            return tokens / self.costs.step_s(Bucket(rows, depth), midway)
+
+        best = max(self.depths, key=tokens_per_second)
+        return Decision(num_speculative_tokens=best, reason="oracle", row_bucket=rows)
+
+    def observe(self, outcome: Outcome) -> None:
+        del outcome
 
 
 def _cut(proposed: np.ndarray, max_drafts: int) -> np.ndarray:

@@ -20,7 +20,7 @@ import numpy as np
 from specjax import compilation_cache
 from specjax.bench import calibrate, measuring
 from specjax.bench.command import model
-from specjax.bench.replay import Costs, Replay, Workload
+from specjax.bench.replay import Costs, Oracle, Replay, Workload
 from specjax.bucket import Bucket
 from specjax.config import EngineConfig, SamplingParams
 from specjax.engine.goodput import Goodput
@@ -194,6 +194,8 @@ def ramp(
     costs, known = costs_of(measured)
     runs = {f"K = {k}": Replay(workload, costs, Fixed(k)).run() for k in DEPTHS}
     runs["goodput"] = Replay(workload, costs, Goodput(MOST, known)).run()
+    oracle = Oracle(workload, costs, DEPTHS)
+    runs["oracle"] = Replay(workload, costs, oracle).run()
     seconds = {name: run.seconds for name, run in runs.items()}
     best = min(seconds[f"K = {k}"] for k in DEPTHS)
     best_drafting = min(seconds[f"K = {k}"] for k in DEPTHS if k)
@@ -202,6 +204,8 @@ def ramp(
         "seconds": seconds,
         "of_best_k": best / seconds["goodput"],
         "of_best_k_above_0": best_drafting / seconds["goodput"],
+        "oracle_of_best_k": best / seconds["oracle"],
+        "oracle_of_best_k_above_0": best_drafting / seconds["oracle"],
     }
     return figures, runs
 

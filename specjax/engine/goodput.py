@@ -63,7 +63,19 @@ class _Candidate(NamedTuple):
     seconds: float
     rate: float  # tokens per second
     doubt: float  # by which its seconds may be less than is thought
-    slots: _RankedSlots
+    slots: RankedSlots
+
+    def most_rate(self, least_s: float) -> float:
+        """Returns the rate if a step is as fast as it may be, and takes least_s at least."""
+        least_s = max(self.seconds * (1 - self.doubt), min(least_s, self.seconds))
+        return self.rate * self.seconds / least_s
+
+
+def _doubt(evidence: float) -> float:
+    """Returns by which share seconds may be less than is thought, after so many measurements."""
+    if evidence >= MEASURED_OFTEN:
+        return DOUBT
+    return max(MUCH_DOUBT / math.sqrt(max(evidence, 1.0)), DOUBT)
 
 
 class Goodput:
@@ -160,7 +172,7 @@ class Goodput:
 
     def _candidates(self, load: Load) -> list[_Candidate]:
         """Returns what every bucket is expected to do."""
-        slots = _RankedSlots(
+        slots = RankedSlots(
             self.survival,
             load.requests,
             np.asarray(load.draft_caps),
@@ -177,7 +189,7 @@ class Goodput:
             if not self.costs.count(bucket):
                 seconds *= 1 - OPTIMISM
             rate = slots.together(bucket) * tokens / seconds
-            doubt = self._doubt(self.costs.evidence(bucket, context))
+            doubt = _doubt(self.costs.evidence(bucket, context))
             candidates.append(_Candidate(bucket, tokens, seconds, rate, doubt, slots))
         return candidates
 
@@ -293,8 +305,10 @@ class Goodput:
         ready = [c for c in allowed if load.is_compiled(c.bucket) and c is not best]
         drafting = [c for c in ready if c.bucket.num_speculative_tokens]
         plain = [c for c in ready if not c.bucket.num_speculative_tokens]
-        hopeful = self._hopeful(best, drafting, load) if is_plain else None
-        promising = self._promising(best, plain if is_plain else ready)
+        # Of those that run as many rows, none is faster than plain decoding.
+        least_s = min((c.seconds for c in allowed if c not in drafting), default=0.0)
+        hopeful = self._hopeful(best, drafting, load, least_s) if is_plain else None
+        promising = self._promising(best, plain if is_plain else ready, least_s)
         # The cheapest K that learns what is accepted; or plain decoding, what it costs.
         routine = min(
             drafting if is_plain else plain, key=lambda c: c.seconds, default=None
@@ -327,23 +341,24 @@ class Goodput:
         self._last = last if last is not None else best.bucket
         return decision
 
+    @staticmethod
     def _promising(
-        self, best: _Candidate, others: Sequence[_Candidate]
+        best: _Candidate, others: Sequence[_Candidate], least_s: float
     ) -> _Candidate | None:
         """Returns the best of what was hardly measured, and may be better than is thought."""
-        potential = lambda c: c.rate / (1 - c.doubt)
-        promising = [c for c in others if c.doubt > DOUBT and potential(c) > best.rate]
-        return max(promising, key=potential, default=None)
-
-    @staticmethod
-    def _doubt(evidence: float) -> float:
-        """Returns by which share seconds may be less than is thought, after so many measurements."""
-        if evidence >= MEASURED_OFTEN:
-            return DOUBT
-        return max(MUCH_DOUBT / math.sqrt(max(evidence, 1.0)), DOUBT)
+        promising = [
+            c
+            for c in others
+            if c.doubt > DOUBT and c.most_rate(least_s) > best.rate
+        ]
+        return max(promising, key=lambda c: c.most_rate(least_s), default=None)
 
     def _hopeful(
-        self, best: _Candidate, others: Sequence[_Candidate], load: Load
+        self,
+        best: _Candidate,
+        others: Sequence[_Candidate],
+        load: Load,
+        least_s: float,
     ) -> _Candidate | None:
         """Returns the cheapest of what may well be worth leaving K = 0 for, if anything is.
 
@@ -353,8 +368,7 @@ class Goodput:
 
         def hoped(c: _Candidate) -> float:
             more = optimism[c.bucket.num_speculative_tokens - 1]
-            tokens = rows + (c.tokens - rows) * more
-            return c.rate * tokens / c.tokens / (1 - c.doubt)
+            return c.most_rate(least_s) * (rows + (c.tokens - rows) * more) / c.tokens
 
         hopeful = [c for c in others if hoped(c) > best.rate * (1 + MARGIN)]
         return min(hopeful, key=lambda c: c.seconds, default=None)
@@ -418,7 +432,7 @@ def _expected_maximum(count: np.ndarray) -> np.ndarray:
     return np.interp(np.log2(np.maximum(count, 1)), np.arange(len(known)), known)
 
 
-class _RankedSlots:
+class RankedSlots:
     """The draft slots of all rows, and in the order of how likely they are to stand.
 
     What is expected of many rows is told by some of them.

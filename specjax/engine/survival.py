@@ -112,7 +112,7 @@ class Survival:
         """
         tried, stood = self._all
         trials = tried + PRIOR_TRIALS
-        mean = (stood + PRIOR_TRIALS * PRIOR_RATE) / trials
+        mean = min((stood + PRIOR_TRIALS * PRIOR_RATE) / trials, MOST_RATE)
         most = mean + deviations * math.sqrt(mean * (1 - mean) / trials)
         thought, hoped = self.of_rates(np.array([mean, most])).cumsum(axis=1)
         return hoped / thought

@@ -8,8 +8,9 @@ import pytest
 
 from specjax.bench.replay import Costs, Replay, Workload, best_fixed
 from specjax.bucket import Bucket
-from specjax.engine.goodput import PROBE_SHARE, Goodput, ladder
+from specjax.engine.goodput import PROBE_SHARE, PROBE_STEPS, Goodput, RankedSlots, ladder
 from specjax.engine.speculation_policy import Decision, Load, Outcome
+from specjax.engine.step_cost import MEMORY, StepCosts
 from specjax.engine.survival import Survival
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32)
@@ -218,10 +219,11 @@ def test_catching_up_is_no_part_of_what_a_step_costs():
 def test_plain_decoding_is_measured_again_now_and_then():
     """Its cost was measured wrong: twice what it is."""
     policy = trained(accepted=0, most=1)
-    policy.costs.observe(Bucket(1, 0), 100, 3 * step_s(Bucket(1, 0), 100))
-    policy.costs._samples[Bucket(1, 0)][_only(policy, Bucket(1, 0))].seconds *= 2
-    policy.costs._fit = None
-    policy.costs.drift = 1.0
+    policy.costs = StepCosts()
+    for bucket in (Bucket(1, 0), Bucket(1, 1)):
+        wrong = 1 if bucket.num_speculative_tokens else 2
+        for _ in range(MEMORY):
+            policy.costs.observe(bucket, 100, wrong * step_s(bucket, 100))
     now, reasons = load(row_buckets=[1]), []
     for _ in range(3000):
         decision = policy.choose(now)
@@ -232,11 +234,6 @@ def test_plain_decoding_is_measured_again_now_and_then():
     assert "probe" in reasons
     plain, drafting = (policy.costs.seconds(Bucket(1, k), 100) for k in (0, 1))
     assert plain < drafting  # it looked dearer
-
-
-def _only(policy, bucket):
-    (place,) = policy.costs._samples[bucket]
-    return place
 
 
 def test_probes_cost_no_more_than_their_share():
@@ -385,3 +382,100 @@ def test_a_row_that_once_did_badly_is_asked_again():
         asked.append(int(caps[0]))
     assert max(asked[60:100]) == 0
     assert np.mean(asked[-200:]) > 1
+
+
+def steps_of_the_last_row(rows, tokens, rate, depth, repeats=200):
+    """Returns the mean steps until all of so many rows have their tokens, by drawing."""
+    rng = np.random.default_rng(0)
+    left = np.full((repeats, rows), tokens)
+    steps = np.zeros(repeats)
+    while left.any():
+        steps += left.any(axis=1)
+        stands = rng.uniform(size=(*left.shape, depth)) < rate
+        left = np.maximum(left - 1 - stands.cumprod(axis=-1).sum(axis=-1), 0)
+    return steps.mean()
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "rate", "depth"),
+    [(16, 96, 0.7, 1), (16, 40, 0.7, 2), (64, 200, 0.5, 4), (4, 96, 0.8, 7), (1, 20, 0.8, 7)],
+)
+def test_how_long_the_last_of_rows_that_are_not_refilled_takes(
+    rows, tokens, rate, depth
+):
+    slots = slots_of(rows, tokens, rate)
+    bucket = Bucket(rows, depth)
+    per_step = 1 + slots.expected(bucket) / rows
+    expected = tokens / per_step / slots.together(bucket)
+    drawn = steps_of_the_last_row(rows, tokens, rate, depth)
+    assert expected == pytest.approx(drawn, rel=0.03)
+    assert slots.together(Bucket(rows, 0)) == 1.0
+
+
+def slots_of(rows, tokens, rate):
+    survival = Survival(7)
+    for _ in range(40):
+        drafted = np.full((32, 8), 7)
+        rng = np.random.default_rng(_)
+        stood = (rng.uniform(size=(32, 8, 7)) < rate).cumprod(axis=-1).sum(axis=-1)
+        asked = np.full(8, 7)
+        survival.observe(np.arange(8) + 10**6, stood + 1, stood, drafted, drafted, asked)
+    left = np.full(rows, tokens)
+    return RankedSlots(survival, np.arange(rows), np.full(rows, 9), ladder(7), left)
+
+
+def test_rows_that_end_apart_are_drafted_for_only_where_that_still_pays():
+    """K = 1 is better by a little per token, and worse until the last of 32 rows is done."""
+    policy = trained(accepted=1, most=1, rows=32)
+    for drafting in range(40):
+        now = load(32)
+        decision = dataclasses.replace(
+            policy.choose(now), num_speculative_tokens=1, max_drafts=None
+        )
+        ran = outcome(now, decision, accepted=drafting % 2, seconds=None)
+        policy.observe(ran)
+    rate = policy.survival.rates(np.arange(32)).mean()
+    plain_s = 1e-3
+    policy.costs = StepCosts()
+    for depth in (0, 1):
+        seconds = plain_s * (1 + depth * rate) / (1 + 0.06 * depth)
+        for _ in range(MEMORY):
+            policy.costs.observe(Bucket(32, depth), 3200, seconds)
+    refilled = load(32, num_probe_steps=0)
+    assert policy.choose(refilled).num_speculative_tokens == 1
+    closed = load(32, num_probe_steps=0, tokens_left=np.full(32, 40), num_steps_left=40)
+    assert policy.choose(closed).num_speculative_tokens == 0
+
+
+def test_more_rows_than_needed_are_looked_at_only_for_what_is_missing():
+    policy = trained(accepted=4, rows=4)
+    for depth in (0, 4):
+        # It looks twice as fast, and cannot be.
+        seconds = step_s(Bucket(4, depth), 400) / 2
+        for _ in range(MEMORY):
+            policy.costs.observe(Bucket(8, depth), 400, seconds)
+    assert policy.choose(load(4)).row_bucket == 4
+    only_of_8 = lambda bucket: bucket.rows == 8
+    assert policy.choose(load(4, is_compiled=only_of_8)).row_bucket == 8
+    reasons = []
+    for _ in range(300):
+        now = load(4)
+        decision = policy.choose(now)
+        reasons.append(decision.reason)
+        assert decision.row_bucket == 4
+        bucket = Bucket(4, decision.num_speculative_tokens, decision.max_drafts)
+        ran = outcome(now, decision, accepted=4, seconds=32 * step_s(bucket, 400))
+        policy.observe(ran)
+    assert "probe" in reasons
+
+
+def test_a_probe_of_drafting_is_as_long_as_catching_up_needs():
+    """In too few steps the drafter's catching up would hide what they cost."""
+    policy = trained(accepted=0)
+    behind, plain_s = 2000, step_s(Bucket(1, 0), 100)
+    policy.costs.catch_up_s = 1e-5
+    now = load(num_behind=np.array([behind]))
+    while (decision := policy.choose(now)).reason != "probe":
+        policy.observe(outcome(now, decision, seconds=32 * plain_s))
+    assert decision.num_speculative_tokens
+    assert decision.num_steps == PROBE_STEPS  # what is accepted is seen in a few

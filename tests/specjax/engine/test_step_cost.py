@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specjax.bucket import Bucket
-from specjax.engine.step_cost import MEMORY, StepCosts, fit_nonnegative
+from specjax.engine.step_cost import FEW, MEMORY, StepCosts, fit_nonnegative
 
 
 def true_seconds(bucket, context=0.0):
@@ -40,9 +40,25 @@ def test_a_bucket_never_measured_is_predicted_from_others():
 def test_what_was_measured_wins_over_the_fit():
     costs = StepCosts()
     for rows, seconds in ((1, 1.0), (2, 9.0), (4, 2.0)):
-        costs.observe(Bucket(rows, 0), 0, seconds)
+        for _ in range(FEW):
+            costs.observe(Bucket(rows, 0), 0, seconds)
     assert costs.seconds(Bucket(2, 0), 0) == pytest.approx(9.0)
     assert costs.fit_error() > 0.5
+
+
+def test_a_burst_that_was_disturbed_when_its_bucket_first_ran_is_not_believed():
+    """The first of a bucket takes twice as long as it should: the fit counts as much as that."""
+    costs = StepCosts()
+    measured = [Bucket(1, 0), Bucket(1, 4), Bucket(8, 0), Bucket(8, 4), Bucket(32, 2)]
+    for bucket in measured:
+        for _ in range(FEW):
+            costs.observe(bucket, 0, true_seconds(bucket))
+    late = Bucket(8, 2)
+    costs.observe(late, 0, 2 * true_seconds(late))
+    assert costs.seconds(late, 0) < 1.4 * true_seconds(late)
+    for _ in range(2):
+        costs.observe(late, 0, true_seconds(late))
+    assert costs.seconds(late, 0) == pytest.approx(true_seconds(late), rel=1e-3)
 
 
 def test_one_measurement_says_that_all_cost_the_same():
@@ -61,12 +77,58 @@ def test_a_tree_is_as_dear_as_its_nodes():
 def test_context_is_fitted_over_all_buckets():
     costs = StepCosts()
     for bucket in (Bucket(1, 0), Bucket(1, 4)):
-        for context in (100, 1000, 5000):
+        for context in (100, 1000, 5000) * FEW:
             costs.observe(bucket, context, true_seconds(bucket, context))
-    assert costs.context_s == pytest.approx(1e-7, rel=0.01)
     bucket = Bucket(1, 4)
     expected = true_seconds(bucket, 20_000)
-    assert costs.seconds(bucket, 20_000) == pytest.approx(expected, rel=0.01)
+    assert costs.seconds(bucket, 20_000) == pytest.approx(expected, rel=0.05)
+
+
+def test_context_costs_more_the_more_is_drafted():
+    """A drafter reads its own keys and values with every forward."""
+    costs = StepCosts()
+    true = lambda bucket, context: true_seconds(bucket) + context * 1e-7 * (
+        1 + 0.5 * bucket.num_speculative_tokens
+    )
+    for bucket in (Bucket(8, 0), Bucket(8, 1), Bucket(8, 4), Bucket(8, 7)):
+        for context in (1000, 10_000, 30_000) * FEW:
+            costs.observe(bucket, context, true(bucket, context))
+    for bucket in (Bucket(8, 0), Bucket(8, 2), Bucket(8, 7)):
+        expected = true(bucket, 60_000)
+        assert costs.seconds(bucket, 60_000) == pytest.approx(expected, rel=0.05)
+
+
+def test_what_was_measured_at_a_context_counts_for_more_there():
+    """Steps that jump where a compiler chooses another layout: no slope has that."""
+    costs = StepCosts()
+    for context, seconds in ((100, 1.0), (10_000, 3.0), (20_000, 3.0), (100_000, 3.1)):
+        for _ in range(FEW):
+            costs.observe(Bucket(1, 0), context, seconds)
+    for context, seconds in ((100, 1.0), (20_000, 3.0), (100_000, 3.1)):
+        assert costs.seconds(Bucket(1, 0), context) == pytest.approx(seconds, rel=0.1)
+    assert costs.evidence(Bucket(1, 0), 100) == pytest.approx(FEW, rel=0.01)
+    assert costs.evidence(Bucket(1, 0), 10**7) < 0.1 * FEW
+    assert costs.evidence(Bucket(1, 1), 100) == 0
+
+
+def test_contexts_that_grow_are_no_slower_machine():
+    costs = StepCosts()
+    for context in np.geomspace(100, 1e5, 60):
+        costs.observe(Bucket(1, 0), context, true_seconds(Bucket(1, 0), context))
+    assert costs.drift == pytest.approx(1.0, rel=0.1)
+    expected = true_seconds(Bucket(1, 0), 1e5)
+    assert costs.seconds(Bucket(1, 0), 1e5) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_few_noisy_measurements_make_no_slope():
+    """Contexts within a third of each other, 10 % of scatter: far away it must not mislead."""
+    for seed in range(20):
+        costs, rng = StepCosts(), np.random.default_rng(seed)
+        for bucket in (Bucket(4, 0), Bucket(4, 2)):
+            for context in (1000, 1200, 1300):
+                noise = np.exp(rng.normal(0.0, 0.1))
+                costs.observe(bucket, context, 0.01 * noise)
+        assert costs.seconds(Bucket(4, 0), 4000) < 0.02
 
 
 def test_a_machine_that_slows_down_slows_every_bucket():
@@ -84,12 +146,13 @@ def test_a_machine_that_slows_down_slows_every_bucket():
     )
 
 
-def test_one_outlier_moves_little():
+def test_a_few_bursts_that_were_disturbed_move_nothing():
     costs = StepCosts()
     for _ in range(MEMORY):
         costs.observe(Bucket(1, 0), 0, 1.0)
-    costs.observe(Bucket(1, 0), 0, 1000.0)
-    assert costs.seconds(Bucket(1, 0), 0) < 2.0
+    for _ in range(3):
+        costs.observe(Bucket(1, 0), 0, 1000.0)
+    assert costs.seconds(Bucket(1, 0), 0) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
@@ -101,7 +164,7 @@ def test_seconds_that_mean_nothing_are_refused(seconds):
 def test_what_is_kept_comes_back():
     costs = StepCosts()
     for bucket in (Bucket(1, 0), Bucket(8, 4), Bucket(8, 4, 16)):
-        for context in (10, 3000):
+        for context in (10, 3000) * FEW:
             costs.observe(bucket, context, true_seconds(bucket, context))
     kept = StepCosts()
     kept.add_records(json.loads(json.dumps(costs.to_records())))
