@@ -38,6 +38,7 @@ PROBE_SHARE = 0.004  # of all seconds, lost to learning
 # saved up for it, in times of the last burst.
 HOPE_SHARE = 0.016
 MOST_HOPE = 2.0
+FIRST_HOPE = 1.0  # likewise, to begin with: what is learned early serves longest
 # Seconds of a step may be less than is thought by so much: measured often, and once.
 DOUBT, MUCH_DOUBT = 0.02, 0.2
 MEASURED_OFTEN = 10
@@ -164,6 +165,8 @@ class Goodput:
             return
         self._budget += PROBE_SHARE * outcome.seconds
         hope = self._hope + HOPE_SHARE * outcome.seconds
+        if len(self.costs.measured) == 1:
+            hope = FIRST_HOPE * outcome.seconds
         self._hope = min(hope, MOST_HOPE * outcome.seconds)
         self._count_regret(outcome)
         self._observe_cost(outcome)

@@ -18,6 +18,7 @@ what was not, what was measured before is likelier to be wrong.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
@@ -298,12 +299,8 @@ class StepCosts:
         prior = SLOPE_PRIOR * np.diag(np.sqrt((features**2).mean(axis=0)))
         slopes, weights = np.zeros(2), counts
         for _ in range(SLOPE_ROUNDS):
-            total = np.bincount(own, weights)
-            off = lambda values: (  # what is behind the bucket's mean
-                values - (np.bincount(own, weights * values) / total)[own]
-            )
-            columns = np.stack([off(column) for column in features.T], 1)
-            values, root = off(seconds), np.sqrt(weights)
+            columns = np.stack([_off(column, own, weights) for column in features.T], 1)
+            values, root = _off(seconds, own, weights), np.sqrt(weights)
             slopes = fit_nonnegative(
                 np.concatenate([root[:, None] * columns, prior]),
                 np.concatenate([root * values, np.zeros(2)]),
@@ -345,6 +342,12 @@ def _nearness(place: int, other: int) -> float:
     return 1 / (1 + (place - other) ** 2)
 
 
+def _off(values: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Returns how far values are from the weighted mean of their group."""
+    means = np.bincount(groups, weights * values) / np.bincount(groups, weights)
+    return values - means[groups]
+
+
 def _median(values: Sequence[float]) -> float:
     """Returns the median; of two in the middle the smaller."""
     return sorted(values)[(len(values) - 1) // 2]
@@ -352,12 +355,9 @@ def _median(values: Sequence[float]) -> float:
 
 def _weighted_median(weighed: Sequence[tuple[float, float]]) -> float:
     """Returns the median of (value, weight); of two in the middle the smaller."""
-    half, value = sum(weight for _, weight in weighed) / 2, 0.0
-    for value, weight in sorted(weighed):
-        half -= weight
-        if half <= 0:
-            break
-    return value
+    weighed = sorted(weighed)
+    weights = list(itertools.accumulate(weight for _, weight in weighed))
+    return weighed[bisect.bisect_left(weights, weights[-1] / 2)][0]
 
 
 def _place(context: float) -> int:
