@@ -76,7 +76,7 @@ def _doubt(evidence: float) -> float:
     """Returns by which share seconds may be less than is thought, after so many measurements."""
     if evidence >= MEASURED_OFTEN:
         return DOUBT
-    return max(MUCH_DOUBT / math.sqrt(max(evidence, 1.0)), DOUBT)
+    return max(MUCH_DOUBT / max(evidence, 1.0), DOUBT)
 
 
 class Goodput:
@@ -354,7 +354,9 @@ class Goodput:
             for c in others
             if c.doubt > DOUBT and c.most_rate(least_s) > best.rate
         ]
-        return max(promising, key=lambda c: c.most_rate(least_s), default=None)
+        # Plain decoding first: whether drafting pays at all hangs on what it costs.
+        first = lambda c: (not c.bucket.num_speculative_tokens, c.most_rate(least_s))
+        return max(promising, key=first, default=None)
 
     def _hopeful(
         self,
