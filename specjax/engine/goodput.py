@@ -349,13 +349,18 @@ class Goodput:
         best: _Candidate, others: Sequence[_Candidate], least_s: float
     ) -> _Candidate | None:
         """Returns the best of what was hardly measured, and may be better than is thought."""
+        # Plain decoding first, and anyhow: whether drafting pays hangs on what it costs.
+        is_plain = lambda c: not c.bucket.num_speculative_tokens
         promising = [
             c
             for c in others
-            if c.doubt > DOUBT and c.most_rate(least_s) > best.rate
+            if c.doubt > DOUBT
+            and (
+                c.most_rate(least_s) > best.rate
+                or (is_plain(c) and c.doubt >= MUCH_DOUBT)
+            )
         ]
-        # Plain decoding first: whether drafting pays at all hangs on what it costs.
-        first = lambda c: (not c.bucket.num_speculative_tokens, c.most_rate(least_s))
+        first = lambda c: (is_plain(c), c.most_rate(least_s))
         return max(promising, key=first, default=None)
 
     def _hopeful(
