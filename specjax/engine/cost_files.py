@@ -88,7 +88,10 @@ def load(decoder: Decoder, costs: StepCosts) -> bool:
                 continue
             # What is measured now counts for more than what was measured then.
             records = [
-                {**record, "num_measurements": min(record["num_measurements"], OF_BEFORE)}
+                {
+                    **record,
+                    "num_measurements": min(record["num_measurements"], OF_BEFORE),
+                }
                 for record in kept["steps"]
             ]
             catch_up_s = kept["catch_up_s"]

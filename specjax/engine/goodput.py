@@ -42,7 +42,9 @@ FIRST_HOPE = 1.0  # likewise, to begin with: what is learned early serves longes
 # Seconds of a step may be less than is thought by so much: measured often, and once.
 DOUBT, MUCH_DOUBT = 0.02, 0.2
 MEASURED_OFTEN = 10
-LEAST_LOST = 0.06  # of its seconds, that a probe is charged: what is thought may be wrong
+LEAST_LOST = (
+    0.06  # of its seconds, that a probe is charged: what is thought may be wrong
+)
 PROBE_STEPS = 8  # of a burst that only asks what is accepted
 # What plain decoding may gain while nothing is known of its seconds.
 UNKNOWN_GAIN = 0.25
@@ -349,16 +351,13 @@ class Goodput:
         best: _Candidate, others: Sequence[_Candidate], least_s: float
     ) -> _Candidate | None:
         """Returns the best of what was hardly measured, and may be better than is thought."""
-        # Plain decoding first, and anyhow: whether drafting pays hangs on what it costs.
+        # Plain decoding first: whether drafting pays at all hangs on what it costs.
         is_plain = lambda c: not c.bucket.num_speculative_tokens
         promising = [
             c
             for c in others
             if c.doubt > DOUBT
-            and (
-                c.most_rate(least_s) > best.rate
-                or (is_plain(c) and c.doubt >= MUCH_DOUBT)
-            )
+            and c.most_rate(least_s) > best.rate * (1 - is_plain(c) * c.doubt)
         ]
         first = lambda c: (is_plain(c), c.most_rate(least_s))
         return max(promising, key=first, default=None)

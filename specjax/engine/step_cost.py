@@ -34,6 +34,7 @@ MEMORY = 16  # measurements that are remembered, of a bucket at about one contex
 DRIFT_MEMORY = 9  # measurements that tell the drift
 TELLS_DRIFT = 3  # measurements at about one context, before the next tells of the drift
 DRIFT_KEPT = 0.9  # of the drift; the rest is taken for what steps cost from now on
+NEAR = 2  # places apart, at which a measurement counts for half
 REFIT_AFTER = 16  # measurements
 NUM_FEATURES = 4
 CATCH_UP_KNOWN = 256.0  # tokens that catching up, known beforehand, counts for
@@ -69,7 +70,9 @@ class Sample:
 
 
 class _Fit(NamedTuple):
-    slopes: np.ndarray  # f64[2], seconds per context token: of K = 0, and more for each K
+    slopes: (
+        np.ndarray
+    )  # f64[2], seconds per context token: of K = 0, and more for each K
     coefficients: np.ndarray  # f64[NUM_FEATURES]
 
     def predicted(self, features: np.ndarray) -> float:
@@ -111,7 +114,9 @@ class StepCosts:
     def evidence(self, bucket: Bucket, context: float) -> float:
         """Returns how many measurements at a context those of a bucket are as good as."""
         samples, place = self._samples.get(bucket, {}), _place(context)
-        return sum(sample.count * _nearness(place, at) for at, sample in samples.items())
+        return sum(
+            sample.count * _nearness(place, at) for at, sample in samples.items()
+        )
 
     def observe(self, bucket: Bucket, context: float, seconds: float) -> None:
         """Takes in one measurement: seconds per step, context tokens of all rows.
@@ -339,7 +344,7 @@ def fit_nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 def _nearness(place: int, other: int) -> float:
     """Returns what a measurement at one place counts for at another, 0 to 1."""
-    return 1 / (1 + (place - other) ** 2)
+    return 1 / (1 + ((place - other) / NEAR) ** 2)
 
 
 def _off(values: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> np.ndarray:

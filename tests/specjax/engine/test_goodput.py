@@ -8,7 +8,13 @@ import pytest
 
 from specjax.bench.replay import Costs, Replay, Workload, best_fixed
 from specjax.bucket import Bucket
-from specjax.engine.goodput import PROBE_SHARE, PROBE_STEPS, Goodput, RankedSlots, ladder
+from specjax.engine.goodput import (
+    PROBE_SHARE,
+    PROBE_STEPS,
+    Goodput,
+    RankedSlots,
+    ladder,
+)
 from specjax.engine.speculation_policy import Decision, Load, Outcome
 from specjax.engine.step_cost import MEMORY, StepCosts
 from specjax.engine.survival import Survival
@@ -398,7 +404,13 @@ def steps_of_the_last_row(rows, tokens, rate, depth, repeats=200):
 
 @pytest.mark.parametrize(
     ("rows", "tokens", "rate", "depth"),
-    [(16, 96, 0.7, 1), (16, 40, 0.7, 2), (64, 200, 0.5, 4), (4, 96, 0.8, 7), (1, 20, 0.8, 7)],
+    [
+        (16, 96, 0.7, 1),
+        (16, 40, 0.7, 2),
+        (64, 200, 0.5, 4),
+        (4, 96, 0.8, 7),
+        (1, 60, 0.8, 7),
+    ],
 )
 def test_how_long_the_last_of_rows_that_are_not_refilled_takes(
     rows, tokens, rate, depth
@@ -419,7 +431,9 @@ def slots_of(rows, tokens, rate):
         rng = np.random.default_rng(_)
         stood = (rng.uniform(size=(32, 8, 7)) < rate).cumprod(axis=-1).sum(axis=-1)
         asked = np.full(8, 7)
-        survival.observe(np.arange(8) + 10**6, stood + 1, stood, drafted, drafted, asked)
+        survival.observe(
+            np.arange(8) + 10**6, stood + 1, stood, drafted, drafted, asked
+        )
     left = np.full(rows, tokens)
     return RankedSlots(survival, np.arange(rows), np.full(rows, 9), ladder(7), left)
 
@@ -469,13 +483,24 @@ def test_more_rows_than_needed_are_looked_at_only_for_what_is_missing():
     assert "probe" in reasons
 
 
-def test_a_probe_of_drafting_is_as_long_as_catching_up_needs():
+@pytest.mark.parametrize(
+    ("behind", "num_steps"), [(1, PROBE_STEPS), (150, 27), (10**4, 32)]
+)
+def test_a_probe_of_drafting_is_as_long_as_catching_up_needs(behind, num_steps):
     """In too few steps the drafter's catching up would hide what they cost."""
-    policy = trained(accepted=0)
-    behind, plain_s = 2000, step_s(Bucket(1, 0), 100)
+    policy = Goodput(1)
+    for depth, seconds in ((0, 1e-3), (1, 1.1e-3)):
+        for _ in range(MEMORY):
+            policy.costs.observe(Bucket(1, depth), 100, seconds)
     policy.costs.catch_up_s = 1e-5
+    # It accepted too little to pay, of too few to tell.
+    last = load(num_probe_steps=0, most_speculative_tokens=1)
+    drafted = dataclasses.replace(policy.choose(last), num_speculative_tokens=1)
+    policy.observe(outcome(last, drafted, seconds=None, steps=12))
     now = load(num_behind=np.array([behind]))
     while (decision := policy.choose(now)).reason != "probe":
-        policy.observe(outcome(now, decision, seconds=32 * plain_s))
-    assert decision.num_speculative_tokens
-    assert decision.num_steps == PROBE_STEPS  # what is accepted is seen in a few
+        assert decision.num_speculative_tokens == 0
+        policy.observe(outcome(now, decision, seconds=32 * 1e-3))
+    assert decision.num_speculative_tokens == 1
+    # 0.05 of the steps' seconds is more than 1e-5 for each token but one.
+    assert decision.num_steps == num_steps

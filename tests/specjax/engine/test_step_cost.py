@@ -87,8 +87,9 @@ def test_context_is_fitted_over_all_buckets():
 def test_context_costs_more_the_more_is_drafted():
     """A drafter reads its own keys and values with every forward."""
     costs = StepCosts()
-    true = lambda bucket, context: true_seconds(bucket) + context * 1e-7 * (
-        1 + 0.5 * bucket.num_speculative_tokens
+    true = lambda bucket, context: (
+        true_seconds(bucket)
+        + context * 1e-7 * (1 + 0.5 * bucket.num_speculative_tokens)
     )
     for bucket in (Bucket(8, 0), Bucket(8, 1), Bucket(8, 4), Bucket(8, 7)):
         for context in (1000, 10_000, 30_000) * FEW:
