@@ -38,7 +38,7 @@ PROBE_SHARE = 0.004  # of all seconds, lost to learning
 # saved up for it, in times of the last burst.
 HOPE_SHARE = 0.016
 MOST_HOPE = 2.0
-FIRST_HOPE = 1.0  # likewise, to begin with: what is learned early serves longest
+FIRST_HOPE = 0.3  # likewise, to begin with: what is learned early serves longest
 # Seconds of a step may be less than is thought by so much: measured often, and once.
 DOUBT, MUCH_DOUBT = 0.02, 0.2
 MEASURED_OFTEN = 10
