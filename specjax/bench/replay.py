@@ -201,33 +201,29 @@ class Replay:
         return reports
 
 
-@dataclasses.dataclass
 class Oracle:
     """The K of most tokens per second by a workload's own rates and costs, which no policy knows.
 
-    Learns nothing and probes nothing: how far it is ahead of a fixed K is all there is to gain.
+    Learns nothing and probes nothing: how far it is ahead of a fixed K is what there is to gain.
     """
 
-    workload: Workload
-    costs: Costs
-    depths: Sequence[int]
     chooses_rows: ClassVar[bool] = True
 
-    @property
-    def max_speculative_tokens(self) -> int:
-        return max(self.depths)
+    def __init__(self, workload: Workload, costs: Costs, depths: Sequence[int]):
+        self.max_speculative_tokens = max(depths)
+        self._workload, self._costs, self._depths = workload, costs, depths
 
     def choose(self, load: Load) -> Decision:
         rows = load.row_buckets[0]
-        rates = self.workload.rates[load.requests]
-        powers = rates[:, None] ** np.arange(1 + max(self.depths))
+        rates = self._workload.rates[load.requests]
+        powers = rates[:, None] ** np.arange(1 + self.max_speculative_tokens)
 
         def tokens_per_second(depth: int) -> float:
             tokens = float(powers[:, : 1 + depth].sum())
             midway = load.num_context_tokens + tokens * load.num_probe_steps / 2
-            return tokens / self.costs.step_s(Bucket(rows, depth), midway)
+            return tokens / self._costs.step_s(Bucket(rows, depth), midway)
 
-        best = max(self.depths, key=tokens_per_second)
+        best = max(self._depths, key=tokens_per_second)
         return Decision(num_speculative_tokens=best, reason="oracle", row_bucket=rows)
 
     def observe(self, outcome: Outcome) -> None:
