@@ -55,9 +55,32 @@ class Costs:
     has: Callable[[Bucket], bool] = lambda bucket: True  # buckets that there are
     # Tokens of a row that were measured at most: a longer context is charged like that.
     longest_context: int = 10**9
-    # By how much the seconds that a policy sees scatter, as the standard deviation of their
-    # logarithm; what is charged does not.
-    noise: float = 0.0
+
+
+class Clock:
+    """By what factor the seconds that a policy sees of a burst are off; what is charged is not.
+
+    Args:
+      noise: standard deviation of the factor's logarithm.
+      wander: likewise of a part that changes slowly, over some ten bursts.
+      disturbed: share of the bursts that take 1.2 to 2.2 times as long besides.
+    """
+
+    def __init__(
+        self, seed: int, noise: float, *, wander: float = 0.0, disturbed: float = 0.0
+    ):
+        self._rng = np.random.default_rng(seed)
+        self._noise, self._wander, self._disturbed = noise, wander, disturbed
+        self._slow = 0.0
+
+    def __call__(self) -> float:
+        kept, rng = 0.9, self._rng
+        self._slow *= kept
+        self._slow += self._wander * float(rng.normal()) * (1 - kept**2) ** 0.5
+        factor = float(np.exp(self._slow + rng.normal(0.0, self._noise)))
+        if rng.uniform() < self._disturbed:
+            factor *= float(rng.uniform(1.2, 2.2))
+        return factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +96,12 @@ class Burst:
 
 
 class Replay:
-    """Runs a workload under a policy; iterating yields one Burst after the other."""
+    """Runs a workload under a policy.
+
+    Args:
+      clock: by what the seconds of the next burst are off, as the policy sees them.
+      first_request: the number of the first row's request; a policy knows them apart by it.
+    """
 
     def __init__(
         self,
@@ -82,6 +110,8 @@ class Replay:
         policy: SpeculationPolicy,
         *,
         burst_steps: int = 32,
+        clock: Callable[[], float] = lambda: 1.0,
+        first_request: int = 0,
     ):
         self.workload, self.costs, self.policy = workload, costs, policy
         self.burst_steps = burst_steps
@@ -93,7 +123,7 @@ class Replay:
         self._gained = np.zeros(rows, np.int64)
         self._drafter_gained = np.zeros(rows, np.int64)
         self._now_s = 0.0
-        self._scatter = np.random.default_rng(workload.seed + 1)
+        self._clock, self._first_request = clock, first_request
 
     def run(self) -> Replay:
         """Runs until every row has its tokens."""
@@ -126,7 +156,7 @@ class Replay:
         load = Load(
             num_decoding_rows=len(rows),
             row_buckets=fitting,
-            requests=rows,
+            requests=self._first_request + rows,
             draft_caps=np.full(len(rows), 10**6),
             num_behind=behind,
             num_context_tokens=int(contexts.sum()),
@@ -153,19 +183,16 @@ class Replay:
             # Of tokens that it lacks but one, which every step of a chain feeds it.
             seconds += self.costs.catch_up_s * (num_behind - 1)
             self._drafter_gained[rows] = self._gained[rows]
-        clocked_s = seconds
-        if self.costs.noise:
-            clocked_s *= float(np.exp(self._scatter.normal(0.0, self.costs.noise)))
         self.policy.observe(
             Outcome(
                 decision=decision,
                 bucket=bucket,
                 num_rows=len(rows),
-                seconds=clocked_s,
+                seconds=seconds * self._clock(),
                 num_context_tokens=context,
                 num_behind=num_behind,
                 is_short=num_steps < LEAST_TIMED_STEPS,
-                requests=rows,
+                requests=load.requests,
                 asked_depth=caps,
                 num_committed=committed,
                 num_accepted=accepted,

@@ -3,7 +3,7 @@
     python -m specjax.bench.scheduling --out docs/benchmarks
 
 writes scheduling.json and the picture of a draining batch. Every figure is a ratio within
-this run. Measured once, with `--costs FILE` the costs are read instead.
+this run. With `--costs FILE` the costs of pairs that were measured before are read instead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from specjax import compilation_cache
 from specjax.bench import calibrate, measuring
 from specjax.bench.command import model
-from specjax.bench.replay import Costs, Oracle, Replay, Workload
+from specjax.bench.replay import Clock, Costs, Oracle, Replay, Workload
 from specjax.bucket import Bucket
 from specjax.config import EngineConfig, SamplingParams
 from specjax.engine.goodput import Goodput
@@ -31,11 +31,12 @@ from specjax.progress import Progress
 from specjax.setup import Setup
 
 ROW_BUCKETS = (1, 4, 8, 16, 32)
-# Target, drafter, and numbers of rows; of n-grams only rows that differ are replayed.
+# Target, drafter, and numbers of rows; where those are few only rows that differ are replayed.
 PAIRS = {
     "embedded": ("demo", "demo", ROW_BUCKETS),
     "60M": ("bench_60m", "bench_60m_draft", ROW_BUCKETS),
     "n-gram": ("demo", "ngram", (32,)),
+    "60M n-gram": ("bench_60m", "ngram", ROW_BUCKETS),
 }
 RANKED_ROWS = (8, 32)  # numbers of rows for which slots by rank are measured
 BATCHES = (1, 2, 4, 8, 16, 32)
@@ -45,7 +46,12 @@ ACCEPTANCE = (0.0, 0.5, 0.8)
 RAMP_ACCEPTANCE = (0.2, 0.3, 0.5, 0.7)
 BURN_IN_STEPS = 200
 TOKENS = 4000  # of each row of a steady load
-NOISE = 0.05  # of a burst's seconds, replayed
+NOISE = 0.05  # of a burst's seconds, as a policy sees them
+# Generations of a few bursts each, of one policy, whose clock is that of a shared machine.
+SHORT_BATCHES = (1, 4, 16, 32)
+SHORT_ACCEPTANCE = (0.0, 0.5, 0.7, 0.8)
+SHORT_TOKENS, SHORT_BURN_IN, SHORT_COUNTED, SHORT_SEEDS = 96, 20, 30, 6
+SHORT_CLOCK = {"noise": 0.06, "wander": 0.06, "disturbed": 0.12}
 CONTEXT = 64
 LONG_CONTEXT = 440  # within what is measured
 
@@ -128,7 +134,7 @@ def costs_of(
     longest = most_context or max(contexts)
     catch_up_s = measured["catch_up_s"]
     row_buckets = measured.get("row_buckets", ROW_BUCKETS)
-    costs = Costs(step_s, catch_up_s, row_buckets, has, int(longest), NOISE)
+    costs = Costs(step_s, catch_up_s, row_buckets, has, int(longest))
     return costs, policy_knows
 
 
@@ -149,7 +155,7 @@ def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
                 ("cold", Goodput(MOST)),
                 ("calibrated", Goodput(MOST, known)),
             ):
-                ran = Replay(workload, costs, policy).run()
+                ran = Replay(workload, costs, policy, clock=Clock(1, NOISE)).run()
                 speed = ran.tokens_per_second(BURN_IN_STEPS)
                 own |= {
                     f"{name}_of_best": speed
@@ -161,6 +167,41 @@ def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
                 }
             rows.append(own)
     return rows
+
+
+def short_generations(
+    measured: dict[str, Any], batch: int, rate: float, seeds: int = SHORT_SEEDS
+) -> dict[str, Any]:
+    """Replays many short generations under a policy that learns cold, on a disturbed clock."""
+    costs, _ = costs_of(measured)
+    texts = [
+        Workload(np.full(batch, SHORT_TOKENS), np.full(batch, rate), CONTEXT, seed=seed)
+        for seed in range(3)
+    ]
+    fixed = {
+        k: sum(Replay(text, costs, Fixed(k)).run().seconds for text in texts)
+        for k in DEPTHS
+    }
+    best = min(fixed, key=lambda k: fixed[k])
+    shares = []
+    for seed in range(seeds):
+        policy, clock = Goodput(MOST), Clock(seed, **SHORT_CLOCK)
+        seconds = []
+        for number in range(SHORT_BURN_IN + SHORT_COUNTED):
+            text = texts[number % len(texts)]
+            run = Replay(
+                text, costs, policy, clock=clock, first_request=number * batch
+            ).run()
+            seconds.append(run.seconds)
+        counted = sum(seconds[SHORT_BURN_IN:]) / SHORT_COUNTED
+        shares.append(fixed[best] / len(texts) / counted)
+    return {
+        "batch": batch,
+        "acceptance": rate,
+        "best_k": best,
+        "of_best": float(np.mean(shares)),
+        "of_best_at_least": float(min(shares)),
+    }
 
 
 def _burn_in_loss(ran: Replay, best: Replay) -> float:
@@ -193,7 +234,8 @@ def ramp(
     workload = Workload(lengths, np.full(len(lengths), rate), context=CONTEXT)
     costs, known = costs_of(measured)
     runs = {f"K = {k}": Replay(workload, costs, Fixed(k)).run() for k in DEPTHS}
-    runs["goodput"] = Replay(workload, costs, Goodput(MOST, known)).run()
+    policy = Goodput(MOST, known)
+    runs["goodput"] = Replay(workload, costs, policy, clock=Clock(1, NOISE)).run()
     oracle = Oracle(workload, costs, DEPTHS)
     runs["oracle"] = Replay(workload, costs, oracle).run()
     seconds = {name: run.seconds for name, run in runs.items()}
@@ -218,7 +260,8 @@ def mixed(measured: dict[str, Any], context: int, batch: int = 32) -> dict[str, 
     for name in ("ranked", "one K for all"):
         costs, known = costs_of(measured, context)
         policy = Goodput(MOST, known, ranks=name == "ranked")
-        speeds[name] = _full_batch_speed(Replay(workload, costs, policy).run())
+        run = Replay(workload, costs, policy, clock=Clock(1, NOISE)).run()
+        speeds[name] = _full_batch_speed(run)
     for k in DEPTHS:
         run = Replay(workload, costs_of(measured, context)[0], Fixed(k)).run()
         speeds[f"K = {k}"] = _full_batch_speed(run)
@@ -270,11 +313,18 @@ def run(costs: dict[str, Any], folder: Path) -> dict[str, Any]:
         if len(PAIRS[name][-1]) < len(ROW_BUCKETS):
             continue
         ramps = [ramp(measured, rate) for rate in RAMP_ACCEPTANCE]
-        draw_ramp(ramps[-1][1], folder / f"scheduling_ramp_{name}.png")
+        draw_ramp(
+            ramps[-1][1], folder / f"scheduling_ramp_{name.replace(' ', '_')}.png"
+        )
         document["replay"][name] |= {
             "tokens": TOKENS,
             "context": CONTEXT,
             "steady": steady(measured),
+            "short": [
+                short_generations(measured, batch, rate)
+                for batch in SHORT_BATCHES
+                for rate in SHORT_ACCEPTANCE
+            ],
             "ramp": [figures for figures, _ in ramps],
         }
     return document
@@ -287,20 +337,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args(argv)
+    environment, costs = measuring.environment(), {}
     if options.costs:
         before = json.loads(options.costs.read_text())
         environment, costs = before["environment"], before["costs"]
-    else:
-        environment, costs = measuring.environment(), {}
-        compilation_cache.enable()
-        for name in options.pairs:
-            print(f"measuring the steps of the {name} pair", file=sys.stderr)
-            target, drafter, row_buckets = PAIRS[name]
-            if drafter not in ("demo", "ngram"):
-                drafter = model(drafter)
-            costs[name] = measure_costs(
-                model(target), drafter, row_buckets, options.rounds
-            )
+    compilation_cache.enable()
+    for name in options.pairs:
+        if name in costs:
+            continue
+        print(f"measuring the steps of the {name} pair", file=sys.stderr)
+        target, drafter, row_buckets = PAIRS[name]
+        if drafter not in ("demo", "ngram"):
+            drafter = model(drafter)
+        costs[name] = measure_costs(model(target), drafter, row_buckets, options.rounds)
     document = {"environment": environment} | run(costs, options.out)
     path = options.out / "scheduling.json"
     path.write_text(json.dumps(document, indent=1) + "\n")

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from specjax.bench import scheduling
+
 HEAD = """# Which K: what it brings
 
 `python -m specjax.bench.scheduling` measures the steps of a pair, every bucket in every round, and replays them through the real
@@ -26,9 +28,18 @@ between what was measured at two contexts, and the seconds that the policy sees 
 K = 0, 1, 2, 4, 7, of a policy that knows nothing at first (cold) and of one that read a calibration; and the seconds by which its first 200 steps
 took longer than the best K for as many tokens, of how many in all. At the least {least:.3f}; at acceptance 0, against K = 0, {least_at_0:.3f}.
 """
+SHORT = """## Short generations, replayed
+
+{name} pair. One policy that knows nothing at first runs {runs} generations of {tokens} tokens per row, three bursts each; its clock is that of a shared machine: seconds
+scatter by 6 %, wander by 6 %, and 12 % of the bursts take 1.2 to 2.2 times as long besides. Speed of the last {counted} generations against the best fixed K, the mean and the least of {seeds} runs.
+
+| batch | {acceptances} |
+|---|{columns}|
+{rows}
+"""
 RAMP = """## A batch that drains
 
-![{name}: rows and K of a batch that drains, and the seconds of every K](scheduling_ramp_{name}.png)
+![{name}: rows and K of a batch that drains, and the seconds of every K]({picture})
 
 {name} pair, 32 rows, heavy-tailed lengths, no refills, replayed: speed against fixed K (drawn: the last line). The oracle is told costs and
 acceptance, and so bounds what choosing K can bring on these costs.
@@ -103,8 +114,10 @@ def _replays(name: str, figures: dict[str, Any]) -> list[str]:
             least_at_0=min(at_0),
         ),
         "\n".join(table) + "\n",
+        _short(name, figures["short"]),
         RAMP.format(
             name=name,
+            picture=f"scheduling_ramp_{name.replace(' ', '_')}.png",
             rows="\n".join(
                 f"| {one['acceptance']:.0%} | {one['of_best_k_above_0']:.3f} | "
                 f"{one['oracle_of_best_k_above_0']:.3f} | {one['of_best_k']:.3f} | "
@@ -114,6 +127,28 @@ def _replays(name: str, figures: dict[str, Any]) -> list[str]:
         ),
         mixed,
     ]
+
+
+def _short(name: str, figures: Sequence[dict[str, Any]]) -> str:
+    rates = sorted({one["acceptance"] for one in figures})
+    rows = []
+    for batch in sorted({one["batch"] for one in figures}):
+        own = {one["acceptance"]: one for one in figures if one["batch"] == batch}
+        cells = [
+            f"{own[r]['of_best']:.3f}, {own[r]['of_best_at_least']:.3f} (K = {own[r]['best_k']})"
+            for r in rates
+        ]
+        rows.append(f"| {batch} | {' | '.join(cells)} |")
+    return SHORT.format(
+        name=name,
+        runs=scheduling.SHORT_BURN_IN + scheduling.SHORT_COUNTED,
+        counted=scheduling.SHORT_COUNTED,
+        tokens=scheduling.SHORT_TOKENS,
+        seeds=scheduling.SHORT_SEEDS,
+        acceptances=" | ".join(f"{rate:.0%} accepted" for rate in rates),
+        columns="|".join(["---"] * len(rates)),
+        rows="\n".join(rows),
+    )
 
 
 def _overheads(costs: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from specjax.bench.replay import Costs, Replay, Workload, best_fixed
+from specjax.bench.replay import Clock, Costs, Replay, Workload, best_fixed
 from specjax.bucket import Bucket
 from specjax.engine.goodput import (
     PROBE_SHARE,
@@ -506,3 +506,23 @@ def test_a_probe_of_drafting_is_as_long_as_catching_up_needs(behind, num_steps):
     assert decision.num_speculative_tokens == 1
     # 149 x 1e-5 s are 0.05 of 27.1 steps of 1.1e-3 s.
     assert decision.num_steps == num_steps
+
+
+@pytest.mark.parametrize(("rows", "rate"), [(1, 0.8), (4, 0.5), (16, 0.7), (32, 0.0)])
+def test_short_generations_on_a_machine_that_others_use_are_never_slower(rows, rate):
+    """One policy, three bursts per generation; one in eight takes up to twice as long."""
+    workload = Workload(np.full(rows, 96), np.full(rows, rate), context=100)
+    _, best = best_fixed(workload, COSTS, (0, 1, 2, 4, 7))
+    shares = []
+    for seed in range(4):
+        policy = Goodput(7)
+        clock = Clock(seed, 0.06, wander=0.06, disturbed=0.12)
+        seconds = []
+        for number in range(40):
+            run = Replay(
+                workload, COSTS, policy, clock=clock, first_request=rows * number
+            )
+            seconds.append(run.run().seconds)
+        shares.append(best.seconds / np.mean(seconds[20:]))
+    assert np.mean(shares) > 0.97
+    assert min(shares) > 0.9
