@@ -2,7 +2,8 @@
 
     python -m specjax.bench.walls --out docs/benchmarks/scheduling_walls.json --ramp
 
-With --ramp also a batch of 32 rows that drains, with lengths like those of a rollout.
+With --ramp also a batch of 32 rows that drains, with lengths like those of a rollout; all
+contenders have the same row buckets then, so that only K tells them apart.
 
 Every round runs all contenders once; what is told are medians of the ratios within a
 round, with the sign test's 95 % interval.
@@ -22,6 +23,7 @@ import numpy as np
 import specjax
 from specjax.bench import embedded, measuring
 from specjax.bench.command import model
+from specjax.bucket import standing_row_buckets
 from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
 from specjax.engine.goodput import Goodput
 from specjax.engine.speculation_policy import Fixed
@@ -80,6 +82,9 @@ class Contest:
             )
             for length in lengths
         ]
+        # Who names none has them where the policy chooses rows, and else all rows only.
+        row_buckets = tuple(standing_row_buckets(MOST_ROWS)) if drains else None
+        self._engine = EngineConfig(max_rows=MOST_ROWS, row_buckets=row_buckets)
         self._options: dict[str, Any] = {}
         if acceptance is not None:
             self._options = {
@@ -103,7 +108,7 @@ class Contest:
             speculative_config=None if contender == NONE else config,
             sampling=self._sampling,
             policy=policy,
-            engine=EngineConfig(max_rows=MOST_ROWS),
+            engine=self._engine,
         )
         asked = sum(sampling.max_tokens for sampling in self._sampling)
         assert out.stats.num_output_tokens == asked
@@ -143,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m specjax.bench.walls")
     parser.add_argument("--out", type=Path, required=True, help="a JSON file")
     parser.add_argument("--pair", choices=("embedded", "60M"), default="embedded")
-    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
+    parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
     parser.add_argument(
         "--acceptance", type=float, nargs="+", help="made up, of the 60M pair"
     )
