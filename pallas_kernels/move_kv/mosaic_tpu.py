@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,18 +17,23 @@ from pallas_kernels.write_kv.mosaic_tpu import VMEM_BYTES
 
 
 def move_kv_mosaic_tpu(
-    pages: Sequence[Array],  # keys and values of all layers, of one shape and dtype
+    pages: Any,  # pytree of an even number of arrays of pages, of one shape and dtype
     source_slots: Array,  # i32[n]
     target_slots: Array,  # i32[n]
     *,
     interpret: bool | pltpu.InterpretParams = False,
-) -> list[Array]:
+) -> Any:
     """See `move_kv`. What stays where it is costs nothing.
 
     Raises:
-      NotImplementedError: a size that no tile fits, or more tokens than VMEM holds.
+      NotImplementedError: arrays that differ, a size that no tile fits, or more tokens than
+        VMEM holds.
     """
-    first = pages[0]
+    arrays, structure = jax.tree.flatten(pages)
+    kinds = {(array.shape, array.dtype) for array in arrays}
+    if len(kinds) != 1 or len(arrays) % 2:
+        raise NotImplementedError(f"pairs of equal arrays of pages, not {kinds}.")
+    first = arrays[0]
     page_updates.check_pages(first)
     page, num_tokens = first.shape[1:], source_slots.shape[0]
     needed = vmem_bytes(first, num_tokens)
@@ -49,20 +53,21 @@ def move_kv_mosaic_tpu(
     held = pltpu.VMEM((num_tokens, page[0], page[2]), jnp.float32)
     buffer = pltpu.VMEM((page_updates.DEPTH, *page), first.dtype)
     sems = pltpu.SemaphoreType.DMA((page_updates.DEPTH, 2))
-    return pl.pallas_call(
+    moved = pl.pallas_call(
         _kernel,
-        out_shape=[jax.ShapeDtypeStruct(first.shape, first.dtype)] * len(pages),
+        out_shape=[jax.ShapeDtypeStruct(first.shape, first.dtype)] * len(arrays),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=num_scalars,
             grid=(1,),
-            in_specs=[anywhere] * len(pages),
-            out_specs=[anywhere] * len(pages),
+            in_specs=[anywhere] * len(arrays),
+            out_specs=[anywhere] * len(arrays),
             scratch_shapes=[held, held, buffer, buffer, sems, sems],
         ),
-        input_output_aliases={num_scalars + i: i for i in range(len(pages))},
+        input_output_aliases={num_scalars + i: i for i in range(len(arrays))},
         interpret=interpret,
         name="move_kv",
-    )(*sources, *targets, *pages)
+    )(*sources, *targets, *arrays)
+    return jax.tree.unflatten(structure, moved)
 
 
 def vmem_bytes(page: Any, num_tokens: int) -> int:

@@ -1,5 +1,8 @@
 """Moving keys and values, defined: all are read, then written one after the other."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -7,17 +10,15 @@ from pallas_kernels import layout
 
 
 def move_kv_reference(
-    k_pages: Array,  # as layout.init_pages makes them
-    v_pages: Array,
+    pages: Any,  # pytree of arrays as layout.init_pages makes them
     source_slots: Array,  # i32[n]
     target_slots: Array,  # i32[n]
-) -> tuple[Array, Array]:
+) -> Any:
     """See `move_kv`."""
-    size = layout.page_size(k_pages)
-    num_slots = layout.num_slots(k_pages)
 
     def move(pages: Array) -> Array:
-        before = pages
+        before, size = pages, layout.page_size(pages)
+        num_slots = layout.num_slots(pages)
 
         def move_one(index: Array, pages: Array) -> Array:
             source, target = source_slots[index], target_slots[index]
@@ -32,4 +33,4 @@ def move_kv_reference(
 
         return lax.fori_loop(0, source_slots.shape[0], move_one, pages)
 
-    return move(k_pages), move(v_pages)
+    return jax.tree.map(move, pages)

@@ -1,17 +1,22 @@
 """Moving keys and values for any device: a gather, then a scatter."""
 
+from typing import Any
+
+import jax
 from jax import Array
 
 from pallas_kernels import layout
-from pallas_kernels.write_kv.xla import write_kv_xla
+from pallas_kernels.write_kv.xla import write_slots
 
 
 def move_kv_xla(
-    k_pages: Array,  # as layout.init_pages makes them
-    v_pages: Array,
+    pages: Any,  # pytree of arrays as layout.init_pages makes them
     source_slots: Array,  # i32[n]
     target_slots: Array,  # i32[n]
-) -> tuple[Array, Array]:
+) -> Any:
     """See `move_kv`."""
-    k, v = (layout.read_slots(pages, source_slots) for pages in (k_pages, v_pages))
-    return write_kv_xla(k_pages, v_pages, k, v, target_slots)
+
+    def move(own: Array) -> Array:
+        return write_slots(own, layout.read_slots(own, source_slots), target_slots)
+
+    return jax.tree.map(move, pages)

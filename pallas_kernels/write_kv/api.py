@@ -5,7 +5,8 @@ import functools
 from jax import Array
 
 from pallas_kernels import layout
-from pallas_kernels.implementations import call_best
+from pallas_kernels.implementations import call_best, needs_platform
+from pallas_kernels.write_kv.mosaic_tpu import write_kv_mosaic_tpu
 from pallas_kernels.write_kv.reference import write_kv_reference
 from pallas_kernels.write_kv.xla import write_kv_xla
 
@@ -33,7 +34,7 @@ def write_kv(
       k: new keys, cast to the dtype of the pages.
       v: new values, likewise.
       slot_mapping: no slot twice.
-      implementation: "xla" or "reference"; None picks the best for this case.
+      implementation: "mosaic_tpu", "xla" or "reference"; None picks the best for this case.
 
     Raises:
       ValueError: shapes or dtypes disagree.
@@ -47,7 +48,9 @@ def write_kv(
         )
     layout.validate_int32(slot_mapping=slot_mapping)
     arguments = (k_pages, v_pages, k, v, slot_mapping)
+    mosaic_tpu = functools.partial(write_kv_mosaic_tpu, *arguments)
     implementations = {
+        "mosaic_tpu": needs_platform("tpu", mosaic_tpu),
         "xla": functools.partial(write_kv_xla, *arguments),
         "reference": functools.partial(write_kv_reference, *arguments),
     }

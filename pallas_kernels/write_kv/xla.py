@@ -14,12 +14,20 @@ def write_kv_xla(
     slot_mapping: Array,  # i32[num_tokens]
 ) -> tuple[Array, Array]:
     """See `write_kv`."""
-    size = layout.page_size(k_pages)
+    return (
+        write_slots(k_pages, k, slot_mapping),
+        write_slots(v_pages, v, slot_mapping),
+    )
+
+
+def write_slots(
+    pages: Array,  # as layout.init_pages makes them
+    new: Array,  # dtype[num_tokens, kv_heads, head_dim]
+    slot_mapping: Array,  # i32[num_tokens]
+) -> Array:
+    """Returns one array of pages with each token at its slot; slots that do not exist are dropped."""
+    size = layout.page_size(pages)
     # Negative indices wrap before mode="drop" sees them.
-    slots = jnp.where(slot_mapping < 0, layout.num_slots(k_pages), slot_mapping)
+    slots = jnp.where(slot_mapping < 0, layout.num_slots(pages), slot_mapping)
     page, offset = slots // size, slots % size
-
-    def write(pages: Array, new: Array) -> Array:
-        return pages.at[page, :, offset].set(new.astype(pages.dtype), mode="drop")
-
-    return write(k_pages, k), write(v_pages, v)
+    return pages.at[page, :, offset].set(new.astype(pages.dtype), mode="drop")

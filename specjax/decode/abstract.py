@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from pallas_kernels.implementations import lowered_for
 from specjax import sharding
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState
@@ -136,9 +137,9 @@ class AbstractDecoder(Decoder):
                 _lay(argument, specs, self.mesh)
                 for argument, specs in zip(arguments, in_specs, strict=True)
             ]
-        lowered = self._lower(
-            key, function, state, *arguments, in_specs=in_specs, out_specs=out_specs
-        )
+        lower = functools.partial(self._lower, key, function, state, *arguments)
+        with lowered_for(self.device.platform):
+            lowered = lower(in_specs=in_specs, out_specs=out_specs)
         return (lowered,)
 
 

@@ -110,7 +110,7 @@ def _move_path(
 
     cache = state.cache
     source, target = moves(acceptance.nodes)
-    pages = tuple(move_kv(keys, values, source, target) for keys, values in cache.pages)
+    pages = move_kv(cache.pages, source, target)
     drafter_state = state.drafter
     if draft.kept_at is not None:
         drafter_state = drafter.move(drafter_state, *moves(_kept(draft, acceptance)))

@@ -80,11 +80,6 @@ def drafter(
         )
         return state
 
-    def move(state, source_slots: Array, target_slots: Array):
-        return tuple(
-            move_kv(keys, values, source_slots, target_slots) for keys, values in state
-        )
-
     if shape is None:
         draft = functools.partial(_draft_chain, model, num_speculative_tokens)
     elif isinstance(shape, Growth):
@@ -95,7 +90,7 @@ def drafter(
         init=init,
         prefill=prefill,
         draft=draft,
-        move=move,
+        move=move_kv,
         max_positions=max_positions or config.max_position_embeddings,
         draws_afresh=True,
     )

@@ -230,11 +230,11 @@ def test_caches_hold_the_accepted_path_in_order(
     """After steps that accepted second siblings, keys and values are those of the text."""
     num_moved = []
 
-    def counting(keys, values, source, target):
+    def counting(pages, source, target):
         # What stays is given no slot, twice.
         moved = jnp.sum(source != target)
         jax.debug.callback(lambda count: num_moved.append(int(count)), moved)
-        return move_kv(keys, values, source, target)
+        return move_kv(pages, source, target)
 
     monkeypatch.setattr(commit, "move_kv", counting)
     # Nothing compiled before or after may be shared.

@@ -19,7 +19,7 @@ def test_reads_all_before_it_writes_any(implementation, dtype):
     source = jnp.array([14, 17, 18, 3, 0], jnp.int32)
     target = jnp.array([13, 14, 15, 3, 32], jnp.int32)  # the last is dropped
     move = jax.jit(move_kv, static_argnames="implementation")
-    moved = move(*pages, source, target, implementation=implementation)
+    moved = move(pages, source, target, implementation=implementation)
     everywhere = jnp.arange(32)
     for before, after in zip(pages, moved, strict=True):
         expected = np.array(layout.read_slots(before, everywhere))
@@ -33,7 +33,7 @@ def test_slots_that_do_not_exist(implementation):
     pages = tuple(page + 1 for page in pages)
     source = jnp.array([3, 3, 3], jnp.int32)
     target = jnp.array([-1, 16, 1000], jnp.int32)
-    for after in move_kv(*pages, source, target, implementation=implementation):
+    for after in move_kv(pages, source, target, implementation=implementation):
         assert (after == 1).all()
 
 
@@ -41,6 +41,10 @@ def test_refusals():
     pages = layout.init_pages(2, 8, 1, 8, jnp.float32)
     slots = jnp.arange(3, dtype=jnp.int32)
     with pytest.raises(ValueError, match="one equal length"):
-        move_kv(*pages, slots, slots[:2])
+        move_kv(pages, slots, slots[:2])
     with pytest.raises(ValueError, match="target_slots is float32"):
-        move_kv(*pages, slots, slots.astype(jnp.float32))
+        move_kv(pages, slots, slots.astype(jnp.float32))
+    with pytest.raises(ValueError, match="equal slots"):
+        move_kv([pages, pages[0][:1]], slots, slots)
+    with pytest.raises(NotImplementedError, match="runs on tpu, and this is cpu"):
+        move_kv(pages, slots, slots, implementation="mosaic_tpu")
