@@ -42,7 +42,7 @@ RAMP = """## A batch that drains
 ![{name}: rows and K of a batch that drains, and the seconds of every K]({picture})
 
 {name} pair, 32 rows, heavy-tailed lengths, no refills, replayed: speed against fixed K (drawn: the last line). The oracle is told costs and
-acceptance, and so bounds what choosing K can bring on these costs.
+acceptance, and takes the best K of the next burst: about what choosing K can bring on these costs, but for slots handed out by rank.
 
 | drafts that stand | goodput against the best K above 0 | the oracle | goodput against the best K | the oracle |
 |---|---|---|---|---|

@@ -147,9 +147,10 @@ def test_a_machine_that_slows_down_slows_every_bucket():
     )
 
 
-def test_a_few_bursts_that_were_disturbed_move_nothing():
+@pytest.mark.parametrize("before", [FEW, MEMORY])
+def test_a_few_bursts_that_were_disturbed_move_nothing(before):
     costs = StepCosts()
-    for _ in range(MEMORY):
+    for _ in range(before):
         costs.observe(Bucket(1, 0), 0, 1.0)
     for _ in range(3):
         costs.observe(Bucket(1, 0), 0, 1000.0)
