@@ -43,7 +43,7 @@ FIRST_HOPE = 0.3  # likewise, to begin with: what is learned early serves longes
 DOUBT, MUCH_DOUBT = 0.02, 0.2
 MEASURED_OFTEN = 10
 # Of its seconds, what a probe is charged at least: what is thought may be wrong.
-LEAST_LOST = 0.06
+LEAST_LOST = 0.12
 PROBE_STEPS = 8  # of a burst that only asks what is accepted
 # What plain decoding may gain while nothing is known of its seconds.
 UNKNOWN_GAIN = 0.25

@@ -174,7 +174,9 @@ class StepCosts:
         fit = self._refitted()
         measured = fit._replace(coefficients=np.zeros(NUM_FEATURES))
         errors = [
-            abs(fit.predicted(self._features(bucket)) / self._base(bucket, measured) - 1)
+            abs(
+                fit.predicted(self._features(bucket)) / self._base(bucket, measured) - 1
+            )
             for bucket in self._samples
         ]
         return max(errors)
@@ -260,7 +262,9 @@ class StepCosts:
         """
         samples = self._samples.get(bucket)
         if samples is None:
-            cheapest = min(s.seconds for o in self._samples.values() for s in o.values())
+            cheapest = min(
+                s.seconds for o in self._samples.values() for s in o.values()
+            )
             return max(fit.predicted(self._features(bucket)), LEAST_SHARE * cheapest)
         slope = fit.slope(bucket)
         near = {at: 1.0 if place is None else _nearness(place, at) for at in samples}
