@@ -106,7 +106,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         report=progress.report,
     )
     progress.close()
-    costs = StepCosts(decoder.nodes_per_row)
+    costs = StepCosts(policy.costs.nodes_per_row)
     costs.add_records(found.records(), MEMORY)
     costs.catch_up_s = found.catch_up_s
     path = cost_files.save(decoder, costs)

@@ -19,8 +19,6 @@ what was not, what was measured before is likelier to be wrong.
 from __future__ import annotations
 
 import bisect
-import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,16 +54,20 @@ class Sample:
     def __init__(self):
         self.context = 0.0  # tokens of all rows, a mean
         self.seconds = 0.0  # their median
-        self._latest: list[float] = []
+        self._latest: list[tuple[float, float]] = []  # context and seconds
 
     @property
     def count(self) -> int:
         return len(self._latest)
 
     def add(self, context: float, seconds: float) -> None:
-        self._latest = [*self._latest[1 - MEMORY :], seconds]
+        self._latest = [*self._latest[1 - MEMORY :], (context, seconds)]
         self.context += (context - self.context) / self.count
-        self.seconds = _median(self._latest)
+        self.seconds = _median([seconds for _, seconds in self._latest])
+
+    def at(self, context: float, slope: float) -> float:
+        """Returns the median of what the measurements would be at one context of all."""
+        return _median([s + slope * (context - own) for own, s in self._latest])
 
 
 class _Fit(NamedTuple):
@@ -95,7 +97,7 @@ class StepCosts:
         # Per token that the drafter has not seen, of the row with most; None: not known.
         self.catch_up_s: float | None = None
         self._caught_up = np.zeros(2)  # tokens, and the seconds that they took
-        self._nodes_per_row = nodes_per_row or {}
+        self.nodes_per_row = nodes_per_row or {}
         self._samples: dict[Bucket, dict[int, Sample]] = {}
         self._fit: _Fit | None = None
         self._num_measured = self._num_since_fit = 0
@@ -131,9 +133,8 @@ class StepCosts:
             seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
             before = self._samples[bucket].get(_place(context))
             if before is not None and before.count >= TELLS_DRIFT:
-                further = context - before.context
-                usual = before.seconds + self._fitted().slope(bucket) * further
-                slower = math.log(seconds / max(usual, 0.5 * before.seconds))
+                usual = before.at(context, self._fitted().slope(bucket))
+                slower = math.log(seconds / max(usual, LEAST_SHARE * before.seconds))
                 self._slower = [*self._slower[1:], slower]
         self._add(bucket, context, seconds / self.drift)
         # Now, and not when the next burst is planned.
@@ -249,7 +250,7 @@ class StepCosts:
 
     def _features(self, bucket: Bucket) -> np.ndarray:
         depth, rows = bucket.num_speculative_tokens, bucket.rows
-        drafts = rows * (self._nodes_per_row.get(depth, 1 + depth) - 1)
+        drafts = rows * (self.nodes_per_row.get(depth, 1 + depth) - 1)
         if bucket.max_drafts is not None:
             drafts = min(drafts, bucket.max_drafts)
         return np.array([1.0, rows + drafts, rows * depth, depth])
