@@ -15,7 +15,7 @@ from specjax.bench import calibrate, measuring, quick
 from specjax.config import EngineConfig, SamplingParams
 from specjax.engine import cost_files
 from specjax.engine.goodput import Goodput
-from specjax.engine.step_cost import StepCosts
+from specjax.engine.step_cost import MEMORY, StepCosts
 from specjax.models.architectures import architecture_of
 from specjax.models.base import Model
 from specjax.progress import Progress
@@ -106,8 +106,8 @@ def _calibrate(options: argparse.Namespace) -> int:
         report=progress.report,
     )
     progress.close()
-    costs = StepCosts()
-    costs.add_records(found.records())
+    costs = StepCosts(policy.costs.nodes_per_row)
+    costs.add_records(found.records(), MEMORY)
     costs.catch_up_s = found.catch_up_s
     path = cost_files.save(decoder, costs)
     document = {

@@ -229,9 +229,10 @@ class Replay:
 
 
 class Oracle:
-    """The K of most tokens per second by a workload's own rates and costs, which no policy knows.
+    """The K of most tokens per second just now, by a workload's own rates and costs.
 
-    Learns nothing and probes nothing: how far it is ahead of a fixed K is what there is to gain.
+    No policy knows those. It learns nothing, probes nothing, and looks one burst ahead; its
+    replay's first request is 0.
     """
 
     chooses_rows: ClassVar[bool] = True

@@ -310,7 +310,7 @@ def run(costs: dict[str, Any], folder: Path) -> dict[str, Any]:
         document["replay"][name] = {
             "mixed": [mixed(measured, context) for context in (CONTEXT, LONG_CONTEXT)]
         }
-        if len(PAIRS[name][-1]) < len(ROW_BUCKETS):
+        if len(measured.get("row_buckets", ROW_BUCKETS)) < len(ROW_BUCKETS):
             continue
         ramps = [ramp(measured, rate) for rate in RAMP_ACCEPTANCE]
         draw_ramp(
@@ -320,11 +320,18 @@ def run(costs: dict[str, Any], folder: Path) -> dict[str, Any]:
             "tokens": TOKENS,
             "context": CONTEXT,
             "steady": steady(measured),
-            "short": [
-                short_generations(measured, batch, rate)
-                for batch in SHORT_BATCHES
-                for rate in SHORT_ACCEPTANCE
-            ],
+            "short": {
+                "tokens": SHORT_TOKENS,
+                "burn_in": SHORT_BURN_IN,
+                "counted": SHORT_COUNTED,
+                "seeds": SHORT_SEEDS,
+                "clock": SHORT_CLOCK,
+                "runs": [
+                    short_generations(measured, batch, rate)
+                    for batch in SHORT_BATCHES
+                    for rate in SHORT_ACCEPTANCE
+                ],
+            },
             "ramp": [figures for figures, _ in ramps],
         }
     return document
@@ -350,6 +357,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if drafter not in ("demo", "ngram"):
             drafter = model(drafter)
         costs[name] = measure_costs(model(target), drafter, row_buckets, options.rounds)
+        costs[name]["environment"] = measuring.environment()
     document = {"environment": environment} | run(costs, options.out)
     path = options.out / "scheduling.json"
     path.write_text(json.dumps(document, indent=1) + "\n")

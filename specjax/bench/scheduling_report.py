@@ -13,8 +13,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specjax.bench import scheduling
-
 HEAD = """# Which K: what it brings
 
 `python -m specjax.bench.scheduling` measures the steps of a pair, every bucket in every round, and replays them through the real
@@ -30,8 +28,9 @@ took longer than the best K for as many tokens, of how many in all. At the least
 """
 SHORT = """## Short generations, replayed
 
-{name} pair. One policy that knows nothing at first runs {runs} generations of {tokens} tokens per row, three bursts each; its clock is that of a shared machine: seconds
-scatter by 6 %, wander by 6 %, and 12 % of the bursts take 1.2 to 2.2 times as long besides. Speed of the last {counted} generations against the best fixed K, the mean and the least of {seeds} runs.
+{name} pair. One policy that knows nothing at first runs {runs} generations of {tokens} tokens per row, a few bursts each; its clock is that of a shared machine: seconds
+scatter by {noise:.0%}, wander by {wander:.0%}, and {disturbed:.0%} of the bursts take 1.2 to 2.2 times as long besides. Speed of the last {counted} generations against the best
+fixed K, the mean and the least of {seeds} runs.
 
 | batch | {acceptances} |
 |---|{columns}|
@@ -42,7 +41,7 @@ RAMP = """## A batch that drains
 ![{name}: rows and K of a batch that drains, and the seconds of every K]({picture})
 
 {name} pair, 32 rows, heavy-tailed lengths, no refills, replayed: speed against fixed K (drawn: the last line). The oracle is told costs and
-acceptance, and so bounds what choosing K can bring on these costs.
+acceptance, and takes the best K of the next burst: about what choosing K can bring on these costs, but for slots handed out by rank.
 
 | drafts that stand | goodput against the best K above 0 | the oracle | goodput against the best K | the oracle |
 |---|---|---|---|---|
@@ -129,11 +128,12 @@ def _replays(name: str, figures: dict[str, Any]) -> list[str]:
     ]
 
 
-def _short(name: str, figures: Sequence[dict[str, Any]]) -> str:
-    rates = sorted({one["acceptance"] for one in figures})
+def _short(name: str, figures: dict[str, Any]) -> str:
+    runs = figures["runs"]
+    rates = sorted({one["acceptance"] for one in runs})
     rows = []
-    for batch in sorted({one["batch"] for one in figures}):
-        own = {one["acceptance"]: one for one in figures if one["batch"] == batch}
+    for batch in sorted({one["batch"] for one in runs}):
+        own = {one["acceptance"]: one for one in runs if one["batch"] == batch}
         cells = [
             f"{own[r]['of_best']:.3f}, {own[r]['of_best_at_least']:.3f} (K = {own[r]['best_k']})"
             for r in rates
@@ -141,13 +141,12 @@ def _short(name: str, figures: Sequence[dict[str, Any]]) -> str:
         rows.append(f"| {batch} | {' | '.join(cells)} |")
     return SHORT.format(
         name=name,
-        runs=scheduling.SHORT_BURN_IN + scheduling.SHORT_COUNTED,
-        counted=scheduling.SHORT_COUNTED,
-        tokens=scheduling.SHORT_TOKENS,
-        seeds=scheduling.SHORT_SEEDS,
+        runs=figures["burn_in"] + figures["counted"],
         acceptances=" | ".join(f"{rate:.0%} accepted" for rate in rates),
         columns="|".join(["---"] * len(rates)),
         rows="\n".join(rows),
+        **{key: figures[key] for key in ("tokens", "counted", "seeds")},
+        **figures["clock"],
     )
 
 

@@ -28,7 +28,6 @@ from specjax.version import __version__
 
 FORMAT = 1
 SHIPPED = "configs.coefficients"
-OF_BEFORE = 3  # measurements of a bucket that those of an earlier run count for
 
 
 def key_of(decoder: Decoder) -> dict[str, Any]:
@@ -86,14 +85,7 @@ def load(decoder: Decoder, costs: StepCosts) -> bool:
             kept = json.loads(source.read_text(encoding="utf-8"))
             if kept["format"] != FORMAT or kept["key"] != key:
                 continue
-            # What is measured now counts for more than what was measured then.
-            records = [
-                {
-                    **record,
-                    "num_measurements": min(record["num_measurements"], OF_BEFORE),
-                }
-                for record in kept["steps"]
-            ]
+            records = kept["steps"]
             catch_up_s = kept["catch_up_s"]
             if catch_up_s is not None and not 0 <= catch_up_s < math.inf:
                 raise ValueError(f"{catch_up_s=} means nothing")

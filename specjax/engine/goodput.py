@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -42,9 +42,8 @@ FIRST_HOPE = 0.3  # likewise, to begin with: what is learned early serves longes
 # Seconds of a step may be less than is thought by so much: measured often, and once.
 DOUBT, MUCH_DOUBT = 0.02, 0.2
 MEASURED_OFTEN = 10
-LEAST_LOST = (
-    0.06  # of its seconds, that a probe is charged: what is thought may be wrong
-)
+# Of its seconds, what a probe is charged at least: what is thought may be wrong.
+LEAST_LOST = 0.12
 PROBE_STEPS = 8  # of a burst that only asks what is accepted
 # What plain decoding may gain while nothing is known of its seconds.
 UNKNOWN_GAIN = 0.25
@@ -68,10 +67,10 @@ class _Candidate(NamedTuple):
     doubt: float  # by which its seconds may be less than is thought
     slots: RankedSlots
 
-    def most_rate(self, least_s: float) -> float:
-        """Returns the rate if a step is as fast as it may be, and takes least_s at least."""
-        least_s = max(self.seconds * (1 - self.doubt), min(least_s, self.seconds))
-        return self.rate * self.seconds / least_s
+    def most_rate(self, least_s: Mapping[int, float]) -> float:
+        """Returns the rate if a step is as fast as it may be, and no faster than least_s of its rows."""
+        least = min(least_s.get(self.bucket.rows, 0.0), self.seconds)
+        return self.rate * self.seconds / max(self.seconds * (1 - self.doubt), least)
 
 
 def _doubt(evidence: float) -> float:
@@ -200,7 +199,8 @@ class Goodput:
 
     def _shapes(self, load: Load) -> Iterator[Bucket]:
         """Yields what to look at: all of the fewest rows, and of more what is compiled instead."""
-        fewest, *larger = load.row_buckets
+        rows = [r for r in load.row_buckets if not load.is_dropped(Bucket(r, 0))]
+        fewest, *larger = rows or load.row_buckets
         yield from self.buckets([fewest])
         missing = {
             depth
@@ -270,7 +270,10 @@ class Goodput:
     def _default(self, load: Load) -> Decision:
         wanted = self.max_speculative_tokens
         allowed = load.limit(wanted)
-        reason = "nothing measured yet" if allowed == wanted else load.limited_by
+        reason = load.limited_by
+        if allowed == wanted:
+            is_known = len(self.costs.measured) > 1
+            reason = "nothing compiled yet" if is_known else "nothing measured yet"
         *smaller, rows = load.row_buckets
         ready = (r for r in smaller if load.is_compiled(Bucket(r, allowed)))
         return Decision(
@@ -310,8 +313,12 @@ class Goodput:
         ready = [c for c in allowed if load.is_compiled(c.bucket) and c is not best]
         drafting = [c for c in ready if c.bucket.num_speculative_tokens]
         plain = [c for c in ready if not c.bucket.num_speculative_tokens]
-        # Of those that run as many rows, none is faster than plain decoding.
-        least_s = min((c.seconds for c in allowed if c not in drafting), default=0.0)
+        # None that runs as many rows is faster than plain decoding.
+        least_s = {
+            c.bucket.rows: c.seconds
+            for c in allowed
+            if not c.bucket.num_speculative_tokens
+        }
         hopeful = self._hopeful(best, drafting, load, least_s) if is_plain else None
         promising = self._promising(best, plain if is_plain else ready, least_s)
         # The cheapest K that learns what is accepted; or plain decoding, what it costs.
@@ -321,8 +328,8 @@ class Goodput:
         other = hopeful or promising or routine
         if other is None:
             return None
-        drafts = is_plain and other.bucket.num_speculative_tokens
-        catch_up = self._catch_up(load, best.seconds) if drafts else 0.0
+        begins = is_plain and other.bucket.num_speculative_tokens > 0
+        catch_up = self._catch_up(load, best.seconds) if begins else 0.0
         num_steps = PROBE_STEPS
         if other is hopeful:
             # In fewer, catching up would hide what they cost.
@@ -348,7 +355,7 @@ class Goodput:
 
     @staticmethod
     def _promising(
-        best: _Candidate, others: Sequence[_Candidate], least_s: float
+        best: _Candidate, others: Sequence[_Candidate], least_s: Mapping[int, float]
     ) -> _Candidate | None:
         """Returns the best of what was hardly measured, and may be better than is thought."""
         # Plain decoding first: whether drafting pays at all hangs on what it costs.
@@ -367,7 +374,7 @@ class Goodput:
         best: _Candidate,
         others: Sequence[_Candidate],
         load: Load,
-        least_s: float,
+        least_s: Mapping[int, float],
     ) -> _Candidate | None:
         """Returns the cheapest of what may well be worth leaving K = 0 for, if anything is.
 
@@ -418,6 +425,8 @@ class Goodput:
         assert outcome.seconds is not None
         own = self._rates.get(outcome.bucket)
         if own is None:
+            if len(self.costs.measured) > 1:
+                return  # the rows have changed since
             plain = Bucket(outcome.bucket.rows, 0)
             lost = UNKNOWN_GAIN * outcome.seconds
             self._regret[plain] = self._regret.get(plain, 0.0) + lost
@@ -461,23 +470,29 @@ class RankedSlots:
         depths: Sequence[int],
         left: Any,
     ):
-        self._of_rates = survival.of_rates
-        self._rates = rates = survival.rates(requests)
+        self._of_rates, self._presence = survival.of_rates, survival.presence()
+        self._rates, self._caps, self._left = survival.rates(requests), caps, left
         self._depths = list(depths)
-        if len(rates) > MOST_RANKED:
+        some = slice(None)
+        if len(self._rates) > MOST_RANKED:
             # One of each of so many parts, from the row that does worst to the best.
-            middles = (np.arange(MOST_RANKED) + 0.5) * (len(rates) / MOST_RANKED)
-            some = rates.argsort()[middles.astype(int)]
-            rates, caps, left = rates[some], caps[some], left[some] if len(left) else ()
-        self._share = len(rates) / len(requests)
-        by_place = self._of_rates(rates)
-        is_allowed = np.arange(by_place.shape[1]) < caps[:, None]
-        self._survival = by_place * is_allowed
-        # A token of no row that drafts takes no slot.
-        self._mass = is_allowed * survival.presence()
+            middles = np.arange(MOST_RANKED) + 0.5
+            places = (middles * (len(self._rates) / MOST_RANKED)).astype(int)
+            some = self._rates.argsort()[places]
+        self._survival, self._mass = self._slots(some)
+        self._share = len(self._survival) / len(self._rates)
         gained = (self._survival * self._mass).sum(axis=0).cumsum() / self._share
         self._by_depth = [0.0, *gained.tolist()]
-        self._left = left
+
+    def _slots(self, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Returns of some rows how likely each token is to stand, and how often it takes a slot.
+
+        f64[rows, depth] each.
+        """
+        by_place = self._of_rates(self._rates[rows])
+        is_allowed = np.arange(by_place.shape[1]) < self._caps[rows][:, None]
+        # A token of no row that drafts takes no slot.
+        return by_place * is_allowed, is_allowed * self._presence
 
     def expected(self, bucket: Bucket) -> float:
         """Returns the draft tokens that a step is expected to accept."""
@@ -502,7 +517,8 @@ class RankedSlots:
     @functools.cached_property
     def _togetherness(self) -> list[float]:
         """Of each K from 1: steps expected of the row with most, over those of the last row."""
-        stand = self._survival * self._mass
+        survival, mass = self._slots(slice(None))
+        stand = survival * mass
         tokens = 1 + stand.cumsum(axis=1)  # of a step, a mean
         odd = 1 + 2 * np.arange(stand.shape[1])
         variance = (stand * odd).cumsum(axis=1) - (tokens - 1) ** 2
@@ -510,7 +526,7 @@ class RankedSlots:
         spread = np.sqrt(steps * variance) / tokens
         most = steps.argmax(axis=0), np.arange(stand.shape[1])
         is_close = steps > steps[most] - spread[most]
-        last = _expected_maximum(is_close.sum(axis=0) / self._share)
+        last = _expected_maximum(is_close.sum(axis=0))
         # The last step of a row may give more than it needed.
         needless = (variance / tokens**2 + 1 - 1 / tokens) / 2
         late = last * spread[most] + needless[most]

@@ -696,7 +696,7 @@ class Loop:
                 num_context_tokens=flight.context_tokens + num_tokens / 2,
                 num_behind=flight.num_behind,
                 is_short=num_steps < flight.least_timed,
-                requests=np.array([row.request.number for row in rows.values()]),
+                requests=np.array([r.request.number for r in rows.values()], np.int64),
                 asked_depth=asked[places],
                 **figures,
             )

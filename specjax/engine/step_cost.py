@@ -1,6 +1,6 @@
 """Seconds of a step: measured by bucket, predicted where not yet measured. No jax.
 
-    seconds = (base(bucket) + slope(K) * context tokens) * drift
+    seconds = (base(bucket, about this context) + slope(K) * context tokens) * drift
 
 base is what was measured of a bucket: medians, since what disturbs a burst only makes it
 longer. Of one that was not measured it is the best fit, with no coefficient below 0, of
@@ -19,8 +19,6 @@ what was not, what was measured before is likelier to be wrong.
 from __future__ import annotations
 
 import bisect
-import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,10 +28,11 @@ import numpy as np
 
 from specjax.bucket import Bucket
 
+# Chosen by the short generations of bench.scheduling, docs/benchmarks/scheduling.md.
 MEMORY = 16  # measurements that are remembered, of a bucket at about one context
+OF_BEFORE = 3  # measurements of an earlier run, of a bucket at about one context
 DRIFT_MEMORY = 9  # measurements that tell the drift
 TELLS_DRIFT = 3  # measurements at about one context, before the next tells of the drift
-DRIFT_KEPT = 0.9  # of the drift; the rest is taken for what steps cost from now on
 NEAR = 2  # places apart, at which a measurement counts for half
 REFIT_AFTER = 16  # measurements
 NUM_FEATURES = 4
@@ -45,34 +44,35 @@ SLOPE_ROUNDS = 4  # of weighing what tells of the slope
 SLOPE_PRIOR = 0.5
 SMALL_MISS = 0.05  # of a step's seconds: what misses the slope by more weighs less
 FEW = 4  # measurements of a bucket, next to which what the fit says counts for one more
+LEAST_SHARE = 0.25  # of what was measured, that a step is predicted to take
 OUTLIER = 3.0  # a measurement counts as at most this many times what was expected
 
 
-@dataclasses.dataclass
 class Sample:
     """Measurements of one bucket at about one context; seconds without the drift."""
 
-    context: float  # tokens of all rows, a mean
-    latest: list[float]  # seconds of the last measurements
+    def __init__(self):
+        self.context = 0.0  # tokens of all rows, a mean
+        self.seconds = 0.0  # their median
+        self._latest: list[tuple[float, float]] = []  # context and seconds
 
     @property
     def count(self) -> int:
-        return len(self.latest)
-
-    @functools.cached_property
-    def seconds(self) -> float:
-        return _median(self.latest)
+        return len(self._latest)
 
     def add(self, context: float, seconds: float) -> None:
-        self.latest = [*self.latest[1 - MEMORY :], seconds]
+        self._latest = [*self._latest[1 - MEMORY :], (context, seconds)]
         self.context += (context - self.context) / self.count
-        self.__dict__.pop("seconds", None)
+        self.seconds = _median([seconds for _, seconds in self._latest])
+
+    def at(self, context: float, slope: float) -> float:
+        """Returns the median of what the measurements would be at one context of all."""
+        return _median([s + slope * (context - own) for own, s in self._latest])
 
 
 class _Fit(NamedTuple):
-    slopes: (
-        np.ndarray
-    )  # f64[2], seconds per context token: of K = 0, and more for each K
+    # f64[2], seconds per context token: of K = 0, and more for each K.
+    slopes: np.ndarray
     coefficients: np.ndarray  # f64[NUM_FEATURES]
 
     def predicted(self, features: np.ndarray) -> float:
@@ -92,11 +92,12 @@ class StepCosts:
     """
 
     def __init__(self, nodes_per_row: Mapping[int, int] | None = None):
-        self._slower: list[float] = []  # logarithms of what the drift is a median of
+        # Logarithms of what the drift is the median of; one measurement tells of none.
+        self._slower = [0.0] * DRIFT_MEMORY
         # Per token that the drafter has not seen, of the row with most; None: not known.
         self.catch_up_s: float | None = None
         self._caught_up = np.zeros(2)  # tokens, and the seconds that they took
-        self._nodes_per_row = nodes_per_row or {}
+        self.nodes_per_row = nodes_per_row or {}
         self._samples: dict[Bucket, dict[int, Sample]] = {}
         self._fit: _Fit | None = None
         self._num_measured = self._num_since_fit = 0
@@ -132,13 +133,16 @@ class StepCosts:
             seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
             before = self._samples[bucket].get(_place(context))
             if before is not None and before.count >= TELLS_DRIFT:
-                slower = math.log(seconds / before.seconds)
-                self._slower = [*self._slower[1 - DRIFT_MEMORY :], slower]
-        self._add(bucket, context, seconds * self.drift**-DRIFT_KEPT)
+                usual = before.at(context, self._fitted().slope(bucket))
+                slower = math.log(seconds / max(usual, LEAST_SHARE * before.seconds))
+                self._slower = [*self._slower[1:], slower]
+        self._add(bucket, context, seconds / self.drift)
+        # Now, and not when the next burst is planned.
+        self._fitted()
 
     @property
     def drift(self) -> float:
-        return math.exp(_median(self._slower)) if self._slower else 1.0
+        return math.exp(_median(self._slower))
 
     def seconds(self, bucket: Bucket, context: float) -> float | None:
         """Returns the seconds of a step just now; None where nothing was measured."""
@@ -169,8 +173,11 @@ class StepCosts:
         if not self._samples:
             return 0.0
         fit = self._refitted()
+        measured = fit._replace(coefficients=np.zeros(NUM_FEATURES))
         errors = [
-            abs(fit.predicted(self._features(bucket)) / self._base(bucket, fit) - 1)
+            abs(
+                fit.predicted(self._features(bucket)) / self._base(bucket, measured) - 1
+            )
             for bucket in self._samples
         ]
         return max(errors)
@@ -190,8 +197,15 @@ class StepCosts:
             for sample in samples.values()
         ]
 
-    def add_records(self, records: Iterable[Mapping[str, Any]]) -> None:
+    def add_records(
+        self,
+        records: Iterable[Mapping[str, Any]],
+        most_measurements: int = OF_BEFORE,
+    ) -> None:
         """Takes in what `to_records` returned, in this run or an earlier one.
+
+        Args:
+          most_measurements: that a record counts for; what is measured now counts for more.
 
         Raises:
           ValueError: a record that lacks something, or means nothing.
@@ -217,7 +231,7 @@ class StepCosts:
             is_measured = 0 < seconds < math.inf and 0 <= context < math.inf
             if not (is_bucket and is_measured and count > 0):
                 raise ValueError(f"{record!r} is no measured step.")
-            self._add(bucket, context, seconds, min(count, MEMORY))
+            self._add(bucket, context, seconds, min(count, most_measurements))
 
     def _add(
         self, bucket: Bucket, context: float, seconds: float, count: int = 1
@@ -225,7 +239,7 @@ class StepCosts:
         is_new = bucket not in self._samples
         samples, place = self._samples.setdefault(bucket, {}), _place(context)
         if place not in samples:
-            samples[place] = Sample(context, [])
+            samples[place] = Sample()
         for _ in range(count):
             samples[place].add(context, seconds)
         self._num_since_fit += 1
@@ -236,7 +250,7 @@ class StepCosts:
 
     def _features(self, bucket: Bucket) -> np.ndarray:
         depth, rows = bucket.num_speculative_tokens, bucket.rows
-        drafts = rows * (self._nodes_per_row.get(depth, 1 + depth) - 1)
+        drafts = rows * (self.nodes_per_row.get(depth, 1 + depth) - 1)
         if bucket.max_drafts is not None:
             drafts = min(drafts, bucket.max_drafts)
         return np.array([1.0, rows + drafts, rows * depth, depth])
@@ -249,19 +263,21 @@ class StepCosts:
         """
         samples = self._samples.get(bucket)
         if samples is None:
-            return fit.predicted(self._features(bucket))
-        slope = fit.slope(bucket)
-        weighed = [
-            (
-                sample.seconds - slope * sample.context,
-                sample.count * (1.0 if place is None else _nearness(place, at)),
+            cheapest = min(
+                s.seconds for o in self._samples.values() for s in o.values()
             )
+            return max(fit.predicted(self._features(bucket)), LEAST_SHARE * cheapest)
+        slope = fit.slope(bucket)
+        near = {at: 1.0 if place is None else _nearness(place, at) for at in samples}
+        weighed = [
+            (sample.seconds - slope * sample.context, sample.count * near[at])
             for at, sample in samples.items()
         ]
         if self.count(bucket) < FEW and fit.coefficients.any():
-            weighed.append((fit.predicted(self._features(bucket)), 1.0))
-        least = 0.25 * min(sample.seconds for sample in samples.values())
+            predicted = fit.predicted(self._features(bucket))
+            weighed.append((predicted, max(near.values())))
         # A slope too steep must not make a step free.
+        least = LEAST_SHARE * min(sample.seconds for sample in samples.values())
         return max(_weighted_median(weighed), least)
 
     def _fitted(self) -> _Fit:

@@ -90,10 +90,6 @@ class Survival:
         tried, stood = self._by_request.get(requests).T
         return (stood + ROW_TRIALS * mean) / (tried + ROW_TRIALS)
 
-    def by_row(self, requests: Any) -> np.ndarray:
-        """Returns the survival of each row's draft tokens, f64[rows, depth]."""
-        return self.of_rates(self.rates(requests))
-
     def of_rates(self, rates: np.ndarray) -> np.ndarray:
         """Returns the survival of draft tokens of rows with such acceptance rates."""
         by_place = rates * self.profile()[:, None]

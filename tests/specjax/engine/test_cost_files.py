@@ -11,8 +11,7 @@ from specjax.config import EngineConfig
 from specjax.decode.decoder import Decoder, Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
 from specjax.engine import cost_files
-from specjax.engine.cost_files import OF_BEFORE
-from specjax.engine.step_cost import StepCosts
+from specjax.engine.step_cost import OF_BEFORE, StepCosts
 
 SIZES = Sizes(rows=4, page_size=16, num_pages=16, pages_per_row=4, burst_steps=8)
 

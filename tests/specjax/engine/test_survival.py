@@ -27,10 +27,15 @@ def burst(survival, rates, *, steps=1000, asked=DEPTH, proposed=None, seed=0):
     )
 
 
+def by_row(survival, requests):
+    """Returns the survival of each request's draft tokens, f64[requests, depth]."""
+    return survival.of_rates(survival.rates(requests))
+
+
 def test_before_anything_is_known():
     survival = Survival(DEPTH)
     assert overall(survival) == pytest.approx([PRIOR_RATE] * DEPTH)
-    assert survival.by_row([7])[0] == pytest.approx(PRIOR_RATE ** np.arange(1, 4))
+    assert by_row(survival, [7])[0] == pytest.approx(PRIOR_RATE ** np.arange(1, 4))
     assert survival.presence() == pytest.approx([1.0] * DEPTH)
 
 
@@ -51,10 +56,21 @@ def test_a_position_never_tried_has_the_rate_before_it():
     assert rates[1] == rates[0] == rates[2]
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.5, 1.0])
+def test_what_may_stand_is_no_less_than_what_is_thought(rate):
+    """However few trials there were, weighted as they are by deep positions that did badly."""
+    for steps in (0, 1, 3, 30, 1000):
+        survival = Survival(DEPTH)
+        burst(survival, [rate] * 4, steps=steps)
+        assert np.all(survival.optimism() >= 1)
+        burst(survival, [1.0] * 4, asked=1, steps=steps)
+        assert np.all(np.isfinite(survival.optimism()))
+
+
 def test_rows_differ():
     survival = Survival(DEPTH)
     burst(survival, [0.95, 0.1])
-    high, low, unknown = survival.by_row([0, 1, 99])
+    high, low, unknown = by_row(survival, [0, 1, 99])
     assert high[0] == pytest.approx(0.95, abs=0.06)
     assert low[0] == pytest.approx(0.1, abs=0.06)
     assert low[0] < unknown[0] < high[0]

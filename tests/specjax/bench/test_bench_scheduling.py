@@ -1,0 +1,96 @@
+"""The page of docs/benchmarks/scheduling.md, of costs made up and replays made short."""
+
+import json
+
+import pytest
+
+from specjax.bench import scheduling, scheduling_report
+from specjax.bench.replay import Oracle, Replay, Workload
+from specjax.engine.goodput import Goodput
+from specjax.engine.speculation_policy import Fixed
+
+OVERHEAD = [1.0, 0.99, 1.01]
+
+
+@pytest.fixture
+def costs():
+    """Returns what `measure_costs` does, of a device bound by memory up to some tokens."""
+    steps = [
+        {
+            **bucket._asdict(),
+            "context_tokens": context * bucket.rows,
+            "step_s": 1e-3
+            + 1e-5 * bucket.rows * (1 + 2 * bucket.num_speculative_tokens)
+            + 1e-8 * context * bucket.rows,
+            "num_measurements": 7,
+        }
+        for bucket in Goodput(scheduling.MOST).buckets(scheduling.ROW_BUCKETS)
+        for context in (64, 440)
+    ]
+    return {
+        "steps": steps,
+        "catch_up_s": 1e-5,
+        "row_buckets": list(scheduling.ROW_BUCKETS),
+        "plain_with_drafter_over_without": {"1": OVERHEAD},
+    }
+
+
+@pytest.fixture
+def short(monkeypatch):
+    for name, value in {
+        "BATCHES": (1,),
+        "ACCEPTANCE": (0.0, 0.8),
+        "RAMP_ACCEPTANCE": (0.7,),
+        "TOKENS": 1200,
+        "SHORT_BATCHES": (4,),
+        "SHORT_ACCEPTANCE": (0.5,),
+        "SHORT_SEEDS": 1,
+        "SHORT_BURN_IN": 2,
+        "SHORT_COUNTED": 2,
+    }.items():
+        monkeypatch.setattr(scheduling, name, value)
+
+
+def test_the_page_says_what_the_document_holds(costs, short, tmp_path):
+    document = {"environment": {"device": "made up"}}
+    document |= scheduling.run({"toy pair": costs}, tmp_path)
+    document = json.loads(json.dumps(document))
+    page = scheduling_report.report(document, [])
+    assert "device made up" in page
+    assert "(scheduling_ramp_toy_pair.png)" in page
+    assert (tmp_path / "scheduling_ramp_toy_pair.png").stat().st_size > 10_000
+    replay = document["replay"]["toy pair"]
+    for figure in (
+        replay["ramp"][0]["of_best_k"],
+        replay["ramp"][0]["oracle_of_best_k"],
+        replay["steady"][0]["cold_of_best"],
+        replay["short"]["runs"][0]["of_best"],
+    ):
+        assert f"{figure:.3f}" in page
+    assert "{" not in page
+
+
+def test_steps_cost_what_was_measured_and_a_line_between(costs):
+    of, known = scheduling.costs_of(costs)
+    for record in costs["steps"]:
+        bucket = scheduling.Bucket(
+            *(record[name] for name in scheduling.Bucket._fields)
+        )
+        context = record["context_tokens"]
+        assert of.step_s(bucket, context) == pytest.approx(record["step_s"])
+        assert known.count(bucket) < 2 * record["num_measurements"]
+    bucket = scheduling.Bucket(4, 2)
+    ends = [of.step_s(bucket, 4 * context) for context in (64, 440)]
+    assert of.step_s(bucket, 4 * 252) == pytest.approx(sum(ends) / 2)
+
+
+def test_an_oracle_is_no_slower_than_any_k(costs):
+    of, _ = scheduling.costs_of(costs)
+    for batch, rate in ((1, 0.9), (32, 0.3)):
+        workload = Workload(
+            scheduling.np.full(batch, 500), scheduling.np.full(batch, rate), context=64
+        )
+        oracle = Replay(workload, of, Oracle(workload, of, scheduling.DEPTHS)).run()
+        for depth in scheduling.DEPTHS:
+            fixed = Replay(workload, of, Fixed(depth)).run()
+            assert oracle.seconds < 1.01 * fixed.seconds
