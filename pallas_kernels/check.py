@@ -120,7 +120,6 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
             page,
             arguments[3],
             bits[0] if bits else None,
-            window=window,
             max_tokens_per_row=width,
         ),
     )

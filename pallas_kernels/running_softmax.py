@@ -21,10 +21,17 @@ class RunningSoftmax(NamedTuple):
     values: Array  # f32[..., head_dim], the sum of exp(score - top) * value
 
 
-def start(shape: tuple[int, ...]) -> RunningSoftmax:
-    """Returns the state before the first tile, for queries of shape [..., head_dim]."""
+def start(shape: tuple[int, ...], sinks: Array | None = None) -> RunningSoftmax:
+    """Returns the state before the first tile, for queries of shape [..., head_dim].
+
+    Args:
+      sinks: f32, broadcasts to [..., 1]: the score of a key whose value is 0.
+    """
     one = (*shape[:-1], 1)
-    return RunningSoftmax(jnp.full(one, _MASKED), jnp.zeros(one), jnp.zeros(shape))
+    top, total = jnp.full(one, _MASKED), jnp.zeros(one)
+    if sinks is not None:
+        top, total = jnp.broadcast_to(sinks, one), jnp.ones(one)
+    return RunningSoftmax(top, total, jnp.zeros(shape))
 
 
 def add_tile(

@@ -21,8 +21,11 @@ def tree_attention(
     lengths: Array,  # i32[rows]
     *,
     ancestor_bits: Array | None = None,  # u32[num_tokens, words]
+    is_causal: Array | None = None,  # bool[rows]
     num_new_keys: Array | None = None,  # i32[rows]
+    sinks: Array | None = None,  # f32[heads]
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
     max_tokens_per_row: int,
     implementation: str | None = None,
@@ -53,10 +56,15 @@ def tree_attention(
       lengths: tokens whose keys and values were final before this step.
       ancestor_bits: bit j of word w stands for new token 32 * w + j of the row; a
         token has its own bit set.
+      is_causal: rows whose new tokens see each other in order, as if there were no bits:
+        prompts beside trees. None, where there are bits: no row. Only together with them.
       num_new_keys: keys of a row from lengths[r] on that bits may name; where it is
         None, those of its new tokens. Keys among them that no bit names may hold NaN.
         Only together with ancestor_bits.
+      sinks: of each head, the score of one more key, whose value is 0 (Xiao et al. 2023,
+        "Efficient Streaming Language Models with Attention Sinks", as gpt-oss has them).
       scale: multiplies the scores; usually head_dim ** -0.5.
+      softcap: scores become softcap * tanh(score / softcap), after the scale (Gemma 2).
       window: keys a token sees, itself included. A node of a tree counts from its depth;
         then the window must be wider than 32 * words.
       max_tokens_per_row: static bound on any row's new tokens; what lies past it is
@@ -73,6 +81,19 @@ def tree_attention(
     _validate(q, k_pages, v_pages, block_table, row_starts, lengths, ancestor_bits)
     if max_tokens_per_row < 1 or (window is not None and window < 1):
         raise ValueError(f"{max_tokens_per_row=} and {window=} must be at least 1.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{softcap=} must be above 0.")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"{sinks.shape=} must be one of each head, ({q.shape[1]},).")
+    if is_causal is not None and (
+        ancestor_bits is None
+        or is_causal.shape != lengths.shape
+        or is_causal.dtype != jnp.bool_
+    ):
+        raise ValueError(
+            f"{is_causal.shape=} {is_causal.dtype=} must be bool{lengths.shape}, and needs "
+            "ancestor_bits."
+        )
     if num_new_keys is not None and (
         ancestor_bits is None or num_new_keys.shape != lengths.shape
     ):
@@ -82,8 +103,11 @@ def tree_attention(
     arguments = (q, k_pages, v_pages, block_table, row_starts, lengths)
     options = dict(
         ancestor_bits=ancestor_bits,
+        is_causal=is_causal,
         num_new_keys=num_new_keys,
+        sinks=sinks,
         scale=scale,
+        softcap=softcap,
         window=window,
         max_tokens_per_row=min(max_tokens_per_row, max(q.shape[0], 1)),
     )

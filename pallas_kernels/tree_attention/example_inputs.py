@@ -21,6 +21,9 @@ class Example:
     page_size: int = 16
     window: int | None = None
     parents: tuple[int, ...] | None = None  # one tree for all rows that have tokens
+    causal: tuple[int, ...] = ()  # rows whose tokens are no tree beside those that are
+    softcap: float | None = None
+    has_sinks: bool = False
     padding: int = 0  # flat tokens past the last row
     spare_pages: int = 3  # pages that no row holds
     dtype: str = "float32"
@@ -57,6 +60,30 @@ EXAMPLES = {
     "wide_tree": Example(
         lengths=(3, 100), num_new=(40, 40), parents=(-1, *(i // 3 for i in range(39)))
     ),
+    "trees_and_prompts": Example(
+        lengths=(13, 5, 100, 0),
+        num_new=(6, 70, 6, 9),
+        parents=(-1, 0, 0, 1, 2, 2),
+        causal=(1, 3),
+    ),
+    "trees_and_prompts_window": Example(
+        lengths=(13, 5, 100, 60),
+        num_new=(6, 70, 6, 9),
+        parents=(-1, 0, 0, 1, 2, 2),
+        causal=(1, 3),
+        window=40,
+        padding=3,
+    ),
+    "softcap": Example(lengths=(0, 70), num_new=(5, 3), softcap=1.5),
+    "sinks": Example(lengths=(0, 70), num_new=(5, 3), has_sinks=True),
+    "sinks_tree_bfloat16": Example(
+        lengths=(13, 100),
+        num_new=(6, 6),
+        parents=(-1, 0, 0, 1, 2, 2),
+        has_sinks=True,
+        softcap=20.0,
+        dtype="bfloat16",
+    ),
     "bfloat16": Example(lengths=(5, 63, 130), num_new=(3, 1, 4), dtype="bfloat16"),
 }
 
@@ -90,8 +117,18 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
     bits = None
     if example.parents is not None:
         tree = pack_ancestors(example.parents)
-        bits = [tree[:count] for count in example.num_new]
+        # Those of rows that are no trees are not read.
+        nobody = np.full((max(example.num_new), tree.shape[1]), 0xF0F0F0F0, np.uint32)
+        bits = [
+            (nobody if row in example.causal else tree)[:count]
+            for row, count in enumerate(example.num_new)
+        ]
         bits = np.pad(np.concatenate(bits), ((0, example.padding), (0, 0)))
+    is_causal = sinks = None
+    if example.causal:
+        is_causal = jnp.asarray(np.isin(np.arange(len(ends)), example.causal))
+    if example.has_sinks:
+        sinks = jnp.asarray(rng.normal(0.0, 2.0, example.heads), jnp.float32)
     arguments = (
         *(jnp.asarray(array, example.dtype) for array in (q, k, v)),
         jnp.asarray(block_table),
@@ -100,7 +137,10 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
     )
     options = dict(
         ancestor_bits=None if bits is None else jnp.asarray(bits),
+        is_causal=is_causal,
+        sinks=sinks,
         scale=example.head_dim**-0.5,
+        softcap=example.softcap,
         window=example.window,
         max_tokens_per_row=max(*example.num_new, 1),
     )

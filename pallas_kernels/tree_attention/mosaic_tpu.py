@@ -47,9 +47,13 @@ class _Shape:
     num_blocks: int
     pages_per_tile: int
     words: int  # of ancestor bits; 0 without
-    scale: float
-    window: int | None
     dtype: jnp.dtype
+    # What a key counts for.
+    scale: float = 1.0
+    softcap: float | None = None
+    window: int | None = None
+    has_sinks: bool = False
+    is_mixed: bool = False  # whether rows say which of them are trees
 
     @property
     def query_rows(self) -> int:
@@ -90,8 +94,11 @@ def tree_attention_mosaic_tpu(
     lengths: Array,  # i32[rows]
     *,
     ancestor_bits: Array | None = None,  # u32[num_tokens, words]
+    is_causal: Array | None = None,  # bool[rows]
     num_new_keys: Array | None = None,  # i32[rows]
+    sinks: Array | None = None,  # f32[heads]
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
     max_tokens_per_row: int,
     interpret: bool | pltpu.InterpretParams = False,
@@ -102,8 +109,14 @@ def tree_attention_mosaic_tpu(
       NotImplementedError: a size that no tile fits.
     """
     check_window(window, ancestor_bits)
-    shape = _shape_of(
-        q, k_pages, block_table, ancestor_bits, scale, window, max_tokens_per_row
+    shape = _shape_of(q, k_pages, block_table, ancestor_bits, max_tokens_per_row)
+    shape = dataclasses.replace(
+        shape,
+        scale=scale,
+        softcap=softcap,
+        window=window,
+        has_sinks=sinks is not None,
+        is_mixed=ancestor_bits is not None and is_causal is not None,
     )
     num_new = row_starts[1:] - row_starts[:-1]
     seen = num_new if num_new_keys is None else num_new_keys
@@ -116,12 +129,17 @@ def tree_attention_mosaic_tpu(
     if ancestor_bits is not None:
         arguments.append(_bits_by_query(ancestor_bits[token], shape))
         in_specs.append(_block_spec(shape.query_rows, shape.words))
+    if sinks is not None:
+        arguments.append(sinks.astype(jnp.float32))
+        in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+    rows = lengths.shape[0]
+    causal = jnp.zeros(rows, bool) if is_causal is None else is_causal
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
     out = pl.pallas_call(
         functools.partial(_kernel, shape=shape),
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=7,
+            num_scalar_prefetch=len(_Scalars._fields),
             grid=(shape.num_blocks,),
             in_specs=[*in_specs, anywhere, anywhere],
             out_specs=_block_spec(shape.kv_heads, shape.query_rows, shape.head_dim),
@@ -136,6 +154,7 @@ def tree_attention_mosaic_tpu(
         lengths,
         ends,
         _union_bits(ancestor_bits, row_starts, shape),
+        causal.astype(jnp.int32),
         *arguments,
         k_pages,
         v_pages,
@@ -149,12 +168,11 @@ def vmem_bytes(
     block_table: Any,
     ancestor_bits: Any,
     *,
-    window: int | None,
     max_tokens_per_row: int,
 ) -> int:
     """Returns the bytes of VMEM that a call keeps there; arguments or their shapes."""
-    arguments = q, k_pages, block_table, ancestor_bits
-    return _shape_of(*arguments, 1.0, window, max_tokens_per_row).vmem_bytes()
+    shape = _shape_of(q, k_pages, block_table, ancestor_bits, max_tokens_per_row)
+    return shape.vmem_bytes()
 
 
 def _shape_of(
@@ -162,8 +180,6 @@ def _shape_of(
     k_pages: Array,
     block_table: Array,
     ancestor_bits: Array | None,
-    scale: float,
-    window: int | None,
     max_tokens_per_row: int,
 ) -> _Shape:
     """Returns the sizes of a call, its tiles among them."""
@@ -187,8 +203,6 @@ def _shape_of(
         num_blocks=num_blocks,
         pages_per_tile=min(max(TILE_TOKENS // page_size, 1), pages_per_row),
         words=0 if ancestor_bits is None else ancestor_bits.shape[1],
-        scale=scale,
-        window=window,
         dtype=q.dtype,
     )
     if shape.vmem_bytes() > VMEM_BYTES:
@@ -319,18 +333,17 @@ class _Scalars(NamedTuple):
     lengths: Any  # i32[rows]
     ends: Any
     union: Any  # i32[rows, words]
+    is_causal: Any  # i32[rows], read where rows say which of them are trees
 
 
 def _kernel(*refs, shape: _Shape):
-    scalars, refs = _Scalars(*refs[:7]), refs[7:]
-    bits = None
-    if shape.words:
-        q, bits, *refs = refs
-    else:
-        q, *refs = refs
+    num_scalars = len(_Scalars._fields)
+    scalars, (q, *refs) = _Scalars(*refs[:num_scalars]), refs[num_scalars:]
+    bits = refs.pop(0) if shape.words else None
+    sinks = refs.pop(0) if shape.has_sinks else None
     k_hbm, v_hbm, out, k_tiles, v_tiles, top, total, acc, slot, sems = refs
     tiles = _Tiles(scalars, k_hbm, v_hbm, k_tiles, v_tiles, sems, shape)
-    sums = _Sums(scalars, q, bits, k_tiles, v_tiles, top, total, acc, shape)
+    sums = _Sums(scalars, q, bits, sinks, k_tiles, v_tiles, top, total, acc, shape)
     block = pl.program_id(0)
     is_used = scalars.count[block] > 0
 
@@ -380,10 +393,15 @@ class _Tiles:
         row = scalars.row[block]
         length, last = scalars.lengths[row], scalars.ends[row]
         oldest = length + scalars.first[block]
-        if shape.words:
+        end = jnp.minimum(last, oldest + scalars.count[block])
+        if shape.is_mixed:
+            in_order = scalars.is_causal[row] > 0
+            oldest = jnp.where(in_order, oldest, length)
+            last = jnp.where(in_order, end, last)
+        elif shape.words:
             oldest = length
         else:
-            last = jnp.minimum(last, oldest + scalars.count[block])
+            last = end
         first = jnp.int32(0)
         if shape.window is not None:
             oldest = jnp.maximum(oldest - shape.window + 1, 0)
@@ -425,6 +443,7 @@ class _Sums:
     scalars: _Scalars
     q: Any  # dtype[1, kv_heads, query_rows, head_dim]
     bits: Any  # i32[1, query_rows, words], or None
+    sinks: Any  # f32[heads] in SMEM, or None
     k_tiles: Any
     v_tiles: Any
     top: Any  # f32[kv_heads, query_rows, LANES], equal in all lanes
@@ -433,10 +452,20 @@ class _Sums:
     shape: _Shape
 
     def clear(self) -> None:
-        """Begins with no key."""
-        self.top[...] = jnp.full_like(self.top, MASKED)
-        self.total[...] = jnp.zeros_like(self.total)
+        """Begins with no key, or with the sink: a key whose value is 0."""
         self.acc[...] = jnp.zeros_like(self.acc)
+        if self.sinks is None:
+            self.top[...] = jnp.full_like(self.top, MASKED)
+            self.total[...] = jnp.zeros_like(self.total)
+            return
+        self.total[...] = jnp.ones_like(self.total)
+        group, size = self.shape.group, self.top.shape[1:]
+        of_group = lax.rem(lax.broadcasted_iota(jnp.int32, size, 0), jnp.int32(group))
+        for head in range(self.shape.kv_heads):
+            top = jnp.zeros(size, jnp.float32)
+            for own in range(group):
+                top = jnp.where(of_group == own, self.sinks[head * group + own], top)
+            self.top[head] = top
 
     def add(self, block: Any, tile: Any, slot: Any) -> None:
         """Adds the keys and values of a tile."""
@@ -454,7 +483,10 @@ class _Sums:
             )
             v = jnp.where(is_needed, v, jnp.zeros_like(v))
             scores = multiply(self.q[0, head], k, (((1,), (1,)), ((), ())))
-            scores = jnp.where(is_visible, scores * shape.scale, MASKED)
+            scores = scores * shape.scale
+            if shape.softcap is not None:
+                scores = shape.softcap * jnp.tanh(scores / shape.softcap)
+            scores = jnp.where(is_visible, scores, MASKED)
             before = self.top[head]
             top = jnp.maximum(before, scores.max(axis=1, keepdims=True))
             weights = jnp.where(is_visible, jnp.exp(scores - top[:, :1]), 0.0)
@@ -479,14 +511,18 @@ class _Sums:
         size = shape.query_rows, shape.tile_tokens
         position = tile * shape.tile_tokens + lax.broadcasted_iota(jnp.int32, size, 1)
         new = position - scalars.lengths[row]
+        token = lax.broadcasted_iota(jnp.int32, size, 0)
+        own = scalars.first[block] + lax.div(token, jnp.int32(shape.group))
+        is_visible = new <= own
         if shape.words:
             words = [self.bits[0, :, word : word + 1] for word in range(shape.words)]
-            own = sum(map(lax.population_count, words)) - 1
-            is_visible = (new < 0) | _has_bit(words, new)
-        else:
-            token = lax.broadcasted_iota(jnp.int32, size, 0)
-            own = scalars.first[block] + lax.div(token, jnp.int32(shape.group))
-            is_visible = new <= own
+            depth = sum(map(lax.population_count, words)) - 1
+            in_tree = (new < 0) | _has_bit(words, new)
+            if shape.is_mixed:
+                in_order = jnp.full(size, scalars.is_causal[row]) > 0
+                in_tree = (in_order & is_visible) | (~in_order & in_tree)
+                depth = jnp.where(in_order, own, depth)
+            is_visible, own = in_tree, depth
         if shape.window is not None:
             is_visible &= new > own - shape.window
         return is_visible & (position < scalars.ends[row])
@@ -501,7 +537,10 @@ class _Sums:
             return is_needed
         new = position - scalars.lengths[row]
         words = [scalars.union[row, word] for word in range(shape.words)]
-        return is_needed & ((new < 0) | _has_bit(words, new))
+        in_tree = (new < 0) | _has_bit(words, new)
+        if shape.is_mixed:
+            in_tree |= jnp.full(size, scalars.is_causal[row]) > 0
+        return is_needed & in_tree
 
 
 def _has_bit(words: Sequence[Any], new: Array) -> Array:

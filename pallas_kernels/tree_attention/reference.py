@@ -15,8 +15,11 @@ def tree_attention_reference(
     lengths: Array,  # i32[rows]
     *,
     ancestor_bits: Array | None = None,  # u32[num_tokens, words]
+    is_causal: Array | None = None,  # bool[rows]
     num_new_keys: Array | None = None,  # i32[rows]
+    sinks: Array | None = None,  # f32[heads]
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
     max_tokens_per_row: int,
 ) -> Array:
@@ -51,14 +54,23 @@ def tree_attention_reference(
                 bit = (bits[word] >> (new % 32).astype(jnp.uint32)) & 1
                 is_ancestor = (bit == 1) & (new < 32 * bits.shape[0])
                 is_visible = (new < 0) | is_ancestor
+                if is_causal is not None:
+                    in_order = token - row_starts[row]
+                    is_visible = jnp.where(is_causal[row], new <= in_order, is_visible)
+                    own = jnp.where(is_causal[row], in_order, own)
             if window is not None:
                 is_visible &= new > own - window
             is_visible = (is_visible & has_page)[:, None]
             scores = jnp.sum(q[token][None].astype(jnp.float32) * k, -1) * scale
+            if softcap is not None:
+                scores = softcap * jnp.tanh(scores / softcap)
             scores = jnp.where(is_visible, scores, -jnp.inf)  # [positions, heads]
-            weights = jnp.where(is_visible, jnp.exp(scores - scores.max(0)[None]), 0.0)
+            sink = -jnp.inf if sinks is None else sinks.astype(jnp.float32)
+            top = jnp.maximum(scores.max(0), sink)
+            weights = jnp.where(is_visible, jnp.exp(scores - top[None]), 0.0)
             values = jnp.where(is_visible[..., None], v, 0.0)
-            attended = jnp.sum(weights[..., None] * values, 0) / weights.sum(0)[:, None]
+            total = weights.sum(0) + jnp.exp(sink - top)
+            attended = jnp.sum(weights[..., None] * values, 0) / total[:, None]
             return out.at[token].set(attended.astype(q.dtype))
 
         return lax.fori_loop(row_starts[row], row_starts[row + 1], attend_token, out)

@@ -22,8 +22,11 @@ def tree_attention_xla(
     lengths: Array,  # i32[rows]
     *,
     ancestor_bits: Array | None = None,  # u32[num_tokens, words]
+    is_causal: Array | None = None,  # bool[rows]
     num_new_keys: Array | None = None,  # i32[rows]
+    sinks: Array | None = None,  # f32[heads]
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
     max_tokens_per_row: int,
 ) -> Array:
@@ -49,7 +52,7 @@ def tree_attention_xla(
         )
         positions = block * block_tokens + jnp.arange(block_tokens)[None]
         is_visible = _visible(
-            positions, lengths, ends, bits, window, max_tokens_per_row
+            positions, lengths, ends, bits, is_causal, window, max_tokens_per_row
         )
         # A masked value has weight 0, but 0 * NaN is NaN, and unwritten slots may be:
         # past the end, and where a level of a tree skips nodes.
@@ -60,6 +63,8 @@ def tree_attention_xla(
         group = queries.shape[2] // max_tokens_per_row
         is_visible = jnp.tile(is_visible[:, None], (1, 1, group, 1))
         scores = jnp.einsum("rhqd,rhkd->rhqk", queries, _gather(k_pages, ids))
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
         return running_softmax.add_tile(state, "rhqk,rhkd->rhqd", scores, is_visible, v)
 
     first = jnp.int32(0)
@@ -67,7 +72,11 @@ def tree_attention_xla(
         oldest = jnp.where(num_new > 0, lengths - window + 1, jnp.iinfo(jnp.int32).max)
         first = jnp.maximum(oldest.min(), 0) // block_tokens
     last = -(-ends.max() // block_tokens)
-    state = running_softmax.start(queries.shape)
+    if sinks is not None:
+        # Queries of a key head: its query heads, and of each all tokens.
+        sinks = sinks.astype(jnp.float32).reshape(kv_heads, -1)
+        sinks = jnp.repeat(sinks, max_tokens_per_row, axis=1)[..., None]
+    state = running_softmax.start(queries.shape, sinks)
     out = running_softmax.finish(lax.fori_loop(first, last, body, state))
     return _lay_flat(out, row_starts, q)
 
@@ -110,17 +119,19 @@ def _visible(
     lengths: Array,
     ends: Array,  # i32[rows], lengths and new keys; 0 in a row without any
     bits: Array | None,  # u32[rows, T, words]
+    is_causal: Array | None,  # bool[rows]
     window: int | None,
     max_tokens_per_row: int,
 ) -> Array:
     """Returns which positions each new token sees, bool[rows, T, block]."""
     new = positions - lengths[:, None]  # [rows, block]
-    if bits is None:
-        own = jnp.arange(max_tokens_per_row)[None, :, None]
-        is_visible = new[:, None] <= own
-    else:
-        own = depths(bits)[:, :, None]
-        is_visible = (new < 0)[:, None] | _has_bit(bits, new)
+    own = jnp.arange(max_tokens_per_row)[None, :, None]
+    is_visible = new[:, None] <= own
+    if bits is not None:
+        is_tree = True if is_causal is None else ~is_causal[:, None, None]
+        own = jnp.where(is_tree, depths(bits)[:, :, None], own)
+        in_tree = (new < 0)[:, None] | _has_bit(bits, new)
+        is_visible = jnp.where(is_tree, in_tree, is_visible)
     if window is not None:
         is_visible &= new[:, None] > own - window
     return is_visible & (positions < ends[:, None])[:, None]

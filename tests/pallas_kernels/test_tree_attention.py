@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,13 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 compiled = jax.jit(
     tree_attention,
-    static_argnames=("scale", "window", "max_tokens_per_row", "implementation"),
+    static_argnames=(
+        "scale",
+        "softcap",
+        "window",
+        "max_tokens_per_row",
+        "implementation",
+    ),
 )
 
 
@@ -48,9 +55,13 @@ def test_xla_agrees_with_reference(name):
     )
 
 
-def test_reference_agrees_with_a_softmax_written_out():
-    example = dataclasses.replace(EXAMPLES["ragged"], window=7)
-    (q, k_pages, v_pages, table, starts, lengths), _ = make_inputs(example)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_reference_agrees_with_a_softmax_written_out(softcap, has_sinks):
+    example = dataclasses.replace(
+        EXAMPLES["ragged"], window=7, softcap=softcap, has_sinks=has_sinks
+    )
+    (q, k_pages, v_pages, table, starts, lengths), options = make_inputs(example)
     actual = attend(example, "reference")
     size = example.page_size
     for row in range(len(lengths)):
@@ -65,8 +76,12 @@ def test_reference_agrees_with_a_softmax_written_out():
             for head in range(example.heads):
                 kv_head = head // (example.heads // example.kv_heads)
                 scores = k[seen, kv_head] @ q[token, head] * example.head_dim**-0.5
-                weights = np.exp(scores - scores.max())
-                expected = weights @ v[seen, kv_head] / weights.sum()
+                if softcap is not None:
+                    scores = softcap * np.tanh(scores / softcap)
+                total = np.exp(scores).sum()
+                if has_sinks:
+                    total += np.exp(options["sinks"][head])
+                expected = np.exp(scores) @ v[seen, kv_head] / total
                 np.testing.assert_allclose(actual[token, head], expected, 1e-5, 1e-5)
 
 
@@ -222,6 +237,34 @@ def test_new_tokens_after_it_hardly_change_a_token():
     np.testing.assert_allclose(first, all_new[::8], 2e-6, 2e-6)
 
 
+@pytest.mark.parametrize("name", ["trees_and_prompts", "trees_and_prompts_window"])
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_trees_and_prompts_in_one_call_are_those_of_two(name, implementation):
+    example = EXAMPLES[name]
+    together = attend(example, implementation)
+    arguments, options = make_inputs(example)
+    options |= {"implementation": implementation, "is_causal": None}
+    trees = np.asarray(compiled(*arguments, **options))
+    prompts = np.asarray(compiled(*arguments, **options | {"ancestor_bits": None}))
+    starts = np.cumsum([0, *example.num_new])
+    for row, (start, end) in enumerate(itertools.pairwise(starts)):
+        expected = prompts if row in example.causal else trees
+        np.testing.assert_allclose(
+            together[start:end], expected[start:end], rtol=1e-5, atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_a_sink_far_above_all_keys_takes_all_weight(implementation):
+    arguments, options = make_inputs(EXAMPLES["sinks"])
+    options |= {"implementation": implementation}
+    far = compiled(*arguments, **options | {"sinks": jnp.full(8, 80.0)})
+    np.testing.assert_allclose(far, 0.0, atol=1e-5)
+    none = compiled(*arguments, **options | {"sinks": jnp.full(8, -80.0)})
+    without = compiled(*arguments, **options | {"sinks": None})
+    np.testing.assert_allclose(none, without, rtol=1e-5, atol=1e-6)
+
+
 def test_more_bits_than_one_word():
     bits = pack_ancestors((-1, *range(40)))
     assert bits.shape == (41, 2)
@@ -242,6 +285,13 @@ def test_refusals():
             **options | {"ancestor_bits": None},
             num_new_keys=jnp.zeros(4, jnp.int32),
         )
+    with pytest.raises(ValueError, match="softcap=0"):
+        tree_attention(*arguments, **options | {"softcap": 0.0})
+    with pytest.raises(ValueError, match="one of each head"):
+        tree_attention(*arguments, **options | {"sinks": jnp.zeros(3)})
+    for causal in (jnp.zeros(3, bool), jnp.zeros(4, jnp.int32)):
+        with pytest.raises(ValueError, match=r"must be bool\(4,\)"):
+            tree_attention(*arguments, **options | {"is_causal": causal})
     with pytest.raises(ValueError, match="head_dim=64"):
         tree_attention(arguments[0][..., :32], *arguments[1:], **options)
     with pytest.raises(ValueError, match="heads must be a multiple"):
