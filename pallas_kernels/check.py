@@ -26,21 +26,42 @@ _NO_TPU = {
     "JAX_PLATFORMS": "cpu",
 }
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
-# Query heads, key heads, head_dim, window.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    has_sinks: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    rows: int
+    width: int  # most new tokens of a row
+    num_tokens: int  # new ones of all rows
+    words: int = 0  # of ancestor bits
+    is_mixed: bool = False  # prompts beside trees
+
+
 MODELS = {
-    "Llama-3.1-8B": (32, 8, 128, None),
-    "Qwen3-0.6B": (16, 8, 128, None),
-    "Gemma-3-4B": (8, 4, 256, 1024),
+    "Llama-3.1-8B": _Model(32, 8, 128),
+    "Qwen3-0.6B": _Model(16, 8, 128),
+    "Gemma-3-4B": _Model(8, 4, 256, {"window": 1024}),
+    "Gemma-2-2B": _Model(8, 4, 256, {"window": 4096, "softcap": 50.0}),
+    "with sinks": _Model(32, 8, 128, {"window": 128}, has_sinks=True),
 }
-# Rows, most new tokens of one, all new tokens, words of ancestor bits.
 STEPS = {
-    "1 row": (1, 1, 1, 0),
-    "8 rows, trees of 8": (8, 8, 64, 1),
-    "64 rows": (64, 1, 64, 0),
-    "64 rows, trees of 8": (64, 8, 512, 1),
-    "8 rows, trees of 64": (8, 64, 512, 2),
-    "1 prompt, 512 tokens": (1, 512, 512, 0),
-    "8 rows, mixed, 512 tokens": (8, 512, 512, 0),
+    "1 row": _Step(1, 1, 1),
+    "8 rows, trees of 8": _Step(8, 8, 64, 1),
+    "64 rows": _Step(64, 1, 64),
+    "64 rows, trees of 8": _Step(64, 8, 512, 1),
+    "8 rows, trees of 64": _Step(8, 64, 512, 2),
+    "1 prompt, 512 tokens": _Step(1, 512, 512),
+    "8 rows, mixed, 512 tokens": _Step(8, 512, 512),
+    "8 rows, prompts beside trees of 8": _Step(8, 456, 512, 1, is_mixed=True),
 }
 PAGE_SIZE, CONTEXT, NUM_PAGES, NUM_LAYERS = 16, 2048, 4096, 4
 
@@ -72,7 +93,7 @@ class _Case:
 def cases(chips: int) -> Iterator[_Case]:
     """Yields every op at every shape, as one of so many chips sees it."""
     for model, step in itertools.product(MODELS, STEPS):
-        if MODELS[model][1] % chips:
+        if MODELS[model].kv_heads % chips:
             continue
         yield from _cases_of(model, step, chips)
 
@@ -85,55 +106,60 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
     from pallas_kernels.tree_attention import mosaic_tpu as attention
     from pallas_kernels.write_kv import mosaic_tpu as write_kv
 
-    heads, kv_heads, head_dim, window = MODELS[model]
-    heads, kv_heads = heads // chips, kv_heads // chips
-    rows, width, num_tokens, words = STEPS[step]
+    own, new = MODELS[model], STEPS[step]
+    heads, kv_heads, head_dim = own.heads // chips, own.kv_heads // chips, own.head_dim
     shape = f"{model}, {step}, {chips} chip{'s' * (chips > 1)}"
     of = jax.ShapeDtypeStruct
     integers = lambda *sizes: of(sizes, jnp.int32)
     page = of((NUM_PAGES, kv_heads, PAGE_SIZE, head_dim), jnp.bfloat16)
-    new = of((num_tokens, kv_heads, head_dim), jnp.bfloat16)
+    values = of((new.num_tokens, kv_heads, head_dim), jnp.bfloat16)
     arguments = [
-        of((num_tokens, heads, head_dim), jnp.bfloat16),
+        of((new.num_tokens, heads, head_dim), jnp.bfloat16),
         page,
         page,
-        integers(rows, CONTEXT // PAGE_SIZE),
-        integers(rows + 1),
-        integers(rows),
+        integers(new.rows, CONTEXT // PAGE_SIZE),
+        integers(new.rows + 1),
+        integers(new.rows),
     ]
-    bits = [of((num_tokens, words), jnp.uint32)] if words else []
-    options = dict(scale=head_dim**-0.5, window=window, max_tokens_per_row=width)
+    named = {}
+    if new.words:
+        named["ancestor_bits"] = of((new.num_tokens, new.words), jnp.uint32)
+    if new.is_mixed:
+        named["is_causal"] = of((new.rows,), jnp.bool_)
+    if own.has_sinks:
+        named["sinks"] = of((heads,), jnp.float32)
+    options = dict(scale=head_dim**-0.5, max_tokens_per_row=new.width, **own.options)
 
-    def attend(*arguments: Any) -> Any:
-        *given, last = arguments if words else (*arguments, None)
+    def attend(*given: Any) -> Any:
+        positional, rest = given[: len(arguments)], given[len(arguments) :]
         return attention.tree_attention_mosaic_tpu(
-            *given, ancestor_bits=last, **options
+            *positional, **dict(zip(named, rest, strict=True)), **options
         )
 
     yield _Case(
         "tree_attention",
         shape,
         attend,
-        (*arguments, *bits),
+        (*arguments, *named.values()),
         lambda: attention.vmem_bytes(
             arguments[0],
             page,
             arguments[3],
-            bits[0] if bits else None,
-            max_tokens_per_row=width,
+            named.get("ancestor_bits"),
+            max_tokens_per_row=new.width,
         ),
     )
     yield _Case(
         "write_kv",
         shape,
         write_kv.write_kv_mosaic_tpu,
-        (page, page, new, new, integers(num_tokens)),
-        lambda: write_kv.vmem_bytes(page, num_tokens),
+        (page, page, values, values, integers(new.num_tokens)),
+        lambda: write_kv.vmem_bytes(page, new.num_tokens),
         donated=(0, 1),
     )
-    if words:
+    if new.words and not new.is_mixed:
         pages = [page] * 2 * NUM_LAYERS
-        slots = integers(rows * (width - 1))
+        slots = integers(new.rows * (new.width - 1))
         yield _Case(
             "move_kv",
             shape,
@@ -144,8 +170,12 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
         )
 
 
-def check(topology: str, chips: int) -> Iterator[Result]:
-    """Yields what compiling each op for one or more chips of a topology comes to."""
+def check(topology: str, chips: int, only: str = "") -> Iterator[Result]:
+    """Yields what compiling each op for one or more chips of a topology comes to.
+
+    Args:
+      only: what a shape's name must hold.
+    """
     import jax
     import numpy as np
     from jax.experimental import topologies
@@ -154,6 +184,8 @@ def check(topology: str, chips: int) -> Iterator[Result]:
     described = topologies.get_topology_desc(topology_name=topology, platform="tpu")
     mesh = Mesh(np.array(described.devices[:chips]), ("tensor",))
     for case in cases(chips):
+        if only not in case.shape:
+            continue
         # Every chip runs the kernel on its own heads.
         local = jax.shard_map(
             case.function,
@@ -188,13 +220,14 @@ def check(topology: str, chips: int) -> Iterator[Result]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check")
     parser.add_argument("--tpu", nargs="+", default=list(TOPOLOGIES), metavar="NAME")
+    parser.add_argument("--only", default="", metavar="TEXT", help="shapes with it")
     parser.add_argument("--json", action="store_true", help="a list of documents")
     options = parser.parse_args(argv)
     for name, value in _NO_TPU.items():
         os.environ.setdefault(name, value)
     results = []
     for topology, chips in itertools.product(options.tpu, (1, 4)):
-        for result in check(topology, chips):
+        for result in check(topology, chips, options.only):
             results.append(result)
             if not options.json:
                 print(_line(result), flush=True)
