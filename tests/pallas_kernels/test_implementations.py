@@ -1,0 +1,65 @@
+"""Which implementation an op picks, by what it is traced for."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels import layout
+from pallas_kernels.implementations import call_best, lowered_for, needs_platform
+from pallas_kernels.move_kv import move_kv
+from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.write_kv import write_kv
+
+
+def traced(head_dim=128):
+    """Returns a step's ops as they are traced, one text each, by their names."""
+    pages = layout.init_pages(4, 16, 2, head_dim, jnp.bfloat16)
+    new = jnp.zeros((3, 2, head_dim), jnp.bfloat16)
+    slots = jnp.arange(3, dtype=jnp.int32)
+    table, starts = jnp.zeros((1, 2), jnp.int32), jnp.array([0, 3], jnp.int32)
+
+    def attend(q):
+        lengths = jnp.zeros(1, jnp.int32)
+        return tree_attention(
+            q, *pages, table, starts, lengths, scale=1.0, max_tokens_per_row=3
+        )
+
+    calls = {
+        "tree_attention": lambda: attend(new),
+        "write_kv": lambda: write_kv(*pages, new, new, slots),
+        "move_kv": lambda: move_kv(pages, slots, slots + 1),
+    }
+    return {name: str(jax.make_jaxpr(call)()) for name, call in calls.items()}
+
+
+def test_ops_traced_for_a_tpu_are_kernels():
+    with lowered_for("tpu"):
+        for name, text in traced().items():
+            assert "pallas_call" in text, name
+            assert f"name={name}" in text
+    assert not any("pallas_call" in text for text in traced().values())
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_ops_traced_for_another_platform_are_not(platform):
+    with lowered_for(platform):
+        assert not any("pallas_call" in text for text in traced().values())
+
+
+def test_what_no_kernel_covers_runs_anywhere():
+    with lowered_for("tpu"):
+        assert not any("pallas_call" in text for text in traced(head_dim=64).values())
+
+
+def test_a_platform_holds_within_its_block_alone():
+    call = needs_platform("tpu", lambda: "kernel")
+    other = {"mosaic_tpu": call, "xla": lambda: "xla"}
+    assert call_best(other, None) == "xla"
+    with lowered_for("tpu"):
+        assert call_best(other, None) == "kernel"
+        with lowered_for("gpu"):
+            assert call_best(other, None) == "xla"
+        assert call_best(other, None) == "kernel"
+    with pytest.raises(ValueError, match="stop"), lowered_for("tpu"):
+        raise ValueError("stop")
+    assert call_best(other, None) == "xla"
