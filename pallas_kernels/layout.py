@@ -2,6 +2,10 @@
 
 Keys and values of a layer are two arrays, dtype[num_pages, kv_heads, page_size,
 head_dim]. docs/decisions/0001-cache-layout.md says why.
+
+On a TPU heads that are not of whole lanes are stored in lanes: as many beside each other
+as fill a line of 128, or one with zeros behind it. Attention over such a line is that of
+one head whose queries are zero where other heads lie.
 """
 
 import jax.numpy as jnp
@@ -9,21 +13,82 @@ from jax import Array
 
 NO_PAGE = -1  # in a block table: no page stands here
 KV_HEADS_AXIS = 1  # of a page array; tensor parallelism splits it
+LANES = 128  # of a TPU's tiles
 
 
 def init_pages(
-    num_pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: jnp.dtype
+    num_pages: int,
+    page_size: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: jnp.dtype,
+    *,
+    in_lanes: bool = False,
 ) -> tuple[Array, Array]:
-    """Returns the zeroed key and value pages of one layer."""
-    shape = page_shape(num_pages, page_size, kv_heads, head_dim)
+    """Returns the zeroed key and value pages of one layer; see `page_shape`."""
+    shape = page_shape(num_pages, page_size, kv_heads, head_dim, in_lanes=in_lanes)
     return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
 
 def page_shape(
-    num_pages: int, page_size: int, kv_heads: int, head_dim: int
+    num_pages: int,
+    page_size: int,
+    kv_heads: int,
+    head_dim: int,
+    *,
+    in_lanes: bool = False,
 ) -> tuple[int, int, int, int]:
-    """Returns the shape of the key pages of one layer; the value pages have the same."""
-    return num_pages, kv_heads, page_size, head_dim
+    """Returns the shape of the key pages of one layer; the value pages have the same.
+
+    Args:
+      in_lanes: whether heads lie in whole lanes of a TPU. Where a mesh splits heads, ask
+        with those of a shard.
+    """
+    if not in_lanes:
+        return num_pages, kv_heads, page_size, head_dim
+    count = heads_per_line(kv_heads, head_dim)
+    width = -(-count * head_dim // LANES) * LANES
+    return num_pages, kv_heads // count, page_size, width
+
+
+def heads_per_line(kv_heads: int, head_dim: int) -> int:
+    """Returns how many key heads lie beside each other in lanes: 2 of 64, 4 of 32, 1 of 80."""
+    count = LANES // head_dim if head_dim < LANES and LANES % head_dim == 0 else 1
+    while kv_heads % count:
+        count -= 1
+    return count
+
+
+def to_lines(new: Array, pages: Array) -> Array:
+    """Turns keys or values [num_tokens, kv_heads, head_dim] to those of pages in lanes.
+
+    dtype[num_tokens, lines, width], a reshape where lines are full.
+    """
+    lines, width = kv_heads(pages), head_dim(pages)
+    new = new.reshape(new.shape[0], lines, -1)
+    return jnp.pad(new, ((0, 0), (0, 0), (0, width - new.shape[2])))
+
+
+def queries_in_lines(q: Array, num_kv_heads: int, pages: Array) -> Array:
+    """Turns q [num_tokens, heads, head_dim] to [num_tokens, heads, width]: zero where others lie."""
+    num_tokens, heads, size = q.shape
+    count, width = num_kv_heads // kv_heads(pages), head_dim(pages)
+    q = q.reshape(num_tokens, -1, count, heads // num_kv_heads, 1, size)
+    is_own = jnp.eye(count, dtype=bool)[:, None, :, None]
+    q = jnp.where(is_own, q, 0).reshape(num_tokens, heads, count * size)
+    return jnp.pad(q, ((0, 0), (0, 0), (0, width - count * size)))
+
+
+def from_lines(out: Array, num_kv_heads: int, size: int, pages: Array) -> Array:
+    """Undoes `queries_in_lines` for what attention returned: [num_tokens, heads, head_dim]."""
+    num_tokens, heads, _ = out.shape
+    lines = kv_heads(pages)
+    count = num_kv_heads // lines
+    out = out[..., : count * size].reshape(
+        num_tokens, lines, count, heads // num_kv_heads, count, size
+    )
+    own = [out[:, :, place, :, place] for place in range(count)]
+    return jnp.stack(own, axis=2).reshape(num_tokens, heads, size)
 
 
 def num_pages(pages: Array) -> int:
@@ -37,12 +102,12 @@ def page_size(pages: Array) -> int:
 
 
 def kv_heads(pages: Array) -> int:
-    """Returns how many key and value heads a page holds."""
+    """Returns how many key and value heads a page holds; in lanes, how many lines of them."""
     return pages.shape[KV_HEADS_AXIS]
 
 
 def head_dim(pages: Array) -> int:
-    """Returns the size of a head."""
+    """Returns the size of a head; in lanes, that of a line."""
     return pages.shape[3]
 
 
@@ -71,6 +136,16 @@ def validate_page_arrays(k_pages: Array, v_pages: Array) -> None:
         raise ValueError(
             f"{k_pages.shape=} {k_pages.dtype=} and {v_pages.shape=} {v_pages.dtype=} "
             "must agree."
+        )
+
+
+def validate_lines(num_kv_heads: int, size: int, k_pages: Array) -> None:
+    """Raises ValueError unless the pages hold so many key heads of a size, in lanes or not."""
+    lines, width = kv_heads(k_pages), head_dim(k_pages)
+    if num_kv_heads % lines or num_kv_heads // lines * size > width:
+        raise ValueError(
+            f"{num_kv_heads} key heads of {size} do not lie in pages of {lines} of {width}; "
+            "make pages with init_pages."
         )
 
 

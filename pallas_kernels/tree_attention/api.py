@@ -14,12 +14,13 @@ from pallas_kernels.tree_attention.xla import tree_attention_xla
 
 def tree_attention(
     q: Array,  # dtype[num_tokens, heads, head_dim]
-    k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim]
+    k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim], or in lanes
     v_pages: Array,  # likewise
     block_table: Array,  # i32[rows, pages_per_row], NO_PAGE = -1 where none
     row_starts: Array,  # i32[rows + 1]
     lengths: Array,  # i32[rows]
     *,
+    num_kv_heads: int | None = None,
     ancestor_bits: Array | None = None,  # u32[num_tokens, words]
     is_causal: Array | None = None,  # bool[rows]
     num_new_keys: Array | None = None,  # i32[rows]
@@ -54,6 +55,7 @@ def tree_attention(
       row_starts: non-decreasing. Flat tokens from row_starts[-1] on are padding,
         their output is finite and means nothing.
       lengths: tokens whose keys and values were final before this step.
+      num_kv_heads: key heads, where pages lie in lanes; None: as many as pages say.
       ancestor_bits: bit j of word w stands for new token 32 * w + j of the row; a
         token has its own bit set.
       is_causal: rows whose new tokens see each other in order, as if there were no bits:
@@ -78,6 +80,16 @@ def tree_attention(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: no implementation covers the case.
     """
+    if num_kv_heads is not None:
+        layout.validate_page_arrays(k_pages, v_pages)
+        layout.validate_lines(num_kv_heads, q.shape[2], k_pages)
+        if q.shape[1] % num_kv_heads:
+            raise ValueError(
+                f"{q.shape[1]=} heads must be a multiple of {num_kv_heads=}."
+            )
+    size = q.shape[2]
+    if num_kv_heads is not None:
+        q = layout.queries_in_lines(q, num_kv_heads, k_pages)
     _validate(q, k_pages, v_pages, block_table, row_starts, lengths, ancestor_bits)
     if max_tokens_per_row < 1 or (window is not None and window < 1):
         raise ValueError(f"{max_tokens_per_row=} and {window=} must be at least 1.")
@@ -117,7 +129,10 @@ def tree_attention(
         "xla": functools.partial(tree_attention_xla, *arguments, **options),
         "reference": functools.partial(tree_attention_reference, *arguments, **options),
     }
-    return call_best(implementations, implementation)
+    out = call_best(implementations, implementation)
+    if num_kv_heads is not None:
+        out = layout.from_lines(out, num_kv_heads, size, k_pages)
+    return out
 
 
 def _validate(

@@ -12,7 +12,7 @@ from pallas_kernels.write_kv.xla import write_kv_xla
 
 
 def write_kv(
-    k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim]
+    k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim], or in lanes
     v_pages: Array,  # likewise
     k: Array,  # dtype[num_tokens, kv_heads, head_dim]
     v: Array,  # likewise
@@ -40,13 +40,19 @@ def write_kv(
       ValueError: shapes or dtypes disagree.
     """
     layout.validate_page_arrays(k_pages, v_pages)
-    expected = (*slot_mapping.shape, layout.kv_heads(k_pages), layout.head_dim(k_pages))
-    if slot_mapping.ndim != 1 or k.shape != expected or v.shape != expected:
+    if (
+        slot_mapping.ndim != 1
+        or k.ndim != 3
+        or k.shape != v.shape
+        or len(k) != len(slot_mapping)
+    ):
         raise ValueError(
-            f"{k.shape=} and {v.shape=} must be [num_tokens, kv_heads, head_dim] = "
-            f"{expected}, from {slot_mapping.shape=} and the pages."
+            f"{k.shape=} and {v.shape=} must be [num_tokens, kv_heads, head_dim] of "
+            f"{slot_mapping.shape=}."
         )
     layout.validate_int32(slot_mapping=slot_mapping)
+    layout.validate_lines(*k.shape[1:], k_pages)
+    k, v = (layout.to_lines(new, k_pages) for new in (k, v))
     arguments = (k_pages, v_pages, k, v, slot_mapping)
     mosaic_tpu = functools.partial(write_kv_mosaic_tpu, *arguments)
     implementations = {

@@ -60,6 +60,41 @@ def test_attention_is_that_of_the_reference(name, has_races):
     assert not has_races()
 
 
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(4, 64), (1, 64), (2, 80), (4, 96)])
+def test_attention_of_heads_in_lanes(kv_heads, head_dim, has_races):
+    """Keys and values are written by a kernel, too."""
+    example = dataclasses.replace(
+        EXAMPLES["trees_and_prompts"],
+        kv_heads=kv_heads,
+        heads=2 * kv_heads,
+        head_dim=head_dim,
+    )
+    (q, k_pages, v_pages, *rest), options = make_inputs(example)
+    expected = tree_attention(
+        q, k_pages, v_pages, *rest, **options, implementation="reference"
+    )
+    num_pages = layout.num_pages(k_pages)
+    pages = layout.init_pages(
+        num_pages, 16, kv_heads, head_dim, jnp.float32, in_lanes=True
+    )
+    slots = jnp.arange(layout.num_slots(k_pages), dtype=jnp.int32)
+    new = [
+        layout.to_lines(layout.read_slots(apart, slots), pages[0])
+        for apart in (k_pages, v_pages)
+    ]
+    lines = write_kv_mosaic_tpu(*pages, *new, slots, interpret=INTERPRET)
+    out = tree_attention_mosaic_tpu(
+        layout.queries_in_lines(q, kv_heads, pages[0]),
+        *lines,
+        *rest,
+        **options,
+        interpret=INTERPRET,
+    )
+    out = layout.from_lines(out, kv_heads, head_dim, pages[0])
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+    assert not has_races()
+
+
 def some_pages(rng, dtype, *, num_pages=8, count=2):
     shape = layout.page_shape(num_pages, 16, 2, 128)
     pages = [jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(count)]

@@ -300,3 +300,51 @@ def test_refusals():
         tree_attention(*arguments[:4], arguments[4][1:], arguments[5], **options)
     with pytest.raises(ValueError, match="must agree"):
         tree_attention(*arguments[:2], arguments[2][1:], *arguments[3:], **options)
+
+
+def in_lanes(pages, kv_heads, head_dim):
+    """Returns pages as `init_pages(in_lanes=True)` lays them out, with the same content."""
+    count = layout.heads_per_line(kv_heads, head_dim)
+    num_pages, _, size, _ = pages.shape
+    pages = pages.reshape(num_pages, kv_heads // count, count, size, head_dim)
+    lines = pages.transpose(0, 1, 3, 2, 4).reshape(
+        num_pages, kv_heads // count, size, -1
+    )
+    return jnp.pad(lines, [(0, 0)] * 3 + [(0, -lines.shape[3] % layout.LANES)])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.parametrize("name", ["tree", "ragged", "head_80", "sinks"])
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim"), [(4, 64), (2, 64), (1, 64), (3, 64), (4, 32), (4, 80)]
+)
+def test_heads_in_lanes_are_those_apart(implementation, name, kv_heads, head_dim):
+    example = dataclasses.replace(
+        EXAMPLES[name], kv_heads=kv_heads, heads=2 * kv_heads, head_dim=head_dim
+    )
+    (q, k_pages, v_pages, *rest), options = make_inputs(example)
+    expected = attend(example, implementation)
+    lines = [in_lanes(pages, kv_heads, head_dim) for pages in (k_pages, v_pages)]
+    shape = layout.page_shape(*k_pages.shape[:1], 16, kv_heads, head_dim, in_lanes=True)
+    assert lines[0].shape == shape
+    assert shape[3] % layout.LANES == 0
+    out = tree_attention(
+        q,
+        *lines,
+        *rest,
+        num_kv_heads=kv_heads,
+        **options,
+        implementation=implementation,
+    )
+    assert out.shape == q.shape
+    num_tokens = sum(example.num_new)
+    np.testing.assert_allclose(
+        np.asarray(out)[:num_tokens], expected[:num_tokens], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_heads_that_do_not_lie_in_the_pages_are_refused():
+    arguments, options = make_inputs(EXAMPLES["decode"])
+    for num_kv_heads in (3, 8):
+        with pytest.raises(ValueError, match="do not lie in pages of 4 of 64"):
+            tree_attention(*arguments, **options, num_kv_heads=num_kv_heads)

@@ -40,11 +40,31 @@ def test_slots_that_do_not_exist_are_dropped(implementation):
         assert not after.any()
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "lines"), [(4, 64, 2), (3, 64, 3), (8, 32, 2), (2, 80, 2)]
+)
+def test_heads_in_lanes_lie_beside_each_other(kv_heads, head_dim, lines):
+    pages = layout.init_pages(2, 16, kv_heads, head_dim, jnp.float32, in_lanes=True)
+    assert pages[0].shape == (2, lines, 16, 128)
+    rng = np.random.default_rng(0)
+    new = jnp.asarray(rng.standard_normal((3, kv_heads, head_dim)), jnp.float32)
+    slots = jnp.array([17, 32, 0], jnp.int32)
+    for after in write_kv(*pages, new, new, slots):
+        read = layout.read_slots(after, slots[jnp.array([0, 2])])
+        filled = kv_heads // lines * head_dim
+        np.testing.assert_array_equal(
+            read[..., :filled].reshape(2, kv_heads, head_dim), new[jnp.array([0, 2])]
+        )
+        assert not read[..., filled:].any()
+
+
 def test_refusals():
     pages = layout.init_pages(2, 8, 1, 8, jnp.float32)
     new, slots = jnp.ones((3, 1, 8)), jnp.arange(3, dtype=jnp.int32)
     with pytest.raises(ValueError, match="num_tokens, kv_heads, head_dim"):
         write_kv(*pages, new[:, :, :4], new, slots)
+    with pytest.raises(ValueError, match="2 key heads of 8 do not lie"):
+        write_kv(*pages, *[jnp.ones((3, 2, 8))] * 2, slots)
     with pytest.raises(ValueError, match="int32"):
         write_kv(*pages, new, new, slots.astype(jnp.float32))
     with pytest.raises(ValueError, match="have"):
