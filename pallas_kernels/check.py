@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -49,6 +50,8 @@ class _Step:
 MODELS = {
     "Llama-3.1-8B": _Model(32, 8, 128),
     "Qwen3-0.6B": _Model(16, 8, 128),
+    "Llama-3.2-1B": _Model(32, 8, 64),
+    "Phi-2": _Model(32, 32, 80),
     "Gemma-3-4B": _Model(8, 4, 256, {"window": 1024}),
     "Gemma-2-2B": _Model(8, 4, 256, {"window": 4096, "softcap": 50.0}),
     "with sinks": _Model(32, 8, 128, {"window": 128}, has_sinks=True),
@@ -102,16 +105,18 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.move_kv import mosaic_tpu as move_kv
+    from pallas_kernels import layout, move_kv, tree_attention, write_kv
+    from pallas_kernels.move_kv import mosaic_tpu as moving
     from pallas_kernels.tree_attention import mosaic_tpu as attention
-    from pallas_kernels.write_kv import mosaic_tpu as write_kv
+    from pallas_kernels.write_kv import mosaic_tpu as writing
 
     own, new = MODELS[model], STEPS[step]
     heads, kv_heads, head_dim = own.heads // chips, own.kv_heads // chips, own.head_dim
     shape = f"{model}, {step}, {chips} chip{'s' * (chips > 1)}"
     of = jax.ShapeDtypeStruct
     integers = lambda *sizes: of(sizes, jnp.int32)
-    page = of((NUM_PAGES, kv_heads, PAGE_SIZE, head_dim), jnp.bfloat16)
+    sizes = layout.page_shape(NUM_PAGES, PAGE_SIZE, kv_heads, head_dim, in_lanes=True)
+    page = of(sizes, jnp.bfloat16)
     values = of((new.num_tokens, kv_heads, head_dim), jnp.bfloat16)
     arguments = [
         of((new.num_tokens, heads, head_dim), jnp.bfloat16),
@@ -128,12 +133,18 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
         named["is_causal"] = of((new.rows,), jnp.bool_)
     if own.has_sinks:
         named["sinks"] = of((heads,), jnp.float32)
-    options = dict(scale=head_dim**-0.5, max_tokens_per_row=new.width, **own.options)
+    kernel = {"implementation": "mosaic_tpu"}
 
     def attend(*given: Any) -> Any:
         positional, rest = given[: len(arguments)], given[len(arguments) :]
-        return attention.tree_attention_mosaic_tpu(
-            *positional, **dict(zip(named, rest, strict=True)), **options
+        return tree_attention.tree_attention(
+            *positional,
+            **dict(zip(named, rest, strict=True)),
+            **own.options,
+            **kernel,
+            num_kv_heads=kv_heads,
+            scale=head_dim**-0.5,
+            max_tokens_per_row=new.width,
         )
 
     yield _Case(
@@ -142,7 +153,7 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
         attend,
         (*arguments, *named.values()),
         lambda: attention.vmem_bytes(
-            arguments[0],
+            of((new.num_tokens, heads, layout.head_dim(page)), jnp.bfloat16),
             page,
             arguments[3],
             named.get("ancestor_bits"),
@@ -152,9 +163,9 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
     yield _Case(
         "write_kv",
         shape,
-        write_kv.write_kv_mosaic_tpu,
+        functools.partial(write_kv.write_kv, **kernel),
         (page, page, values, values, integers(new.num_tokens)),
-        lambda: write_kv.vmem_bytes(page, new.num_tokens),
+        lambda: writing.vmem_bytes(page, new.num_tokens),
         donated=(0, 1),
     )
     if new.words and not new.is_mixed:
@@ -163,9 +174,9 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
         yield _Case(
             "move_kv",
             shape,
-            move_kv.move_kv_mosaic_tpu,
+            functools.partial(move_kv.move_kv, **kernel),
             (pages, slots, slots),
-            lambda: move_kv.vmem_bytes(page, slots.shape[0]),
+            lambda: moving.vmem_bytes(page, slots.shape[0]),
             donated=(0,),
         )
 
@@ -180,6 +191,8 @@ def check(topology: str, chips: int, only: str = "") -> Iterator[Result]:
     import numpy as np
     from jax.experimental import topologies
     from jax.sharding import Mesh, PartitionSpec
+
+    from pallas_kernels.implementations import lowered_for
 
     described = topologies.get_topology_desc(topology_name=topology, platform="tpu")
     mesh = Mesh(np.array(described.devices[:chips]), ("tensor",))
@@ -196,11 +209,9 @@ def check(topology: str, chips: int, only: str = "") -> Iterator[Result]:
         )
         start, error, temp_bytes = time.perf_counter(), None, None
         try:
-            compiled = (
-                jax.jit(local, donate_argnums=case.donated)
-                .lower(*case.arguments)
-                .compile()
-            )
+            with lowered_for("tpu"):
+                step = jax.jit(local, donate_argnums=case.donated)
+                compiled = step.lower(*case.arguments).compile()
             if (analysis := compiled.memory_analysis()) is not None:
                 temp_bytes = analysis.temp_size_in_bytes
         except Exception as problem:  # what does not compile is the answer
