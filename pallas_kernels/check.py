@@ -153,7 +153,7 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
         attend,
         (*arguments, *named.values()),
         lambda: attention.vmem_bytes(
-            of((new.num_tokens, heads, layout.head_dim(page)), jnp.bfloat16),
+            of((new.num_tokens, heads, page.shape[3]), jnp.bfloat16),
             page,
             arguments[3],
             named.get("ancestor_bits"),

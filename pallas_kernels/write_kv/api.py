@@ -44,14 +44,14 @@ def write_kv(
         slot_mapping.ndim != 1
         or k.ndim != 3
         or k.shape != v.shape
-        or len(k) != len(slot_mapping)
+        or k.shape[:1] != slot_mapping.shape
     ):
         raise ValueError(
             f"{k.shape=} and {v.shape=} must be [num_tokens, kv_heads, head_dim] of "
             f"{slot_mapping.shape=}."
         )
     layout.validate_int32(slot_mapping=slot_mapping)
-    layout.validate_lines(*k.shape[1:], k_pages)
+    layout.validate_lines(k.shape[1], k.shape[2], k_pages)
     k, v = (layout.to_lines(new, k_pages) for new in (k, v))
     arguments = (k_pages, v_pages, k, v, slot_mapping)
     mosaic_tpu = functools.partial(write_kv_mosaic_tpu, *arguments)
