@@ -244,7 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(_line(result), flush=True)
     if options.json:
         print(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
-    return 0 if all(result.ok for result in results) else 1
+    if not results:
+        print(f"no shape has {options.only!r} in its name.", file=sys.stderr)
+    return 0 if results and all(result.ok for result in results) else 1
 
 
 def _line(result: Result) -> str:

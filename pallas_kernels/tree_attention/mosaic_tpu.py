@@ -32,6 +32,7 @@ MOST_QUERIES = 64  # tokens of a block
 TILE_TOKENS = 128  # keys that are multiplied at once
 MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
 VMEM_BYTES = 14 << 20  # of 16 MiB, the least of all generations
+SMEM_BYTES = 1_000_000  # of 1 MiB, likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,8 +119,11 @@ def tree_attention_mosaic_tpu(
         has_sinks=sinks is not None,
         is_mixed=ancestor_bits is not None and is_causal is not None,
     )
-    num_new = row_starts[1:] - row_starts[:-1]
+    # What lies past the bound is not computed.
+    num_new = jnp.minimum(row_starts[1:] - row_starts[:-1], max_tokens_per_row)
     seen = num_new if num_new_keys is None else num_new_keys
+    if is_causal is not None:
+        seen = jnp.where(is_causal, num_new, seen)
     ends = jnp.where(num_new > 0, lengths + seen, 0)
     blocks = _blocks_of(num_new, shape)
     token = _tokens_of(blocks, row_starts, q.shape[0], shape)
@@ -149,7 +153,7 @@ def tree_attention_mosaic_tpu(
         interpret=interpret,
         name="tree_attention",
     )(
-        block_table,
+        jnp.maximum(block_table, 0),
         *blocks,
         lengths,
         ends,
@@ -159,7 +163,7 @@ def tree_attention_mosaic_tpu(
         k_pages,
         v_pages,
     )
-    return _lay_flat(out, blocks, row_starts, q, shape)
+    return _lay_flat(out, num_new, row_starts, q, shape)
 
 
 def vmem_bytes(
@@ -205,6 +209,13 @@ def _shape_of(
         words=0 if ancestor_bits is None else ancestor_bits.shape[1],
         dtype=q.dtype,
     )
+    # The block table, and a line of 128 numbers per row for the bits of its tokens.
+    smem_bytes = 4 * rows * (pages_per_row + LANES)
+    if smem_bytes > SMEM_BYTES:
+        raise NotImplementedError(
+            f"{rows=} of {pages_per_row=} need {smem_bytes} bytes of SMEM, and {SMEM_BYTES} "
+            "are there; larger pages need fewer."
+        )
     if shape.vmem_bytes() > VMEM_BYTES:
         raise NotImplementedError(
             f"{heads=} of {head_dim=} need {shape.vmem_bytes()} bytes of VMEM for "
@@ -298,9 +309,13 @@ def _union_bits(bits: Array | None, row_starts: Array, shape: _Shape) -> Array:
 
 
 def _lay_flat(
-    out: Array, blocks: _Blocks, row_starts: Array, q: Array, shape: _Shape
+    out: Array, num_new: Array, row_starts: Array, q: Array, shape: _Shape
 ) -> Array:
-    """Undoes `_queries_by_head` and lays rows end to end, in q's shape."""
+    """Undoes `_queries_by_head` and lays rows end to end, in q's shape.
+
+    Args:
+      num_new: i32[rows], tokens that have a place in a block.
+    """
     num_tokens, heads, head_dim = q.shape
     out = out[:, :, : shape.queries * shape.group]
     out = out.reshape(
@@ -310,12 +325,11 @@ def _lay_flat(
     rows = row_starts.shape[0] - 1
     flat = jnp.arange(num_tokens, dtype=jnp.int32)
     row = jnp.minimum(rows_of(row_starts, num_tokens), rows - 1)
-    num_new = row_starts[1:] - row_starts[:-1]
     per_row = -(-num_new // shape.queries)
     first_block = jnp.cumsum(per_row) - per_row
     own = flat - row_starts[row]
     place = first_block[row] * shape.queries + own
-    is_token = flat < row_starts[-1]
+    is_token = (flat < row_starts[-1]) & (own < num_new[row])
     place = jnp.where(is_token, place, 0)
     return jnp.where(is_token[:, None, None], out[place], 0)
 
@@ -406,7 +420,8 @@ class _Tiles:
         if shape.window is not None:
             oldest = jnp.maximum(oldest - shape.window + 1, 0)
             first = lax.div(oldest, jnp.int32(shape.tile_tokens))
-        return first, pl.cdiv(last, shape.tile_tokens)
+        # At least one, which begins the copies of the block that follows.
+        return first, jnp.maximum(pl.cdiv(last, shape.tile_tokens), first + 1)
 
     def start(self, block: Any, tile: Any, slot: Any) -> None:
         """Begins to copy the pages of a tile that hold keys in use."""
@@ -471,9 +486,11 @@ class _Sums:
         """Adds the keys and values of a tile."""
         row, shape = self.scalars.row[block], self.shape
         is_visible, is_needed = self._visible(block, tile, row), self._needed(tile, row)
+        is_float32 = shape.dtype == jnp.float32
+        precision = lax.Precision.HIGHEST if is_float32 else lax.Precision.DEFAULT
         multiply = functools.partial(
             lax.dot_general,
-            precision=lax.Precision.HIGHEST if shape.dtype == jnp.float32 else None,
+            precision=precision,
             preferred_element_type=jnp.float32,
         )
         for head in range(shape.kv_heads):

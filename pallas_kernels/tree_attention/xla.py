@@ -39,6 +39,8 @@ def tree_attention_xla(
     block_tokens = pages_per_block * page_size
     num_new = row_starts[1:] - row_starts[:-1]  # [rows]
     seen = num_new if num_new_keys is None else num_new_keys
+    if is_causal is not None:
+        seen = jnp.where(is_causal, num_new, seen)
     ends = jnp.where(num_new > 0, lengths + seen, 0)
     token = tokens_of(row_starts, q.shape[0], max_tokens_per_row)
     queries = _queries_by_head(q[token].astype(jnp.float32) * scale, kv_heads)

@@ -60,6 +60,24 @@ def test_attention_is_that_of_the_reference(name, has_races):
     assert not has_races()
 
 
+def test_prompts_that_no_bits_name_and_rows_longer_than_is_said(has_races):
+    """Neither stops the rows behind them; of a row what lies past the bound means nothing."""
+    example = fitted(EXAMPLES["trees_and_prompts"])
+    arguments, options = make_inputs(example)
+    expected = tree_attention(*arguments, **options, implementation="reference")
+    options |= {"num_new_keys": jnp.array([6, 0, 6, 0], jnp.int32)}
+    out = tree_attention_mosaic_tpu(*arguments, **options, interpret=INTERPRET)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+    options |= {"max_tokens_per_row": 6}
+    out = tree_attention_mosaic_tpu(*arguments, **options, interpret=INTERPRET)
+    starts = np.cumsum([0, *example.num_new[:-1]])
+    known = [start + token for start in starts for token in range(6)]
+    np.testing.assert_allclose(
+        np.asarray(out)[known], np.asarray(expected)[known], rtol=0, atol=1e-5
+    )
+    assert not has_races()
+
+
 @pytest.mark.parametrize(("kv_heads", "head_dim"), [(4, 64), (1, 64), (2, 80), (4, 96)])
 def test_attention_of_heads_in_lanes(kv_heads, head_dim, has_races):
     """Keys and values are written by a kernel, too."""
@@ -143,6 +161,18 @@ def test_moves(num_tokens, dtype, has_races):
     moved = move_kv_mosaic_tpu(pages, source, target, interpret=INTERPRET)
     assert_equal_bits(moved, move_kv_xla(pages, source, target))
     assert not has_races()
+
+
+def test_a_block_table_that_does_not_fit_is_refused():
+    example = dataclasses.replace(EXAMPLES["decode"], head_dim=128)
+    (q, k_pages, v_pages, _, _, _), options = make_inputs(example)
+    rows = 256
+    table = jnp.zeros((rows, 1024), jnp.int32)
+    starts, lengths = jnp.zeros(rows + 1, jnp.int32), jnp.zeros(rows, jnp.int32)
+    with pytest.raises(NotImplementedError, match="bytes of SMEM"):
+        tree_attention_mosaic_tpu(
+            q, k_pages, v_pages, table, starts, lengths, **options
+        )
 
 
 def test_what_no_tile_fits_is_refused():

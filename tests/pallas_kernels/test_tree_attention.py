@@ -255,6 +255,19 @@ def test_trees_and_prompts_in_one_call_are_those_of_two(name, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_keys_that_bits_may_name_are_not_those_of_prompts(implementation):
+    """A prompt's keys are its own tokens', whatever is said of those that bits name."""
+    example = EXAMPLES["trees_and_prompts"]
+    expected = attend(example, implementation)
+    arguments, options = make_inputs(example)
+    named = jnp.array([6, 0, 6, 0], jnp.int32)
+    options |= {"num_new_keys": named, "implementation": implementation}
+    np.testing.assert_allclose(
+        compiled(*arguments, **options), expected, rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_a_sink_far_above_all_keys_takes_all_weight(implementation):
     arguments, options = make_inputs(EXAMPLES["sinks"])
     options |= {"implementation": implementation}
