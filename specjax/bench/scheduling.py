@@ -44,6 +44,19 @@ DEPTHS = (0, 1, 2, 4, 7)
 MOST = DEPTHS[-1]
 ACCEPTANCE = (0.0, 0.5, 0.8)
 RAMP_ACCEPTANCE = (0.2, 0.3, 0.5, 0.7)
+# Batches that drain one after the other, as in a training loop, of requests that differ: by
+# what law their lengths are drawn, and how often their drafts stand.
+SERIES_RAMPS = 8
+SERIES_LENGTHS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "log-normal, median 300, sigma 1": lambda rng, rows: (
+        300 * np.exp(rng.normal(size=rows))
+    ),
+    "Pareto, least 150, alpha 2": lambda rng, rows: 150 * (1 + rng.pareto(2, rows)),
+}
+SERIES_RATES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
+    "Beta(0.3, 0.7)": lambda rng, rows: rng.beta(0.3, 0.7, rows),
+    "half 0.05, half 0.95": lambda rng, rows: rng.choice((0.05, 0.95), rows),
+}
 BURN_IN_STEPS = 200
 TOKENS = 4000  # of each row of a steady load
 NOISE = 0.05  # of a burst's seconds, as a policy sees them
@@ -252,6 +265,31 @@ def ramp(
     return figures, runs
 
 
+def series(measured: dict[str, Any], lengths: str, rates: str) -> dict[str, Any]:
+    """Replays batches that drain, one after the other, under one policy and under every K."""
+    costs, known = costs_of(measured)
+    policy, clock = Goodput(MOST, known), Clock(1, NOISE)
+    seconds = dict.fromkeys(["goodput", *(f"K = {k}" for k in DEPTHS)], 0.0)
+    for number in range(SERIES_RAMPS):
+        rng = np.random.default_rng(number)
+        drawn = SERIES_LENGTHS[lengths](rng, 32).astype(int).clip(16, 8000)
+        workload = Workload(drawn, SERIES_RATES[rates](rng, 32), CONTEXT, number)
+        first = number * workload.rows
+        ran = Replay(workload, costs, policy, clock=clock, first_request=first).run()
+        seconds["goodput"] += ran.seconds
+        for k in DEPTHS:
+            seconds[f"K = {k}"] += Replay(workload, costs, Fixed(k)).run().seconds
+    fixed = {k: seconds[f"K = {k}"] for k in DEPTHS}
+    return {
+        "lengths": lengths,
+        "acceptance": rates,
+        "seconds": seconds,
+        "best_k": min(DEPTHS, key=fixed.__getitem__),
+        "of_best_k": min(fixed.values()) / seconds["goodput"],
+        "of_best_k_above_0": min(fixed[k] for k in DEPTHS if k) / seconds["goodput"],
+    }
+
+
 def mixed(measured: dict[str, Any], context: int, batch: int = 32) -> dict[str, Any]:
     """Replays a batch of which half copies and half is random, rows of `context` tokens each."""
     rates = np.where(np.arange(batch) % 2, 0.9, 0.1)
@@ -333,6 +371,12 @@ def run(costs: dict[str, Any], folder: Path) -> dict[str, Any]:
                 ],
             },
             "ramp": [figures for figures, _ in ramps],
+            "series_ramps": SERIES_RAMPS,
+            "series": [
+                series(measured, lengths, rates)
+                for lengths in SERIES_LENGTHS
+                for rates in SERIES_RATES
+            ],
         }
     return document
 

@@ -47,6 +47,15 @@ acceptance, and takes the best K of the next burst: about what choosing K can br
 |---|---|---|---|---|
 {rows}
 """
+SERIES = """## Batches that drain, one after the other
+
+{name} pair, {ramps} batches of 32 rows that drain, one after the other as in a training loop, under one policy; each request has its own
+share of drafts that stand, drawn by a law like that. Replayed: the seconds of all batches, against the one K that is best for all of them.
+
+| lengths | drafts that stand | best K | goodput against the best K above 0 | against the best K |
+|---|---|---|---|---|
+{rows}
+"""
 MIXED = """## Rows that differ, {name}
 
 {name} pair, 32 rows, half of which have 90 % of their drafts accepted and half 10 %, replayed: tokens per second with slots by rank against one K
@@ -122,6 +131,15 @@ def _replays(name: str, figures: dict[str, Any]) -> list[str]:
                 f"{one['oracle_of_best_k_above_0']:.3f} | {one['of_best_k']:.3f} | "
                 f"{one['oracle_of_best_k']:.3f} |"
                 for one in ramp
+            ),
+        ),
+        SERIES.format(
+            name=name,
+            ramps=figures["series_ramps"],
+            rows="\n".join(
+                f"| {one['lengths']} | {one['acceptance']} | {one['best_k']} | "
+                f"{one['of_best_k_above_0']:.3f} | {one['of_best_k']:.3f} |"
+                for one in figures["series"]
             ),
         ),
         mixed,

@@ -41,6 +41,7 @@ def short(monkeypatch):
         "BATCHES": (1,),
         "ACCEPTANCE": (0.0, 0.8),
         "RAMP_ACCEPTANCE": (0.7,),
+        "SERIES_RAMPS": 2,
         "TOKENS": 1200,
         "SHORT_BATCHES": (4,),
         "SHORT_ACCEPTANCE": (0.5,),
@@ -63,6 +64,8 @@ def test_the_page_says_what_the_document_holds(costs, short, tmp_path):
     for figure in (
         replay["ramp"][0]["of_best_k"],
         replay["ramp"][0]["oracle_of_best_k"],
+        replay["series"][0]["of_best_k_above_0"],
+        replay["series"][-1]["of_best_k"],
         replay["steady"][0]["cold_of_best"],
         replay["short"]["runs"][0]["of_best"],
     ):
@@ -94,3 +97,14 @@ def test_an_oracle_is_no_slower_than_any_k(costs):
         for depth in scheduling.DEPTHS:
             fixed = Replay(workload, of, Fixed(depth)).run()
             assert oracle.seconds < 1.01 * fixed.seconds
+
+
+def test_batches_that_drain_take_what_each_takes(costs, monkeypatch):
+    lengths, rates = next(iter(scheduling.SERIES_LENGTHS)), "half 0.05, half 0.95"
+    figures = scheduling.series(costs, lengths, rates)
+    fixed = {k: figures["seconds"][f"K = {k}"] for k in scheduling.DEPTHS}
+    assert figures["best_k"] == min(fixed, key=fixed.get)
+    assert figures["of_best_k"] <= figures["of_best_k_above_0"]
+    monkeypatch.setattr(scheduling, "SERIES_RAMPS", 1)
+    first = scheduling.series(costs, lengths, rates)["seconds"]
+    assert all(0 < first[name] < figures["seconds"][name] for name in first)
