@@ -105,10 +105,14 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import layout, move_kv, tree_attention, write_kv
-    from pallas_kernels.move_kv import mosaic_tpu as moving
+    from pallas_kernels import (
+        layout,
+        move_kv,
+        page_updates,
+        tree_attention,
+        write_kv,
+    )
     from pallas_kernels.tree_attention import mosaic_tpu as attention
-    from pallas_kernels.write_kv import mosaic_tpu as writing
 
     own, new = MODELS[model], STEPS[step]
     heads, kv_heads, head_dim = own.heads // chips, own.kv_heads // chips, own.head_dim
@@ -165,7 +169,7 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
         shape,
         functools.partial(write_kv.write_kv, **kernel),
         (page, page, values, values, integers(new.num_tokens)),
-        lambda: writing.vmem_bytes(page, new.num_tokens),
+        lambda: page_updates.vmem_bytes(page, new.num_tokens),
         donated=(0, 1),
     )
     if new.words and not new.is_mixed:
@@ -176,7 +180,7 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
             shape,
             functools.partial(move_kv.move_kv, **kernel),
             (pages, slots, slots),
-            lambda: moving.vmem_bytes(page, slots.shape[0]),
+            lambda: page_updates.vmem_bytes(page, slots.shape[0]),
             donated=(0,),
         )
 

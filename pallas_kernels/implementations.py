@@ -1,7 +1,6 @@
 """How an op picks among its implementations."""
 
 import contextlib
-import contextvars
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
@@ -9,9 +8,8 @@ import jax
 
 Result = TypeVar("Result")
 
-_platform: contextvars.ContextVar[str | None] = contextvars.ContextVar(
-    "platform", default=None
-)
+# Part of the key of jit's caches: what was traced for one platform is not run for another.
+_platform = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
@@ -20,19 +18,25 @@ def lowered_for(platform: str) -> Iterator[None]:
 
     For compiling ahead of time: an op picks its implementation when it is traced.
     """
-    token = _platform.set(platform)
-    try:
+    with _platform(platform):
         yield
-    finally:
-        _platform.reset(token)
+
+
+def target_platform() -> str:
+    """Returns what ops are traced for now: as `lowered_for` says, or jax's default device is."""
+    if _platform.value is not None:
+        return _platform.value
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
 
 
 def needs_platform(platform: str, call: Callable[[], Result]) -> Callable[[], Result]:
     """Returns a call that raises NotImplementedError unless it is traced for a platform."""
 
     def checked() -> Result:
-        own = _platform.get() or jax.default_backend()
-        if own != platform:
+        if (own := target_platform()) != platform:
             raise NotImplementedError(f"runs on {platform}, and this is {own}.")
         return call()
 

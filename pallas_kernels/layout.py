@@ -69,10 +69,28 @@ def to_lines(new: Array, pages: Array) -> Array:
     return jnp.pad(new, ((0, 0), (0, 0), (0, width - new.shape[2])))
 
 
+def in_lines(q: Array, num_kv_heads: int, k_pages: Array, v_pages: Array) -> Array:
+    """Checks the arguments of attention over pages in lanes, and returns `queries_in_lines`.
+
+    Raises:
+      ValueError: shapes disagree.
+    """
+    validate_page_arrays(k_pages, v_pages)
+    if q.ndim != 3 or q.shape[1] % num_kv_heads:
+        raise ValueError(
+            f"{q.shape=} must be [num_tokens, heads, head_dim], heads a multiple of "
+            f"{num_kv_heads=}."
+        )
+    validate_lines(num_kv_heads, q.shape[2], k_pages)
+    return queries_in_lines(q, num_kv_heads, k_pages)
+
+
 def queries_in_lines(q: Array, num_kv_heads: int, pages: Array) -> Array:
     """Turns q [num_tokens, heads, head_dim] to [num_tokens, heads, width]: zero where others lie."""
     num_tokens, heads, size = q.shape
     count, width = num_kv_heads // kv_heads(pages), head_dim(pages)
+    if (count, width) == (1, size):
+        return q
     q = q.reshape(num_tokens, -1, count, heads // num_kv_heads, 1, size)
     is_own = jnp.eye(count, dtype=bool)[:, None, :, None]
     q = jnp.where(is_own, q, 0).reshape(num_tokens, heads, count * size)
@@ -81,9 +99,11 @@ def queries_in_lines(q: Array, num_kv_heads: int, pages: Array) -> Array:
 
 def from_lines(out: Array, num_kv_heads: int, size: int, pages: Array) -> Array:
     """Undoes `queries_in_lines` for what attention returned: [num_tokens, heads, head_dim]."""
-    num_tokens, heads, _ = out.shape
+    num_tokens, heads, width = out.shape
     lines = kv_heads(pages)
     count = num_kv_heads // lines
+    if (count, width) == (1, size):
+        return out
     out = out[..., : count * size].reshape(
         num_tokens, lines, count, heads // num_kv_heads, count, size
     )

@@ -44,6 +44,11 @@ class Device:
     mesh: Mesh | None  # to compile for; None is one CPU
     is_compiled_for: bool = True  # else the steps were compiled for CPU
 
+    @property
+    def platform(self) -> str:
+        """What steps are compiled for: "cpu" or "tpu"."""
+        return "cpu" if self.mesh is None else self.mesh.devices.flat[0].platform
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanRequest:

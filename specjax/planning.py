@@ -11,7 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.implementations import lowered_for
 from specjax import batch_size_table, sharding
+from specjax.cache import paged
 from specjax.decode.abstract import AbstractDecoder, abstract_weights
 from specjax.decode.decoder import Sizes
 from specjax.engine.compiled_memory import CompiledMemory, compile_memory
@@ -125,9 +127,15 @@ def make_plan(
     Raises:
       ValueError: the model cannot be split over the device's chips, or does not fit.
     """
-    device, engine = request.device, request.engine
+    device = request.device
     if device.mesh is not None:
         sharding.validate(request.target, device.mesh)
+    with lowered_for(device.platform):
+        return _plan(request, on_progress)
+
+
+def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) -> Plan:
+    device, engine = request.device, request.engine
     depths = range(request.most_drafted + 1)
     make = functools.partial(_decoder, request)
     target_page, drafter_page = _page_bytes(request)
@@ -202,13 +210,11 @@ def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractD
 
 def _page_bytes(request: PlanRequest) -> tuple[int, int]:
     """Returns the bytes of a page on one chip, of target and of drafter, as counted."""
-    per_layer = lambda config, parts: (
-        2 * config.num_layers * (config.num_kv_heads // parts) * config.head_dim
-    )
     scale = jnp.dtype(request.dtype).itemsize * request.engine.page_size
-    draft = request.draft_config
-    target_bytes = per_layer(request.target, request.device.count) * scale
-    return target_bytes, per_layer(draft, 1) * scale if draft else 0
+    count, draft = request.device.count, request.draft_config
+    numbers = paged.numbers_per_token(request.target, kv_shards=count) // count
+    drafted = paged.numbers_per_token(draft) if draft else 0
+    return numbers * scale, drafted * scale
 
 
 def _chip_bytes(decoder: AbstractDecoder, params: Any, state: Any) -> int:
@@ -274,7 +280,7 @@ def _work(config: ModelConfig, request: PlanRequest, chips: int) -> ModelWork:
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
     if not config.tie_word_embeddings:
         count -= config.vocab_size * config.hidden_size  # embeddings are looked up
-    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    kv = paged.numbers_per_token(config, kv_shards=chips)
     heads = config.num_layers * config.num_heads * config.head_dim
     return ModelWork(
         weight_bytes=count * itemsize / chips,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from specjax.cache import paged
 from specjax.config import KV_CACHE_BYTES, EngineConfig
 from specjax.decode.decoder import Sizes
 from specjax.engine.request import Request
@@ -119,8 +120,8 @@ def _pages_per_shard(
 
 def page_bytes(configs: Sequence[ModelConfig], page_size: int, dtype: Any) -> int:
     """Returns the bytes of one page of keys and values of all models together."""
-    numbers = sum(c.num_layers * c.num_kv_heads * c.head_dim for c in configs)
-    return 2 * numbers * page_size * dtype.itemsize
+    numbers = sum(map(paged.numbers_per_token, configs))
+    return numbers * page_size * dtype.itemsize
 
 
 def power_of_two(number: int) -> int:

@@ -13,13 +13,14 @@ from pallas_kernels.path_attention.xla import path_attention_xla
 
 def path_attention(
     q: Array,  # dtype[num_tokens, heads, head_dim]
-    k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim]
+    k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim], or in lanes
     v_pages: Array,  # likewise
     block_table: Array,  # i32[rows, pages_per_row], NO_PAGE = -1 where none
     row_ids: Array,  # i32[num_tokens]
     lengths: Array,  # i32[rows]
     positions: Array,  # i32[num_tokens]
     *,
+    num_kv_heads: int | None = None,
     path_offsets: Array | None = None,  # i32[num_tokens, max_depth + 1]
     scale: float,
     window: int | None = None,
@@ -43,6 +44,7 @@ def path_attention(
         the path are not read into the result and may hold NaN.
       row_ids: whose token each is; `rows` or more is padding, whose output is 0.
       lengths: tokens whose keys and values were final before this step.
+      num_kv_heads: key heads, where pages lie in lanes; None: as many as pages say.
       path_offsets: entry i is that of the ancestor at depth i of the tree whose root
         is at position lengths[r]; the token's own stands at its depth.
       scale: multiplies the scores; usually head_dim ** -0.5.
@@ -55,6 +57,8 @@ def path_attention(
     Raises:
       ValueError: shapes or dtypes disagree.
     """
+    if num_kv_heads is not None:
+        q, size = layout.in_lines(q, num_kv_heads, k_pages, v_pages), q.shape[2]
     layout.validate_page_arrays(k_pages, v_pages)
     layout.validate_queries(q, k_pages)
     if window is not None and window < 1:
@@ -75,7 +79,10 @@ def path_attention(
         "xla": functools.partial(path_attention_xla, *arguments, **options),
         "reference": functools.partial(path_attention_reference, *arguments, **options),
     }
-    return call_best(implementations, implementation)
+    out = call_best(implementations, implementation)
+    if num_kv_heads is not None:
+        out = layout.from_lines(out, num_kv_heads, size, k_pages)
+    return out
 
 
 def _validate_integers(

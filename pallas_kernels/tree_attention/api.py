@@ -80,15 +80,8 @@ def tree_attention(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: no implementation covers the case.
     """
-    size = q.shape[2]
     if num_kv_heads is not None:
-        layout.validate_page_arrays(k_pages, v_pages)
-        layout.validate_lines(num_kv_heads, size, k_pages)
-        if q.shape[1] % num_kv_heads:
-            raise ValueError(
-                f"{q.shape[1]=} heads must be a multiple of {num_kv_heads=}."
-            )
-        q = layout.queries_in_lines(q, num_kv_heads, k_pages)
+        q, size = layout.in_lines(q, num_kv_heads, k_pages, v_pages), q.shape[2]
     _validate(q, k_pages, v_pages, block_table, row_starts, lengths, ancestor_bits)
     if max_tokens_per_row < 1 or (window is not None and window < 1):
         raise ValueError(f"{max_tokens_per_row=} and {window=} must be at least 1.")

@@ -24,15 +24,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import layout
-from pallas_kernels.page_updates import LANES, check_pages
+from pallas_kernels.page_updates import LANES, SMEM_BYTES, check_pages
 from pallas_kernels.ragged import rows_of
 from pallas_kernels.tree_attention.reference import check_window
 
 MOST_QUERIES = 64  # tokens of a block
 TILE_TOKENS = 128  # keys that are multiplied at once
 MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
+CORES = 2  # of a chip that has several; they take every second block
 VMEM_BYTES = 14 << 20  # of 16 MiB, the least of all generations
-SMEM_BYTES = 1_000_000  # of 1 MiB, likewise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +144,14 @@ def tree_attention_mosaic_tpu(
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(_Scalars._fields),
-            grid=(shape.num_blocks,),
+            grid=(CORES, shape.num_blocks // CORES),
             in_specs=[*in_specs, anywhere, anywhere],
             out_specs=_block_spec(shape.kv_heads, shape.query_rows, shape.head_dim),
             scratch_shapes=_scratch_shapes(shape),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",)),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary")
+        ),
         interpret=interpret,
         name="tree_attention",
     )(
@@ -197,6 +199,7 @@ def _shape_of(
     num_blocks = rows
     if max_tokens_per_row > queries:
         num_blocks += num_tokens // queries
+    num_blocks = -(-num_blocks // CORES) * CORES
     shape = _Shape(
         kv_heads=kv_heads,
         group=heads // kv_heads,
@@ -225,7 +228,10 @@ def _shape_of(
 
 
 def _block_spec(*sizes: int) -> pl.BlockSpec:
-    return pl.BlockSpec((1, *sizes), lambda block, *_: (block, *[0] * len(sizes)))
+    def index(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
+        return step * CORES + core, *[0] * len(sizes)
+
+    return pl.BlockSpec((1, *sizes), index)
 
 
 def _scratch_shapes(shape: _Shape) -> list:
@@ -358,10 +364,10 @@ def _kernel(*refs, shape: _Shape):
     k_hbm, v_hbm, out, k_tiles, v_tiles, top, total, acc, slot, sems = refs
     tiles = _Tiles(scalars, k_hbm, v_hbm, k_tiles, v_tiles, sems, shape)
     sums = _Sums(scalars, q, bits, sinks, k_tiles, v_tiles, top, total, acc, shape)
-    block = pl.program_id(0)
+    block = pl.program_id(1) * CORES + pl.program_id(0)
     is_used = scalars.count[block] > 0
 
-    @pl.when(block == 0)
+    @pl.when(pl.program_id(1) == 0)
     def _():
         slot[0] = 0
         pl.when(is_used)(lambda: tiles.start(block, tiles.span(block)[0], 0))
@@ -370,8 +376,10 @@ def _kernel(*refs, shape: _Shape):
     def _():
         sums.clear()
         first, last = tiles.span(block)
-        following = jnp.minimum(block + 1, shape.num_blocks - 1)
-        is_followed = (following > block) & (scalars.count[following] > 0)
+        following = jnp.minimum(block + CORES, shape.num_blocks - 1)
+        is_followed = (block + CORES < shape.num_blocks) & (
+            scalars.count[following] > 0
+        )
 
         def body(tile, _):
             own = slot[0]

@@ -7,6 +7,7 @@ block table that comes with its work.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels import layout
+from pallas_kernels.implementations import target_platform
 from pallas_kernels.write_kv import write_kv
 from specjax.models.base import ModelConfig
 
@@ -55,14 +57,38 @@ class PagedKVCache:
 
 
 def init_pages(
-    config: ModelConfig, num_pages: int, page_size: int, dtype
+    config: ModelConfig, num_pages: int, page_size: int, dtype, *, kv_shards: int = 1
 ) -> tuple[Pages, ...]:
-    """Returns empty pages for every layer of a model."""
-    return tuple(
-        layout.init_pages(
-            num_pages, page_size, config.num_kv_heads, config.head_dim, dtype
-        )
-        for _ in range(config.num_layers)
+    """Returns empty pages for every layer of a model, as kernels of the platform read them best.
+
+    Args:
+      kv_shards: over how many devices of a mesh heads are split.
+    """
+    shape = page_shape(config, num_pages, page_size, kv_shards=kv_shards)
+    pair = lambda: (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    return tuple(pair() for _ in range(config.num_layers))
+
+
+def page_shape(
+    config: ModelConfig, num_pages: int, page_size: int, *, kv_shards: int = 1
+) -> tuple[int, int, int, int]:
+    """Returns the shape of the keys of a layer, on all devices together; on a TPU, in lanes."""
+    own = layout.page_shape(
+        num_pages,
+        page_size,
+        config.num_kv_heads // kv_shards,
+        config.head_dim,
+        in_lanes=target_platform() == "tpu",
+    )
+    shape = list(own)
+    shape[layout.KV_HEADS_AXIS] *= kv_shards
+    return tuple(shape)
+
+
+def numbers_per_token(config: ModelConfig, *, kv_shards: int = 1) -> int:
+    """Returns how many numbers the key and value of a token are, in all layers."""
+    return (
+        2 * config.num_layers * math.prod(page_shape(config, 1, 1, kv_shards=kv_shards))
     )
 
 
@@ -74,14 +100,16 @@ def init(
     page_size: int,
     pages_per_row: int,
     dtype,
+    kv_shards: int = 1,
 ) -> PagedKVCache:
     """Returns a cache in which every row is empty and has no page.
 
     Args:
       num_pages: of all shards together; page ids are a shard's own.
+      kv_shards: as for `init_pages`.
     """
     return PagedKVCache(
-        pages=init_pages(config, num_pages, page_size, dtype),
+        pages=init_pages(config, num_pages, page_size, dtype, kv_shards=kv_shards),
         block_table=jnp.full((rows, pages_per_row), NO_PAGE, jnp.int32),
         lengths=jnp.zeros(rows, jnp.int32),
     )

@@ -99,7 +99,8 @@ class AbstractDecoder(Decoder):
     @property
     def abstract_state(self) -> DecodeState:
         """The shapes and dtypes of `init()`."""
-        return jax.eval_shape(functools.partial(self._initial_state, True))
+        with lowered_for(self.platform):
+            return jax.eval_shape(functools.partial(self._initial_state, True))
 
     @property
     def abstract_params(self) -> DecoderParams:
@@ -137,9 +138,9 @@ class AbstractDecoder(Decoder):
                 _lay(argument, specs, self.mesh)
                 for argument, specs in zip(arguments, in_specs, strict=True)
             ]
-        lower = functools.partial(self._lower, key, function, state, *arguments)
-        with lowered_for(self.device.platform):
-            lowered = lower(in_specs=in_specs, out_specs=out_specs)
+        lowered = self._lower(
+            key, function, state, *arguments, in_specs=in_specs, out_specs=out_specs
+        )
         return (lowered,)
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from pallas_kernels.implementations import lowered_for, target_platform
 from specjax import sharding
 from specjax.bucket import Bucket
 from specjax.cache import paged
@@ -127,10 +128,20 @@ class Decoder:
             make = functools.partial(self._initial_state, has_drafter)
             shardings = None
             if self.mesh is not None:
-                specs = sharding.state_specs(jax.eval_shape(make), self.mesh)
+                with lowered_for(self.platform):
+                    shapes = jax.eval_shape(make)
+                specs = sharding.state_specs(shapes, self.mesh)
                 shardings = sharding.shardings(specs, self.mesh)
             self._makers[has_drafter] = jax.jit(make, out_shardings=shardings)
-        return self._makers[has_drafter]()
+        with lowered_for(self.platform):
+            return self._makers[has_drafter]()
+
+    @property
+    def platform(self) -> str:
+        """What steps are compiled for: "cpu", "gpu" or "tpu"."""
+        if self.mesh is None:
+            return target_platform()
+        return self.mesh.devices.flat[0].platform
 
     def place_params(self, params: DecoderParams) -> DecoderParams:
         """Puts weights onto the mesh: the target split, the drafter whole on every shard."""
@@ -321,6 +332,7 @@ class Decoder:
             page_size=sizes.page_size,
             pages_per_row=sizes.pages_per_row,
             dtype=sizes.dtype,
+            kv_shards=sharding.axis_size(self.mesh, sharding.TENSOR),
         )
         drafter: Any = none.TurnedOff()
         if has_drafter:
@@ -449,7 +461,8 @@ class Decoder:
                 out_specs=(own, *out_specs),
                 check_vma=False,  # the loop's carries are replicated or split by construction
             )
-        return jax.jit(run, donate_argnums=0).lower(state, *arguments)
+        with lowered_for(self.platform):
+            return jax.jit(run, donate_argnums=0).lower(state, *arguments)
 
     def _signature_of(self, params: DecoderParams | None) -> tuple:
         """Returns shapes and dtypes of the weights: other ones need other executables."""

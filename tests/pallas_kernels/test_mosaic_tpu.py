@@ -1,6 +1,7 @@
 """The TPU kernels on CPU by the interpreter, which looks for races too."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import layout
+from pallas_kernels import layout, page_updates
+from pallas_kernels.move_kv import mosaic_tpu as moving
 from pallas_kernels.move_kv.mosaic_tpu import move_kv_mosaic_tpu
 from pallas_kernels.move_kv.xla import move_kv_xla
 from pallas_kernels.tree_attention import tree_attention
@@ -17,9 +19,8 @@ from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
 from pallas_kernels.write_kv.mosaic_tpu import write_kv_mosaic_tpu
 from pallas_kernels.write_kv.xla import write_kv_xla
 
-# A kernel takes seconds in the interpreter.
-pytestmark = pytest.mark.slow
-INTERPRET = pltpu.InterpretParams(detect_races=True)
+# Two cores, as some chips have: they share what a grid marks as parallel.
+INTERPRET = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3}
 SUBLANES = {"float32": 8, "bfloat16": 16}
 
@@ -40,7 +41,17 @@ def fitted(example):
     return dataclasses.replace(example, head_dim=128, page_size=page_size)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+def some(quick, params):
+    """Returns the cases; those that are not quick are slow: a kernel takes seconds here."""
+    return [
+        pytest.param(*one, marks=[] if one in quick else pytest.mark.slow)
+        for one in params
+    ]
+
+
+@pytest.mark.parametrize(
+    "name", some([("decode",), ("tree",), ("window",)], [(name,) for name in EXAMPLES])
+)
 def test_attention_is_that_of_the_reference(name, has_races):
     example = fitted(EXAMPLES[name])
     arguments, options = make_inputs(example)
@@ -60,6 +71,7 @@ def test_attention_is_that_of_the_reference(name, has_races):
     assert not has_races()
 
 
+@pytest.mark.slow
 def test_prompts_that_no_bits_name_and_rows_longer_than_is_said(has_races):
     """Neither stops the rows behind them; of a row what lies past the bound means nothing."""
     example = fitted(EXAMPLES["trees_and_prompts"])
@@ -78,7 +90,10 @@ def test_prompts_that_no_bits_name_and_rows_longer_than_is_said(has_races):
     assert not has_races()
 
 
-@pytest.mark.parametrize(("kv_heads", "head_dim"), [(4, 64), (1, 64), (2, 80), (4, 96)])
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim"),
+    some([], [(4, 64), (1, 64), (2, 80), (4, 96)]),
+)
 def test_attention_of_heads_in_lanes(kv_heads, head_dim, has_races):
     """Keys and values are written by a kernel, too."""
     example = dataclasses.replace(
@@ -125,10 +140,17 @@ def assert_equal_bits(arrays, others):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("num_tokens", [1, 7, 60])
-def test_writes(num_tokens, dtype, has_races):
-    """In any order, several to a page, more pages than are under way at once."""
+@pytest.mark.parametrize(
+    ("num_tokens", "most_tokens", "dtype"),
+    some(
+        [(21, 8, "float32"), (7, 512, "bfloat16")],
+        itertools.product([1, 7, 21, 60], [8, 16, 512], TOLERANCE),
+    ),
+)
+def test_writes(num_tokens, most_tokens, dtype, has_races, monkeypatch):
+    """In any order, several to a page, pages of several chunks, more than are under way at once."""
+    monkeypatch.setattr(page_updates, "MOST_TOKENS", most_tokens)
+    monkeypatch.setattr(page_updates, "MOST_PAGES_UNDER_WAY", 3)
     rng = np.random.default_rng(num_tokens)
     pages = some_pages(rng, dtype)
     num_slots = layout.num_slots(pages[0])
@@ -145,12 +167,18 @@ def test_writes(num_tokens, dtype, has_races):
     assert not has_races()
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("num_tokens", [1, 5, 40])
-def test_moves(num_tokens, dtype, has_races):
-    """All are read before any is written, of every layer."""
+@pytest.mark.parametrize(
+    ("num_tokens", "most_tokens", "dtype"),
+    some([(40, 8, "bfloat16")], itertools.product([1, 5, 40], [8, 512], TOLERANCE)),
+)
+def test_moves(num_tokens, most_tokens, dtype, has_races, monkeypatch):
+    """All are read before any is written, of every layer; in chunks, and few layers at once."""
+    monkeypatch.setattr(page_updates, "MOST_TOKENS", most_tokens)
+    if most_tokens == 8:
+        held = 2 * num_tokens * SUBLANES[dtype] * 128 * 4
+        monkeypatch.setattr(moving, "HELD_BYTES", held)
     rng = np.random.default_rng(num_tokens)
-    pages = some_pages(rng, dtype, count=4)
+    pages = some_pages(rng, dtype, count=5)
     num_slots = layout.num_slots(pages[0])
     source = rng.integers(0, num_slots, num_tokens).astype(np.int32)
     target = rng.permutation(num_slots)[:num_tokens].astype(np.int32)
@@ -161,6 +189,23 @@ def test_moves(num_tokens, dtype, has_races):
     moved = move_kv_mosaic_tpu(pages, source, target, interpret=INTERPRET)
     assert_equal_bits(moved, move_kv_xla(pages, source, target))
     assert not has_races()
+
+
+def test_no_token_changes_no_page():
+    pages = some_pages(np.random.default_rng(0), "float32")
+    new, slots = jnp.zeros((0, 2, 128)), jnp.zeros(0, jnp.int32)
+    assert_equal_bits(write_kv_mosaic_tpu(*pages, new, new, slots), pages)
+    assert_equal_bits(move_kv_mosaic_tpu(pages, slots, slots), pages)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "int8"])
+def test_pages_of_other_dtypes_are_refused(dtype):
+    pages = layout.init_pages(2, 32, 1, 128, dtype)
+    new, slots = jnp.zeros((1, 1, 128), dtype), jnp.zeros(1, jnp.int32)
+    with pytest.raises(NotImplementedError, match="must be bfloat16 or float32"):
+        write_kv_mosaic_tpu(*pages, new, new, slots)
+    with pytest.raises(NotImplementedError, match="must be bfloat16 or float32"):
+        move_kv_mosaic_tpu(pages, slots, slots)
 
 
 def test_a_block_table_that_does_not_fit_is_refused():
