@@ -36,6 +36,8 @@ class _Model:
     head_dim: int
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     has_sinks: bool = False
+    page_dtype: str = "bfloat16"
+    page_size: int = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,8 @@ MODELS = {
     "Phi-2": _Model(32, 32, 80),
     "Gemma-3-4B": _Model(8, 4, 256, {"window": 1024}),
     "Gemma-2-2B": _Model(8, 4, 256, {"window": 4096, "softcap": 50.0}),
+    "Llama-3.1-8B int8": _Model(32, 8, 128, page_dtype="int8", page_size=32),
+    "Llama-3.2-1B fp8": _Model(32, 8, 64, page_dtype="float8_e4m3fn", page_size=64),
     "with sinks": _Model(32, 8, 128, {"window": 128}, has_sinks=True),
 }
 STEPS = {
@@ -66,7 +70,7 @@ STEPS = {
     "8 rows, mixed, 512 tokens": _Step(8, 512, 512),
     "8 rows, prompts beside trees of 8": _Step(8, 456, 512, 1, is_mixed=True),
 }
-PAGE_SIZE, CONTEXT, NUM_PAGES, NUM_LAYERS = 16, 2048, 4096, 4
+CONTEXT, NUM_PAGES, NUM_LAYERS = 2048, 4096, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,18 +123,23 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
     shape = f"{model}, {step}, {chips} chip{'s' * (chips > 1)}"
     of = jax.ShapeDtypeStruct
     integers = lambda *sizes: of(sizes, jnp.int32)
-    sizes = layout.page_shape(NUM_PAGES, PAGE_SIZE, kv_heads, head_dim, in_lanes=True)
-    page = of(sizes, jnp.bfloat16)
+    sizes = layout.page_shape(
+        NUM_PAGES, own.page_size, kv_heads, head_dim, in_lanes=True
+    )
+    page = of(sizes, own.page_dtype)
+    scales = {}
+    if layout.is_quantized(page):
+        scales = dict.fromkeys(("k_scale", "v_scale"), of((kv_heads,), jnp.float32))
     values = of((new.num_tokens, kv_heads, head_dim), jnp.bfloat16)
     arguments = [
         of((new.num_tokens, heads, head_dim), jnp.bfloat16),
         page,
         page,
-        integers(new.rows, CONTEXT // PAGE_SIZE),
+        integers(new.rows, CONTEXT // own.page_size),
         integers(new.rows + 1),
         integers(new.rows),
     ]
-    named = {}
+    named = dict(scales)
     if new.words:
         named["ancestor_bits"] = of((new.num_tokens, new.words), jnp.uint32)
     if new.is_mixed:
@@ -164,11 +173,17 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
             max_tokens_per_row=new.width,
         ),
     )
+
+    def write(*given: Any) -> Any:
+        positional, rest = given[:5], given[5:]
+        named = dict(zip(scales, rest, strict=True))
+        return write_kv.write_kv(*positional, **named, **kernel)
+
     yield _Case(
         "write_kv",
         shape,
-        functools.partial(write_kv.write_kv, **kernel),
-        (page, page, values, values, integers(new.num_tokens)),
+        write,
+        (page, page, values, values, integers(new.num_tokens), *scales.values()),
         lambda: page_updates.vmem_bytes(page, new.num_tokens),
         donated=(0, 1),
     )

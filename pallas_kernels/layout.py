@@ -15,6 +15,10 @@ NO_PAGE = -1  # in a block table: no page stands here
 KV_HEADS_AXIS = 1  # of a page array; tensor parallelism splits it
 LANES = 128  # of a TPU's tiles
 
+# Dtypes of pages that hold numbers to be multiplied by a scale of their key head, and the
+# largest of each.
+LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
+
 
 def init_pages(
     num_pages: int,
@@ -76,12 +80,11 @@ def in_lines(q: Array, num_kv_heads: int, k_pages: Array, v_pages: Array) -> Arr
       ValueError: shapes disagree.
     """
     validate_page_arrays(k_pages, v_pages)
-    if q.ndim != 3 or q.shape[1] % num_kv_heads:
-        raise ValueError(
-            f"{q.shape=} must be [num_tokens, heads, head_dim], heads a multiple of "
-            f"{num_kv_heads=}."
-        )
+    if q.ndim != 3:
+        raise ValueError(f"{q.shape=} must be [num_tokens, heads, head_dim].")
     validate_lines(num_kv_heads, q.shape[2], k_pages)
+    if q.shape[1] % num_kv_heads:
+        raise ValueError(f"{q.shape[1]=} heads must be a multiple of {num_kv_heads=}.")
     return queries_in_lines(q, num_kv_heads, k_pages)
 
 
@@ -143,6 +146,43 @@ def read_slots(pages: Array, slots: Array) -> Array:
     """
     page, offset = slots // page_size(pages), slots % page_size(pages)
     return pages.at[page, :, offset].get(mode="fill", fill_value=0)
+
+
+def is_quantized(pages: Array) -> bool:
+    """Returns whether what the pages hold is to be multiplied by scales: int8 and fp8 (e4m3)."""
+    return jnp.dtype(pages.dtype) in LARGEST
+
+
+def quantize(new: Array, scale: Array, dtype: jnp.dtype) -> Array:
+    """Turns keys or values [num_tokens, kv_heads, head_dim] to what pages of a dtype hold.
+
+    The nearest number to new / scale, ties to even, and the largest where it is beyond.
+
+    Args:
+      scale: f32[kv_heads].
+    """
+    largest = LARGEST[jnp.dtype(dtype)]
+    scaled = new.astype(jnp.float32) / scale.astype(jnp.float32)[None, :, None]
+    scaled = jnp.clip(scaled, -largest, largest)
+    if jnp.issubdtype(dtype, jnp.integer):
+        scaled = jnp.round(scaled)
+    return scaled.astype(dtype)
+
+
+def validate_scales(
+    k_scale: Array | None, v_scale: Array | None, num_kv_heads: int, k_pages: Array
+) -> None:
+    """Raises ValueError unless there are f32[kv_heads] scales, or none, as the pages need."""
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if (scale is not None) != is_quantized(k_pages):
+            raise ValueError(
+                f"{name}={'none' if scale is None else scale.shape} with pages of "
+                f"{k_pages.dtype}; int8 and float8_e4m3fn need both scales, others have none."
+            )
+        if scale is not None and scale.shape != (num_kv_heads,):
+            raise ValueError(
+                f"{name} of shape {scale.shape} must be one of each key head, ({num_kv_heads},)."
+            )
 
 
 def validate_page_arrays(k_pages: Array, v_pages: Array) -> None:

@@ -36,9 +36,9 @@ SMEM_BYTES = 1_000_000  # of 1 MiB, likewise
 def check_pages(pages: Array) -> None:
     """Raises NotImplementedError for pages that do not lie in whole tiles."""
     page_size, head_dim = layout.page_size(pages), layout.head_dim(pages)
-    if pages.dtype not in (jnp.bfloat16, jnp.float32):
+    if pages.dtype not in (jnp.bfloat16, jnp.float32, *layout.LARGEST):
         raise NotImplementedError(
-            f"{pages.dtype=} must be bfloat16 or float32 on a TPU."
+            f"{pages.dtype=} must be bfloat16, float32, int8 or float8_e4m3fn on a TPU."
         )
     sublanes = sublanes_of(pages.dtype)
     if head_dim % LANES or page_size % sublanes:

@@ -25,6 +25,8 @@ def tree_attention(
     is_causal: Array | None = None,  # bool[rows]
     num_new_keys: Array | None = None,  # i32[rows]
     sinks: Array | None = None,  # f32[heads]
+    k_scale: Array | None = None,  # f32[kv_heads]
+    v_scale: Array | None = None,  # likewise
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
@@ -65,6 +67,9 @@ def tree_attention(
         Only together with ancestor_bits.
       sinks: of each head, the score of one more key, whose value is 0 (Xiao et al. 2023,
         "Efficient Streaming Language Models with Attention Sinks", as gpt-oss has them).
+      k_scale: by what the keys of int8 or fp8 (e4m3) pages are multiplied, each head's;
+        `layout.quantize` divides by it. Not with other pages.
+      v_scale: likewise of values.
       scale: multiplies the scores; usually head_dim ** -0.5.
       softcap: scores become softcap * tanh(score / softcap), after the scale (Gemma 2).
       window: keys a token sees, itself included. A node of a tree counts from its depth;
@@ -83,6 +88,9 @@ def tree_attention(
     if num_kv_heads is not None:
         q, size = layout.in_lines(q, num_kv_heads, k_pages, v_pages), q.shape[2]
     _validate(q, k_pages, v_pages, block_table, row_starts, lengths, ancestor_bits)
+    layout.validate_scales(
+        k_scale, v_scale, num_kv_heads or layout.kv_heads(k_pages), k_pages
+    )
     if max_tokens_per_row < 1 or (window is not None and window < 1):
         raise ValueError(f"{max_tokens_per_row=} and {window=} must be at least 1.")
     if softcap is not None and not softcap > 0:
@@ -110,6 +118,8 @@ def tree_attention(
         is_causal=is_causal,
         num_new_keys=num_new_keys,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
         scale=scale,
         softcap=softcap,
         window=window,

@@ -27,6 +27,7 @@ class Example:
     padding: int = 0  # flat tokens past the last row
     spare_pages: int = 3  # pages that no row holds
     dtype: str = "float32"
+    page_dtype: str | None = None  # int8 or float8_e4m3fn with scales; None: dtype
 
 
 EXAMPLES = {
@@ -84,6 +85,17 @@ EXAMPLES = {
         softcap=20.0,
         dtype="bfloat16",
     ),
+    "int8": Example(
+        lengths=(0, 70, 31), num_new=(5, 3, 1), page_size=32, page_dtype="int8"
+    ),
+    "fp8_tree_bfloat16": Example(
+        lengths=(13, 100, 0),
+        num_new=(6, 6, 6),
+        parents=(-1, 0, 0, 1, 2, 2),
+        page_size=32,
+        dtype="bfloat16",
+        page_dtype="float8_e4m3fn",
+    ),
     "bfloat16": Example(lengths=(5, 63, 130), num_new=(3, 1, 4), dtype="bfloat16"),
 }
 
@@ -129,8 +141,20 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
         is_causal = jnp.asarray(np.isin(np.arange(len(ends)), example.causal))
     if example.has_sinks:
         sinks = jnp.asarray(rng.normal(0.0, 2.0, example.heads), jnp.float32)
+    page_dtype, scales = jnp.dtype(example.page_dtype or example.dtype), (None, None)
+    if example.page_dtype is not None:
+        # So that some numbers are beyond the largest.
+        scales = (
+            rng.uniform(2.0, 4.0, (2, example.kv_heads)) / layout.LARGEST[page_dtype]
+        )
+        scales = [jnp.asarray(scale, jnp.float32) for scale in scales]
+        k, v = (
+            _quantized(array, scale, page_dtype)
+            for array, scale in zip((k, v), scales, strict=True)
+        )
     arguments = (
-        *(jnp.asarray(array, example.dtype) for array in (q, k, v)),
+        jnp.asarray(q, example.dtype),
+        *(jnp.asarray(array, page_dtype) for array in (k, v)),
         jnp.asarray(block_table),
         jnp.asarray(row_starts),
         jnp.asarray(example.lengths, jnp.int32),
@@ -139,12 +163,23 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
         ancestor_bits=None if bits is None else jnp.asarray(bits),
         is_causal=is_causal,
         sinks=sinks,
+        k_scale=scales[0],
+        v_scale=scales[1],
         scale=example.head_dim**-0.5,
         softcap=example.softcap,
         window=example.window,
         max_tokens_per_row=max(*example.num_new, 1),
     )
     return arguments, options
+
+
+def _quantized(pages: np.ndarray, scale: Array, dtype: jnp.dtype) -> Array:
+    """Returns pages [num_pages, kv_heads, page_size, head_dim] by their heads' scales."""
+    tokens = np.moveaxis(pages, 1, 2)
+    new = layout.quantize(
+        jnp.asarray(tokens).reshape(-1, *tokens.shape[2:]), scale, dtype
+    )
+    return jnp.moveaxis(new.reshape(tokens.shape), 2, 1)
 
 
 def pack_ancestors(parents: tuple[int, ...]) -> np.ndarray:

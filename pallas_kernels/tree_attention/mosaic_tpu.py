@@ -49,11 +49,16 @@ class _Shape:
     pages_per_tile: int
     words: int  # of ancestor bits; 0 without
     dtype: jnp.dtype
+    page_dtype: jnp.dtype
+    heads_per_line: int = (
+        1  # key heads that lie beside each other; told by their scales
+    )
     # What a key counts for.
     scale: float = 1.0
     softcap: float | None = None
     window: int | None = None
     has_sinks: bool = False
+    has_scales: bool = False
     is_mixed: bool = False  # whether rows say which of them are trees
 
     @property
@@ -69,7 +74,10 @@ class _Shape:
     def vmem_bytes(self) -> int:
         """Returns what a grid step keeps in VMEM: tiles twice, queries and results twice, sums."""
         size = jnp.dtype(self.dtype).itemsize
-        tiles = 2 * 2 * self.kv_heads * self.tile_tokens * self.head_dim * size
+        tile = self.tile_tokens * self.head_dim
+        tiles = 2 * 2 * self.kv_heads * tile * jnp.dtype(self.page_dtype).itemsize
+        if self.has_scales:
+            tiles += 2 * 4 * tile  # on their way to the dtype of queries
         rows = self.kv_heads * self.query_rows
         blocks = 2 * 2 * rows * self.head_dim * size
         sums = rows * (self.head_dim + 2 * LANES) * 4
@@ -98,6 +106,8 @@ def tree_attention_mosaic_tpu(
     is_causal: Array | None = None,  # bool[rows]
     num_new_keys: Array | None = None,  # i32[rows]
     sinks: Array | None = None,  # f32[heads]
+    k_scale: Array | None = None,  # f32[key heads in the pages]
+    v_scale: Array | None = None,
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
@@ -117,6 +127,8 @@ def tree_attention_mosaic_tpu(
         softcap=softcap,
         window=window,
         has_sinks=sinks is not None,
+        has_scales=k_scale is not None,
+        heads_per_line=1 if k_scale is None else len(k_scale) // shape.kv_heads,
         is_mixed=ancestor_bits is not None and is_causal is not None,
     )
     # What lies past the bound is not computed.
@@ -133,9 +145,10 @@ def tree_attention_mosaic_tpu(
     if ancestor_bits is not None:
         arguments.append(_bits_by_query(ancestor_bits[token], shape))
         in_specs.append(_block_spec(shape.query_rows, shape.words))
-    if sinks is not None:
-        arguments.append(sinks.astype(jnp.float32))
-        in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+    for per_head in (sinks, k_scale, v_scale):
+        if per_head is not None:
+            arguments.append(per_head.astype(jnp.float32))
+            in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
     rows = lengths.shape[0]
     causal = jnp.zeros(rows, bool) if is_causal is None else is_causal
     anywhere = pl.BlockSpec(memory_space=pl.ANY)
@@ -193,7 +206,7 @@ def _shape_of(
     rows, pages_per_row = block_table.shape
     page_size, kv_heads = layout.page_size(k_pages), layout.kv_heads(k_pages)
     check_pages(k_pages)
-    if q.dtype != k_pages.dtype:
+    if q.dtype != k_pages.dtype and not layout.is_quantized(k_pages):
         raise NotImplementedError(f"{q.dtype=} must be {k_pages.dtype=} on a TPU.")
     queries = min(max_tokens_per_row, MOST_QUERIES)
     num_blocks = rows
@@ -211,6 +224,8 @@ def _shape_of(
         pages_per_tile=min(max(TILE_TOKENS // page_size, 1), pages_per_row),
         words=0 if ancestor_bits is None else ancestor_bits.shape[1],
         dtype=q.dtype,
+        page_dtype=k_pages.dtype,
+        has_scales=layout.is_quantized(k_pages),
     )
     # The block table, and a line of 128 numbers per row for the bits of its tokens.
     smem_bytes = 4 * rows * (pages_per_row + LANES)
@@ -244,8 +259,8 @@ def _scratch_shapes(shape: _Shape) -> list:
     )
     sums = shape.kv_heads, shape.query_rows
     return [
-        pltpu.VMEM(tile, shape.dtype),
-        pltpu.VMEM(tile, shape.dtype),
+        pltpu.VMEM(tile, shape.page_dtype),
+        pltpu.VMEM(tile, shape.page_dtype),
         pltpu.VMEM((*sums, LANES), jnp.float32),
         pltpu.VMEM((*sums, LANES), jnp.float32),
         pltpu.VMEM((*sums, shape.head_dim), jnp.float32),
@@ -361,9 +376,12 @@ def _kernel(*refs, shape: _Shape):
     scalars, (q, *refs) = _Scalars(*refs[:num_scalars]), refs[num_scalars:]
     bits = refs.pop(0) if shape.words else None
     sinks = refs.pop(0) if shape.has_sinks else None
+    scales = (refs.pop(0), refs.pop(0)) if shape.has_scales else None
     k_hbm, v_hbm, out, k_tiles, v_tiles, top, total, acc, slot, sems = refs
     tiles = _Tiles(scalars, k_hbm, v_hbm, k_tiles, v_tiles, sems, shape)
-    sums = _Sums(scalars, q, bits, sinks, k_tiles, v_tiles, top, total, acc, shape)
+    sums = _Sums(
+        scalars, q, bits, sinks, scales, k_tiles, v_tiles, top, total, acc, shape
+    )
     block = pl.program_id(1) * CORES + pl.program_id(0)
     is_used = scalars.count[block] > 0
 
@@ -467,6 +485,7 @@ class _Sums:
     q: Any  # dtype[1, kv_heads, query_rows, head_dim]
     bits: Any  # i32[1, query_rows, words], or None
     sinks: Any  # f32[heads] in SMEM, or None
+    scales: Any  # of keys and of values, f32[key heads in the pages] in SMEM, or None
     k_tiles: Any
     v_tiles: Any
     top: Any  # f32[kv_heads, query_rows, LANES], equal in all lanes
@@ -482,13 +501,9 @@ class _Sums:
             self.total[...] = jnp.zeros_like(self.total)
             return
         self.total[...] = jnp.ones_like(self.total)
-        group, size = self.shape.group, self.top.shape[1:]
-        of_group = lax.rem(lax.broadcasted_iota(jnp.int32, size, 0), jnp.int32(group))
         for head in range(self.shape.kv_heads):
-            top = jnp.zeros(size, jnp.float32)
-            for own in range(group):
-                top = jnp.where(of_group == own, self.sinks[head * group + own], top)
-            self.top[head] = top
+            sink = self._by_query(self.sinks, head, self.shape.group)
+            self.top[head] = jnp.broadcast_to(sink, self.top.shape[1:])
 
     def add(self, block: Any, tile: Any, slot: Any) -> None:
         """Adds the keys and values of a tile."""
@@ -506,9 +521,13 @@ class _Sums:
                 tiles[slot, :, head].reshape(shape.tile_tokens, shape.head_dim)
                 for tiles in (self.k_tiles, self.v_tiles)
             )
+            if self.scales is not None:
+                k, v = (x.astype(jnp.float32).astype(shape.dtype) for x in (k, v))
             v = jnp.where(is_needed, v, jnp.zeros_like(v))
             scores = multiply(self.q[0, head], k, (((1,), (1,)), ((), ())))
             scores = scores * shape.scale
+            if self.scales is not None:
+                scores *= self._by_query(self.scales[0], head, shape.heads_per_line)
             if shape.softcap is not None:
                 scores = shape.softcap * jnp.tanh(scores / shape.softcap)
             scores = jnp.where(is_visible, scores, MASKED)
@@ -528,7 +547,29 @@ class _Sums:
         for head in range(self.shape.kv_heads):
             total = self.total[head][:, :1]
             total = jnp.where(total == 0.0, 1.0, total)
-            out[0, head] = (self.acc[head] / total).astype(out.dtype)
+            values = self.acc[head] / total
+            if self.scales is not None:
+                count = self.shape.heads_per_line
+                values *= self._by_query(self.scales[1], head, count)
+            out[0, head] = values.astype(out.dtype)
+
+    def _by_query(self, numbers: Any, line: int, count: int) -> Any:
+        """Returns the number that belongs to each query, f32[query_rows, 1], or to all.
+
+        Args:
+          numbers: f32 in SMEM, `count` of each line of keys.
+        """
+        own, group = numbers[line * count], self.shape.group
+        if count == 1:
+            return own
+        row = lax.broadcasted_iota(jnp.int32, (self.shape.query_rows, 1), 0)
+        place = lax.div(lax.rem(row, jnp.int32(group)), jnp.int32(group // count))
+        by_query = jnp.full(row.shape, own)
+        for other in range(1, count):
+            by_query = jnp.where(
+                place == other, numbers[line * count + other], by_query
+            )
+        return by_query
 
     def _visible(self, block: Any, tile: Any, row: Any) -> Array:
         """Returns which keys each query sees, bool[query_rows, tile_tokens]."""

@@ -18,6 +18,8 @@ def tree_attention_reference(
     is_causal: Array | None = None,  # bool[rows]
     num_new_keys: Array | None = None,  # i32[rows]
     sinks: Array | None = None,  # f32[heads]
+    k_scale: Array | None = None,  # f32[key heads in the pages]
+    v_scale: Array | None = None,
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
@@ -40,6 +42,9 @@ def tree_attention_reference(
         k = layout.read_slots(k_pages, slots).astype(jnp.float32)
         v = layout.read_slots(v_pages, slots).astype(jnp.float32)
         k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
+        if k_scale is not None:
+            k *= jnp.repeat(k_scale, heads // k_scale.shape[0])[None, :, None]
+            v *= jnp.repeat(v_scale, heads // v_scale.shape[0])[None, :, None]
 
         def attend_token(token: Array, out: Array) -> Array:
             new = positions - lengths[row]  # which new token has its key here

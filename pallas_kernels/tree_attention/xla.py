@@ -25,6 +25,8 @@ def tree_attention_xla(
     is_causal: Array | None = None,  # bool[rows]
     num_new_keys: Array | None = None,  # i32[rows]
     sinks: Array | None = None,  # f32[heads]
+    k_scale: Array | None = None,  # f32[key heads in the pages]
+    v_scale: Array | None = None,
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
@@ -43,7 +45,9 @@ def tree_attention_xla(
         seen = jnp.where(is_causal, num_new, seen)
     ends = jnp.where(num_new > 0, lengths + seen, 0)
     token = tokens_of(row_starts, q.shape[0], max_tokens_per_row)
-    queries = _queries_by_head(q[token].astype(jnp.float32) * scale, kv_heads)
+    # A key's scale multiplies its scores, a value's the result: pages are read as they are.
+    scaled = q.astype(jnp.float32) * scale * _by_query_head(k_scale, q)
+    queries = _queries_by_head(scaled[token], kv_heads)
     bits = None if ancestor_bits is None else ancestor_bits[token]
     padding = -pages_per_row % pages_per_block
     table = jnp.pad(jnp.maximum(block_table, 0), ((0, 0), (0, padding)))
@@ -80,7 +84,16 @@ def tree_attention_xla(
         sinks = jnp.repeat(sinks, max_tokens_per_row, axis=1)[..., None]
     state = running_softmax.start(queries.shape, sinks)
     out = running_softmax.finish(lax.fori_loop(first, last, body, state))
-    return _lay_flat(out, row_starts, q)
+    out = _lay_flat(out, row_starts, q) * _by_query_head(v_scale, q)
+    return out.astype(q.dtype)
+
+
+def _by_query_head(scale: Array | None, q: Array) -> Array | float:
+    """Returns the scale of each query head's key head, f32[1, heads, 1]; 1 without."""
+    if scale is None:
+        return 1.0
+    per_head = q.shape[1] // scale.shape[0]
+    return jnp.repeat(scale.astype(jnp.float32), per_head)[None, :, None]
 
 
 def _queries_by_head(q: Array, kv_heads: int) -> Array:
@@ -94,7 +107,7 @@ def _queries_by_head(q: Array, kv_heads: int) -> Array:
 
 
 def _lay_flat(out: Array, row_starts: Array, q: Array) -> Array:
-    """Undoes `_queries_by_head` and lays rows end to end, in q's shape and dtype."""
+    """Undoes `_queries_by_head` and lays rows end to end, in q's shape."""
     num_tokens, heads, head_dim = q.shape
     rows, kv_heads = out.shape[:2]
     out = out.reshape(rows, kv_heads, heads // kv_heads, -1, head_dim)
@@ -103,7 +116,7 @@ def _lay_flat(out: Array, row_starts: Array, q: Array) -> Array:
     row = jnp.minimum(rows_of(row_starts, num_tokens), rows - 1)
     own = jnp.clip(flat - row_starts[row], 0, out.shape[1] - 1)
     is_token = flat < row_starts[-1]
-    return jnp.where(is_token[:, None, None], out[row, own], 0.0).astype(q.dtype)
+    return jnp.where(is_token[:, None, None], out[row, own], 0.0)
 
 
 def _gather(pages: Array, ids: Array) -> Array:

@@ -18,6 +18,8 @@ def write_kv(
     v: Array,  # likewise
     slot_mapping: Array,  # i32[num_tokens]
     *,
+    k_scale: Array | None = None,  # f32[kv_heads]
+    v_scale: Array | None = None,  # likewise
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """Returns the pages with the key and value of each token written at its slot.
@@ -34,6 +36,9 @@ def write_kv(
       k: new keys, cast to the dtype of the pages.
       v: new values, likewise.
       slot_mapping: no slot twice.
+      k_scale: what keys are divided by before they are rounded to int8 or fp8 (e4m3); of
+        such pages only.
+      v_scale: likewise of values.
       implementation: "mosaic_tpu", "xla" or "reference"; None picks the best for this case.
 
     Raises:
@@ -52,6 +57,10 @@ def write_kv(
         )
     layout.validate_int32(slot_mapping=slot_mapping)
     layout.validate_lines(k.shape[1], k.shape[2], k_pages)
+    layout.validate_scales(k_scale, v_scale, k.shape[1], k_pages)
+    if k_scale is not None and v_scale is not None:
+        k = layout.quantize(k, k_scale, k_pages.dtype)
+        v = layout.quantize(v, v_scale, v_pages.dtype)
     k, v = (layout.to_lines(new, k_pages) for new in (k, v))
     arguments = (k_pages, v_pages, k, v, slot_mapping)
     mosaic_tpu = functools.partial(write_kv_mosaic_tpu, *arguments)

@@ -22,7 +22,7 @@ from pallas_kernels.write_kv.xla import write_kv_xla
 # Two cores, as some chips have: they share what a grid marks as parallel.
 INTERPRET = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3}
-SUBLANES = {"float32": 8, "bfloat16": 16}
+SUBLANES = {"float32": 8, "bfloat16": 16, "int8": 32, "float8_e4m3fn": 32}
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def has_races():
 
 def fitted(example):
     """Returns an example whose pages lie in whole tiles of a TPU."""
-    page_size = max(example.page_size, SUBLANES[example.dtype])
+    page_size = max(example.page_size, SUBLANES[example.page_dtype or example.dtype])
     return dataclasses.replace(example, head_dim=128, page_size=page_size)
 
 
@@ -128,9 +128,11 @@ def test_attention_of_heads_in_lanes(kv_heads, head_dim, has_races):
     assert not has_races()
 
 
-def some_pages(rng, dtype, *, num_pages=8, count=2):
-    shape = layout.page_shape(num_pages, 16, 2, 128)
-    pages = [jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(count)]
+def some_pages(rng, dtype, *, num_pages=16, count=2):
+    shape = layout.page_shape(num_pages, SUBLANES[dtype], 2, 128)
+    pages = [jnp.asarray(20 * rng.standard_normal(shape), dtype) for _ in range(count)]
+    if dtype == "int8":
+        return pages
     return [page.at[0, :, 3].set(jnp.nan) for page in pages]
 
 
@@ -144,7 +146,7 @@ def assert_equal_bits(arrays, others):
     ("num_tokens", "most_tokens", "dtype"),
     some(
         [(21, 8, "float32"), (7, 512, "bfloat16")],
-        itertools.product([1, 7, 21, 60], [8, 16, 512], TOLERANCE),
+        itertools.product([1, 7, 21, 60], [8, 16, 512], SUBLANES),
     ),
 )
 def test_writes(num_tokens, most_tokens, dtype, has_races, monkeypatch):
@@ -158,8 +160,10 @@ def test_writes(num_tokens, most_tokens, dtype, has_races, monkeypatch):
     slots[num_tokens // 2] = num_slots  # dropped
     if num_tokens > 3:
         slots[:3] = -1, num_slots + 5, 10**6
-    new = [jnp.asarray(rng.standard_normal((num_tokens, 2, 128)), dtype) for _ in "kv"]
-    new[0] = new[0].at[-1].set(jnp.nan)  # its own slot alone has it
+    new = 20 * rng.standard_normal((2, num_tokens, 2, 128))
+    new = [jnp.asarray(each, dtype) for each in new]
+    if dtype != "int8":
+        new[0] = new[0].at[-1].set(jnp.nan)  # its own slot alone has it
     arguments = *pages, *new, jnp.asarray(slots)
     assert_equal_bits(
         write_kv_mosaic_tpu(*arguments, interpret=INTERPRET), write_kv_xla(*arguments)
@@ -169,7 +173,7 @@ def test_writes(num_tokens, most_tokens, dtype, has_races, monkeypatch):
 
 @pytest.mark.parametrize(
     ("num_tokens", "most_tokens", "dtype"),
-    some([(40, 8, "bfloat16")], itertools.product([1, 5, 40], [8, 512], TOLERANCE)),
+    some([(40, 8, "bfloat16")], itertools.product([1, 5, 40], [8, 512], SUBLANES)),
 )
 def test_moves(num_tokens, most_tokens, dtype, has_races, monkeypatch):
     """All are read before any is written, of every layer; in chunks, and few layers at once."""
@@ -198,14 +202,17 @@ def test_no_token_changes_no_page():
     assert_equal_bits(move_kv_mosaic_tpu(pages, slots, slots), pages)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int8"])
-def test_pages_of_other_dtypes_are_refused(dtype):
-    pages = layout.init_pages(2, 32, 1, 128, dtype)
-    new, slots = jnp.zeros((1, 1, 128), dtype), jnp.zeros(1, jnp.int32)
-    with pytest.raises(NotImplementedError, match="must be bfloat16 or float32"):
-        write_kv_mosaic_tpu(*pages, new, new, slots)
-    with pytest.raises(NotImplementedError, match="must be bfloat16 or float32"):
-        move_kv_mosaic_tpu(pages, slots, slots)
+def test_pages_of_other_dtypes_are_refused():
+    pages = layout.init_pages(2, 32, 1, 128, "float16")
+    new, slots = jnp.zeros((1, 1, 128), "float16"), jnp.zeros(1, jnp.int32)
+    for write in (
+        lambda: write_kv_mosaic_tpu(*pages, new, new, slots),
+        lambda: move_kv_mosaic_tpu(pages, slots, slots),
+    ):
+        with pytest.raises(
+            NotImplementedError, match=r"float16.*must be bfloat16, flo"
+        ):
+            write()
 
 
 def test_a_block_table_that_does_not_fit_is_refused():

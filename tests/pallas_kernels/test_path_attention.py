@@ -49,7 +49,9 @@ def by_token(example, arguments):
 COVERED = [
     name
     for name, example in EXAMPLES.items()
-    if not (example.causal or example.softcap or example.has_sinks)
+    if not (
+        example.causal or example.softcap or example.has_sinks or example.page_dtype
+    )
 ]
 
 

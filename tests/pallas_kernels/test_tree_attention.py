@@ -278,6 +278,40 @@ def test_a_sink_far_above_all_keys_takes_all_weight(implementation):
     np.testing.assert_allclose(none, without, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["int8", "fp8_tree_bfloat16"])
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_quantized_pages_are_those_multiplied_out(name, implementation):
+    """float32: to 1e-5, bfloat16 to 1e-2, as without scales."""
+    example = EXAMPLES[name]
+    (q, k_pages, v_pages, *rest), options = make_inputs(example)
+    k, v = (
+        pages.astype(jnp.float32) * scale[None, :, None, None]
+        for pages, scale in (
+            (k_pages, options.pop("k_scale")),
+            (v_pages, options.pop("v_scale")),
+        )
+    )
+    expected = compiled(q, k, v, *rest, **options, implementation="reference")
+    actual = attend(example, implementation)
+    tolerance = TOLERANCE[example.dtype]
+    np.testing.assert_allclose(
+        actual, np.asarray(expected, np.float32), rtol=tolerance, atol=tolerance
+    )
+
+
+def test_quantized_pages_need_scales_and_others_have_none():
+    arguments, options = make_inputs(EXAMPLES["int8"])
+    for wrong in ({"k_scale": None}, {"v_scale": None}):
+        with pytest.raises(ValueError, match="need both scales"):
+            tree_attention(*arguments, **options | wrong)
+    with pytest.raises(ValueError, match=r"one of each key head, \(4,\)"):
+        tree_attention(*arguments, **options | {"k_scale": jnp.ones(8)})
+    scales = {name: options[name] for name in ("k_scale", "v_scale")}
+    arguments, options = make_inputs(EXAMPLES["decode"])
+    with pytest.raises(ValueError, match="with pages of float32"):
+        tree_attention(*arguments, **options | scales)
+
+
 def test_more_bits_than_one_word():
     bits = pack_ancestors((-1, *range(40)))
     assert bits.shape == (41, 2)
@@ -327,7 +361,7 @@ def in_lanes(pages, kv_heads, head_dim):
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("name", ["tree", "ragged", "head_80", "sinks"])
+@pytest.mark.parametrize("name", ["tree", "ragged", "head_80", "sinks", "int8"])
 @pytest.mark.parametrize(
     ("kv_heads", "head_dim"), [(4, 64), (2, 64), (1, 64), (3, 64), (4, 32), (4, 80)]
 )
@@ -338,7 +372,10 @@ def test_heads_in_lanes_are_those_apart(implementation, name, kv_heads, head_dim
     (q, k_pages, v_pages, *rest), options = make_inputs(example)
     expected = attend(example, implementation)
     lines = [in_lanes(pages, kv_heads, head_dim) for pages in (k_pages, v_pages)]
-    shape = layout.page_shape(*k_pages.shape[:1], 16, kv_heads, head_dim, in_lanes=True)
+    size = example.page_size
+    shape = layout.page_shape(
+        *k_pages.shape[:1], size, kv_heads, head_dim, in_lanes=True
+    )
     assert lines[0].shape == shape
     assert shape[3] % layout.LANES == 0
     out = tree_attention(
