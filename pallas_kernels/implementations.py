@@ -38,7 +38,9 @@ def needs_platform(platform: str, call: Callable[[], Result]) -> Callable[[], Re
     def checked() -> Result:
         if (own := target_platform()) != platform:
             raise NotImplementedError(f"runs on {platform}, and this is {own}.")
-        return call()
+        # Kernels count in 32 bits, whatever the numbers of the program around them.
+        with jax.enable_x64(False):
+            return call()
 
     return checked
 

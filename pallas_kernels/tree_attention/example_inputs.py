@@ -75,6 +75,16 @@ EXAMPLES = {
         window=40,
         padding=3,
     ),
+    "tree_of_70_nodes": Example(
+        lengths=(3, 100, 20),
+        num_new=(70, 70, 0),
+        parents=(-1, *((i - 1) // 2 for i in range(1, 70))),
+    ),
+    "prompt_beside_few": Example(lengths=(130, 0, 77, 5), num_new=(1, 130, 8, 9)),
+    "head_256": Example(lengths=(20, 90), num_new=(9, 1), head_dim=256, kv_heads=2),
+    "wide_group": Example(
+        lengths=(20, 90), num_new=(70, 1), head_dim=128, heads=32, kv_heads=1
+    ),
     "softcap": Example(lengths=(0, 70), num_new=(5, 3), softcap=1.5),
     "sinks": Example(lengths=(0, 70), num_new=(5, 3), has_sinks=True),
     "sinks_tree_bfloat16": Example(

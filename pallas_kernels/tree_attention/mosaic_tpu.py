@@ -29,6 +29,7 @@ from pallas_kernels.ragged import rows_of
 from pallas_kernels.tree_attention.reference import check_window
 
 MOST_QUERIES = 64  # tokens of a block
+FEW_QUERIES = 8  # of a block that has no more, no more are computed
 TILE_TOKENS = 128  # keys that are multiplied at once
 MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
 CORES = 2  # of a chip that has several; they take every second block
@@ -64,8 +65,12 @@ class _Shape:
     @property
     def query_rows(self) -> int:
         """Rows of a key head's query matrix, whole sublanes."""
+        return self.rows_of_queries(self.queries)
+
+    def rows_of_queries(self, queries: int) -> int:
+        """Returns how many rows of it the first so many tokens take."""
         packing = 8 * 4 // jnp.dtype(self.dtype).itemsize
-        return -(-self.queries * self.group // packing) * packing
+        return -(-queries * self.group // packing) * packing
 
     @property
     def tile_tokens(self) -> int:
@@ -209,24 +214,24 @@ def _shape_of(
     if q.dtype != k_pages.dtype and not layout.is_quantized(k_pages):
         raise NotImplementedError(f"{q.dtype=} must be {k_pages.dtype=} on a TPU.")
     queries = min(max_tokens_per_row, MOST_QUERIES)
-    num_blocks = rows
-    if max_tokens_per_row > queries:
-        num_blocks += num_tokens // queries
-    num_blocks = -(-num_blocks // CORES) * CORES
-    shape = _Shape(
-        kv_heads=kv_heads,
-        group=heads // kv_heads,
-        head_dim=head_dim,
-        page_size=page_size,
-        pages_per_row=pages_per_row,
-        queries=queries,
-        num_blocks=num_blocks,
-        pages_per_tile=min(max(TILE_TOKENS // page_size, 1), pages_per_row),
-        words=0 if ancestor_bits is None else ancestor_bits.shape[1],
-        dtype=q.dtype,
-        page_dtype=k_pages.dtype,
-        has_scales=layout.is_quantized(k_pages),
-    )
+    while True:
+        shape = _Shape(
+            kv_heads=kv_heads,
+            group=heads // kv_heads,
+            head_dim=head_dim,
+            page_size=page_size,
+            pages_per_row=pages_per_row,
+            queries=queries,
+            num_blocks=_most_blocks(rows, num_tokens, queries, max_tokens_per_row),
+            pages_per_tile=min(max(TILE_TOKENS // page_size, 1), pages_per_row),
+            words=0 if ancestor_bits is None else ancestor_bits.shape[1],
+            dtype=q.dtype,
+            page_dtype=k_pages.dtype,
+            has_scales=layout.is_quantized(k_pages),
+        )
+        if shape.vmem_bytes() <= VMEM_BYTES or queries == 1:
+            break
+        queries = -(-queries // 2)
     # The block table, and a line of 128 numbers per row for the bits of its tokens.
     smem_bytes = 4 * rows * (pages_per_row + LANES)
     if smem_bytes > SMEM_BYTES:
@@ -237,9 +242,15 @@ def _shape_of(
     if shape.vmem_bytes() > VMEM_BYTES:
         raise NotImplementedError(
             f"{heads=} of {head_dim=} need {shape.vmem_bytes()} bytes of VMEM for "
-            f"{queries} queries, and {VMEM_BYTES} are there."
+            f"one query, and {VMEM_BYTES} are there."
         )
     return shape
+
+
+def _most_blocks(rows: int, num_tokens: int, queries: int, most: int) -> int:
+    """Returns how many blocks there may be; every core has as many."""
+    num_blocks = rows + num_tokens // queries * (most > queries)
+    return -(-num_blocks // CORES) * CORES
 
 
 def _block_spec(*sizes: int) -> pl.BlockSpec:
@@ -408,7 +419,12 @@ def _kernel(*refs, shape: _Shape):
                 lambda: tiles.start(following, tiles.span(following)[0], other)
             )
             tiles.wait(block, tile, own)
-            sums.add(block, tile, own)
+            if shape.queries > FEW_QUERIES:
+                is_few = scalars.count[block] <= FEW_QUERIES
+                pl.when(is_few)(lambda: sums.add(block, tile, own, FEW_QUERIES))
+                pl.when(~is_few)(lambda: sums.add(block, tile, own, shape.queries))
+            else:
+                sums.add(block, tile, own, shape.queries)
             return ()
 
         lax.fori_loop(first, last, body, ())
@@ -502,13 +518,16 @@ class _Sums:
             return
         self.total[...] = jnp.ones_like(self.total)
         for head in range(self.shape.kv_heads):
-            sink = self._by_query(self.sinks, head, self.shape.group)
+            rows = self.shape.query_rows
+            sink = self._by_query(self.sinks, head, self.shape.group, rows)
             self.top[head] = jnp.broadcast_to(sink, self.top.shape[1:])
 
-    def add(self, block: Any, tile: Any, slot: Any) -> None:
-        """Adds the keys and values of a tile."""
+    def add(self, block: Any, tile: Any, slot: Any, queries: int) -> None:
+        """Adds the keys and values of a tile to what the first so many queries know."""
         row, shape = self.scalars.row[block], self.shape
-        is_visible, is_needed = self._visible(block, tile, row), self._needed(tile, row)
+        rows = shape.rows_of_queries(queries)
+        is_visible = self._visible(block, tile, row, rows)
+        is_needed = self._needed(tile, row)
         is_float32 = shape.dtype == jnp.float32
         precision = lax.Precision.HIGHEST if is_float32 else lax.Precision.DEFAULT
         multiply = functools.partial(
@@ -524,23 +543,24 @@ class _Sums:
             if self.scales is not None:
                 k, v = (x.astype(jnp.float32).astype(shape.dtype) for x in (k, v))
             v = jnp.where(is_needed, v, jnp.zeros_like(v))
-            scores = multiply(self.q[0, head], k, (((1,), (1,)), ((), ())))
+            scores = multiply(self.q[0, head, :rows], k, (((1,), (1,)), ((), ())))
             scores = scores * shape.scale
             if self.scales is not None:
-                scores *= self._by_query(self.scales[0], head, shape.heads_per_line)
+                scores *= self._by_query(
+                    self.scales[0], head, shape.heads_per_line, rows
+                )
             if shape.softcap is not None:
                 scores = shape.softcap * jnp.tanh(scores / shape.softcap)
             scores = jnp.where(is_visible, scores, MASKED)
-            before = self.top[head]
+            before = self.top[head, :rows]
             top = jnp.maximum(before, scores.max(axis=1, keepdims=True))
             weights = jnp.where(is_visible, jnp.exp(scores - top[:, :1]), 0.0)
             decay = jnp.exp(before - top)
             added = multiply(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
-            self.top[head] = top
-            self.total[head] = self.total[head] * decay + weights.sum(
-                axis=1, keepdims=True
-            )
-            self.acc[head] = self.acc[head] * decay[:, :1] + added
+            self.top[head, :rows] = top
+            total = self.total[head, :rows] * decay
+            self.total[head, :rows] = total + weights.sum(axis=1, keepdims=True)
+            self.acc[head, :rows] = self.acc[head, :rows] * decay[:, :1] + added
 
     def finish(self, out: Any) -> None:
         """Writes the means of the values; 0 where nothing was seen."""
@@ -550,11 +570,12 @@ class _Sums:
             values = self.acc[head] / total
             if self.scales is not None:
                 count = self.shape.heads_per_line
-                values *= self._by_query(self.scales[1], head, count)
+                rows = self.shape.query_rows
+                values *= self._by_query(self.scales[1], head, count, rows)
             out[0, head] = values.astype(out.dtype)
 
-    def _by_query(self, numbers: Any, line: int, count: int) -> Any:
-        """Returns the number that belongs to each query, f32[query_rows, 1], or to all.
+    def _by_query(self, numbers: Any, line: int, count: int, rows: int) -> Any:
+        """Returns the number that belongs to each query, f32[rows, 1], or to all.
 
         Args:
           numbers: f32 in SMEM, `count` of each line of keys.
@@ -562,7 +583,7 @@ class _Sums:
         own, group = numbers[line * count], self.shape.group
         if count == 1:
             return own
-        row = lax.broadcasted_iota(jnp.int32, (self.shape.query_rows, 1), 0)
+        row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
         place = lax.div(lax.rem(row, jnp.int32(group)), jnp.int32(group // count))
         by_query = jnp.full(row.shape, own)
         for other in range(1, count):
@@ -571,17 +592,17 @@ class _Sums:
             )
         return by_query
 
-    def _visible(self, block: Any, tile: Any, row: Any) -> Array:
-        """Returns which keys each query sees, bool[query_rows, tile_tokens]."""
+    def _visible(self, block: Any, tile: Any, row: Any, rows: int) -> Array:
+        """Returns which keys each of the first queries sees, bool[rows, tile_tokens]."""
         shape, scalars = self.shape, self.scalars
-        size = shape.query_rows, shape.tile_tokens
+        size = rows, shape.tile_tokens
         position = tile * shape.tile_tokens + lax.broadcasted_iota(jnp.int32, size, 1)
         new = position - scalars.lengths[row]
         token = lax.broadcasted_iota(jnp.int32, size, 0)
         own = scalars.first[block] + lax.div(token, jnp.int32(shape.group))
         is_visible = new <= own
         if shape.words:
-            words = [self.bits[0, :, word : word + 1] for word in range(shape.words)]
+            words = [self.bits[0, :rows, i : i + 1] for i in range(shape.words)]
             depth = sum(map(lax.population_count, words)) - 1
             in_tree = (new < 0) | _has_bit(words, new)
             if shape.is_mixed:

@@ -5,14 +5,19 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels import layout
-from pallas_kernels.implementations import call_best, lowered_for, needs_platform
+from pallas_kernels.implementations import (
+    call_best,
+    lowered_for,
+    needs_platform,
+    target_platform,
+)
 from pallas_kernels.move_kv import move_kv
 from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.write_kv import write_kv
 
 
-def traced(head_dim=128):
-    """Returns a step's ops as they are traced, one text each, by their names."""
+def calls(head_dim=128):
+    """Returns a step's ops by their names."""
     pages = layout.init_pages(4, 16, 2, head_dim, jnp.bfloat16)
     new = jnp.zeros((3, 2, head_dim), jnp.bfloat16)
     slots = jnp.arange(3, dtype=jnp.int32)
@@ -24,12 +29,16 @@ def traced(head_dim=128):
             q, *pages, table, starts, lengths, scale=1.0, max_tokens_per_row=3
         )
 
-    calls = {
+    return {
         "tree_attention": lambda: attend(new),
         "write_kv": lambda: write_kv(*pages, new, new, slots),
         "move_kv": lambda: move_kv(pages, slots, slots + 1),
     }
-    return {name: str(jax.make_jaxpr(call)()) for name, call in calls.items()}
+
+
+def traced(head_dim=128):
+    """Returns them as they are traced, one text each."""
+    return {name: str(jax.make_jaxpr(call)()) for name, call in calls(head_dim).items()}
 
 
 def test_ops_traced_for_a_tpu_are_kernels():
@@ -63,3 +72,29 @@ def test_a_platform_holds_within_its_block_alone():
     with pytest.raises(ValueError, match="stop"), lowered_for("tpu"):
         raise ValueError("stop")
     assert call_best(other, None) == "xla"
+
+
+@pytest.mark.parametrize("in_64_bits", [False, True])
+def test_kernels_are_lowered_whatever_the_program_counts_in(in_64_bits):
+    with jax.enable_x64(in_64_bits), lowered_for("tpu"):
+        for call in calls().values():
+            lowered = jax.jit(call).trace().lower(lowering_platforms=("tpu",))
+            assert "tpu_custom_call" in lowered.as_text()
+
+
+def test_what_was_traced_for_one_platform_is_not_run_for_another():
+    step = jax.jit(calls()["tree_attention"])
+    step()
+    with lowered_for("tpu"):
+        assert "pallas_call" in str(step.trace().jaxpr)
+    assert "pallas_call" not in str(step.trace().jaxpr)
+
+
+def test_the_platform_is_that_of_the_default_device():
+    assert target_platform() == jax.default_backend()
+    with jax.default_device("gpu"):  # by name: it need not be there
+        assert target_platform() == "gpu"
+    with jax.default_device(jax.devices("cpu")[0]):
+        assert target_platform() == "cpu"
+        with lowered_for("tpu"):
+            assert target_platform() == "tpu"

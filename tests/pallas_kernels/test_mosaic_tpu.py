@@ -13,6 +13,7 @@ from pallas_kernels import layout, page_updates
 from pallas_kernels.move_kv import mosaic_tpu as moving
 from pallas_kernels.move_kv.mosaic_tpu import move_kv_mosaic_tpu
 from pallas_kernels.move_kv.xla import move_kv_xla
+from pallas_kernels.tree_attention import mosaic_tpu as attention
 from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.example_inputs import EXAMPLES, make_inputs
 from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
@@ -38,7 +39,8 @@ def has_races():
 def fitted(example):
     """Returns an example whose pages lie in whole tiles of a TPU."""
     page_size = max(example.page_size, SUBLANES[example.page_dtype or example.dtype])
-    return dataclasses.replace(example, head_dim=128, page_size=page_size)
+    head_dim = max(example.head_dim, 128)
+    return dataclasses.replace(example, head_dim=head_dim, page_size=page_size)
 
 
 def some(quick, params):
@@ -193,6 +195,22 @@ def test_moves(num_tokens, most_tokens, dtype, has_races, monkeypatch):
     moved = move_kv_mosaic_tpu(pages, source, target, interpret=INTERPRET)
     assert_equal_bits(moved, move_kv_xla(pages, source, target))
     assert not has_races()
+
+
+@pytest.mark.slow
+def test_less_memory_takes_fewer_queries_at_once(monkeypatch):
+    example = fitted(EXAMPLES["trees_and_prompts"])
+    arguments, options = make_inputs(example)
+    whole = attention.vmem_bytes(
+        *arguments[:2], *arguments[3:4], None, max_tokens_per_row=70
+    )
+    expected = tree_attention(*arguments, **options, implementation="reference")
+    monkeypatch.setattr(attention, "VMEM_BYTES", whole // 2)
+    out = tree_attention_mosaic_tpu(*arguments, **options, interpret=INTERPRET)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+    monkeypatch.setattr(attention, "VMEM_BYTES", 1000)
+    with pytest.raises(NotImplementedError, match="for one query, and 1000 are"):
+        tree_attention_mosaic_tpu(*arguments, **options)
 
 
 def test_no_token_changes_no_page():
