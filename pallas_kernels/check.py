@@ -127,7 +127,7 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
         NUM_PAGES, own.page_size, kv_heads, head_dim, in_lanes=True
     )
     page = of(sizes, own.page_dtype)
-    scales = {}
+    scales: dict[str, Any] = {}
     if layout.is_quantized(page):
         scales = dict.fromkeys(("k_scale", "v_scale"), of((kv_heads,), jnp.float32))
     values = of((new.num_tokens, kv_heads, head_dim), jnp.bfloat16)
@@ -139,7 +139,7 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
         integers(new.rows + 1),
         integers(new.rows),
     ]
-    named = dict(scales)
+    named: dict[str, Any] = dict(scales)
     if new.words:
         named["ancestor_bits"] = of((new.num_tokens, new.words), jnp.uint32)
     if new.is_mixed:

@@ -26,7 +26,7 @@ def target_platform() -> str:
     """Returns what ops are traced for now: as `lowered_for` says, or jax's default device is."""
     if _platform.value is not None:
         return _platform.value
-    device = jax.config.jax_default_device
+    device = getattr(jax.config, "jax_default_device")  # noqa: B009 (jax adds it when it runs)
     if device is None:
         return jax.default_backend()
     return device if isinstance(device, str) else device.platform

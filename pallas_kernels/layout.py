@@ -8,6 +8,7 @@ as fill a line of 128, or one with zeros behind it. Attention over such a line i
 one head whose queries are zero where other heads lie.
 """
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -148,7 +149,7 @@ def read_slots(pages: Array, slots: Array) -> Array:
     return pages.at[page, :, offset].get(mode="fill", fill_value=0)
 
 
-def is_quantized(pages: Array) -> bool:
+def is_quantized(pages: Array | jax.ShapeDtypeStruct) -> bool:
     """Returns whether what the pages hold is to be multiplied by scales: int8 and fp8 (e4m3)."""
     return jnp.dtype(pages.dtype) in LARGEST
 

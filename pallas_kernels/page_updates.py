@@ -260,8 +260,8 @@ def _group_chunk(slots: Array, call: _Call) -> _Updates:
 
 
 def _read_kernel(*refs: Any, call: _Call, count: int) -> None:
-    updates, refs = _Chunk.of(refs, call)
-    arrays, (out, buffer, sems, _) = refs[:count], refs[count:]
+    updates, rest = _Chunk.of(refs, call)
+    arrays, (out, buffer, sems, _) = rest[:count], rest[count:]
     copies = _Copies(updates, arrays, buffer, sems, is_write=False)
     row = _rows_of(call)
 
@@ -289,9 +289,9 @@ def _read_kernel(*refs: Any, call: _Call, count: int) -> None:
 
 
 def _write_kernel(*refs: Any, call: _Call, count: int) -> None:
-    updates, (new, *refs) = _Chunk.of(refs, call)
-    read, written = refs[:count], refs[count : 2 * count]
-    buffer, read_sems, write_sems = refs[2 * count :]
+    updates, (new, *rest) = _Chunk.of(refs, call)
+    read, written = rest[:count], rest[count : 2 * count]
+    buffer, read_sems, write_sems = rest[2 * count :]
     copies = _Copies(updates, read, buffer, read_sems, is_write=False)
     writes = _Copies(updates, written, buffer, write_sems, is_write=True)
     row = _rows_of(call)

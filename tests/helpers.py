@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.ngram_match import ngram_match
 from specjax.config import EngineConfig
 from specjax.drafters import ngram
 from specjax.drafters.base import NOT_KEPT, Draft, Drafter
@@ -260,10 +261,11 @@ class MarginalsDrafter:
 
         def draft(params, state, decode_state, num_tokens) -> Draft:
             history, length = decode_state.history, decode_state.cache.lengths + 1
-            starts, is_found = ngram.matches(
+            found = ngram_match(
                 history, length, min_match=1, max_match=4, num_matches=width
             )
-            tokens = ngram.continuations(history, length, starts, depth)
+            is_found = found.lengths > 0
+            tokens = ngram.continuations(history, length, found.starts, depth)
             weights = jnp.where(is_found, 0.5 ** jnp.arange(1, width + 1)[None], 0.0)
             tokens = jnp.swapaxes(tokens, 1, 2)  # [rows, depth, matches]
             is_same = tokens[:, :, :, None] == tokens[:, :, None, :]
@@ -287,3 +289,13 @@ class MarginalsDrafter:
             prefill=lambda params, state, batch, max_tokens_per_row: state,
             draft=draft,
         )
+
+
+def match_by_loop(text: list[int], min_match: int, max_match: int) -> int | None:
+    """Returns where the continuation of the longest, then latest, match stands."""
+    for size in range(min(max_match, len(text)), min_match - 1, -1):
+        suffix = text[-size:]
+        for start in range(len(text) - size - 1, -1, -1):
+            if text[start : start + size] == suffix:
+                return start + size
+    return None

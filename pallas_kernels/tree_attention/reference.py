@@ -42,7 +42,7 @@ def tree_attention_reference(
         k = layout.read_slots(k_pages, slots).astype(jnp.float32)
         v = layout.read_slots(v_pages, slots).astype(jnp.float32)
         k, v = jnp.repeat(k, group, axis=1), jnp.repeat(v, group, axis=1)
-        if k_scale is not None:
+        if k_scale is not None and v_scale is not None:
             k *= jnp.repeat(k_scale, heads // k_scale.shape[0])[None, :, None]
             v *= jnp.repeat(v_scale, heads // v_scale.shape[0])[None, :, None]
 

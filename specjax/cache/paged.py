@@ -73,16 +73,14 @@ def page_shape(
     config: ModelConfig, num_pages: int, page_size: int, *, kv_shards: int = 1
 ) -> tuple[int, int, int, int]:
     """Returns the shape of the keys of a layer, on all devices together; on a TPU, in lanes."""
-    own = layout.page_shape(
+    _, lines, _, width = layout.page_shape(
         num_pages,
         page_size,
         config.num_kv_heads // kv_shards,
         config.head_dim,
         in_lanes=target_platform() == "tpu",
     )
-    shape = list(own)
-    shape[layout.KV_HEADS_AXIS] *= kv_shards
-    return tuple(shape)
+    return num_pages, lines * kv_shards, page_size, width
 
 
 def numbers_per_token(config: ModelConfig, *, kv_shards: int = 1) -> int:

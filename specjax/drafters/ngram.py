@@ -11,88 +11,11 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.ngram_match import ngram_match
 from specjax.config import MAX_DRAFT_NODES
 from specjax.drafters.base import Draft, Drafter
 from specjax.trees.merging import merge
 from specjax.types import Proposal
-
-
-def match(
-    history: Array, num_tokens: Array, *, min_match: int, max_match: int
-) -> tuple[Array, Array]:
-    """Finds the longest earlier occurrence of each row's last tokens, the latest among equals.
-
-    Args:
-      history: i32[rows, max_length]; num_tokens: i32[rows], how many of it are text.
-      min_match, max_match: fewest and most tokens that must agree.
-
-    Returns:
-      start i32[rows], the position after the match, where the continuation stands;
-      and is_found bool[rows].
-    """
-    max_length = history.shape[1]
-    # One maximum finds the longest match and, among those, the latest.
-    best = jnp.max(_match_keys(history, num_tokens, max_match), axis=1)
-    return best % max_length, best // max_length >= min_match
-
-
-def matches(
-    history: Array,
-    num_tokens: Array,
-    *,
-    min_match: int,
-    max_match: int,
-    num_matches: int,
-) -> tuple[Array, Array]:
-    """Finds several earlier occurrences, the longest first and the latest among equals.
-
-    The first is what `match` finds. Occurrences differ in where they end; what
-    follows them may be the same, which trees.merging.merge undoes.
-
-    Args:
-      history, num_tokens, min_match, max_match: as for `match`.
-      num_matches: how many to look for.
-
-    Returns:
-      starts i32[rows, num_matches], the positions after the matches, 0 where none
-      was found; and is_found bool[rows, num_matches], never true after false.
-
-    Cost: max_match + num_matches passes over rows * max_length.
-
-    Raises:
-      ValueError: num_matches is below 1.
-    """
-    if num_matches < 1:
-        raise ValueError(f"{num_matches=} must be at least 1.")
-    max_length = history.shape[1]
-    keys = _match_keys(history, num_tokens, max_match)
-    # One maximum after the other: XLA's top_k of integers sorts the whole on CPU.
-    found = [jnp.max(keys, axis=1)]
-    for _ in range(1, num_matches):
-        is_left = keys < found[-1][:, None]
-        found.append(jnp.max(jnp.where(is_left, keys, 0), axis=1))
-    best = jnp.stack(found, axis=1)
-    is_found = best // max_length >= min_match
-    return jnp.where(is_found, best % max_length, 0), is_found
-
-
-def _match_keys(history: Array, num_tokens: Array, max_match: int) -> Array:
-    """Returns i32[rows, max_length]: tokens matched before each end * max_length + end.
-
-    0 where no token matches. No two ends of a row have the same key but 0.
-    """
-    rows, max_length = history.shape
-    ends = jnp.arange(max_length)[None, :]  # a match covers history[end - n : end]
-    agrees = (ends >= 1) & (ends < num_tokens[:, None])
-    matched = jnp.zeros((rows, max_length), jnp.int32)
-    for back in range(1, max_match + 1):
-        last = jnp.take_along_axis(
-            history, jnp.maximum(num_tokens - back, 0)[:, None], axis=1
-        )
-        shifted = jnp.pad(history, ((0, 0), (back, 0)))[:, :max_length]
-        agrees = agrees & (shifted == last) & (ends >= back)
-        matched += agrees
-    return matched * max_length + ends * (matched > 0)
 
 
 def drafter(
@@ -119,17 +42,23 @@ def drafter(
     def draft(params, state, decode_state, num_tokens: Array) -> Draft:
         del params
         history, length = decode_state.history, decode_state.cache.lengths + 1
-        bounds = dict(min_match=min_match, max_match=max_match)
+        found = ngram_match(
+            history,
+            length,
+            min_match=min_match,
+            max_match=max_match,
+            num_matches=num_matches,
+        )
+        is_found = found.lengths > 0
+        drafted = continuations(history, length, found.starts, depth)
         if num_matches == 1:
-            start, is_found = match(history, length, **bounds)
             proposal = Proposal(
-                token_ids=continuations(history, length, start[:, None], depth)[:, 0],
-                num_tokens=jnp.where(is_found, num_tokens, 0),
+                token_ids=drafted[:, 0],
+                num_tokens=jnp.where(is_found[:, 0], num_tokens, 0),
             )
             return Draft(proposal, state, length)
-        starts, is_found = matches(history, length, **bounds, num_matches=num_matches)
         grown = merge(
-            continuations(history, length, starts, depth),
+            drafted,
             jnp.where(is_found, num_tokens[:, None], 0),
             num_drafts=budget,
         )
