@@ -103,3 +103,24 @@ DEVICES = {
         source='"NVIDIA H200 Tensor Core GPU", ' + _NVIDIA + "h200",
     ),
 }
+
+# By what jax calls a device, or the beginning of it.
+_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6": "v6e",
+    "TPU7x": "tpu7x",
+    "NVIDIA A100": "a100",
+    "NVIDIA H100": "h100",
+    "NVIDIA H200": "h200",
+}
+
+
+def of_kind(device_kind: str) -> DeviceFigures | None:
+    """Returns the figures of a device by its `device_kind`, or None if they are not known."""
+    for kind, name in _KINDS.items():
+        if device_kind.startswith(kind):
+            return DEVICES[name]
+    return None

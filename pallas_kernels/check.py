@@ -230,7 +230,7 @@ def check(topology: str, chips: int, only: str = "") -> Iterator[Result]:
         vmem_bytes = temp_bytes = None
         try:
             vmem_bytes = case.vmem_bytes()
-            with lowered_for("tpu"):
+            with lowered_for("tpu", described.devices[0].device_kind):
                 step = jax.jit(local, donate_argnums=case.donated)
                 compiled = step.lower(*case.arguments).compile()
             if (analysis := compiled.memory_analysis()) is not None:

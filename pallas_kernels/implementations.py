@@ -13,19 +13,29 @@ _platform = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
-def lowered_for(platform: str) -> Iterator[None]:
+def lowered_for(platform: str, device_kind: str | None = None) -> Iterator[None]:
     """Ops traced within are for a platform, "cpu", "gpu" or "tpu", whatever this process runs on.
 
     For compiling ahead of time: an op picks its implementation when it is traced.
+
+    Args:
+      device_kind: as jax names devices; by it measured block sizes are chosen.
     """
-    with _platform(platform):
+    with _platform((platform, device_kind)):
         yield
+
+
+def target_kind() -> str | None:
+    """Returns the kind of device that ops are traced for, where it is known."""
+    if _platform.value is not None:
+        return _platform.value[1]
+    return jax.devices()[0].device_kind if target_platform() == "tpu" else None
 
 
 def target_platform() -> str:
     """Returns what ops are traced for now: as `lowered_for` says, or jax's default device is."""
     if _platform.value is not None:
-        return _platform.value
+        return _platform.value[0]
     device = getattr(jax.config, "jax_default_device")  # noqa: B009 (jax adds it when it runs)
     if device is None:
         return jax.default_backend()

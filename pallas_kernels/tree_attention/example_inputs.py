@@ -1,6 +1,7 @@
 """Named cases of tree attention, shared by tests and benchmarks."""
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -192,7 +193,7 @@ def _quantized(pages: np.ndarray, scale: Array, dtype: jnp.dtype) -> Array:
     return jnp.moveaxis(new.reshape(tokens.shape), 2, 1)
 
 
-def pack_ancestors(parents: tuple[int, ...]) -> np.ndarray:
+def pack_ancestors(parents: Sequence[int]) -> np.ndarray:
     """Returns u32[num_nodes, words]: bit j where j is the node or its ancestor."""
     bits = np.zeros((len(parents), -(-len(parents) // 32)), np.uint32)
     for node, parent in enumerate(parents):

@@ -24,13 +24,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import layout
+from pallas_kernels.implementations import target_kind
 from pallas_kernels.page_updates import LANES, SMEM_BYTES, check_pages
 from pallas_kernels.ragged import rows_of
+from pallas_kernels.tree_attention.block_sizes import BlockSizes, choose
 from pallas_kernels.tree_attention.reference import check_window
 
-MOST_QUERIES = 64  # tokens of a block
 FEW_QUERIES = 8  # of a block that has no more, no more are computed
-TILE_TOKENS = 128  # keys that are multiplied at once
 MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
 CORES = 2  # of a chip that has several; they take every second block
 VMEM_BYTES = 14 << 20  # of 16 MiB, the least of all generations
@@ -117,15 +117,21 @@ def tree_attention_mosaic_tpu(
     softcap: float | None = None,
     window: int | None = None,
     max_tokens_per_row: int,
+    block_sizes: BlockSizes | None = None,
     interpret: bool | pltpu.InterpretParams = False,
 ) -> Array:
     """See `tree_attention`.
+
+    Args:
+      block_sizes: None is what was measured on the device, or the default.
 
     Raises:
       NotImplementedError: a size that no tile fits.
     """
     check_window(window, ancestor_bits)
-    shape = _shape_of(q, k_pages, block_table, ancestor_bits, max_tokens_per_row)
+    shape = _shape_of(
+        q, k_pages, block_table, ancestor_bits, max_tokens_per_row, block_sizes
+    )
     shape = dataclasses.replace(
         shape,
         scale=scale,
@@ -205,6 +211,7 @@ def _shape_of(
     block_table: Array,
     ancestor_bits: Array | None,
     max_tokens_per_row: int,
+    sizes: BlockSizes | None = None,
 ) -> _Shape:
     """Returns the sizes of a call, its tiles among them."""
     num_tokens, heads, head_dim = q.shape
@@ -213,17 +220,19 @@ def _shape_of(
     check_pages(k_pages)
     if q.dtype != k_pages.dtype and not layout.is_quantized(k_pages):
         raise NotImplementedError(f"{q.dtype=} must be {k_pages.dtype=} on a TPU.")
-    queries = min(max_tokens_per_row, MOST_QUERIES)
+    group = heads // kv_heads
+    sizes = sizes or choose(target_kind(), head_dim, group, max_tokens_per_row)
+    queries = min(max_tokens_per_row, sizes.queries)
     while True:
         shape = _Shape(
             kv_heads=kv_heads,
-            group=heads // kv_heads,
+            group=group,
             head_dim=head_dim,
             page_size=page_size,
             pages_per_row=pages_per_row,
             queries=queries,
             num_blocks=_most_blocks(rows, num_tokens, queries, max_tokens_per_row),
-            pages_per_tile=min(max(TILE_TOKENS // page_size, 1), pages_per_row),
+            pages_per_tile=min(max(sizes.tile_tokens // page_size, 1), pages_per_row),
             words=0 if ancestor_bits is None else ancestor_bits.shape[1],
             dtype=q.dtype,
             page_dtype=k_pages.dtype,

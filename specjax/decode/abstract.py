@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.implementations import lowered_for
 from specjax import sharding
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState
@@ -99,7 +98,7 @@ class AbstractDecoder(Decoder):
     @property
     def abstract_state(self) -> DecodeState:
         """The shapes and dtypes of `init()`."""
-        with lowered_for(self.platform):
+        with self.lowered():
             return jax.eval_shape(functools.partial(self._initial_state, True))
 
     @property

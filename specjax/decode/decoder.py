@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import time
@@ -14,7 +15,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.implementations import lowered_for, target_platform
+from pallas_kernels.implementations import (
+    lowered_for,
+    target_kind,
+    target_platform,
+)
 from specjax import sharding
 from specjax.bucket import Bucket
 from specjax.cache import paged
@@ -128,20 +133,20 @@ class Decoder:
             make = functools.partial(self._initial_state, has_drafter)
             shardings = None
             if self.mesh is not None:
-                with lowered_for(self.platform):
+                with self.lowered():
                     shapes = jax.eval_shape(make)
                 specs = sharding.state_specs(shapes, self.mesh)
                 shardings = sharding.shardings(specs, self.mesh)
             self._makers[has_drafter] = jax.jit(make, out_shardings=shardings)
-        with lowered_for(self.platform):
+        with self.lowered():
             return self._makers[has_drafter]()
 
-    @property
-    def platform(self) -> str:
-        """What steps are compiled for: "cpu", "gpu" or "tpu"."""
+    def lowered(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the context in which ops are for the device that steps are compiled for."""
         if self.mesh is None:
-            return target_platform()
-        return self.mesh.devices.flat[0].platform
+            return lowered_for(target_platform(), target_kind())
+        device = self.mesh.devices.flat[0]
+        return lowered_for(device.platform, device.device_kind)
 
     def place_params(self, params: DecoderParams) -> DecoderParams:
         """Puts weights onto the mesh: the target split, the drafter whole on every shard."""
@@ -461,7 +466,7 @@ class Decoder:
                 out_specs=(own, *out_specs),
                 check_vma=False,  # the loop's carries are replicated or split by construction
             )
-        with lowered_for(self.platform):
+        with self.lowered():
             return jax.jit(run, donate_argnums=0).lower(state, *arguments)
 
     def _signature_of(self, params: DecoderParams | None) -> tuple:

@@ -1,0 +1,280 @@
+"""What attention over pages reaches of a device's bandwidth.
+
+    python -m pallas_kernels.tree_attention.bench --rows 1 8 --context 2048 --nodes 1 8
+
+prints, per shape, the time of a call, the bytes that it must move (the pages that rows have in
+use, once, and queries and results), the bandwidth that makes, and its part of what a copy of
+a large array reaches in the same run and of the device's published peak, where that is known.
+With `--tune`, on a TPU, the block sizes of each shape are chosen by time, and written to
+block_sizes.json. Pages that fit in a cache of the device are read faster than a copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from configs.devices import of_kind
+from pallas_kernels import layout
+from pallas_kernels.implementations import target_platform
+from pallas_kernels.tree_attention import block_sizes, tree_attention
+from pallas_kernels.tree_attention.block_sizes import BlockSizes
+from pallas_kernels.tree_attention.example_inputs import pack_ancestors
+from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
+
+COPIED_BYTES = 256 << 20
+LEAST_S = 0.02  # that a timed program takes: many calls in one
+ROUNDS = 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A step: rows of a context, and a tree of so many nodes in each."""
+
+    rows: int
+    context: int
+    nodes: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    dtype: str = "bfloat16"
+
+    @property
+    def moved_bytes(self) -> int:
+        """Returns the pages in use once, and queries and results."""
+        tokens = self.context + self.nodes
+        pages = -(-tokens // self.page_size) * self.page_size
+        kept = 2 * self.rows * pages * self.kv_heads
+        new = 2 * self.rows * self.nodes * self.heads
+        return (kept + new) * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Medians over rounds."""
+
+    shape: Shape
+    implementation: str
+    seconds: float
+    bytes_per_s: float
+    of_copy: float  # of the bandwidth of a copy in the same run
+    of_peak: float | None  # of what the maker says
+    sizes: BlockSizes | None
+
+
+def make_call(shape: Shape) -> tuple[jax.Array, Callable[..., jax.Array], dict]:
+    """Returns queries, a function of them and options that attends, and the pages it reads."""
+    rng = np.random.default_rng(0)
+    rows, nodes = shape.rows, shape.nodes
+    per_row = -(-(shape.context + nodes) // shape.page_size)
+    table = rng.permutation(rows * per_row).astype(np.int32).reshape(rows, per_row)
+    pages = layout.page_shape(
+        rows * per_row,
+        shape.page_size,
+        shape.kv_heads,
+        shape.head_dim,
+        in_lanes=target_platform() == "tpu",
+    )
+    keys = jax.random.split(jax.random.key(0), 3)
+    draw = functools.partial(jax.random.normal, dtype=shape.dtype)
+    tree = pack_ancestors([(node - 1) // 2 if node else -1 for node in range(nodes)])
+    bits = jnp.asarray(np.tile(tree, (rows, 1))) if nodes > 1 else None
+    arrays = {
+        "k_pages": draw(keys[0], pages),
+        "v_pages": draw(keys[1], pages),
+        "block_table": jnp.asarray(table),
+        "row_starts": jnp.arange(rows + 1, dtype=jnp.int32) * nodes,
+        "lengths": jnp.full(rows, shape.context, jnp.int32),
+        "ancestor_bits": bits,
+    }
+    q = draw(keys[2], (rows * nodes, shape.heads, shape.head_dim))
+
+    def attend(q: jax.Array, arrays: dict, op: Callable, **options: Any) -> jax.Array:
+        return op(
+            q,
+            **arrays,
+            scale=shape.head_dim**-0.5,
+            max_tokens_per_row=nodes,
+            **options,
+        )
+
+    return q, attend, arrays
+
+
+def seconds_of(
+    contenders: Mapping[Any, Callable[[Any], Any]], start: Any
+) -> dict[Any, float]:
+    """Returns seconds per call: calls that follow each other in one program, contenders in turn."""
+    programs = {}
+    for name, call in contenders.items():
+
+        @jax.jit
+        def program(count: jax.Array, state: Any, call: Callable = call) -> Any:
+            return lax.fori_loop(0, count, lambda _, state: call(state), state)
+
+        count = 1
+        while (took := _timed(program, count, start)) < LEAST_S and count < 1 << 16:
+            count = max(2 * count, int(count * LEAST_S / max(took, 1e-6)))
+        programs[name] = program, count
+    rounds: dict[Any, list[float]] = {name: [] for name in programs}
+    for _ in range(ROUNDS):
+        for name, (program, count) in programs.items():
+            rounds[name].append(_timed(program, count, start) / count)
+    return {name: statistics.median(each) for name, each in rounds.items()}
+
+
+def _timed(program: Callable, count: int, start: Any) -> float:
+    count = jnp.int32(count)
+    jax.block_until_ready(program(count, start))
+    begin = time.perf_counter()
+    jax.block_until_ready(program(count, start))
+    return time.perf_counter() - begin
+
+
+def copy_bytes_per_s() -> float:
+    """Returns what a loop over a large array reaches, read and written."""
+    array = jnp.zeros(COPIED_BYTES // 4, jnp.float32)
+    (took,) = seconds_of({"copy": lambda array: array + 1.0}, array).values()
+    return 2 * COPIED_BYTES / took
+
+
+def measure(
+    shape: Shape, implementation: str, copied: float, *, tunes: bool = False
+) -> Result:
+    """Returns what a shape reaches; with `tunes`, by the fastest block sizes."""
+    q, attend, arrays = make_call(shape)
+    if tunes:
+        ops: dict[BlockSizes | None, Callable] = {
+            sizes: functools.partial(tree_attention_mosaic_tpu, block_sizes=sizes)
+            for sizes in _fitting(shape, attend, q, arrays)
+        }
+    else:
+        options = {"implementation": implementation, "num_kv_heads": shape.kv_heads}
+        ops = {None: functools.partial(tree_attention, **options)}
+    # What attention returns has the shape of queries: it is what the next call asks for.
+    contenders = {
+        sizes: functools.partial(attend, arrays=arrays, op=op)
+        for sizes, op in ops.items()
+    }
+    took = seconds_of(contenders, q)
+    sizes = min(took, key=took.__getitem__)
+    speed = shape.moved_bytes / took[sizes]
+    peak = of_kind(jax.devices()[0].device_kind)
+    return Result(
+        shape,
+        implementation,
+        took[sizes],
+        speed,
+        speed / copied,
+        None if peak is None else speed / peak.per_device().bytes_per_s,
+        sizes,
+    )
+
+
+def _fitting(
+    shape: Shape, attend: Callable, q: jax.Array, arrays: dict
+) -> list[BlockSizes]:
+    """Returns the candidates that the kernel takes, and that differ for the shape."""
+    fitting: dict[tuple[int, int], BlockSizes] = {}
+    for sizes in block_sizes.CANDIDATES:
+        op = functools.partial(tree_attention_mosaic_tpu, block_sizes=sizes)
+        try:
+            jax.eval_shape(functools.partial(attend, op=op), q, arrays)
+        except NotImplementedError:
+            continue
+        fitting.setdefault((min(sizes.queries, shape.nodes), sizes.tile_tokens), sizes)
+    return list(fitting.values())
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m pallas_kernels.tree_attention.bench"
+    )
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--context", type=int, nargs="+", default=[2048])
+    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument(
+        "--implementation", help="default: mosaic_tpu on a TPU, else xla"
+    )
+    parser.add_argument(
+        "--tune", action="store_true", help="choose and write block sizes"
+    )
+    parser.add_argument("--json", action="store_true", help="a list of documents")
+    options = parser.parse_args(argv)
+    is_tpu = target_platform() == "tpu"
+    if options.tune and not is_tpu:
+        parser.error(f"--tune needs a TPU, and this is {target_platform()}.")
+    implementation = options.implementation or ("mosaic_tpu" if is_tpu else "xla")
+    copied = copy_bytes_per_s()
+    kind = jax.devices()[0].device_kind
+    if not options.json:
+        print(
+            f"{kind}, jax {jax.__version__}, {implementation}; a copy: {copied / 1e9:.1f} GB/s"
+        )
+    results = []
+    for rows, context, nodes in itertools.product(
+        options.rows, options.context, options.nodes
+    ):
+        shape = Shape(
+            rows=rows,
+            context=context,
+            nodes=nodes,
+            heads=options.heads,
+            kv_heads=options.kv_heads,
+            head_dim=options.head_dim,
+            page_size=options.page_size,
+            dtype=options.dtype,
+        )
+        result = measure(shape, implementation, copied, tunes=options.tune)
+        results.append(result)
+        if not options.json:
+            print(_line(result), flush=True)
+    if options.json:
+        print(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
+    if options.tune:
+        block_sizes.write([_entry(result, kind) for result in results])
+    return 0
+
+
+def _entry(result: Result, kind: str) -> block_sizes.Entry:
+    shape = result.shape
+    assert result.sizes is not None
+    lines = layout.page_shape(1, 1, shape.kv_heads, shape.head_dim, in_lanes=True)
+    group = shape.heads // lines[layout.KV_HEADS_AXIS]
+    return block_sizes.Entry(kind, lines[3], group, shape.nodes, result.sizes)
+
+
+def _line(result: Result) -> str:
+    shape, sizes = result.shape, result.sizes
+    peak = "" if result.of_peak is None else f", {result.of_peak:.0%} of the peak"
+    chosen = (
+        "" if sizes is None else f"; {sizes.queries} queries, {sizes.tile_tokens} keys"
+    )
+    return (
+        f"{shape.rows:4} rows, {shape.context:6} tokens, {shape.nodes:3} nodes: "
+        f"{1e6 * result.seconds:10.1f} us, {shape.moved_bytes / 1e6:8.2f} MB, "
+        f"{result.bytes_per_s / 1e9:7.1f} GB/s, {result.of_copy:.0%} of a copy{peak}{chosen}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

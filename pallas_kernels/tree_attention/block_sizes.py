@@ -1,0 +1,80 @@
+"""How much the TPU kernel takes at once: as measured on a device, or a default.
+
+`python -m pallas_kernels.tree_attention.bench --tune` measures and writes the table,
+block_sizes.json: a list of documents like `Entry`. Results differ by the order of sums alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+
+PATH = Path(__file__).with_suffix(".json")
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSizes:
+    """Of one call.
+
+    Attributes:
+      queries: new tokens of a row that share one read of its pages, at most.
+      tile_tokens: keys that are copied and multiplied at once; a multiple of the page size,
+        or one page.
+    """
+
+    # As many as the tallest tree of most drafters, and as wide as the matrix unit. Nothing
+    # was measured on a TPU yet.
+    queries: int = 64
+    tile_tokens: int = 128
+
+
+DEFAULT = BlockSizes()
+CANDIDATES = tuple(BlockSizes(q, t) for q in (16, 32, 64, 128) for t in (128, 256, 512))
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What was the fastest of CANDIDATES for a shape on a device."""
+
+    device_kind: str  # as jax names it
+    head_dim: int  # of a line, where heads lie in lanes
+    group: int  # query heads of a key head
+    max_tokens_per_row: int
+    sizes: BlockSizes
+
+
+def choose(
+    device_kind: str | None, head_dim: int, group: int, max_tokens_per_row: int
+) -> BlockSizes:
+    """Returns the sizes of the device's entry nearest in tokens per row, or DEFAULT."""
+    own = [
+        entry
+        for entry in table()
+        if (entry.device_kind, entry.head_dim, entry.group)
+        == (device_kind, head_dim, group)
+    ]
+    distance = lambda entry: abs(entry.max_tokens_per_row - max_tokens_per_row)
+    return min(own, key=distance).sizes if own else DEFAULT
+
+
+@functools.cache
+def table() -> tuple[Entry, ...]:
+    """Returns what block_sizes.json holds."""
+    documents = json.loads(PATH.read_text(encoding="utf-8"))
+    return tuple(
+        Entry(**{**document, "sizes": BlockSizes(**document["sizes"])})
+        for document in documents
+    )
+
+
+def write(entries: list[Entry], path: Path = PATH) -> None:
+    """Writes entries, in place of those of the same shapes and devices."""
+    shape = lambda entry: dataclasses.astuple(entry)[:-1]
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    measured = [dataclasses.asdict(entry) for entry in entries]
+    names = [field.name for field in dataclasses.fields(Entry)][:-1]
+    new = {shape(entry) for entry in entries}
+    kept = [one for one in before if tuple(one[name] for name in names) not in new]
+    path.write_text(json.dumps([*kept, *measured], indent=1) + "\n", encoding="utf-8")

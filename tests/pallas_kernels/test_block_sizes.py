@@ -1,0 +1,125 @@
+"""Block sizes: which are taken, and that none changes a result."""
+
+import dataclasses
+import json
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from configs.devices import DEVICES, of_kind
+from pallas_kernels.implementations import lowered_for
+from pallas_kernels.tree_attention import bench, block_sizes, tree_attention
+from pallas_kernels.tree_attention.block_sizes import (
+    CANDIDATES,
+    DEFAULT,
+    BlockSizes,
+    Entry,
+)
+from pallas_kernels.tree_attention.example_inputs import EXAMPLES, make_inputs
+from pallas_kernels.tree_attention.mosaic_tpu import (
+    tree_attention_mosaic_tpu,
+    vmem_bytes,
+)
+
+FEW, MANY = BlockSizes(16, 512), BlockSizes(128, 256)
+TABLE = (
+    Entry("TPU v5 lite", 128, 4, 1, FEW),
+    Entry("TPU v5 lite", 128, 4, 64, MANY),
+)
+
+
+def test_those_of_the_nearest_shape_on_the_device(monkeypatch):
+    monkeypatch.setattr(block_sizes, "table", lambda: TABLE)
+    assert block_sizes.choose("TPU v5 lite", 128, 4, 8) == FEW
+    assert block_sizes.choose("TPU v5 lite", 128, 4, 512) == MANY
+    for other in (("TPU v4", 128, 4), (None, 128, 4), ("TPU v5 lite", 256, 4)):
+        assert block_sizes.choose(*other, 8) == DEFAULT
+    # By what it is traced for.
+    arguments, options = make_inputs(
+        dataclasses.replace(EXAMPLES["prefill"], head_dim=128, heads=16)
+    )
+    q, k_pages, _, table, *_ = arguments
+    sizes = {"max_tokens_per_row": options["max_tokens_per_row"]}
+    with lowered_for("tpu"):
+        default = vmem_bytes(q, k_pages, table, None, **sizes)
+    with lowered_for("tpu", "TPU v5 lite"):
+        assert vmem_bytes(q, k_pages, table, None, **sizes) > default
+
+
+def test_the_table_that_is_shipped_can_be_read():
+    assert all(entry.sizes in CANDIDATES for entry in block_sizes.table())
+
+
+def test_new_entries_replace_those_of_their_shapes(tmp_path):
+    path = tmp_path / "block_sizes.json"
+    block_sizes.write(list(TABLE), path)
+    newer = dataclasses.replace(TABLE[0], sizes=DEFAULT)
+    block_sizes.write([newer], path)
+    documents = json.loads(path.read_text())
+    assert documents == [dataclasses.asdict(entry) for entry in (TABLE[1], newer)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [FEW, MANY, BlockSizes(32, 16)])
+def test_no_size_changes_a_result(sizes):
+    example = dataclasses.replace(EXAMPLES["trees_and_prompts"], head_dim=128)
+    arguments, options = make_inputs(example)
+    out = tree_attention_mosaic_tpu(
+        *arguments, **options, block_sizes=sizes, interpret=pltpu.InterpretParams()
+    )
+    expected = tree_attention(*arguments, **options, implementation="reference")
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+
+
+def test_devices_are_known_by_their_kind():
+    assert of_kind("TPU v5 lite") is DEVICES["v5e"]
+    assert of_kind("TPU v5") is DEVICES["v5p"]
+    assert of_kind("NVIDIA H200 141GB HBM3e") is DEVICES["h200"]
+    assert of_kind("cpu") is None
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setattr(bench, "COPIED_BYTES", 1 << 16)
+    monkeypatch.setattr(bench, "LEAST_S", 1e-4)
+    monkeypatch.setattr(bench, "ROUNDS", 3)
+
+
+def test_the_bench_says_what_must_move_and_how_fast_it_did(quick, capsys):
+    shape = "--rows 3 --context 40 --nodes 1 5 --heads 4 --kv-heads 2 --head-dim 64"
+    assert bench.main([*shape.split(), "--dtype", "float32", "--json"]) == 0
+    one, five = json.loads(capsys.readouterr().out)
+    of_pages = 2 * 3 * 48 * 2 * 64 * 4
+    assert bench.Shape(**five["shape"]).moved_bytes == of_pages + 2 * 15 * 4 * 64 * 4
+    for result in (one, five):
+        shape = bench.Shape(**result["shape"])
+        moved = result["bytes_per_s"] * result["seconds"]
+        assert moved == pytest.approx(shape.moved_bytes)
+        assert result["implementation"] == "xla"
+        assert result["of_peak"] is None
+    assert bench.main(["--rows", "1", "--context", "40", "--nodes", "1"]) == 0
+    assert "1 rows,     40 tokens,   1 nodes" in capsys.readouterr().out
+
+
+def test_the_bench_attends_to_its_tree(quick):
+    shape = bench.Shape(2, 30, 6, heads=4, kv_heads=2, head_dim=64, dtype="float32")
+    q, attend, arrays = bench.make_call(shape)
+    xla, reference = (
+        attend(q, arrays, tree_attention, implementation=name)
+        for name in ("xla", "reference")
+    )
+    np.testing.assert_allclose(xla, reference, rtol=1e-5, atol=1e-5)
+    in_order = attend(
+        q, arrays | {"ancestor_bits": None}, tree_attention, implementation="xla"
+    )
+    assert not jnp.allclose(xla, in_order)
+
+
+def test_only_a_tpu_is_tuned(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    with pytest.raises(SystemExit):
+        bench.main(["--tune"])
+    assert "--tune needs a TPU" in capsys.readouterr().err
