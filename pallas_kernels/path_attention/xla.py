@@ -27,6 +27,7 @@ def path_attention_xla(
     Tiles that a token does not see change none of its bits, so neighbours with
     longer prefixes do not matter.
     """
+    precision = running_softmax.precision_of(q.dtype)
     rows, pages_per_row = block_table.shape
     num_tokens, heads, head_dim = q.shape
     kv_heads, page_size = layout.kv_heads(k_pages), layout.page_size(k_pages)
@@ -55,9 +56,11 @@ def path_attention_xla(
         v = layout.read_slots(v_pages, slots).astype(jnp.float32)
         # 0 * NaN is NaN, and slots that hold no key may hold that.
         v = jnp.where(is_visible[:, :, None, None], v, 0.0)
-        scores = jnp.einsum("thgd,tkhd->thgk", queries, k)
+        scores = jnp.einsum("thgd,tkhd->thgk", queries, k, precision=precision)
         is_visible = is_visible[:, None, None, :]
-        return running_softmax.add_tile(state, "thgk,tkhd->thgd", scores, is_visible, v)
+        return running_softmax.add_tile(
+            state, "thgk,tkhd->thgd", scores, is_visible, v, precision
+        )
 
     first = jnp.int32(0)
     if window is not None:

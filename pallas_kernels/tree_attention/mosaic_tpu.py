@@ -27,6 +27,7 @@ from pallas_kernels import layout
 from pallas_kernels.implementations import target_kind
 from pallas_kernels.page_updates import LANES, SMEM_BYTES, check_pages
 from pallas_kernels.ragged import rows_of
+from pallas_kernels.running_softmax import precision_of
 from pallas_kernels.tree_attention.block_sizes import BlockSizes, choose
 from pallas_kernels.tree_attention.reference import check_window
 
@@ -537,11 +538,9 @@ class _Sums:
         rows = shape.rows_of_queries(queries)
         is_visible = self._visible(block, tile, row, rows)
         is_needed = self._needed(tile, row)
-        is_float32 = shape.dtype == jnp.float32
-        precision = lax.Precision.HIGHEST if is_float32 else lax.Precision.DEFAULT
         multiply = functools.partial(
             lax.dot_general,
-            precision=precision,
+            precision=precision_of(shape.dtype),
             preferred_element_type=jnp.float32,
         )
         for head in range(shape.kv_heads):

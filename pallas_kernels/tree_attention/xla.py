@@ -34,6 +34,7 @@ def tree_attention_xla(
 ) -> Array:
     """See `tree_attention`. Work follows the longest row's pages in use."""
     check_window(window, ancestor_bits)
+    precision = running_softmax.precision_of(q.dtype)
     pages_per_row = block_table.shape[1]
     kv_heads = layout.kv_heads(k_pages)
     page_size = layout.page_size(k_pages)
@@ -68,10 +69,14 @@ def tree_attention_xla(
         v = jnp.where(is_used[:, None, :, None], _gather(v_pages, ids), 0.0)
         group = queries.shape[2] // max_tokens_per_row
         is_visible = jnp.tile(is_visible[:, None], (1, 1, group, 1))
-        scores = jnp.einsum("rhqd,rhkd->rhqk", queries, _gather(k_pages, ids))
+        scores = jnp.einsum(
+            "rhqd,rhkd->rhqk", queries, _gather(k_pages, ids), precision=precision
+        )
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        return running_softmax.add_tile(state, "rhqk,rhkd->rhqd", scores, is_visible, v)
+        return running_softmax.add_tile(
+            state, "rhqk,rhkd->rhqd", scores, is_visible, v, precision
+        )
 
     first = jnp.int32(0)
     if window is not None:
