@@ -13,6 +13,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.random import threefry_2x32
 
+from pallas_kernels import counter_noise
+from pallas_kernels.counter_noise import random_bits as random_bits
+
 # What a draw decides. Draws of one (seed, position) under two roles are independent.
 # TARGET_TOKEN is shared on purpose by the target and a drafter that imitates it.
 TARGET_TOKEN, ACCEPT, RECOVER, DRAFT = range(4)
@@ -44,34 +47,6 @@ def token_keys(seeds: Array, positions: Array, role: int | Array) -> Array:
     )
 
 
-def random_bits(keys: Array, token_ids: int | Array) -> Array:
-    """Returns u32[num_tokens, n] of independent words, given keys u32[num_tokens, 2].
-
-    Two rounds of a mixer that changes every output bit with about half of the
-    changes of any input bit, a key word before each: within a token the words are
-    a permutation of the numbers below 2**32, so no two are equal.
-
-    Args:
-      token_ids: i32[num_tokens or 1, n]; a number n stands for 0 to n - 1.
-    """
-    if isinstance(token_ids, int):
-        token_ids = jnp.arange(token_ids)[None, :]
-    return _mix(_mix(token_ids.astype(jnp.uint32) ^ keys[:, :1]) + keys[:, 1:])
-
-
-def _mix(words: Array) -> Array:
-    """The 32-bit finaliser of MurmurHash3 (Austin Appleby, public domain)."""
-    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
-    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
-    return words ^ (words >> 16)
-
-
-def _open_unit(bits: Array) -> Array:
-    """Maps u32 to f32 strictly inside (0, 1), small values with full relative precision."""
-    unit = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
-    return jnp.minimum(unit, jnp.float32(1 - 2.0**-24))
-
-
 def uniforms(seeds: Array, positions: Array, role: int | Array, count: int) -> Array:
     """Returns uniform draws f32[num_tokens, count], strictly inside (0, 1).
 
@@ -80,25 +55,24 @@ def uniforms(seeds: Array, positions: Array, role: int | Array, count: int) -> A
       positions: i32[num_tokens].
       role: one of the module's roles, or i32[num_tokens].
     """
-    return _open_unit(random_bits(token_keys(seeds, positions, role), count))
+    return counter_noise.open_unit(
+        random_bits(token_keys(seeds, positions, role), count)
+    )
 
 
 def exponential_noise(keys: Array, token_ids: int | Array) -> Array:
     """Returns exponential draws f32[num_tokens, n], positive and finite.
 
-    The smallest of thousands win a race, so they are what must be precise: a
-    uniform near 0 keeps 32 random bits in float32, one near 1 only 24.
-
     Args:
       keys: u32[num_tokens, 2], from `token_keys`.
       token_ids: a vocabulary size, or the ids as for `random_bits`.
     """
-    return -jnp.log1p(-_open_unit(random_bits(keys, token_ids)))
+    return counter_noise.exponential(random_bits(keys, token_ids))
 
 
 def gumbel_noise(keys: Array, token_ids: int | Array) -> Array:
     """Returns standard Gumbel draws f32[num_tokens, n], finite; -log of the exponential ones."""
-    return -jnp.log(exponential_noise(keys, token_ids))
+    return counter_noise.gumbel(random_bits(keys, token_ids))
 
 
 def gumbel_bound(keys: Array, token_ids: int | Array) -> Array:
