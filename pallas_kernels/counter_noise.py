@@ -52,13 +52,24 @@ def _mix(words: Array) -> Array:
 
 def open_unit(bits: Array) -> Array:
     """Maps u32 to f32 strictly inside (0, 1), small values with full relative precision."""
-    # Each half is exact in float32 and their sum is rounded once, as a conversion of the
-    # whole word is; not every device converts words at or above 2**31.
+    return _open_unit(bits.astype(jnp.float32))
+
+
+def open_unit_by_halves(bits: Array) -> Array:
+    """`open_unit`, equal to the bit, for kernels: words at or above 2**31 are no int32.
+
+    Each half of a word is exact in float32, and their sum is rounded once, as the
+    conversion of the whole word is.
+    """
     high, low = (
         half.astype(jnp.int32).astype(jnp.float32)
         for half in (bits >> 16, bits & jnp.uint32(0xFFFF))
     )
-    unit = (high * jnp.float32(2.0**16) + low + 0.5) * jnp.float32(2.0**-32)
+    return _open_unit(high * jnp.float32(2.0**16) + low)
+
+
+def _open_unit(words: Array) -> Array:
+    unit = (words + 0.5) * jnp.float32(2.0**-32)
     return jnp.minimum(unit, jnp.float32(1 - 2.0**-24))
 
 
@@ -77,12 +88,11 @@ def gumbel(bits: Array) -> Array:
 
 
 def gumbel_by_polynomials(bits: Array) -> Array:
-    """`gumbel` by this module's own logarithms, for kernels.
+    """`gumbel` but for the last bits, for kernels: by the logarithms below.
 
-    A device's own may be coarse near 1, where log1p is taken of the draws that win. The
-    two agree but for the last bits.
+    A device's own log(1 - u) may be coarse where u is small, of the draws that win.
     """
-    return -log(negative_log1m(open_unit(bits)))
+    return -log(negative_log1m(open_unit_by_halves(bits)))
 
 
 def log(values: Array) -> Array:
