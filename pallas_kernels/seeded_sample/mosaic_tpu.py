@@ -1,0 +1,320 @@
+"""Sampling with seeded noise for TPU: one read of the logits, all else in VMEM.
+
+No score is known before its row's maximum is, so a block of up to 8 rows stays in VMEM
+from one pass over the vocabulary to the next. A grid step (block, tile) scores a tile of
+the block before and puts the same tile of its own block in its place: while the
+arithmetic of one block runs, the next one is read.
+
+    tile                0   1   2   3         step (2, 1): tiles 1 to 3 are block 1's still,
+    rows in VMEM       [2] [1] [1] [1]        tile 1 is scored, then overwritten by block 2's
+
+Work: num_tokens * vocab * itemsize bytes are read, and 4 more for a bias. About a hundred
+operations of the vector unit for each logit where any of its block's rows is random, most
+of them for the noise, and a dozen where none is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.counter_noise import gumbel_by_polynomials, log, random_bits
+from pallas_kernels.seeded_sample.reference import Sample
+from pallas_kernels.seeded_sample.xla import finish
+
+ROWS = 8  # of a block: the sublanes of a float32 register
+TILE = 8192  # logits of a row that are copied at once
+CHUNK = 512  # logits of a row that are held in registers at once
+LANES = 128
+VMEM_BYTES = 14 << 20  # of 16 MiB, the least of all generations
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """Static sizes of a call."""
+
+    num_tokens: int
+    vocab: int
+    itemsize: int  # of a logit
+    has_bias: bool
+
+    @property
+    def rows(self) -> int:
+        return min(self.num_tokens, ROWS)
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.num_tokens // self.rows)
+
+    @property
+    def chunk(self) -> int:
+        return min(self.vocab, CHUNK)
+
+    @property
+    def tile(self) -> int:
+        return min(TILE, self.vocab // self.chunk * self.chunk)
+
+    @property
+    def num_tiles(self) -> int:
+        return -(-self.vocab // self.tile)
+
+    def vmem_bytes(self) -> int:
+        """Returns what a grid step keeps in VMEM: rows, tiles twice, what is carried."""
+        whole = lambda lanes: -(-lanes // LANES) * LANES
+        kept = 4 * whole(self.num_tiles * self.tile)
+        copied = 2 * (self.itemsize + 4 * self.has_bias) * whole(self.tile)
+        carried = 4 * (6 * whole(self.chunk) + 2 * LANES)
+        # Keys, temperature and threshold; token, log-probability and whether it is invalid.
+        per_row = 2 * 4 * 6 * LANES
+        return ROWS * (kept + copied + carried + per_row)
+
+
+def seeded_sample_mosaic_tpu(
+    logits: Array,  # f32 or bf16[num_tokens, vocab]
+    keys: Array,  # u32[num_tokens, 2]
+    temperature: Array,  # f32[num_tokens]
+    bias: Array | None,  # f32[num_tokens, vocab]
+    thresholds: Array,  # f32[num_tokens]
+    *,
+    interpret: bool | pltpu.InterpretParams = False,
+) -> Sample:
+    """See `seeded_sample`.
+
+    Raises:
+      NotImplementedError: a vocabulary of which VMEM does not hold 8 rows.
+    """
+    shape = _shape_of(logits, bias)
+    padding = (0, shape.num_blocks * shape.rows - shape.num_tokens)
+    # Rows past the last must not ask for noise; nor may NaN hide those that do.
+    temperature = jnp.pad(jnp.where(temperature > 0, temperature, 0.0), padding)
+    # What is read by the step (block, tile), and what is scored then: the last block is
+    # read once only, and nothing is scored in the first.
+    last = shape.num_blocks - 1, shape.num_tiles - 1
+    read = lambda block, tile: (
+        jnp.minimum(block, last[0]),
+        jnp.where(block > last[0], last[1], tile),
+    )
+    scored = lambda block, tile: (jnp.maximum(block - 1, 0), 0)
+    wide = pl.BlockSpec((shape.rows, shape.tile), read)
+    narrow = lambda lanes: pl.BlockSpec((shape.rows, lanes), scored)
+    has_bias = bias is not None
+    of = lambda dtype: jax.ShapeDtypeStruct((shape.num_tokens, 1), dtype)
+    out = pl.pallas_call(
+        functools.partial(_kernel, shape=shape),
+        out_shape=[of(jnp.int32), of(jnp.float32), of(jnp.int32)],
+        grid=(shape.num_blocks + 1, shape.num_tiles),
+        in_specs=[narrow(2), narrow(1), narrow(1), wide, *[wide] * has_bias],
+        out_specs=[narrow(1)] * 3,
+        scratch_shapes=_scratch_shapes(shape),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary", "arbitrary")
+        ),
+        interpret=interpret,
+        name="seeded_sample",
+    )(
+        jnp.pad(keys, (padding, (0, 0))),
+        temperature[:, None],
+        jnp.pad(thresholds, padding)[:, None],
+        logits,
+        *([bias] if has_bias else []),
+    )
+    token_ids, logprobs, is_invalid = (values[:, 0] for values in out)
+    return Sample(token_ids, logprobs, is_invalid > 0)
+
+
+def vmem_bytes(logits: Any, bias: Any = None) -> int:
+    """Returns the bytes of VMEM that a call keeps there; arguments or their shapes."""
+    return _shape_of(logits, bias).vmem_bytes()
+
+
+def _shape_of(logits: Any, bias: Any) -> _Shape:
+    shape = _Shape(*logits.shape, logits.dtype.itemsize, bias is not None)
+    if (needed := shape.vmem_bytes()) > VMEM_BYTES:
+        raise NotImplementedError(
+            f"{logits.shape=} needs {needed} bytes of VMEM, and {VMEM_BYTES} are there."
+        )
+    return shape
+
+
+def _scratch_shapes(shape: _Shape) -> list:
+    carried = lambda dtype: pltpu.VMEM((shape.rows, shape.chunk), dtype)
+    one = lambda dtype: pltpu.VMEM((shape.rows, 1), dtype)
+    return [
+        pltpu.VMEM((shape.rows, shape.num_tiles * shape.tile), jnp.float32),
+        *[carried(jnp.float32), carried(jnp.int32)],
+        *[one(jnp.float32), one(jnp.int32)],
+        *[carried(jnp.float32), carried(jnp.int32)],
+        *[carried(jnp.float32), carried(jnp.float32)],
+    ]
+
+
+# The kernel
+
+
+class _Refs(NamedTuple):
+    """Inputs, outputs, scratch. What is carried is of one lane each until a block ends."""
+
+    keys: Any  # u32[rows, 2], of the block that is scored
+    temperature: Any  # f32[rows, 1]
+    thresholds: Any  # f32[rows, 1]
+    logits: Any  # dtype[rows, tile], of the block that is read
+    bias: Any  # f32[rows, tile], or None
+    # Outputs, of the block that is scored.
+    token_ids: Any  # i32[rows, 1]
+    logprobs: Any  # f32[rows, 1]
+    is_invalid: Any  # i32[rows, 1]
+    # Scratch.
+    values: Any  # f32[rows, num_tiles * tile], logits and bias
+    largest: Any  # f32[rows, chunk], of the block that is read
+    is_bad: Any  # i32[rows, chunk], likewise: NaN or +inf was seen
+    row_largest: Any  # f32[rows, 1], of the block that is scored
+    row_is_bad: Any  # i32[rows, 1]
+    best: Any  # f32[rows, chunk], the best score
+    index: Any  # i32[rows, chunk], its token id, the lowest of equals
+    chosen: Any  # f32[rows, chunk], its processed logit
+    total: Any  # f32[rows, chunk], sum of exponentials
+
+
+def _kernel(*refs, shape: _Shape):
+    inputs = 5 if shape.has_bias else 4
+    refs = _Refs(*refs[:inputs], *[None] * (5 - inputs), *refs[inputs:])
+    block, tile = pl.program_id(0), pl.program_id(1)
+    is_last = tile == shape.num_tiles - 1
+
+    @pl.when(block > 0)
+    def _():
+        pl.when(tile == 0)(lambda: _begin_scores(refs))
+        has_noise = jnp.max(refs.temperature[...]) > 0
+        score = functools.partial(_score, refs, tile, shape)
+        pl.when(has_noise)(lambda: score(has_noise=True))
+        pl.when(~has_noise)(lambda: score(has_noise=False))
+        pl.when(is_last)(lambda: _end_scores(refs))
+
+    @pl.when(block < shape.num_blocks)
+    def _():
+        pl.when(tile == 0)(lambda: _begin_values(refs))
+        _read(refs, tile, shape)
+        pl.when(is_last)(lambda: _end_values(refs))
+
+
+def _begin_values(refs: _Refs) -> None:
+    refs.largest[...] = jnp.full_like(refs.largest, -jnp.inf)
+    refs.is_bad[...] = jnp.zeros_like(refs.is_bad)
+
+
+def _read(refs: _Refs, tile: Any, shape: _Shape) -> None:
+    """Puts a tile's values where they stay, and takes their maximum."""
+
+    def body(chunk: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        largest, is_bad = carry
+        start = pl.multiple_of(chunk * shape.chunk, shape.chunk)
+        at = pl.ds(start, shape.chunk)
+        values = refs.logits[:, at].astype(jnp.float32)
+        if refs.bias is not None:
+            values = values + refs.bias[:, at]
+        # Past the vocabulary lies anything.
+        ids = _ids(tile * shape.tile + start, shape)
+        values = jnp.where(ids < shape.vocab, values, -jnp.inf)
+        refs.values[:, _place(tile, chunk, shape)] = values
+        is_good = values < jnp.inf  # NaN is not
+        largest = jnp.where(is_good, jnp.maximum(largest, values), largest)
+        return largest, jnp.where(is_good, is_bad, 1)
+
+    carry = refs.largest[...], refs.is_bad[...]
+    carry = lax.fori_loop(0, shape.tile // shape.chunk, body, carry)
+    refs.largest[...], refs.is_bad[...] = carry
+
+
+def _end_values(refs: _Refs) -> None:
+    refs.row_largest[...] = jnp.max(refs.largest[...], axis=1, keepdims=True)
+    refs.row_is_bad[...] = jnp.max(refs.is_bad[...], axis=1, keepdims=True)
+
+
+def _begin_scores(refs: _Refs) -> None:
+    for lowest in (refs.best, refs.chosen):
+        lowest[...] = jnp.full_like(lowest, -jnp.inf)
+    for zero in (refs.index, refs.total):
+        zero[...] = jnp.zeros_like(zero)
+
+
+def _score(refs: _Refs, tile: Any, shape: _Shape, *, has_noise: bool) -> None:
+    """Looks for better scores in a tile, lane by lane, and adds up exponentials."""
+    keys, thresholds = refs.keys[...], refs.thresholds[...]
+    is_random, shift, divisor, top = _scaling(refs)
+
+    def body(chunk: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        best, index, chosen, total = carry
+        values = refs.values[:, _place(tile, chunk, shape)]
+        ids = _ids(tile * shape.tile + chunk * shape.chunk, shape)
+        scaled = (values - shift) / divisor
+        kept = jnp.where(scaled < thresholds, -jnp.inf, scaled)
+        scores = kept
+        if has_noise:
+            noise = gumbel_by_polynomials(random_bits(keys, ids))
+            scores = jnp.where(is_random, kept + noise, kept)
+        # Ids ascend within a lane: the first of equals stays.
+        is_better = scores > best
+        return (
+            jnp.where(is_better, scores, best),
+            jnp.where(is_better, ids, index),
+            jnp.where(is_better, kept, chosen),
+            total + jnp.exp(kept - top),
+        )
+
+    places = refs.best, refs.index, refs.chosen, refs.total
+    carry = tuple(place[...] for place in places)
+    carry = lax.fori_loop(0, shape.tile // shape.chunk, body, carry)
+    for place, value in zip(places, carry, strict=True):
+        place[...] = value
+
+
+def _end_scores(refs: _Refs) -> None:
+    """Writes the best of all lanes; the lowest id of equals."""
+    best = jnp.max(refs.best[...], axis=1, keepdims=True)
+    far = jnp.iinfo(jnp.int32).max
+    ids = jnp.where(refs.best[...] == best, refs.index[...], far)
+    index = jnp.min(ids, axis=1, keepdims=True)
+    chosen = jnp.where(ids == index, refs.chosen[...], -jnp.inf)
+    sample = finish(
+        index,
+        jnp.max(chosen, axis=1, keepdims=True),
+        _scaling(refs)[-1],
+        jnp.sum(refs.total[...], axis=1, keepdims=True),
+        refs.row_is_bad[...] > 0,
+        log=log,
+    )
+    refs.token_ids[...] = sample.token_ids
+    refs.logprobs[...] = sample.logprobs
+    refs.is_invalid[...] = sample.is_invalid.astype(jnp.int32)
+
+
+def _scaling(refs: _Refs) -> tuple[Array, Array, Array, Array]:
+    """Returns what a block's rows are scaled by, [rows, 1] each.
+
+    Whether they are random, what is subtracted, what divides, and the largest
+    processed logit.
+    """
+    temperature, largest = refs.temperature[...], refs.row_largest[...]
+    largest = jnp.where(largest > -jnp.inf, largest, 0.0)
+    is_random = temperature > 0
+    shift = jnp.where(is_random, largest, 0.0)
+    divisor = jnp.where(is_random, temperature, 1.0)
+    return is_random, shift, divisor, jnp.where(is_random, 0.0, largest)
+
+
+def _ids(start: Any, shape: _Shape) -> Array:
+    """Returns the token ids of a chunk, i32[rows, chunk]."""
+    return start + lax.broadcasted_iota(jnp.int32, (shape.rows, shape.chunk), 1)
+
+
+def _place(tile: Any, chunk: Any, shape: _Shape) -> Any:
+    """Returns where a chunk of a tile stays."""
+    start = tile * shape.tile + chunk * shape.chunk
+    return pl.ds(pl.multiple_of(start, shape.chunk), shape.chunk)
