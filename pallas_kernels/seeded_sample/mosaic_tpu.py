@@ -55,11 +55,11 @@ class _Shape:
 
     @property
     def chunk(self) -> int:
-        return min(self.vocab, CHUNK)
+        return min(_whole_lanes(self.vocab), CHUNK)
 
     @property
     def tile(self) -> int:
-        return min(TILE, self.vocab // self.chunk * self.chunk)
+        return min(TILE, max(self.vocab // self.chunk, 1) * self.chunk)
 
     @property
     def num_tiles(self) -> int:
@@ -67,13 +67,16 @@ class _Shape:
 
     def vmem_bytes(self) -> int:
         """Returns what a grid step keeps in VMEM: rows, tiles twice, what is carried."""
-        whole = lambda lanes: -(-lanes // LANES) * LANES
-        kept = 4 * whole(self.num_tiles * self.tile)
-        copied = 2 * (self.itemsize + 4 * self.has_bias) * whole(self.tile)
-        carried = 4 * (6 * whole(self.chunk) + 2 * LANES)
+        kept = 4 * self.num_tiles * self.tile
+        copied = 2 * (self.itemsize + 4 * self.has_bias) * self.tile
+        carried = 4 * (6 * self.chunk + 2 * LANES)
         # Keys, temperature and threshold; token, log-probability and whether it is invalid.
         per_row = 2 * 4 * 6 * LANES
         return ROWS * (kept + copied + carried + per_row)
+
+
+def _whole_lanes(size: int) -> int:
+    return -(-size // LANES) * LANES
 
 
 def seeded_sample_mosaic_tpu(
