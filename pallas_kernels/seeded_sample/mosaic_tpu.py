@@ -31,7 +31,7 @@ from pallas_kernels.seeded_sample.xla import finish
 
 ROWS = 8  # of a block: the sublanes of a float32 register
 TILE = 8192  # logits of a row that are copied at once
-CHUNK = 512  # logits of a row that are held in registers at once
+CHUNK = 1024  # logits of a row that are held in registers at once
 LANES = 128
 VMEM_BYTES = 14 << 20  # of 16 MiB, the least of all generations
 
