@@ -33,11 +33,13 @@ def seeded_sample_xla(
     scaled = (values - shift) / jnp.where(is_random, temperature[:, None], 1.0)
     kept = jnp.where(scaled < thresholds[:, None], -jnp.inf, scaled)
     noise = gumbel(random_bits(keys, logits.shape[1]))
-    token_ids, chosen = _first_best(jnp.where(is_random, kept + noise, kept), kept)
+    scores = jnp.where(is_random, kept + noise, kept)
+    # What is NaN stays so up to here, whatever the bias and the threshold.
+    scores = jnp.where(scores < jnp.inf, scores, jnp.inf)
+    best, token_ids, chosen = _first_best(scores, kept)
     top = jnp.where(is_random | ~has_largest, 0.0, largest)
     total = jnp.sum(jnp.exp(kept - top), axis=1)
-    is_bad = jnp.any(~(values < jnp.inf), axis=1)
-    return finish(token_ids, chosen, top[:, 0], total, is_bad)
+    return finish(token_ids, chosen, top[:, 0], total, best == jnp.inf)
 
 
 def finish(
@@ -59,10 +61,10 @@ def finish(
     )
 
 
-def _first_best(scores: Array, values: Array) -> tuple[Array, Array]:
-    """Returns the lowest index of each row's best score, i32[n], and its value, f32[n].
+def _first_best(scores: Array, values: Array) -> tuple[Array, Array, Array]:
+    """Returns each row's best score f32[n], its lowest index i32[n], and its value f32[n].
 
-    One reduction of both: a score computed a second time may differ in its last bit.
+    One reduction of all: a score computed a second time may differ in its last bit.
     """
     ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
 
@@ -72,5 +74,5 @@ def _first_best(scores: Array, values: Array) -> tuple[Array, Array]:
 
     lowest = jnp.float32(-jnp.inf)
     start = lowest, jnp.int32(jnp.iinfo(jnp.int32).max), lowest
-    _, index, value = lax.reduce((scores, ids, values), start, better, (1,))
-    return index, value
+    best, index, value = lax.reduce((scores, ids, values), start, better, (1,))
+    return best, index, value
