@@ -28,13 +28,14 @@ EXAMPLES = {
     "one_token": Example(temperature=(0.0, 1.0), vocab=1),
     "few_tokens": Example(temperature=(0.0, 1.0, 0.5), vocab=5),
     "greedy": Example(temperature=(0.0,) * 3, vocab=700),
+    "greedy_tiles": Example(temperature=(0.0,) * 3, vocab=35_000),
     "mixed": Example(temperature=(0.0, 0.3, 1.0, 2.0, 0.0), vocab=1500),
     "cold": Example(temperature=(1e-3, 1e-30), vocab=640),
     "two_blocks": Example(temperature=(0.0, 1.0, 0.7) * 4, vocab=300),
     "greedy_block_first": Example(temperature=(*[0.0] * 8, 1.0), vocab=513),
     "random_block_first": Example(temperature=(*[0.9] * 8, *[0.0] * 8), vocab=512),
-    "whole_tile": Example(temperature=(1.0,) * 8, vocab=8192),
-    "past_a_tile": Example(temperature=(1.0, 0.0) * 9, vocab=9001),
+    "whole_tile": Example(temperature=(1.0,) * 8, vocab=16_384),
+    "past_a_tile": Example(temperature=(1.0, 0.0) * 9, vocab=17_001),
     "ties": Example(temperature=(0.0,) * 8, vocab=3000, has_ties=True),
     "bias": Example(temperature=(1.0, 0.0, 0.5), vocab=2100, has_bias=True),
     "thresholds": Example(
@@ -55,6 +56,21 @@ EXAMPLES = {
             *((6, 5, -INF), (7, 6, -INF)),
         ),
         empty=(4, 5),
+    ),
+    # Rivals whose ids are equal modulo every power of two up to 512, over one tile or two.
+    "rivals": Example(
+        temperature=(1.0,) * 16,
+        vocab=2048,
+        special=tuple(
+            (row, 7 + 512 * rival, 30.0) for row in range(16) for rival in range(4)
+        ),
+    ),
+    "far_rivals": Example(
+        temperature=(1.0, 0.0) * 4,
+        vocab=17_000,
+        special=tuple(
+            (row, 7 + 512 * rival, 30.0) for row in range(8) for rival in (0, 1, 32, 33)
+        ),
     ),
     "bfloat16": Example(temperature=(1.0, 0.0) * 5, vocab=1400, dtype="bfloat16"),
     "bfloat16_bias": Example(

@@ -8,16 +8,23 @@ arithmetic of one block runs, the next one is read.
     tile                0   1   2   3         step (2, 1): tiles 1 to 3 are block 1's still,
     rows in VMEM       [2] [1] [1] [1]        tile 1 is scored, then overwritten by block 2's
 
-Work: num_tokens * vocab * itemsize bytes are read, and 4 more for a bias. About a hundred
-operations of the vector unit for each logit where any of its block's rows is random, most
-of them for the noise, and a dozen where none is.
+Noise takes two logarithms, of some thirty operations each, and hardly any draw can win.
+So a tile is first passed with a bound of the noise in its place, which takes seven. Each
+lane of a row keeps the token with its highest bound; if that may win, it is scored. Tokens
+of the second highest bound may win too where two good ones share a lane: then, about once
+in a thousand blocks, the whole tile is scored. What is found is the best score of all.
+
+Work: num_tokens * vocab * itemsize bytes are read, and 4 more for a bias. Some forty
+operations of the vector unit for each logit where any of its block's rows is random, and a
+dozen where none is.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +32,23 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.counter_noise import gumbel_by_polynomials, log, random_bits
+from pallas_kernels.counter_noise import (
+    gumbel_bound,
+    gumbel_by_polynomials,
+    log,
+    random_bits,
+)
 from pallas_kernels.seeded_sample.reference import Sample
 from pallas_kernels.seeded_sample.xla import finish
 
 ROWS = 8  # of a block: the sublanes of a float32 register
-TILE = 8192  # logits of a row that are copied at once
-CHUNK = 1024  # logits of a row that are held in registers at once
+TILE = 16384  # logits of a row that are copied at once
+WIDTH = 512  # logits of a row whose best are told apart, and held in registers
+UNROLLED = 4  # of these that a loop takes at once, to keep the vector unit busy
 LANES = 128
 VMEM_BYTES = 14 << 20  # of 16 MiB, the least of all generations
+
+Carry = TypeVar("Carry")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +69,13 @@ class _Shape:
         return -(-self.num_tokens // self.rows)
 
     @property
+    def width(self) -> int:
+        return min(_whole_lanes(self.vocab), WIDTH)
+
+    @property
     def chunk(self) -> int:
-        return min(_whole_lanes(self.vocab), CHUNK)
+        """What a loop takes at once."""
+        return min(max(self.vocab // self.width, 1), UNROLLED) * self.width
 
     @property
     def tile(self) -> int:
@@ -69,7 +89,7 @@ class _Shape:
         """Returns what a grid step keeps in VMEM: rows, tiles twice, what is carried."""
         kept = 4 * self.num_tiles * self.tile
         copied = 2 * (self.itemsize + 4 * self.has_bias) * self.tile
-        carried = 4 * (6 * self.chunk + 2 * LANES)
+        carried = 4 * (10 * self.width + 2 * LANES)
         # Keys, temperature and threshold; token, log-probability and whether it is invalid.
         per_row = 2 * 4 * 6 * LANES
         return ROWS * (kept + copied + carried + per_row)
@@ -147,7 +167,7 @@ def _shape_of(logits: Any, bias: Any) -> _Shape:
 
 
 def _scratch_shapes(shape: _Shape) -> list:
-    carried = lambda dtype: pltpu.VMEM((shape.rows, shape.chunk), dtype)
+    carried = lambda dtype: pltpu.VMEM((shape.rows, shape.width), dtype)
     one = lambda dtype: pltpu.VMEM((shape.rows, 1), dtype)
     return [
         pltpu.VMEM((shape.rows, shape.num_tiles * shape.tile), jnp.float32),
@@ -175,14 +195,14 @@ class _Refs(NamedTuple):
     is_invalid: Any  # i32[rows, 1]
     # Scratch.
     values: Any  # f32[rows, num_tiles * tile], logits and bias
-    largest: Any  # f32[rows, chunk], of the block that is read
-    is_bad: Any  # i32[rows, chunk], likewise: NaN or +inf was seen
+    largest: Any  # f32[rows, width], of the block that is read
+    is_bad: Any  # i32[rows, width], likewise: NaN or +inf was seen
     row_largest: Any  # f32[rows, 1], of the block that is scored
     row_is_bad: Any  # i32[rows, 1]
-    best: Any  # f32[rows, chunk], the best score
-    index: Any  # i32[rows, chunk], its token id, the lowest of equals
-    chosen: Any  # f32[rows, chunk], its processed logit
-    total: Any  # f32[rows, chunk], sum of exponentials
+    best: Any  # f32[rows, width], the best score
+    index: Any  # i32[rows, width], its token id, the lowest of equals
+    chosen: Any  # f32[rows, width], its processed logit
+    total: Any  # f32[rows, width], sum of exponentials
 
 
 def _kernel(*refs, shape: _Shape):
@@ -195,9 +215,8 @@ def _kernel(*refs, shape: _Shape):
     def _():
         pl.when(tile == 0)(lambda: _begin_scores(refs))
         has_noise = jnp.max(refs.temperature[...]) > 0
-        score = functools.partial(_score, refs, tile, shape)
-        pl.when(has_noise)(lambda: score(has_noise=True))
-        pl.when(~has_noise)(lambda: score(has_noise=False))
+        pl.when(has_noise)(lambda: _race(refs, tile, shape))
+        pl.when(~has_noise)(lambda: _compare(refs, tile, shape))
         pl.when(is_last)(lambda: _end_scores(refs))
 
     @pl.when(block < shape.num_blocks)
@@ -215,24 +234,21 @@ def _begin_values(refs: _Refs) -> None:
 def _read(refs: _Refs, tile: Any, shape: _Shape) -> None:
     """Puts a tile's values where they stay, and takes their maximum."""
 
-    def body(chunk: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+    def body(start: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         largest, is_bad = carry
-        start = pl.multiple_of(chunk * shape.chunk, shape.chunk)
-        at = pl.ds(start, shape.chunk)
+        at = pl.ds(start, shape.width)
         values = refs.logits[:, at].astype(jnp.float32)
         if refs.bias is not None:
             values = values + refs.bias[:, at]
         # Past the vocabulary lies anything.
-        ids = _ids(tile * shape.tile + start, shape)
-        values = jnp.where(ids < shape.vocab, values, -jnp.inf)
-        refs.values[:, _place(tile, chunk, shape)] = values
+        values = jnp.where(_ids(tile, start, shape) < shape.vocab, values, -jnp.inf)
+        refs.values[:, _place(tile, start, shape)] = values
         is_good = values < jnp.inf  # NaN is not
         largest = jnp.where(is_good, jnp.maximum(largest, values), largest)
         return largest, jnp.where(is_good, is_bad, 1)
 
     carry = refs.largest[...], refs.is_bad[...]
-    carry = lax.fori_loop(0, shape.tile // shape.chunk, body, carry)
-    refs.largest[...], refs.is_bad[...] = carry
+    refs.largest[...], refs.is_bad[...] = _each_part(tile, shape, body, carry)
 
 
 def _end_values(refs: _Refs) -> None:
@@ -247,35 +263,100 @@ def _begin_scores(refs: _Refs) -> None:
         zero[...] = jnp.zeros_like(zero)
 
 
-def _score(refs: _Refs, tile: Any, shape: _Shape, *, has_noise: bool) -> None:
-    """Looks for better scores in a tile, lane by lane, and adds up exponentials."""
-    keys, thresholds = refs.keys[...], refs.thresholds[...]
-    is_random, shift, divisor, top = _scaling(refs)
+def _compare(refs: _Refs, tile: Any, shape: _Shape) -> None:
+    """Takes a tile's best tokens where no row has noise."""
+    scaling = _scaling(refs)
 
-    def body(chunk: Any, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        best, index, chosen, total = carry
-        values = refs.values[:, _place(tile, chunk, shape)]
-        ids = _ids(tile * shape.tile + chunk * shape.chunk, shape)
-        scaled = (values - shift) / divisor
-        kept = jnp.where(scaled < thresholds, -jnp.inf, scaled)
-        scores = kept
-        if has_noise:
-            noise = gumbel_by_polynomials(random_bits(keys, ids))
-            scores = jnp.where(is_random, kept + noise, kept)
-        # Ids ascend within a lane: the first of equals stays.
-        is_better = scores > best
-        return (
-            jnp.where(is_better, scores, best),
-            jnp.where(is_better, ids, index),
-            jnp.where(is_better, kept, chosen),
-            total + jnp.exp(kept - top),
-        )
+    def body(start: Any, carry: tuple[_Best, Array]) -> tuple[_Best, Array]:
+        best, total = carry
+        kept, ids = _processed(refs, scaling, tile, start, shape)
+        return best.take(kept, ids, kept), total + jnp.exp(kept - scaling.top)
 
-    places = refs.best, refs.index, refs.chosen, refs.total
-    carry = tuple(place[...] for place in places)
-    carry = lax.fori_loop(0, shape.tile // shape.chunk, body, carry)
-    for place, value in zip(places, carry, strict=True):
-        place[...] = value
+    carry = _Best.of(refs), refs.total[...]
+    best, refs.total[...] = _each_part(tile, shape, body, carry)
+    best.put(refs)
+
+
+def _race(refs: _Refs, tile: Any, shape: _Shape) -> None:
+    """Takes a tile's best tokens, with noise for those that may be better than the best."""
+    keys, scaling = refs.keys[...], _scaling(refs)
+    has_noise = scaling.is_random.astype(jnp.float32)
+    nothing = jnp.full((shape.rows, shape.width), -jnp.inf)
+
+    def bound(start: Any, carry: tuple[Any, ...]) -> tuple[Any, ...]:
+        first, second, total = carry
+        kept, ids = _processed(refs, scaling, tile, start, shape)
+        bounds = kept + has_noise * gumbel_bound(random_bits(keys, ids))
+        second = jnp.maximum(second, jnp.minimum(first.score, bounds))
+        first = first.take(bounds, ids, kept)
+        return first, second, total + jnp.exp(kept - scaling.top)
+
+    def score(best: _Best, kept: Array, ids: Array) -> _Best:
+        noise = gumbel_by_polynomials(random_bits(keys, ids))
+        scores = jnp.where(scaling.is_random, kept + noise, kept)
+        return best.take_first(scores, ids, kept)
+
+    def score_all() -> None:
+        def body(start: Any, best: _Best) -> _Best:
+            return score(best, *_processed(refs, scaling, tile, start, shape))
+
+        _each_part(tile, shape, body, _Best.of(refs)).put(refs)
+
+    carry = _Best(nothing, jnp.zeros_like(nothing, jnp.int32), nothing), nothing
+    carry = *carry, refs.total[...]
+    first, second, refs.total[...] = _each_part(tile, shape, bound, carry)
+
+    # What is no more than the best comes after it, and loses a tie.
+    @pl.when(_any_above(first.score, _Best.of(refs)))
+    def _():
+        best = score(_Best.of(refs), first.chosen, first.index)
+        best.put(refs)
+        # A bound is more than the score, except without noise, where the first of
+        # equals is what its lane kept: as much as the best is not enough.
+        pl.when(_any_above(second, best))(score_all)
+
+
+class _Best(NamedTuple):
+    """The best token of each lane of a row, of all whose ids are the lane's modulo width."""
+
+    score: Array  # f32[rows, width]
+    index: Array  # i32[rows, width], its token id, the lowest of equals
+    chosen: Array  # f32[rows, width], its processed logit
+
+    @classmethod
+    def of(cls, refs: _Refs) -> _Best:
+        return cls(refs.best[...], refs.index[...], refs.chosen[...])
+
+    def put(self, refs: _Refs) -> None:
+        refs.best[...], refs.index[...], refs.chosen[...] = self
+
+    def take(self, score: Array, index: Array, chosen: Array) -> _Best:
+        """Returns the better of each; `index` is the higher."""
+        return self._where(score > self.score, score, index, chosen)
+
+    def take_first(self, score: Array, index: Array, chosen: Array) -> _Best:
+        """Returns the better of each, in whatever order they come."""
+        is_first = (score == self.score) & (index < self.index)
+        return self._where((score > self.score) | is_first, score, index, chosen)
+
+    def _where(self, is_better: Array, *other: Array) -> _Best:
+        return _Best(*(jnp.where(is_better, new, old) for new, old in zip(other, self)))
+
+
+def _any_above(values: Array, best: _Best) -> Any:
+    """Returns whether a value f32[rows, width] is above the best of its row, bool[]."""
+    level = jnp.max(best.score, axis=1, keepdims=True)
+    return jnp.max(jnp.where(values > level, 1.0, 0.0)) > 0
+
+
+def _processed(
+    refs: _Refs, scaling: _Scaling, tile: Any, start: Any, shape: _Shape
+) -> tuple[Array, Array]:
+    """Returns the processed logits of a part, f32[rows, width], and their token ids."""
+    values = refs.values[:, _place(tile, start, shape)]
+    scaled = (values - scaling.shift) / scaling.divisor
+    kept = jnp.where(scaled < refs.thresholds[...], -jnp.inf, scaled)
+    return kept, _ids(tile, start, shape)
 
 
 def _end_scores(refs: _Refs) -> None:
@@ -288,7 +369,7 @@ def _end_scores(refs: _Refs) -> None:
     sample = finish(
         index,
         jnp.max(chosen, axis=1, keepdims=True),
-        _scaling(refs)[-1],
+        _scaling(refs).top,
         jnp.sum(refs.total[...], axis=1, keepdims=True),
         refs.row_is_bad[...] > 0,
         log=log,
@@ -298,26 +379,54 @@ def _end_scores(refs: _Refs) -> None:
     refs.is_invalid[...] = sample.is_invalid.astype(jnp.int32)
 
 
-def _scaling(refs: _Refs) -> tuple[Array, Array, Array, Array]:
-    """Returns what a block's rows are scaled by, [rows, 1] each.
+class _Scaling(NamedTuple):
+    """What a block's rows are scaled by, [rows, 1] each."""
 
-    Whether they are random, what is subtracted, what divides, and the largest
-    processed logit.
-    """
+    is_random: Array
+    shift: Array
+    divisor: Array
+    top: Array  # the largest processed logit
+
+
+def _scaling(refs: _Refs) -> _Scaling:
     temperature, largest = refs.temperature[...], refs.row_largest[...]
     largest = jnp.where(largest > -jnp.inf, largest, 0.0)
     is_random = temperature > 0
-    shift = jnp.where(is_random, largest, 0.0)
-    divisor = jnp.where(is_random, temperature, 1.0)
-    return is_random, shift, divisor, jnp.where(is_random, 0.0, largest)
+    return _Scaling(
+        is_random,
+        jnp.where(is_random, largest, 0.0),
+        jnp.where(is_random, temperature, 1.0),
+        jnp.where(is_random, 0.0, largest),
+    )
 
 
-def _ids(start: Any, shape: _Shape) -> Array:
-    """Returns the token ids of a chunk, i32[rows, chunk]."""
-    return start + lax.broadcasted_iota(jnp.int32, (shape.rows, shape.chunk), 1)
+def _each_part(
+    tile: Any, shape: _Shape, body: Callable[[Any, Carry], Carry], carry: Carry
+) -> Carry:
+    """Passes a carry through the parts of a tile that hold tokens.
+
+    Args:
+      body: given where in the tile the part begins.
+    """
+
+    def of_chunk(chunk: Any, carry: Carry) -> Carry:
+        for part in range(0, shape.chunk, shape.width):
+            start = chunk * shape.chunk + part
+            carry = body(pl.multiple_of(start, shape.width), carry)
+        return carry
+
+    left = pl.cdiv(shape.vocab - tile * shape.tile, shape.chunk)
+    return lax.fori_loop(
+        0, jnp.minimum(left, shape.tile // shape.chunk), of_chunk, carry
+    )
 
 
-def _place(tile: Any, chunk: Any, shape: _Shape) -> Any:
-    """Returns where a chunk of a tile stays."""
-    start = tile * shape.tile + chunk * shape.chunk
-    return pl.ds(pl.multiple_of(start, shape.chunk), shape.chunk)
+def _ids(tile: Any, start: Any, shape: _Shape) -> Array:
+    """Returns the token ids of a part, i32[rows, width]."""
+    first = tile * shape.tile + start
+    return first + lax.broadcasted_iota(jnp.int32, (shape.rows, shape.width), 1)
+
+
+def _place(tile: Any, start: Any, shape: _Shape) -> Any:
+    """Returns where a part of a tile stays."""
+    return pl.ds(pl.multiple_of(tile * shape.tile + start, shape.width), shape.width)
