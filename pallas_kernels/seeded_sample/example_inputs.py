@@ -57,12 +57,15 @@ EXAMPLES = {
         ),
         empty=(4, 5),
     ),
-    # Rivals whose ids are equal modulo every power of two up to 512, over one tile or two.
+    # Rivals whose ids are equal modulo every power of two up to 512: a lane of a kernel
+    # sees both, and the one with the higher bound of its noise is not always the better.
     "rivals": Example(
-        temperature=(1.0,) * 16,
-        vocab=2048,
+        temperature=(1.0,) * 40,
+        vocab=1024,
         special=tuple(
-            (row, 7 + 512 * rival, 30.0) for row in range(16) for rival in range(4)
+            (row, *rival)
+            for row in range(40)
+            for rival in ((7, 30.0), (519, 29.0 + row % 8 / 4))
         ),
     ),
     "far_rivals": Example(
