@@ -158,7 +158,8 @@ def vmem_bytes(logits: Any, bias: Any = None) -> int:
 
 
 def _shape_of(logits: Any, bias: Any) -> _Shape:
-    shape = _Shape(*logits.shape, logits.dtype.itemsize, bias is not None)
+    num_tokens, vocab = logits.shape
+    shape = _Shape(num_tokens, vocab, logits.dtype.itemsize, bias is not None)
     if (needed := shape.vmem_bytes()) > VMEM_BYTES:
         raise NotImplementedError(
             f"{logits.shape=} needs {needed} bytes of VMEM, and {VMEM_BYTES} are there."
