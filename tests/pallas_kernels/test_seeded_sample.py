@@ -72,6 +72,24 @@ def ulps(actual, exact, *, least=0.0):
     return np.abs(np.asarray(actual, np.float64) - exact) / np.spacing(size)
 
 
+def test_words_are_what_they_were():
+    """What a key draws is part of its meaning, on every device and version."""
+    keys = jnp.array([[58847309, 1029151133], [637097876, 3472169538]], jnp.uint32)
+    assert counter_noise.random_bits(keys, 3).tolist() == [
+        [806817661, 2710438534, 3694571888],
+        [3712598452, 3030404833, 2002187367],
+    ]
+
+
+def test_the_bound_is_above_every_noise():
+    """By more than rounding takes: what the bound rules out cannot win."""
+    bits = words()
+    bound = np.asarray(jax.jit(counter_noise.gumbel_bound)(bits), np.float64)
+    for gumbel in (counter_noise.gumbel, counter_noise.gumbel_by_polynomials):
+        above = bound - np.asarray(jax.jit(gumbel)(bits))
+        assert above.min() > counter_noise.BOUND_SLACK / 2
+
+
 def test_words_become_the_same_units_by_halves():
     bits = words()
     np.testing.assert_array_equal(
