@@ -71,6 +71,8 @@ STEPS = {
     "8 rows, prompts beside trees of 8": _Step(8, 456, 512, 1, is_mixed=True),
 }
 CONTEXT, NUM_PAGES, NUM_LAYERS = 2048, 4096, 4
+VOCABULARIES = {"Llama-3.1": 128_256, "Qwen3": 151_936, "Gemma-3": 262_144}
+SAMPLED = 1, 64, 512  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +105,8 @@ def cases(chips: int) -> Iterator[_Case]:
         if MODELS[model].kv_heads % chips:
             continue
         yield from _cases_of(model, step, chips)
+    if chips == 1:  # where the vocabulary is split, every chip samples all of it
+        yield from _sampling_cases()
 
 
 def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
@@ -200,11 +204,39 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
         )
 
 
+def _sampling_cases() -> Iterator[_Case]:
+    """Yields sampling, of float32 and of bfloat16 logits, with a bias and without."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.seeded_sample import mosaic_tpu, seeded_sample
+
+    def sample(*given: Any) -> Any:
+        arguments = dict(zip(("bias", "thresholds"), given[3:], strict=True))
+        return seeded_sample(*given[:3], **arguments, implementation="mosaic_tpu")
+
+    of = jax.ShapeDtypeStruct
+    for (model, vocab), num_tokens, dtype, has_bias in itertools.product(
+        VOCABULARIES.items(), SAMPLED, (jnp.float32, jnp.bfloat16), (False, True)
+    ):
+        logits = of((num_tokens, vocab), dtype)
+        bias = of(logits.shape, jnp.float32) if has_bias else None
+        numbers = of((num_tokens,), jnp.float32)
+        shape = f"{model}, {num_tokens} token{'s' * (num_tokens > 1)}, {logits.dtype}"
+        yield _Case(
+            "seeded_sample",
+            shape + ", bias" * has_bias,
+            sample,
+            (logits, of((num_tokens, 2), jnp.uint32), numbers, bias, numbers),
+            functools.partial(mosaic_tpu.vmem_bytes, logits, bias),
+        )
+
+
 def check(topology: str, chips: int, only: str = "") -> Iterator[Result]:
     """Yields what compiling each op for one or more chips of a topology comes to.
 
     Args:
-      only: what a shape's name must hold.
+      only: what the name of an op and its shape must hold.
     """
     import jax
     import numpy as np
@@ -216,7 +248,7 @@ def check(topology: str, chips: int, only: str = "") -> Iterator[Result]:
     described = topologies.get_topology_desc(topology_name=topology, platform="tpu")
     mesh = Mesh(np.array(described.devices[:chips]), ("tensor",))
     for case in cases(chips):
-        if only not in case.shape:
+        if only not in f"{case.op}, {case.shape}":
             continue
         # Every chip runs the kernel on its own heads.
         local = jax.shard_map(
@@ -254,7 +286,7 @@ def check(topology: str, chips: int, only: str = "") -> Iterator[Result]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check")
     parser.add_argument("--tpu", nargs="+", default=list(TOPOLOGIES), metavar="NAME")
-    parser.add_argument("--only", default="", metavar="TEXT", help="shapes with it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="names with it")
     parser.add_argument("--json", action="store_true", help="a list of documents")
     options = parser.parse_args(argv)
     for name, value in _NO_TPU.items():
@@ -268,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
     if not results:
-        print(f"no shape has {options.only!r} in its name.", file=sys.stderr)
+        print(f"nothing has {options.only!r} in its name.", file=sys.stderr)
     return 0 if results and all(result.ok for result in results) else 1
 
 

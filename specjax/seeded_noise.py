@@ -6,21 +6,19 @@ the draft, so that plain decoding and every speculation see the same draws.
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.extend.random import threefry_2x32
+
+from pallas_kernels import counter_noise
+from pallas_kernels.counter_noise import BOUND_SLACK as BOUND_SLACK
+from pallas_kernels.counter_noise import random_bits as random_bits
 
 # What a draw decides. Draws of one (seed, position) under two roles are independent.
 # TARGET_TOKEN is shared on purpose by the target and a drafter that imitates it.
 TARGET_TOKEN, ACCEPT, RECOVER, DRAFT = range(4)
 NUM_ROLES = 4
-
-# Above what rounding in `gumbel_bound` and in the logarithms of `gumbel_noise` can take
-# away: a few units in the last place of numbers below 128.
-BOUND_SLACK = 1e-3
 
 
 def node_role(role: int, node: int | Array) -> int | Array:
@@ -44,34 +42,6 @@ def token_keys(seeds: Array, positions: Array, role: int | Array) -> Array:
     )
 
 
-def random_bits(keys: Array, token_ids: int | Array) -> Array:
-    """Returns u32[num_tokens, n] of independent words, given keys u32[num_tokens, 2].
-
-    Two rounds of a mixer that changes every output bit with about half of the
-    changes of any input bit, a key word before each: within a token the words are
-    a permutation of the numbers below 2**32, so no two are equal.
-
-    Args:
-      token_ids: i32[num_tokens or 1, n]; a number n stands for 0 to n - 1.
-    """
-    if isinstance(token_ids, int):
-        token_ids = jnp.arange(token_ids)[None, :]
-    return _mix(_mix(token_ids.astype(jnp.uint32) ^ keys[:, :1]) + keys[:, 1:])
-
-
-def _mix(words: Array) -> Array:
-    """The 32-bit finaliser of MurmurHash3 (Austin Appleby, public domain)."""
-    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
-    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
-    return words ^ (words >> 16)
-
-
-def _open_unit(bits: Array) -> Array:
-    """Maps u32 to f32 strictly inside (0, 1), small values with full relative precision."""
-    unit = (bits.astype(jnp.float32) + 0.5) * jnp.float32(2.0**-32)
-    return jnp.minimum(unit, jnp.float32(1 - 2.0**-24))
-
-
 def uniforms(seeds: Array, positions: Array, role: int | Array, count: int) -> Array:
     """Returns uniform draws f32[num_tokens, count], strictly inside (0, 1).
 
@@ -80,41 +50,26 @@ def uniforms(seeds: Array, positions: Array, role: int | Array, count: int) -> A
       positions: i32[num_tokens].
       role: one of the module's roles, or i32[num_tokens].
     """
-    return _open_unit(random_bits(token_keys(seeds, positions, role), count))
+    return counter_noise.open_unit(
+        random_bits(token_keys(seeds, positions, role), count)
+    )
 
 
 def exponential_noise(keys: Array, token_ids: int | Array) -> Array:
     """Returns exponential draws f32[num_tokens, n], positive and finite.
 
-    The smallest of thousands win a race, so they are what must be precise: a
-    uniform near 0 keeps 32 random bits in float32, one near 1 only 24.
-
     Args:
       keys: u32[num_tokens, 2], from `token_keys`.
       token_ids: a vocabulary size, or the ids as for `random_bits`.
     """
-    return -jnp.log1p(-_open_unit(random_bits(keys, token_ids)))
+    return counter_noise.exponential(random_bits(keys, token_ids))
 
 
 def gumbel_noise(keys: Array, token_ids: int | Array) -> Array:
     """Returns standard Gumbel draws f32[num_tokens, n], finite; -log of the exponential ones."""
-    return -jnp.log(exponential_noise(keys, token_ids))
+    return counter_noise.gumbel(random_bits(keys, token_ids))
 
 
 def gumbel_bound(keys: Array, token_ids: int | Array) -> Array:
-    """Returns f32[num_tokens, n] at or above `gumbel_noise` of the same ids, with no logarithm.
-
-    The bits of a float read as an integer are its logarithm to base 2, up to 0.086
-    too low, so -log u is at most this line through them; and -log of -log(1 - u),
-    the noise, is at most -log u. Where the noise is large, and wins races, the two
-    are equal and the bound is at most 0.06 + BOUND_SLACK too high. A word below 2**10,
-    one in four million, loses much with its last bit: up to 1.1 too high, and safe.
-    """
-    # Half the bits fit an int32, whose conversion has an instruction of its own; 2**31 u
-    # is at least half + 1/4.
-    half = (random_bits(keys, token_ids) >> 1).astype(jnp.int32).astype(jnp.float32)
-    as_integer = lax.bitcast_convert_type(half + jnp.float32(0.25), jnp.int32)
-    log_2 = math.log(2)
-    highest = (31 + 127) * log_2 + BOUND_SLACK
-    slope = log_2 * 2.0**-23
-    return jnp.float32(highest) - as_integer.astype(jnp.float32) * jnp.float32(slope)
+    """Returns f32[num_tokens, n] above `gumbel_noise` of the same ids, with no logarithm."""
+    return counter_noise.gumbel_bound(random_bits(keys, token_ids))

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.implementations import call_best
+from pallas_kernels.seeded_sample import seeded_sample
 from specjax.sampling.argmax import (
     Score,
     as_it_is,
@@ -54,7 +56,7 @@ def choose_tokens(
     temperature 0 take the argmax; the lowest id wins a tie.
 
     A batch in which no row uses a feature pays for an argmax only; one with
-    temperatures alone for argmax and noise.
+    temperatures alone for argmax and noise, and on a TPU for one read of the logits.
 
     Args:
       logits: f32[num_tokens, vocab].
@@ -99,8 +101,9 @@ def choose_and(
 
     def race(values: Array, scale: Callable[[Array], Array], search: Search) -> Choice:
         keys = token_keys(sampling.seeds[row], positions + 1, role)
+        temperature = sampling.temperature[row]
         # A factor, as XLA's code for a select over logarithms is slow on CPU.
-        is_random = (sampling.temperature[row] > 0).astype(jnp.float32)[:, None]
+        is_random = (temperature > 0).astype(jnp.float32)[:, None]
 
         def score(part: Array, token_ids: Array) -> Array:
             return scale(part) + is_random * gumbel_noise(keys, token_ids)
@@ -108,14 +111,24 @@ def choose_and(
         def bound(part: Array, token_ids: Array) -> Array:
             return scale(part) + is_random * gumbel_bound(keys, token_ids)
 
+        def by_kernel() -> Choice:
+            # What is scaled already has its largest at 0, and temperature 1 keeps it.
+            own = is_random[:, 0] if scale is as_it_is else temperature
+            sample = seeded_sample(values, keys, own, implementation="mosaic_tpu")
+            return Choice(sample.token_ids, sample.is_invalid)
+
         # Two logarithms per token take most of the time of a race on CPU only.
-        return _choice(
-            *lax.platform_dependent(
-                values,
-                cpu=lambda values: search(values, score, bound),
-                default=lambda values: first_argmax(values, score),
+        def by_xla() -> Choice:
+            return _choice(
+                *lax.platform_dependent(
+                    values,
+                    cpu=lambda values: search(values, score, bound),
+                    default=lambda values: first_argmax(values, score),
+                )
             )
-        )
+
+        # Both paths below take the same one: a token must not depend on which it is.
+        return call_best({"kernel": by_kernel, "xla": by_xla}, None)
 
     def scale_and_race() -> Choice:
         return race(logits, scaler(logits, sampling, row), bounded_argmax)
