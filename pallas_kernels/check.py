@@ -9,10 +9,12 @@ four, and prints what each takes. It needs libtpu: pip install "jax[tpu]".
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import json
+import multiprocessing
 import os
 import sys
 import time
@@ -24,6 +26,7 @@ _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody takes a chip
     "JAX_PLATFORMS": "cpu",
 }
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
@@ -65,6 +68,7 @@ STEPS = {
     "8 rows, trees of 8": _Step(8, 8, 64, 1),
     "64 rows": _Step(64, 1, 64),
     "64 rows, trees of 8": _Step(64, 8, 512, 1),
+    "256 rows, trees of 8": _Step(256, 8, 2048, 1),
     "8 rows, trees of 64": _Step(8, 64, 512, 2),
     "1 prompt, 512 tokens": _Step(1, 512, 512),
     "8 rows, mixed, 512 tokens": _Step(8, 512, 512),
@@ -232,11 +236,14 @@ def _sampling_cases() -> Iterator[_Case]:
         )
 
 
-def check(topology: str, chips: int, only: str = "") -> Iterator[Result]:
+def check(topology: str, chips: int, only: Sequence[str] = ("",)) -> Iterator[Result]:
     """Yields what compiling each op for one or more chips of a topology comes to.
 
     Args:
-      only: what the name of an op and its shape must hold.
+      only: texts of which the name of an op and its shape must hold one.
+
+    Raises:
+      ValueError: libtpu knows no such topology, or is not installed.
     """
     import jax
     import numpy as np
@@ -245,10 +252,16 @@ def check(topology: str, chips: int, only: str = "") -> Iterator[Result]:
 
     from pallas_kernels.implementations import lowered_for
 
-    described = topologies.get_topology_desc(topology_name=topology, platform="tpu")
+    try:
+        described = topologies.get_topology_desc(topology_name=topology, platform="tpu")
+    except Exception as error:  # of several kinds, by what libtpu says
+        raise ValueError(
+            f"{topology!r} is no topology that libtpu knows, as {TOPOLOGIES} are, or libtpu "
+            f'is not installed (pip install "jax[tpu]"): {error}'
+        ) from error
     mesh = Mesh(np.array(described.devices[:chips]), ("tensor",))
     for case in cases(chips):
-        if only not in f"{case.op}, {case.shape}":
+        if not any(text in f"{case.op}, {case.shape}" for text in only):
             continue
         # Every chip runs the kernel on its own heads.
         local = jax.shard_map(
@@ -286,22 +299,48 @@ def check(topology: str, chips: int, only: str = "") -> Iterator[Result]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check")
     parser.add_argument("--tpu", nargs="+", default=list(TOPOLOGIES), metavar="NAME")
-    parser.add_argument("--only", default="", metavar="TEXT", help="names with it")
+    parser.add_argument(
+        "--only", nargs="+", default=[""], metavar="TEXT", help="names with one of them"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     parser.add_argument("--json", action="store_true", help="a list of documents")
     options = parser.parse_args(argv)
     for name, value in _NO_TPU.items():
         os.environ.setdefault(name, value)
+    work = [
+        (topology, chips, options.only)
+        for topology, chips in itertools.product(options.tpu, (1, 4))
+    ]
     results = []
-    for topology, chips in itertools.product(options.tpu, (1, 4)):
-        for result in check(topology, chips, options.only):
+    try:
+        for result in _results(work, options.jobs):
             results.append(result)
             if not options.json:
                 print(_line(result), flush=True)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
     if options.json:
         print(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
     if not results:
-        print(f"nothing has {options.only!r} in its name.", file=sys.stderr)
+        print(f"nothing has one of {options.only} in its name.", file=sys.stderr)
     return 0 if results and all(result.ok for result in results) else 1
+
+
+def _results(work: Sequence[tuple], jobs: int) -> Iterator[Result]:
+    """Yields what `check` does for each piece of work, in order."""
+    if jobs == 1:
+        for piece in work:
+            yield from check(*piece)
+        return
+    spawn = multiprocessing.get_context("spawn")  # libtpu does not survive a fork
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
+        for results in pool.map(_checked, work):
+            yield from results
+
+
+def _checked(piece: tuple) -> list[Result]:
+    return list(check(*piece))
 
 
 def _line(result: Result) -> str:
