@@ -22,6 +22,8 @@ class Example:
     page_size: int = 16
     window: int | None = None
     parents: tuple[int, ...] | None = None  # one tree for all rows that have tokens
+    # Of the tree, those that are new; the others were written before: its levels.
+    nodes: tuple[int, ...] | None = None
     causal: tuple[int, ...] = ()  # rows whose tokens are no tree beside those that are
     softcap: float | None = None
     has_sinks: bool = False
@@ -52,6 +54,12 @@ EXAMPLES = {
     "window_of_one": Example(lengths=(0, 70), num_new=(2, 2), window=1),
     "tree": Example(
         lengths=(0, 13, 61, 128), num_new=(6, 6, 6, 0), parents=(-1, 0, 0, 1, 2, 2)
+    ),
+    "level_of_a_tree": Example(
+        lengths=(0, 13, 61, 128),
+        num_new=(3, 3, 0, 3),
+        parents=(-1, 0, 0, 1, 2, 2),
+        nodes=(3, 4, 5),
     ),
     "tree_window": Example(
         lengths=(0, 13, 61, 128),
@@ -119,7 +127,10 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
     """
     rng = np.random.default_rng(seed)
     size = example.page_size
-    ends = np.add(example.lengths, example.num_new)
+    num_keys = np.asarray(example.num_new)
+    if example.parents is not None and example.nodes is not None:
+        num_keys = np.where(num_keys > 0, len(example.parents), 0)
+    ends = np.add(example.lengths, num_keys)
     pages_held = -(-ends // size) + 1
     num_pages = int(pages_held.sum()) + example.spare_pages
     free = list(rng.permutation(num_pages))
@@ -140,6 +151,8 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
     bits = None
     if example.parents is not None:
         tree = pack_ancestors(example.parents)
+        if example.nodes is not None:
+            tree = tree[list(example.nodes)]
         # Those of rows that are no trees are not read.
         nobody = np.full((max(example.num_new), tree.shape[1]), 0xF0F0F0F0, np.uint32)
         bits = [
@@ -173,6 +186,9 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
     options = dict(
         ancestor_bits=None if bits is None else jnp.asarray(bits),
         is_causal=is_causal,
+        num_new_keys=(
+            None if example.nodes is None else jnp.asarray(num_keys, jnp.int32)
+        ),
         sinks=sinks,
         k_scale=scales[0],
         v_scale=scales[1],

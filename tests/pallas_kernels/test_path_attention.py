@@ -50,7 +50,11 @@ COVERED = [
     name
     for name, example in EXAMPLES.items()
     if not (
-        example.causal or example.softcap or example.has_sinks or example.page_dtype
+        example.causal
+        or example.nodes
+        or example.softcap
+        or example.has_sinks
+        or example.page_dtype
     )
 ]
 

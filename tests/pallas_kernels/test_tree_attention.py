@@ -125,7 +125,7 @@ def test_one_level_of_a_tree_equals_the_whole(implementation):
     (q, *pages, table, _, lengths), options = make_inputs(example)
     level = np.array([3, 4, 5])  # the deepest nodes
     tokens = (6 * np.arange(3)[:, None] + level).reshape(-1)
-    bits = options.pop("ancestor_bits")
+    bits, _ = options.pop("ancestor_bits"), options.pop("num_new_keys")
     options["max_tokens_per_row"] = 3
     out = compiled(
         q[tokens],
@@ -146,7 +146,7 @@ def test_one_level_of_a_tree_equals_the_whole(implementation):
 def test_nodes_that_no_bit_names_may_hold_nan(implementation):
     example = EXAMPLES["tree"]
     (q, *pages, table, _, lengths), options = make_inputs(example)
-    bits = options.pop("ancestor_bits")
+    bits, _ = options.pop("ancestor_bits"), options.pop("num_new_keys")
     options["max_tokens_per_row"] = 1
     tokens = jnp.array([3, 9, 15])  # node 3 of three rows, which follows 0 and 1
     rows = np.arange(3)[:, None]
@@ -329,8 +329,8 @@ def test_refusals():
     with pytest.raises(ValueError, match="needs ancestor_bits"):
         tree_attention(
             *arguments,
-            **options | {"ancestor_bits": None},
-            num_new_keys=jnp.zeros(4, jnp.int32),
+            **options
+            | {"ancestor_bits": None, "num_new_keys": jnp.zeros(4, jnp.int32)},
         )
     with pytest.raises(ValueError, match="softcap=0"):
         tree_attention(*arguments, **options | {"softcap": 0.0})
