@@ -1,0 +1,701 @@
+"""Tree attention for Hopper GPUs: a thread block is one block of queries, one key head, one
+part of the context.
+
+Lowered for H100; not yet run on hardware. It is taken where it is asked for by name.
+
+One warpgroup fetches pages by TMA, tile after tile, into as many buffers as fit; the others,
+64 rows of the query matrix each, multiply them by wgmma and keep the running softmax in
+registers: Milakov and Gimelshein 2018, section 3. What a query sees is said by three things
+that XLA prepares: the position that it sees all keys below, the one that its window begins
+after, and bits for the new tokens that it sees besides. Only tiles that reach past the
+prefix, or a window, are masked.
+
+Where blocks and key heads are few, the context is split: each part writes its sums as
+float32, and XLA merges them.
+
+Work of a step: 2 * page_size * head_dim * itemsize bytes per key head and page that a row
+has in use, read once per block of queries, which is 64 new tokens where 64 * group is at most
+256 (128 with heads of 256), and 4 * 64 * warpgroups * keys * head_dim operations per block and
+key head, padding of its queries to whole warpgroups included. Where the context is split,
+2 * 4 * 64 * warpgroups * head_dim bytes more for each part, block and key head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from pallas_kernels import layout
+from pallas_kernels.tree_attention.query_blocks import (
+    MOST_QUERIES,
+    Blocks,
+    blocks_of,
+    by_query_row,
+    lay_flat,
+    most_blocks,
+    queries_by_head,
+    tokens_of,
+    union_bits,
+)
+from pallas_kernels.tree_attention.reference import check_window, depths
+
+TILE_TOKENS = 64  # keys that are fetched and multiplied at once
+WARPGROUP_ROWS = 64  # of a query matrix, for one warpgroup: the M of a wgmma
+HEAD_DIMS = (64, 128, 256)
+# Registers of a warpgroup that multiplies and of the one that fetches, by how many multiply:
+# 65,536 are shared out evenly at the start, in steps of 8 per thread.
+REGISTERS = {1: None, 2: (232, 40), 3: (160, 32), 4: (112, 32)}
+SMEM_BYTES = 220 << 10  # of 227 KiB
+MOST_STAGES = 4  # buffers of a tile of keys and one of values
+MULTIPROCESSORS = 132  # of an H100
+TILES_PER_SPLIT = 4  # fewer are not worth a merge
+MASKED = -1e30  # far below FLOOR: exp2(MASKED - FLOOR) is 0
+FLOOR = -1e29  # the largest score of a query that saw nothing
+LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Shape:
+    """Static sizes of a call."""
+
+    kv_heads: int
+    group: int  # query heads of a key head
+    head_dim: int
+    page_size: int
+    queries: int  # tokens of a block
+    num_blocks: int
+    warpgroups: int  # that multiply
+    splits: int  # parts of the context
+    words: int  # of ancestor bits; 0 without
+    dtype: jnp.dtype
+    # What a key counts for.
+    scale: float = 1.0
+    softcap: float | None = None
+    has_window: bool = False
+    has_sinks: bool = False
+
+    @property
+    def query_rows(self) -> int:
+        return self.warpgroups * WARPGROUP_ROWS
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a copy: a page, or the part of one that fits a tile."""
+        return min(self.page_size, TILE_TOKENS)
+
+    @property
+    def stages(self) -> int:
+        size = jnp.dtype(self.dtype).itemsize * self.head_dim
+        room = SMEM_BYTES - self.query_rows * size
+        return min(room // (2 * TILE_TOKENS * size), MOST_STAGES)
+
+
+def tree_attention_mosaic_gpu(
+    q: Array,  # dtype[num_tokens, heads, head_dim]
+    k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim]
+    v_pages: Array,
+    block_table: Array,  # i32[rows, pages_per_row]
+    row_starts: Array,  # i32[rows + 1]
+    lengths: Array,  # i32[rows]
+    *,
+    ancestor_bits: Array | None = None,  # u32[num_tokens, words]
+    is_causal: Array | None = None,  # bool[rows]
+    num_new_keys: Array | None = None,  # i32[rows]
+    sinks: Array | None = None,  # f32[heads]
+    scale: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    max_tokens_per_row: int,
+) -> Array:
+    """See `tree_attention`.
+
+    Raises:
+      NotImplementedError: sizes or dtypes that no tile fits, or a GPU that is no Hopper.
+    """
+    check_window(window, ancestor_bits)
+    _check_device()
+    shape = _shape_of(q, k_pages, block_table, ancestor_bits, max_tokens_per_row)
+    shape = dataclasses.replace(
+        shape,
+        scale=scale,
+        softcap=softcap,
+        has_window=window is not None,
+        has_sinks=sinks is not None,
+    )
+    # What lies past the bound is not computed.
+    num_new = jnp.minimum(row_starts[1:] - row_starts[:-1], max_tokens_per_row)
+    blocks = blocks_of(num_new, shape)
+    token = tokens_of(blocks, row_starts, q.shape[0], shape)
+    bits = None if ancestor_bits is None else ancestor_bits[token]
+    in_order = jnp.full(lengths.shape, ancestor_bits is None)
+    if is_causal is not None:
+        in_order = is_causal
+    seen = num_new if num_new_keys is None else num_new_keys
+    seen = jnp.where(in_order, num_new, seen)
+    union = union_bits(ancestor_bits, row_starts)
+    visible = _visible(blocks, bits, union, lengths, seen, in_order, window, shape)
+    pages_per_row = block_table.shape[1]
+    padding = -pages_per_row % max(TILE_TOKENS // shape.page_size, 1)
+    table = jnp.pad(jnp.maximum(block_table, 0), ((0, 0), (0, padding)))
+    arguments = _Inputs(
+        table=table,
+        **visible._asdict(),
+        sinks=_sinks_by_query_row(sinks, shape),
+        q=queries_by_head(q[token], shape),
+        k_pages=k_pages,
+        v_pages=v_pages,
+    )
+    outputs = _call(arguments, shape)
+    out = outputs[0] if shape.splits == 1 else _merge(*outputs, shape)
+    return lay_flat(out.astype(q.dtype), num_new, row_starts, q, shape)
+
+
+def _check_device() -> None:
+    """Raises NotImplementedError on a GPU of another generation: wgmma is Hopper's alone."""
+    if jax.default_backend() != "gpu":
+        return  # lowered for one elsewhere, or interpreted
+    capability = str(getattr(jax.devices()[0], "compute_capability", "unknown"))
+    if not capability.startswith("9."):
+        raise NotImplementedError(f"compute {capability=} of the GPU must be 9.x.")
+
+
+def _shape_of(
+    q: Array,
+    k_pages: Array,
+    block_table: Array,
+    ancestor_bits: Array | None,
+    max_tokens_per_row: int,
+) -> _Shape:
+    """Returns the sizes of a call, its tiles among them."""
+    num_tokens, heads, head_dim = q.shape
+    rows, pages_per_row = block_table.shape
+    page_size, kv_heads = layout.page_size(k_pages), layout.kv_heads(k_pages)
+    if head_dim not in HEAD_DIMS:
+        raise NotImplementedError(f"{head_dim=} must be one of {HEAD_DIMS} on a GPU.")
+    if q.dtype != jnp.bfloat16 or k_pages.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"{q.dtype=}, {k_pages.dtype=} must be bfloat16.")
+    if page_size % 8 or (page_size % TILE_TOKENS and TILE_TOKENS % page_size):
+        raise NotImplementedError(
+            f"{page_size=} must be 8, 16, 32 or a multiple of {TILE_TOKENS} on a GPU."
+        )
+    group = heads // kv_heads
+    most_rows = WARPGROUP_ROWS * (2 if head_dim > 128 else 4)
+    if group > most_rows:
+        raise NotImplementedError(f"{heads=} of {kv_heads=} exceed {most_rows=}.")
+    queries = min(max_tokens_per_row, MOST_QUERIES, most_rows // group)
+    num_blocks = most_blocks(rows, num_tokens, max_tokens_per_row, queries)
+    tiles = -(-pages_per_row * page_size // TILE_TOKENS)
+    splits = min(MULTIPROCESSORS // (num_blocks * kv_heads), tiles // TILES_PER_SPLIT)
+    return _Shape(
+        kv_heads=kv_heads,
+        group=group,
+        head_dim=head_dim,
+        page_size=page_size,
+        queries=queries,
+        num_blocks=num_blocks,
+        warpgroups=-(-queries * group // WARPGROUP_ROWS),
+        splits=max(splits, 1),
+        words=0 if ancestor_bits is None else ancestor_bits.shape[1],
+        dtype=q.dtype,
+    )
+
+
+# Around the kernel
+
+# Zeros around the words of bits: a tile's, wherever it begins, are read without a check.
+_WORDS_PER_TILE = TILE_TOKENS // 32
+_WORDS_AROUND = _WORDS_PER_TILE + 1
+
+
+class _Visible(NamedTuple):
+    """Which keys are fetched, seen and safe, by position in the row."""
+
+    row: Array  # i32[blocks]
+    length: Array  # i32[blocks], position of the row's new token 0
+    first_tile: Array  # i32[blocks], of those fetched
+    masked_tile: Array  # i32[blocks], all queries see all keys before it
+    last_tile: Array  # i32[blocks], one past
+    clean: Array  # i32[blocks], positions below it hold no NaN
+    below: Array  # i32[blocks, query_rows], positions that a query sees
+    above: Array  # i32[blocks, query_rows], and sees only these of all
+    bits: Array  # i32[blocks, words + zeros around, query_rows], new tokens it sees too
+    union: (
+        Array  # i32[blocks, words + zeros around], those that hold no NaN past `clean`
+    )
+
+
+class _Inputs(NamedTuple):
+    """Arguments of the kernel: refs in global memory."""
+
+    table: Any  # i32[rows, pages_per_row], whole tiles of pages that exist
+    row: Any
+    length: Any
+    first_tile: Any
+    masked_tile: Any
+    last_tile: Any
+    clean: Any
+    below: Any
+    above: Any
+    bits: Any
+    union: Any
+    sinks: Any  # f32[kv_heads, query_rows], in powers of two
+    q: Any  # dtype[blocks, kv_heads, query_rows, head_dim]
+    k_pages: Any
+    v_pages: Any
+
+
+def _visible(
+    blocks: Blocks,
+    bits: Array | None,  # u32[blocks, queries, words]
+    union: Array,  # i32[rows, words]
+    lengths: Array,  # i32[rows]
+    seen: Array,  # i32[rows], keys from `lengths` on
+    in_order: Array,  # bool[rows], whose new tokens no bits name
+    window: int | None,
+    shape: _Shape,
+) -> _Visible:
+    """Returns what the kernel fetches, masks and cleans."""
+    length, in_order = lengths[blocks.row], in_order[blocks.row]
+    seen = seen[blocks.row]
+    own = blocks.first[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)[None]
+    is_token = own < (blocks.first + blocks.count)[:, None]
+    # A query sees all positions below this one, and among the others those of its bits.
+    below = length[:, None] + jnp.where(in_order[:, None], own + 1, 0)
+    place = own
+    words = jnp.zeros((*own.shape, 0), jnp.int32)
+    of_union = jnp.zeros((shape.num_blocks, 0), jnp.int32)
+    if bits is not None:
+        place = jnp.where(in_order[:, None], own, depths(bits))
+        has_key = _first_bits(jnp.where(in_order, 0, seen), shape.words)
+        words = lax.bitcast_convert_type(bits, jnp.int32) & has_key[:, None]
+        words = jnp.where(is_token[..., None], words, 0)
+        of_union = union[blocks.row] & has_key
+    below = jnp.where(is_token, below, 0)
+    above = jnp.full_like(below, -1)
+    if window is not None:
+        above = length[:, None] + place - window
+    # Tiles from the oldest key of any query to the newest.
+    newest = jnp.where(in_order, length + blocks.first + blocks.count, length + seen)
+    oldest = jnp.zeros_like(length)
+    if window is not None:
+        oldest = length + jnp.where(in_order, blocks.first, 0) - window + 1
+        oldest = jnp.maximum(oldest, 0)
+    is_used = blocks.count > 0
+    first_tile = oldest // TILE_TOKENS
+    last_tile = jnp.where(is_used, -(-newest // TILE_TOKENS), first_tile)
+    # Rows of no token see nothing, and need no mask: nobody reads them.
+    masked_tile = (length + jnp.where(in_order, blocks.first + 1, 0)) // TILE_TOKENS
+    if window is not None:
+        masked_tile = first_tile
+    around = (_WORDS_AROUND, _WORDS_AROUND)
+    rows = by_query_row(words, shape).transpose(0, 2, 1)
+    return _Visible(
+        row=blocks.row,
+        length=length,
+        first_tile=first_tile,
+        masked_tile=jnp.clip(masked_tile, first_tile, last_tile),
+        last_tile=last_tile,
+        clean=length + jnp.where(in_order, seen, 0),
+        below=by_query_row(below, shape),
+        above=by_query_row(above, shape),
+        bits=jnp.pad(rows, ((0, 0), around, (0, 0))),
+        union=jnp.pad(of_union, ((0, 0), around)),
+    )
+
+
+def _first_bits(count: Array, words: int) -> Array:
+    """Returns i32[*count.shape, words] with the first bits set."""
+    in_word = jnp.clip(count[:, None] - 32 * jnp.arange(words)[None], 0, 32)
+    # A shift by 32 is not defined.
+    half = jnp.uint32(1) << (in_word // 2).astype(jnp.uint32)
+    power = half * (jnp.uint32(1) << (in_word - in_word // 2).astype(jnp.uint32))
+    return lax.bitcast_convert_type(power - 1, jnp.int32)
+
+
+def _sinks_by_query_row(sinks: Array | None, shape: _Shape) -> Array:
+    """Returns the first key's score of each query, f32[kv_heads, query_rows]."""
+    if sinks is None:
+        return jnp.full((shape.kv_heads, shape.query_rows), FLOOR)
+    by_head = sinks.astype(jnp.float32).reshape(shape.kv_heads, shape.group) * LOG2_E
+    by_head = jnp.tile(by_head, (1, shape.queries))
+    padding = shape.query_rows - by_head.shape[1]
+    return jnp.pad(by_head, ((0, 0), (0, padding)))
+
+
+def _merge(acc: Array, top: Array, total: Array, shape: _Shape) -> Array:
+    """Returns the mean of values over all parts of the context.
+
+    Args:
+      acc: f32[splits, blocks, kv_heads, query_rows, head_dim], sums of a part.
+      top: f32[splits, blocks, kv_heads, query_rows], its largest score.
+      total: likewise, its sum of weights.
+    """
+    used = shape.queries * shape.group
+    acc, top, total = acc[..., :used, :], top[..., :used], total[..., :used]
+    weights = jnp.exp2(top - top.max(axis=0, keepdims=True))
+    total = jnp.sum(total * weights, axis=0)[..., None]
+    acc = jnp.sum(acc * weights[..., None], axis=0)
+    return acc / jnp.where(total == 0.0, 1.0, total)
+
+
+def _call(inputs: _Inputs, shape: _Shape) -> tuple[Array, ...]:
+    """Returns the means of values, or where the context is split each part's sums."""
+    # Needs absl on some versions of jax, which this package does not ask for.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    sums = shape.splits, shape.num_blocks, shape.kv_heads, shape.query_rows
+    if shape.splits == 1:
+        out_type = [jax.ShapeDtypeStruct(inputs.q.shape, shape.dtype)]
+    else:
+        out_type = [
+            jax.ShapeDtypeStruct((*sums, shape.head_dim), jnp.float32),
+            jax.ShapeDtypeStruct(sums, jnp.float32),
+            jax.ShapeDtypeStruct(sums, jnp.float32),
+        ]
+    call = plgpu.kernel(
+        functools.partial(_kernel, shape=shape),
+        out_type=out_type,
+        grid=(shape.splits, shape.kv_heads, shape.num_blocks),
+        grid_names=("split", "head", "block"),
+        num_threads=shape.warpgroups + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
+    )
+    return tuple(call(*inputs))
+
+
+# The kernel
+
+
+def _kernel(*refs: Any, shape: _Shape):
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    inputs, outputs = (
+        _Inputs(*refs[: len(_Inputs._fields)]),
+        refs[len(_Inputs._fields) :],
+    )
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    tiles = plgpu.SMEM(
+        (shape.stages, TILE_TOKENS, shape.head_dim), shape.dtype, transforms=transforms
+    )
+    queries = plgpu.SMEM(
+        (shape.warpgroups, WARPGROUP_ROWS, shape.head_dim),
+        shape.dtype,
+        transforms=transforms,
+    )
+    copies = TILE_TOKENS // shape.chunk_tokens
+    arrived = plgpu.Barrier(num_arrivals=copies, num_barriers=shape.stages)
+
+    def body(*scratch: Any) -> None:
+        block = _Block(inputs, _Scratch(*scratch), shape)
+        warpgroup = lax.axis_index("warpgroup")
+        registers = REGISTERS[shape.warpgroups]
+
+        @pl.when(warpgroup == shape.warpgroups)
+        def _():
+            if registers is not None:
+                plgpu.set_max_registers(registers[1], action="decrease")
+            block.fetch()
+
+        @pl.when(warpgroup < shape.warpgroups)
+        def _():
+            if registers is not None:
+                plgpu.set_max_registers(registers[0], action="increase")
+            block.attend(warpgroup, outputs)
+
+    pl.run_scoped(
+        body,
+        *_Scratch(
+            q=queries,
+            k=tiles,
+            v=tiles,
+            q_arrived=plgpu.Barrier(num_barriers=shape.warpgroups),
+            k_arrived=arrived,
+            v_arrived=arrived,
+            used=plgpu.Barrier(
+                num_arrivals=shape.warpgroups, num_barriers=shape.stages
+            ),
+            cleaned=plgpu.Barrier(num_arrivals=shape.warpgroups),
+        ),
+        collective_axes="warpgroup",
+    )
+
+
+class _Scratch(NamedTuple):
+    """Buffers and barriers in shared memory."""
+
+    q: Any  # dtype[warpgroups, 64, head_dim]; results on their way out, too
+    k: Any  # dtype[stages, tile, head_dim]
+    v: Any
+    q_arrived: Any  # [warpgroups]
+    k_arrived: Any  # [stages]
+    v_arrived: Any
+    used: Any  # [stages], every warpgroup is done with a tile of keys and values
+    cleaned: Any  # the first warpgroup is done with a tile's NaN
+
+
+class _Sums(NamedTuple):
+    """What 64 queries know of the keys they saw, in registers."""
+
+    acc: Array  # f32[64, head_dim]
+    top: Array  # f32[64], the largest score in powers of two
+    total: Array  # f32[64]
+
+
+class _Block:
+    """One block of queries, one key head, one part of the context."""
+
+    def __init__(self, inputs: _Inputs, scratch: _Scratch, shape: _Shape):
+        self.inputs, self.scratch, self.shape = inputs, scratch, shape
+        self.split = lax.axis_index("split")
+        self.head = lax.axis_index("head")
+        self.block = block = lax.axis_index("block")
+        self.length = inputs.length[block]
+        self.clean = inputs.clean[block]
+        # A part is a run of tiles; the last parts may be empty.
+        first, last = inputs.first_tile[block], inputs.last_tile[block]
+        per_split = lax.div(last - first + (shape.splits - 1), jnp.int32(shape.splits))
+        self.first = jnp.minimum(first + self.split * per_split, last)
+        self.last = jnp.minimum(self.first + per_split, last)
+        self.masked = jnp.clip(inputs.masked_tile[block], self.first, self.last)
+
+    def _stage(self, tile: Any) -> Any:
+        return lax.rem(tile - self.first, jnp.int32(self.shape.stages))
+
+    def fetch(self) -> None:
+        """Copies the pages of all tiles, each to the buffer that is free next."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        inputs, scratch, shape = self.inputs, self.scratch, self.shape
+        row, size = inputs.row[self.block], shape.chunk_tokens
+
+        def body(tile: Any, _: tuple) -> tuple:
+            stage = self._stage(tile)
+
+            @pl.when(tile - self.first >= shape.stages)
+            def _():
+                plgpu.barrier_wait(scratch.used.at[stage])
+
+            for place in range(TILE_TOKENS // size):
+                position = tile * TILE_TOKENS + place * size
+                page = inputs.table[row, lax.div(position, jnp.int32(shape.page_size))]
+                start = lax.rem(position, jnp.int32(shape.page_size))
+                for pages, tiles, arrived in (
+                    (inputs.k_pages, scratch.k, scratch.k_arrived),
+                    (inputs.v_pages, scratch.v, scratch.v_arrived),
+                ):
+                    plgpu.copy_gmem_to_smem(
+                        pages.at[page, self.head, pl.ds(start, size)],
+                        tiles.at[stage, pl.ds(place * size, size)],
+                        arrived.at[stage],
+                    )
+            return ()
+
+        lax.fori_loop(self.first, self.last, body, ())
+
+    def attend(self, warpgroup: Any, outputs: tuple[Any, ...]) -> None:
+        """Attends 64 rows of the query matrix to all tiles and writes what comes of it."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        inputs, scratch = self.inputs, self.scratch
+        own = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
+        plgpu.copy_gmem_to_smem(
+            inputs.q.at[self.block, self.head, own],
+            scratch.q.at[warpgroup],
+            scratch.q_arrived.at[warpgroup],
+        )
+        plgpu.barrier_wait(scratch.q_arrived.at[warpgroup])
+        sums = self._start(own)
+        add = functools.partial(self._add, warpgroup, own)
+        sums = lax.fori_loop(
+            self.first, self.masked, functools.partial(add, is_masked=False), sums
+        )
+        sums = lax.fori_loop(
+            self.masked, self.last, functools.partial(add, is_masked=True), sums
+        )
+        if self.shape.splits > 1:
+            acc, top, total = outputs
+            place = (self.split, self.block, self.head, own)
+            acc.at[place][...] = sums.acc
+            top.at[place][...] = sums.top
+            total.at[place][...] = sums.total
+            return
+        total = jnp.where(sums.total == 0.0, 1.0, sums.total)
+        mean = sums.acc / lax.broadcast_in_dim(total, sums.acc.shape, (0,))
+        scratch.q.at[warpgroup][...] = mean.astype(self.shape.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            scratch.q.at[warpgroup], outputs[0].at[self.block, self.head, own]
+        )
+        plgpu.wait_smem_to_gmem(0)
+
+    def _start(self, own: Any) -> _Sums:
+        """Returns the sums before the first key: none, or the sink, a key whose value is 0."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        wgmma, by_row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
+        size = WARPGROUP_ROWS, self.shape.head_dim
+        acc = plgpu.layout_cast(jnp.zeros(size, jnp.float32), wgmma)
+        top = plgpu.layout_cast(jnp.full(size[:1], FLOOR, jnp.float32), by_row)
+        total = plgpu.layout_cast(jnp.zeros(size[:1], jnp.float32), by_row)
+        if self.shape.has_sinks:
+            # It counts once: in the first part.
+            sinks = self._by_row(self.inputs.sinks.at[self.head, own])
+            is_first = self.split == 0
+            top = jnp.where(is_first, sinks, top)
+            total = jnp.where(is_first, jnp.ones_like(total), total)
+        return _Sums(acc, top, total)
+
+    def _by_row(self, ref: Any) -> Array:
+        """Reads one number of each query from global memory."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        # jax 0.10 asks for the index that 0.11 deprecates.
+        index = [()] if jax.__version_info__ < (0, 11) else []
+        by_row = plgpu.Layout.WGMMA.reduce(1)
+        return plgpu.load(ref, *index, layout=by_row, optimized=False)
+
+    def _add(
+        self, warpgroup: Any, own: Any, tile: Any, sums: _Sums, *, is_masked: bool
+    ) -> _Sums:
+        """Returns the sums with the keys and values of a tile."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        scratch, shape, stage = self.scratch, self.shape, self._stage(tile)
+        plgpu.barrier_wait(scratch.k_arrived.at[stage])
+
+        def multiply(acc: Any) -> Array:
+            keys = scratch.k.at[stage].transpose((1, 0))
+            plgpu.wgmma(acc, scratch.q.at[warpgroup], keys)
+            return acc[...]
+
+        size = WARPGROUP_ROWS, TILE_TOKENS
+        scores = pl.run_scoped(multiply, plgpu.ACC(size, jnp.float32))
+        if shape.softcap is None:
+            scores = scores * (shape.scale * LOG2_E)
+        else:
+            # tanh(x) = 1 - 2 / (exp(2 * x) + 1); the one of approximate math is too coarse.
+            power = jnp.exp2(scores * (2 * shape.scale / shape.softcap * LOG2_E))
+            scores = (1.0 - 2.0 / (power + 1.0)) * (shape.softcap * LOG2_E)
+        if is_masked:
+            scores = jnp.where(self._is_visible(tile, own), scores, MASKED)
+        top = jnp.maximum(sums.top, scores.max(axis=1))
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(top, size, (0,)))
+        decay = jnp.exp2(sums.top - top)
+        total = sums.total * decay + weights.sum(axis=1)
+        acc = sums.acc * lax.broadcast_in_dim(decay, sums.acc.shape, (0,))
+        plgpu.barrier_wait(scratch.v_arrived.at[stage])
+        if is_masked:
+            self._clean(warpgroup, tile, stage)
+        acc = _add_product(acc, weights.astype(shape.dtype), scratch.v.at[stage])
+        plgpu.barrier_arrive(scratch.used.at[stage])
+        return _Sums(acc, top, total)
+
+    def _is_visible(self, tile: Any, own: Any) -> Array:
+        """Returns which keys of a tile each query sees, bool[64, tile]."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        inputs, shape = self.inputs, self.shape
+        size = WARPGROUP_ROWS, TILE_TOKENS
+        place = plgpu.broadcasted_iota(jnp.int32, size, 1, layout=plgpu.Layout.WGMMA)
+        spread = functools.partial(
+            lax.broadcast_in_dim, shape=size, broadcast_dimensions=(0,)
+        )
+        start = tile * TILE_TOKENS
+        below = self._by_row(inputs.below.at[self.block, own])
+        is_visible = place < spread(below - start)
+        if shape.words:
+            words = [
+                self._by_row(inputs.bits.at[self.block, word, own])
+                for word in self._words_of(start)
+            ]
+            is_visible |= self._has_bit(words, start, place, spread)
+        if shape.has_window:
+            above = self._by_row(inputs.above.at[self.block, own])
+            is_visible &= place > spread(above - start)
+        return is_visible
+
+    def _words_of(self, start: Any) -> list[Any]:
+        """Returns where the words of bits stand that a tile's tokens may need, in order."""
+        shape = self.shape
+        # Rounded down, below 0 too.
+        word = lax.shift_right_arithmetic(start - self.length, jnp.int32(5))
+        # Before and behind the words there are as many zeros as a tile may need.
+        word = jnp.clip(word, -_WORDS_AROUND, shape.words) + _WORDS_AROUND
+        return [word + place for place in range(_WORDS_AROUND)]
+
+    def _has_bit(self, words: list[Any], start: Any, place: Any, spread: Any) -> Array:
+        """Returns whether the bits of a tile's tokens are set, bool of `place`'s shape.
+
+        The tile begins within a word: its words are shifted first, then its bits are picked.
+        """
+        shift = (start - self.length) & 31
+        result = None
+        for index in range(_WORDS_PER_TILE):
+            low = lax.shift_right_logical(words[index], _like(shift, words[index]))
+            high = lax.shift_left(words[index + 1], _like(31 - shift, words[index]))
+            word = spread(low | (high + high))  # shifted by 32 - shift, which may be 32
+            bit = lax.shift_right_logical(word, place & 31) & 1
+            is_own = (place >= 32 * index) & (place < 32 * index + 32) & (bit == 1)
+            result = is_own if result is None else result | is_own
+        return result
+
+    def _clean(self, warpgroup: Any, tile: Any, stage: Any) -> None:
+        """Zeroes values of a tile that no query may see: 0 * NaN is NaN."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        inputs, scratch, shape = self.inputs, self.scratch, self.shape
+        start = tile * TILE_TOKENS
+
+        @pl.when(start + TILE_TOKENS > self.clean)
+        def _():
+            @pl.when(warpgroup == 0)
+            def _():
+                size = TILE_TOKENS, shape.head_dim
+                place = plgpu.broadcasted_iota(
+                    jnp.int32, size, 0, layout=plgpu.Layout.WGMMA
+                )
+                is_safe = place < self.clean - start
+                if shape.words:
+                    words = [
+                        inputs.union[self.block, word] for word in self._words_of(start)
+                    ]
+                    spread = lambda word: jnp.full(size, word)
+                    is_safe |= self._has_bit(words, start, place, spread)
+                values = scratch.v.at[stage]
+                loaded = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
+                values[...] = jnp.where(is_safe, loaded, jnp.zeros_like(loaded))
+                plgpu.commit_smem()
+
+            if shape.warpgroups > 1:
+                plgpu.barrier_arrive(scratch.cleaned)
+                plgpu.barrier_wait(scratch.cleaned)
+
+
+def _add_product(acc: Array, weights: Array, values: Any) -> Array:
+    """Returns acc + weights @ values, of which only the values are in shared memory."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def add(acc: Any) -> None:
+        plgpu.wgmma(acc, weights, values)
+
+    return pl.run_state(add)(plgpu.ACC.init(acc))
+
+
+def _like(scalar: Any, array: Any) -> Array:
+    return jnp.broadcast_to(scalar, array.shape)
