@@ -47,7 +47,7 @@ from pallas_kernels.tree_attention.reference import check_window, depths
 
 TILE_TOKENS = 64  # keys that are fetched and multiplied at once
 WARPGROUP_ROWS = 64  # of a query matrix, for one warpgroup: the M of a wgmma
-HEAD_DIMS = (64, 128, 256)
+MOST_WARPGROUPS = {64: 4, 128: 4, 256: 2}  # by head_dim: sums are kept in registers
 # Registers of a warpgroup that multiplies and of the one that fetches, by how many multiply:
 # 65,536 are shared out evenly at the start, in steps of 8 per thread.
 REGISTERS = {1: None, 2: (232, 40), 3: (160, 32), 4: (112, 32)}
@@ -176,8 +176,9 @@ def _shape_of(
     num_tokens, heads, head_dim = q.shape
     rows, pages_per_row = block_table.shape
     page_size, kv_heads = layout.page_size(k_pages), layout.kv_heads(k_pages)
-    if head_dim not in HEAD_DIMS:
-        raise NotImplementedError(f"{head_dim=} must be one of {HEAD_DIMS} on a GPU.")
+    if head_dim not in MOST_WARPGROUPS:
+        sizes = [*MOST_WARPGROUPS]
+        raise NotImplementedError(f"{head_dim=} must be one of {sizes} on a GPU.")
     if q.dtype != jnp.bfloat16 or k_pages.dtype != jnp.bfloat16:
         raise NotImplementedError(f"{q.dtype=}, {k_pages.dtype=} must be bfloat16.")
     if page_size % 8 or (page_size % TILE_TOKENS and TILE_TOKENS % page_size):
@@ -185,9 +186,11 @@ def _shape_of(
             f"{page_size=} must be 8, 16, 32 or a multiple of {TILE_TOKENS} on a GPU."
         )
     group = heads // kv_heads
-    most_rows = WARPGROUP_ROWS * (2 if head_dim > 128 else 4)
+    most_rows = WARPGROUP_ROWS * MOST_WARPGROUPS[head_dim]
     if group > most_rows:
-        raise NotImplementedError(f"{heads=} of {kv_heads=} exceed {most_rows=}.")
+        raise NotImplementedError(
+            f"{heads=} of {kv_heads=} key heads: {group=} exceeds {most_rows}."
+        )
     queries = min(max_tokens_per_row, MOST_QUERIES, most_rows // group)
     num_blocks = most_blocks(rows, num_tokens, max_tokens_per_row, queries)
     tiles = -(-pages_per_row * page_size // TILE_TOKENS)
