@@ -1,9 +1,14 @@
-"""Whether every kernel compiles for a TPU, with none at hand.
+"""Whether every kernel compiles for a TPU, and lowers for a GPU, with none at hand.
 
     python -m pallas_kernels.check --tpu v5e:2x2 v6e:2x2
 
 compiles every op ahead of time for the shapes of some models, on one chip and split over
 four, and prints what each takes. It needs libtpu: pip install "jax[tpu]".
+
+    python -m pallas_kernels.check --gpu h100
+
+lowers attention for a GPU, as far as jax goes without one: what ptxas makes of it is not
+seen. Of neither option, both are run in full.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ _NO_TPU = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "JAX_PLATFORMS": "cpu",
 }
+GPUS = {"h100": "NVIDIA H100 80GB HBM3"}  # as the driver calls them
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 
@@ -251,20 +257,103 @@ def check(topology: str, chips: int, only: str = "") -> Iterator[Result]:
         )
 
 
+def check_gpu(name: str, only: str = "") -> Iterator[Result]:
+    """Yields what lowering attention for a GPU comes to, at every shape it covers.
+
+    Args:
+      name: of `GPUS`.
+      only: what a shape's name must hold.
+    """
+    for model, step in itertools.product(MODELS, STEPS):
+        shape = f"{model}, {step}, 1 chip"
+        # Pages with scales are not covered.
+        if only in shape and MODELS[model].page_dtype == "bfloat16":
+            yield _lower_for_gpu(name, model, step, shape)
+
+
+def _lower_for_gpu(name: str, model: str, step: str, shape: str) -> Result:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    from pallas_kernels import layout, tree_attention
+    from pallas_kernels.implementations import lowered_for
+
+    own, new = MODELS[model], STEPS[step]
+    of = jax.ShapeDtypeStruct
+    sizes = NUM_PAGES, own.page_size, own.kv_heads, own.head_dim
+    in_lanes = own.head_dim % 64 > 0
+    pages = of(layout.page_shape(*sizes, in_lanes=in_lanes), own.page_dtype)
+    arguments = {
+        "q": of((new.num_tokens, own.heads, own.head_dim), jnp.bfloat16),
+        "k_pages": pages,
+        "v_pages": pages,
+        "block_table": of((new.rows, CONTEXT // own.page_size), jnp.int32),
+        "row_starts": of((new.rows + 1,), jnp.int32),
+        "lengths": of((new.rows,), jnp.int32),
+    }
+    if new.words:
+        arguments["ancestor_bits"] = of((new.num_tokens, new.words), jnp.uint32)
+    if new.is_mixed:
+        arguments["is_causal"] = of((new.rows,), jnp.bool_)
+    if own.has_sinks:
+        arguments["sinks"] = of((own.heads,), jnp.float32)
+
+    def attend(arguments: dict[str, Any]) -> Any:
+        return tree_attention.tree_attention(
+            **arguments,
+            **own.options,
+            num_kv_heads=own.kv_heads,
+            scale=own.head_dim**-0.5,
+            max_tokens_per_row=new.width,
+            implementation="mosaic_gpu",
+        )
+
+    device = AbstractDevice(GPUS[name], None, "cuda")
+    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    start, error = time.perf_counter(), None
+    try:
+        with lowered_for("gpu"), use_abstract_mesh(mesh):
+            traced = jax.jit(attend).trace(arguments)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        if "mosaic_gpu" not in text:
+            error = "no kernel is in what was lowered."
+    # As above: of any kind.
+    except Exception as problem:
+        error = " ".join(str(problem).split())[:500]
+    return Result(
+        op="tree_attention",
+        shape=shape,
+        device=name.upper(),
+        ok=error is None,
+        seconds=round(time.perf_counter() - start, 2),
+        vmem_bytes=None,
+        temp_bytes=None,
+        error=error,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check")
-    parser.add_argument("--tpu", nargs="+", default=list(TOPOLOGIES), metavar="NAME")
+    parser.add_argument("--tpu", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--gpu", nargs="+", default=[], choices=GPUS)
     parser.add_argument("--only", default="", metavar="TEXT", help="shapes with it")
     parser.add_argument("--json", action="store_true", help="a list of documents")
     options = parser.parse_args(argv)
     for name, value in _NO_TPU.items():
         os.environ.setdefault(name, value)
+    if not options.tpu and not options.gpu:
+        options.tpu, options.gpu = TOPOLOGIES, tuple(GPUS)
+    parts = [
+        check(topology, chips, options.only)
+        for topology, chips in itertools.product(options.tpu, (1, 4))
+    ]
+    parts += [check_gpu(name, options.only) for name in options.gpu]
     results = []
-    for topology, chips in itertools.product(options.tpu, (1, 4)):
-        for result in check(topology, chips, options.only):
-            results.append(result)
-            if not options.json:
-                print(_line(result), flush=True)
+    for result in itertools.chain.from_iterable(parts):
+        results.append(result)
+        if not options.json:
+            print(_line(result), flush=True)
     if options.json:
         print(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
     if not results:

@@ -108,16 +108,19 @@ def tree_attention_mosaic_gpu(
     is_causal: Array | None = None,  # bool[rows]
     num_new_keys: Array | None = None,  # i32[rows]
     sinks: Array | None = None,  # f32[heads]
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
     max_tokens_per_row: int,
 ) -> Array:
-    """See `tree_attention`.
+    """See `tree_attention`; pages with scales are not covered.
 
     Raises:
       NotImplementedError: sizes or dtypes that no tile fits, or a GPU that is no Hopper.
     """
+    del k_scale, v_scale  # of dtypes that are refused
     check_window(window, ancestor_bits)
     _check_device()
     shape = _shape_of(q, k_pages, block_table, ancestor_bits, max_tokens_per_row)
