@@ -3,9 +3,9 @@ part of the context.
 
 Lowered for H100; not yet run on hardware. It is taken where it is asked for by name.
 
-One warpgroup fetches pages by TMA, tile after tile, into as many buffers as fit; the others,
-64 rows of the query matrix each, multiply them by wgmma and keep the running softmax in
-registers: Milakov and Gimelshein 2018, section 3. What a query sees is said by three things
+One warpgroup fetches pages by TMA, tile after tile, into as many buffers as fit; one or two
+others multiply them by wgmma, up to two matrices of 64 queries each, and keep the running
+softmax in registers: Milakov and Gimelshein 2018, section 3. What a query sees is said by three things
 that XLA prepares: the position that it sees all keys below, the one that its window begins
 after, and bits for the new tokens that it sees besides. Only tiles that reach past the
 prefix, or a window, are masked.
@@ -15,9 +15,9 @@ float32, and XLA merges them.
 
 Work of a step: 2 * page_size * head_dim * itemsize bytes per key head and page that a row
 has in use, read once per block of queries, which is 64 new tokens where 64 * group is at most
-256 (128 with heads of 256), and 4 * 64 * warpgroups * keys * head_dim operations per block and
-key head, padding of its queries to whole warpgroups included. Where the context is split,
-2 * 4 * 64 * warpgroups * head_dim bytes more for each part, block and key head.
+256 (128 with heads of 256), and 4 * 64 * matrices * keys * head_dim operations per block and
+key head, padding of its queries to whole matrices included. Where the context is split,
+2 * 4 * 64 * matrices * head_dim bytes more for each part, block and key head.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ from pallas_kernels.tree_attention.query_blocks import (
 from pallas_kernels.tree_attention.reference import check_window, depths
 
 TILE_TOKENS = 64  # keys that are fetched and multiplied at once
-WARPGROUP_ROWS = 64  # of a query matrix, for one warpgroup: the M of a wgmma
-MOST_WARPGROUPS = {64: 4, 128: 4, 256: 2}  # by head_dim: sums are kept in registers
-# Registers of a warpgroup that multiplies and of the one that fetches, by how many multiply:
-# 65,536 are shared out evenly at the start, in steps of 8 per thread.
-REGISTERS = {1: None, 2: (232, 40), 3: (160, 32), 4: (112, 32)}
+MATRIX_ROWS = 64  # of queries in one product: the M of a wgmma
+MOST_MATRICES = {64: 4, 128: 4, 256: 2}  # by head_dim: sums are kept in registers
+MOST_WARPGROUPS = 2  # that multiply; each has one or two matrices of queries
+# Registers of a thread that multiplies and of one that fetches, where two warpgroups
+# multiply: 65,536 are shared out evenly at the start, 168 to each thread.
+REGISTERS = 232, 40
 SMEM_BYTES = 220 << 10  # of 227 KiB
 MOST_STAGES = 4  # buffers of a tile of keys and one of values
 MULTIPROCESSORS = 132  # of an H100
@@ -70,7 +71,7 @@ class _Shape:
     page_size: int
     queries: int  # tokens of a block
     num_blocks: int
-    warpgroups: int  # that multiply
+    matrices: int  # of queries, 64 rows each, of a key head
     splits: int  # parts of the context
     words: int  # of ancestor bits; 0 without
     dtype: jnp.dtype
@@ -81,8 +82,18 @@ class _Shape:
     has_sinks: bool = False
 
     @property
+    def warpgroups(self) -> int:
+        """How many multiply."""
+        return min(self.matrices, MOST_WARPGROUPS)
+
+    @property
+    def share(self) -> int:
+        """Matrices of a warpgroup."""
+        return self.matrices // self.warpgroups
+
+    @property
     def query_rows(self) -> int:
-        return self.warpgroups * WARPGROUP_ROWS
+        return self.matrices * MATRIX_ROWS
 
     @property
     def chunk_tokens(self) -> int:
@@ -179,8 +190,8 @@ def _shape_of(
     num_tokens, heads, head_dim = q.shape
     rows, pages_per_row = block_table.shape
     page_size, kv_heads = layout.page_size(k_pages), layout.kv_heads(k_pages)
-    if head_dim not in MOST_WARPGROUPS:
-        sizes = [*MOST_WARPGROUPS]
+    if head_dim not in MOST_MATRICES:
+        sizes = [*MOST_MATRICES]
         raise NotImplementedError(f"{head_dim=} must be one of {sizes} on a GPU.")
     if q.dtype != jnp.bfloat16 or k_pages.dtype != jnp.bfloat16:
         raise NotImplementedError(f"{q.dtype=}, {k_pages.dtype=} must be bfloat16.")
@@ -189,7 +200,7 @@ def _shape_of(
             f"{page_size=} must be 8, 16, 32 or a multiple of {TILE_TOKENS} on a GPU."
         )
     group = heads // kv_heads
-    most_rows = WARPGROUP_ROWS * MOST_WARPGROUPS[head_dim]
+    most_rows = MATRIX_ROWS * MOST_MATRICES[head_dim]
     if group > most_rows:
         raise NotImplementedError(
             f"{heads=} of {kv_heads=} key heads: {group=} exceeds {most_rows}."
@@ -197,6 +208,9 @@ def _shape_of(
     queries = min(max_tokens_per_row, MOST_QUERIES, most_rows // group)
     num_blocks = most_blocks(rows, num_tokens, max_tokens_per_row, queries)
     tiles = -(-pages_per_row * page_size // TILE_TOKENS)
+    matrices = -(-queries * group // MATRIX_ROWS)
+    if matrices > MOST_WARPGROUPS:
+        matrices = -(-matrices // MOST_WARPGROUPS) * MOST_WARPGROUPS
     splits = min(MULTIPROCESSORS // (num_blocks * kv_heads), tiles // TILES_PER_SPLIT)
     return _Shape(
         kv_heads=kv_heads,
@@ -205,7 +219,7 @@ def _shape_of(
         page_size=page_size,
         queries=queries,
         num_blocks=num_blocks,
-        warpgroups=-(-queries * group // WARPGROUP_ROWS),
+        matrices=matrices,
         splits=max(splits, 1),
         words=0 if ancestor_bits is None else ancestor_bits.shape[1],
         dtype=q.dtype,
@@ -215,8 +229,7 @@ def _shape_of(
 # Around the kernel
 
 # Zeros around the words of bits: a tile's, wherever it begins, are read without a check.
-_WORDS_PER_TILE = TILE_TOKENS // 32
-_WORDS_AROUND = _WORDS_PER_TILE + 1
+_WORDS_AROUND = TILE_TOKENS // 32 + 1
 
 
 class _Visible(NamedTuple):
@@ -381,6 +394,8 @@ def _call(inputs: _Inputs, shape: _Shape) -> tuple[Array, ...]:
 
 # The kernel
 
+_COLUMNS = 64  # of values, that a swizzled line of shared memory holds
+
 
 def _kernel(*refs: Any, shape: _Shape):
     from jax.experimental import pallas as pl
@@ -395,7 +410,7 @@ def _kernel(*refs: Any, shape: _Shape):
         (shape.stages, TILE_TOKENS, shape.head_dim), shape.dtype, transforms=transforms
     )
     queries = plgpu.SMEM(
-        (shape.warpgroups, WARPGROUP_ROWS, shape.head_dim),
+        (shape.matrices, MATRIX_ROWS, shape.head_dim),
         shape.dtype,
         transforms=transforms,
     )
@@ -405,18 +420,18 @@ def _kernel(*refs: Any, shape: _Shape):
     def body(*scratch: Any) -> None:
         block = _Block(inputs, _Scratch(*scratch), shape)
         warpgroup = lax.axis_index("warpgroup")
-        registers = REGISTERS[shape.warpgroups]
+        has_to_share = shape.warpgroups > 1
 
         @pl.when(warpgroup == shape.warpgroups)
         def _():
-            if registers is not None:
-                plgpu.set_max_registers(registers[1], action="decrease")
+            if has_to_share:
+                plgpu.set_max_registers(REGISTERS[1], action="decrease")
             block.fetch()
 
         @pl.when(warpgroup < shape.warpgroups)
         def _():
-            if registers is not None:
-                plgpu.set_max_registers(registers[0], action="increase")
+            if has_to_share:
+                plgpu.set_max_registers(REGISTERS[0], action="increase")
             block.attend(warpgroup, outputs)
 
     pl.run_scoped(
@@ -425,7 +440,9 @@ def _kernel(*refs: Any, shape: _Shape):
             q=queries,
             k=tiles,
             v=tiles,
-            q_arrived=plgpu.Barrier(num_barriers=shape.warpgroups),
+            q_arrived=plgpu.Barrier(
+                num_arrivals=shape.share, num_barriers=shape.warpgroups
+            ),
             k_arrived=arrived,
             v_arrived=arrived,
             used=plgpu.Barrier(
@@ -440,7 +457,7 @@ def _kernel(*refs: Any, shape: _Shape):
 class _Scratch(NamedTuple):
     """Buffers and barriers in shared memory."""
 
-    q: Any  # dtype[warpgroups, 64, head_dim]; results on their way out, too
+    q: Any  # dtype[matrices, 64, head_dim]; results on their way out, too
     k: Any  # dtype[stages, tile, head_dim]
     v: Any
     q_arrived: Any  # [warpgroups]
@@ -509,56 +526,68 @@ class _Block:
             return ()
 
         lax.fori_loop(self.first, self.last, body, ())
+        # No barrier is left with an arrival that nobody waited for.
+        for stage in range(shape.stages):
+            is_used = stage < self.last - self.first
+            wait = functools.partial(plgpu.barrier_wait, scratch.used.at[stage])
+            pl.when(is_used)(wait)
 
     def attend(self, warpgroup: Any, outputs: tuple[Any, ...]) -> None:
-        """Attends 64 rows of the query matrix to all tiles and writes what comes of it."""
-        from jax.experimental import pallas as pl
+        """Attends a warpgroup's queries to all tiles and writes what comes of it."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        inputs, scratch = self.inputs, self.scratch
-        own = pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)
-        plgpu.copy_gmem_to_smem(
-            inputs.q.at[self.block, self.head, own],
-            scratch.q.at[warpgroup],
-            scratch.q_arrived.at[warpgroup],
-        )
+        inputs, scratch, shape = self.inputs, self.scratch, self.shape
+        matrices = [warpgroup * shape.share + place for place in range(shape.share)]
+        for matrix in matrices:
+            plgpu.copy_gmem_to_smem(
+                inputs.q.at[self.block, self.head, _rows(matrix)],
+                scratch.q.at[matrix],
+                scratch.q_arrived.at[warpgroup],
+            )
         plgpu.barrier_wait(scratch.q_arrived.at[warpgroup])
-        sums = self._start(own)
-        add = functools.partial(self._add, warpgroup, own)
-        sums = lax.fori_loop(
-            self.first, self.masked, functools.partial(add, is_masked=False), sums
-        )
-        sums = lax.fori_loop(
-            self.masked, self.last, functools.partial(add, is_masked=True), sums
-        )
+        sums = tuple(self._start(_rows(matrix)) for matrix in matrices)
+        add = functools.partial(self._add, warpgroup, matrices)
+        for first, last, is_masked in (
+            (self.first, self.masked, False),
+            (self.masked, self.last, True),
+        ):
+            body = functools.partial(add, is_masked=is_masked)
+            sums = lax.fori_loop(first, last, body, sums)
+        for matrix, own in zip(matrices, sums, strict=True):
+            self._finish(matrix, own, outputs)
+        plgpu.wait_smem_to_gmem(0)
+
+    def _finish(self, matrix: Any, sums: _Sums, outputs: tuple[Any, ...]) -> None:
+        """Writes the means of values, or where the context is split the sums."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        rows = _rows(matrix)
         if self.shape.splits > 1:
             acc, top, total = outputs
-            place = (self.split, self.block, self.head, own)
+            place = (self.split, self.block, self.head, rows)
             acc.at[place][...] = sums.acc
             top.at[place][...] = sums.top
             total.at[place][...] = sums.total
             return
         total = jnp.where(sums.total == 0.0, 1.0, sums.total)
         mean = sums.acc / lax.broadcast_in_dim(total, sums.acc.shape, (0,))
-        scratch.q.at[warpgroup][...] = mean.astype(self.shape.dtype)
+        out = self.scratch.q.at[matrix]
+        out[...] = mean.astype(self.shape.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(
-            scratch.q.at[warpgroup], outputs[0].at[self.block, self.head, own]
-        )
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.copy_smem_to_gmem(out, outputs[0].at[self.block, self.head, rows])
 
-    def _start(self, own: Any) -> _Sums:
+    def _start(self, rows: Any) -> _Sums:
         """Returns the sums before the first key: none, or the sink, a key whose value is 0."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         wgmma, by_row = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
-        size = WARPGROUP_ROWS, self.shape.head_dim
+        size = MATRIX_ROWS, self.shape.head_dim
         acc = plgpu.layout_cast(jnp.zeros(size, jnp.float32), wgmma)
         top = plgpu.layout_cast(jnp.full(size[:1], FLOOR, jnp.float32), by_row)
         total = plgpu.layout_cast(jnp.zeros(size[:1], jnp.float32), by_row)
         if self.shape.has_sinks:
             # It counts once: in the first part.
-            sinks = self._by_row(self.inputs.sinks.at[self.head, own])
+            sinks = self._by_row(self.inputs.sinks.at[self.head, rows])
             is_first = self.split == 0
             top = jnp.where(is_first, sinks, top)
             total = jnp.where(is_first, jnp.ones_like(total), total)
@@ -574,68 +603,87 @@ class _Block:
         return plgpu.load(ref, *index, layout=by_row, optimized=False)
 
     def _add(
-        self, warpgroup: Any, own: Any, tile: Any, sums: _Sums, *, is_masked: bool
-    ) -> _Sums:
-        """Returns the sums with the keys and values of a tile."""
-        from jax.experimental import pallas as pl
+        self,
+        warpgroup: Any,
+        matrices: list[Any],
+        tile: Any,
+        sums: tuple[_Sums, ...],
+        *,
+        is_masked: bool,
+    ) -> tuple[_Sums, ...]:
+        """Returns the sums of each matrix with the keys and values of a tile."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        scratch, shape, stage = self.scratch, self.shape, self._stage(tile)
-        plgpu.barrier_wait(scratch.k_arrived.at[stage])
-
-        def multiply(acc: Any) -> Array:
-            keys = scratch.k.at[stage].transpose((1, 0))
-            plgpu.wgmma(acc, scratch.q.at[warpgroup], keys)
-            return acc[...]
-
-        size = WARPGROUP_ROWS, TILE_TOKENS
-        scores = pl.run_scoped(multiply, plgpu.ACC(size, jnp.float32))
-        if shape.softcap is None:
-            scores = scores * (shape.scale * LOG2_E)
-        else:
-            # tanh(x) = 1 - 2 / (exp(2 * x) + 1); the one of approximate math is too coarse.
-            power = jnp.exp2(scores * (2 * shape.scale / shape.softcap * LOG2_E))
-            scores = (1.0 - 2.0 / (power + 1.0)) * (shape.softcap * LOG2_E)
+        scratch, stage = self.scratch, self._stage(tile)
         if is_masked:
-            scores = jnp.where(self._is_visible(tile, own), scores, MASKED)
+            # First, while no scores take registers.
+            plgpu.barrier_wait(scratch.v_arrived.at[stage])
+            self._clean(warpgroup, tile, stage)
+        plgpu.barrier_wait(scratch.k_arrived.at[stage])
+        result = []
+        for place, matrix in enumerate(matrices):
+            scores = self._scores(scratch.q.at[matrix], scratch.k.at[stage])
+            if is_masked:
+                is_visible = self._is_visible(tile * TILE_TOKENS, _rows(matrix))
+                scores = jnp.where(is_visible, scores, MASKED)
+            elif place == 0:
+                plgpu.barrier_wait(scratch.v_arrived.at[stage])
+            result.append(self._softmax(sums[place], scores, scratch.v.at[stage]))
+        plgpu.barrier_arrive(scratch.used.at[stage])
+        return tuple(result)
+
+    def _softmax(self, sums: _Sums, scores: Array, values: Any) -> _Sums:
+        """Returns the sums with keys of these scores and values."""
         top = jnp.maximum(sums.top, scores.max(axis=1))
-        weights = jnp.exp2(scores - lax.broadcast_in_dim(top, size, (0,)))
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(top, scores.shape, (0,)))
         decay = jnp.exp2(sums.top - top)
         total = sums.total * decay + weights.sum(axis=1)
         acc = sums.acc * lax.broadcast_in_dim(decay, sums.acc.shape, (0,))
-        plgpu.barrier_wait(scratch.v_arrived.at[stage])
-        if is_masked:
-            self._clean(warpgroup, tile, stage)
-        acc = _add_product(acc, weights.astype(shape.dtype), scratch.v.at[stage])
-        plgpu.barrier_arrive(scratch.used.at[stage])
+        acc = _add_product(acc, weights.astype(self.shape.dtype), values)
         return _Sums(acc, top, total)
 
-    def _is_visible(self, tile: Any, own: Any) -> Array:
-        """Returns which keys of a tile each query sees, bool[64, tile]."""
+    def _scores(self, queries: Any, keys: Any) -> Array:
+        """Returns the scores of keys in powers of two, f32[64, keys]."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        def multiply(acc: Any) -> Array:
+            plgpu.wgmma(acc, queries, keys.transpose((1, 0)))
+            return acc[...]
+
+        shape, size = self.shape, (MATRIX_ROWS, TILE_TOKENS)
+        scores = pl.run_scoped(multiply, plgpu.ACC(size, jnp.float32))
+        if shape.softcap is None:
+            return scores * (shape.scale * LOG2_E)
+        # tanh(x) = 1 - 2 / (exp(2 * x) + 1); the one of approximate math is too coarse.
+        power = jnp.exp2(scores * (2 * shape.scale / shape.softcap * LOG2_E))
+        return (1.0 - 2.0 / (power + 1.0)) * (shape.softcap * LOG2_E)
+
+    def _is_visible(self, start: Any, rows: Any) -> Array:
+        """Returns which keys of the tile that starts here each query sees, bool[64, tile]."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         inputs, shape = self.inputs, self.shape
-        size = WARPGROUP_ROWS, TILE_TOKENS
+        size = MATRIX_ROWS, TILE_TOKENS
         place = plgpu.broadcasted_iota(jnp.int32, size, 1, layout=plgpu.Layout.WGMMA)
         spread = functools.partial(
             lax.broadcast_in_dim, shape=size, broadcast_dimensions=(0,)
         )
-        start = tile * TILE_TOKENS
-        below = self._by_row(inputs.below.at[self.block, own])
+        below = self._by_row(inputs.below.at[self.block, rows])
         is_visible = place < spread(below - start)
         if shape.words:
             words = [
-                self._by_row(inputs.bits.at[self.block, word, own])
+                self._by_row(inputs.bits.at[self.block, word, rows])
                 for word in self._words_of(start)
             ]
             is_visible |= self._has_bit(words, start, place, spread)
         if shape.has_window:
-            above = self._by_row(inputs.above.at[self.block, own])
+            above = self._by_row(inputs.above.at[self.block, rows])
             is_visible &= place > spread(above - start)
         return is_visible
 
     def _words_of(self, start: Any) -> list[Any]:
-        """Returns where the words of bits stand that a tile's tokens may need, in order."""
+        """Returns where the words of bits stand that tokens from a position on need."""
         shape = self.shape
         # Rounded down, below 0 too.
         word = lax.shift_right_arithmetic(start - self.length, jnp.int32(5))
@@ -644,13 +692,13 @@ class _Block:
         return [word + place for place in range(_WORDS_AROUND)]
 
     def _has_bit(self, words: list[Any], start: Any, place: Any, spread: Any) -> Array:
-        """Returns whether the bits of a tile's tokens are set, bool of `place`'s shape.
+        """Returns whether the bits of tokens are set, bool of `place`'s shape.
 
-        The tile begins within a word: its words are shifted first, then its bits are picked.
+        They begin within a word: words are shifted first, then bits are picked.
         """
         shift = (start - self.length) & 31
         result = None
-        for index in range(_WORDS_PER_TILE):
+        for index in range(len(words) - 1):
             low = lax.shift_right_logical(words[index], _like(shift, words[index]))
             high = lax.shift_left(words[index + 1], _like(31 - shift, words[index]))
             word = spread(low | (high + high))  # shifted by 32 - shift, which may be 32
@@ -671,7 +719,7 @@ class _Block:
         def _():
             @pl.when(warpgroup == 0)
             def _():
-                size = TILE_TOKENS, shape.head_dim
+                size = TILE_TOKENS, _COLUMNS
                 place = plgpu.broadcasted_iota(
                     jnp.int32, size, 0, layout=plgpu.Layout.WGMMA
                 )
@@ -682,14 +730,23 @@ class _Block:
                     ]
                     spread = lambda word: jnp.full(size, word)
                     is_safe |= self._has_bit(words, start, place, spread)
-                values = scratch.v.at[stage]
-                loaded = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
-                values[...] = jnp.where(is_safe, loaded, jnp.zeros_like(loaded))
+                # By columns, for registers are few.
+                for column in range(0, shape.head_dim, _COLUMNS):
+                    values = scratch.v.at[stage, :, pl.ds(column, _COLUMNS)]
+                    loaded = plgpu.layout_cast(values[...], plgpu.Layout.WGMMA)
+                    values[...] = jnp.where(is_safe, loaded, jnp.zeros_like(loaded))
                 plgpu.commit_smem()
 
             if shape.warpgroups > 1:
                 plgpu.barrier_arrive(scratch.cleaned)
                 plgpu.barrier_wait(scratch.cleaned)
+
+
+def _rows(matrix: Any) -> Any:
+    """Returns the rows of all queries that are those of a matrix."""
+    from jax.experimental import pallas as pl
+
+    return pl.ds(matrix * MATRIX_ROWS, MATRIX_ROWS)
 
 
 def _add_product(acc: Array, weights: Array, values: Any) -> Array:
