@@ -25,6 +25,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -166,7 +167,7 @@ def tree_attention_mosaic_gpu(
         v_pages=v_pages,
     )
     outputs = _call(arguments, shape)
-    out = outputs[0] if shape.splits == 1 else _merge(*outputs, shape)
+    out = outputs[0] if shape.splits == 1 else _merge(outputs, shape)
     return lay_flat(out.astype(q.dtype), num_new, row_starts, q, shape)
 
 
@@ -347,14 +348,14 @@ def _sinks_by_query_row(sinks: Array | None, shape: _Shape) -> Array:
     return jnp.pad(by_head, ((0, 0), (0, padding)))
 
 
-def _merge(acc: Array, top: Array, total: Array, shape: _Shape) -> Array:
+def _merge(sums: tuple[Array, ...], shape: _Shape) -> Array:
     """Returns the mean of values over all parts of the context.
 
     Args:
-      acc: f32[splits, blocks, kv_heads, query_rows, head_dim], sums of a part.
-      top: f32[splits, blocks, kv_heads, query_rows], its largest score.
-      total: likewise, its sum of weights.
+      sums: of each part the values, f32[splits, blocks, kv_heads, query_rows, head_dim], the
+        largest score and the sum of weights, f32[splits, blocks, kv_heads, query_rows].
     """
+    acc, top, total = sums
     used = shape.queries * shape.group
     acc, top, total = acc[..., :used, :], top[..., :used], total[..., :used]
     weights = jnp.exp2(top - top.max(axis=0, keepdims=True))
@@ -697,15 +698,15 @@ class _Block:
         They begin within a word: words are shifted first, then bits are picked.
         """
         shift = (start - self.length) & 31
-        result = None
+        result = []
         for index in range(len(words) - 1):
             low = lax.shift_right_logical(words[index], _like(shift, words[index]))
             high = lax.shift_left(words[index + 1], _like(31 - shift, words[index]))
             word = spread(low | (high + high))  # shifted by 32 - shift, which may be 32
             bit = lax.shift_right_logical(word, place & 31) & 1
             is_own = (place >= 32 * index) & (place < 32 * index + 32) & (bit == 1)
-            result = is_own if result is None else result | is_own
-        return result
+            result.append(is_own)
+        return functools.reduce(operator.or_, result)
 
     def _clean(self, warpgroup: Any, tile: Any, stage: Any) -> None:
         """Zeroes values of a tile that no query may see: 0 * NaN is NaN."""
@@ -757,7 +758,8 @@ def _add_product(acc: Array, weights: Array, values: Any) -> Array:
     def add(acc: Any) -> None:
         plgpu.wgmma(acc, weights, values)
 
-    return pl.run_state(add)(plgpu.ACC.init(acc))
+    result: Any = pl.run_state(add)(plgpu.ACC.init(acc))
+    return result
 
 
 def _like(scalar: Any, array: Any) -> Array:
