@@ -1,9 +1,14 @@
-"""Whether every kernel compiles for a TPU, with none at hand.
+"""Whether every kernel compiles for a TPU, and lowers for a GPU, with none at hand.
 
     python -m pallas_kernels.check --tpu v5e:2x2 v6e:2x2
 
 compiles every op ahead of time for the shapes of some models, on one chip and split over
 four, and prints what each takes. It needs libtpu: pip install "jax[tpu]".
+
+    python -m pallas_kernels.check --gpu h100
+
+lowers attention for a GPU, as far as jax goes without one: what ptxas makes of it is not
+seen. Of neither option, both are run in full.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ _NO_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody takes a chip
     "JAX_PLATFORMS": "cpu",
 }
+GPUS = {"h100": "NVIDIA H100 80GB HBM3"}  # as the driver calls them
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 
@@ -296,9 +302,87 @@ def check(topology: str, chips: int, only: Sequence[str] = ("",)) -> Iterator[Re
         )
 
 
+def check_gpu(name: str, only: Sequence[str] = ("",)) -> Iterator[Result]:
+    """Yields what lowering attention for a GPU comes to, at every shape it covers.
+
+    Args:
+      name: of `GPUS`.
+      only: as for `check`.
+    """
+    for model, step in itertools.product(MODELS, STEPS):
+        shape = f"{model}, {step}, 1 chip"
+        # Pages with scales are not covered.
+        is_asked = any(text in f"tree_attention, {shape}" for text in only)
+        if is_asked and MODELS[model].page_dtype == "bfloat16":
+            yield _lower_for_gpu(name, model, step, shape)
+
+
+def _lower_for_gpu(name: str, model: str, step: str, shape: str) -> Result:
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    from pallas_kernels import layout, tree_attention
+    from pallas_kernels.implementations import lowered_for
+
+    own, new = MODELS[model], STEPS[step]
+    of = jax.ShapeDtypeStruct
+    sizes = NUM_PAGES, own.page_size, own.kv_heads, own.head_dim
+    in_lanes = own.head_dim % 64 > 0
+    pages = of(layout.page_shape(*sizes, in_lanes=in_lanes), own.page_dtype)
+    arguments = {
+        "q": of((new.num_tokens, own.heads, own.head_dim), jnp.bfloat16),
+        "k_pages": pages,
+        "v_pages": pages,
+        "block_table": of((new.rows, CONTEXT // own.page_size), jnp.int32),
+        "row_starts": of((new.rows + 1,), jnp.int32),
+        "lengths": of((new.rows,), jnp.int32),
+    }
+    if new.words:
+        arguments["ancestor_bits"] = of((new.num_tokens, new.words), jnp.uint32)
+    if new.is_mixed:
+        arguments["is_causal"] = of((new.rows,), jnp.bool_)
+    if own.has_sinks:
+        arguments["sinks"] = of((own.heads,), jnp.float32)
+
+    def attend(arguments: dict[str, Any]) -> Any:
+        return tree_attention.tree_attention(
+            **arguments,
+            **own.options,
+            num_kv_heads=own.kv_heads,
+            scale=own.head_dim**-0.5,
+            max_tokens_per_row=new.width,
+            implementation="mosaic_gpu",
+        )
+
+    device = AbstractDevice(GPUS[name], None, "cuda")
+    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    start, error = time.perf_counter(), None
+    try:
+        with lowered_for("gpu"), use_abstract_mesh(mesh):
+            traced = jax.jit(attend).trace(arguments)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        if "mosaic_gpu" not in text:
+            error = "no kernel is in what was lowered."
+    # As above: of any kind.
+    except Exception as problem:
+        error = " ".join(str(problem).split())[:500]
+    return Result(
+        op="tree_attention",
+        shape=shape,
+        device=name.upper(),
+        ok=error is None,
+        seconds=round(time.perf_counter() - start, 2),
+        vmem_bytes=None,
+        temp_bytes=None,
+        error=error,
+    )
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check")
-    parser.add_argument("--tpu", nargs="+", default=list(TOPOLOGIES), metavar="NAME")
+    parser.add_argument("--tpu", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--gpu", nargs="+", default=[], choices=GPUS)
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="TEXT", help="names with one of them"
     )
@@ -307,10 +391,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     for name, value in _NO_TPU.items():
         os.environ.setdefault(name, value)
-    work = [
-        (topology, chips, options.only)
+    if not options.tpu and not options.gpu:
+        options.tpu, options.gpu = TOPOLOGIES, tuple(GPUS)
+    work: list[tuple] = [
+        (check, topology, chips, options.only)
         for topology, chips in itertools.product(options.tpu, (1, 4))
     ]
+    work += [(check_gpu, name, options.only) for name in options.gpu]
     results = []
     try:
         for result in _results(work, options.jobs):
@@ -328,10 +415,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _results(work: Sequence[tuple], jobs: int) -> Iterator[Result]:
-    """Yields what `check` does for each piece of work, in order."""
+    """Yields what each piece of work does, a function and its arguments; in order."""
     if jobs == 1:
-        for piece in work:
-            yield from check(*piece)
+        for function, *arguments in work:
+            yield from function(*arguments)
         return
     spawn = multiprocessing.get_context("spawn")  # libtpu does not survive a fork
     with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=spawn) as pool:
@@ -340,7 +427,8 @@ def _results(work: Sequence[tuple], jobs: int) -> Iterator[Result]:
 
 
 def _checked(piece: tuple) -> list[Result]:
-    return list(check(*piece))
+    function, *arguments = piece
+    return list(function(*arguments))
 
 
 def _line(result: Result) -> str:

@@ -55,6 +55,19 @@ def needs_platform(platform: str, call: Callable[[], Result]) -> Callable[[], Re
     return checked
 
 
+def if_named(
+    candidate: str, name: str | None, call: Callable[[], Result]
+) -> Callable[[], Result]:
+    """Returns a call that raises NotImplementedError unless it is asked for by name."""
+
+    def checked() -> Result:
+        if name != candidate:
+            raise NotImplementedError("is taken only where it is asked for by name.")
+        return call()
+
+    return checked
+
+
 def call_best(
     implementations: Mapping[str, Callable[[], Result]], name: str | None
 ) -> Result:

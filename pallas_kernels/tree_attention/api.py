@@ -6,7 +6,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import layout
-from pallas_kernels.implementations import call_best, needs_platform
+from pallas_kernels.implementations import call_best, if_named, needs_platform
+from pallas_kernels.tree_attention.mosaic_gpu import tree_attention_mosaic_gpu
 from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
 from pallas_kernels.tree_attention.reference import tree_attention_reference
 from pallas_kernels.tree_attention.xla import tree_attention_xla
@@ -76,7 +77,8 @@ def tree_attention(
         then the window must be wider than 32 * words.
       max_tokens_per_row: static bound on any row's new tokens; what lies past it is
         not computed.
-      implementation: "mosaic_tpu", "xla" or "reference"; None picks the best for this case.
+      implementation: "mosaic_tpu", "mosaic_gpu", "xla" or "reference"; None picks the best
+        for this case, and never "mosaic_gpu", which has not been run on hardware yet.
 
     Returns:
       dtype[num_tokens, heads, head_dim].
@@ -126,8 +128,12 @@ def tree_attention(
         max_tokens_per_row=min(max_tokens_per_row, max(q.shape[0], 1)),
     )
     mosaic_tpu = functools.partial(tree_attention_mosaic_tpu, *arguments, **options)
+    mosaic_gpu = functools.partial(tree_attention_mosaic_gpu, *arguments, **options)
     implementations = {
         "mosaic_tpu": needs_platform("tpu", mosaic_tpu),
+        "mosaic_gpu": if_named(
+            "mosaic_gpu", implementation, needs_platform("gpu", mosaic_gpu)
+        ),
         "xla": functools.partial(tree_attention_xla, *arguments, **options),
         "reference": functools.partial(tree_attention_reference, *arguments, **options),
     }

@@ -26,9 +26,17 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels import layout
 from pallas_kernels.implementations import target_kind
 from pallas_kernels.page_updates import LANES, SMEM_BYTES, check_pages
-from pallas_kernels.ragged import rows_of
 from pallas_kernels.running_softmax import precision_of
 from pallas_kernels.tree_attention.block_sizes import BlockSizes, choose
+from pallas_kernels.tree_attention.query_blocks import (
+    blocks_of,
+    by_query_row,
+    lay_flat,
+    most_blocks,
+    queries_by_head,
+    tokens_of,
+    union_bits,
+)
 from pallas_kernels.tree_attention.reference import check_window
 
 FEW_QUERIES = 8  # of a block that has no more, no more are computed
@@ -92,14 +100,6 @@ class _Shape:
         return tiles + blocks + sums + bits + scores
 
 
-class _Blocks(NamedTuple):
-    """Blocks of queries, those in use first; i32[blocks] each."""
-
-    row: Array
-    first: Array  # new token of the row that is its first
-    count: Array  # tokens; 0 in a block that is not in use
-
-
 def tree_attention_mosaic_tpu(
     q: Array,  # dtype[num_tokens, heads, head_dim]
     k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim]
@@ -149,13 +149,14 @@ def tree_attention_mosaic_tpu(
     if is_causal is not None:
         seen = jnp.where(is_causal, num_new, seen)
     ends = jnp.where(num_new > 0, lengths + seen, 0)
-    blocks = _blocks_of(num_new, shape)
-    token = _tokens_of(blocks, row_starts, q.shape[0], shape)
-    queries = _queries_by_head(q[token], shape)
+    blocks = blocks_of(num_new, shape)
+    token = tokens_of(blocks, row_starts, q.shape[0], shape)
+    queries = queries_by_head(q[token], shape)
     arguments = [queries]
     in_specs = [_block_spec(shape.kv_heads, shape.query_rows, shape.head_dim)]
     if ancestor_bits is not None:
-        arguments.append(_bits_by_query(ancestor_bits[token], shape))
+        bits = by_query_row(ancestor_bits[token], shape)
+        arguments.append(lax.bitcast_convert_type(bits, jnp.int32))
         in_specs.append(_block_spec(shape.query_rows, shape.words))
     for per_head in (sinks, k_scale, v_scale):
         if per_head is not None:
@@ -184,13 +185,13 @@ def tree_attention_mosaic_tpu(
         *blocks,
         lengths,
         ends,
-        _union_bits(ancestor_bits, row_starts, shape),
+        union_bits(ancestor_bits, row_starts),
         causal.astype(jnp.int32),
         *arguments,
         k_pages,
         v_pages,
     )
-    return _lay_flat(out, num_new, row_starts, q, shape)
+    return lay_flat(out, num_new, row_starts, q, shape)
 
 
 def vmem_bytes(
@@ -225,6 +226,7 @@ def _shape_of(
     sizes = sizes or choose(target_kind(), head_dim, group, max_tokens_per_row)
     queries = min(max_tokens_per_row, sizes.queries)
     while True:
+        num_blocks = most_blocks(rows, num_tokens, max_tokens_per_row, queries)
         shape = _Shape(
             kv_heads=kv_heads,
             group=group,
@@ -232,7 +234,7 @@ def _shape_of(
             page_size=page_size,
             pages_per_row=pages_per_row,
             queries=queries,
-            num_blocks=_most_blocks(rows, num_tokens, queries, max_tokens_per_row),
+            num_blocks=-(-num_blocks // CORES) * CORES,
             pages_per_tile=min(max(sizes.tile_tokens // page_size, 1), pages_per_row),
             words=0 if ancestor_bits is None else ancestor_bits.shape[1],
             dtype=q.dtype,
@@ -255,12 +257,6 @@ def _shape_of(
             f"one query, and {VMEM_BYTES} are there."
         )
     return shape
-
-
-def _most_blocks(rows: int, num_tokens: int, queries: int, most: int) -> int:
-    """Returns how many blocks there may be; every core has as many."""
-    num_blocks = rows + num_tokens // queries * (most > queries)
-    return -(-num_blocks // CORES) * CORES
 
 
 def _block_spec(*sizes: int) -> pl.BlockSpec:
@@ -288,92 +284,6 @@ def _scratch_shapes(shape: _Shape) -> list:
         pltpu.SMEM((1,), jnp.int32),
         pltpu.SemaphoreType.DMA((2, 2)),
     ]
-
-
-# Around the kernel
-
-
-def _blocks_of(num_new: Array, shape: _Shape) -> _Blocks:
-    """Returns the blocks of all rows, in the order of rows."""
-    per_row = -(-num_new // shape.queries)
-    starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(per_row)])
-    row = rows_of(starts.astype(jnp.int32), shape.num_blocks)
-    row = jnp.minimum(row, num_new.shape[0] - 1)
-    index = jnp.arange(shape.num_blocks, dtype=jnp.int32)
-    first = (index - starts[row]) * shape.queries
-    count = jnp.clip(num_new[row] - first, 0, shape.queries)
-    return _Blocks(row, first.astype(jnp.int32), count.astype(jnp.int32))
-
-
-def _tokens_of(
-    blocks: _Blocks, row_starts: Array, num_tokens: int, shape: _Shape
-) -> Array:
-    """Returns the flat index of each block's tokens, i32[blocks, queries], all of which exist."""
-    first = row_starts[blocks.row] + blocks.first
-    token = first[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)[None]
-    return jnp.clip(token, 0, num_tokens - 1)
-
-
-def _queries_by_head(q: Array, shape: _Shape) -> Array:
-    """Turns q [blocks, queries, heads, head_dim] to [blocks, kv_heads, query_rows, head_dim].
-
-    Row t * group + g of a key head is its query head g of token t.
-    """
-    num_blocks = q.shape[0]
-    q = q.reshape(num_blocks, shape.queries, shape.kv_heads, shape.group, -1)
-    q = q.transpose(0, 2, 1, 3, 4).reshape(
-        num_blocks, shape.kv_heads, -1, shape.head_dim
-    )
-    padding = shape.query_rows - q.shape[2]
-    return jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
-
-
-def _bits_by_query(bits: Array, shape: _Shape) -> Array:
-    """Turns bits [blocks, queries, words] to i32[blocks, query_rows, words]."""
-    bits = jnp.repeat(bits, shape.group, axis=1)
-    padding = shape.query_rows - bits.shape[1]
-    bits = jnp.pad(bits, ((0, 0), (0, padding), (0, 0)))
-    return lax.bitcast_convert_type(bits, jnp.int32)
-
-
-def _union_bits(bits: Array | None, row_starts: Array, shape: _Shape) -> Array:
-    """Returns the new tokens that any of a row's tokens sees, i32[rows, words]."""
-    rows = row_starts.shape[0] - 1
-    if bits is None:
-        return jnp.zeros((rows, 1), jnp.int32)
-    row = rows_of(row_starts, bits.shape[0])
-    place = jnp.arange(32, dtype=jnp.uint32)[None, None]
-    each = (bits[:, :, None] >> place) & 1
-    any_of = jnp.zeros((rows, *each.shape[1:]), jnp.uint32)
-    any_of = any_of.at[row].max(each, mode="drop")
-    union = jnp.sum(any_of << place, axis=-1, dtype=jnp.uint32)
-    return lax.bitcast_convert_type(union, jnp.int32)
-
-
-def _lay_flat(
-    out: Array, num_new: Array, row_starts: Array, q: Array, shape: _Shape
-) -> Array:
-    """Undoes `_queries_by_head` and lays rows end to end, in q's shape.
-
-    Args:
-      num_new: i32[rows], tokens that have a place in a block.
-    """
-    num_tokens, heads, head_dim = q.shape
-    out = out[:, :, : shape.queries * shape.group]
-    out = out.reshape(
-        shape.num_blocks, shape.kv_heads, shape.queries, shape.group, head_dim
-    )
-    out = out.transpose(0, 2, 1, 3, 4).reshape(-1, heads, head_dim)
-    rows = row_starts.shape[0] - 1
-    flat = jnp.arange(num_tokens, dtype=jnp.int32)
-    row = jnp.minimum(rows_of(row_starts, num_tokens), rows - 1)
-    per_row = -(-num_new // shape.queries)
-    first_block = jnp.cumsum(per_row) - per_row
-    own = flat - row_starts[row]
-    place = first_block[row] * shape.queries + own
-    is_token = (flat < row_starts[-1]) & (own < num_new[row])
-    place = jnp.where(is_token, place, 0)
-    return jnp.where(is_token[:, None, None], out[place], 0)
 
 
 # The kernel
