@@ -92,10 +92,11 @@ def in_lines(q: Array, num_kv_heads: int, k_pages: Array, v_pages: Array) -> Arr
 def queries_in_lines(q: Array, num_kv_heads: int, pages: Array) -> Array:
     """Turns q [num_tokens, heads, head_dim] to [num_tokens, heads, width]: zero where others lie."""
     num_tokens, heads, size = q.shape
-    count, width = num_kv_heads // kv_heads(pages), head_dim(pages)
+    lines = kv_heads(pages)
+    count, width = num_kv_heads // lines, head_dim(pages)
     if (count, width) == (1, size):
         return q
-    q = q.reshape(num_tokens, -1, count, heads // num_kv_heads, 1, size)
+    q = q.reshape(num_tokens, lines, count, heads // num_kv_heads, 1, size)
     is_own = jnp.eye(count, dtype=bool)[:, None, :, None]
     q = jnp.where(is_own, q, 0).reshape(num_tokens, heads, count * size)
     return jnp.pad(q, ((0, 0), (0, 0), (0, width - count * size)))
@@ -157,10 +158,11 @@ def is_quantized(pages: Array | jax.ShapeDtypeStruct) -> bool:
 def quantize(new: Array, scale: Array, dtype: jnp.dtype) -> Array:
     """Turns keys or values [num_tokens, kv_heads, head_dim] to what pages of a dtype hold.
 
-    The nearest number to new / scale, ties to even, and the largest where it is beyond.
+    The nearest number to new / scale, ties to even, and the largest where it is beyond. NaN
+    stays NaN in fp8; int8 has none, and what it becomes there means nothing.
 
     Args:
-      scale: f32[kv_heads].
+      scale: f32[kv_heads], above 0.
     """
     largest = LARGEST[jnp.dtype(dtype)]
     scaled = new.astype(jnp.float32) / scale.astype(jnp.float32)[None, :, None]
@@ -180,9 +182,13 @@ def validate_scales(
                 f"{name}={'none' if scale is None else scale.shape} with pages of "
                 f"{k_pages.dtype}; int8 and float8_e4m3fn need both scales, others have none."
             )
-        if scale is not None and scale.shape != (num_kv_heads,):
+        if scale is not None and (
+            scale.shape != (num_kv_heads,)
+            or not jnp.issubdtype(scale.dtype, jnp.floating)
+        ):
             raise ValueError(
-                f"{name} of shape {scale.shape} must be one of each key head, ({num_kv_heads},)."
+                f"{name} is {scale.dtype}{list(scale.shape)}, must be one float of each key "
+                f"head, ({num_kv_heads},)."
             )
 
 

@@ -218,9 +218,9 @@ class Setup:
 
     def standing_sizes(self) -> Sizes:
         """Returns sizes that no request has asked for: what EngineConfig and the model say."""
-        return standing_sizes(
-            self.target.config.max_position_embeddings, *self._memory_arguments
-        )
+        context = self.target.config.max_position_embeddings
+        with sharding.lowered(self.mesh):
+            return standing_sizes(context, *self._memory_arguments)
 
     def with_reported_memory(self) -> Setup:
         """Returns a setup whose memory_bytes are those of the device that nobody else holds.
@@ -315,9 +315,10 @@ class Setup:
         if memory is None or self.engine.num_pages is not None:
             return self.engine
         configs = [self.target.config, *self.drafter.configs]
-        fitting = memory.num_pages * page_bytes(
-            configs, self.engine.page_size, self._dtype
-        )
+        kv_shards = sharding.axis_size(self.mesh, sharding.TENSOR)
+        with sharding.lowered(self.mesh):
+            of_page = page_bytes(configs, self.engine.page_size, self._dtype, kv_shards)
+        fitting = memory.num_pages * of_page
         asked = self.engine.kv_cache_bytes
         most = fitting if asked is None else min(fitting, asked)
         return dataclasses.replace(self.engine, kv_cache_bytes=most)
@@ -330,13 +331,15 @@ class Setup:
             self._dtype,
             sharding.axis_size(self.mesh, sharding.DATA),
             self.drafter.tree_slots(self.speculation.depth),
+            sharding.axis_size(self.mesh, sharding.TENSOR),
         )
 
     def sizes(
         self, requests: Sequence[Request]
     ) -> tuple[Sizes | None, list[Request], list[Refused]]:
         """Returns sizes that serve the requests that can be served, those, and the others."""
-        return choose_sizes(requests, *self._memory_arguments)
+        with sharding.lowered(self.mesh):
+            return choose_sizes(requests, *self._memory_arguments)
 
     def decoder(self, sizes: Sizes, rules: Iterable[int]) -> Decoder:
         """Returns the compiled functions for requests of some rules, perhaps built before."""

@@ -8,11 +8,17 @@ ids, and its own heads. Partial sums and logits cross the mesh, pages never do.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.implementations import (
+    lowered_for,
+    target_kind,
+    target_platform,
+)
 from specjax.models.base import ModelConfig
 
 DATA, TENSOR = "data", "tensor"
@@ -77,6 +83,14 @@ STATE_AXES: dict[str, tuple[str | None, ...]] = {
 def axis_size(mesh: Mesh | None, name: str) -> int:
     """Returns how many shards a mesh axis has; 1 without it."""
     return mesh.shape.get(name, 1) if mesh is not None else 1
+
+
+def lowered(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
+    """Returns the context in which ops and page shapes are for a mesh's devices; None: the default."""
+    if mesh is None:
+        return lowered_for(target_platform(), target_kind())
+    device = mesh.devices.flat[0]
+    return lowered_for(device.platform, device.device_kind)
 
 
 def tensor_axis(mesh: Mesh | None) -> str | None:

@@ -22,6 +22,7 @@ def choose_sizes(
     dtype: Any,
     num_shards: int,
     tree_slots: int = 0,
+    kv_shards: int = 1,
 ) -> tuple[Sizes | None, list[Request], list[Refused]]:
     """Returns sizes that serve the requests that can be served, those, and the others.
 
@@ -31,10 +32,11 @@ def choose_sizes(
     Args:
       configs: of target and draft model, whose pages are allocated together.
       num_shards: of the mesh's data axis; a request's pages lie in one of them.
+      kv_shards: of the mesh's tensor axis.
       tree_slots: what every row needs past its last token.
     """
     size = engine.page_size
-    shard_pages = _pages_per_shard(configs, engine, dtype, num_shards)
+    shard_pages = _pages_per_shard(configs, engine, dtype, num_shards, kv_shards)
     num_slots = lambda request: request.max_length + tree_slots
     has_room = lambda request: -(-num_slots(request) // size) <= shard_pages
     of_tree = ""
@@ -71,6 +73,7 @@ def standing_sizes(
     dtype: Any,
     num_shards: int,
     tree_slots: int = 0,
+    kv_shards: int = 1,
 ) -> Sizes:
     """Returns sizes for requests that are not known yet; arguments as of `choose_sizes`.
 
@@ -80,7 +83,7 @@ def standing_sizes(
     size = engine.page_size
     rows = -(-engine.max_rows // num_shards) * num_shards
     longest = min(context, engine.max_context or context) + tree_slots
-    shard_pages = _pages_per_shard(configs, engine, dtype, num_shards)
+    shard_pages = _pages_per_shard(configs, engine, dtype, num_shards, kv_shards)
     pages_per_row = min(-(-longest // size), shard_pages)
     layout = rows, pages_per_row, shard_pages, num_shards
     return _sizes(engine, dtype, tree_slots, *layout)
@@ -110,17 +113,29 @@ def _sizes(
 
 
 def _pages_per_shard(
-    configs: Sequence[ModelConfig], engine: EngineConfig, dtype: Any, num_shards: int
+    configs: Sequence[ModelConfig],
+    engine: EngineConfig,
+    dtype: Any,
+    num_shards: int,
+    kv_shards: int,
 ) -> int:
     """Returns how many pages a shard may have, at least 1."""
-    of_page = page_bytes(configs, engine.page_size, dtype)
+    of_page = page_bytes(configs, engine.page_size, dtype, kv_shards)
     limit = engine.num_pages or (engine.kv_cache_bytes or KV_CACHE_BYTES) // of_page
     return max(limit // num_shards, 1)
 
 
-def page_bytes(configs: Sequence[ModelConfig], page_size: int, dtype: Any) -> int:
-    """Returns the bytes of one page of keys and values of all models together."""
-    numbers = sum(map(paged.numbers_per_token, configs))
+def page_bytes(
+    configs: Sequence[ModelConfig], page_size: int, dtype: Any, kv_shards: int = 1
+) -> int:
+    """Returns the bytes of one page of keys and values of all models together.
+
+    Args:
+      configs: the target's first, whose heads are split over `kv_shards` devices.
+    """
+    target, *drafters = configs
+    numbers = paged.numbers_per_token(target, kv_shards=kv_shards)
+    numbers += sum(map(paged.numbers_per_token, drafters))
     return numbers * page_size * dtype.itemsize
 
 

@@ -40,6 +40,7 @@ def ngram_match(
     * 4 bytes, and rows * (max_length + corpus_length) * (max_match + num_matches) comparisons.
 
     Args:
+      history: token ids; a negative number is none, and agrees with nothing.
       num_tokens: how many of each row's history are text.
       corpus: text of all rows, which none of them wrote. Where one sequence ends and
         another begins a number that is no token must stand, lest a match run over it.

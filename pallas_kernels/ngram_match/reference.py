@@ -23,7 +23,7 @@ def ngram_match_reference(
         def at(end: Array) -> Array:
             back = 1 + jnp.arange(max_match)
             before, last = text[end - back], own[num_own - back]
-            is_there = (end >= back) & (num_own >= back)
+            is_there = (end >= back) & (num_own >= back) & (last >= 0)
             return jnp.cumprod((before == last) & is_there).sum()
 
         ends = jnp.arange(text.shape[0])

@@ -56,11 +56,17 @@ def path_attention(
 
     Raises:
       ValueError: shapes or dtypes disagree.
+      NotImplementedError: pages hold int8 or fp8.
     """
+    size = q.shape[-1]
     if num_kv_heads is not None:
-        q, size = layout.in_lines(q, num_kv_heads, k_pages, v_pages), q.shape[2]
+        q = layout.in_lines(q, num_kv_heads, k_pages, v_pages)
     layout.validate_page_arrays(k_pages, v_pages)
     layout.validate_queries(q, k_pages)
+    if layout.is_quantized(k_pages):
+        raise NotImplementedError(
+            f"pages of {k_pages.dtype}; tree_attention takes their scales."
+        )
     if window is not None and window < 1:
         raise ValueError(f"{window=} must be at least 1.")
     _validate_integers(q.shape[0], block_table, row_ids, lengths, positions)
@@ -73,6 +79,8 @@ def path_attention(
             f"{path_offsets.shape=} {path_offsets.dtype=} must be int32[{q.shape[0]}, "
             "max_depth + 1]."
         )
+    if 0 in (q.shape[0], lengths.shape[0]):
+        return jnp.zeros((q.shape[0], q.shape[1], size), q.dtype)
     arguments = (q, k_pages, v_pages, block_table, row_ids, lengths, positions)
     options = dict(path_offsets=path_offsets, scale=scale, window=window)
     implementations = {

@@ -38,7 +38,8 @@ def seeded_sample(
       temperature: at or above 0.
       bias: added to the logits; -inf forbids a token.
       thresholds: of processed logits; -inf, and None, keep all. That of min_p is
-        log(min_p); those of top-k and top-p take passes of their own. One above the
+        log(min_p) where the temperature is above 0, and -inf where it is 0, whose argmax
+        min_p never cuts; those of top-k and top-p take passes of their own. One above the
         largest leaves nothing.
       implementation: "mosaic_tpu", "xla" or "reference"; None picks the best for this case.
 

@@ -87,8 +87,9 @@ def tree_attention(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: no implementation covers the case.
     """
+    size = q.shape[-1]
     if num_kv_heads is not None:
-        q, size = layout.in_lines(q, num_kv_heads, k_pages, v_pages), q.shape[2]
+        q = layout.in_lines(q, num_kv_heads, k_pages, v_pages)
     _validate(q, k_pages, v_pages, block_table, row_starts, lengths, ancestor_bits)
     layout.validate_scales(
         k_scale, v_scale, num_kv_heads or layout.kv_heads(k_pages), k_pages
@@ -114,6 +115,10 @@ def tree_attention(
         raise ValueError(
             f"{num_new_keys.shape=} must be {lengths.shape}, and needs ancestor_bits."
         )
+    if num_new_keys is not None:
+        layout.validate_int32(num_new_keys=num_new_keys)
+    if 0 in (q.shape[0], lengths.shape[0]):
+        return jnp.zeros((q.shape[0], q.shape[1], size), q.dtype)
     arguments = (q, k_pages, v_pages, block_table, row_starts, lengths)
     options = dict(
         ancestor_bits=ancestor_bits,

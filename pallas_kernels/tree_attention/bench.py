@@ -116,16 +116,20 @@ def make_call(shape: Shape) -> tuple[jax.Array, Callable[..., jax.Array], dict]:
 
 
 def seconds_of(
-    contenders: Mapping[Any, Callable[[Any], Any]], start: Any
+    contenders: Mapping[Any, Callable[[Any, Any], Any]], start: Any, held: Any = None
 ) -> dict[Any, float]:
-    """Returns seconds per call: calls that follow each other in one program, contenders in turn."""
+    """Returns seconds per call: calls that follow each other in one program, contenders in turn.
+
+    Args:
+      contenders: each turns a state into the next, given what is held beside it.
+    """
     programs = {}
     for name, call in contenders.items():
 
-        @jax.jit
-        def program(count: jax.Array, state: Any, call: Callable = call) -> Any:
-            return lax.fori_loop(0, count, lambda _, state: call(state), state)
+        def steps(count: jax.Array, state: Any, held: Any, call: Any = call) -> Any:
+            return lax.fori_loop(0, count, lambda _, state: call(state, held), state)
 
+        program = functools.partial(jax.jit(steps), held=held)
         count = 1
         while (took := _timed(program, count, start)) < LEAST_S and count < 1 << 16:
             count = max(2 * count, int(count * LEAST_S / max(took, 1e-6)))
@@ -148,7 +152,7 @@ def _timed(program: Callable, count: int, start: Any) -> float:
 def copy_bytes_per_s() -> float:
     """Returns what a loop over a large array reaches, read and written."""
     array = jnp.zeros(COPIED_BYTES // 4, jnp.float32)
-    (took,) = seconds_of({"copy": lambda array: array + 1.0}, array).values()
+    (took,) = seconds_of({"copy": lambda array, _: array + 1.0}, array).values()
     return 2 * COPIED_BYTES / took
 
 
@@ -159,18 +163,15 @@ def measure(
     q, attend, arrays = make_call(shape)
     if tunes:
         ops: dict[BlockSizes | None, Callable] = {
-            sizes: functools.partial(tree_attention_mosaic_tpu, block_sizes=sizes)
+            sizes: functools.partial(_kernel, shape=shape, block_sizes=sizes)
             for sizes in _fitting(shape, attend, q, arrays)
         }
     else:
         options = {"implementation": implementation, "num_kv_heads": shape.kv_heads}
         ops = {None: functools.partial(tree_attention, **options)}
     # What attention returns has the shape of queries: it is what the next call asks for.
-    contenders = {
-        sizes: functools.partial(attend, arrays=arrays, op=op)
-        for sizes, op in ops.items()
-    }
-    took = seconds_of(contenders, q)
+    contenders = {sizes: functools.partial(attend, op=op) for sizes, op in ops.items()}
+    took = seconds_of(contenders, q, arrays)
     sizes = min(took, key=took.__getitem__)
     speed = shape.moved_bytes / took[sizes]
     peak = of_kind(jax.devices()[0].device_kind)
@@ -185,13 +186,27 @@ def measure(
     )
 
 
+def _kernel(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    *,
+    shape: Shape,
+    **options: Any,
+) -> jax.Array:
+    """Runs the TPU kernel over pages in lanes, as `tree_attention` does."""
+    in_lines = layout.in_lines(q, shape.kv_heads, k_pages, v_pages)
+    out = tree_attention_mosaic_tpu(in_lines, k_pages, v_pages, **options)
+    return layout.from_lines(out, shape.kv_heads, shape.head_dim, k_pages)
+
+
 def _fitting(
     shape: Shape, attend: Callable, q: jax.Array, arrays: dict
 ) -> list[BlockSizes]:
     """Returns the candidates that the kernel takes, and that differ for the shape."""
     fitting: dict[tuple[int, int], BlockSizes] = {}
     for sizes in block_sizes.CANDIDATES:
-        op = functools.partial(tree_attention_mosaic_tpu, block_sizes=sizes)
+        op = functools.partial(_kernel, shape=shape, block_sizes=sizes)
         try:
             jax.eval_shape(functools.partial(attend, op=op), q, arrays)
         except NotImplementedError:
@@ -260,7 +275,9 @@ def _entry(result: Result, kind: str) -> block_sizes.Entry:
     assert result.sizes is not None
     lines = layout.page_shape(1, 1, shape.kv_heads, shape.head_dim, in_lanes=True)
     group = shape.heads // lines[layout.KV_HEADS_AXIS]
-    return block_sizes.Entry(kind, lines[3], group, shape.nodes, result.sizes)
+    return block_sizes.Entry(
+        kind, lines[3], group, shape.nodes, shape.rows, shape.context, result.sizes
+    )
 
 
 def _line(result: Result) -> str:

@@ -42,20 +42,34 @@ class Entry:
     head_dim: int  # of a line, where heads lie in lanes
     group: int  # query heads of a key head
     max_tokens_per_row: int
+    rows: int
+    context: int  # tokens of each row
     sizes: BlockSizes
 
 
 def choose(
-    device_kind: str | None, head_dim: int, group: int, max_tokens_per_row: int
+    device_kind: str | None,
+    head_dim: int,
+    group: int,
+    max_tokens_per_row: int,
+    rows: int,
+    context: int,
 ) -> BlockSizes:
-    """Returns the sizes of the device's entry nearest in tokens per row, or DEFAULT."""
+    """Returns the sizes of the device's nearest entry, or DEFAULT where it has none.
+
+    Nearest in tokens per row, among equals in rows, then in context.
+    """
     own = [
         entry
         for entry in table()
         if (entry.device_kind, entry.head_dim, entry.group)
         == (device_kind, head_dim, group)
     ]
-    distance = lambda entry: abs(entry.max_tokens_per_row - max_tokens_per_row)
+    distance = lambda entry: (
+        abs(entry.max_tokens_per_row - max_tokens_per_row),
+        abs(entry.rows - rows),
+        abs(entry.context - context),
+    )
     return min(own, key=distance).sizes if own else DEFAULT
 
 

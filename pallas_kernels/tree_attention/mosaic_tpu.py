@@ -39,6 +39,7 @@ from pallas_kernels.tree_attention.query_blocks import (
 )
 from pallas_kernels.tree_attention.reference import check_window
 
+LEAST_QUERIES = 16  # of a block, as long as smaller tiles do as well
 FEW_QUERIES = 8  # of a block that has no more, no more are computed
 MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
 CORES = 2  # of a chip that has several; they take every second block
@@ -84,6 +85,16 @@ class _Shape:
     @property
     def tile_tokens(self) -> int:
         return self.pages_per_tile * self.page_size
+
+    def smem_bytes(self, rows: int) -> int:
+        """Returns what the scalars take: of arrays of two axes whole lines of 128."""
+        lines = -(-self.pages_per_row // LANES) + (
+            -(-self.words // LANES) if self.words else 0
+        )
+        whole_rows = -(-rows // 8) * 8
+        return 4 * (
+            whole_rows * lines * LANES + 3 * self.num_blocks + 3 * rows + 8 * LANES
+        )
 
     def vmem_bytes(self) -> int:
         """Returns what a grid step keeps in VMEM: tiles twice, queries and results twice, sums."""
@@ -220,11 +231,23 @@ def _shape_of(
     rows, pages_per_row = block_table.shape
     page_size, kv_heads = layout.page_size(k_pages), layout.kv_heads(k_pages)
     check_pages(k_pages)
+    if head_dim != layout.head_dim(k_pages):
+        raise NotImplementedError(
+            f"{head_dim=} in pages of {layout.head_dim(k_pages)}; layout.in_lines spreads q."
+        )
     if q.dtype != k_pages.dtype and not layout.is_quantized(k_pages):
         raise NotImplementedError(f"{q.dtype=} must be {k_pages.dtype=} on a TPU.")
     group = heads // kv_heads
-    sizes = sizes or choose(target_kind(), head_dim, group, max_tokens_per_row)
+    sizes = sizes or choose(
+        target_kind(),
+        head_dim,
+        group,
+        max_tokens_per_row,
+        rows,
+        pages_per_row * page_size,
+    )
     queries = min(max_tokens_per_row, sizes.queries)
+    pages_per_tile = min(max(sizes.tile_tokens // page_size, 1), pages_per_row)
     while True:
         num_blocks = most_blocks(rows, num_tokens, max_tokens_per_row, queries)
         shape = _Shape(
@@ -235,26 +258,28 @@ def _shape_of(
             pages_per_row=pages_per_row,
             queries=queries,
             num_blocks=-(-num_blocks // CORES) * CORES,
-            pages_per_tile=min(max(sizes.tile_tokens // page_size, 1), pages_per_row),
+            pages_per_tile=pages_per_tile,
             words=0 if ancestor_bits is None else ancestor_bits.shape[1],
             dtype=q.dtype,
             page_dtype=k_pages.dtype,
             has_scales=layout.is_quantized(k_pages),
         )
-        if shape.vmem_bytes() <= VMEM_BYTES or queries == 1:
+        if shape.vmem_bytes() <= VMEM_BYTES or (queries, pages_per_tile) == (1, 1):
             break
-        queries = -(-queries // 2)
-    # The block table, and a line of 128 numbers per row for the bits of its tokens.
-    smem_bytes = 4 * rows * (pages_per_row + LANES)
-    if smem_bytes > SMEM_BYTES:
+        # The tile first, where it is what takes most.
+        if pages_per_tile > 1 and queries <= LEAST_QUERIES:
+            pages_per_tile = -(-pages_per_tile // 2)
+        else:
+            queries = -(-queries // 2)
+    if shape.smem_bytes(rows) > SMEM_BYTES:
         raise NotImplementedError(
-            f"{rows=} of {pages_per_row=} need {smem_bytes} bytes of SMEM, and {SMEM_BYTES} "
-            "are there; larger pages need fewer."
+            f"{rows=} of {pages_per_row=} need {shape.smem_bytes(rows)} bytes of SMEM, and "
+            f"{SMEM_BYTES} are there; larger pages need fewer."
         )
     if shape.vmem_bytes() > VMEM_BYTES:
         raise NotImplementedError(
             f"{heads=} of {head_dim=} need {shape.vmem_bytes()} bytes of VMEM for "
-            f"one query, and {VMEM_BYTES} are there."
+            f"one query and one page, and {VMEM_BYTES} are there."
         )
     return shape
 

@@ -88,10 +88,13 @@ def by_query_row(values: Array, sizes: Sizes) -> Array:
 
 
 def union_bits(bits: Array | None, row_starts: Array) -> Array:
-    """Returns the new tokens that any of a row's tokens sees, i32[rows, words]."""
+    """Returns the new tokens that any of a row's tokens sees, i32[rows, words].
+
+    Where there are no bits, one zero that nobody reads.
+    """
     rows = row_starts.shape[0] - 1
     if bits is None:
-        return jnp.zeros((rows, 1), jnp.int32)
+        return jnp.zeros((1, 1), jnp.int32)
     row = rows_of(row_starts, bits.shape[0])
     place = jnp.arange(32, dtype=jnp.uint32)[None, None]
     each = (bits[:, :, None] >> place) & 1

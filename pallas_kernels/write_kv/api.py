@@ -61,6 +61,8 @@ def write_kv(
     if k_scale is not None and v_scale is not None:
         k = layout.quantize(k, k_scale, k_pages.dtype)
         v = layout.quantize(v, v_scale, v_pages.dtype)
+    if k.shape[0] == 0:
+        return k_pages, v_pages
     k, v = (layout.to_lines(new, k_pages) for new in (k, v))
     arguments = (k_pages, v_pages, k, v, slot_mapping)
     mosaic_tpu = functools.partial(write_kv_mosaic_tpu, *arguments)

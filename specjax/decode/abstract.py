@@ -98,7 +98,7 @@ class AbstractDecoder(Decoder):
     @property
     def abstract_state(self) -> DecodeState:
         """The shapes and dtypes of `init()`."""
-        with self.lowered():
+        with sharding.lowered(self.mesh):
             return jax.eval_shape(functools.partial(self._initial_state, True))
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import time
@@ -15,11 +14,6 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.implementations import (
-    lowered_for,
-    target_kind,
-    target_platform,
-)
 from specjax import sharding
 from specjax.bucket import Bucket
 from specjax.cache import paged
@@ -133,20 +127,13 @@ class Decoder:
             make = functools.partial(self._initial_state, has_drafter)
             shardings = None
             if self.mesh is not None:
-                with self.lowered():
+                with sharding.lowered(self.mesh):
                     shapes = jax.eval_shape(make)
                 specs = sharding.state_specs(shapes, self.mesh)
                 shardings = sharding.shardings(specs, self.mesh)
             self._makers[has_drafter] = jax.jit(make, out_shardings=shardings)
-        with self.lowered():
+        with sharding.lowered(self.mesh):
             return self._makers[has_drafter]()
-
-    def lowered(self) -> contextlib.AbstractContextManager[None]:
-        """Returns the context in which ops are for the device that steps are compiled for."""
-        if self.mesh is None:
-            return lowered_for(target_platform(), target_kind())
-        device = self.mesh.devices.flat[0]
-        return lowered_for(device.platform, device.device_kind)
 
     def place_params(self, params: DecoderParams) -> DecoderParams:
         """Puts weights onto the mesh: the target split, the drafter whole on every shard."""
@@ -466,7 +453,7 @@ class Decoder:
                 out_specs=(own, *out_specs),
                 check_vma=False,  # the loop's carries are replicated or split by construction
             )
-        with self.lowered():
+        with sharding.lowered(self.mesh):
             return jax.jit(run, donate_argnums=0).lower(state, *arguments)
 
     def _signature_of(self, params: DecoderParams | None) -> tuple:

@@ -1,6 +1,7 @@
 """Block sizes: which are taken, and that none changes a result."""
 
 import dataclasses
+import functools
 import json
 import sys
 
@@ -26,17 +27,19 @@ from pallas_kernels.tree_attention.mosaic_tpu import (
 
 FEW, MANY = BlockSizes(16, 512), BlockSizes(128, 256)
 TABLE = (
-    Entry("TPU v5 lite", 128, 4, 1, FEW),
-    Entry("TPU v5 lite", 128, 4, 64, MANY),
+    Entry("TPU v5 lite", 128, 4, 1, 8, 2048, FEW),
+    Entry("TPU v5 lite", 128, 4, 64, 8, 2048, MANY),
+    Entry("TPU v5 lite", 128, 4, 64, 256, 2048, DEFAULT),
 )
 
 
 def test_those_of_the_nearest_shape_on_the_device(monkeypatch):
     monkeypatch.setattr(block_sizes, "table", lambda: TABLE)
-    assert block_sizes.choose("TPU v5 lite", 128, 4, 8) == FEW
-    assert block_sizes.choose("TPU v5 lite", 128, 4, 512) == MANY
+    assert block_sizes.choose("TPU v5 lite", 128, 4, 8, 1, 512) == FEW
+    assert block_sizes.choose("TPU v5 lite", 128, 4, 512, 1, 512) == MANY
+    assert block_sizes.choose("TPU v5 lite", 128, 4, 512, 200, 512) == DEFAULT
     for other in (("TPU v4", 128, 4), (None, 128, 4), ("TPU v5 lite", 256, 4)):
-        assert block_sizes.choose(*other, 8) == DEFAULT
+        assert block_sizes.choose(*other, 8, 1, 512) == DEFAULT
     # By what it is traced for.
     arguments, options = make_inputs(
         dataclasses.replace(EXAMPLES["prefill"], head_dim=128, heads=16)
@@ -59,7 +62,7 @@ def test_new_entries_replace_those_of_their_shapes(tmp_path):
     newer = dataclasses.replace(TABLE[0], sizes=DEFAULT)
     block_sizes.write([newer], path)
     documents = json.loads(path.read_text())
-    assert documents == [dataclasses.asdict(entry) for entry in (TABLE[1], newer)]
+    assert documents == [dataclasses.asdict(entry) for entry in (*TABLE[1:], newer)]
 
 
 @pytest.mark.slow
@@ -116,6 +119,40 @@ def test_the_bench_attends_to_its_tree(quick):
         q, arrays | {"ancestor_bits": None}, tree_attention, implementation="xla"
     )
     assert not jnp.allclose(xla, in_order)
+
+
+def test_pages_are_no_constants_of_what_is_timed(quick, monkeypatch):
+    texts = []
+
+    def timed(program, count, start):
+        if program.keywords["held"] is not None:
+            lowered = program.func.lower(jnp.int32(count), start, **program.keywords)
+            texts.append(lowered.as_text())
+        return 1.0
+
+    monkeypatch.setattr(bench, "_timed", timed)
+    bench.measure(bench.Shape(4, 500, 1, dtype="float32"), "xla", 1e9)
+    assert texts
+    assert max(map(len, texts)) < 200_000  # the pages alone are 16 MB
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_tuning_times_every_size_that_fits(head_dim, quick, monkeypatch):
+    """By the interpreter: which is fastest there means nothing."""
+    shape = bench.Shape(2, 30, 3, heads=4, kv_heads=2, head_dim=head_dim)
+    monkeypatch.setattr(bench, "ROUNDS", 1)
+    monkeypatch.setattr(bench, "LEAST_S", 0.0)
+    monkeypatch.setattr(
+        bench,
+        "tree_attention_mosaic_tpu",
+        functools.partial(tree_attention_mosaic_tpu, interpret=pltpu.InterpretParams()),
+    )
+    monkeypatch.setattr(bench, "target_platform", lambda: "tpu")
+    result = bench.measure(shape, "mosaic_tpu", 1e9, tunes=True)
+    assert result.sizes in CANDIDATES
+    entry = bench._entry(result, "TPU v4")
+    assert (entry.head_dim, entry.group) == (128, 4 if head_dim == 64 else 2)
 
 
 def test_only_a_tpu_is_tuned(monkeypatch, capsys):

@@ -209,7 +209,9 @@ def test_less_memory_takes_fewer_queries_at_once(monkeypatch):
     out = tree_attention_mosaic_tpu(*arguments, **options, interpret=INTERPRET)
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
     monkeypatch.setattr(attention, "VMEM_BYTES", 1000)
-    with pytest.raises(NotImplementedError, match="for one query, and 1000 are"):
+    with pytest.raises(
+        NotImplementedError, match="for one query and one page, and 1000 are"
+    ):
         tree_attention_mosaic_tpu(*arguments, **options)
 
 
@@ -233,11 +235,14 @@ def test_pages_of_other_dtypes_are_refused():
             write()
 
 
-def test_a_block_table_that_does_not_fit_is_refused():
+# Compiled for v5e: 1,500 rows of 32 pages take 1.5 MB of SMEM, in lines of 128.
+@pytest.mark.parametrize(
+    ("rows", "pages_per_row"), [(256, 1024), (1500, 200), (2000, 32)]
+)
+def test_a_block_table_that_does_not_fit_is_refused(rows, pages_per_row):
     example = dataclasses.replace(EXAMPLES["decode"], head_dim=128)
     (q, k_pages, v_pages, _, _, _), options = make_inputs(example)
-    rows = 256
-    table = jnp.zeros((rows, 1024), jnp.int32)
+    table = jnp.zeros((rows, pages_per_row), jnp.int32)
     starts, lengths = jnp.zeros(rows + 1, jnp.int32), jnp.zeros(rows, jnp.int32)
     with pytest.raises(NotImplementedError, match="bytes of SMEM"):
         tree_attention_mosaic_tpu(

@@ -59,6 +59,13 @@ COVERED = [
 ]
 
 
+def test_pages_with_scales_are_refused():
+    (q, *pages, table, _, lengths), _ = make_inputs(EXAMPLES["int8"])
+    places = jnp.zeros(q.shape[0], jnp.int32)
+    with pytest.raises(NotImplementedError, match="pages of int8"):
+        path_attention(q, *pages, table, places, lengths, places, scale=1.0)
+
+
 def attend(example, implementation=None):
     arguments, options = make_inputs(example)
     q, k_pages, v_pages, table, _, lengths = arguments

@@ -304,7 +304,7 @@ def test_quantized_pages_need_scales_and_others_have_none():
     for wrong in ({"k_scale": None}, {"v_scale": None}):
         with pytest.raises(ValueError, match="need both scales"):
             tree_attention(*arguments, **options | wrong)
-    with pytest.raises(ValueError, match=r"one of each key head, \(4,\)"):
+    with pytest.raises(ValueError, match=r"one float of each key head, \(4,\)"):
         tree_attention(*arguments, **options | {"k_scale": jnp.ones(8)})
     scales = {name: options[name] for name in ("k_scale", "v_scale")}
     arguments, options = make_inputs(EXAMPLES["decode"])
@@ -398,3 +398,17 @@ def test_heads_that_do_not_lie_in_the_pages_are_refused():
     for num_kv_heads in (3, 8):
         with pytest.raises(ValueError, match="do not lie in pages of 4 of 64"):
             tree_attention(*arguments, **options, num_kv_heads=num_kv_heads)
+
+
+@pytest.mark.parametrize("num_kv_heads", [None, 4])
+def test_no_token_and_no_row(num_kv_heads):
+    (q, *pages, table, starts, lengths), options = make_inputs(EXAMPLES["decode"])
+    options["num_kv_heads"] = num_kv_heads
+    if num_kv_heads:
+        pages = [in_lanes(each, 4, 64) for each in pages]
+    none = tree_attention(q[:0], *pages, table, 0 * starts, lengths, **options)
+    assert none.shape == (0, *q.shape[1:])
+    rows = table[:0], starts[:1], lengths[:0]
+    padding = tree_attention(q[:2], *pages, *rows, **options)
+    assert padding.shape == (2, *q.shape[1:])
+    assert not padding.any()

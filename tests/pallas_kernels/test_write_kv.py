@@ -106,3 +106,11 @@ def test_quantized_pages_hold_the_nearest_numbers(dtype, in_lanes):
             )
     with pytest.raises(ValueError, match="need both scales"):
         write_kv(*written, *map(jnp.asarray, new), slots)
+
+
+@pytest.mark.parametrize("in_lanes", [False, True])
+def test_no_token_changes_nothing(in_lanes):
+    pages = layout.init_pages(2, 16, 4, 64, jnp.float32, in_lanes=in_lanes)
+    new, slots = jnp.zeros((0, 4, 64)), jnp.zeros(0, jnp.int32)
+    for before, after in zip(pages, write_kv(*pages, new, new, slots), strict=True):
+        np.testing.assert_array_equal(before, after)

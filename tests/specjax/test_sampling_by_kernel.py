@@ -59,7 +59,6 @@ def chosen(logits, params) -> Choice:
     positions = 5 + row_ids % 2
     history = jnp.zeros((len(params), 16), jnp.int32)
     arguments = logits, rows_of(params), row_ids, positions, history
-    # A function of its own each time: what is traced for a TPU is not to be found again.
     return jax.jit(lambda *arguments: choose_tokens(*arguments))(*arguments)
 
 
