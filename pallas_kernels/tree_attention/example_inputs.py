@@ -200,6 +200,14 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
     return arguments, options
 
 
+def widened(arguments: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Returns arguments of bfloat16 as float32, for a definition that does not round."""
+    return tuple(
+        array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array
+        for array in arguments
+    )
+
+
 def _quantized(pages: np.ndarray, scale: Array, dtype: jnp.dtype) -> Array:
     """Returns pages [num_pages, kv_heads, page_size, head_dim] by their heads' scales."""
     tokens = np.moveaxis(pages, 1, 2)

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from pallas_kernels.move_kv.mosaic_tpu import move_kv_mosaic_tpu
 from pallas_kernels.move_kv.xla import move_kv_xla
 from pallas_kernels.tree_attention import mosaic_tpu as attention
 from pallas_kernels.tree_attention import tree_attention
-from pallas_kernels.tree_attention.example_inputs import EXAMPLES, make_inputs
+from pallas_kernels.tree_attention.example_inputs import EXAMPLES, make_inputs, widened
 from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
 from pallas_kernels.write_kv.mosaic_tpu import write_kv_mosaic_tpu
 from pallas_kernels.write_kv.xla import write_kv_xla
@@ -57,10 +56,9 @@ def some(quick, params):
 def test_attention_is_that_of_the_reference(name, has_races):
     example = fitted(EXAMPLES[name])
     arguments, options = make_inputs(example)
-    exact = jax.tree.map(
-        lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arguments
+    expected = tree_attention(
+        *widened(arguments), **options, implementation="reference"
     )
-    expected = tree_attention(*exact, **options, implementation="reference")
     out = tree_attention_mosaic_tpu(*arguments, **options, interpret=INTERPRET)
     num_tokens = sum(example.num_new)
     np.testing.assert_allclose(

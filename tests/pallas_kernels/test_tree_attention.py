@@ -16,10 +16,11 @@ from pallas_kernels.tree_attention.example_inputs import (
     Example,
     make_inputs,
     pack_ancestors,
+    widened,
 )
 
-# float32: sums in another order. bfloat16: the result is rounded to 8 bits.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+# float32: sums in another order. bfloat16: the result is rounded to 8 bits, of numbers below 4.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3}
 
 
 compiled = jax.jit(
@@ -44,14 +45,12 @@ def attend(example: Example, implementation: str | None = None, seed: int = 0):
 def test_xla_agrees_with_reference(name):
     example = EXAMPLES[name]
     actual = attend(example, "xla")
-    expected = attend(example, "reference")
+    arguments, options = make_inputs(example)
+    expected = compiled(*widened(arguments), **options, implementation="reference")
     assert np.isfinite(actual).all()
     num_tokens = sum(example.num_new)
     np.testing.assert_allclose(
-        actual[:num_tokens],
-        expected[:num_tokens],
-        rtol=TOLERANCE[example.dtype],
-        atol=TOLERANCE[example.dtype],
+        actual[:num_tokens], expected[:num_tokens], 0, TOLERANCE[example.dtype]
     )
 
 
@@ -281,7 +280,7 @@ def test_a_sink_far_above_all_keys_takes_all_weight(implementation):
 @pytest.mark.parametrize("name", ["int8", "fp8_tree_bfloat16"])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_quantized_pages_are_those_multiplied_out(name, implementation):
-    """float32: to 1e-5, bfloat16 to 1e-2, as without scales."""
+    """To 1e-5 for float32 queries and 8e-3 for bfloat16, as without scales."""
     example = EXAMPLES[name]
     (q, k_pages, v_pages, *rest), options = make_inputs(example)
     k, v = (
@@ -291,12 +290,10 @@ def test_quantized_pages_are_those_multiplied_out(name, implementation):
             (v_pages, options.pop("v_scale")),
         )
     )
+    q = q.astype(jnp.float32)
     expected = compiled(q, k, v, *rest, **options, implementation="reference")
     actual = attend(example, implementation)
-    tolerance = TOLERANCE[example.dtype]
-    np.testing.assert_allclose(
-        actual, np.asarray(expected, np.float32), rtol=tolerance, atol=tolerance
-    )
+    np.testing.assert_allclose(actual, expected, 0, TOLERANCE[example.dtype])
 
 
 def test_quantized_pages_need_scales_and_others_have_none():
