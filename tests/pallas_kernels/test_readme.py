@@ -5,9 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pallas_kernels
-
-FOLDER = Path(pallas_kernels.__file__).parent
+FOLDER = Path(__file__).resolve().parents[2] / "pallas_kernels"
 OPS = [path.name for path in FOLDER.iterdir() if (path / "api.py").exists()]
 OTHERS = "absl flax optax orbax chex specjax tokenizers jinja2 pytest hypothesis"
 

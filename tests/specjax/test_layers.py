@@ -78,7 +78,11 @@ FORBIDDEN = {
     "specjax.engine.survival": ("jax",),
 }
 # The whole of what a package may import beside the standard library.
-ALLOWED = {"pallas_kernels": ("jax", "numpy", "ml_dtypes", "pallas_kernels")}
+KERNELS = ("jax", "numpy", "ml_dtypes", "pallas_kernels")
+ALLOWED = {
+    "pallas_kernels": KERNELS,
+    "pallas_kernels.tree_attention.bench": (*KERNELS, "configs"),  # peaks of devices
+}
 # Other people's packages that only the edge and training may need.
 OPTIONAL = (
     "torch",
