@@ -20,6 +20,7 @@ from pallas_kernels.tree_attention.example_inputs import (
     Example,
     make_inputs,
     pack_ancestors,
+    widened,
 )
 from pallas_kernels.tree_attention.mosaic_gpu import tree_attention_mosaic_gpu
 
@@ -50,7 +51,7 @@ COVERED = [name for name in EXAMPLES if EXAMPLES[name].page_dtype is None]
     ],
 )
 def test_it_lowers_for_an_h100(shape):
-    results = list(check.check_gpu("h100", shape))
+    results = list(check.check_gpu("h100", [shape]))
     assert results
     assert [result for result in results if not result.ok] == []
 
@@ -92,9 +93,7 @@ def fitted(name, **changes):
 
 def exactly(arguments, options):
     """Returns what the reference makes of the same numbers in float32."""
-    arguments = jax.tree.map(
-        lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, arguments
-    )
+    arguments = widened(arguments)
     return np.asarray(tree_attention(*arguments, **options, implementation="reference"))
 
 
