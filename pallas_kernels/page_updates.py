@@ -60,6 +60,13 @@ def token_bytes(pages: Any) -> int:
     return kv_heads * layout.head_dim(pages) * pages.dtype.itemsize
 
 
+def in_hbm(pages: Array, interpret: Any) -> Array:
+    """Returns pages that XLA may not copy to VMEM as a whole, though they might fit."""
+    if interpret:  # which knows no such constraint
+        return pages
+    return pltpu.with_memory_space_constraint(pages, pltpu.HBM)
+
+
 def read_tokens(
     arrays: Sequence[Array],  # dtype[num_pages, kv_heads, page_size, head_dim] each
     slots: Array,  # i32[num_tokens]
@@ -77,14 +84,14 @@ def read_tokens(
         functools.partial(_read_kernel, call=call, count=len(arrays)),
         out_shape=jax.ShapeDtypeStruct(out, call.dtype),
         grid_spec=call.grid_spec(
-            in_specs=[pl.BlockSpec(memory_space=pl.ANY)] * len(arrays),
+            in_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * len(arrays),
             out_specs=call.token_spec(),
             count=len(arrays),
         ),
         compiler_params=_PARALLEL_ARRAYS,
         interpret=interpret,
         name="read_kv",
-    )(*_group_by_page(slots, call), *arrays)
+    )(*_group_by_page(slots, call), *(in_hbm(array, interpret) for array in arrays))
 
 
 def write_tokens(
@@ -100,10 +107,11 @@ def write_tokens(
         return list(arrays)
     call = _Call.of(arrays[0], slots.shape[0])
     count, num_scalars = len(arrays), len(_Updates._fields)
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    anywhere = pl.BlockSpec(memory_space=pltpu.HBM)
     return pl.pallas_call(
         functools.partial(_write_kernel, call=call, count=count),
-        out_shape=[jax.ShapeDtypeStruct(arrays[0].shape, call.dtype)] * count,
+        # XLA would take an array that fits into VMEM there and back, in every step.
+        out_shape=[pltpu.HBM(arrays[0].shape, call.dtype)] * count,
         grid_spec=call.grid_spec(
             in_specs=[call.token_spec(), *[anywhere] * count],
             out_specs=[anywhere] * count,

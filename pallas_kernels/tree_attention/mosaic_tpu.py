@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import layout
 from pallas_kernels.implementations import target_kind
-from pallas_kernels.page_updates import LANES, SMEM_BYTES, check_pages
+from pallas_kernels.page_updates import LANES, SMEM_BYTES, check_pages, in_hbm
 from pallas_kernels.running_softmax import precision_of
 from pallas_kernels.tree_attention.block_sizes import BlockSizes, choose
 from pallas_kernels.tree_attention.query_blocks import (
@@ -175,7 +175,7 @@ def tree_attention_mosaic_tpu(
             in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
     rows = lengths.shape[0]
     causal = jnp.zeros(rows, bool) if is_causal is None else is_causal
-    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    anywhere = pl.BlockSpec(memory_space=pltpu.HBM)
     out = pl.pallas_call(
         functools.partial(_kernel, shape=shape),
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
@@ -199,8 +199,8 @@ def tree_attention_mosaic_tpu(
         union_bits(ancestor_bits, row_starts),
         causal.astype(jnp.int32),
         *arguments,
-        k_pages,
-        v_pages,
+        in_hbm(k_pages, interpret),
+        in_hbm(v_pages, interpret),
     )
     return lay_flat(out, num_new, row_starts, q, shape)
 

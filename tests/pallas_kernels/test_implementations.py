@@ -80,6 +80,8 @@ def test_kernels_are_lowered_whatever_the_program_counts_in(in_64_bits):
         for call in calls().values():
             lowered = jax.jit(call).trace().lower(lowering_platforms=("tpu",))
             assert "tpu_custom_call" in lowered.as_text()
+            # Else XLA takes pages that fit into VMEM there and back in every step.
+            assert "input_memory_space_colors" in lowered.as_text()
 
 
 def test_what_was_traced_for_one_platform_is_not_run_for_another():
