@@ -12,6 +12,27 @@ Result = TypeVar("Result")
 _platform = jax.make_user_context(default_value=None)
 
 
+# Whether what is traced is the body of a loop that carries its pages.
+_is_looped = jax.make_user_context(default_value=False)
+
+
+@contextlib.contextmanager
+def in_a_loop() -> Iterator[None]:
+    """Ops traced within lie in a loop that carries their pages.
+
+    There kernels keep pages in HBM, of which XLA would take an array that fits into VMEM there and
+    back in every step (jax 0.10.2, libtpu 0.0.42). Outside of loops, where an argument of the
+    program is written, libtpu refuses to be told so.
+    """
+    with _is_looped(True):
+        yield
+
+
+def is_in_a_loop() -> bool:
+    """Returns whether `in_a_loop` surrounds what is traced."""
+    return _is_looped.value
+
+
 @contextlib.contextmanager
 def lowered_for(platform: str, device_kind: str | None = None) -> Iterator[None]:
     """Ops traced within are for a platform, "cpu", "gpu" or "tpu", whatever this process runs on.

@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import layout
+from pallas_kernels.implementations import is_in_a_loop
 
 LANES = 128
 MOST_PAGES_UNDER_WAY = 16
@@ -61,8 +62,8 @@ def token_bytes(pages: Any) -> int:
 
 
 def in_hbm(pages: Array, interpret: Any) -> Array:
-    """Returns pages that XLA may not copy to VMEM as a whole, though they might fit."""
-    if interpret:  # which knows no such constraint
+    """Returns pages that XLA may not copy to VMEM as a whole in a loop, though they might fit."""
+    if interpret or not is_in_a_loop():  # the interpreter knows no such constraint
         return pages
     return pltpu.with_memory_space_constraint(pages, pltpu.HBM)
 
@@ -110,8 +111,7 @@ def write_tokens(
     anywhere = pl.BlockSpec(memory_space=pltpu.HBM)
     return pl.pallas_call(
         functools.partial(_write_kernel, call=call, count=count),
-        # XLA would take an array that fits into VMEM there and back, in every step.
-        out_shape=[pltpu.HBM(arrays[0].shape, call.dtype)] * count,
+        out_shape=[jax.ShapeDtypeStruct(arrays[0].shape, call.dtype)] * count,
         grid_spec=call.grid_spec(
             in_specs=[call.token_spec(), *[anywhere] * count],
             out_specs=[anywhere] * count,
@@ -121,7 +121,11 @@ def write_tokens(
         compiler_params=_PARALLEL_ARRAYS,
         interpret=interpret,
         name=name,
-    )(*_group_by_page(slots, call), new, *arrays)
+    )(
+        *_group_by_page(slots, call),
+        new,
+        *(in_hbm(array, interpret) for array in arrays),
+    )
 
 
 def vmem_bytes(pages: Any, num_tokens: int) -> int:

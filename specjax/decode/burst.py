@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.implementations import in_a_loop
 from specjax.decode.state import DecodeState, follow, put_rows, take_rows
 from specjax.decode.step import step
 from specjax.decode.step_spec import StepSpec
@@ -65,7 +66,8 @@ def burst(
         )
 
     start = (jnp.int32(0), state, report, any_shard(jnp.any(state.is_active)))
-    num_steps, state, report, _ = jax.lax.while_loop(proceeds, body, start)
+    with in_a_loop():
+        num_steps, state, report, _ = jax.lax.while_loop(proceeds, body, start)
     if plan.row_ids is not None:
         state = put_rows(whole, spec.drafter, plan.row_ids, state)
     return state, report, num_steps

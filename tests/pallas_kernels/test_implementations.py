@@ -7,6 +7,7 @@ import pytest
 from pallas_kernels import layout
 from pallas_kernels.implementations import (
     call_best,
+    in_a_loop,
     lowered_for,
     needs_platform,
     target_platform,
@@ -80,8 +81,16 @@ def test_kernels_are_lowered_whatever_the_program_counts_in(in_64_bits):
         for call in calls().values():
             lowered = jax.jit(call).trace().lower(lowering_platforms=("tpu",))
             assert "tpu_custom_call" in lowered.as_text()
-            # Else XLA takes pages that fit into VMEM there and back in every step.
-            assert "input_memory_space_colors" in lowered.as_text()
+
+
+def test_pages_that_a_loop_carries_stay_in_hbm():
+    with lowered_for("tpu"):
+        for name, call in calls().items():
+            text = jax.jit(call).trace().lower(lowering_platforms=("tpu",)).as_text()
+            assert "input_memory_space_colors" not in text, name
+            with in_a_loop():
+                looped = jax.jit(call).trace().lower(lowering_platforms=("tpu",))
+            assert "input_memory_space_colors" in looped.as_text(), name
 
 
 def test_what_was_traced_for_one_platform_is_not_run_for_another():
