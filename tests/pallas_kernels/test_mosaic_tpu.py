@@ -25,16 +25,6 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3}
 SUBLANES = {"float32": 8, "bfloat16": 16, "int8": 32, "float8_e4m3fn": 32}
 
 
-@pytest.fixture
-def has_races():
-    """Returns whether the kernels that ran since had races."""
-    interpreter = pytest.importorskip(
-        "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
-    )
-    interpreter.races = None
-    return lambda: interpreter.races is not None and interpreter.races.races_found
-
-
 def fitted(example):
     """Returns an example whose pages lie in whole tiles of a TPU."""
     page_size = max(example.page_size, SUBLANES[example.page_dtype or example.dtype])

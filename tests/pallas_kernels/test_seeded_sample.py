@@ -22,16 +22,6 @@ INTERPRET = pltpu.InterpretParams(detect_races=True)
 QUICK = ("one_row", "few_tokens")
 
 
-@pytest.fixture
-def has_races():
-    """Returns whether the kernels that ran since had races."""
-    interpreter = pytest.importorskip(
-        "jax._src.pallas.mosaic.interpret.interpret_pallas_call"
-    )
-    interpreter.races = None
-    return lambda: interpreter.races is not None and interpreter.races.races_found
-
-
 def by_kernel(logits, keys, temperature, *, bias=None, thresholds=None):
     if thresholds is None:
         thresholds = jnp.full(logits.shape[0], -jnp.inf)
