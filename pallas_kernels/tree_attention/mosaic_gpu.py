@@ -547,13 +547,10 @@ class _Block:
             )
         plgpu.barrier_wait(scratch.q_arrived.at[warpgroup])
         sums = tuple(self._start(_rows(matrix)) for matrix in matrices)
+        # One loop for all tiles, masked or not. Of two around the same products ptxas 12.8.61
+        # to 12.9.41 addresses those of the second by registers that only the first sets.
         add = functools.partial(self._add, warpgroup, matrices)
-        for first, last, is_masked in (
-            (self.first, self.masked, False),
-            (self.masked, self.last, True),
-        ):
-            body = functools.partial(add, is_masked=is_masked)
-            sums = lax.fori_loop(first, last, body, sums)
+        sums = lax.fori_loop(self.first, self.last, add, sums)
         for matrix, own in zip(matrices, sums, strict=True):
             self._finish(matrix, own, outputs)
         plgpu.wait_smem_to_gmem(0)
@@ -609,26 +606,31 @@ class _Block:
         matrices: list[Any],
         tile: Any,
         sums: tuple[_Sums, ...],
-        *,
-        is_masked: bool,
     ) -> tuple[_Sums, ...]:
         """Returns the sums of each matrix with the keys and values of a tile."""
+        from jax.experimental import pallas as pl
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         scratch, stage = self.scratch, self._stage(tile)
-        if is_masked:
+        is_masked = tile >= self.masked
+        wait_for_values = functools.partial(
+            plgpu.barrier_wait, scratch.v_arrived.at[stage]
+        )
+
+        @pl.when(is_masked)
+        def _():
             # First, while no scores take registers.
-            plgpu.barrier_wait(scratch.v_arrived.at[stage])
+            wait_for_values()
             self._clean(warpgroup, tile, stage)
+
         plgpu.barrier_wait(scratch.k_arrived.at[stage])
         result = []
         for place, matrix in enumerate(matrices):
             scores = self._scores(scratch.q.at[matrix], scratch.k.at[stage])
-            if is_masked:
-                is_visible = self._is_visible(tile * TILE_TOKENS, _rows(matrix))
-                scores = jnp.where(is_visible, scores, MASKED)
-            elif place == 0:
-                plgpu.barrier_wait(scratch.v_arrived.at[stage])
+            mask = functools.partial(self._mask, tile, matrix)
+            scores = lax.cond(is_masked, mask, lambda scores: scores, scores)
+            if place == 0:
+                pl.when(~is_masked)(wait_for_values)
             result.append(self._softmax(sums[place], scores, scratch.v.at[stage]))
         plgpu.barrier_arrive(scratch.used.at[stage])
         return tuple(result)
@@ -659,6 +661,11 @@ class _Block:
         # tanh(x) = 1 - 2 / (exp(2 * x) + 1); the one of approximate math is too coarse.
         power = jnp.exp2(scores * (2 * shape.scale / shape.softcap * LOG2_E))
         return (1.0 - 2.0 / (power + 1.0)) * (shape.softcap * LOG2_E)
+
+    def _mask(self, tile: Any, matrix: Any, scores: Array) -> Array:
+        """Returns the scores of a tile, those of keys that a query does not see MASKED."""
+        is_visible = self._is_visible(tile * TILE_TOKENS, _rows(matrix))
+        return jnp.where(is_visible, scores, MASKED)
 
     def _is_visible(self, start: Any, rows: Any) -> Array:
         """Returns which keys of the tile that starts here each query sees, bool[64, tile]."""
