@@ -16,7 +16,15 @@ if TYPE_CHECKING:
     from specjax.models.base import Model as Model
     from specjax.models.base import ModelConfig as ModelConfig
     from specjax.models.loading import load_model as load_model
+    from specjax.rl.batch import Rollout as Rollout
+    from specjax.rl.decoder import RolloutDecoder as RolloutDecoder
+    from specjax.rl.decoder import build_decoder as build_decoder
+    from specjax.rl.rollout import rollout as rollout
+    from specjax.rl.scoring import Texts as Texts
+    from specjax.rl.scoring import logprob_gap as logprob_gap
+    from specjax.rl.scoring import score as score
     from specjax.serving import Engine as Engine
+    from specjax.types import DecoderParams as DecoderParams
 
 from specjax.version import __version__ as __version__
 
@@ -33,6 +41,14 @@ _HOME = {
     "ModelConfig": "specjax.models.base",
     "load_model": "specjax.models.loading",
     "Engine": "specjax.serving",
+    "Rollout": "specjax.rl.batch",
+    "RolloutDecoder": "specjax.rl.decoder",
+    "build_decoder": "specjax.rl.decoder",
+    "rollout": "specjax.rl.rollout",
+    "Texts": "specjax.rl.scoring",
+    "logprob_gap": "specjax.rl.scoring",
+    "score": "specjax.rl.scoring",
+    "DecoderParams": "specjax.types",
 }
 
 

@@ -29,6 +29,7 @@ VERIFICATION_RULES = (
 # Output under these is not the target's.
 LOSSY_RULES = ("lenient", "typical", "synthetic")
 NUMERICS = ("fast", "invariant")
+MATCHING = ("ngram", "history")  # methods that need no weights
 POLICIES = ("goodput", "fixed")
 GATES = ("current", "worst_case")  # which tokens of a batch weigh
 KV_CACHE_BYTES = 2**30  # of pages, where nobody says how many
@@ -75,6 +76,8 @@ class SamplingParams:
     logprobs: int | None = (
         None  # k: of the chosen token and the k most likely; 0: chosen only
     )
+    # The entropy of the distribution that each token was drawn from; with logprobs.
+    entropy: bool = False
     num_speculative_tokens: int | None = None  # this request's own K; 0 is off
     # False is plain decoding for this request alone, whatever num_speculative_tokens says:
     # the same text under `greedy`, `seeded` and `delta`.
@@ -126,11 +129,15 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens={self.min_tokens!r} exceeds max_tokens={self.max_tokens!r}; lower min_tokens or raise max_tokens."
             )
-        for name in ("ignore_eos", "speculate", "self_check"):
+        for name in ("ignore_eos", "speculate", "self_check", "entropy"):
             if getattr(self, name) not in (True, False):
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be True or False."
                 )
+        if self.entropy and self.logprobs is None:
+            raise ValueError(
+                "entropy=True comes with the log-probabilities; set logprobs=0 or more."
+            )
         is_many = self.stop is None or _is_sized(self.stop)
         if not is_many or any(
             not isinstance(text, str) or not text for text in self.stop_strings
@@ -316,7 +323,7 @@ class SpeculationConfig:
     needs neither `method` nor `model`.
     """
 
-    method: str | None = None  # None, "ngram" or "draft_model"
+    method: str | None = None  # None, "ngram", "history" or "draft_model"
     model: str | None = None  # a folder, a hub name, or "demo"
     # Most draft tokens along one path, as it was asked for; `depth` is what comes of it.
     num_speculative_tokens: int | None = None
@@ -336,6 +343,10 @@ class SpeculationConfig:
     # Most tokens of such a tree, or of one grown with tree_top_k. None: all of them, or
     # tree_top_k per depth.
     num_draft_nodes: int | None = None
+    # Of method "history": tokens of the text that rows share, their own prompts' answers and
+    # earlier ones; beside a draft model: that drafts where nothing better is found there. None
+    # is drafters.spec.CORPUS_TOKENS for the former, and none for the latter.
+    corpus_tokens: int | None = None
     # A draft model's tree, each node by the ranks on the way to it: "[(0,), (1,), (0, 0)]",
     # the same as a list, or the children per depth, (2, 1). None drafts chains.
     speculative_token_tree: Any = None  # tuple[tuple[int, ...], ...], once made
@@ -381,13 +392,18 @@ class SpeculationConfig:
                 f"num_speculative_tokens={self.num_speculative_tokens!r} is deeper than "
                 f"speculative_token_tree, {max(map(len, tree))}; leave it out or lower it."
             )
-        if tree is not None and self.method == "ngram":
+        if tree is not None and self.method in MATCHING:
             raise ValueError(
                 "speculative_token_tree is the shape of a draft model's tree; with "
-                "method 'ngram' leave it out."
+                f"method {self.method!r} leave it out."
             )
         self._check_growth()
-        for name in ("max_drafts_per_step", "speculation_max_rows", "max_model_len"):
+        for name in (
+            "max_drafts_per_step",
+            "speculation_max_rows",
+            "max_model_len",
+            "corpus_tokens",
+        ):
             most = getattr(self, name)
             if most is not None and (not _is_int(most) or most < 1):
                 raise ValueError(
@@ -451,10 +467,10 @@ class SpeculationConfig:
             raise ValueError(
                 f"tree_top_k={top_k!r} must be a whole number from 1 to 32."
             )
-        if self.speculative_token_tree is not None or self.method == "ngram":
+        if self.speculative_token_tree is not None or self.method in MATCHING:
             raise ValueError(
                 "tree_top_k grows a draft model's tree; leave it out together with "
-                "speculative_token_tree or method 'ngram'."
+                "speculative_token_tree or method 'ngram' or 'history'."
             )
         if depth == 0 or (depth - 1) * top_k > MAX_DRAFT_NODES:
             raise ValueError(

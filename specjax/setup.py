@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from specjax import plan_request, planning, sharding
-from specjax.config import EngineConfig, SpeculationConfig
+from specjax.config import MATCHING, EngineConfig, SpeculationConfig
 from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, Sizes, build_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
@@ -67,6 +67,7 @@ class Setup:
             drafter,
             _speculation(speculative_config, verification, num_speculative_tokens),
         )
+        mesh = sharding.automatic(mesh)
         return cls(model, loaded, speculation, engine or EngineConfig(), mesh)
 
     def for_run(
@@ -406,7 +407,7 @@ def _choose_drafter(
     """
     source = drafter
     if source is None:
-        source = "ngram" if config.method == "ngram" else config.model
+        source = config.method if config.method in MATCHING else config.model
     loaded = load_drafter(source, target, config)
     if not loaded.can_draft or config.depth == 0:
         # Plain decoding keeps no pages for a drafter.

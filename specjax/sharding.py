@@ -80,9 +80,25 @@ STATE_AXES: dict[str, tuple[str | None, ...]] = {
 }
 
 
+# Of a drafter's state, what all shards hold alike; all else leads with pages or rows.
+DRAFTER_AXES: dict[str, tuple[str | None, ...]] = {
+    "corpus": (None,),
+    "corpus_groups": (None,),
+    "head": (),
+}
+
+
 def axis_size(mesh: Mesh | None, name: str) -> int:
     """Returns how many shards a mesh axis has; 1 without it."""
     return mesh.shape.get(name, 1) if mesh is not None else 1
+
+
+def automatic(mesh: Mesh | None) -> Mesh | None:
+    """Returns the mesh with axes that shardings are inferred over, as shard_map takes them.
+
+    jax.make_mesh makes axes that are part of an array's type, which is for other programs.
+    """
+    return None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
 
 
 def lowered(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
@@ -118,6 +134,8 @@ def state_specs(state: Any, mesh: Mesh) -> Any:
     def spec(path, leaf) -> PartitionSpec:
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
         axes = next(STATE_AXES[name] for name in names if name in STATE_AXES)
+        if "drafter" in names:
+            axes = DRAFTER_AXES.get(names[-1], axes)
         return _spec(axes, leaf.shape, mesh)
 
     return jax.tree_util.tree_map_with_path(spec, state)

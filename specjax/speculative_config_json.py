@@ -12,7 +12,7 @@ import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-METHODS = ("ngram", "draft_model")
+METHODS = ("ngram", "history", "draft_model")
 _NAME = "speculative_config"
 
 
@@ -45,8 +45,8 @@ def read(given: str | Mapping[str, Any], defaults: Mapping[str, Any]) -> Reading
     _set_rule(left)
     _set_lookup(left, defaults)
     useless = dict(_USELESS)
-    if left.get("method") == "ngram":
-        useless["max_model_len"] = "n-gram matching has no context of its own"
+    if left.get("method") in ("ngram", "history"):
+        useless["max_model_len"] = "matching has no context of its own"
     fields = {
         key: left.pop(key)
         for key in list(left)
@@ -74,8 +74,8 @@ def check_method(method: Any) -> None:
     is_mtp = isinstance(method, str) and method.endswith("_mtp")
     instead = _INSTEAD.get("mtp" if is_mtp else method, "")
     raise ValueError(
-        f"method={method!r} is not available{instead}; this version has 'ngram', which "
-        "needs no weights, and 'draft_model', a smaller model of the target's vocabulary."
+        f"method={method!r} is not available{instead}; this version has 'ngram' and 'history', "
+        "which need no weights, and 'draft_model', a smaller model of the target's vocabulary."
     )
 
 
@@ -110,6 +110,8 @@ def _set_method(left: dict[str, Any]) -> None:
         left["method"] = "ngram" if is_ngram else "draft_model"
     if left.get("method") == "ngram_gpu":
         left["method"] = "ngram"  # matching runs on the device in any case
+    if left.get("method") == "suffix":
+        left["method"] = "history"  # the longest suffix, over own and shared text
     degree = left.get("draft_tensor_parallel_size", 1)
     if not _is_count(degree):
         raise ValueError(
@@ -253,13 +255,12 @@ _INSTEAD = {
     "mlp_speculator": _HEADS,
     "dflash": _BLOCKS,
     "dspark": _BLOCKS,
-    "suffix": ": of text that comes again use 'ngram' with prompt_lookup_matches above 1",
     "custom_class": ": pass a drafter of your own as drafter=",
     "extract_hidden_states": ": it gathers training data and drafts nothing",
 }
 _OWN_FORMAT = "weights are taken as the folder has them"
 _COMPILED = "XLA compiles every step, and picks its own kernels"
-_SUFFIX = "for method 'suffix'"
+_SUFFIX = "drafts read on from the longest match, of corpus_tokens of text"
 _USELESS = {
     "draft_sample_method": "under 'seeded' a draft model draws with the target's own noise",
     "draft_tensor_parallel_size": "every chip holds the whole drafter",

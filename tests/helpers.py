@@ -163,7 +163,7 @@ class ScriptedDrafter:
             return Draft(proposal, state, root + 1)
 
         return Drafter(
-            init=lambda rows, num_pages, page_size: (),
+            init=lambda rows, max_length, num_pages, page_size: (),
             prefill=lambda params, state, batch, max_tokens_per_row: state,
             draft=draft,
         )
@@ -285,7 +285,7 @@ class MarginalsDrafter:
             return Draft(proposal, state, length)
 
         return Drafter(
-            init=lambda rows, num_pages, page_size: (),
+            init=lambda rows, max_length, num_pages, page_size: (),
             prefill=lambda params, state, batch, max_tokens_per_row: state,
             draft=draft,
         )

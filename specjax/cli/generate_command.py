@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specjax.cli import json_document, prompts, sampling_arguments, terminal
 from specjax.config import (
     DEFAULT_NUM_SPECULATIVE_TOKENS,
+    MATCHING,
     NUMERICS,
     VERIFICATION_RULES,
     EngineConfig,
@@ -154,7 +155,7 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
     drafter = arguments.drafter or _named_drafter(given)
     if drafter is None and arguments.model == DEFAULT_MODEL:
         drafter = "demo"
-    is_model = drafter not in (None, NO_DRAFTER, "ngram")
+    is_model = drafter not in (None, NO_DRAFTER, *MATCHING)
     method = "draft_model" if is_model else drafter
     changes["method"] = None if method == NO_DRAFTER else method
     changes["model"] = drafter if is_model else None
@@ -169,7 +170,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
 
 
 def _named_drafter(config: SpeculationConfig) -> str | None:
-    return "ngram" if config.method == "ngram" else config.model
+    return config.method if config.method in MATCHING else config.model
 
 
 def _generate(arguments, entries, speculation, engine, status) -> int:

@@ -23,10 +23,12 @@ from specjax.decode.burst import burst
 from specjax.decode.mixed import mixed_step
 from specjax.decode.prefill import prefill
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
-from specjax.decode.state import Admission, DecodeState, has_drafter
+from specjax.decode.score import Scores, score
+from specjax.decode.state import Admission, DecodeState, has_drafter, remember_text
 from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
 from specjax.drafters.base import Drafter, DrafterError, guarded
+from specjax.drafters.history import Pieces
 from specjax.drafters.spec import DrafterSpec
 from specjax.models.base import ModelConfig
 from specjax.sampling import RowSampling
@@ -263,6 +265,68 @@ class Decoder:
             out_specs=(self._report, WHOLE),
         )
 
+    def remember(self, state: DecodeState, pieces: Pieces) -> DecodeState:
+        """Gives the drafter text that the host knows of, one executable per number of pieces.
+
+        Donates the state, whose drafter has a use for it.
+        """
+
+        def run(state, pieces):
+            return (remember_text(self._build_drafter(1), state, pieces),)
+
+        key = ("remember", len(pieces.counts))
+        specs = Pieces(
+            token_ids=WHOLE,
+            counts=WHOLE,
+            groups=WHOLE,
+            has_entered=self._rows,
+            row_groups=self._rows,
+        )
+        (state,) = self._call(key, run, state, pieces, in_specs=(specs,), out_specs=())
+        return state
+
+    def score(
+        self,
+        params: DecoderParams,
+        state: DecodeState,
+        history,
+        num_tokens,
+        sampling: RowSampling,
+    ) -> tuple[DecodeState, Scores]:
+        """Runs `specjax.decode.score.score` on texts of as many rows as there are.
+
+        Donates the state, and returns it as it was.
+        """
+
+        def run(state, params, *texts):
+            scores = score(
+                self.step_spec(0),
+                params.target,
+                *texts,
+                page_size=self.sizes.page_size,
+                dtype=self.sizes.dtype,
+                num_tensor_shards=sharding.axis_size(self.mesh, sharding.TENSOR),
+            )
+            return state, scores
+
+        in_specs = (self._param_specs(params), *[self._rows] * 3)
+        return self._call(
+            ("score", len(history)),
+            run,
+            state,
+            params,
+            history,
+            num_tokens,
+            sampling,
+            in_specs=in_specs,
+            out_specs=(self._rows,),
+        )
+
+    def let_go(self, params: DecoderParams | None = None) -> None:
+        """Holds no weights any more, but perhaps these: whoever owns them may want the memory."""
+        if self._signed is not params:
+            self._signed = None
+
     def is_compiled(self, bucket: Bucket) -> bool:
         """Returns whether a burst can run at once, with the weights of the last call."""
         return (self._burst_key(bucket), self._variant) in self._executables
@@ -329,7 +393,7 @@ class Decoder:
         drafter: Any = none.TurnedOff()
         if has_drafter:
             make = self._build_drafter(1).init
-            drafter = make(rows, sizes.num_pages, sizes.page_size)
+            drafter = make(rows, sizes.max_length, sizes.num_pages, sizes.page_size)
         return DecodeState(
             cache=cache,
             drafter=drafter,

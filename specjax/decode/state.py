@@ -111,6 +111,12 @@ def has_drafter(state: DecodeState) -> bool:
     return not isinstance(state.drafter, TurnedOff)
 
 
+def remember_text(drafter: Drafter, state: DecodeState, pieces: Any) -> DecodeState:
+    """Gives the drafter text that the host knows of."""
+    assert drafter.remember is not None, "the drafter has no use for text"
+    return dataclasses.replace(state, drafter=drafter.remember(state.drafter, pieces))
+
+
 def take_rows(state: DecodeState, drafter: Drafter, row_ids: Array) -> DecodeState:
     """Returns the state of rows row_ids i32[n] alone; places past the last row are empty.
 

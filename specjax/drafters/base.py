@@ -3,9 +3,9 @@
 A drafter proposes; it can never change what is emitted, only how fast. Everything
 it does runs inside the jitted burst: pure functions over its own state pytree.
 
-    init(rows, num_pages, page_size) -> state
-        Keys and values, if it has any, live under the target's page ids, so that
-        one allocation serves both.
+    init(rows, max_length, num_pages, page_size) -> state
+        A row holds at most max_length tokens. Keys and values, if it has any, live under
+        the target's page ids, so that one allocation serves both.
     prefill(params, state, batch, max_tokens_per_row) -> state
         Feeds prompt tokens, the same flat batch that the target gets.
     draft(params, state, decode_state, num_tokens i32[rows]) -> Draft
@@ -63,6 +63,9 @@ class Drafter(NamedTuple):
     # share, as pages are, comes back from the part whole.
     take_rows: Callable[..., Any] = lambda state, row_ids: state
     put_rows: Callable[..., Any] = lambda state, row_ids, part: part
+    # remember(state, pieces) -> state: takes in text that the host knows of, between bursts;
+    # see `history`. None: it has no use for any.
+    remember: Callable[..., Any] | None = None
     # Positions it was made for: nothing is drafted past them; None is no limit.
     max_positions: int | None = None
     # Whether its proposals' probs are what their tokens were drawn from in this very
@@ -74,8 +77,10 @@ class Drafter(NamedTuple):
 def guarded(drafter: Drafter) -> Drafter:
     """Returns the drafter, whose functions raise DrafterError whatever they raise."""
 
-    def guard(name: str) -> Callable[..., Any]:
+    def guard(name: str) -> Callable[..., Any] | None:
         function = getattr(drafter, name)
+        if function is None:
+            return None
 
         @functools.wraps(function)
         def run(*arguments: Any) -> Any:
@@ -86,5 +91,5 @@ def guarded(drafter: Drafter) -> Drafter:
 
         return run
 
-    names = ("init", "prefill", "draft", "move", "take_rows", "put_rows")
+    names = ("init", "prefill", "draft", "move", "take_rows", "put_rows", "remember")
     return drafter._replace(**{name: guard(name) for name in names})

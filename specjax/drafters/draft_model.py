@@ -70,8 +70,8 @@ def drafter(
     """
     model = _DraftModel(config, keeps_probs, says_confidence)
 
-    def init(rows: int, num_pages: int, page_size: int):
-        del rows
+    def init(rows: int, max_length: int, num_pages: int, page_size: int):
+        del rows, max_length
         return paged.init_pages(config, num_pages, page_size, dtype)
 
     def prefill(params, state, batch, max_tokens_per_row: int):

@@ -8,7 +8,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from specjax.config import MAX_DRAFT_NODES, VERIFICATION_RULES, SpeculationConfig
-from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
+from specjax.drafters.spec import (
+    DrafterSpec,
+    HistoryDrafter,
+    HybridDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+)
 from specjax.models.base import Model, ModelConfig
 from specjax.models.loading import check_same_vocabulary, load_model
 from specjax.trees import static_shapes
@@ -120,7 +127,7 @@ def load_drafter(
     """Returns a drafter for a target.
 
     Args:
-      source: None (plain decoding), "ngram", "demo", a folder or hub name of a
+      source: None (plain decoding), "ngram", "history", "demo", a folder or hub name of a
         draft model, a Model, or a LoadedDrafter. A path is always a folder.
       config: prompt_lookup_* and num_draft_nodes of an n-gram drafter, the tree of a
         draft model. What it sets wins over what a LoadedDrafter was loaded with; a
@@ -135,8 +142,14 @@ def load_drafter(
     loaded = _load(source, target)
     if isinstance(loaded.spec, NgramDrafter):
         spec = _configured_ngram(loaded.spec, config)
+    elif isinstance(loaded.spec, HistoryDrafter):
+        spec = _configured_history(loaded.spec, config)
+    elif isinstance(loaded.spec, HybridDrafter):
+        spec = _configured_hybrid(loaded.spec, config)
     elif isinstance(loaded.spec, ModelDrafter):
         spec = _configured_model(loaded.spec, config)
+        if config.corpus_tokens is not None:
+            spec = HybridDrafter(spec, config.corpus_tokens, config.prompt_lookup_min)
     elif config.has_tree and loaded.can_draft:
         raise ValueError(_NO_MODEL.format(loaded.name))
     else:
@@ -156,11 +169,13 @@ def _load(
         return LoadedDrafter("none", NoDrafter())
     if source == "ngram":
         return LoadedDrafter("ngram", NgramDrafter())
+    if source == "history":
+        return LoadedDrafter("history", HistoryDrafter())
     if isinstance(source, str | os.PathLike):
         source = load_model("demo-draft" if source == "demo" else source)
     if not isinstance(source, Model):
         raise TypeError(
-            f"drafter is {source!r}; expected None, 'ngram', 'demo', a folder or hub "
+            f"drafter is {source!r}; expected None, 'ngram', 'history', 'demo', a folder or hub "
             "name, a Model, or what load_drafter returned."
         )
     check_same_vocabulary(target, source)
@@ -177,6 +192,11 @@ def _configured_ngram(spec: NgramDrafter, config: SpeculationConfig) -> NgramDra
     """Returns the spec with what a config sets; a field at its default keeps the spec's."""
     if config.has_tree:
         raise ValueError(_NO_MODEL.format("ngram"))
+    if config.corpus_tokens is not None:
+        raise ValueError(
+            f"corpus_tokens={config.corpus_tokens} is for method 'history', or beside a draft "
+            "model; 'ngram' looks into a row's own text alone. Leave it out, or draft from 'history'."
+        )
     # Every field is at least 1.
     low = _asked_for(config, "prompt_lookup_min") or spec.min_match
     high = _asked_for(config, "prompt_lookup_max") or spec.max_match
@@ -187,6 +207,29 @@ def _configured_ngram(spec: NgramDrafter, config: SpeculationConfig) -> NgramDra
     num_matches = _asked_for(config, "prompt_lookup_matches") or spec.num_matches
     num_drafts = config.num_draft_nodes or spec.num_drafts
     return NgramDrafter(low, high, num_matches, num_drafts)
+
+
+def _configured_history(
+    spec: HistoryDrafter, config: SpeculationConfig
+) -> HistoryDrafter:
+    """Returns the spec with what a config sets; a field at its default keeps the spec's."""
+    if config.has_tree:
+        raise ValueError(_NO_MODEL.format("history"))
+    return HistoryDrafter(
+        corpus_tokens=config.corpus_tokens or spec.corpus_tokens,
+        min_match=_asked_for(config, "prompt_lookup_min") or spec.min_match,
+        num_matches=_asked_for(config, "prompt_lookup_matches") or spec.num_matches,
+        num_drafts=config.num_draft_nodes or spec.num_drafts,
+    )
+
+
+def _configured_hybrid(spec: HybridDrafter, config: SpeculationConfig) -> HybridDrafter:
+    """Likewise."""
+    return HybridDrafter(
+        model=_configured_model(spec.model, config),
+        corpus_tokens=config.corpus_tokens or spec.corpus_tokens,
+        min_match=_asked_for(config, "prompt_lookup_min") or spec.min_match,
+    )
 
 
 def _configured_model(spec: ModelDrafter, config: SpeculationConfig) -> ModelDrafter:

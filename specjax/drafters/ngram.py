@@ -68,7 +68,7 @@ def drafter(
         return Draft(proposal, state, length)
 
     return Drafter(
-        init=lambda rows, num_pages, page_size: (),
+        init=lambda rows, max_length, num_pages, page_size: (),
         prefill=lambda params, state, batch, max_tokens_per_row: state,
         draft=draft,
     )

@@ -31,7 +31,7 @@ def drafter() -> Drafter:
         return Draft(proposal, state, decode_state.drafter_lengths)
 
     return Drafter(
-        init=lambda rows, num_pages, page_size: (),
+        init=lambda rows, max_length, num_pages, page_size: (),
         prefill=lambda params, state, batch, max_tokens_per_row: state,
         draft=draft,
     )

@@ -10,6 +10,7 @@ Every spec builds its drafter and says how much room its drafts take:
     has_probs      whether proposals come with the law that they were drawn from, if
                    `keeps_probs` asks, and say how sure they are, if `says_confidence` does
     configs        of the models it runs: their pages are counted, their windows checked
+    takes_text     whether the host is to tell it what rows have written: see history
 
 A spec of your own that has only build(K, dtype, keeps_probs) counts as one that drafts
 chains, without probabilities.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 from typing import ClassVar
 
-from specjax.drafters import draft_model, ngram, none
+from specjax.drafters import draft_model, history, hybrid, ngram, none
 from specjax.drafters.base import Drafter
 from specjax.models.base import ModelConfig
 from specjax.trees.expanding import Growth
@@ -83,6 +84,49 @@ class NgramDrafter:
         )
 
 
+CORPUS_TOKENS = 65_536  # where nobody says
+
+
+@dataclasses.dataclass(frozen=True)
+class HistoryDrafter:
+    """Matching over the row's own text, its siblings', and that of earlier requests and epochs.
+
+    Tokens of the corpus, tokens that must agree at least; trees as of NgramDrafter.
+    """
+
+    corpus_tokens: int = CORPUS_TOKENS
+    min_match: int = 2
+    num_matches: int = 1
+    num_drafts: int | None = None
+    max_depth: ClassVar[None] = None
+    takes_text: ClassVar[bool] = True
+
+    @property
+    def is_tree(self) -> bool:
+        return self.num_matches > 1
+
+    def num_nodes(self, num_speculative_tokens: int) -> int:
+        return self._room.num_nodes(num_speculative_tokens)
+
+    def tree_slots(self, num_speculative_tokens: int) -> int:
+        return self._room.tree_slots(num_speculative_tokens)
+
+    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
+        # Deterministic, as n-grams are.
+        del dtype, keeps_probs
+        return history.drafter(
+            num_speculative_tokens=num_speculative_tokens,
+            capacity=self.corpus_tokens,
+            min_match=self.min_match,
+            num_matches=self.num_matches,
+            num_drafts=self.num_drafts,
+        )
+
+    @property
+    def _room(self) -> NgramDrafter:
+        return NgramDrafter(num_matches=self.num_matches, num_drafts=self.num_drafts)
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter:
     """A draft model of the target's vocabulary, and its trees' shape or growth; None is a chain."""
@@ -136,4 +180,44 @@ class ModelDrafter:
         return None if self.shape is None else self.shape.cut(num_speculative_tokens)
 
 
-DrafterSpec = NoDrafter | NgramDrafter | ModelDrafter
+@dataclasses.dataclass(frozen=True)
+class HybridDrafter:
+    """History where it matches, chains of a draft model elsewhere."""
+
+    model: ModelDrafter
+    corpus_tokens: int = CORPUS_TOKENS
+    min_match: int = 2
+
+    is_tree: ClassVar[bool] = False
+    max_depth: ClassVar[None] = None
+    has_probs: ClassVar[bool] = False
+    takes_text: ClassVar[bool] = True
+
+    def __post_init__(self):
+        if self.model.is_tree:
+            raise ValueError(
+                "corpus_tokens beside a draft model is for chains; leave out "
+                "speculative_token_tree and tree_top_k, or corpus_tokens."
+            )
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ...]:
+        return self.model.configs
+
+    def num_nodes(self, num_speculative_tokens: int) -> int:
+        return 1 + num_speculative_tokens
+
+    def tree_slots(self, num_speculative_tokens: int) -> int:
+        return 0
+
+    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
+        del keeps_probs
+        return hybrid.drafter(
+            self.model.build(num_speculative_tokens, dtype, False),
+            num_speculative_tokens=num_speculative_tokens,
+            capacity=self.corpus_tokens,
+            min_match=self.min_match,
+        )
+
+
+DrafterSpec = NoDrafter | NgramDrafter | HistoryDrafter | ModelDrafter | HybridDrafter

@@ -15,13 +15,20 @@ import jax
 import numpy as np
 
 from specjax.bucket import Bucket, standing_row_buckets
+from specjax.config import SamplingParams
 from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, TooLarge
+from specjax.decode.score import Scores
 from specjax.decode.state import Admission, DecodeState, without_drafter
 from specjax.drafters.base import DrafterError
 from specjax.drafters.spec import NoDrafter
 from specjax.engine.faults import RECOVERABLE, Faults, what_it_proposed
 from specjax.engine.metrics import BurstRecord
-from specjax.engine.request import Request, TokenLogProbs
+from specjax.engine.request import (
+    SCORE_COLUMNS,
+    Request,
+    TokenLogProbs,
+    TokenScores,
+)
 from specjax.engine.rows import Row
 from specjax.engine.scheduler import PLACES, PromptChunk, Scheduler
 from specjax.engine.speculation_policy import (
@@ -31,6 +38,7 @@ from specjax.engine.speculation_policy import (
     Outcome,
     SpeculationPolicy,
 )
+from specjax.engine.text_feed import TextFeed
 from specjax.engine.timing import Stopwatch
 from specjax.progress import Report
 from specjax.sampling import RowSampling, empty_row_values
@@ -172,6 +180,51 @@ class Loop:
         request.end(reason)
         return True
 
+    def take_params(self, params: DecoderParams) -> None:
+        """Goes on with other weights; nobody finds what earlier ones left in the pages.
+
+        A drafter that was turned off has another chance. Only while nobody runs.
+        """
+        assert not self.scheduler.occupied, "rows hold keys and values of other weights"
+        if self.faults.is_drafter_off and jax.tree.leaves(params.drafter):
+            self.faults = Faults(self.faults.drafter, self.decoder.sizes.rows)
+            self._restart()
+        elif self.faults.is_drafter_off:
+            params = DecoderParams(params.target)
+        self.params = self.decoder.place_params(params)
+        for pool in self.scheduler.pools:
+            pool.forget()
+
+    def let_go(self) -> None:
+        """Holds no weights until `take_params`."""
+        self.params = DecoderParams(None)
+        self.decoder.let_go()
+
+    def pause(self) -> list[Request]:
+        """Reads back what was sent, and lets everybody go with the tokens they have.
+
+        Returns:
+          The requests that have not ended; their full pages can be found by their tokens
+          as long as nobody needs the room.
+        """
+        while self._flights:
+            self._read()
+        running = [row.request for row in self.scheduler.occupied]
+        for row in self.scheduler.occupied:
+            self.scheduler.release(row)
+        waiting = self.scheduler.waiting.all()
+        for request in waiting:
+            self.scheduler.waiting.remove(request)
+        self._num_prompt_tokens = 0
+        return [*running, *waiting]
+
+    def score(self, history, num_tokens, sampling: RowSampling) -> Scores:
+        """Returns how likely texts are; arguments as of Decoder.score. Rows that run are not touched."""
+        self._state, scores = self.decoder.score(
+            self.params, self._state, history, num_tokens, sampling
+        )
+        return scores
+
     @property
     def has_work(self) -> bool:
         return bool(
@@ -233,6 +286,9 @@ class Loop:
         # When the prompts that were sent since the last burst are fed.
         self._prompts_done_at: futures.Future[float] | None = None
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
+        self._feed: TextFeed | None = None
+        if getattr(self.decoder.drafter, "takes_text", False):
+            self._feed = TextFeed(self.decoder.sizes.rows)
         self._was_prefill = False
 
     def _new_state(self) -> DecodeState:
@@ -613,6 +669,8 @@ class Loop:
         )
         compiled_before, start = self.decoder.compile_s, time.perf_counter()
         try:
+            if flight.depth:
+                self._tell_drafter()
             self._state, flight.report, flight.num_steps_run = launch(plan)
         except RECOVERABLE:
             scheduler.land(own, flight.growth, flight.least)  # nothing was sent
@@ -626,6 +684,14 @@ class Loop:
         flight.prompts_done_at, self._prompts_done_at = self._prompts_done_at, None
         table.is_decoding[own] = True
         self._flights.append(flight)
+
+    def _tell_drafter(self) -> None:
+        """Gives a drafter that reads on in text what was written since it drafted last."""
+        if self._feed is None or self.faults.is_drafter_off:
+            return
+        pieces = self._feed.next_pieces(self.scheduler.rows)
+        if pieces is not None:
+            self._state = self.decoder.remember(self._state, pieces)
 
     def _read(self) -> list[Request]:
         """Reads back the burst that was sent first; returns the requests it advanced."""
@@ -709,6 +775,8 @@ class Loop:
         num_known = len(row.token_ids) - len(request.prompt_token_ids)
         new = request.output_token_ids[num_known:]
         scheduler.take_tokens(row, new, drafter_length)
+        if self._feed is not None and request.finish_reason != "error":
+            self._feed.note(request)
         if request.is_finished:
             scheduler.release(row, forgets=request.finish_reason == "error")
         else:
@@ -752,6 +820,10 @@ def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> No
         if is_described
         else None
     )
+    scores = None
+    if any(request.keeps_scores for request in running.values()):
+        assert logprobs is not None
+        scores = _Scores(logprobs)
     for row, request in running.items():
         tokens = token_ids[row].tolist()
         for step, (count, accepted, drafted, depth, finish) in enumerate(
@@ -760,11 +832,12 @@ def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> No
             if count == 0 and finish == 0:
                 continue
             own = tokens[step][:count]
-            wanted = request.params.logprobs
-            described = []
-            if wanted is not None:
+            described: Sequence[Any] = ()
+            if scores is not None and request.keeps_scores:
+                described = scores.of_step(step, row, count)
+            elif request.params.logprobs is not None:
                 described = [
-                    _describe(logprobs, (step, row, place), token, wanted)
+                    _describe(logprobs, (step, row, place), token, request.params)
                     for place, token in enumerate(own)
                 ]
             surpluses = []
@@ -780,9 +853,26 @@ def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> No
             )
 
 
+class _Scores:
+    """The log-probabilities of a burst as plain rows of numbers: see `TokenScores`."""
+
+    def __init__(self, logprobs: Any):
+        # [steps, rows, K + 1, 4]: slices are taken by step, not by token.
+        columns = (getattr(logprobs, name) for name in SCORE_COLUMNS)
+        self._columns = np.stack(list(columns), axis=-1)
+        self._top_ids = logprobs.processed_top_ids
+        self._top = logprobs.processed_top
+
+    def of_step(self, step: int, row: int, count: int) -> list[TokenScores]:
+        where = step, row, slice(count)
+        parts = self._columns[where], self._top_ids[where], self._top[where]
+        return [TokenScores(*each) for each in zip(*parts, strict=True)]
+
+
 def _describe(
-    logprobs, index: tuple[int, int, int], token_id: int, num_top: int
+    logprobs, index: tuple[int, int, int], token_id: int, params: SamplingParams
 ) -> TokenLogProbs:
+    num_top = params.logprobs
     top = lambda ids, values: tuple(
         zip(ids[index][:num_top].tolist(), values[index][:num_top].tolist())
     )
@@ -792,6 +882,8 @@ def _describe(
         raw=float(logprobs.raw[index]),
         top_processed=top(logprobs.processed_top_ids, logprobs.processed_top),
         top_raw=top(logprobs.raw_top_ids, logprobs.raw_top),
+        tempered=float(logprobs.tempered[index]),
+        entropy=float(logprobs.entropy[index]) if params.entropy else None,
     )
 
 

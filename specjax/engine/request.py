@@ -9,6 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from specjax.config import SamplingParams
 from specjax.detokenize import IncrementalText
 from specjax.types import INVALID_LOGITS, OUT_OF_LENGTH, STOPPED
@@ -27,8 +29,10 @@ class TokenLogProbs:
 
     `processed` is under the distribution that was sampled; at temperature 0, where
     that is certain, under the logits after bias and penalties. `raw` is under the
-    model's own logits at temperature 1. The two lists hold (token id, log-probability)
-    of the most likely tokens.
+    model's own logits at temperature 1, `tempered` under these divided by the
+    temperature and not edited otherwise (at temperature 0 it is `raw`). The two lists hold
+    (token id, log-probability) of the most likely tokens. `entropy`, in nats, is of the
+    distribution of `processed`, where SamplingParams.entropy asks for it.
     """
 
     token_id: int
@@ -36,6 +40,20 @@ class TokenLogProbs:
     raw: float
     top_processed: tuple[tuple[int, float], ...] = ()
     top_raw: tuple[tuple[int, float], ...] = ()
+    tempered: float | None = None
+    entropy: float | None = None
+
+
+# What TokenScores.columns holds, by the names of sampling.LogProbs.
+SCORE_COLUMNS = ("processed", "tempered", "raw", "entropy")
+
+
+class TokenScores(NamedTuple):
+    """What TokenLogProbs says of one token, as arrays that are read many at once."""
+
+    columns: np.ndarray  # f32[4], SCORE_COLUMNS
+    top_ids: np.ndarray  # i32[max_logprobs], the most likely under `processed`
+    top: np.ndarray  # f32[max_logprobs]
 
 
 class Piece(NamedTuple):
@@ -184,7 +202,7 @@ class Request:
     is_draft: list[bool] = dataclasses.field(
         default_factory=list
     )  # per output token: proposed by the drafter
-    logprobs: list[TokenLogProbs] = dataclasses.field(default_factory=list)
+    logprobs: list[Any] = dataclasses.field(default_factory=list)
     counts: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
     self_check: SelfCheck = dataclasses.field(default_factory=SelfCheck)
     finish_reason: str | None = None
@@ -198,6 +216,8 @@ class Request:
     number: int = dataclasses.field(default_factory=itertools.count().__next__)
     arrival: int | None = None  # its number in the queue, once it was there
     num_preemptions: int = 0
+    keeps_scores: bool = False  # `logprobs` are TokenScores
+    num_resumed: int = 0  # output tokens that it came with, of an earlier run
 
     @property
     def is_finished(self) -> bool:

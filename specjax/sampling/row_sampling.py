@@ -49,6 +49,7 @@ class RowSampling:
     num_logprobs: (
         Array  # i32[rows]: -1 none, 0 the chosen token's, k also of the k most likely
     )
+    has_entropy: Array  # bool[rows], whether the entropy of every draw is asked for
     is_checked: Array  # bool[rows], whether the row's draws are held against their law
 
     @property
@@ -96,6 +97,7 @@ def row_values(
         "min_tokens": params.min_tokens,
         "prompt_lengths": prompt_length,
         "num_logprobs": -1 if params.logprobs is None else params.logprobs,
+        "has_entropy": params.entropy,
         "is_checked": params.self_check,
     }
     for name, value in scalars.items():
@@ -163,6 +165,7 @@ _EMPTY: dict[str, Any] = {
     "prompt_lengths": np.int32(0),
     "seeds": np.uint32(0),
     "num_logprobs": np.int32(-1),
+    "has_entropy": np.bool_(False),
     "is_checked": np.bool_(False),
 }
 

@@ -17,10 +17,13 @@ class LogProbs(NamedTuple):
     """Natural log-probabilities; zeros when no row of the batch asks for any.
 
     `raw` is of the model's logits as they came: temperature 1, no bias, no filter.
-    `processed` is of the distribution that is sampled; for a row of temperature 0,
-    of the logits after bias and penalties at temperature 1. The top entries are
-    computed when any row of the batch has num_logprobs > 0, most likely first; a filter may
-    leave fewer than max_logprobs, then the rest are -inf.
+    `tempered` is of these divided by the row's temperature, and nothing else: what a
+    policy-gradient loss can compute again from logits alone.
+    `processed` is of the distribution that is sampled. For a row of temperature 0 it
+    is of the logits after bias and penalties at temperature 1, and `tempered` is `raw`. The
+    top entries are computed when any row of the batch has num_logprobs > 0, most likely
+    first; a filter may leave fewer than max_logprobs, then the rest are -inf. `entropy` is
+    of rows with has_entropy, over the distribution of `processed`; 0 of others.
 
     `surplus` and `variance` are of rows that check themselves, 0 at temperature 0:
     the log-probability of the chosen token over what a draw has on average, and the
@@ -33,6 +36,8 @@ class LogProbs(NamedTuple):
     processed: Array  # f32[num_tokens], of the chosen token
     processed_top_ids: Array  # i32[num_tokens, max_logprobs]
     processed_top: Array  # f32[num_tokens, max_logprobs]
+    tempered: Array  # f32[num_tokens], of the chosen token
+    entropy: Array  # f32[num_tokens], nats
     surplus: Array  # f32[num_tokens], log p(chosen) + entropy of p
     variance: Array  # f32[num_tokens], of log p(x) for x drawn from p
 
@@ -41,7 +46,7 @@ def no_logprobs(num_tokens: int, max_logprobs: int) -> LogProbs:
     """Returns the zeros of a batch that asks for no log-probabilities."""
     one = jnp.zeros(num_tokens)
     top = _no_top(num_tokens, max_logprobs)
-    return LogProbs(one, *top, one, *top, one, one)
+    return LogProbs(one, *top, one, *top, one, one, one, one)
 
 
 def token_logprobs(
@@ -66,29 +71,72 @@ def token_logprobs(
     nothing = no_logprobs(num_tokens, max_logprobs)
     most = _most_logprobs(sampling, row_ids)
     is_checked = _is_checked(sampling, row_ids)
+    has_entropy = _has_entropy(sampling, row_ids)
 
     def score() -> LogProbs:
         sampled = processed
         if sampled is None:
             sampled = process_logits(logits, sampling, row_ids, positions, history)
         of = lambda values: _score(values, token_ids, most > 0, max_logprobs)
-        scores = lax.cond(
-            most >= 0, lambda: (*of(logits), *of(sampled)), lambda: nothing[:6]
+
+        def scores() -> tuple[Array, ...]:
+            raw, processed = of(logits), of(sampled)
+            tempered = _tempered(logits, token_ids, sampling, row_ids, raw[0])
+            return *raw, *processed, tempered
+
+        entropy = lax.cond(
+            jnp.any(has_entropy),
+            lambda: jnp.where(has_entropy, _entropy(sampled), 0.0),
+            lambda: nothing.entropy,
         )
         check = lax.cond(
             jnp.any(is_checked),
             lambda: _surplus(sampled, token_ids, is_checked),
-            lambda: nothing[6:],
+            lambda: nothing[-2:],
         )
-        return LogProbs(*scores, *check)
+        described = lax.cond(most >= 0, scores, lambda: nothing[:7])
+        return LogProbs._make([*described, entropy, *check])
 
     return lax.cond(_is_asked(sampling, row_ids), score, lambda: nothing)
 
 
 def _is_asked(sampling: RowSampling, row_ids: Array) -> Array:
     """Returns whether any token of the batch needs more than its choice, bool[]."""
-    is_checked = jnp.any(_is_checked(sampling, row_ids))
-    return is_checked | (_most_logprobs(sampling, row_ids) >= 0)
+    is_described = _is_checked(sampling, row_ids) | _has_entropy(sampling, row_ids)
+    return jnp.any(is_described) | (_most_logprobs(sampling, row_ids) >= 0)
+
+
+def _has_entropy(sampling: RowSampling, row_ids: Array) -> Array:
+    """Returns which tokens are of rows that ask for the entropy, bool[num_tokens]."""
+    row, is_own = own_rows(sampling, row_ids)
+    return sampling.has_entropy[row] & is_own
+
+
+def _tempered(
+    logits: Array, token_ids: Array, sampling: RowSampling, row_ids: Array, raw: Array
+) -> Array:
+    """Returns the log-probabilities f32[num_tokens] after the temperature alone; `raw` are those before."""
+    row, is_own = own_rows(sampling, row_ids)
+    temperature = sampling.temperature[row]
+    is_divided = is_own & (temperature > 0) & (temperature != 1)
+
+    def divided() -> Array:
+        # Where it is raw, by 1: some rows may be greedy.
+        by = jnp.where(is_divided, temperature, 1.0)[:, None]
+        scaled = logits / by
+        chosen = jnp.take_along_axis(scaled, token_ids[:, None], axis=1)
+        chosen = chosen - jax.nn.logsumexp(scaled, axis=1, keepdims=True)
+        return jnp.where(is_divided, chosen[:, 0], raw)
+
+    return lax.cond(jnp.any(is_divided), divided, lambda: raw)
+
+
+def _entropy(processed: Array) -> Array:
+    """Returns the entropies f32[num_tokens] of some logits, in nats."""
+    log_probs = jax.nn.log_softmax(processed, axis=1)
+    probs = jnp.exp(log_probs)
+    # 0 * -inf: what cannot be drawn adds nothing.
+    return -jnp.sum(probs * jnp.where(probs > 0, log_probs, 0.0), axis=1)
 
 
 def _is_checked(sampling: RowSampling, row_ids: Array) -> Array:

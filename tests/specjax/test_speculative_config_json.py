@@ -107,9 +107,16 @@ def test_keys_without_a_use_are_named_with_the_reason_in_one_warning():
 
 
 def test_a_context_of_ngrams_has_no_use():
-    with pytest.warns(UserWarning, match="max_model_len .n-gram matching has no"):
+    with pytest.warns(UserWarning, match="max_model_len .matching has no"):
         config = SpeculationConfig.from_json(NGRAM | {"max_model_len": 9})
     assert config == read(NGRAM)
+
+
+def test_suffix_is_matching_over_own_and_shared_text():
+    given = {"method": "suffix", "num_speculative_tokens": 6}
+    assert SpeculationConfig.from_json(given).method == "history"
+    with pytest.warns(UserWarning, match="suffix_decoding_max_tree_depth .drafts read"):
+        SpeculationConfig.from_json(given | {"suffix_decoding_max_tree_depth": 24})
 
 
 def test_what_nobody_knows_is_a_warning_of_its_own():
@@ -143,8 +150,7 @@ def test_what_nobody_knows_is_a_warning_of_its_own():
         ({"synthetic_acceptance_length": 2}, "is for rejection_sample_method='synth"),
         ({"method": "eagle3"}, "'eagle3' is not available: .*hidden states"),
         ({"method": "deepseek_mtp"}, "'deepseek_mtp' is not available: .*hidden"),
-        ({"method": "dflash"}, "a block in one pass; this version has 'ngram'"),
-        ({"method": "suffix"}, "prompt_lookup_matches above 1"),
+        ({"method": "dflash"}, "a block in one pass; this version has 'ngram' and 'hi"),
         ({"method": "custom_class"}, "pass a drafter of your own as drafter="),
     ],
 )

@@ -1,0 +1,122 @@
+"""Score: how likely given text is, by the forward and the sampling that decoding runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from specjax.cache import paged
+from specjax.decode.buckets import equal_chunk, in_buckets, round_up
+from specjax.decode.forward import forward, logits, make_batch
+from specjax.decode.step_spec import StepSpec
+from specjax.models.base import Params
+from specjax.sampling import RowSampling, token_logprobs
+
+CHUNK = 64  # tokens of each row that are fed at once
+
+
+class Scores(NamedTuple):
+    """Of every token of a text but the first, at its position; zeros elsewhere.
+
+    Natural logarithms, f32[rows, max_length] each: see sampling.LogProbs.
+    """
+
+    processed: Array
+    tempered: Array
+    raw: Array
+    entropy: Array
+
+
+class _Tokens(NamedTuple):
+    """What is known of flat tokens; leading [num_tokens]."""
+
+    hidden: Array
+    following: Array
+    row_ids: Array
+    positions: Array
+
+
+def score(
+    spec: StepSpec,
+    params: Params,
+    history: Array,
+    num_tokens: Array,
+    sampling: RowSampling,
+    *,
+    page_size: int,
+    dtype,
+    num_tensor_shards: int = 1,
+) -> Scores:
+    """Returns the log-probabilities of texts, each token given those before it.
+
+    Pages are made for the call alone: a pool of rows * max_length tokens.
+
+    Args:
+      history: i32[rows, max_length], max_length a multiple of page_size.
+      num_tokens: i32[rows], how many of each row's are text.
+      sampling: what the text was, or would be, sampled with.
+      dtype: of keys and values.
+      num_tensor_shards: over which heads are split, and of which this is one.
+    """
+    rows, max_length = history.shape
+    table = paged.own_pages(rows, max_length // page_size)
+    # Heads of one shard alone: the pool is its own.
+    own_heads = spec.config.num_kv_heads // num_tensor_shards
+    own = dataclasses.replace(spec.config, num_kv_heads=own_heads)
+    pages = paged.init_pages(own, table.size, page_size, dtype)
+    flat = round_up(rows * CHUNK, spec.token_bucket)
+    size = spec.token_bucket or equal_chunk(
+        flat, spec.logit_bytes // (4 * spec.config.vocab_size)
+    )
+    flat = round_up(flat, size)
+    # The last token of a text needs not be fed: nothing follows it.
+    num_fed = jnp.maximum(num_tokens - 1, 0)
+
+    def describe(nothing: tuple, part: _Tokens) -> tuple[tuple, Scores]:
+        scores = logits(params, spec.config, part.hidden, spec.tensor_axis)
+        told = token_logprobs(
+            scores,
+            part.following,
+            sampling,
+            part.row_ids,
+            part.positions,
+            history,
+            max_logprobs=1,
+        )
+        return nothing, Scores(told.processed, told.tempered, told.raw, told.entropy)
+
+    def feed(index: Array, carry):
+        pages, scores = carry
+        first = jnp.minimum(index * CHUNK, num_fed)
+        batch = make_batch(
+            history,
+            jnp.asarray(table),
+            first,
+            jnp.minimum(num_fed - first, CHUNK),
+            num_tokens=flat,
+            page_size=page_size,
+            num_slots=table.size * page_size,
+        )
+        hidden, pages = forward(
+            params,
+            spec.config,
+            pages,
+            batch,
+            max_tokens_per_row=CHUNK,
+            token_bucket=spec.token_bucket,
+            tensor_axis=spec.tensor_axis,
+        )
+        row = jnp.minimum(batch.row_ids, rows - 1)
+        after = jnp.minimum(batch.positions + 1, max_length - 1)
+        tokens = _Tokens(hidden, history[row, after], batch.row_ids, batch.positions)
+        told = in_buckets(describe, (), tokens, size, batch.row_starts[-1])[1]
+        # Padding is of no row, and dropped.
+        put = lambda whole, new: whole.at[batch.row_ids, after].set(new, mode="drop")
+        return pages, Scores(*map(put, scores, told))
+
+    nothing = Scores(*[jnp.zeros(history.shape)] * len(Scores._fields))
+    num_chunks = (jnp.max(num_fed, initial=0) + CHUNK - 1) // CHUNK
+    return lax.fori_loop(0, num_chunks, feed, (pages, nothing))[1]

@@ -1,0 +1,169 @@
+"""History where it knows better, a draft model elsewhere, row by row.
+
+A match is free, a draft model is not, and each is right more often on other text. So a row
+takes the proposal from which more tokens are expected to be accepted: by what came of earlier
+proposals of that kind, which each next call finds in how far the row has got.
+
+It chooses by the length of the match, which knows the drafted tokens. So its proposals come
+without probabilities, and rules by law run as `delta`: the same law, whoever proposed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specjax.drafters import history
+from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.history import HistoryState
+from specjax.types import Proposal
+
+# Kinds of proposal: matches of 1, 2 and 3, 4 to 7, ... tokens, and the model's.
+NUM_MATCH_KINDS = history.LONGEST_MATCH.bit_length()
+MODEL = NUM_MATCH_KINDS
+NO_KIND = -1
+# What is expected before anything was seen, and of how many steps that is worth.
+PRIOR_STEPS = 4.0
+PRIOR_OF_MODEL = 2.0
+PRIOR_OF_MATCH = 0.5  # times the shortest match of the kind, at most the depth
+KEPT = 0.98  # of what was seen, with every step of a row
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HybridState:
+    history: HistoryState
+    pages: Any  # the draft model's
+    # Of the last proposal of each row: which kind, NO_KIND of none, and where its root was.
+    kinds: Array  # i32[rows]
+    roots: Array  # i32[rows]
+    # Of each row's proposals by kind, f32[rows, MODEL + 1]: steps, and tokens accepted.
+    num_steps: Array
+    num_accepted: Array
+
+
+def drafter(
+    model: Drafter, *, num_speculative_tokens: int, capacity: int, min_match: int
+) -> Drafter:
+    """Returns a drafter of chains; arguments as of `history.drafter`.
+
+    Args:
+      model: a drafter of chains whose state are its pages.
+    """
+    depth = num_speculative_tokens
+
+    def init(rows: int, max_length: int, num_pages: int, page_size: int) -> HybridState:
+        counts = jnp.zeros((rows, MODEL + 1))
+        return HybridState(
+            history=history.init(rows, max_length, capacity),
+            pages=model.init(rows, max_length, num_pages, page_size),
+            kinds=jnp.full(rows, NO_KIND, jnp.int32),
+            roots=jnp.zeros(rows, jnp.int32),
+            num_steps=counts,
+            num_accepted=counts,
+        )
+
+    def prefill(params, state: HybridState, batch, max_tokens_per_row: int):
+        pages = model.prefill(params, state.pages, batch, max_tokens_per_row)
+        return dataclasses.replace(state, pages=pages)
+
+    def draft(params, state: HybridState, decode_state, num_tokens: Array) -> Draft:
+        takes_part = num_tokens > 0
+        state = _learn(state, decode_state, takes_part)
+        known = history.catch_up(state.history, decode_state, takes_part)
+        found = history.find(known, decode_state, min_match, 1, depth)
+        kind = _kind_of(found.lengths[:, 0])
+        expected = _expected(state, depth)
+        is_matched = (found.lengths[:, 0] > 0) & (expected[kind] >= expected[MODEL])
+        by_model = model.draft(
+            params, state.pages, decode_state, jnp.where(is_matched, 0, num_tokens)
+        )
+        read = jnp.minimum(found.counts[:, 0], num_tokens)
+        proposal = Proposal(
+            token_ids=jnp.where(
+                is_matched[:, None], found.token_ids[:, 0], by_model.proposal.token_ids
+            ),
+            num_tokens=jnp.where(is_matched, read, by_model.proposal.num_tokens),
+        )
+        kinds = jnp.where(is_matched, kind, MODEL)
+        state = dataclasses.replace(
+            state,
+            history=known,
+            pages=by_model.state,
+            kinds=jnp.where(takes_part, kinds, NO_KIND),
+            roots=decode_state.cache.lengths,
+        )
+        # What was matched the model has not seen: it catches up when it drafts again.
+        return Draft(proposal, state, by_model.written)
+
+    def move(state: HybridState, source_slots: Array, target_slots: Array):
+        pages = model.move(state.pages, source_slots, target_slots)
+        return dataclasses.replace(state, pages=pages)
+
+    def remember(state: HybridState, pieces: history.Pieces) -> HybridState:
+        return dataclasses.replace(
+            state,
+            history=history.remember(state.history, pieces),
+            kinds=jnp.where(pieces.has_entered, NO_KIND, state.kinds),
+        )
+
+    return model._replace(
+        init=init,
+        prefill=prefill,
+        draft=draft,
+        move=move,
+        take_rows=_take_rows,
+        put_rows=_put_rows,
+        remember=remember,
+    )
+
+
+def _kind_of(lengths: Array) -> Array:
+    """Returns the kind of matches of some lengths, i32: the power of two below each."""
+    return jnp.clip(31 - jax.lax.clz(lengths.astype(jnp.int32)), 0, MODEL - 1)
+
+
+def _learn(state: HybridState, decode_state: Any, takes_part: Array) -> HybridState:
+    """Counts what came of each row's last proposal: as far as it has got since, less one."""
+    num_accepted = decode_state.cache.lengths - state.roots - 1
+    has_come = takes_part & (state.kinds != NO_KIND) & (num_accepted >= 0)
+    own = has_come[:, None] & (state.kinds[:, None] == jnp.arange(MODEL + 1)[None, :])
+    kept = jnp.where(own, KEPT, 1.0)
+    accepted = jnp.where(own, num_accepted[:, None], 0)
+    return dataclasses.replace(
+        state,
+        num_steps=kept * state.num_steps + own,
+        num_accepted=kept * state.num_accepted + accepted,
+    )
+
+
+def _expected(state: HybridState, depth: int) -> Array:
+    """Returns how many tokens are accepted of a proposal of each kind, f32[MODEL + 1]."""
+    shortest = 2.0 ** jnp.arange(MODEL)
+    prior = jnp.append(PRIOR_OF_MATCH * shortest, PRIOR_OF_MODEL)
+    num_steps = jnp.sum(state.num_steps, axis=0)
+    num_accepted = jnp.sum(state.num_accepted, axis=0)
+    seen = num_accepted + PRIOR_STEPS * jnp.minimum(prior, depth)
+    return seen / (num_steps + PRIOR_STEPS)
+
+
+_BY_ROW = ("kinds", "roots", "num_steps", "num_accepted")
+
+
+def _take_rows(state: HybridState, row_ids: Array) -> HybridState:
+    own = {name: getattr(state, name)[row_ids] for name in _BY_ROW}
+    taken = history.take_rows(state.history, row_ids)
+    return dataclasses.replace(state, history=taken, **own)
+
+
+def _put_rows(state: HybridState, row_ids: Array, part: HybridState) -> HybridState:
+    own = {
+        name: getattr(state, name).at[row_ids].set(getattr(part, name), mode="drop")
+        for name in _BY_ROW
+    }
+    put = history.put_rows(state.history, row_ids, part.history)
+    return dataclasses.replace(state, history=put, pages=part.pages, **own)

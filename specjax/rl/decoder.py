@@ -1,0 +1,272 @@
+"""What rollouts run on: settled sizes, compiled steps, pages, and what was learned of speed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+
+from specjax import compilation_cache
+from specjax.config import (
+    LOSSY_RULES,
+    VERIFICATION_RULES,
+    EngineConfig,
+    SpeculationConfig,
+)
+from specjax.decode.abstract import abstract_weights
+from specjax.drafters.loading import LoadedDrafter
+from specjax.engine.loop import Loop
+from specjax.engine.speculation_policy import SpeculationPolicy
+from specjax.engine.text_feed import group_of
+from specjax.models.base import Model, ModelConfig, Params
+from specjax.requests import token_ids
+from specjax.setup import Setup, keep_costs
+from specjax.types import DecoderParams
+
+MOST_PROMPTS = 100_000  # whose answers' lengths are remembered
+NEWEST_WEIGHT = 0.5  # of a prompt's newest answers in the length that is expected
+
+
+class RolloutDecoder:
+    """Made by `build_decoder`, given to every `rollout`; weights are arguments of each.
+
+    It keeps the executables, the pages, the corpus of a history drafter, and what was
+    learned of step costs, acceptance and lengths. None of that decides a token, only how
+    fast tokens come. Rows and pages are settled by EngineConfig, and made with the first
+    rollout.
+    """
+
+    def __init__(self, setup: Setup, policy: SpeculationPolicy | None):
+        """Use `build_decoder`."""
+        self._setup = setup
+        self._policy = policy
+        self._loop: Loop | None = None
+        self._leaves: tuple[weakref.ref, ...] = ()  # of the weights of the last rollout
+        self._rule = VERIFICATION_RULES.index(setup.speculation.verification)
+        self._lengths: collections.OrderedDict[int, float] = collections.OrderedDict()
+        # How often weights were handed over that were not those before.
+        self.params_version = 0
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the target."""
+        return self._setup.target.config
+
+    @property
+    def mesh(self) -> Mesh | None:
+        return self._setup.mesh
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K: the most tokens drafted along one path."""
+        return self._setup.speculation.depth
+
+    @property
+    def drafter(self) -> str:
+        """Its name."""
+        return self._setup.drafter.name
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether samples are the target's own: by token under `seeded`, `greedy` and `delta`, else in law."""
+        is_plain = not self._setup.drafter.can_draft
+        return is_plain or self._setup.speculation.verification not in LOSSY_RULES
+
+    @property
+    def num_traces(self) -> int:
+        """How many functions were traced, and so compiled, since it was made."""
+        return 0 if self._loop is None else self._loop.decoder.traces.total()
+
+    def hand_over(
+        self, params: Params | DecoderParams, version: int | None = None
+    ) -> Loop:
+        """Returns the loop with these weights: no copy of arrays that are on the device.
+
+        Pages of earlier weights are forgotten unless these are the very arrays of the last
+        rollout, or `version` is that of the last.
+
+        Args:
+          params: of the target, or of target and drafter. Arrays of numpy may change in
+            place, so these are new each time, and are copied to the device.
+          version: what the caller calls them; None counts how often they were new.
+
+        Raises:
+          ValueError: shapes, dtypes or names are not those the decoder was built for.
+        """
+        weights = self._complete(params)
+        leaves = jax.tree.leaves(weights)
+        self._validate(weights)
+        if any(not isinstance(leaf, jax.Array) for leaf in leaves):
+            weights = jax.tree.map(jnp.asarray, weights)
+        is_same = len(leaves) == len(self._leaves) and all(
+            ref() is leaf for ref, leaf in zip(self._leaves, leaves)
+        )
+        if version is not None:
+            is_same = is_same and version == self.params_version
+        is_new = self._loop is None or not is_same
+        if is_new:
+            self.params_version = (
+                self.params_version + 1 if version is None else version
+            )
+        # Not the arrays themselves: the trainer may want their memory.
+        self._leaves = tuple(weakref.ref(leaf) for leaf in leaves)
+        if self._loop is None:
+            self._loop = self._make_loop(weights)
+        if is_new:
+            self._loop.take_params(weights)
+        else:
+            self._loop.params = self._loop.decoder.place_params(weights)
+        return self._loop
+
+    def let_go(self) -> None:
+        """Holds no weights until the next rollout; keeps what was learned of step costs."""
+        if self._loop is not None:
+            keep_costs(self._loop)
+            self._loop.let_go()
+
+    def requests(self, prompts: Sequence[Any], sampling: Sequence[Any]):
+        """Returns the valid requests, n per prompt, and those refused; see Setup."""
+        return self._setup.requests(prompts, sampling)
+
+    def tokenized(self, prompt: Any) -> Any:
+        """Returns the token ids of a prompt; a prompt that has none as it is, to be refused."""
+        try:
+            return token_ids(self._setup.target, prompt)
+        except (ValueError, TypeError):
+            return prompt
+
+    def expected_length(self, prompt_token_ids: Sequence[int]) -> float:
+        """Returns how many tokens earlier rollouts answered a prompt with; 0 if there were none."""
+        return self._lengths.get(group_of(prompt_token_ids), 0.0)
+
+    def learn_length(self, prompt_token_ids: Sequence[int], length: float) -> None:
+        """Takes in how long the answers of one rollout to a prompt were at most, in tokens."""
+        group = group_of(prompt_token_ids)
+        known = self._lengths.pop(group, length)
+        self._lengths[group] = known + NEWEST_WEIGHT * (length - known)
+        if len(self._lengths) > MOST_PROMPTS:
+            self._lengths.popitem(last=False)
+
+    def _make_loop(self, params: DecoderParams) -> Loop:
+        target = dataclasses.replace(self._setup.target, params=params.target)
+        drafter = dataclasses.replace(self._setup.drafter, params=params.drafter)
+        setup = dataclasses.replace(self._setup, target=target, drafter=drafter)
+        setup = setup.with_reported_memory().for_run([self._rule], self._policy)
+        return setup.loop(
+            setup.standing_sizes(),
+            [self._rule],
+            self._policy,
+            on_progress=lambda what, done, total: None,
+        )
+
+    def _complete(self, params: Any) -> DecoderParams:
+        """Returns the weights of target and drafter."""
+        if isinstance(params, DecoderParams) and len(jax.tree.leaves(params.drafter)):
+            return params
+        own = params.target if isinstance(params, DecoderParams) else params
+        return DecoderParams(own, self._setup.drafter.params)
+
+    def _validate(self, params: DecoderParams) -> None:
+        """Raises ValueError where weights are not of the shapes that steps are compiled for."""
+        _check_same(params.target, self._setup.target.params, "params")
+        _check_same(params.drafter, self._setup.drafter.params, "the drafter's params")
+
+
+def build_decoder(
+    target: ModelConfig | Model,
+    *,
+    drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
+    verification: str | None = None,
+    num_speculative_tokens: int | None = None,
+    speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
+    engine: EngineConfig | None = None,
+    policy: SpeculationPolicy | None = None,
+    mesh: Mesh | None = None,
+    dtype: DTypeLike | None = None,
+) -> RolloutDecoder:
+    """Returns what `rollout` runs on; compiles nothing yet.
+
+    Args:
+      target: the policy's config, or a Model, of which the tokenizer and the dtype are
+        used and the weights are not held.
+      drafter: as of `generate`. "history" reads on in the samples of the same prompt and of
+        earlier epochs, and is never stale; a Model is drafted with whatever weights it was
+        given here, unless a rollout brings newer ones.
+      verification: "seeded" (default), "greedy" or "delta" give the tokens of plain
+        decoding; others as of `generate`.
+      engine: max_rows samples run at a time; max_context is the most of prompt and
+        completion together, None what the model takes. numerics="invariant" makes rollouts
+        equal to the last bit, whatever is drafted.
+      policy: which K before each burst; None is goodput.
+      mesh: devices to split over, axes "data" and "tensor".
+      dtype: of the weights that rollouts will bring; None is the Model's, or float32.
+
+    Raises:
+      ValueError: the drafter does not fit the target, or a setting means nothing.
+    """
+    compilation_cache.enable()
+    if isinstance(target, Model):
+        leaves = jax.tree.leaves(target.params)
+        given = target
+        dtype = dtype or (leaves[0].dtype if leaves else None)
+    elif isinstance(target, ModelConfig):
+        given = Model(target, {}, name=target.family)
+    else:
+        raise TypeError(
+            f"target must be a ModelConfig or a Model, got {type(target).__name__}."
+        )
+    shapes = abstract_weights(given.config, jnp.dtype(dtype or jnp.float32))
+    setup = Setup.of(
+        dataclasses.replace(given, params=shapes),
+        drafter=drafter,
+        verification=verification,
+        num_speculative_tokens=num_speculative_tokens,
+        speculative_config=speculative_config,
+        engine=engine,
+        mesh=mesh,
+    )
+    setup.drafter.check_rule(setup.speculation.verification)
+    return RolloutDecoder(setup, policy)
+
+
+def _check_same(given: Any, expected: Any, what: str) -> None:
+    """Raises ValueError at the first difference of names, shapes or dtypes."""
+    if jax.tree.structure(given) != jax.tree.structure(expected):
+        names, wanted = (_names(tree) for tree in (given, expected))
+        missing, others = sorted(wanted - names), sorted(names - wanted)
+        detail = f"missing {missing[:3]}, not expected {others[:3]}"
+        if not missing and not others:
+            detail = f"got {jax.tree.structure(given)}"[:200]
+        raise ValueError(
+            f"{what} is not the tree of weights that the decoder was built for: {detail}; "
+            "expected the tree of specjax.load_model(...).params for the same config."
+        )
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True)
+    for index, (leaf, wanted) in enumerate(pairs):
+        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        if shape != wanted.shape or dtype != wanted.dtype:
+            path, _ = jax.tree_util.tree_flatten_with_path(given)[0][index]
+            raise ValueError(
+                f"{what}{jax.tree_util.keystr(path)} is {dtype}{shape}, and the decoder was "
+                f"built for {wanted.dtype}{wanted.shape}; cast or reshape it, or build a "
+                "decoder for these weights (build_decoder takes dtype=)."
+            )
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            path, _ = jax.tree_util.tree_flatten_with_path(given)[0][index]
+            raise ValueError(
+                f"{what}{jax.tree_util.keystr(path)} was deleted, as donating it to another "
+                "function does; pass the weights that came out of that function."
+            )
+
+
+def _names(tree: Any) -> set[str]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path) for path, _ in leaves}

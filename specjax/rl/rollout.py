@@ -1,0 +1,570 @@
+"""rollout(): samples of the current policy, as fast as drafts make them, as arrays.
+
+prompts, seeds -> requests -> the engine's loop -> arrays
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import secrets
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from specjax import sharding
+from specjax.config import SamplingParams
+from specjax.engine.loop import Loop
+from specjax.engine.request import SCORE_COLUMNS, AcceptanceCounts, Request
+from specjax.models.base import Params
+from specjax.requests import as_list, derive_seed
+from specjax.rl.batch import (
+    ERROR,
+    LENGTH,
+    STOP,
+    UNFINISHED,
+    Rollout,
+    RolloutLogProbs,
+)
+from specjax.rl.decoder import RolloutDecoder
+from specjax.types import DecoderParams
+
+_REASONS = {"stop": STOP, "length": LENGTH, "error": ERROR}
+# Under this share of accepted drafts the drafter is said to be stale; and after how many.
+ALARM_RATE = 0.2
+ALARM_DRAFTS = 512
+
+
+def rollout(
+    decoder: RolloutDecoder,
+    params: Params | DecoderParams,
+    prompts: Any,
+    *,
+    num_samples: int | None = None,
+    sampling: SamplingParams | None = None,
+    seeds: Sequence[int] | np.ndarray | None = None,
+    prompt_mask: Any = None,
+    prompt_width: int | None = None,
+    params_version: int | None = None,
+    token_budget: int | None = None,
+    time_budget_s: float | None = None,
+    expected_lengths: Sequence[float] | np.ndarray | None = None,
+    alarm_rate: float = ALARM_RATE,
+) -> Rollout:
+    """Samples completions of a batch of prompts from the policy with these weights.
+
+    Under `seeded` verification every completion is a function of (params, its prompt,
+    sampling, its seed) alone: not of the drafter, K, the other prompts, their order, or
+    what ran before; to the last bit with EngineConfig(numerics="invariant"), else but for
+    near-ties that rounding decides.
+
+    Args:
+      decoder: from `build_decoder`.
+      params: weights of the policy, or DecoderParams(policy, draft model). Arguments: they
+        are neither copied nor donated nor held afterwards, and other weights of the same
+        shapes compile nothing.
+      prompts: lists of token ids of any lengths; i32[num_prompts, width] with prompt_mask;
+        texts, if the decoder has a tokenizer; or an unfinished Rollout, which goes on from
+        the tokens it has.
+      num_samples: completions of each prompt, a group; None is 1. They share its pages.
+      sampling: for all prompts; None is temperature 1 and at most 128 tokens. Its `n`
+        must be left at 1; `logprobs=k` adds the k most likely tokens, `entropy=True` the
+        entropy. Pass the same again for a Rollout that goes on.
+      seeds: one per prompt, from which its samples' are derived as `generate` derives them.
+        None derives them from sampling.seed and the prompt's tokens, so that the order of
+        prompts does not matter; a prompt that comes twice has other samples each time.
+        Without sampling.seed either they are random. Rollout.seeds reports them.
+      prompt_mask: bool[num_prompts, width], where prompts are text, padding on either side.
+      prompt_width: of the result's prompts; None is the width of an array, else the longest.
+        The same in each call keeps a jitted loss from compiling anew.
+      params_version: what the result calls these weights; None counts. Pages are reused from
+        one call to the next only for the very same arrays under the same version.
+      token_budget: most tokens that each completion gains in this call.
+      time_budget_s: seconds after which no more is sent to the device; what has not ended
+        is UNFINISHED.
+      expected_lengths: of each prompt's completions, in tokens: the longest go first. None
+        is what this decoder saw of the same prompts before.
+      alarm_rate: share of accepted drafts below which a warning says that the drafter no
+        longer fits the policy; K = 0 is chosen by itself where drafting does not pay.
+
+    Returns:
+      num_prompts * num_samples completions; sharded over the mesh's data axis, or as an
+      array of prompts is over its first axis.
+
+    Raises:
+      ValueError: weights of another shape, an empty group or batch, prompts of which none
+        can be served, or weights whose logits are NaN for all of them. What a single
+        prompt lacks is its own ERROR, with a warning.
+    """
+    begun_at = time.perf_counter()
+    sampling = sampling or SamplingParams()
+    _check(num_samples, token_budget, time_budget_s, sampling)
+    if isinstance(prompts, Rollout):
+        if num_samples is not None or seeds is not None or prompt_mask is not None:
+            raise ValueError(
+                "a Rollout that goes on has its own samples, seeds and mask; leave out "
+                "num_samples, seeds and prompt_mask."
+            )
+        table, requests = _resumed(decoder, prompts, sampling)
+    else:
+        table, requests = _begun(
+            decoder,
+            *_as_rows(decoder, prompts, prompt_mask),
+            sampling=sampling,
+            num_samples=num_samples or 1,
+            seeds=seeds,
+            width=prompt_width,
+        )
+    most = {}  # tokens of prompt and completion, whatever the budget
+    for request in requests.values():
+        request.keeps_scores = True
+        most[request] = request.max_length
+        if token_budget is not None:
+            now = len(request.prompt_token_ids) + len(request.output_token_ids)
+            request.max_length = min(request.max_length, now + token_budget)
+    handed_at = time.perf_counter()
+    loop = decoder.hand_over(params, params_version)
+    run = _Run(loop, handed_at)
+    try:
+        for index in _longest_first(decoder, requests, expected_lengths):
+            try:
+                loop.add(requests[index])
+            except ValueError as error:
+                requests[index].error = str(error)
+                requests[index].end("error")
+        deadline = None if time_budget_s is None else begun_at + time_budget_s
+        while loop.has_work:
+            if deadline is not None and time.perf_counter() >= deadline:
+                break
+            loop.step()
+    finally:
+        if loop.has_work:
+            loop.pause()
+        decoder.let_go()
+    for index, request in requests.items():
+        table.fill(index, request, decoder.params_version, most[request])
+    _refuse_nonsense(table, requests)
+    _learn_lengths(decoder, table, requests)
+    metrics = run.metrics(decoder, table, requests, begun_at)
+    _alarm(metrics, decoder, alarm_rate)
+    return table.placed(_placing(decoder, prompts), metrics, decoder.is_exact)
+
+
+class _Table:
+    """A Rollout under way: its arrays, of numpy."""
+
+    def __init__(self, prompts: Sequence[Sequence[int]], width: int, length: int):
+        """Args are the prompt of every sample, and the widths of prompts and completions."""
+        count = len(prompts)
+        self.prompt_ids, self.completion_ids, self.params_versions = (
+            np.zeros((count, each), np.int32) for each in (width, length, length)
+        )
+        self.prompt_mask = np.zeros((count, width), bool)
+        for index, prompt in enumerate(prompts):
+            if len(prompt):
+                self.prompt_ids[index, -len(prompt) :] = prompt
+                self.prompt_mask[index, -len(prompt) :] = True
+        self.scores = np.zeros((count, length, len(SCORE_COLUMNS)), np.float32)
+        self.top_ids: np.ndarray | None = None
+        self.top: np.ndarray | None = None
+        self.has_entropy = False
+        self.lengths, self.finish_reasons, self.prompt_index = np.zeros(
+            (3, count), np.int32
+        )
+        self.num_drafted, self.num_accepted, self.num_steps = np.zeros(
+            (3, count), np.int32
+        )
+        self.seeds = np.zeros((count, 2), np.uint32)
+
+    @classmethod
+    def of(cls, batch: Rollout) -> _Table:
+        """Returns what a rollout holds."""
+        table = cls([()] * batch.num_samples, *_widths(batch))
+        for name in _AS_THEY_ARE:
+            setattr(table, name, np.array(getattr(batch, name)))
+        columns = [
+            batch.logprobs.behaviour,
+            batch.logprobs.tempered,
+            batch.logprobs.raw,
+        ]
+        for place, column in enumerate(columns):
+            table.scores[:, :, place] = column
+        if batch.entropy is not None:
+            table.has_entropy = True
+            table.scores[:, :, -1] = batch.entropy
+        if batch.top_ids is not None:
+            table.top_ids = np.array(batch.top_ids)
+            table.top = np.array(batch.top_logprobs)
+        return table
+
+    def describe(self, sampling: SamplingParams) -> None:
+        """Makes room for what is asked of every token."""
+        count, length = self.completion_ids.shape
+        self.has_entropy |= sampling.entropy
+        if sampling.logprobs and self.top_ids is None:
+            shape = count, length, sampling.logprobs
+            self.top_ids = np.zeros(shape, np.int32)
+            self.top = np.zeros(shape, np.float32)
+
+    def fill(self, index: int, request: Request, version: int, most: int) -> None:
+        """Takes in what a request gained.
+
+        Args:
+          most: tokens of prompt and completion at which it would have ended by itself.
+        """
+        first, end = request.num_resumed, len(request.output_token_ids)
+        self.completion_ids[index, :end] = request.output_token_ids
+        self.params_versions[index, first:end] = version
+        self.lengths[index] = end
+        if request.logprobs:
+            columns, top_ids, top = zip(*request.logprobs, strict=True)
+            self.scores[index, first:end] = columns
+            if self.top_ids is not None and self.top is not None:
+                k = self.top_ids.shape[2]
+                self.top_ids[index, first:end] = np.stack(top_ids)[:, :k]
+                self.top[index, first:end] = np.stack(top)[:, :k]
+        reason = _REASONS.get(request.finish_reason or "", UNFINISHED)
+        if reason == LENGTH and len(request.prompt_token_ids) + end < most:
+            reason = UNFINISHED
+        self.finish_reasons[index] = reason
+        self.num_drafted[index] += request.counts.num_drafted
+        self.num_accepted[index] += request.counts.num_accepted
+        self.num_steps[index] += request.counts.num_steps
+
+    def placed(
+        self, place: NamedSharding | None, metrics: dict[str, Any], is_exact: bool
+    ) -> Rollout:
+        """Returns the rollout, its arrays on the device."""
+        put = jnp.asarray if place is None else lambda x: jax.device_put(x, place)
+        behaviour, tempered, raw, entropy = np.moveaxis(self.scores, -1, 0)
+        length = self.completion_ids.shape[1]
+        return Rollout(
+            **{name: put(getattr(self, name)) for name in _AS_THEY_ARE},
+            completion_mask=put(np.arange(length) < self.lengths[:, None]),
+            logprobs=RolloutLogProbs(
+                behaviour=put(behaviour), tempered=put(tempered), raw=put(raw)
+            ),
+            entropy=put(entropy) if self.has_entropy else None,
+            top_ids=None if self.top_ids is None else put(self.top_ids),
+            top_logprobs=None if self.top is None else put(self.top),
+            metrics=metrics,
+            is_exact=is_exact,
+        )
+
+
+# Fields of Rollout that a table has under the same name.
+_AS_THEY_ARE = (
+    "prompt_ids",
+    "prompt_mask",
+    "completion_ids",
+    "lengths",
+    "finish_reasons",
+    "params_versions",
+    "num_drafted",
+    "num_accepted",
+    "num_steps",
+    "prompt_index",
+    "seeds",
+)
+
+
+def _widths(batch: Rollout) -> tuple[int, int]:
+    return batch.prompt_ids.shape[1], batch.completion_ids.shape[1]
+
+
+# Before
+
+
+def _check(
+    num_samples: int | None,
+    token_budget: int | None,
+    time_budget_s: float | None,
+    sampling: SamplingParams,
+) -> None:
+    """Raises ValueError for numbers that mean nothing."""
+    for name, value in (("num_samples", num_samples), ("token_budget", token_budget)):
+        is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+        if value is not None and (not is_whole or value < 1):
+            raise ValueError(
+                f"{name}={value!r} must be a whole number of at least 1, or None."
+            )
+    if time_budget_s is not None and not time_budget_s > 0:
+        raise ValueError(f"{time_budget_s=!r} must be seconds above 0, or None.")
+    if sampling.n != 1:
+        raise ValueError(
+            f"sampling.n={sampling.n!r} must be left at 1; num_samples says how many "
+            "completions each prompt gets."
+        )
+
+
+def _as_rows(
+    decoder: RolloutDecoder, prompts: Any, prompt_mask: Any
+) -> tuple[list[Any], int | None]:
+    """Returns the prompts one by one, and the width of the array they came in."""
+    if not hasattr(prompts, "ndim"):
+        if prompt_mask is not None:
+            raise ValueError(
+                "prompt_mask goes with an array of prompts, not with lists."
+            )
+        return list(map(decoder.tokenized, as_list(prompts))), None
+    ids = np.asarray(prompts)
+    if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(
+            f"prompts is {ids.dtype}{ids.shape}; expected whole numbers "
+            "[num_prompts, width], or a list of prompts."
+        )
+    if prompt_mask is None:
+        raise ValueError(
+            "an array of prompts needs prompt_mask, bool of the same shape, where they are "
+            "text: np.ones_like(prompts, bool) if they all have this length."
+        )
+    mask = np.asarray(prompt_mask).astype(bool)
+    if mask.shape != ids.shape:
+        raise ValueError(f"{mask.shape=} must be that of the prompts, {ids.shape}.")
+    if not len(ids):
+        raise ValueError("no prompts were given.")
+    return [row[own].tolist() for row, own in zip(ids, mask)], ids.shape[1]
+
+
+def _seeded(
+    sampling: SamplingParams, rows: Sequence[Any], seeds: Any
+) -> list[SamplingParams]:
+    """Returns the sampling parameters of every prompt, with a seed of its own."""
+    if seeds is not None:
+        given = [int(seed) for seed in np.asarray(seeds).reshape(-1)]
+        if len(given) != len(rows):
+            raise ValueError(
+                f"{len(given)} seeds were given for {len(rows)} prompts; pass one each."
+            )
+        return [dataclasses.replace(sampling, seed=seed) for seed in given]
+    seed = secrets.randbits(63) if sampling.seed is None else int(sampling.seed)
+    times: collections.Counter[bytes] = collections.Counter()
+    seeded = []
+    for row in rows:
+        text = np.asarray(row, np.int64).tobytes() if isinstance(row, list) else b""
+        own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        seeded.append(
+            dataclasses.replace(sampling, seed=derive_seed(seed ^ own, times[text]))
+        )
+        times[text] += 1
+    return seeded
+
+
+def _begun(
+    decoder: RolloutDecoder,
+    rows: Sequence[Any],
+    array_width: int | None,
+    *,
+    sampling: SamplingParams,
+    num_samples: int,
+    seeds: Any,
+    width: int | None,
+) -> tuple[_Table, dict[int, Request]]:
+    """Returns the table of a new rollout, and its requests by their places in it."""
+    asked = dataclasses.replace(
+        sampling, n=num_samples, logprobs=sampling.logprobs or 0
+    )
+    made, refused = decoder.requests(rows, _seeded(asked, rows, seeds))
+    if not made:
+        raise ValueError(f"no prompt can be served: {refused[0].error}")
+    prompts = [row if isinstance(row, list) else () for row in rows]
+    longest = max(len(request.prompt_token_ids) for request in made)
+    width = width or array_width or longest
+    if width < longest:
+        raise ValueError(
+            f"prompt_width={width} is below the {longest} tokens of the longest prompt; "
+            "raise it, or shorten the prompt."
+        )
+    everybody = [prompt[-width:] for prompt in prompts for _ in range(num_samples)]
+    table = _Table(everybody, width, sampling.max_tokens)
+    table.describe(asked)
+    table.prompt_index[:] = np.repeat(np.arange(len(rows)), num_samples)
+    requests = {}
+    for request in made:
+        index = request.prompt_index * num_samples + request.sample_index
+        if not request.params.stop_strings:
+            request.text = None
+        requests[index] = request
+        table.seeds[index] = request.sampling_values["seeds"]
+    for each in refused:
+        table.finish_reasons[each.prompt_index * num_samples + each.sample_index] = (
+            ERROR
+        )
+    if refused:
+        warnings.warn(
+            f"{len(refused)} of {len(table.lengths)} samples were refused and have "
+            f"finish reason ERROR: {refused[0].error}",
+            stacklevel=3,
+        )
+    return table, requests
+
+
+def _resumed(
+    decoder: RolloutDecoder, batch: Rollout, sampling: SamplingParams
+) -> tuple[_Table, dict[int, Request]]:
+    """Returns the table of a rollout that goes on, and the requests that have not ended."""
+    table = _Table.of(batch)
+    length = table.completion_ids.shape[1]
+    if sampling.max_tokens != length:
+        raise ValueError(
+            f"sampling.max_tokens={sampling.max_tokens} is not that of the rollout, {length}; "
+            "pass the sampling parameters it began with."
+        )
+    asked = dataclasses.replace(sampling, logprobs=sampling.logprobs or 0, seed=0)
+    table.describe(asked)
+    left = np.flatnonzero(table.finish_reasons == UNFINISHED).tolist()
+    prompts = [
+        table.prompt_ids[index][table.prompt_mask[index]].tolist() for index in left
+    ]
+    made, refused = decoder.requests(prompts, [asked] * len(left)) if left else ([], [])
+    if refused:
+        raise ValueError(f"the rollout cannot go on: {refused[0].error}")
+    requests = {}
+    for index, request in zip(left, made, strict=True):
+        count = int(table.lengths[index])
+        request.output_token_ids = table.completion_ids[index, :count].tolist()
+        request.num_resumed = count
+        request.sampling_values["seeds"] = table.seeds[index]
+        request.is_draft = [False] * count
+        if not request.params.stop_strings:
+            request.text = None
+        elif request.text is not None:
+            for token in request.output_token_ids:
+                request.text.feed(token, may_stop=False)
+        requests[index] = request
+    return table, requests
+
+
+def _longest_first(
+    decoder: RolloutDecoder, requests: dict[int, Request], expected: Any
+) -> list[int]:
+    """Returns the places of requests in the order in which they are let in.
+
+    Those that take longest begin first, lest one of them begins last and all wait for it;
+    samples of one prompt stay together, which share its pages.
+    """
+    if expected is not None:
+        expected = np.asarray(expected, float).reshape(-1)
+
+    def length(request: Request) -> float:
+        if expected is not None and request.prompt_index < len(expected):
+            return float(expected[request.prompt_index])
+        return decoder.expected_length(request.prompt_token_ids)
+
+    return sorted(requests, key=lambda index: (-length(requests[index]), index))
+
+
+# After
+
+
+def _refuse_nonsense(table: _Table, requests: dict[int, Request]) -> None:
+    """Raises ValueError where not one sample could be drawn, and warns where some could not."""
+    failed = [
+        request for request in requests.values() if request.finish_reason == "error"
+    ]
+    if not failed:
+        return
+    if len(failed) == len(requests) and not np.any(table.lengths):
+        raise ValueError(f"no sample could be drawn: {failed[0].error}")
+    warnings.warn(
+        f"{len(failed)} of {len(requests)} samples have finish reason ERROR: {failed[0].error}",
+        stacklevel=3,
+    )
+
+
+def _learn_lengths(
+    decoder: RolloutDecoder, table: _Table, requests: dict[int, Request]
+) -> None:
+    """Tells the decoder how long the longest completion of each prompt was."""
+    longest: dict[int, tuple[Request, int]] = {}
+    for index, request in requests.items():
+        if table.finish_reasons[index] not in (STOP, LENGTH):
+            continue
+        prompt, length = int(table.prompt_index[index]), int(table.lengths[index])
+        if length > longest.get(prompt, (request, -1))[1]:
+            longest[prompt] = request, length
+    for request, length in longest.values():
+        decoder.learn_length(request.prompt_token_ids, length)
+
+
+class _Run:
+    """What the loop had counted before a rollout."""
+
+    def __init__(self, loop: Loop, handed_at: float):
+        self._loop = loop
+        self._hand_over_s = time.perf_counter() - handed_at
+        self._run_s, self._compile_s = loop.run_s, loop.compile_s
+        self._num_preemptions = loop.num_preemptions
+
+    def metrics(
+        self,
+        decoder: RolloutDecoder,
+        table: _Table,
+        requests: dict[int, Request],
+        begun_at: float,
+    ) -> dict[str, Any]:
+        """Returns numbers for a logger: docs/rollouts.md says what they are."""
+        loop, counts, num_tokens = self._loop, AcceptanceCounts(), 0
+        for request in requests.values():
+            counts.merge(request.counts)
+            num_tokens += len(request.output_token_ids) - request.num_resumed
+        seconds = time.perf_counter() - begun_at
+        compile_s = loop.compile_s - self._compile_s
+        reasons = table.finish_reasons
+        return {
+            "num_samples": len(reasons),
+            "num_tokens": num_tokens,
+            "num_steps": counts.num_steps,
+            "num_unfinished": int(np.sum(reasons == UNFINISHED)),
+            "num_errors": int(np.sum(reasons == ERROR)),
+            "mean_length": float(np.mean(table.lengths)),
+            "longest": int(np.max(table.lengths)),
+            "truncated_share": float(np.mean(reasons == LENGTH)),
+            "rollout_s": seconds,
+            "compile_s": compile_s,
+            "hand_over_s": self._hand_over_s,
+            "tokens_per_second": num_tokens / max(seconds - compile_s, 1e-9),
+            "num_drafted": counts.num_drafted,
+            "num_accepted": counts.num_accepted,
+            "acceptance_rate": counts.acceptance_rate,
+            "mean_acceptance_length": counts.mean_acceptance_length,
+            "num_preemptions": loop.num_preemptions - self._num_preemptions,
+            "num_traces": decoder.num_traces,
+            "params_version": decoder.params_version,
+            "is_alarmed": 0,
+        }
+
+
+def _alarm(metrics: dict[str, Any], decoder: RolloutDecoder, rate: float) -> None:
+    """Warns where so few drafts were accepted that the drafter no longer fits the policy."""
+    is_judged = metrics["num_drafted"] >= ALARM_DRAFTS
+    if not is_judged or metrics["acceptance_rate"] >= rate:
+        return
+    metrics["is_alarmed"] = 1
+    warnings.warn(
+        f"{metrics['acceptance_rate']:.1%} of {metrics['num_drafted']} drafts of "
+        f"{decoder.drafter!r} were accepted, below {rate:.0%}: it no longer fits the "
+        "policy. Pass newer weights of the draft model as DecoderParams(policy, draft), or "
+        "draft from history. Samples are not affected.",
+        stacklevel=3,
+    )
+
+
+def _placing(decoder: RolloutDecoder, prompts: Any) -> NamedSharding | None:
+    """Returns where the results go: as prompts are over their first axis, else as rows are."""
+    given = getattr(prompts, "sharding", None)
+    if isinstance(prompts, Rollout):
+        given = getattr(prompts.prompt_ids, "sharding", None)
+    if isinstance(given, NamedSharding):
+        return NamedSharding(given.mesh, PartitionSpec(*given.spec[:1]))
+    mesh = decoder.mesh
+    if mesh is None:
+        return None
+    return NamedSharding(mesh, sharding.spec_of(("rows",), mesh))

@@ -1,0 +1,138 @@
+"""How likely given text is under the current policy, and how far two such answers lie apart."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specjax.config import SamplingParams
+from specjax.models.base import Params
+from specjax.rl.batch import Rollout, RolloutLogProbs
+from specjax.rl.decoder import RolloutDecoder
+from specjax.sampling import RowSampling, empty_row_values, row_values
+from specjax.types import DecoderParams
+
+
+class Texts(NamedTuple):
+    """Prompts and completions to score; padding may stand anywhere."""
+
+    prompt_ids: Any  # i32[num_samples, prompt_width]
+    prompt_mask: Any  # bool likewise
+    completion_ids: Any  # i32[num_samples, completion_width]
+    completion_mask: Any  # bool likewise
+
+
+def score(
+    decoder: RolloutDecoder,
+    params: Params | DecoderParams,
+    batch: Rollout | Texts,
+    *,
+    sampling: SamplingParams | None = None,
+    params_version: int | None = None,
+) -> RolloutLogProbs:
+    """Returns the log-probabilities of completions under some weights, as a rollout reports them.
+
+    What other libraries call get_per_token_logps, by the forward that samples: the same
+    kernels, pages and rounding. Under EngineConfig(numerics="invariant") a rollout's own
+    weights give its own log-probabilities.
+
+    Args:
+      params, params_version: as of `rollout`.
+      batch: a Rollout, or any texts.
+      sampling: what they were sampled with, which `behaviour` and `tempered` depend on.
+
+    Returns:
+      f32[num_samples, completion_width] each; 0 outside completion_mask.
+
+    Raises:
+      ValueError: a text has no prompt or is longer than the decoder's rows.
+    """
+    sampling = sampling or SamplingParams()
+    names = Texts._fields
+    texts = Texts(*(np.asarray(getattr(batch, name)) for name in names))
+    masks = texts.prompt_mask.astype(bool), texts.completion_mask.astype(bool)
+    loop = decoder.hand_over(params, params_version)
+    try:
+        sizes, engine = loop.decoder.sizes, loop.decoder.engine_config
+        prompts = masks[0].sum(axis=1)
+        lengths = prompts + masks[1].sum(axis=1)
+        _check(prompts, lengths, sizes.max_length)
+        columns = [np.zeros(masks[1].shape, np.float32) for _ in range(3)]
+        for first in range(0, len(lengths), sizes.rows):
+            own = range(first, min(first + sizes.rows, len(lengths)))
+            history = np.zeros((sizes.rows, sizes.max_length), np.int32)
+            num_tokens = np.zeros(sizes.rows, np.int32)
+            values: dict[str, Any] = empty_row_values(sizes.rows, engine)
+            for place, index in enumerate(own):
+                text = [
+                    *texts.prompt_ids[index][masks[0][index]],
+                    *texts.completion_ids[index][masks[1][index]],
+                ]
+                history[place, : len(text)] = text
+                num_tokens[place] = len(text)
+                row = row_values(
+                    dataclasses.replace(sampling, logprobs=0, seed=None, n=1),
+                    prompt_length=int(prompts[index]),
+                    eos_token_ids=decoder.config.eos_token_ids,
+                    seed=0,
+                    engine_config=engine,
+                )
+                for name, value in row.items():
+                    values[name][place] = value
+            told = loop.score(history, num_tokens, RowSampling(**values))
+            for column, scores in zip(columns, told[:3]):
+                scores = np.asarray(scores)
+                for place, index in enumerate(own):
+                    where = slice(prompts[index], lengths[index])
+                    column[index, masks[1][index]] = scores[place, where]
+    finally:
+        decoder.let_go()
+    behaviour, tempered, raw = map(jnp.asarray, columns)
+    return RolloutLogProbs(behaviour=behaviour, tempered=tempered, raw=raw)
+
+
+def _check(prompts: np.ndarray, lengths: np.ndarray, most: int) -> None:
+    """Raises ValueError for texts that cannot be scored."""
+    if np.any(prompts < 1):
+        raise ValueError(
+            f"text {int(np.argmin(prompts))} has an empty prompt; the first token needs one "
+            "before it, say the beginning-of-sequence token."
+        )
+    if np.any(lengths > most):
+        index = int(np.argmax(lengths))
+        raise ValueError(
+            f"text {index} has {int(lengths[index])} tokens and the decoder's rows hold "
+            f"{most}; raise EngineConfig.max_context."
+        )
+
+
+def logprob_gap(behaviour: Array, other: Array, mask: Array) -> dict[str, Array]:
+    """Returns how far log-probabilities of the same tokens lie apart; pure, for jit.
+
+    A trainer's forward rounds otherwise than the sampler's, and what is left of the gap is
+    what importance sampling has to correct.
+
+    Args:
+      behaviour: f32[num_samples, width], of the sampler.
+      other: likewise, of the trainer.
+      mask: bool likewise, which tokens count.
+
+    Returns:
+      f32[] each: `mean_gap` and `largest_gap` of |other - behaviour|; `mean_ratio` of the
+      weights exp(other - behaviour), which is near 1; `kl` of the sampler from the trainer,
+      estimated as the mean of ratio - 1 - log ratio, which is never negative.
+    """
+    count = jnp.maximum(jnp.sum(mask), 1)
+    log_ratio = jnp.where(mask, other - behaviour, 0.0)
+    mean = lambda values: jnp.sum(jnp.where(mask, values, 0.0)) / count
+    gap = jnp.abs(log_ratio)
+    return {
+        "mean_gap": mean(gap),
+        "largest_gap": jnp.max(gap, initial=0.0),
+        "mean_ratio": mean(jnp.exp(log_ratio)),
+        "kl": mean(jnp.expm1(log_ratio) - log_ratio),
+    }
