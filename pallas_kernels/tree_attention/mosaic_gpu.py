@@ -3,12 +3,12 @@ part of the context.
 
 Lowered for H100; not yet run on hardware. It is taken where it is asked for by name.
 
-One warpgroup fetches pages by TMA, tile after tile, into as many buffers as fit; one or two
-others multiply them by wgmma, up to two matrices of 64 queries each, and keep the running
-softmax in registers: Milakov and Gimelshein 2018, section 3. What a query sees is said by three things
-that XLA prepares: the position that it sees all keys below, the one that its window begins
-after, and bits for the new tokens that it sees besides. Only tiles that reach past the
-prefix, or a window, are masked.
+One or two warpgroups multiply tiles of keys and values by wgmma, up to two matrices of 64
+queries each, and keep the running softmax in registers: Milakov and Gimelshein 2018, section
+3. They also have TMA fetch the pages, ahead by as many tiles as buffers fit. What a query
+sees is said by three things that XLA prepares: the position that it sees all keys below, the
+one that its window begins after, and bits for the new tokens that it sees besides. Only tiles
+that reach past the prefix, or a window, are masked.
 
 Where blocks and key heads are few, the context is split: each part writes its sums as
 float32, and XLA merges them.
@@ -49,10 +49,10 @@ MOST_QUERIES = 64  # tokens of a block
 TILE_TOKENS = 64  # keys that are fetched and multiplied at once
 MATRIX_ROWS = 64  # of queries in one product: the M of a wgmma
 MOST_MATRICES = {64: 4, 128: 4, 256: 2}  # by head_dim: sums are kept in registers
-MOST_WARPGROUPS = 2  # that multiply; each has one or two matrices of queries
-# Registers of a thread that multiplies and of one that fetches, where two warpgroups
-# multiply: 65,536 are shared out evenly at the start, 168 to each thread.
-REGISTERS = 232, 40
+# Each has one or two matrices of queries. Of 65,536 registers a thread gets at most 255, and
+# two matrices take nearly all. A third warpgroup, to fetch, would leave 168 to each thread:
+# ptxas ignores `setmaxnreg` in what XLA links, as that of jax 0.12 does.
+MOST_WARPGROUPS = 2
 SMEM_BYTES = 220 << 10  # of 227 KiB
 MOST_STAGES = 4  # buffers of a tile of keys and one of values
 MULTIPROCESSORS = 132  # of an H100
@@ -84,7 +84,6 @@ class _Shape:
 
     @property
     def warpgroups(self) -> int:
-        """How many multiply."""
         return min(self.matrices, MOST_WARPGROUPS)
 
     @property
@@ -383,7 +382,7 @@ def _call(inputs: _Inputs, shape: _Shape) -> tuple[Array, ...]:
         out_type=out_type,
         grid=(shape.splits, shape.kv_heads, shape.num_blocks),
         grid_names=("split", "head", "block"),
-        num_threads=shape.warpgroups + 1,
+        num_threads=shape.warpgroups,
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
@@ -420,20 +419,7 @@ def _kernel(*refs: Any, shape: _Shape):
 
     def body(*scratch: Any) -> None:
         block = _Block(inputs, _Scratch(*scratch), shape)
-        warpgroup = lax.axis_index("warpgroup")
-        has_to_share = shape.warpgroups > 1
-
-        @pl.when(warpgroup == shape.warpgroups)
-        def _():
-            if has_to_share:
-                plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            block.fetch()
-
-        @pl.when(warpgroup < shape.warpgroups)
-        def _():
-            if has_to_share:
-                plgpu.set_max_registers(REGISTERS[0], action="increase")
-            block.attend(warpgroup, outputs)
+        block.attend(lax.axis_index("warpgroup"), outputs)
 
     pl.run_scoped(
         body,
@@ -496,48 +482,12 @@ class _Block:
     def _stage(self, tile: Any) -> Any:
         return lax.rem(tile - self.first, jnp.int32(self.shape.stages))
 
-    def fetch(self) -> None:
-        """Copies the pages of all tiles, each to the buffer that is free next."""
-        from jax.experimental import pallas as pl
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        inputs, scratch, shape = self.inputs, self.scratch, self.shape
-        row, size = inputs.row[self.block], shape.chunk_tokens
-
-        def body(tile: Any, _: tuple) -> tuple:
-            stage = self._stage(tile)
-
-            @pl.when(tile - self.first >= shape.stages)
-            def _():
-                plgpu.barrier_wait(scratch.used.at[stage])
-
-            for place in range(TILE_TOKENS // size):
-                position = tile * TILE_TOKENS + place * size
-                page = inputs.table[row, lax.div(position, jnp.int32(shape.page_size))]
-                start = lax.rem(position, jnp.int32(shape.page_size))
-                for pages, tiles, arrived in (
-                    (inputs.k_pages, scratch.k, scratch.k_arrived),
-                    (inputs.v_pages, scratch.v, scratch.v_arrived),
-                ):
-                    plgpu.copy_gmem_to_smem(
-                        pages.at[page, self.head, pl.ds(start, size)],
-                        tiles.at[stage, pl.ds(place * size, size)],
-                        arrived.at[stage],
-                    )
-            return ()
-
-        lax.fori_loop(self.first, self.last, body, ())
-        # No barrier is left with an arrival that nobody waited for.
-        for stage in range(shape.stages):
-            is_used = stage < self.last - self.first
-            wait = functools.partial(plgpu.barrier_wait, scratch.used.at[stage])
-            pl.when(is_used)(wait)
-
     def attend(self, warpgroup: Any, outputs: tuple[Any, ...]) -> None:
         """Attends a warpgroup's queries to all tiles and writes what comes of it."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         inputs, scratch, shape = self.inputs, self.scratch, self.shape
+        ahead = jnp.minimum(self.first + (shape.stages - 1), self.last)
         matrices = [warpgroup * shape.share + place for place in range(shape.share)]
         for matrix in matrices:
             plgpu.copy_gmem_to_smem(
@@ -545,6 +495,8 @@ class _Block:
                 scratch.q.at[matrix],
                 scratch.q_arrived.at[warpgroup],
             )
+        fetch = lambda tile, _: self._fetch(warpgroup, tile)
+        lax.fori_loop(self.first, ahead, fetch, None)
         plgpu.barrier_wait(scratch.q_arrived.at[warpgroup])
         sums = tuple(self._start(_rows(matrix)) for matrix in matrices)
         # One loop for all tiles, masked or not. Of two around the same products ptxas 12.8.61
@@ -554,6 +506,39 @@ class _Block:
         for matrix, own in zip(matrices, sums, strict=True):
             self._finish(matrix, own, outputs)
         plgpu.wait_smem_to_gmem(0)
+
+    def _fetch(self, warpgroup: Any, tile: Any) -> None:
+        """Begins to copy the pages of a tile: the first warpgroup keys, the last values."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        inputs, scratch, shape = self.inputs, self.scratch, self.shape
+        row, size, stage = inputs.row[self.block], shape.chunk_tokens, self._stage(tile)
+        starts = range(0, TILE_TOKENS, size)
+        positions = [tile * TILE_TOKENS + start for start in starts]
+        page_size = jnp.int32(shape.page_size)
+        pages = [inputs.table[row, lax.div(place, page_size)] for place in positions]
+
+        @pl.when(tile - self.first >= shape.stages)
+        def _():
+            plgpu.barrier_wait(scratch.used.at[stage])
+
+        def copy(source: Any, target: Any, arrived: Any) -> None:
+            for start, position, page in zip(starts, positions, pages, strict=True):
+                place = pl.ds(lax.rem(position, page_size), size)
+                plgpu.copy_gmem_to_smem(
+                    source.at[page, self.head, place],
+                    target.at[stage, pl.ds(start, size)],
+                    arrived.at[stage],
+                )
+
+        @pl.when(warpgroup == 0)
+        def _():
+            copy(inputs.k_pages, scratch.k, scratch.k_arrived)
+
+        @pl.when(warpgroup == shape.warpgroups - 1)
+        def _():
+            copy(inputs.v_pages, scratch.v, scratch.v_arrived)
 
     def _finish(self, matrix: Any, sums: _Sums, outputs: tuple[Any, ...]) -> None:
         """Writes the means of values, or where the context is split the sums."""
@@ -612,6 +597,8 @@ class _Block:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         scratch, stage = self.scratch, self._stage(tile)
+        ahead = tile + (self.shape.stages - 1)  # where the tile before this one was
+        pl.when(ahead < self.last)(lambda: self._fetch(warpgroup, ahead))
         is_masked = tile >= self.masked
         wait_for_values = functools.partial(
             plgpu.barrier_wait, scratch.v_arrived.at[stage]
@@ -632,7 +619,11 @@ class _Block:
             if place == 0:
                 pl.when(~is_masked)(wait_for_values)
             result.append(self._softmax(sums[place], scores, scratch.v.at[stage]))
-        plgpu.barrier_arrive(scratch.used.at[stage])
+
+        @pl.when(tile + self.shape.stages < self.last)  # somebody waits for it
+        def _():
+            plgpu.barrier_arrive(scratch.used.at[stage])
+
         return tuple(result)
 
     def _softmax(self, sums: _Sums, scores: Array, values: Any) -> _Sums:

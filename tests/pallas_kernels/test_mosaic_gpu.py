@@ -2,7 +2,7 @@
 
 The interpreter of jax 0.11 and 0.12 knows no `run_state`, nor wgmma with its left side in
 registers: of the kernel's two products the second is replaced here by one in plain numbers.
-It runs a block's three threads on XLA's pool, which must have as many (conftest.py: four).
+It runs a block's two threads on XLA's pool, which must have as many (conftest.py: four).
 """
 
 import dataclasses
