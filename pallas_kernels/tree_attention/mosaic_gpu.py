@@ -238,7 +238,8 @@ class _Visible(NamedTuple):
     row: Array  # i32[blocks]
     length: Array  # i32[blocks], position of the row's new token 0
     first_tile: Array  # i32[blocks], of those fetched
-    masked_tile: Array  # i32[blocks], all queries see all keys before it
+    clear_tile: Array  # i32[blocks], from it on all queries see all keys,
+    masked_tile: Array  # i32[blocks], up to this one
     last_tile: Array  # i32[blocks], one past
     clean: Array  # i32[blocks], positions below it hold no NaN
     below: Array  # i32[blocks, query_rows], positions that a query sees
@@ -256,6 +257,7 @@ class _Inputs(NamedTuple):
     row: Any
     length: Any
     first_tile: Any
+    clear_tile: Any
     masked_tile: Any
     last_tile: Any
     clean: Any
@@ -301,8 +303,10 @@ def _visible(
         above = length[:, None] + place - window
     # Tiles from the oldest key of any query to the newest.
     newest = jnp.where(in_order, length + blocks.first + blocks.count, length + seen)
-    oldest = jnp.zeros_like(length)
+    oldest = clear_tile = jnp.zeros_like(length)
     if window is not None:
+        last_unseen = jnp.where(is_token, above, -1).max(axis=1)
+        clear_tile = last_unseen // TILE_TOKENS + 1
         oldest = length + jnp.where(in_order, blocks.first, 0) - window + 1
         oldest = jnp.maximum(oldest, 0)
     is_used = blocks.count > 0
@@ -310,15 +314,14 @@ def _visible(
     last_tile = jnp.where(is_used, -(-newest // TILE_TOKENS), first_tile)
     # Rows of no token see nothing, and need no mask: nobody reads them.
     masked_tile = (length + jnp.where(in_order, blocks.first + 1, 0)) // TILE_TOKENS
-    if window is not None:
-        masked_tile = first_tile
     around = (_WORDS_AROUND, _WORDS_AROUND)
     rows = by_query_row(words, shape).transpose(0, 2, 1)
     return _Visible(
         row=blocks.row,
         length=length,
         first_tile=first_tile,
-        masked_tile=jnp.clip(masked_tile, first_tile, last_tile),
+        clear_tile=clear_tile,
+        masked_tile=masked_tile,
         last_tile=last_tile,
         clean=length + jnp.where(in_order, seen, 0),
         below=by_query_row(below, shape),
@@ -454,6 +457,19 @@ class _Scratch(NamedTuple):
     cleaned: Any  # the first warpgroup is done with a tile's NaN
 
 
+class _Queries(NamedTuple):
+    """64 queries and, in registers, the positions that each sees."""
+
+    matrix: Any
+    below: Array  # i32[64]
+    above: Array | None  # i32[64]; None without a window
+
+    @property
+    def rows(self) -> Any:
+        """Which of all queries they are."""
+        return _rows(self.matrix)
+
+
 class _Sums(NamedTuple):
     """What 64 queries know of the keys they saw, in registers."""
 
@@ -477,7 +493,7 @@ class _Block:
         per_split = lax.div(last - first + (shape.splits - 1), jnp.int32(shape.splits))
         self.first = jnp.minimum(first + self.split * per_split, last)
         self.last = jnp.minimum(self.first + per_split, last)
-        self.masked = jnp.clip(inputs.masked_tile[block], self.first, self.last)
+        self.clear, self.masked = inputs.clear_tile[block], inputs.masked_tile[block]
 
     def _stage(self, tile: Any) -> Any:
         return lax.rem(tile - self.first, jnp.int32(self.shape.stages))
@@ -488,24 +504,30 @@ class _Block:
 
         inputs, scratch, shape = self.inputs, self.scratch, self.shape
         ahead = jnp.minimum(self.first + (shape.stages - 1), self.last)
-        matrices = [warpgroup * shape.share + place for place in range(shape.share)]
-        for matrix in matrices:
+        first = warpgroup * shape.share
+        queries = [self._queries(first + place) for place in range(shape.share)]
+        for own in queries:
             plgpu.copy_gmem_to_smem(
-                inputs.q.at[self.block, self.head, _rows(matrix)],
-                scratch.q.at[matrix],
+                inputs.q.at[self.block, self.head, own.rows],
+                scratch.q.at[own.matrix],
                 scratch.q_arrived.at[warpgroup],
             )
         fetch = lambda tile, _: self._fetch(warpgroup, tile)
         lax.fori_loop(self.first, ahead, fetch, None)
         plgpu.barrier_wait(scratch.q_arrived.at[warpgroup])
-        sums = tuple(self._start(_rows(matrix)) for matrix in matrices)
+        sums = tuple(self._start(own) for own in queries)
         # One loop for all tiles, masked or not. Of two around the same products ptxas 12.8.61
         # to 12.9.41 addresses those of the second by registers that only the first sets.
-        add = functools.partial(self._add, warpgroup, matrices)
+        add = functools.partial(self._add, warpgroup, queries)
         sums = lax.fori_loop(self.first, self.last, add, sums)
-        for matrix, own in zip(matrices, sums, strict=True):
-            self._finish(matrix, own, outputs)
+        for own, own_sums in zip(queries, sums, strict=True):
+            self._finish(own, own_sums, outputs)
         plgpu.wait_smem_to_gmem(0)
+
+    def _queries(self, matrix: Any) -> _Queries:
+        inputs, place = self.inputs, (self.block, _rows(matrix))
+        above = self._by_row(inputs.above.at[place]) if self.shape.has_window else None
+        return _Queries(matrix, self._by_row(inputs.below.at[place]), above)
 
     def _fetch(self, warpgroup: Any, tile: Any) -> None:
         """Begins to copy the pages of a tile: the first warpgroup keys, the last values."""
@@ -540,11 +562,11 @@ class _Block:
         def _():
             copy(inputs.v_pages, scratch.v, scratch.v_arrived)
 
-    def _finish(self, matrix: Any, sums: _Sums, outputs: tuple[Any, ...]) -> None:
+    def _finish(self, queries: _Queries, sums: _Sums, outputs: tuple[Any, ...]) -> None:
         """Writes the means of values, or where the context is split the sums."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        rows = _rows(matrix)
+        rows = queries.rows
         if self.shape.splits > 1:
             acc, top, total = outputs
             place = (self.split, self.block, self.head, rows)
@@ -554,12 +576,12 @@ class _Block:
             return
         total = jnp.where(sums.total == 0.0, 1.0, sums.total)
         mean = sums.acc / lax.broadcast_in_dim(total, sums.acc.shape, (0,))
-        out = self.scratch.q.at[matrix]
+        out = self.scratch.q.at[queries.matrix]
         out[...] = mean.astype(self.shape.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(out, outputs[0].at[self.block, self.head, rows])
 
-    def _start(self, rows: Any) -> _Sums:
+    def _start(self, queries: _Queries) -> _Sums:
         """Returns the sums before the first key: none, or the sink, a key whose value is 0."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -570,7 +592,7 @@ class _Block:
         total = plgpu.layout_cast(jnp.zeros(size[:1], jnp.float32), by_row)
         if self.shape.has_sinks:
             # It counts once: in the first part.
-            sinks = self._by_row(self.inputs.sinks.at[self.head, rows])
+            sinks = self._by_row(self.inputs.sinks.at[self.head, queries.rows])
             is_first = self.split == 0
             top = jnp.where(is_first, sinks, top)
             total = jnp.where(is_first, jnp.ones_like(total), total)
@@ -588,7 +610,7 @@ class _Block:
     def _add(
         self,
         warpgroup: Any,
-        matrices: list[Any],
+        queries: list[_Queries],
         tile: Any,
         sums: tuple[_Sums, ...],
     ) -> tuple[_Sums, ...]:
@@ -600,6 +622,8 @@ class _Block:
         ahead = tile + (self.shape.stages - 1)  # where the tile before this one was
         pl.when(ahead < self.last)(lambda: self._fetch(warpgroup, ahead))
         is_masked = tile >= self.masked
+        if self.shape.has_window:
+            is_masked |= tile < self.clear
         wait_for_values = functools.partial(
             plgpu.barrier_wait, scratch.v_arrived.at[stage]
         )
@@ -612,9 +636,9 @@ class _Block:
 
         plgpu.barrier_wait(scratch.k_arrived.at[stage])
         result = []
-        for place, matrix in enumerate(matrices):
-            scores = self._scores(scratch.q.at[matrix], scratch.k.at[stage])
-            mask = functools.partial(self._mask, tile, matrix)
+        for place, own in enumerate(queries):
+            scores = self._scores(scratch.q.at[own.matrix], scratch.k.at[stage])
+            mask = functools.partial(self._mask, tile, own)
             scores = lax.cond(is_masked, mask, lambda scores: scores, scores)
             if place == 0:
                 pl.when(~is_masked)(wait_for_values)
@@ -653,12 +677,12 @@ class _Block:
         power = jnp.exp2(scores * (2 * shape.scale / shape.softcap * LOG2_E))
         return (1.0 - 2.0 / (power + 1.0)) * (shape.softcap * LOG2_E)
 
-    def _mask(self, tile: Any, matrix: Any, scores: Array) -> Array:
+    def _mask(self, tile: Any, queries: _Queries, scores: Array) -> Array:
         """Returns the scores of a tile, those of keys that a query does not see MASKED."""
-        is_visible = self._is_visible(tile * TILE_TOKENS, _rows(matrix))
+        is_visible = self._is_visible(tile * TILE_TOKENS, queries)
         return jnp.where(is_visible, scores, MASKED)
 
-    def _is_visible(self, start: Any, rows: Any) -> Array:
+    def _is_visible(self, start: Any, queries: _Queries) -> Array:
         """Returns which keys of the tile that starts here each query sees, bool[64, tile]."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -668,17 +692,15 @@ class _Block:
         spread = functools.partial(
             lax.broadcast_in_dim, shape=size, broadcast_dimensions=(0,)
         )
-        below = self._by_row(inputs.below.at[self.block, rows])
-        is_visible = place < spread(below - start)
+        is_visible = place < spread(queries.below - start)
         if shape.words:
             words = [
-                self._by_row(inputs.bits.at[self.block, word, rows])
+                self._by_row(inputs.bits.at[self.block, word, queries.rows])
                 for word in self._words_of(start)
             ]
             is_visible |= self._has_bit(words, start, place, spread)
-        if shape.has_window:
-            above = self._by_row(inputs.above.at[self.block, rows])
-            is_visible &= place > spread(above - start)
+        if queries.above is not None:
+            is_visible &= place > spread(queries.above - start)
         return is_visible
 
     def _words_of(self, start: Any) -> list[Any]:

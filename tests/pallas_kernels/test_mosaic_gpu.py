@@ -145,6 +145,21 @@ def test_parts_of_the_context_add_up(name, interpret, monkeypatch):
     assert_attends(interpret, example)
 
 
+@needs_interpreter
+def test_tiles_between_the_ends_of_a_window(interpret):
+    """They are not masked; those at its ends are, at other tiles in each block."""
+    example = Example(
+        lengths=(300, 215, 20),
+        num_new=(3, 70, 1),
+        heads=2,
+        kv_heads=1,
+        head_dim=64,
+        window=200,
+        dtype="bfloat16",
+    )
+    assert_attends(interpret, example)
+
+
 @slow
 @needs_interpreter
 def test_more_tiles_than_buffers(interpret, monkeypatch):
