@@ -1,4 +1,4 @@
-"""Whether every kernel compiles for a TPU, and lowers for a GPU, with none at hand.
+"""Whether every kernel compiles for a TPU, and for a GPU, with none at hand.
 
     python -m pallas_kernels.check --tpu v5e:2x2 v6e:2x2
 
@@ -7,21 +7,27 @@ four, and prints what each takes. It needs libtpu: pip install "jax[tpu]".
 
     python -m pallas_kernels.check --gpu h100
 
-lowers attention for a GPU, as far as jax goes without one: what ptxas makes of it is not
-seen. Of neither option, both are run in full.
+compiles attention for a GPU and prints what ptxas says: registers, and bytes of them that are
+spilled. It fails where wgmma is serialized. It needs the CUDA plugin: pip install
+"jax[cuda12]"; without it attention is lowered alone, and each line says so. That nvdisasm is
+missing is jaxlib's to say, and does not matter. Of neither option, both are run in full.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
 import json
 import multiprocessing
 import os
+import pathlib
+import re
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,6 +41,34 @@ _NO_TPU = {
     "JAX_PLATFORMS": "cpu",
 }
 GPUS = {"h100": "NVIDIA H100 80GB HBM3"}  # as the driver calls them
+# What XLA asks of a GPU, as a GpuTargetConfigProto: NVIDIA's H100 datasheet (SXM), and compute
+# capability 9.0 in the CUDA programming guide.
+_GPU_TARGETS = {
+    "h100": """
+        platform_name: "CUDA"
+        device_description_str: "NVIDIA H100 80GB HBM3"
+        gpu_device_info {
+          cuda_compute_capability { major: 9 minor: 0 }
+          core_count: 132
+          fpus_per_core: 128
+          clock_rate_ghz: 1.98
+          memory_bandwidth: 3350000000000
+          device_memory_size: 80000000000
+          l2_cache_size: 52428800
+          threads_per_warp: 32
+          threads_per_block_limit: 1024
+          threads_per_core_limit: 2048
+          block_dim_limit_x: 2147483647
+          block_dim_limit_y: 65535
+          block_dim_limit_z: 65535
+          registers_per_core_limit: 65536
+          registers_per_block_limit: 65536
+          shared_memory_per_core: 233472
+          shared_memory_per_block: 49152
+          shared_memory_per_block_optin: 232448
+        }
+    """
+}
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 
@@ -97,6 +131,10 @@ class Result:
     vmem_bytes: int | None  # as the op counts it, of what it keeps there
     temp_bytes: int | None  # of HBM, what surrounds the kernel included
     error: str | None
+    is_compiled: bool = True  # or lowered alone
+    # Of a thread on a GPU, as ptxas says: not for a kernel that it compiled before.
+    registers: int | None = None
+    spill_bytes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +341,7 @@ def check(topology: str, chips: int, only: Sequence[str] = ("",)) -> Iterator[Re
 
 
 def check_gpu(name: str, only: Sequence[str] = ("",)) -> Iterator[Result]:
-    """Yields what lowering attention for a GPU comes to, at every shape it covers.
+    """Yields what compiling attention for a GPU comes to, at every shape it covers.
 
     Args:
       name: of `GPUS`.
@@ -314,16 +352,14 @@ def check_gpu(name: str, only: Sequence[str] = ("",)) -> Iterator[Result]:
         # Pages with scales are not covered.
         is_asked = any(text in f"tree_attention, {shape}" for text in only)
         if is_asked and MODELS[model].page_dtype == "bfloat16":
-            yield _lower_for_gpu(name, model, step, shape)
+            yield _check_on_gpu(name, model, step, shape)
 
 
-def _lower_for_gpu(name: str, model: str, step: str, shape: str) -> Result:
+def _check_on_gpu(name: str, model: str, step: str, shape: str) -> Result:
     import jax
     import jax.numpy as jnp
-    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
     from pallas_kernels import layout, tree_attention
-    from pallas_kernels.implementations import lowered_for
 
     own, new = MODELS[model], STEPS[step]
     of = jax.ShapeDtypeStruct
@@ -355,28 +391,106 @@ def _lower_for_gpu(name: str, model: str, step: str, shape: str) -> Result:
             implementation="mosaic_gpu",
         )
 
-    device = AbstractDevice(GPUS[name], None, "cuda")
-    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
-    start, error = time.perf_counter(), None
+    device, start = gpu_to_compile_for(name), time.perf_counter()
+    found: dict[str, Any] = {"temp_bytes": None, "error": None}
     try:
-        with lowered_for("gpu"), use_abstract_mesh(mesh):
-            traced = jax.jit(attend).trace(arguments)
-            text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        if "mosaic_gpu" not in text:
-            error = "no kernel is in what was lowered."
+        if device is None:
+            _lower(name, attend, arguments)
+        else:
+            found |= _compile(device, attend, arguments)
     # As above: of any kind.
     except Exception as problem:
-        error = " ".join(str(problem).split())[:500]
+        found["error"] = " ".join(str(problem).split())[:500]
     return Result(
         op="tree_attention",
         shape=shape,
         device=name.upper(),
-        ok=error is None,
+        ok=found["error"] is None,
         seconds=round(time.perf_counter() - start, 2),
         vmem_bytes=None,
-        temp_bytes=None,
-        error=error,
+        is_compiled=device is not None,
+        **found,
     )
+
+
+@functools.cache
+def gpu_to_compile_for(name: str) -> Any:
+    """Returns the device that jax describes, or None where its CUDA plugin is not installed."""
+    from jax.experimental import topologies
+
+    try:
+        described = topologies.get_topology_desc(
+            name, platform="cuda", target_config=_GPU_TARGETS[name], topology="1x1x1"
+        )
+    except NotImplementedError:
+        return None
+    return described.devices[0]
+
+
+def _lower(name: str, function: Callable[..., Any], arguments: Any) -> None:
+    """Lowers a function for a GPU, as far as jax goes without its compiler."""
+    import jax
+    from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+    from pallas_kernels.implementations import lowered_for
+
+    device = AbstractDevice(GPUS[name], None, "cuda")
+    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    with lowered_for("gpu"), use_abstract_mesh(mesh):
+        traced = jax.jit(function).trace(arguments)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text, "no kernel is in what was lowered."
+
+
+def _compile(
+    device: Any, function: Callable[..., Any], arguments: Any
+) -> dict[str, Any]:
+    """Compiles a function for a GPU; returns some fields of its result."""
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    from pallas_kernels.implementations import lowered_for
+
+    one = SingleDeviceSharding(device)
+    step = jax.jit(function, in_shardings=one, out_shardings=one)
+    with lowered_for("gpu"), _reports_of_ptxas() as reports:
+        compiled = step.lower(arguments).compile()
+        found = said_by_ptxas("".join(reports()))
+    if (analysis := compiled.memory_analysis()) is not None:
+        found["temp_bytes"] = analysis.temp_size_in_bytes
+    return found
+
+
+@contextlib.contextmanager
+def _reports_of_ptxas() -> Iterator[Callable[[], list[str]]]:
+    """Mosaic has ptxas report within; returns what reads it."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_TO": folder}
+        before = {name: os.environ.get(name) for name in asked}
+        os.environ.update(asked)
+        try:
+            paths = pathlib.Path(folder)
+            yield lambda: [path.read_text() for path in paths.glob("*.ptxas")]
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def said_by_ptxas(text: str) -> dict[str, Any]:
+    """Returns the fields of a result that ptxas --verbose has; none where it was not called."""
+    registers = re.search(r"Used (\d+) registers", text)
+    spilled = re.search(r"(\d+) bytes spill stores", text)
+    # For want of registers (C7512), or of another of ten kinds.
+    serialized = re.search(r".*wgmma.mma_async instructions are serialized.*", text)
+    if registers is None or spilled is None:
+        return {}
+    return {
+        "registers": int(registers[1]),
+        "spill_bytes": int(spilled[1]),
+        "error": serialized and serialized[0],
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -438,9 +552,14 @@ def _line(result: Result) -> str:
         "-" if size is None else f"{size / 1e6:.2f} MB"
         for size in (result.vmem_bytes, result.temp_bytes)
     ]
+    on_chip = f"VMEM {sizes[0]:>9}"
+    if not result.is_compiled:
+        on_chip = "lowered, not compiled"
+    elif result.registers is not None:
+        on_chip = f"{result.registers} registers, {result.spill_bytes:3} bytes spilled"
     return (
         f"{result.device:14} {result.op:15} {result.shape:50} {result.seconds:6.1f} s  "
-        f"VMEM {sizes[0]:>9}  HBM temporaries {sizes[1]:>9}"
+        f"{on_chip}  HBM temporaries {sizes[1]:>9}"
     )
 
 

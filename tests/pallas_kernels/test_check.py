@@ -40,6 +40,7 @@ def test_one_refusal_is_a_failure(compiled, capsys):
     assert set(documents[0]) == {
         *("op", "shape", "device", "ok", "seconds"),
         *("vmem_bytes", "temp_bytes", "error"),
+        *("is_compiled", "registers", "spill_bytes"),
     }
 
 
@@ -68,6 +69,48 @@ def test_every_shape_is_asked_for_once():
     assert all("4 chips" in shape for shape in split if "rows" in shape)
 
 
-def test_a_gpu_is_lowered_for():
-    (one,) = check.check_gpu("h100", ["Qwen3-0.6B, 8 rows, trees of 8"])
+@pytest.fixture
+def no_plugin(monkeypatch):
+    monkeypatch.setattr(check, "gpu_to_compile_for", lambda name: None)
+
+
+def test_a_gpu_is_lowered_for(no_plugin, capsys):
+    shape = "Qwen3-0.6B, 8 rows, trees of 8"
+    (one,) = check.check_gpu("h100", [shape])
     assert (one.ok, one.device, one.error) == (True, "H100", None)
+    assert not one.is_compiled
+    assert check.main(["--gpu", "h100", "--only", shape]) == 0
+    assert "lowered, not compiled" in capsys.readouterr().out
+
+
+def test_a_gpu_is_compiled_for(capsys):
+    if check.gpu_to_compile_for("h100") is None:
+        pytest.skip('no CUDA plugin of jax is installed (pip install "jax[cuda12]")')
+    assert check.main(["--gpu", "h100", "--only", "Qwen3-0.6B, 8 rows, mixed"]) == 0
+    assert " registers, " in capsys.readouterr().out
+
+
+PTXAS = """
+ptxas info    : Compiling entry function 'kernel' for 'sm_90a'
+ptxas         .     416 bytes stack frame, 48 bytes spill stores, 64 bytes spill loads
+ptxas info    : Used 168 registers, used 16 barriers, 17 bytes smem
+"""
+SERIALIZED = (
+    "ptxas info    : (C7512) Potential Performance Loss: wgmma.mma_async instructions are "
+    "serialized due to insufficient register resources for the function 'kernel'"
+)
+
+
+def test_what_ptxas_says():
+    found = check.said_by_ptxas(PTXAS)
+    assert found == {"registers": 168, "spill_bytes": 48, "error": None}
+    assert check.said_by_ptxas(SERIALIZED + PTXAS)["error"] == SERIALIZED
+    assert check.said_by_ptxas("") == {}
+
+
+def test_serialized_products_are_a_failure(monkeypatch, capsys):
+    found = check.said_by_ptxas(SERIALIZED + PTXAS)
+    monkeypatch.setattr(check, "gpu_to_compile_for", lambda name: "a device")
+    monkeypatch.setattr(check, "_compile", lambda *arguments: found)
+    assert check.main(["--gpu", "h100", "--only", "Phi-2, 1 row"]) == 1
+    assert "(C7512)" in capsys.readouterr().out

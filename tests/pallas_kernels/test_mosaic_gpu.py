@@ -1,4 +1,4 @@
-"""The GPU kernel, with none at hand: lowered for H100, and interpreted on CPU.
+"""The GPU kernel, with none at hand: compiled for H100, and interpreted on CPU.
 
 The interpreter of jax 0.11 and 0.12 knows no `run_state`, nor wgmma with its left side in
 registers: of the kernel's two products the second is replaced here by one in plain numbers.
@@ -50,10 +50,13 @@ COVERED = [name for name in EXAMPLES if EXAMPLES[name].page_dtype is None]
         pytest.param("", marks=slow),
     ],
 )
-def test_it_lowers_for_an_h100(shape):
+def test_it_compiles_for_an_h100(shape):
+    """Or lowers alone, where jax has no CUDA plugin."""
     results = list(check.check_gpu("h100", [shape]))
     assert results
     assert [result for result in results if not result.ok] == []
+    # 120 at most were seen; where matrices do not fit, 500 and more are.
+    assert [result for result in results if (result.spill_bytes or 0) > 250] == []
 
 
 @pytest.fixture
