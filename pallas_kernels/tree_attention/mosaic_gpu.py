@@ -237,7 +237,7 @@ class _Visible(NamedTuple):
 
     row: Array  # i32[blocks]
     length: Array  # i32[blocks], position of the row's new token 0
-    first_tile: Array  # i32[blocks], of those fetched
+    oldest: Array  # i32[blocks], no query sees positions below it
     clear_tile: Array  # i32[blocks], from it on all queries see all keys,
     masked_tile: Array  # i32[blocks], up to this one
     last_tile: Array  # i32[blocks], one past
@@ -256,7 +256,7 @@ class _Inputs(NamedTuple):
     table: Any  # i32[rows, pages_per_row], whole tiles of pages that exist
     row: Any
     length: Any
-    first_tile: Any
+    oldest: Any
     clear_tile: Any
     masked_tile: Any
     last_tile: Any
@@ -309,9 +309,7 @@ def _visible(
         clear_tile = last_unseen // TILE_TOKENS + 1
         oldest = length + jnp.where(in_order, blocks.first, 0) - window + 1
         oldest = jnp.maximum(oldest, 0)
-    is_used = blocks.count > 0
-    first_tile = oldest // TILE_TOKENS
-    last_tile = jnp.where(is_used, -(-newest // TILE_TOKENS), first_tile)
+    last_tile = jnp.where(blocks.count > 0, -(-newest // TILE_TOKENS), 0)
     # Rows of no token see nothing, and need no mask: nobody reads them.
     masked_tile = (length + jnp.where(in_order, blocks.first + 1, 0)) // TILE_TOKENS
     around = (_WORDS_AROUND, _WORDS_AROUND)
@@ -319,7 +317,7 @@ def _visible(
     return _Visible(
         row=blocks.row,
         length=length,
-        first_tile=first_tile,
+        oldest=oldest,
         clear_tile=clear_tile,
         masked_tile=masked_tile,
         last_tile=last_tile,
@@ -489,7 +487,8 @@ class _Block:
         self.length = inputs.length[block]
         self.clean = inputs.clean[block]
         # A part is a run of tiles; the last parts may be empty.
-        first, last = inputs.first_tile[block], inputs.last_tile[block]
+        self.oldest, last = inputs.oldest[block], inputs.last_tile[block]
+        first = jnp.minimum(lax.div(self.oldest, jnp.int32(TILE_TOKENS)), last)
         per_split = lax.div(last - first + (shape.splits - 1), jnp.int32(shape.splits))
         self.first = jnp.minimum(first + self.split * per_split, last)
         self.last = jnp.minimum(self.first + per_split, last)
@@ -735,8 +734,11 @@ class _Block:
 
         inputs, scratch, shape = self.inputs, self.scratch, self.shape
         start = tile * TILE_TOKENS
+        has_unseen = start + TILE_TOKENS > self.clean
+        if shape.has_window:
+            has_unseen |= start < self.oldest
 
-        @pl.when(start + TILE_TOKENS > self.clean)
+        @pl.when(has_unseen)
         def _():
             @pl.when(warpgroup == 0)
             def _():
@@ -751,6 +753,8 @@ class _Block:
                     ]
                     spread = lambda word: jnp.full(size, word)
                     is_safe |= self._has_bit(words, start, place, spread)
+                if shape.has_window:
+                    is_safe &= place >= self.oldest - start
                 # By columns, for registers are few.
                 for column in range(0, shape.head_dim, _COLUMNS):
                     values = scratch.v.at[stage, :, pl.ds(column, _COLUMNS)]

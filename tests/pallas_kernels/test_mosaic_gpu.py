@@ -163,6 +163,22 @@ def test_tiles_between_the_ends_of_a_window(interpret):
     assert_attends(interpret, example)
 
 
+@needs_interpreter
+def test_what_lies_before_a_window_may_hold_nan(interpret):
+    """Pages there may be another row's by now, or none."""
+    example = Example(lengths=(150,), num_new=(5,), window=40, dtype="bfloat16")
+    (q, k, v, table, *rest), options = make_inputs(example)
+    first_seen = 150 - 40 + 1  # the last position of page 6
+    page = np.asarray(table)[0, first_seen // 16]
+    k, v = (pages.at[page, :, : first_seen % 16].set(jnp.nan) for pages in (k, v))
+    k, v = (pages.at[table[0, 5]].set(jnp.nan) for pages in (k, v))
+    table = table.at[0, :5].set(layout.NO_PAGE)
+    arguments = (q, k, v, table, *rest)
+    expected = exactly(arguments, options)
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(interpret(*arguments, **options), expected, **TOLERANCE)
+
+
 @slow
 @needs_interpreter
 def test_more_tiles_than_buffers(interpret, monkeypatch):
