@@ -23,9 +23,9 @@ from configs.models import bench_60m
 from specjax.bench import bare, embedded, measuring
 from specjax.bench.quick import BURST_STEPS, Decoding
 from specjax.config import EngineConfig, SamplingParams
-from specjax.demo import learning
 from specjax.drafters.draws import draw_siblings
 from specjax.models import llama
+from specjax.models.dense import sequence_logits
 from specjax.sampling import RowSampling, choose_tokens, first_argmax, row_values
 from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
 from specjax.types import SEEDED
@@ -52,7 +52,7 @@ def embedded_logits() -> Array:
     model = specjax.load_model("demo")
     prompts = [model.tokenizer.encode(text)[:32] for text in embedded.held_out_texts()]
     token_ids = jnp.asarray(prompts[:NUM_TOKENS])
-    logits = learning.all_logits(model.params, model.config, token_ids)
+    logits = sequence_logits(model.params, model.config, token_ids)
     return logits[:, -1].astype(jnp.float32)
 
 

@@ -19,6 +19,7 @@ from specjax.demo import WEIGHTS_FOLDER, corpus, learning, pair
 from specjax.demo.checkpoint_files import from_tensors, read_safetensors
 from specjax.demo.continuing import choose_prompts, continue_prompts
 from specjax.models.base import ModelConfig, Params
+from specjax.models.dense import sequence_logits
 
 CONFIGS = {"target": pair.TARGET, "draft": pair.DRAFT}
 NUM_PROMPTS = 64
@@ -58,7 +59,7 @@ def acceptance_probabilities(
     probability min(1, draft(x) / target(x)): the step draws a maximal coupling. So
     the target's own text tells everything about a chain of drafts along it.
     """
-    logits_of = jax.jit(learning.all_logits, static_argnums=1)
+    logits_of = jax.jit(sequence_logits, static_argnums=1)
     logits = [
         np.asarray(logits_of(params[name], config, token_ids))[:, start - 1 : -1]
         for name, config in CONFIGS.items()

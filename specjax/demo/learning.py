@@ -12,26 +12,13 @@ import optax
 import optax.contrib
 from jax import Array
 
-from specjax.models import llama
 from specjax.models.base import ModelConfig, Params
-from specjax.models.layers import dense_causal_attention
-
-
-def all_logits(params: Params, config: ModelConfig, token_ids: Array) -> Array:
-    """Returns f32[rows, length, vocab] for token_ids i32[rows, length]."""
-
-    def attend(layer, q, k, v, cache):
-        return dense_causal_attention(q, k, v, scale=config.scale), cache
-
-    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
-    caches = (None,) * config.num_layers
-    hidden, _ = llama.forward(params, config, token_ids, positions, attend, caches)
-    return llama.logits(params, config, hidden)
+from specjax.models.dense import sequence_logits
 
 
 def text_loss(params: Params, config: ModelConfig, windows: Array) -> Array:
     """Returns the mean cross-entropy per token, in nats, of windows i32[rows, length + 1]."""
-    logits = all_logits(params, config, windows[:, :-1])
+    logits = sequence_logits(params, config, windows[:, :-1])
     return jnp.mean(
         optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
     )
@@ -54,8 +41,10 @@ def distillation_loss(
 
     Source: Zhou et al. 2023, "DistillSpec" (arXiv:2310.08461).
     """
-    target_logits = jax.lax.stop_gradient(all_logits(target, target_config, token_ids))
-    draft_logits = all_logits(draft, draft_config, token_ids)
+    target_logits = jax.lax.stop_gradient(
+        sequence_logits(target, target_config, token_ids)
+    )
+    draft_logits = sequence_logits(draft, draft_config, token_ids)
     to_distribution = optax.softmax_cross_entropy(
         draft_logits / temperature, jax.nn.softmax(target_logits / temperature)
     )

@@ -155,13 +155,20 @@ def rotate(x: Array, tables: tuple[Array, Array]) -> Array:
 
 
 def dense_causal_attention(
-    q: Array, k: Array, v: Array, *, scale: float, window: int | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    key_mask: Array | None = None,
 ) -> Array:
     """Attention of whole sequences, without a cache: training, and tests' reference.
 
     Args:
       q: [batch, length, heads, head_dim]; k, v: [batch, length, kv_heads, head_dim].
       window: how many tokens back a query sees, itself included; None is all.
+      key_mask: bool[batch, length], which tokens may be seen; each sees itself in any case.
 
     Returns:
       [batch, length, heads, head_dim], in q's dtype; scores and softmax in float32.
@@ -176,6 +183,10 @@ def dense_causal_attention(
     distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     visible = visible[None, None, None]  # [batch, kv_heads, group, query, key]
+    if key_mask is not None:
+        # A row of nothing but -inf would be NaN, in its gradient too.
+        own = (distance == 0)[None, None, None]
+        visible = visible & (key_mask[:, None, None, None, :] | own)
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     out = jnp.einsum("bkglm,bmkd->blkgd", weights.astype(v.dtype), v)
     return out.reshape(batch, length, heads, head_dim)

@@ -24,6 +24,7 @@ from specjax.config import (
 from specjax.decode.abstract import abstract_weights
 from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.loop import Loop
+from specjax.engine.metrics import BurstRecord
 from specjax.engine.speculation_policy import SpeculationPolicy
 from specjax.engine.text_feed import group_of
 from specjax.models.base import Model, ModelConfig, Params
@@ -73,6 +74,16 @@ class RolloutDecoder:
     def drafter(self) -> str:
         """Its name."""
         return self._setup.drafter.name
+
+    @property
+    def has_draft_weights(self) -> bool:
+        """Whether it drafts with a model, which goes stale as the policy moves."""
+        return len(jax.tree.leaves(self._setup.drafter.params)) > 0
+
+    @property
+    def decisions(self) -> tuple[BurstRecord, ...]:
+        """The last bursts: which K, why, and what was predicted beside what was measured."""
+        return () if self._loop is None else tuple(self._loop.records)
 
     @property
     def is_exact(self) -> bool:

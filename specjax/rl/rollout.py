@@ -544,15 +544,15 @@ class _Run:
 
 def _alarm(metrics: dict[str, Any], decoder: RolloutDecoder, rate: float) -> None:
     """Warns where so few drafts were accepted that the drafter no longer fits the policy."""
-    is_judged = metrics["num_drafted"] >= ALARM_DRAFTS
+    is_judged = decoder.has_draft_weights and metrics["num_drafted"] >= ALARM_DRAFTS
     if not is_judged or metrics["acceptance_rate"] >= rate:
         return
     metrics["is_alarmed"] = 1
     warnings.warn(
         f"{metrics['acceptance_rate']:.1%} of {metrics['num_drafted']} drafts of "
         f"{decoder.drafter!r} were accepted, below {rate:.0%}: it no longer fits the "
-        "policy. Pass newer weights of the draft model as DecoderParams(policy, draft), or "
-        "draft from history. Samples are not affected.",
+        "policy. Pass newer weights of the draft model as DecoderParams(policy, draft), or draft "
+        "from history. Samples are not affected, and K = 0 is chosen where drafts do not pay.",
         stacklevel=3,
     )
 

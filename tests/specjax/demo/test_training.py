@@ -13,6 +13,7 @@ from specjax.demo.continuing import continue_prompts
 from specjax.demo.growing import grow
 from specjax.demo.pair import DRAFT, TARGET
 from specjax.models import llama
+from specjax.models.dense import sequence_logits
 
 TINY = dataclasses.replace(
     DRAFT,
@@ -32,7 +33,7 @@ LARGER = dataclasses.replace(
 )
 
 
-all_logits = jax.jit(learning.all_logits, static_argnums=1)
+all_logits = jax.jit(sequence_logits, static_argnums=1)
 
 
 def tiny_windows(rows=2, length=12):

@@ -51,7 +51,9 @@ def test_a_loaded_drafter_of_another_vocabulary_is_refused(target):
 
 @pytest.mark.parametrize("source", [3, b"ngram", ["ngram"], {}])
 def test_other_types_are_refused(target, source):
-    with pytest.raises(TypeError, match="expected None, 'ngram', 'demo', a folder"):
+    with pytest.raises(
+        TypeError, match="expected None, 'ngram', 'history', 'demo', a folder"
+    ):
         load_drafter(source, target)
 
 
