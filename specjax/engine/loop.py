@@ -195,6 +195,11 @@ class Loop:
         for pool in self.scheduler.pools:
             pool.forget()
 
+    def forget(self) -> None:
+        """Empties pages and the drafter's state; keeps what was learned of speed. Only while nobody runs."""
+        assert not self.has_work
+        self._begin()
+
     def let_go(self) -> None:
         """Holds no weights until `take_params`."""
         self.params = DecoderParams(None)
@@ -684,6 +689,17 @@ class Loop:
         flight.prompts_done_at, self._prompts_done_at = self._prompts_done_at, None
         table.is_decoding[own] = True
         self._flights.append(flight)
+
+    def remember(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ) -> None:
+        """Tells a drafter that reads on in text what was answered to prompts elsewhere."""
+        if self._feed is None:
+            return
+        for prompt, answer in zip(prompts, answers, strict=True):
+            self._feed.cut(prompt, answer)
+            while self._feed.has_waiting and not self.faults.is_drafter_off:
+                self._tell_drafter()
 
     def _tell_drafter(self) -> None:
         """Gives a drafter that reads on in text what was written since it drafted last."""

@@ -50,21 +50,43 @@ class TextFeed:
         """The drafter's state is new: all rows enter again."""
         self._rows = [None] * len(self._rows)
 
+    @property
+    def has_waiting(self) -> bool:
+        """Whether there are pieces that the drafter was not told."""
+        return len(self._waiting) > 0
+
     def note(self, request: Request) -> None:
         """Cuts what a request has written, to its end if it has ended."""
-        output, prompt = request.output_token_ids, request.prompt_token_ids
-        num_cut = self._num_cut.setdefault(request, request.num_resumed)
+        self._num_cut[request] = self.cut(
+            request.prompt_token_ids,
+            request.output_token_ids,
+            self._num_cut.get(request, request.num_resumed),
+            is_over=request.is_finished,
+        )
+
+    def cut(
+        self,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        num_cut: int = 0,
+        *,
+        is_over: bool = True,
+    ) -> int:
+        """Cuts an answer from its token num_cut on into pieces, whole ones unless it is over.
+
+        Returns:
+          How many of its tokens stand in pieces now.
+        """
         while True:
             count = min(len(output) - num_cut, NEW_TOKENS)
-            if count == 0 or (count < NEW_TOKENS and not request.is_finished):
-                break
+            if count == 0 or (count < NEW_TOKENS and not is_over):
+                return num_cut
             before = output[max(num_cut - WINDOW, 0) : num_cut]
             if (missing := WINDOW - len(before)) > 0:
                 before = [*prompt[-missing:], *before]
             text = [*before, *output[num_cut : num_cut + count]]
             self._waiting.append(Piece(text, group_of(prompt)))
             num_cut += count
-        self._num_cut[request] = num_cut
 
     def next_pieces(self, rows: Sequence[Row | None]) -> Pieces | None:
         """Returns what the drafter is to know before it drafts for these rows; None: nothing new."""

@@ -150,7 +150,9 @@ class Run:
     """What a training run was; lists have one entry per step."""
 
     rewards: list[float] = dataclasses.field(default_factory=list)
+    prompts: list[list[list[int]]] = dataclasses.field(default_factory=list)
     tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
+    lengths: list[np.ndarray] = dataclasses.field(default_factory=list)
     metrics: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     # Largest difference between the trainer's log-probabilities and the sampler's.
     gaps: list[float] = dataclasses.field(default_factory=list)
@@ -224,7 +226,9 @@ def train(
         )
         run.gaps.append(float(gap["largest_gap"]))
         run.rewards.append(float(np.mean(rewards)))
+        run.prompts.append([problem.prompt_ids for problem in chosen])
         run.tokens.append(completions)
+        run.lengths.append(lengths)
         run.metrics.append(metrics)
         report(
             f"step {step:3d}  reward {run.rewards[-1]:.3f}  "

@@ -53,6 +53,8 @@ class RolloutDecoder:
         self._leaves: tuple[weakref.ref, ...] = ()  # of the weights of the last rollout
         self._rule = VERIFICATION_RULES.index(setup.speculation.verification)
         self._lengths: collections.OrderedDict[int, float] = collections.OrderedDict()
+        # Answers of other runs, until there is a loop that can be told.
+        self._told: collections.deque[tuple[list[int], list[int]]] = collections.deque()
         # How often weights were handed over that were not those before.
         self.params_version = 0
 
@@ -135,6 +137,9 @@ class RolloutDecoder:
             self._loop.take_params(weights)
         else:
             self._loop.params = self._loop.decoder.place_params(weights)
+        if self._told:
+            self._loop.remember(*zip(*self._told))
+            self._told.clear()
         return self._loop
 
     def let_go(self) -> None:
@@ -153,6 +158,33 @@ class RolloutDecoder:
             return token_ids(self._setup.target, prompt)
         except (ValueError, TypeError):
             return prompt
+
+    def remember(
+        self,
+        prompts: Sequence[Sequence[int]],
+        completions: Sequence[Sequence[int]],
+    ) -> None:
+        """Lets a history drafter read on in answers that other runs gave, token ids each.
+
+        Later rollouts draft from them like from its own earlier ones; one that drafts
+        otherwise has no use for them. The oldest go where the corpus is full.
+
+        Raises:
+          ValueError: there are not as many completions as prompts.
+        """
+        if len(prompts) != len(completions):
+            raise ValueError(
+                f"{len(prompts)} prompts and {len(completions)} completions were given; "
+                "pass the prompt of each completion."
+            )
+        self._told.extend(zip(map(_as_ints, prompts), map(_as_ints, completions)))
+
+    def forget(self) -> None:
+        """Forgets all text: the corpus, pages, and how long answers were. Nothing is compiled anew."""
+        self._told.clear()
+        self._lengths.clear()
+        if self._loop is not None:
+            self._loop.forget()
 
     def expected_length(self, prompt_token_ids: Sequence[int]) -> float:
         """Returns how many tokens earlier rollouts answered a prompt with; 0 if there were none."""
@@ -276,6 +308,10 @@ def _check_same(given: Any, expected: Any, what: str) -> None:
                 f"{what}{jax.tree_util.keystr(path)} was deleted, as donating it to another "
                 "function does; pass the weights that came out of that function."
             )
+
+
+def _as_ints(token_ids: Sequence[int]) -> list[int]:
+    return [int(token) for token in token_ids]
 
 
 def _names(tree: Any) -> set[str]:

@@ -643,3 +643,39 @@ def test_texts_may_be_of_any_kind():
         ValueError, match="text 0 has 99 tokens and the decoder's rows hold 96"
     ):
         specjax.score(fast, target().params, specjax.Texts(*long))
+
+
+# What other runs said
+
+
+def test_answers_of_other_runs_are_drafted():
+    told = specjax.build_decoder(
+        target(), drafter="history", engine=ENGINE, speculative_config=FIXED
+    )
+    run = functools.partial(
+        specjax.rollout,
+        told,
+        target().params,
+        PROMPTS,
+        num_samples=2,
+        sampling=SAMPLING,
+    )
+    batch = expected()
+    prompts = [PROMPTS[index] for index in batch.prompt_index.tolist()]
+    answers = [
+        ids[:length]
+        for ids, length in zip(np.asarray(batch.completion_ids), batch.lengths)
+    ]
+    told.remember(prompts, answers)
+    informed = run()
+    assert_same(informed, batch)
+    told.forget()
+    ignorant = run()
+    assert_same(ignorant, batch)
+    rates = [each.metrics["acceptance_rate"] for each in (informed, ignorant)]
+    assert rates[0] > max(0.8, rates[1])
+    assert told.expected_length(PROMPTS[0]) > 0
+    with pytest.raises(ValueError, match="8 prompts and 7 completions"):
+        told.remember(prompts, answers[1:])
+    decoder("plain").remember(prompts, answers)  # has no use for them
+    assert_same(roll("plain"), batch)
