@@ -182,6 +182,7 @@ class Goodput:
             np.asarray(load.draft_caps),
             self._depths,
             np.asarray(load.tokens_left),
+            np.asarray(load.urgency),
         )
         candidates = []
         for bucket in self._shapes(load):
@@ -460,6 +461,8 @@ class RankedSlots:
       caps: i64[rows], most tokens that each may draft.
       depths: values of K that slots are handed out at.
       left: i64[rows], most tokens that each may gain; empty where that does not matter.
+      urgency: f64[rows], by which a row's slots go before those of others that are as
+        likely to stand; empty where all are alike.
     """
 
     def __init__(
@@ -469,7 +472,9 @@ class RankedSlots:
         caps: Any,
         depths: Sequence[int],
         left: Any,
+        urgency: Any = (),
     ):
+        self._urgency = np.asarray(urgency) if len(urgency) else np.ones(len(requests))
         self._of_rates, self._presence = survival.of_rates, survival.presence()
         self._rates, self._caps, self._left = survival.rates(requests), caps, left
         self._depths = list(depths)
@@ -480,6 +485,7 @@ class RankedSlots:
             places = (middles * (len(self._rates) / MOST_RANKED)).astype(int)
             some = self._rates.argsort()[places]
         self._survival, self._mass = self._slots(some)
+        self._order_of = self._survival * self._urgency[some][:, None]
         self._share = len(self._survival) / len(self._rates)
         gained = (self._survival * self._mass).sum(axis=0).cumsum() / self._share
         self._by_depth = [0.0, *gained.tolist()]
@@ -536,21 +542,22 @@ class RankedSlots:
         """Returns how many draft tokens of each row have one of a bucket's slots, i64[rows]."""
         assert bucket.max_drafts is not None
         depth = bucket.num_speculative_tokens
-        survival, masses, _ = self._ranked
+        values, masses, _ = self._ranked
         own = masses[self._depths.index(depth), 1:]
         edge = int(own.searchsorted(bucket.max_drafts * self._share))
-        least = survival[min(edge, len(survival) - 1)]
-        return (self._of_rates(self._rates)[:, :depth] >= least).sum(axis=1)
+        least = values[min(edge, len(values) - 1)]
+        by_place = self._of_rates(self._rates)[:, :depth] * self._urgency[:, None]
+        return (by_place >= least).sum(axis=1)
 
     @functools.cached_property
     def _ranked(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Slots, the likeliest to stand first.
+        """Slots, the likeliest to stand first, where all rows are as urgent.
 
         Returns:
-          How likely each is, f64[slots]; and what the first ones take and gain together,
+          What each is ordered by, f64[slots]; and what the first ones take and gain together,
           f64[depths, from none of them on], those behind a depth left out.
         """
-        order = (-self._survival).ravel().argsort()
+        order = (-self._order_of).ravel().argsort()
         survival, mass = self._survival.ravel()[order], self._mass.ravel()[order]
         place = order % self._survival.shape[1]
         own = mass * (place < np.array(self._depths)[:, None])
@@ -558,4 +565,4 @@ class RankedSlots:
         own.cumsum(axis=1, out=sums[0, :, 1:])
         (own * survival).cumsum(axis=1, out=sums[1, :, 1:])
         masses, gains = sums
-        return survival, masses, gains
+        return self._order_of.ravel()[order], masses, gains

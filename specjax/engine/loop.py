@@ -573,6 +573,7 @@ class Loop:
             num_context_tokens=int(tokens.sum()),
             num_steps_left=ENDLESS if is_refilled else int(tokens_left.max()),
             tokens_left=() if is_refilled else tokens_left,
+            urgency=() if is_refilled else _urgency(table.expected_end[rows], tokens),
             num_probe_steps=usual_steps,
             compile_s=decoder.burst_compile_s,
             is_compiled=decoder.is_compiled,
@@ -797,6 +798,21 @@ class Loop:
             scheduler.release(row, forgets=request.finish_reason == "error")
         else:
             scheduler.shrink(row)
+
+
+# Of a row that should have ended by now: how many tokens more are expected, at least.
+LEAST_LEFT = 8
+
+
+def _urgency(expected_end: np.ndarray, tokens: np.ndarray) -> Any:
+    """Returns how much a token gained by each row brings the end of the batch nearer, 0 to 1.
+
+    The square of its share of what the row with most has left; () where lengths are not known.
+    """
+    if not np.all(expected_end):
+        return ()
+    left = np.maximum(expected_end - tokens, LEAST_LEFT)
+    return (left / left.max()) ** 2
 
 
 def _record(

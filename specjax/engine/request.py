@@ -217,6 +217,7 @@ class Request:
     arrival: int | None = None  # its number in the queue, once it was there
     num_preemptions: int = 0
     keeps_scores: bool = False  # `logprobs` are TokenScores
+    expected_length: int = 0  # output tokens that it may come to; 0 is not known
     num_resumed: int = 0  # output tokens that it came with, of an earlier run
 
     @property

@@ -40,6 +40,7 @@ class RowTable:
     def __init__(self, num_rows: int):
         # Of the request.
         self.request_number, self.draft_cap, self.max_length = self._zeros(3, num_rows)
+        self.expected_end = np.zeros(num_rows, np.int64)  # tokens; 0 is not known
         # Of the row: as `update` found them.
         self.num_tokens, self.num_drafter_final = self._zeros(2, num_rows)
         self.is_prefilled = np.zeros(num_rows, bool)  # and occupied
@@ -56,6 +57,9 @@ class RowTable:
         self.request_number[row.index] = request.number
         self.draft_cap[row.index] = request.draft_cap
         self.max_length[row.index] = request.max_length
+        if request.expected_length:
+            end = len(request.prompt_token_ids) + request.expected_length
+            self.expected_end[row.index] = min(end, request.max_length)
         self.is_occupied[row.index] = True
         self.update(row)
 

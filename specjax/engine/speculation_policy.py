@@ -30,6 +30,8 @@ class Load:
     num_steps_left: int = 1  # until no row is left, at one token per step
     # i64, most tokens that each may gain; empty where rows that end are followed by others.
     tokens_left: Any = ()
+    # f64, how much a token gained by each brings the end of all nearer; empty: alike.
+    urgency: Any = ()
     num_probe_steps: int = 0  # that a burst may have
     compile_s: float = 0.0  # what compiling a bucket takes
     is_compiled: Callable[[Bucket], bool] = lambda bucket: True

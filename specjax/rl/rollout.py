@@ -89,8 +89,9 @@ def rollout(
       token_budget: most tokens that each completion gains in this call.
       time_budget_s: seconds after which no more is sent to the device; what has not ended
         is UNFINISHED.
-      expected_lengths: of each prompt's completions, in tokens: the longest go first. None
-        is what this decoder saw of the same prompts before.
+      expected_lengths: of each prompt's completions, in tokens: the longest go first, and get
+        more of the drafts where slots are handed out. None is what this decoder saw of the
+        same prompts before.
       alarm_rate: share of accepted drafts below which a warning says that the drafter no
         longer fits the policy; K = 0 is chosen by itself where drafting does not pay.
 
@@ -129,11 +130,12 @@ def rollout(
         if token_budget is not None:
             now = len(request.prompt_token_ids) + len(request.output_token_ids)
             request.max_length = min(request.max_length, now + token_budget)
+    _expect(decoder, requests, expected_lengths)
     handed_at = time.perf_counter()
     loop = decoder.hand_over(params, params_version)
     run = _Run(loop, handed_at)
     try:
-        for index in _longest_first(decoder, requests, expected_lengths):
+        for index in _longest_first(requests):
             try:
                 loop.add(requests[index])
             except ValueError as error:
@@ -442,23 +444,26 @@ def _resumed(
     return table, requests
 
 
-def _longest_first(
+def _expect(
     decoder: RolloutDecoder, requests: dict[int, Request], expected: Any
-) -> list[int]:
+) -> None:
+    """Tells requests how long their completions are expected to be; 0 where nobody knows."""
+    given = () if expected is None else np.asarray(expected, float).reshape(-1)
+    for request in requests.values():
+        if request.prompt_index < len(given):
+            length = float(given[request.prompt_index])
+        else:
+            length = decoder.expected_length(request.prompt_token_ids)
+        request.expected_length = max(round(length), 0)
+
+
+def _longest_first(requests: dict[int, Request]) -> list[int]:
     """Returns the places of requests in the order in which they are let in.
 
     Those that take longest begin first, lest one of them begins last and all wait for it;
     samples of one prompt stay together, which share its pages.
     """
-    if expected is not None:
-        expected = np.asarray(expected, float).reshape(-1)
-
-    def length(request: Request) -> float:
-        if expected is not None and request.prompt_index < len(expected):
-            return float(expected[request.prompt_index])
-        return decoder.expected_length(request.prompt_token_ids)
-
-    return sorted(requests, key=lambda index: (-length(requests[index]), index))
+    return sorted(requests, key=lambda index: (-requests[index].expected_length, index))
 
 
 # After

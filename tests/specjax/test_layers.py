@@ -19,6 +19,7 @@ LAYERS = (
         "specjax.bench",
         "specjax.cli",
         "specjax.demo",
+        "specjax.examples",
         "specjax.integrations",
     ),
     # The public names; nothing below may import the package itself.
@@ -98,6 +99,7 @@ MAY_NEED_OPTIONAL = (
     "specjax.training",
     "specjax.demo",
     "specjax.bench",
+    "specjax.examples",
 )
 GUARDED = {("specjax.models.loading", "huggingface_hub")}  # inside try
 

@@ -450,6 +450,22 @@ def test_one_row_that_is_far_from_its_end_is_the_last_whatever_others_do(rows, p
     assert slots.together(Bucket(rows, 7)) > 0.99
 
 
+def test_of_rows_that_are_as_likely_those_far_from_their_end_get_more():
+    policy = trained(accepted=3, most=6, rows=8)
+    arguments = policy.survival, np.arange(8), np.full(8, 9), ladder(6), np.full(8, 60)
+    urgency = np.array([1.0, 0.25, 0.05, 0.05, 0.05, 0.05, 0.05, 0.05])
+    bucket = Bucket(8, 6, 8)
+    alike = RankedSlots(*arguments).likeliest(bucket)
+    given = RankedSlots(*arguments, urgency).likeliest(bucket)
+    assert len(set(alike.tolist())) == 1
+    assert given[0] >= given[1] > given[2]
+    assert given[0] > alike[0] >= given[2]
+    # Nobody expects more tokens than if the likeliest had been chosen.
+    plain, urgent = RankedSlots(*arguments), RankedSlots(*arguments, urgency)
+    assert urgent.expected(bucket) <= plain.expected(bucket) + 1e-9
+    assert urgent.expected(Bucket(8, 6)) == plain.expected(Bucket(8, 6))
+
+
 def test_rows_that_end_apart_are_drafted_for_only_where_that_still_pays():
     """K = 1 is better by a little per token, and worse until the last of 32 rows is done."""
     policy = trained(accepted=1, most=1, rows=32)

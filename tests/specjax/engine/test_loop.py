@@ -525,3 +525,9 @@ def test_block_tables_are_copies():
     before = table.copy()
     finish(engine, requests)
     np.testing.assert_array_equal(table, before)
+
+
+def test_who_has_most_left_is_the_most_urgent():
+    ends, tokens = np.array([100, 60, 40]), np.array([20, 20, 39])
+    np.testing.assert_allclose(loop._urgency(ends, tokens), [1, 0.25, 0.01])
+    assert loop._urgency(np.array([100, 0, 40]), tokens) == ()  # one is not known

@@ -17,6 +17,7 @@ from helpers import first_layer, tiny_llama, uncached_logits
 import specjax
 from specjax import DecoderParams, EngineConfig, SamplingParams
 from specjax.rl.batch import ERROR, LENGTH, STOP, UNFINISHED
+from specjax.rl.rollout import _expect as expect
 from specjax.rl.rollout import _longest_first as longest_first
 
 EOS = 7
@@ -427,7 +428,11 @@ def test_the_longest_go_first():
     new = specjax.build_decoder(target(), engine=ENGINE)
     made, _ = new.requests(PROMPTS, [SamplingParams(n=2, seed=0)] * 4)
     requests = dict(enumerate(made))
-    order = functools.partial(longest_first, new, requests)
+
+    def order(lengths):
+        expect(new, requests, lengths)
+        return longest_first(requests)
+
     assert order([1, 9, 5, 3]) == [2, 3, 4, 5, 6, 7, 0, 1]
     assert order(None) == list(range(8))
     new.learn_length(PROMPTS[3], 20)

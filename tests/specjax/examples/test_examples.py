@@ -1,0 +1,86 @@
+"""The worked examples: the task, the run that drafts do not change, the replay."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from specjax.examples import grpo, replay, running_sums
+from specjax.examples.running_sums import BASE, END, MOST_DIGITS, Problem
+
+
+def test_a_problem_by_hand():
+    problem = Problem((3, 1, 4, 2))
+    assert running_sums.decode(problem.prompt_ids) == "a3b1c4d2="
+    assert problem.sums == [3, 4, 3, 0]
+    assert problem.answer == "a33b14c43d20."
+    rng = np.random.default_rng(0)
+    right = problem.demonstration(rng, slips=0.0)
+    assert running_sums.decode(right) == problem.answer
+    assert right[-1] == END
+    assert running_sums.reward(problem, right) == 1
+    assert running_sums.reward(problem, []) == 0
+    half = running_sums.encode("a33b14c")
+    assert running_sums.reward(problem, half) == 7 / 13
+    late = running_sums.encode("a33b10c43d20.")
+    assert running_sums.reward(problem, late) == 5 / 13
+
+
+def test_slips_are_as_frequent_as_they_are_said_to_be_and_are_gone_on_from():
+    rng = np.random.default_rng(0)
+    problems = running_sums.draw(rng, 400)
+    sizes = [len(problem.digits) for problem in problems]
+    assert min(sizes) == 3
+    assert max(sizes) == MOST_DIGITS
+    steps = slips = 0
+    for problem in problems:
+        text = running_sums.decode(problem.demonstration(rng, 0.1))
+        written = [int(digit) for digit in text[2::3]]
+        before = 0
+        for digit, total in zip(problem.digits, written, strict=True):
+            off = (total - before - digit) % BASE
+            assert off in (0, 1, BASE - 1)
+            steps, slips, before = steps + 1, slips + (off != 0), total
+    assert slips / steps == pytest.approx(0.1, abs=0.02)
+
+
+def test_everything_fits_into_the_widths():
+    longest = Problem((BASE - 1,) * MOST_DIGITS)
+    assert len(longest.prompt_ids) <= grpo.PROMPT_WIDTH
+    demonstrated = longest.demonstration(np.random.default_rng(0), 0.1)
+    assert len(demonstrated) <= grpo.MAX_TOKENS
+    assert max(running_sums.SYMBOLS.values()) < running_sums.VOCAB_SIZE
+
+
+def test_advantages_are_within_groups():
+    rewards = np.array([0.0, 1.0, 0.5, 0.5], np.float32)
+    found = grpo.advantages(rewards, 2)
+    np.testing.assert_allclose(found, [-0.5, 0.5, 0.0, 0.0])
+
+
+def test_speedups_are_ratios_of_medians():
+    one = lambda drafter, seconds, tail_s: replay.Replay(
+        0, drafter, 100, seconds, 10, tail_s, 1.0, {}
+    )
+    rounds = [one("none", s, 4) for s in (9, 10, 50)]
+    rounds += [one("history", s, 2) for s in (4, 5, 6)]
+    assert replay.speedups(rounds) == {"history": {"whole": {0: 2.0}, "tail": {0: 2.0}}}
+
+
+@pytest.mark.slow
+def test_drafts_change_neither_rewards_nor_weights():
+    start = grpo.pretrained(grpo.CONFIG, 0, num_steps=60)
+    draft = grpo.pretrained(grpo.DRAFT_CONFIG, 1, num_steps=60)
+    runs = {
+        name: grpo.train(
+            grpo.make_decoder(name, draft),
+            start,
+            draft=draft if name == "history+draft" else None,
+            num_steps=4,
+        )
+        for name in grpo.DRAFTERS
+    }
+    plain = runs.pop("none")
+    for run in runs.values():
+        assert set(grpo.difference(plain, run).values()) == {0}
+        assert sum(each["num_accepted"] for each in run.metrics) > 0
