@@ -557,6 +557,8 @@ def _line(result: Result) -> str:
         on_chip = "lowered, not compiled"
     elif result.registers is not None:
         on_chip = f"{result.registers} registers, {result.spill_bytes:3} bytes spilled"
+    elif result.device.lower() in GPUS:
+        on_chip = "a kernel that was compiled before"
     return (
         f"{result.device:14} {result.op:15} {result.shape:50} {result.seconds:6.1f} s  "
         f"{on_chip}  HBM temporaries {sizes[1]:>9}"

@@ -55,7 +55,7 @@ def test_it_compiles_for_an_h100(shape):
     results = list(check.check_gpu("h100", [shape]))
     assert results
     assert [result for result in results if not result.ok] == []
-    # 120 at most were seen; where matrices do not fit, 500 and more are.
+    # 120 at most were seen (docs/benchmarks/kernels.md); where sums do not fit, 500 and more.
     assert [result for result in results if (result.spill_bytes or 0) > 250] == []
 
 
