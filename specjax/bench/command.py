@@ -12,12 +12,14 @@ import jax
 
 from specjax import compilation_cache
 from specjax.bench import calibrate, measuring, quick
+from specjax.bench.widen import widen
 from specjax.config import EngineConfig, SamplingParams
 from specjax.engine import cost_files
 from specjax.engine.goodput import Goodput
 from specjax.engine.step_cost import MEMORY, StepCosts
 from specjax.models.architectures import architecture_of
 from specjax.models.base import Model
+from specjax.models.loading import load_model
 from specjax.progress import Progress
 from specjax.setup import Setup
 
@@ -72,6 +74,13 @@ def _parser() -> argparse.ArgumentParser:
     pair.add_argument(
         "--num-speculative-tokens", "-k", type=int, default=4, metavar="K"
     )
+    pair.add_argument(
+        "--widen",
+        type=_parameters,
+        metavar="N",
+        help="pad the target's weights with zeros to about N parameters, as 300M: the same "
+        "text at the cost of a model of that size",
+    )
     pair.add_argument("--max-rows", type=int, default=8, metavar="N")
     pair.add_argument("--max-context", type=int, default=512, metavar="TOKENS")
     pair.add_argument("--temperature", type=float, default=1.0)
@@ -80,8 +89,12 @@ def _parser() -> argparse.ArgumentParser:
 
 def _calibrate(options: argparse.Namespace) -> int:
     compilation_cache.enable()
+    target = model(options.target)
+    if options.widen is not None:
+        loaded = load_model(target) if isinstance(target, str) else target
+        target = widen(loaded, options.widen)
     setup = Setup.of(
-        model(options.target),
+        target,
         drafter=options.drafter
         if options.drafter in ("ngram", "demo")
         else model(options.drafter),
@@ -121,6 +134,12 @@ def _calibrate(options: argparse.Namespace) -> int:
     }
     print(json.dumps(document, indent=1) if options.json else _table(document))
     return 0
+
+
+def _parameters(text: str) -> float:
+    """Returns the number that 300M, 1.5B or 3e8 says."""
+    factor = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper(), 1.0)
+    return factor * float(text[:-1] if factor > 1 else text)
 
 
 def model(name: str) -> Any:
