@@ -125,13 +125,17 @@ class Setup:
         policy: SpeculationPolicy | None,
         *,
         on_progress: Report,
+        params: DecoderParams | None = None,
     ) -> Loop:
         """Returns what runs requests of some rules; the policy is the config's where it is None.
+
+        Its weights are the setup's, or others that are given.
 
         Where the device has less memory than was thought, there are fewer pages; says so.
         """
         rules = tuple(rules)
         decoder = self.decoder(sizes, rules)
+        weights = self.params if params is None else params
 
         def fewer_pages(decoder: Decoder) -> Decoder | None:
             fewer = self._fewer_pages(decoder.sizes)
@@ -139,7 +143,7 @@ class Setup:
 
         while True:
             try:
-                return self._loop(decoder, policy, fewer_pages, on_progress)
+                return self._loop(decoder, weights, policy, fewer_pages, on_progress)
             except jax.errors.JaxRuntimeError as error:
                 fewer = fewer_pages(decoder) if OUT_OF_MEMORY in str(error) else None
                 if fewer is None:
@@ -163,13 +167,14 @@ class Setup:
     def _loop(
         self,
         decoder: Decoder,
+        params: DecoderParams,
         policy: SpeculationPolicy | None,
         fewer_pages: Callable[[Decoder], Decoder | None],
         on_progress: Report,
     ) -> Loop:
         return Loop(
             decoder,
-            self.params,
+            params,
             policy or self.policy(decoder),
             speculation_max_rows=self.speculation.speculation_max_rows,
             gate_tokens=self._gate_tokens(decoder.sizes),

@@ -142,12 +142,7 @@ def init(rows: int, max_length: int, capacity: int) -> HistoryState:
     Raises:
       ValueError: no piece fits, or there are more places than can be numbered.
     """
-    least = PIECE_TOKENS + 1
-    if not least <= capacity or capacity + max_length > MOST_PLACES:
-        raise ValueError(
-            f"a corpus of {capacity} tokens beside rows of {max_length} must hold at least "
-            f"{least}, and both together at most {MOST_PLACES}; change corpus_tokens."
-        )
+    check_capacity(capacity, max_length)
     integers = lambda *shape: jnp.zeros(shape, jnp.int32)
     return HistoryState(
         corpus=jnp.full(capacity, SEPARATOR, jnp.int32),
@@ -158,6 +153,16 @@ def init(rows: int, max_length: int, capacity: int) -> HistoryState:
         own_match=jnp.zeros((rows, max_length), jnp.uint8),
         corpus_match=jnp.zeros((rows, capacity), jnp.uint8),
     )
+
+
+def check_capacity(capacity: int, max_length: int = 0) -> None:
+    """Raises ValueError where no piece fits, or there are more places than can be numbered."""
+    least = PIECE_TOKENS + 1
+    if not least <= capacity or capacity + max_length > MOST_PLACES:
+        raise ValueError(
+            f"a corpus of {capacity} tokens beside rows of {max_length} must hold at least "
+            f"{least}, and both together at most {MOST_PLACES}; change corpus_tokens."
+        )
 
 
 def remember(state: HistoryState, pieces: Pieces) -> HistoryState:

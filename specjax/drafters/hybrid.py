@@ -41,6 +41,7 @@ class HybridState:
     # Of the last proposal of each row: which kind, NO_KIND of none, and where its root was.
     kinds: Array  # i32[rows]
     roots: Array  # i32[rows]
+    num_proposed: Array  # i32[rows]
     # Of each row's proposals by kind, f32[rows, MODEL + 1]: steps, and tokens accepted.
     num_steps: Array
     num_accepted: Array
@@ -63,6 +64,7 @@ def drafter(
             pages=model.init(rows, max_length, num_pages, page_size),
             kinds=jnp.full(rows, NO_KIND, jnp.int32),
             roots=jnp.zeros(rows, jnp.int32),
+            num_proposed=jnp.zeros(rows, jnp.int32),
             num_steps=counts,
             num_accepted=counts,
         )
@@ -96,6 +98,7 @@ def drafter(
             pages=by_model.state,
             kinds=jnp.where(takes_part, kinds, NO_KIND),
             roots=decode_state.cache.lengths,
+            num_proposed=proposal.num_tokens,
         )
         # What was matched the model has not seen: it catches up when it drafts again.
         return Draft(proposal, state, by_model.written)
@@ -128,9 +131,14 @@ def _kind_of(lengths: Array) -> Array:
 
 
 def _learn(state: HybridState, decode_state: Any, takes_part: Array) -> HybridState:
-    """Counts what came of each row's last proposal: as far as it has got since, less one."""
+    """Counts what came of each row's last proposal: as far as it has got since, less one.
+
+    A row that got further than was proposed has decoded without drafts in between, and
+    tells nothing.
+    """
     num_accepted = decode_state.cache.lengths - state.roots - 1
     has_come = takes_part & (state.kinds != NO_KIND) & (num_accepted >= 0)
+    has_come &= num_accepted <= state.num_proposed
     own = has_come[:, None] & (state.kinds[:, None] == jnp.arange(MODEL + 1)[None, :])
     kept = jnp.where(own, KEPT, 1.0)
     accepted = jnp.where(own, num_accepted[:, None], 0)
@@ -151,7 +159,7 @@ def _expected(state: HybridState, depth: int) -> Array:
     return seen / (num_steps + PRIOR_STEPS)
 
 
-_BY_ROW = ("kinds", "roots", "num_steps", "num_accepted")
+_BY_ROW = ("kinds", "roots", "num_proposed", "num_steps", "num_accepted")
 
 
 def _take_rows(state: HybridState, row_ids: Array) -> HybridState:

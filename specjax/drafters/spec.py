@@ -101,6 +101,9 @@ class HistoryDrafter:
     max_depth: ClassVar[None] = None
     takes_text: ClassVar[bool] = True
 
+    def __post_init__(self):
+        history.check_capacity(self.corpus_tokens)
+
     @property
     def is_tree(self) -> bool:
         return self.num_matches > 1
@@ -194,6 +197,7 @@ class HybridDrafter:
     takes_text: ClassVar[bool] = True
 
     def __post_init__(self):
+        history.check_capacity(self.corpus_tokens)
         if self.model.is_tree:
             raise ValueError(
                 "corpus_tokens beside a draft model is for chains; leave out "

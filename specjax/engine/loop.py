@@ -38,7 +38,7 @@ from specjax.engine.speculation_policy import (
     Outcome,
     SpeculationPolicy,
 )
-from specjax.engine.text_feed import TextFeed
+from specjax.engine.text_feed import MOST_PIECES, TextFeed
 from specjax.engine.timing import Stopwatch
 from specjax.progress import Report
 from specjax.sampling import RowSampling, empty_row_values
@@ -180,24 +180,34 @@ class Loop:
         request.end(reason)
         return True
 
-    def take_params(self, params: DecoderParams) -> None:
+    def take_params(self, params: DecoderParams, *, is_new: bool = True) -> None:
         """Goes on with other weights; nobody finds what earlier ones left in the pages.
 
         A drafter that was turned off has another chance. Only while nobody runs.
+
+        Args:
+          is_new: False for the very weights that the pages were filled with.
         """
         assert not self.scheduler.occupied, "rows hold keys and values of other weights"
-        if self.faults.is_drafter_off and jax.tree.leaves(params.drafter):
+        if is_new and self.faults.is_drafter_off:
             self.faults = Faults(self.faults.drafter, self.decoder.sizes.rows)
             self._restart()
-        elif self.faults.is_drafter_off:
+        if self.faults.is_drafter_off:
             params = DecoderParams(params.target)
         self.params = self.decoder.place_params(params)
-        for pool in self.scheduler.pools:
-            pool.forget()
+        if is_new:
+            for pool in self.scheduler.pools:
+                pool.forget()
+
+    def abandon(self) -> None:
+        """Drops whoever waits or runs, as an interruption may have left them."""
+        self._abandon(RuntimeError("an earlier call was interrupted"), [])
 
     def forget(self) -> None:
-        """Empties pages and the drafter's state; keeps what was learned of speed. Only while nobody runs."""
-        assert not self.has_work
+        """Empties rows, pages and the drafter's state; keeps what was learned of speed."""
+        if self.has_work:
+            self.abandon()
+        self.faults.is_drafter_off = False
         self._begin()
 
     def let_go(self) -> None:
@@ -212,10 +222,16 @@ class Loop:
           The requests that have not ended; their full pages can be found by their tokens
           as long as nobody needs the room.
         """
-        while self._flights:
-            self._read()
+        try:
+            while self._flights:
+                self._read()
+        except BaseException as error:
+            self._abandon(error, [])
+            raise
         running = [row.request for row in self.scheduler.occupied]
         for row in self.scheduler.occupied:
+            if self._feed is not None:
+                self._feed.note(row.request, is_over=True)
             self.scheduler.release(row)
         waiting = self.scheduler.waiting.all()
         for request in waiting:
@@ -225,9 +241,13 @@ class Loop:
 
     def score(self, history, num_tokens, sampling: RowSampling) -> Scores:
         """Returns how likely texts are; arguments as of Decoder.score. Rows that run are not touched."""
-        self._state, scores = self.decoder.score(
-            self.params, self._state, history, num_tokens, sampling
-        )
+        try:
+            self._state, scores = self.decoder.score(
+                self.params, self._state, history, num_tokens, sampling
+            )
+        except BaseException:
+            self._begin()  # the state went with the call
+            raise
         return scores
 
     @property
@@ -317,7 +337,8 @@ class Loop:
 
     def _do_without(self, error: Exception) -> None:
         """Drops what a step failed for that was not sent; raises where nothing is left."""
-        if isinstance(error, DrafterError):
+        is_of_drafter = isinstance(error, TooLarge) and error.key[0] == "remember"
+        if isinstance(error, DrafterError) or is_of_drafter:
             self._turn_drafter_off(str(error))
         elif isinstance(error, TooLarge):
             self.faults.drop(error)
@@ -697,17 +718,20 @@ class Loop:
         """Tells a drafter that reads on in text what was answered to prompts elsewhere."""
         if self._feed is None:
             return
-        for prompt, answer in zip(prompts, answers, strict=True):
-            self._feed.cut(prompt, answer)
-            while self._feed.has_waiting and not self.faults.is_drafter_off:
-                self._tell_drafter()
+        try:
+            for prompt, answer in zip(prompts, answers, strict=True):
+                self._feed.cut(prompt, answer)
+                if self._feed.num_waiting >= MOST_PIECES:
+                    self._tell_drafter()
+            self._tell_drafter()
+        except RECOVERABLE as error:
+            self._do_without(error)
 
     def _tell_drafter(self) -> None:
         """Gives a drafter that reads on in text what was written since it drafted last."""
         if self._feed is None or self.faults.is_drafter_off:
             return
-        pieces = self._feed.next_pieces(self.scheduler.rows)
-        if pieces is not None:
+        while (pieces := self._feed.next_pieces(self.scheduler.rows)) is not None:
             self._state = self.decoder.remember(self._state, pieces)
 
     def _read(self) -> list[Request]:

@@ -51,17 +51,17 @@ class TextFeed:
         self._rows = [None] * len(self._rows)
 
     @property
-    def has_waiting(self) -> bool:
-        """Whether there are pieces that the drafter was not told."""
-        return len(self._waiting) > 0
+    def num_waiting(self) -> int:
+        """Pieces that the drafter was not told."""
+        return len(self._waiting)
 
-    def note(self, request: Request) -> None:
-        """Cuts what a request has written, to its end if it has ended."""
+    def note(self, request: Request, *, is_over: bool = False) -> None:
+        """Cuts what a request has written, to its end if it has ended or is over for now."""
         self._num_cut[request] = self.cut(
             request.prompt_token_ids,
             request.output_token_ids,
             self._num_cut.get(request, request.num_resumed),
-            is_over=request.is_finished,
+            is_over=is_over or request.is_finished,
         )
 
     def cut(

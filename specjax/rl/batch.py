@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
@@ -113,14 +114,14 @@ class Rollout:
     @property
     def acceptance_rates(self) -> Array:
         """Accepted of drafted tokens, f32[num_samples]; 0 where nothing was drafted."""
-        return self.num_accepted / np.maximum(1, self.num_drafted)
+        return self.num_accepted / jnp.maximum(1, self.num_drafted)
 
     @property
     def token_ids(self) -> Array:
         """Prompts and completions side by side, i32[num_samples, prompt_width + completion_width]."""
-        return jax.numpy.concatenate([self.prompt_ids, self.completion_ids], axis=1)
+        return jnp.concatenate([self.prompt_ids, self.completion_ids], axis=1)
 
     @property
     def token_mask(self) -> Array:
         """Where token_ids are text, bool likewise."""
-        return jax.numpy.concatenate([self.prompt_mask, self.completion_mask], axis=1)
+        return jnp.concatenate([self.prompt_mask, self.completion_mask], axis=1)

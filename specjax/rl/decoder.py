@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import operator
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -33,6 +35,7 @@ from specjax.setup import Setup, keep_costs
 from specjax.types import DecoderParams
 
 MOST_PROMPTS = 100_000  # whose answers' lengths are remembered
+MOST_TOLD = 100_000  # answers of other runs that wait to be told, the newest
 NEWEST_WEIGHT = 0.5  # of a prompt's newest answers in the length that is expected
 
 
@@ -51,10 +54,12 @@ class RolloutDecoder:
         self._policy = policy
         self._loop: Loop | None = None
         self._leaves: tuple[weakref.ref, ...] = ()  # of the weights of the last rollout
-        self._rule = VERIFICATION_RULES.index(setup.speculation.verification)
+        # Of verification, by its number: see types.
+        self.rule = VERIFICATION_RULES.index(setup.speculation.verification)
         self._lengths: collections.OrderedDict[int, float] = collections.OrderedDict()
         # Answers of other runs, until there is a loop that can be told.
-        self._told: collections.deque[tuple[list[int], list[int]]] = collections.deque()
+        self._told: collections.deque[tuple[list[int], list[int]]]
+        self._told = collections.deque(maxlen=MOST_TOLD)
         # How often weights were handed over that were not those before.
         self.params_version = 0
 
@@ -90,12 +95,26 @@ class RolloutDecoder:
     @property
     def is_exact(self) -> bool:
         """Whether samples are the target's own: by token under `seeded`, `greedy` and `delta`, else in law."""
-        is_plain = not self._setup.drafter.can_draft
-        return is_plain or self._setup.speculation.verification not in LOSSY_RULES
+        return self.is_exact_under(self._setup.speculation.verification)
+
+    def is_exact_under(self, verification: str) -> bool:
+        """Returns `is_exact` for a rule of a rollout's own."""
+        return not self._setup.drafter.can_draft or verification not in LOSSY_RULES
+
+    @property
+    def verification(self) -> str:
+        """The rule that drafts are verified by."""
+        return self._setup.speculation.verification
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of prompt and completion together, at most."""
+        most = self._setup.engine.max_context or self.config.max_position_embeddings
+        return min(most, self.config.max_position_embeddings)
 
     @property
     def num_traces(self) -> int:
-        """How many functions were traced, and so compiled, since it was made."""
+        """How many functions were traced, and so compiled, for its sizes and settings."""
         return 0 if self._loop is None else self._loop.decoder.traces.total()
 
     def hand_over(
@@ -104,7 +123,7 @@ class RolloutDecoder:
         """Returns the loop with these weights: no copy of arrays that are on the device.
 
         Pages of earlier weights are forgotten unless these are the very arrays of the last
-        rollout, or `version` is that of the last.
+        rollout, and `version` is None or that of the last.
 
         Args:
           params: of the target, or of target and drafter. Arrays of numpy may change in
@@ -114,32 +133,34 @@ class RolloutDecoder:
         Raises:
           ValueError: shapes, dtypes or names are not those the decoder was built for.
         """
+        if version is not None and not 0 <= operator.index(version) < 2**31:
+            raise ValueError(f"params_version={version!r} must be from 0 to 2**31 - 1.")
         weights = self._complete(params)
-        leaves = jax.tree.leaves(weights)
         self._validate(weights)
-        if any(not isinstance(leaf, jax.Array) for leaf in leaves):
-            weights = jax.tree.map(jnp.asarray, weights)
-        is_same = len(leaves) == len(self._leaves) and all(
-            ref() is leaf for ref, leaf in zip(self._leaves, leaves)
-        )
-        if version is not None:
-            is_same = is_same and version == self.params_version
-        is_new = self._loop is None or not is_same
-        if is_new:
+        leaves = jax.tree.leaves(weights)
+        is_lent = all(isinstance(leaf, jax.Array) for leaf in leaves)
+        if not is_lent:
+            weights = jax.tree.map(_on_device, weights)
+        is_same = is_lent and len(leaves) == len(self._leaves)
+        is_same = is_same and all(ref() is x for ref, x in zip(self._leaves, leaves))
+        is_same = is_same and version in (None, self.params_version)
+        # Until weights and pages are one: what raises in between leaves nothing to go on from.
+        self._leaves = ()
+        if self._loop is None:
+            self._loop = self._make_loop(weights)
+        if self._loop.has_work:
+            self._loop.abandon()
+        self._loop.take_params(weights, is_new=not is_same)
+        if not is_same:
             self.params_version = (
                 self.params_version + 1 if version is None else version
             )
-        # Not the arrays themselves: the trainer may want their memory.
-        self._leaves = tuple(weakref.ref(leaf) for leaf in leaves)
-        if self._loop is None:
-            self._loop = self._make_loop(weights)
-        if is_new:
-            self._loop.take_params(weights)
-        else:
-            self._loop.params = self._loop.decoder.place_params(weights)
+        if is_lent:
+            # Not the arrays themselves: the trainer may want their memory.
+            self._leaves = tuple(weakref.ref(leaf) for leaf in leaves)
         if self._told:
-            self._loop.remember(*zip(*self._told))
-            self._told.clear()
+            told, self._told = self._told, collections.deque(maxlen=MOST_TOLD)
+            self._loop.remember(*zip(*told))
         return self._loop
 
     def let_go(self) -> None:
@@ -152,12 +173,12 @@ class RolloutDecoder:
         """Returns the valid requests, n per prompt, and those refused; see Setup."""
         return self._setup.requests(prompts, sampling)
 
-    def tokenized(self, prompt: Any) -> Any:
-        """Returns the token ids of a prompt; a prompt that has none as it is, to be refused."""
+    def tokenized(self, prompt: Any) -> list[int] | None:
+        """Returns the token ids of a prompt; None for one that will be refused."""
         try:
             return token_ids(self._setup.target, prompt)
         except (ValueError, TypeError):
-            return prompt
+            return None
 
     def remember(
         self,
@@ -170,19 +191,25 @@ class RolloutDecoder:
         otherwise has no use for them. The oldest go where the corpus is full.
 
         Raises:
-          ValueError: there are not as many completions as prompts.
+          ValueError: there are not as many completions as prompts, or ids outside the
+            vocabulary.
         """
         if len(prompts) != len(completions):
             raise ValueError(
                 f"{len(prompts)} prompts and {len(completions)} completions were given; "
                 "pass the prompt of each completion."
             )
-        self._told.extend(zip(map(_as_ints, prompts), map(_as_ints, completions)))
+        ids = functools.partial(token_ids, self._setup.target)
+        pairs = zip(map(_as_ints, prompts), map(_as_ints, completions), strict=True)
+        self._told.extend(
+            (ids(prompt), ids(answer)) for prompt, answer in pairs if answer
+        )
 
     def forget(self) -> None:
         """Forgets all text: the corpus, pages, and how long answers were. Nothing is compiled anew."""
         self._told.clear()
         self._lengths.clear()
+        self._leaves = ()
         if self._loop is not None:
             self._loop.forget()
 
@@ -202,12 +229,16 @@ class RolloutDecoder:
         target = dataclasses.replace(self._setup.target, params=params.target)
         drafter = dataclasses.replace(self._setup.drafter, params=params.drafter)
         setup = dataclasses.replace(self._setup, target=target, drafter=drafter)
-        setup = setup.with_reported_memory().for_run([self._rule], self._policy)
+        # With weights only while memory is looked at: what is kept must not hold them.
+        engine = setup.with_reported_memory().engine
+        setup = dataclasses.replace(self._setup, engine=engine)
+        setup = setup.for_run([self.rule], self._policy)
         return setup.loop(
             setup.standing_sizes(),
-            [self._rule],
+            [self.rule],
             self._policy,
             on_progress=lambda what, done, total: None,
+            params=DecoderParams(None),
         )
 
     def _complete(self, params: Any) -> DecoderParams:
@@ -311,7 +342,12 @@ def _check_same(given: Any, expected: Any, what: str) -> None:
 
 
 def _as_ints(token_ids: Sequence[int]) -> list[int]:
-    return [int(token) for token in token_ids]
+    return [operator.index(token) for token in token_ids]
+
+
+def _on_device(leaf: Any) -> jax.Array:
+    """Returns an array that nobody else can change."""
+    return leaf if isinstance(leaf, jax.Array) else jnp.array(leaf, copy=True)
 
 
 def _names(tree: Any) -> set[str]:

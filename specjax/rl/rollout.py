@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import operator
 import secrets
 import time
 import warnings
@@ -107,6 +108,7 @@ def rollout(
     begun_at = time.perf_counter()
     sampling = sampling or SamplingParams()
     _check(num_samples, token_budget, time_budget_s, sampling)
+    rule = _rule(decoder, sampling)
     if isinstance(prompts, Rollout):
         if num_samples is not None or seeds is not None or prompt_mask is not None:
             raise ValueError(
@@ -130,11 +132,11 @@ def rollout(
         if token_budget is not None:
             now = len(request.prompt_token_ids) + len(request.output_token_ids)
             request.max_length = min(request.max_length, now + token_budget)
-    _expect(decoder, requests, expected_lengths)
+    _expect(decoder, table, requests, expected_lengths)
     handed_at = time.perf_counter()
-    loop = decoder.hand_over(params, params_version)
-    run = _Run(loop, handed_at)
     try:
+        loop = decoder.hand_over(params, params_version)
+        run = _Run(loop, handed_at)
         for index in _longest_first(requests):
             try:
                 loop.add(requests[index])
@@ -144,11 +146,11 @@ def rollout(
         deadline = None if time_budget_s is None else begun_at + time_budget_s
         while loop.has_work:
             if deadline is not None and time.perf_counter() >= deadline:
+                loop.pause()
                 break
             loop.step()
     finally:
-        if loop.has_work:
-            loop.pause()
+        # Whatever an exception left is dropped with the next call.
         decoder.let_go()
     for index, request in requests.items():
         table.fill(index, request, decoder.params_version, most[request])
@@ -156,7 +158,8 @@ def rollout(
     _learn_lengths(decoder, table, requests)
     metrics = run.metrics(decoder, table, requests, begun_at)
     _alarm(metrics, decoder, alarm_rate)
-    return table.placed(_placing(decoder, prompts), metrics, decoder.is_exact)
+    place = _placing(decoder, prompts, len(table.lengths))
+    return table.placed(place, metrics, decoder.is_exact_under(rule))
 
 
 class _Table:
@@ -306,16 +309,31 @@ def _check(
         )
 
 
+def _rule(decoder: RolloutDecoder, sampling: SamplingParams) -> str:
+    """Returns the rule that drafts are verified by.
+
+    Raises:
+      ValueError: it is neither one of equality, which always are there, nor the decoder's.
+    """
+    rule = sampling.verification or decoder.verification
+    if rule not in ("greedy", "seeded", "delta", decoder.verification):
+        raise ValueError(
+            f"sampling.verification={rule!r} is not compiled into this decoder, which has "
+            f"{decoder.verification!r}; pass verification={rule!r} to build_decoder."
+        )
+    return rule
+
+
 def _as_rows(
     decoder: RolloutDecoder, prompts: Any, prompt_mask: Any
 ) -> tuple[list[Any], int | None]:
-    """Returns the prompts one by one, and the width of the array they came in."""
+    """Returns the prompts as they are, one by one, and the width of the array they came in."""
     if not hasattr(prompts, "ndim"):
         if prompt_mask is not None:
             raise ValueError(
                 "prompt_mask goes with an array of prompts, not with lists."
             )
-        return list(map(decoder.tokenized, as_list(prompts))), None
+        return as_list(prompts), None
     ids = np.asarray(prompts)
     if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(
@@ -336,27 +354,40 @@ def _as_rows(
 
 
 def _seeded(
-    sampling: SamplingParams, rows: Sequence[Any], seeds: Any
+    sampling: SamplingParams, rows: Sequence[Sequence[int]], seeds: Any
 ) -> list[SamplingParams]:
     """Returns the sampling parameters of every prompt, with a seed of its own."""
+    sampling.validate()
     if seeds is not None:
-        given = [int(seed) for seed in np.asarray(seeds).reshape(-1)]
+        # Not through an array: of numbers above 2**63 and others it makes floats.
+        given = [_checked_seed(seed) for seed in seeds]
         if len(given) != len(rows):
             raise ValueError(
                 f"{len(given)} seeds were given for {len(rows)} prompts; pass one each."
             )
         return [dataclasses.replace(sampling, seed=seed) for seed in given]
-    seed = secrets.randbits(63) if sampling.seed is None else int(sampling.seed)
+    seed = sampling.seed
+    seed = secrets.randbits(63) if seed is None else _checked_seed(seed)
     times: collections.Counter[bytes] = collections.Counter()
     seeded = []
     for row in rows:
-        text = np.asarray(row, np.int64).tobytes() if isinstance(row, list) else b""
+        text = np.asarray(row, np.int64).tobytes()
         own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
         seeded.append(
             dataclasses.replace(sampling, seed=derive_seed(seed ^ own, times[text]))
         )
         times[text] += 1
     return seeded
+
+
+def _checked_seed(seed: Any) -> int:
+    try:
+        number = operator.index(seed)
+    except TypeError:
+        number = -1
+    if not 0 <= number < 2**64:
+        raise ValueError(f"{seed=!r} must be a whole number from 0 to 2**64 - 1.")
+    return number
 
 
 def _begun(
@@ -373,10 +404,14 @@ def _begun(
     asked = dataclasses.replace(
         sampling, n=num_samples, logprobs=sampling.logprobs or 0
     )
-    made, refused = decoder.requests(rows, _seeded(asked, rows, seeds))
+    known = [decoder.tokenized(row) for row in rows]
+    ids = [() if row is None else row for row in known]
+    given = [row if own is None else own for row, own in zip(rows, known)]
+    made, refused = decoder.requests(given, _seeded(asked, ids, seeds))
     if not made:
         raise ValueError(f"no prompt can be served: {refused[0].error}")
-    prompts = [row if isinstance(row, list) else () for row in rows]
+    served = {request.prompt_index for request in made}
+    prompts = [own if index in served else () for index, own in enumerate(ids)]
     longest = max(len(request.prompt_token_ids) for request in made)
     width = width or array_width or longest
     if width < longest:
@@ -384,8 +419,8 @@ def _begun(
             f"prompt_width={width} is below the {longest} tokens of the longest prompt; "
             "raise it, or shorten the prompt."
         )
-    everybody = [prompt[-width:] for prompt in prompts for _ in range(num_samples)]
-    table = _Table(everybody, width, sampling.max_tokens)
+    everybody = [prompt for prompt in prompts for _ in range(num_samples)]
+    table = _Table(everybody, width, min(sampling.max_tokens, decoder.max_length))
     table.describe(asked)
     table.prompt_index[:] = np.repeat(np.arange(len(rows)), num_samples)
     requests = {}
@@ -414,11 +449,17 @@ def _resumed(
     """Returns the table of a rollout that goes on, and the requests that have not ended."""
     table = _Table.of(batch)
     length = table.completion_ids.shape[1]
-    if sampling.max_tokens != length:
-        raise ValueError(
-            f"sampling.max_tokens={sampling.max_tokens} is not that of the rollout, {length}; "
-            "pass the sampling parameters it began with."
-        )
+    k = 0 if batch.top_ids is None else batch.top_ids.shape[2]
+    for name, value, own in (
+        ("max_tokens", min(sampling.max_tokens, decoder.max_length), length),
+        ("entropy", sampling.entropy, batch.entropy is not None),
+        ("logprobs", sampling.logprobs or 0, k),
+    ):
+        if value != own:
+            raise ValueError(
+                f"sampling.{name}={value!r} is not that of the rollout, {own!r}; pass the "
+                "sampling parameters it began with."
+            )
     asked = dataclasses.replace(sampling, logprobs=sampling.logprobs or 0, seed=0)
     table.describe(asked)
     left = np.flatnonzero(table.finish_reasons == UNFINISHED).tolist()
@@ -445,15 +486,21 @@ def _resumed(
 
 
 def _expect(
-    decoder: RolloutDecoder, requests: dict[int, Request], expected: Any
+    decoder: RolloutDecoder, table: _Table, requests: dict[int, Request], expected: Any
 ) -> None:
     """Tells requests how long their completions are expected to be; 0 where nobody knows."""
-    given = () if expected is None else np.asarray(expected, float).reshape(-1)
-    for request in requests.values():
-        if request.prompt_index < len(given):
-            length = float(given[request.prompt_index])
-        else:
-            length = decoder.expected_length(request.prompt_token_ids)
+    given = None
+    if expected is not None:
+        given = np.asarray(expected, float).reshape(-1)
+        count = int(table.prompt_index.max()) + 1
+        if len(given) != count or not np.all(np.isfinite(given)):
+            raise ValueError(
+                f"expected_lengths={expected!r} must be {count} numbers, one per prompt."
+            )
+    for index, request in requests.items():
+        length = decoder.expected_length(request.prompt_token_ids)
+        if given is not None:
+            length = float(given[table.prompt_index[index]])
         request.expected_length = max(round(length), 0)
 
 
@@ -476,7 +523,11 @@ def _refuse_nonsense(table: _Table, requests: dict[int, Request]) -> None:
     ]
     if not failed:
         return
-    if len(failed) == len(requests) and not np.any(table.lengths):
+    has_gained = any(
+        len(request.output_token_ids) > request.num_resumed
+        for request in requests.values()
+    )
+    if len(failed) == len(requests) and not has_gained:
         raise ValueError(f"no sample could be drawn: {failed[0].error}")
     warnings.warn(
         f"{len(failed)} of {len(requests)} samples have finish reason ERROR: {failed[0].error}",
@@ -487,16 +538,16 @@ def _refuse_nonsense(table: _Table, requests: dict[int, Request]) -> None:
 def _learn_lengths(
     decoder: RolloutDecoder, table: _Table, requests: dict[int, Request]
 ) -> None:
-    """Tells the decoder how long the longest completion of each prompt was."""
-    longest: dict[int, tuple[Request, int]] = {}
-    for index, request in requests.items():
-        if table.finish_reasons[index] not in (STOP, LENGTH):
-            continue
-        prompt, length = int(table.prompt_index[index]), int(table.lengths[index])
-        if length > longest.get(prompt, (request, -1))[1]:
-            longest[prompt] = request, length
-    for request, length in longest.values():
-        decoder.learn_length(request.prompt_token_ids, length)
+    """Tells the decoder how long the longest completion was, of prompts whose last has now ended."""
+    prompts = {
+        int(table.prompt_index[index]): request.prompt_token_ids
+        for index, request in requests.items()
+    }
+    for prompt, token_ids in prompts.items():
+        own = table.prompt_index == prompt
+        reasons = table.finish_reasons[own]
+        if UNFINISHED not in reasons and np.any(reasons != ERROR):
+            decoder.learn_length(token_ids, int(table.lengths[own].max()))
 
 
 class _Run:
@@ -562,14 +613,26 @@ def _alarm(metrics: dict[str, Any], decoder: RolloutDecoder, rate: float) -> Non
     )
 
 
-def _placing(decoder: RolloutDecoder, prompts: Any) -> NamedSharding | None:
-    """Returns where the results go: as prompts are over their first axis, else as rows are."""
+def _placing(
+    decoder: RolloutDecoder, prompts: Any, num_samples: int
+) -> NamedSharding | None:
+    """Returns where the results go: as prompts are over their first axis, else as rows are.
+
+    On every device whole where they do not divide evenly.
+    """
     given = getattr(prompts, "sharding", None)
     if isinstance(prompts, Rollout):
         given = getattr(prompts.prompt_ids, "sharding", None)
+    mesh, spec = decoder.mesh, PartitionSpec()
     if isinstance(given, NamedSharding):
-        return NamedSharding(given.mesh, PartitionSpec(*given.spec[:1]))
-    mesh = decoder.mesh
+        mesh, spec = given.mesh, PartitionSpec(*given.spec[:1])
+    elif mesh is not None:
+        spec = sharding.spec_of(("rows",), mesh)
     if mesh is None:
         return None
-    return NamedSharding(mesh, sharding.spec_of(("rows",), mesh))
+    place = NamedSharding(mesh, spec)
+    try:
+        place.shard_shape((num_samples,))
+    except ValueError:  # how jax says that they do not
+        return NamedSharding(mesh, PartitionSpec())
+    return place

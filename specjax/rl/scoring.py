@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -55,15 +56,18 @@ def score(
     names = Texts._fields
     texts = Texts(*(np.asarray(getattr(batch, name)) for name in names))
     masks = texts.prompt_mask.astype(bool), texts.completion_mask.astype(bool)
-    loop = decoder.hand_over(params, params_version)
+    _check_ids(texts, masks, decoder.config.vocab_size)
     try:
+        loop = decoder.hand_over(params, params_version)
         sizes, engine = loop.decoder.sizes, loop.decoder.engine_config
         prompts = masks[0].sum(axis=1)
         lengths = prompts + masks[1].sum(axis=1)
-        _check(prompts, lengths, sizes.max_length)
+        # What has no completion, as a sample that was refused, has nothing to be scored.
+        scored = np.flatnonzero(masks[1].any(axis=1))
+        _check(prompts, lengths, scored, sizes.max_length)
         columns = [np.zeros(masks[1].shape, np.float32) for _ in range(3)]
-        for first in range(0, len(lengths), sizes.rows):
-            own = range(first, min(first + sizes.rows, len(lengths)))
+        for first in range(0, len(scored), sizes.rows):
+            own = scored[first : first + sizes.rows].tolist()
             history = np.zeros((sizes.rows, sizes.max_length), np.int32)
             num_tokens = np.zeros(sizes.rows, np.int32)
             values: dict[str, Any] = empty_row_values(sizes.rows, engine)
@@ -95,15 +99,35 @@ def score(
     return RolloutLogProbs(behaviour=behaviour, tempered=tempered, raw=raw)
 
 
-def _check(prompts: np.ndarray, lengths: np.ndarray, most: int) -> None:
+def _check_ids(texts: Texts, masks: Sequence[np.ndarray], vocab_size: int) -> None:
+    """Raises ValueError for arrays that do not belong together, or hold no token ids."""
+    parts = (
+        ("prompt", texts.prompt_ids, masks[0]),
+        ("completion", texts.completion_ids, masks[1]),
+    )
+    for name, ids, mask in parts:
+        if ids.ndim != 2 or mask.shape != ids.shape or len(ids) != len(masks[0]):
+            raise ValueError(
+                f"{name}_ids {ids.shape} and {name}_mask {mask.shape} must be "
+                "[num_samples, width] each, of as many samples as the others."
+            )
+        text = ids[mask]
+        if np.any((text < 0) | (text >= vocab_size)):
+            raise ValueError(
+                f"{name}_ids holds ids outside the vocabulary; expected 0 to {vocab_size - 1}."
+            )
+
+
+def _check(
+    prompts: np.ndarray, lengths: np.ndarray, scored: np.ndarray, most: int
+) -> None:
     """Raises ValueError for texts that cannot be scored."""
-    if np.any(prompts < 1):
+    for index in scored[prompts[scored] < 1]:
         raise ValueError(
-            f"text {int(np.argmin(prompts))} has an empty prompt; the first token needs one "
-            "before it, say the beginning-of-sequence token."
+            f"text {index} has an empty prompt; the first token needs one before it, say the "
+            "beginning-of-sequence token."
         )
-    if np.any(lengths > most):
-        index = int(np.argmax(lengths))
+    for index in scored[lengths[scored] > most]:
         raise ValueError(
             f"text {index} has {int(lengths[index])} tokens and the decoder's rows hold "
             f"{most}; raise EngineConfig.max_context."

@@ -6,6 +6,7 @@ import functools
 import gc
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -130,7 +131,7 @@ def test_it_passes_through_jit():
     @jax.jit
     def loss(batch):
         total = jnp.sum(batch.logprobs.tempered * batch.completion_mask)
-        return total, batch
+        return total - jnp.sum(batch.acceptance_rates), batch
 
     total, same = loss(batch)
     assert total < 0
@@ -317,8 +318,9 @@ def test_arrays_of_numpy_are_read_anew_each_time():
     assert_same(roll("plain", params), expected())
     for leaf in jax.tree.leaves(params):
         leaf *= 1.3
-    wanted = roll("plain", jax.tree.map(jnp.asarray, params))
-    assert_same(roll("plain", params), wanted)
+    changed = roll("plain", params)
+    assert_same(changed, roll("plain", jax.tree.map(jnp.array, params)))
+    assert np.any(changed.completion_ids != expected().completion_ids)
 
 
 def test_a_draft_model_may_be_renewed_with_the_policy():
@@ -428,9 +430,10 @@ def test_the_longest_go_first():
     new = specjax.build_decoder(target(), engine=ENGINE)
     made, _ = new.requests(PROMPTS, [SamplingParams(n=2, seed=0)] * 4)
     requests = dict(enumerate(made))
+    table = SimpleNamespace(prompt_index=np.repeat(np.arange(4), 2))
 
     def order(lengths):
-        expect(new, requests, lengths)
+        expect(new, table, requests, lengths)
         return longest_first(requests)
 
     assert order([1, 9, 5, 3]) == [2, 3, 4, 5, 6, 7, 0, 1]
@@ -528,6 +531,13 @@ def test_weights_that_are_nan_do_not_poison_the_next():
         ({"sampling": SamplingParams(n=3)}, "sampling.n=3 must be left at 1"),
         ({"sampling": SamplingParams(temperature=-1)}, "temperature=-1"),
         ({"seeds": [1, 2]}, "2 seeds were given for 4 prompts"),
+        ({"seeds": [1, 2, 3, 0.5]}, "seed=0.5 must be a whole number from 0"),
+        ({"seeds": [1, 2, 3, 2**64]}, "seed=18446744073709551616 must be"),
+        ({"sampling": SamplingParams(seed=-1)}, "seed=-1"),
+        ({"sampling": SamplingParams(verification="block")}, "is not compiled into"),
+        ({"params_version": 2**31}, "params_version=2147483648 must be from 0"),
+        ({"expected_lengths": [1.0]}, "must be 4 numbers, one per prompt"),
+        ({"expected_lengths": [1, 2, 3, np.nan]}, "must be 4 numbers"),
         ({"prompt_width": 3}, "prompt_width=3 is below the 18 tokens"),
         ({"token_budget": 0}, "token_budget=0 must be"),
         ({"time_budget_s": 0}, "time_budget_s=0 must be"),
@@ -684,3 +694,144 @@ def test_answers_of_other_runs_are_drafted():
         told.remember(prompts, answers[1:])
     decoder("plain").remember(prompts, answers)  # has no use for them
     assert_same(roll("plain"), batch)
+
+
+# What a review found
+
+
+def test_the_first_weights_are_not_held_either():
+    history = specjax.build_decoder(target(), engine=ENGINE, drafter="history", **K)
+    first = moved(target().params)
+    kept = [weakref.ref(leaf) for leaf in jax.tree.leaves(first)]
+    run = functools.partial(specjax.rollout, history, sampling=SAMPLING)
+    run(first, PROMPTS)
+    run(target().params, PROMPTS)
+    del first
+    gc.collect()
+    assert not any(ref() for ref in kept)
+
+
+@pytest.mark.parametrize("at", ["step", "pause"])
+def test_an_interruption_leaves_nothing(at, monkeypatch):
+    roll("history")
+    loop = decoder("history").hand_over(target().params)
+    step, num_steps = type(loop).step, []
+
+    def interrupted(self, *arguments):
+        num_steps.append(1)
+        if len(num_steps) == 3:
+            raise KeyboardInterrupt
+        return step(self, *arguments)
+
+    def unreadable(self):
+        raise KeyboardInterrupt
+
+    other = moved(target().params)
+    with monkeypatch.context() as patch:
+        if at == "step":
+            patch.setattr(type(loop), "step", interrupted)
+        else:
+            patch.setattr(type(loop), "_read", unreadable)
+        with pytest.raises(KeyboardInterrupt):
+            roll("history", other)
+    assert_same(roll("history"), expected())
+    assert_same(roll("history"), expected())
+    with monkeypatch.context() as patch:
+        patch.setattr(type(loop), "_read", unreadable)
+        with pytest.raises(KeyboardInterrupt):
+            roll("history")
+    decoder("history").forget()
+    assert_same(roll("history"), expected())
+
+
+def test_seeds_keep_all_their_bits():
+    seeds = [1, 2**63 + 1, 2**63 + 2, 2]
+    batch = roll("plain", seeds=seeds)
+    assert len({tuple(words) for words in np.asarray(batch.seeds).tolist()}) == 8
+    again = roll("plain", seeds=np.array(seeds, np.uint64))
+    assert_same(again, batch)
+
+
+def test_prompts_that_are_none_are_errors_of_their_own():
+    strange = ["a", [1, None], [2**70], [[1, 2]], [-1], [61], [1.5]]
+    for one in strange:
+        with pytest.warns(UserWarning, match="2 of 4 samples were refused"):
+            batch = roll("plain", prompts=[PROMPTS[0], one])
+        np.testing.assert_array_equal(
+            batch.completion_ids[:2], expected().completion_ids[:2]
+        )
+        assert batch.finish_reasons.tolist()[2:] == [ERROR, ERROR]
+        assert not np.asarray(batch.prompt_mask)[2:].any()
+    told = specjax.score(decoder("plain"), target().params, batch, sampling=SAMPLING)
+    np.testing.assert_array_equal(told.raw[:2], batch.logprobs.raw[:2])
+    assert not np.asarray(told.raw[2:]).any()
+
+
+def test_lengths_are_learned_once_all_samples_have_ended():
+    slow = specjax.build_decoder(target(), engine=ENGINE)
+    run = functools.partial(
+        specjax.rollout, slow, target().params, sampling=SAMPLING, token_budget=8
+    )
+    batch = run(PROMPTS, num_samples=2)
+    while not batch.is_finished:
+        for index, prompt in enumerate(PROMPTS):
+            own = np.asarray(batch.prompt_index) == index
+            has_ended = not np.any(np.asarray(batch.finish_reasons)[own] == UNFINISHED)
+            assert (slow.expected_length(prompt) > 0) == has_ended
+        batch = run(batch)
+    for index, prompt in enumerate(PROMPTS):
+        own = np.asarray(batch.prompt_index) == index
+        assert slow.expected_length(prompt) == np.asarray(batch.lengths)[own].max()
+
+
+def test_weights_that_are_nan_raise_on_resuming_too():
+    begun = roll("plain", token_budget=4)
+    nan = jax.tree.map(lambda x: x * jnp.nan, target().params)
+    with pytest.raises(ValueError, match="no sample could be drawn"):
+        specjax.rollout(decoder("plain"), nan, begun, sampling=SAMPLING)
+    batch, _ = finish("plain", begun)
+    assert_same(batch, expected())
+
+
+def test_what_was_written_before_a_pause_is_drafted_from():
+    history = specjax.build_decoder(
+        target(), drafter="history", engine=ENGINE, speculative_config=FIXED
+    )
+    run = functools.partial(
+        specjax.rollout, history, target().params, sampling=SAMPLING
+    )
+    batch = run(PROMPTS, num_samples=2, token_budget=16)
+    loop = history.hand_over(target().params)
+    assert loop._feed.num_waiting > 0 or np.asarray(loop._state.drafter.head) > 0
+    assert_same(run(PROMPTS, num_samples=2), expected())
+    del batch
+
+
+def test_completions_are_no_wider_than_rows():
+    long = SamplingParams(max_tokens=10**7, temperature=0.8, seed=3)
+    batch = roll("plain", prompts=PROMPTS[:1], sampling=long)
+    assert batch.completion_ids.shape == (2, ENGINE.max_context)
+
+
+def test_samples_that_do_not_divide_over_the_mesh():
+    mesh = jax.make_mesh((2,), ("data",))
+    split = specjax.build_decoder(target(), engine=ENGINE, mesh=mesh)
+    batch = specjax.rollout(
+        split, target().params, PROMPTS[:3], num_samples=1, sampling=SAMPLING
+    )
+    np.testing.assert_array_equal(
+        batch.completion_ids, np.asarray(expected().completion_ids)[[0, 2, 4]]
+    )
+
+
+def test_text_outside_the_vocabulary_is_refused_where_it_is_told():
+    with pytest.raises(ValueError, match="token id 1000 is outside the vocabulary"):
+        decoder("history").remember([[1, 2, 3]], [[4, 1000]])
+    assert_same(roll("history"), expected())
+
+
+def test_a_corpus_that_cannot_be_is_refused_at_once():
+    with pytest.raises(ValueError, match="change corpus_tokens"):
+        specjax.build_decoder(
+            target(), drafter="history", speculative_config={"corpus_tokens": 10}
+        )
