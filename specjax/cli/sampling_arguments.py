@@ -66,7 +66,7 @@ OPTIONS = (
     Option("logprobs", "log-probabilities of the chosen and K more", "K", int),
 )
 
-SWITCHES = ("ignore_eos", "speculate", "self_check")
+SWITCHES = ("ignore_eos", "speculate", "self_check", "entropy")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -104,6 +104,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         default=argparse.SUPPRESS,
         help="report how far the draws are from what their law has on average",
+    )
+    group.add_argument(
+        "--entropy",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="with --logprobs, the entropy in nats of what each token was drawn from",
     )
 
 

@@ -74,11 +74,16 @@ class TextWriter:
         if not logprobs:
             return
         self.end()
+        has_entropy = logprobs[0].entropy is not None
+        entropy = ", entropy" if has_entropy else ""
         self._write(
-            "log-probability processed, raw: token; most likely processed\n", BOLD
+            f"log-probability processed, raw{entropy}: token; most likely processed\n",
+            BOLD,
         )
         for one in logprobs:
-            line = f"{one.processed:9.4f} {one.raw:9.4f}: {name(one.token_id)}"
+            line = f"{one.processed:9.4f} {one.raw:9.4f}"
+            line += "" if one.entropy is None else f" {one.entropy:9.4f}"
+            line += f": {name(one.token_id)}"
             if one.top_processed:
                 top = (f"{name(i)} {value:.4f}" for i, value in one.top_processed)
                 line += "; " + ", ".join(top)

@@ -86,14 +86,12 @@ def choose_and(
     *,
     role: int | Array = TARGET_TOKEN,
     processed: Array | None = None,
-    needs_processed: Array | bool = False,
 ) -> Any:
     """`choose_tokens`, and what `describe` makes of the choice where it is made.
 
     Args:
       describe: given the choice, and the processed logits or None where the batch
-        needed none; the same shapes either way.
-      needs_processed: bool[], whether to process the logits in any case.
+        needed none (`is_plain` of all); the same shapes either way.
     """
     check_shapes(logits, sampling, row_ids, positions, history)
     row = jnp.minimum(row_ids, sampling.rows - 1)
@@ -148,7 +146,7 @@ def choose_and(
         choice = choice._replace(is_invalid=choice.is_invalid | is_bad)
         return describe(choice, values)
 
-    is_plain = ~(used.edits | used.filters | needs_processed)
+    is_plain = ~(used.edits | used.filters)
     is_greedy = ~used.temperature
     return lax.switch(
         jnp.where(is_plain, jnp.where(is_greedy, 0, 1), 2),

@@ -43,7 +43,7 @@ History: TypeAlias = Array | TreeHistory
 
 
 class Usage(NamedTuple):
-    """Whether any token of the batch needs a feature, bool[] each."""
+    """Whether a token, or any of the batch, needs a feature, bool[num_tokens] or bool[] each."""
 
     allowed: Array
     bias: Array
@@ -69,6 +69,21 @@ class Usage(NamedTuple):
 
 def usage(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
     """Returns which features the rows that have tokens in a batch use."""
+    by_token = _usage_by_token(sampling, row_ids, positions)
+    return Usage(*jnp.any(jnp.stack(by_token), axis=1))
+
+
+def is_plain(sampling: RowSampling, row_ids: Array, positions: Array) -> Array:
+    """Returns which tokens are drawn from the logits over the temperature alone, bool[num_tokens].
+
+    Or are the likeliest, at temperature 0; padding is plain.
+    """
+    used = _usage_by_token(sampling, row_ids, positions)
+    return ~(used.edits | used.filters)
+
+
+def _usage_by_token(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
+    """Returns which features each token needs, bool[num_tokens] each."""
     row, is_own = own_rows(sampling, row_ids)
     is_random = sampling.temperature > 0
     filters = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
@@ -84,8 +99,7 @@ def usage(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
     )
     by_token = jnp.stack(by_row, axis=1)[row] & is_own[:, None]
     is_early = is_own & _is_early(sampling, row, positions)
-    used = Usage(*jnp.any(by_token, axis=0))
-    return used._replace(min_tokens=jnp.any(is_early))
+    return Usage(*by_token.T)._replace(min_tokens=is_early)
 
 
 def own_rows(sampling: RowSampling, row_ids: Array) -> tuple[Array, Array]:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from specjax.sampling.choosing import Choice, choose_and
-from specjax.sampling.processing import History, own_rows, process_logits
+from specjax.sampling.processing import (
+    History,
+    is_plain,
+    own_rows,
+    process_logits,
+    scaler,
+)
 from specjax.sampling.row_sampling import RowSampling
 
 
@@ -42,11 +49,49 @@ class LogProbs(NamedTuple):
     variance: Array  # f32[num_tokens], of log p(x) for x drawn from p
 
 
+class _Scores(NamedTuple):
+    """Log-probabilities under one distribution."""
+
+    chosen: Array  # f32[num_tokens]
+    top_ids: Array  # i32[num_tokens, max_logprobs]
+    top: Array  # f32[num_tokens, max_logprobs]
+
+
+class _Shape(NamedTuple):
+    """Of a distribution: what belongs to no token of it; as in LogProbs."""
+
+    entropy: Array
+    surplus: Array
+    variance: Array
+
+
+class _Asked(NamedTuple):
+    """What the rows of a batch ask for, by token."""
+
+    num_logprobs: Array  # i32[num_tokens], -1 is none
+    has_entropy: Array  # bool[num_tokens]
+    is_checked: Array  # bool[num_tokens]: random draws of rows that check themselves
+    is_plain: Array  # bool[num_tokens], of processing
+
+    @property
+    def anything(self) -> Array:
+        return jnp.any((self.num_logprobs >= 0) | self.has_entropy | self.is_checked)
+
+
+def _asked(sampling: RowSampling, row_ids: Array, positions: Array) -> _Asked:
+    row, is_own = own_rows(sampling, row_ids)
+    return _Asked(
+        jnp.where(is_own, sampling.num_logprobs[row], -1),
+        sampling.has_entropy[row] & is_own,
+        (sampling.is_checked & (sampling.temperature > 0))[row] & is_own,
+        is_plain(sampling, row_ids, positions),
+    )
+
+
 def no_logprobs(num_tokens: int, max_logprobs: int) -> LogProbs:
     """Returns the zeros of a batch that asks for no log-probabilities."""
-    one = jnp.zeros(num_tokens)
-    top = _no_top(num_tokens, max_logprobs)
-    return LogProbs(one, *top, one, *top, one, one, one, one)
+    none = _no_scores(num_tokens, max_logprobs)
+    return LogProbs._make([*none, *none, none.chosen, *_no_shape(num_tokens)])
 
 
 def token_logprobs(
@@ -67,68 +112,144 @@ def token_logprobs(
       max_logprobs: EngineConfig.max_logprobs; a vocabulary may be smaller.
       processed: `process_logits` of the same arguments, if there already.
     """
-    num_tokens = logits.shape[0]
-    nothing = no_logprobs(num_tokens, max_logprobs)
-    most = _most_logprobs(sampling, row_ids)
-    is_checked = _is_checked(sampling, row_ids)
-    has_entropy = _has_entropy(sampling, row_ids)
+    asked = _asked(sampling, row_ids, positions)
 
-    def score() -> LogProbs:
-        sampled = processed
-        if sampled is None:
-            sampled = process_logits(logits, sampling, row_ids, positions, history)
-        of = lambda values: _score(values, token_ids, most > 0, max_logprobs)
+    def edited() -> tuple[_Scores, _Shape]:
+        values = processed
+        if values is None:
+            values = process_logits(logits, sampling, row_ids, positions, history)
+        return _of_edited(values, token_ids, asked, max_logprobs)
 
-        def scores() -> tuple[Array, ...]:
-            raw, processed = of(logits), of(sampled)
-            tempered = _tempered(logits, token_ids, sampling, row_ids, raw[0])
-            return *raw, *processed, tempered
-
-        entropy = lax.cond(
-            jnp.any(has_entropy),
-            lambda: jnp.where(has_entropy, _entropy(sampled), 0.0),
-            lambda: nothing.entropy,
+    def told() -> LogProbs:
+        own = lax.cond(
+            jnp.all(asked.is_plain),
+            lambda: _nothing(token_ids.shape[0], max_logprobs),
+            edited,
         )
-        check = lax.cond(
-            jnp.any(is_checked),
-            lambda: _surplus(sampled, token_ids, is_checked),
-            lambda: nothing[-2:],
+        return _together(logits, token_ids, sampling, row_ids, asked, *own)
+
+    nothing = no_logprobs(token_ids.shape[0], max_logprobs)
+    return lax.cond(asked.anything, told, lambda: nothing)
+
+
+def choose_and_score(
+    logits: Array,
+    sampling: RowSampling,
+    row_ids: Array,
+    positions: Array,
+    history: History,
+    *,
+    max_logprobs: int,
+) -> tuple[Choice, LogProbs]:
+    """`choose_tokens` and their `token_logprobs`, processing the logits once for both.
+
+    Where no row edits or filters them they are not stored again: the short paths of
+    choose_tokens, and sums over the logits as they are.
+    """
+    asked = _asked(sampling, row_ids, positions)
+    size = logits.shape[0], max_logprobs
+
+    def describe(
+        choice: Choice, processed: Array | None
+    ) -> tuple[Choice, tuple[_Scores, _Shape]]:
+        if processed is None:
+            return choice, _nothing(*size)
+        own = lax.cond(
+            asked.anything,
+            lambda: _of_edited(processed, choice.token_ids, asked, max_logprobs),
+            lambda: _nothing(*size),
         )
-        described = lax.cond(most >= 0, scores, lambda: nothing[:7])
-        return LogProbs._make([*described, entropy, *check])
+        return choice, own
 
-    return lax.cond(_is_asked(sampling, row_ids), score, lambda: nothing)
-
-
-def _is_asked(sampling: RowSampling, row_ids: Array) -> Array:
-    """Returns whether any token of the batch needs more than its choice, bool[]."""
-    is_described = _is_checked(sampling, row_ids) | _has_entropy(sampling, row_ids)
-    return jnp.any(is_described) | (_most_logprobs(sampling, row_ids) >= 0)
-
-
-def _has_entropy(sampling: RowSampling, row_ids: Array) -> Array:
-    """Returns which tokens are of rows that ask for the entropy, bool[num_tokens]."""
-    row, is_own = own_rows(sampling, row_ids)
-    return sampling.has_entropy[row] & is_own
+    choice, own = choose_and(describe, logits, sampling, row_ids, positions, history)
+    told = lax.cond(
+        asked.anything,
+        lambda: _together(logits, choice.token_ids, sampling, row_ids, asked, *own),
+        lambda: no_logprobs(*size),
+    )
+    return choice, told
 
 
-def _tempered(
-    logits: Array, token_ids: Array, sampling: RowSampling, row_ids: Array, raw: Array
-) -> Array:
-    """Returns the log-probabilities f32[num_tokens] after the temperature alone; `raw` are those before."""
+def _of_edited(
+    processed: Array, token_ids: Array, asked: _Asked, max_logprobs: int
+) -> tuple[_Scores, _Shape]:
+    """Returns what there is to say of processed logits; of tokens that are not plain."""
+    most = jnp.max(asked.num_logprobs)
+    scores = lax.cond(
+        most >= 0,
+        lambda: _scores(processed, token_ids, most > 0, max_logprobs),
+        lambda: _no_scores(token_ids.shape[0], max_logprobs),
+    )
+    return scores, _shape(processed, token_ids, asked, ~asked.is_plain)
+
+
+def _together(
+    logits: Array,
+    token_ids: Array,
+    sampling: RowSampling,
+    row_ids: Array,
+    asked: _Asked,
+    own: _Scores,
+    own_shape: _Shape,
+) -> LogProbs:
+    """Returns all of it; own is `_of_edited`, and taken for tokens that are not plain.
+
+    The others have `tempered`, whoever else is in the batch: their bits do not depend on it.
+    """
     row, is_own = own_rows(sampling, row_ids)
     temperature = sampling.temperature[row]
     is_divided = is_own & (temperature > 0) & (temperature != 1)
+    most = jnp.max(asked.num_logprobs)
+    max_logprobs = own.top.shape[1]
+    of = lambda values: _scores(values, token_ids, most > 0, max_logprobs)
+    scaled = lambda: scaler(logits, sampling, row)(logits)
 
-    def divided() -> Array:
-        # Where it is raw, by 1: some rows may be greedy.
-        by = jnp.where(is_divided, temperature, 1.0)[:, None]
-        scaled = logits / by
-        chosen = jnp.take_along_axis(scaled, token_ids[:, None], axis=1)
-        chosen = chosen - jax.nn.logsumexp(scaled, axis=1, keepdims=True)
-        return jnp.where(is_divided, chosen[:, 0], raw)
+    def scores() -> tuple[_Scores, _Scores, Array]:
+        raw = of(logits)
+        tempered = lax.cond(
+            jnp.any(is_divided),
+            lambda: _choose(is_divided, of(scaled()), raw),
+            lambda: raw,
+        )
+        return raw, _choose(asked.is_plain, tempered, own), tempered.chosen
 
-    return lax.cond(jnp.any(is_divided), divided, lambda: raw)
+    none = _no_scores(token_ids.shape[0], max_logprobs)
+    raw, processed, tempered = lax.cond(
+        most >= 0, scores, lambda: (none, none, none.chosen)
+    )
+    plain_shape = _shape(scaled, token_ids, asked, asked.is_plain)
+    shape = _choose(asked.is_plain, plain_shape, own_shape)
+    return LogProbs._make([*raw, *processed, tempered, *shape])
+
+
+def _choose(mask: Array, one: Any, other: Any) -> Any:
+    """Returns `one` for the tokens in mask bool[num_tokens]; pytrees of [num_tokens, ...]."""
+    along = lambda leaf: mask.reshape(-1, *[1] * (leaf.ndim - 1))
+    return jax.tree.map(lambda a, b: jnp.where(along(a), a, b), one, other)
+
+
+def _shape(
+    values: Array | Callable[[], Array], token_ids: Array, asked: _Asked, mask: Array
+) -> _Shape:
+    """Returns the _Shape of some logits, for tokens in mask; 0 for what is not asked.
+
+    Args:
+      values: f32[num_tokens, vocab], or what makes them where they are needed.
+    """
+    make = values if callable(values) else lambda: values
+    nothing = _no_shape(token_ids.shape[0])
+    has_entropy, is_checked = asked.has_entropy & mask, asked.is_checked & mask
+    entropy = lax.cond(
+        jnp.any(has_entropy),
+        lambda: jnp.where(has_entropy, _entropy(make()), 0.0),
+        lambda: nothing.entropy,
+    )
+    check = lax.cond(
+        jnp.any(is_checked),
+        lambda: _surplus(make(), token_ids, is_checked),
+        lambda: (nothing.surplus, nothing.variance),
+    )
+    return _Shape(entropy, *check)
 
 
 def _entropy(processed: Array) -> Array:
@@ -137,13 +258,6 @@ def _entropy(processed: Array) -> Array:
     probs = jnp.exp(log_probs)
     # 0 * -inf: what cannot be drawn adds nothing.
     return -jnp.sum(probs * jnp.where(probs > 0, log_probs, 0.0), axis=1)
-
-
-def _is_checked(sampling: RowSampling, row_ids: Array) -> Array:
-    """Returns which tokens are random draws of rows that check themselves, bool[num_tokens]."""
-    row = jnp.minimum(row_ids, sampling.rows - 1)
-    is_drawn = sampling.is_checked & (sampling.temperature > 0)
-    return is_drawn[row] & (row_ids < sampling.rows)
 
 
 def _surplus(
@@ -162,16 +276,10 @@ def _surplus(
     return keep(surplus), keep(variance)
 
 
-def _most_logprobs(sampling: RowSampling, row_ids: Array) -> Array:
-    """Returns the largest num_logprobs of the rows in a batch, i32[]; -1 is none."""
-    row, is_own = own_rows(sampling, row_ids)
-    return jnp.max(jnp.where(is_own, sampling.num_logprobs[row], -1))
-
-
-def _score(
+def _scores(
     logits: Array, token_ids: Array, needs_top: Array, max_logprobs: int
-) -> tuple[Array, Array, Array]:
-    """Returns logprobs of token_ids f32[n], and ids and logprobs of the most likely."""
+) -> _Scores:
+    """Returns the log-probabilities of token_ids and of the most likely tokens."""
     largest = jnp.max(logits, axis=1, keepdims=True)
     total = largest + jnp.log(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1) - total
@@ -183,50 +291,19 @@ def _score(
         padded = jnp.pad(values - total, missing, constant_values=-jnp.inf)
         return jnp.pad(ids, missing), padded
 
-    nothing = _no_top(logits.shape[0], max_logprobs)
-    ids, values = lax.cond(needs_top, top, lambda: nothing)
-    return chosen[:, 0], ids, values
+    none = _no_scores(logits.shape[0], max_logprobs)
+    return _Scores(chosen[:, 0], *lax.cond(needs_top, top, lambda: none[1:]))
 
 
-def _no_top(num_tokens: int, max_logprobs: int) -> tuple[Array, Array]:
+def _no_scores(num_tokens: int, max_logprobs: int) -> _Scores:
     shape = num_tokens, max_logprobs
-    return jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
+    return _Scores(jnp.zeros(num_tokens), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
 
 
-def choose_and_score(
-    logits: Array,
-    sampling: RowSampling,
-    row_ids: Array,
-    positions: Array,
-    history: History,
-    *,
-    max_logprobs: int,
-) -> tuple[Choice, LogProbs]:
-    """`choose_tokens` and their `token_logprobs`, processing the logits once for both.
+def _no_shape(num_tokens: int) -> _Shape:
+    zeros = jnp.zeros(num_tokens)
+    return _Shape(zeros, zeros, zeros)
 
-    A batch that asks for no log-probabilities keeps the short paths of choose_tokens.
-    """
 
-    def describe(choice: Choice, processed: Array | None) -> tuple[Choice, LogProbs]:
-        if processed is None:
-            return choice, no_logprobs(logits.shape[0], max_logprobs)
-        return choice, token_logprobs(
-            logits,
-            choice.token_ids,
-            sampling,
-            row_ids,
-            positions,
-            history,
-            max_logprobs=max_logprobs,
-            processed=processed,
-        )
-
-    return choose_and(
-        describe,
-        logits,
-        sampling,
-        row_ids,
-        positions,
-        history,
-        needs_processed=_is_asked(sampling, row_ids),
-    )
+def _nothing(num_tokens: int, max_logprobs: int) -> tuple[_Scores, _Shape]:
+    return _no_scores(num_tokens, max_logprobs), _no_shape(num_tokens)

@@ -521,6 +521,60 @@ def test_logprobs():
     chex.assert_trees_all_close(together, actual, atol=1e-6)
 
 
+PLAIN = {
+    "greedy": SamplingParams(temperature=0, logprobs=2, entropy=True),
+    "temperature": SamplingParams(temperature=0.7, logprobs=2, entropy=True),
+    "checked": SamplingParams(temperature=1.0, logprobs=0, self_check=True),
+}
+
+
+@pytest.mark.parametrize("params", PLAIN.values(), ids=PLAIN)
+def test_logprobs_of_a_plain_row_are_those_of_the_scaled_logits_in_any_company(params):
+    """To the bit: neither their logits nor their sums are those of the edited rows."""
+    alone = make_case(params, params)
+    edited = SamplingParams(
+        temperature=0.5, top_k=2, logit_bias={3: 2.0}, logprobs=3, entropy=True
+    )
+    company = dataclasses.replace(alone, sampling=rows_of(params, edited))
+    choice, told = choose_and_score(*alone.args, max_logprobs=3)
+    beside_choice, beside = choose_and_score(*company.args, max_logprobs=3)
+    own = np.flatnonzero(np.asarray(alone.row_ids) == 0)
+    assert 0 < len(own) < NUM_TOKENS
+    at = lambda tree: jax.tree.map(lambda leaf: np.asarray(leaf)[own], tree)
+    chex.assert_trees_all_equal(at(choice), at(beside_choice))
+    for name in (n for n in told._fields if "top" not in n):
+        np.testing.assert_array_equal(
+            at(told)._asdict()[name], at(beside)._asdict()[name]
+        )
+
+    processed = log_softmax(alone.processed())
+    node = np.arange(NUM_TOKENS)
+    expected = processed[node, choice.token_ids]
+    np.testing.assert_allclose(told.processed, expected, atol=1e-5)
+    if params.temperature:
+        np.testing.assert_array_equal(told.processed, told.tempered)
+    if params.entropy:
+        entropy = -np.sum(np.exp(processed) * processed, axis=1)
+        np.testing.assert_allclose(told.entropy, entropy, atol=1e-5)
+    if params.logprobs:
+        top = -np.sort(-processed, axis=1)[:, :3]
+        np.testing.assert_allclose(told.processed_top, top, atol=1e-5)
+    edited_processed = log_softmax(company.processed())
+    others = np.setdiff1d(node, own)
+    expected = edited_processed[others, np.asarray(beside_choice.token_ids)[others]]
+    np.testing.assert_allclose(beside.processed[others], expected, atol=1e-5)
+
+
+def test_a_low_temperature_keeps_its_precision():
+    """Logits of 500 over 0.01 are known to 0.004 only; less the largest, to far more."""
+    case = make_case(SamplingParams(temperature=0.01, logprobs=0))
+    case = dataclasses.replace(case, logits=500 + case.logits / 64)
+    choice, told = choose_and_score(*case.args, max_logprobs=1)
+    exact = log_softmax(np.asarray(case.logits, np.float64) / np.float32(0.01))
+    expected = exact[np.arange(NUM_TOKENS), choice.token_ids]
+    np.testing.assert_allclose(told.tempered, expected, atol=2e-5)
+
+
 def test_logprobs_are_zeros_unless_asked_for():
     case = make_case(SamplingParams(), SamplingParams())
     token_ids = choose(*case.args).token_ids

@@ -17,7 +17,7 @@ EVERY_OPTION = shlex.split(
     "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 "
     "--presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 4=-1.5 --logit-bias 5=2 "
     "--bad-token-ids 1,2 --allowed-token-ids 3,4,5 --min-tokens 2 --max-tokens 7 "
-    "--stop-token-ids 6 --stop one --stop two --seed 8 --n 2 --logprobs 1 --ignore-eos --no-speculate --self-check"
+    "--stop-token-ids 6 --stop one --stop two --seed 8 --n 2 --logprobs 1 --ignore-eos --no-speculate --self-check --entropy"
 )
 
 

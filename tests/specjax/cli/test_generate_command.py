@@ -101,6 +101,16 @@ def test_logprobs_follow_the_text(run, prompts):
     assert set(plain.splitlines()) <= set(out.splitlines())
 
 
+def test_entropy_stands_beside_logprobs(run):
+    _, out, _ = run("w5 w6", "--logprobs", "0", "--entropy", "--temperature", "1")
+    assert "processed, raw, entropy: token" in out
+    lines = [line.split(":")[0].split() for line in out.splitlines() if "-" in line[:9]]
+    lines = [list(map(float, line)) for line in lines if len(line) == 3]
+    assert len(lines) == 6 and all(entropy > 0 for _, _, entropy in lines)
+    code, _, err = run("w5 w6", "--entropy")
+    assert code == 2 and "set logprobs=0 or more" in err
+
+
 def test_logprobs_without_a_tokenizer(run, untokenized_folder, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": [1, 2], "logprobs": 0}')
