@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.engine import cost_files
 from specjax.engine.device_memory import MemoryWatch, available_bytes, bytes_on
-from specjax.engine.goodput import Goodput
+from specjax.engine.goodput import Goodput, Regret
 from specjax.engine.loop import Loop
 from specjax.engine.memory_model import MemoryPlan
 from specjax.engine.request import Request
@@ -33,6 +34,9 @@ from specjax.sizing import choose_sizes, page_bytes, standing_sizes
 from specjax.types import DecoderParams
 
 FEWER_PAGES = 0.75  # of those that did not fit
+
+# Calls may be short: what each loses without an executable adds up.
+_REGRETS: weakref.WeakKeyDictionary[Decoder, Regret] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,6 +109,7 @@ class Setup:
                 self.drafter.is_tree or decoder.rules or decoder.max_drafts is not None
             ),
             knows_confidence=self.drafter.has_probs,
+            regret=_REGRETS.setdefault(decoder, Regret()),
         )
 
     def _policy_kind(self, rules: Sequence[int]) -> type[Table | Fixed | Goodput]:

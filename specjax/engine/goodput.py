@@ -9,7 +9,8 @@ learned in service:
 
 - Until two buckets were measured K is the default. Costs kept from earlier runs count.
 - A bucket that is not compiled is compiled once what was lost without it, as far as is
-  known, comes to what compiling takes (ski rental).
+  known, comes to what compiling takes (ski rental). The loss adds up over all runs that
+  share the executables.
 - PROBE_SHARE of the time goes into learning again what may have changed: what plain
   decoding costs, and at K = 0 what is accepted now. HOPE_SHARE more goes into what little
   is known of, as long as it may well be better: drafting after K = 0, a bucket hardly run.
@@ -18,6 +19,7 @@ learned in service:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,7 +48,7 @@ MEASURED_OFTEN = 10
 LEAST_LOST = 0.12
 PROBE_STEPS = 8  # of a burst that only asks what is accepted
 # What plain decoding may gain while nothing is known of its seconds.
-UNKNOWN_GAIN = 0.25
+UNKNOWN_GAIN = 0.5
 # Of a step at K = 0, what catching up with one token costs, before it was measured.
 CATCH_UP_SHARE = 0.01
 SMALL_CATCH_UP = 0.05  # of a burst: what is left tells what its steps cost
@@ -80,6 +82,28 @@ def _doubt(evidence: float) -> float:
     return max(MUCH_DOUBT / max(evidence, 1.0), DOUBT)
 
 
+@dataclasses.dataclass
+class Regret:
+    """What was lost without buckets that are not compiled; belongs with the executables.
+
+    Attributes:
+      seconds: by bucket, since another was first run.
+      ran: buckets that ever ran.
+    """
+
+    seconds: dict[Bucket, float] = dataclasses.field(default_factory=dict)
+    ran: set[Bucket] = dataclasses.field(default_factory=set)
+
+    def note(self, bucket: Bucket) -> None:
+        """Takes in that a bucket ran: what was lost before was lost to another plan."""
+        if bucket not in self.ran:
+            self.ran.add(bucket)
+            self.seconds.clear()
+
+    def add(self, bucket: Bucket, seconds: float) -> None:
+        self.seconds[bucket] = self.seconds.get(bucket, 0.0) + seconds
+
+
 class Goodput:
     """Chooses the bucket of the most expected tokens per second.
 
@@ -90,6 +114,7 @@ class Goodput:
       ranks: whether slots may be handed to the likeliest rows: Bucket.max_drafts.
       knows_confidence: whether the drafter says how sure it is of each token: the device
         ranks by that then, and otherwise by what is known of the rows here.
+      regret: kept with the executables; None begins anew.
     """
 
     chooses_rows: ClassVar[bool] = True
@@ -102,6 +127,7 @@ class Goodput:
         depths: Sequence[int] | None = None,
         ranks: bool = True,
         knows_confidence: bool = False,
+        regret: Regret | None = None,
     ):
         self.max_speculative_tokens = max_speculative_tokens
         self.costs = costs or StepCosts()
@@ -111,8 +137,7 @@ class Goodput:
         self._ranks = ranks
         self._knows_confidence = knows_confidence
         self._last: Bucket | None = None
-        self._regret: dict[Bucket, float] = {}  # seconds lost without a bucket
-        self._ran: set[Bucket] = set()
+        self._regret = Regret() if regret is None else regret
         self._was_probe = False
         self._budget = 0.0  # seconds that may be spent on probes
         self._hope = 0.0  # likewise, on those that look promising
@@ -149,10 +174,7 @@ class Goodput:
         """Learns what was accepted, what a step cost, and what is lost without other buckets."""
         bucket = outcome.bucket
         self.survival.forget_others(outcome.requests)
-        if bucket not in self._ran:
-            # What was lost without others was lost to another plan.
-            self._ran.add(bucket)
-            self._regret.clear()
+        self._regret.note(bucket)
         if bucket.num_speculative_tokens and outcome.num_steps:
             self.survival.observe(
                 outcome.requests,
@@ -229,7 +251,7 @@ class Goodput:
             return False
         if load.is_compiled(bucket):
             return True
-        return self._regret.get(bucket, 0.0) >= load.compile_s
+        return self._regret.seconds.get(bucket, 0.0) >= load.compile_s
 
     def _best(self, candidates: Sequence[_Candidate], load: Load) -> _Candidate:
         """Returns the candidate of the highest rate, loath to change and to leave K = 0."""
@@ -424,18 +446,21 @@ class Goodput:
     def _count_regret(self, outcome: Outcome) -> None:
         """Adds up what the burst would have saved in each bucket that is not compiled."""
         assert outcome.seconds is not None
+        is_unknown = all(
+            bucket.num_speculative_tokens for bucket in self.costs.measured
+        )
+        if is_unknown:
+            # What steps with drafts cost says little of those without, which are what
+            # drafting has to be better than.
+            for rows in {bucket.rows for bucket in self._regret.ran}:
+                self._regret.add(Bucket(rows, 0), UNKNOWN_GAIN * outcome.seconds)
         own = self._rates.get(outcome.bucket)
         if own is None:
-            if len(self.costs.measured) > 1:
-                return  # the rows have changed since
-            plain = Bucket(outcome.bucket.rows, 0)
-            lost = UNKNOWN_GAIN * outcome.seconds
-            self._regret[plain] = self._regret.get(plain, 0.0) + lost
-            return
+            return  # nothing was compared, or the rows have changed since
         for bucket, rate in self._rates.items():
-            if rate > own * (1 + MARGIN):
-                lost = (1 - own / rate) * outcome.seconds
-                self._regret[bucket] = self._regret.get(bucket, 0.0) + lost
+            is_counted = is_unknown and not bucket.num_speculative_tokens
+            if rate > own * (1 + MARGIN) and not is_counted:
+                self._regret.add(bucket, (1 - own / rate) * outcome.seconds)
 
 
 def _midway(load: Load, tokens_per_step: float) -> float:

@@ -5,7 +5,7 @@
 A small policy is trained by GRPO; at some of its checkpoints its rollouts are run again on the
 same function widened to a few hundred million parameters (`specjax.bench.widen`), plain and
 with drafts, in turns. Decoders know what the training run had sampled by then, as one that runs
-in it would. The tail is what ran with at most TAIL_ROWS rows.
+in it would. A tail is what ran with at most 4 rows, or 2.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,15 +25,20 @@ from specjax.bench.widen import widen
 from specjax.examples import grpo
 from specjax.models.base import Model, Params
 
-TAIL_ROWS = 2
+PARTS = {"whole": None, "tail of 4 rows": 4, "tail of 2 rows": 2}  # most rows of each
 DRAFT_SHARE = 0.05  # of the policy's parameters, those of the draft model
-# K by rows: on two shared CPU cores a step of 56 tokens took some four times as long as one of
-# 8. Goodput would compile a smaller bucket once it has lost as much time without it as that
-# takes; a few rollouts of seconds each are over before.
-TABLE = ((1, 2, 6), (3, 4, 4), (5, 8, 2))
-# Bursts are short: rows that are done leave their bucket between them.
+# K by rows, so that a step has 16 tokens, or 32: the next product width of a CPU (models/layers.py)
+# costs what these do. Goodput would measure them first; a few rollouts of seconds are over before.
+TABLE = ((1, 2, 7), (3, 4, 3), (5, 8, 3))
+# Bursts are short: rows that are done leave their bucket between them. Prompts are short: a call
+# that feeds them computes max_prefill_tokens, however few they are.
 ENGINE = specjax.EngineConfig(
-    max_rows=8, row_buckets=(2, 4), max_context=96, burst_steps=2, max_logprobs=1
+    max_rows=8,
+    row_buckets=(2, 4),
+    max_context=96,
+    max_prefill_tokens=128,
+    burst_steps=2,
+    max_logprobs=1,
 )
 
 
@@ -46,10 +50,16 @@ class Replay:
     drafter: str
     num_tokens: int
     seconds: float
-    tail_tokens: int
-    tail_s: float
+    bursts: list[tuple[int, float, float]]  # rows, tokens and seconds of each
     mean_acceptance_length: float
     num_bursts_by_k: dict[int, int]
+
+    def part(self, most_rows: int | None) -> tuple[float, float]:
+        """Returns tokens and seconds of what ran with so many rows; None is all, prompts included."""
+        if most_rows is None:
+            return self.num_tokens, self.seconds
+        own = [burst[1:] for burst in self.bursts if burst[0] <= most_rows]
+        return sum(tokens for tokens, _ in own), sum(seconds for _, seconds in own)
 
 
 class Replayer:
@@ -92,7 +102,7 @@ class Replayer:
         policy = Model(grpo.CONFIG, run.checkpoints[step], name="policy")
         params = widen(policy, self._num_parameters).params
         jax.block_until_ready(params)
-        before = len(decoder.decisions)
+        before = decoder.decisions  # of which the oldest may be forgotten meanwhile
         batch = specjax.rollout(
             decoder,
             specjax.DecoderParams(params, self._draft)
@@ -104,8 +114,8 @@ class Replayer:
                 temperature=1.0, max_tokens=grpo.MAX_TOKENS, seed=step
             ),
         )
-        bursts = decoder.decisions[before:]
-        tail = [burst for burst in bursts if burst.num_rows <= TAIL_ROWS]
+        known = {id(burst) for burst in before}
+        bursts = [burst for burst in decoder.decisions if id(burst) not in known]
         counts: dict[int, int] = {}
         for burst in bursts:
             depth = burst.num_speculative_tokens
@@ -116,8 +126,10 @@ class Replayer:
             drafter=self.drafter,
             num_tokens=metrics["num_tokens"],
             seconds=metrics["rollout_s"] - metrics["compile_s"],
-            tail_tokens=round(sum(b.measured_tokens * b.num_steps for b in tail)),
-            tail_s=sum(b.measured_step_s * b.num_steps for b in tail),
+            bursts=[
+                (b.num_rows, n * b.measured_tokens, n * b.measured_step_s)
+                for b, n in ((b, b.num_steps) for b in bursts)
+            ],
             mean_acceptance_length=metrics["mean_acceptance_length"],
             num_bursts_by_k=dict(sorted(counts.items())),
         )
@@ -136,14 +148,13 @@ def replay(
 ) -> list[Replay]:
     """Returns rollouts of every checkpoint of a run, each `rounds` times, drafters in turns.
 
-    The first checkpoint is run once more before, which compiles, and teaches what steps cost.
+    Each is run once more before, which compiles: what a step is compiled for is first run then.
     """
     players = [Replayer(name, run, draft, num_parameters) for name in drafters]
     steps = sorted(run.checkpoints)
     for player in players:
-        for _ in range(2):
-            warm = player.play(steps[0], num_prompts, num_samples)
-            report(f"{player.drafter}: warmed up in {warm.seconds:.1f} s")
+        warm = [player.play(step, num_prompts, num_samples) for step in steps]
+        report(f"{player.drafter}: warmed up in {sum(w.seconds for w in warm):.1f} s")
     replays = []
     for _ in range(rounds):
         for step in steps:
@@ -152,31 +163,41 @@ def replay(
                 replays.append(one)
                 report(
                     f"step {step:3d}  {one.drafter:14s} {one.num_tokens / one.seconds:6.1f} tokens/s, "
-                    f"tail {one.tail_tokens / max(one.tail_s, 1e-9):6.1f}, "
                     f"{one.mean_acceptance_length:.2f} tokens per step, K {one.num_bursts_by_k}"
                 )
     return replays
 
 
-def speedups(replays: Sequence[Replay]) -> dict[str, dict[str, dict[int, float]]]:
-    """Returns times plain decoding's tokens per second, medians of rounds: by drafter, whole and tail, step."""
-    rates: dict[tuple[str, str, int], list[float]] = {}
-    for one in replays:
-        for part, tokens, seconds in (
-            ("whole", one.num_tokens, one.seconds),
-            ("tail", one.tail_tokens, one.tail_s),
-        ):
+def rates(replays: Sequence[Replay]) -> dict[str, dict[str, float]]:
+    """Returns tokens per second by drafter and part, of all checkpoints together.
+
+    Of each checkpoint the median round counts. A part that no rollout had is left out.
+    """
+    found: dict[str, dict[str, float]] = {}
+    for drafter in dict.fromkeys(one.drafter for one in replays):
+        rounds: dict[int, list[Replay]] = {}
+        for one in replays:
+            if one.drafter == drafter:
+                rounds.setdefault(one.step, []).append(one)
+        for name, most_rows in PARTS.items():
+            middle = [
+                np.median([one.part(most_rows) for one in own], axis=0)
+                for own in rounds.values()
+            ]
+            tokens, seconds = np.sum(middle, axis=0)
             if seconds:
-                place = one.drafter, part, one.step
-                rates.setdefault(place, []).append(tokens / seconds)
-    found: dict[str, dict[str, dict[int, float]]] = {}
-    for (drafter, part, step), values in rates.items():
-        plain = rates.get(("none", part, step))
-        if drafter == "none" or plain is None:
-            continue
-        ratio = statistics.median(values) / statistics.median(plain)
-        found.setdefault(drafter, {}).setdefault(part, {})[step] = ratio
+                found.setdefault(drafter, {})[name] = float(tokens / seconds)
     return found
+
+
+def speedups(replays: Sequence[Replay]) -> dict[str, dict[str, float]]:
+    """Returns how many times plain decoding's tokens per second, by drafter and part."""
+    by_drafter = rates(replays)
+    plain = by_drafter.pop("none")
+    return {
+        drafter: {part: own[part] / plain[part] for part in own if part in plain}
+        for drafter, own in by_drafter.items()
+    }
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -196,16 +217,19 @@ def main(argv: list[str] | None = None) -> None:
         report=print,
     )
     ratios = speedups(found)
+    steps = sorted(run.checkpoints)
+    at = {step: speedups([one for one in found if one.step == step]) for step in steps}
     for drafter, parts in ratios.items():
-        for part, by_step in parts.items():
-            middle = float(np.median(list(by_step.values())))
-            shown = ", ".join(f"{step}: {ratio:.2f}" for step, ratio in by_step.items())
-            print(f"{drafter}, {part}: {middle:.2f} times plain ({shown})")
+        for part, ratio in parts.items():
+            own = ((step, at[step].get(drafter, {}).get(part)) for step in steps)
+            shown = ", ".join(f"{step}: {x:.2f}" for step, x in own if x is not None)
+            print(f"{drafter}, {part}: {ratio:.2f} times plain ({shown})")
     if options.json:
         document = {
             "environment": measuring.environment(),
             "num_parameters": options.parameters,
             "speedups": ratios,
+            "speedups_by_step": at,
             "replays": [dataclasses.asdict(one) for one in found],
         }
         with open(options.json, "w", encoding="utf-8") as file:

@@ -18,19 +18,26 @@ def along_last_axis(vector: Array, x: Array) -> Array:
     return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
-# Up to this many tokens the weight is the left factor; see `linear`.
-MOST_TOKENS_FROM_THE_LEFT = 64
+# The numbers of tokens that weights are multiplied with from the left on a CPU; fewer are
+# padded to the next. Whole vectors are fast: 14 tokens took 1.2 to 1.6 times as long as 16
+# (x86-64 with AVX-512, jax 0.10.2 and 0.12.0.1; docs/decisions/0002-weights-from-the-left.md).
+PRODUCT_WIDTHS = (1, 2, 3, 4, 8, 16, 32, 40, 48, 64)
+MOST_TOKENS_FROM_THE_LEFT = PRODUCT_WIDTHS[-1]
+
+
+def product_width(num_tokens: int) -> int:
+    """Returns as how many tokens `linear` multiplies some on a CPU."""
+    fits = (width for width in PRODUCT_WIDTHS if width >= num_tokens)
+    return next(fits, num_tokens)
 
 
 def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
     """Returns x [..., in] times the transpose of weight [out, in], as [..., out].
 
-    Few tokens on a CPU are multiplied as weight @ x.T, whose result [out, tokens] is
-    kept from fusing with the transpose behind it: XLA would turn both into
-    x @ weight.T again, which takes 1.3 to 1.8 times as long. Eight tokens through
-    eight layers of 512 by 1536 on two cores of x86-64: 6.6 ms instead of 11.6 (jax
-    0.10.2), 7.0 instead of 12.6 (0.12.0). At 256 tokens
-    both take the same.
+    Few tokens on a CPU are multiplied as weight @ x.T, padded to one of PRODUCT_WIDTHS.
+    The result [out, tokens] is kept from fusing with the transpose behind it: XLA would
+    turn both into x @ weight.T again, which takes 1.3 to 2 times as long. At 256
+    tokens both take the same.
 
     Args:
       dtype: of the sums and of the result; by default that of x and weight.
@@ -41,8 +48,12 @@ def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
     )
 
     def from_the_left(tokens: Array, weight: Array) -> Array:
-        out = jax.lax.dot(weight, tokens.T, preferred_element_type=dtype)
-        return jax.lax.optimization_barrier(out).T
+        num_tokens = tokens.shape[0]
+        columns = jnp.pad(
+            tokens.T, ((0, 0), (0, product_width(num_tokens) - num_tokens))
+        )
+        out = jax.lax.dot(weight, columns, preferred_element_type=dtype)
+        return jax.lax.optimization_barrier(out)[:, :num_tokens].T
 
     if tokens.shape[0] <= MOST_TOKENS_FROM_THE_LEFT:
         # By what is compiled for, which need not be here: see decode/abstract.py.

@@ -106,9 +106,11 @@ def test_entropy_stands_beside_logprobs(run):
     assert "processed, raw, entropy: token" in out
     lines = [line.split(":")[0].split() for line in out.splitlines() if "-" in line[:9]]
     lines = [list(map(float, line)) for line in lines if len(line) == 3]
-    assert len(lines) == 6 and all(entropy > 0 for _, _, entropy in lines)
+    assert len(lines) == 6
+    assert all(entropy > 0 for _, _, entropy in lines)
     code, _, err = run("w5 w6", "--entropy")
-    assert code == 2 and "set logprobs=0 or more" in err
+    assert code == 2
+    assert "set logprobs=0 or more" in err
 
 
 def test_logprobs_without_a_tokenizer(run, untokenized_folder, tmp_path):

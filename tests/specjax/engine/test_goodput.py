@@ -13,6 +13,7 @@ from specjax.engine.goodput import (
     PROBE_STEPS,
     Goodput,
     RankedSlots,
+    Regret,
     ladder,
 )
 from specjax.engine.speculation_policy import Decision, Load, Outcome
@@ -109,8 +110,34 @@ def test_the_default_until_two_buckets_were_measured():
         policy.observe(outcome(slow, decision, accepted=1, seconds=1.0))
         num_bursts += 1
     # What plain decoding may have saved meanwhile comes to what compiling it takes.
-    assert num_bursts == pytest.approx(5.0 / 0.25, abs=1)
+    assert num_bursts == pytest.approx(5.0 / 0.5, abs=1)
     assert decision.reason == "probe"
+
+
+def test_what_short_runs_lose_adds_up():
+    """Each call has a policy of its own, two row buckets, and never measured K = 0."""
+    regret, compiled = Regret(), {Bucket(4, 4), Bucket(32, 4)}
+    num_runs = 0
+    while num_runs < 100:
+        policy = Goodput(4, regret=regret)
+        for bucket in compiled:
+            policy.costs.observe(bucket, 100.0, step_s(bucket, 100))
+        num_runs += 1
+        depths = set()
+        for rows in (32, 4):
+            now = load(
+                rows,
+                compile_s=5.0,
+                is_compiled=compiled.__contains__,
+                row_buckets=[rows],
+            )
+            decision = policy.choose(now)
+            policy.observe(outcome(now, decision, accepted=0, seconds=0.5))
+            depths.add(decision.num_speculative_tokens)
+        if 0 in depths:
+            break
+    assert num_runs == pytest.approx(5.0 / 0.5, abs=1)
+    assert Goodput(4).choose(now).num_speculative_tokens == 4  # knows nothing of it
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 0.8, 0.95])

@@ -58,13 +58,20 @@ def test_advantages_are_within_groups():
     np.testing.assert_allclose(found, [-0.5, 0.5, 0.0, 0.0])
 
 
-def test_speedups_are_ratios_of_medians():
-    one = lambda drafter, seconds, tail_s: replay.Replay(
-        0, drafter, 100, seconds, 10, tail_s, 1.0, {}
-    )
-    rounds = [one("none", s, 4) for s in (9, 10, 50)]
-    rounds += [one("history", s, 2) for s in (4, 5, 6)]
-    assert replay.speedups(rounds) == {"history": {"whole": {0: 2.0}, "tail": {0: 2.0}}}
+def test_speedups_are_of_the_median_rounds_of_all_checkpoints():
+    def one(step, drafter, seconds, tail_s):
+        bursts = [(8, 70.0, seconds - tail_s), (2, 10.0, tail_s)]
+        return replay.Replay(step, drafter, 100, seconds, bursts, 1.0, {})
+
+    rounds = [one(0, "none", s, 4) for s in (9, 10, 50)]
+    rounds += [one(0, "history", s, 2) for s in (4, 5, 6)]
+    rounds += [one(7, "none", 20, 0), one(7, "history", 5, 1)]
+    assert replay.rates(rounds)["none"]["whole"] == 200 / 30
+    tail = (20 / 3) / (20 / 4)
+    assert replay.speedups(rounds) == {
+        "history": {"whole": 3.0, "tail of 4 rows": tail, "tail of 2 rows": tail}
+    }
+    assert rounds[0].part(1) == (0, 0)  # nobody was ever alone
 
 
 @pytest.mark.slow
