@@ -23,19 +23,7 @@ OLD_JAX = "0.10.2"
 SOURCES = ("specjax", "pallas_kernels", "configs", "pyproject.toml", "README.md")
 RUN_TIMEOUT_S = 900
 
-# Nothing is stored in these yet; strict, so that this goes with the first whole run.
-NOT_STORED = ("choosing_k", "rl_rollouts")
-not_yet = pytest.mark.xfail(reason="no outputs are stored yet", strict=True)
-
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
-every_stored_notebook = pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=not_yet if path.stem in NOT_STORED else ())
-        for path in NOTEBOOKS
-    ],
-    ids=NAMES,
-)
 
 
 def cells(path):
@@ -95,7 +83,7 @@ def test_begins_with_badge_and_install_cell(path):
     assert source(second).strip() == INSTALL_CELL.strip()
 
 
-@every_stored_notebook
+@every_notebook
 def test_stored_outputs_are_those_of_one_whole_run(path):
     counts = [cell["execution_count"] for cell in code_cells(path)]
     assert counts == list(range(1, len(counts) + 1))
@@ -225,6 +213,5 @@ def test_runs(path, tmp_path, say):
         timeout=RUN_TIMEOUT_S,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    if path.stem not in NOT_STORED:
-        assert kinds(tmp_path / path.name) == kinds(path)
+    assert kinds(tmp_path / path.name) == kinds(path)
     say(done.stdout.strip())

@@ -5,19 +5,41 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.layers import linear
+from specjax.models.layers import linear, product_width
 
 
 def _normal(seed, *shape):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
-@pytest.mark.parametrize("leading", [(), (1,), (5,), (2, 3), (64,), (65,), (13, 17)])
+LEADING = [(), (1,), (5,), (2, 3), (8,), (9,), (33,), (56,), (64,), (65,), (13, 17)]
+
+
+@pytest.mark.parametrize("leading", LEADING)
 def test_equals_the_product_with_the_transpose(leading):
     x, weight = _normal(0, *leading, 24), _normal(1, 10, 24)
     out = jax.jit(linear)(x, weight)
     assert out.shape == (*leading, 10)
     np.testing.assert_allclose(out, np.asarray(x) @ np.asarray(weight).T, atol=1e-5)
+
+
+@pytest.mark.parametrize("num_tokens", [5, 33])
+def test_a_token_of_nan_spoils_no_other(num_tokens):
+    """Nor do the zeros that stand beside them: 0 * inf would be NaN."""
+    x, weight = _normal(0, num_tokens, 24), _normal(1, 10, 24)
+    expected = jax.jit(linear)(x, weight)
+    out = jax.jit(linear)(x.at[2].set(jnp.nan), weight)
+    np.testing.assert_array_equal(np.isnan(out).all(axis=1), np.arange(num_tokens) == 2)
+    others = np.arange(num_tokens) != 2
+    np.testing.assert_array_equal(out[others], expected[others])
+    spoilt = jax.jit(linear)(x, weight.at[4].set(jnp.inf))
+    assert np.isinf(spoilt[:, 4]).all()
+    np.testing.assert_array_equal(np.delete(spoilt, 4, 1), np.delete(expected, 4, 1))
+
+
+def test_widths_that_tokens_are_padded_to():
+    widths = [product_width(n) for n in (1, 4, 5, 8, 9, 17, 33, 41, 49, 64, 65, 300)]
+    assert widths == [1, 4, 8, 8, 16, 32, 40, 48, 64, 64, 65, 300]
 
 
 @pytest.mark.parametrize("num_tokens", [3, 100])
