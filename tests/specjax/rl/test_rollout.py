@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import warnings
@@ -475,6 +476,30 @@ def test_over_a_mesh_results_lie_as_rows_do():
     assert batch.completion_ids.sharding.spec == jax.sharding.PartitionSpec("data")
     assert len(batch.completion_ids.sharding.device_set) == 2
     assert batch.metrics["num_accepted"] > 0
+
+
+def test_scores_over_a_mesh_of_tensors():
+    mesh = jax.make_mesh((2,), ("tensor",))
+    split = specjax.build_decoder(target(), engine=ENGINE, mesh=mesh)
+    told = specjax.score(split, target().params, expected(), sampling=SAMPLING)
+    mask = np.asarray(expected().completion_mask)
+    for name in ("behaviour", "tempered", "raw"):
+        actual, wanted = getattr(told, name), getattr(expected().logprobs, name)
+        np.testing.assert_allclose(actual[mask], wanted[mask], atol=2e-5)
+
+
+def test_preemption_changes_no_bit():
+    """Pages for two of four rows at their longest: the others are put back to wait."""
+    engine = dataclasses.replace(ENGINE, num_pages=13, burst_steps=4)
+    tight = specjax.build_decoder(
+        target(), engine=engine, drafter="ngram", speculative_config=FIXED
+    )
+    sampling = dataclasses.replace(SAMPLING, ignore_eos=True)
+    batch = specjax.rollout(
+        tight, target().params, PROMPTS, num_samples=2, sampling=sampling
+    )
+    assert batch.metrics["num_preemptions"] > 0
+    assert_same(batch, roll("plain", sampling=sampling))
 
 
 # What is refused, and what it leaves
