@@ -47,7 +47,8 @@ MEASURED_OFTEN = 10
 # Of its seconds, what a probe is charged at least: what is thought may be wrong.
 LEAST_LOST = 0.12
 PROBE_STEPS = 8  # of a burst that only asks what is accepted
-# What plain decoding may gain while nothing is known of its seconds.
+# Of its seconds, what plain decoding may take less than is thought while it was never
+# measured: steps with drafts say little of it, and it is what drafting has to be better than.
 UNKNOWN_GAIN = 0.5
 # Of a step at K = 0, what catching up with one token costs, before it was measured.
 CATCH_UP_SHARE = 0.01
@@ -214,7 +215,10 @@ class Goodput:
             if seconds is None:
                 return []
             if not self.costs.count(bucket):
-                seconds *= 1 - OPTIMISM
+                is_unknown = (
+                    self._is_plain_unknown and not bucket.num_speculative_tokens
+                )
+                seconds *= 1 - (UNKNOWN_GAIN if is_unknown else OPTIMISM)
             rate = slots.together(bucket) * tokens / seconds
             doubt = _doubt(self.costs.evidence(bucket, context))
             candidates.append(_Candidate(bucket, tokens, seconds, rate, doubt, slots))
@@ -446,21 +450,30 @@ class Goodput:
     def _count_regret(self, outcome: Outcome) -> None:
         """Adds up what the burst would have saved in each bucket that is not compiled."""
         assert outcome.seconds is not None
-        is_unknown = all(
-            bucket.num_speculative_tokens for bucket in self.costs.measured
-        )
-        if is_unknown:
-            # What steps with drafts cost says little of those without, which are what
-            # drafting has to be better than.
-            for rows in {bucket.rows for bucket in self._regret.ran}:
-                self._regret.add(Bucket(rows, 0), UNKNOWN_GAIN * outcome.seconds)
         own = self._rates.get(outcome.bucket)
         if own is None:
-            return  # nothing was compared, or the rows have changed since
+            if len(self.costs.measured) > 1:
+                return  # the rows have changed since
+            lost = UNKNOWN_GAIN * outcome.seconds
+            self._regret.add(Bucket(outcome.bucket.rows, 0), lost)
+            return
+        plain = 0.0  # lost without any plain decoding, where none was measured
         for bucket, rate in self._rates.items():
-            is_counted = is_unknown and not bucket.num_speculative_tokens
-            if rate > own * (1 + MARGIN) and not is_counted:
-                self._regret.add(bucket, (1 - own / rate) * outcome.seconds)
+            if rate <= own * (1 + MARGIN):
+                continue
+            lost = (1 - own / rate) * outcome.seconds
+            if self._is_plain_unknown and not bucket.num_speculative_tokens:
+                plain = max(plain, lost)
+            else:
+                self._regret.add(bucket, lost)
+        if plain:
+            # Whichever is compiled says what the others take.
+            for rows in {b.rows for b in (*self._regret.ran, *self._rates)}:
+                self._regret.add(Bucket(rows, 0), plain)
+
+    @property
+    def _is_plain_unknown(self) -> bool:
+        return all(bucket.num_speculative_tokens for bucket in self.costs.measured)
 
 
 def _midway(load: Load, tokens_per_step: float) -> float:

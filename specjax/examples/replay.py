@@ -28,7 +28,7 @@ from specjax.models.base import Model, Params
 PARTS = {"whole": None, "tail of 4 rows": 4, "tail of 2 rows": 2}  # most rows of each
 DRAFT_SHARE = 0.05  # of the policy's parameters, those of the draft model
 # K by rows, so that a step has 16 tokens, or 32: the next product width of a CPU (models/layers.py)
-# costs what these do. Goodput would measure them first; a few rollouts of seconds are over before.
+# costs what these do. Goodput would have to run each first, and a few rollouts are over before.
 TABLE = ((1, 2, 7), (3, 4, 3), (5, 8, 3))
 # Bursts are short: rows that are done leave their bucket between them. Prompts are short: a call
 # that feeds them computes max_prefill_tokens, however few they are.
@@ -148,7 +148,7 @@ def replay(
 ) -> list[Replay]:
     """Returns rollouts of every checkpoint of a run, each `rounds` times, drafters in turns.
 
-    Each is run once more before, which compiles: what a step is compiled for is first run then.
+    Every checkpoint is played once before, so that all is compiled.
     """
     players = [Replayer(name, run, draft, num_parameters) for name in drafters]
     steps = sorted(run.checkpoints)
@@ -171,22 +171,31 @@ def replay(
 def rates(replays: Sequence[Replay]) -> dict[str, dict[str, float]]:
     """Returns tokens per second by drafter and part, of all checkpoints together.
 
-    Of each checkpoint the median round counts. A part that no rollout had is left out.
+    Of each checkpoint the round of the median seconds counts. A part is of the checkpoints at
+    which every drafter had it, and left out where there are none.
     """
-    found: dict[str, dict[str, float]] = {}
-    for drafter in dict.fromkeys(one.drafter for one in replays):
-        rounds: dict[int, list[Replay]] = {}
-        for one in replays:
-            if one.drafter == drafter:
-                rounds.setdefault(one.step, []).append(one)
-        for name, most_rows in PARTS.items():
-            middle = [
-                np.median([one.part(most_rows) for one in own], axis=0)
-                for own in rounds.values()
-            ]
-            tokens, seconds = np.sum(middle, axis=0)
-            if seconds:
-                found.setdefault(drafter, {})[name] = float(tokens / seconds)
+    rounds: dict[str, dict[int, list[Replay]]] = {}
+    for one in replays:
+        rounds.setdefault(one.drafter, {}).setdefault(one.step, []).append(one)
+    median = lambda own: sorted(own, key=lambda one: one.seconds)[len(own) // 2]
+    middle = {
+        drafter: {step: median(own) for step, own in by_step.items()}
+        for drafter, by_step in rounds.items()
+    }
+    found: dict[str, dict[str, float]] = {drafter: {} for drafter in middle}
+    for name, most_rows in PARTS.items():
+        parts = {
+            drafter: {step: one.part(most_rows) for step, one in by_step.items()}
+            for drafter, by_step in middle.items()
+        }
+        common = [
+            step
+            for step in {one.step for one in replays}
+            if all(own.get(step, (0, 0))[1] for own in parts.values())
+        ]
+        for drafter, own in parts.items() if common else ():
+            tokens, seconds = np.sum([own[step] for step in common], axis=0)
+            found[drafter][name] = float(tokens / seconds)
     return found
 
 

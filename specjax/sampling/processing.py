@@ -74,10 +74,7 @@ def usage(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
 
 
 def is_plain(sampling: RowSampling, row_ids: Array, positions: Array) -> Array:
-    """Returns which tokens are drawn from the logits over the temperature alone, bool[num_tokens].
-
-    Or are the likeliest, at temperature 0; padding is plain.
-    """
+    """Returns which tokens nothing but the temperature decides, bool[num_tokens]; padding is plain."""
     used = _usage_by_token(sampling, row_ids, positions)
     return ~(used.edits | used.filters)
 

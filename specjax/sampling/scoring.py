@@ -180,7 +180,7 @@ def _of_edited(
         lambda: _scores(processed, token_ids, most > 0, max_logprobs),
         lambda: _no_scores(token_ids.shape[0], max_logprobs),
     )
-    return scores, _shape(processed, token_ids, asked, ~asked.is_plain)
+    return scores, _shape(lambda: processed, token_ids, asked, ~asked.is_plain)
 
 
 def _together(
@@ -201,14 +201,16 @@ def _together(
     is_divided = is_own & (temperature > 0) & (temperature != 1)
     most = jnp.max(asked.num_logprobs)
     max_logprobs = own.top.shape[1]
-    of = lambda values: _scores(values, token_ids, most > 0, max_logprobs)
+    of = lambda values, needs_top: _scores(values, token_ids, needs_top, max_logprobs)
     scaled = lambda: scaler(logits, sampling, row)(logits)
 
     def scores() -> tuple[_Scores, _Scores, Array]:
-        raw = of(logits)
+        raw = of(logits, most > 0)
+        # The most likely after the temperature are asked for where that is all.
+        needs_top = (most > 0) & jnp.any(is_divided & asked.is_plain)
         tempered = lax.cond(
             jnp.any(is_divided),
-            lambda: _choose(is_divided, of(scaled()), raw),
+            lambda: _choose(is_divided, of(scaled(), needs_top), raw),
             lambda: raw,
         )
         return raw, _choose(asked.is_plain, tempered, own), tempered.chosen
@@ -229,14 +231,13 @@ def _choose(mask: Array, one: Any, other: Any) -> Any:
 
 
 def _shape(
-    values: Array | Callable[[], Array], token_ids: Array, asked: _Asked, mask: Array
+    make: Callable[[], Array], token_ids: Array, asked: _Asked, mask: Array
 ) -> _Shape:
     """Returns the _Shape of some logits, for tokens in mask; 0 for what is not asked.
 
     Args:
-      values: f32[num_tokens, vocab], or what makes them where they are needed.
+      make: returns f32[num_tokens, vocab], called where they are needed.
     """
-    make = values if callable(values) else lambda: values
     nothing = _no_shape(token_ids.shape[0])
     has_entropy, is_checked = asked.has_entropy & mask, asked.is_checked & mask
     entropy = lax.cond(

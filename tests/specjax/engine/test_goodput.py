@@ -140,6 +140,61 @@ def test_what_short_runs_lose_adds_up():
     assert Goodput(4).choose(now).num_speculative_tokens == 4  # knows nothing of it
 
 
+def run_until_plain(policy, now, *, accepted, cost=step_s, most=100):
+    """Returns how many bursts of half a second pass before K = 0, and the buckets that ran."""
+    ran = []
+    for num_bursts in range(most):
+        decision = policy.choose(now)
+        depth = decision.num_speculative_tokens
+        ran.append(Bucket(decision.row_bucket, depth, decision.max_drafts))
+        if not depth:
+            return num_bursts, ran
+        policy.observe(
+            outcome(
+                now,
+                decision,
+                accepted=min(accepted, depth),
+                seconds=0.5,
+                steps=round(0.5 / cost(ran[-1], now.num_context_tokens)),
+            )
+        )
+    return most, ran
+
+
+def test_plain_decoding_of_the_rows_that_are_left_is_compiled_first():
+    policy, compiled = Goodput(4), {Bucket(32, 4)}
+    for bucket in (Bucket(32, 4), Bucket(4, 4)):
+        policy.costs.observe(bucket, 400.0, step_s(bucket, 400))
+    now = load(4, compile_s=5.0, is_compiled=compiled.__contains__, row_buckets=[4, 32])
+    num_bursts, ran = run_until_plain(policy, now, accepted=0)
+    assert num_bursts <= 5.0 / (0.5 * 0.5) + 1
+    assert set(ran) == {Bucket(32, 4), Bucket(4, 0)}
+
+
+def test_nothing_is_lost_without_plain_decoding_where_drafts_stand():
+    regret = Regret()
+    policy = Goodput(4, regret=regret)
+    compiled = {Bucket(4, 4), Bucket(4, 2)}
+    for bucket in compiled:
+        policy.costs.observe(bucket, 400.0, step_s(bucket, 400))
+    now = load(4, compile_s=5.0, is_compiled=compiled.__contains__, row_buckets=[4])
+    assert run_until_plain(policy, now, accepted=4)[0] == 100
+    # While two buckets were being measured half a burst or so may have been.
+    assert regret.seconds.get(Bucket(4, 0), 0.0) < 0.5
+
+
+def test_plain_decoding_is_tried_though_steps_with_drafts_say_that_it_is_slow():
+    """Steps of 5 and of 3 tokens per row take the same, and so would one by their line."""
+    policy, compiled = Goodput(4), {Bucket(4, 4), Bucket(4, 2)}
+    for bucket in compiled:
+        policy.costs.observe(bucket, 400.0, 0.1)
+    now = load(4, compile_s=5.0, is_compiled=compiled.__contains__, row_buckets=[4])
+    num_bursts, _ = run_until_plain(
+        policy, now, accepted=0, cost=lambda bucket, context: 0.1
+    )
+    assert num_bursts < 50
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.5, 0.8, 0.95])
 @pytest.mark.parametrize("rows", [1, 4, 32])
 def test_never_slower_than_the_best_k(rate, rows):
