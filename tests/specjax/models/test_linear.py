@@ -25,14 +25,14 @@ def test_equals_the_product_with_the_transpose(leading):
 
 @pytest.mark.parametrize("num_tokens", [5, 33])
 def test_a_token_of_nan_spoils_no_other(num_tokens):
-    """Nor do the zeros that stand beside them: 0 * inf would be NaN."""
+    """Nor is the sum of a token NaN because 0 * inf is, in the padding beside it."""
     x, weight = _normal(0, num_tokens, 24), _normal(1, 10, 24)
     expected = jax.jit(linear)(x, weight)
     out = jax.jit(linear)(x.at[2].set(jnp.nan), weight)
     np.testing.assert_array_equal(np.isnan(out).all(axis=1), np.arange(num_tokens) == 2)
     others = np.arange(num_tokens) != 2
     np.testing.assert_array_equal(out[others], expected[others])
-    spoilt = jax.jit(linear)(x, weight.at[4].set(jnp.inf))
+    spoilt = jax.jit(linear)(x, weight.at[4, 0].set(jnp.inf))
     assert np.isinf(spoilt[:, 4]).all()
     np.testing.assert_array_equal(np.delete(spoilt, 4, 1), np.delete(expected, 4, 1))
 
