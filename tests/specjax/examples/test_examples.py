@@ -75,6 +75,8 @@ def test_speedups_are_of_the_median_rounds_of_all_checkpoints():
 
 
 @pytest.mark.slow
+# So little trained a draft model is near what the alarm is for.
+@pytest.mark.filterwarnings("ignore:.*no longer fits the policy")
 def test_drafts_change_neither_rewards_nor_weights():
     start = grpo.pretrained(grpo.CONFIG, 0, num_steps=60)
     draft = grpo.pretrained(grpo.DRAFT_CONFIG, 1, num_steps=60)
