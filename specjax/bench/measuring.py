@@ -20,7 +20,8 @@ def interleaved(
 ) -> dict[Any, list[float]]:
     """Returns seconds per call, by contender and round.
 
-    Rounds go through all contenders in turn, so a machine that slows down slows all.
+    Rounds go through all contenders in turn, so a machine that slows down slows all; each
+    round begins with another, so nobody always comes after the same one.
 
     Args:
       warms_up: whether each runs once before it counts.
@@ -28,10 +29,12 @@ def interleaved(
     for run in contenders.values() if warms_up else ():
         jax.block_until_ready(run())
     seconds: dict[Any, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
+    names = [*contenders]
+    for index in range(rounds):
+        first = index % len(names)
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
-            jax.block_until_ready(run())
+            jax.block_until_ready(contenders[name]())
             seconds[name].append(time.perf_counter() - start)
     return seconds
 

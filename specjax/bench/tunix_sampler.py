@@ -15,9 +15,9 @@ Two sets of weights of one Qwen3 shape (60M parameters):
              that cycle again and again: the best case of looking up what was written before.
              All matrices are dense, and cost what any others of their shape cost.
 
-tunix's sampler attends to all of its cache, full or not, so its speed depends on the cache's
-size. Three are compared with: what its GRPO command chooses, which is
-given to specjax too; the least that the calls need; and the default of its RolloutConfig.
+tunix's sampler attends to all of its cache, full or not, so its speed depends on the size
+of its cache. Three are compared with: what its GRPO command chooses, which is given to specjax
+too; the least that the calls need; and the default of its RolloutConfig.
 """
 
 from __future__ import annotations
@@ -57,7 +57,6 @@ DRAFTERS = ("ngram", "history")
 NUM_SPECULATIVE_TOKENS = 7
 WARM_CALLS, STEADY_CALLS = 20, 4  # at most, and without a trace until they are enough
 PAD, EOS = 0, 1
-TUNIX = "tunix"  # the contender with the cache that its GRPO command chooses
 SPARE_TOKENS = 256  # tunix/cli/grpo_main.py adds them to the longest prompt and answer
 
 
@@ -77,12 +76,16 @@ class Shape:
     batches: tuple[int, ...] = (1, 8)
 
     @property
+    def kv_cache_size(self) -> int:
+        """Tokens per row as tunix's GRPO command chooses them."""
+        return self.prompt_tokens + self.new_tokens + SPARE_TOKENS
+
+    @property
     def cache_tokens(self) -> dict[str, int]:
-        """The sizes of tunix's cache, in tokens per row, by the contender's name."""
-        least = self.prompt_tokens + self.new_tokens
+        """Tokens per row of tunix's contenders, by name."""
         return {
-            TUNIX: least + SPARE_TOKENS,
-            "tunix, least cache": least,
+            "tunix, its command's cache": self.kv_cache_size,
+            "tunix, least cache": self.prompt_tokens + self.new_tokens,
             "tunix, default cache": base_rollout.RolloutConfig.kv_cache_size,
         }
 
@@ -177,14 +180,14 @@ class Contender:
 class Tunix(Contender):
     """Its own Sampler, as its vanilla rollout calls it."""
 
-    def __init__(self, weights: Weights, rows: int, name: str = TUNIX):
+    def __init__(self, weights: Weights, rows: int, cache_tokens: int):
         super().__init__(weights, rows)
         shape = weights.shape
         self._sampler = sampler.Sampler(
             weights.model,
             Numbers(),
             sampler.CacheConfig(
-                shape.cache_tokens[name],
+                cache_tokens,
                 shape.num_layers,
                 shape.num_kv_heads,
                 shape.head_dim,
@@ -205,7 +208,7 @@ class Specjax(Contender):
         self._config = base_rollout.RolloutConfig(
             max_tokens_to_generate=shape.new_tokens,
             max_prompt_length=shape.prompt_tokens,
-            kv_cache_size=shape.cache_tokens[TUNIX],
+            kv_cache_size=shape.kv_cache_size,
             top_p=None,  # greedy
         )
         self.rollout = SpecjaxRollout(
@@ -234,7 +237,8 @@ def run(shape: Shape, rounds: int, say: Callable[[str], None]) -> dict[str, Any]
     """Returns all figures by name; `say` is told what is being done."""
     figures: dict[str, Any] = {
         "environment": environment(),
-        "shape": dataclasses.asdict(shape) | {"cache_tokens": shape.cache_tokens},
+        "shape": dataclasses.asdict(shape),
+        "kv_cache_size": shape.cache_tokens | {"specjax": shape.kv_cache_size},
         "rounds": rounds,
         "load_average": [os.getloadavg()[0]],
         "plain": {},
@@ -242,12 +246,14 @@ def run(shape: Shape, rounds: int, say: Callable[[str], None]) -> dict[str, Any]
     weights = Weights(shape, is_copying=False)
     for rows in shape.batches:
         say(f"plain decoding, batch {rows}")
-        contenders = tunixes(weights, rows) | {"specjax": Specjax(weights, rows)}
+        contenders = tunix_contenders(weights, rows) | {
+            "specjax": Specjax(weights, rows)
+        }
         figures["plain"][str(rows)] = compare(contenders, rounds)
     del weights
     copying = Weights(shape, is_copying=True)
     say("text that repeats, batch 1")
-    contenders = tunixes(copying, 1) | {"specjax": Specjax(copying, 1)}
+    contenders = tunix_contenders(copying, 1) | {"specjax": Specjax(copying, 1)}
     contenders |= {drafter: Specjax(copying, 1, drafter) for drafter in DRAFTERS}
     figures["repeating"] = compare(contenders, rounds) | {
         "period": PERIOD,
@@ -257,28 +263,24 @@ def run(shape: Shape, rounds: int, say: Callable[[str], None]) -> dict[str, Any]
     return figures
 
 
-def tunixes(weights: Weights, rows: int) -> dict[str, Contender]:
+def tunix_contenders(weights: Weights, rows: int) -> dict[str, Contender]:
     """Returns tunix's sampler with each size of its cache."""
-    return {name: Tunix(weights, rows, name) for name in weights.shape.cache_tokens}
+    sizes = weights.shape.cache_tokens
+    return {name: Tunix(weights, rows, size) for name, size in sizes.items()}
 
 
 def compare(contenders: dict[str, Contender], rounds: int) -> dict[str, Any]:
-    """Returns tokens per second of each, and what they are beside each of tunix's."""
+    """Returns tokens per second of each, and of specjax's what they are beside tunix's."""
     calls = warm_up(contenders)
     traces = {name: each.num_traces for name, each in contenders.items()}
     seconds = measuring.interleaved(contenders, rounds, warms_up=False)
-    tunix = contenders[TUNIX]
+    tunix = next(iter(contenders.values()))
     num_tokens = tunix.rows * tunix.weights.shape.new_tokens
     found: dict[str, Any] = {"warm_calls": calls, "tokens_per_call": num_tokens}
     for name, each in contenders.items():
         pairs = [*zip(each.token_ids, tunix.token_ids, strict=True)]
         found[name] = {
             "tokens_per_s": num_tokens / measuring.median(seconds[name]),
-            "over": {
-                other: [*measuring.ratio_interval(seconds[other], seconds[name])]
-                for other, its in contenders.items()
-                if isinstance(its, Tunix)
-            },
             "seconds": [round(value, 4) for value in seconds[name]],
             "calls_compared": len(pairs),
             "calls_with_equal_tokens": sum(own == other for own, other in pairs),
@@ -286,6 +288,12 @@ def compare(contenders: dict[str, Contender], rounds: int) -> dict[str, Any]:
         }
         if isinstance(each, Specjax):
             found[name] |= each.totals
+            found[name]["over"] = {}
+            for other in tunix.weights.shape.cache_tokens:
+                over = measuring.ratio_interval(seconds[other], seconds[name])
+                found[name]["over"][other] = dict(
+                    zip(("ratio", "low", "high"), over, strict=True)
+                )
     return found
 
 
@@ -316,7 +324,7 @@ def as_text(figures: dict[str, Any]) -> str:
     lines = [f"{name} {value}" for name, value in figures["environment"].items()]
     lines += [
         f"{name}: {tokens} tokens per row in its cache"
-        for name, tokens in figures["shape"]["cache_tokens"].items()
+        for name, tokens in figures["kv_cache_size"].items()
     ]
     parts = {f"plain, batch {rows}": part for rows, part in figures["plain"].items()}
     parts["repeating text, batch 1"] = figures["repeating"]
@@ -325,15 +333,13 @@ def as_text(figures: dict[str, Any]) -> str:
             if not isinstance(own, dict):
                 continue
             lines.append(
-                f"{what:24s} {name:20s} {own['tokens_per_s']:8.1f} tokens/s; equal tokens in "
+                f"{what:24s} {name:26s} {own['tokens_per_s']:8.1f} tokens/s; equal tokens in "
                 f"{own['calls_with_equal_tokens']} of {own['calls_compared']} calls"
             )
-            if name in part["specjax"]["over"]:
-                continue
-            for other, (ratio, low, high) in own["over"].items():
-                lines.append(
-                    f"{'':46s}{ratio:7.2f} times {other} ({low:.2f} to {high:.2f})"
-                )
+            lines += [
+                f"{'':51s} {over['ratio']:8.2f} times {other} ({over['low']:.2f} to {over['high']:.2f})"
+                for other, over in own.get("over", {}).items()
+            ]
     return "\n".join(lines)
 
 

@@ -43,10 +43,7 @@ def forward(
     x = params["embed_tokens"][token_ids]
     if config.embedding_multiplier != 1.0:
         x = x * config.embedding_multiplier
-    # Kept from fusing: every layer would take its sines and cosines anew.
-    tables = jax.lax.optimization_barrier(
-        rope_tables(config.rope, config.head_dim, positions)
-    )
+    tables = rope_tables(config.rope, config.head_dim, positions)
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         normed = rms_norm(x, layer["input_norm"], config.norm_eps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import warnings
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # tunix uses what newer jax and flax deprecate
-    pytest.importorskip("tunix")
+    tunix = pytest.importorskip("tunix")
     from specjax.bench import tunix_sampler
 
 pytestmark = [
@@ -52,9 +53,38 @@ def test_figures(monkeypatch):
     for drafter in tunix_sampler.DRAFTERS:
         assert repeating[drafter]["num_accepted"] > 0
         assert repeating[drafter]["num_steps"] < repeating["specjax"]["num_steps"]
+    others = set(SHAPE.cache_tokens)
+    for part in (plain, repeating):
+        assert set(part["specjax"]["over"]) == others
+        for name in others:
+            assert "over" not in part[name]
+            pairs = zip(part[name]["seconds"], part["specjax"]["seconds"], strict=True)
+            low, high = sorted(its / own for its, own in pairs)
+            over = part["specjax"]["over"][name]
+            assert low * 0.9 < over["ratio"] < high * 1.1  # seconds are rounded
     text = tunix_sampler.as_text(figures)
     assert "plain, batch 2" in text
-    assert "times tunix" in text
+    for name in others:
+        assert f" times {name} (" in text
+
+
+def test_caches_have_the_sizes_that_tunix_chooses():
+    shape = tunix_sampler.Shape()
+    assert [*shape.cache_tokens.values()] == [448, 192, 1024]
+    weights = tunix_sampler.Weights(SHAPE, is_copying=False)
+    contenders = tunix_sampler.tunix_contenders(weights, 1)
+    sizes = {
+        name: it._sampler.cache_config.cache_size for name, it in contenders.items()
+    }
+    assert sizes == SHAPE.cache_tokens
+    assert len(set(sizes.values())) == 3
+    own = tunix_sampler.Specjax(weights, 1).rollout
+    assert own._max_context == SHAPE.kv_cache_size
+    # The rule is tunix's own: where a later version has another, so must we.
+    command = pathlib.Path(tunix.__file__).parent / "cli" / "grpo_main.py"
+    rule = "kv_cache_size = max_prompt + max_response + 256"
+    assert rule in command.read_text()
+    assert tunix_sampler.SPARE_TOKENS == 256
 
 
 def test_text_of_the_copying_model_walks_around_a_cycle():

@@ -71,3 +71,13 @@ def test_what_cannot_be_widened():
         widen(tiny_llama(0, qk_norm=True), 1e6)
     with pytest.raises(ValueError, match="is below the 19,424"):
         widen(tiny_llama(0), 100)
+
+
+def test_sines_and_cosines_are_computed_once_for_all_layers():
+    model = tiny_llama(0)
+    assert model.config.num_layers > 1
+    run = jax.jit(sequence_logits, static_argnums=1)
+    shape = jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    text = run.trace(model.params, model.config, shape).lower().compile().as_text()
+    for operation in ("cosine", "sine"):
+        assert text.count(f" {operation}(") == 1
