@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.path_attention import path_attention
 from pallas_kernels.tree_attention import tree_attention
@@ -265,5 +266,11 @@ class _BucketTokens(NamedTuple):
 def logits(
     params: Params, config: ModelConfig, hidden: Array, tensor_axis: str | None = None
 ) -> Array:
-    """Returns f32[num_tokens, vocab]."""
-    return architecture_of(config).logits(params, config, hidden, tensor_axis)
+    """Returns f32[num_tokens, vocab], token by token in memory.
+
+    On a CPU they come turned (see `linear`), and every branch of a lax.cond that reads them
+    would turn them back for itself.
+    """
+    scores = architecture_of(config).logits(params, config, hidden, tensor_axis)
+    by_token = lambda scores: with_layout_constraint(scores, Layout((0, 1)))
+    return lax.platform_dependent(scores, cpu=by_token, default=lambda same: same)

@@ -141,8 +141,12 @@ def choose_and(
             lambda: race(values, as_it_is, _few_or_bounded),
             lambda: _greedy(values),
         )
-        # A mask may have hidden it, or a maximum that drops NaN.
-        is_bad = jnp.any(~(logits < jnp.inf), axis=1)
+        # A mask may have hidden it, or a maximum that drops NaN; an argmax does not.
+        is_bad = lax.cond(
+            used.allowed | used.min_tokens | used.temperature,
+            lambda: jnp.any(~(logits < jnp.inf), axis=1),
+            lambda: jnp.zeros_like(choice.is_invalid),
+        )
         choice = choice._replace(is_invalid=choice.is_invalid | is_bad)
         return describe(choice, values)
 

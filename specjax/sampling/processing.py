@@ -138,7 +138,13 @@ def process_logits(
         lambda values: _edit(values, used, sampling, row, positions, history),
         logits,
     )
-    return _filter(scaler(edited, sampling, row)(edited), used, sampling, row)
+    return _when(
+        used.temperature,  # no filter without one
+        lambda values: _filter(
+            scaler(values, sampling, row)(values), used, sampling, row
+        ),
+        edited,
+    )
 
 
 def scaler(
