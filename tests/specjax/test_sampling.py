@@ -352,6 +352,29 @@ def test_nan_of_a_token_that_is_not_allowed_is_flagged():
     assert np.flatnonzero(choose(*case.args).is_invalid).tolist() == [2]
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"allowed_token_ids": (3, 5)},
+        {"min_tokens": 60},
+        {"logit_bias": {EOS[0]: -50.0}},
+        {"bad_token_ids": EOS},
+        {"repetition_penalty": 1.3},
+        {"frequency_penalty": 0.5},
+        {"presence_penalty": 0.5},
+    ],
+    ids=lambda feature: next(iter(feature)),
+)
+def test_bad_logits_are_flagged_in_greedy_rows_that_edit_them(feature, bad):
+    """Where no row is random the logits are not looked at again: edits must not hide it."""
+    case = make_case(SamplingParams(temperature=0, **feature))
+    history = case.history.at[:, PROMPT_LENGTH].set(EOS[0])  # penalties know it
+    logits = case.logits.at[2, EOS[0]].set(bad)
+    case = dataclasses.replace(case, logits=logits, history=history)
+    assert np.flatnonzero(choose(*case.args).is_invalid).tolist() == [2]
+
+
 def test_nothing_left_to_choose_is_flagged():
     params = [
         SamplingParams(allowed_token_ids=(3,), logit_bias={3: -1.0}),

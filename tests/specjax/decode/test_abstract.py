@@ -10,6 +10,7 @@ from specjax import sharding
 from specjax.config import EngineConfig
 from specjax.decode.abstract import AbstractDecoder, described_mesh
 from specjax.decode.decoder import Decoder, Sizes
+from specjax.decode.forward import logits
 from specjax.drafters.spec import NgramDrafter
 from specjax.models.architectures import architecture_of
 from specjax.models.base import ModelConfig
@@ -82,6 +83,22 @@ def test_products_are_compiled_for_where_they_will_run():
     text = lambda platform: traced.lower(lowering_platforms=(platform,)).as_text()
     assert "optimization_barrier" in text("cpu")
     assert "optimization_barrier" not in text("tpu")
+
+
+def test_logits_lie_token_by_token_once():
+    """Branches that read what `linear` turned would each turn it for themselves, on a CPU."""
+    params = {"lm_head": jax.ShapeDtypeStruct((64, 32), jnp.float32)}
+    hidden = jax.ShapeDtypeStruct((4, 32), jnp.float32)
+
+    def read(params, hidden, is_first):
+        scores = logits(params, CONFIG, hidden)
+        first = lambda: jnp.max(scores, axis=1)
+        return jax.lax.cond(is_first, first, lambda: jnp.sum(scores, axis=1))
+
+    is_first = jax.ShapeDtypeStruct((), jnp.bool_)
+    traced = jax.jit(read).trace(params, hidden, is_first)
+    assert "LayoutConstraint" in traced.lower(lowering_platforms=("cpu",)).as_text()
+    assert "LayoutConstraint" not in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 def test_without_libtpu_it_says_what_to_install(monkeypatch):
