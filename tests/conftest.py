@@ -1,6 +1,8 @@
 """Settings of every test: CPU, strict ranks, compiled functions kept between runs."""
 
+import gc
 import os
+import pathlib
 
 # Before jax starts: it reads the platform once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -34,6 +36,21 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "device" in item.keywords:
             item.add_marker(skip)
+
+
+# A process may hold 65,530 maps of memory on Linux, and what was compiled for a CPU lies in a
+# few to some hundreds each. Past the limit the compiler crashes, so tests stay far below it.
+MAX_MAPS = 20_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_memory_maps():
+    """Drops what earlier tests compiled once it takes too many maps of memory."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

@@ -8,8 +8,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from specjax.decode.forward import forward, logits, make_batch
+from specjax.decode.forward import forward, make_batch
 from specjax.decode.state import DecodeState
+from specjax.models.architectures import architecture_of
 from specjax.models.base import ModelConfig, Params
 from specjax.models.layers import linear
 from specjax.sampling import first_argmax
@@ -82,6 +83,7 @@ def forward_loop(
     The flat forward over the same pages, an argmax, and the token fed back: no
     sampling parameters, stop rules, acceptance, report or host.
     """
+    architecture = architecture_of(config)
     rows = state.rows
     page_size, num_slots = state.cache.page_size, state.cache.num_slots
 
@@ -98,7 +100,8 @@ def forward_loop(
                 num_slots=num_slots,
             )
             hidden, pages = forward(params, config, pages, batch, max_tokens_per_row=1)
-            token, _ = first_argmax(logits(params, config, hidden))
+            # One reader: no layout need be kept for others, as `decode.forward.logits` does.
+            token, _ = first_argmax(architecture.logits(params, config, hidden))
             history = history.at[jnp.arange(rows), lengths + 1].set(token, mode="drop")
             return pages, lengths + 1, history
 

@@ -183,7 +183,7 @@ def calibrate(
     seconds: dict[Any, list[float]] = {place: [] for place in contenders}
     for done in range(rounds):
         report("measuring", done, rounds)
-        measured = measuring.interleaved(contenders, 1, warms_up=not done)
+        measured = measuring.interleaved(contenders, 1, warms_up=not done, seed=done)
         for place, (one,) in measured.items():
             seconds[place].append(one / timer.num_steps)
     report("measuring", rounds, rounds)

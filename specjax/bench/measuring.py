@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -16,23 +17,27 @@ from specjax.version import __version__
 
 
 def interleaved(
-    contenders: Mapping[Any, Callable[[], Any]], rounds: int, *, warms_up: bool = True
+    contenders: Mapping[Any, Callable[[], Any]],
+    rounds: int,
+    *,
+    warms_up: bool = True,
+    seed: int = 0,
 ) -> dict[Any, list[float]]:
     """Returns seconds per call, by contender and round.
 
     Rounds go through all contenders in turn, so a machine that slows down slows all; each
-    round begins with another, so nobody always comes after the same one.
+    in an order drawn for it, so nobody always comes after the same one.
 
     Args:
       warms_up: whether each runs once before it counts.
+      seed: of the orders.
     """
     for run in contenders.values() if warms_up else ():
         jax.block_until_ready(run())
     seconds: dict[Any, list[float]] = {name: [] for name in contenders}
-    names = [*contenders]
-    for index in range(rounds):
-        first = index % len(names)
-        for name in names[first:] + names[:first]:
+    order = random.Random(seed)
+    for _ in range(rounds):
+        for name in order.sample([*contenders], len(contenders)):
             start = time.perf_counter()
             jax.block_until_ready(contenders[name]())
             seconds[name].append(time.perf_counter() - start)

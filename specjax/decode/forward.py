@@ -269,7 +269,8 @@ def logits(
     """Returns f32[num_tokens, vocab], token by token in memory.
 
     On a CPU they come turned (see `linear`), and every branch of a lax.cond that reads them
-    would turn them back for itself.
+    would turn them back for itself. Under jax 0.10's automatic partitioning a layout costs a
+    gathering of what is sharded; the programs here are sharded by hand.
     """
     scores = architecture_of(config).logits(params, config, hidden, tensor_axis)
     by_token = lambda scores: with_layout_constraint(scores, Layout((0, 1)))

@@ -136,18 +136,21 @@ def choose_and(
         values = processed
         if values is None:
             values = process_logits(logits, sampling, row_ids, positions, history)
+
+        def checked(choice: Choice) -> Choice:
+            is_bad = jnp.any(~(logits < jnp.inf), axis=1)
+            return choice._replace(is_invalid=choice.is_invalid | is_bad)
+
+        def greedy() -> Choice:
+            choice = _greedy(values)
+            return lax.cond(used.masks, lambda: checked(choice), lambda: choice)
+
         choice = lax.cond(
             used.temperature,
-            lambda: race(values, as_it_is, _few_or_bounded),
-            lambda: _greedy(values),
+            # A filter may have hidden it, or a maximum over blocks that drops NaN.
+            lambda: checked(race(values, as_it_is, _few_or_bounded)),
+            greedy,
         )
-        # A mask may have hidden it, or a maximum that drops NaN; an argmax does not.
-        is_bad = lax.cond(
-            used.allowed | used.min_tokens | used.temperature,
-            lambda: jnp.any(~(logits < jnp.inf), axis=1),
-            lambda: jnp.zeros_like(choice.is_invalid),
-        )
-        choice = choice._replace(is_invalid=choice.is_invalid | is_bad)
         return describe(choice, values)
 
     is_plain = ~(used.edits | used.filters)

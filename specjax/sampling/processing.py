@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
@@ -65,6 +66,16 @@ class Usage(NamedTuple):
             | self.presence
             | self.frequency
         )
+
+    @property
+    def masks(self) -> Array:
+        """Whether a NaN or +inf among the logits may be gone after processing.
+
+        All but what adds a finite number or scales, so a feature to come counts at first.
+        """
+        keeps = {"bias", "repetition", "presence", "frequency"}
+        hides = [used for name, used in self._asdict().items() if name not in keeps]
+        return functools.reduce(jnp.logical_or, hides)
 
 
 def usage(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:

@@ -397,7 +397,18 @@ def test_the_branch_of_accelerators_chooses_the_same_tokens(monkeypatch, batch, 
 
 
 @pytest.mark.parametrize(
-    "features", [{"temperature": 0}, {}, {"top_k": 20}, {"repetition_penalty": 1.1}]
+    "features",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "repetition_penalty": 1.1},
+        {"temperature": 0, "bad_token_ids": (11,)},
+        {"temperature": 0, "allowed_token_ids": (3,)},
+        {},
+        {"top_k": 1},
+        {"top_k": 20},
+        {"repetition_penalty": 1.1},
+    ],
+    ids=lambda features: "-".join(features) or "random",
 )
 def test_bad_logits_of_a_large_vocabulary_are_flagged(features):
     params = [SamplingParams(**features)] * NUM_TOKENS
@@ -410,6 +421,11 @@ def test_bad_logits_of_a_large_vocabulary_are_flagged(features):
     choice = choose(jnp.asarray(logits), *rest)
     bad = [1, 3, 4, 6]
     assert np.flatnonzero(choice.is_invalid).tolist() == bad
+    for place in (3, 1500, 4000, LARGE - 1):
+        one = logits_of("flat", LARGE)
+        one[2, place] = np.nan
+        flagged = choose(jnp.asarray(one), *rest).is_invalid
+        assert np.flatnonzero(flagged).tolist() == [2], place
     good = [0, 2, 5, 7]
     np.testing.assert_array_equal(
         choice.token_ids[jnp.array(good)], clean.token_ids[jnp.array(good)]

@@ -551,6 +551,32 @@ PLAIN = {
 }
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        {"logit_bias": {7: 1.5}, "repetition_penalty": 1.2},
+        {"allowed_token_ids": (5, 9, 96)},
+        {"min_tokens": 60},
+    ],
+    ids=lambda edit: next(iter(edit)),
+)
+def test_an_edited_greedy_row_does_not_notice_a_random_one(edit):
+    """To the bit: without a random row in the batch its logits take another way."""
+    edited = SamplingParams(temperature=0, logprobs=2, entropy=True, **edit)
+    alone = make_case(edited, edited)
+    random = SamplingParams(temperature=0.5, top_k=2, logprobs=3, entropy=True)
+    company = dataclasses.replace(alone, sampling=rows_of(edited, random))
+    own = np.flatnonzero(np.asarray(alone.row_ids) == 0)
+    at = lambda tree: jax.tree.map(lambda leaf: np.asarray(leaf)[own], tree)
+    here, beside = (
+        choose_and_score(*case.args, max_logprobs=3) for case in (alone, company)
+    )
+    chex.assert_trees_all_equal(at(here[0]), at(beside[0]))
+    told = [at(scored)._asdict() for _, scored in (here, beside)]
+    for name in (n for n in told[0] if "top" not in n):
+        np.testing.assert_array_equal(told[0][name], told[1][name])
+
+
 @pytest.mark.parametrize("params", PLAIN.values(), ids=PLAIN)
 def test_logprobs_of_a_plain_row_are_those_of_the_scaled_logits_in_any_company(params):
     """To the bit: neither their logits nor their sums are those of the edited rows."""

@@ -5,10 +5,25 @@ from __future__ import annotations
 from specjax.bench import measuring
 
 
-def test_each_round_begins_with_another_contender():
+def recorded(calls):
+    return {name: lambda name=name: calls.append(name) for name in "abc"}
+
+
+def test_each_round_has_an_order_of_its_own():
     calls: list[str] = []
-    contenders = {name: lambda name=name: calls.append(name) for name in "abc"}
-    seconds = measuring.interleaved(contenders, 4)
-    assert "".join(calls) == "abc" + "abc" + "bca" + "cab" + "abc"
+    seconds = measuring.interleaved(recorded(calls), 60)
+    assert calls[:3] == [*"abc"]  # before it counts
+    rounds = {"".join(calls[i : i + 3]) for i in range(3, len(calls), 3)}
+    assert rounds == {"abc", "acb", "bac", "bca", "cab", "cba"}
     assert [*seconds] == [*"abc"]
-    assert all(len(rounds) == 4 for rounds in seconds.values())
+    assert all(len(rounds) == 60 for rounds in seconds.values())
+
+
+def test_orders_differ_between_calls_of_one_round():
+    orders = []
+    for seed in range(8):
+        calls: list[str] = []
+        measuring.interleaved(recorded(calls), 1, warms_up=False, seed=seed)
+        assert sorted(calls) == [*"abc"]
+        orders.append("".join(calls))
+    assert len({*orders}) > 2
