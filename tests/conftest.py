@@ -40,15 +40,18 @@ def pytest_collection_modifyitems(items):
 
 # A process may hold 65,530 maps of memory on Linux, and what was compiled for a CPU lies in a
 # few to some hundreds each. Past the limit the compiler crashes, so tests stay far below it.
-MAX_MAPS = 20_000
+MAX_MAPS = 10_000
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_memory_maps():
     """Drops what earlier tests compiled once it takes too many maps of memory."""
+    from specjax.decode.decoder import build_decoder
+
     yield
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
+        build_decoder.cache_clear()
         jax.clear_caches()
         gc.collect()
 

@@ -357,11 +357,16 @@ def in_lanes(pages, kv_heads, head_dim):
     return jnp.pad(lines, [(0, 0)] * 3 + [(0, -lines.shape[3] % layout.LANES)])
 
 
+HEADS = [(4, 64), (2, 64), (1, 64), (3, 64), (4, 32), (4, 80)]
+HEADS_OF_EXAMPLES = [
+    pytest.param(name, *heads, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
+    for i, name in enumerate(["tree", "ragged", "head_80", "sinks", "int8"])
+    for j, heads in enumerate(HEADS)
+]
+
+
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
-@pytest.mark.parametrize("name", ["tree", "ragged", "head_80", "sinks", "int8"])
-@pytest.mark.parametrize(
-    ("kv_heads", "head_dim"), [(4, 64), (2, 64), (1, 64), (3, 64), (4, 32), (4, 80)]
-)
+@pytest.mark.parametrize(("name", "kv_heads", "head_dim"), HEADS_OF_EXAMPLES)
 def test_heads_in_lanes_are_those_apart(implementation, name, kv_heads, head_dim):
     example = dataclasses.replace(
         EXAMPLES[name], kv_heads=kv_heads, heads=2 * kv_heads, head_dim=head_dim
