@@ -26,7 +26,8 @@ def interleaved(
     """Returns seconds per call, by contender and round.
 
     Rounds go through all contenders in turn, so a machine that slows down slows all; each
-    in an order drawn for it, so nobody always comes after the same one.
+    in an order drawn for it, or the reverse of the one before, so nobody always comes after
+    the same one and of any two each is the first as often.
 
     Args:
       warms_up: whether each runs once before it counts.
@@ -35,9 +36,12 @@ def interleaved(
     for run in contenders.values() if warms_up else ():
         jax.block_until_ready(run())
     seconds: dict[Any, list[float]] = {name: [] for name in contenders}
-    order = random.Random(seed)
-    for _ in range(rounds):
-        for name in order.sample([*contenders], len(contenders)):
+    source = random.Random(seed)
+    order: list[Any] = []
+    for index in range(rounds):
+        drawn = source.sample([*contenders], len(contenders))
+        order = order[::-1] if index % 2 else drawn
+        for name in order:
             start = time.perf_counter()
             jax.block_until_ready(contenders[name]())
             seconds[name].append(time.perf_counter() - start)

@@ -71,7 +71,8 @@ class Usage(NamedTuple):
     def masks(self) -> Array:
         """Whether a NaN or +inf among the logits may be gone after processing.
 
-        All but what adds a finite number or scales, so a feature to come counts at first.
+        All but what adds or multiplies, which leaves them NaN or +inf (+inf less inf is NaN);
+        a feature to come counts at first.
         """
         keeps = {"bias", "repetition", "presence", "frequency"}
         hides = [used for name, used in self._asdict().items() if name not in keeps]
