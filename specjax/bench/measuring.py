@@ -39,8 +39,10 @@ def interleaved(
     source = random.Random(seed)
     order: list[Any] = []
     for index in range(rounds):
-        drawn = source.sample([*contenders], len(contenders))
-        order = order[::-1] if index % 2 else drawn
+        if index % 2:
+            order.reverse()
+        else:
+            order = source.sample([*contenders], len(contenders))
         for name in order:
             start = time.perf_counter()
             jax.block_until_ready(contenders[name]())
