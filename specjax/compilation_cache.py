@@ -64,6 +64,23 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path | None:
     return None if root is None else root / "compilation" / processor()
 
 
+def private_folder(name: str, *, makes: bool = False) -> Path | None:
+    """Returns a folder of specjax's own for files that are executed, one per kind of processor.
+
+    None where SPECJAX_CACHE_DIR says "off", or the folder cannot be written.
+
+    Args:
+      makes: whether to make it where it is missing.
+    """
+    root = user_cache_dir(os.environ)
+    if root is None:
+        return None
+    folder = root / name / processor()
+    if makes and not _is_writable(folder):
+        return None
+    return folder
+
+
 def user_cache_dir(environment: Mapping[str, str]) -> Path | None:
     """Returns specjax's folder in the user's cache directory, by the platform's custom."""
     chosen = environment.get(ENVIRONMENT_VARIABLE, "").strip()

@@ -27,7 +27,7 @@ from specjax.results import (
     refusal,
     self_check_of,
 )
-from specjax.setup import Setup, keep_costs
+from specjax.setup import Setup, acceptance_kind
 
 # Streaming reads back after this many steps: a few tokens at once, and little waiting.
 STREAM_BURST_STEPS = 2
@@ -146,7 +146,9 @@ class Stream:
             mesh=mesh,
         )
         requests, refused = self._setup.requests(as_list(prompts), sampling)
-        self._setup = self._setup.for_run((each.rule for each in requests), policy)
+        self._setup = self._setup.for_run(
+            (each.rule for each in requests), policy, acceptance_kind(requests)
+        )
         sizes, self._requests, unfit = self._setup.sizes(requests)
         self._failed = [refusal(each) for each in [*refused, *unfit]]
         if sizes is None:
@@ -176,7 +178,7 @@ class Stream:
             if moved:
                 self._progress.report("tokens", num_tokens, total)
         self._progress.close()
-        keep_costs(self._loop)
+        self._setup.keep(self._loop)
 
     def result(self) -> Generation:
         """Returns what `generate` would; runs what is left to run."""

@@ -29,7 +29,7 @@ from specjax.models.base import Model
 from specjax.progress import Progress, Report
 from specjax.requests import Prompt, as_list
 from specjax.results import Chunk, ChunkWriter, GenerationStats, lossy_rule
-from specjax.setup import Setup, keep_costs
+from specjax.setup import Setup
 
 
 class Engine:
@@ -271,7 +271,7 @@ class Engine:
             for request_id in list(self._requests):
                 self.abort(request_id)
             if self._loop is not None:
-                keep_costs(self._loop)
+                self._setup.keep(self._loop)
             with self._lock:
                 self._loop = None
                 self._unclaimed.clear()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import json
 import os
 import warnings
 import weakref
@@ -26,6 +28,7 @@ from specjax.engine.memory_model import MemoryPlan
 from specjax.engine.request import Request
 from specjax.engine.speculation_policy import Fixed, SpeculationPolicy, Table
 from specjax.engine.step_cost import StepCosts
+from specjax.engine.survival import Survival
 from specjax.models.base import Model
 from specjax.models.loading import load_model
 from specjax.progress import Report
@@ -33,6 +36,9 @@ from specjax.requests import Refused, make_requests, one_each
 from specjax.sizing import choose_sizes, page_bytes, standing_sizes
 from specjax.types import DecoderParams
 
+DEFAULT_POLICY = "goodput"  # "goodput" or "fixed", where the config names none
+# Kinds of sampling, as acceptance goes.
+GREEDY, SAMPLED, MIXED = "greedy", "sampled", "mixed"
 FEWER_PAGES = 0.75  # of those that did not fit
 
 # Calls may be short: what each loses without an executable adds up.
@@ -51,6 +57,8 @@ class Setup:
     rules: tuple[int, ...] = ()  # beyond equality, that memory is planned for
     # Whether memory is planned for a policy that chooses row buckets; None: the config's.
     chooses_rows: bool | None = None
+    # Of requests whose drafts are accepted alike, as far as their sampling says.
+    acceptance_kind: str = MIXED
 
     @classmethod
     def of(
@@ -75,14 +83,27 @@ class Setup:
         return cls(model, loaded, speculation, engine or EngineConfig(), mesh)
 
     def for_run(
-        self, rules: Iterable[int], policy: SpeculationPolicy | None = None
+        self,
+        rules: Iterable[int],
+        policy: SpeculationPolicy | None = None,
+        acceptance_kind: str = MIXED,
     ) -> Setup:
-        """Returns a setup whose memory is planned for some rules and a policy; None: the config's."""
+        """Returns a setup whose memory is planned for some rules and a policy; None: the config's.
+
+        Args:
+          acceptance_kind: GREEDY, SAMPLED or MIXED: what is remembered of acceptance is that
+            of runs of the same kind.
+        """
         chooses_rows = None
         if policy is not None:
             chooses_rows = getattr(policy, "chooses_rows", False)
         rules = self.drafter.effective_rules(rules)
-        return dataclasses.replace(self, rules=rules, chooses_rows=chooses_rows)
+        return dataclasses.replace(
+            self,
+            rules=rules,
+            chooses_rows=chooses_rows,
+            acceptance_kind=acceptance_kind,
+        )
 
     @property
     def params(self) -> DecoderParams:
@@ -97,11 +118,12 @@ class Setup:
             return Table(table, most)
         if kind is Fixed:
             return Fixed(most)
-        costs = StepCosts({k: self.drafter.num_nodes(k) for k in range(most + 1)})
-        cost_files.load(decoder, costs)
+        known = self._known(decoder, most)
+        kept = known.acceptance.get(self.acceptance_kind)
         return Goodput(
             most,
-            costs,
+            known.costs,
+            survival=Survival.of_record(kept, most) if kept else None,
             depths=(most,) if self.drafter.is_tree else None,
             # Rows of rules by law would read one another's draws; a tree's slots are
             # counted by node.
@@ -112,13 +134,40 @@ class Setup:
             regret=_REGRETS.setdefault(decoder, Regret()),
         )
 
+    def _known(self, decoder: Decoder, most: int) -> cost_files.Known:
+        """Returns what this process and earlier ones learned of a pair's speed."""
+        nodes = {k: self.drafter.num_nodes(k) for k in range(most + 1)}
+        shelf = _shelf(json.dumps(cost_files.key_of(decoder), sort_keys=True))
+        if shelf.known is not None:
+            # Its own copy: another thread may run the same pair.
+            known = copy.deepcopy(shelf.known)
+            known.costs.nodes_per_row = nodes
+            return known
+        known = cost_files.Known(StepCosts(nodes))
+        cost_files.load(decoder, known)
+        return known
+
+    def keep(self, loop: Loop) -> None:
+        """Keeps what a run learned of speed, for the next in this process and for later ones."""
+        policy = loop.policy
+        if not isinstance(policy, Goodput) or not policy.costs.measured:
+            return
+        shelf = _shelf(json.dumps(cost_files.key_of(loop.decoder), sort_keys=True))
+        acceptance = dict(shelf.known.acceptance) if shelf.known else {}
+        if policy.survival.num_trials:
+            acceptance[self.acceptance_kind] = policy.survival.to_record()
+        # A copy: the run may go on, and learn.
+        shelf.known = cost_files.Known(copy.deepcopy(policy.costs), acceptance)
+        cost_files.save(loop.decoder, shelf.known)
+
     def _policy_kind(self, rules: Sequence[int]) -> type[Table | Fixed | Goodput]:
         """Returns which policy the config asks for, for steps that know some rules."""
         config = self.speculation
         has_table = config.num_speculative_tokens_per_batch_size is not None
         # Under rules by law the text depends on K: the same seed gives it again only if
         # K does not follow the clock.
-        is_fixed = config.policy == "fixed" or (rules and not config.policy)
+        policy = config.policy or ("fixed" if rules else DEFAULT_POLICY)
+        is_fixed = policy == "fixed"
         if has_table and config.depth and not config.policy:
             return Table
         return Fixed if not config.depth or is_fixed else Goodput
@@ -373,10 +422,30 @@ class Setup:
         )
 
 
-def keep_costs(loop: Loop) -> None:
-    """Keeps what a run learned of step costs for the next, once it can compare."""
-    if isinstance(loop.policy, Goodput) and len(loop.policy.costs.measured) > 1:
-        cost_files.save(loop.decoder, loop.policy.costs)
+@dataclasses.dataclass
+class _Shelf:
+    """What this process knows of a pair's speed; None before its first run."""
+
+    known: cost_files.Known | None = None
+
+
+@functools.lru_cache(maxsize=64)
+def _shelf(key: str) -> _Shelf:
+    """Returns the place of a pair, by cost_files.key_of."""
+    del key
+    return _Shelf()
+
+
+def forget_speed() -> None:
+    """Forgets what this process learned of speed; files stay."""
+    _shelf.cache_clear()
+    _REGRETS.clear()
+
+
+def acceptance_kind(requests: Iterable[Request]) -> str:
+    """Returns what requests are remembered as."""
+    kinds = {r.params.temperature == 0 for r in requests}
+    return MIXED if len(kinds) != 1 else GREEDY if kinds.pop() else SAMPLED
 
 
 def _load_target(target: Any) -> Model:

@@ -56,6 +56,20 @@ def few_memory_maps():
         gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def drafts_without_waiting(request, monkeypatch):
+    """Drafts K tokens wherever a test names no policy, and forgets what earlier tests measured.
+
+    By default drafting has to earn its place: what a test meant for it would often run plain
+    decoding alone. The marker `goodput` gives a test the real default.
+    """
+    from specjax import setup
+
+    setup.forget_speed()
+    if "goodput" not in request.keywords:
+        monkeypatch.setattr(setup, "DEFAULT_POLICY", "fixed")
+
+
 @pytest.fixture
 def say(record_property):
     """Shows a line at the end of the run, from whichever process the test runs in."""

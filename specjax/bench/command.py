@@ -122,7 +122,9 @@ def _calibrate(options: argparse.Namespace) -> int:
     costs = StepCosts(policy.costs.nodes_per_row)
     costs.add_records(found.records(), MEMORY)
     costs.catch_up_s = found.catch_up_s
-    path = cost_files.save(decoder, costs)
+    kept = cost_files.Known(StepCosts())
+    cost_files.load(decoder, kept)
+    path = cost_files.save(decoder, cost_files.Known(costs, kept.acceptance))
     document = {
         "environment": measuring.environment(),
         "key": cost_files.key_of(decoder),

@@ -13,11 +13,12 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from specjax import sharding
+from specjax.bucket import Bucket
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState
 from specjax.models.architectures import architecture_of
 from specjax.models.base import ModelConfig
-from specjax.types import DecoderParams, Plan
+from specjax.types import DecoderParams
 
 # What the TPU compiler asks a machine that has no TPU; without it waits for an answer.
 _TPU_ENVIRONMENT = {
@@ -46,22 +47,29 @@ class AbstractDecoder(Decoder):
         super().__init__(*arguments, **options)
         self._drafter_dtype = drafter_dtype
 
+    @property
+    def plain(self) -> Decoder:
+        """Itself: beside a drafter plain decoding takes the same memory as without one."""
+        return self
+
     def compile_burst(
         self, num_speculative_tokens: int, num_rows: int | None = None
     ) -> jax.stages.Compiled:
         """Returns the burst of a K, of a row bucket or of all rows."""
-        (lowered,) = self.burst(
+        rows = self.sizes.rows if num_rows is None else num_rows
+        result: Any = self.burst(
             self.abstract_params,
             self.abstract_state,
-            self._abstract_plan(num_rows),
+            self._plan_shapes(Bucket(rows, num_speculative_tokens)),
             num_speculative_tokens=num_speculative_tokens,
         )
+        (lowered,) = result
         return self._compile(lowered)
 
     def compile_prefill(self, num_places: int, width: int) -> jax.stages.Compiled:
         """Returns the prefill of `num_places` prompts, `width` tokens of each."""
         places = _integers(num_places)
-        table = self._abstract_plan(None).block_table
+        table = self._plan_shapes(self._all_rows).block_table
         result: Any = self.prefill(
             self.abstract_params,
             self.abstract_state,
@@ -79,7 +87,7 @@ class AbstractDecoder(Decoder):
         (lowered,) = self.mixed(
             self.abstract_params,
             self.abstract_state,
-            self._abstract_plan(None),
+            self._plan_shapes(self._all_rows),
             places,
             places,
             max_tokens_per_row=width,
@@ -89,6 +97,10 @@ class AbstractDecoder(Decoder):
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         is_cpu = self.device.platform == "cpu"
         return lowered.compile(compiler_options=_CPU_OPTIONS if is_cpu else None)
+
+    @property
+    def _all_rows(self) -> Bucket:
+        return Bucket(self.sizes.rows, 0)
 
     @property
     def device(self) -> Any:
@@ -111,19 +123,6 @@ class AbstractDecoder(Decoder):
         drafter = [abstract_weights(config, own) for config in configs]
         return DecoderParams(
             abstract_weights(self.config, dtype), drafter[0] if drafter else ()
-        )
-
-    def _abstract_plan(self, num_rows: int | None) -> Plan:
-        sizes = self.sizes
-        flags = jax.ShapeDtypeStruct((sizes.rows,), jnp.bool_)
-        return Plan(
-            num_steps=_integers(),
-            stop_when_finished=jax.ShapeDtypeStruct((), jnp.bool_),
-            activate=flags,
-            keep=flags,
-            block_table=_integers(sizes.rows, sizes.pages_per_row),
-            draft_caps=_integers(sizes.rows),
-            row_ids=None if num_rows in (None, sizes.rows) else _integers(num_rows),
         )
 
     def _call(

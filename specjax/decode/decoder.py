@@ -18,7 +18,9 @@ from specjax import sharding
 from specjax.bucket import Bucket
 from specjax.cache import paged
 from specjax.config import EngineConfig
+from specjax.decode import executable_store
 from specjax.decode import state as decode_state
+from specjax.decode.background import Background
 from specjax.decode.burst import burst
 from specjax.decode.mixed import mixed_step
 from specjax.decode.prefill import prefill
@@ -29,7 +31,7 @@ from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
 from specjax.drafters.base import Drafter, DrafterError, guarded
 from specjax.drafters.history import Pieces
-from specjax.drafters.spec import DrafterSpec
+from specjax.drafters.spec import DrafterSpec, NoDrafter
 from specjax.models.base import ModelConfig
 from specjax.sampling import RowSampling
 from specjax.types import BY_LAW, DecoderParams, Plan
@@ -57,6 +59,8 @@ class Sizes:
 
 WHOLE = PartitionSpec()
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the text of XLA's errors
+# Of a burst, before one was compiled or read: some models on a CPU took so long.
+USUAL_COMPILE_S, USUAL_READ_S = 5.0, 0.3
 
 
 class TooLarge(Exception):
@@ -76,7 +80,8 @@ class Decoder:
 
     Every executable is compiled ahead of its first call, so that the seconds spent
     compiling are known apart (`compile_s`), and traced once (`traces` counts them).
-    Weights are arguments of every call; the state is donated.
+    Weights are arguments of every call; the state is donated. Bursts of K = 0 are those of
+    the decoder without a drafter, `plain`: one executable for both.
     """
 
     def __init__(
@@ -103,12 +108,15 @@ class Decoder:
         self.num_shards = sharding.axis_size(mesh, sharding.DATA)
         self.traces: collections.Counter[tuple] = collections.Counter()
         self.compile_s = 0.0
-        self._compile_s: dict[tuple, float] = {}
+        self._compile_s: dict[tuple, float] = {}  # of those that were not kept on disk
         self.on_compile: Callable[[str], None] = lambda what: None
         self._executables: dict[tuple, Callable] = {}
+        self._background = Background()
+        self._kept: dict[tuple, str | None] = {}  # names in the store
+        self._read_s: list[float] = []  # that reading bursts from it took
         self._makers: dict[bool, Callable[[], DecodeState]] = {}
         self._signature: tuple = ()
-        self._signed: Any = None
+        self._signed: DecoderParams | None = None
         self._variant: tuple = ()  # of weights and drafter state, of the last call
         self._rows = self._report = WHOLE
         if mesh is not None:
@@ -207,23 +215,156 @@ class Decoder:
           max_drafts: most draft tokens verified per step over all rows and shards; None
             is as the decoder was built.
         """
+        if not num_speculative_tokens and self.plain is not self:
+            return self._plain_burst(params, state, plan)
         rows = self.sizes.rows if plan.row_ids is None else len(plan.row_ids)
-        key = self._burst_key(Bucket(rows, num_speculative_tokens, max_drafts))
-        spec = self.step_spec(num_speculative_tokens, max_drafts)
-        run = lambda state, params, plan: burst(
-            spec, self.sizes.burst_steps, params, state, plan, any_shard=self._any_shard
-        )
-        specs = self._plan_specs
-        if plan.row_ids is not None:
-            specs = dataclasses.replace(specs, row_ids=self._rows)
+        bucket = Bucket(rows, num_speculative_tokens, max_drafts)
         return self._call(
-            key,
-            run,
+            self._burst_key(bucket),
+            self._burst_function(bucket),
             state,
             params,
             plan,
-            in_specs=(self._param_specs(params), specs),
-            out_specs=(self._report, WHOLE),
+            **self._burst_specs(params, plan),
+        )
+
+    def _burst_function(self, bucket: Bucket) -> Callable:
+        spec = self.step_spec(bucket.num_speculative_tokens, bucket.max_drafts)
+        return lambda state, params, plan: burst(
+            spec, self.sizes.burst_steps, params, state, plan, any_shard=self._any_shard
+        )
+
+    def _burst_specs(self, params: DecoderParams, plan: Plan) -> dict[str, Any]:
+        specs = self._plan_specs
+        if plan.row_ids is not None:
+            specs = dataclasses.replace(specs, row_ids=self._rows)
+        return {
+            "in_specs": (self._param_specs(params), specs),
+            "out_specs": (self._report, WHOLE),
+        }
+
+    @functools.cached_property
+    def plain(self) -> Decoder:
+        """The decoder of the same sizes that drafts nothing."""
+        if isinstance(self.drafter, NoDrafter):
+            return self
+        return build_decoder(
+            self.config,
+            NoDrafter(),
+            self.sizes,
+            self.engine_config,
+            self.rules,
+            self.rule_options,
+            None,
+            self.mesh,
+        )
+
+    def _plain_burst(self, params: DecoderParams, state: DecodeState, plan: Plan):
+        """Runs a burst of K = 0 beside the drafter's state, which it does not touch."""
+        plain = self.plain
+        plain.on_compile, before = self.on_compile, plain.compile_s
+        drafter, state = state.drafter, dataclasses.replace(state, drafter=())
+        try:
+            state, *results = plain.burst(
+                self._plain_params(params), state, plan, num_speculative_tokens=0
+            )
+        finally:
+            self.compile_s += plain.compile_s - before
+        return dataclasses.replace(state, drafter=drafter), *results
+
+    def _plain_params(self, params: DecoderParams) -> DecoderParams:
+        # The same object for the same weights: their shapes are looked at once.
+        signed = self.plain._signed
+        if signed is not None and signed.target is params.target:
+            return signed
+        return DecoderParams(params.target)
+
+    def prepare(
+        self, params: DecoderParams, state: DecodeState, bucket: Bucket
+    ) -> None:
+        """Begins to compile a burst beside whatever runs; `burst` waits for it where it is early.
+
+        Nothing is donated, and of arguments only shapes are kept. What goes wrong is raised
+        by `raise_failed`.
+        """
+        decoder, params, state = self._of_bucket(params, state, bucket)
+        decoder._prepare(params, state, bucket)
+
+    def _of_bucket(
+        self, params: DecoderParams, state: DecodeState, bucket: Bucket
+    ) -> tuple[Decoder, DecoderParams, DecodeState]:
+        """Returns who compiles a bucket, and the arguments that it is compiled for."""
+        if bucket.num_speculative_tokens or self.plain is self:
+            return self, params, state
+        bare = dataclasses.replace(state, drafter=())
+        return self.plain, self._plain_params(params), bare
+
+    def _prepare(
+        self, params: DecoderParams, state: DecodeState, bucket: Bucket
+    ) -> None:
+        key = self._burst_key(bucket), self._variant_of(params, state)
+        if key in self._executables or self._background.has(key):
+            return
+        inputs = jax.tree.map(_shape_of, (state, params, self._plan_shapes(bucket)))
+        specs = self._burst_specs(params, inputs[2])
+
+        def make(goes_on: Callable[[], bool]) -> None:
+            function = self._burst_function(bucket)
+            self._make(key, function, *inputs, goes_on=goes_on, **specs)
+
+        self._background.start(key, make)
+
+    def _plan_shapes(self, bucket: Bucket) -> Plan:
+        """Returns the shapes of a burst's plan."""
+        sizes = self.sizes
+        integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+        flags = jax.ShapeDtypeStruct((sizes.rows,), jnp.bool_)
+        return Plan(
+            num_steps=integers(),
+            stop_when_finished=jax.ShapeDtypeStruct((), jnp.bool_),
+            activate=flags,
+            keep=flags,
+            block_table=integers(sizes.rows, sizes.pages_per_row),
+            draft_caps=integers(sizes.rows),
+            row_ids=None if bucket.rows == sizes.rows else integers(bucket.rows),
+        )
+
+    def raise_failed(self) -> None:
+        """Raises what went wrong in `prepare`, each time once.
+
+        Raises:
+          DrafterError, TooLarge: as `burst`.
+        """
+        for decoder in (self, self.plain):
+            decoder._background.raise_failed()
+
+    def is_coming(self, bucket: Bucket) -> bool:
+        """Returns whether a burst is being compiled beside what runs."""
+        decoder = self if bucket.num_speculative_tokens else self.plain
+        return decoder._background.has((self._burst_key(bucket), decoder._variant))
+
+    def is_kept(
+        self, params: DecoderParams, state: DecodeState, bucket: Bucket
+    ) -> bool:
+        """Returns whether a burst lies in the store on disk: reading it takes little time."""
+        decoder, params, state = self._of_bucket(params, state, bucket)
+        key = self._burst_key(bucket), decoder._variant_of(params, state)
+        if key not in decoder._kept:
+            inputs = state, params, decoder._plan_shapes(bucket)
+            decoder._kept[key] = decoder._store_name(key[0], inputs)
+        return executable_store.has(decoder._kept[key])
+
+    def compiled_between(self, start: float, end: float) -> bool:
+        """Returns whether compiling slowed down what ran: on a CPU, where it shares the cores.
+
+        Args:
+          start, end: as time.perf_counter() says.
+        """
+        if jax.default_backend() != "cpu":
+            return False
+        return any(
+            decoder._background.ran_between(start, end)
+            for decoder in (self, self.plain)
         )
 
     def mixed(
@@ -326,16 +467,25 @@ class Decoder:
         """Holds no weights any more, but perhaps these: whoever owns them may want the memory."""
         if self._signed is not params:
             self._signed = None
+        if self.plain is not self:
+            self.plain.let_go()
 
     def is_compiled(self, bucket: Bucket) -> bool:
         """Returns whether a burst can run at once, with the weights of the last call."""
-        return (self._burst_key(bucket), self._variant) in self._executables
+        decoder = self if bucket.num_speculative_tokens else self.plain
+        return (self._burst_key(bucket), decoder._variant) in decoder._executables
 
     @property
     def burst_compile_s(self) -> float:
-        """Seconds that compiling a burst took on average; 0 before the first."""
-        bursts = [s for key, s in self._compile_s.items() if key[0] == "burst"]
-        return sum(bursts) / len(bursts) if bursts else 0.0
+        """Seconds that compiling a burst took on average; a guess before the first."""
+        compiled = self._compile_s | self.plain._compile_s
+        bursts = [s for key, s in compiled.items() if key[0] == "burst"]
+        return sum(bursts) / len(bursts) if bursts else USUAL_COMPILE_S
+
+    @property
+    def read_s(self) -> float:
+        """Seconds that reading a burst from the store took at most; a guess before the first."""
+        return max(self._read_s + self.plain._read_s, default=USUAL_READ_S)
 
     def _burst_key(self, bucket: Bucket) -> tuple:
         key: tuple = "burst", bucket.num_speculative_tokens
@@ -346,7 +496,10 @@ class Decoder:
     def compiled_burst(self, num_speculative_tokens: int):
         """Returns the compiled burst, for its memory_analysis() and text, once called."""
         key = ("burst", num_speculative_tokens)
-        return next(run for (name, _), run in self._executables.items() if name == key)
+        decoder = self if num_speculative_tokens else self.plain
+        return next(
+            run for (name, _), run in decoder._executables.items() if name == key
+        )
 
     def step_spec(
         self, num_speculative_tokens: int, max_drafts: int | None = None
@@ -465,8 +618,7 @@ class Decoder:
             as it was.
         """
         params = next((a for a in arguments if isinstance(a, DecoderParams)), None)
-        drafter = jax.tree.structure(state.drafter)
-        variant = self._signature_of(params), drafter
+        variant = self._variant_of(params, state)
         if params is not None:
             self._variant = variant
         compiled_key = (key, variant)
@@ -474,23 +626,89 @@ class Decoder:
             self.on_compile(key[0])
             start = time.perf_counter()
             try:
+                self._background.wait(compiled_key)
+                if compiled_key not in self._executables:
+                    self._make(
+                        compiled_key,
+                        function,
+                        state,
+                        *arguments,
+                        in_specs=in_specs,
+                        out_specs=out_specs,
+                    )
+            finally:
+                self.compile_s += time.perf_counter() - start
+        return self._executables[compiled_key](state, *arguments)
+
+    def _make(
+        self,
+        compiled_key: tuple,
+        function: Callable,
+        *inputs: Any,
+        in_specs,
+        out_specs,
+        goes_on: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Reads an executable from the store, or compiles it and keeps it there.
+
+        Args:
+          inputs: state and arguments; only shapes are looked at.
+          goes_on: whether it is still worth compiling, once it is traced.
+
+        Raises:
+          TooLarge: compiling ran out of memory.
+        """
+        key, _ = compiled_key
+        start = time.perf_counter()
+        name = self._store_name(key, inputs)
+        run = executable_store.load(name, inputs)
+        if run is None:
+            try:
                 lowered = self._lower(
                     key,
                     function,
-                    state,
-                    *arguments,
+                    *inputs,
                     in_specs=in_specs,
                     out_specs=out_specs,
+                    name=name,
                 )
-                self._executables[compiled_key] = lowered.compile()
+                if not goes_on():
+                    return
+                run, is_new = executable_store.compile_new(name, lowered)
             except Exception as error:  # XLA's, of a class that differs by version
                 if OUT_OF_MEMORY in str(error):
                     raise TooLarge(key, error) from error
                 raise
             finally:
                 self._compile_s[key] = time.perf_counter() - start
-                self.compile_s += self._compile_s[key]
-        return self._executables[compiled_key](state, *arguments)
+            if is_new:
+                executable_store.save(name, run)
+        elif key[0] == "burst":
+            self._read_s.append(time.perf_counter() - start)
+        self._executables[compiled_key] = run
+
+    def _store_name(self, key: tuple, inputs: Any) -> str | None:
+        """Returns the name of an executable in the store; None where it is not kept.
+
+        Over a mesh, or with a drafter whose code is not specjax's own, jax's cache has to do.
+        """
+        is_own = type(self.drafter).__module__.startswith("specjax.")
+        if self.mesh is not None or not is_own:
+            return None
+        described = (
+            key,
+            self.config,
+            self.drafter,
+            self.sizes,
+            self.engine_config,
+            self.rules,
+            self.rule_options,
+            self.max_drafts,
+        )
+        return executable_store.name_of(repr(described), inputs)
+
+    def _variant_of(self, params: DecoderParams | None, state: DecodeState) -> tuple:
+        return self._signature_of(params), jax.tree.structure(state.drafter)
 
     def _lower(
         self,
@@ -500,14 +718,20 @@ class Decoder:
         *arguments,
         in_specs,
         out_specs,
+        name: str | None = None,
     ) -> jax.stages.Lowered:
-        """Returns what `_call` compiles; of state and arguments only shapes are looked at."""
+        """Returns what `_call` compiles; of state and arguments only shapes are looked at.
+
+        Args:
+          name: in the store of executables, a part of which names the function.
+        """
 
         def traced(*inputs):
             self.traces[key] += 1
             return function(*inputs)
 
         run = traced
+        traced.__name__ = key[0] if name is None else f"{key[0]}_{name[:12]}"
         if self.mesh is not None:
             own = sharding.state_specs(state, self.mesh)
             run = jax.shard_map(
@@ -528,7 +752,16 @@ class Decoder:
         return () if params is None else self._signature
 
 
-@functools.lru_cache(maxsize=16)
+def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns what compiling looks at of an array: not the memory that it holds."""
+    is_placed = getattr(leaf, "committed", False)
+    return jax.ShapeDtypeStruct(
+        leaf.shape, leaf.dtype, sharding=leaf.sharding if is_placed else None
+    )
+
+
+# Twice as many as calls of different sizes that are kept: one with a drafter has a plain one.
+@functools.lru_cache(maxsize=32)
 def build_decoder(
     config: ModelConfig,
     drafter: DrafterSpec,

@@ -1,4 +1,4 @@
-"""Step costs kept from one run to the next, in the user's cache directory.
+"""Step costs and acceptance kept from one run to the next, in the user's cache directory.
 
 A file belongs to one device kind, models, dtypes, mesh and versions; any other gets
 nothing from it. Shipped ones, in configs/coefficients/, are read where the user's own
@@ -14,6 +14,7 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ import numpy as np
 from specjax import compilation_cache
 from specjax.decode.decoder import Decoder
 from specjax.engine.step_cost import StepCosts
+from specjax.engine.survival import Survival
 from specjax.version import __version__
 
-FORMAT = 1
+FORMAT = 2
 SHIPPED = "configs.coefficients"
 
 
@@ -71,7 +73,42 @@ def path_of(key: dict[str, Any]) -> Path | None:
     return None if root is None else root / "step_costs" / _name(key)
 
 
-def load(decoder: Decoder, costs: StepCosts) -> bool:
+@dataclasses.dataclass
+class Known:
+    """What is known of a pair's speed: step costs, and acceptance by kind of sampling."""
+
+    costs: StepCosts
+    acceptance: dict[str, dict[str, list[float]]] = dataclasses.field(
+        default_factory=dict
+    )  # Survival.to_record
+
+    def add(self, document: Mapping[str, Any]) -> None:
+        """Takes in what `to_document` returned.
+
+        Raises:
+          ValueError, KeyError, TypeError: it means nothing; nothing is taken in.
+        """
+        catch_up_s = document["catch_up_s"]
+        if catch_up_s is not None and not 0 <= catch_up_s < math.inf:
+            raise ValueError(f"{catch_up_s=} means nothing")
+        acceptance = dict(document.get("acceptance", {}))
+        for record in acceptance.values():
+            Survival.of_record(record, 1)
+        StepCosts().add_records(document["steps"])  # all of them, or none
+        self.costs.add_records(document["steps"])
+        self.costs.catch_up_s = catch_up_s
+        self.acceptance |= acceptance
+
+    def to_document(self) -> dict[str, Any]:
+        """Returns it for JSON."""
+        return {
+            "catch_up_s": self.costs.catch_up_s,
+            "steps": self.costs.to_records(),
+            "acceptance": self.acceptance,
+        }
+
+
+def load(decoder: Decoder, known: Known) -> bool:
     """Adds what was kept of earlier runs; returns whether there was anything.
 
     A file that cannot be read is named in a warning, and counts as none.
@@ -85,13 +122,7 @@ def load(decoder: Decoder, costs: StepCosts) -> bool:
             kept = json.loads(source.read_text(encoding="utf-8"))
             if kept["format"] != FORMAT or kept["key"] != key:
                 continue
-            records = kept["steps"]
-            catch_up_s = kept["catch_up_s"]
-            if catch_up_s is not None and not 0 <= catch_up_s < math.inf:
-                raise ValueError(f"{catch_up_s=} means nothing")
-            StepCosts().add_records(records)  # all of them, or none
-            costs.add_records(records)
-            costs.catch_up_s = catch_up_s
+            known.add(kept)
         except (OSError, ValueError, KeyError, TypeError) as error:
             warnings.warn(
                 f"step costs in {source} cannot be read and are left out: {error}; delete the "
@@ -103,20 +134,18 @@ def load(decoder: Decoder, costs: StepCosts) -> bool:
     return False
 
 
-def save(decoder: Decoder, costs: StepCosts) -> Path | None:
-    """Keeps step costs for later runs; returns the file, None where none may be written."""
+def save(decoder: Decoder, known: Known) -> Path | None:
+    """Keeps what is known for later runs; returns the file, None where none may be written."""
     key = key_of(decoder)
     path = path_of(key)
-    if path is None or not costs.measured:
+    if path is None or not known.costs.measured:
         return None
     document = {
         "format": FORMAT,
         "key": key,
         "date": datetime.date.today().isoformat(),
-        "fit_error": round(costs.fit_error(), 4),
-        "catch_up_s": costs.catch_up_s,
-        "steps": costs.to_records(),
-    }
+        "fit_error": round(known.costs.fit_error(), 4),
+    } | known.to_document()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Whoever reads meanwhile finds the old file or the new one, whole.

@@ -7,10 +7,13 @@ likelier to have their drafts accepted than others, fewer slots than K for each 
 go to the likeliest. Seconds come from StepCosts, acceptance from Survival. Both are
 learned in service:
 
-- Until two buckets were measured K is the default. Costs kept from earlier runs count.
-- A bucket that is not compiled is compiled once what was lost without it, as far as is
-  known, comes to what compiling takes (ski rental). The loss adds up over all runs that
-  share the executables.
+- Drafting has to earn its place. Where plain decoding or the best K was never measured,
+  the likelier one of the two runs, plain decoding unless more is known, while the other
+  is compiled beside it; a run that may be short waits for that halfway, so that its second
+  half measures both, and the next run knows.
+- Any other bucket is compiled, beside what runs, once what was lost without it, as far as
+  is known, comes to what compiling it takes, or reading it where it is kept on disk (ski
+  rental). The loss adds up over all runs that share the executables.
 - PROBE_SHARE of the time goes into learning again what may have changed: what plain
   decoding costs, and at K = 0 what is accepted now. HOPE_SHARE more goes into what little
   is known of, as long as it may well be better: drafting after K = 0, a bucket hardly run.
@@ -47,19 +50,23 @@ MEASURED_OFTEN = 10
 # Of its seconds, what a probe is charged at least: what is thought may be wrong.
 LEAST_LOST = 0.12
 PROBE_STEPS = 8  # of a burst that only asks what is accepted
-# Of its seconds, what plain decoding may take less than is thought while it was never
-# measured: steps with drafts say little of it, and it is what drafting has to be better than.
-UNKNOWN_GAIN = 0.5
 # Of a step at K = 0, what catching up with one token costs, before it was measured.
 CATCH_UP_SHARE = 0.01
+USUAL_K = 3  # that is tried first where nothing is known
+# Drafting runs before plain decoding was measured only where it is expected to be better by
+# so much, and its acceptance is known from so many drafts.
+SURE_GAIN, SURE_TRIALS = 0.15, 16.0
+LEAST_SHARED = 4  # probes that a run must be long for, to wait for what is compiled
+ENOUGH_STEPS = 10_000  # of an endless run, that repay any compiling
 SMALL_CATCH_UP = 0.05  # of a burst: what is left tells what its steps cost
 MOST_RANKED = 32  # rows that stand for more, where only their sum is asked for
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """Returns the numbers that are tried up to `most`: powers of two, and itself."""
-    powers = (2**power for power in range(most.bit_length()))
-    return tuple(sorted({*(p for p in powers if p <= most), most} - {0}))
+    """Returns the numbers that are tried up to `most`: 1, 2, 3, 4, 6, 8, 12, ..., and itself."""
+    powers = [2**power for power in range(most.bit_length())]
+    between = [3 * power for power in powers]
+    return tuple(sorted({n for n in (*powers, *between, most) if 0 < n <= most}))
 
 
 class _Candidate(NamedTuple):
@@ -105,17 +112,38 @@ class Regret:
         self.seconds[bucket] = self.seconds.get(bucket, 0.0) + seconds
 
 
+@dataclasses.dataclass
+class _Exploration:
+    """What is measured beside what; `other` is None where nothing is, or no longer."""
+
+    first: Bucket | None = None
+    other: Bucket | None = None
+    num_steps: int = 0  # left when it began
+    turns: list[Bucket] = dataclasses.field(default_factory=list)
+
+
+def _of_bucket(bucket: Bucket, reason: str, **more: Any) -> Decision:
+    return Decision(
+        num_speculative_tokens=bucket.num_speculative_tokens,
+        reason=reason,
+        row_bucket=bucket.rows,
+        max_drafts=bucket.max_drafts,
+        **more,
+    )
+
+
 class Goodput:
     """Chooses the bucket of the most expected tokens per second.
 
     Args:
-      max_speculative_tokens: the largest K, and the one until two buckets were measured.
+      max_speculative_tokens: the largest K.
       costs: what is known; it learns.
       depths: the values of K above 0 that may be compiled; None is `ladder`.
       ranks: whether slots may be handed to the likeliest rows: Bucket.max_drafts.
       knows_confidence: whether the drafter says how sure it is of each token: the device
         ranks by that then, and otherwise by what is known of the rows here.
       regret: kept with the executables; None begins anew.
+      survival: what is known of acceptance; it learns. None is nothing.
     """
 
     chooses_rows: ClassVar[bool] = True
@@ -129,31 +157,37 @@ class Goodput:
         ranks: bool = True,
         knows_confidence: bool = False,
         regret: Regret | None = None,
+        survival: Survival | None = None,
     ):
         self.max_speculative_tokens = max_speculative_tokens
         self.costs = costs or StepCosts()
-        self.survival = Survival(max_speculative_tokens)
+        self.survival = survival or Survival(max_speculative_tokens)
         self.seconds_lost = 0.0  # to probes, as far as is known
         self._depths = ladder(max_speculative_tokens) if depths is None else depths
         self._ranks = ranks
         self._knows_confidence = knows_confidence
         self._last: Bucket | None = None
         self._regret = Regret() if regret is None else regret
+        self._exploration: _Exploration | None = None
         self._was_probe = False
         self._budget = 0.0  # seconds that may be spent on probes
         self._hope = 0.0  # likewise, on those that look promising
         self._rates: dict[Bucket, float] = {}  # of the candidates of the last choice
 
     def choose(self, load: Load) -> Decision:
-        """Returns the best bucket of those that are compiled or worth compiling."""
-        decision = self._while_unmeasured(load)
+        """Returns the best bucket of those that are compiled, and what to compile beside it."""
+        decision = self._explore(load)
         if decision is not None:
             return decision
-        candidates = self._candidates(load)
-        usable = [c for c in candidates if self._is_usable(c.bucket, load)]
-        if not usable:
-            return self._default(load)
+        candidates = [
+            c for c in self._candidates(load) if not load.is_dropped(c.bucket)
+        ]
+        if not candidates:
+            return self._plain(load, load.limited_by or "nothing measured yet")
         self._rates = {c.bucket: c.rate for c in candidates}
+        usable = [c for c in candidates if load.is_compiled(c.bucket)]
+        if not usable:
+            usable = [self._soonest_done(candidates, load)]
         best = self._best(usable, load)
         allowed = [
             c
@@ -162,14 +196,15 @@ class Goodput:
             == load.limit(c.bucket.num_speculative_tokens)
         ]
         if not allowed:
-            return self._default(load)
+            return self._plain(load, load.limited_by)
         if best not in allowed:
             best = self._best(allowed, load)
             return self._decide(load, best, load.limited_by)
         probe = self._probe(best, allowed, load)
         if probe is not None:
             return probe
-        return self._decide(load, best, "goodput")
+        prepare = self._missed(best, candidates, load)
+        return self._decide(load, best, "goodput", prepare=prepare)
 
     def observe(self, outcome: Outcome) -> None:
         """Learns what was accepted, what a step cost, and what is lost without other buckets."""
@@ -189,7 +224,7 @@ class Goodput:
             return
         self._budget += PROBE_SHARE * outcome.seconds
         hope = self._hope + HOPE_SHARE * outcome.seconds
-        if len(self.costs.measured) == 1:
+        if self._exploration is not None and self._exploration.other is not None:
             hope = FIRST_HOPE * outcome.seconds
         self._hope = min(hope, MOST_HOPE * outcome.seconds)
         self._count_regret(outcome)
@@ -197,8 +232,10 @@ class Goodput:
 
     # What there is to choose from
 
-    def _candidates(self, load: Load) -> list[_Candidate]:
-        """Returns what every bucket is expected to do."""
+    def _candidates(
+        self, load: Load, row_buckets: Sequence[int] | None = None
+    ) -> list[_Candidate]:
+        """Returns what every bucket is expected to do; nothing where costs are not known."""
         slots = RankedSlots(
             self.survival,
             load.requests,
@@ -208,17 +245,17 @@ class Goodput:
             np.asarray(load.urgency),
         )
         candidates = []
-        for bucket in self._shapes(load):
+        shapes = (
+            self._shapes(load) if row_buckets is None else self.buckets(row_buckets)
+        )
+        for bucket in shapes:
             tokens = load.num_decoding_rows + slots.expected(bucket)
             context = _midway(load, tokens)
             seconds = self.costs.seconds(bucket, context)
             if seconds is None:
                 return []
             if not self.costs.count(bucket):
-                is_unknown = (
-                    self._is_plain_unknown and not bucket.num_speculative_tokens
-                )
-                seconds *= 1 - (UNKNOWN_GAIN if is_unknown else OPTIMISM)
+                seconds *= 1 - OPTIMISM
             rate = slots.together(bucket) * tokens / seconds
             doubt = _doubt(self.costs.evidence(bucket, context))
             candidates.append(_Candidate(bucket, tokens, seconds, rate, doubt, slots))
@@ -250,12 +287,33 @@ class Goodput:
                     if mean < depth:
                         yield Bucket(rows, depth, rows * mean)
 
-    def _is_usable(self, bucket: Bucket, load: Load) -> bool:
-        if load.is_dropped(bucket):
-            return False
-        if load.is_compiled(bucket):
-            return True
-        return self._regret.seconds.get(bucket, 0.0) >= load.compile_s
+    def _soonest_done(self, candidates: Sequence[_Candidate], load: Load) -> _Candidate:
+        """Returns what ends the run first where nothing can run yet; plain decoding if in doubt."""
+
+        def seconds(c: _Candidate) -> float:
+            tokens = min(load.num_steps_left, ENOUGH_STEPS) * load.num_decoding_rows
+            return load.ready_s(c.bucket) + tokens / c.rate
+
+        best = min(candidates, key=seconds)
+        plain = [c for c in candidates if not c.bucket.num_speculative_tokens]
+        close = [c for c in plain if seconds(c) <= (1 + MARGIN) * seconds(best)]
+        return min(close or [best], key=seconds)
+
+    def _missed(
+        self, best: _Candidate, candidates: Sequence[_Candidate], load: Load
+    ) -> Bucket | None:
+        """Returns the bucket that was missed for longer than it takes to have it, if any."""
+        missed = [
+            c
+            for c in candidates
+            if not load.is_compiled(c.bucket)
+            and self._regret.seconds.get(c.bucket, 0.0) >= load.ready_s(c.bucket)
+        ]
+        if not missed or any(load.is_coming(c.bucket) for c in candidates):
+            return None
+        most = max(missed, key=lambda c: c.rate)
+        is_better = most.rate > best.rate or not self.costs.count(most.bucket)
+        return most.bucket if is_better else None
 
     def _best(self, candidates: Sequence[_Candidate], load: Load) -> _Candidate:
         """Returns the candidate of the highest rate, loath to change and to leave K = 0."""
@@ -279,6 +337,8 @@ class Goodput:
     ) -> Decision:
         self._last = chosen.bucket
         draft_caps = None
+        if chosen.bucket.num_speculative_tokens and self._knows_no_acceptance:
+            more.setdefault("num_steps", PROBE_STEPS)
         if chosen.bucket.max_drafts is not None and not self._knows_confidence:
             draft_caps = chosen.slots.likeliest(chosen.bucket)
         return Decision(
@@ -292,40 +352,83 @@ class Goodput:
             **more,
         )
 
-    # Before anything is known
+    # Before both were measured
 
-    def _default(self, load: Load) -> Decision:
-        wanted = self.max_speculative_tokens
-        allowed = load.limit(wanted)
-        reason = load.limited_by
-        if allowed == wanted:
-            is_known = len(self.costs.measured) > 1
-            reason = "nothing compiled yet" if is_known else "nothing measured yet"
-        *smaller, rows = load.row_buckets
-        ready = (r for r in smaller if load.is_compiled(Bucket(r, allowed)))
+    def _plain(self, load: Load, reason: str, **more: Any) -> Decision:
+        """Returns plain decoding of the fewest rows that is compiled, or else of all rows."""
+        rows = [r for r in load.row_buckets if not load.is_dropped(Bucket(r, 0))]
+        *smaller, most = rows or load.row_buckets
+        # A bucket for all rows will do whoever comes.
+        ready = (r for r in smaller if load.is_compiled(Bucket(r, 0)))
         return Decision(
-            num_speculative_tokens=allowed,
+            num_speculative_tokens=0,
             reason=reason,
-            # A bucket for all rows will do whoever comes.
-            row_bucket=next(ready, rows),
-            num_steps=None if self.costs.measured else PROBE_STEPS,
+            row_bucket=next(ready, most),
+            **more,
         )
 
-    def _while_unmeasured(self, load: Load) -> Decision | None:
-        """Returns the default K, or K = 0 once that may be worth measuring; None once both were."""
-        measured = self.costs.measured
-        if not measured:
-            return self._default(load)
-        if len(measured) > 1 or not measured[0].num_speculative_tokens:
+    def _explore(self, load: Load) -> Decision | None:
+        """Returns what to run while plain decoding or the best K was never measured; None after.
+
+        The first bursts of a policy decide: what is compiled beside them is run and measured
+        in turns with what ran, as soon as it is there.
+        """
+        if not load.limit(self.max_speculative_tokens):
             return None
-        plain = Bucket(measured[0].rows, 0)
-        if plain.rows not in load.row_buckets:
-            plain = Bucket(load.row_buckets[-1], 0)
-        if self._is_usable(plain, load):
-            return Decision(
-                num_speculative_tokens=0, reason="probe", row_bucket=plain.rows
-            )
-        return self._default(load)
+        if self._exploration is None:
+            self._exploration = self._exploration_of(load)
+        found = self._exploration
+        if found.other is None or found.first is None:
+            return None
+        rows = found.first.rows
+        depth = max(b.num_speculative_tokens for b in (found.first, found.other))
+        is_over = rows not in load.row_buckets or load.is_dropped(found.other)
+        if is_over or load.limit(depth) < depth:
+            self._exploration = _Exploration()
+            return None
+        if not found.turns:
+            is_late = load.num_steps_left <= found.num_steps // 2
+            waits = is_late and found.num_steps >= LEAST_SHARED * PROBE_STEPS
+            if not load.is_compiled(found.other) and not waits:
+                return _of_bucket(
+                    found.first, "nothing measured yet", prepare=found.other
+                )
+            found.turns += [found.other, found.first]
+        bucket = found.turns.pop(0)
+        if not found.turns:
+            self._exploration = _Exploration()
+        reason = "probe" if bucket == found.other else "nothing measured yet"
+        return _of_bucket(bucket, reason, num_steps=PROBE_STEPS)
+
+    def _exploration_of(self, load: Load) -> _Exploration:
+        """Returns what to measure beside what, if anything is unknown and may pay."""
+        plain = self._plain(load, "")
+        assert plain.row_bucket is not None
+        rows = plain.row_bucket
+        bucket = Bucket(rows, 0)
+        drafting = [
+            Bucket(rows, depth)
+            for depth in self._depths
+            if not load.is_dropped(Bucket(rows, depth)) and depth == load.limit(depth)
+        ]
+        if not drafting or load.is_dropped(bucket):
+            return _Exploration()
+        candidates = {c.bucket: c for c in self._candidates(load, [rows])}
+        if not candidates:
+            usual = min(drafting, key=lambda b: abs(b.num_speculative_tokens - USUAL_K))
+            return _Exploration(bucket, usual, load.num_steps_left)
+        best = max((candidates[b] for b in drafting), key=lambda c: c.rate)
+        count = self.costs.count
+        is_known = count(bucket) and any(count(other) for other in drafting)
+        # No step that drafts is faster than a plain one of as many rows.
+        known_s = {rows: candidates[bucket].seconds}
+        most = best.most_rate(known_s) * self._optimism(best, load)
+        if is_known or most <= candidates[bucket].rate * (1 + MARGIN):
+            return _Exploration()
+        gain = best.rate / candidates[bucket].rate - 1
+        if gain >= SURE_GAIN and not self._knows_no_acceptance:
+            return _Exploration(best.bucket, bucket, load.num_steps_left)
+        return _Exploration(bucket, best.bucket, load.num_steps_left)
 
     # Learning
 
@@ -407,14 +510,15 @@ class Goodput:
 
         Too little may be known of acceptance, and of what a step costs.
         """
-        optimism, rows = self.survival.optimism(), load.num_decoding_rows
-
-        def hoped(c: _Candidate) -> float:
-            more = optimism[c.bucket.num_speculative_tokens - 1]
-            return c.most_rate(least_s) * (rows + (c.tokens - rows) * more) / c.tokens
-
+        hoped = lambda c: c.most_rate(least_s) * self._optimism(c, load)
         hopeful = [c for c in others if hoped(c) > best.rate * (1 + MARGIN)]
         return min(hopeful, key=lambda c: c.seconds, default=None)
+
+    def _optimism(self, c: _Candidate, load: Load) -> float:
+        """Returns how many times more tokens a step may bring than is expected."""
+        rows = load.num_decoding_rows
+        more = self.survival.optimism()[c.bucket.num_speculative_tokens - 1]
+        return (rows + (c.tokens - rows) * more) / c.tokens
 
     def _catch_up(self, load: Load, plain_s: float) -> float:
         """Returns the seconds that the drafter takes to see what it has not seen yet."""
@@ -452,28 +556,14 @@ class Goodput:
         assert outcome.seconds is not None
         own = self._rates.get(outcome.bucket)
         if own is None:
-            if len(self.costs.measured) > 1:
-                return  # the rows have changed since
-            lost = UNKNOWN_GAIN * outcome.seconds
-            self._regret.add(Bucket(outcome.bucket.rows, 0), lost)
-            return
-        plain = 0.0  # lost without any plain decoding, where none was measured
+            return  # nothing was compared, or the rows have changed since
         for bucket, rate in self._rates.items():
-            if rate <= own * (1 + MARGIN):
-                continue
-            lost = (1 - own / rate) * outcome.seconds
-            if self._is_plain_unknown and not bucket.num_speculative_tokens:
-                plain = max(plain, lost)
-            else:
-                self._regret.add(bucket, lost)
-        if plain:
-            # Whichever is compiled says what the others take.
-            for rows in {b.rows for b in (*self._regret.ran, *self._rates)}:
-                self._regret.add(Bucket(rows, 0), plain)
+            if rate > own * (1 + MARGIN):
+                self._regret.add(bucket, (1 - own / rate) * outcome.seconds)
 
     @property
-    def _is_plain_unknown(self) -> bool:
-        return all(bucket.num_speculative_tokens for bucket in self.costs.measured)
+    def _knows_no_acceptance(self) -> bool:
+        return self.survival.num_trials < SURE_TRIALS
 
 
 def _midway(load: Load, tokens_per_step: float) -> float:

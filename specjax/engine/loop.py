@@ -525,8 +525,11 @@ class Loop:
             self.decoder.sizes.burst_steps,
             max_burst_steps or self.decoder.sizes.burst_steps,
         )
+        self._notice_failed()
         load = self._load(rows, usual_steps)
         decision = self.policy.choose(load)
+        if decision.prepare is not None:
+            self.decoder.prepare(self.params, self._state, decision.prepare)
         depth = load.limit(decision.num_speculative_tokens)
         if depth < decision.num_speculative_tokens:
             decision = Decision(num_speculative_tokens=depth, reason=load.limited_by)
@@ -559,6 +562,13 @@ class Loop:
         except RECOVERABLE as error:
             self._do_without(error)
             self._send_burst(flight.own, max_burst_steps)
+
+    def _notice_failed(self) -> None:
+        """Goes on without what could not be compiled beside what ran."""
+        try:
+            self.decoder.raise_failed()
+        except RECOVERABLE as error:
+            self._do_without(error)
 
     def _available(self, decision: Decision, row_buckets: Sequence[int]) -> Decision:
         """Returns a decision with its row bucket, or what is left of it by what was dropped."""
@@ -597,7 +607,10 @@ class Loop:
             urgency=() if is_refilled else _urgency(table.expected_end[rows], tokens),
             num_probe_steps=usual_steps,
             compile_s=decoder.burst_compile_s,
+            kept_s=decoder.read_s,
             is_compiled=decoder.is_compiled,
+            is_coming=decoder.is_coming,
+            is_kept=lambda bucket: decoder.is_kept(self.params, self._state, bucket),
             is_dropped=self.faults.is_dropped,
         )
 
@@ -794,12 +807,16 @@ class Loop:
         assert flight.bucket is not None
         asked = np.zeros(flight.bucket.rows, np.int64)
         asked[flight.places] = flight.asked_depth
+        if self.decoder.compiled_between(flight.sent_at, self._done_at):
+            seconds_seen = None  # on the processors that compiled beside it
+        else:
+            seconds_seen = seconds if seconds > 0 else None
         if flight.is_learned_from:
             outcome = Outcome(
                 decision=flight.decision,
                 bucket=flight.bucket,
                 num_rows=len(flight.rows),
-                seconds=seconds if seconds > 0 else None,
+                seconds=seconds_seen,
                 num_context_tokens=flight.context_tokens + num_tokens / 2,
                 num_behind=flight.num_behind,
                 is_short=num_steps < flight.least_timed,

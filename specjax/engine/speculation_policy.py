@@ -34,8 +34,17 @@ class Load:
     urgency: Any = ()
     num_probe_steps: int = 0  # that a burst may have
     compile_s: float = 0.0  # what compiling a bucket takes
+    kept_s: float = 0.0  # what reading one takes that is kept on disk
     is_compiled: Callable[[Bucket], bool] = lambda bucket: True
+    is_coming: Callable[[Bucket], bool] = lambda bucket: False  # compiled beside
+    is_kept: Callable[[Bucket], bool] = lambda bucket: False  # on disk
     is_dropped: Callable[[Bucket], bool] = lambda bucket: False  # did not fit
+
+    def ready_s(self, bucket: Bucket) -> float:
+        """Returns the seconds until a bucket can run."""
+        if self.is_compiled(bucket):
+            return 0.0
+        return self.kept_s if self.is_kept(bucket) else self.compile_s
 
     def limit(self, num_speculative_tokens: int) -> int:
         """Returns a K, or what is allowed of it."""
@@ -61,6 +70,8 @@ class Decision:
     predicted_step_s: float | None = None
     predicted_tokens: float | None = None  # per step, of all rows together
     num_steps: int | None = None  # most steps of the burst; None: as many as ever
+    # What is to be compiled beside this burst and those after it.
+    prepare: Bucket | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

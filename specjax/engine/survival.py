@@ -13,6 +13,7 @@ never tried is like the one before it, a row that was little tried like the othe
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ ROW_TRIALS = 8.0  # that a row's likeness to the others counts for
 WINDOW = 1024.0  # trials that averages over all rows remember
 ROW_WINDOW = 256.0  # likewise of a row
 MOST_RATE = 0.999
+KEPT_TRIALS = 64.0  # that what was learned in an earlier run counts for
 
 
 class Survival:
@@ -41,6 +43,33 @@ class Survival:
         # Of all rows, and of each: trials, weighted by profile, and those that stood.
         self._all = np.zeros(2)
         self._by_request = _ByRequest()
+
+    def to_record(self) -> dict[str, list[float]]:
+        """Returns what is known of all rows, for JSON."""
+        return {name: getattr(self, f"_{name}").tolist() for name in _KEPT}
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any], depth: int) -> Survival:
+        """Returns what `to_record` said of an earlier run; what is seen now counts for more.
+
+        Raises:
+          ValueError: figures that mean nothing.
+        """
+        survival = cls(depth)
+        try:
+            kept = {name: np.array(record[name], float) for name in _KEPT}
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{record!r} is no acceptance: {error!r}.") from None
+        values = np.concatenate([each.ravel() for each in kept.values()])
+        if not np.all((values >= 0) & (values < np.inf)) or kept["all"].shape != (2,):
+            raise ValueError(f"{record!r} is no acceptance.")
+        scale = min(KEPT_TRIALS / max(kept["all"][0], 1.0), 1.0)
+        survival._all = kept.pop("all") * scale
+        for name, figures in kept.items():
+            own = getattr(survival, f"_{name}")
+            count = min(len(own), figures.size)
+            own[:count] = figures.ravel()[:count] * scale
+        return survival
 
     def observe(
         self,
@@ -95,6 +124,11 @@ class Survival:
         by_place = rates * self.profile()[:, None]
         return np.minimum(by_place, MOST_RATE).cumprod(axis=0).T
 
+    @property
+    def num_trials(self) -> float:
+        """Drafts that tell the mean rate of all rows, weighted by profile."""
+        return float(self._all[0])
+
     def presence(self) -> np.ndarray:
         """Returns how often a token is proposed at each depth that is asked for, f64[depth]."""
         presence = (self._proposed + PRIOR_TRIALS) / (self._asked + PRIOR_TRIALS)
@@ -134,6 +168,9 @@ class Survival:
         forgets = np.where(tried > 0, tried, float(num_steps)) / ROW_WINDOW
         before = self._by_request.get(requests)
         self._by_request.set(requests, before * np.exp(-forgets)[:, None] + new)
+
+
+_KEPT = ("stood", "expected", "asked", "proposed", "all")
 
 
 class _ByRequest:

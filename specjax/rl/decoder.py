@@ -31,7 +31,7 @@ from specjax.engine.speculation_policy import SpeculationPolicy
 from specjax.engine.text_feed import group_of
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.requests import token_ids
-from specjax.setup import Setup, keep_costs
+from specjax.setup import Setup
 from specjax.types import DecoderParams
 
 MOST_PROMPTS = 100_000  # whose answers' lengths are remembered
@@ -166,7 +166,7 @@ class RolloutDecoder:
     def let_go(self) -> None:
         """Holds no weights until the next rollout; keeps what was learned of step costs."""
         if self._loop is not None:
-            keep_costs(self._loop)
+            self._setup.keep(self._loop)
             self._loop.let_go()
 
     def requests(self, prompts: Sequence[Any], sampling: Sequence[Any]):

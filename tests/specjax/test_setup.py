@@ -127,6 +127,7 @@ def test_what_steps_verify_by_is_planned_for(requests):
     assert requests[1].rules == ()
 
 
+@pytest.mark.goodput
 @pytest.mark.parametrize(
     "speculation, policy, expected",
     [

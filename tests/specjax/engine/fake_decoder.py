@@ -106,8 +106,25 @@ class FakeDecoder:
         self._feed(plan.block_table, row_ids, counts, max_tokens_per_row)
         return self._next(state), *result
 
+    read_s = 0.0
+
     def is_compiled(self, bucket):
         return True
+
+    def is_coming(self, bucket):
+        return False
+
+    def is_kept(self, params, state, bucket):
+        return True
+
+    def prepare(self, params, state, bucket):
+        raise AssertionError("everything is compiled")
+
+    def raise_failed(self):
+        pass
+
+    def compiled_between(self, start, end):
+        return False
 
     def burst(self, params, state, plan, *, num_speculative_tokens, max_drafts=None):
         self.bursts.append((num_speculative_tokens, plan))

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 from helpers import tiny_llama
 
@@ -11,7 +12,9 @@ from specjax.config import EngineConfig
 from specjax.decode.decoder import Decoder, Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
 from specjax.engine import cost_files
+from specjax.engine.cost_files import Known
 from specjax.engine.step_cost import OF_BEFORE, StepCosts
+from specjax.engine.survival import KEPT_TRIALS, Survival
 
 SIZES = Sizes(rows=4, page_size=16, num_pages=16, pages_per_row=4, burst_steps=8)
 
@@ -27,6 +30,10 @@ def decoder(drafter=None, sizes=SIZES, **engine):
     return Decoder(config, drafter or NgramDrafter(), sizes, EngineConfig(**engine))
 
 
+# Fields of Survival.to_record.
+KEPT = ("stood", "expected", "asked", "proposed", "all")
+
+
 def some_costs():
     costs = StepCosts()
     for _ in range(9):
@@ -38,11 +45,11 @@ def some_costs():
 
 def loaded(of):
     costs = StepCosts()
-    return costs if cost_files.load(of, costs) else None
+    return costs if cost_files.load(of, Known(costs)) else None
 
 
 def test_what_was_kept_is_found_again():
-    path = cost_files.save(decoder(), some_costs())
+    path = cost_files.save(decoder(), Known(some_costs()))
     assert path is not None
     found = loaded(decoder())
     assert found is not None
@@ -54,8 +61,27 @@ def test_what_was_kept_is_found_again():
     assert {"key", "date", "fit_error", "steps"} <= set(document)
 
 
+def test_acceptance_is_kept_by_kind_of_sampling():
+    survival = Survival(3)
+    stood = np.full((40, 2), 2)
+    drafted = np.full((40, 2), 3)
+    asked = np.full(2, 3)
+    survival.observe(np.arange(2), stood + 1, stood, drafted, drafted, asked)
+    records = {"greedy": survival.to_record()}
+    cost_files.save(decoder(), Known(some_costs(), records))
+    known = Known(StepCosts())
+    assert cost_files.load(decoder(), known)
+    assert list(known.acceptance) == ["greedy"]
+    found = Survival.of_record(known.acceptance["greedy"], 3)
+    assert found.num_trials == pytest.approx(KEPT_TRIALS)
+    of_mean = lambda own: own.of_rates(own.rates(np.array([77])))[0]
+    np.testing.assert_allclose(of_mean(found), of_mean(survival), atol=0.2)
+    # Of a larger K too.
+    assert Survival.of_record(known.acceptance["greedy"], 5).profile().shape == (5,)
+
+
 def test_rooms_of_any_size_share_their_costs():
-    cost_files.save(decoder(), some_costs())
+    cost_files.save(decoder(), Known(some_costs()))
     larger = dataclasses.replace(SIZES, rows=32, num_pages=999, pages_per_row=64)
     assert loaded(decoder(sizes=larger)) is not None
 
@@ -71,12 +97,12 @@ def test_rooms_of_any_size_share_their_costs():
     ],
 )
 def test_others_find_nothing(other):
-    cost_files.save(decoder(), some_costs())
+    cost_files.save(decoder(), Known(some_costs()))
     assert loaded(other()) is None
 
 
 def test_another_version_finds_nothing(monkeypatch):
-    cost_files.save(decoder(), some_costs())
+    cost_files.save(decoder(), Known(some_costs()))
     monkeypatch.setattr(cost_files, "__version__", "0.0.0")
     assert loaded(decoder()) is None
 
@@ -89,17 +115,21 @@ def test_another_version_finds_nothing(monkeypatch):
         lambda document: json.dumps(document | {"catch_up_s": -1}),
         lambda document: json.dumps(document).replace('"rows": 4', '"rows": 1e999', 1),
         lambda document: json.dumps({k: document[k] for k in ("format", "key")}),
+        lambda document: json.dumps(document | {"acceptance": {"greedy": {}}}),
+        lambda document: json.dumps(
+            document | {"acceptance": {"greedy": {name: [-1.0] for name in KEPT}}}
+        ),
     ],
 )
 def test_a_broken_file_is_named_and_counts_as_none(change):
-    path = cost_files.save(decoder(), some_costs())
+    path = cost_files.save(decoder(), Known(some_costs()))
     path.write_text(change(json.loads(path.read_text())))
     with pytest.warns(UserWarning, match="cannot be read .*calibrate"):
         assert loaded(decoder()) is None
 
 
 def test_nothing_is_kept_where_nothing_may_be(monkeypatch):
-    assert cost_files.save(decoder(), StepCosts()) is None
+    assert cost_files.save(decoder(), Known(StepCosts())) is None
     monkeypatch.setenv("SPECJAX_CACHE_DIR", "off")
-    assert cost_files.save(decoder(), some_costs()) is None
+    assert cost_files.save(decoder(), Known(some_costs())) is None
     assert loaded(decoder()) is None

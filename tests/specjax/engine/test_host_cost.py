@@ -48,8 +48,25 @@ class IdleDecoder:
     def prefill(self, *arguments, **sizes):
         return self, 0
 
+    read_s = 0.0
+
     def is_compiled(self, bucket):
         return True
+
+    def is_coming(self, bucket):
+        return False
+
+    def is_kept(self, params, state, bucket):
+        return True
+
+    def prepare(self, params, state, bucket):
+        raise AssertionError("everything is compiled")
+
+    def raise_failed(self):
+        pass
+
+    def compiled_between(self, start, end):
+        return False
 
     def burst(self, *arguments, **sizes):
         return self, None, 0

@@ -1,0 +1,187 @@
+"""Compiled steps kept on disk whole: a later process neither traces nor compiles them.
+
+jax's own compilation cache spares a second process the compiling, and not the tracing and
+lowering before it, which for a speculative step take seconds of Python. A file here holds
+the loaded form of one executable. Its name is a digest of everything the executable follows
+from: source code, versions, device, compiler flags, jax's settings, the decoder's
+configuration, and the shapes of the arguments.
+
+What jax's cache handed out must not be kept here: XLA on a CPU does not write such an
+executable whole again (jax 0.10.2 to 0.12: "Function ... not found" once it is run). So the
+functions are named after their files, which makes them new to jax's cache, and what it hands
+out nevertheless is not kept.
+
+Reading such a file executes what it holds, as with jax's cache: only files in a folder that
+nobody else can write are read (`compilation_cache.private_folder`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib
+from jax.experimental import serialize_executable
+
+import pallas_kernels
+from specjax import compilation_cache
+
+FORMAT = 1
+MOST_BYTES = 2**30  # of all files; those that were not read for longest go first
+COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+# Settings of jax that change no executable.
+_UNRELATED = ("cache", "log", "traceback", "profiler", "explain", "transfer_guard")
+
+
+def name_of(description: str, inputs: Any) -> str | None:
+    """Returns the name of an executable, None where it cannot be kept.
+
+    Args:
+      description: of the function and all that it closes over.
+      inputs: its arguments, arrays or their shapes.
+    """
+    if jax.process_count() > 1 or compilation_cache.user_cache_dir(os.environ) is None:
+        return None
+    leaves, tree = jax.tree.flatten(inputs)
+    # An executable says where it runs: one device here, the default one.
+    places = [getattr(leaf, "sharding", None) for leaf in leaves]
+    here = {jax.devices()[0]}
+    if any(place is not None and place.device_set != here for place in places):
+        return None
+    shapes = [(leaf.shape, str(leaf.dtype)) for leaf in leaves]
+    text = repr((FORMAT, _surroundings(), description, str(tree), shapes))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def has(name: str | None) -> bool:
+    """Returns whether an executable is kept."""
+    path = _path(name)
+    return path is not None and path.exists()
+
+
+def load(name: str | None, inputs: Any) -> Callable[..., Any] | None:
+    """Returns a kept executable, None where there is none that can be read."""
+    path = _path(name)
+    if path is None or not path.exists():
+        return None
+    try:
+        payload, results = pickle.loads(path.read_bytes())
+        in_tree = jax.tree.structure((tuple(inputs), {}))
+        loaded = serialize_executable.deserialize_and_load(
+            payload, in_tree, jax.tree.structure(results)
+        )
+        os.utime(path)
+        return loaded
+    except (
+        Exception
+    ):  # of another version, cut short: whatever it is, it is compiled anew
+        path.unlink(missing_ok=True)
+        return None
+
+
+def compile_new(
+    name: str | None, lowered: jax.stages.Lowered
+) -> tuple[jax.stages.Compiled, bool]:
+    """Compiles what was lowered; returns it, and whether it may be kept."""
+    _listen()
+    _HITS.count = 0
+    compiled = lowered.compile()
+    return compiled, name is not None and not _HITS.count
+
+
+def save(name: str | None, compiled: jax.stages.Compiled) -> None:
+    """Keeps an executable that was compiled anew, if its backend can and the folder may be written."""
+    path = _path(name, makes=True)
+    if path is None:
+        return
+    try:
+        payload, _, out_tree = serialize_executable.serialize(compiled)
+        results = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+        data = pickle.dumps((payload, results))
+        # Whoever reads meanwhile finds no file or a whole one.
+        new = path.with_suffix(f".{os.getpid()}-{time.monotonic_ns()}.new")
+        new.write_bytes(data)
+        new.replace(path)
+        _prune(path.parent)
+    except Exception:  # a backend that cannot serialise; a full disk
+        return
+
+
+class _Hits(threading.local):
+    count = 0  # of jax's cache, in this thread
+
+
+_HITS = _Hits()
+
+
+@functools.cache
+def _listen() -> None:
+    """Counts what jax's cache hands out: it tells in the thread that asks."""
+
+    def note(event: str, **_: Any) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            _HITS.count += 1
+
+    jax.monitoring.register_event_listener(note)
+
+
+def _path(name: str | None, *, makes: bool = False) -> Path | None:
+    if name is None:
+        return None
+    folder = compilation_cache.private_folder("executables", makes=makes)
+    return None if folder is None else folder / f"{name}.bin"
+
+
+def _prune(folder: Path) -> None:
+    """Deletes the files that were not read for longest, beyond MOST_BYTES."""
+    files = sorted(
+        ((entry.stat().st_mtime, entry) for entry in folder.iterdir()),
+        key=lambda each: each[0],
+    )
+    excess = sum(entry.stat().st_size for _, entry in files) - MOST_BYTES
+    for _, entry in files:
+        if excess <= 0:
+            return
+        excess -= entry.stat().st_size
+        entry.unlink(missing_ok=True)
+
+
+def _surroundings() -> tuple[Any, ...]:
+    """Returns what every executable follows from besides its own description."""
+    device = jax.devices()[0]
+    settings = sorted(
+        (name, str(value))
+        for name, value in jax.config.values.items()
+        if not any(word in name for word in _UNRELATED)
+    )
+    return (
+        _source_digest(),
+        jax.__version__,
+        jaxlib.__version__,
+        device.platform,
+        device.device_kind,
+        device.id,
+        device.client.platform_version,
+        compilation_cache.processor(),
+        [os.environ.get(name, "") for name in COMPILER_FLAGS],
+        settings,
+    )
+
+
+@functools.cache
+def _source_digest() -> str:
+    """Returns a digest of the code that steps are traced from."""
+    digest = hashlib.sha256()
+    for folder in (Path(__file__).parents[1], Path(pallas_kernels.__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
