@@ -15,10 +15,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-import configs.models
-from configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
 from specjax import sharding
 from specjax.config import MAX_DEPTH, EngineConfig
+from specjax.configs import models
+from specjax.configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
 from specjax.decode.abstract import described_mesh
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
@@ -177,7 +177,7 @@ def _names(vendor: str) -> str:
 
 
 def find_config(source: str | os.PathLike[str]) -> ModelConfig:
-    """Returns the config of a folder, a demo name, or a name in `configs.models`.
+    """Returns the config of a folder, a demo name, or a name in `specjax.configs.models`.
 
     Raises:
       FileNotFoundError: there is none.
@@ -185,7 +185,7 @@ def find_config(source: str | os.PathLike[str]) -> ModelConfig:
     name = os.fspath(source)
     shape = known_shape(name)
     if shape is not None:
-        return importlib.import_module(f"configs.models.{shape}").get_config()
+        return importlib.import_module(f"specjax.configs.models.{shape}").get_config()
     if not Path(name).expanduser().exists() and name not in ("demo", "demo-draft"):
         raise FileNotFoundError(
             f"{name!r} is no folder with a config.json, and no known shape; expected a "
@@ -195,13 +195,13 @@ def find_config(source: str | os.PathLike[str]) -> ModelConfig:
 
 
 def known_shape(name: str) -> str | None:
-    """Returns the module in `configs.models` of a name, None where there is none."""
+    """Returns the module in `specjax.configs.models` of a name, None where there is none."""
     shape = name.replace("-", "_").replace(".", "_")
     return shape if shape in _shapes() else None
 
 
 def _shapes() -> list[str]:
-    return [module.name for module in pkgutil.iter_modules(configs.models.__path__)]
+    return [module.name for module in pkgutil.iter_modules(models.__path__)]
 
 
 def find_drafter(source: str | os.PathLike[str] | None) -> DrafterSpec:

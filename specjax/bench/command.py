@@ -145,7 +145,7 @@ def _parameters(text: str) -> float:
 def model(name: str) -> Any:
     """Returns a model with random weights where `name` is one of configs/models, else the name."""
     try:
-        config = importlib.import_module(f"configs.models.{name}").get_config()
+        config = importlib.import_module(f"specjax.configs.models.{name}").get_config()
     except ModuleNotFoundError:
         return name
     params = architecture_of(config).init(jax.random.key(0), config)

@@ -27,7 +27,7 @@ from specjax.engine.step_cost import StepCosts
 from specjax.version import __version__
 
 FORMAT = 1
-SHIPPED = "configs.coefficients"
+SHIPPED = "specjax.configs.coefficients"
 
 
 def key_of(decoder: Decoder) -> dict[str, Any]:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from configs.devices import DEVICES
 from specjax import batch_size_table, plan_report, planning
 from specjax.bucket import Bucket, standing_row_buckets
 from specjax.config import EngineConfig
+from specjax.configs.devices import DEVICES
 from specjax.decode.decoder import Decoder, Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
 from specjax.engine import compiled_memory, cost_files
