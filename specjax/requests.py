@@ -78,17 +78,23 @@ def one_each(sampling: Any, target: Model, num_prompts: int) -> list[SamplingPar
 def make_requests(
     target: Model,
     prompts: Sequence[Any],
-    sampling: Sequence[SamplingParams],
+    sampling: Sequence[SamplingParams | ValueError],
     speculation: SpeculationConfig,
     drafter: LoadedDrafter,
     engine_config: EngineConfig,
 ) -> tuple[list[Request], list[Refused]]:
-    """Returns the valid requests, n per prompt, and those refused."""
+    """Returns the valid requests, n per prompt, and those refused.
+
+    Args:
+      sampling: one per prompt; in place of parameters that could not be made, why.
+    """
     requests: list[Request] = []
     refused: list[Refused] = []
     too_many = 0
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         try:
+            if isinstance(params, ValueError):
+                raise params
             if not isinstance(params, SamplingParams):
                 raise ValueError(f"sampling holds {params!r}; expected SamplingParams.")
             requests.extend(

@@ -187,7 +187,9 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
         "speculative_config": speculation,
         "engine": engine,
     }
-    is_streamed = len(entries) == 1 and sampling[0].n == 1 and not arguments.json
+    is_streamed = (
+        len(entries) == 1 and getattr(sampling[0], "n", 0) == 1 and not arguments.json
+    )
     try:
         if is_streamed:
             stream = generation.stream(
@@ -230,13 +232,23 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig):
     return target, config.method
 
 
-def _sampling(arguments, entries, target: Model) -> list[SamplingParams]:
-    """Returns each prompt's parameters: the model's, then the options, then its own."""
+def _sampling(arguments, entries, target: Model) -> list[SamplingParams | ValueError]:
+    """Returns each prompt's parameters: the model's, then the options, then its own.
+
+    In place of a line's that are wrong, why: its prompt fails alone.
+    """
     from specjax.requests import default_sampling
 
     shared = default_sampling(target.generation_defaults)
     shared |= sampling_arguments.given_options(arguments)
-    return [SamplingParams(**{**shared, **entry.sampling}) for entry in entries]
+    return [_own_sampling({**shared, **entry.sampling}) for entry in entries]
+
+
+def _own_sampling(fields: Mapping[str, Any]) -> SamplingParams | ValueError:
+    try:
+        return SamplingParams(**fields)
+    except ValueError as error:
+        return error
 
 
 def _write_stream(arguments, entry, stream, status, *, has_text) -> Generation:

@@ -324,6 +324,17 @@ def test_a_model_that_does_not_fit(compiled_by_rule):
         planning.make_plan(dataclasses.replace(request, engine=tight))
 
 
+@pytest.mark.parametrize("memory_bytes", [1, 10**6, 17 * 10**9, 17_560_000_000])
+def test_memory_that_cannot_do_is_refused_before_anything_is_compiled(
+    monkeypatch, memory_bytes
+):
+    monkeypatch.setattr(compiled_memory, "compiled", lambda *step: pytest.fail("late"))
+    request = request_of()
+    tight = dataclasses.replace(request.engine, memory_bytes=memory_bytes)
+    with pytest.raises(ValueError, match="raise memory_bytes"):
+        planning.make_plan(dataclasses.replace(request, engine=tight))
+
+
 def test_a_split_target_counts_once_and_a_replicated_drafter_on_every_chip(
     compiled_by_rule,
 ):
