@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 from specjax import batch_size_table, speculative_config_json
+from specjax.names import MATCHING as MATCHING
 
 VERIFICATION_RULES = (
     "greedy",
@@ -29,7 +30,6 @@ VERIFICATION_RULES = (
 # Output under these is not the target's.
 LOSSY_RULES = ("lenient", "typical", "synthetic")
 NUMERICS = ("fast", "invariant")
-MATCHING = ("ngram", "history")  # methods that need no weights
 POLICIES = ("goodput", "fixed")
 GATES = ("current", "worst_case")  # which tokens of a batch weigh
 KV_CACHE_BYTES = 2**30  # of pages, where nobody says how many
@@ -517,11 +517,11 @@ class SpeculationConfig:
         """Reads vLLM's `--speculative-config`, JSON or what JSON was read to.
 
         A warning names the keys of vLLM that have no use here and why; another one keys
-        that nobody knows. The table is in docs/speculative-config.md.
+        that are unknown and like no other. The table is in docs/speculative-config.md.
 
         Raises:
-          ValueError: not a JSON object, a method that specjax does not have, or keys
-            that contradict.
+          ValueError: not a JSON object, a method that specjax does not have, a key that is
+            misspelt, or keys that contradict.
         """
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         reading = speculative_config_json.read(text_or_mapping, defaults)

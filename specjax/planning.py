@@ -220,8 +220,19 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
         drafter_work=_work(request.draft_config, request, 1)
         if request.draft_config
         else None,
-        notes=(*compiled.warnings, *notes),
+        notes=(*_context_notes(request), *compiled.warnings, *notes),
     )
+
+
+def _context_notes(request: PlanRequest) -> list[str]:
+    """Returns what is to be said where the model takes fewer tokens than are asked for."""
+    asked, most = request.engine.max_context, request.max_context
+    if asked is None or asked <= most:
+        return []
+    return [
+        f"max_context={asked} is more than the {most} tokens that the model was made for; {most} "
+        "are planned for."
+    ]
 
 
 def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractDecoder:

@@ -33,6 +33,7 @@ from specjax.engine.speculation_policy import Fixed, SpeculationPolicy, Table
 from specjax.engine.step_cost import StepCosts
 from specjax.models.base import Model
 from specjax.models.loading import load_model
+from specjax.names import suggestion
 from specjax.progress import Report
 from specjax.requests import Refused, make_requests, one_each
 from specjax.sizing import (
@@ -73,7 +74,7 @@ class Setup:
         verification: str | None = None,
         num_speculative_tokens: int | None = None,
         speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
-        engine: EngineConfig | None = None,
+        engine: EngineConfig | Mapping[str, Any] | None = None,
         mesh: Mesh | None = None,
     ) -> Setup:
         """Loads what is to be loaded; arguments as `generate` takes them."""
@@ -83,9 +84,15 @@ class Setup:
             drafter,
             _speculation(speculative_config, verification, num_speculative_tokens),
         )
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ValueError(
+                f"mesh={mesh!r:.200} must be a jax.sharding.Mesh with the axes 'data' and "
+                "'tensor' or one of them, as jax.make_mesh returns, or None."
+            )
         mesh = sharding.automatic(mesh)
-        setup = cls(model, loaded, speculation, engine or EngineConfig(), mesh)
+        setup = cls(model, loaded, speculation, _engine_config(engine), mesh)
         setup._check_budgets()
+        _warn_of_context(model, setup.engine)
         return setup
 
     def _check_budgets(self) -> None:
@@ -439,13 +446,50 @@ def keep_costs(loop: Loop) -> None:
         cost_files.save(loop.decoder, loop.policy.costs)
 
 
+def _engine_config(given: Any) -> EngineConfig:
+    """Returns a config from one, from a mapping of its fields, or from nothing.
+
+    Raises:
+      ValueError: it is something else, or a key is no field.
+    """
+    if isinstance(given, EngineConfig):
+        return given
+    if given is None:
+        return EngineConfig()
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"engine={given!r:.200} must be an EngineConfig or a mapping of its fields, as "
+            "EngineConfig(max_rows=8)."
+        )
+    fields = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name in given:
+        if name not in fields:
+            raise ValueError(
+                f"engine has the key {name!r}{suggestion(str(name), fields)}, which is no "
+                f"field of EngineConfig; expected any of {', '.join(fields)}."
+            )
+    return EngineConfig(**given)
+
+
+def _warn_of_context(target: Model, engine: EngineConfig) -> None:
+    """Says that a model takes fewer tokens than max_context asks for."""
+    most, asked = target.config.max_position_embeddings, engine.max_context
+    if asked is not None and asked > most:
+        warnings.warn(
+            f"max_context={asked} is more than the {most} tokens that {target.name or 'the model'!r} "
+            f"was made for; prompt and output end at {most}.",
+            stacklevel=4,
+        )
+
+
 def _load_target(target: Any) -> Model:
     """Returns a loaded model from a model, a folder, a hub name or "demo"."""
     if isinstance(target, str | os.PathLike):
         return load_model(target)
     if not isinstance(target, Model):
         raise TypeError(
-            f"target must be a Model, a folder or a name, got {type(target).__name__}."
+            f"target must be a Model, a folder or a name, got {target!r:.100} "
+            f"({type(target).__name__})."
         )
     return target
 

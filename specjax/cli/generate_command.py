@@ -20,13 +20,13 @@ from specjax.config import (
     SamplingParams,
     SpeculationConfig,
 )
+from specjax.names import DRAFTERS, NO_DRAFTER, check_drafter
 
 if TYPE_CHECKING:
     from specjax.generation import Generation
     from specjax.models.base import Model
 
 DEFAULT_MODEL = "demo"
-NO_DRAFTER = "none"
 _ENGINE_OPTIONS = {
     "page_size": "tokens per page of keys and values",
     "num_pages": "pages in all (default: what the prompts need)",
@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
         help="continue prompts",
         description="Continues prompts; the text is the same with and without a drafter.",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, command_parser=parser)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
     parser.add_argument(
         "--prompts",
@@ -71,7 +71,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--drafter",
-        help=f"{NO_DRAFTER!r}, 'ngram', 'demo', or a folder with a draft model "
+        help=f"{', '.join(map(repr, DRAFTERS))}, or a folder or hub name of a draft model "
         "(default: 'demo' with the embedded model, else none)",
     )
     group.add_argument(
@@ -153,6 +153,8 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
     if arguments.verification is not None:
         changes["verification"] = arguments.verification
     drafter = arguments.drafter or _named_drafter(given)
+    if drafter is not None:
+        check_drafter(drafter)
     if drafter is None and arguments.model == DEFAULT_MODEL:
         drafter = "demo"
     is_model = drafter not in (None, NO_DRAFTER, *MATCHING)
@@ -232,7 +234,7 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig):
     return target, config.method
 
 
-def _sampling(arguments, entries, target: Model) -> list[SamplingParams | ValueError]:
+def _sampling(arguments, entries, target: Model) -> list[Any]:
     """Returns each prompt's parameters: the model's, then the options, then its own.
 
     In place of a line's that are wrong, why: its prompt fails alone.

@@ -70,6 +70,7 @@ LAYERS = (
         "specjax.config",
         "specjax.configs",
         "specjax.detokenize",
+        "specjax.names",
         "specjax.progress",
         "specjax.speculative_config_json",
         "specjax.tokenization",
