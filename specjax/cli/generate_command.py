@@ -152,9 +152,9 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
         changes["num_speculative_tokens"] = arguments.num_speculative_tokens
     if arguments.verification is not None:
         changes["verification"] = arguments.verification
+    if arguments.drafter is not None:
+        check_drafter(arguments.drafter)
     drafter = arguments.drafter or _named_drafter(given)
-    if drafter is not None:
-        check_drafter(drafter)
     if drafter is None and arguments.model == DEFAULT_MODEL:
         drafter = "demo"
     is_model = drafter not in (None, NO_DRAFTER, *MATCHING)
@@ -226,6 +226,8 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig):
     """Returns the target, and the drafter or its name."""
     from specjax.models.loading import load_model
 
+    if config.model is not None:
+        check_drafter(config.model)
     target = load_model(arguments.model, dtype=arguments.dtype)
     if config.method == "draft_model":
         assert config.model is not None

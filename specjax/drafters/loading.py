@@ -182,8 +182,8 @@ def _load(
         source = load_model("demo-draft" if source == "demo" else source)
     if not isinstance(source, Model):
         raise TypeError(
-            f"drafter is {source!r:.200}; expected None, 'none', 'ngram', 'history', 'demo', a "
-            "folder or hub name, a Model, or what load_drafter returned."
+            f"drafter is {source!r:.200}; expected None, 'ngram', 'history', 'demo', a folder "
+            "or hub name, a Model, or what load_drafter returned."
         )
     check_same_vocabulary(target, source)
     return LoadedDrafter(source.name, ModelDrafter(source.config), source.params)

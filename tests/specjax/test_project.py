@@ -1,6 +1,7 @@
 """What the repository promises about itself."""
 
 import importlib
+import inspect
 import os
 import pkgutil
 import tomllib
@@ -72,6 +73,16 @@ def test_import_names_are_two():
     assert {"specjax.configs", "specjax.configs.models"} <= names
     assert names == {name for name in found if "specjax.configs" in name}
     assert "specjax.configs" in PROJECT["tool"]["setuptools"]["package-data"]
+
+
+def test_public_names_are_all_that_is_listed():
+    names = dir(specjax)
+    for name in ("Completion", "Chunk", "Generation", "LoadedDrafter", "generate"):
+        assert name in names
+    assert all(hasattr(specjax, name) for name in names)
+    home = {getattr(specjax, name) for name in names if name != "__version__"}
+    assert not any(inspect.ismodule(value) for value in home)
+    assert not {"TYPE_CHECKING", "Any", "annotations", "importlib"} & set(names)
 
 
 def test_ci_runs_the_commands_of_the_readme():

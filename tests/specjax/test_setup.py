@@ -232,6 +232,35 @@ def test_a_page_for_each_data_shard():
             Setup.of(tiny_llama(0), engine=EngineConfig(**engine), mesh=mesh)
 
 
+def test_an_engine_config_may_be_a_mapping():
+    setup = Setup.of(tiny_llama(0), engine={"max_rows": 3, "page_size": 8})
+    assert setup.engine == EngineConfig(max_rows=3, page_size=8)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"max_row": 3}, "did you mean 'max_rows'"),
+        ({"max_rows": 0}, "EngineConfig.max_rows=0"),
+        (8, "engine=8 must be an EngineConfig or a mapping"),
+    ],
+)
+def test_what_is_no_engine_config(engine, message):
+    with pytest.raises(ValueError, match=message):
+        Setup.of(tiny_llama(0), engine=engine)
+
+
+def test_what_is_no_mesh():
+    with pytest.raises(ValueError, match=r"mesh='tpu' must be a jax.sharding.Mesh"):
+        Setup.of(tiny_llama(0), mesh="tpu")
+
+
+def test_a_context_beyond_the_models_is_said():
+    with pytest.warns(UserWarning, match="max_context=513 is more than the 512 tokens"):
+        setup = Setup.of(tiny_llama(0), engine=EngineConfig(max_context=513))
+    assert setup.standing_sizes().max_length == 512
+
+
 def test_memory_over_a_data_axis_is_not_planned_and_says_so():
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
     engine = EngineConfig(memory_bytes=10**9)
