@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from specjax.config import EngineConfig as EngineConfig
     from specjax.config import SamplingParams as SamplingParams
     from specjax.config import SpeculationConfig as SpeculationConfig
+    from specjax.drafters.loading import LoadedDrafter as LoadedDrafter
     from specjax.drafters.loading import load_drafter as load_drafter
     from specjax.engine.request import SelfCheck as SelfCheck
     from specjax.generation import generate as generate
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from specjax.models.base import Model as Model
     from specjax.models.base import ModelConfig as ModelConfig
     from specjax.models.loading import load_model as load_model
+    from specjax.results import Chunk as Chunk
+    from specjax.results import Completion as Completion
+    from specjax.results import Generation as Generation
+    from specjax.results import GenerationStats as GenerationStats
     from specjax.rl.batch import Rollout as Rollout
     from specjax.rl.decoder import RolloutDecoder as RolloutDecoder
     from specjax.rl.decoder import build_decoder as build_decoder
@@ -33,6 +38,7 @@ _HOME = {
     "EngineConfig": "specjax.config",
     "SamplingParams": "specjax.config",
     "SpeculationConfig": "specjax.config",
+    "LoadedDrafter": "specjax.drafters.loading",
     "load_drafter": "specjax.drafters.loading",
     "SelfCheck": "specjax.engine.request",
     "generate": "specjax.generation",
@@ -40,6 +46,10 @@ _HOME = {
     "Model": "specjax.models.base",
     "ModelConfig": "specjax.models.base",
     "load_model": "specjax.models.loading",
+    "Chunk": "specjax.results",
+    "Completion": "specjax.results",
+    "Generation": "specjax.results",
+    "GenerationStats": "specjax.results",
     "Engine": "specjax.serving",
     "Rollout": "specjax.rl.batch",
     "RolloutDecoder": "specjax.rl.decoder",
@@ -61,4 +71,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME})
+    """Returns the public names, and nothing that is imported for their sake."""
+    return sorted(["__version__", *_HOME])

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard, cast
 
 from specjax import batch_size_table, speculative_config_json
+from specjax.names import MATCHING as MATCHING
 
 VERIFICATION_RULES = (
     "greedy",
@@ -29,14 +30,33 @@ VERIFICATION_RULES = (
 # Output under these is not the target's.
 LOSSY_RULES = ("lenient", "typical", "synthetic")
 NUMERICS = ("fast", "invariant")
-MATCHING = ("ngram", "history")  # methods that need no weights
 POLICIES = ("goodput", "fixed")
 GATES = ("current", "worst_case")  # which tokens of a batch weigh
 KV_CACHE_BYTES = 2**30  # of pages, where nobody says how many
-_MEMORY_FIELDS = ("batch_safety_margin", "speculation_weight_fraction", "gate")
 DEFAULT_NUM_SPECULATIVE_TOKENS = 4
 MAX_DRAFT_NODES = 255
 MAX_DEPTH = 63
+MOST_BYTES = 2**53  # 9 petabytes: more than all devices of a program together have
+_MOST_SLOTS = 2**31 - 1  # tokens of a pool, numbered by an int32
+# Of EngineConfig: the most that each size may be. Beyond it no step could be compiled or its
+# arrays held, whatever the model; what a model needs is held against the device when it is
+# known.
+_MOST = {
+    "page_size": 2**12,
+    "num_pages": _MOST_SLOTS,
+    "max_rows": 2**14,
+    "burst_steps": 2**12,
+    "max_context": 2**30,
+    "kv_cache_bytes": MOST_BYTES,
+    "memory_bytes": MOST_BYTES,
+    "max_bias_entries": 2**20,
+    "max_allowed_tokens": 2**20,
+    "max_stop_tokens": 2**20,
+    "max_logprobs": 2**20,
+    "logit_bytes": MOST_BYTES,
+    "token_bucket": 2**12,
+    "max_prefill_tokens": 2**18,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +70,13 @@ class SamplingParams:
     of them completes does not end the output; it is text like any other. One that
     begins among them and is completed by a later token does.
 
-    `seed` makes the text a function of (weights, prompt, these parameters, seed); under
-    the rules that keep the law alone (`rejection` and those after it) of what is drafted
+    `seed`, from 0 to 2**64 - 1, makes the text a function of (weights, prompt, these
+    parameters, seed); under the rules that keep the law alone (`rejection` and those after it) of what is drafted
     too. Without one fresh entropy is drawn, and reported in the result. Sample i of n uses
     a seed derived from (seed, i).
+
+    Raises:
+      ValueError: a value that means nothing, or two that contradict; when it is made.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -85,6 +108,9 @@ class SamplingParams:
     verification: str | None = None  # this request's own rule; None is the call's
     self_check: bool = False  # holds the draws against their law, see specjax.SelfCheck
 
+    def __post_init__(self):
+        self.validate()
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -93,6 +119,8 @@ class SamplingParams:
         self, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()
     ) -> None:
         """Refuses values that mean nothing or contradict, naming the parameter.
+
+        Called when parameters are made, and with the model's arguments when a request is.
 
         Args:
           vocab_size: token ids are held against it when given.
@@ -117,12 +145,17 @@ class SamplingParams:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} must be a whole number."
                 )
-        for name in ("seed", "logprobs", "num_speculative_tokens"):
+        for name in ("logprobs", "num_speculative_tokens"):
             value = getattr(self, name)
             if value is not None and (not _is_int(value) or value < 0):
                 raise ValueError(
                     f"{name}={value!r} must be a whole number of at least 0, or None."
                 )
+        seed = self.seed
+        if seed is not None and not (_is_int(seed) and 0 <= seed < 2**64):
+            raise ValueError(
+                f"seed={seed!r} must be a whole number from 0 to 2**64 - 1, or None."
+            )
         if self.verification not in (None, *VERIFICATION_RULES):
             raise ValueError(_unknown_rule(self.verification))
         if self.min_tokens > self.max_tokens:
@@ -484,11 +517,11 @@ class SpeculationConfig:
         """Reads vLLM's `--speculative-config`, JSON or what JSON was read to.
 
         A warning names the keys of vLLM that have no use here and why; another one keys
-        that nobody knows. The table is in docs/speculative-config.md.
+        that are unknown and like no other. The table is in docs/speculative-config.md.
 
         Raises:
-          ValueError: not a JSON object, a method that specjax does not have, or keys
-            that contradict.
+          ValueError: not a JSON object, a method that specjax does not have, a key that is
+            misspelt, or keys that contradict.
         """
         defaults = {field.name: field.default for field in dataclasses.fields(cls)}
         reading = speculative_config_json.read(text_or_mapping, defaults)
@@ -562,22 +595,34 @@ class EngineConfig:
         self._check_memory()
         for field in dataclasses.fields(self):
             value: Any = getattr(self, field.name)
-            is_checked = field.name in ("numerics", *_MEMORY_FIELDS)
-            if is_checked or (value is None and field.default is None):
-                continue
-            if field.name == "row_buckets":
-                self._check_row_buckets()
-                continue
-            if isinstance(field.default, bool):
-                if not isinstance(value, bool):
-                    raise ValueError(
-                        f"EngineConfig.{field.name}={value!r} must be True or False."
-                    )
-                continue
-            if not _is_int(value) or value < 1:
+            if isinstance(field.default, bool) and not isinstance(value, bool):
                 raise ValueError(
-                    f"EngineConfig.{field.name}={value!r} must be a whole number of at least 1."
+                    f"EngineConfig.{field.name}={value!r} must be True or False."
                 )
+        for name, most in _MOST.items():
+            self._check_size(name, most)
+        self._check_row_buckets()
+        self._check_slots()
+
+    def _check_size(self, name: str, most: int) -> None:
+        """Refuses a size that is no whole number, or that nothing could hold."""
+        value: Any = getattr(self, name)
+        if value is None and type(self).__dataclass_fields__[name].default is None:
+            return
+        if not _is_int(value) or not 1 <= value <= most:
+            raise ValueError(
+                f"EngineConfig.{name}={value!r} must be a whole number from 1 to {most:,}."
+            )
+        # Of numpy it may have few bits, and products of sizes are large.
+        object.__setattr__(self, name, operator.index(value))
+
+    def _check_slots(self) -> None:
+        """Refuses pools whose slots are more than an int32 numbers."""
+        if self.num_pages is not None and self.num_pages * self.page_size > _MOST_SLOTS:
+            raise ValueError(
+                f"EngineConfig.num_pages={self.num_pages} pages of {self.page_size} tokens are "
+                f"more than the {_MOST_SLOTS:,} tokens that a pool may have; lower it."
+            )
 
     def _check_memory(self) -> None:
         if self.gate not in GATES:
@@ -598,10 +643,13 @@ class EngineConfig:
 
     def _check_row_buckets(self) -> None:
         buckets: Any = self.row_buckets
+        if buckets is None:
+            return
         if not isinstance(buckets, tuple | list) or not all(
             _is_int(bucket) and 1 <= bucket <= self.max_rows for bucket in buckets
         ):
             raise ValueError(
                 f"EngineConfig.row_buckets={buckets!r} must be whole numbers from 1 to max_rows={self.max_rows}."
             )
-        object.__setattr__(self, "row_buckets", tuple(sorted(set(buckets))))
+        as_ints = map(operator.index, buckets)
+        object.__setattr__(self, "row_buckets", tuple(sorted(set(as_ints))))

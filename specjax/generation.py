@@ -42,7 +42,7 @@ def generate(
     verification: str | None = None,
     num_speculative_tokens: int | None = None,
     speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
-    engine: EngineConfig | None = None,
+    engine: EngineConfig | Mapping[str, Any] | None = None,
     policy: SpeculationPolicy | None = None,
     mesh: Mesh | None = None,
     progress: bool | Report = False,
@@ -57,14 +57,15 @@ def generate(
       prompts: one prompt or many, of any lengths: text, chat messages, or token ids.
       drafter: None, "ngram", "demo", a folder, a Model, or what load_drafter returned.
       sampling: for all prompts, or one per prompt; None is what the model's
-        generation_config.json says. Output ends where the context does.
+        generation_config.json says. Output ends where the context does: a warning says
+        so where `max_tokens` ask for more.
       verification: "seeded" (default), "greedy", "delta", "rejection", "block" or
         "traversal"; "lenient", "typical" and "synthetic" are lossy, and results say so.
         Where a drafter has no probabilities (n-gram), a rule by law runs as `delta`.
       num_speculative_tokens: K, the most tokens drafted per step; 0 is plain decoding.
       speculative_config: vLLM's --speculative-config, as JSON or a mapping; the
         arguments above win over it.
-      engine: sizes; chosen from the requests where None.
+      engine: sizes, or a mapping of them; chosen from the requests where None.
       policy: which K before each burst; None is what speculative_config says, else
         goodput: the K of most expected tokens per second, up to num_speculative_tokens.
       mesh: devices to split over, axes "data" and "tensor".
@@ -125,7 +126,7 @@ class Stream:
         verification: str | None = None,
         num_speculative_tokens: int | None = None,
         speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
-        engine: EngineConfig | None = None,
+        engine: EngineConfig | Mapping[str, Any] | None = None,
         policy: SpeculationPolicy | None = None,
         mesh: Mesh | None = None,
         progress: bool | Report = False,

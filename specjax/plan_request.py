@@ -8,6 +8,7 @@ import math
 import os
 import pkgutil
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,26 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-import configs.models
-from configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
 from specjax import sharding
 from specjax.config import MAX_DEPTH, EngineConfig
+from specjax.configs import models
+from specjax.configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
 from specjax.decode.abstract import described_mesh
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
-from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
+from specjax.drafters.spec import (
+    DrafterSpec,
+    HistoryDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+)
 from specjax.models.base import ModelConfig
 from specjax.models.hf_config import read_config
 from specjax.models.loading import resolve_folder
+from specjax.names import DEMO, DRAFTERS, MATCHING, NO_DRAFTER, suggestion
 
 DEMO_NAMES = {"demo": "demo-draft"}
-NO_DRAFTER, NGRAM = "none", "ngram"
+NGRAM, HISTORY = MATCHING
 _VENDORS = {"tpu": GOOGLE, "gpu": NVIDIA}
 _TOPOLOGY = re.compile(
     "[1-9][0-9]*(x[1-9][0-9]*){1,2}"
@@ -176,8 +184,13 @@ def _names(vendor: str) -> str:
     return ", ".join(name for name, chip in DEVICES.items() if chip.vendor == vendor)
 
 
-def find_config(source: str | os.PathLike[str]) -> ModelConfig:
-    """Returns the config of a folder, a demo name, or a name in `configs.models`.
+def find_config(
+    source: str | os.PathLike[str], also: Sequence[str] = (DEMO,)
+) -> ModelConfig:
+    """Returns the config of a folder, a demo name, or a name in `specjax.configs.models`.
+
+    Args:
+      also: names beside folders and shapes, that an error lists.
 
     Raises:
       FileNotFoundError: there is none.
@@ -185,33 +198,36 @@ def find_config(source: str | os.PathLike[str]) -> ModelConfig:
     name = os.fspath(source)
     shape = known_shape(name)
     if shape is not None:
-        return importlib.import_module(f"configs.models.{shape}").get_config()
+        return importlib.import_module(f"specjax.configs.models.{shape}").get_config()
     if not Path(name).expanduser().exists() and name not in ("demo", "demo-draft"):
         raise FileNotFoundError(
-            f"{name!r} is no folder with a config.json, and no known shape; expected a "
-            f"folder, 'demo', or one of {', '.join(_shapes())}."
+            f"{name!r} is no folder with a config.json, and no known shape"
+            f"{suggestion(name, [*_shapes(), *also])}; expected a folder, "
+            f"{', '.join(map(repr, also))}, or one of {', '.join(_shapes())}."
         )
     return read_config(resolve_folder(source))[0]
 
 
 def known_shape(name: str) -> str | None:
-    """Returns the module in `configs.models` of a name, None where there is none."""
+    """Returns the module in `specjax.configs.models` of a name, None where there is none."""
     shape = name.replace("-", "_").replace(".", "_")
     return shape if shape in _shapes() else None
 
 
 def _shapes() -> list[str]:
-    return [module.name for module in pkgutil.iter_modules(configs.models.__path__)]
+    return [module.name for module in pkgutil.iter_modules(models.__path__)]
 
 
 def find_drafter(source: str | os.PathLike[str] | None) -> DrafterSpec:
-    """Returns the drafter of None, "none", "ngram", or whatever `find_config` finds."""
+    """Returns the drafter of None, "none", "ngram", "history", or what `find_config` finds."""
     if source is None or source == NO_DRAFTER:
         return NoDrafter()
     if source == NGRAM:
         return NgramDrafter()
+    if source == HISTORY:
+        return HistoryDrafter()
     name = os.fspath(source)
-    return ModelDrafter(find_config(DEMO_NAMES.get(name, name)))
+    return ModelDrafter(find_config(DEMO_NAMES.get(name, name), DRAFTERS))
 
 
 def _local_mesh(count: int) -> Mesh | None:

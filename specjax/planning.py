@@ -16,7 +16,11 @@ from specjax import batch_size_table, sharding
 from specjax.cache import paged
 from specjax.decode.abstract import AbstractDecoder, abstract_weights
 from specjax.decode.decoder import Sizes
-from specjax.engine.compiled_memory import CompiledMemory, compile_memory
+from specjax.engine.compiled_memory import (
+    CompiledMemory,
+    compile_memory,
+    engine_buckets,
+)
 from specjax.engine.memory_model import MemoryLimits, MemoryPlan, plan_memory
 from specjax.models.base import ModelConfig
 from specjax.plan_request import PlanRequest
@@ -27,6 +31,7 @@ from specjax.roofline import (
     roofline_step_s,
     verify_work,
 )
+from specjax.sizing import amount
 
 TABLE_CONTEXT = 2048  # tokens that each row has where K is told by batch size alone
 
@@ -125,13 +130,61 @@ def make_plan(
     No weights are read and nothing is run.
 
     Raises:
-      ValueError: the model cannot be split over the device's chips, or does not fit.
+      ValueError: the model cannot be split over the device's chips, or does not fit; where
+        shapes alone say so, before anything is compiled.
     """
     device = request.device
     if device.mesh is not None:
         sharding.validate(request.target, device.mesh)
     with lowered_for(device.platform):
+        check_memory(request)
         return _plan(request, on_progress)
+
+
+def check_memory(request: PlanRequest) -> None:
+    """Refuses memory that weights, state, a page and a step's least cannot share.
+
+    From shapes alone: nothing is compiled, which takes a minute and would say no more.
+
+    Raises:
+      ValueError: it names the bytes that are needed.
+    """
+    total = request.limits_memory
+    if total is None:
+        return
+    whole = _decoder(request, request.target.num_layers, 1)
+    resident, page = _resident_bytes(whole), sum(_page_bytes(request))
+    step = _least_step_bytes(request, whole)
+    if total >= resident + page + step:
+        return
+    raise ValueError(
+        f"weights and state take {amount(resident)} of the {amount(total)} of each chip, a "
+        f"page {amount(page)} and a step at least {amount(step)}; use more chips, a "
+        "smaller dtype, max_rows or max_context, or raise memory_bytes."
+    )
+
+
+def _resident_bytes(whole: AbstractDecoder) -> int:
+    """Returns the bytes of weights and state of one chip, pages left out."""
+    state = whole.abstract_state
+    cache = dataclasses.replace(state.cache, pages=())
+    state = dataclasses.replace(state, cache=cache, drafter=())
+    return _chip_bytes(whole, whole.abstract_params, state)
+
+
+def _least_step_bytes(request: PlanRequest, whole: AbstractDecoder) -> int:
+    """Returns bytes of one chip that the largest step cannot do without.
+
+    Its float32 logits, or what its tokens become inside a layer, where that is more.
+    """
+    depths = range(request.most_drafted + 1)
+    buckets = engine_buckets(whole, depths, chooses_rows=request.chooses_rows)
+    config, itemsize = request.target, jnp.dtype(request.dtype).itemsize
+    logits = max(4 * config.vocab_size * bucket.logit_tokens for bucket in buckets)
+    inner = max(config.intermediate_size * itemsize * b.tokens for b in buckets)
+    if request.engine.numerics == "invariant":  # a few tokens at a time
+        logits = inner = 0
+    return max(inner, logits) // request.device.count
 
 
 def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) -> Plan:
@@ -153,13 +206,7 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
         page * ratio / engine.page_size for page in (target_page, drafter_page)
     )
     whole = make(layers, 1)
-    weights = whole.abstract_params
-    state = dataclasses.replace(
-        whole.abstract_state,
-        cache=dataclasses.replace(whole.abstract_state.cache, pages=()),
-        drafter=(),
-    )
-    resident = _chip_bytes(whole, weights, state)
+    weights, resident = whole.abstract_params, _resident_bytes(whole)
     memory, notes = _memory(request, target_c + drafter_c, compiled, resident)
     return Plan(
         request=request,
@@ -173,8 +220,19 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
         drafter_work=_work(request.draft_config, request, 1)
         if request.draft_config
         else None,
-        notes=(*compiled.warnings, *notes),
+        notes=(*_context_notes(request), *compiled.warnings, *notes),
     )
+
+
+def _context_notes(request: PlanRequest) -> list[str]:
+    """Returns what is to be said where the model takes fewer tokens than are asked for."""
+    asked, most = request.engine.max_context, request.max_context
+    if asked is None or asked <= most:
+        return []
+    return [
+        f"max_context={asked} is more than the {most} tokens that the model was made for; {most} "
+        "are planned for."
+    ]
 
 
 def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractDecoder:
@@ -248,12 +306,6 @@ def _memory(
             f"{request.device.name} has no memory figure, so there are no pages, weight limit "
             "or gate; give --memory-bytes."
         ]
-    if total <= resident:
-        raise ValueError(
-            f"weights and state take {resident / 1e9:.2f} GB of the {total / 1e9:.2f} GB of "
-            "each chip; use more chips, a smaller dtype, max_rows or max_context, or raise "
-            "memory_bytes."
-        )
     limits = MemoryLimits(
         free_bytes=total - resident,
         page_size=engine.page_size,

@@ -28,6 +28,10 @@ from specjax.types import BY_LAW, DELTA
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 
+_EXPECTED = "text, a list of chat messages, or a list of whole numbers (token ids)"
+_EXPECTED_PROMPTS = f"expected one prompt or a list of them, each {_EXPECTED}."
+
+
 class Refused(NamedTuple):
     """A request that cannot be served, one per sample."""
 
@@ -38,9 +42,15 @@ class Refused(NamedTuple):
 
 
 def as_list(prompts: Any) -> list[Any]:
-    """Returns a list of prompts from one prompt or many."""
+    """Returns a list of prompts from one prompt or many.
+
+    Raises:
+      ValueError: there is none, or what was given is no prompt.
+    """
     if isinstance(prompts, str):
         return [prompts]
+    if not _is_iterable(prompts):
+        raise ValueError(f"prompts are {_shown(prompts)}; {_EXPECTED_PROMPTS}")
     prompts = list(prompts)
     if not prompts:
         raise ValueError("no prompts were given.")
@@ -78,24 +88,32 @@ def one_each(sampling: Any, target: Model, num_prompts: int) -> list[SamplingPar
 def make_requests(
     target: Model,
     prompts: Sequence[Any],
-    sampling: Sequence[SamplingParams],
+    sampling: Sequence[SamplingParams | ValueError],
     speculation: SpeculationConfig,
     drafter: LoadedDrafter,
     engine_config: EngineConfig,
 ) -> tuple[list[Request], list[Refused]]:
-    """Returns the valid requests, n per prompt, and those refused."""
+    """Returns the valid requests, n per prompt, and those refused.
+
+    Args:
+      sampling: one per prompt; in place of parameters that could not be made, why.
+    """
     requests: list[Request] = []
     refused: list[Refused] = []
     too_many = 0
+    cut: Request | None = None  # the first whose max_tokens do not fit
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         try:
+            if isinstance(params, ValueError):
+                raise params
             if not isinstance(params, SamplingParams):
                 raise ValueError(f"sampling holds {params!r}; expected SamplingParams.")
-            requests.extend(
-                _of_prompt(
-                    target, index, prompt, params, speculation, drafter, engine_config
-                )
+            made = _of_prompt(
+                target, index, prompt, params, speculation, drafter, engine_config
             )
+            requests.extend(made)
+            if cut is None and _is_cut(made[0]):
+                cut = made[0]
             if params.speculate:
                 too_many = max(too_many, params.num_speculative_tokens or 0)
         except (ValueError, TypeError) as error:
@@ -106,6 +124,13 @@ def make_requests(
                 Refused(index, sample, seed, f"prompt {index}: {error}")
                 for sample in range(n)
             )
+    if cut is not None:
+        # The same words for every prompt: a server says it once.
+        warnings.warn(
+            f"max_tokens={cut.params.max_tokens} do not fit beside the prompt into the context "
+            f"of {cut.max_length} tokens; the output ends there at the latest.",
+            stacklevel=4,
+        )
     most = speculation.depth
     if too_many > most:
         warnings.warn(
@@ -114,6 +139,13 @@ def make_requests(
             stacklevel=4,
         )
     return requests, refused
+
+
+def _is_cut(request: Request) -> bool:
+    """Whether the context ends before the tokens that a request asks for; the default asks not."""
+    params = request.params
+    room = request.max_length - len(request.prompt_token_ids)
+    return room < params.max_tokens != SamplingParams.max_tokens
 
 
 def _of_prompt(
@@ -218,7 +250,10 @@ def token_ids(target: Model, prompt: Any) -> list[int]:
       ValueError: no tokenizer, an empty prompt, or ids outside the vocabulary.
     """
     is_text = isinstance(prompt, str)
-    if is_text or (len(prompt) and isinstance(prompt[0], Mapping)):
+    if not is_text and not _is_iterable(prompt):
+        raise ValueError(f"a prompt is {_shown(prompt)}; expected {_EXPECTED}.")
+    prompt = prompt if is_text else list(prompt)
+    if is_text or (prompt and isinstance(prompt[0], Mapping)):
         if target.tokenizer is None:
             raise ValueError(
                 f"model {target.name!r} has no tokenizer, so prompts must be lists of token ids, not text."
@@ -230,8 +265,9 @@ def token_ids(target: Model, prompt: Any) -> list[int]:
         )
     else:
         if not all(map(_is_token, prompt)):
+            wrong = next(token for token in prompt if not _is_token(token))
             raise ValueError(
-                "a prompt must be text, a list of chat messages, or a list of whole numbers."
+                f"a prompt holds {_shown(wrong)}; expected {_EXPECTED}, of one kind."
             )
         ids = [int(token) for token in prompt]
     if not ids:
@@ -244,6 +280,26 @@ def token_ids(target: Model, prompt: Any) -> list[int]:
             f"token id {bad} is outside the vocabulary; expected 0 to {target.config.vocab_size - 1}."
         )
     return ids
+
+
+def _is_iterable(value: Any) -> bool:
+    """Whether a value can be a list of something; bytes and single messages are none."""
+    if isinstance(value, bytes | bytearray | memoryview | Mapping):
+        return False
+    try:
+        iter(value)
+    except TypeError:  # a number, None, an array without axes
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    """Returns a value and its type, for a message."""
+    if value is None:
+        return "None"
+    text = repr(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"{text} ({type(value).__name__})"
 
 
 def _is_token(value: Any) -> bool:

@@ -20,6 +20,9 @@ from specjax.engine.request import (
 from specjax.plotting import draw_decisions
 from specjax.requests import Refused
 
+_MOST_SHOWN = 5  # completions
+_MOST_CHARACTERS = 60
+
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
@@ -40,6 +43,21 @@ class Completion:
     prompt_token_ids: list[int]
     lossy: str | None = None  # the rule, where the text need not be the target's
     self_check: SelfCheck | None = None  # where SamplingParams.self_check asks for it
+    # Where finish_reason is "stop": the stop string that ended the text, or the id of the
+    # token that did, of stop_token_ids or the model's end of text.
+    stop_reason: int | str | None = None
+
+    def __repr__(self) -> str:
+        place = f"prompt {self.prompt_index}, sample {self.sample_index}"
+        if self.error is not None:
+            return (
+                f"Completion({place}: {self.finish_reason!r}, {_shortened(self.error)})"
+            )
+        text = "" if self.text is None else f", {_shortened(self.text)}"
+        ended = repr(self.finish_reason)
+        if self.stop_reason is not None:
+            ended += f" by {self.stop_reason!r}"
+        return f"Completion({place}: {_count(len(self.token_ids), 'token')}, {ended}{text})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +79,20 @@ class GenerationStats:
     # The last bursts: which K, why, and what was predicted beside what was measured.
     decisions: tuple[BurstRecord, ...] = ()
     num_preemptions: int = 0  # how often a request gave its pages up and went on later
+
+    def __repr__(self) -> str:
+        parts = [
+            f"{_count(self.num_prompts, 'prompt')}, {_count(self.num_output_tokens, 'token')}",
+            f"{self.run_s:.3g} s ({self.tokens_per_second:.4g} tokens/s)",
+            f"compile {self.compile_s:.3g} s",
+            f"drafter {self.drafter!r}",
+        ]
+        if self.acceptance.num_drafted:
+            parts.append(f"mean acceptance length {self.mean_acceptance_length:.2f}")
+            parts.append(f"acceptance rate {self.acceptance_rate:.2f}")
+        if self.lossy:
+            parts.append(f"lossy {', '.join(self.lossy)}")
+        return f"GenerationStats({', '.join(parts)})"
 
     @property
     def tokens_per_second(self) -> float:
@@ -125,6 +157,12 @@ class Generation(Sequence[Completion]):
     def __len__(self) -> int:
         return len(self.completions)
 
+    def __repr__(self) -> str:
+        shown = [f"  {completion!r}," for completion in self.completions[:_MOST_SHOWN]]
+        if len(self) > _MOST_SHOWN:
+            shown.append(f"  ... {len(self) - _MOST_SHOWN} more")
+        return "\n".join(["Generation([", *shown, f"], {self.stats!r})"])
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
@@ -139,6 +177,14 @@ class Chunk:
     error: str | None = None
     lossy: str | None = None  # as in Completion, from the first draft on
     completion: Completion | None = None  # all of it, with the last chunk
+
+    def __repr__(self) -> str:
+        ended = "" if self.finish_reason is None else f", {self.finish_reason!r}"
+        error = "" if self.error is None else f", {_shortened(self.error)}"
+        return (
+            f"Chunk(prompt {self.prompt_index}, sample {self.sample_index}: "
+            f"{_count(len(self.token_ids), 'token')}, {_shortened(self.text)}{ended}{error})"
+        )
 
 
 class ChunkWriter:
@@ -167,6 +213,17 @@ class ChunkWriter:
         )
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _shortened(text: str) -> str:
+    """Returns text as Python writes it, its beginning where it is long."""
+    if len(text) <= _MOST_CHARACTERS:
+        return repr(text)
+    return repr(text[:_MOST_CHARACTERS]) + "..."
+
+
 def completion_of(request: Request) -> Completion:
     return Completion(
         prompt_index=request.prompt_index,
@@ -184,6 +241,7 @@ def completion_of(request: Request) -> Completion:
         prompt_token_ids=list(request.prompt_token_ids),
         lossy=lossy_rule(request),
         self_check=request.self_check if request.params.self_check else None,
+        stop_reason=request.stop_reason,
     )
 
 

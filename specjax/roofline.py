@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Peaks(Protocol):
-    """Of one chip; `configs.devices.DeviceFigures` is one."""
+    """Of one chip; `specjax.configs.devices.DeviceFigures` is one."""
 
     @property
     def bytes_per_s(self) -> float: ...

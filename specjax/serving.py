@@ -27,7 +27,7 @@ from specjax.engine.request import AcceptanceCounts, Request
 from specjax.engine.speculation_policy import SpeculationPolicy
 from specjax.models.base import Model
 from specjax.progress import Progress, Report
-from specjax.requests import Prompt, as_list
+from specjax.requests import Prompt
 from specjax.results import Chunk, ChunkWriter, GenerationStats, lossy_rule
 from specjax.setup import Setup
 
@@ -58,7 +58,7 @@ class Engine:
         other_verifications: Sequence[str] = (),
         num_speculative_tokens: int | None = None,
         speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
-        engine: EngineConfig | None = None,
+        engine: EngineConfig | Mapping[str, Any] | None = None,
         policy: SpeculationPolicy | None = None,
         mesh: Mesh | None = None,
         progress: bool | Report = False,
@@ -292,7 +292,7 @@ class Engine:
 
     def _made(self, prompt: Prompt, sampling: SamplingParams | None) -> list[Request]:
         """Returns the samples of one prompt, every one of which can be served."""
-        requests, refused = self._setup.requests(as_list([prompt]), sampling)
+        requests, refused = self._setup.requests([prompt], sampling)
         if refused:
             raise ValueError(refused[0].error.removeprefix("prompt 0: "))
         allowed = set(self._setup.drafter.effective_rules(self._rules))

@@ -21,7 +21,12 @@ from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, Sizes, build_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.engine import cost_files
-from specjax.engine.device_memory import MemoryWatch, available_bytes, bytes_on
+from specjax.engine.device_memory import (
+    MemoryWatch,
+    available_bytes,
+    bytes_on,
+    total_bytes,
+)
 from specjax.engine.goodput import Goodput, Regret
 from specjax.engine.loop import Loop
 from specjax.engine.memory_model import MemoryPlan
@@ -31,9 +36,17 @@ from specjax.engine.step_cost import StepCosts
 from specjax.engine.survival import Survival
 from specjax.models.base import Model
 from specjax.models.loading import load_model
+from specjax.names import suggestion
 from specjax.progress import Report
 from specjax.requests import Refused, make_requests, one_each
-from specjax.sizing import choose_sizes, page_bytes, standing_sizes
+from specjax.sizing import (
+    amount,
+    check_pages,
+    check_state,
+    choose_sizes,
+    page_bytes,
+    standing_sizes,
+)
 from specjax.types import DecoderParams
 
 DEFAULT_POLICY = "goodput"  # "goodput" or "fixed", where the config names none
@@ -69,7 +82,7 @@ class Setup:
         verification: str | None = None,
         num_speculative_tokens: int | None = None,
         speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
-        engine: EngineConfig | None = None,
+        engine: EngineConfig | Mapping[str, Any] | None = None,
         mesh: Mesh | None = None,
     ) -> Setup:
         """Loads what is to be loaded; arguments as `generate` takes them."""
@@ -79,8 +92,38 @@ class Setup:
             drafter,
             _speculation(speculative_config, verification, num_speculative_tokens),
         )
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ValueError(
+                f"mesh={mesh!r:.200} must be a jax.sharding.Mesh with the axes 'data' and "
+                "'tensor' or one of them, as jax.make_mesh returns, or None."
+            )
         mesh = sharding.automatic(mesh)
-        return cls(model, loaded, speculation, engine or EngineConfig(), mesh)
+        setup = cls(model, loaded, speculation, _engine_config(engine), mesh)
+        setup._check_budgets()
+        _warn_of_context(model, setup.engine)
+        return setup
+
+    def _check_budgets(self) -> None:
+        """Refuses bytes and pages that cannot be, before anything is compiled."""
+        num_shards = sharding.axis_size(self.mesh, sharding.DATA)
+        with sharding.lowered(self.mesh):
+            check_pages(
+                self._model_configs,
+                self.engine,
+                self._dtype,
+                num_shards,
+                sharding.axis_size(self.mesh, sharding.TENSOR),
+                self._device_bytes,
+            )
+        given, there = self.engine.memory_bytes, self._device_bytes
+        if given is None or num_shards > 1:
+            return
+        if there is not None and given > there:
+            raise ValueError(
+                f"memory_bytes={given} is more than the {amount(there)} that the device has; "
+                "lower it, or leave it out."
+            )
+        planning.check_memory(self._plan_request)
 
     def for_run(
         self,
@@ -188,6 +231,15 @@ class Setup:
         Where the device has less memory than was thought, there are fewer pages; says so.
         """
         rules = tuple(rules)
+        with sharding.lowered(self.mesh):
+            check_state(
+                sizes,
+                self._model_configs,
+                self.engine,
+                sharding.axis_size(self.mesh, sharding.DATA),
+                sharding.axis_size(self.mesh, sharding.TENSOR),
+                self._device_bytes,
+            )
         decoder = self.decoder(sizes, rules)
         weights = self.params if params is None else params
 
@@ -307,6 +359,18 @@ class Setup:
         return jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
 
     @property
+    def _device_bytes(self) -> int | None:
+        """Of the smallest device; None where one does not say."""
+        found = list(map(total_bytes, self._devices))
+        known = [number for number in found if number is not None]
+        return min(known) if known and len(known) == len(found) else None
+
+    @property
+    def _model_configs(self) -> list[Any]:
+        """Of target and draft model, whose pages are allocated together."""
+        return [self.target.config, *self.drafter.configs]
+
+    @property
     def _weights_in_place(self) -> list[Any]:
         """The weights that lie where they are used: others are copied there and stay beside."""
         leaves, mesh = jax.tree.leaves(self.params), self.mesh
@@ -336,27 +400,30 @@ class Setup:
                 stacklevel=2,
             )
             return None
-        chips = sharding.axis_size(self.mesh, sharding.TENSOR)
-        plan = planning.make_plan(
-            plan_request.PlanRequest(
-                target=self.target.config,
-                target_name=self.target.name,
-                drafter=self.drafter.spec,
-                drafter_name=self.drafter.name,
-                device=plan_request.Device("here", chips, None, self.mesh),
-                dtype=self._dtype,
-                num_speculative_tokens=self.speculation.depth,
-                engine=self.engine,
-                rules=self.rules,
-                rule_options=_rule_options(self.speculation),
-                max_drafts=self._max_drafts(self.engine.max_rows),
-                drafter_dtype=_dtype_of(self.drafter.params),
-                chooses_rows=self._plans_row_buckets,
-            )
-        )
+        plan = planning.make_plan(self._plan_request)
         for warning in plan.notes:
             warnings.warn(warning, stacklevel=2)
         return plan.memory
+
+    @property
+    def _plan_request(self) -> plan_request.PlanRequest:
+        """What is planned for: this setup on the devices that are here."""
+        chips = sharding.axis_size(self.mesh, sharding.TENSOR)
+        return plan_request.PlanRequest(
+            target=self.target.config,
+            target_name=self.target.name,
+            drafter=self.drafter.spec,
+            drafter_name=self.drafter.name,
+            device=plan_request.Device("here", chips, None, self.mesh),
+            dtype=self._dtype,
+            num_speculative_tokens=self.speculation.depth,
+            engine=self.engine,
+            rules=self.rules,
+            rule_options=_rule_options(self.speculation),
+            max_drafts=self._max_drafts(self.engine.max_rows),
+            drafter_dtype=_dtype_of(self.drafter.params),
+            chooses_rows=self._plans_row_buckets,
+        )
 
     @property
     def _plans_row_buckets(self) -> bool:
@@ -374,7 +441,7 @@ class Setup:
         memory = self.memory
         if memory is None or self.engine.num_pages is not None:
             return self.engine
-        configs = [self.target.config, *self.drafter.configs]
+        configs = self._model_configs
         kv_shards = sharding.axis_size(self.mesh, sharding.TENSOR)
         with sharding.lowered(self.mesh):
             of_page = page_bytes(configs, self.engine.page_size, self._dtype, kv_shards)
@@ -386,7 +453,7 @@ class Setup:
     @property
     def _memory_arguments(self) -> tuple[Any, ...]:
         return (
-            [self.target.config, *self.drafter.configs],
+            self._model_configs,
             self._sized_engine,
             self._dtype,
             sharding.axis_size(self.mesh, sharding.DATA),
@@ -448,13 +515,50 @@ def acceptance_kind(requests: Iterable[Request]) -> str:
     return MIXED if len(kinds) != 1 else GREEDY if kinds.pop() else SAMPLED
 
 
+def _engine_config(given: Any) -> EngineConfig:
+    """Returns a config from one, from a mapping of its fields, or from nothing.
+
+    Raises:
+      ValueError: it is something else, or a key is no field.
+    """
+    if isinstance(given, EngineConfig):
+        return given
+    if given is None:
+        return EngineConfig()
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"engine={given!r:.200} must be an EngineConfig or a mapping of its fields, as "
+            "EngineConfig(max_rows=8)."
+        )
+    fields = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name in given:
+        if name not in fields:
+            raise ValueError(
+                f"engine has the key {name!r}{suggestion(str(name), fields)}, which is no "
+                f"field of EngineConfig; expected any of {', '.join(fields)}."
+            )
+    return EngineConfig(**given)
+
+
+def _warn_of_context(target: Model, engine: EngineConfig) -> None:
+    """Says that a model takes fewer tokens than max_context asks for."""
+    most, asked = target.config.max_position_embeddings, engine.max_context
+    if asked is not None and asked > most:
+        warnings.warn(
+            f"max_context={asked} is more than the {most} tokens that {target.name or 'the model'!r} "
+            f"was made for; prompt and output end at {most}.",
+            stacklevel=4,
+        )
+
+
 def _load_target(target: Any) -> Model:
     """Returns a loaded model from a model, a folder, a hub name or "demo"."""
     if isinstance(target, str | os.PathLike):
         return load_model(target)
     if not isinstance(target, Model):
         raise TypeError(
-            f"target must be a Model, a folder or a name, got {type(target).__name__}."
+            f"target must be a Model, a folder or a name, got {target!r:.100} "
+            f"({type(target).__name__})."
         )
     return target
 

@@ -119,10 +119,84 @@ def _pages_per_shard(
     num_shards: int,
     kv_shards: int,
 ) -> int:
-    """Returns how many pages a shard may have, at least 1."""
+    """Returns how many pages a shard may have, at least 1.
+
+    Raises:
+      ValueError: there is not one for each.
+    """
     of_page = page_bytes(configs, engine.page_size, dtype, kv_shards)
     limit = engine.num_pages or (engine.kv_cache_bytes or KV_CACHE_BYTES) // of_page
-    return max(limit // num_shards, 1)
+    if limit >= num_shards:
+        return limit // num_shards
+    shards = "" if num_shards == 1 else f" for each of {num_shards} data shards"
+    if engine.num_pages:
+        raise ValueError(
+            f"num_pages={engine.num_pages} is not one page{shards}; raise it."
+        )
+    given = "" if engine.kv_cache_bytes else " (the default)"
+    raise ValueError(
+        f"kv_cache_bytes={engine.kv_cache_bytes or KV_CACHE_BYTES}{given} holds no page"
+        f"{shards}: a page of {engine.page_size} tokens takes {of_page:,} bytes. Raise it, or "
+        "lower page_size."
+    )
+
+
+def check_pages(
+    configs: Sequence[ModelConfig],
+    engine: EngineConfig,
+    dtype: Any,
+    num_shards: int = 1,
+    kv_shards: int = 1,
+    device_bytes: int | None = None,
+) -> None:
+    """Refuses pages that are fewer than one, or more than a device holds; before any compile.
+
+    Args:
+      configs, num_shards, kv_shards: as of `choose_sizes`.
+      device_bytes: of each device; None is not known.
+
+    Raises:
+      ValueError: it names what to change.
+    """
+    shard_pages = _pages_per_shard(configs, engine, dtype, num_shards, kv_shards)
+    if engine.num_pages is None or device_bytes is None:
+        return
+    of_page = page_bytes(configs, engine.page_size, dtype, kv_shards) // kv_shards
+    if shard_pages * of_page > device_bytes:
+        raise ValueError(
+            f"num_pages={engine.num_pages} take {amount(shard_pages * of_page)} of a device "
+            f"that has {amount(device_bytes)}; lower it."
+        )
+
+
+def check_state(
+    sizes: Sizes,
+    configs: Sequence[ModelConfig],
+    engine: EngineConfig,
+    num_shards: int = 1,
+    kv_shards: int = 1,
+    device_bytes: int | None = None,
+) -> None:
+    """Refuses sizes whose pages and rows alone take more than a device has.
+
+    Raises:
+      ValueError: it names what to change.
+    """
+    if device_bytes is None:
+        return
+    of_page = page_bytes(configs, sizes.page_size, sizes.dtype, kv_shards) // kv_shards
+    options = 2 * engine.max_bias_entries + engine.max_allowed_tokens
+    of_row = sizes.max_length + sizes.pages_per_row + options + engine.max_stop_tokens
+    # What a burst reports of each step: tokens, and ids and values of the most likely.
+    of_step = engine.burst_steps * 2 * engine.max_logprobs
+    pages = sizes.num_pages * of_page // num_shards
+    rows = sizes.rows * 4 * (of_row + of_step) // num_shards
+    if pages + rows > device_bytes:
+        raise ValueError(
+            f"{sizes.num_pages} pages take {amount(pages)} and {sizes.rows} rows "
+            f"{amount(rows)} of a device that has {amount(device_bytes)}; lower "
+            "max_rows, max_context, kv_cache_bytes, num_pages, burst_steps or max_logprobs."
+        )
 
 
 def page_bytes(
@@ -137,6 +211,14 @@ def page_bytes(
     numbers = paged.numbers_per_token(target, kv_shards=kv_shards)
     numbers += sum(map(paged.numbers_per_token, drafters))
     return numbers * page_size * dtype.itemsize
+
+
+def amount(number_of_bytes: float) -> str:
+    """Returns bytes as a person reads them."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number_of_bytes >= size:
+            return f"{number_of_bytes / size:,.2f} {unit}"
+    return f"{number_of_bytes:.0f} bytes"
 
 
 def power_of_two(number: int) -> int:

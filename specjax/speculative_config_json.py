@@ -9,11 +9,16 @@ from __future__ import annotations
 import itertools
 import json
 import numbers
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
+
+from specjax.names import closest, suggestion
 
 METHODS = ("ngram", "history", "draft_model")
 _NAME = "speculative_config"
+_SAME_KEY = (
+    0.75  # similarity from which an unknown key is a misspelt one, not a newer one
+)
 
 
 class Reading(NamedTuple):
@@ -31,8 +36,8 @@ def read(given: str | Mapping[str, Any], defaults: Mapping[str, Any]) -> Reading
       defaults: every field of SpeculationConfig, with its default.
 
     Raises:
-      ValueError: not a JSON object; a key that means something else here or that
-        contradicts another; or a value that has no meaning.
+      ValueError: not a JSON object; a key that is misspelt, that means something else
+        here or that contradicts another; or a value that has no meaning.
     """
     left = {key: value for key, value in _parse(given).items() if value is not None}
     if "tensor_parallel_size" in left:
@@ -59,6 +64,7 @@ def read(given: str | Mapping[str, Any], defaults: Mapping[str, Any]) -> Reading
         if left[key] is not False
     ]
     unknown = sorted(left.keys() - useless.keys())
+    _refuse_misspelt(unknown, {*defaults, *_OTHER_NAMES, *_ALSO_READ, *useless})
     warnings = []
     if reasons:
         warnings.append(f"{_NAME}: has no use for {'; '.join(reasons)}.")
@@ -67,12 +73,22 @@ def read(given: str | Mapping[str, Any], defaults: Mapping[str, Any]) -> Reading
     return Reading(fields, tuple(warnings))
 
 
+def _refuse_misspelt(unknown: Sequence[str], known: Collection[str]) -> None:
+    """Raises ValueError for keys that are nearly others; what is like none may be newer."""
+    meant = {key: closest(key, known, _SAME_KEY) for key in unknown}
+    wrong = [f"{key!r} (did you mean {name!r}?)" for key, name in meant.items() if name]
+    if wrong:
+        raise ValueError(f"{_NAME} has no key {', '.join(wrong)}; correct it.")
+
+
 def check_method(method: Any) -> None:
     """Raises ValueError for a method that specjax does not have, and says what to use."""
     if method is None or method in METHODS:
         return
     is_mtp = isinstance(method, str) and method.endswith("_mtp")
     instead = _INSTEAD.get("mtp" if is_mtp else method, "")
+    if not instead and isinstance(method, str):
+        instead = suggestion(method, (*METHODS, "suffix", "ngram_gpu"))
     raise ValueError(
         f"method={method!r} is not available{instead}; this version has 'ngram' and 'history', "
         "which need no weights, and 'draft_model', a smaller model of the target's vocabulary."
@@ -88,6 +104,8 @@ def _parse(given: str | Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{_NAME} is no JSON: {error}; got {given!r}.") from None
     if not isinstance(value, Mapping):
         raise ValueError(f"{_NAME} must be a JSON object, got {type(value).__name__}.")
+    if not all(isinstance(key, str) for key in value):
+        raise ValueError(f"{_NAME} has keys that are no strings: {list(value)!r:.200}.")
     return dict(value)
 
 
@@ -245,6 +263,14 @@ _OTHER_NAMES = {
     "posterior_threshold": "typical_epsilon",
     "posterior_alpha": "typical_delta",
 }
+# Read on the way to fields, or refused with a reason of their own.
+_ALSO_READ = (
+    "rejection_sample_method",
+    "acceptance_method",
+    "draft_sample_method",
+    "synthetic_acceptance_length",
+    "tensor_parallel_size",
+)
 _HEADS = ": specjax runs no drafter that reads the target's hidden states"
 _BLOCKS = ": specjax runs no drafter that proposes a block in one pass"
 _INSTEAD = {

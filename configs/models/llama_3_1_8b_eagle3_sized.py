@@ -7,7 +7,7 @@ the vocabulary; this one embeds and scores with the same matrix of its own.
 
 import dataclasses
 
-from configs.models import llama_3_1_8b
+from specjax.configs.models import llama_3_1_8b
 from specjax.models.base import ModelConfig
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 from specjax import compilation_cache
 from specjax.bench import calibrate, measuring, quick
 from specjax.bench.widen import widen
+from specjax.cli.parser import Parser, at_least
 from specjax.config import EngineConfig, SamplingParams
 from specjax.engine import cost_files
 from specjax.engine.goodput import Goodput
@@ -20,6 +22,7 @@ from specjax.engine.step_cost import MEMORY, StepCosts
 from specjax.models.architectures import architecture_of
 from specjax.models.base import Model
 from specjax.models.loading import load_model
+from specjax.names import DRAFTERS
 from specjax.progress import Progress
 from specjax.setup import Setup
 
@@ -42,9 +45,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="specjax bench", description="measurements on this machine"
-    )
+    parser = Parser(prog="specjax bench", description="measurements on this machine")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument(
         "--quick",
@@ -58,7 +59,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(
-        "--rounds", type=int, default=9, help="rounds of each measurement (default 9)"
+        "--rounds",
+        type=at_least(1),
+        default=9,
+        help="rounds of each measurement (default 9)",
     )
     pair = parser.add_argument_group("of --calibrate")
     pair.add_argument(
@@ -72,7 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         "--drafter", default="demo", metavar="MODEL", help='likewise, or "ngram"'
     )
     pair.add_argument(
-        "--num-speculative-tokens", "-k", type=int, default=4, metavar="K"
+        "--num-speculative-tokens", "-k", type=at_least(1), default=4, metavar="K"
     )
     pair.add_argument(
         "--widen",
@@ -81,8 +85,8 @@ def _parser() -> argparse.ArgumentParser:
         help="pad the target's weights with zeros to about N parameters, as 300M: the same "
         "text at the cost of a model of that size",
     )
-    pair.add_argument("--max-rows", type=int, default=8, metavar="N")
-    pair.add_argument("--max-context", type=int, default=512, metavar="TOKENS")
+    pair.add_argument("--max-rows", type=at_least(1), default=8, metavar="N")
+    pair.add_argument("--max-context", type=at_least(1), default=512, metavar="TOKENS")
     pair.add_argument("--temperature", type=float, default=1.0)
     return parser
 
@@ -96,7 +100,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     setup = Setup.of(
         target,
         drafter=options.drafter
-        if options.drafter in ("ngram", "demo")
+        if options.drafter in DRAFTERS
         else model(options.drafter),
         num_speculative_tokens=options.num_speculative_tokens,
         engine=EngineConfig(max_rows=options.max_rows, max_context=options.max_context),
@@ -141,13 +145,21 @@ def _calibrate(options: argparse.Namespace) -> int:
 def _parameters(text: str) -> float:
     """Returns the number that 300M, 1.5B or 3e8 says."""
     factor = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper(), 1.0)
-    return factor * float(text[:-1] if factor > 1 else text)
+    try:
+        number = factor * float(text[:-1] if factor > 1 else text)
+    except ValueError:
+        number = math.nan
+    if not 1 <= number < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of parameters; expected one as 300M or 1.5B"
+        )
+    return number
 
 
 def model(name: str) -> Any:
     """Returns a model with random weights where `name` is one of configs/models, else the name."""
     try:
-        config = importlib.import_module(f"configs.models.{name}").get_config()
+        config = importlib.import_module(f"specjax.configs.models.{name}").get_config()
     except ModuleNotFoundError:
         return name
     params = architecture_of(config).init(jax.random.key(0), config)

@@ -19,10 +19,10 @@ import numpy as np
 from jax import Array
 
 import specjax
-from configs.models import bench_60m
 from specjax.bench import bare, embedded, measuring
 from specjax.bench.quick import BURST_STEPS, Decoding
 from specjax.config import EngineConfig, SamplingParams
+from specjax.configs.models import bench_60m
 from specjax.drafters.draws import draw_siblings
 from specjax.models import llama
 from specjax.models.dense import sequence_logits

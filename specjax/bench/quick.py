@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from configs.models import bench_60m
 from specjax.bench import bare, embedded, measuring
 from specjax.config import EngineConfig, SamplingParams
+from specjax.configs.models import bench_60m
 from specjax.decode.decoder import Decoder, Sizes
 from specjax.decode.state import DecodeState
 from specjax.drafters.base import Draft, Drafter

@@ -20,13 +20,13 @@ from specjax.config import (
     SamplingParams,
     SpeculationConfig,
 )
+from specjax.names import DRAFTERS, NO_DRAFTER, check_drafter
 
 if TYPE_CHECKING:
     from specjax.generation import Generation
     from specjax.models.base import Model
 
 DEFAULT_MODEL = "demo"
-NO_DRAFTER = "none"
 _ENGINE_OPTIONS = {
     "page_size": "tokens per page of keys and values",
     "num_pages": "pages in all (default: what the prompts need)",
@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
         help="continue prompts",
         description="Continues prompts; the text is the same with and without a drafter.",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, command_parser=parser)
     parser.add_argument("prompts", nargs="*", metavar="PROMPT")
     parser.add_argument(
         "--prompts",
@@ -71,7 +71,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--drafter",
-        help=f"{NO_DRAFTER!r}, 'ngram', 'demo', or a folder with a draft model "
+        help=f"{', '.join(map(repr, DRAFTERS))}, or a folder or hub name of a draft model "
         "(default: 'demo' with the embedded model, else none)",
     )
     group.add_argument(
@@ -152,6 +152,8 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
         changes["num_speculative_tokens"] = arguments.num_speculative_tokens
     if arguments.verification is not None:
         changes["verification"] = arguments.verification
+    if arguments.drafter is not None:
+        check_drafter(arguments.drafter)
     drafter = arguments.drafter or _named_drafter(given)
     if drafter is None and arguments.model == DEFAULT_MODEL:
         drafter = "demo"
@@ -187,7 +189,9 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
         "speculative_config": speculation,
         "engine": engine,
     }
-    is_streamed = len(entries) == 1 and sampling[0].n == 1 and not arguments.json
+    is_streamed = (
+        len(entries) == 1 and getattr(sampling[0], "n", 0) == 1 and not arguments.json
+    )
     try:
         if is_streamed:
             stream = generation.stream(
@@ -222,6 +226,8 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig):
     """Returns the target, and the drafter or its name."""
     from specjax.models.loading import load_model
 
+    if config.model is not None:
+        check_drafter(config.model)
     target = load_model(arguments.model, dtype=arguments.dtype)
     if config.method == "draft_model":
         assert config.model is not None
@@ -230,13 +236,23 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig):
     return target, config.method
 
 
-def _sampling(arguments, entries, target: Model) -> list[SamplingParams]:
-    """Returns each prompt's parameters: the model's, then the options, then its own."""
+def _sampling(arguments, entries, target: Model) -> list[Any]:
+    """Returns each prompt's parameters: the model's, then the options, then its own.
+
+    In place of a line's that are wrong, why: its prompt fails alone.
+    """
     from specjax.requests import default_sampling
 
     shared = default_sampling(target.generation_defaults)
     shared |= sampling_arguments.given_options(arguments)
-    return [SamplingParams(**{**shared, **entry.sampling}) for entry in entries]
+    return [_own_sampling({**shared, **entry.sampling}) for entry in entries]
+
+
+def _own_sampling(fields: Mapping[str, Any]) -> SamplingParams | ValueError:
+    try:
+        return SamplingParams(**fields)
+    except ValueError as error:
+        return error
 
 
 def _write_stream(arguments, entry, stream, status, *, has_text) -> Generation:

@@ -17,6 +17,7 @@ _OUTPUT_FIELDS = (
     "text",
     "token_ids",
     "finish_reason",
+    "stop_reason",
     "error",
     "seed",
     "lossy",

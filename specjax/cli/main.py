@@ -9,9 +9,10 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from specjax.cli import generate_command, plan_command
+from specjax.cli.parser import EXIT_BAD_INPUT, Parser
 
 # Commands that read their own arguments: module with main(argv), and what it does.
 DELEGATED = {
@@ -21,16 +22,8 @@ DELEGATED = {
     ),
 }
 EXIT_FAILED_REQUEST = 1  # others of the same call may have completed
-EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, like all errors of this program."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(EXIT_BAD_INPUT, f"specjax: error: {message}; see {self.prog} -h\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError, OSError) as error:
         if os.environ.get("SPECJAX_TRACEBACK"):
             raise
-        print(f"specjax: error: {_one_line(error)}", file=sys.stderr)
+        print(f"specjax: error: {_one_line(_worded(error))}", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 
@@ -118,6 +111,13 @@ def _delegate(command: str, argv: list[str]) -> int:
 def _show_warning(message, category, filename, lineno, file=None, line=None) -> None:
     del category, filename, lineno, file, line
     print(f"specjax: warning: {_one_line(message)}", file=sys.stderr)
+
+
+def _worded(error: Exception) -> str:
+    """Returns what an error says; of the system's, the file and why without its number."""
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fspath(error.filename)}: {error.strerror[:1].lower()}{error.strerror[1:]}."
+    return str(error)
 
 
 def _one_line(message: object) -> str:

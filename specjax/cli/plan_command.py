@@ -24,14 +24,17 @@ def add_parser(commands: Any) -> None:
         "memory, pages, limits, and by the device's published figures the K to draft. "
         "No weights are read and nothing is run.",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, command_parser=parser)
     parser.add_argument(
         "model",
         metavar="MODEL",
         help="a folder with config.json, 'demo', or a known shape, as llama-3.1-8b",
     )
     parser.add_argument(
-        "--drafter", metavar="D", default="none", help="the same, 'ngram' or 'none'"
+        "--drafter",
+        metavar="D",
+        default="none",
+        help="the same, 'ngram', 'history' or 'none'",
     )
     parser.add_argument(
         "--device",

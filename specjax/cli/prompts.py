@@ -47,8 +47,23 @@ def read_file(path: str) -> Iterator[PromptEntry]:
     if path == "-":
         yield from _read_lines("stdin", sys.stdin)
         return
-    with open(path, encoding="utf-8-sig") as lines:
+    try:
+        lines = open(path, encoding="utf-8-sig")  # noqa: SIM115, closed below
+    except OSError as error:
+        raise ValueError(
+            f"--prompts {path} cannot be read ({_reason(error)}); give a file with a JSON value "
+            'per line, or "-" for stdin.'
+        ) from None
+    with lines:
         yield from _read_lines(path, lines)
+
+
+def _reason(error: OSError) -> str:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    if isinstance(error, IsADirectoryError):
+        return "it is a folder"
+    return (error.strerror or type(error).__name__).lower()
 
 
 def _read_lines(name: str, lines) -> Iterator[PromptEntry]:

@@ -11,6 +11,16 @@ from typing import Any
 from specjax.config import SamplingParams
 
 DEFAULTS = SamplingParams()
+# What generation_config.json may say; the same as hf_config.SAMPLING_KEYS, without jax.
+OF_MODEL = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 def token_ids(text: str) -> list[int]:
@@ -73,11 +83,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds an option per field; one that is not given leaves no trace in the result."""
     group = parser.add_argument_group(
         "sampling",
-        "What is not given is taken from the model's generation_config.json, else:",
+        '"the model\'s" is what its generation_config.json says; the embedded model samples at '
+        "temperature 0.8.",
     )
     for option in OPTIONS:
         default = getattr(DEFAULTS, option.field)
-        shown = "" if default in (None, (), {}) else f" (default {default})"
+        of_model = "the model's, else " if option.field in OF_MODEL else ""
+        shown = "" if default in (None, (), {}) else f" (default {of_model}{default})"
         group.add_argument(
             "--" + option.field.replace("_", "-"),
             type=option.parse,

@@ -16,8 +16,9 @@ from specjax.drafters.spec import (
     NgramDrafter,
     NoDrafter,
 )
-from specjax.models.base import Model, ModelConfig
+from specjax.models.base import Model, ModelConfig, parameters
 from specjax.models.loading import check_same_vocabulary, load_model
+from specjax.names import NO_DRAFTER, check_drafter
 from specjax.trees import static_shapes
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
@@ -31,6 +32,10 @@ class LoadedDrafter:
     name: str
     spec: DrafterSpec
     params: Any = ()
+
+    def __repr__(self) -> str:
+        kind = type(self.spec).__name__
+        return f"LoadedDrafter({self.name!r}, {kind}{parameters(self.params)})"
 
     @property
     def can_draft(self) -> bool:
@@ -127,15 +132,16 @@ def load_drafter(
     """Returns a drafter for a target.
 
     Args:
-      source: None (plain decoding), "ngram", "history", "demo", a folder or hub name of a
-        draft model, a Model, or a LoadedDrafter. A path is always a folder.
+      source: None or "none" (plain decoding), "ngram", "history", "demo", a folder or hub
+        name ("org/name") of a draft model, a Model, or a LoadedDrafter. A path is always a
+        folder.
       config: prompt_lookup_* and num_draft_nodes of an n-gram drafter, the tree of a
         draft model. What it sets wins over what a LoadedDrafter was loaded with; a
         field at its default sets nothing.
 
     Raises:
-      ValueError: the draft model's vocabulary is not the target's, or the config sets
-        what such a drafter has no use for.
+      ValueError: no drafter has that name, the draft model's vocabulary is not the
+        target's, or the config sets what such a drafter has no use for.
       TypeError: `source` is nothing of this.
     """
     config = config or SpeculationConfig()
@@ -165,18 +171,19 @@ def _load(
         for of_drafter in source.configs:
             check_same_vocabulary(target, Model(of_drafter, {}, name=source.name))
         return source
-    if source is None:
-        return LoadedDrafter("none", NoDrafter())
+    if source is None or source == NO_DRAFTER:
+        return LoadedDrafter(NO_DRAFTER, NoDrafter())
     if source == "ngram":
         return LoadedDrafter("ngram", NgramDrafter())
     if source == "history":
         return LoadedDrafter("history", HistoryDrafter())
     if isinstance(source, str | os.PathLike):
+        check_drafter(source)
         source = load_model("demo-draft" if source == "demo" else source)
     if not isinstance(source, Model):
         raise TypeError(
-            f"drafter is {source!r}; expected None, 'ngram', 'history', 'demo', a folder or hub "
-            "name, a Model, or what load_drafter returned."
+            f"drafter is {source!r:.200}; expected None, 'ngram', 'history', 'demo', a folder "
+            "or hub name, a Model, or what load_drafter returned."
         )
     check_same_vocabulary(target, source)
     return LoadedDrafter(source.name, ModelDrafter(source.config), source.params)

@@ -29,7 +29,7 @@ from specjax.engine.survival import Survival
 from specjax.version import __version__
 
 FORMAT = 2
-SHIPPED = "configs.coefficients"
+SHIPPED = "specjax.configs.coefficients"
 
 
 def key_of(decoder: Decoder) -> dict[str, Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of Linux
 
 
 class DeviceMemory(NamedTuple):
@@ -22,6 +26,23 @@ def read_memory(device: Any) -> DeviceMemory:
     stats = device.memory_stats() or {}
     names = "bytes_limit", "bytes_in_use", "peak_bytes_in_use"
     return DeviceMemory(*(None if n not in stats else int(stats[n]) for n in names))
+
+
+def total_bytes(device: Any) -> int | None:
+    """Returns the bytes that a device has; None where it does not say.
+
+    A CPU has those of its machine, or of the container that the program runs in.
+    """
+    if getattr(device, "platform", None) != "cpu":
+        return read_memory(device).limit_bytes
+    try:
+        of_machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):  # not everywhere known
+        return None
+    try:
+        return min(of_machine, int(_CONTAINER_LIMIT.read_text()))
+    except (OSError, ValueError):  # none, or "max"
+        return of_machine
 
 
 def available_bytes(device: Any, own_bytes: int = 0) -> int | None:

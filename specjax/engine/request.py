@@ -206,6 +206,8 @@ class Request:
     counts: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
     self_check: SelfCheck = dataclasses.field(default_factory=SelfCheck)
     finish_reason: str | None = None
+    # What ended it where that is "stop": the stop string, or the id of the stop token.
+    stop_reason: int | str | None = None
     error: str | None = None
     shown: list[Piece] = dataclasses.field(
         default_factory=list
@@ -269,6 +271,8 @@ class Request:
                 self.self_check.add(surplus, variance)
         if self.finish_reason is None and finish in FINISH_REASONS:
             self.finish_reason = FINISH_REASONS[finish]
+            if finish == STOPPED and token_ids:
+                self.stop_reason = int(token_ids[-1])
             if self.finish_reason == "error":
                 self.error = INVALID_LOGITS_ERROR.format(
                     position=len(self.output_token_ids)
@@ -294,6 +298,6 @@ class Request:
             fed = self.text.feed(token_id, may_stop=not is_early)
             self.shown.append(Piece(fed.text, place < num_accepted))
             if fed.stopped_by is not None:
-                self.finish_reason = "stop"
+                self.finish_reason, self.stop_reason = "stop", fed.stopped_by
                 return place + 1
         return len(token_ids)

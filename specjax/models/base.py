@@ -103,6 +103,30 @@ class Model:
     def num_parameters(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
+    def __repr__(self) -> str:
+        config = self.config
+        text = "" if self.tokenizer is not None else ", no tokenizer"
+        return (
+            f"Model({self.name!r}, {config.family}{parameters(self.params)}, "
+            f"{config.num_layers} layers, vocabulary {config.vocab_size}, context "
+            f"{config.max_position_embeddings}{text})"
+        )
+
+
+def parameters(params: Any) -> str:
+    """Returns ", 5.8M parameters, float32" of a pytree of weights; nothing of none."""
+    leaves = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "size")]
+    if not leaves:
+        return ""
+    count = sum(leaf.size for leaf in leaves)
+    shown = f"{count:,}"
+    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            shown = f"{count / size:.1f}{unit}"
+            break
+    dtypes = sorted({str(leaf.dtype) for leaf in leaves})
+    return f", {shown} parameters, {'/'.join(dtypes)}"
+
 
 class Architecture(NamedTuple):
     """The functions of one model file.

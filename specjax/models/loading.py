@@ -31,6 +31,14 @@ _DEMO_WEIGHTS = Path(__file__).resolve().parents[1] / "demo" / "weights"
 _DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft"}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MOST_NAMES_LISTED = 10
+_WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
+_DTYPE_ALIASES = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "float": "float32",
+}
 
 
 def load_model(
@@ -45,7 +53,8 @@ def load_model(
       path: a folder with config.json and safetensors; "demo" or "demo-draft", the
         small models inside the package; else a name on the Hugging Face Hub, which
         needs `specjax[hub]`.
-      dtype: of every weight; by default float32 on CPU and bfloat16 elsewhere.
+      dtype: of every weight, float32, bfloat16 or float16, or "fp32", "bf16" or "fp16"; by
+        default float32 on CPU and bfloat16 elsewhere.
       name: what messages and reports call the model; by default `path`'s last part.
 
     Returns:
@@ -56,6 +65,8 @@ def load_model(
       ValueError: a file is corrupt, the model is not supported, or tensors are
         missing, of another shape, or left over in a layer.
     """
+    if dtype is not None:
+        dtype = weight_dtype(dtype)
     folder = resolve_folder(path)
     config, generation_defaults = read_config(folder)
     return Model(
@@ -74,7 +85,7 @@ def load_params(
     dtype: DTypeLike | None = None,
 ) -> Params:
     """Returns a folder's weights as the pytree that `config`'s architecture takes."""
-    dtype = default_dtype() if dtype is None else jnp.dtype(dtype)
+    dtype = default_dtype() if dtype is None else weight_dtype(dtype)
     tensors = open_folder(Path(folder))
     if config.architecture == "gpt2":
         # Re-saved files carry the prefix, the first published ones do not.
@@ -115,6 +126,25 @@ def default_dtype() -> np.dtype:
     """Returns float32 on CPU, bfloat16 on an accelerator."""
     is_cpu = jax.default_backend() == "cpu"
     return jnp.dtype(jnp.float32 if is_cpu else jnp.bfloat16)
+
+
+def weight_dtype(dtype: Any) -> np.dtype:
+    """Returns the dtype that weights are asked for in, by any of its names.
+
+    Raises:
+      ValueError: weights are not computed with in it.
+    """
+    name = _DTYPE_ALIASES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    try:
+        found = jnp.dtype(name)
+    except TypeError:
+        found = None
+    if found is None or found.name not in _WEIGHT_DTYPES:
+        raise ValueError(
+            f"dtype={dtype!r:.100} is none that weights can have; expected one of "
+            f"{', '.join(_WEIGHT_DTYPES)}, or a short name ({', '.join(_DTYPE_ALIASES)})."
+        )
+    return found
 
 
 def resolve_folder(path: str | os.PathLike[str]) -> Path:

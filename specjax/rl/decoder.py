@@ -261,7 +261,7 @@ def build_decoder(
     verification: str | None = None,
     num_speculative_tokens: int | None = None,
     speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
-    engine: EngineConfig | None = None,
+    engine: EngineConfig | Mapping[str, Any] | None = None,
     policy: SpeculationPolicy | None = None,
     mesh: Mesh | None = None,
     dtype: DTypeLike | None = None,

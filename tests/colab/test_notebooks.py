@@ -20,7 +20,7 @@ INSTALL_CELL = (COLAB / "install_cell.py").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 OLD_JAX = "0.10.2"
 # What is part of the package, to build it from beside the working tree.
-SOURCES = ("specjax", "pallas_kernels", "configs", "pyproject.toml", "README.md")
+SOURCES = ("specjax", "pallas_kernels", "pyproject.toml", "README.md")
 RUN_TIMEOUT_S = 900
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)

@@ -99,6 +99,7 @@ def test_stop_token_inside_a_draft(target, prompts, plain):
     )
     assert out[3].token_ids == plain[3].token_ids[: first + 1]
     assert out[3].finish_reason == "stop"
+    assert out[3].stop_reason == stop
     assert ids(out)[:3] + ids(out)[4:] == ids(plain)[:3] + ids(plain)[4:]
 
 
@@ -131,6 +132,7 @@ def test_stop_string_inside_a_draft(target, prompts, plain):
         assert out[5].text == whole.text[:6]
         assert out[5].token_ids == whole.token_ids[:8]
         assert out[5].finish_reason == "stop"
+        assert out[5].stop_reason == stop
         assert ids(out)[:5] + ids(out)[6:] == ids(plain)[:5] + ids(plain)[6:]
     counts = drafted[5].acceptance
     assert (counts.num_steps, counts.num_drafted, counts.num_accepted) == (2, 8, 4 + 3)

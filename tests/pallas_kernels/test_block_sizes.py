@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from configs.devices import DEVICES, of_kind
 from pallas_kernels.implementations import lowered_for
 from pallas_kernels.tree_attention import bench, block_sizes, tree_attention
 from pallas_kernels.tree_attention.block_sizes import (
@@ -24,6 +23,7 @@ from pallas_kernels.tree_attention.mosaic_tpu import (
     tree_attention_mosaic_tpu,
     vmem_bytes,
 )
+from specjax.configs.devices import DEVICES, of_kind
 
 FEW, MANY = BlockSizes(16, 512), BlockSizes(128, 256)
 TABLE = (

@@ -329,3 +329,77 @@ def test_engine_config_leaves_to_the_requests_what_is_none():
 def test_engine_config_refuses_none_where_a_size_must_be(name):
     with pytest.raises(ValueError, match=name):
         EngineConfig(**{name: None})
+
+
+SIZES = (
+    "page_size",
+    "num_pages",
+    "max_rows",
+    "burst_steps",
+    "max_context",
+    "kv_cache_bytes",
+    "memory_bytes",
+    "max_bias_entries",
+    "max_allowed_tokens",
+    "max_stop_tokens",
+    "max_logprobs",
+    "logit_bytes",
+    "token_bucket",
+    "max_prefill_tokens",
+)
+NO_SIZES = (10**30, -1, 0, math.nan, math.inf, True, "5", 2.5, 1e9, [1], (1,), {})
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_nothing_could_hold_are_refused_by_name(name):
+    for value in NO_SIZES:
+        with pytest.raises(ValueError, match=f"EngineConfig.{name}="):
+            EngineConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("page_size", 10**6), ("num_pages", 10**12), ("max_rows", 10**6)],
+)
+def test_sizes_beyond_any_device(name, value):
+    with pytest.raises(ValueError, match=f"EngineConfig.{name}={value} must be"):
+        EngineConfig(**{name: value})
+
+
+def test_pages_whose_tokens_no_int32_numbers():
+    EngineConfig(num_pages=2**27 - 1, page_size=16)
+    with pytest.raises(ValueError, match="num_pages=134217728 pages of 16 tokens"):
+        EngineConfig(num_pages=2**27, page_size=16)
+
+
+def test_every_size_has_a_most():
+    sized = {
+        field.name
+        for field in dataclasses.fields(EngineConfig)
+        if field.type in ("int", "int | None")
+    }
+    assert sized == set(SIZES)
+
+
+def test_sizes_of_numpy_become_whole_numbers():
+    engine = EngineConfig(page_size=np.int8(64), row_buckets=[np.int64(4)])
+    assert type(engine.page_size) is int
+    assert [type(bucket) for bucket in engine.row_buckets or ()] == [int]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1, 100, "5", True, None])
+def test_margins_that_are_no_percentage(value):
+    with pytest.raises(ValueError, match="batch_safety_margin"):
+        EngineConfig(batch_safety_margin=value)
+
+
+@pytest.mark.parametrize("seed", [2**64, 10**30, -1])
+def test_seeds_that_are_no_64_bits_are_refused_when_made(seed):
+    with pytest.raises(ValueError, match=r"from 0 to 2\*\*64 - 1"):
+        SamplingParams(seed=seed)
+
+
+@pytest.mark.parametrize("fields", [{"n": 0}, {"temperature": -1}, {"stop": [""]}])
+def test_parameters_that_mean_nothing_cannot_be_made(fields):
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        SamplingParams(**fields)

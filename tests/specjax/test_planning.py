@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from configs.devices import DEVICES
 from specjax import batch_size_table, plan_report, planning
 from specjax.bucket import Bucket, standing_row_buckets
 from specjax.config import EngineConfig
+from specjax.configs.devices import DEVICES
 from specjax.decode.decoder import Decoder, Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
 from specjax.engine import compiled_memory, cost_files
@@ -321,6 +321,17 @@ def test_a_model_that_does_not_fit(compiled_by_rule):
     request = request_of()
     tight = dataclasses.replace(request.engine, memory_bytes=17 * 10**9)
     with pytest.raises(ValueError, match=r"17\.00 GB of each chip"):
+        planning.make_plan(dataclasses.replace(request, engine=tight))
+
+
+@pytest.mark.parametrize("memory_bytes", [1, 10**6, 17 * 10**9, 17_560_000_000])
+def test_memory_that_cannot_do_is_refused_before_anything_is_compiled(
+    monkeypatch, memory_bytes
+):
+    monkeypatch.setattr(compiled_memory, "compiled", lambda *step: pytest.fail("late"))
+    request = request_of()
+    tight = dataclasses.replace(request.engine, memory_bytes=memory_bytes)
+    with pytest.raises(ValueError, match="raise memory_bytes"):
         planning.make_plan(dataclasses.replace(request, engine=tight))
 
 

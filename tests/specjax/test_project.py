@@ -1,6 +1,7 @@
 """What the repository promises about itself."""
 
 import importlib
+import inspect
 import os
 import pkgutil
 import tomllib
@@ -9,9 +10,9 @@ from pathlib import Path
 import jax
 import pytest
 
-import configs.models
-import configs.presets
 import specjax
+import specjax.configs.models
+import specjax.configs.presets
 from specjax.models.architectures import architecture_of
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,18 +40,18 @@ def test_one_version():
     assert specjax.__version__ in (ROOT / "CHANGELOG.md").read_text()
 
 
-@pytest.mark.parametrize("name", names_in(configs.models))
+@pytest.mark.parametrize("name", names_in(specjax.configs.models))
 def test_model_shapes_have_the_size_they_say(name):
-    config = get_config(configs.models, name)
+    config = get_config(specjax.configs.models, name)
     init = architecture_of(config).init
     shapes = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
     total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     assert total == NUM_PARAMETERS[name]
 
 
-@pytest.mark.parametrize("name", names_in(configs.presets))
+@pytest.mark.parametrize("name", names_in(specjax.configs.presets))
 def test_presets_are_engine_configs(name):
-    assert isinstance(get_config(configs.presets, name), specjax.EngineConfig)
+    assert isinstance(get_config(specjax.configs.presets, name), specjax.EngineConfig)
 
 
 def test_every_package_is_found():
@@ -58,6 +59,30 @@ def test_every_package_is_found():
     for package in ("specjax", "pallas_kernels", "configs"):
         for path in (ROOT / package).rglob("*.py"):
             assert (path.parent / "__init__.py").exists(), path
+
+
+def test_import_names_are_two():
+    """A user's own `configs` is not shadowed: the folder's modules lie in specjax."""
+    setuptools = pytest.importorskip("setuptools")  # Python 3.12 on brings none
+    find = PROJECT["tool"]["setuptools"]["packages"]["find"]
+    found = setuptools.PackageFinder.find(str(ROOT), include=find["include"])
+    assert {name.partition(".")[0] for name in found} == {"specjax", "pallas_kernels"}
+    folders = {path.parent for path in (ROOT / "configs").rglob("__init__.py")}
+    inner = [folder.relative_to(ROOT).as_posix() for folder in folders]
+    names = {f"specjax.{name.replace('/', '.')}" for name in inner}
+    assert {"specjax.configs", "specjax.configs.models"} <= names
+    assert names == {name for name in found if "specjax.configs" in name}
+    assert "specjax.configs" in PROJECT["tool"]["setuptools"]["package-data"]
+
+
+def test_public_names_are_all_that_is_listed():
+    names = dir(specjax)
+    for name in ("Completion", "Chunk", "Generation", "LoadedDrafter", "generate"):
+        assert name in names
+    assert all(hasattr(specjax, name) for name in names)
+    home = {getattr(specjax, name) for name in names if name != "__version__"}
+    assert not any(inspect.ismodule(value) for value in home)
+    assert not {"TYPE_CHECKING", "Any", "annotations", "importlib"} & set(names)
 
 
 def test_ci_runs_the_commands_of_the_readme():

@@ -14,6 +14,7 @@ from specjax import planning
 from specjax.config import VERIFICATION_RULES, EngineConfig, SamplingParams
 from specjax.decode.abstract import AbstractDecoder
 from specjax.decode.decoder import Decoder
+from specjax.engine import compiled_memory
 from specjax.engine.compiled_memory import burst_bucket, compile_bucket
 from specjax.engine.device_memory import bytes_on
 from specjax.engine.goodput import Goodput
@@ -176,8 +177,89 @@ def test_bytes_for_pages_that_were_asked_for_are_not_exceeded(
 
 
 def test_without_a_plan_pages_take_a_gibibyte_at_most():
-    setup = Setup.of(tiny_llama(0), engine=EngineConfig(max_rows=10**5))
+    setup = Setup.of(tiny_llama(0), engine=EngineConfig(max_rows=10**4))
     assert setup.standing_sizes().num_pages == 2**30 // (16 * 256)
+
+
+def starts():
+    """Everything that takes an EngineConfig, as far as it goes before it compiles."""
+    model = tiny_llama(0)
+    return {
+        "generate": lambda engine: specjax.generate(model, [1, 2], engine=engine),
+        "Engine": lambda engine: specjax.Engine(model, engine=engine),
+        "rollouts": lambda engine: specjax.build_decoder(model, engine=engine),
+    }
+
+
+@pytest.fixture
+def no_compile(monkeypatch):
+    refuse = lambda *arguments, **options: pytest.fail("something was compiled")
+    monkeypatch.setattr(compiled_memory, "compiled", refuse)
+    monkeypatch.setattr(Decoder, "init", refuse)
+
+
+@pytest.mark.parametrize("start", ["generate", "Engine", "rollouts"])
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"memory_bytes": 1}, "raise memory_bytes"),
+        ({"memory_bytes": 10**5}, "weights and state take"),
+        ({"memory_bytes": 10**15}, "more than the 64.00 GB that the device has"),
+        ({"kv_cache_bytes": 4095}, "holds no page: a page of 16 tokens takes 4,096 b"),
+        ({"num_pages": 10**8}, "num_pages=100000000 take 409.60 GB of a device"),
+    ],
+)
+def test_budgets_that_cannot_be_are_refused_at_once(
+    no_compile, monkeypatch, start, engine, message
+):
+    monkeypatch.setattr("specjax.setup.total_bytes", lambda device: 64 * 10**9)
+    with pytest.raises(ValueError, match=message):
+        starts()[start](EngineConfig(**engine))
+
+
+@pytest.mark.parametrize("engine", [{"max_logprobs": 2**20}, {"num_pages": 500}])
+def test_a_state_larger_than_the_device_is_refused(no_compile, monkeypatch, engine):
+    monkeypatch.setattr("specjax.setup.total_bytes", lambda device: 2_100_000)
+    with pytest.raises(
+        ValueError, match=r"of a device that has 2\.10 MB; lower max_rows"
+    ):
+        specjax.Engine(tiny_llama(0), engine=EngineConfig(**engine))
+
+
+def test_a_page_for_each_data_shard():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
+    for engine in ({"num_pages": 1}, {"kv_cache_bytes": 4096}):
+        with pytest.raises(ValueError, match="for each of 2 data shards"):
+            Setup.of(tiny_llama(0), engine=EngineConfig(**engine), mesh=mesh)
+
+
+def test_an_engine_config_may_be_a_mapping():
+    setup = Setup.of(tiny_llama(0), engine={"max_rows": 3, "page_size": 8})
+    assert setup.engine == EngineConfig(max_rows=3, page_size=8)
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"max_row": 3}, "did you mean 'max_rows'"),
+        ({"max_rows": 0}, "EngineConfig.max_rows=0"),
+        (8, "engine=8 must be an EngineConfig or a mapping"),
+    ],
+)
+def test_what_is_no_engine_config(engine, message):
+    with pytest.raises(ValueError, match=message):
+        Setup.of(tiny_llama(0), engine=engine)
+
+
+def test_what_is_no_mesh():
+    with pytest.raises(ValueError, match=r"mesh='tpu' must be a jax.sharding.Mesh"):
+        Setup.of(tiny_llama(0), mesh="tpu")
+
+
+def test_a_context_beyond_the_models_is_said():
+    with pytest.warns(UserWarning, match="max_context=513 is more than the 512 tokens"):
+        setup = Setup.of(tiny_llama(0), engine=EngineConfig(max_context=513))
+    assert setup.standing_sizes().max_length == 512
 
 
 def test_memory_over_a_data_axis_is_not_planned_and_says_so():

@@ -130,6 +130,33 @@ def test_what_nobody_knows_is_a_warning_of_its_own():
 
 
 @pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("num_speculative_token", "num_speculative_tokens"),
+        ("num_spec_tokens", "num_speculative_tokens"),
+        ("promt_lookup_max", "prompt_lookup_max"),
+        ("rejection_sampling_method", "rejection_sample_method"),
+        ("disable_by_batchsize", "disable_by_batch_size"),
+        ("metod", "method"),
+        ("quantisation", "quantization"),
+    ],
+)
+def test_a_misspelt_key_is_an_error_that_names_the_right_one(key, meant):
+    with pytest.raises(ValueError, match=f"no key '{key}' .did you mean '{meant}'"):
+        SpeculationConfig.from_json({"method": "ngram", key: 3})
+
+
+def test_a_misspelt_method_is_suggested():
+    with pytest.raises(ValueError, match="did you mean 'ngram'"):
+        SpeculationConfig.from_json({"method": "ngramm"})
+
+
+def test_keys_are_strings():
+    with pytest.raises(ValueError, match="keys that are no strings"):
+        SpeculationConfig.from_json({1: 2})
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"tensor_parallel_size": 2}, "'draft_tensor_parallel_size', which must be 1"),

@@ -13,6 +13,23 @@ def test_numbers_of_parameters(text, number):
     assert options.widen == number
 
 
-def test_a_number_that_is_none():
-    with pytest.raises(SystemExit):
-        command._parser().parse_args(["--widen", "large"])
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["--widen", "large"],
+        ["--widen", "nan"],
+        ["--rounds", "0"],
+        ["--rounds", "-3"],
+        ["--rounds", "1.5"],
+        ["--calibrate", "-k", "0"],
+        ["--calibrate", "--max-rows", "0"],
+        ["--calibrate", "--max-context", "0"],
+    ],
+)
+def test_a_number_that_is_none(argv, capsys):
+    with pytest.raises(SystemExit) as end:
+        command._parser().parse_args(argv)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "expected" in error or "at least 1" in error
+    assert error.count("\n") == 1

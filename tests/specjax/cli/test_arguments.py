@@ -11,6 +11,7 @@ import pytest
 from specjax import SamplingParams
 from specjax.cli import generate_command, prompts, sampling_arguments
 from specjax.cli.main import build_parser, main
+from specjax.models.hf_config import SAMPLING_KEYS
 from specjax.requests import default_sampling
 
 EVERY_OPTION = shlex.split(
@@ -105,7 +106,16 @@ def test_engine_options():
         (["x", "--speculative-config", '{"method": "medusa"}'], "'medusa'"),
         (["x", "--verification", "hope"], "hope"),
         (["x", "--frobnicate"], "--frobnicate"),
-        (["--prompts", "no/such/file.jsonl"], "no/such/file.jsonl"),
+        (
+            ["--prompts", "no/such/file.jsonl"],
+            "no/such/file.jsonl cannot be read (there",
+        ),
+        (["--prompts", "."], "--prompts . cannot be read (it is a folder)"),
+        (["x", "--temprature", "1"], "(did you mean '--temperature'?)"),
+        (["x", "--temprature", "1"], "see specjax generate -h"),
+        (["x", "--verification", "sedeed"], "(did you mean 'seeded'?)"),
+        (["x", "--drafter", "ngramm"], "(did you mean 'ngram'?)"),
+        (["x", "--speculative-config", '{"metod": "ngram"}'], "did you mean 'method'"),
     ],
 )
 def test_bad_input_is_one_line(argv, message, capsys):
@@ -125,6 +135,37 @@ def test_unknown_command_is_one_line(capsys):
     with pytest.raises(SystemExit):
         main(["guess"])
     assert capsys.readouterr().err.count("\n") == 1
+    with pytest.raises(SystemExit):
+        main(["genrate", "x"])
+    assert "(did you mean 'generate'?)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "bench"])
+def test_each_command_suggests_its_own_options(command, capsys):
+    model = ["demo"] if command == "plan" else []
+    with pytest.raises(SystemExit) as end:
+        main([command, *model, "--jsn"])
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert "--jsn (did you mean '--json'?)" in error
+    assert f"see specjax {command} -h" in error
+
+
+def test_errors_of_the_system_have_no_number(monkeypatch, capsys):
+    def fail(argv):
+        raise PermissionError(13, "Permission denied", "some/file")
+
+    monkeypatch.setattr("specjax.cli.main._run", fail)
+    assert main([]) == 2
+    assert capsys.readouterr().err == "specjax: error: some/file: permission denied.\n"
+
+
+def test_help_says_what_the_model_decides():
+    fields = {*sampling_arguments.OF_MODEL, "do_sample"}
+    assert fields == set(SAMPLING_KEYS)
+    for action in parse("x").command_parser._actions:
+        if action.dest in fields:
+            assert "(default the model's, else " in action.help
 
 
 def test_no_command_shows_help(capsys):

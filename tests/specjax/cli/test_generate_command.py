@@ -160,6 +160,7 @@ def test_one_failed_request_among_several(run, tmp_path):
     code, out, err = run("--prompts", str(path), "--json")
     assert code == 1
     good, bad = json.loads(out)["outputs"]
+    assert good["stop_reason"] is None
     assert good["error"] is None
     assert bad["finish_reason"] == "error"
     assert f"specjax: error: {path} line 2: prompt 1: top_p=7" in err

@@ -66,6 +66,25 @@ def step(request, text, accepted=0, drafted=0, finish=RUNNING, extra=(), logprob
     request.take_step([*ids(text), *extra], accepted, drafted, finish, logprobs)
 
 
+def test_what_ended_it_is_said():
+    by_string = new_request(["xy", "y"])
+    step(by_string, "axyb")
+    assert (by_string.finish_reason, by_string.stop_reason) == ("stop", "xy")
+    by_token = new_request(["q"])
+    step(by_token, "ab", extra=[EOS], finish=STOPPED)
+    assert (by_token.finish_reason, by_token.stop_reason) == ("stop", EOS)
+    # The string completes before the token that the device stopped at.
+    both = new_request(["b"])
+    step(both, "ab", extra=[EOS], finish=STOPPED)
+    assert (both.finish_reason, both.stop_reason) == ("stop", "b")
+    by_length = new_request()
+    step(by_length, "ab", finish=LENGTH)
+    assert (by_length.finish_reason, by_length.stop_reason) == ("length", None)
+    untold = new_request(has_text=False)
+    step(untold, "ab", extra=[EOS], finish=STOPPED)
+    assert untold.stop_reason == EOS
+
+
 def test_steps_add_up():
     request = new_request()
     step(request, "abc", accepted=2, drafted=4)

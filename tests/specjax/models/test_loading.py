@@ -87,6 +87,19 @@ def test_dtype(dtype, golden):
 
 
 @pytest.mark.parametrize(
+    ("alias", "dtype"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32")]
+)
+def test_short_names_of_dtypes(alias, dtype, golden):
+    assert load_model(golden("llama"), dtype=alias).params["norm"].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["bf17", "int8", "float64", 5, jnp.int32, "O"])
+def test_dtypes_that_weights_cannot_have(dtype):
+    with pytest.raises(ValueError, match=r"expected one of float32, bfloat16, float16"):
+        load_model("no-such-folder", dtype=dtype)
+
+
+@pytest.mark.parametrize(
     ("backend", "dtype"), [("cpu", "float32"), ("tpu", "bfloat16")]
 )
 def test_default_dtype(backend, dtype, golden, monkeypatch):
