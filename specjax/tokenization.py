@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
 import tokenizers
+
+from specjax import chat_template
 
 Message = Mapping[str, Any]
 _SPECIAL_TOKENS = (
@@ -153,77 +150,13 @@ class Tokenizer:
             "add_generation_prompt": True,
             **template_kwargs,
         }
-        try:
-            template = _environment().from_string(self.chat_template)
-            return template.render(messages=messages, **variables)
-        except Exception as error:  # A template is a program, and can raise any.
-            raise ValueError(
-                f"the chat template failed on {len(messages)} messages: "
-                f"{type(error).__name__}: {error}. "
-                "Change the messages (roles, order) to what the model's template "
-                "takes."
-            ) from error
+        return chat_template.render(self.chat_template, messages, variables)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ids; bytes that are not UTF-8 become U+FFFD."""
         return self.backend.decode(
             [int(i) for i in ids], skip_special_tokens=skip_special_tokens
         )
-
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` only renders its body.
-
-    Templates mark with it what a model is trained to reply.
-    """
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A scope, because the body must not leak its assignments.
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-@functools.cache
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Returns where templates run.
-
-    They come with the weights, so they may neither write nor call out.
-    """
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[jinja2.ext.loopcontrols, _GenerationTag],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: (
-        datetime.datetime.now().strftime(format)
-    )
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it stands; jinja's own filter escapes HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
