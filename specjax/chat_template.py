@@ -35,7 +35,7 @@ import jinja2.visitor
 
 MAX_SOURCE_CHARS = 128 * 1024
 MAX_OUTPUT_CHARS = 1_000_000
-MAX_CPU_S = 2.0  # of the thread that renders; waiting does not count
+MAX_CPU_S = 1.5  # of the thread that renders; waiting does not count
 # What one value may take, what is inside it included, beside what the caller passed.
 MAX_VALUE_BYTES = 4 * 2**20
 # What all values made by one rendering may take together, freed ones included.
@@ -377,9 +377,7 @@ class _Wrapper(jinja2.visitor.NodeTransformer):
 
 def _filtered(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
     """Returns `node | name`."""
-    filtered = jinja2.nodes.Filter(
-        node, name, [], [], None, None, lineno=node.lineno
-    )
+    filtered = jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
     filtered.environment = node.environment
     return filtered
 

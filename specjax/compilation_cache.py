@@ -150,7 +150,9 @@ def _danger(folder: Path) -> str | None:
                 return f"{path} belongs to another user ({_user_name(info.st_uid)})"
             is_sticky = not is_folder and bool(info.st_mode & stat.S_ISVTX)
             if _others_may_write(info) and not is_sticky:
-                return f"others may write to {path} (mode {stat.S_IMODE(info.st_mode):o})"
+                return (
+                    f"others may write to {path} (mode {stat.S_IMODE(info.st_mode):o})"
+                )
     except OSError as error:
         return f"its permissions cannot be read ({error})"
     return None

@@ -70,7 +70,7 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
     try:
         config = parse_config(raw)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {error!s:.1000}") from error
     generation_path = find_file(folder, "generation_config.json")
     if generation_path is None:
         return config, {}
@@ -81,7 +81,7 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
             config = dataclasses.replace(config, eos_token_ids=eos)
         return config, _sampling_defaults(generation)
     except ValueError as error:
-        raise ValueError(f"{generation_path}: {error}") from error
+        raise ValueError(f"{generation_path}: {error!s:.1000}") from error
 
 
 def _sampling_defaults(generation: Json) -> dict[str, Any]:
@@ -310,9 +310,7 @@ def _yarn_attention_factor(scaling: Json, factor: float) -> float | None:
     return (0.1 * mscale * stretch + 1.0) / (0.1 * mscale_all_dim * stretch + 1.0)
 
 
-def _layer_windows(
-    raw: Json, family: str, num_layers: int
-) -> tuple[int | None, ...]:
+def _layer_windows(raw: Json, family: str, num_layers: int) -> tuple[int | None, ...]:
     """Returns a window per layer, () when no layer has one."""
     window = raw.get("sliding_window", 4096 if family in (*_QWEN, "mistral") else None)
     first = num_layers

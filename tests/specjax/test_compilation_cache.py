@@ -114,7 +114,9 @@ def test_every_folder_is_made_for_the_owner_alone(tmp_path, umask):
     finally:
         os.umask(before)
     assert folder is not None
-    made = [p for p in (folder, *folder.parents) if p.is_relative_to(tmp_path / "cache")]
+    made = [
+        p for p in (folder, *folder.parents) if p.is_relative_to(tmp_path / "cache")
+    ]
     assert [stat.S_IMODE(p.stat().st_mode) for p in made] == [0o700] * 3
 
 

@@ -84,9 +84,7 @@ def make_folder(seed: int, folder: Path) -> str:
             shutil.copy(GOLDENS / name / file, folder / file)
     _tokenizer(seed).save(str(folder / "tokenizer.json"))
     special = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
-    _dump(
-        folder / "tokenizer_config.json", special | {"chat_template": TEMPLATE}
-    )
+    _dump(folder / "tokenizer_config.json", special | {"chat_template": TEMPLATE})
     if seed % 4 == 3:
         _shard(folder)
     change = rng.choice(_CHANGES)
@@ -224,7 +222,9 @@ def change_offsets(rng: random.Random, folder: Path) -> str:
     elif kind == 1:
         header[one]["data_offsets"] = [x + 4 for x in header[one]["data_offsets"]]
     elif kind == 2:
-        header[one]["dtype"] = rng.choice(("I32", "U32", "F64", "BOOL", "I8", "F8_E4M3"))
+        header[one]["dtype"] = rng.choice(
+            ("I32", "U32", "F64", "BOOL", "I8", "F8_E4M3")
+        )
     else:
         header[one]["shape"] = header[one]["shape"][::-1] + [1]
     _join(_weights(folder), header, data)
@@ -299,7 +299,9 @@ def write_a_template(rng: random.Random, folder: Path) -> str:
     template = rng.choice(HOSTILE_TEMPLATES)
     if rng.random() < 0.5:
         at, end = sorted(rng.randrange(len(TEMPLATE)) for _ in range(2))
-        template = TEMPLATE[:at] + rng.choice(("", "{{", "%}", "~", "'")) + TEMPLATE[end:]
+        template = (
+            TEMPLATE[:at] + rng.choice(("", "{{", "%}", "~", "'")) + TEMPLATE[end:]
+        )
     if rng.random() < 0.5:
         (folder / "chat_template.jinja").write_text(template)
     else:
@@ -316,10 +318,8 @@ def write_a_stage(rng: random.Random, folder: Path) -> str:
     if times > 1:
         stage = {"type": "Sequence", _LISTS[part]: [stage] * times}
     if times == 200:
-        for _ in range(rng.choice((60, 2000))):
-            value[part] = stage = {"type": "Sequence", _LISTS[part]: [stage]}
-            if len(json.dumps(stage)) > 30_000:
-                break
+        for _ in range(rng.choice((50, 300))):
+            stage = {"type": "Sequence", _LISTS[part]: [stage]}
     value[part] = stage
     _dump(path, value)
     return f"{part} x{times} {json.dumps(stage)[:80]}"
@@ -338,11 +338,15 @@ def change_numbers_of_tokens(rng: random.Random, folder: Path) -> str:
     elif kind == 2:
         model["continuing_subword_prefix"] = rng.choice(("#", "####", "\u4f60"))
     elif kind == 3 and "merges" in model:
-        model["merges"] = rng.choice(([["a", "c"]], ["a b c"], [["a"]], [1], [["", ""]]))
+        model["merges"] = rng.choice(
+            ([["a", "c"]], ["a b c"], [["a"]], [1], [["", ""]])
+        )
     elif kind == 4:
         model["type"] = rng.choice(("BPE", "WordPiece", "WordLevel", "Unigram", "X"))
     else:
-        model["vocab"] = rng.choice(({}, [], {"a": 2**32 - 1}, {"a": 0, "b": 0}, [["a", 0]]))
+        model["vocab"] = rng.choice(
+            ({}, [], {"a": 2**32 - 1}, {"a": 0, "b": 0}, [["a", 0]])
+        )
     _dump(path, value)
     return str(kind)
 
@@ -424,7 +428,8 @@ def main() -> None:
         what = make_folder(int(seed), Path(path))
         Path("/proc/self/clear_refs").write_text("5")
         before = _peak_bytes()
-        start = time.perf_counter()
+        # Of the processor, which other processes may use meanwhile.
+        start = time.process_time()
         try:
             said = use_folder(Path(path))
             is_right = True
@@ -435,7 +440,7 @@ def main() -> None:
             "what": what,
             "said": said,
             "is_right": is_right,
-            "seconds": time.perf_counter() - start,
+            "seconds": time.process_time() - start,
             "megabytes": (_peak_bytes() - before) / 1e6,
         }
         shutil.rmtree(path)
