@@ -51,21 +51,21 @@ _ADVICE = (
 # Less is not worth looking into: numbers, roles, separators.
 _SMALL_BYTES = 4096
 
-_FILTERS = (
-    "abs attr batch capitalize center count d default dictsort e escape first float "
-    "forceescape format groupby indent int items join last length list lower map max "
-    "min reject rejectattr replace reverse round safe select selectattr slice sort "
-    "string sum title tojson trim truncate unique upper urlencode wordcount"
-).split()
+_FILTERS = """
+    abs attr batch capitalize center count d default dictsort e escape first float
+    forceescape format groupby indent int items join last length list lower map max min
+    reject rejectattr replace reverse round safe select selectattr slice sort string sum
+    title tojson trim truncate unique upper urlencode wordcount
+"""
 # Methods whose result is hardly larger than what they are called on.
+_TEXT_METHODS = """
+    capitalize casefold count endswith find index isalnum isalpha isascii isdecimal
+    isdigit isidentifier islower isnumeric isprintable isspace istitle isupper lower
+    lstrip partition removeprefix removesuffix rfind rindex rpartition rsplit rstrip
+    split splitlines startswith strip swapcase title upper
+"""
 _METHODS: dict[type, frozenset[str]] = {
-    str: frozenset(
-        "capitalize casefold count endswith find index isalnum isalpha isascii "
-        "isdecimal isdigit isidentifier islower isnumeric isprintable isspace istitle "
-        "isupper lower lstrip partition removeprefix removesuffix rfind rindex "
-        "rpartition rsplit rstrip split splitlines startswith strip swapcase title "
-        "upper".split()
-    ),
+    str: frozenset(_TEXT_METHODS.split()),
     dict: frozenset(("copy", "get", "items", "keys", "values")),
     list: frozenset(("copy", "count", "index")),
     tuple: frozenset(("count", "index")),
@@ -317,7 +317,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         format.__self__ = value.__self__  # type: ignore[attr-defined]
         return format
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         budget = _current.get()
         budget.tick()
         if isinstance(__obj, jinja2.runtime.LoopContext) and args:
@@ -354,7 +354,7 @@ class _Wrapper(jinja2.visitor.NodeTransformer):
         parts.environment = node.environment
         return _filtered(parts, "_concat")
 
-    def visit_Getitem(self, node: jinja2.nodes.Getitem) -> jinja2.nodes.Node:
+    def visit_Getitem(self, node: jinja2.nodes.Getitem) -> jinja2.nodes.Expr:
         self.generic_visit(node)
         is_slice = isinstance(node.arg, jinja2.nodes.Slice)
         return _filtered(node, "_made") if is_slice else node
@@ -363,7 +363,7 @@ class _Wrapper(jinja2.visitor.NodeTransformer):
         self.generic_visit(node)
         return _filtered(node, "_made") if node.ctx == "load" else node
 
-    def visit_List(self, node: jinja2.nodes.List) -> jinja2.nodes.Node:
+    def visit_List(self, node: jinja2.nodes.Expr) -> jinja2.nodes.Expr:
         self.generic_visit(node)
         return _filtered(node, "_made")
 
@@ -375,7 +375,7 @@ class _Wrapper(jinja2.visitor.NodeTransformer):
     visit_Dict = visit_Compare = visit_Test = visit_List
 
 
-def _filtered(node: jinja2.nodes.Expr, name: str) -> jinja2.nodes.Filter:
+def _filtered(node: Any, name: str) -> jinja2.nodes.Filter:
     """Returns `node | name`."""
     filtered = jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
     filtered.environment = node.environment
@@ -415,7 +415,7 @@ def _environment() -> _Environment:
         finalize=_finalize,
         extensions=[jinja2.ext.loopcontrols, _GenerationTag],
     )
-    filters = {name: environment.filters[name] for name in _FILTERS}
+    filters = {name: environment.filters[name] for name in _FILTERS.split()}
     filters |= {"join": _join, "sum": _sum, "tojson": _to_json}
     environment.filters = {
         name: _counted(name, function) for name, function in filters.items()

@@ -61,10 +61,10 @@ class Tokenizer:
             given (see `specjax.tokenizer_json`).
         """
         folder = Path(path)
-        path = find_file(folder, "tokenizer.json")
-        if path is None:
+        tokenizer_path = find_file(folder, "tokenizer.json")
+        if tokenizer_path is None:
             return None
-        backend = tokenizer_json.load(path)
+        backend = tokenizer_json.load(tokenizer_path)
         config = _read_optional(folder, "special_tokens_map.json")
         config |= _read_optional(folder, "tokenizer_config.json")
         special_tokens = {

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from specjax.config import SamplingParams
 from specjax.model_files import find_file, read_json
@@ -428,7 +428,7 @@ def _flag(raw: Json, key: str, default: bool) -> bool:
     return value
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

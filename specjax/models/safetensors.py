@@ -204,7 +204,8 @@ def _fields(
     """Returns shape, byte range and dtype of a tensor, each of its own type."""
     if not isinstance(entry, dict):
         entry = {}
-    shape, offsets = entry.get("shape"), entry.get("data_offsets")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
     if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
         raise ValueError(
             f"{path}: tensor {_shown(name)} has shape={_shown(shape)} and "

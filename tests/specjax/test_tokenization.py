@@ -194,7 +194,7 @@ def test_a_panic_of_the_library_is_an_error(folder, capfd):
     backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
     tokenizer = Tokenizer(backend)
     assert tokenizer.encode("aa")
-    with pytest.raises(ValueError, match="cannot encode this text .*retry-limit"):
+    with pytest.raises(ValueError, match=r"cannot encode this text .*retry-limit"):
         tokenizer.encode("a" * 40 + "!")
     backend.decoder = decoders.Strip("a", 10**9, 10**9)
     with pytest.raises(ValueError, match="cannot decode these token ids"):

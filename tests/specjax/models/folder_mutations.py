@@ -226,7 +226,7 @@ def change_offsets(rng: random.Random, folder: Path) -> str:
             ("I32", "U32", "F64", "BOOL", "I8", "F8_E4M3")
         )
     else:
-        header[one]["shape"] = header[one]["shape"][::-1] + [1]
+        header[one]["shape"] = [*header[one]["shape"][::-1], 1]
     _join(_weights(folder), header, data)
     return f"{one} {kind}"
 

@@ -24,9 +24,9 @@ class _Child:
 
     def __init__(self, folder: Path):
         path = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
+        script = Path(__file__).with_name("folder_mutations.py")
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("folder_mutations.py"))]
-            + [str(folder / "sound")],
+            [sys.executable, str(script), str(folder / "sound")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
