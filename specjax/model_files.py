@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,17 +23,23 @@ def find_file(folder: Path, name: str) -> Path | None:
     folder itself may be a link.
 
     Raises:
-      ValueError: it is a link that leads elsewhere.
+      ValueError: it is a link that leads elsewhere, or to nothing, or is no file.
     """
     path = folder / name
     try:
-        if not path.is_file():
+        if not os.path.lexists(path):
             return None
+        is_file = path.is_file()
     except OSError as error:
         raise ValueError(
             f"{str(path)[:200]} cannot be read ({error.strerror}); check the name and "
             "the folder's permissions."
         ) from error
+    if not is_file:
+        raise ValueError(
+            f"{path} is no file that can be read (a folder, a pipe, or a link to "
+            "nothing); fetch it again, or take it away."
+        )
     home = folder.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":

@@ -410,8 +410,8 @@ def _number(
     value = raw[key] if default is None else raw.get(key)
     if default is not None and value is None:
         return default
-    is_number = _is_int(value) or isinstance(value, float)
-    if not is_number or not above < value <= most:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or not is_number or not above < value <= most:
         raise ValueError(
             f"{key}={_shown(value)} must be a number above {above:g} and at most "
             f"{most:g}; correct the config."
