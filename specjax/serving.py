@@ -27,7 +27,7 @@ from specjax.engine.request import AcceptanceCounts, Request
 from specjax.engine.speculation_policy import SpeculationPolicy
 from specjax.models.base import Model
 from specjax.progress import Progress, Report
-from specjax.requests import Prompt
+from specjax.requests import Prompt, as_list, token_ids
 from specjax.results import Chunk, ChunkWriter, GenerationStats, lossy_rule
 from specjax.setup import Setup
 
@@ -135,6 +135,7 @@ class Engine:
             raise ValueError(f"{priority=!r} must be a whole number, the lowest first.")
         if deadline_s is not None and not deadline_s >= 0:
             raise ValueError(f"{deadline_s=!r} must be seconds from now, or None.")
+        prompt = self._token_ids(prompt)  # outside the lock
         with self._lock:
             requests = self._made(prompt, sampling)
             for request in requests:
@@ -217,8 +218,10 @@ class Engine:
         self, prompt: Prompt, sampling: SamplingParams | None = None, **arguments: Any
     ) -> AsyncIterator[Chunk]:
         """As `stream`, for asyncio: a thread of the engine's own steps for all streams."""
-        request_id = self._open(prompt, sampling, arguments)
         loop = asyncio.get_running_loop()
+        # In a thread of its own: neither the event loop nor the steps wait for it.
+        prompt = await loop.run_in_executor(None, self._token_ids, prompt)
+        request_id = self._open(prompt, sampling, arguments)
         try:
             while True:
                 chunks, is_over = self._take_mail(request_id)
@@ -290,6 +293,13 @@ class Engine:
             raise RuntimeError("the engine is closed; make a new one.")
         return self._loop
 
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        """Returns the ids of a prompt; a text or a chat template may take a while."""
+        try:
+            return token_ids(self._setup.target, as_list([prompt])[0])
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
     def _made(self, prompt: Prompt, sampling: SamplingParams | None) -> list[Request]:
         """Returns the samples of one prompt, every one of which can be served."""
         requests, refused = self._setup.requests([prompt], sampling)
@@ -360,6 +370,7 @@ class Engine:
     def _open(
         self, prompt: Prompt, sampling: SamplingParams | None, arguments: dict[str, Any]
     ) -> int:
+        prompt = self._token_ids(prompt)  # outside the lock
         with self._lock:
             request_id = self.add(prompt, sampling, **arguments)
             self._mail[request_id] = []

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.sandbox
 import tokenizers
+
+from specjax import chat_template, tokenizer_json
+from specjax.model_files import find_file, read_bytes, read_json
+from specjax.tokenizer_json import is_library_error
 
 Message = Mapping[str, Any]
 _SPECIAL_TOKENS = (
@@ -24,6 +22,10 @@ _SPECIAL_TOKENS = (
     "pad_token",
     "cls_token",
     "mask_token",
+)
+_FAILED = (
+    "the tokenizer cannot {} ({!s:.300}); its tokenizer.json may be of another model, "
+    "or broken."
 )
 
 
@@ -55,22 +57,20 @@ class Tokenizer:
         """Returns the tokenizer of a folder, None when it holds no tokenizer.json.
 
         Raises:
-          ValueError: tokenizer.json or tokenizer_config.json is corrupt.
+          ValueError: a file is corrupt, or more than the tokenizers library may be
+            given (see `specjax.tokenizer_json`).
         """
         folder = Path(path)
-        if not (folder / "tokenizer.json").is_file():
+        tokenizer_path = find_file(folder, "tokenizer.json")
+        if tokenizer_path is None:
             return None
-        try:
-            backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-        except Exception as error:  # The library raises Exception itself.
-            raise ValueError(
-                f"{folder / 'tokenizer.json'} cannot be read ({error}); fetch the file "
-                "again."
-            ) from error
-        config = _read_json(folder / "special_tokens_map.json")
-        config |= _read_json(folder / "tokenizer_config.json")
+        backend = tokenizer_json.load(tokenizer_path)
+        config = _read_optional(folder, "special_tokens_map.json")
+        config |= _read_optional(folder, "tokenizer_config.json")
         special_tokens = {
-            key: text for key in _SPECIAL_TOKENS if (text := _content(config.get(key)))
+            key: text
+            for key in _SPECIAL_TOKENS
+            if (text := _content(folder, key, config.get(key)))
         }
         return cls(
             backend,
@@ -120,8 +120,12 @@ class Tokenizer:
         return self.backend.get_vocab()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of raw text, with the post-processor's special tokens."""
-        return self.backend.encode(text).ids
+        """Returns the ids of raw text, with the post-processor's special tokens.
+
+        Raises:
+          ValueError: the tokenizer has no tokens for it, or fails.
+        """
+        return self._encode(text, add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Message], **template_kwargs) -> list[int]:
         """Returns the ids of a conversation in the model's own chat format.
@@ -137,7 +141,7 @@ class Tokenizer:
           ValueError: there is no template, or it fails on the messages.
         """
         text = self.render_chat(messages, **template_kwargs)
-        return self.backend.encode(text, add_special_tokens=False).ids
+        return self._encode(text, add_special_tokens=False)
 
     def render_chat(self, messages: Sequence[Message], **template_kwargs) -> str:
         """Returns the text that `encode_chat` encodes."""
@@ -153,101 +157,66 @@ class Tokenizer:
             "add_generation_prompt": True,
             **template_kwargs,
         }
-        try:
-            template = _environment().from_string(self.chat_template)
-            return template.render(messages=messages, **variables)
-        except Exception as error:  # A template is a program, and can raise any.
-            raise ValueError(
-                f"the chat template failed on {len(messages)} messages: "
-                f"{type(error).__name__}: {error}. "
-                "Change the messages (roles, order) to what the model's template "
-                "takes."
-            ) from error
+        return chat_template.render(self.chat_template, messages, variables)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Returns the text of ids; bytes that are not UTF-8 become U+FFFD."""
-        return self.backend.decode(
-            [int(i) for i in ids], skip_special_tokens=skip_special_tokens
-        )
+        try:
+            return self.backend.decode(
+                [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+            )
+        except BaseException as error:
+            if isinstance(error, TypeError) or not is_library_error(error):
+                raise
+            raise ValueError(_FAILED.format("decode these token ids", error)) from error
 
-
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` only renders its body.
-
-    Templates mark with it what a model is trained to reply.
-    """
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser):
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A scope, because the body must not leak its assignments.
-        return jinja2.nodes.Scope(body, lineno=line)
-
-
-@functools.cache
-def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Returns where templates run.
-
-    They come with the weights, so they may neither write nor call out.
-    """
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[jinja2.ext.loopcontrols, _GenerationTag],
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda format: (
-        datetime.datetime.now().strftime(format)
-    )
-    return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON as it stands; jinja's own filter escapes HTML."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            if isinstance(error, TypeError) or not is_library_error(error):
+                raise
+            raise ValueError(_FAILED.format("encode this text", error)) from error
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     """Returns the template: of chat_template.jinja, .json, or else the config."""
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    legacy = _read_json(folder / "chat_template.json")
+    if path := find_file(folder, "chat_template.jinja"):
+        content = read_bytes(path, 4 * chat_template.MAX_SOURCE_CHARS)
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} is not UTF-8 text ({error}); fetch the file again."
+            ) from error
+    legacy = _read_optional(folder, "chat_template.json")
     template = legacy.get("chat_template", config.get("chat_template"))
     if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        return named.get("default")
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+        }
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(
+            f"the chat template in {folder} is a {type(template).__name__}, expected "
+            "text or a list of named texts; fetch tokenizer_config.json again."
+        )
     return template
 
 
-def _content(token: str | Mapping[str, Any] | None) -> str | None:
-    return token["content"] if isinstance(token, Mapping) else token
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except (ValueError, TypeError) as error:
+def _content(folder: Path, key: str, token: Any) -> str | None:
+    """Returns the text of a special token, which is a string or an object."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if text is not None and not isinstance(text, str):
         raise ValueError(
-            f"{path} is not a JSON object ({error}); fetch the file again."
-        ) from error
+            f"{key} in {folder} is {str(token)[:100]}, expected text or an object with "
+            "its content; fetch tokenizer_config.json again."
+        )
+    return text
+
+
+def _read_optional(folder: Path, name: str) -> dict[str, Any]:
+    path = find_file(folder, name)
+    return {} if path is None else read_json(path)

@@ -39,6 +39,9 @@ _DTYPE_ALIASES = {
     "half": "float16",
     "float": "float32",
 }
+_LAYER = re.compile(r"^((?:model\.layers|(?:transformer\.)?h)\.\d+\.)")
+# What a layer for multi-token prediction has and others have not.
+_OF_PREDICTION = {"eh_proj.weight", "enorm.weight", "hnorm.weight"}
 
 
 def load_model(
@@ -69,10 +72,12 @@ def load_model(
         dtype = weight_dtype(dtype)
     folder = resolve_folder(path)
     config, generation_defaults = read_config(folder)
+    # Before the weights, which take far longer to read.
+    tokenizer = Tokenizer.from_folder(folder)
     return Model(
         config=config,
         params=load_params(folder, config, dtype=dtype),
-        tokenizer=Tokenizer.from_folder(folder),
+        tokenizer=tokenizer,
         name=name or Path(path).name or folder.resolve().name,
         generation_defaults=generation_defaults,
     )
@@ -342,6 +347,8 @@ def _check(
             f"{folder} holds {len(wrong)} tensors of other shapes than its config.json "
             f"says: {_listed(wrong)}. Weights and config.json are of different models."
         )
+    _check_dtypes(tensors, needed, folder)
+    _check_layers_left_out(tensors, needed, config, folder)
     left_over = [*_unused_in_layers(tensors, needed)]
     if left_over:
         raise ValueError(
@@ -349,6 +356,53 @@ def _check(
             f"model that has no use for them: {_listed(left_over)}. Leaving them out "
             "would change the output; correct the options in config.json "
             "(attention_bias, mlp_bias) or give a supported model."
+        )
+
+
+def _check_dtypes(
+    tensors: Mapping[str, np.ndarray], needed: Mapping[str, Any], folder: Path
+) -> None:
+    """Raises ValueError where a weight is stored as whole numbers or truth values."""
+    wrong = [
+        f"{name} is {tensors[name].dtype}"
+        for name in needed
+        if not jnp.issubdtype(tensors[name].dtype, jnp.floating)
+    ]
+    if wrong:
+        raise ValueError(
+            f"{folder} holds {len(wrong)} weights that are not floating point: "
+            f"{_listed(wrong)}. Quantised weights are not read; use an export in BF16, "
+            "F16 or F32."
+        )
+
+
+def _check_layers_left_out(
+    tensors: Mapping[str, np.ndarray],
+    needed: Mapping[str, Any],
+    config: ModelConfig,
+    folder: Path,
+) -> None:
+    """Raises ValueError where the file has whole layers past the config's last.
+
+    Layers for multi-token prediction follow the last one too; they hold a projection
+    of their own beside what a layer has, and do not run.
+    """
+    parts: dict[str, set[str]] = {}
+    for name in tensors:
+        if match := _LAYER.match(name):
+            parts.setdefault(match[1], set()).add(name[match.end() :])
+    usual = {name[match.end() :] for name in needed if (match := _LAYER.match(name))}
+    used = {match[1] for name in needed if (match := _LAYER.match(name))}
+    left_out = sorted(
+        layer
+        for layer, own in parts.items()
+        if layer not in used and own & usual and not own & _OF_PREDICTION
+    )
+    if left_out:
+        raise ValueError(
+            f"{folder} holds {len(left_out)} layers more than the {config.num_layers} "
+            f"that its config.json says: {_listed(left_out)}. Leaving them out would "
+            "change the output; correct the number of layers."
         )
 
 
@@ -360,11 +414,10 @@ def _unused_in_layers(
     Rotary tables and GPT-2's causal masks are computed here; scales of a quantised
     cache do not apply. Layers past the last (multi-token prediction) do not run.
     """
-    layer = re.compile(r"^((?:model\.layers|(?:transformer\.)?h)\.\d+\.)")
     idle = re.compile(r"(rotary_emb\.\w+|attn\.(masked_)?bias|\.[kv]_scale)$")
-    layers = {match[1] for name in needed if (match := layer.match(name))}
+    layers = {match[1] for name in needed if (match := _LAYER.match(name))}
     for name in tensors:
-        match = layer.match(name)
+        match = _LAYER.match(name)
         if (
             match
             and match[1] in layers
@@ -375,6 +428,6 @@ def _unused_in_layers(
 
 
 def _listed(items: list[str]) -> str:
-    shown = ", ".join(items[:_MOST_NAMES_LISTED])
+    shown = ", ".join(item[:200] for item in items[:_MOST_NAMES_LISTED])
     left = len(items) - _MOST_NAMES_LISTED
     return f"{shown} and {left} more" if left > 0 else shown

@@ -2,18 +2,21 @@
 
 A file is an 8-byte little-endian header length, that many bytes of JSON naming
 dtype, shape and byte range of every tensor, then the bytes. Everything the header
-claims is checked against the file's size before any tensor is handed out.
+claims is checked before any tensor is handed out: tensors fill the file one after the
+other, without a gap and without overlap.
 """
 
 from __future__ import annotations
 
-import json
 import math
+import reprlib
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+
+from specjax.model_files import find_file, parse_object, read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
@@ -36,6 +39,9 @@ _DTYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
+# Of JSON: an index of 160,000 tensors has 20 MB. What claims more is not read.
+MAX_HEADER_BYTES = 32 * 2**20
+_MAX_DIMENSIONS = 8
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 
 
@@ -50,10 +56,10 @@ def open_folder(folder: str | Path) -> dict[str, np.ndarray]:
       ValueError: the index or a file is corrupt.
     """
     folder = Path(folder)
-    if (folder / INDEX_NAME).is_file():
-        return _open_shards(folder)
-    if (folder / FILE_NAME).is_file():
-        return open_file(folder / FILE_NAME)
+    if index := find_file(folder, INDEX_NAME):
+        return _open_shards(folder, index)
+    if path := find_file(folder, FILE_NAME):
+        return open_file(path)
     pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLE_SUFFIXES)
     if pickles:
         raise FileNotFoundError(
@@ -75,43 +81,68 @@ def open_file(path: str | Path) -> dict[str, np.ndarray]:
       ValueError: the file is truncated, or its header is not what safetensors writes.
     """
     path = Path(path)
-    header, data_start = _read_header(path)
-    data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))[data_start:]
-    return {
-        name: _view(path, name, entry, data)
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
-
-
-def _open_shards(folder: Path) -> dict[str, np.ndarray]:
-    index_path = folder / INDEX_NAME
     try:
-        weight_map = json.loads(index_path.read_bytes())["weight_map"]
+        header, data_start = _read_header(path)
+        data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))[data_start:]
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror}); check the file and its "
+            "permissions."
+        ) from error
+    header.pop("__metadata__", None)
+    tensors = {name: _view(path, name, entry, data) for name, entry in header.items()}
+    _check_layout(path, header, data.size)
+    return tensors
+
+
+def _check_layout(path: Path, header: dict[str, Any], num_bytes: int) -> None:
+    """Raises ValueError unless tensors lie one after the other and fill the data."""
+    ranges = sorted((*entry["data_offsets"], name) for name, entry in header.items())
+    end = 0
+    for begin, next_end, name in ranges:
+        if begin != end:
+            kind = "overlaps another tensor" if begin < end else "leaves bytes unused"
+            raise ValueError(
+                f"{path}: tensor {_shown(name)} begins at byte {begin}, where {end} was "
+                f"expected, and so {kind}; the file is corrupt. Fetch it again."
+            )
+        end = next_end
+    if end != num_bytes:
+        raise ValueError(
+            f"{path} holds {num_bytes} bytes of tensors but its header describes {end}; "
+            "the file is corrupt. Fetch it again."
+        )
+
+
+def _open_shards(folder: Path, index_path: Path) -> dict[str, np.ndarray]:
+    index = read_json(index_path)
+    try:
+        weight_map = index["weight_map"]
         shards = sorted(set(weight_map.values()))
         is_inside = all(Path(shard).name == shard for shard in shards)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{index_path} is corrupt ({error!r}); expected JSON with a weight_map "
-            "from tensor to file name. Fetch the file again."
+            f"{index_path} is corrupt ({_shown(error)}); expected JSON with a "
+            "weight_map from tensor to file name. Fetch the file again."
         ) from error
     if not is_inside:
         raise ValueError(
             f"{index_path} names files outside its folder; expected plain file names "
             "in weight_map. Fetch the file again."
         )
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    paths = {shard: find_file(folder, shard) for shard in shards}
+    missing = [shard for shard, path in paths.items() if path is None]
     if missing:
         raise FileNotFoundError(
             f"{folder} lacks {len(missing)} of the {len(shards)} files that "
-            f"{INDEX_NAME} names: {', '.join(missing[:10])}. Fetch them again."
+            f"{INDEX_NAME} names: {_listed(missing)}. Fetch them again."
         )
-    files = {shard: open_file(folder / shard) for shard in shards}
+    files = {shard: open_file(path) for shard, path in paths.items() if path}
     absent = [name for name, shard in weight_map.items() if name not in files[shard]]
     if absent:
         raise ValueError(
             f"{INDEX_NAME} places {len(absent)} tensors in files of {folder} that do "
-            f"not hold them: {', '.join(absent[:10])}. Index and files are of "
+            f"not hold them: {_listed(absent)}. Index and files are of "
             "different exports; fetch them again."
         )
     return {name: files[shard][name] for name, shard in weight_map.items()}
@@ -133,54 +164,80 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int]:
                 f"{path} has {size} bytes but its header alone claims {length} + 8: "
                 "the file is truncated or not safetensors. Fetch it again."
             )
+        if length > MAX_HEADER_BYTES:
+            raise ValueError(
+                f"{path} claims a header of {length} bytes, and at most "
+                f"{MAX_HEADER_BYTES} are read; the file is corrupt. Fetch it again."
+            )
         text = file.read(length)
-    try:
-        header = json.loads(text)
-    except ValueError as error:
+    if not text.startswith(b"{"):
         raise ValueError(
-            f"{path} has a header that is not JSON ({error}); the file is corrupt or "
-            "not safetensors. Fetch it again."
-        ) from error
-    if not isinstance(header, dict):
-        raise ValueError(
-            f"{path} has a header that is a {type(header).__name__}, expected an "
-            "object of tensors; the file is corrupt. Fetch it again."
+            f"{path} has a header that does not begin with a brace; the file is "
+            "corrupt or not safetensors. Fetch it again."
         )
-    return header, 8 + length
+    return parse_object(text, f"{path}: its header"), 8 + length
 
 
 def _view(path: Path, name: str, entry: Any, data: np.ndarray) -> np.ndarray:
     """Returns tensor `name`; `data` u8[...] is everything after the header."""
-    try:
-        shape = tuple(int(size) for size in entry["shape"])
-        begin, end = (int(offset) for offset in entry["data_offsets"])
-        dtype_name = entry["dtype"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path}: the entry of tensor {name!r} is {entry!r}, expected dtype, shape "
-            "and two data_offsets; the file is corrupt. Fetch it again."
-        ) from error
-    if dtype_name not in _DTYPES:
-        raise ValueError(
-            f"{path}: tensor {name!r} has dtype {dtype_name}, expected one of "
-            f"{', '.join(_DTYPES)}; export the model in BF16, F16 or F32."
-        )
+    shape, offsets, dtype_name = _fields(path, name, entry)
+    begin, end = offsets
     dtype = np.dtype(_DTYPES[dtype_name])
     num_bytes = math.prod(shape) * dtype.itemsize
-    if min(shape, default=0) < 0 or not 0 <= begin <= end:
-        raise ValueError(
-            f"{path}: tensor {name!r} has {shape=} and bytes {begin} to {end}; the "
-            "file is corrupt. Fetch it again."
-        )
     if end > data.size:
         raise ValueError(
-            f"{path}: tensor {name!r} ends at byte {end} of the data but the file "
+            f"{path}: tensor {_shown(name)} ends at byte {end} of the data but the file "
             f"holds {data.size}: it is truncated. Fetch it again."
         )
     if end - begin != num_bytes:
         raise ValueError(
-            f"{path}: tensor {name!r} of {shape=} and dtype {dtype_name} needs "
+            f"{path}: tensor {_shown(name)} of {shape=} and dtype {dtype_name} needs "
             f"{num_bytes} bytes but has {end - begin}; the file is corrupt. Fetch it "
             "again."
         )
     return data[begin:end].view(dtype).reshape(shape)
+
+
+def _fields(
+    path: Path, name: str, entry: Any
+) -> tuple[tuple[int, ...], tuple[int, int], str]:
+    """Returns shape, byte range and dtype of a tensor, each of its own type."""
+    if not isinstance(entry, dict):
+        entry = {}
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if not _are_sizes(shape) or not _are_sizes(offsets) or len(offsets) != 2:
+        raise ValueError(
+            f"{path}: tensor {_shown(name)} has shape={_shown(shape)} and "
+            f"data_offsets={_shown(offsets)}, expected dtype, shape and two "
+            "data_offsets, all of them whole numbers from 0; the file is corrupt. "
+            "Fetch it again."
+        )
+    if offsets[0] > offsets[1] or len(shape) > _MAX_DIMENSIONS:
+        raise ValueError(
+            f"{path}: tensor {_shown(name)} has shape={_shown(shape)} and bytes "
+            f"{offsets[0]} to {offsets[1]}; the file is corrupt. Fetch it again."
+        )
+    dtype_name = entry.get("dtype")
+    if not isinstance(dtype_name, str) or dtype_name not in _DTYPES:
+        raise ValueError(
+            f"{path}: tensor {_shown(name)} has dtype {_shown(dtype_name)}, expected "
+            f"one of {', '.join(_DTYPES)}; export the model in BF16, F16 or F32."
+        )
+    return tuple(shape), (offsets[0], offsets[1]), dtype_name
+
+
+def _are_sizes(values: Any) -> bool:
+    """Whether these are whole numbers that could count bytes of a file."""
+    return isinstance(values, list) and all(
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
+        for value in values
+    )
+
+
+def _shown(value: Any) -> str:
+    return reprlib.repr(value)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(name[:200] for name in names[:10])

@@ -1,5 +1,7 @@
 """The persistent compilation cache: where it is, and who may set it."""
 
+import os
+import stat
 import sys
 from pathlib import Path
 
@@ -82,3 +84,107 @@ def test_folder_follows_xdg():
     home = Path.home() / ".cache" / "specjax"
     assert compilation_cache.user_cache_dir({}) == home
     assert compilation_cache.cache_folder({}).is_relative_to(home / "compilation")
+
+
+posix = pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+
+
+@pytest.fixture
+def own_folder(tmp_path):
+    """The folder that `enable` would use, made by it."""
+    folder = compilation_cache.enable()
+    jax.config.update(OPTIONS[0], None)
+    jax.config.update(OPTIONS[1], 1.0)
+    compilation_cache._warn_once.cache_clear()
+    return folder
+
+
+def _refused(match):
+    with pytest.warns(UserWarning, match=match):
+        assert compilation_cache.enable() is None
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+@posix
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o000])
+def test_every_folder_is_made_for_the_owner_alone(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        folder = compilation_cache.enable()
+    finally:
+        os.umask(before)
+    assert folder is not None
+    made = [
+        p for p in (folder, *folder.parents) if p.is_relative_to(tmp_path / "cache")
+    ]
+    assert [stat.S_IMODE(p.stat().st_mode) for p in made] == [0o700] * 3
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o702])
+def test_a_folder_that_others_may_write_to_is_not_used(own_folder, mode):
+    own_folder.chmod(mode)
+    _refused(f"others may write to {own_folder}.*is executed.*SPECJAX_CACHE_DIR")
+    own_folder.chmod(0o700)
+    assert compilation_cache.enable() == own_folder
+
+
+@posix
+def test_a_folder_below_one_that_others_may_write_to_is_not_used(own_folder):
+    parent = own_folder.parents[1]
+    parent.chmod(0o777)
+    _refused(f"others may write to {parent} ")
+    parent.chmod(0o1777)  # sticky, as /tmp: others cannot rename what is in it
+    assert compilation_cache.enable() == own_folder
+
+
+@posix
+def test_the_group_may_write_only_where_it_is_the_users_own(own_folder, monkeypatch):
+    own_folder.chmod(0o770)
+    monkeypatch.setattr(compilation_cache, "_is_own_group", lambda group: False)
+    _refused(f"others may write to {own_folder}")
+    monkeypatch.setattr(compilation_cache, "_is_own_group", lambda group: True)
+    assert compilation_cache.enable() == own_folder
+
+
+@posix
+def test_a_folder_of_another_user_is_not_used(own_folder, monkeypatch):
+    """Root too: what another user may write would be run by root."""
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 12345)
+    _refused(f"{own_folder} belongs to another user")
+
+
+@posix
+def test_a_folder_below_one_of_another_user_is_not_used(own_folder, monkeypatch):
+    parent = own_folder.parents[1]
+    real = Path.stat
+
+    def stat_as_if(self, **arguments):
+        info = real(self, **arguments)
+        if self != parent:
+            return info
+        values = list(info)
+        values[4] = 54321  # the owner
+        return os.stat_result(values)
+
+    monkeypatch.setattr(Path, "stat", stat_as_if)
+    _refused(f"{parent} belongs to another user .54321.")
+
+
+@posix
+def test_a_link_is_looked_at_on_both_ends(own_folder, tmp_path, monkeypatch):
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    (open_to_all / "link").symlink_to(own_folder.parents[1])
+    open_to_all.chmod(0o777)
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", str(open_to_all / "link"))
+    _refused(f"others may write to {open_to_all} ")
+
+
+@posix
+def test_the_warning_comes_once(own_folder, recwarn):
+    own_folder.chmod(0o777)
+    _refused("others may write")
+    assert compilation_cache.enable() is None
+    assert not recwarn.list

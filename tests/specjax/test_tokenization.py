@@ -162,6 +162,48 @@ def test_where_the_template_is_found(folder):
     assert render() == "from jinja"
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer_config.json", '{"eos_token": 5}', "eos_token in .* is 5, expected"),
+        ("tokenizer_config.json", '{"bos_token": {"content": [1]}}', "bos_token in"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat template in .* int"),
+        ("tokenizer_config.json", '{"a": ' + "[" * 10**5, "nested too deep"),
+        ("chat_template.json", '{"chat_template": ["a"], "chat_template": 1}', "twice"),
+        ("chat_template.jinja", b"\xff\xfe", "is not UTF-8"),
+        ("chat_template.jinja", "a" * 10**6, "the most that is read"),
+        ("special_tokens_map.json", "[]", "holds a list"),
+    ],
+)
+def test_odd_files_beside_the_tokenizer(folder, name, text, message):
+    content = text if isinstance(text, bytes) else text.encode()
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_list_of_templates_may_hold_anything_else(folder):
+    named = [5, {"name": ["default"]}, {"name": "default", "template": "d"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert Tokenizer.from_folder(folder).render_chat(HELLO) == "d"
+
+
+def test_a_panic_of_the_library_is_an_error(folder, capfd):
+    """The exception of a panic is none of Exception's: it would end a server."""
+    backend = _backend()
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.encode("aa")
+    with pytest.raises(ValueError, match=r"cannot encode this text .*retry-limit"):
+        tokenizer.encode("a" * 40 + "!")
+    backend.decoder = decoders.Strip("a", 10**9, 10**9)
+    with pytest.raises(ValueError, match="cannot decode these token ids"):
+        tokenizer.decode([tokenizer.token_id("a")])
+    with pytest.raises(ValueError, match="cannot decode these token ids"):
+        tokenizer.decode([2**40])
+    capfd.readouterr()  # the library writes where it panicked
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_corrupt_file_is_named(folder, name):
     (folder / name).write_text('{"half": ')

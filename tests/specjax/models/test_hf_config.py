@@ -245,6 +245,109 @@ def test_what_is_refused(config, message):
         parse_config(config)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_hidden_layers": 10**7}, "num_hidden_layers=10000000 .* from 1 to 4096"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers=2147483648 must be"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers=0 must be"),
+        ({"num_hidden_layers": True}, "num_hidden_layers=True must be"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=None must be"),
+        ({"num_hidden_layers": "2"}, "num_hidden_layers='2' must be"),
+        ({"hidden_size": -32}, "hidden_size=-32 must be"),
+        ({"hidden_size": 32.0}, "hidden_size=32.0 must be"),
+        ({"hidden_size": float("nan")}, "hidden_size=nan must be"),
+        ({"hidden_size": 10**40}, "hidden_size=1000.* must be"),
+        ({"vocab_size": 2**31}, "vocab_size=2147483648 must be"),
+        ({"intermediate_size": [48]}, r"intermediate_size=\[48\] must be"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 must be"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads=-2 must be"),
+        ({"head_dim": -8}, "head_dim=-8 must be"),
+        ({"max_position_embeddings": "128"}, "max_position_embeddings='128' must be"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan must be"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps=-1e-06 must be"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps='1e-6' must be"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan must be a number above 1"),
+        ({"rope_theta": -1e4}, "rope_theta=-10000.0 must be"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf must be"),
+        ({"rope_parameters": [1]}, r"rope_parameters=\[1\] must be an object"),
+        ({"rope_parameters": YARN | {"factor": 0}}, "factor=0 must be"),
+        ({"rope_parameters": YARN | {"beta_fast": -1}}, "beta_fast=-1 must be"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "must be below"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true"),
+        ({"attention_bias": 1}, "attention_bias=1 must be true or false"),
+        ({"eos_token_id": 128}, "eos_token_id=128 is no token; .* 0 to 127"),
+        ({"eos_token_id": [2, -1]}, "eos_token_id=-1 is no token"),
+        ({"eos_token_id": "2"}, "eos_token_id='2' is no token"),
+        ({"eos_token_id": True}, "eos_token_id=True is no token"),
+        ({"bos_token_id": 128}, "bos_token_id=128 is no token"),
+        ({"architectures": "LlamaForCausalLM"}, "must be a list of names"),
+        ({"model_type": ["llama"]}, "is not supported"),
+        ({"quantization_config": [1]}, "quantised weights"),
+    ],
+)
+def test_values_that_cannot_be_meant(options, message):
+    with pytest.raises(ValueError, match=message):
+        parse_config(LLAMA | options)
+
+
+@pytest.mark.parametrize(
+    "types", ["full_attention", [["full_attention"], "full_attention"], {"a": 1}]
+)
+def test_layer_types_that_are_no_list_of_names(types):
+    with pytest.raises(ValueError, match="must be a list of names"):
+        parse_config(_family("qwen2", layer_types=types))
+
+
+def test_null_is_as_good_as_absent():
+    keys = ("head_dim", "rms_norm_eps", "rope_theta", "tie_word_embeddings")
+    keys += ("max_position_embeddings", "attention_bias", "eos_token_id")
+    assert parse_config(LLAMA | dict.fromkeys(keys)) == parse_config(LLAMA)
+
+
+@pytest.mark.parametrize(
+    ("generation", "message"),
+    [
+        ({"eos_token_id": [5, 999]}, "eos_token_id=999 is no token"),
+        ({"temperature": float("nan")}, "temperature=nan is out of range"),
+        ({"temperature": "1"}, "temperature='1' is out of range"),
+        ({"top_k": 2.5}, "top_k=2.5"),
+        ({"do_sample": "no"}, "do_sample='no' must be true or false"),
+    ],
+)
+def test_a_generation_config_that_means_nothing(tmp_path, generation, message):
+    with pytest.raises(ValueError, match=rf"generation_config\.json: .*{message}"):
+        _write(tmp_path, LLAMA, generation)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"a": ' + "[" * 100_000, "nested too deep"),
+        ('{"vocab_size": 1, "vocab_size": 2}', "key 'vocab_size' is given twice"),
+        ('{"a": [' + "[]," * 4_000_001 + "1]}", "of more than 4000000 objects"),
+        ('{"a": ' + "9" * 5000 + "}", "is not JSON"),
+        ("\ud800", "is not JSON"),
+    ],
+)
+def test_json_that_takes_too_much(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    path.write_text(text, encoding="utf-8", errors="surrogatepass")
+    with pytest.raises(ValueError, match=message):
+        read_config(tmp_path)
+
+
+def test_a_file_of_gigabytes_is_not_read(tmp_path):
+    with (tmp_path / "config.json").open("wb") as file:
+        file.truncate(3 * 10**9)
+    with pytest.raises(ValueError, match="the most that is read"):
+        read_config(tmp_path)
+
+
 def _write(folder, config, generation=None):
     (folder / "config.json").write_text(json.dumps(config))
     if generation is not None:

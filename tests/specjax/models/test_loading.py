@@ -1,6 +1,7 @@
 """Folders to models: names, dtypes, layouts, and every way a folder can be wrong."""
 
 import dataclasses
+import os
 import sys
 import types
 
@@ -184,6 +185,75 @@ def test_tensors_that_would_change_the_output_are_not_ignored(
     with pytest.raises(
         ValueError, match=r"1 tensors in layers .*layers\.1.*q_proj\.bias"
     ):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_layers_that_the_config_leaves_out(name, golden_copy):
+    key = "n_layer" if name == "gpt2" else "num_hidden_layers"
+    with pytest.raises(ValueError, match=r"1 layers more than the 1 .*\.1\."):
+        load_model(golden_copy(name, **{key: 1}))
+
+
+def test_a_layer_for_multi_token_prediction_does_not_run(
+    golden_copy, write_safetensors
+):
+    """It has what a layer has, and a projection of its own."""
+    folder = golden_copy("qwen2")
+    expected = load_model(folder).params
+
+    def with_prediction(tensors):
+        last = {
+            name.replace("layers.1.", "layers.2."): tensor
+            for name, tensor in tensors.items()
+            if "layers.1." in name
+        }
+        return tensors | last | {"model.layers.2.eh_proj.weight": np.ones((4, 4), "f4")}
+
+    _rewrite(folder, write_safetensors, with_prediction)
+    _same(load_model(folder).params, expected)
+
+
+def test_weights_that_are_whole_numbers(golden_copy, write_safetensors):
+    folder = golden_copy("llama")
+    norm = {"model.norm.weight": np.ones(32, np.uint8)}
+    _rewrite(folder, write_safetensors, lambda tensors: tensors | norm)
+    with pytest.raises(ValueError, match=r"not floating point: model\.norm.* uint8"):
+        load_model(folder)
+
+
+def test_the_tokenizer_is_checked_before_weights_are_read(golden_copy, monkeypatch):
+    folder = golden_copy("llama")
+    (folder / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(loading, "load_params", lambda *_, **__: pytest.fail("read"))
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        load_model(folder)
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "loop", "nothing", "zero"])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_what_is_no_file_is_not_passed_over(name, kind, golden_copy):
+    path = golden_copy("llama") / name
+    path.unlink(missing_ok=True)
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        to = {"loop": path, "nothing": "/no/such/file", "zero": "/dev/zero"}[kind]
+        path.symlink_to(to)
+    with pytest.raises(ValueError, match=f"{name} is no file that can be read"):
+        load_model(path.parent)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_links_out_of_the_folder(name, golden_copy, tmp_path):
+    folder = golden_copy("llama")
+    Backend(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
+    (folder / name).unlink(missing_ok=True)
+    (tmp_path / "elsewhere.json").write_text("{}")
+    (folder / name).symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(ValueError, match="symbolic link out of its folder"):
         load_model(folder)
 
 

@@ -62,7 +62,10 @@ def test_other_dtypes(tmp_path, dtype, stored):
 
 
 def test_data_need_not_be_aligned(tmp_path):
-    header = {"x": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]}}
+    header = {
+        "byte": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "x": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
+    }
     data = b"\0" + np.array([1, 2], np.float32).tobytes()
     for pad in range(4):
         text = json.dumps(header).encode() + b" " * pad
@@ -78,16 +81,25 @@ def _entry(dtype="F32", shape=(2,), offsets=(0, 8)):
     ("header", "num_bytes", "message"),
     [
         (b'{"x": ', 8, "not JSON"),
-        (b"\xff\xfe", 8, "not JSON"),
-        ([1], 8, "is a list"),
+        (b"\xff\xfe", 8, "does not begin with a brace"),
+        (b'{"x": "\xff"}', 8, "not JSON"),
+        ([1], 8, "does not begin with a brace"),
+        (b'{"x": {}, "x": {}}', 8, "key 'x' is given twice"),
+        (b'{"x": ' + b"[" * 100_000, 8, "nested too deep"),
         ({"x": 3}, 8, "expected dtype, shape"),
         ({"x": {"dtype": "F32", "shape": [2]}}, 8, "expected dtype, shape"),
         (_entry(offsets=(0,)), 8, "expected dtype, shape"),
-        (_entry(dtype="F4"), 8, "has dtype F4"),
+        (_entry(dtype="F4"), 8, "has dtype 'F4'"),
+        (_entry(dtype=["F32"]), 8, "has dtype \\['F32'\\]"),
+        (_entry(shape=("2",)), 8, "expected dtype, shape"),
+        (_entry(shape=(2.0,)), 8, "expected dtype, shape"),
+        (_entry(shape=(True, 2)), 8, "expected dtype, shape"),
+        (_entry(shape=(0, 2**70)), 8, "expected dtype, shape"),
+        (_entry(shape=(1,) * 65 + (2,)), 8, "the file is corrupt"),
         (_entry(), 7, "ends at byte 8 of the data but the file holds 7"),
         (_entry(offsets=(8, 0)), 8, "bytes 8 to 0"),
-        (_entry(offsets=(-8, 0)), 8, "bytes -8 to 0"),
-        (_entry(shape=(-2,)), 8, r"shape=\(-2,\)"),
+        (_entry(offsets=(-8, 0)), 8, "whole numbers from 0"),
+        (_entry(shape=(-2,)), 8, r"shape=\[-2\]"),
         (_entry(shape=(3,)), 8, "needs 12 bytes but has 8"),
         (_entry(dtype="F16"), 8, "needs 4 bytes but has 8"),
     ],
@@ -150,12 +162,101 @@ def test_an_index_of_another_export(tmp_path, write_safetensors):
 
 
 @pytest.mark.parametrize(
-    "index", ["{", "[]", "{}", {"weight_map": []}, {"weight_map": {"a": 3}}]
+    ("index", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds a list"),
+        ("{}", "is corrupt"),
+        ({"weight_map": []}, "is corrupt"),
+        ({"weight_map": {"a": 3}}, "is corrupt"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "key 'a' is given twice"),
+    ],
 )
-def test_a_corrupt_index(tmp_path, index):
+def test_a_corrupt_index(tmp_path, index, message):
     _write_index(tmp_path, index)
-    with pytest.raises(ValueError, match="is corrupt"):
+    with pytest.raises(ValueError, match=message):
         open_folder(tmp_path)
+
+
+def _two(first, second, num_bytes):
+    """Two tensors of bytes at the offsets given."""
+    header = {
+        name: {
+            "dtype": "U8",
+            "shape": [offsets[1] - offsets[0]],
+            "data_offsets": offsets,
+        }
+        for name, offsets in (("a", first), ("b", second))
+    }
+    return header, b"\0" * num_bytes
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "num_bytes", "message"),
+    [
+        ([0, 4], [2, 6], 6, "'b' begins at byte 2, where 4 .* overlaps"),
+        ([0, 4], [0, 4], 4, "overlaps"),
+        ([0, 4], [6, 8], 8, "'b' begins at byte 6, where 4 .* leaves bytes unused"),
+        ([2, 4], [4, 8], 8, "'a' begins at byte 2, where 0"),
+        ([0, 4], [4, 8], 9, "holds 9 bytes of tensors but its header describes 8"),
+    ],
+)
+def test_tensors_fill_the_file_without_overlap(
+    tmp_path, first, second, num_bytes, message
+):
+    path = _write(tmp_path / "x", *_two(first, second, num_bytes))
+    with pytest.raises(ValueError, match=message):
+        open_file(path)
+
+
+def test_a_header_that_is_one_byte_off(tmp_path, write_safetensors):
+    """Padding hides it from JSON, and every weight would be shifted by a byte."""
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, TENSORS)
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    for other in (length - 1, length + 1):
+        path.write_bytes(other.to_bytes(8, "little") + content[8:])
+        with pytest.raises(ValueError, match=r"Fetch it again|fetch the file again"):
+            open_file(path)
+
+
+def test_a_header_of_gigabytes_is_not_read(tmp_path):
+    path = tmp_path / "model.safetensors"
+    with path.open("wb") as file:
+        file.write((2 * 10**9).to_bytes(8, "little") + b"{")
+        file.truncate(3 * 10**9)  # takes no room on the disk
+    with pytest.raises(ValueError, match="claims a header of 2000000000 bytes"):
+        open_file(path)
+
+
+def test_links_out_of_the_folder_are_not_followed(tmp_path, write_safetensors):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_safetensors(tmp_path / "elsewhere", TENSORS)
+    (folder / "model.safetensors").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"symbolic link out of its folder.*copy"):
+        open_folder(folder)
+    (folder / "model.safetensors").unlink()
+    write_safetensors(folder / "part", TENSORS)
+    (folder / "model.safetensors").symlink_to("part")
+    (tmp_path / "link").symlink_to(folder)
+    assert open_folder(tmp_path / "link").keys() == TENSORS.keys()
+
+
+def test_links_of_the_hugging_face_cache_are_followed(tmp_path, write_safetensors):
+    repository = tmp_path / "models--someone--some-model"
+    snapshot = repository / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    write_safetensors(repository / "blobs" / "abc", TENSORS)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
+    assert open_folder(snapshot).keys() == TENSORS.keys()
+    (snapshot / "model.safetensors").unlink()
+    write_safetensors(tmp_path / "elsewhere", TENSORS)
+    (snapshot / "model.safetensors").symlink_to("../../../elsewhere")
+    with pytest.raises(ValueError, match="symbolic link out of its folder"):
+        open_folder(snapshot)
 
 
 def test_an_index_that_leaves_its_folder(tmp_path):
