@@ -191,7 +191,7 @@ def test_what_happens_to_a_stream_while_it_is_read(make, plain):
         assert engine.abort(1)
         *_, last = stream
         assert last.finish_reason == "abort"
-        assert not engine._mail
+        engine._outbox.check_is_empty()
 
 
 def test_an_exception_ends_the_requests_and_leaves_an_engine(make, plain, monkeypatch):
