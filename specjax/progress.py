@@ -40,10 +40,8 @@ class Progress:
 
     def close(self) -> None:
         """Removes the bar."""
-        bar, self._bar = self._bar, None
         try:
-            if bar is not None:
-                bar.close()
+            self._remove_bar()
         except Exception as error:
             self._drop(error)
 
@@ -56,9 +54,14 @@ class Progress:
             stacklevel=3,
         )
 
+    def _remove_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
+
     def _show(self, what: str, done: int, total: int) -> None:
         if what != self._what or self._bar is None:
-            self.close()
+            self._remove_bar()
             self._what = what
             self._bar = (
                 tqdm(
