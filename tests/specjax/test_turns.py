@@ -63,7 +63,7 @@ def test_turns_come_in_the_order_in_which_they_were_asked_for(turns):
     with turns.turn():
         for number in range(5):
             threads += start(lambda number=number: step(number))
-            wait_until(lambda: len(turns._line) == len(threads) + 1)
+            wait_until(lambda number=number: len(turns._line) == number + 2)
         assert not order
     join(threads)
     assert order == [0, 1, 2, 3, 4]
