@@ -346,7 +346,6 @@ class Engine:
             self._totals.compile_s = loop.compile_s
             self._totals.num_preemptions = loop.num_preemptions
             self._hand_out(moved)
-            self._take_in()
         if self._memory_watch is not None:
             self._memory_watch.look()
 

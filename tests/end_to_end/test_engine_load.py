@@ -324,7 +324,7 @@ def break_steps(loop, rng, share):
     loop._read = read_and_break
 
 
-def run_load(target, draft, texts, quiet, num_requests, seed, *, broken_share=0.0):
+def run_load(target, draft, texts, quiet, num_requests, seed, policy, *, broken_share):
     """Runs a load on an engine of its own; returns what was counted."""
     rng = random.Random(seed)
     num_reports = 0
@@ -338,7 +338,11 @@ def run_load(target, draft, texts, quiet, num_requests, seed, *, broken_share=0.
             raise OSError("no room for a log")
 
     engine = specjax.Engine(
-        target, drafter=draft, num_speculative_tokens=3, engine=FEW_PAGES
+        target,
+        drafter=draft,
+        num_speculative_tokens=3,
+        speculative_config={"policy": policy},
+        engine=FEW_PAGES,
     )
     engine._progress._report = progress
     break_steps(engine._loop, rng, broken_share)
@@ -372,7 +376,7 @@ def run_load(target, draft, texts, quiet, num_requests, seed, *, broken_share=0.
 
 @pytest.mark.parametrize("broken_share", [0.0, 0.02])
 def test_a_load(target, draft, texts, quiet, broken_share):
-    arguments = target, draft, texts, quiet, 120, 1
+    arguments = target, draft, texts, quiet, 120, 1, "fixed"
     within(120, lambda: run_load(*arguments, broken_share=broken_share))
 
 
@@ -380,7 +384,7 @@ def test_a_load(target, draft, texts, quiet, broken_share):
 @pytest.mark.parametrize("broken_share", [0.0, 0.002])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_load_of_2000_requests(target, draft, texts, quiet, seed, broken_share, say):
-    arguments = target, draft, texts, quiet, 2000, seed
+    arguments = target, draft, texts, quiet, 2000, seed, "goodput"
     counts = {}
     within(500, lambda: counts.update(run_load(*arguments, broken_share=broken_share)))
     say(", ".join(f"{value} {name}" for name, value in sorted(counts.items())))

@@ -104,6 +104,27 @@ def test_what_is_left_over_in_a_step_is_done_after_it(turns, rest, done):
     assert done == [1]
 
 
+def test_a_step_that_begins_just_then_is_not_disturbed(turns, rest, done):
+    """It begins after somebody saw that nobody steps, and before that one has the tables."""
+
+    class Lock:
+        def acquire(self, blocking):
+            turns._line.append(0)
+            return turns._changed.acquire(blocking)
+
+        def release(self):
+            turns._changed.release()
+
+    lock, turns._lock = turns._lock, Lock()
+    rest.append(1)
+    turns.tidy()
+    turns._lock = lock
+    assert done == []
+    turns._line.clear()
+    turns.tidy()
+    assert done == [1]
+
+
 def test_what_is_left_over_while_tables_are_held_is_done_after(turns, rest, done):
     with turns.tables():
         rest.append(1)

@@ -275,6 +275,27 @@ def test_a_device_that_has_no_room_for_a_new_state_hides_no_error(monkeypatch):
     finish(engine, [last])
 
 
+def test_requests_end_where_nothing_can_begin_again(monkeypatch):
+    """The device fails with a drafter, and once more for a state without one."""
+    decoder = FaultyDecoder(rows=2, breaks_at=2)
+    engine, requests = start(decoder, [60, 50, 40], policy=Fixed(0))
+
+    def fail(**arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device is lost")
+
+    monkeypatch.setattr(decoder, "init", fail)
+    engine.step()
+    engine.step()
+    with (
+        pytest.warns(UserWarning, match="a step failed on the device"),
+        pytest.raises(jax.errors.JaxRuntimeError, match="device is lost") as caught,
+    ):
+        engine.step()
+    assert "it broke" in str(caught.value.__context__)
+    assert [request.finish_reason for request in requests] == ["error"] * 3
+    assert not engine.has_work
+
+
 def test_requests_wait_on_where_a_restart_fails(monkeypatch):
     """Memory runs out in a burst, and again for the state after it; nobody is forgotten."""
     decoder = FaultyDecoder(rows=2)
@@ -301,19 +322,21 @@ def test_requests_wait_on_where_a_restart_fails(monkeypatch):
     assert [request.num_preemptions for request in requests] == [1, 1, 0]
 
 
+@pytest.mark.parametrize("where", ["_update", "_observe"])
 def test_a_request_that_ended_as_a_step_failed_is_told_of_and_not_run_again(
-    monkeypatch,
+    monkeypatch, where
 ):
+    """Before or after its row was released."""
     decoder = FaultyDecoder(rows=2)
     engine, (short, long) = start(decoder, [3, 40], policy=Fixed(0))
-    observe, moved = engine._observe, []
+    work, moved = getattr(engine, where), []
 
     def fail(*arguments):
         if short.is_finished and not moved:
             raise jax.errors.JaxRuntimeError("INTERNAL: it broke")
-        observe(*arguments)
+        work(*arguments)
 
-    monkeypatch.setattr(engine, "_observe", fail)
+    monkeypatch.setattr(engine, where, fail)
     while not short.is_finished:
         with warnings.catch_warnings(action="ignore"):  # the drafter is turned off
             moved += engine.step()
