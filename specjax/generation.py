@@ -171,14 +171,16 @@ class Stream:
             yield Chunk(*place, "", [], [], "error", failed.error)
         writer, num_tokens = ChunkWriter(), 0
         total = sum(request.params.max_tokens for request in self._requests)
-        for moved in self._loop.run(max_burst_steps=self._max_burst_steps):
-            for request in moved:
-                chunk = writer.chunk(request)
-                num_tokens += len(chunk.token_ids)
-                yield chunk
-            if moved:
-                self._progress.report("tokens", num_tokens, total)
-        self._progress.close()
+        try:
+            for moved in self._loop.run(max_burst_steps=self._max_burst_steps):
+                for request in moved:
+                    chunk = writer.chunk(request)
+                    num_tokens += len(chunk.token_ids)
+                    yield chunk
+                if moved:
+                    self._progress.report("tokens", num_tokens, total)
+        finally:
+            self._progress.close()
         self._setup.keep(self._loop)
 
     def result(self) -> Generation:

@@ -193,6 +193,11 @@ class ChunkWriter:
     def __init__(self):
         self._seen: dict[Request, tuple[int, int]] = {}  # tokens, pieces
 
+    @property
+    def num_open(self) -> int:
+        """Requests of which it made a chunk and not the last."""
+        return len(self._seen)
+
     def chunk(self, request: Request) -> Chunk:
         """Returns what a request gained."""
         first_token, first_piece = self._seen.get(request, (0, 0))

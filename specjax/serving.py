@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import collections
+import copy
 import dataclasses
 import os
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
@@ -21,15 +22,17 @@ from specjax.config import (
     SpeculationConfig,
 )
 from specjax.drafters.loading import LoadedDrafter
-from specjax.engine.loop import Loop
+from specjax.engine.loop import INTERRUPTED, Loop
 from specjax.engine.memory_model import MemoryPlan
 from specjax.engine.request import AcceptanceCounts, Request
 from specjax.engine.speculation_policy import SpeculationPolicy
 from specjax.models.base import Model
+from specjax.outbox import Outbox
 from specjax.progress import Progress, Report
 from specjax.requests import Prompt, as_list, token_ids
-from specjax.results import Chunk, ChunkWriter, GenerationStats, lossy_rule
+from specjax.results import Chunk, GenerationStats, lossy_rule
 from specjax.setup import Setup
+from specjax.turns import Turns
 
 
 class Engine:
@@ -96,17 +99,13 @@ class Engine:
         self._memory_watch = setup.memory_watch(self._loop)
         self._records = self._loop.records
         self._started_at = time.perf_counter()
-        # A step may take long, compiling included: what is below `_lock` does not wait for it.
-        self._stepping = threading.RLock()
         self._stepper = futures.ThreadPoolExecutor(1)  # of asyncio's streams
-        self._lock = threading.RLock()
-        self._new: list[Request] = []  # added since the last step
-        self._to_abort: list[Request] = []
-        self._writer = ChunkWriter()
-        self._requests: dict[int, list[Request]] = {}  # by id, those not over
-        self._mail: dict[int, list[Chunk]] = {}  # of requests that are streamed
-        self._left: set[int] = set()  # streams that nobody reads any more, not yet over
-        self._unclaimed: list[Chunk] = []
+        self._turns = Turns(lambda: bool(self._to_end), self._take_in)
+        # The tables: requests and chunks, what was added since the last step, and what is
+        # to end after it. Only the last may be written to without holding them.
+        self._outbox = Outbox()
+        self._new: collections.deque[Request] = collections.deque()
+        self._to_end: collections.deque[_Ending] = collections.deque()
         self._num_added = 0
         self._totals = _Totals()
 
@@ -131,21 +130,9 @@ class Engine:
         Raises:
           ValueError: it cannot be served; others are not touched.
         """
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise ValueError(f"{priority=!r} must be a whole number, the lowest first.")
-        if deadline_s is not None and not deadline_s >= 0:
-            raise ValueError(f"{deadline_s=!r} must be seconds from now, or None.")
-        prompt = self._token_ids(prompt)  # outside the lock
-        with self._lock:
-            requests = self._made(prompt, sampling)
-            for request in requests:
-                request.priority = priority
-                if deadline_s is not None:
-                    request.deadline = time.perf_counter() + deadline_s
-            self._num_added += 1
-            self._new += requests
-            self._requests[requests[0].prompt_index] = requests
-            return requests[0].prompt_index
+        return self._add(
+            prompt, sampling, priority, deadline_s=deadline_s, is_streamed=False
+        )
 
     def step(self, *, max_burst_steps: int | None = None) -> list[Chunk]:
         """Advances what runs by one burst; returns what requests gained.
@@ -158,20 +145,20 @@ class Engine:
             fewer for text that appears more steadily.
 
         Raises:
-          RuntimeError: the engine is closed.
+          RuntimeError: the engine is closed, or this is called from within a step.
           Exception: what went wrong on the device. All requests end with "error" then,
             and the engine takes new ones.
         """
-        self._advance(max_burst_steps)
-        with self._lock:
-            chunks, self._unclaimed = self._unclaimed, []
-            return chunks
+        with self._turns.turn():
+            self._advance(max_burst_steps)
+        with self._turns.tables():
+            return self._outbox.take_unclaimed()
 
     @property
     def has_work(self) -> bool:
         """Whether requests wait or run, or chunks are left for `step` to return."""
-        with self._lock:
-            return bool(self._requests or self._unclaimed)
+        with self._turns.tables():
+            return self._outbox.has_work
 
     def abort(self, request_id: int) -> bool:
         """Ends a request with what it has; its pages are free at once, or after the step under way.
@@ -179,31 +166,27 @@ class Engine:
         Returns:
           Whether it was still under way. Its last chunks come with the next step.
         """
-        with self._lock:
-            left = [
-                request
-                for request in self._requests.get(request_id, [])
-                if not request.is_finished
-            ]
-            self._to_abort += left
-        # Whoever steps does it when the step is over.
-        if left and self._stepping.acquire(blocking=False):
-            try:
-                self._take_in()
-            finally:
-                self._stepping.release()
-        return bool(left)
+        samples = self._outbox.samples(request_id)
+        if all(request.is_finished for request in samples):
+            return False
+        self._to_end.append(_Ending(request_id))
+        self._turns.tidy()
+        return True
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **arguments: Any
     ) -> Iterator[Chunk]:
         """Yields the chunks of a prompt, stepping as needed; arguments as `add`.
 
-        The prompt is added when the first chunk is asked for. Closing the iterator aborts
-        it. Other requests are advanced beside it; their chunks come from `step`, or
-        from streams of their own.
+        The prompt is added when the first chunk is asked for. Closing the iterator, or
+        losing it, aborts it. Other requests are advanced beside it; their chunks come from
+        `step`, or from streams of their own.
+
+        Raises:
+          Exception: as of `step`, where the step was this stream's. Other streams end with
+            a chunk that says so.
         """
-        request_id = self._open(prompt, sampling, arguments)
+        request_id = self._add(prompt, sampling, is_streamed=True, **arguments)
         try:
             while True:
                 chunks, is_over = self._take_mail(request_id)
@@ -212,16 +195,16 @@ class Engine:
                     return
                 self._advance_for(request_id)
         finally:
-            self._close_stream(request_id)
+            self._leave(request_id)
 
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **arguments: Any
     ) -> AsyncIterator[Chunk]:
         """As `stream`, for asyncio: a thread of the engine's own steps for all streams."""
-        loop = asyncio.get_running_loop()
         # In a thread of its own: neither the event loop nor the steps wait for it.
+        loop = asyncio.get_running_loop()
         prompt = await loop.run_in_executor(None, self._token_ids, prompt)
-        request_id = self._open(prompt, sampling, arguments)
+        request_id = self._add(prompt, sampling, is_streamed=True, **arguments)
         try:
             while True:
                 chunks, is_over = self._take_mail(request_id)
@@ -229,20 +212,22 @@ class Engine:
                     yield chunk
                 if is_over:
                     return
-                await loop.run_in_executor(self._stepper, self._advance_for, request_id)
+                step = self._advance_beside(request_id)
+                if step is not None:
+                    await asyncio.wrap_future(step)
         finally:
-            self._close_stream(request_id)
+            self._leave(request_id)
 
     @property
     def stats(self) -> GenerationStats:
         """Figures over all requests that are over."""
-        with self._lock:
+        with self._turns.tables():
             setup, totals = self._setup, self._totals
             return GenerationStats(
                 num_prompts=totals.num_prompts,
                 num_prompt_tokens=totals.num_prompt_tokens,
                 num_output_tokens=totals.num_output_tokens,
-                acceptance=totals.acceptance,
+                acceptance=copy.deepcopy(totals.acceptance),
                 run_s=totals.run_s,
                 compile_s=totals.compile_s,
                 time_to_first_token_s=totals.first_token_s or 0.0,
@@ -268,18 +253,25 @@ class Engine:
     def close(self) -> None:
         """Ends all requests and gives the memory of the pages back. May be called twice.
 
-        Streams under way end with what their requests have.
+        Streams under way end with what their requests have. A step under way is waited for.
+
+        Raises:
+          RuntimeError: this is called from within a step.
         """
-        with self._stepping:
-            for request_id in list(self._requests):
-                self.abort(request_id)
-            if self._loop is not None:
-                self._setup.keep(self._loop)
-            with self._lock:
-                self._loop = None
-                self._unclaimed.clear()
+        with self._turns.turn():
+            with self._turns.tables():
+                loop = self._loop
+                try:
+                    self._to_end.extend(map(_Ending, self._outbox.ids()))
+                    self._take_in()
+                finally:
+                    self._loop = None
+                    self._end_lost("the engine was closed.")
+                    self._outbox.take_unclaimed()
             self._stepper.shutdown(wait=False)
             self._progress.close()
+            if loop is not None:
+                self._setup.keep(loop)
 
     def __enter__(self) -> Engine:
         return self
@@ -318,80 +310,119 @@ class Engine:
             self._running_loop.check(request)
         return requests
 
+    def _add(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        priority: int = 0,
+        *,
+        deadline_s: float | None = None,
+        is_streamed: bool,
+    ) -> int:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"{priority=!r} must be a whole number, the lowest first.")
+        if deadline_s is not None and not deadline_s >= 0:
+            raise ValueError(f"{deadline_s=!r} must be seconds from now, or None.")
+        prompt = self._token_ids(prompt)  # outside the lock
+        with self._turns.tables():
+            requests = self._made(prompt, sampling)
+            for request in requests:
+                request.priority = priority
+                if deadline_s is not None:
+                    request.deadline = time.perf_counter() + deadline_s
+            request_id = requests[0].prompt_index
+            self._num_added += 1
+            self._outbox.open(request_id, requests, is_streamed=is_streamed)
+            self._new += requests
+            return request_id
+
     def _advance(self, max_burst_steps: int | None) -> None:
-        with self._stepping:
+        """Steps once, if there is anything to do; in a turn."""
+        with self._turns.tables():
             loop = self._running_loop
             self._take_in()
             if not loop.has_work:
+                self._end_lost("the engine lost it in an interruption.")
                 return
-            try:
-                moved = loop.step(max_burst_steps)
-            except BaseException:
-                self._hand_out(loop.abandoned)
-                raise
-            with self._lock:
-                self._totals.run_s = loop.run_s
-                self._totals.compile_s = loop.compile_s
-                self._totals.num_preemptions = loop.num_preemptions
+        try:
+            moved = loop.step(max_burst_steps)
+        except BaseException as error:
+            with self._turns.tables():
+                self._end_lost(INTERRUPTED.format(error=error))
+            if loop.has_work:
+                loop.abandon()  # an interrupt came before the loop could do so
+            raise
+        with self._turns.tables():
+            self._totals.run_s = loop.run_s
+            self._totals.compile_s = loop.compile_s
+            self._totals.num_preemptions = loop.num_preemptions
             self._hand_out(moved)
-            self._take_in()
-            if self._memory_watch is not None:
-                self._memory_watch.look()
+        if self._memory_watch is not None:
+            self._memory_watch.look()
 
     def _advance_for(self, request_id: int) -> None:
-        """Steps until a streamed request has something, or is over; others may have stepped for it."""
-        with self._stepping:
-            while not self._mail[request_id] and request_id in self._requests:
+        """Steps once, unless a streamed request has news: others may have stepped for it."""
+        has_news = lambda: self._outbox.has_news(request_id)
+        with self._turns.turn(unless=has_news) as has_come:
+            if has_come:
                 self._advance(None)
 
+    def _advance_beside(self, request_id: int) -> futures.Future[None] | None:
+        """Does so in the engine's own thread; None once the engine is closed."""
+        with self._turns.tables():
+            if self._loop is None:
+                return None
+            return self._stepper.submit(self._advance_for, request_id)
+
     def _take_in(self) -> None:
-        """Takes in what was added and aborted since the last step; not during one."""
-        with self._lock:
-            new, self._new = self._new, []
-            ended, self._to_abort = self._to_abort, []
-            loop = self._running_loop
-            unfit = [each for each in new if not _is_added(loop, each)]
-            gone = [each for each in ended if loop.abort(each)]
-            self._hand_out(list(dict.fromkeys([*unfit, *gone])))
+        """Takes in what was added and what is to end; holds the tables, while nobody steps."""
+        loop = self._loop
+        while self._new:
+            request = self._new.popleft()
+            if not _is_added(self._running_loop, request):
+                self._hand_out([request])
+        while self._to_end:
+            request_id, is_left = self._to_end.popleft()
+            samples = self._outbox.samples(request_id)
+            if loop is not None:
+                self._hand_out([each for each in samples if loop.abort(each)])
+            if is_left:
+                self._outbox.leave(request_id)
 
-    def _hand_out(self, moved: Sequence[Request]) -> None:
+    def _hand_out(self, moved: Iterable[Request]) -> None:
         """Makes chunks of what requests gained, for their streams or for `step`."""
-        with self._lock:
-            for request in moved:
-                chunk = self._writer.chunk(request)
-                own = self._requests[request.prompt_index]
-                self._mail.get(request.prompt_index, self._unclaimed).append(chunk)
-                if all(each.is_finished for each in own):
-                    del self._requests[request.prompt_index]
-                    self._totals.add(own, self._started_at)
-                    if request.prompt_index in self._left:
-                        self._forget_stream(request.prompt_index)
+        for samples in self._outbox.hand_out(moved):
+            self._totals.add(samples, self._started_at)
 
-    def _open(
-        self, prompt: Prompt, sampling: SamplingParams | None, arguments: dict[str, Any]
-    ) -> int:
-        prompt = self._token_ids(prompt)  # outside the lock
-        with self._lock:
-            request_id = self.add(prompt, sampling, **arguments)
-            self._mail[request_id] = []
-            return request_id
+    def _end_lost(self, error: str) -> None:
+        """Ends the requests that the loop no longer has, after an exception, and hands them out.
+
+        Nobody is to wait for what does not come.
+        """
+        waiting = set(self._new)
+        lost = [each for each in self._outbox.unended() if each not in waiting]
+        for request in lost:
+            if not request.is_finished:
+                request.error = error
+                request.end("error")
+        self._hand_out(lost)
 
     def _take_mail(self, request_id: int) -> tuple[list[Chunk], bool]:
         """Returns the chunks of a streamed request, and whether they are its last."""
-        with self._lock:
-            chunks, self._mail[request_id] = self._mail[request_id], []
-            return chunks, request_id not in self._requests
+        with self._turns.tables():
+            return self._outbox.take_mail(request_id)
 
-    def _close_stream(self, request_id: int) -> None:
-        with self._lock:
-            self._left.add(request_id)
-            if request_id not in self._requests:
-                self._forget_stream(request_id)
-        self.abort(request_id)
+    def _leave(self, request_id: int) -> None:
+        """Ends a stream that nobody reads any more; may be called at any point of the program."""
+        self._to_end.append(_Ending(request_id, is_left=True))
+        self._turns.tidy()
 
-    def _forget_stream(self, request_id: int) -> None:
-        self._left.discard(request_id)
-        self._mail.pop(request_id, None)
+
+class _Ending(NamedTuple):
+    """A request that somebody wants to end."""
+
+    request_id: int
+    is_left: bool = False  # and nobody reads what it still has to say
 
 
 class _Totals:

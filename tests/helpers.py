@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ngram_match import ngram_match
+from specjax.cache.paged import NO_PAGE
 from specjax.config import EngineConfig
 from specjax.drafters import ngram
 from specjax.drafters.base import NOT_KEPT, Draft, Drafter
@@ -18,6 +19,7 @@ from specjax.models.architectures import architecture_of
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.layers import dense_causal_attention
 from specjax.seeded_noise import gumbel_noise
+from specjax.serving import Engine
 from specjax.trees.best_first import best_first
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import Proposal
@@ -299,3 +301,34 @@ def match_by_loop(text: list[int], min_match: int, max_match: int) -> int | None
             if text[start : start + size] == suffix:
                 return start + size
     return None
+
+
+def assert_engine_is_empty(engine: Engine) -> None:
+    """Asserts that an engine keeps nothing of requests that are over: pages, queues, chunks.
+
+    All of them must be over, and their chunks fetched. Pages may be kept for prefixes, by
+    no holder. What the device still works on for rows that ended is read back first.
+    """
+    assert not engine.has_work
+    loop = engine._loop
+    assert loop is not None, "a closed engine has nothing to look at"
+    while loop.has_work:
+        assert engine.step() == []
+    engine._outbox.check_is_empty()
+    assert not engine._new
+    assert not engine._to_end
+    assert not engine._turns._line
+    assert not loop._flights
+    assert not loop._deadlines
+    scheduler = loop.scheduler
+    assert scheduler.rows == [None] * len(scheduler.rows)
+    assert not scheduler.waiting._heap
+    assert not scheduler.waiting._waiting
+    assert not scheduler._prefilling
+    assert np.all(scheduler.block_table == NO_PAGE)
+    for name, figures in vars(scheduler.table).items():
+        assert not figures.any(), f"{name} of an empty row: {figures}"
+    scheduler.check()
+    for pool in scheduler.pools:
+        assert not pool._num_holders.any()
+        assert pool.num_free == pool.num_pages

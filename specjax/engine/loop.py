@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import heapq
@@ -50,6 +51,7 @@ PATIENCE = 8
 MOST_STALE = 64  # entries of ended requests among the deadlines, beyond as many as wait
 MOST_RECORDS = 10_000  # of bursts that are remembered
 ENDLESS = 10**6  # steps to come while requests wait
+INTERRUPTED = "the engine was interrupted: {error!r}."  # Request.error
 BESIDE_PROMPTS = Decision(num_speculative_tokens=0, reason="prompts")
 
 
@@ -135,8 +137,6 @@ class Loop:
             drafter_name or type(decoder.drafter).__name__, decoder.sizes.rows
         )
         self._on_progress = on_progress
-        # Advanced or ended by the step that raised the last exception.
-        self.abandoned: list[Request] = []
         self._begin()
 
     def check(self, request: Request) -> None:
@@ -178,6 +178,7 @@ class Loop:
         elif not self.scheduler.waiting.remove(request):
             return False
         request.end(reason)
+        self._drop_deadlines()
         return True
 
     def take_params(self, params: DecoderParams, *, is_new: bool = True) -> None:
@@ -201,7 +202,7 @@ class Loop:
 
     def abandon(self) -> None:
         """Drops whoever waits or runs, as an interruption may have left them."""
-        self._abandon(RuntimeError("an earlier call was interrupted"), [])
+        self._abandon(RuntimeError("an earlier call was interrupted"))
 
     def forget(self) -> None:
         """Empties rows, pages and the drafter's state; keeps what was learned of speed."""
@@ -224,9 +225,9 @@ class Loop:
         """
         try:
             while self._flights:
-                self._read()
+                self._read([])
         except BaseException as error:
-            self._abandon(error, [])
+            self._abandon(error)
             raise
         running = [row.request for row in self.scheduler.occupied]
         for row in self.scheduler.occupied:
@@ -241,6 +242,7 @@ class Loop:
 
     def score(self, history, num_tokens, sampling: RowSampling) -> Scores:
         """Returns how likely texts are; arguments as of Decoder.score. Rows that run are not touched."""
+        self._ensure_state()
         try:
             self._state, scores = self.decoder.score(
                 self.params, self._state, history, num_tokens, sampling
@@ -266,6 +268,10 @@ class Loop:
 
         Returns:
           The requests that were advanced or ended.
+
+        Raises:
+          Exception: what could not be mended. Every request that waited or ran has ended
+            with "error" then, and new ones may come.
         """
         # The decoder may serve other loops in turn, and outlive this one.
         report = self._on_progress
@@ -274,18 +280,25 @@ class Loop:
         compiled_before = decoder.compile_s
         moved: list[Request] = []
         try:
+            self._ensure_state()
             moved += self._end_overdue()
             self._admit()
             num_before = len(self._flights)
             self._send(max_burst_steps)
             num_sent = len(self._flights) - num_before
             while len(self._flights) > num_sent:
-                moved += self._read()
+                self._read(moved)
         except BaseException as error:
-            if not self._begin_again(error):
-                self._abandon(error, moved)
+            goes_on = False
+            try:
+                goes_on = self._begin_again(error)
+            finally:
+                if not goes_on:
+                    self._abandon(error)
+            if not goes_on:
                 raise
             moved += self._end_unfit()
+        self._drop_deadlines()
         compiled = decoder.compile_s - compiled_before
         self.compile_s += compiled
         self.run_s += time.perf_counter() - start - compiled
@@ -296,7 +309,6 @@ class Loop:
         # There may be no room for the old state and the new one.
         self._state: Any = None
         self._flights: collections.deque[Flight] = collections.deque()
-        self._state = self._new_state()
         self.scheduler = Scheduler(
             self.decoder.sizes,
             self.decoder.num_shards,
@@ -304,7 +316,6 @@ class Loop:
             counts_worst_case=self.decoder.engine_config.gate == "worst_case",
             most_batch_tokens=self._most_tokens,
             shares_prefixes=self.decoder.engine_config.prefix_caching,
-            needs_drafter=bool(jax.tree.leaves(self._state.drafter)),
         )
         self._num_prompt_tokens = 0  # of those rows that are being prefilled
         self._done_at = 0.0  # time.perf_counter() when the last burst was
@@ -315,6 +326,15 @@ class Loop:
         if getattr(self.decoder.drafter, "takes_text", False):
             self._feed = TextFeed(self.decoder.sizes.rows)
         self._was_prefill = False
+        # Last, because the device may fail: the tables of the host are in order then.
+        self._ensure_state()
+
+    def _ensure_state(self) -> None:
+        """Makes the device's state where there is none: at the start, or after an error took it."""
+        if self._state is None:
+            self._state = self._new_state()
+            drafter = jax.tree.leaves(self._state.drafter)
+            self.scheduler.needs_drafter = bool(drafter)
 
     def _new_state(self) -> DecodeState:
         if self.faults.is_drafter_off:
@@ -331,7 +351,8 @@ class Loop:
         if self.faults.is_drafter_off:
             return
         self.params = DecoderParams(self.params.target)
-        self._state = without_drafter(self._state)
+        if self._state is not None:
+            self._state = without_drafter(self._state)
         self.scheduler.needs_drafter = False
         self.faults.turn_drafter_off(reason)
 
@@ -384,11 +405,14 @@ class Loop:
         """Empties all rows and pages; whoever ran waits."""
         waiting, deadlines = self.scheduler.waiting, self._deadlines
         running = [row.request for row in self.scheduler.occupied]
-        self._begin()
-        self.scheduler.waiting, self._deadlines = waiting, deadlines
-        for request in running:
-            request.num_preemptions += 1
-            waiting.push(request)
+        try:
+            self._begin()
+        finally:
+            self.scheduler.waiting, self._deadlines = waiting, deadlines
+            for request in running:
+                if not request.is_finished:
+                    request.num_preemptions += 1
+                    waiting.push(request)
 
     def _end_unfit(self) -> list[Request]:
         """Ends the requests that wait and will never fit, where pages have become fewer."""
@@ -403,16 +427,19 @@ class Loop:
                 ended.append(request)
         return ended
 
-    def _abandon(self, error: BaseException, moved: list[Request]) -> None:
-        """Ends every request after an exception, and starts afresh: the device's state is lost."""
+    def _abandon(self, error: BaseException) -> None:
+        """Ends every request after an exception, and starts afresh: the device's state is lost.
+
+        Where the device cannot give a new one either, the next step asks for it again.
+        """
         running = [row.request for row in self.scheduler.occupied]
-        everybody = [*moved, *running, *self.scheduler.waiting.all()]
-        self.abandoned = list(dict.fromkeys(everybody))
-        for request in self.abandoned:
+        for request in [*running, *self.scheduler.waiting.all()]:
             if not request.is_finished:
-                request.error = f"the engine was interrupted: {error!r}."
+                request.error = INTERRUPTED.format(error=error)
                 request.end("error")
-        self._begin()
+        # What follows must not hide the first error.
+        with contextlib.suppress(Exception):
+            self._begin()
 
     def _row_of(self, request: Request) -> Row | None:
         rows = self.scheduler.occupied
@@ -426,6 +453,11 @@ class Loop:
             if self.abort(request, "deadline"):
                 ended.append(request)
         return ended
+
+    def _drop_deadlines(self) -> None:
+        """Drops the deadlines of requests that ended in time, once nobody else has one."""
+        if not len(self.scheduler.waiting) and not self.scheduler.occupied:
+            self._deadlines.clear()
 
     def _admit(self) -> None:
         steps = self.decoder.sizes.burst_steps
@@ -747,8 +779,8 @@ class Loop:
         while (pieces := self._feed.next_pieces(self.scheduler.rows)) is not None:
             self._state = self.decoder.remember(self._state, pieces)
 
-    def _read(self) -> list[Request]:
-        """Reads back the burst that was sent first; returns the requests it advanced."""
+    def _read(self, moved: list[Request]) -> None:
+        """Reads back the burst that was sent first; adds the requests it advanced to `moved`."""
         flight, scheduler = self._flights.popleft(), self.scheduler
         assert flight.report is not None
         assert flight.done_at is not None
@@ -769,6 +801,7 @@ class Loop:
         scheduler.land(own, flight.growth, flight.least)
         requests = {place: row.request for place, row in rows.items()}
         collect(flight.report, num_steps, requests)
+        moved += requests.values()  # before what may fail: some have ended by now
         if num_steps:
             drafter_lengths = np.asarray(flight.report.drafter_lengths)[num_steps - 1]
             for place, row in rows.items():
@@ -777,7 +810,6 @@ class Loop:
         fault = np.max(np.asarray(flight.report.drafter_fault)[:num_steps], initial=0)
         if fault:
             self._turn_drafter_off(what_it_proposed(int(fault)))
-        return list(requests.values())
 
     def _observe(
         self,

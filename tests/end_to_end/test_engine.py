@@ -3,10 +3,12 @@
 import asyncio
 import dataclasses
 import gc
+import threading
 import weakref
 
 import numpy as np
 import pytest
+from helpers import assert_engine_is_empty
 
 import specjax
 from specjax.config import EngineConfig, SamplingParams
@@ -191,7 +193,7 @@ def test_what_happens_to_a_stream_while_it_is_read(make, plain):
         assert engine.abort(1)
         *_, last = stream
         assert last.finish_reason == "abort"
-        assert not engine._mail
+        engine._outbox.check_is_empty()
 
 
 def test_an_exception_ends_the_requests_and_leaves_an_engine(make, plain, monkeypatch):
@@ -213,6 +215,287 @@ def test_an_exception_ends_the_requests_and_leaves_an_engine(make, plain, monkey
         assert "KeyboardInterrupt" in completion.error
         second = engine.add(other, SAMPLING)
         assert drain(engine)[second][0].token_ids == plain(other)
+
+
+TWINS = dataclasses.replace(SAMPLING, n=2, max_tokens=8, temperature=0)
+
+
+def end_by_length(engine):
+    request = engine.add([1, 2], TWINS)
+    return drain(engine)[request]
+
+
+def end_by_abort(engine):
+    request = engine.add([1, 2], TWINS)
+    engine.step()
+    assert engine.abort(request)
+    return drain(engine)[request]
+
+
+def end_by_deadline(engine):
+    request = engine.add([1, 2], TWINS, deadline_s=0.0)
+    return drain(engine)[request]
+
+
+def end_by_leaving(engine):
+    stream = engine.stream([1, 2], dataclasses.replace(TWINS, max_tokens=80))
+    next(stream)
+    stream.close()
+    return []
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (end_by_length, "length"),
+        (end_by_abort, "abort"),
+        (end_by_deadline, "deadline"),
+        (end_by_leaving, None),
+    ],
+)
+def test_samples_that_end_in_one_step(make, plain, end, reason):
+    """They are over together, and whoever comes after them gets all of its own."""
+    with make() as engine:
+        beside = engine.stream([3, 4], SAMPLING)
+        next(beside)
+        before = engine.stats.num_prompts
+        completions = end(engine)
+        assert [c.finish_reason for c in completions] == [reason] * (2 if reason else 0)
+        assert len({tuple(c.token_ids) for c in completions}) <= 1
+        *_, last = beside
+        assert last.completion.token_ids == plain([3, 4])
+        assert engine.stats.num_prompts == before + 2
+        assert_engine_is_empty(engine)
+
+
+def test_closing_ends_samples_and_streams(make):
+    engine = make()
+    engine.add([1, 2], TWINS)
+    stream = engine.stream([3, 4], dataclasses.replace(TWINS, max_tokens=80))
+    next(stream)
+    loop = weakref.ref(engine._loop)
+    engine.close()
+    gc.collect()
+    assert loop() is None
+    assert not engine.has_work
+    reasons = [chunk.finish_reason for chunk in stream]
+    assert reasons.count("abort") == 2
+    engine._outbox.check_is_empty()
+    assert engine.stats.num_prompts == 2
+
+
+def test_an_error_in_a_step_is_raised_and_ends_all_samples(make, plain, monkeypatch):
+    with make() as engine:
+        twins, other = engine.add([1, 2], TWINS), engine.add([3, 4], SAMPLING)
+        engine.step()
+
+        def fail(moved):
+            read(moved)  # requests may have ended by then
+            raise RuntimeError("as it is")
+
+        read = engine._loop._read
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._loop, "_read", fail)
+            with pytest.raises(RuntimeError, match=r"^as it is$"):
+                drain(engine)
+        done = drain(engine)
+        assert [len(done[twins]), len(done[other])] == [2, 1]
+        for completion in (*done[twins], *done[other]):
+            assert completion.finish_reason in ("length", "error")
+        assert "as it is" in done[other][0].error
+        assert_engine_is_empty(engine)
+        again = engine.add([3, 4], SAMPLING)
+        assert drain(engine)[again][0].token_ids == plain([3, 4])
+
+
+def test_an_interrupt_before_a_step_began_keeps_nothing(make, monkeypatch):
+    """It may come anywhere: in the loop before it could clean up after itself."""
+    with make() as engine:
+        engine.add([1, 2], TWINS)
+        engine.step()
+
+        def interrupt(max_burst_steps):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._loop, "step", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+        assert not engine._loop.has_work
+        done = drain(engine)
+        assert ["KeyboardInterrupt" in c.error for c in done[0]] == [True, True]
+        assert_engine_is_empty(engine)
+
+
+def test_a_reader_that_raises_ends_its_own_request_alone(make, plain):
+    one, other = prompts(2)
+    with make() as engine:
+        beside = engine.add(other, SAMPLING)
+        with pytest.raises(ZeroDivisionError):
+            [1 / 0 for _ in engine.stream(one, SAMPLING)]
+        assert drain(engine)[beside][0].token_ids == plain(other)
+        assert_engine_is_empty(engine)
+
+
+def test_a_stream_that_is_lost_in_a_step_ends_after_it(make, plain):
+    """The garbage collector closes it in the middle of anything."""
+    one, other = prompts(2)
+    with make() as engine:
+        beside = engine.add(other, SAMPLING)
+        streams = [engine.stream(one, SAMPLING)]
+        next(streams[0])
+
+        def lose(moved):
+            streams.clear()
+            assert engine._to_end, "it waits for the end of the step"
+            assert len(engine._loop.scheduler.occupied) == 2
+            read(moved)
+
+        read, engine._loop._read = engine._loop._read, lose
+        engine.step()
+        engine._loop._read = read
+        assert len(engine._loop.scheduler.occupied) == 1
+        assert drain(engine)[beside][0].token_ids == plain(other)
+        assert_engine_is_empty(engine)
+
+
+def test_a_progress_function_may_abort_and_may_fail(make, plain):
+    (prompt,) = prompts(1)
+    told = []
+
+    def progress(what, done, total):
+        told.append(what)
+        if what == "prefill":
+            engine.abort(1)
+            engine.step()  # within a step
+
+    with make(progress=progress) as engine:
+        first, second = engine.add(prompt, SAMPLING), engine.add(prompt, SAMPLING)
+        with pytest.warns(UserWarning, match="from within a step, as by a progress"):
+            done = drain(engine)
+        assert done[first][0].token_ids == plain(prompt)
+        assert done[second][0].finish_reason == "abort"
+        assert told.count("prefill") == 1
+        assert_engine_is_empty(engine)
+
+
+@pytest.mark.parametrize(
+    "call", [specjax.generate, lambda *a, **named: specjax.stream(*a, **named).result()]
+)
+def test_a_progress_function_that_fails_ends_no_request(target, plain, call):
+    def progress(what, done, total):
+        if what != "loading":
+            raise OSError("disk full")
+
+    with pytest.warns(UserWarning, match="progress function raised OSError") as caught:
+        out = call(
+            target, prompts(3), sampling=SAMPLING, engine=ENGINE, progress=progress
+        )
+    assert len(caught) == 1
+    assert [each.token_ids for each in out] == list(map(plain, prompts(3)))
+
+
+def test_an_interrupt_in_a_progress_function_is_one(make):
+    def progress(what, done, total):
+        if what == "prefill":
+            raise KeyboardInterrupt
+
+    with make(progress=progress) as engine:
+        request = engine.add(prompts(1)[0], SAMPLING)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+        assert "KeyboardInterrupt" in drain(engine)[request][0].error
+        assert_engine_is_empty(engine)
+
+
+def test_a_stream_that_waits_for_a_row_holds_no_other_up(make):
+    """Chunks come as bursts are over, not once the other has got something."""
+    num_bursts = {0: [], 1: []}
+    long = dataclasses.replace(SAMPLING, max_tokens=100, speculate=False)
+
+    async def read(engine, name):
+        async for _ in engine.astream([1 + name, 2], long):
+            num_bursts[name].append(len(engine._loop.records))
+
+    async def both(engine):
+        await asyncio.gather(read(engine, 0), read(engine, 1))
+
+    with make(dataclasses.replace(ENGINE, max_rows=1)) as engine:
+        asyncio.run(both(engine))
+        assert_engine_is_empty(engine)
+    # Of 25 bursts; two may come at once where a thread was slow.
+    assert all(len(set(own)) > 9 for own in num_bursts.values()), num_bursts
+
+
+def test_a_task_that_is_cancelled_ends_its_request_alone(make, plain):
+    one, other = prompts(2)
+
+    async def read(engine, prompt, has_begun):
+        tokens = []
+        async for chunk in engine.astream(prompt, SAMPLING):
+            has_begun.set()
+            tokens += chunk.token_ids
+        return tokens
+
+    async def cancel_one(engine):
+        has_begun = asyncio.Event()
+        task = asyncio.create_task(read(engine, one, has_begun))
+        beside = asyncio.create_task(read(engine, other, asyncio.Event()))
+        await has_begun.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return await beside
+
+    with make() as engine:
+        assert asyncio.run(cancel_one(engine)) == plain(other)
+        while engine.has_work:
+            engine.step()
+        assert_engine_is_empty(engine)
+
+
+def test_an_engine_may_close_while_tasks_and_threads_read(make):
+    long = dataclasses.replace(SAMPLING, max_tokens=100)
+    reasons, has_begun = [], threading.Semaphore(0)
+
+    def read(engine, prompt):
+        for chunk in engine.stream(prompt, long):
+            has_begun.release()
+            reasons.append(chunk.finish_reason)
+
+    async def read_beside(engine, prompt):
+        async for chunk in engine.astream(prompt, long):
+            has_begun.release()
+            reasons.append(chunk.finish_reason)
+
+    engine = make()
+    threads = [
+        threading.Thread(target=read, args=(engine, [1])),
+        threading.Thread(target=lambda: asyncio.run(read_beside(engine, [2]))),
+    ]
+    for thread in threads:
+        thread.start()
+    for _ in range(4):
+        assert has_begun.acquire(timeout=60)
+    engine.close()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    ended = [reason for reason in reasons if reason is not None]
+    assert len(ended) == 2
+    assert set(ended) <= {"abort", "length"}
+    engine._outbox.check_is_empty()
+
+
+def test_figures_stay_what_they_were_when_asked_for(make):
+    with make() as engine:
+        engine.add([1, 2], TWINS)
+        drain(engine)
+        stats = engine.stats
+        before = dataclasses.asdict(stats.acceptance)
+        engine.add([3, 4], TWINS)
+        drain(engine)
+        assert dataclasses.asdict(stats.acceptance) == before
 
 
 def test_a_closed_engine_keeps_no_pages(make):

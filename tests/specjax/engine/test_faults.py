@@ -1,5 +1,7 @@
 """The loop goes on without what failed: a drafter, a K, a row bucket, mixed steps."""
 
+import warnings
+
 import jax
 import pytest
 from fake_decoder import FakeDecoder
@@ -243,3 +245,116 @@ def test_a_bucket_with_fewer_slots_than_one_that_did_not_fit_may():
     assert not faults.is_dropped(Bucket(4, 4, 4))
     assert not faults.is_dropped(Bucket(4, 2))
     assert not faults.is_dropped(Bucket(8, 4, 8))
+
+
+def test_a_device_that_has_no_room_for_a_new_state_hides_no_error(monkeypatch):
+    """The first error is raised, and the next step asks for a state again."""
+    monkeypatch.setattr(FaultyDecoder, "drafter", NoDrafter())
+    decoder = FaultyDecoder(rows=2, breaks_at=2)
+    engine, requests = start(decoder, [60, 50, 40], policy=Fixed(0))
+    lost = jax.errors.JaxRuntimeError("INTERNAL: the device is lost")
+
+    def fail(**arguments):
+        raise lost
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decoder, "init", fail)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="it broke"):
+            finish(engine, requests)
+        assert [request.finish_reason for request in requests] == ["error"] * 3
+        assert all("it broke" in request.error for request in requests)
+        assert not engine.has_work
+        later = make_request(9, [9], 5)
+        engine.add(later)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="device is lost"):
+            engine.step()
+        assert later.finish_reason == "error"
+        assert not engine.has_work
+    last = make_request(8, [8], 5)
+    engine.add(last)
+    finish(engine, [last])
+
+
+def test_requests_end_where_nothing_can_begin_again(monkeypatch):
+    """The device fails with a drafter, and once more for a state without one."""
+    decoder = FaultyDecoder(rows=2, breaks_at=2)
+    engine, requests = start(decoder, [60, 50, 40], policy=Fixed(0))
+
+    def fail(**arguments):
+        raise jax.errors.JaxRuntimeError("INTERNAL: the device is lost")
+
+    monkeypatch.setattr(decoder, "init", fail)
+    engine.step()
+    engine.step()
+    with (
+        pytest.warns(UserWarning, match="a step failed on the device"),
+        pytest.raises(jax.errors.JaxRuntimeError, match="device is lost") as caught,
+    ):
+        engine.step()
+    assert "it broke" in str(caught.value.__context__)
+    assert [request.finish_reason for request in requests] == ["error"] * 3
+    assert not engine.has_work
+
+
+def test_requests_wait_on_where_a_restart_fails(monkeypatch):
+    """Memory runs out in a burst, and again for the state after it; nobody is forgotten."""
+    decoder = FaultyDecoder(rows=2)
+    fewer = iter([decoder, decoder])
+    engine, requests = start(
+        decoder, [60, 50, 20], fewer_pages=lambda decoder: next(fewer, None)
+    )
+    engine.step()
+    full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
+
+    def fails_once(name):
+        work = getattr(decoder, name)
+
+        def fail(*arguments, **sizes):
+            monkeypatch.setattr(decoder, name, work)
+            raise full
+
+        monkeypatch.setattr(decoder, name, fail)
+
+    fails_once("burst")
+    fails_once("init")
+    finish(engine, requests)
+    assert next(fewer, None) is None, "both were asked for"
+    assert [request.num_preemptions for request in requests] == [1, 1, 0]
+
+
+@pytest.mark.parametrize("where", ["_update", "_observe"])
+def test_a_request_that_ended_as_a_step_failed_is_told_of_and_not_run_again(
+    monkeypatch, where
+):
+    """Before or after its row was released."""
+    decoder = FaultyDecoder(rows=2)
+    engine, (short, long) = start(decoder, [3, 40], policy=Fixed(0))
+    work, moved = getattr(engine, where), []
+
+    def fail(*arguments):
+        if short.is_finished and not moved:
+            raise jax.errors.JaxRuntimeError("INTERNAL: it broke")
+        work(*arguments)
+
+    monkeypatch.setattr(engine, where, fail)
+    while not short.is_finished:
+        with warnings.catch_warnings(action="ignore"):  # the drafter is turned off
+            moved += engine.step()
+    assert short in moved
+    assert short.num_preemptions == 0
+    assert long.num_preemptions == 1
+    finish(engine, [short, long])
+
+
+def test_nobody_keeps_the_deadlines_of_requests_that_are_over():
+    decoder = FaultyDecoder(rows=2)
+    engine, _ = start(decoder, [])
+    requests = [make_request(n, [n], 5, deadline=1e12) for n in range(1, 5)]
+    for request in requests:
+        engine.add(request)
+    finish(engine, requests)
+    assert not engine._deadlines
+    waits = make_request(9, [9], 5, deadline=1e12)
+    engine.add(waits)
+    assert engine.abort(waits)
+    assert not engine._deadlines

@@ -748,7 +748,7 @@ def test_an_interruption_leaves_nothing(at, monkeypatch):
             raise KeyboardInterrupt
         return step(self, *arguments)
 
-    def unreadable(self):
+    def unreadable(self, moved):
         raise KeyboardInterrupt
 
     other = moved(target().params)
