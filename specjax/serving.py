@@ -292,7 +292,9 @@ class Engine:
 
     def _made(self, prompt: Prompt, sampling: SamplingParams | None) -> list[Request]:
         """Returns the samples of one prompt, every one of which can be served."""
-        requests, refused = self._setup.requests(as_list([prompt]), sampling)
+        requests, refused = self._setup.requests(
+            as_list([prompt]), sampling, num_before=self._num_added
+        )
         if refused:
             raise ValueError(refused[0].error.removeprefix("prompt 0: "))
         allowed = set(self._setup.drafter.effective_rules(self._rules))
