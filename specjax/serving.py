@@ -30,6 +30,7 @@ from specjax.progress import Progress, Report
 from specjax.requests import Prompt, as_list
 from specjax.results import Chunk, ChunkWriter, GenerationStats, lossy_rule
 from specjax.setup import Setup, keep_costs
+from specjax.surroundings import entrance
 
 
 class Engine:
@@ -49,6 +50,7 @@ class Engine:
     Methods may be called from several threads.
     """
 
+    @entrance("specjax.Engine")
     def __init__(
         self,
         target: Model | str | os.PathLike[str],
@@ -310,6 +312,7 @@ class Engine:
             self._running_loop.check(request)
         return requests
 
+    @entrance("a step of specjax.Engine")
     def _advance(self, max_burst_steps: int | None) -> None:
         with self._stepping:
             loop = self._running_loop

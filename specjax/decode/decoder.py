@@ -32,6 +32,7 @@ from specjax.drafters.history import Pieces
 from specjax.drafters.spec import DrafterSpec
 from specjax.models.base import ModelConfig
 from specjax.sampling import RowSampling
+from specjax.surroundings import in_own_settings
 from specjax.types import BY_LAW, DecoderParams, Plan
 
 
@@ -445,6 +446,7 @@ class Decoder:
             sharding.replicated_specs(params.drafter),
         )
 
+    @in_own_settings
     def _call(
         self,
         key: tuple,

@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.hf_config import read_config
 from specjax.models.safetensors import open_folder
+from specjax.surroundings import entrance
 from specjax.tokenization import Tokenizer
 
 _DEMO_WEIGHTS = Path(__file__).resolve().parents[1] / "demo" / "weights"
@@ -33,6 +34,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MOST_NAMES_LISTED = 10
 
 
+@entrance("specjax.load_model")
 def load_model(
     path: str | os.PathLike[str],
     *,
