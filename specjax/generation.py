@@ -28,11 +28,13 @@ from specjax.results import (
     self_check_of,
 )
 from specjax.setup import Setup, acceptance_kind
+from specjax.surroundings import entrance
 
 # Streaming reads back after this many steps: a few tokens at once, and little waiting.
 STREAM_BURST_STEPS = 2
 
 
+@entrance("specjax.generate")
 def generate(
     target: Model | str | os.PathLike[str],
     prompts: Prompt | Sequence[Prompt],
@@ -99,6 +101,7 @@ def generate(
     return stream_.result()
 
 
+@entrance("specjax.stream")
 def stream(
     target: Model | str | os.PathLike[str],
     prompts: Prompt | Sequence[Prompt],

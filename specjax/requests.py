@@ -92,11 +92,15 @@ def make_requests(
     speculation: SpeculationConfig,
     drafter: LoadedDrafter,
     engine_config: EngineConfig,
+    *,
+    num_before: int = 0,
 ) -> tuple[list[Request], list[Refused]]:
     """Returns the valid requests, n per prompt, and those refused.
 
     Args:
       sampling: one per prompt; in place of parameters that could not be made, why.
+      num_before: prompts that share rows with these and came earlier: where prompts of one
+        seed need noise of their own, prompt i has that of number num_before + i.
     """
     requests: list[Request] = []
     refused: list[Refused] = []
@@ -109,7 +113,14 @@ def make_requests(
             if not isinstance(params, SamplingParams):
                 raise ValueError(f"sampling holds {params!r}; expected SamplingParams.")
             made = _of_prompt(
-                target, index, prompt, params, speculation, drafter, engine_config
+                target,
+                index,
+                prompt,
+                params,
+                speculation,
+                drafter,
+                engine_config,
+                noise_number=num_before + index,
             )
             requests.extend(made)
             if cut is None and _is_cut(made[0]):
@@ -156,6 +167,8 @@ def _of_prompt(
     speculation: SpeculationConfig,
     drafter: LoadedDrafter,
     engine_config: EngineConfig,
+    *,
+    noise_number: int,
 ) -> list[Request]:
     """Returns the n requests of one prompt."""
     config = target.config
@@ -198,7 +211,7 @@ def _of_prompt(
     if speculation.max_drafts_per_step is not None and number in BY_LAW:
         # What is verified of a row follows from its neighbours' draws, which must not be
         # its own: a seed that prompts share gives each of them noise of its own.
-        own_seed = derive_seed(seed, index)
+        own_seed = derive_seed(seed, noise_number)
     return [
         Request(
             prompt_index=index,

@@ -32,6 +32,7 @@ from specjax.progress import Progress, Report
 from specjax.requests import Prompt, as_list, token_ids
 from specjax.results import Chunk, GenerationStats, lossy_rule
 from specjax.setup import Setup
+from specjax.surroundings import entrance
 from specjax.turns import Turns
 
 
@@ -52,6 +53,7 @@ class Engine:
     Methods may be called from several threads.
     """
 
+    @entrance("specjax.Engine")
     def __init__(
         self,
         target: Model | str | os.PathLike[str],
@@ -294,7 +296,9 @@ class Engine:
 
     def _made(self, prompt: Prompt, sampling: SamplingParams | None) -> list[Request]:
         """Returns the samples of one prompt, every one of which can be served."""
-        requests, refused = self._setup.requests([prompt], sampling)
+        requests, refused = self._setup.requests(
+            [prompt], sampling, num_before=self._num_added
+        )
         if refused:
             raise ValueError(refused[0].error.removeprefix("prompt 0: "))
         allowed = set(self._setup.drafter.effective_rules(self._rules))
@@ -336,6 +340,7 @@ class Engine:
             self._new += requests
             return request_id
 
+    @entrance("a step of specjax.Engine")
     def _advance(self, max_burst_steps: int | None) -> None:
         """Steps once, if there is anything to do; in a turn."""
         with self._turns.tables():

@@ -316,9 +316,9 @@ class Setup:
         return MemoryWatch(self._devices, planned)
 
     def requests(
-        self, prompts: Sequence[Any], sampling: Any
+        self, prompts: Sequence[Any], sampling: Any, *, num_before: int = 0
     ) -> tuple[list[Request], list[Refused]]:
-        """Returns the valid requests, n per prompt, and those refused."""
+        """Returns the valid requests, n per prompt, and those refused; see make_requests."""
         return make_requests(
             self.target,
             prompts,
@@ -326,6 +326,7 @@ class Setup:
             self.speculation,
             self.drafter,
             self.engine,
+            num_before=num_before,
         )
 
     def standing_sizes(self) -> Sizes:

@@ -9,6 +9,7 @@ ids, and its own heads. Partial sums and logits cross the mesh, pages never do.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from pallas_kernels.implementations import (
     target_platform,
 )
 from specjax.models.base import ModelConfig
+from specjax.surroundings import own_settings
 
 DATA, TENSOR = "data", "tensor"
 
@@ -101,12 +103,18 @@ def automatic(mesh: Mesh | None) -> Mesh | None:
     return None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
 
 
-def lowered(mesh: Mesh | None) -> contextlib.AbstractContextManager[None]:
-    """Returns the context in which ops and page shapes are for a mesh's devices; None: the default."""
-    if mesh is None:
-        return lowered_for(target_platform(), target_kind())
-    device = mesh.devices.flat[0]
-    return lowered_for(device.platform, device.device_kind)
+@contextlib.contextmanager
+def lowered(mesh: Mesh | None) -> Iterator[None]:
+    """The context of tracing: ops and page shapes are for a mesh's devices; None: the default.
+
+    Whatever the program has set in jax, steps are those of specjax's own settings.
+    """
+    platform, kind = target_platform(), target_kind()
+    if mesh is not None:
+        device = mesh.devices.flat[0]
+        platform, kind = device.platform, device.device_kind
+    with own_settings(), lowered_for(platform, kind):
+        yield
 
 
 def tensor_axis(mesh: Mesh | None) -> str | None:

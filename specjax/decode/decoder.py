@@ -34,6 +34,7 @@ from specjax.drafters.history import Pieces
 from specjax.drafters.spec import DrafterSpec, NoDrafter
 from specjax.models.base import ModelConfig
 from specjax.sampling import RowSampling
+from specjax.surroundings import in_own_settings
 from specjax.types import BY_LAW, DecoderParams, Plan
 
 
@@ -308,6 +309,7 @@ class Decoder:
         inputs = jax.tree.map(_shape_of, (state, params, self._plan_shapes(bucket)))
         specs = self._burst_specs(params, inputs[2])
 
+        @in_own_settings  # of the thread that this runs in
         def make(goes_on: Callable[[], bool]) -> None:
             function = self._burst_function(bucket)
             self._make(key, function, *inputs, goes_on=goes_on, **specs)
@@ -598,6 +600,7 @@ class Decoder:
             sharding.replicated_specs(params.drafter),
         )
 
+    @in_own_settings
     def _call(
         self,
         key: tuple,

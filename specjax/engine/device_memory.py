@@ -64,7 +64,7 @@ def bytes_on(device: Any, arrays: Any) -> int:
     return sum(
         shard.data.nbytes
         for leaf in leaves
-        if isinstance(leaf, jax.Array)
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted()
         for shard in leaf.addressable_shards
         if shard.device == device
     )

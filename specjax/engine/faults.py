@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from typing import Any
+
+import jax
 
 from specjax.bucket import Bucket
 from specjax.decode.decoder import TooLarge
@@ -18,6 +21,34 @@ _WHAT_IT_PROPOSED = {
 }
 
 
+class LostWeights(RuntimeError):
+    """Weights of the target were deleted while requests needed them."""
+
+    def __init__(self, names: list[str]):
+        super().__init__(
+            f"the target's {_were_deleted(names)}; keep the arrays while requests run, or go "
+            "on with those that came out of that function."
+        )
+
+
+def lost_weights(params: Any) -> list[str]:
+    """Returns the names of the arrays that were deleted."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+    return [
+        jax.tree_util.keystr(path)
+        for path, leaf in leaves
+        if isinstance(leaf, jax.Array) and leaf.is_deleted()
+    ]
+
+
+def _were_deleted(names: list[str]) -> str:
+    others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"weights {names[0]}{others} were deleted, as donating them to another function "
+        "does"
+    )
+
+
 @dataclasses.dataclass
 class Faults:
     """What was dropped, each with one warning.
@@ -29,6 +60,9 @@ class Faults:
     num_rows: int  # of the decoder
     is_drafter_off: bool = False
     has_mixed: bool = True  # whether prompts may be fed beside rows that decode
+    _unsaid: str | None = (
+        None  # why the drafter is off, while no request asked for drafts
+    )
     _dropped: set[Bucket] = dataclasses.field(default_factory=set)
 
     def is_dropped(self, bucket: Bucket) -> bool:
@@ -42,15 +76,36 @@ class Faults:
             for dropped in self._dropped
         )
 
+    def lose_drafter(self, names: list[str], *, is_missed: bool) -> None:
+        """Drafts nothing from now on, since weights of the drafter were deleted.
+
+        Args:
+          names: of the weights.
+          is_missed: whether a request asks for drafts. If not, the first that does is told.
+        """
+        if is_missed:
+            self.turn_drafter_off(_were_deleted(names))
+        elif not self.is_drafter_off:
+            self.is_drafter_off, self._unsaid = True, _were_deleted(names)
+
+    def miss_drafter(self) -> None:
+        """Says why the drafter is off, if that was not said: a request asks for drafts."""
+        if self._unsaid is not None:
+            self._say_drafter_is_off(self._unsaid)
+
     def turn_drafter_off(self, reason: str) -> None:
         """Drafts nothing from now on; says so the first time."""
         if self.is_drafter_off:
             return
         self.is_drafter_off = True
+        self._say_drafter_is_off(reason)
+
+    def _say_drafter_is_off(self, reason: str) -> None:
+        self._unsaid = None
         warnings.warn(
             f"drafter {self.drafter!r} is turned off for this run: {reason}. Decoding goes on "
             "without it, and the text is the same.",
-            stacklevel=2,
+            stacklevel=3,
         )
 
     def drop(self, error: TooLarge) -> None:

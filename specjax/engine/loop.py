@@ -22,7 +22,13 @@ from specjax.decode.score import Scores
 from specjax.decode.state import Admission, DecodeState, without_drafter
 from specjax.drafters.base import DrafterError
 from specjax.drafters.spec import NoDrafter
-from specjax.engine.faults import RECOVERABLE, Faults, what_it_proposed
+from specjax.engine.faults import (
+    RECOVERABLE,
+    Faults,
+    LostWeights,
+    lost_weights,
+    what_it_proposed,
+)
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import (
     SCORE_COLUMNS,
@@ -43,6 +49,7 @@ from specjax.engine.text_feed import MOST_PIECES, TextFeed
 from specjax.engine.timing import Stopwatch
 from specjax.progress import Report
 from specjax.sampling import RowSampling, empty_row_values
+from specjax.surroundings import check_not_traced, in_own_settings
 from specjax.types import DecoderParams, Plan, StepInfo
 
 # Calls of prompt chunks that rows wait for, which could decode already but have not yet
@@ -112,7 +119,11 @@ class Loop:
         on_progress: Report = lambda what, done, total: None,
     ):
         self.decoder = decoder
-        self.params = decoder.place_params(params)
+        # What this run goes on without.
+        self.faults = Faults(
+            drafter_name or type(decoder.drafter).__name__, decoder.sizes.rows
+        )
+        self.params = decoder.place_params(self._usable(params))
         self.policy = policy
         self.speculation_max_rows = speculation_max_rows
         # Most tokens of all rows together with which drafts are made; None: however many.
@@ -132,12 +143,17 @@ class Loop:
             maxlen=MOST_RECORDS
         )
         self._stopwatch = Stopwatch()
-        # What this run goes on without.
-        self.faults = Faults(
-            drafter_name or type(decoder.drafter).__name__, decoder.sizes.rows
-        )
         self._on_progress = on_progress
         self._begin()
+
+    def _usable(self, params: DecoderParams) -> DecoderParams:
+        """Returns weights to begin with; none of a drafter that has lost its own."""
+        if lost := lost_weights(params.target):
+            raise LostWeights(lost)
+        if lost := lost_weights(params.drafter):
+            self.faults.lose_drafter(lost, is_missed=False)
+            return DecoderParams(params.target)
+        return params
 
     def check(self, request: Request) -> None:
         """Raises ValueError for a request that could never fit."""
@@ -156,6 +172,8 @@ class Loop:
           ValueError: it could never fit.
         """
         self.check(request)
+        if request.draft_cap:
+            self.faults.miss_drafter()
         self.scheduler.waiting.push(request)
         if request.deadline is not None and request.arrival is not None:
             if len(self._deadlines) > 2 * len(self.scheduler.waiting) + MOST_STALE:
@@ -261,8 +279,10 @@ class Loop:
     def run(self, *, max_burst_steps: int | None = None) -> Iterator[list[Request]]:
         """Runs until nothing is left; after each step yields the requests that moved."""
         while self.has_work:
+            check_not_traced("decoding")
             yield self.step(max_burst_steps)
 
+    @in_own_settings
     def step(self, max_burst_steps: int | None = None) -> list[Request]:
         """Admits, sends what there is to do, and reads back the burst before it.
 
@@ -294,9 +314,12 @@ class Loop:
                 goes_on = self._begin_again(error)
             finally:
                 if not goes_on:
+                    lost = lost_weights(self.params.target)
+                    if lost and isinstance(error, Exception):
+                        error = LostWeights(lost)
                     self._abandon(error)
             if not goes_on:
-                raise
+                raise error
             moved += self._end_unfit()
         self._drop_deadlines()
         compiled = decoder.compile_s - compiled_before
@@ -368,11 +391,20 @@ class Loop:
         """After an error of the device, which took its state along.
 
         Where memory ran out there are fewer pages from now on; else the drafter may be why,
-        and there is none. Requests go on from the tokens that were read, as after a preemption.
+        and there is none: its weights may have been deleted. Requests go on from the tokens
+        that were read, as after a preemption.
 
         Returns:
           False where neither helps, or the error is not the device's.
         """
+        lost = lost_weights(self.params.drafter)
+        if lost and isinstance(error, Exception) and not self.faults.is_drafter_off:
+            requests = self._everybody()
+            is_missed = any(request.draft_cap for request in requests)
+            self.faults.lose_drafter(lost, is_missed=is_missed)
+            self.params = DecoderParams(self.params.target)
+            self._restart()
+            return True
         if not isinstance(error, jax.errors.JaxRuntimeError):
             return False
         if OUT_OF_MEMORY in str(error) and self._begin_with_fewer_pages():
@@ -432,14 +464,18 @@ class Loop:
 
         Where the device cannot give a new one either, the next step asks for it again.
         """
-        running = [row.request for row in self.scheduler.occupied]
-        for request in [*running, *self.scheduler.waiting.all()]:
+        for request in self._everybody():
             if not request.is_finished:
                 request.error = INTERRUPTED.format(error=error)
                 request.end("error")
         # What follows must not hide the first error.
         with contextlib.suppress(Exception):
             self._begin()
+
+    def _everybody(self) -> list[Request]:
+        """Returns the requests that run or wait."""
+        running = [row.request for row in self.scheduler.occupied]
+        return [*running, *self.scheduler.waiting.all()]
 
     def _row_of(self, request: Request) -> Row | None:
         rows = self.scheduler.occupied

@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.hf_config import read_config
 from specjax.models.safetensors import open_folder
+from specjax.surroundings import entrance
 from specjax.tokenization import Tokenizer
 
 _DEMO_WEIGHTS = Path(__file__).resolve().parents[1] / "demo" / "weights"
@@ -44,6 +45,7 @@ _LAYER = re.compile(r"^((?:model\.layers|(?:transformer\.)?h)\.\d+\.)")
 _OF_PREDICTION = {"eh_proj.weight", "enorm.weight", "hnorm.weight"}
 
 
+@entrance("specjax.load_model")
 def load_model(
     path: str | os.PathLike[str],
     *,

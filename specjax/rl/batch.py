@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specjax.surroundings import in_own_settings
+
 # Rollout.finish_reasons: why a completion ends.
 UNFINISHED, STOP, LENGTH, ERROR = range(4)
 
@@ -102,16 +104,19 @@ class Rollout:
         return self.prompt_ids.shape[0]
 
     @property
+    @in_own_settings
     def is_finished(self) -> bool:
         """Whether every completion has ended; waits for the device."""
         return not np.any(np.asarray(self.finish_reasons) == UNFINISHED)
 
     @property
+    @in_own_settings
     def is_truncated(self) -> Array:
         """Which completions did not come to an end of their own, bool[num_samples]."""
         return (self.finish_reasons == LENGTH) | (self.finish_reasons == UNFINISHED)
 
     @property
+    @in_own_settings
     def acceptance_rates(self) -> Array:
         """Accepted of drafted tokens, f32[num_samples]; 0 where nothing was drafted."""
         return self.num_accepted / jnp.maximum(1, self.num_drafted)

@@ -32,6 +32,7 @@ from specjax.engine.text_feed import group_of
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.requests import token_ids
 from specjax.setup import Setup
+from specjax.surroundings import entrance
 from specjax.types import DecoderParams
 
 MOST_PROMPTS = 100_000  # whose answers' lengths are remembered
@@ -254,6 +255,7 @@ class RolloutDecoder:
         _check_same(params.drafter, self._setup.drafter.params, "the drafter's params")
 
 
+@entrance("specjax.build_decoder")
 def build_decoder(
     target: ModelConfig | Model,
     *,

@@ -35,6 +35,7 @@ from specjax.rl.batch import (
     RolloutLogProbs,
 )
 from specjax.rl.decoder import RolloutDecoder
+from specjax.surroundings import entrance
 from specjax.types import DecoderParams
 
 _REASONS = {"stop": STOP, "length": LENGTH, "error": ERROR}
@@ -43,6 +44,7 @@ ALARM_RATE = 0.2
 ALARM_DRAFTS = 512
 
 
+@entrance("specjax.rollout")
 def rollout(
     decoder: RolloutDecoder,
     params: Params | DecoderParams,
@@ -438,7 +440,7 @@ def _begun(
         warnings.warn(
             f"{len(refused)} of {len(table.lengths)} samples were refused and have "
             f"finish reason ERROR: {refused[0].error}",
-            stacklevel=3,
+            stacklevel=4,  # past the decorator of `rollout`
         )
     return table, requests
 
@@ -531,7 +533,7 @@ def _refuse_nonsense(table: _Table, requests: dict[int, Request]) -> None:
         raise ValueError(f"no sample could be drawn: {failed[0].error}")
     warnings.warn(
         f"{len(failed)} of {len(requests)} samples have finish reason ERROR: {failed[0].error}",
-        stacklevel=3,
+        stacklevel=4,  # past the decorator of `rollout`
     )
 
 
@@ -609,7 +611,7 @@ def _alarm(metrics: dict[str, Any], decoder: RolloutDecoder, rate: float) -> Non
         f"{decoder.drafter!r} were accepted, below {rate:.0%}: it no longer fits the "
         "policy. Pass newer weights of the draft model as DecoderParams(policy, draft), or draft "
         "from history. Samples are not affected, and K = 0 is chosen where drafts do not pay.",
-        stacklevel=3,
+        stacklevel=4,  # past the decorator of `rollout`
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -15,6 +16,7 @@ from specjax.models.base import Params
 from specjax.rl.batch import Rollout, RolloutLogProbs
 from specjax.rl.decoder import RolloutDecoder
 from specjax.sampling import RowSampling, empty_row_values, row_values
+from specjax.surroundings import entrance
 from specjax.types import DecoderParams
 
 
@@ -27,6 +29,7 @@ class Texts(NamedTuple):
     completion_mask: Any  # bool likewise
 
 
+@entrance("specjax.score")
 def score(
     decoder: RolloutDecoder,
     params: Params | DecoderParams,
@@ -150,13 +153,17 @@ def logprob_gap(behaviour: Array, other: Array, mask: Array) -> dict[str, Array]
       weights exp(other - behaviour), which is near 1; `kl` of the sampler from the trainer,
       estimated as the mean of ratio - 1 - log ratio, which is never negative.
     """
-    count = jnp.maximum(jnp.sum(mask), 1)
-    log_ratio = jnp.where(mask, other - behaviour, 0.0)
-    mean = lambda values: jnp.sum(jnp.where(mask, values, 0.0)) / count
-    gap = jnp.abs(log_ratio)
-    return {
-        "mean_gap": mean(gap),
-        "largest_gap": jnp.max(gap, initial=0.0),
-        "mean_ratio": mean(jnp.exp(log_ratio)),
-        "kl": mean(jnp.expm1(log_ratio) - log_ratio),
-    }
+    # Its few constants are sent to the device, whatever the program's transfer guard says.
+    with jax.transfer_guard("allow"):
+        # A trainer may compute in 64 bits, or in 16.
+        behaviour, other = (jnp.asarray(x, jnp.float32) for x in (behaviour, other))
+        count = jnp.maximum(jnp.sum(mask, dtype=jnp.float32), 1)
+        log_ratio = jnp.where(mask, other - behaviour, 0.0)
+        mean = lambda values: jnp.sum(jnp.where(mask, values, 0.0)) / count
+        gap = jnp.abs(log_ratio)
+        return {
+            "mean_gap": mean(gap),
+            "largest_gap": jnp.max(gap, initial=0.0),
+            "mean_ratio": mean(jnp.exp(log_ratio)),
+            "kl": mean(jnp.expm1(log_ratio) - log_ratio),
+        }

@@ -117,21 +117,60 @@ def test_few_drafts_per_step(target, draft, prompts, whole, rule):
     )
 
 
-@pytest.mark.slow
-def test_rows_by_law_of_one_seed_share_no_noise_under_a_budget(target, draft, prompts):
-    """Or what one row verifies would follow from the noise that drew another's tokens."""
-    out = specjax.generate(
-        target,
-        [prompts[1]] * 4,
-        drafter=draft,
-        sampling=SAMPLED,
-        verification="rejection",
-        engine=ENGINE,
-        speculative_config=SpeculationConfig(
+@pytest.fixture
+def by_law_with_a_budget(draft):
+    """Arguments of `generate` and `Engine`."""
+    return {
+        "drafter": draft,
+        "verification": "rejection",
+        "engine": ENGINE,
+        "speculative_config": SpeculationConfig(
             num_speculative_tokens=3, max_drafts_per_step=4
         ),
-    )
-    assert len({tuple(c.token_ids) for c in out}) == 4
+    }
+
+
+@pytest.mark.slow
+def test_rows_by_law_of_one_seed_share_no_noise_under_a_budget(
+    target, prompts, by_law_with_a_budget
+):
+    """Or what one row verifies would follow from the noise that drew another's tokens."""
+    same = [prompts[1]] * 4
+    out = specjax.generate(target, same, sampling=SAMPLED, **by_law_with_a_budget)
+    texts = [tuple(c.token_ids) for c in out]
+    assert len(set(texts)) == 4
+    with specjax.Engine(target, **by_law_with_a_budget) as engine:
+        streams = [engine.stream(prompt, SAMPLED) for prompt in same]
+        chunks = [list(each) for each in streams]
+    # A row's text depends on its neighbours, so these need not be the ones above.
+    assert len({tuple(t for c in each for t in c.token_ids) for each in chunks}) == 4
+
+
+def test_an_engine_gives_requests_of_one_seed_the_noise_that_generate_gives_them(
+    target, prompts, by_law_with_a_budget
+):
+    at_once = Stream(
+        target, prompts[:3], sampling=SAMPLED, **by_law_with_a_budget
+    )._requests
+    with specjax.Engine(target, **by_law_with_a_budget) as engine:
+        for prompt in prompts[:3]:
+            engine.add(prompt, SAMPLED)
+        one_by_one = list(engine._new)
+    noise_of = lambda made: [tuple(r.sampling_values["seeds"].tolist()) for r in made]
+    assert noise_of(one_by_one) == noise_of(at_once)
+    assert len(set(noise_of(at_once))) == 3
+    assert {request.seed for request in one_by_one} == {SAMPLED.seed}
+
+
+def test_noise_follows_from_the_seed_alone_where_rows_do_not_depend_on_each_other(
+    target, prompts, by_law_with_a_budget
+):
+    arguments = by_law_with_a_budget | {"verification": "seeded"}
+    with specjax.Engine(target, **arguments) as engine:
+        for prompt in prompts[:2]:
+            engine.add(prompt, SAMPLED)
+        first, second = (request.sampling_values["seeds"] for request in engine._new)
+    assert first.tolist() == second.tolist()
 
 
 def test_exact_draws_pass_the_self_check_and_lossy_ones_do_not(
