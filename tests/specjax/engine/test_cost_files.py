@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import os
 
+import jax
 import pytest
 from helpers import tiny_llama
 
+from specjax import compilation_cache
 from specjax.bucket import Bucket
 from specjax.config import EngineConfig
 from specjax.decode.decoder import Decoder, Sizes
@@ -103,3 +106,26 @@ def test_nothing_is_kept_where_nothing_may_be(monkeypatch):
     monkeypatch.setenv("SPECJAX_CACHE_DIR", "off")
     assert cost_files.save(decoder(), some_costs()) is None
     assert loaded(decoder()) is None
+
+
+def test_another_jax_finds_nothing(monkeypatch):
+    cost_files.save(decoder(), some_costs())
+    monkeypatch.setattr(jax, "__version__", "0.0.0")
+    assert loaded(decoder()) is None
+
+
+def test_another_processor_finds_nothing(monkeypatch):
+    cost_files.save(decoder(), some_costs())
+    monkeypatch.setattr(compilation_cache, "processor", lambda: "another")
+    assert loaded(decoder()) is None
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX")
+def test_only_the_owner_may_write():
+    before = os.umask(0)
+    try:
+        path = cost_files.save(decoder(), some_costs())
+    finally:
+        os.umask(before)
+    assert path is not None
+    assert path.parent.stat().st_mode & 0o077 == 0

@@ -90,3 +90,23 @@ def test_prompts_are_fed_under_a_budget_of_tokens(budget, alone, shared):
     both = scheduler.next_chunk().counts
     assert both.max() == shared
     assert both.sum() <= budget
+
+
+def test_what_a_row_wrote_is_forgotten_where_nobody_may_read_it():
+    for forgets in (False, True):
+        scheduler = Scheduler(SIZES)
+        text = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        row = admit(scheduler, make_request(1, text, 2))
+        scheduler.release(row, forgets=forgets)
+        assert len(scheduler.pools[0].find(text)) == (0 if forgets else 2)
+        scheduler.check()
+
+
+@pytest.mark.parametrize(("num_pages", "num_rows"), [(5, 1), (6, 2)])
+def test_room_for_good_is_counted_in_whole_pages(num_pages, num_rows):
+    """Two requests that may have nine tokens each, which take three pages of four."""
+    sizes = dataclasses.replace(SIZES, num_pages=num_pages)
+    scheduler = Scheduler(sizes, counts_worst_case=True)
+    for index in range(2):
+        scheduler.waiting.push(make_request(index, [index], 8))
+    assert len(scheduler.admit(4)) == num_rows
