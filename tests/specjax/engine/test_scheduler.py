@@ -110,3 +110,19 @@ def test_room_for_good_is_counted_in_whole_pages(num_pages, num_rows):
     for index in range(2):
         scheduler.waiting.push(make_request(index, [index], 8))
     assert len(scheduler.admit(4)) == num_rows
+
+
+def test_the_longest_request_leaves_room_for_a_tree():
+    sizes = dataclasses.replace(SIZES, tree_slots=3)
+    assert Scheduler(sizes).most_tokens == 8 * 4 - 3
+    few = dataclasses.replace(sizes, num_pages=5)
+    assert Scheduler(few).most_tokens == 5 * 4 - 3
+    row = admit(Scheduler(few), make_request(1, [1, 2, 3], 14))
+    assert row.request.max_length == 17
+
+
+@pytest.mark.parametrize(("expected", "end"), [(0, 0), (5, 8), (100, 23)])
+def test_no_row_is_expected_to_outlast_its_length(expected, end):
+    scheduler = Scheduler(SIZES)
+    row = admit(scheduler, make_request(1, [1, 2, 3], 20, expected_length=expected))
+    assert scheduler.table.expected_end[row.index] == end
