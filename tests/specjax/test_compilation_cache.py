@@ -1,5 +1,6 @@
 """The persistent compilation cache: where it is, and who may set it."""
 
+import io
 import os
 import stat
 import sys
@@ -84,6 +85,32 @@ def test_folder_follows_xdg():
     home = Path.home() / ".cache" / "specjax"
     assert compilation_cache.user_cache_dir({}) == home
     assert compilation_cache.cache_folder({}).is_relative_to(home / "compilation")
+
+
+def test_each_kind_of_processor_has_a_folder_of_its_own(monkeypatch):
+    """Code compiled for instructions that another processor lacks may end a process there."""
+    folders = set()
+    for flags in ("flags : fpu avx2", "flags : fpu avx2 avx512f", "Features : asimd"):
+        lines = f"processor : 0\n{flags}\n"
+        own = lambda *_, lines=lines, **__: io.StringIO(lines)
+        monkeypatch.setattr(compilation_cache, "open", own, raising=False)
+        folder = compilation_cache.cache_folder()
+        assert folder is not None
+        assert folder.name == compilation_cache.processor()
+        folders.add(folder)
+    assert len(folders) == 3
+
+
+def test_a_host_that_does_not_name_its_instructions(monkeypatch):
+    def missing(*arguments, **options):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(compilation_cache, "open", missing, raising=False)
+    names = set()
+    for name in ("arm", "i386"):
+        monkeypatch.setattr(compilation_cache.platform, "processor", lambda n=name: n)
+        names.add(compilation_cache.processor())
+    assert len(names) == 2
 
 
 posix = pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")

@@ -2,11 +2,16 @@
 
 import dataclasses
 import json
+import os
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_llama
+from jax.sharding import Mesh
 
+from specjax import compilation_cache
 from specjax.bucket import Bucket
 from specjax.config import EngineConfig
 from specjax.decode.decoder import Decoder, Sizes
@@ -25,9 +30,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def decoder(drafter=None, sizes=SIZES, **engine):
+def decoder(drafter=None, sizes=SIZES, mesh=None, **engine):
     config = tiny_llama(0, vocab_size=61, num_layers=1).config
-    return Decoder(config, drafter or NgramDrafter(), sizes, EngineConfig(**engine))
+    engine = EngineConfig(**engine)
+    return Decoder(config, drafter or NgramDrafter(), sizes, engine, mesh=mesh)
 
 
 # Fields of Survival.to_record.
@@ -92,6 +98,7 @@ def test_rooms_of_any_size_share_their_costs():
         lambda: decoder(NgramDrafter(max_match=9)),
         lambda: decoder(ModelDrafter(decoder().config)),
         lambda: decoder(sizes=dataclasses.replace(SIZES, page_size=32)),
+        lambda: decoder(sizes=dataclasses.replace(SIZES, dtype=jnp.bfloat16)),
         lambda: decoder(numerics="invariant"),
         lambda: decoder(logit_bytes=5),
     ],
@@ -105,6 +112,37 @@ def test_another_version_finds_nothing(monkeypatch):
     cost_files.save(decoder(), Known(some_costs()))
     monkeypatch.setattr(cost_files, "__version__", "0.0.0")
     assert loaded(decoder()) is None
+
+
+def test_meshes_of_one_size_are_told_apart():
+    devices = np.array(jax.devices()[:2])
+    keys = []
+    for name in ("data", "tensor"):
+        mesh = Mesh(devices, (name,))
+        keys.append(cost_files.key_of(decoder(mesh=mesh)))
+    assert cost_files.path_of(keys[0]) != cost_files.path_of(keys[1])
+    assert {key["num_devices"] for key in keys} == {2}
+
+
+def test_a_file_that_was_copied_from_another_counts_as_none():
+    other = cost_files.save(decoder(logit_bytes=5), Known(some_costs()))
+    own = cost_files.path_of(cost_files.key_of(decoder()))
+    assert other is not None
+    assert own is not None
+    other.rename(own)
+    assert loaded(decoder()) is None
+
+
+def test_nothing_of_a_file_is_taken_that_breaks_off():
+    path = cost_files.save(decoder(), Known(some_costs()))
+    assert path is not None
+    document = json.loads(path.read_text())
+    document["steps"].append({"rows": 1})
+    path.write_text(json.dumps(document))
+    costs = StepCosts()
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert not cost_files.load(decoder(), costs)
+    assert costs.measured == []
 
 
 @pytest.mark.parametrize(
@@ -133,3 +171,26 @@ def test_nothing_is_kept_where_nothing_may_be(monkeypatch):
     monkeypatch.setenv("SPECJAX_CACHE_DIR", "off")
     assert cost_files.save(decoder(), Known(some_costs())) is None
     assert loaded(decoder()) is None
+
+
+def test_another_jax_finds_nothing(monkeypatch):
+    cost_files.save(decoder(), Known(some_costs()))
+    monkeypatch.setattr(jax, "__version__", "0.0.0")
+    assert loaded(decoder()) is None
+
+
+def test_another_processor_finds_nothing(monkeypatch):
+    cost_files.save(decoder(), Known(some_costs()))
+    monkeypatch.setattr(compilation_cache, "processor", lambda: "another")
+    assert loaded(decoder()) is None
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX")
+def test_only_the_owner_may_write():
+    before = os.umask(0)
+    try:
+        path = cost_files.save(decoder(), Known(some_costs()))
+    finally:
+        os.umask(before)
+    assert path is not None
+    assert path.parent.stat().st_mode & 0o077 == 0

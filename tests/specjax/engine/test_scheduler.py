@@ -90,3 +90,39 @@ def test_prompts_are_fed_under_a_budget_of_tokens(budget, alone, shared):
     both = scheduler.next_chunk().counts
     assert both.max() == shared
     assert both.sum() <= budget
+
+
+def test_what_a_row_wrote_is_forgotten_where_nobody_may_read_it():
+    for forgets in (False, True):
+        scheduler = Scheduler(SIZES)
+        text = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        row = admit(scheduler, make_request(1, text, 2))
+        scheduler.release(row, forgets=forgets)
+        assert len(scheduler.pools[0].find(text)) == (0 if forgets else 2)
+        scheduler.check()
+
+
+@pytest.mark.parametrize(("num_pages", "num_rows"), [(5, 1), (6, 2)])
+def test_room_for_good_is_counted_in_whole_pages(num_pages, num_rows):
+    """Two requests that may have nine tokens each, which take three pages of four."""
+    sizes = dataclasses.replace(SIZES, num_pages=num_pages)
+    scheduler = Scheduler(sizes, counts_worst_case=True)
+    for index in range(2):
+        scheduler.waiting.push(make_request(index, [index], 8))
+    assert len(scheduler.admit(4)) == num_rows
+
+
+def test_the_longest_request_leaves_room_for_a_tree():
+    sizes = dataclasses.replace(SIZES, tree_slots=3)
+    assert Scheduler(sizes).most_tokens == 8 * 4 - 3
+    few = dataclasses.replace(sizes, num_pages=5)
+    assert Scheduler(few).most_tokens == 5 * 4 - 3
+    row = admit(Scheduler(few), make_request(1, [1, 2, 3], 14))
+    assert row.request.max_length == 17
+
+
+@pytest.mark.parametrize(("expected", "end"), [(0, 0), (5, 8), (100, 23)])
+def test_no_row_is_expected_to_outlast_its_length(expected, end):
+    scheduler = Scheduler(SIZES)
+    row = admit(scheduler, make_request(1, [1, 2, 3], 20, expected_length=expected))
+    assert scheduler.table.expected_end[row.index] == end

@@ -91,6 +91,22 @@ def test_rows_that_ended_and_steps_that_drafted_nothing_say_nothing():
     assert survival.presence() == pytest.approx([1.0] * DEPTH)
 
 
+def test_what_ended_rows_report_counts_for_nothing():
+    survival = Survival(DEPTH)
+    drafted, nothing = np.full((50, 2), 3), np.zeros((50, 2), int)
+    survival.observe(np.arange(2), nothing, nothing, drafted, drafted, np.full(2, 3))
+    assert overall(survival) == pytest.approx([PRIOR_RATE] * DEPTH)
+    assert survival.presence() == pytest.approx([1.0] * DEPTH)
+
+
+def test_a_drafter_that_found_nothing_and_now_does():
+    survival = Survival(DEPTH)
+    burst(survival, [0.9] * 4, proposed=0.0, steps=1000)
+    assert survival.presence()[0] < 0.01
+    burst(survival, [0.9] * 4, steps=1000)
+    assert survival.presence() == pytest.approx([1.0] * DEPTH, abs=0.05)
+
+
 def test_a_drafter_that_often_has_nothing_to_say():
     survival = Survival(DEPTH)
     burst(survival, [0.9] * 4, proposed=0.25)

@@ -1,0 +1,159 @@
+"""What a draft model proposes: the target's own race at each node's position and text.
+
+Half of the rows draw with the target's noise, half take the likeliest tokens (`delta`).
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from helpers import tiny_llama, uncached_logits
+
+from specjax.config import EngineConfig, SamplingParams
+from specjax.decode.decoder import Decoder, Sizes
+from specjax.decode.draft import draft
+from specjax.drafters.spec import ModelDrafter
+from specjax.engine.fixed_batch import begin
+from specjax.engine.request import Request
+from specjax.sampling import process_logits, row_values
+from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
+from specjax.trees.draft_tree import path_token_ids
+from specjax.trees.expanding import Growth
+from specjax.trees.static_shapes import from_widths
+from specjax.types import DELTA, SEEDED, DecoderParams
+
+ROWS, DEPTH, VOCAB, ROOM = 8, 3, 17, 16
+ENGINE = EngineConfig(max_bias_entries=1, max_allowed_tokens=1)
+# What is drawn depends on the text before it by more than the model.
+PARAMS = SamplingParams(
+    temperature=0.9, repetition_penalty=1.3, frequency_penalty=0.2, max_tokens=9
+)
+SHAPES = {
+    "chain": None,
+    "tree": from_widths((2, 2, 1)),
+    "grown": Growth(max_depth=DEPTH, width=2, num_drafts=6),
+}
+MOST_NODES = 1 + 2 + 4 + 4
+MODEL = tiny_llama(0, vocab_size=VOCAB, num_layers=1)
+
+
+def prompt_of(row):
+    return [(row * 5 + place) % VOCAB for place in range(row % 3 + 1)]
+
+
+def rule_of(row):
+    return SEEDED if row < ROWS // 2 else DELTA
+
+
+def request_of(row):
+    prompt = prompt_of(row)
+    return Request(
+        prompt_index=row,
+        sample_index=0,
+        prompt_token_ids=prompt,
+        params=PARAMS,
+        seed=row,
+        draft_cap=DEPTH,
+        rule=rule_of(row),
+        max_length=len(prompt) + PARAMS.max_tokens,
+        sampling_values=row_values(
+            PARAMS,
+            prompt_length=len(prompt),
+            eos_token_ids=(),
+            seed=row,
+            engine_config=ENGINE,
+        ),
+    )
+
+
+@functools.cache
+def drafted(name):
+    """Returns the state after a step's drafting, and its proposal."""
+    sizes = Sizes(
+        rows=ROWS, page_size=ROOM, num_pages=ROWS, pages_per_row=1, burst_steps=1
+    )
+    decoder = Decoder(
+        MODEL.config, ModelDrafter(MODEL.config, SHAPES[name]), sizes, ENGINE
+    )
+    weights = DecoderParams(MODEL.params, MODEL.params)
+    state = begin(decoder, weights, list(map(request_of, range(ROWS))))
+    state = dataclasses.replace(state, is_active=jnp.ones(ROWS, bool))
+    drafter = decoder.step_spec(DEPTH).drafter
+    run = jax.jit(lambda state: draft(drafter, MODEL.params, state, DEPTH, VOCAB))
+    state, found = run(state)
+    return state, found.proposal
+
+
+@jax.jit
+def race(text, positions, sampling, has_noise):
+    """Returns what the target takes the argmax of after texts i32[n, ROOM], without a cache."""
+    every = jnp.arange(text.shape[0])
+    logits = uncached_logits(MODEL.params, MODEL.config, text)[every, positions]
+    scores = process_logits(logits, sampling, every, positions, text)
+    keys = token_keys(sampling.seeds, positions + 1, TARGET_TOKEN)
+    return scores + has_noise[:, None] * gumbel_noise(keys, VOCAB)
+
+
+def races(state, paths):
+    """Returns the scores after the drafts on each path, f32[rows, nodes, VOCAB].
+
+    Args:
+      paths: i32[rows, nodes, depth], -1 after a path's end.
+    """
+    text = np.zeros((ROWS, MOST_NODES, ROOM), np.int32)
+    positions = np.zeros((ROWS, MOST_NODES), np.int32)
+    for row in range(ROWS):
+        for node, path in enumerate(np.asarray(paths)[row].tolist()):
+            own = [*prompt_of(row), *(token for token in path if token >= 0)]
+            text[row, node, : len(own)] = own
+            positions[row, node] = len(own) - 1
+    in_nodes = lambda x: np.repeat(np.asarray(x), MOST_NODES, axis=0)
+    has_noise = np.array([rule_of(row) == SEEDED for row in range(ROWS)], np.float32)
+    scores = race(
+        text.reshape(-1, ROOM),
+        positions.reshape(-1),
+        jax.tree.map(in_nodes, state.sampling),
+        in_nodes(has_noise),
+    )
+    return np.asarray(scores).reshape(ROWS, MOST_NODES, VOCAB)
+
+
+def test_a_chain_is_what_the_target_would_say():
+    state, proposal = drafted("chain")
+    tokens = np.asarray(proposal.token_ids)
+    paths = np.full((ROWS, DEPTH, DEPTH), -1)
+    for depth in range(1, DEPTH):
+        paths[:, depth, :depth] = tokens[:, :depth]
+    said = races(state, paths).argmax(axis=2)[:, :DEPTH]
+    assert (said == tokens).all()
+    assert len({tuple(row) for row in tokens.tolist()}) > 1
+
+
+def test_siblings_are_the_best_of_the_race_after_their_parent():
+    state, proposal = drafted("tree")
+    shape, tokens = SHAPES["tree"], np.asarray(proposal.token_ids)
+    paths = np.asarray(path_token_ids(proposal.tree, proposal.token_ids))
+    order = np.argsort(-races(state, paths), axis=2)
+    for node in range(1, shape.num_nodes):
+        expected = order[:, shape.parents[node], shape.ranks[node]]
+        assert (tokens[:, node - 1] == expected).all(), node
+
+
+def test_a_grown_tree_knows_how_likely_the_target_is_to_say_its_paths():
+    state, proposal = drafted("grown")
+    tokens = np.asarray(proposal.token_ids)
+    assert (np.asarray(proposal.num_tokens) == SHAPES["grown"].num_drafts).all()
+    paths = np.asarray(path_token_ids(proposal.tree, proposal.token_ids))
+    probs = np.asarray(jax.nn.softmax(races(state, paths)))
+    parents = np.asarray(proposal.tree.parents)
+    reached = np.ones((ROWS, tokens.shape[1] + 1))
+    for row in range(ROWS):
+        for node, token in enumerate(tokens[row], start=1):
+            above = parents[row, node]
+            reached[row, node] = reached[row, above] * probs[row, above, token]
+    np.testing.assert_allclose(proposal.path_probability, reached[:, 1:], rtol=1e-4)
+    # The likeliest child of the root comes first, and is what the target says there.
+    assert (tokens[:, 0] == probs[:, 0].argmax(axis=1)).all()
+    assert np.asarray(proposal.tree.depths).max() == DEPTH

@@ -1,0 +1,143 @@
+"""What a loop ends, keeps and forgets when a step fails, a row breaks or time is over."""
+
+import pytest
+from fake_decoder import FakeDecoder
+from test_loop import finish, make_request, start
+from test_memory_gate import SmallDevice
+
+from specjax.engine import loop, timing
+from specjax.engine.loop import MOST_STALE, Loop
+from specjax.engine.speculation_policy import Fixed
+from specjax.types import INVALID_LOGITS
+
+
+class Clock:
+    """Stands for the time module; `now_s` is set by the test."""
+
+    now_s = 0.0
+
+    def perf_counter(self):
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+class BrokenDecoder(FakeDecoder):
+    """Fails in every burst with an error that is not the device's."""
+
+    def burst(self, *arguments, **options):
+        raise ZeroDivisionError("broken")
+
+
+@pytest.mark.parametrize("how", ["asked to", "by an exception"])
+def test_who_waits_is_ended_as_well_as_who_runs(how):
+    decoder = FakeDecoder(rows=1) if how == "asked to" else BrokenDecoder(rows=1)
+    engine, requests = start(decoder, [9, 9, 9])
+    if how == "asked to":
+        engine.step()
+        engine.abandon()
+    else:
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert engine.abandoned == requests
+    assert {request.finish_reason for request in requests} == {"error"}
+    assert all("interrupted" in request.error for request in requests)
+    assert not engine.has_work
+
+
+def test_deadlines_hold_after_the_pages_became_fewer(clock):
+    decoder = SmallDevice(most_pages=30, rows=1)
+    engine = Loop(decoder, None, Fixed(2), fewer_pages=lambda decoder: decoder.fewer())
+    requests = [make_request(n, [n] * 5, 90, deadline=100.0) for n in (1, 2)]
+    for request in requests:
+        engine.add(request)
+    while engine.decoder is decoder:
+        engine.step()
+    engine.step()
+    assert not any(request.is_finished for request in requests)
+    clock.now_s = 100.0
+    engine.step()
+    assert [request.finish_reason for request in requests] == ["deadline"] * 2
+
+
+def test_deadlines_hold_after_those_of_ended_requests_were_dropped(clock):
+    engine = Loop(FakeDecoder(rows=1), None, Fixed(0))
+    requests = [
+        make_request(n, [n], 200, deadline=100.0 - n) for n in range(MOST_STALE + 10)
+    ]
+    for request in requests:
+        engine.add(request)
+    left = [requests[5], requests[-1], requests[0]]
+    for request in requests:
+        if request not in left:
+            engine.abort(request)
+    late = make_request(99, [99], 200, deadline=200.0)
+    engine.add(late)
+    assert len(engine._deadlines) == len(left) + 1
+    clock.now_s = 100.0
+    engine.step()
+    assert {request.finish_reason for request in left} == {"deadline"}
+    assert not late.is_finished
+    clock.now_s = 200.0
+    engine.step()
+    assert late.finish_reason == "deadline"
+
+
+def test_fewer_pages_lower_the_limit_of_tokens():
+    decoder = SmallDevice(most_pages=30, rows=3, gate="worst_case")
+    engine, requests = start(
+        decoder,
+        [30, 30, 30, 12],
+        prompts=[5, 5, 5, 9],
+        policy=Fixed(2),
+        most_tokens=200,
+        fewer_pages=lambda decoder: decoder.fewer(),
+    )
+    while engine.decoder.sizes.num_pages > 30:
+        engine.step()
+    most = 200 * engine.decoder.sizes.num_pages // 64
+    assert sum(request.max_length for request in requests[2:]) <= most
+    while engine.has_work:
+        engine.step()
+        rows = engine.scheduler.occupied
+        assert sum(row.request.max_length for row in rows) <= most
+    finish(engine, requests)
+
+
+class NotANumber(FakeDecoder):
+    """Reports of every row's first step that its logits were NaN."""
+
+    def _steps(self, plan, depth):
+        info, num_run = super()._steps(plan, depth)
+        info.num_committed[:] = info.num_accepted[:] = 0
+        info.finish[0] = INVALID_LOGITS
+        self.is_active[:] = False
+        return info, num_run
+
+
+def test_nobody_reads_the_pages_of_a_row_of_nan():
+    prompt = list(range(1, 12))
+    engine, (request,) = start(NotANumber(rows=1), [9], prompts=[prompt])
+    while engine.has_work:
+        engine.step()
+    assert request.finish_reason == "error"
+    (pool,) = engine.scheduler.pools
+    assert pool.find(prompt) == []
+    assert pool.num_held == 0
+    pool.check()
+
+
+def test_the_gate_on_the_worst_case_counts_tokens_that_are_still_to_come():
+    depths = {}
+    for gate in ("worst_case", "current"):
+        decoder = FakeDecoder(rows=1, num_pages=64, gate=gate)
+        engine, requests = start(decoder, [100], policy=Fixed(3), gate_tokens=60)
+        finish(engine, requests)
+        depths[gate] = {depth for depth, _ in decoder.bursts}
+    assert depths == {"worst_case": {0}, "current": {0, 3}}
