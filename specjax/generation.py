@@ -59,8 +59,8 @@ def generate(
       prompts: one prompt or many, of any lengths: text, chat messages, or token ids.
       drafter: None, "ngram", "demo", a folder, a Model, or what load_drafter returned.
       sampling: for all prompts, or one per prompt; None is what the model's
-        generation_config.json says. Output ends where the context does: a warning says
-        so where `max_tokens` ask for more.
+        generation_config.json says. Output ends where the context does, with
+        finish_reason "length" and fewer than max_tokens.
       verification: "seeded" (default), "greedy", "delta", "rejection", "block" or
         "traversal"; "lenient", "typical" and "synthetic" are lossy, and results say so.
         Where a drafter has no probabilities (n-gram), a rule by law runs as `delta`.

@@ -18,7 +18,7 @@ from specjax.engine import cost_files
 from specjax.engine.workspace_fit import BURST, MIXED, BucketMemory
 from specjax.plan_request import Device, PlanRequest, known_shape
 from specjax.planning import Plan
-from specjax.plotting import new_figure
+from specjax.plotting import new_figure, whole_ticks
 from specjax.roofline import expected_tokens
 
 
@@ -116,17 +116,25 @@ def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
     figure = new_figure(10, 4)
     left, right = figure.subplots(1, 2)
     rows = _row_counts(request.engine.max_rows)
-    for context in plan.contexts:
+    for place, context in enumerate(plan.contexts):
         chosen = [plan.choose(n, context) or 0 for n in rows]
         speeds = [
             n * _expected(plan, k) / plan.step_s(n, k, context)
             for n, k in zip(rows, chosen)
         ]
-        left.plot(rows, chosen, marker="o", label=f"{context} tokens")
-        right.plot(rows, speeds, marker="o")
+        # Another K is chosen at a number of rows, not on the way to it.
+        # Where contexts have the same, the wide line of the first shows beside the last's.
+        width = 1.5 + 1.2 * (len(plan.contexts) - 1 - place)
+        style = {"linewidth": width, "drawstyle": "steps-post"}
+        left.plot(rows, chosen, label=f"{context} tokens", **style)
+        right.plot(rows, speeds, marker="o", markersize=4)
     left.set(xscale="log", xlabel="rows", ylabel="K")
+    left.set_ylim(bottom=-0.2)
+    whole_ticks(left.yaxis)
     right.set(xscale="log", yscale="log", xlabel="rows", ylabel="tokens / s")
-    left.legend(title="context of a row", fontsize="small")
+    figure.legend(
+        title="context of a row", fontsize="small", loc="outside right center"
+    )
     figure.suptitle(
         f"{request.target_name} with {request.drafter_name} on {request.device.name}: "
         f"roofline, not measured, {request.acceptance_rate:.0%} of drafts standing"

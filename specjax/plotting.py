@@ -46,23 +46,43 @@ def draw_decisions(
     figure.savefig(path, dpi=120)
 
 
+def whole_ticks(axis: Any) -> None:
+    """Lets an axis of a whole number, as K is, have its ticks at whole numbers only."""
+    axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+
+
+def _colors(decisions: Sequence[BurstRecord]) -> dict[int, Any]:
+    """Returns a colour for each K that was chosen, lighter the larger; as RGBA."""
+    chosen = sorted({d.num_speculative_tokens for d in decisions})
+    colormap = importlib.import_module("matplotlib").colormaps["viridis"]
+    return dict(zip(chosen, colormap(np.linspace(0, 0.95, len(chosen)))))
+
+
 def _draw_load(figure: Any, axes: Any, decisions: Sequence[BurstRecord]) -> None:
     rows, context, depth = _columns(
         decisions, "num_rows", "context_tokens", "num_speculative_tokens"
     )
+    colors = _colors(decisions)
+    module = importlib.import_module("matplotlib.colors")
+    chosen = list(colors)
+    # One band of colour for each K that was chosen: there is nothing between them.
+    places = np.searchsorted(chosen, depth)
     drawn = axes.scatter(
         rows,
         context / np.maximum(rows, 1),
-        c=depth,
-        cmap="viridis",
-        vmin=0,
+        c=places,
+        cmap=module.ListedColormap(list(colors.values())),
+        norm=module.BoundaryNorm(np.arange(len(chosen) + 1) - 0.5, len(chosen)),
         s=22,
         alpha=0.8,
     )
-    figure.colorbar(drawn, ax=axes, label="K")
+    bar = figure.colorbar(drawn, ax=axes, label="K", ticks=range(len(chosen)))
+    bar.ax.set_yticklabels(list(map(str, chosen)))
+    bar.ax.minorticks_off()
     axes.set(
         title="K by load", xlabel="rows that decode", ylabel="tokens of context per row"
     )
+    whole_ticks(axes.xaxis)
 
 
 def _draw_measured(axes: Any, decisions: Sequence[BurstRecord]) -> None:
@@ -91,37 +111,44 @@ def _draw_measured(axes: Any, decisions: Sequence[BurstRecord]) -> None:
     )
     predicted, measured = predicted / step_s, tokens / measured_step_s
     depths = np.array([d.num_speculative_tokens for d in known])
-    for depth in np.unique(depths):
+    colors = _colors(decisions)
+    for depth in np.unique(depths).tolist():
         own = depths == depth
         axes.scatter(
             predicted[own],
             measured[own],
             s=16,
             alpha=0.7,
+            color=colors[depth],
             label=f"K = {depth}",
         )
     most = 1.05 * max(*predicted, *measured)
     axes.plot([0, most], [0, most], color="gray", linewidth=0.8)
     axes.set(xlim=(0, most), ylim=(0, most))
-    axes.legend(loc="upper left")
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
 
 
 def _draw_timeline(axes: Any, decisions: Sequence[BurstRecord]) -> None:
     depth, rows = _columns(decisions, "num_speculative_tokens", "num_rows")
-    place = np.arange(len(decisions))
-    axes.step(place, depth, where="post", color="tab:blue")
+    # A step lasts until the next burst, the last one too.
+    place, lasting = np.arange(len(decisions)), np.arange(len(decisions) + 1)
+    until = lambda values: np.append(values, values[-1])
+    axes.step(lasting, until(depth), where="post", color="tab:blue", label="K")
     axes.set_xlabel("burst")
     axes.set_ylabel("K", color="tab:blue")
     axes.set_title("K and rows, burst by burst")
     axes.set_ylim(bottom=-0.2)
+    whole_ticks(axes.yaxis)
+    whole_ticks(axes.xaxis)
     probes = [i for i, d in enumerate(decisions) if d.reason == "probe"]
-    axes.plot(probes, depth[probes], "x", color="tab:red", label="probe")
     if probes:
-        axes.legend(loc="upper left")
+        axes.plot(place[probes], depth[probes], "x", color="tab:red", label="probe")
     other = axes.twinx()
-    other.step(place, rows, where="post", color="tab:gray", linewidth=0.9)
+    other.step(lasting, until(rows), where="post", color="tab:gray", linewidth=0.9)
     other.set_ylabel("rows that decode", color="tab:gray")
     other.set_ylim(bottom=0)
+    whole_ticks(other.yaxis)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
 
 
 def _columns(decisions: Sequence[BurstRecord], *names: str) -> list[np.ndarray]:

@@ -105,14 +105,13 @@ def make_requests(
     requests: list[Request] = []
     refused: list[Refused] = []
     too_many = 0
-    cut: Request | None = None  # the first whose max_tokens do not fit
     for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
         try:
             if isinstance(params, ValueError):
                 raise params
             if not isinstance(params, SamplingParams):
                 raise ValueError(f"sampling holds {params!r}; expected SamplingParams.")
-            made = _of_prompt(
+            requests += _of_prompt(
                 target,
                 index,
                 prompt,
@@ -122,9 +121,6 @@ def make_requests(
                 engine_config,
                 noise_number=num_before + index,
             )
-            requests.extend(made)
-            if cut is None and _is_cut(made[0]):
-                cut = made[0]
             if params.speculate:
                 too_many = max(too_many, params.num_speculative_tokens or 0)
         except (ValueError, TypeError) as error:
@@ -135,13 +131,6 @@ def make_requests(
                 Refused(index, sample, seed, f"prompt {index}: {error}")
                 for sample in range(n)
             )
-    if cut is not None:
-        # The same words for every prompt: a server says it once.
-        warnings.warn(
-            f"max_tokens={cut.params.max_tokens} do not fit beside the prompt into the context "
-            f"of {cut.max_length} tokens; the output ends there at the latest.",
-            stacklevel=4,
-        )
     most = speculation.depth
     if too_many > most:
         warnings.warn(
@@ -150,13 +139,6 @@ def make_requests(
             stacklevel=4,
         )
     return requests, refused
-
-
-def _is_cut(request: Request) -> bool:
-    """Whether the context ends before the tokens that a request asks for; the default asks not."""
-    params = request.params
-    room = request.max_length - len(request.prompt_token_ids)
-    return room < params.max_tokens != SamplingParams.max_tokens
 
 
 def _of_prompt(

@@ -583,8 +583,7 @@ def _load_target(target: Any) -> Model:
         return load_model(target)
     if not isinstance(target, Model):
         raise TypeError(
-            f"target must be a Model, a folder or a name, got {target!r:.100} "
-            f"({type(target).__name__})."
+            f"target must be a Model, a folder or a name, got {type(target).__name__}."
         )
     return target
 

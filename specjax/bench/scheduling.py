@@ -26,7 +26,7 @@ from specjax.config import EngineConfig, SamplingParams
 from specjax.engine.goodput import Goodput
 from specjax.engine.speculation_policy import Fixed
 from specjax.engine.step_cost import StepCosts
-from specjax.plotting import new_figure
+from specjax.plotting import new_figure, whole_ticks
 from specjax.progress import Progress
 from specjax.setup import Setup
 
@@ -331,7 +331,7 @@ def draw_ramp(runs: dict[str, Replay], path: Path) -> None:
     depths = [b.decision.num_speculative_tokens for b in bursts]
     other.step(at, depths, where="post", color="tab:blue")
     other.set_ylabel("K", color="tab:blue")
-    other.yaxis.get_major_locator().set_params(integer=True)
+    whole_ticks(other.yaxis)
     left.set_title("goodput: K rises as rows drain")
     names = list(runs)
     colors = ["tab:blue" if name == "goodput" else "tab:gray" for name in names]

@@ -219,7 +219,7 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
             _write_result(arguments, entries, result, target, drafter)
     except ValueError as error:
         raise ValueError(_with_source(str(error), entries)) from error
-    return _report(arguments, entries, result)
+    return _report(arguments, entries, sampling, result)
 
 
 def _load(arguments: argparse.Namespace, config: SpeculationConfig):
@@ -328,12 +328,13 @@ def _namer(target: Model) -> Callable[[int], str]:
     return lambda token_id: f"{token_id} {text(token_id)!r}"
 
 
-def _report(arguments, entries, result: Generation) -> int:
+def _report(arguments, entries, sampling, result: Generation) -> int:
     """Says on stderr what failed and what was measured; returns the exit code."""
     failed = [completion for completion in result if completion.error is not None]
     for completion in failed:
         message = _with_source(f"{completion.error}", entries, completion.prompt_index)
         print(f"specjax: error: {message}", file=sys.stderr)
+    _warn_of_cuts(sampling, result)
     if not arguments.json:
         if result.stats.acceptance.num_drafted and terminal.use_color(
             arguments.color, sys.stderr, os.environ
@@ -341,6 +342,29 @@ def _report(arguments, entries, result: Generation) -> int:
             print(terminal.legend(), file=sys.stderr)
         print(terminal.summary(result.stats), file=sys.stderr)
     return 1 if failed else 0
+
+
+def _warn_of_cuts(sampling, result: Generation) -> None:
+    """Says which texts ended with the context, before their max_tokens."""
+    cut = [
+        completion
+        for completion in result
+        if completion.finish_reason == "length"
+        and len(completion.token_ids) < sampling[completion.prompt_index].max_tokens
+    ]
+    if not cut:
+        return
+    first = cut[0]
+    others = f", and {len(cut) - 1} more texts did" if len(cut) > 1 else ""
+    print(
+        f"specjax: warning: prompt {first.prompt_index} ended after "
+        f"{len(first.token_ids)} of max_tokens="
+        f"{sampling[first.prompt_index].max_tokens} tokens, where its context ended: "
+        f"{len(first.prompt_token_ids)} tokens of prompt and {len(first.token_ids)} of "
+        f"output fill it{others}; shorten the prompt or raise --max-context where the "
+        "model takes more.",
+        file=sys.stderr,
+    )
 
 
 def _with_source(message: str, entries, index: int | None = None) -> str:

@@ -223,7 +223,7 @@ def test_a_bad_request_fails_alone(target, prompts, plain):
     }
     mixed = [bad.get(index, prompt) for index, prompt in enumerate(prompts)]
     sampling = [GREEDY] * len(prompts)
-    sampling[7] = SamplingParams(temperature=-1)
+    sampling[7] = SamplingParams(stop_token_ids=[61])
     sampling[8] = dataclasses.replace(GREEDY, stop="x")
     out = generate(target, mixed, sampling=sampling)
     for index, completion in enumerate(out):
@@ -234,7 +234,7 @@ def test_a_bad_request_fails_alone(target, prompts, plain):
             assert completion.token_ids == plain[index].token_ids
     assert "outside the vocabulary; expected 0 to 60" in out[2].error
     assert "shorten the prompt" in out[4].error
-    assert "temperature" in out[7].error
+    assert "stop_token_ids holds 61" in out[7].error
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,9 @@ import sys
 
 import pytest
 
+from specjax import plotting
 from specjax.engine.metrics import BurstRecord
-from specjax.plotting import draw_decisions
+from specjax.plotting import draw_decisions, new_figure
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -35,6 +36,51 @@ def test_decisions_are_drawn(tmp_path, fields):
     draw_decisions([record(place, **fields) for place in range(20)], path)
     assert path.read_bytes().startswith(PNG)
     assert path.stat().st_size > 20_000
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Every figure that is drawn."""
+    drawn = []
+
+    def keep(*size):
+        drawn.append(new_figure(*size))
+        return drawn[-1]
+
+    monkeypatch.setattr(plotting, "new_figure", keep)
+    return drawn
+
+
+def test_a_tick_and_a_colour_for_each_k_that_was_chosen(figures, tmp_path):
+    chosen = [0, 2, 7, 7]
+    bursts = [record(i, num_speculative_tokens=k) for i, k in enumerate(chosen)]
+    draw_decisions(bursts, tmp_path / "decisions.png")
+    (bar,) = [axes for axes in figures[0].axes if axes.get_ylabel() == "K"][-1:]
+    assert [label.get_text() for label in bar.get_yticklabels()] == ["0", "2", "7"]
+    points = figures[0].axes[0].collections[0]
+    assert points.cmap.N == 3
+
+
+def test_k_is_drawn_in_steps_with_legends_beside_the_data(figures, tmp_path):
+    draw_decisions([record(place) for place in range(20)], tmp_path / "decisions.png")
+    (figure,) = figures
+    lines = [line for axes in figure.axes for line in axes.lines]
+    named = {line.get_label(): line.get_drawstyle() for line in lines}
+    assert named["K"] == "steps-post"
+    legends = [(axes, axes.get_legend()) for axes in figure.axes if axes.get_legend()]
+    assert len(legends) == 2
+    for axes, legend in legends:
+        assert (
+            not axes.get_window_extent()
+            .shrunk(0.98, 0.98)
+            .overlaps(legend.get_window_extent())
+        )
+
+
+@pytest.mark.parametrize("depths", [[0], [3], [63, 0], [1] * 30])
+def test_few_bursts_and_any_k(tmp_path, depths):
+    bursts = [record(i, num_speculative_tokens=k) for i, k in enumerate(depths)]
+    draw_decisions(bursts, tmp_path / "decisions.png")
 
 
 def test_nothing_to_draw():

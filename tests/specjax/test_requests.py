@@ -1,6 +1,4 @@
-"""From what a user passes to requests: what is no prompt is said, what does not fit too."""
-
-import warnings
+"""From what a user passes to requests: what is no prompt is said."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +6,6 @@ import pytest
 from helpers import tiny_llama
 
 import specjax
-from specjax.config import SamplingParams
 from specjax.requests import as_list, token_ids
 from specjax.setup import Setup
 
@@ -56,20 +53,3 @@ def test_an_engine_takes_no_number_for_a_prompt():
         pytest.raises(ValueError, match="a prompt is 5"),
     ):
         engine.add(5)
-
-
-def test_max_tokens_beyond_the_context_are_said_once():
-    setup = Setup.of(tiny_llama(0), engine={"max_context": 16})
-    with pytest.warns(UserWarning, match="max_tokens=40 do not fit") as said:
-        requests, _ = setup.requests([[1], [1, 2]], SamplingParams(max_tokens=40))
-    assert len(said) == 1
-    assert "the context of 16 tokens" in str(said[0].message)
-    assert [request.max_length for request in requests] == [16, 16]
-
-
-def test_the_default_of_max_tokens_asks_for_nothing():
-    setup = Setup.of(tiny_llama(0), engine={"max_context": 16})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        setup.requests([[1]], None)
-        setup.requests([[1]], SamplingParams(max_tokens=15))

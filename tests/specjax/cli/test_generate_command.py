@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import sys
+import warnings
 
 import pytest
 
@@ -164,6 +165,18 @@ def test_one_failed_request_among_several(run, tmp_path):
     assert good["error"] is None
     assert bad["finish_reason"] == "error"
     assert f"specjax: error: {path} line 2: prompt 1: top_p=7" in err
+
+
+def test_texts_that_the_context_cut_are_said(run):
+    code, out, err = run("w5 w6", "--max-context", "5", "--max-tokens", "40")
+    assert code == 0
+    assert len(out.split()) == 3
+    assert "prompt 0 ended after 3 of max_tokens=40 tokens, where its context" in err
+    assert "warning" not in run("w5 w6", "--max-context", "8")[2]
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # as in a program of its own
+        _, _, err = run("w5 w6", "--max-context", "1000")
+    assert "warning: max_context=1000 is more than the 128 tokens that" in err
 
 
 @pytest.mark.parametrize(
