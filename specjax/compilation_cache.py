@@ -79,7 +79,8 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path | None:
 def private_folder(name: str, *, makes: bool = False) -> Path | None:
     """Returns a folder of specjax's own for files that are executed, one per kind of processor.
 
-    None where SPECJAX_CACHE_DIR says "off", or the folder cannot be written.
+    None where SPECJAX_CACHE_DIR says "off", where it is missing or cannot be written, and
+    where others could change it, which is said once in a warning.
 
     Args:
       makes: whether to make it where it is missing.
@@ -88,7 +89,10 @@ def private_folder(name: str, *, makes: bool = False) -> Path | None:
     if root is None:
         return None
     folder = root / name / processor()
-    if makes and not _is_writable(folder):
+    if not (_is_writable(folder) if makes else folder.is_dir()):
+        return None
+    if (danger := _danger(folder)) is not None:
+        _warn_once(folder, danger)
         return None
     return folder
 

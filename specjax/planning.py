@@ -216,8 +216,8 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
         drafter_bytes_per_token=drafter_c,
         compiled=compiled,
         memory=memory,
-        target_work=_work(request.target, request, device.count),
-        drafter_work=_work(request.draft_config, request, 1)
+        target_work=model_work(request.target, request.dtype, device.count),
+        drafter_work=model_work(request.draft_config, request.dtype, 1)
         if request.draft_config
         else None,
         notes=(*_context_notes(request), *compiled.warnings, *notes),
@@ -325,10 +325,10 @@ def _memory(
     return memory, list(memory.warnings)
 
 
-def _work(config: ModelConfig, request: PlanRequest, chips: int) -> ModelWork:
+def model_work(config: ModelConfig, dtype: Any, chips: int) -> ModelWork:
     """Returns what a forward does on one chip of those that a model is split over."""
-    itemsize = jnp.dtype(request.dtype).itemsize
-    weights = abstract_weights(config, request.dtype)
+    itemsize = jnp.dtype(dtype).itemsize
+    weights = abstract_weights(config, dtype)
     count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
     if not config.tie_word_embeddings:
         count -= config.vocab_size * config.hidden_size  # embeddings are looked up

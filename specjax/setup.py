@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 
 from specjax import plan_request, planning, sharding
 from specjax.config import MATCHING, EngineConfig, SpeculationConfig
+from specjax.configs.devices import of_kind
 from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, Sizes, build_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.loading import LoadedDrafter, load_drafter
@@ -30,9 +31,11 @@ from specjax.engine.device_memory import (
 from specjax.engine.goodput import Goodput, Regret
 from specjax.engine.loop import Loop
 from specjax.engine.memory_model import MemoryPlan
+from specjax.engine.processor_speed import processor_speed
 from specjax.engine.request import Request
 from specjax.engine.speculation_policy import Fixed, SpeculationPolicy, Table
-from specjax.engine.step_cost import StepCosts
+from specjax.engine.step_cost import Prior, StepCosts
+from specjax.engine.step_prior import Accelerator, step_prior
 from specjax.engine.survival import Survival
 from specjax.models.base import Model
 from specjax.models.loading import load_model
@@ -184,11 +187,31 @@ class Setup:
         if shelf.known is not None:
             # Its own copy: another thread may run the same pair.
             known = copy.deepcopy(shelf.known)
-            known.costs.nodes_per_row = nodes
-            return known
-        known = cost_files.Known(StepCosts(nodes))
-        cost_files.load(decoder, known)
+        else:
+            known = cost_files.Known(StepCosts())
+            cost_files.load(decoder, known)
+        known.costs.nodes_per_row, known.costs.prior = nodes, self._prior
         return known
+
+    @functools.cached_property
+    def _prior(self) -> Prior | None:
+        """What a step takes by bytes and operations; None on a device that is not known."""
+        device = self._devices[0]
+        figures = of_kind(device.device_kind)
+        if figures is not None:
+            speed = Accelerator(figures.per_device())
+        elif device.platform == "cpu":
+            speed = processor_speed()
+        else:
+            return None
+        chips = sharding.axis_size(self.mesh, sharding.TENSOR)
+        target = planning.model_work(self.target.config, self._dtype, chips)
+        own = _dtype_of(self.drafter.params) or self._dtype
+        drafters = [
+            (planning.model_work(config, own, 1), config.num_layers)
+            for config in self.drafter.configs
+        ]
+        return step_prior(speed, (target, self.target.config.num_layers), drafters)
 
     def keep(self, loop: Loop) -> None:
         """Keeps what a run learned of speed, for the next in this process and for later ones."""
@@ -200,7 +223,9 @@ class Setup:
         if policy.survival.num_trials:
             acceptance[self.acceptance_kind] = policy.survival.to_record()
         # A copy: the run may go on, and learn.
-        shelf.known = cost_files.Known(copy.deepcopy(policy.costs), acceptance)
+        costs = copy.copy(policy.costs)
+        costs.prior = None
+        shelf.known = cost_files.Known(copy.deepcopy(costs), acceptance)
         cost_files.save(loop.decoder, shelf.known)
 
     def _policy_kind(self, rules: Sequence[int]) -> type[Table | Fixed | Goodput]:

@@ -76,7 +76,11 @@ def load(name: str | None, inputs: Any) -> Callable[..., Any] | None:
         payload, results = pickle.loads(path.read_bytes())
         in_tree = jax.tree.structure((tuple(inputs), {}))
         loaded = serialize_executable.deserialize_and_load(
-            payload, in_tree, jax.tree.structure(results)
+            payload,
+            in_tree,
+            jax.tree.structure(results),
+            # Else it would be loaded for all devices there are.
+            execution_devices=jax.devices()[:1],
         )
         os.utime(path)
         return loaded

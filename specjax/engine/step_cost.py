@@ -7,7 +7,8 @@ longer. Of one that was not measured it is the best fit, with no coefficient bel
 
     c0 + c1 * verified tokens + c2 * drafted tokens + c3 * draft forwards
 
-to those that were. The slope is s0 + s1 * K, none below 0: each draft forward reads the
+to those that were; of few it is what bytes and operations say (`step_prior`), times what was
+measured of those like it over what they say of them. The slope is s0 + s1 * K, none below 0: each draft forward reads the
 drafter's keys and values as verifying reads the target's.
 
 The drift is how much slower everything runs just now than when it was measured: shared
@@ -21,12 +22,14 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from specjax.bucket import Bucket
+
+Prior = Callable[[Bucket, float], float]
 
 # Chosen by the short generations of bench.scheduling, docs/benchmarks/scheduling.md.
 MEMORY = 16  # measurements that are remembered, of a bucket at about one context
@@ -89,15 +92,22 @@ class StepCosts:
     Args:
       nodes_per_row: the nodes that a row verifies at each K, root included; None is
         1 + K, of chains.
+      prior: predicts the seconds of a bucket at a context before any was measured; None is
+        nothing.
     """
 
-    def __init__(self, nodes_per_row: Mapping[int, int] | None = None):
+    def __init__(
+        self,
+        nodes_per_row: Mapping[int, int] | None = None,
+        prior: Prior | None = None,
+    ):
         # Logarithms of what the drift is the median of; one measurement tells of none.
         self._slower = [0.0] * DRIFT_MEMORY
         # Per token that the drafter has not seen, of the row with most; None: not known.
         self.catch_up_s: float | None = None
         self._caught_up = np.zeros(2)  # tokens, and the seconds that they took
         self.nodes_per_row = nodes_per_row or {}
+        self.prior = prior
         self._samples: dict[Bucket, dict[int, Sample]] = {}
         self._fit: _Fit | None = None
         self._num_measured = self._num_since_fit = 0
@@ -145,9 +155,9 @@ class StepCosts:
         return math.exp(_median(self._slower))
 
     def seconds(self, bucket: Bucket, context: float) -> float | None:
-        """Returns the seconds of a step just now; None where nothing was measured."""
+        """Returns the seconds of a step just now; None where nothing is known."""
         if not self._samples:
-            return None
+            return self.prior and self.prior(bucket, context)
         fit, place = self._fitted(), _place(context)
         bases = self._bases.setdefault(bucket, {})
         base = bases.get(place)
@@ -262,6 +272,8 @@ class StepCosts:
           place: next to which measurements count for more, as of `_place`; None: all alike.
         """
         samples = self._samples.get(bucket)
+        if samples is None and self.prior is not None and len(self._samples) < FEW:
+            return self._by_prior(bucket, fit, place)
         if samples is None:
             cheapest = min(
                 s.seconds for o in self._samples.values() for s in o.values()
@@ -279,6 +291,23 @@ class StepCosts:
         # A slope too steep must not make a step free.
         least = LEAST_SHARE * min(sample.seconds for sample in samples.values())
         return max(_weighted_median(weighed), least)
+
+    def _by_prior(self, bucket: Bucket, fit: _Fit, place: int | None) -> float:
+        """Returns what the prior says, as far off as it is of the buckets that were measured."""
+        assert self.prior is not None
+        off, weights = [], []
+        for other, samples in self._samples.items():
+            for sample in samples.values():
+                said = self.prior(other, sample.context)
+                off.append(math.log(sample.seconds / said))
+                rows = abs(math.log2(other.rows / bucket.rows))
+                depths = other.num_speculative_tokens, bucket.num_speculative_tokens
+                apart = rows + abs(depths[0] - depths[1])
+                weights.append(sample.count / (1 + apart) ** 2)
+        scale = math.exp(float(np.average(off, weights=weights)))
+        context = 0.0 if place is None else _context(place)
+        said = scale * self.prior(bucket, context)
+        return max(said - fit.slope(bucket) * context, LEAST_SHARE * said)
 
     def _fitted(self) -> _Fit:
         return self._refitted() if self._fit is None else self._fit
@@ -379,6 +408,11 @@ def _weighted_median(weighed: Sequence[tuple[float, float]]) -> float:
     weighed = sorted(weighed)
     weights = list(itertools.accumulate(weight for _, weight in weighed))
     return weighed[bisect.bisect_left(weights, weights[-1] / 2)][0]
+
+
+def _context(place: int) -> float:
+    """Returns a context that counts to a sample."""
+    return max(1.25**place - 64, 0.0)
 
 
 def _place(context: float) -> int:

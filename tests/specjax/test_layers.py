@@ -33,6 +33,7 @@ LAYERS = (
     # What users call.
     (
         "specjax.generation",
+        "specjax.outbox",
         "specjax.plan_report",
         "specjax.plan_request",
         "specjax.planning",
@@ -66,14 +67,19 @@ LAYERS = (
     (
         "specjax.batch_size_table",
         "specjax.bucket",
+        "specjax.chat_template",
         "specjax.compilation_cache",
         "specjax.config",
         "specjax.configs",
         "specjax.detokenize",
+        "specjax.model_files",
         "specjax.names",
         "specjax.progress",
         "specjax.speculative_config_json",
+        "specjax.surroundings",
         "specjax.tokenization",
+        "specjax.tokenizer_json",
+        "specjax.turns",
         "specjax.types",
         "specjax.version",
     ),
