@@ -141,7 +141,7 @@ def test_nothing_of_a_file_is_taken_that_breaks_off():
     path.write_text(json.dumps(document))
     costs = StepCosts()
     with pytest.warns(UserWarning, match="cannot be read"):
-        assert not cost_files.load(decoder(), costs)
+        assert not cost_files.load(decoder(), Known(costs))
     assert costs.measured == []
 
 

@@ -9,6 +9,7 @@ from test_loop import finish, make_request, start
 from specjax.drafters.spec import NoDrafter
 from specjax.engine.loop import Loop
 from specjax.engine.speculation_policy import Fixed
+from specjax.types import DecoderParams
 
 NUM_REQUESTS = 2000
 
@@ -20,7 +21,11 @@ def adversarial_loop(
     rng = np.random.default_rng(seed)
     decoder = FakeDecoder(rows=4, num_pages=40, gate=gate)
     loop = Loop(
-        decoder, None, Fixed(3), gate_tokens=gate_tokens, most_tokens=most_tokens
+        decoder,
+        DecoderParams(None),
+        Fixed(3),
+        gate_tokens=gate_tokens,
+        most_tokens=most_tokens,
     )
     requests = []
     for index in range(num_requests):
