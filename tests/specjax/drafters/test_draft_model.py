@@ -38,7 +38,8 @@ PARAMS = SamplingParams(
 SHAPES = {
     "chain": None,
     "tree": from_widths((2, 2, 1)),
-    "grown": Growth(max_depth=DEPTH, width=2, num_drafts=6),
+    # Keeps all that it looks at.
+    "grown": Growth(max_depth=DEPTH, width=2, num_drafts=10),
 }
 MOST_NODES = 1 + 2 + 4 + 4
 MODEL = tiny_llama(0, vocab_size=VOCAB, num_layers=1)
