@@ -101,6 +101,9 @@ class Replay:
     Args:
       clock: by what the seconds of the next burst are off, as the policy sees them.
       first_request: the number of the first row's request; a policy knows them apart by it.
+      rate_at: how often drafts of all rows stand at a time in s, instead of the workload's.
+      slow_at: how many times longer everything takes at a time in s.
+      until_s: when it stops, done or not.
     """
 
     def __init__(
@@ -112,14 +115,19 @@ class Replay:
         burst_steps: int = 32,
         clock: Callable[[], float] = lambda: 1.0,
         first_request: int = 0,
+        rate_at: Callable[[float], float] | None = None,
+        slow_at: Callable[[float], float] = lambda now_s: 1.0,
+        until_s: float = float("inf"),
     ):
         self.workload, self.costs, self.policy = workload, costs, policy
         self.burst_steps = burst_steps
         self.bursts: list[Burst] = []
         rows, most = workload.rows, int(workload.num_tokens.max())
         rng = np.random.default_rng(workload.seed)
-        # [rows, place in the text]: whether a draft of the token there stands.
-        self._stands = rng.uniform(size=(rows, most + 64)) < workload.rates[:, None]
+        # [rows, place in the text]: a draft of the token there stands where this is below
+        # the rate.
+        self._luck = rng.uniform(size=(rows, most + 64))
+        self._rate_at, self._slow_at, self._until_s = rate_at, slow_at, until_s
         self._gained = np.zeros(rows, np.int64)
         self._drafter_gained = np.zeros(rows, np.int64)
         self._now_s = 0.0
@@ -127,7 +135,7 @@ class Replay:
 
     def run(self) -> Replay:
         """Runs until every row has its tokens."""
-        while (left := self._left()).any():
+        while (left := self._left()).any() and self._now_s < self._until_s:
             self._burst(np.flatnonzero(left))
         return self
 
@@ -138,6 +146,22 @@ class Replay:
     @property
     def num_tokens(self) -> int:
         return sum(burst.num_tokens for burst in self.bursts)
+
+    def least_of(self, other: Replay, window_s: float) -> float:
+        """Returns the least ratio of what both gained in equal windows of so many seconds."""
+        ends = [
+            np.cumsum([[b.seconds, b.num_tokens] for b in run.bursts], axis=0)
+            for run in (self, other)
+        ]
+        last = min(own[-1, 0] for own in ends)
+        starts = np.arange(0.0, last - window_s, window_s / 30)
+        gains = []
+        for own in ends:
+            at = lambda when, own=own: np.interp(
+                when, np.r_[0, own[:, 0]], np.r_[0, own[:, 1]]
+            )
+            gains.append(at(starts + window_s) - at(starts))
+        return float((gains[0] / gains[1]).min())
 
     def tokens_per_second(self, after_steps: int = 0) -> float:
         """Returns the tokens per second of what came after some steps."""
@@ -183,6 +207,7 @@ class Replay:
             # Of tokens that it lacks but one, which every step of a chain feeds it.
             seconds += self.costs.catch_up_s * (num_behind - 1)
             self._drafter_gained[rows] = self._gained[rows]
+        seconds *= self._slow_at(self._now_s)
         self.policy.observe(
             Outcome(
                 decision=decision,
@@ -219,7 +244,10 @@ class Replay:
             if max_drafts is not None:
                 drafted = _cut(proposed, max_drafts)
             places = self._gained[rows][:, None] + np.arange(max(drafted.max(), 1))
-            stands = self._stands[rows[:, None], places]
+            rates = self.workload.rates[rows]
+            if self._rate_at is not None:
+                rates = np.full(len(rows), self._rate_at(self._now_s))
+            stands = self._luck[rows[:, None], places] < rates[:, None]
             stands &= np.arange(stands.shape[1]) < drafted[:, None]
             accepted = stands.cumprod(axis=1).sum(axis=1)
             committed = np.where(left > 0, np.minimum(accepted + 1, left), 0)

@@ -43,10 +43,16 @@ PROBE_SHARE = 0.004  # of all seconds, lost to learning
 # saved up for it, in times of the last burst.
 HOPE_SHARE = 0.016
 MOST_HOPE = 2.0
-FIRST_HOPE = 0.3  # likewise, to begin with: what is learned early serves longest
+FIRST_HOPE = 1.0  # likewise, to begin with: what is learned early serves longest
 # Seconds of a step may be less than is thought by so much: measured often, and once.
 DOUBT, MUCH_DOUBT = 0.02, 0.2
 MEASURED_OFTEN = 10
+PRIOR_DOUBT = 0.5  # likewise where no step was measured at all
+# At K = 0 drafts are asked for as often as this, as long as asking, with the catching up
+# that it takes, costs no more than such a share of the time.
+ASK_EVERY_S, ASK_SHARE = 4.0, 0.015
+# A burst that drafts takes no longer: what it drafts may be worth nothing by now.
+MOST_DRAFTING_S, LEAST_DRAFTING_STEPS = 0.25, 4
 # Of its seconds, what a probe is charged at least: what is thought may be wrong.
 LEAST_LOST = 0.12
 PROBE_STEPS = 8  # of a burst that only asks what is accepted
@@ -171,6 +177,7 @@ class Goodput:
         self._exploration: _Exploration | None = None
         self._was_probe = False
         self._budget = 0.0  # seconds that may be spent on probes
+        self._plain_s = 0.0  # of plain decoding, since something was drafted
         self._hope = 0.0  # likewise, on those that look promising
         self._rates: dict[Bucket, float] = {}  # of the candidates of the last choice
 
@@ -186,7 +193,7 @@ class Goodput:
             return self._plain(load, load.limited_by or "nothing measured yet")
         self._rates = {c.bucket: c.rate for c in candidates}
         usable = [c for c in candidates if load.is_compiled(c.bucket)]
-        if not usable:
+        if not usable or self._last is None:
             usable = [self._soonest_done(candidates, load)]
         best = self._best(usable, load)
         allowed = [
@@ -200,6 +207,12 @@ class Goodput:
         if best not in allowed:
             best = self._best(allowed, load)
             return self._decide(load, best, load.limited_by)
+        if self._was_probe:
+            # What ran before runs again: whether the machine changed its speed in between
+            # tells whether the probe tells anything.
+            best = next((c for c in allowed if c.bucket == self._last), best)
+            self._was_probe = False
+            return self._decide(load, best, "goodput", num_steps=PROBE_STEPS)
         probe = self._probe(best, allowed, load)
         if probe is not None:
             return probe
@@ -223,8 +236,11 @@ class Goodput:
         if not outcome.seconds or not outcome.num_steps:
             return
         self._budget += PROBE_SHARE * outcome.seconds
+        self._plain_s += outcome.seconds
+        if bucket.num_speculative_tokens:
+            self._plain_s = 0.0
         hope = self._hope + HOPE_SHARE * outcome.seconds
-        if self._exploration is not None and self._exploration.other is not None:
+        if len(self.costs.measured) <= 2:
             hope = FIRST_HOPE * outcome.seconds
         self._hope = min(hope, MOST_HOPE * outcome.seconds)
         self._count_regret(outcome)
@@ -257,7 +273,9 @@ class Goodput:
             if not self.costs.count(bucket):
                 seconds *= 1 - OPTIMISM
             rate = slots.together(bucket) * tokens / seconds
-            doubt = _doubt(self.costs.evidence(bucket, context))
+            doubt = PRIOR_DOUBT
+            if self.costs.measured:
+                doubt = _doubt(self.costs.evidence(bucket, context))
             candidates.append(_Candidate(bucket, tokens, seconds, rate, doubt, slots))
         return candidates
 
@@ -337,8 +355,12 @@ class Goodput:
     ) -> Decision:
         self._last = chosen.bucket
         draft_caps = None
-        if chosen.bucket.num_speculative_tokens and self._knows_no_acceptance:
-            more.setdefault("num_steps", PROBE_STEPS)
+        if chosen.bucket.num_speculative_tokens:
+            most = max(int(MOST_DRAFTING_S / chosen.seconds), LEAST_DRAFTING_STEPS)
+            if self._knows_no_acceptance:
+                most = min(most, PROBE_STEPS)
+            if most < load.num_probe_steps:
+                more.setdefault("num_steps", most)
         if chosen.bucket.max_drafts is not None and not self._knows_confidence:
             draft_caps = chosen.slots.likeliest(chosen.bucket)
         return Decision(
@@ -436,9 +458,8 @@ class Goodput:
         self, best: _Candidate, allowed: Sequence[_Candidate], load: Load
     ) -> Decision | None:
         """Returns a burst that learns something again, if there are seconds for it."""
-        was_probe, self._was_probe = self._was_probe, False
-        if was_probe or not load.num_probe_steps:
-            return None  # what looks best must run as well: it may not be what it seems
+        if not load.num_probe_steps:
+            return None
         is_plain = not best.bucket.num_speculative_tokens
         ready = [c for c in allowed if load.is_compiled(c.bucket) and c is not best]
         drafting = [c for c in ready if c.bucket.num_speculative_tokens]
@@ -470,7 +491,10 @@ class Goodput:
         num_steps = min(num_steps, load.num_probe_steps)
         lost = num_steps * other.seconds * (1 - other.rate / best.rate) + catch_up
         lost = max(lost, LEAST_LOST * num_steps * best.seconds)
-        if lost <= self._budget:
+        is_due = begins and self._plain_s >= ASK_EVERY_S
+        if is_due and lost <= ASK_SHARE * self._plain_s:
+            pass  # its own share
+        elif lost <= self._budget:
             self._budget -= lost
         elif (hopeful or promising) and lost <= self._hope:
             self._hope -= lost

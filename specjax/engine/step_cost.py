@@ -34,8 +34,11 @@ Prior = Callable[[Bucket, float], float]
 # Chosen by the short generations of bench.scheduling, docs/benchmarks/scheduling.md.
 MEMORY = 16  # measurements that are remembered, of a bucket at about one context
 OF_BEFORE = 3  # measurements of an earlier run, of a bucket at about one context
-DRIFT_MEMORY = 9  # measurements that tell the drift
+DRIFT_MEMORY = 3  # measurements that tell the drift
 TELLS_DRIFT = 3  # measurements at about one context, before the next tells of the drift
+# Logarithm of how much longer or less a step takes than the one before of its bucket, where
+# it is the machine; and how many measurements before are compared with.
+JUMP, RECENT = 0.26, 4
 NEAR = 2  # places apart, at which a measurement counts for half
 REFIT_AFTER = 16  # measurements
 NUM_FEATURES = 4
@@ -67,6 +70,11 @@ class Sample:
         self._latest = [*self._latest[1 - MEMORY :], (context, seconds)]
         self.context += (context - self.context) / self.count
         self.seconds = _median([seconds for _, seconds in self._latest])
+
+    def forget_latest(self) -> None:
+        self._latest.pop()
+        if self._latest:
+            self.seconds = _median([seconds for _, seconds in self._latest])
 
     def at(self, context: float, slope: float) -> float:
         """Returns the median of what the measurements would be at one context of all."""
@@ -103,6 +111,8 @@ class StepCosts:
     ):
         # Logarithms of what the drift is the median of; one measurement tells of none.
         self._slower = [0.0] * DRIFT_MEMORY
+        # The last measurements: buckets, contexts and seconds with the drift.
+        self._recent: list[tuple[Bucket, float, float]] = []
         # Per token that the drafter has not seen, of the row with most; None: not known.
         self.catch_up_s: float | None = None
         self._caught_up = np.zeros(2)  # tokens, and the seconds that they took
@@ -137,6 +147,8 @@ class StepCosts:
         """
         if not 0 < seconds < math.inf:
             raise ValueError(f"{seconds=} of a step must be above 0 and finite.")
+        self._notice_jump(bucket, context, seconds)
+        self._recent = [*self._recent[1 - RECENT :], (bucket, context, seconds)]
         if bucket in self._samples:
             expected = self.seconds(bucket, context)
             assert expected is not None
@@ -149,6 +161,38 @@ class StepCosts:
         self._add(bucket, context, seconds / self.drift)
         # Now, and not when the next burst is planned.
         self._fitted()
+
+    def _notice_jump(self, bucket: Bucket, context: float, seconds: float) -> None:
+        """Takes a step that suddenly takes far longer, or less, for the machine's doing.
+
+        A bucket that ran just before at about this context tells of it at once. What other
+        buckets took in between was measured before the jump or after it: nobody knows.
+        """
+        buckets = [recent for recent, _, _ in self._recent]
+        if bucket not in buckets:
+            return
+        place = len(buckets) - 1 - buckets[::-1].index(bucket)
+        _, before, last = self._recent[place]
+        if abs(_place(context) - _place(before)) > 1:
+            return
+        usual = last + self._fitted().slope(bucket) * (context - before) * self.drift
+        jump = math.log(seconds / max(usual, LEAST_SHARE * last))
+        if abs(jump) < JUMP:
+            return
+        self._slower = [slower + jump for slower in self._slower]
+        for other, at, _ in self._recent[place + 1 :]:
+            self._forget_latest(other, at)
+        self._recent = []
+
+    def _forget_latest(self, bucket: Bucket, context: float) -> None:
+        samples = self._samples[bucket]
+        samples[_place(context)].forget_latest()
+        if not samples[_place(context)].count:
+            del samples[_place(context)]
+        if not samples:
+            del self._samples[bucket]
+        self._fit = None
+        self._bases.clear()
 
     @property
     def drift(self) -> float:

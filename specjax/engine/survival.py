@@ -25,6 +25,9 @@ ROW_TRIALS = 8.0  # that a row's likeness to the others counts for
 WINDOW = 1024.0  # trials that averages over all rows remember
 ROW_WINDOW = 256.0  # likewise of a row
 MOST_RATE = 0.999
+# A burst of which so many standard deviations more or less stood than was likely tells of
+# other text; what was known before counts for so many trials then.
+SURPRISE, LEFT_TRIALS = 4.0, 4.0
 KEPT_TRIALS = 64.0  # that what was learned in an earlier run counts for
 
 
@@ -92,6 +95,7 @@ class Survival:
         asked = sums(ran & (asked_depth > places))
         proposed = sums(ran & (proposed_depth > places))
 
+        self._notice_change(requests, tried, stood)
         trials = tried.T @ self.profile()
         self._observe_rows(requests, trials, stood.sum(axis=0), len(ran))
         kept = math.exp(-float(ran.sum()) / WINDOW)
@@ -103,6 +107,21 @@ class Survival:
         ):
             average *= kept
             average += new
+
+    def _notice_change(self, requests: Any, tried: Any, stood: Any) -> None:
+        """Forgets most of what is known where a burst is too unlike it: the text has changed.
+
+        Args:
+          tried, stood: f64[positions, rows].
+        """
+        likely = self.profile()[:, None] * self.rates(requests)
+        likely = likely.clip(1 - MOST_RATE, MOST_RATE)
+        surprise = (stood - tried * likely).sum()
+        deviation = math.sqrt((tried * likely * (1 - likely)).sum())
+        if abs(surprise) <= SURPRISE * deviation or not tried.sum():
+            return
+        self._all *= min(LEFT_TRIALS / max(self._all[0], 1.0), 1.0)
+        self._by_request = _ByRequest()
 
     def profile(self) -> np.ndarray:
         """Returns how each position's rate compares with that of its rows, f64[depth]."""

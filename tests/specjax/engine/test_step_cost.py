@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from specjax.bucket import Bucket
-from specjax.engine.step_cost import FEW, MEMORY, StepCosts, fit_nonnegative
+from specjax.engine.step_cost import (
+    DRIFT_MEMORY,
+    FEW,
+    MEMORY,
+    RECENT,
+    StepCosts,
+    fit_nonnegative,
+)
 
 
 def true_seconds(bucket, context=0.0):
@@ -163,7 +170,31 @@ def test_a_few_bursts_that_were_disturbed_move_nothing(before):
         costs.observe(Bucket(1, 0), 0, 1.0)
     for _ in range(3):
         costs.observe(Bucket(1, 0), 0, 1000.0)
-    assert costs.seconds(Bucket(1, 0), 0) == pytest.approx(1.0)
+    # Just now everything is slow; once it is over nothing is left of it.
+    for _ in range(DRIFT_MEMORY):
+        costs.observe(Bucket(1, 0), 0, 1.0)
+    assert costs.seconds(Bucket(1, 0), 0) == pytest.approx(1.0, rel=0.01)
+
+
+def test_a_machine_that_suddenly_takes_twice_as_long_is_noticed_at_once():
+    """And what another bucket took in between says nothing: it is not kept."""
+    costs = StepCosts()
+    plain, drafting = Bucket(8, 0), Bucket(8, 1)
+    for _ in range(FEW):
+        costs.observe(plain, 1000, 1.0)
+    costs.observe(drafting, 1000, 1.5)
+    for _ in range(RECENT):
+        costs.observe(plain, 1000, 1.0)
+    assert costs.count(drafting) == 1
+    costs.observe(drafting, 1000, 3.0)
+    costs.observe(plain, 1000, 2.0)
+    assert costs.count(drafting) == 1
+    assert costs.drift == pytest.approx(2.0)
+    assert costs.seconds(plain, 1000) == pytest.approx(2.0)
+    assert costs.seconds(drafting, 1000) == pytest.approx(3.0, rel=0.1)
+    # Another context is another cost.
+    costs.observe(plain, 9000, 7.0)
+    assert costs.drift == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])

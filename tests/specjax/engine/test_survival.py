@@ -147,3 +147,21 @@ def test_requests_that_are_over_are_forgotten():
     assert survival.rates(left).tolist() == before.tolist()
     assert survival.rates([395, 0]).tolist() == survival.rates([-1, 1000]).tolist()
     assert survival.rates([396]) > survival.rates([395])
+
+
+def test_text_that_changes_is_noticed_in_one_burst():
+    """What was known of all rows, and of this one, counts for little then."""
+    survival = Survival(1)
+    asked, drafted = np.ones(1, int), np.ones((32, 1), int)
+    for _ in range(40):
+        none = np.zeros((32, 1), int)
+        survival.observe(np.zeros(1), none + 1, none, drafted, drafted, asked)
+    assert survival.rates(np.zeros(1))[0] < 0.05
+    some = np.ones((8, 1), int)
+    survival.observe(np.zeros(1), some + 1, some, some, some, asked)
+    assert survival.rates(np.zeros(1))[0] > 0.5
+    assert survival.num_trials < 20
+    # Luck as it was likely changes nothing.
+    trials = survival.num_trials
+    survival.observe(np.zeros(1), some + 1, some, some, some, asked)
+    assert survival.num_trials > trials
