@@ -29,7 +29,7 @@ from specjax.engine.speculation_policy import SpeculationPolicy
 from specjax.models.base import Model
 from specjax.outbox import Outbox
 from specjax.progress import Progress, Report
-from specjax.requests import Prompt, as_list, token_ids
+from specjax.requests import Prompt, token_ids
 from specjax.results import Chunk, GenerationStats, lossy_rule
 from specjax.setup import Setup
 from specjax.surroundings import entrance
@@ -290,7 +290,7 @@ class Engine:
     def _token_ids(self, prompt: Prompt) -> list[int]:
         """Returns the ids of a prompt; a text or a chat template may take a while."""
         try:
-            return token_ids(self._setup.target, as_list([prompt])[0])
+            return token_ids(self._setup.target, prompt)
         except TypeError as error:
             raise ValueError(str(error)) from error
 

@@ -25,6 +25,7 @@ def made(target, prompts, *, drafter=None, engine=None, depth=4, config=None, **
     return make_requests(target, prompts, sampling, config, drafter, engine)
 
 
+@pytest.mark.filterwarnings("ignore:max_tokens=.* do not fit beside the prompt")
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "max_context", "length"),
     [
@@ -61,6 +62,7 @@ def test_a_prompt_that_leaves_no_room_is_refused(target, prompt, max_context):
     )
 
 
+@pytest.mark.filterwarnings("ignore:max_tokens=.* do not fit beside the prompt")
 def test_the_least_output_must_fit(target):
     assert made(target, [[1] * 60], min_tokens=4, max_tokens=9)[1] == []
     (refused,) = made(target, [[1] * 60], min_tokens=5, max_tokens=9)[1]

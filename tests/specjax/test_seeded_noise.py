@@ -17,6 +17,7 @@ from specjax.seeded_noise import (
     exponential_noise,
     gumbel_bound,
     gumbel_noise,
+    node_role,
     random_bits,
     token_keys,
     uniforms,
@@ -256,3 +257,11 @@ def test_roles_may_differ_per_token():
     mixed = token_keys(seeds, positions, jnp.array([ACCEPT, DRAFT]))
     assert mixed[0].tolist() == token_keys(seeds, positions, ACCEPT)[0].tolist()
     assert mixed[1].tolist() == token_keys(seeds, positions, DRAFT)[1].tolist()
+
+
+def test_no_two_nodes_and_roles_share_a_number():
+    roles = TARGET_TOKEN, ACCEPT, RECOVER, DRAFT
+    numbers = [node_role(role, node) for role in roles for node in range(300)]
+    assert len(set(numbers)) == len(numbers)
+    # The root's are the roles themselves.
+    assert [node_role(role, 0) for role in roles] == list(roles)

@@ -12,7 +12,7 @@ from helpers import random_model, tiny_gpt2_config, tiny_llama_config, uncached_
 from pallas_kernels import layout
 from specjax.cache import paged
 from specjax.decode import forward as flat
-from specjax.decode.buckets import in_buckets, round_up
+from specjax.decode.buckets import equal_chunk, in_buckets, round_up
 
 BUCKET, ROWS, PAGE_SIZE, LENGTH = 8, 3, 8, 32
 CONFIGS = {
@@ -131,3 +131,11 @@ def test_bits_at_every_flat_position_and_in_any_chunks(name, dtype):
             rows.feed((before, count, 3), 3 * BUCKET) for count in (7, 6, 1, 4, 1, 1)
         ]
         np.testing.assert_array_equal(np.concatenate(parts), one_by_one)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "most", "size"),
+    [(10, 10, 10), (10, 9, 5), (10, 4, 4), (9, 4, 3), (7, 1, 1), (7, 0, 1), (3, 99, 3)],
+)
+def test_chunks_are_equal_and_no_larger_than_they_may_be(num_tokens, most, size):
+    assert equal_chunk(num_tokens, most) == size

@@ -9,14 +9,19 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import tiny_llama, uncached_logits
+import pytest
+from helpers import tiny_llama
 
+from pallas_kernels import layout
 from specjax.config import EngineConfig, SamplingParams
 from specjax.decode.decoder import Decoder, Sizes
 from specjax.decode.draft import draft
+from specjax.drafters.base import NOT_KEPT
 from specjax.drafters.spec import ModelDrafter
 from specjax.engine.fixed_batch import begin
 from specjax.engine.request import Request
+from specjax.models.architectures import architecture_of
+from specjax.models.layers import dense_causal_attention
 from specjax.sampling import process_logits, row_values
 from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
 from specjax.trees.draft_tree import path_token_ids
@@ -33,7 +38,8 @@ PARAMS = SamplingParams(
 SHAPES = {
     "chain": None,
     "tree": from_widths((2, 2, 1)),
-    "grown": Growth(max_depth=DEPTH, width=2, num_drafts=6),
+    # Keeps all that it looks at.
+    "grown": Growth(max_depth=DEPTH, width=2, num_drafts=10),
 }
 MOST_NODES = 1 + 2 + 4 + 4
 MODEL = tiny_llama(0, vocab_size=VOCAB, num_layers=1)
@@ -70,7 +76,7 @@ def request_of(row):
 
 @functools.cache
 def drafted(name):
-    """Returns the state after a step's drafting, and its proposal."""
+    """Returns the state after a step's drafting, and the draft."""
     sizes = Sizes(
         rows=ROWS, page_size=ROOM, num_pages=ROWS, pages_per_row=1, burst_steps=1
     )
@@ -82,22 +88,30 @@ def drafted(name):
     state = dataclasses.replace(state, is_active=jnp.ones(ROWS, bool))
     drafter = decoder.step_spec(DEPTH).drafter
     run = jax.jit(lambda state: draft(drafter, MODEL.params, state, DEPTH, VOCAB))
-    state, found = run(state)
-    return state, found.proposal
+    return run(state)
 
 
 @jax.jit
 def race(text, positions, sampling, has_noise):
-    """Returns what the target takes the argmax of after texts i32[n, ROOM], without a cache."""
-    every = jnp.arange(text.shape[0])
-    logits = uncached_logits(MODEL.params, MODEL.config, text)[every, positions]
+    """Returns what the target takes the argmax of after texts i32[n, ROOM], and the last one's keys."""
+    config, params, every = MODEL.config, MODEL.params, jnp.arange(text.shape[0])
+    architecture = architecture_of(config)
+
+    def attend(layer, q, k, v, _):
+        return dense_causal_attention(q, k, v, scale=config.scale), k
+
+    places = jnp.broadcast_to(jnp.arange(ROOM), text.shape)
+    hidden, (keys,) = architecture.forward(
+        params, config, text, places, attend, (None,)
+    )
+    logits = architecture.logits(params, config, hidden[every, positions])
     scores = process_logits(logits, sampling, every, positions, text)
-    keys = token_keys(sampling.seeds, positions + 1, TARGET_TOKEN)
-    return scores + has_noise[:, None] * gumbel_noise(keys, VOCAB)
+    noise = gumbel_noise(token_keys(sampling.seeds, positions + 1, TARGET_TOKEN), VOCAB)
+    return scores + has_noise[:, None] * noise, keys[every, positions]
 
 
 def races(state, paths):
-    """Returns the scores after the drafts on each path, f32[rows, nodes, VOCAB].
+    """Returns scores f32[rows, nodes, VOCAB] after the drafts on each path, and keys of its end.
 
     Args:
       paths: i32[rows, nodes, depth], -1 after a path's end.
@@ -111,42 +125,45 @@ def races(state, paths):
             positions[row, node] = len(own) - 1
     in_nodes = lambda x: np.repeat(np.asarray(x), MOST_NODES, axis=0)
     has_noise = np.array([rule_of(row) == SEEDED for row in range(ROWS)], np.float32)
-    scores = race(
+    found = race(
         text.reshape(-1, ROOM),
         positions.reshape(-1),
         jax.tree.map(in_nodes, state.sampling),
         in_nodes(has_noise),
     )
-    return np.asarray(scores).reshape(ROWS, MOST_NODES, VOCAB)
+    return [np.asarray(x).reshape(ROWS, MOST_NODES, *x.shape[1:]) for x in found]
 
 
 def test_a_chain_is_what_the_target_would_say():
-    state, proposal = drafted("chain")
+    state, found = drafted("chain")
+    proposal = found.proposal
     tokens = np.asarray(proposal.token_ids)
     paths = np.full((ROWS, DEPTH, DEPTH), -1)
     for depth in range(1, DEPTH):
         paths[:, depth, :depth] = tokens[:, :depth]
-    said = races(state, paths).argmax(axis=2)[:, :DEPTH]
+    said = races(state, paths)[0].argmax(axis=2)[:, :DEPTH]
     assert (said == tokens).all()
     assert len({tuple(row) for row in tokens.tolist()}) > 1
 
 
 def test_siblings_are_the_best_of_the_race_after_their_parent():
-    state, proposal = drafted("tree")
+    state, found = drafted("tree")
+    proposal = found.proposal
     shape, tokens = SHAPES["tree"], np.asarray(proposal.token_ids)
     paths = np.asarray(path_token_ids(proposal.tree, proposal.token_ids))
-    order = np.argsort(-races(state, paths), axis=2)
+    order = np.argsort(-races(state, paths)[0], axis=2)
     for node in range(1, shape.num_nodes):
         expected = order[:, shape.parents[node], shape.ranks[node]]
         assert (tokens[:, node - 1] == expected).all(), node
 
 
 def test_a_grown_tree_knows_how_likely_the_target_is_to_say_its_paths():
-    state, proposal = drafted("grown")
+    state, found = drafted("grown")
+    proposal = found.proposal
     tokens = np.asarray(proposal.token_ids)
     assert (np.asarray(proposal.num_tokens) == SHAPES["grown"].num_drafts).all()
     paths = np.asarray(path_token_ids(proposal.tree, proposal.token_ids))
-    probs = np.asarray(jax.nn.softmax(races(state, paths)))
+    probs = np.asarray(jax.nn.softmax(races(state, paths)[0]))
     parents = np.asarray(proposal.tree.parents)
     reached = np.ones((ROWS, tokens.shape[1] + 1))
     for row in range(ROWS):
@@ -157,3 +174,22 @@ def test_a_grown_tree_knows_how_likely_the_target_is_to_say_its_paths():
     # The likeliest child of the root comes first, and is what the target says there.
     assert (tokens[:, 0] == probs[:, 0].argmax(axis=1)).all()
     assert np.asarray(proposal.tree.depths).max() == DEPTH
+
+
+@pytest.mark.parametrize("name", ["tree", "grown"])
+def test_keys_of_nodes_lie_where_the_draft_says(name):
+    state, found = drafted(name)
+    proposal, kept_at = found.proposal, np.asarray(found.kept_at)
+    paths = path_token_ids(proposal.tree, proposal.token_ids)
+    _, keys = races(state, paths)
+    parents = np.asarray(proposal.tree.parents)
+    (pages, _), *_ = state.drafter
+    for row in range(ROWS):
+        # Whatever has children was fed.
+        assert (kept_at[row, parents[row, 1:]] != NOT_KEPT).all()
+        root = len(prompt_of(row)) - 1
+        assert int(found.written[row]) == root + 1
+        for node in np.flatnonzero(kept_at[row] != NOT_KEPT).tolist():
+            slot = jnp.int32(row * ROOM + root + kept_at[row, node])
+            held = layout.read_slots(pages, slot)
+            np.testing.assert_allclose(held, keys[row, node], atol=1e-5)

@@ -227,6 +227,18 @@ def test_what_is_kept_from_step_to_step_is_what_a_row_that_enters_finds():
             )
 
 
+def test_a_short_text_that_enters_a_row_has_nothing_of_the_one_before():
+    rng = np.random.default_rng(0)
+    pieces = one_row(*rng.integers(0, 3, (3, 50)).tolist(), has_entered=True)
+    begun = remember(history.init(1, MAX_LENGTH, CAPACITY), pieces)
+    left = everybody(begun, rows_of(rng.integers(0, 3, MAX_LENGTH).tolist()))
+    text = rows_of([1, 2, 1])
+    for name in ("own_match", "corpus_match"):
+        expected = getattr(everybody(begun, text), name)
+        entered = getattr(everybody(enter(left), text), name)
+        np.testing.assert_array_equal(entered, expected)
+
+
 def test_a_row_that_fell_far_behind_is_matched_anew():
     text = np.random.default_rng(1).integers(0, 3, MAX_LENGTH).tolist()
     begun = history.init(1, MAX_LENGTH, CAPACITY)

@@ -11,6 +11,7 @@ from specjax.config import EngineConfig
 from specjax.decode.decoder import Sizes
 from specjax.engine.goodput import Goodput
 from specjax.engine.loop import Loop
+from specjax.types import DecoderParams
 
 ROWS = 256
 PLAN_S = 1e-3
@@ -95,7 +96,7 @@ def seconds():
     loops = {}
     for num_waiting in (10, 10_000):
         goodput = policy()
-        loops[num_waiting] = loop = Loop(IdleDecoder(), None, goodput)
+        loops[num_waiting] = loop = Loop(IdleDecoder(), DecoderParams(None), goodput)
         for index in range(ROWS + num_waiting):
             loop.add(make_request(index, [index % 50, 1, 2], 3000))
         loop._admit()

@@ -14,6 +14,7 @@ from specjax.engine import loop, timing
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
 from specjax.engine.speculation_policy import Fixed
+from specjax.types import DecoderParams
 
 
 def make_request(index, prompt, output, *, draft_cap=9, **fields):
@@ -36,7 +37,7 @@ def start(decoder, outputs, *, prompts=None, policy=None, draft_caps=None, **arg
 
     Prompts are numbers of tokens, all of them the request's number, or token ids.
     """
-    engine = Loop(decoder, None, policy or Fixed(0), **arguments)
+    engine = Loop(decoder, DecoderParams(None), policy or Fixed(0), **arguments)
     prompts = prompts or [1] * len(outputs)
     draft_caps = draft_caps or [9] * len(outputs)
     requests = [
@@ -95,7 +96,7 @@ def test_first_come_first_served(k):
 
 def test_priorities_come_before_arrival():
     decoder = FakeDecoder(rows=1)
-    engine = Loop(decoder, None, Fixed(0))
+    engine = Loop(decoder, DecoderParams(None), Fixed(0))
     requests = [
         make_request(index, [index], 3, priority=priority)
         for index, priority in enumerate([1, 0, 1, -2, 0], start=1)
@@ -330,7 +331,7 @@ def test_deadlines(monkeypatch):
     clock = types.SimpleNamespace(perf_counter=lambda: decoder.now_s)
     monkeypatch.setattr(loop, "time", clock)
     monkeypatch.setattr(timing, "time", clock)
-    engine = Loop(decoder, None, Fixed(0))
+    engine = Loop(decoder, DecoderParams(None), Fixed(0))
     requests = [
         make_request(1, [1], 40, deadline=12.0),
         make_request(2, [2], 5, deadline=3.0),
@@ -417,7 +418,7 @@ def test_random_loads_lose_and_mix_up_nothing(data):
     limit = st.sampled_from([None, 10, 40, 200])
     engine = Loop(
         decoder,
-        None,
+        DecoderParams(None),
         Fixed(draw(st.integers(0, 3))),
         gate_tokens=draw(limit),
         most_tokens=draw(limit),
@@ -478,7 +479,7 @@ def test_bursts_and_prompts_take_turns_where_they_do_not_mix():
 
 def test_prompts_are_fed_by_priority():
     decoder = FakeDecoder(rows=3, num_pages=900, pages_per_row=900)
-    engine = Loop(decoder, None, Fixed(0))
+    engine = Loop(decoder, DecoderParams(None), Fixed(0))
     requests = [
         make_request(index, [index] * length, output, priority=priority)
         for index, (length, output, priority) in enumerate(

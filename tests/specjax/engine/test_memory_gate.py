@@ -1,5 +1,7 @@
 """Few pages and heavy batches: gated, preempted, and never at the cost of a token."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from test_loop import finish, make_request, start
 from specjax.drafters.spec import NoDrafter
 from specjax.engine.loop import Loop
 from specjax.engine.speculation_policy import Fixed
+from specjax.types import DecoderParams
 
 NUM_REQUESTS = 2000
 
@@ -20,7 +23,11 @@ def adversarial_loop(
     rng = np.random.default_rng(seed)
     decoder = FakeDecoder(rows=4, num_pages=40, gate=gate)
     loop = Loop(
-        decoder, None, Fixed(3), gate_tokens=gate_tokens, most_tokens=most_tokens
+        decoder,
+        DecoderParams(None),
+        Fixed(3),
+        gate_tokens=gate_tokens,
+        most_tokens=most_tokens,
     )
     requests = []
     for index in range(num_requests):
@@ -136,7 +143,7 @@ def test_a_request_that_fewer_pages_cannot_hold_ends_with_an_error():
         policy=Fixed(2),
         fewer_pages=lambda decoder: decoder.fewer(),
     )
-    moved = [request for step in loop.run() for request in step]
+    moved = [request for step in itertools.islice(loop.run(), 1000) for request in step]
     small, large, other = requests
     assert large.finish_reason == "error"
     assert "the pool holds 144" in large.error
