@@ -139,8 +139,15 @@ class Decoder:
             return self._makers[has_drafter]()
 
     def place_params(self, params: DecoderParams) -> DecoderParams:
-        """Puts weights onto the mesh: the target split, the drafter whole on every shard."""
+        """Puts weights onto the mesh: the target split, the drafter whole on every shard.
+
+        Arrays that lie so already are not copied.
+
+        Raises:
+          ValueError: there is no mesh, and they lie over several devices.
+        """
         if self.mesh is None:
+            _check_one_device(params)
             return params
         return sharding.place(params, self._param_specs(params), self.mesh)
 
@@ -528,6 +535,17 @@ class Decoder:
             self._signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(params))
             self._signed = params
         return () if params is None else self._signature
+
+
+def _check_one_device(params: DecoderParams) -> None:
+    """Raises ValueError for weights over several devices."""
+    for leaf in jax.tree.leaves(params):
+        count = len(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else 1
+        if count > 1:
+            raise ValueError(
+                f"weights lie over {count} devices, and no mesh was given; pass mesh= with "
+                'axes "data" and "tensor", or put them on one device.'
+            )
 
 
 @functools.lru_cache(maxsize=16)
