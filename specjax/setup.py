@@ -90,6 +90,8 @@ class Setup:
     ) -> Setup:
         """Loads what is to be loaded; arguments as `generate` takes them."""
         model = _load_target(target)
+        if mesh is not None:
+            sharding.validate(model.config, mesh)
         loaded, speculation = _choose_drafter(
             model,
             drafter,

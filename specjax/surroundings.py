@@ -19,17 +19,30 @@ def own_settings() -> Iterator[None]:
     """The context in which steps are traced, called and read back, in this thread.
 
     A program may ask jax for 64-bit numbers, for strict promotion, for calls that are not
-    compiled, or to stop at a transfer or at a NaN. That is about the program's own arrays:
-    steps are 32-bit, mean their transfers, and report NaN by request. Settings that leave a
-    step what it is, as jax_default_matmul_precision, stay the program's.
+    compiled, for arrays over a mesh, or to stop at a transfer or at a NaN. That is about the
+    program's own arrays: steps are 32-bit, lie over the mesh that specjax is given, mean their
+    transfers, and report NaN by request. Settings that leave a step what it is, as
+    jax_default_matmul_precision, stay the program's.
+
+    Not inside a transformation.
     """
+    with (
+        own_arithmetic(),
+        jax.disable_jit(False),
+        jax.debug_nans(False),
+        jax.debug_infs(False),
+        jax.set_mesh(None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def own_arithmetic() -> Iterator[None]:
+    """The part of `own_settings` that a few operations need, inside a transformation too."""
     with (
         jax.enable_x64(False),
         jax.numpy_dtype_promotion("standard"),
-        jax.disable_jit(False),
         jax.transfer_guard("allow"),
-        jax.debug_nans(False),
-        jax.debug_infs(False),
     ):
         yield
 

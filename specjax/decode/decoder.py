@@ -147,8 +147,15 @@ class Decoder:
             return self._makers[has_drafter]()
 
     def place_params(self, params: DecoderParams) -> DecoderParams:
-        """Puts weights onto the mesh: the target split, the drafter whole on every shard."""
+        """Puts weights onto the mesh: the target split, the drafter whole on every shard.
+
+        Arrays that lie so already are not copied.
+
+        Raises:
+          ValueError: there is no mesh, and they lie over several devices.
+        """
         if self.mesh is None:
+            _check_one_device(params)
             return params
         return sharding.place(params, self._param_specs(params), self.mesh)
 
@@ -761,6 +768,17 @@ def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         leaf.shape, leaf.dtype, sharding=leaf.sharding if is_placed else None
     )
+
+
+def _check_one_device(params: DecoderParams) -> None:
+    """Raises ValueError for weights over several devices."""
+    for leaf in jax.tree.leaves(params):
+        count = len(leaf.sharding.device_set) if isinstance(leaf, jax.Array) else 1
+        if count > 1:
+            raise ValueError(
+                f"weights lie over {count} devices, and no mesh was given; pass mesh= with "
+                'axes "data" and "tensor", or put them on one device.'
+            )
 
 
 # Twice as many as calls of different sizes that are kept: one with a drafter has a plain one.

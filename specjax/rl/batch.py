@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.core import Tracer
 
-from specjax.surroundings import in_own_settings
+from specjax.config import SamplingParams
+from specjax.surroundings import own_arithmetic
 
 # Rollout.finish_reasons: why a completion ends.
 UNFINISHED, STOP, LENGTH, ERROR = range(4)
+
+
+class _Beside(NamedTuple):
+    """What a Rollout carries beside its arrays. Any two are equal, as far as jax asks.
+
+    So two rollouts of different metrics can be mapped over, and those of another step
+    compile no loss anew.
+    """
+
+    sampling: SamplingParams | None
+    metrics: dict[str, Any]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Beside)
+
+    def __ne__(self, other: object) -> bool:
+        return not isinstance(other, _Beside)
+
+    def __hash__(self) -> int:
+        return 0
 
 
 @jax.tree_util.register_dataclass
@@ -40,29 +61,7 @@ class RolloutLogProbs:
     raw: Array  # likewise
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=[
-        "prompt_ids",
-        "prompt_mask",
-        "completion_ids",
-        "completion_mask",
-        "lengths",
-        "finish_reasons",
-        "logprobs",
-        "entropy",
-        "top_ids",
-        "top_logprobs",
-        "params_versions",
-        "num_drafted",
-        "num_accepted",
-        "num_steps",
-        "prompt_index",
-        "seeds",
-        "metrics",
-    ],
-    meta_fields=["is_exact"],
-)
+@jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
     """Samples of a batch of prompts: prompt by prompt, the samples of one beside each other.
@@ -72,6 +71,11 @@ class Rollout:
     stop token is part of the completion. Padding is token 0; the masks say where.
 
     A rollout that stopped at a budget goes on where it is passed in place of prompts.
+
+    Its leaves all lead with num_samples, so that `jax.tree.map` slices, concatenates and
+    reshapes it. What is not about single samples is no leaf: `sampling` and `metrics` stay
+    with the first of the rollouts that are mapped over, and are left out inside jit, which
+    would give back those of the call that it was compiled for.
     """
 
     prompt_ids: Array  # i32[num_samples, prompt_width]
@@ -96,27 +100,50 @@ class Rollout:
     num_steps: Array  # i32[num_samples], of the target
     prompt_index: Array  # i32[num_samples]
     seeds: Array  # u32[num_samples, 2], what the tokens are a function of, with weights and prompt
-    metrics: dict[str, Any]  # numbers by name, for a logger: see docs/rollouts.md
     is_exact: bool  # whether these are samples of the policy, and not of a lossy rule
+    # What they were sampled with, without the seed; None inside jit and after it.
+    sampling: SamplingParams | None = None
+    # Numbers by name, for a logger: see docs/rollouts.md. Empty inside jit and after it.
+    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, tuple[bool, _Beside]]:
+        """Returns the arrays by name, and what stands beside them; see jax.tree_util."""
+        keys = map(jax.tree_util.GetAttrKey, _ARRAYS)
+        arrays = (getattr(self, name) for name in _ARRAYS)
+        beside = self.is_exact, _Beside(self.sampling, self.metrics)
+        return tuple(zip(keys, arrays, strict=True)), beside
+
+    @classmethod
+    def tree_unflatten(cls, beside: tuple[bool, _Beside], arrays: Any) -> Rollout:
+        """Returns a rollout of other arrays."""
+        is_exact, notes = beside
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
+            notes = _Beside(None, {})
+        return cls(
+            **dict(zip(_ARRAYS, arrays, strict=True)),
+            is_exact=is_exact,
+            sampling=notes.sampling,
+            metrics=notes.metrics,
+        )
 
     @property
     def num_samples(self) -> int:
         return self.prompt_ids.shape[0]
 
     @property
-    @in_own_settings
+    @own_arithmetic()
     def is_finished(self) -> bool:
         """Whether every completion has ended; waits for the device."""
         return not np.any(np.asarray(self.finish_reasons) == UNFINISHED)
 
     @property
-    @in_own_settings
+    @own_arithmetic()
     def is_truncated(self) -> Array:
         """Which completions did not come to an end of their own, bool[num_samples]."""
         return (self.finish_reasons == LENGTH) | (self.finish_reasons == UNFINISHED)
 
     @property
-    @in_own_settings
+    @own_arithmetic()
     def acceptance_rates(self) -> Array:
         """Accepted of drafted tokens, f32[num_samples]; 0 where nothing was drafted."""
         return self.num_accepted / jnp.maximum(1, self.num_drafted)
@@ -130,3 +157,10 @@ class Rollout:
     def token_mask(self) -> Array:
         """Where token_ids are text, bool likewise."""
         return jnp.concatenate([self.prompt_mask, self.completion_mask], axis=1)
+
+
+# Fields of Rollout that are leaves, or trees of them.
+_NO_ARRAYS = ("is_exact", "sampling", "metrics")
+_ARRAYS = tuple(
+    field.name for field in dataclasses.fields(Rollout) if field.name not in _NO_ARRAYS
+)

@@ -13,10 +13,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from specjax import compilation_cache
+from specjax import compilation_cache, sharding
 from specjax.config import (
     LOSSY_RULES,
     VERIFICATION_RULES,
@@ -49,9 +49,15 @@ class RolloutDecoder:
     rollout.
     """
 
-    def __init__(self, setup: Setup, policy: SpeculationPolicy | None):
+    def __init__(
+        self,
+        setup: Setup,
+        policy: SpeculationPolicy | None,
+        mesh: Mesh | None = None,
+    ):
         """Use `build_decoder`."""
         self._setup = setup
+        self._mesh = mesh
         self._policy = policy
         self._loop: Loop | None = None
         self._leaves: tuple[weakref.ref, ...] = ()  # of the weights of the last rollout
@@ -71,7 +77,8 @@ class RolloutDecoder:
 
     @property
     def mesh(self) -> Mesh | None:
-        return self._setup.mesh
+        """As it was given, with axes of whatever type."""
+        return self._mesh
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -121,7 +128,7 @@ class RolloutDecoder:
     def hand_over(
         self, params: Params | DecoderParams, version: int | None = None
     ) -> Loop:
-        """Returns the loop with these weights: no copy of arrays that are on the device.
+        """Returns the loop with these weights: no copy of arrays that lie where they are used.
 
         Pages of earlier weights are forgotten unless these are the very arrays of the last
         rollout, and `version` is None or that of the last.
@@ -169,6 +176,29 @@ class RolloutDecoder:
         if self._loop is not None:
             self._setup.keep(self._loop)
             self._loop.let_go()
+
+    def placing(self, given: Any, num_samples: int) -> NamedSharding | None:
+        """Returns where results go; None: the default device.
+
+        On every device whole where they do not divide evenly.
+
+        Args:
+          given: the sharding of an array that they go beside, over its first axis; where it
+            is not over a mesh, results go over the decoder's as rows do.
+        """
+        mesh, spec = self.mesh, PartitionSpec()
+        if isinstance(given, NamedSharding):
+            mesh, spec = given.mesh, PartitionSpec(*given.spec[:1])
+        elif mesh is not None:
+            spec = sharding.spec_of(("rows",), mesh)
+        if mesh is None:
+            return None
+        place = NamedSharding(mesh, spec)
+        try:
+            place.shard_shape((num_samples,))
+        except ValueError:  # how jax says that they do not
+            return NamedSharding(mesh, PartitionSpec())
+        return place
 
     def requests(self, prompts: Sequence[Any], sampling: Sequence[Any]):
         """Returns the valid requests, n per prompt, and those refused; see Setup."""
@@ -310,7 +340,7 @@ def build_decoder(
         mesh=mesh,
     )
     setup.drafter.check_rule(setup.speculation.verification)
-    return RolloutDecoder(setup, policy)
+    return RolloutDecoder(setup, policy, mesh)
 
 
 def _check_same(given: Any, expected: Any, what: str) -> None:

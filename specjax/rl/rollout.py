@@ -6,6 +6,7 @@ prompts, seeds -> requests -> the engine's loop -> arrays
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import hashlib
 import operator
@@ -18,9 +19,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from specjax import sharding
 from specjax.config import SamplingParams
 from specjax.engine.loop import Loop
 from specjax.engine.request import SCORE_COLUMNS, AcceptanceCounts, Request
@@ -71,15 +71,17 @@ def rollout(
     Args:
       decoder: from `build_decoder`.
       params: weights of the policy, or DecoderParams(policy, draft model). Arguments: they
-        are neither copied nor donated nor held afterwards, and other weights of the same
-        shapes compile nothing.
+        are neither donated nor held afterwards, and other weights of the same shapes
+        compile nothing. Copied are arrays of numpy, and over a mesh those that lie
+        otherwise than specjax splits them.
       prompts: lists of token ids of any lengths; i32[num_prompts, width] with prompt_mask;
         texts, if the decoder has a tokenizer; or an unfinished Rollout, which goes on from
         the tokens it has.
       num_samples: completions of each prompt, a group; None is 1. They share its pages.
-      sampling: for all prompts; None is temperature 1 and at most 128 tokens. Its `n`
-        must be left at 1; `logprobs=k` adds the k most likely tokens, `entropy=True` the
-        entropy. Pass the same again for a Rollout that goes on.
+      sampling: for all prompts; None is temperature 1 and at most 128 tokens, and for a
+        Rollout that goes on what it began with: others are refused, but for the seed and
+        how much is drafted. Its `n` must be left at 1; `logprobs=k` adds the k most likely
+        tokens, `entropy=True` the entropy.
       seeds: one per prompt, from which its samples' are derived as `generate` derives them.
         None derives them from sampling.seed and the prompt's tokens, so that the order of
         prompts does not matter; a prompt that comes twice has other samples each time.
@@ -99,8 +101,8 @@ def rollout(
         longer fits the policy; K = 0 is chosen by itself where drafting does not pay.
 
     Returns:
-      num_prompts * num_samples completions; sharded over the mesh's data axis, or as an
-      array of prompts is over its first axis.
+      num_prompts * num_samples completions, on the mesh that the decoder was given, over
+      its data axis; or on that of an array of prompts, as it is over its first axis.
 
     Raises:
       ValueError: weights of another shape, an empty group or batch, prompts of which none
@@ -108,16 +110,19 @@ def rollout(
         prompt lacks is its own ERROR, with a warning.
     """
     begun_at = time.perf_counter()
-    sampling = sampling or SamplingParams()
+    is_resumed = isinstance(prompts, Rollout)
+    if sampling is None:
+        own = prompts.sampling if is_resumed else None
+        sampling = own or SamplingParams()
     _check(num_samples, token_budget, time_budget_s, sampling)
     rule = _rule(decoder, sampling)
-    if isinstance(prompts, Rollout):
+    if is_resumed:
         if num_samples is not None or seeds is not None or prompt_mask is not None:
             raise ValueError(
                 "a Rollout that goes on has its own samples, seeds and mask; leave out "
                 "num_samples, seeds and prompt_mask."
             )
-        table, requests = _resumed(decoder, prompts, sampling)
+        table, requests = _resumed(decoder, prompts, sampling, rule)
     else:
         table, requests = _begun(
             decoder,
@@ -160,8 +165,14 @@ def rollout(
     _learn_lengths(decoder, table, requests)
     metrics = run.metrics(decoder, table, requests, begun_at)
     _alarm(metrics, decoder, alarm_rate)
-    place = _placing(decoder, prompts, len(table.lengths))
-    return table.placed(place, metrics, decoder.is_exact_under(rule))
+    given = prompts.prompt_ids if is_resumed else prompts
+    place = decoder.placing(getattr(given, "sharding", None), len(table.lengths))
+    return table.placed(
+        place,
+        sampling=_recorded(sampling, rule),
+        metrics=metrics,
+        is_exact=decoder.is_exact_under(rule),
+    )
 
 
 class _Table:
@@ -245,10 +256,12 @@ class _Table:
         self.num_accepted[index] += request.counts.num_accepted
         self.num_steps[index] += request.counts.num_steps
 
-    def placed(
-        self, place: NamedSharding | None, metrics: dict[str, Any], is_exact: bool
-    ) -> Rollout:
-        """Returns the rollout, its arrays on the device."""
+    def placed(self, place: NamedSharding | None, **beside: Any) -> Rollout:
+        """Returns the rollout, its arrays on the device.
+
+        Args:
+          beside: the fields that are no arrays.
+        """
         put = jnp.asarray if place is None else lambda x: jax.device_put(x, place)
         behaviour, tempered, raw, entropy = np.moveaxis(self.scores, -1, 0)
         length = self.completion_ids.shape[1]
@@ -261,8 +274,7 @@ class _Table:
             entropy=put(entropy) if self.has_entropy else None,
             top_ids=None if self.top_ids is None else put(self.top_ids),
             top_logprobs=None if self.top is None else put(self.top),
-            metrics=metrics,
-            is_exact=is_exact,
+            **beside,
         )
 
 
@@ -446,9 +458,11 @@ def _begun(
 
 
 def _resumed(
-    decoder: RolloutDecoder, batch: Rollout, sampling: SamplingParams
+    decoder: RolloutDecoder, batch: Rollout, sampling: SamplingParams, rule: str
 ) -> tuple[_Table, dict[int, Request]]:
     """Returns the table of a rollout that goes on, and the requests that have not ended."""
+    if batch.sampling is not None:
+        _check_same(_recorded(sampling, rule), batch.sampling)
     table = _Table.of(batch)
     length = table.completion_ids.shape[1]
     k = 0 if batch.top_ids is None else batch.top_ids.shape[2]
@@ -458,10 +472,7 @@ def _resumed(
         ("logprobs", sampling.logprobs or 0, k),
     ):
         if value != own:
-            raise ValueError(
-                f"sampling.{name}={value!r} is not that of the rollout, {own!r}; pass the "
-                "sampling parameters it began with."
-            )
+            raise _NotTheSame(name, value, own)
     asked = dataclasses.replace(sampling, logprobs=sampling.logprobs or 0, seed=0)
     table.describe(asked)
     left = np.flatnonzero(table.finish_reasons == UNFINISHED).tolist()
@@ -485,6 +496,45 @@ def _resumed(
                 request.text.feed(token, may_stop=False)
         requests[index] = request
     return table, requests
+
+
+# How much is drafted is a matter of speed, and seeds are the rollout's own.
+_MAY_DIFFER = ("seed", "num_speculative_tokens", "speculate")
+
+
+def _recorded(sampling: SamplingParams, rule: str) -> SamplingParams:
+    """Returns what a rollout says of how it was sampled: nothing that later calls may change."""
+    return copy.deepcopy(
+        dataclasses.replace(
+            sampling, seed=None, verification=rule, logprobs=sampling.logprobs or 0
+        )
+    )
+
+
+def _check_same(given: SamplingParams, own: SamplingParams) -> None:
+    """Raises ValueError for parameters that are not those of the rollout that goes on."""
+    for field in dataclasses.fields(SamplingParams):
+        value, wanted = (getattr(params, field.name) for params in (given, own))
+        if field.name == "stop":
+            value, wanted = given.stop_strings, own.stop_strings
+        if field.name not in _MAY_DIFFER and _plain(value) != _plain(wanted):
+            raise _NotTheSame(field.name, value, wanted)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value of SamplingParams as one that compares by what is in it."""
+    is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
+    return tuple(value) if is_list else value
+
+
+class _NotTheSame(ValueError):
+    """A rollout was to go on with other sampling parameters."""
+
+    def __init__(self, name: str, value: Any, own: Any):
+        super().__init__(
+            f"sampling.{name}={value!r} is not that of the rollout, {own!r}; pass the "
+            "sampling parameters it began with, or leave sampling out."
+        )
 
 
 def _expect(
@@ -613,28 +663,3 @@ def _alarm(metrics: dict[str, Any], decoder: RolloutDecoder, rate: float) -> Non
         "from history. Samples are not affected, and K = 0 is chosen where drafts do not pay.",
         stacklevel=4,  # past the decorator of `rollout`
     )
-
-
-def _placing(
-    decoder: RolloutDecoder, prompts: Any, num_samples: int
-) -> NamedSharding | None:
-    """Returns where the results go: as prompts are over their first axis, else as rows are.
-
-    On every device whole where they do not divide evenly.
-    """
-    given = getattr(prompts, "sharding", None)
-    if isinstance(prompts, Rollout):
-        given = getattr(prompts.prompt_ids, "sharding", None)
-    mesh, spec = decoder.mesh, PartitionSpec()
-    if isinstance(given, NamedSharding):
-        mesh, spec = given.mesh, PartitionSpec(*given.spec[:1])
-    elif mesh is not None:
-        spec = sharding.spec_of(("rows",), mesh)
-    if mesh is None:
-        return None
-    place = NamedSharding(mesh, spec)
-    try:
-        place.shard_shape((num_samples,))
-    except ValueError:  # how jax says that they do not
-        return NamedSharding(mesh, PartitionSpec())
-    return place

@@ -47,15 +47,19 @@ def score(
     Args:
       params, params_version: as of `rollout`.
       batch: a Rollout, or any texts.
-      sampling: what they were sampled with, which `behaviour` and `tempered` depend on.
+      sampling: what they were sampled with, which `behaviour` and `tempered` depend on; None
+        is what a Rollout says of itself, else temperature 1.
 
     Returns:
-      f32[num_samples, completion_width] each; 0 outside completion_mask.
+      f32[num_samples, completion_width] each, beside completion_ids or where a rollout
+      lies; 0 outside completion_mask.
 
     Raises:
       ValueError: a text has no prompt or is longer than the decoder's rows.
     """
-    sampling = sampling or SamplingParams()
+    if sampling is None:
+        own = batch.sampling if isinstance(batch, Rollout) else None
+        sampling = own or SamplingParams()
     names = Texts._fields
     texts = Texts(*(np.asarray(getattr(batch, name)) for name in names))
     masks = texts.prompt_mask.astype(bool), texts.completion_mask.astype(bool)
@@ -98,7 +102,11 @@ def score(
                     column[index, masks[1][index]] = scores[place, where]
     finally:
         decoder.let_go()
-    behaviour, tempered, raw = map(jnp.asarray, columns)
+    place = decoder.placing(
+        getattr(batch.completion_ids, "sharding", None), len(texts.prompt_ids)
+    )
+    put = jnp.asarray if place is None else lambda x: jax.device_put(x, place)
+    behaviour, tempered, raw = map(put, columns)
     return RolloutLogProbs(behaviour=behaviour, tempered=tempered, raw=raw)
 
 

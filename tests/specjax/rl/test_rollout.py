@@ -17,7 +17,7 @@ import pytest
 from helpers import first_layer, tiny_llama, uncached_logits
 
 import specjax
-from specjax import DecoderParams, EngineConfig, SamplingParams
+from specjax import DecoderParams, EngineConfig, SamplingParams, sharding
 from specjax.rl.batch import ERROR, LENGTH, STOP, UNFINISHED
 from specjax.rl.rollout import _expect as expect
 from specjax.rl.rollout import _longest_first as longest_first
@@ -138,6 +138,44 @@ def test_it_passes_through_jit():
     assert total < 0
     assert isinstance(same, specjax.Rollout)
     np.testing.assert_array_equal(same.completion_ids, batch.completion_ids)
+
+
+def test_rollouts_are_sliced_joined_and_reshaped():
+    batch, other = expected(), roll("plain", prompts=PROMPTS[:1], prompt_width=18)
+    assert batch.metrics != other.metrics
+    slices = [
+        jax.tree.map(lambda x, at=at: x[at], batch) for at in np.split(np.arange(8), 4)
+    ]
+    assert [part.num_samples for part in slices] == [2] * 4
+    assert slices[1].lengths.tolist() == batch.lengths[2:4].tolist()
+    joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *slices)
+    chex.assert_trees_all_equal(joined, batch)
+    assert (joined.metrics, joined.sampling) == (batch.metrics, batch.sampling)
+    # Of another step, with other metrics.
+    both = jax.tree.map(lambda *parts: jnp.concatenate(parts), batch, other)
+    assert both.num_samples == 10
+    grouped = jax.tree.map(lambda x: x.reshape(4, 2, *x.shape[1:]), batch)
+    assert grouped.logprobs.raw.shape == (4, 2, SAMPLING.max_tokens)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(batch))
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(batch)]
+    assert ".logprobs.behaviour" in names
+    assert not any("metrics" in name for name in names)
+
+
+def test_neither_metrics_nor_the_seed_compile_a_loss_anew():
+    traced = []
+
+    @jax.jit
+    def loss(batch):
+        traced.append((batch.metrics, batch.sampling))
+        return jnp.sum(batch.logprobs.raw), batch
+
+    colder = dataclasses.replace(SAMPLING, temperature=0.6, seed=4)
+    for batch in (expected(), roll("plain", sampling=colder)):
+        _, back = loss(batch)
+        # Not those of the call that was compiled.
+        assert (back.metrics, back.sampling) == ({}, None)
+    assert traced == [({}, None)]
 
 
 def log_softmax(x):
@@ -476,6 +514,69 @@ def test_over_a_mesh_results_lie_as_rows_do():
     assert batch.completion_ids.sharding.spec == jax.sharding.PartitionSpec("data")
     assert len(batch.completion_ids.sharding.device_set) == 2
     assert batch.metrics["num_accepted"] > 0
+    assert batch.completion_ids.sharding.mesh == mesh
+    # Axes of a type that others do not mix with: a loss over the same mesh takes it.
+    assert mesh.axis_types == (jax.sharding.AxisType.Explicit,)
+    weights = jax.device_put(np.ones(8, np.float32), batch.lengths.sharding)
+    with jax.set_mesh(mesh):
+        in_context = run()
+        total = jax.jit(lambda batch: jnp.sum(batch.acceptance_rates * weights))(batch)
+    assert_same(in_context, expected())
+    assert in_context.completion_ids.sharding.mesh == mesh
+    assert total.sharding.mesh == mesh
+    told = specjax.score(split, target().params, batch)
+    assert told.raw.sharding == batch.completion_ids.sharding
+
+
+@pytest.mark.parametrize("axis_type", ["Explicit", "Auto"])
+def test_weights_that_lie_over_the_mesh_already_are_not_copied(axis_type):
+    kind = getattr(jax.sharding.AxisType, axis_type)
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind, kind))
+    specs = sharding.param_specs(target().params, mesh)
+    params = sharding.place(target().params, specs, mesh)
+    placed = decoder_of(mesh).place_params(DecoderParams(params)).target
+    where = lambda tree: [
+        shard.data.unsafe_buffer_pointer()
+        for leaf in jax.tree.leaves(tree)
+        for shard in leaf.addressable_shards
+    ]
+    assert where(placed) == where(params)
+    # Those that lie otherwise are: that is what docs/rollouts.md says.
+    elsewhere = decoder_of(mesh).place_params(DecoderParams(target().params)).target
+    assert where(elsewhere) != where(target().params)
+
+
+def decoder_of(mesh):
+    """Returns the compiled functions of a rollout over a mesh, none compiled yet."""
+    split = specjax.build_decoder(target(), engine=ENGINE, mesh=mesh)
+    setup = split._setup
+    return setup.decoder(setup.standing_sizes(), [])
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "match"),
+    [
+        ((2,), ("model",), r"mesh axes \['model'\] are unknown; name them 'data'"),
+        ((4,), ("tensor",), "num_kv_heads=2 is not divisible by .* tensor axis of 4"),
+    ],
+)
+def test_a_mesh_that_the_model_cannot_be_split_over(shape, axes, match):
+    mesh = jax.make_mesh(shape, axes)
+    for make in (
+        lambda: specjax.build_decoder(target(), engine=ENGINE, mesh=mesh),
+        lambda: specjax.Engine(target(), engine=ENGINE, mesh=mesh),
+        lambda: specjax.generate(target(), PROMPTS, engine=ENGINE, mesh=mesh),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make()
+
+
+def test_weights_over_several_devices_need_a_mesh():
+    mesh = jax.make_mesh((2,), ("data",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with pytest.raises(ValueError, match="lie over 2 devices, and no mesh was given"):
+        roll("plain", jax.device_put(target().params, everywhere))
+    assert_same(roll("plain"), expected())
 
 
 def test_scores_over_a_mesh_of_tensors():
@@ -591,10 +692,44 @@ def test_what_goes_on_keeps_what_it_began_with():
     go_on = functools.partial(specjax.rollout, decoder("plain"), target().params, batch)
     with pytest.raises(ValueError, match="leave out num_samples"):
         go_on(num_samples=2, sampling=SAMPLING)
-    with pytest.raises(
-        ValueError, match="max_tokens=41 is not that of the rollout, 40"
+    for name, value, own in (
+        ("max_tokens", 41, "40"),
+        ("temperature", 0.9, "0.8"),
+        ("top_p", 0.9, "1.0"),
+        ("logit_bias", {3: 1.0}, "{}"),
+        ("stop_token_ids", [5], r"\(\)"),
+        ("verification", "greedy", "'seeded'"),
+        ("logprobs", 2, "0"),
     ):
-        go_on(sampling=SamplingParams(max_tokens=41))
+        other = dataclasses.replace(SAMPLING, **{name: value})
+        message = rf"sampling.{name}=.* is not that of the rollout, {own}; pass the"
+        with pytest.raises(ValueError, match=message):
+            go_on(sampling=other)
+    assert batch.sampling == dataclasses.replace(
+        SAMPLING, seed=None, verification="seeded", logprobs=0
+    )
+    # Out of jit it no longer says; what its arrays tell is held against them.
+    bare = jax.jit(lambda batch: batch)(batch)
+    with pytest.raises(ValueError, match="max_tokens=41 is not that of the rollout"):
+        specjax.rollout(
+            decoder("plain"),
+            target().params,
+            bare,
+            sampling=dataclasses.replace(SAMPLING, max_tokens=41),
+        )
+
+
+def test_what_goes_on_needs_no_parameters():
+    batch = roll("plain", token_budget=4)
+    batch = specjax.rollout(decoder("plain"), target().params, batch)
+    assert_same(batch, expected())
+    # How much is drafted, and a seed that has no use any more, may be others.
+    batch = roll("plain", token_budget=4)
+    others = dataclasses.replace(SAMPLING, seed=9, speculate=False)
+    batch = specjax.rollout(
+        decoder("plain"), target().params, batch, sampling=others, token_budget=4
+    )
+    assert batch.lengths.max() == 8
 
 
 def test_a_drafter_that_no_longer_fits_says_so():
