@@ -85,6 +85,14 @@ def test_no_more_stand_than_cap_output_and_slots_allow(state, row, expected):
     assert run(state).num_tokens.tolist() == [expected, 0]
 
 
+def test_nothing_is_drafted_past_the_positions_a_drafter_was_made_for(state):
+    drafter = proposing()._replace(max_positions=7)
+    for length, expected in ((4, 3), (5, 2), (6, 1), (7, 0), (9, 0)):
+        row = with_row(state, length=length, max_length=30, num_pages=4)
+        proposal = draft(drafter, (), row, DEPTH, VOCAB)[1].proposal
+        assert proposal.num_tokens.tolist() == [expected, 0]
+
+
 def test_probabilities_that_tokens_were_not_drawn_from_are_refused(state):
     stored = jnp.full((ROWS, DEPTH, VOCAB), 1 / VOCAB)
     with pytest.raises(ValueError, match="stored with earlier rollouts"):

@@ -1,5 +1,7 @@
 """What a loop ends, keeps and forgets when a step fails, a row breaks or time is over."""
 
+import types
+
 import pytest
 from fake_decoder import FakeDecoder
 from test_loop import finish, make_request, start
@@ -170,3 +172,33 @@ def test_more_rows_than_may_speculate_do_not():
     }
     assert reasons[3] == (0, "rows")
     assert reasons[2][0] == reasons[1][0] == 2
+
+
+class Listening(FakeDecoder):
+    """Has a drafter that is told what rows have written."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.told = []
+
+    @property
+    def drafter(self):
+        return types.SimpleNamespace(takes_text=True)
+
+    def remember(self, state, pieces):
+        for token_ids, count in zip(pieces.token_ids, pieces.counts.tolist()):
+            if count:
+                self.told.append(token_ids[:count].tolist())
+        return self._next(state)
+
+
+def test_a_drafter_is_told_all_that_a_paused_request_has_written():
+    decoder = Listening(rows=1)
+    engine, (request,) = start(decoder, [60])
+    while len(request.output_token_ids) < 10:
+        engine.step()
+    assert engine.pause() == [request]
+    assert len(request.output_token_ids) < 60
+    engine.remember([], [])
+    (piece,) = decoder.told
+    assert piece == request.token_ids

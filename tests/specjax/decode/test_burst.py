@@ -1,0 +1,74 @@
+"""When a burst ends: by its steps, with the last row, or with the first while work waits."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from helpers import tiny_llama
+
+from specjax.config import EngineConfig, SamplingParams
+from specjax.decode.decoder import Decoder, Sizes
+from specjax.drafters.spec import NoDrafter
+from specjax.engine.fixed_batch import begin, plan_for_all
+from specjax.engine.request import Request
+from specjax.sampling import row_values
+from specjax.types import GREEDY, OUT_OF_LENGTH, RUNNING, DecoderParams
+
+MAX_STEPS = 8
+ENGINE = EngineConfig(max_bias_entries=1, max_allowed_tokens=1)
+SIZES = Sizes(rows=2, page_size=16, num_pages=2, pages_per_row=1, burst_steps=MAX_STEPS)
+
+
+@pytest.fixture(scope="module")
+def decoder_and_model():
+    model = tiny_llama(0, vocab_size=11, num_layers=1)
+    return Decoder(model.config, NoDrafter(), SIZES, ENGINE), model
+
+
+def request_of(row, max_tokens):
+    params = SamplingParams(temperature=0, max_tokens=max_tokens)
+    return Request(
+        prompt_index=row,
+        sample_index=0,
+        prompt_token_ids=[row + 1],
+        params=params,
+        seed=0,
+        draft_cap=0,
+        rule=GREEDY,
+        max_length=1 + max_tokens,
+        sampling_values=row_values(
+            params, prompt_length=1, eos_token_ids=(), seed=0, engine_config=ENGINE
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "work_waits", "steps"),
+    [
+        ((3, 12), MAX_STEPS, False, 8),
+        ((3, 12), MAX_STEPS, True, 3),
+        ((3, 5), MAX_STEPS, False, 5),
+        ((3, 5), 2, True, 2),
+    ],
+)
+def test_when_a_burst_ends(decoder_and_model, lengths, most, work_waits, steps):
+    decoder, model = decoder_and_model
+    params = DecoderParams(model.params)
+    requests = [request_of(row, length) for row, length in enumerate(lengths)]
+    state = begin(decoder, params, requests)
+    plan = dataclasses.replace(
+        plan_for_all(decoder, most), stop_when_finished=np.bool_(work_waits)
+    )
+    state, report, num_steps = decoder.burst(
+        params, state, plan, num_speculative_tokens=0
+    )
+    assert int(num_steps) == steps
+    gained = np.minimum(lengths, steps)
+    assert np.asarray(report.num_committed)[:steps].sum(axis=0).tolist() == list(gained)
+    finish = np.asarray(report.finish)[:steps]
+    for row, length in enumerate(lengths):
+        expected = [RUNNING] * steps
+        if length <= steps:
+            expected[length - 1] = OUT_OF_LENGTH
+        assert finish[:, row].tolist() == expected
+    assert np.asarray(state.cache.lengths).tolist() == list(gained)
