@@ -76,6 +76,18 @@ def test_rows_differ():
     assert low[0] < unknown[0] < high[0]
 
 
+def test_a_row_that_is_not_asked_becomes_like_the_others_again():
+    survival = Survival(DEPTH)
+    burst(survival, [0.9, 0.9, 0.05])
+    low = survival.rates([2])[0]
+    steps, asked = 1500, np.array([DEPTH, DEPTH, 0])
+    drafted = np.tile(asked, (steps, 1))
+    survival.observe(np.arange(3), drafted + 1, drafted, drafted, drafted, asked)
+    unknown, again = survival.rates([99, 2])
+    assert low < 0.15
+    assert again == pytest.approx(unknown, abs=0.02)
+
+
 def test_what_was_is_forgotten():
     survival = Survival(DEPTH)
     burst(survival, [0.9] * 4)
