@@ -69,8 +69,8 @@ def needs_platform(platform: str, call: Callable[[], Result]) -> Callable[[], Re
     def checked() -> Result:
         if (own := target_platform()) != platform:
             raise NotImplementedError(f"runs on {platform}, and this is {own}.")
-        # Kernels count in 32 bits, whatever the numbers of the program around them.
-        with jax.enable_x64(False):
+        # Kernels count in 32 bits and mix them as jax does, whatever the program around them.
+        with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
             return call()
 
     return checked

@@ -90,6 +90,11 @@ class Setup:
     ) -> Setup:
         """Loads what is to be loaded; arguments as `generate` takes them."""
         model = _load_target(target)
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ValueError(
+                f"mesh={mesh!r:.200} must be a jax.sharding.Mesh with the axes 'data' and "
+                "'tensor' or one of them, as jax.make_mesh returns, or None."
+            )
         if mesh is not None:
             sharding.validate(model.config, mesh)
         loaded, speculation = _choose_drafter(
@@ -97,11 +102,6 @@ class Setup:
             drafter,
             _speculation(speculative_config, verification, num_speculative_tokens),
         )
-        if mesh is not None and not isinstance(mesh, Mesh):
-            raise ValueError(
-                f"mesh={mesh!r:.200} must be a jax.sharding.Mesh with the axes 'data' and "
-                "'tensor' or one of them, as jax.make_mesh returns, or None."
-            )
         mesh = sharding.automatic(mesh)
         setup = cls(model, loaded, speculation, _engine_config(engine), mesh)
         setup._check_budgets()

@@ -32,7 +32,7 @@ def ngram_match_xla(
     for text, _, agreeing in texts:
         # One maximum finds the longest match and, among those, the last place.
         place = first + jnp.arange(text.shape[1], dtype=jnp.int32)[None, :]
-        keys.append(agreeing * size + place * (agreeing > 0))
+        keys.append(jnp.where(agreeing > 0, agreeing * size + place, 0))
         first += text.shape[1]
     # One maximum after the other: XLA's top_k of integers sorts the whole on CPU.
     largest = lambda each: jnp.stack([jnp.max(k, axis=1) for k in each]).max(axis=0)
@@ -75,5 +75,5 @@ def _agreeing(text: Array, num_text: Array, last: Array) -> Array:
         own = last[:, back - 1, None]
         shifted = jnp.pad(text, ((0, 0), (back, 0)))[:, :length]
         agrees = agrees & (shifted == own) & (ends >= back) & (own >= 0)
-        agreeing += agrees
+        agreeing += agrees.astype(jnp.int32)
     return agreeing

@@ -347,6 +347,11 @@ class Decoder:
         for decoder in (self, self.plain):
             decoder._background.raise_failed()
 
+    @property
+    def all_traces(self) -> collections.Counter[tuple]:
+        """How often each function was traced, those of `plain` included."""
+        return self.traces if self.plain is self else self.traces + self.plain.traces
+
     def is_coming(self, bucket: Bucket) -> bool:
         """Returns whether a burst is being compiled beside what runs."""
         decoder = self if bucket.num_speculative_tokens else self.plain

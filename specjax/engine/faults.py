@@ -31,9 +31,9 @@ class LostWeights(RuntimeError):
         )
 
 
-def lost_weights(params: Any) -> list[str]:
-    """Returns the names of the arrays that were deleted."""
-    leaves, _ = jax.tree_util.tree_flatten_with_path(params)
+def lost_weights(params: Any, part: str) -> list[str]:
+    """Returns the names of the weights that were deleted, of a part of DecoderParams."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(getattr(params, part, None))
     return [
         jax.tree_util.keystr(path)
         for path, leaf in leaves

@@ -148,9 +148,9 @@ class Loop:
 
     def _usable(self, params: DecoderParams) -> DecoderParams:
         """Returns weights to begin with; none of a drafter that has lost its own."""
-        if lost := lost_weights(params.target):
+        if lost := lost_weights(params, "target"):
             raise LostWeights(lost)
-        if lost := lost_weights(params.drafter):
+        if lost := lost_weights(params, "drafter"):
             self.faults.lose_drafter(lost, is_missed=False)
             return DecoderParams(params.target)
         return params
@@ -314,7 +314,7 @@ class Loop:
                 goes_on = self._begin_again(error)
             finally:
                 if not goes_on:
-                    lost = lost_weights(self.params.target)
+                    lost = lost_weights(self.params, "target")
                     if lost and isinstance(error, Exception):
                         error = LostWeights(lost)
                     self._abandon(error)
@@ -397,7 +397,7 @@ class Loop:
         Returns:
           False where neither helps, or the error is not the device's.
         """
-        lost = lost_weights(self.params.drafter)
+        lost = lost_weights(self.params, "drafter")
         if lost and isinstance(error, Exception) and not self.faults.is_drafter_off:
             requests = self._everybody()
             is_missed = any(request.draft_cap for request in requests)

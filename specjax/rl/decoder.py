@@ -123,7 +123,7 @@ class RolloutDecoder:
     @property
     def num_traces(self) -> int:
         """How many functions were traced, and so compiled, for its sizes and settings."""
-        return 0 if self._loop is None else self._loop.decoder.traces.total()
+        return 0 if self._loop is None else self._loop.decoder.all_traces.total()
 
     def hand_over(
         self, params: Params | DecoderParams, version: int | None = None

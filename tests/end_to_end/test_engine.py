@@ -588,7 +588,7 @@ def test_row_buckets_change_no_text(make, plain):
     with make(config, drafter="ngram", speculative_config=fixed) as engine:
         ids = list(map(engine.add, prompts(4), sampling))
         done = drain(engine)
-        run = {key for key in engine._loop.decoder.traces if key[0] == "burst"}
+        run = {key for key in engine._loop.decoder.all_traces if key[0] == "burst"}
     assert run == {("burst", 3), ("burst", 3, 2), ("burst", 3, 1)}
     for request, prompt, asked in zip(ids, prompts(4), sampling, strict=True):
         assert done[request][0].token_ids == plain(prompt, asked)
@@ -612,7 +612,7 @@ def test_k_by_batch_size_changes_no_text(target, draft, plain):
     out = stream.result()
     for completion, prompt, asked in zip(out, prompts(3), sampling, strict=True):
         assert completion.token_ids == plain(prompt, asked)
-    bursts = {key[1] for key in stream._loop.decoder.traces if key[0] == "burst"}
+    bursts = {key[1] for key in stream._loop.decoder.all_traces if key[0] == "burst"}
     assert bursts == {0, 1, 3}
     assert out.stats.num_speculative_tokens == 3
 
@@ -665,15 +665,19 @@ def test_a_drafter_catches_up_with_what_it_has_not_seen(target, num_plain):
     assert max(policy.behind) == (num_plain * engine.burst_steps + 1)
 
 
+@pytest.mark.goodput
 def test_a_queue_that_never_ends_teaches_what_drafts_cost(target, draft):
     """Every burst follows an admission; the policy learns all the same."""
     with specjax.Engine(
         target, drafter=draft, num_speculative_tokens=2, engine=ENGINE
     ) as engine:
         policy = engine._loop.policy
-        for prompt in prompts(12, longest=12):
-            engine.add(prompt, dataclasses.replace(SAMPLING, max_tokens=12))
-        drain(engine)
+        for _ in range(200):  # while it compiles beside them bursts teach nothing
+            for prompt in prompts(12, longest=12):
+                engine.add(prompt, dataclasses.replace(SAMPLING, max_tokens=12))
+            drain(engine)
+            if len(policy.costs.measured) > 1:
+                break
     measured = policy.costs.measured
     assert measured
     assert all(policy.costs.seconds(bucket, 50) > 0 for bucket in measured)

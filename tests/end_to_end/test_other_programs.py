@@ -127,7 +127,7 @@ def lowered_burst(drafter):
     (lowered,) = decoder.burst(
         decoder.abstract_params,
         state,
-        decoder._abstract_plan(None),
+        decoder._plan_shapes(decoder._all_rows),
         num_speculative_tokens=min(drafter.num_nodes(2) - 1, 2),
     )
     return lowered.as_text(), jax.tree.leaves(state)

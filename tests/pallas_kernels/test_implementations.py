@@ -76,8 +76,10 @@ def test_a_platform_holds_within_its_block_alone():
 
 
 @pytest.mark.parametrize("in_64_bits", [False, True])
-def test_kernels_are_lowered_whatever_the_program_counts_in(in_64_bits):
-    with jax.enable_x64(in_64_bits), lowered_for("tpu"):
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+def test_kernels_are_lowered_whatever_the_program_counts_in(in_64_bits, promotion):
+    numbers = jax.enable_x64(in_64_bits), jax.numpy_dtype_promotion(promotion)
+    with numbers[0], numbers[1], lowered_for("tpu"):
         for call in calls().values():
             lowered = jax.jit(call).trace().lower(lowering_platforms=("tpu",))
             assert "tpu_custom_call" in lowered.as_text()

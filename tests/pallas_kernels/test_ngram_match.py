@@ -43,6 +43,16 @@ def test_match_agrees_with_a_loop(min_match, max_match):
     agrees()
 
 
+def test_it_runs_in_programs_of_64_bits_and_of_strict_promotion():
+    history = jnp.asarray([[1, 2, 3, 1, 2]], jnp.int32)
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        found = ngram_match(
+            history, jnp.asarray([5], jnp.int32), min_match=1, max_match=3
+        )
+    assert [each.tolist() for each in found] == [[[2]], [[2]], [[False]]]
+    assert [each.dtype for each in found] == [jnp.int32, jnp.int32, jnp.bool_]
+
+
 @pytest.mark.parametrize(
     ("text", "sizes", "expected"),
     [

@@ -309,7 +309,8 @@ def test_step_costs_that_were_kept_are_named(compiled_by_rule, tmp_path, monkeyp
     sizes = Sizes(rows=4, page_size=16, num_pages=9, pages_per_row=2, burst_steps=8)
     sizes = dataclasses.replace(sizes, dtype=jnp.dtype("float32"))
     path = cost_files.save(
-        Decoder(request.target, request.drafter, sizes, EngineConfig()), costs
+        Decoder(request.target, request.drafter, sizes, EngineConfig()),
+        cost_files.Known(costs),
     )
     (note,) = [note for note in notes() if command in note]
     assert f"an engine chooses K by them ({path})" in note
@@ -442,7 +443,7 @@ def test_a_picture(compiled_by_rule, tmp_path):
 
 def test_work_of_a_forward_counted_by_hand():
     request = request_of()
-    work = planning._work(request.target, request, 4)
+    work = planning.model_work(request.target, request.dtype, 4)
     products = 8_030_261_248 - 128_256 * 4096  # embeddings are looked up
     assert work.weight_bytes == products * 2 / 4
     assert work.token_flops == products * 2 / 4
@@ -455,5 +456,5 @@ def test_layers_that_slide_are_charged_their_windows():
     request = request_of()
     windows = (None, 4096) * 16
     target = dataclasses.replace(request.target, layer_windows=windows)
-    work = planning._work(target, request, 1)
+    work = planning.model_work(target, request.dtype, 1)
     assert work.seen(8192) == (8192 + 4096) / 2

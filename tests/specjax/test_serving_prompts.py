@@ -72,5 +72,5 @@ def test_a_stream_of_asyncio_leaves_the_loop_to_others(engine, template):
 
 
 def test_a_prompt_that_is_none_is_refused(engine):
-    with pytest.raises(ValueError, match="NoneType"):
+    with pytest.raises(ValueError, match="a prompt is None"):
         engine.add(None, TWO)
