@@ -80,7 +80,7 @@ def test_a_row_that_is_not_asked_becomes_like_the_others_again():
     survival = Survival(DEPTH)
     burst(survival, [0.9, 0.9, 0.05])
     assert survival.rates([2])[0] < 0.15
-    steps, asked = 1500, np.array([DEPTH, DEPTH, 0])
+    steps, asked = 4000, np.array([DEPTH, DEPTH, 0])
     drafted = np.tile(asked, (steps, 1))
     # The others go on as they were: nothing says that the text has changed.
     stands = np.random.default_rng(1).uniform(size=(steps, 3, DEPTH)) < 0.9
