@@ -325,6 +325,7 @@ def _memory(
     return memory, list(memory.warnings)
 
 
+@functools.lru_cache(maxsize=64)
 def model_work(config: ModelConfig, dtype: Any, chips: int) -> ModelWork:
     """Returns what a forward does on one chip of those that a model is split over."""
     itemsize = jnp.dtype(dtype).itemsize

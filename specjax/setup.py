@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from specjax.engine.device_memory import (
     bytes_on,
     total_bytes,
 )
-from specjax.engine.goodput import Goodput, Regret
+from specjax.engine.goodput import Goodput
 from specjax.engine.loop import Loop
 from specjax.engine.memory_model import MemoryPlan
 from specjax.engine.processor_speed import processor_speed
@@ -56,9 +55,6 @@ DEFAULT_POLICY = "goodput"  # "goodput" or "fixed", where the config names none
 # Kinds of sampling, as acceptance goes.
 GREEDY, SAMPLED, MIXED = "greedy", "sampled", "mixed"
 FEWER_PAGES = 0.75  # of those that did not fit
-
-# Calls may be short: what each loses without an executable adds up.
-_REGRETS: weakref.WeakKeyDictionary[Decoder, Regret] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,7 +175,7 @@ class Setup:
                 self.drafter.is_tree or decoder.rules or decoder.max_drafts is not None
             ),
             knows_confidence=self.drafter.has_probs,
-            regret=_REGRETS.setdefault(decoder, Regret()),
+            ledger=known.ledger,
         )
 
     def _known(self, decoder: Decoder, most: int) -> cost_files.Known:
@@ -187,8 +183,10 @@ class Setup:
         nodes = {k: self.drafter.num_nodes(k) for k in range(most + 1)}
         shelf = _shelf(json.dumps(cost_files.key_of(decoder), sort_keys=True))
         if shelf.known is not None:
-            # Its own copy: another thread may run the same pair.
+            # Its own copy: another thread may run the same pair. The ledger is everybody's.
+            ledger = shelf.known.ledger
             known = copy.deepcopy(shelf.known)
+            known.ledger = ledger
         else:
             known = cost_files.Known(StepCosts())
             cost_files.load(decoder, known)
@@ -227,8 +225,9 @@ class Setup:
         # A copy: the run may go on, and learn.
         costs = copy.copy(policy.costs)
         costs.prior = None
-        shelf.known = cost_files.Known(copy.deepcopy(costs), acceptance)
-        cost_files.save(loop.decoder, shelf.known)
+        known = cost_files.Known(copy.deepcopy(costs), acceptance, policy.ledger)
+        shelf.known = known
+        cost_files.save(loop.decoder, known)
 
     def _policy_kind(self, rules: Sequence[int]) -> type[Table | Fixed | Goodput]:
         """Returns which policy the config asks for, for steps that know some rules."""
@@ -534,7 +533,6 @@ def _shelf(key: str) -> _Shelf:
 def forget_speed() -> None:
     """Forgets what this process learned of speed; files stay."""
     _shelf.cache_clear()
-    _REGRETS.clear()
 
 
 def acceptance_kind(requests: Iterable[Request]) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 
 from specjax import compilation_cache
 from specjax.decode.decoder import Decoder
+from specjax.engine.ledger import Ledger
 from specjax.engine.step_cost import StepCosts
 from specjax.engine.survival import Survival
 from specjax.version import __version__
@@ -75,12 +76,13 @@ def path_of(key: dict[str, Any]) -> Path | None:
 
 @dataclasses.dataclass
 class Known:
-    """What is known of a pair's speed: step costs, and acceptance by kind of sampling."""
+    """What is known of a pair's speed: step costs, acceptance by kind of sampling, and a ledger."""
 
     costs: StepCosts
     acceptance: dict[str, dict[str, list[float]]] = dataclasses.field(
         default_factory=dict
     )  # Survival.to_record
+    ledger: Ledger = dataclasses.field(default_factory=Ledger)
 
     def add(self, document: Mapping[str, Any]) -> None:
         """Takes in what `to_document` returned.
@@ -94,10 +96,12 @@ class Known:
         acceptance = dict(document.get("acceptance", {}))
         for record in acceptance.values():
             Survival.of_record(record, 1)
+        ledger = Ledger.of_record(document["ledger"]) if "ledger" in document else None
         StepCosts().add_records(document["steps"])  # all of them, or none
         self.costs.add_records(document["steps"])
         self.costs.catch_up_s = catch_up_s
         self.acceptance |= acceptance
+        self.ledger = ledger or self.ledger
 
     def to_document(self) -> dict[str, Any]:
         """Returns it for JSON."""
@@ -105,6 +109,7 @@ class Known:
             "catch_up_s": self.costs.catch_up_s,
             "steps": self.costs.to_records(),
             "acceptance": self.acceptance,
+            "ledger": self.ledger.to_record(),
         }
 
 

@@ -31,8 +31,9 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from specjax.bucket import Bucket
+from specjax.engine.ledger import Ledger
 from specjax.engine.speculation_policy import Decision, Load, Outcome
-from specjax.engine.step_cost import StepCosts
+from specjax.engine.step_cost import LEAST_DOUBT, StepCosts
 from specjax.engine.survival import Survival
 
 MARGIN = 0.03  # by which drafting must be better than K = 0 to begin
@@ -43,20 +44,25 @@ PROBE_SHARE = 0.004  # of all seconds, lost to learning
 # saved up for it, in times of the last burst.
 HOPE_SHARE = 0.016
 MOST_HOPE = 2.0
-FIRST_HOPE = 1.0  # likewise, to begin with: what is learned early serves longest
-# Seconds of a step may be less than is thought by so much: measured often, and once.
-DOUBT, MUCH_DOUBT = 0.02, 0.2
-MEASURED_OFTEN = 10
-PRIOR_DOUBT = 0.5  # likewise where no step was measured at all
+FIRST_HOPE = (
+    1.0  # likewise, at least, to begin with: what is learned early serves longest
+)
+GAIN_SHARE = 0.05  # likewise, of what drafting saved against plain decoding
+ENOUGH_MEASURED = 3  # measurements after which a bucket may run for more than a probe
 # At K = 0 drafts are asked for as often as this, as long as asking, with the catching up
 # that it takes, costs no more than such a share of the time.
 ASK_EVERY_S, ASK_SHARE = 4.0, 0.015
+ASK_LATE = (
+    4  # times as late, as many times the share: what catching up takes may be wrong
+)
+PLAIN_SHARE = 0.005  # likewise, of drafting, to measure plain decoding again
 # A burst that drafts takes no longer: what it drafts may be worth nothing by now.
 MOST_DRAFTING_S, LEAST_DRAFTING_STEPS = 0.25, 4
 # Of its seconds, what a probe is charged at least: what is thought may be wrong.
 LEAST_LOST = 0.12
-PROBE_STEPS = 8  # of a burst that only asks what is accepted
-# Of a step at K = 0, what catching up with one token costs, before it was measured.
+PROBE_STEPS = 8  # of a burst that only measures
+ASK_STEPS = 2  # at least, of one that asks what is accepted
+# Of a step, what catching up with one token costs, before it was measured.
 CATCH_UP_SHARE = 0.01
 USUAL_K = 3  # that is tried first where nothing is known
 # Drafting runs before plain decoding was measured only where it is expected to be better by
@@ -89,35 +95,6 @@ class _Candidate(NamedTuple):
         return self.rate * self.seconds / max(self.seconds * (1 - self.doubt), least)
 
 
-def _doubt(evidence: float) -> float:
-    """Returns by which share seconds may be less than is thought, after so many measurements."""
-    if evidence >= MEASURED_OFTEN:
-        return DOUBT
-    return max(MUCH_DOUBT / max(evidence, 1.0), DOUBT)
-
-
-@dataclasses.dataclass
-class Regret:
-    """What was lost without buckets that are not compiled; belongs with the executables.
-
-    Attributes:
-      seconds: by bucket, since another was first run.
-      ran: buckets that ever ran.
-    """
-
-    seconds: dict[Bucket, float] = dataclasses.field(default_factory=dict)
-    ran: set[Bucket] = dataclasses.field(default_factory=set)
-
-    def note(self, bucket: Bucket) -> None:
-        """Takes in that a bucket ran: what was lost before was lost to another plan."""
-        if bucket not in self.ran:
-            self.ran.add(bucket)
-            self.seconds.clear()
-
-    def add(self, bucket: Bucket, seconds: float) -> None:
-        self.seconds[bucket] = self.seconds.get(bucket, 0.0) + seconds
-
-
 @dataclasses.dataclass
 class _Exploration:
     """What is measured beside what; `other` is None where nothing is, or no longer."""
@@ -148,7 +125,7 @@ class Goodput:
       ranks: whether slots may be handed to the likeliest rows: Bucket.max_drafts.
       knows_confidence: whether the drafter says how sure it is of each token: the device
         ranks by that then, and otherwise by what is known of the rows here.
-      regret: kept with the executables; None begins anew.
+      ledger: of earlier runs of the pair, which this one goes on with; None begins anew.
       survival: what is known of acceptance; it learns. None is nothing.
     """
 
@@ -162,27 +139,27 @@ class Goodput:
         depths: Sequence[int] | None = None,
         ranks: bool = True,
         knows_confidence: bool = False,
-        regret: Regret | None = None,
+        ledger: Ledger | None = None,
         survival: Survival | None = None,
     ):
         self.max_speculative_tokens = max_speculative_tokens
         self.costs = costs or StepCosts()
+        self.costs.begin_run()
         self.survival = survival or Survival(max_speculative_tokens)
         self.seconds_lost = 0.0  # to probes, as far as is known
         self._depths = ladder(max_speculative_tokens) if depths is None else depths
         self._ranks = ranks
         self._knows_confidence = knows_confidence
         self._last: Bucket | None = None
-        self._regret = Regret() if regret is None else regret
+        self.ledger = Ledger() if ledger is None else ledger
         self._exploration: _Exploration | None = None
         self._was_probe = False
-        self._budget = 0.0  # seconds that may be spent on probes
-        self._plain_s = 0.0  # of plain decoding, since something was drafted
-        self._hope = 0.0  # likewise, on those that look promising
+        self._burst_steps = 1  # that a burst may have
         self._rates: dict[Bucket, float] = {}  # of the candidates of the last choice
 
     def choose(self, load: Load) -> Decision:
         """Returns the best bucket of those that are compiled, and what to compile beside it."""
+        self._burst_steps = max(load.num_probe_steps, 1)
         decision = self._explore(load)
         if decision is not None:
             return decision
@@ -194,8 +171,8 @@ class Goodput:
         self._rates = {c.bucket: c.rate for c in candidates}
         usable = [c for c in candidates if load.is_compiled(c.bucket)]
         if not usable or self._last is None:
-            usable = [self._soonest_done(candidates, load)]
-        best = self._best(usable, load)
+            usable = [self._soonest_done(self._trusted(candidates), load)]
+        best = self._best(self._trusted(usable), load)
         allowed = [
             c
             for c in usable
@@ -223,7 +200,7 @@ class Goodput:
         """Learns what was accepted, what a step cost, and what is lost without other buckets."""
         bucket = outcome.bucket
         self.survival.forget_others(outcome.requests)
-        self._regret.note(bucket)
+        self.ledger.note(bucket)
         if bucket.num_speculative_tokens and outcome.num_steps:
             self.survival.observe(
                 outcome.requests,
@@ -235,14 +212,7 @@ class Goodput:
             )
         if not outcome.seconds or not outcome.num_steps:
             return
-        self._budget += PROBE_SHARE * outcome.seconds
-        self._plain_s += outcome.seconds
-        if bucket.num_speculative_tokens:
-            self._plain_s = 0.0
-        hope = self._hope + HOPE_SHARE * outcome.seconds
-        if len(self.costs.measured) <= 2:
-            hope = FIRST_HOPE * outcome.seconds
-        self._hope = min(hope, MOST_HOPE * outcome.seconds)
+        self._save_up(outcome)
         self._count_regret(outcome)
         self._observe_cost(outcome)
 
@@ -273,9 +243,7 @@ class Goodput:
             if not self.costs.count(bucket):
                 seconds *= 1 - OPTIMISM
             rate = slots.together(bucket) * tokens / seconds
-            doubt = PRIOR_DOUBT
-            if self.costs.measured:
-                doubt = _doubt(self.costs.evidence(bucket, context))
+            doubt = self.costs.doubt(bucket, context)
             candidates.append(_Candidate(bucket, tokens, seconds, rate, doubt, slots))
         return candidates
 
@@ -317,6 +285,16 @@ class Goodput:
         close = [c for c in plain if seconds(c) <= (1 + MARGIN) * seconds(best)]
         return min(close or [best], key=seconds)
 
+    def _trusted(self, candidates: Sequence[_Candidate]) -> Sequence[_Candidate]:
+        """Returns what may be run for more than a probe.
+
+        Of buckets for as many rows, those that were measured often enough that one burst
+        that was disturbed does not matter, if there are any.
+        """
+        is_known = lambda c: self.costs.count(c.bucket) >= ENOUGH_MEASURED
+        rows = {c.bucket.rows for c in candidates if is_known(c)}
+        return [c for c in candidates if is_known(c) or c.bucket.rows not in rows]
+
     def _missed(
         self, best: _Candidate, candidates: Sequence[_Candidate], load: Load
     ) -> Bucket | None:
@@ -325,7 +303,7 @@ class Goodput:
             c
             for c in candidates
             if not load.is_compiled(c.bucket)
-            and self._regret.seconds.get(c.bucket, 0.0) >= load.ready_s(c.bucket)
+            and self.ledger.missed_s.get(c.bucket, 0.0) >= load.ready_s(c.bucket)
         ]
         if not missed or any(load.is_coming(c.bucket) for c in candidates):
             return None
@@ -415,9 +393,9 @@ class Goodput:
                 return _of_bucket(
                     found.first, "nothing measured yet", prepare=found.other
                 )
-            # Twice where the run ends soon: the first burst of an executable takes longer than
-            # those after it, and the next run goes by what this one measured.
-            times = 2 if found.num_steps < ENOUGH_STEPS else 1
+            # Three times where the run ends soon: one of them may be disturbed, and the next
+            # run goes by what this one measured.
+            times = 3 if found.num_steps < ENOUGH_STEPS else 1
             found.turns += [found.other, found.first] * times
         bucket = found.turns.pop(0)
         if not found.turns:
@@ -491,16 +469,25 @@ class Goodput:
             num_steps = max(num_steps, math.ceil(least) + 1)
         elif other is not promising and not is_plain:
             num_steps = load.num_probe_steps
+        elif other is not promising:
+            # It asks what is accepted, and many rows tell as much in fewer steps.
+            num_steps = max(math.ceil(PROBE_STEPS / load.num_decoding_rows), ASK_STEPS)
         num_steps = min(num_steps, load.num_probe_steps)
         lost = num_steps * other.seconds * (1 - other.rate / best.rate) + catch_up
         lost = max(lost, LEAST_LOST * num_steps * best.seconds)
-        is_due = begins and self._plain_s >= ASK_EVERY_S
-        if is_due and lost <= ASK_SHARE * self._plain_s:
+        ledger = self.ledger
+        is_due = begins and ledger.plain_s >= ASK_EVERY_S
+        is_late = ledger.plain_s >= ASK_LATE * ASK_EVERY_S
+        ask_share = ASK_SHARE * (ASK_LATE if is_late else 1)
+        share = 0.0 if is_plain else PLAIN_SHARE
+        if is_due and lost <= ask_share * ledger.plain_s:
             pass  # its own share
-        elif lost <= self._budget:
-            self._budget -= lost
-        elif (hopeful or promising) and lost <= self._hope:
-            self._hope -= lost
+        elif lost <= ledger.routine_s:
+            ledger.routine_s -= lost
+        elif other in plain and lost <= share * ledger.drafting_s:
+            pass  # likewise
+        elif (hopeful or promising) and lost <= ledger.hope_s:
+            ledger.hope_s -= lost
         else:
             return None
         self.seconds_lost += lost
@@ -520,7 +507,7 @@ class Goodput:
         promising = [
             c
             for c in others
-            if c.doubt > DOUBT
+            if c.doubt > LEAST_DOUBT
             and c.most_rate(least_s) > best.rate * (1 - is_plain(c) * c.doubt)
         ]
         first = lambda c: (is_plain(c), c.most_rate(least_s))
@@ -565,18 +552,40 @@ class Goodput:
         is_known = self.costs.count(bucket) > 0
         behind = outcome.num_behind - 1 if bucket.num_speculative_tokens else 0
         if behind > 0:
-            catch_up = self._catch_up_s(behind, seconds / num_steps)
+            plain_s = self.costs.seconds(Bucket(bucket.rows, 0), context)
+            catch_up = self._catch_up_s(behind, plain_s or seconds / num_steps)
             if catch_up > SMALL_CATCH_UP * seconds:
                 # Learned apart, once the steps are known.
                 expected = self.costs.seconds(bucket, context)
                 if is_known and expected is not None:
                     extra = seconds - num_steps * expected
-                    self.costs.observe_catch_up(behind, extra)
+                    usual = catch_up / behind
+                    self.costs.observe_catch_up(
+                        behind, extra, steps_s=num_steps * expected, usual_s=usual
+                    )
                 return
             seconds -= catch_up
         if is_known and outcome.is_short:
             return  # sending it weighs more than in others
         self.costs.observe(bucket, context, seconds / num_steps)
+
+    def _save_up(self, outcome: Outcome) -> None:
+        """Takes a share of a burst's seconds, and of what drafting saved, for learning."""
+        assert outcome.seconds is not None
+        seconds, ledger, bucket = outcome.seconds, self.ledger, outcome.bucket
+        ledger.routine_s += PROBE_SHARE * seconds
+        if bucket.num_speculative_tokens:
+            ledger.plain_s, ledger.drafting_s = 0.0, ledger.drafting_s + seconds
+        else:
+            ledger.plain_s, ledger.drafting_s = ledger.plain_s + seconds, 0.0
+        burst_s = self._burst_steps * seconds / outcome.num_steps
+        hope = ledger.hope_s + HOPE_SHARE * seconds
+        own, plain = map(self._rates.get, (bucket, Bucket(bucket.rows, 0)))
+        if own and plain and own > plain:
+            hope += GAIN_SHARE * seconds * (own / plain - 1)
+        if len(self.costs.measured) <= 2:
+            hope = max(hope, FIRST_HOPE * burst_s)
+        ledger.hope_s = min(hope, MOST_HOPE * burst_s)
 
     def _count_regret(self, outcome: Outcome) -> None:
         """Adds up what the burst would have saved in each bucket that is not compiled."""
@@ -586,7 +595,7 @@ class Goodput:
             return  # nothing was compared, or the rows have changed since
         for bucket, rate in self._rates.items():
             if rate > own * (1 + MARGIN):
-                self._regret.add(bucket, (1 - own / rate) * outcome.seconds)
+                self.ledger.miss(bucket, (1 - own / rate) * outcome.seconds)
 
     @property
     def _knows_no_acceptance(self) -> bool:

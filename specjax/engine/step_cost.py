@@ -20,14 +20,17 @@ what was not, what was measured before is likelier to be wrong.
 from __future__ import annotations
 
 import bisect
+import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from specjax.bucket import Bucket
+from specjax.engine.step_ratios import Bases, Burst, StepRatios
 
 Prior = Callable[[Bucket, float], float]
 
@@ -36,20 +39,27 @@ MEMORY = 16  # measurements that are remembered, of a bucket at about one contex
 OF_BEFORE = 3  # measurements of an earlier run, of a bucket at about one context
 DRIFT_MEMORY = 3  # measurements that tell the drift
 TELLS_DRIFT = 3  # measurements at about one context, before the next tells of the drift
-# Logarithm of how much longer or less a step takes than the one before of its bucket, where
-# it is the machine; and how many measurements before are compared with.
-JUMP, RECENT = 0.26, 4
 NEAR = 2  # places apart, at which a measurement counts for half
-REFIT_AFTER = 16  # measurements
 NUM_FEATURES = 4
-CATCH_UP_KNOWN = 256.0  # tokens that catching up, known beforehand, counts for
-CATCH_UP_MEMORY = 8192.0  # tokens that it remembers
+# Of a burst's steps, by how much they may be off beside catching up, a standard deviation;
+# and the share of what was known of it that is remembered.
+CATCH_UP_DOUBT, CATCH_UP_MEMORY = 0.4, 0.9
+SLOPES_AFTER = 16  # fits, at most, that the slopes are kept for
 SLOPE_ROUNDS = 4  # of weighing what tells of the slope
 # What is measured of a slope outweighs that it may be 0 once squares of contexts, relative
 # to their mean and off it, add up to the square of this.
 SLOPE_PRIOR = 0.5
 SMALL_MISS = 0.05  # of a step's seconds: what misses the slope by more weighs less
 FEW = 4  # measurements of a bucket, next to which what the fit says counts for one more
+# Seconds of a step may be less than is thought by so many standard errors, and no less
+# than such a share; by how much where nothing like it was measured, and where nothing was.
+DOUBT_ERRORS, LEAST_DOUBT = 2.0, 0.04
+MUCH_DOUBT, PRIOR_DOUBT = 0.2, 0.5
+# Likewise after one measurement and after two: either may have been disturbed.
+DOUBT_OF_FEW = {1: 0.5, 2: 0.3}
+# How far the drift is off its mean on average, before it is known, measurements that this counts
+# for, the share of the others that is remembered with each, and the most that one tells.
+USUAL_WANDER, WANDER_TRIALS, WANDER_MEMORY, MOST_WANDER = 0.2, 8.0, 0.99, 0.7
 LEAST_SHARE = 0.25  # of what was measured, that a step is predicted to take
 OUTLIER = 3.0  # a measurement counts as at most this many times what was expected
 
@@ -71,20 +81,23 @@ class Sample:
         self.context += (context - self.context) / self.count
         self.seconds = _median([seconds for _, seconds in self._latest])
 
-    def forget_latest(self) -> None:
-        self._latest.pop()
-        if self._latest:
-            self.seconds = _median([seconds for _, seconds in self._latest])
 
-    def at(self, context: float, slope: float) -> float:
-        """Returns the median of what the measurements would be at one context of all."""
-        return _median([s + slope * (context - own) for own, s in self._latest])
+@dataclasses.dataclass
+class _Fit:
+    """What is known of steps at about one context."""
 
-
-class _Fit(NamedTuple):
     # f64[2], seconds per context token: of K = 0, and more for each K.
     slopes: np.ndarray
-    coefficients: np.ndarray  # f64[NUM_FEATURES]
+    bases: dict[Bucket, float]  # seconds without context, of those that were measured
+    compared: Bases
+    features: dict[Bucket, np.ndarray]  # of those that are fitted
+
+    @functools.cached_property
+    def coefficients(self) -> np.ndarray:
+        """f64[NUM_FEATURES]. Relative errors count: cheap steps matter as much as dear ones."""
+        values = np.array([self.bases[bucket] for bucket in self.features])
+        relative = np.stack(list(self.features.values())) / values[:, None]
+        return fit_nonnegative(relative, np.ones_like(values))
 
     def predicted(self, features: np.ndarray) -> float:
         return float(features @ self.coefficients)
@@ -109,20 +122,22 @@ class StepCosts:
         nodes_per_row: Mapping[int, int] | None = None,
         prior: Prior | None = None,
     ):
-        # Logarithms of what the drift is the median of; one measurement tells of none.
-        self._slower = [0.0] * DRIFT_MEMORY
-        # The last measurements: buckets, contexts and seconds with the drift.
-        self._recent: list[tuple[Bucket, float, float]] = []
         # Per token that the drafter has not seen, of the row with most; None: not known.
         self.catch_up_s: float | None = None
-        self._caught_up = np.zeros(2)  # tokens, and the seconds that they took
+        self._caught_up = np.zeros(2)  # weights of what tells it, and their sum with it
         self.nodes_per_row = nodes_per_row or {}
         self.prior = prior
+        self.drift = 1.0
+        self._last: Burst | None = None
+        # Logarithms of what the drift is the median of; one measurement tells of none.
+        self._slower = [0.0] * DRIFT_MEMORY
+        # Measurements; of the drift's logarithm the sum, and how far it was off the mean, a sum.
+        self._wandered = WANDER_TRIALS, 0.0, WANDER_TRIALS * USUAL_WANDER
         self._samples: dict[Bucket, dict[int, Sample]] = {}
-        self._fit: _Fit | None = None
-        self._num_measured = self._num_since_fit = 0
-        # What was asked for since: by bucket, and about which context.
-        self._bases: dict[Bucket, dict[int, float]] = {}
+        self._ratios = StepRatios()
+        self._fits: dict[int, _Fit] = {}  # by place; forgotten with every measurement
+        self._known_slopes = np.zeros(2)
+        self._num_measured = self._num_since_slopes = 0
 
     @property
     def measured(self) -> list[Bucket]:
@@ -132,12 +147,27 @@ class StepCosts:
         """Returns how many measurements of a bucket are remembered."""
         return sum(sample.count for sample in self._samples.get(bucket, {}).values())
 
-    def evidence(self, bucket: Bucket, context: float) -> float:
-        """Returns how many measurements at a context those of a bucket are as good as."""
-        samples, place = self._samples.get(bucket, {}), _place(context)
-        return sum(
-            sample.count * _nearness(place, at) for at, sample in samples.items()
-        )
+    def begin_run(self) -> None:
+        """Says that what is measured next does not follow what was measured last."""
+        self._ratios.begin_run()
+
+    def doubt(self, bucket: Bucket, context: float) -> float:
+        """Returns by which share a bucket may take less than is thought, beside the one that ran last."""
+        if not self._samples:
+            return PRIOR_DOUBT
+        if bucket not in self._samples:
+            return MUCH_DOUBT
+        fit = self._fit(context)
+        other = bucket if self._last is None else self._last.bucket
+        deviation = fit.compared.deviation(bucket, other)
+        doubt = max(1 - math.exp(-DOUBT_ERRORS * deviation), LEAST_DOUBT)
+        of_few = DOUBT_OF_FEW.get(self.count(bucket), 0.0)
+        if of_few and len(fit.bases) > NUM_FEATURES:
+            # What is known of others tells whether it was disturbed.
+            predicted = fit.predicted(self._features(bucket))
+            missed = 1 - predicted / fit.bases[bucket]
+            of_few = min(of_few, max(missed, 2 * LEAST_DOUBT))
+        return max(doubt, of_few)
 
     def observe(self, bucket: Bucket, context: float, seconds: float) -> None:
         """Takes in one measurement: seconds per step, context tokens of all rows.
@@ -147,94 +177,59 @@ class StepCosts:
         """
         if not 0 < seconds < math.inf:
             raise ValueError(f"{seconds=} of a step must be above 0 and finite.")
-        self._notice_jump(bucket, context, seconds)
-        self._recent = [*self._recent[1 - RECENT :], (bucket, context, seconds)]
+        expected = self.seconds(bucket, context) or seconds
         if bucket in self._samples:
-            expected = self.seconds(bucket, context)
-            assert expected is not None
             seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
-            before = self._samples[bucket].get(_place(context))
-            if before is not None and before.count >= TELLS_DRIFT:
-                usual = before.at(context, self._fitted().slope(bucket))
-                slower = math.log(seconds / max(usual, LEAST_SHARE * before.seconds))
-                self._slower = [*self._slower[1:], slower]
+        burst = Burst(bucket, context, seconds, self.drift)
+        self._ratios.add(burst)
+        self._last = burst
+        before = self._samples.get(bucket, {}).get(_place(context))
+        if before is not None and before.count >= TELLS_DRIFT:
+            slower = math.log(seconds / expected * self.drift)
+            self._slower = [*self._slower[1:], slower]
+            self.drift = math.exp(_median(self._slower))
         self._add(bucket, context, seconds / self.drift)
-        # Now, and not when the next burst is planned.
-        self._fitted()
-
-    def _notice_jump(self, bucket: Bucket, context: float, seconds: float) -> None:
-        """Takes a step that suddenly takes far longer, or less, for the machine's doing.
-
-        A bucket that ran just before at about this context tells of it at once. What other
-        buckets took in between was measured before the jump or after it: nobody knows.
-        """
-        buckets = [recent for recent, _, _ in self._recent]
-        if bucket not in buckets:
-            return
-        place = len(buckets) - 1 - buckets[::-1].index(bucket)
-        _, before, last = self._recent[place]
-        if abs(_place(context) - _place(before)) > 1:
-            return
-        usual = last + self._fitted().slope(bucket) * (context - before) * self.drift
-        jump = math.log(seconds / max(usual, LEAST_SHARE * last))
-        if abs(jump) < JUMP:
-            return
-        self._slower = [slower + jump for slower in self._slower]
-        for other, at, _ in self._recent[place + 1 :]:
-            self._forget_latest(other, at)
-        self._recent = []
-
-    def _forget_latest(self, bucket: Bucket, context: float) -> None:
-        samples = self._samples[bucket]
-        samples[_place(context)].forget_latest()
-        if not samples[_place(context)].count:
-            del samples[_place(context)]
-        if not samples:
-            del self._samples[bucket]
-        self._fit = None
-        self._bases.clear()
-
-    @property
-    def drift(self) -> float:
-        return math.exp(_median(self._slower))
+        slower = math.log(self.drift)
+        count, total, off = (WANDER_MEMORY * each for each in self._wandered)
+        missed = min(abs(slower - total / count), MOST_WANDER)
+        self._wandered = count + 1, total + slower, off + missed
+        self._fit(context)  # now, and not when the next burst is planned
 
     def seconds(self, bucket: Bucket, context: float) -> float | None:
         """Returns the seconds of a step just now; None where nothing is known."""
         if not self._samples:
             return self.prior and self.prior(bucket, context)
-        fit, place = self._fitted(), _place(context)
-        bases = self._bases.setdefault(bucket, {})
-        base = bases.get(place)
-        if base is None:
-            base = bases[place] = self._base(bucket, fit, place)
+        fit = self._fit(context)
+        base = self._base(bucket, fit, context)
         return (base + fit.slope(bucket) * context) * self.drift
 
-    def observe_catch_up(self, tokens: float, seconds: float) -> None:
+    def observe_catch_up(
+        self, tokens: float, seconds: float, *, steps_s: float, usual_s: float
+    ) -> None:
         """Takes in what a burst took beyond its steps because the drafter had to catch up.
 
         Args:
           tokens: above 0.
           seconds: below 0 where the steps were faster than thought; many bursts make a mean.
+          steps_s: of its steps, as thought: what they are off by is no catching up.
+          usual_s: per token, as it was thought before.
         """
-        if self.catch_up_s is not None and not self._caught_up.any():
-            self._caught_up = CATCH_UP_KNOWN * np.array([1.0, self.catch_up_s])
-        kept = math.exp(-tokens / CATCH_UP_MEMORY)
-        self._caught_up = kept * self._caught_up + np.array([tokens, seconds])
+        if not self._caught_up.any():
+            self._caught_up = np.array([1.0, usual_s]) / usual_s**2
+        weight = (tokens / (CATCH_UP_DOUBT * steps_s)) ** 2
+        self._caught_up = CATCH_UP_MEMORY * self._caught_up
+        self._caught_up += weight * np.array([1.0, seconds / tokens])
         self.catch_up_s = max(float(self._caught_up[1] / self._caught_up[0]), 0.0)
 
     def fit_error(self) -> float:
         """Returns the largest relative error of the fit over what was measured; 0 of nothing."""
         if not self._samples:
             return 0.0
-        fit = self._refitted()
-        measured = fit._replace(coefficients=np.zeros(NUM_FEATURES))
-        errors = [
-            abs(
-                fit.predicted(self._features(bucket)) / self._base(bucket, measured) - 1
-            )
-            for bucket in self._samples
-        ]
-        return max(errors)
+        fit = self._fit(0.0 if self._last is None else self._last.context)
+        return max(
+            abs(fit.predicted(self._features(bucket)) / base - 1)
+            for bucket, base in fit.bases.items()
+        )
 
     # Files
 
@@ -244,7 +239,7 @@ class StepCosts:
             bucket._asdict()
             | {
                 "context_tokens": round(sample.context, 1),
-                "step_s": sample.seconds * self.drift,
+                "step_s": self.seconds(bucket, sample.context),
                 "num_measurements": sample.count,
             }
             for bucket, samples in sorted(self._samples.items(), key=str)
@@ -285,22 +280,20 @@ class StepCosts:
             is_measured = 0 < seconds < math.inf and 0 <= context < math.inf
             if not (is_bucket and is_measured and count > 0):
                 raise ValueError(f"{record!r} is no measured step.")
-            self._add(bucket, context, seconds, min(count, most_measurements))
+            count = min(count, most_measurements)
+            self._add(bucket, context, seconds, count)
+            self._ratios.add_record(Burst(bucket, context, seconds), count)
 
     def _add(
         self, bucket: Bucket, context: float, seconds: float, count: int = 1
     ) -> None:
-        is_new = bucket not in self._samples
         samples, place = self._samples.setdefault(bucket, {}), _place(context)
         if place not in samples:
             samples[place] = Sample()
         for _ in range(count):
             samples[place].add(context, seconds)
-        self._num_since_fit += 1
+        self._fits.clear()
         self._num_measured += 1
-        if is_new or self._num_since_fit > min(self._num_measured / 8, REFIT_AFTER):
-            self._fit = None
-        self._bases.pop(bucket, None)
 
     def _features(self, bucket: Bucket) -> np.ndarray:
         depth, rows = bucket.num_speculative_tokens, bucket.rows
@@ -309,65 +302,75 @@ class StepCosts:
             drafts = min(drafts, bucket.max_drafts)
         return np.array([1.0, rows + drafts, rows * depth, depth])
 
-    def _base(self, bucket: Bucket, fit: _Fit, place: int | None = None) -> float:
-        """Returns the seconds of a bucket without context: measured, or as the fit has it.
+    def _base(self, bucket: Bucket, fit: _Fit, context: float) -> float:
+        """Returns the seconds of a bucket without context: measured, or as the fit has it."""
+        measured = fit.bases.get(bucket)
+        if measured is not None:
+            return measured
+        if self.prior is not None and len(fit.bases) < FEW:
+            return self._by_prior(bucket, fit, context)
+        cheapest = min(fit.bases.values())
+        return max(fit.predicted(self._features(bucket)), LEAST_SHARE * cheapest)
 
-        Args:
-          place: next to which measurements count for more, as of `_place`; None: all alike.
-        """
-        samples = self._samples.get(bucket)
-        if samples is None and self.prior is not None and len(self._samples) < FEW:
-            return self._by_prior(bucket, fit, place)
-        if samples is None:
-            cheapest = min(
-                s.seconds for o in self._samples.values() for s in o.values()
-            )
-            return max(fit.predicted(self._features(bucket)), LEAST_SHARE * cheapest)
-        slope = fit.slope(bucket)
-        near = {at: 1.0 if place is None else _nearness(place, at) for at in samples}
-        weighed = [
-            (sample.seconds - slope * sample.context, sample.count * near[at])
-            for at, sample in samples.items()
-        ]
-        if self.count(bucket) < FEW and fit.coefficients.any():
-            predicted = fit.predicted(self._features(bucket))
-            weighed.append((predicted, max(near.values())))
-        # A slope too steep must not make a step free.
-        least = LEAST_SHARE * min(sample.seconds for sample in samples.values())
-        return max(_weighted_median(weighed), least)
-
-    def _by_prior(self, bucket: Bucket, fit: _Fit, place: int | None) -> float:
+    def _by_prior(self, bucket: Bucket, fit: _Fit, context: float) -> float:
         """Returns what the prior says, as far off as it is of the buckets that were measured."""
         assert self.prior is not None
         off, weights = [], []
-        for other, samples in self._samples.items():
-            for sample in samples.values():
-                said = self.prior(other, sample.context)
-                off.append(math.log(sample.seconds / said))
-                rows = abs(math.log2(other.rows / bucket.rows))
-                depths = other.num_speculative_tokens, bucket.num_speculative_tokens
-                apart = rows + abs(depths[0] - depths[1])
-                weights.append(sample.count / (1 + apart) ** 2)
+        for other, base in fit.bases.items():
+            took = base + fit.slope(other) * context
+            off.append(math.log(took / self.prior(other, context)))
+            rows = abs(math.log2(other.rows / bucket.rows))
+            depths = other.num_speculative_tokens, bucket.num_speculative_tokens
+            apart = rows + abs(depths[0] - depths[1])
+            weights.append(self.count(other) / (1 + apart) ** 2)
         scale = math.exp(float(np.average(off, weights=weights)))
-        context = 0.0 if place is None else _context(place)
         said = scale * self.prior(bucket, context)
         return max(said - fit.slope(bucket) * context, LEAST_SHARE * said)
 
-    def _fitted(self) -> _Fit:
-        return self._refitted() if self._fit is None else self._fit
+    def _fit(self, context: float) -> _Fit:
+        """Returns what is known at about a context."""
+        place = _place(context)
+        for near, fit in self._fits.items():
+            if abs(near - place) < NEAR:
+                return fit
+        self._fits[place] = self._new_fit(place)
+        return self._fits[place]
 
-    def _refitted(self) -> _Fit:
-        """Fits what was measured: predictions change with it, and what was measured does not."""
-        slopes = _Fit(self._slopes(), np.zeros(NUM_FEATURES))
-        bases = {bucket: self._base(bucket, slopes) for bucket in self._samples}
-        features = np.stack(list(map(self._features, bases)))
-        # Relative errors count: cheap steps matter as much as dear ones.
-        values = np.array(list(bases.values()))
-        relative = features / values[:, None]
-        coefficients = fit_nonnegative(relative, np.ones_like(values))
-        self._fit = slopes._replace(coefficients=coefficients)
-        self._bases, self._num_since_fit = {}, 0
-        return self._fit
+    def _new_fit(self, place: int) -> _Fit:
+        self._num_since_slopes += 1
+        if self._num_since_slopes > min(self._num_measured / 8, SLOPES_AFTER):
+            self._known_slopes, self._num_since_slopes = self._slopes(), 0
+        slopes = self._known_slopes
+        near = functools.cache(lambda at: _nearness(place, at))
+        log = functools.partial(self._log, slopes=slopes)
+        usual = {
+            bucket: _weighted_median(
+                [
+                    (log(Burst(bucket, s.context, s.seconds)), s.count * near(at))
+                    for at, s in samples.items()
+                ]
+            )
+            for bucket, samples in self._samples.items()
+        }
+        wander = self._wandered[2] / self._wandered[0]
+        compared = self._ratios.bases(log, usual, wander, lambda c: near(_place(c)))
+        bases = {bucket: math.exp(base) for bucket, base in compared.logs.items()}
+        # What was measured once may have been disturbed, then.
+        sure = [bucket for bucket in bases if self.count(bucket) > 1]
+        fitted = sure if len(sure) > NUM_FEATURES else list(bases)
+        features = {bucket: self._features(bucket) for bucket in fitted}
+        fit = _Fit(slopes, bases, compared, features)
+        for bucket in bases.keys() - features.keys():
+            bases[bucket] = min(bases[bucket], fit.predicted(self._features(bucket)))
+        return fit
+
+    def _log(self, burst: Burst, slopes: np.ndarray) -> float:
+        """Returns the logarithm of what a burst's step took, without what its context takes."""
+        usual = burst.seconds / burst.slower
+        slope = slopes @ [1, burst.bucket.num_speculative_tokens]
+        # A slope too steep must not make a step free.
+        own = max(usual - slope * burst.context, LEAST_SHARE * usual)
+        return math.log(own * burst.slower)
 
     def _slopes(self) -> np.ndarray:
         """Returns what buckets gain with context, over all that were measured at several, f64[2]."""
@@ -452,11 +455,6 @@ def _weighted_median(weighed: Sequence[tuple[float, float]]) -> float:
     weighed = sorted(weighed)
     weights = list(itertools.accumulate(weight for _, weight in weighed))
     return weighed[bisect.bisect_left(weights, weights[-1] / 2)][0]
-
-
-def _context(place: int) -> float:
-    """Returns a context that counts to a sample."""
-    return max(1.25**place - 64, 0.0)
 
 
 def _place(context: float) -> int:

@@ -1,5 +1,6 @@
 """Which K brings the most tokens per second: by replays of made-up costs, and by hand."""
 
+import copy
 import dataclasses
 import itertools
 
@@ -9,14 +10,15 @@ import pytest
 from specjax.bench.replay import Clock, Costs, Replay, Workload, best_fixed
 from specjax.bucket import Bucket
 from specjax.engine.goodput import (
+    PLAIN_SHARE,
     PROBE_SHARE,
     PROBE_STEPS,
     Goodput,
     RankedSlots,
-    Regret,
     ladder,
 )
-from specjax.engine.speculation_policy import Decision, Load, Outcome
+from specjax.engine.ledger import Ledger
+from specjax.engine.speculation_policy import Decision, Fixed, Load, Outcome
 from specjax.engine.step_cost import MEMORY, StepCosts
 from specjax.engine.survival import Survival
 
@@ -212,11 +214,11 @@ def test_a_process_runs_what_is_done_first(kept):
 
 def test_what_short_runs_lose_adds_up():
     """Each call has a policy of its own; drafting is better, and not compiled."""
-    regret, known = Regret(), trained(accepted=4)
+    ledger, known = Ledger(), trained(accepted=4)
     now, _ = cold(1, [Bucket(1, 0)])
     num_runs = 0
     while num_runs < 100:
-        policy = Goodput(4, known.costs, regret=regret, survival=known.survival)
+        policy = Goodput(4, known.costs, ledger=ledger, survival=known.survival)
         decision = policy.choose(now)
         assert decision.num_speculative_tokens == 0
         if decision.prepare is not None:
@@ -239,7 +241,7 @@ def test_never_slower_than_the_best_k(rate, rows):
     share = ran.tokens_per_second(after_steps=200) / best.tokens_per_second(200)
     # Up to 1.5 % goes into asking whether drafts are worth anything by now.
     assert share >= (0.98 if rate == 0 else 0.95)
-    assert best.seconds / ran.seconds > 0.94  # learning included
+    assert best.seconds / ran.seconds > 0.93  # learning included
 
 
 def test_rows_that_differ_are_drafted_for_differently():
@@ -334,10 +336,11 @@ def test_catching_up_is_no_part_of_what_a_step_costs():
     now = load()
     decision = policy.choose(now)
     before = policy.costs.seconds(Bucket(1, 4), 100)
-    burst = outcome(now, decision, accepted=4, seconds=32 * before + 3.0, behind=301)
-    policy.observe(burst)
-    assert policy.costs.seconds(Bucket(1, 4), 100) == before
-    assert policy.costs.catch_up_s == pytest.approx(0.01)
+    for _ in range(40):
+        seconds = 32 * before + 0.06
+        policy.observe(outcome(now, decision, accepted=4, seconds=seconds, behind=3001))
+    assert policy.costs.seconds(Bucket(1, 4), 100) == pytest.approx(before)
+    assert policy.costs.catch_up_s == pytest.approx(2e-5, rel=0.05)
 
 
 def test_plain_decoding_is_measured_again_now_and_then():
@@ -368,7 +371,7 @@ def test_probes_cost_no_more_than_their_share():
     probes = [b for b in ran.bursts if b.decision.reason == "probe"]
     assert len(probes) > 3
     # And of what is hardly known a little more, until it is.
-    assert policy.seconds_lost < 1.8 * PROBE_SHARE * ran.seconds
+    assert policy.seconds_lost < 1.2 * (PROBE_SHARE + PLAIN_SHARE) * ran.seconds
     reasons = [burst.decision.reason for burst in ran.bursts]
     assert ("probe", "probe") not in itertools.pairwise(reasons[2:])
 
@@ -427,8 +430,7 @@ def test_drafting_begins_again_with_requests_that_copy():
             )
         )
     assert depths[0] == 0
-    assert depths[-1] == 4
-    assert np.mean(depths[-500:]) > 3.9  # but for probes
+    assert np.mean(depths[-500:]) > 3.8  # but for probes
 
 
 def test_a_bucket_is_compiled_once_it_would_have_paid():
@@ -460,7 +462,7 @@ def test_drafting_begins_again_though_only_the_bucket_of_all_rows_can():
     for bucket in compiled:
         policy.costs.observe(bucket, 300, step_s(bucket, 300))
     depths = []
-    for place in range(3000):
+    for place in range(1200):
         now = load(
             3,
             requests=np.arange(3 * place, 3 * place + 3),
@@ -678,8 +680,37 @@ def test_short_generations_on_a_machine_that_others_use_are_never_slower(rows, r
             )
             seconds.append(run.run().seconds)
         shares.append(best.seconds / np.mean(seconds[20:]))
-    assert np.mean(shares) > 0.93
-    assert min(shares) > 0.8
+    assert np.mean(shares) > 0.94
+    assert min(shares) > 0.86
+
+
+@pytest.mark.parametrize(
+    ("rows", "rate"), [(1, 0.0), (1, 0.8), (8, 0.0), (8, 0.5), (8, 0.9)]
+)
+def test_calls_that_have_a_policy_each_are_never_slower(rows, rate):
+    """Costs, acceptance and ledger go from call to call; the first one runs at two thirds of the speed."""
+    workload = Workload(np.full(rows, 128), np.full(rows, rate), context=64)
+    depths = (0, 1, 2, 3, 4)
+    fixed = {k: Replay(workload, COSTS, Fixed(k)).run().seconds for k in depths}
+    best = min(fixed.values())
+    for seed in range(3):
+        clock = Clock(seed, 0.06, wander=0.06, disturbed=0.12)
+        costs, ledger, kept, seconds = StepCosts(), Ledger(), None, []
+        for number in range(25):
+            survival = Survival.of_record(kept, 4) if kept else None
+            policy = Goodput(4, costs, survival=survival, ledger=ledger)
+            slow = 1.0 if number else 1.5
+            ran = Replay(
+                workload,
+                COSTS,
+                policy,
+                clock=lambda slow=slow, clock=clock: slow * clock(),
+                first_request=number * rows,
+            ).run()
+            seconds.append(ran.seconds)
+            costs, kept = copy.deepcopy(policy.costs), policy.survival.to_record()
+        assert fixed[0] / np.median(seconds[1:]) > 0.95
+        assert best / np.median(seconds[10:]) > 0.95
 
 
 def test_plain_decoding_of_more_rows_is_compiled_where_that_of_fewer_did_not_fit():

@@ -1,0 +1,167 @@
+"""How the steps of buckets compare, from bursts that follow one another. No jax.
+
+    log seconds(burst) = base(bucket) + machine(now) + noise
+
+A machine that others share changes its speed from one second to the next: what a bucket
+took a minute ago compares with nothing that runs now. Two bursts near each other do: their
+difference is free of the machine's part. The bases are the least squares solution of these
+differences, in which those far off weigh less (Huber 1964, "Robust Estimation of a Location
+Parameter"), and of what each bucket took whatever ran beside it, which counts for less the
+more the machine wanders.
+
+    bursts       A  A  X  A  A          X is compared with three on either side; where two as
+                 |  +--+--+  |          far from it, before and after, are of one bucket and
+                 +-----+-----+          differ too much, neither of them is
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from specjax.bucket import Bucket
+
+NEIGHBOURS = 3  # bursts on either side, with which one is compared
+PAIR_MEMORY = 24  # differences that are remembered, of two buckets
+# Standard deviation of a burst's logarithm before it is known, differences that it counts
+# for, and the most that one of them tells of it.
+USUAL_SPREAD, SPREAD_TRIALS, MOST_SPREAD = 0.1, 8.0, 0.4
+OF_MEAN_DEVIATION = 1.25  # standard deviations, of a normal distribution
+SINCE_THEN = 0.04  # standard deviation of what may have changed since earlier runs
+LEAST_NEAR = 0.05  # nearness of what is compared
+ROUNDS = 4  # of weighing what is far off
+# Logarithm of how much longer or less a bucket takes than just before, where it is the
+# machine's doing.
+JUMP = 0.26
+
+
+class Burst(NamedTuple):
+    """One measurement."""
+
+    bucket: Bucket
+    context: float  # tokens of all rows, midway
+    seconds: float  # of a step
+    slower: float = 1.0  # the machine's part, as it was thought then
+
+
+class _Difference(NamedTuple):
+    """Two bursts near each other, of two buckets."""
+
+    before: Burst
+    after: Burst
+
+
+class Bases(NamedTuple):
+    """What buckets take, the machine's part and that of their context left out."""
+
+    logs: dict[Bucket, float]  # of seconds
+    index: dict[Bucket, int]
+    covariance: np.ndarray  # f64[buckets, buckets]
+
+    def deviation(self, bucket: Bucket, other: Bucket) -> float:
+        """Returns the standard deviation of what one takes beside the other, a logarithm."""
+        if bucket == other:
+            return 0.0
+        i, j, own = self.index[bucket], self.index[other], self.covariance
+        return math.sqrt(max(own[i, i] + own[j, j] - 2 * own[i, j], 0.0))
+
+
+class StepRatios:
+    """Differences between neighbours, and the bases that explain them."""
+
+    def __init__(self):
+        self._differences: dict[frozenset[Bucket], collections.deque[_Difference]] = {}
+        # Of an earlier run, and how often each was measured there.
+        self._records: list[tuple[Burst, int]] = []
+        self._recent: list[Burst] = []  # of this run
+        self._spread = USUAL_SPREAD
+
+    def begin_run(self) -> None:
+        """Forgets the bursts before: the next one does not follow them."""
+        self._recent = []
+
+    def add_record(self, burst: Burst, count: int) -> None:
+        """Takes in what was measured so many times in an earlier run, beside all else of that run."""
+        self._records.append((burst, count))
+
+    def add(self, burst: Burst) -> None:
+        """Takes in what was measured right after what came before it in this run."""
+        recent = self._recent = [*self._recent[-2 * NEIGHBOURS :], burst]
+        for place in range(max(len(recent) - 1 - NEIGHBOURS, 0), len(recent) - 1):
+            before = recent[place]
+            if before.bucket == burst.bucket:
+                continue
+            pair = frozenset((before.bucket, burst.bucket))
+            empty = collections.deque[_Difference](maxlen=PAIR_MEMORY)
+            own = self._differences.setdefault(pair, empty)
+            opposite = 2 * place - (len(recent) - 1)  # as far on the other side
+            if opposite >= 0 and _jumps(recent[opposite], burst):
+                other = _Difference(recent[opposite], before)
+                if other in own:
+                    own.remove(other)
+            else:
+                own.append(_Difference(before, burst))
+
+    def bases(
+        self,
+        log: Callable[[Burst], float],
+        usual: Mapping[Bucket, float],
+        wander: float,
+        nearness: Callable[[float], float],
+    ) -> Bases:
+        """Returns the logarithm of what each bucket takes.
+
+        Args:
+          log: of a burst's seconds, without what its context takes.
+          usual: likewise of each bucket, by what it took whatever ran beside it.
+          wander: standard deviation of the machine's part, by which that may be off.
+          nearness: by a context, what was measured there counts for, 0 to 1.
+        """
+        index = {bucket: place for place, bucket in enumerate(usual)}
+        differences = [
+            each
+            for own in self._differences.values()
+            for each in own
+            if nearness(each.after.context) > LEAST_NEAR
+        ]
+        num_known = len(usual) + len(self._records)
+        matrix = np.zeros((num_known + len(differences), len(usual)))
+        aims, variances = np.zeros((2, len(matrix)))
+        matrix[: len(usual)] = np.eye(len(usual))
+        aims[: len(usual)] = list(usual.values())
+        variances[: len(usual)] = wander**2 + self._spread**2
+        for row, (burst, count) in enumerate(self._records, start=len(usual)):
+            matrix[row, index[burst.bucket]] = 1.0
+            aims[row] = log(burst)
+            variance = self._spread**2 / count + SINCE_THEN**2
+            variances[row] = variance / nearness(burst.context)
+        for row, (before, after) in enumerate(differences, start=num_known):
+            matrix[row, index[after.bucket]] = 1.0
+            matrix[row, index[before.bucket]] = -1.0
+            aims[row] = log(after) - log(before)
+            # The differences of one burst tell no more of it than one does.
+            variance = 2 * NEIGHBOURS * self._spread**2
+            variances[row] = variance / nearness(after.context)
+        deviations, far_off = np.sqrt(variances), np.ones(len(matrix))
+        for _ in range(ROUNDS):
+            weights = 1 / (variances * far_off)
+            normal = matrix.T @ (weights[:, None] * matrix)
+            solution = np.linalg.solve(normal, matrix.T @ (weights * aims))
+            missed = np.abs(matrix @ solution - aims)
+            far_off = np.maximum(missed / deviations, 1.0)
+        told = np.minimum(missed[num_known:], MOST_SPREAD) / math.sqrt(2)
+        before = SPREAD_TRIALS * USUAL_SPREAD / OF_MEAN_DEVIATION
+        mean = (before + told.sum()) / (SPREAD_TRIALS + len(told))
+        self._spread = OF_MEAN_DEVIATION * float(mean)
+        logs = dict(zip(index, solution.tolist(), strict=True))
+        return Bases(logs, index, np.linalg.inv(normal))
+
+
+def _jumps(before: Burst, after: Burst) -> bool:
+    """Returns whether the machine changed its speed in between, as far as one bucket tells."""
+    is_same = before.bucket == after.bucket
+    return is_same and abs(math.log(after.seconds / before.seconds)) > JUMP

@@ -1,0 +1,45 @@
+"""What runs save up and miss, kept."""
+
+import json
+
+import pytest
+
+from specjax.bucket import Bucket
+from specjax.engine.ledger import Ledger
+
+
+def written():
+    ledger = Ledger(routine_s=0.1, hope_s=0.2, plain_s=3.0, drafting_s=4.0)
+    ledger.note(Bucket(8, 0))
+    ledger.miss(Bucket(8, 4, 16), 0.5)
+    ledger.miss(Bucket(8, 4, 16), 0.25)
+    return ledger
+
+
+def test_what_is_kept_comes_back():
+    kept = Ledger.of_record(json.loads(json.dumps(written().to_record())))
+    assert kept == written()
+    assert kept.missed_s == {Bucket(8, 4, 16): 0.75}
+
+
+def test_a_bucket_that_runs_for_the_first_time_ends_what_was_missed():
+    ledger = written()
+    ledger.note(Bucket(8, 0))
+    assert ledger.missed_s
+    ledger.note(Bucket(8, 4, 16))
+    assert not ledger.missed_s
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"routine_s": -1.0},
+        {"hope_s": float("nan")},
+        {"missed": [[1, 2, None, float("inf")]]},
+        {"missed": [[1]]},
+        {"ran": 3},
+    ],
+)
+def test_figures_that_mean_nothing_are_refused(change):
+    with pytest.raises(ValueError, match="no ledger"):
+        Ledger.of_record(written().to_record() | change)
