@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import copy
 import dataclasses
 import functools
 import json
+import math
 import os
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -54,6 +57,9 @@ from specjax.types import DecoderParams
 DEFAULT_POLICY = "goodput"  # "goodput" or "fixed", where the config names none
 # Kinds of sampling, as acceptance goes.
 GREEDY, SAMPLED, MIXED = "greedy", "sampled", "mixed"
+SAVE_EVERY_S = (
+    2.0  # at most, what was learned of speed is written; and when a process ends
+)
 FEWER_PAGES = 0.75  # of those that did not fit
 
 
@@ -181,7 +187,7 @@ class Setup:
     def _known(self, decoder: Decoder, most: int) -> cost_files.Known:
         """Returns what this process and earlier ones learned of a pair's speed."""
         nodes = {k: self.drafter.num_nodes(k) for k in range(most + 1)}
-        shelf = _shelf(json.dumps(cost_files.key_of(decoder), sort_keys=True))
+        shelf = _shelf(cost_files.key_of(decoder))
         if shelf.known is not None:
             # Its own copy: another thread may run the same pair. The ledger is everybody's.
             ledger = shelf.known.ledger
@@ -218,7 +224,8 @@ class Setup:
         policy = loop.policy
         if not isinstance(policy, Goodput) or not policy.costs.measured:
             return
-        shelf = _shelf(json.dumps(cost_files.key_of(loop.decoder), sort_keys=True))
+        key = cost_files.key_of(loop.decoder)
+        shelf = _shelf(key)
         acceptance = dict(shelf.known.acceptance) if shelf.known else {}
         if policy.survival.num_trials:
             acceptance[self.acceptance_kind] = policy.survival.to_record()
@@ -227,7 +234,12 @@ class Setup:
         costs.prior = None
         known = cost_files.Known(copy.deepcopy(costs), acceptance, policy.ledger)
         shelf.known = known
-        cost_files.save(loop.decoder, known)
+        # Calls may be short, and writing takes some 10 ms.
+        shelf.unsaved = functools.partial(
+            cost_files.write, key, cost_files.path_of(key), known
+        )
+        if time.monotonic() - shelf.saved_at > SAVE_EVERY_S:
+            shelf.save()
 
     def _policy_kind(self, rules: Sequence[int]) -> type[Table | Fixed | Goodput]:
         """Returns which policy the config asks for, for steps that know some rules."""
@@ -521,18 +533,34 @@ class _Shelf:
     """What this process knows of a pair's speed; None before its first run."""
 
     known: cost_files.Known | None = None
+    unsaved: Callable[[], Any] | None = None  # writes what is not in the file yet
+    saved_at: float = -math.inf  # time.monotonic()
+
+    def save(self) -> None:
+        """Writes what the file lacks, if anything."""
+        write, self.unsaved = self.unsaved, None
+        if write is not None:
+            write()
+            self.saved_at = time.monotonic()
 
 
-@functools.lru_cache(maxsize=64)
-def _shelf(key: str) -> _Shelf:
+_SHELVES: dict[str, _Shelf] = {}
+
+
+def _shelf(key: dict[str, Any]) -> _Shelf:
     """Returns the place of a pair, by cost_files.key_of."""
-    del key
-    return _Shelf()
+    return _SHELVES.setdefault(json.dumps(key, sort_keys=True), _Shelf())
+
+
+@atexit.register
+def _save_all() -> None:
+    for shelf in [*_SHELVES.values()]:
+        shelf.save()
 
 
 def forget_speed() -> None:
     """Forgets what this process learned of speed; files stay."""
-    _shelf.cache_clear()
+    _SHELVES.clear()
 
 
 def acceptance_kind(requests: Iterable[Request]) -> str:

@@ -142,7 +142,11 @@ def load(decoder: Decoder, known: Known) -> bool:
 def save(decoder: Decoder, known: Known) -> Path | None:
     """Keeps what is known for later runs; returns the file, None where none may be written."""
     key = key_of(decoder)
-    path = path_of(key)
+    return write(key, path_of(key), known)
+
+
+def write(key: dict[str, Any], path: Path | None, known: Known) -> Path | None:
+    """Does what `save` does, to the file of a key."""
     if path is None or not known.costs.measured:
         return None
     document = {

@@ -2,19 +2,19 @@
 
     seconds = (base(bucket, about this context) + slope(K) * context tokens) * drift
 
-base is what was measured of a bucket: medians, since what disturbs a burst only makes it
-longer. Of one that was not measured it is the best fit, with no coefficient below 0, of
+base is what was measured of a bucket, beside what ran just before and after it
+(`step_ratios`). Of one that was not measured it is the best fit, with no coefficient below 0, of
 
     c0 + c1 * verified tokens + c2 * drafted tokens + c3 * draft forwards
 
 to those that were; of few it is what bytes and operations say (`step_prior`), times what was
-measured of those like it over what they say of them. The slope is s0 + s1 * K, none below 0: each draft forward reads the
-drafter's keys and values as verifying reads the target's.
+measured of those like it over what they say of them. The slope is s0 + s1 * K, none below 0:
+each draft forward reads the drafter's keys and values as verifying reads the target's.
 
 The drift is how much slower everything runs just now than when it was measured: shared
-machines and hot chips slow down all buckets alike, and without it the one that runs just
-now would look worse than those that do not. Only what was measured often tells it: of
-what was not, what was measured before is likelier to be wrong.
+machines and hot chips slow down all buckets alike. It scales what is predicted to the
+present, and is no part of how two buckets compare. Only what was measured often at about
+a context tells it: at others it may be the context that takes longer.
 """
 
 from __future__ import annotations
