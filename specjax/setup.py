@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import dataclasses
 import functools
 import json
@@ -181,7 +180,7 @@ class Setup:
                 self.drafter.is_tree or decoder.rules or decoder.max_drafts is not None
             ),
             knows_confidence=self.drafter.has_probs,
-            ledger=known.ledger,
+            ledger=known.ledgers.get(self.acceptance_kind),
         )
 
     def _known(self, decoder: Decoder, most: int) -> cost_files.Known:
@@ -189,10 +188,8 @@ class Setup:
         nodes = {k: self.drafter.num_nodes(k) for k in range(most + 1)}
         shelf = _shelf(cost_files.key_of(decoder))
         if shelf.known is not None:
-            # Its own copy: another thread may run the same pair. The ledger is everybody's.
-            ledger = shelf.known.ledger
-            known = copy.deepcopy(shelf.known)
-            known.ledger = ledger
+            # Its own copy: another thread may run the same pair.
+            known = shelf.known.copy()
         else:
             known = cost_files.Known(StepCosts())
             cost_files.load(decoder, known)
@@ -226,17 +223,16 @@ class Setup:
             return
         key = cost_files.key_of(loop.decoder)
         shelf = _shelf(key)
-        acceptance = dict(shelf.known.acceptance) if shelf.known else {}
+        known = shelf.known.copy() if shelf.known else cost_files.Known(StepCosts())
+        # Copies: the run may go on, and learn.
+        known.costs = policy.costs.copy()
+        known.ledgers[self.acceptance_kind] = policy.ledger.copy()
         if policy.survival.num_trials:
-            acceptance[self.acceptance_kind] = policy.survival.to_record()
-        # A copy: the run may go on, and learn.
-        costs = copy.copy(policy.costs)
-        costs.prior = None
-        known = cost_files.Known(copy.deepcopy(costs), acceptance, policy.ledger)
+            known.acceptance[self.acceptance_kind] = policy.survival.to_record()
         shelf.known = known
         # Calls may be short, and writing takes some 10 ms.
         shelf.unsaved = functools.partial(
-            cost_files.write, key, cost_files.path_of(key), known
+            cost_files.write, key, cost_files.path_of(key), known.copy()
         )
         if time.monotonic() - shelf.saved_at > SAVE_EVERY_S:
             shelf.save()

@@ -128,7 +128,9 @@ def _calibrate(options: argparse.Namespace) -> int:
     costs.catch_up_s = found.catch_up_s
     kept = cost_files.Known(StepCosts())
     cost_files.load(decoder, kept)
-    path = cost_files.save(decoder, cost_files.Known(costs, kept.acceptance))
+    path = cost_files.save(
+        decoder, cost_files.Known(costs, kept.acceptance, kept.ledgers)
+    )
     document = {
         "environment": measuring.environment(),
         "key": cost_files.key_of(decoder),

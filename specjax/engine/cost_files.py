@@ -76,13 +76,18 @@ def path_of(key: dict[str, Any]) -> Path | None:
 
 @dataclasses.dataclass
 class Known:
-    """What is known of a pair's speed: step costs, acceptance by kind of sampling, and a ledger."""
+    """What is known of a pair's speed: step costs, and acceptance and a ledger by kind of sampling."""
 
     costs: StepCosts
     acceptance: dict[str, dict[str, list[float]]] = dataclasses.field(
         default_factory=dict
     )  # Survival.to_record
-    ledger: Ledger = dataclasses.field(default_factory=Ledger)
+    ledgers: dict[str, Ledger] = dataclasses.field(default_factory=dict)  # likewise
+
+    def copy(self) -> Known:
+        """Returns one that is added to apart from this."""
+        ledgers = {kind: own.copy() for kind, own in self.ledgers.items()}
+        return Known(self.costs.copy(), {**self.acceptance}, ledgers)
 
     def add(self, document: Mapping[str, Any]) -> None:
         """Takes in what `to_document` returned.
@@ -96,12 +101,15 @@ class Known:
         acceptance = dict(document.get("acceptance", {}))
         for record in acceptance.values():
             Survival.of_record(record, 1)
-        ledger = Ledger.of_record(document["ledger"]) if "ledger" in document else None
+        ledgers = {
+            kind: Ledger.of_record(record)
+            for kind, record in dict(document.get("ledgers", {})).items()
+        }
         StepCosts().add_records(document["steps"])  # all of them, or none
         self.costs.add_records(document["steps"])
         self.costs.catch_up_s = catch_up_s
         self.acceptance |= acceptance
-        self.ledger = ledger or self.ledger
+        self.ledgers |= ledgers
 
     def to_document(self) -> dict[str, Any]:
         """Returns it for JSON."""
@@ -109,7 +117,7 @@ class Known:
             "catch_up_s": self.costs.catch_up_s,
             "steps": self.costs.to_records(),
             "acceptance": self.acceptance,
-            "ledger": self.ledger.to_record(),
+            "ledgers": {kind: own.to_record() for kind, own in self.ledgers.items()},
         }
 
 

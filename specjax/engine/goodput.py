@@ -52,9 +52,8 @@ ENOUGH_MEASURED = 3  # measurements after which a bucket may run for more than a
 # At K = 0 drafts are asked for as often as this, as long as asking, with the catching up
 # that it takes, costs no more than such a share of the time.
 ASK_EVERY_S, ASK_SHARE = 4.0, 0.015
-ASK_LATE = (
-    4  # times as late, as many times the share: what catching up takes may be wrong
-)
+# So many times as late, as many times the share, while what catching up takes is a guess.
+ASK_LATE = 4
 PLAIN_SHARE = 0.005  # likewise, of drafting, to measure plain decoding again
 # A burst that drafts takes no longer: what it drafts may be worth nothing by now.
 MOST_DRAFTING_S, LEAST_DRAFTING_STEPS = 0.25, 4
@@ -64,6 +63,7 @@ PROBE_STEPS = 8  # of a burst that only measures
 ASK_STEPS = 2  # at least, of one that asks what is accepted
 # Of a step, what catching up with one token costs, before it was measured.
 CATCH_UP_SHARE = 0.01
+LEAST_CATCH_UP = 0.25  # of that, that it is thought to cost at least
 USUAL_K = 3  # that is tried first where nothing is known
 # Drafting runs before plain decoding was measured only where it is expected to be better by
 # so much, and its acceptance is known from so many drafts.
@@ -156,6 +156,7 @@ class Goodput:
         self._was_probe = False
         self._burst_steps = 1  # that a burst may have
         self._rates: dict[Bucket, float] = {}  # of the candidates of the last choice
+        self._missing: set[Bucket] = set()  # those of them that are not compiled
 
     def choose(self, load: Load) -> Decision:
         """Returns the best bucket of those that are compiled, and what to compile beside it."""
@@ -169,6 +170,7 @@ class Goodput:
         if not candidates:
             return self._plain(load, load.limited_by or "nothing measured yet")
         self._rates = {c.bucket: c.rate for c in candidates}
+        self._missing = {b for b in self._rates if not load.is_compiled(b)}
         usable = [c for c in candidates if load.is_compiled(c.bucket)]
         if not usable or self._last is None:
             usable = [self._soonest_done(self._trusted(candidates), load)]
@@ -211,6 +213,7 @@ class Goodput:
                 outcome.asked_depth,
             )
         if not outcome.seconds or not outcome.num_steps:
+            self.costs.begin_run()  # what follows is no neighbour of what came before
             return
         self._save_up(outcome)
         self._count_regret(outcome)
@@ -478,6 +481,7 @@ class Goodput:
         ledger = self.ledger
         is_due = begins and ledger.plain_s >= ASK_EVERY_S
         is_late = ledger.plain_s >= ASK_LATE * ASK_EVERY_S
+        is_late &= self.costs.num_caught_up < ENOUGH_MEASURED
         ask_share = ASK_SHARE * (ASK_LATE if is_late else 1)
         share = 0.0 if is_plain else PLAIN_SHARE
         if is_due and lost <= ask_share * ledger.plain_s:
@@ -553,7 +557,10 @@ class Goodput:
         behind = outcome.num_behind - 1 if bucket.num_speculative_tokens else 0
         if behind > 0:
             plain_s = self.costs.seconds(Bucket(bucket.rows, 0), context)
-            catch_up = self._catch_up_s(behind, plain_s or seconds / num_steps)
+            usual_s = plain_s or seconds / num_steps
+            # No less than a part of the guess: what was learned may be far too low.
+            least = LEAST_CATCH_UP * CATCH_UP_SHARE * usual_s * behind
+            catch_up = max(self._catch_up_s(behind, usual_s), least)
             if catch_up > SMALL_CATCH_UP * seconds:
                 # Learned apart, once the steps are known.
                 expected = self.costs.seconds(bucket, context)
@@ -573,17 +580,19 @@ class Goodput:
         """Takes a share of a burst's seconds, and of what drafting saved, for learning."""
         assert outcome.seconds is not None
         seconds, ledger, bucket = outcome.seconds, self.ledger, outcome.bucket
-        ledger.routine_s += PROBE_SHARE * seconds
         if bucket.num_speculative_tokens:
             ledger.plain_s, ledger.drafting_s = 0.0, ledger.drafting_s + seconds
         else:
             ledger.plain_s, ledger.drafting_s = ledger.plain_s + seconds, 0.0
         burst_s = self._burst_steps * seconds / outcome.num_steps
+        routine = ledger.routine_s + PROBE_SHARE * seconds
+        ledger.routine_s = min(routine, MOST_HOPE * burst_s)
         hope = ledger.hope_s + HOPE_SHARE * seconds
         own, plain = map(self._rates.get, (bucket, Bucket(bucket.rows, 0)))
         if own and plain and own > plain:
             hope += GAIN_SHARE * seconds * (own / plain - 1)
-        if len(self.costs.measured) <= 2:
+        measured = [self.costs.count(each) for each in self.costs.measured]
+        if len(measured) <= 2 and min(measured, default=0) < ENOUGH_MEASURED:
             hope = max(hope, FIRST_HOPE * burst_s)
         ledger.hope_s = min(hope, MOST_HOPE * burst_s)
 
@@ -594,7 +603,7 @@ class Goodput:
         if own is None:
             return  # nothing was compared, or the rows have changed since
         for bucket, rate in self._rates.items():
-            if rate > own * (1 + MARGIN):
+            if rate > own * (1 + MARGIN) and bucket in self._missing:
                 self.ledger.miss(bucket, (1 - own / rate) * outcome.seconds)
 
     @property

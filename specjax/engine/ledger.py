@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from specjax.bucket import Bucket
+
+MOST_S = 1e6  # of what means anything
 
 
 @dataclasses.dataclass
@@ -43,6 +44,10 @@ class Ledger:
         """Takes in that so many seconds were lost without a bucket."""
         self.missed_s[bucket] = self.missed_s.get(bucket, 0.0) + seconds
 
+    def copy(self) -> Ledger:
+        """Returns one that is written apart from this."""
+        return dataclasses.replace(self, missed_s={**self.missed_s}, ran={*self.ran})
+
     def to_record(self) -> dict[str, Any]:
         """Returns what the next process goes on with, for JSON."""
         return {
@@ -66,8 +71,8 @@ class Ledger:
             ran = {Bucket(*key) for key in record["ran"]}
             names = ("routine_s", "hope_s", "plain_s", "drafting_s")
             pots = {name: float(record[name]) for name in names}
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{record!r} is no ledger: {error!r}.") from None
-        if not all(0 <= s < math.inf for s in (*missed.values(), *pots.values())):
+        if not all(0 <= s < MOST_S for s in (*missed.values(), *pots.values())):
             raise ValueError(f"{record!r} is no ledger.")
         return cls(missed, ran, **pots)

@@ -20,6 +20,7 @@ a context tells it: at others it may be the context that takes longer.
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import functools
 import itertools
@@ -50,7 +51,9 @@ SLOPE_ROUNDS = 4  # of weighing what tells of the slope
 # to their mean and off it, add up to the square of this.
 SLOPE_PRIOR = 0.5
 SMALL_MISS = 0.05  # of a step's seconds: what misses the slope by more weighs less
-FEW = 4  # measurements of a bucket, next to which what the fit says counts for one more
+FEW = (
+    4  # buckets that were measured, with fewer than which the prior predicts the others
+)
 # Seconds of a step may be less than is thought by so many standard errors, and no less
 # than such a share; by how much where nothing like it was measured, and where nothing was.
 DOUBT_ERRORS, LEAST_DOUBT = 2.0, 0.04
@@ -60,6 +63,7 @@ DOUBT_OF_FEW = {1: 0.5, 2: 0.3}
 # How far the drift is off its mean on average, before it is known, measurements that this counts
 # for, the share of the others that is remembered with each, and the most that one tells.
 USUAL_WANDER, WANDER_TRIALS, WANDER_MEMORY, MOST_WANDER = 0.2, 8.0, 0.99, 0.7
+MOST_KNOWN = 10**6  # rows, draft tokens and seconds of a record that means something
 LEAST_SHARE = 0.25  # of what was measured, that a step is predicted to take
 OUTLIER = 3.0  # a measurement counts as at most this many times what was expected
 
@@ -86,8 +90,8 @@ class Sample:
 class _Fit:
     """What is known of steps at about one context."""
 
-    # f64[2], seconds per context token: of K = 0, and more for each K.
-    slopes: np.ndarray
+    # Seconds per context token: of K = 0, and more for each K.
+    slopes: tuple[float, float]
     bases: dict[Bucket, float]  # seconds without context, of those that were measured
     compared: Bases
     features: dict[Bucket, np.ndarray]  # of those that are fitted
@@ -124,6 +128,7 @@ class StepCosts:
     ):
         # Per token that the drafter has not seen, of the row with most; None: not known.
         self.catch_up_s: float | None = None
+        self.num_caught_up = 0  # bursts that told it in this process
         self._caught_up = np.zeros(2)  # weights of what tells it, and their sum with it
         self.nodes_per_row = nodes_per_row or {}
         self.prior = prior
@@ -136,7 +141,7 @@ class StepCosts:
         self._samples: dict[Bucket, dict[int, Sample]] = {}
         self._ratios = StepRatios()
         self._fits: dict[int, _Fit] = {}  # by place; forgotten with every measurement
-        self._known_slopes = np.zeros(2)
+        self._known_slopes: tuple[float, float] | None = None
         self._num_measured = self._num_since_slopes = 0
 
     @property
@@ -146,6 +151,12 @@ class StepCosts:
     def count(self, bucket: Bucket) -> int:
         """Returns how many measurements of a bucket are remembered."""
         return sum(sample.count for sample in self._samples.get(bucket, {}).values())
+
+    def copy(self) -> StepCosts:
+        """Returns one that learns apart from this; without the prior."""
+        own = copy.copy(self)
+        own.prior, own._fits = None, {}
+        return copy.deepcopy(own)
 
     def begin_run(self) -> None:
         """Says that what is measured next does not follow what was measured last."""
@@ -212,7 +223,7 @@ class StepCosts:
           tokens: above 0.
           seconds: below 0 where the steps were faster than thought; many bursts make a mean.
           steps_s: of its steps, as thought: what they are off by is no catching up.
-          usual_s: per token, as it was thought before.
+          usual_s: per token, as it was thought before; above 0.
         """
         if not self._caught_up.any():
             self._caught_up = np.array([1.0, usual_s]) / usual_s**2
@@ -220,6 +231,7 @@ class StepCosts:
         self._caught_up = CATCH_UP_MEMORY * self._caught_up
         self._caught_up += weight * np.array([1.0, seconds / tokens])
         self.catch_up_s = max(float(self._caught_up[1] / self._caught_up[0]), 0.0)
+        self.num_caught_up += 1
 
     def fit_error(self) -> float:
         """Returns the largest relative error of the fit over what was measured; 0 of nothing."""
@@ -235,11 +247,18 @@ class StepCosts:
 
     def to_records(self) -> list[dict[str, Any]]:
         """Returns all that is known, for JSON; seconds as they are just now."""
+        if not self._samples:
+            return []
+        # One for all contexts: a fit at each would take long.
+        fit = self._fit(0.0 if self._last is None else self._last.context)
+        seconds = lambda bucket, sample: (
+            self.drift * (fit.bases[bucket] + fit.slope(bucket) * sample.context)
+        )
         return [
             bucket._asdict()
             | {
                 "context_tokens": round(sample.context, 1),
-                "step_s": self.seconds(bucket, sample.context),
+                "step_s": float(seconds(bucket, sample)),
                 "num_measurements": sample.count,
             }
             for bucket, samples in sorted(self._samples.items(), key=str)
@@ -275,14 +294,16 @@ class StepCosts:
                 raise ValueError(
                     f"{record!r} is no measured step: {error!r}."
                 ) from None
-            is_bucket = bucket.rows > 0 and bucket.num_speculative_tokens >= 0
+            is_bucket = 0 < bucket.rows < MOST_KNOWN
+            is_bucket &= 0 <= bucket.num_speculative_tokens < MOST_KNOWN
             is_bucket &= bucket.max_drafts is None or bucket.max_drafts > 0
-            is_measured = 0 < seconds < math.inf and 0 <= context < math.inf
+            is_measured = 0 < seconds < MOST_KNOWN and 0 <= context < MOST_KNOWN**2
             if not (is_bucket and is_measured and count > 0):
                 raise ValueError(f"{record!r} is no measured step.")
             count = min(count, most_measurements)
             self._add(bucket, context, seconds, count)
             self._ratios.add_record(Burst(bucket, context, seconds), count)
+        self._known_slopes = None
 
     def _add(
         self, bucket: Bucket, context: float, seconds: float, count: int = 1
@@ -338,8 +359,10 @@ class StepCosts:
 
     def _new_fit(self, place: int) -> _Fit:
         self._num_since_slopes += 1
-        if self._num_since_slopes > min(self._num_measured / 8, SLOPES_AFTER):
-            self._known_slopes, self._num_since_slopes = self._slopes(), 0
+        is_old = self._num_since_slopes > min(self._num_measured / 8, SLOPES_AFTER)
+        if self._known_slopes is None or is_old:
+            at_0, per_token = self._slopes().tolist()
+            self._known_slopes, self._num_since_slopes = (at_0, per_token), 0
         slopes = self._known_slopes
         near = functools.cache(lambda at: _nearness(place, at))
         log = functools.partial(self._log, slopes=slopes)
@@ -361,13 +384,14 @@ class StepCosts:
         features = {bucket: self._features(bucket) for bucket in fitted}
         fit = _Fit(slopes, bases, compared, features)
         for bucket in bases.keys() - features.keys():
-            bases[bucket] = min(bases[bucket], fit.predicted(self._features(bucket)))
+            own, predicted = bases[bucket], fit.predicted(self._features(bucket))
+            bases[bucket] = min(own, max(predicted, own * (1 - DOUBT_OF_FEW[1])))
         return fit
 
-    def _log(self, burst: Burst, slopes: np.ndarray) -> float:
+    def _log(self, burst: Burst, slopes: tuple[float, float]) -> float:
         """Returns the logarithm of what a burst's step took, without what its context takes."""
         usual = burst.seconds / burst.slower
-        slope = slopes @ [1, burst.bucket.num_speculative_tokens]
+        slope = slopes[0] + slopes[1] * burst.bucket.num_speculative_tokens
         # A slope too steep must not make a step free.
         own = max(usual - slope * burst.context, LEAST_SHARE * usual)
         return math.log(own * burst.slower)

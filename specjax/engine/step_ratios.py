@@ -26,7 +26,8 @@ import numpy as np
 from specjax.bucket import Bucket
 
 NEIGHBOURS = 3  # bursts on either side, with which one is compared
-PAIR_MEMORY = 24  # differences that are remembered, of two buckets
+# Differences that are remembered, of two buckets; and pairs of buckets, the latest.
+PAIR_MEMORY, MOST_PAIRS = 24, 32
 # Standard deviation of a burst's logarithm before it is known, differences that it counts
 # for, and the most that one of them tells of it.
 USUAL_SPREAD, SPREAD_TRIALS, MOST_SPREAD = 0.1, 8.0, 0.4
@@ -36,7 +37,7 @@ LEAST_NEAR = 0.05  # nearness of what is compared
 ROUNDS = 4  # of weighing what is far off
 # Logarithm of how much longer or less a bucket takes than just before, where it is the
 # machine's doing.
-JUMP = 0.26
+JUMP, NEAR_CONTEXTS = 0.26, 0.4  # at contexts whose logarithms are as near as that
 
 
 class Burst(NamedTuple):
@@ -97,7 +98,10 @@ class StepRatios:
                 continue
             pair = frozenset((before.bucket, burst.bucket))
             empty = collections.deque[_Difference](maxlen=PAIR_MEMORY)
-            own = self._differences.setdefault(pair, empty)
+            own = self._differences.pop(pair, empty)
+            self._differences[pair] = own  # the last one
+            if len(self._differences) > MOST_PAIRS:
+                del self._differences[next(iter(self._differences))]
             opposite = 2 * place - (len(recent) - 1)  # as far on the other side
             if opposite >= 0 and _jumps(recent[opposite], burst):
                 other = _Difference(recent[opposite], before)
@@ -122,6 +126,7 @@ class StepRatios:
           nearness: by a context, what was measured there counts for, 0 to 1.
         """
         index = {bucket: place for place, bucket in enumerate(usual)}
+        recorded = collections.Counter(burst.bucket for burst, _ in self._records)
         differences = [
             each
             for own in self._differences.values()
@@ -137,13 +142,15 @@ class StepRatios:
         for row, (burst, count) in enumerate(self._records, start=len(usual)):
             matrix[row, index[burst.bucket]] = 1.0
             aims[row] = log(burst)
+            # What has changed since is common to all contexts, and what is measured now tells it.
             variance = self._spread**2 / count + SINCE_THEN**2
+            variance *= recorded[burst.bucket] * (1 + len(differences) / PAIR_MEMORY)
             variances[row] = variance / nearness(burst.context)
         for row, (before, after) in enumerate(differences, start=num_known):
             matrix[row, index[after.bucket]] = 1.0
             matrix[row, index[before.bucket]] = -1.0
             aims[row] = log(after) - log(before)
-            # The differences of one burst tell no more of it than one does.
+            # Of two bursts; the differences of one, to three on a side, tell no more than one.
             variance = 2 * NEIGHBOURS * self._spread**2
             variances[row] = variance / nearness(after.context)
         deviations, far_off = np.sqrt(variances), np.ones(len(matrix))
@@ -163,5 +170,6 @@ class StepRatios:
 
 def _jumps(before: Burst, after: Burst) -> bool:
     """Returns whether the machine changed its speed in between, as far as one bucket tells."""
-    is_same = before.bucket == after.bucket
+    contexts = math.log((after.context + 64) / (before.context + 64))
+    is_same = before.bucket == after.bucket and abs(contexts) < NEAR_CONTEXTS
     return is_same and abs(math.log(after.seconds / before.seconds)) > JUMP

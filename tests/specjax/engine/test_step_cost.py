@@ -142,6 +142,38 @@ def test_a_few_noisy_measurements_make_no_slope():
         assert costs.seconds(Bucket(4, 0), 4000) < 0.02
 
 
+def test_a_bucket_that_was_measured_once_is_never_free():
+    """What is known of the others has a plain step take nothing."""
+    costs = StepCosts()
+    for depth in (1, 2, 3, 4, 6):
+        for _ in range(3):
+            costs.observe(Bucket(1, depth), 100, 0.01 * depth**1.05)
+    costs.observe(Bucket(1, 0), 100, 0.01)
+    assert costs.seconds(Bucket(1, 0), 100) >= 0.0049
+
+
+def test_what_was_kept_of_another_machine_is_soon_outweighed():
+    """Records of twelve contexts have drafting cost 5 % more; now it costs half as much again."""
+    costs = StepCosts()
+    costs.add_records(
+        {
+            "rows": 1,
+            "num_speculative_tokens": depth,
+            "max_drafts": None,
+            "context_tokens": 600 * 1.3**place,
+            "step_s": 0.01 * (1.05 if depth else 1.0),
+            "num_measurements": 16,
+        }
+        for depth in (0, 3)
+        for place in range(-6, 6)
+    )
+    for burst in range(200):
+        drafts = burst % 4 == 3
+        costs.observe(Bucket(1, 3 * drafts), 600, 0.015 if drafts else 0.01)
+    ratio = costs.seconds(Bucket(1, 3), 600) / costs.seconds(Bucket(1, 0), 600)
+    assert ratio > 1.4
+
+
 @pytest.mark.parametrize("num_bursts", [30, 400])
 def test_a_machine_that_slows_down_slows_every_bucket(num_bursts):
     costs = StepCosts()
