@@ -110,6 +110,12 @@ class StepRatios:
             else:
                 own.append(_Difference(before, burst))
 
+    def _record_variance(self, burst: Burst, count: int) -> float:
+        """Returns the variance of a record's logarithm, before anything was measured in this run."""
+        # What has changed since is common to all contexts.
+        recorded = sum(other.bucket == burst.bucket for other, _ in self._records)
+        return recorded * (self._spread**2 / count + SINCE_THEN**2)
+
     def bases(
         self,
         log: Callable[[Burst], float],
@@ -126,43 +132,51 @@ class StepRatios:
           nearness: by a context, what was measured there counts for, 0 to 1.
         """
         index = {bucket: place for place, bucket in enumerate(usual)}
-        recorded = collections.Counter(burst.bucket for burst, _ in self._records)
         differences = [
             each
             for own in self._differences.values()
             for each in own
             if nearness(each.after.context) > LEAST_NEAR
         ]
-        num_known = len(usual) + len(self._records)
-        matrix = np.zeros((num_known + len(differences), len(usual)))
-        aims, variances = np.zeros((2, len(matrix)))
-        matrix[: len(usual)] = np.eye(len(usual))
-        aims[: len(usual)] = list(usual.values())
-        variances[: len(usual)] = wander**2 + self._spread**2
-        for row, (burst, count) in enumerate(self._records, start=len(usual)):
-            matrix[row, index[burst.bucket]] = 1.0
-            aims[row] = log(burst)
-            # What has changed since is common to all contexts, and what is measured now tells it.
-            variance = self._spread**2 / count + SINCE_THEN**2
-            variance *= recorded[burst.bucket] * (1 + len(differences) / PAIR_MEMORY)
-            variances[row] = variance / nearness(burst.context)
-        for row, (before, after) in enumerate(differences, start=num_known):
-            matrix[row, index[after.bucket]] = 1.0
-            matrix[row, index[before.bucket]] = -1.0
-            aims[row] = log(after) - log(before)
-            # Of two bursts; the differences of one, to three on a side, tell no more than one.
-            variance = 2 * NEIGHBOURS * self._spread**2
-            variances[row] = variance / nearness(after.context)
-        deviations, far_off = np.sqrt(variances), np.ones(len(matrix))
+        records = [
+            (index[burst.bucket], log(burst), self._record_variance(burst, count))
+            for burst, count in self._records
+        ]
+        fade = 1 + len(differences) / PAIR_MEMORY
+        near = [nearness(burst.context) for burst, _ in self._records]
+        count = len(usual)
+        # Known apart: [place, aim, variance] of each.
+        places = np.array([*range(count), *(place for place, _, _ in records)])
+        aims = np.array([*usual.values(), *(aim for _, aim, _ in records)])
+        variances = np.array(
+            [wander**2 + self._spread**2] * count
+            + [own * fade / at for (_, _, own), at in zip(records, near, strict=True)]
+        )
+        before = np.array([index[d.before.bucket] for d in differences], int)
+        after = np.array([index[d.after.bucket] for d in differences], int)
+        apart = np.array([log(d.after) - log(d.before) for d in differences])
+        near = np.array([nearness(d.after.context) for d in differences])
+        # Of two bursts; the differences of one, to three on a side, tell no more than one.
+        between = 2 * NEIGHBOURS * self._spread**2 / near
+        far_off, far_apart = np.ones(len(aims)), np.ones(len(apart))
+        # Sums by place, and no product of matrices: threads of a BLAS would spin beside the device's.
         for _ in range(ROUNDS):
-            weights = 1 / (variances * far_off)
-            normal = matrix.T @ (weights[:, None] * matrix)
-            solution = np.linalg.solve(normal, matrix.T @ (weights * aims))
-            missed = np.abs(matrix @ solution - aims)
-            far_off = np.maximum(missed / deviations, 1.0)
-        told = np.minimum(missed[num_known:], MOST_SPREAD) / math.sqrt(2)
-        before = SPREAD_TRIALS * USUAL_SPREAD / OF_MEAN_DEVIATION
-        mean = (before + told.sum()) / (SPREAD_TRIALS + len(told))
+            alone, pairs = 1 / (variances * far_off), 1 / (between * far_apart)
+            normal, right = np.zeros((count, count)), np.zeros(count)
+            np.add.at(normal, (places, places), alone)
+            np.add.at(right, places, alone * aims)
+            for one, other, sign in ((before, after, -1.0), (after, before, 1.0)):
+                np.add.at(normal, (one, one), pairs)
+                np.add.at(normal, (one, other), -pairs)
+                np.add.at(right, one, sign * pairs * apart)
+            solution = np.linalg.solve(normal, right)
+            missed = np.abs(solution[after] - solution[before] - apart)
+            far_apart = np.maximum(missed / np.sqrt(between), 1.0)
+            off = np.abs(solution[places] - aims)
+            far_off = np.maximum(off / np.sqrt(variances), 1.0)
+        told = np.minimum(missed, MOST_SPREAD) / math.sqrt(2)
+        known = SPREAD_TRIALS * USUAL_SPREAD / OF_MEAN_DEVIATION
+        mean = (known + told.sum()) / (SPREAD_TRIALS + len(told))
         self._spread = OF_MEAN_DEVIATION * float(mean)
         logs = dict(zip(index, solution.tolist(), strict=True))
         return Bases(logs, index, np.linalg.inv(normal))
