@@ -13,10 +13,11 @@ learned in service:
   half measures both, and the next run knows.
 - Any other bucket is compiled, beside what runs, once what was lost without it, as far as
   is known, comes to what compiling it takes, or reading it where it is kept on disk (ski
-  rental). The loss adds up over all runs that share the executables.
-- PROBE_SHARE of the time goes into learning again what may have changed: what plain
-  decoding costs, and at K = 0 what is accepted now. HOPE_SHARE more goes into what little
-  is known of, as long as it may well be better: drafting after K = 0, a bucket hardly run.
+  rental). The loss adds up over the runs of a pair (`ledger`).
+- PROBE_SHARE of the time, and PLAIN_SHARE of drafting, go into learning again what plain
+  decoding costs; ASK_SHARE of plain decoding into what is accepted now. HOPE_SHARE more, and
+  GAIN_SHARE of what drafting saves, go into what little is known of, as long as it may well
+  be better.
 - Leaving K = 0 takes a margin, and must repay the drafter's catching up.
 """
 
