@@ -56,9 +56,8 @@ from specjax.types import DecoderParams
 DEFAULT_POLICY = "goodput"  # "goodput" or "fixed", where the config names none
 # Kinds of sampling, as acceptance goes.
 GREEDY, SAMPLED, MIXED = "greedy", "sampled", "mixed"
-SAVE_EVERY_S = (
-    2.0  # at most, what was learned of speed is written; and when a process ends
-)
+# What was learned of speed is written as often as this at most, and when a process ends.
+SAVE_EVERY_S = 2.0
 FEWER_PAGES = 0.75  # of those that did not fit
 
 
@@ -187,12 +186,14 @@ class Setup:
         """Returns what this process and earlier ones learned of a pair's speed."""
         nodes = {k: self.drafter.num_nodes(k) for k in range(most + 1)}
         shelf = _shelf(cost_files.key_of(decoder))
-        if shelf.known is not None:
-            # Its own copy: another thread may run the same pair.
-            known = shelf.known.copy()
-        else:
-            known = cost_files.Known(StepCosts())
-            cost_files.load(decoder, known)
+        if shelf.known is None:
+            kept = cost_files.Known(StepCosts())
+            cost_files.load(decoder, kept)
+            shelf.known = (
+                kept  # what it says of other kinds of sampling stays in the file
+            )
+        # Its own copy: another thread may run the same pair.
+        known = shelf.known.copy()
         known.costs.nodes_per_row, known.costs.prior = nodes, self._prior
         return known
 
@@ -223,16 +224,17 @@ class Setup:
             return
         key = cost_files.key_of(loop.decoder)
         shelf = _shelf(key)
-        known = shelf.known.copy() if shelf.known else cost_files.Known(StepCosts())
-        # Copies: the run may go on, and learn.
-        known.costs = policy.costs.copy()
-        known.ledgers[self.acceptance_kind] = policy.ledger.copy()
+        before = shelf.known or cost_files.Known(StepCosts())
+        acceptance, kind = {**before.acceptance}, self.acceptance_kind
         if policy.survival.num_trials:
-            known.acceptance[self.acceptance_kind] = policy.survival.to_record()
+            acceptance[kind] = policy.survival.to_record()
+        # Copies: the run may go on, and learn.
+        ledgers = {**before.ledgers, kind: policy.ledger.copy()}
+        known = cost_files.Known(policy.costs.copy(), acceptance, ledgers)
         shelf.known = known
         # Calls may be short, and writing takes some 10 ms.
         shelf.unsaved = functools.partial(
-            cost_files.write, key, cost_files.path_of(key), known.copy()
+            cost_files.write, key, cost_files.path_of(key), known
         )
         if time.monotonic() - shelf.saved_at > SAVE_EVERY_S:
             shelf.save()

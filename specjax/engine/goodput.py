@@ -45,9 +45,8 @@ PROBE_SHARE = 0.004  # of all seconds, lost to learning
 # saved up for it, in times of the last burst.
 HOPE_SHARE = 0.016
 MOST_HOPE = 2.0
-FIRST_HOPE = (
-    1.0  # likewise, at least, to begin with: what is learned early serves longest
-)
+# Likewise, at least, to begin with: what is learned early serves longest.
+FIRST_HOPE = 1.0
 GAIN_SHARE = 0.05  # likewise, of what drafting saved against plain decoding
 ENOUGH_MEASURED = 3  # measurements after which a bucket may run for more than a probe
 # At K = 0 drafts are asked for as often as this, as long as asking, with the catching up
@@ -592,8 +591,10 @@ class Goodput:
         own, plain = map(self._rates.get, (bucket, Bucket(bucket.rows, 0)))
         if own and plain and own > plain:
             hope += GAIN_SHARE * seconds * (own / plain - 1)
-        measured = [self.costs.count(each) for each in self.costs.measured]
-        if len(measured) <= 2 and min(measured, default=0) < ENOUGH_MEASURED:
+        measured = self.costs.measured
+        count = self.costs.count
+        is_new = len(measured) <= 2
+        if is_new and min(map(count, measured), default=0) < ENOUGH_MEASURED:
             hope = max(hope, FIRST_HOPE * burst_s)
         ledger.hope_s = min(hope, MOST_HOPE * burst_s)
 

@@ -51,9 +51,7 @@ SLOPE_ROUNDS = 4  # of weighing what tells of the slope
 # to their mean and off it, add up to the square of this.
 SLOPE_PRIOR = 0.5
 SMALL_MISS = 0.05  # of a step's seconds: what misses the slope by more weighs less
-FEW = (
-    4  # buckets that were measured, with fewer than which the prior predicts the others
-)
+FEW = 4  # measured buckets: of fewer the prior predicts the others
 # Seconds of a step may be less than is thought by so many standard errors, and no less
 # than such a share; by how much where nothing like it was measured, and where nothing was.
 DOUBT_ERRORS, LEAST_DOUBT = 2.0, 0.04

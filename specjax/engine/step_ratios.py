@@ -78,6 +78,7 @@ class StepRatios:
         self._differences: dict[frozenset[Bucket], collections.deque[_Difference]] = {}
         # Of an earlier run, and how often each was measured there.
         self._records: list[tuple[Burst, int]] = []
+        self._recorded = collections.Counter[Bucket]()  # contexts of each
         self._recent: list[Burst] = []  # of this run
         self._spread = USUAL_SPREAD
 
@@ -88,6 +89,7 @@ class StepRatios:
     def add_record(self, burst: Burst, count: int) -> None:
         """Takes in what was measured so many times in an earlier run, beside all else of that run."""
         self._records.append((burst, count))
+        self._recorded[burst.bucket] += 1
 
     def add(self, burst: Burst) -> None:
         """Takes in what was measured right after what came before it in this run."""
@@ -113,8 +115,7 @@ class StepRatios:
     def _record_variance(self, burst: Burst, count: int) -> float:
         """Returns the variance of a record's logarithm, before anything was measured in this run."""
         # What has changed since is common to all contexts.
-        recorded = sum(other.bucket == burst.bucket for other, _ in self._records)
-        return recorded * (self._spread**2 / count + SINCE_THEN**2)
+        return self._recorded[burst.bucket] * (self._spread**2 / count + SINCE_THEN**2)
 
     def bases(
         self,
