@@ -11,17 +11,19 @@ from jax.sharding import Mesh
 
 import specjax
 from specjax import planning
+from specjax.bucket import Bucket as StepBucket
 from specjax.config import VERIFICATION_RULES, EngineConfig, SamplingParams
 from specjax.decode.abstract import AbstractDecoder
 from specjax.decode.decoder import Decoder
-from specjax.engine import compiled_memory
+from specjax.engine import compiled_memory, cost_files
 from specjax.engine.compiled_memory import burst_bucket, compile_bucket
 from specjax.engine.device_memory import bytes_on
 from specjax.engine.goodput import Goodput
 from specjax.engine.memory_model import MemoryLimits, plan_memory
 from specjax.engine.speculation_policy import Fixed
+from specjax.engine.step_cost import StepCosts
 from specjax.engine.workspace_fit import BURST, Bucket, BucketMemory
-from specjax.setup import FEWER_PAGES, Setup
+from specjax.setup import FEWER_PAGES, GREEDY, SAMPLED, Setup, forget_speed
 from specjax.types import BLOCK, SEEDED
 
 NUM_PAGES = 100
@@ -372,3 +374,27 @@ def test_steps_are_planned_with_the_rules_that_they_verify_by(verification, more
     needed = compile_bucket(alike, burst_bucket(alike, 3)).workspace_bytes
     assert setup.memory is not None
     assert needed <= setup.memory.workspace_bytes <= 1.02 * needed
+
+
+@pytest.mark.goodput
+def test_what_other_kinds_of_sampling_learned_stays_in_the_file(monkeypatch, tmp_path):
+    """A process that only samples ran after one that was greedy."""
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path))
+    model = tiny_llama(0)
+    options = {"drafter": model, "num_speculative_tokens": 2}
+    setup = Setup.of(model, **options, engine=EngineConfig(max_context=64))
+    for kind in (GREEDY, SAMPLED):
+        forget_speed()  # as in a process that begins
+        own = dataclasses.replace(setup, acceptance_kind=kind)
+        decoder = own.decoder(own.standing_sizes(), [0])
+        policy = own.policy(decoder)
+        assert isinstance(policy, Goodput)
+        policy.costs.observe(StepBucket(1, 0), 10, 1e-3)
+        policy.ledger.routine_s = 0.25
+        own.keep(types.SimpleNamespace(policy=policy, decoder=decoder))
+    kept = cost_files.Known(StepCosts())
+    assert cost_files.load(decoder, kept)
+    assert {kind: own.routine_s for kind, own in kept.ledgers.items()} == {
+        GREEDY: 0.25,
+        SAMPLED: 0.25,
+    }
