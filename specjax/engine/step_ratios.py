@@ -159,28 +159,62 @@ class StepRatios:
         near = np.array([nearness(d.after.context) for d in differences])
         # Of two bursts; the differences of one, to three on a side, tell no more than one.
         between = 2 * NEIGHBOURS * self._spread**2 / near
-        far_off, far_apart = np.ones(len(aims)), np.ones(len(apart))
-        # Sums by place, and no product of matrices: threads of a BLAS would spin beside the device's.
-        for _ in range(ROUNDS):
-            alone, pairs = 1 / (variances * far_off), 1 / (between * far_apart)
-            normal, right = np.zeros((count, count)), np.zeros(count)
-            np.add.at(normal, (places, places), alone)
-            np.add.at(right, places, alone * aims)
-            for one, other, sign in ((before, after, -1.0), (after, before, 1.0)):
-                np.add.at(normal, (one, one), pairs)
-                np.add.at(normal, (one, other), -pairs)
-                np.add.at(right, one, sign * pairs * apart)
-            solution = np.linalg.solve(normal, right)
-            missed = np.abs(solution[after] - solution[before] - apart)
-            far_apart = np.maximum(missed / np.sqrt(between), 1.0)
-            off = np.abs(solution[places] - aims)
-            far_off = np.maximum(off / np.sqrt(variances), 1.0)
+        known = _Known(places, aims, variances)
+        differences = _Apart(before, after, apart, between)
+        solution, covariance, missed = _solve(count, known, differences)
         told = np.minimum(missed, MOST_SPREAD) / math.sqrt(2)
-        known = SPREAD_TRIALS * USUAL_SPREAD / OF_MEAN_DEVIATION
-        mean = (known + told.sum()) / (SPREAD_TRIALS + len(told))
+        usually = SPREAD_TRIALS * USUAL_SPREAD / OF_MEAN_DEVIATION
+        mean = (usually + told.sum()) / (SPREAD_TRIALS + len(told))
         self._spread = OF_MEAN_DEVIATION * float(mean)
         logs = dict(zip(index, solution.tolist(), strict=True))
-        return Bases(logs, index, np.linalg.inv(normal))
+        return Bases(logs, index, covariance)
+
+
+class _Known(NamedTuple):
+    """What is known of buckets by themselves, arrays of as many."""
+
+    places: np.ndarray  # of the bucket
+    aims: np.ndarray
+    variances: np.ndarray
+
+
+class _Apart(NamedTuple):
+    """What is known of two buckets beside each other, arrays of as many."""
+
+    before: np.ndarray  # places of the two
+    after: np.ndarray
+    aims: np.ndarray  # of the second less the first
+    variances: np.ndarray
+
+
+def _solve(
+    count: int, known: _Known, apart: _Apart
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the robust least squares solution, its covariance, and by how much pairs miss it.
+
+    f64[count], f64[count, count] and f64[pairs]. Sums by place, and no product of matrices:
+    threads of a BLAS would spin beside the device's.
+    """
+    both = (apart.before, apart.after, -1.0), (apart.after, apart.before, 1.0)
+    far_off, far_apart = np.ones(len(known.aims)), np.ones(len(apart.aims))
+    for _ in range(ROUNDS):
+        alone, pairs = (
+            1 / (known.variances * far_off),
+            1 / (apart.variances * far_apart),
+        )
+        normal, right = np.zeros((count, count)), np.zeros(count)
+        np.add.at(normal, (known.places, known.places), alone)
+        np.add.at(right, known.places, alone * known.aims)
+        for one, other, sign in both:
+            np.add.at(normal, (one, one), pairs)
+            np.add.at(normal, (one, other), -pairs)
+            np.add.at(right, one, sign * pairs * apart.aims)
+        solution = np.linalg.solve(normal, right)
+        off = np.abs(solution[known.places] - known.aims)
+        missed = np.abs(solution[apart.after] - solution[apart.before] - apart.aims)
+        far_off = np.maximum(off / np.sqrt(known.variances), 1.0)
+        far_apart = np.maximum(missed / np.sqrt(apart.variances), 1.0)
+    return solution, np.linalg.inv(normal), missed
 
 
 def _jumps(before: Burst, after: Burst) -> bool:
