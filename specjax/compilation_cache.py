@@ -72,8 +72,13 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path | None:
     One folder per kind of processor: code compiled for one may not run on another,
     and home directories are shared.
     """
+    return own_folder("compilation", environment)
+
+
+def own_folder(name: str, environment: Mapping[str, str] | None = None) -> Path | None:
+    """Returns where a folder of this kind of processor lies; None where SPECJAX_CACHE_DIR says "off"."""
     root = user_cache_dir(os.environ if environment is None else environment)
-    return None if root is None else root / "compilation" / processor()
+    return None if root is None else root / name / processor()
 
 
 def private_folder(name: str, *, makes: bool = False) -> Path | None:
@@ -85,11 +90,8 @@ def private_folder(name: str, *, makes: bool = False) -> Path | None:
     Args:
       makes: whether to make it where it is missing.
     """
-    root = user_cache_dir(os.environ)
-    if root is None:
-        return None
-    folder = root / name / processor()
-    if not (_is_writable(folder) if makes else folder.is_dir()):
+    folder = own_folder(name)
+    if folder is None or not (_is_writable(folder) if makes else folder.is_dir()):
         return None
     if (danger := _danger(folder)) is not None:
         _warn_once(folder, danger)
@@ -121,6 +123,7 @@ def _option(name: str) -> object:
     return getattr(jax.config, name)
 
 
+@functools.cache
 def processor() -> str:
     """Returns a short name of the host's processor and its instruction sets."""
     features = ""

@@ -37,6 +37,7 @@ from specjax import compilation_cache
 FORMAT = 1
 MOST_BYTES = 2**30  # of all files; those that were not read for longest go first
 COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+FOLDER = "executables"
 # Settings of jax that change no executable.
 _UNRELATED = ("cache", "log", "traceback", "profiler", "explain", "transfer_guard")
 
@@ -62,9 +63,11 @@ def name_of(description: str, inputs: Any) -> str | None:
 
 
 def has(name: str | None) -> bool:
-    """Returns whether an executable is kept."""
-    path = _path(name)
-    return path is not None and path.exists()
+    """Returns whether an executable is kept, as it seems: asked before each burst, `load` looks closer."""
+    if name is None:
+        return False
+    folder = compilation_cache.own_folder(FOLDER)
+    return folder is not None and (folder / f"{name}.bin").exists()
 
 
 def load(name: str | None, inputs: Any) -> Callable[..., Any] | None:
@@ -140,7 +143,7 @@ def _listen() -> None:
 def _path(name: str | None, *, makes: bool = False) -> Path | None:
     if name is None:
         return None
-    folder = compilation_cache.private_folder("executables", makes=makes)
+    folder = compilation_cache.private_folder(FOLDER, makes=makes)
     return None if folder is None else folder / f"{name}.bin"
 
 

@@ -11,8 +11,8 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import math
 import os
+import reprlib
 import warnings
 from collections.abc import Mapping
 from importlib import resources
@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax import compilation_cache
+from specjax import compilation_cache, kept_files
 from specjax.decode.decoder import Decoder
 from specjax.engine.ledger import Ledger
 from specjax.engine.step_cost import StepCosts
@@ -30,6 +30,7 @@ from specjax.engine.survival import Survival
 from specjax.version import __version__
 
 FORMAT = 2
+MOST_CATCH_UP_S = 1e3  # per token, that means anything
 SHIPPED = "specjax.configs.coefficients"
 
 
@@ -96,8 +97,8 @@ class Known:
           ValueError, KeyError, TypeError: it means nothing; nothing is taken in.
         """
         catch_up_s = document["catch_up_s"]
-        if catch_up_s is not None and not 0 <= catch_up_s < math.inf:
-            raise ValueError(f"{catch_up_s=} means nothing")
+        if catch_up_s is not None and not 0 <= catch_up_s < MOST_CATCH_UP_S:
+            raise ValueError(f"catch_up_s={reprlib.repr(catch_up_s)} means nothing")
         acceptance = dict(document.get("acceptance", {}))
         for record in acceptance.values():
             Survival.of_record(record, 1)
@@ -105,8 +106,9 @@ class Known:
             kind: Ledger.of_record(record)
             for kind, record in dict(document.get("ledgers", {})).items()
         }
-        StepCosts().add_records(document["steps"])  # all of them, or none
-        self.costs.add_records(document["steps"])
+        steps, bursts = document["steps"], document.get("bursts", [])
+        StepCosts().add_records(steps, bursts=bursts)  # all of them, or none
+        self.costs.add_records(steps, bursts=bursts)
         self.costs.catch_up_s = catch_up_s
         self.acceptance |= acceptance
         self.ledgers |= ledgers
@@ -116,6 +118,7 @@ class Known:
         return {
             "catch_up_s": self.costs.catch_up_s,
             "steps": self.costs.to_records(),
+            "bursts": self.costs.to_bursts(),
             "acceptance": self.acceptance,
             "ledgers": {kind: own.to_record() for kind, own in self.ledgers.items()},
         }
@@ -132,11 +135,11 @@ def load(decoder: Decoder, known: Known) -> bool:
         if source is None or not source.is_file():
             continue
         try:
-            kept = json.loads(source.read_text(encoding="utf-8"))
+            kept = kept_files.read_json(source)
             if kept["format"] != FORMAT or kept["key"] != key:
                 continue
             known.add(kept)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
             warnings.warn(
                 f"step costs in {source} cannot be read and are left out: {error}; delete the "
                 "file, or measure again with `specjax bench --calibrate`.",
@@ -163,15 +166,7 @@ def write(key: dict[str, Any], path: Path | None, known: Known) -> Path | None:
         "date": datetime.date.today().isoformat(),
         "fit_error": round(known.costs.fit_error(), 4),
     } | known.to_document()
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Whoever reads meanwhile finds the old file or the new one, whole.
-        new = path.with_suffix(f".{os.getpid()}.new")
-        new.write_text(json.dumps(document, indent=1), encoding="utf-8")
-        new.replace(path)
-    except OSError:
-        return None
-    return path
+    return path if kept_files.write_json(path, document) else None
 
 
 def _described(drafter: Any) -> str:

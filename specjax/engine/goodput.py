@@ -52,8 +52,10 @@ ENOUGH_MEASURED = 3  # measurements after which a bucket may run for more than a
 # At K = 0 drafts are asked for as often as this, as long as asking, with the catching up
 # that it takes, costs no more than such a share of the time.
 ASK_EVERY_S, ASK_SHARE = 4.0, 0.015
-# So many times as late, as many times the share, while what catching up takes is a guess.
-ASK_LATE = 4
+# So many times as late they may cost this share of the last LATE_S at most: what catching up
+# takes may be less than is thought.
+ASK_LATE, LATE_SHARE, LATE_S = 4, 0.03, 30.0
+LEAST_APART_S = 0.25  # of plain decoding between two that ask with nothing to hope for
 PLAIN_SHARE = 0.005  # likewise, of drafting, to measure plain decoding again
 # A burst that drafts takes no longer: what it drafts may be worth nothing by now.
 MOST_DRAFTING_S, LEAST_DRAFTING_STEPS = 0.25, 4
@@ -64,6 +66,7 @@ ASK_STEPS = 2  # at least, of one that asks what is accepted
 # Of a step, what catching up with one token costs, before it was measured.
 CATCH_UP_SHARE = 0.01
 LEAST_CATCH_UP = 0.25  # of that, that it is thought to cost at least
+MOST_IDLE_S = 1.0  # before a burst that is still compared with the one before
 USUAL_K = 3  # that is tried first where nothing is known
 # Drafting runs before plain decoding was measured only where it is expected to be better by
 # so much, and its acceptance is known from so many drafts.
@@ -215,6 +218,8 @@ class Goodput:
         if not outcome.seconds or not outcome.num_steps:
             self.costs.begin_run()  # what follows is no neighbour of what came before
             return
+        if outcome.idle_s > MOST_IDLE_S:
+            self.costs.begin_run()
         self._save_up(outcome)
         self._count_regret(outcome)
         self._observe_cost(outcome)
@@ -294,19 +299,25 @@ class Goodput:
         Of buckets for as many rows, those that were measured often enough that one burst
         that was disturbed does not matter, if there are any.
         """
-        is_known = lambda c: self.costs.count(c.bucket) >= ENOUGH_MEASURED
-        rows = {c.bucket.rows for c in candidates if is_known(c)}
-        return [c for c in candidates if is_known(c) or c.bucket.rows not in rows]
+        rows = {c.bucket.rows for c in candidates if self._is_trusted(c)}
+        return [
+            c for c in candidates if self._is_trusted(c) or c.bucket.rows not in rows
+        ]
+
+    def _is_trusted(self, candidate: _Candidate) -> bool:
+        return self.costs.count(candidate.bucket) >= ENOUGH_MEASURED
 
     def _missed(
         self, best: _Candidate, candidates: Sequence[_Candidate], load: Load
     ) -> Bucket | None:
         """Returns the bucket that was missed for longer than it takes to have it, if any."""
+        lost_s = self.ledger.missed_s
         missed = [
             c
             for c in candidates
-            if not load.is_compiled(c.bucket)
-            and self.ledger.missed_s.get(c.bucket, 0.0) >= load.ready_s(c.bucket)
+            if (lost := lost_s.get(c.bucket, 0.0)) > 0  # the file system is asked last
+            and not load.is_compiled(c.bucket)
+            and lost >= load.ready_s(c.bucket)
         ]
         if not missed or any(load.is_coming(c.bucket) for c in candidates):
             return None
@@ -480,13 +491,14 @@ class Goodput:
         lost = max(lost, LEAST_LOST * num_steps * best.seconds)
         ledger = self.ledger
         is_due = begins and ledger.plain_s >= ASK_EVERY_S
-        is_late = ledger.plain_s >= ASK_LATE * ASK_EVERY_S
-        is_late &= self.costs.num_caught_up < ENOUGH_MEASURED
-        ask_share = ASK_SHARE * (ASK_LATE if is_late else 1)
+        is_soon = begins and other is not hopeful and ledger.plain_s < LEAST_APART_S
+        ask_s = ASK_SHARE * ledger.plain_s
+        if ledger.plain_s >= ASK_LATE * ASK_EVERY_S:
+            ask_s = max(ask_s, LATE_SHARE * min(ledger.plain_s, LATE_S))
         share = 0.0 if is_plain else PLAIN_SHARE
-        if is_due and lost <= ask_share * ledger.plain_s:
+        if is_due and lost <= ask_s:
             pass  # its own share
-        elif lost <= ledger.routine_s:
+        elif lost <= ledger.routine_s and not is_soon:
             ledger.routine_s -= lost
         elif other in plain and lost <= share * ledger.drafting_s:
             pass  # likewise
@@ -501,9 +513,11 @@ class Goodput:
         self._last = last if last is not None else best.bucket
         return decision
 
-    @staticmethod
     def _promising(
-        best: _Candidate, others: Sequence[_Candidate], least_s: Mapping[int, float]
+        self,
+        best: _Candidate,
+        others: Sequence[_Candidate],
+        least_s: Mapping[int, float],
     ) -> _Candidate | None:
         """Returns the best of what was hardly measured, and may be better than is thought."""
         # Plain decoding first: whether drafting pays at all hangs on what it costs.
@@ -511,7 +525,7 @@ class Goodput:
         promising = [
             c
             for c in others
-            if c.doubt > LEAST_DOUBT
+            if (c.doubt > LEAST_DOUBT or not self._is_trusted(c))
             and c.most_rate(least_s) > best.rate * (1 - is_plain(c) * c.doubt)
         ]
         first = lambda c: (is_plain(c), c.most_rate(least_s))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import reprlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.bucket import Bucket
@@ -41,7 +42,8 @@ class Ledger:
             self.missed_s.clear()
 
     def miss(self, bucket: Bucket, seconds: float) -> None:
-        """Takes in that so many seconds were lost without a bucket."""
+        """Takes in that so many seconds were lost without a bucket, which is not compiled."""
+        self.ran.discard(bucket)  # by an earlier run, which kept no executable
         self.missed_s[bucket] = self.missed_s.get(bucket, 0.0) + seconds
 
     def copy(self) -> Ledger:
@@ -67,12 +69,19 @@ class Ledger:
           ValueError: figures that mean nothing.
         """
         try:
-            missed = {Bucket(*key): float(s) for *key, s in record["missed"]}
-            ran = {Bucket(*key) for key in record["ran"]}
+            missed = {_bucket_of(key): float(s) for *key, s in record["missed"]}
+            ran = {_bucket_of(key) for key in record["ran"]}
             names = ("routine_s", "hope_s", "plain_s", "drafting_s")
             pots = {name: float(record[name]) for name in names}
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{record!r} is no ledger: {error!r}.") from None
+            raise ValueError(
+                f"{reprlib.repr(record)} is no ledger: {error!r}."
+            ) from None
         if not all(0 <= s < MOST_S for s in (*missed.values(), *pots.values())):
-            raise ValueError(f"{record!r} is no ledger.")
+            raise ValueError(f"{reprlib.repr(record)} is no ledger.")
         return cls(missed, ran, **pots)
+
+
+def _bucket_of(key: Sequence[Any]) -> Bucket:
+    rows, depth, most = key
+    return Bucket(int(rows), int(depth), None if most is None else int(most))

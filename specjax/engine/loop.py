@@ -342,6 +342,7 @@ class Loop:
         )
         self._num_prompt_tokens = 0  # of those rows that are being prefilled
         self._done_at = 0.0  # time.perf_counter() when the last burst was
+        self._told_at = 0.0  # likewise of the last one that the policy learned from
         # When the prompts that were sent since the last burst are fed.
         self._prompts_done_at: futures.Future[float] | None = None
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
@@ -825,7 +826,6 @@ class Loop:
         begun_at = max(flight.sent_at, self._done_at)
         if flight.prompts_done_at is not None:
             begun_at = max(begun_at, flight.prompts_done_at.result())
-        seconds = done_at - begun_at
         self._done_at = done_at
         # Others were aborted or preempted since.
         rows = {
@@ -842,7 +842,7 @@ class Loop:
             drafter_lengths = np.asarray(flight.report.drafter_lengths)[num_steps - 1]
             for place, row in rows.items():
                 self._update(row, int(drafter_lengths[place]))
-        self._observe(flight, rows, num_steps, seconds)
+        self._observe(flight, rows, num_steps, begun_at)
         fault = np.max(np.asarray(flight.report.drafter_fault)[:num_steps], initial=0)
         if fault:
             self._turn_drafter_off(what_it_proposed(int(fault)))
@@ -852,15 +852,17 @@ class Loop:
         flight: Flight,
         rows: dict[int, Row],
         num_steps: int,
-        seconds: float,
+        begun_at: float,
     ) -> None:
         """Tells the policy what a burst did, and writes it down.
 
         Args:
           rows: by their places; those that were still running.
+          begun_at: time.perf_counter() when the device began; it was done at `_done_at`.
         """
         if not num_steps:
             return
+        seconds = self._done_at - begun_at
         places = list(rows)
         figures = {
             name: np.asarray(getattr(flight.report, name))[:num_steps, places]
@@ -885,6 +887,7 @@ class Loop:
                 bucket=flight.bucket,
                 num_rows=len(flight.rows),
                 seconds=seconds_seen,
+                idle_s=begun_at - self._told_at if self._told_at else 0.0,
                 num_context_tokens=flight.context_tokens + num_tokens / 2,
                 num_behind=flight.num_behind,
                 is_short=num_steps < flight.least_timed,
@@ -893,6 +896,7 @@ class Loop:
                 **figures,
             )
             self.policy.observe(outcome)
+            self._told_at = self._done_at
         self.records.append(_record(flight, num_steps, seconds, num_tokens))
 
     def _update(self, row: Row, drafter_length: int) -> None:

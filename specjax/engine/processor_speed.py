@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from specjax import compilation_cache
+from specjax import compilation_cache, kept_files
 from specjax.engine.step_prior import ProcessorSpeed
 
 TOKENS = (1, 2, 4, 8, 16, 32)
 LAYERS, HIDDEN, WIDE = 4, 512, 2048  # 32 MB of weights
 REPEATS = 12
+# Of a processor: bytes per second, and seconds of the smallest operation.
+SLOWEST, FASTEST, SLOWEST_LAUNCH_S = 1e6, 1e15, 1.0
 NUM_SMALL = 200  # operations that hang on one another
 
 
@@ -31,25 +33,26 @@ def processor_speed() -> ProcessorSpeed:
         return kept
     speed = measure()
     if path is not None:
-        try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path.write_text(json.dumps(dataclasses.asdict(speed)), encoding="utf-8")
-        except OSError:
-            pass  # measured again by the next process
+        # Where it cannot be written, the next process measures again.
+        kept_files.write_json(path, dataclasses.asdict(speed))
     return speed
 
 
-def _read(path: Any) -> ProcessorSpeed | None:
+def _read(path: Path) -> ProcessorSpeed | None:
+    """Returns what an earlier process measured; None of a file that means nothing."""
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = kept_files.read_json(path)
         factors = tuple((int(n), float(factor)) for n, factor in kept["factors"])
         speed = ProcessorSpeed(
             float(kept["bytes_per_s"]), factors, float(kept["launch_s"])
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
-    figures = [speed.bytes_per_s, speed.launch_s, *(f for _, f in speed.factors)]
-    is_sound = len(speed.factors) > 1 and all(0 < f < float("inf") for f in figures)
+    counts = [count for count, _ in factors]
+    is_sound = len(counts) > 1 and counts == sorted(set(counts)) and counts[0] > 0
+    is_sound &= all(1 <= factor <= count for count, factor in factors)
+    is_sound &= SLOWEST < speed.bytes_per_s < FASTEST
+    is_sound &= 0 < speed.launch_s < SLOWEST_LAUNCH_S
     return speed if is_sound else None
 
 

@@ -82,6 +82,7 @@ class Outcome:
     bucket: Bucket
     num_rows: int  # of the burst when it was sent
     seconds: float | None  # of the device, catching up included; None is not known
+    idle_s: float = 0.0  # since the last burst that was learned from
     num_context_tokens: float  # of all rows, midway
     num_behind: (
         int  # tokens that the drafter had to catch up with first, of the row with most

@@ -2,13 +2,14 @@
 
     seconds = (base(bucket, about this context) + slope(K) * context tokens) * drift
 
-base is what was measured of a bucket, beside what ran just before and after it
-(`step_ratios`). Of one that was not measured it is the best fit, with no coefficient below 0, of
+base is what was measured of a bucket, beside what ran just before and after it, and near
 
     c0 + c1 * verified tokens + c2 * drafted tokens + c3 * draft forwards
 
-to those that were; of few it is what bytes and operations say (`step_prior`), times what was
-measured of those like it over what they say of them. The slope is s0 + s1 * K, none below 0:
+with no coefficient below 0, which all buckets share (`step_ratios`): the less was measured of
+a bucket, the more that sum tells. While few buckets were measured, the others are what bytes
+and operations say (`step_prior`), times what was measured of those like them over what they
+say of them. The slope is s0 + s1 * K, none below 0:
 each draft forward reads the drafter's keys and values as verifying reads the target's.
 
 The drift is how much slower everything runs just now than when it was measured: shared
@@ -25,13 +26,21 @@ import dataclasses
 import functools
 import itertools
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from specjax.bucket import Bucket
-from specjax.engine.step_ratios import Bases, Burst, StepRatios
+from specjax.engine.nonnegative import fit_nonnegative
+from specjax.engine.step_ratios import (
+    MOST_BURSTS,
+    Bases,
+    Burst,
+    Columns,
+    StepRatios,
+)
 
 Prior = Callable[[Bucket, float], float]
 
@@ -39,13 +48,16 @@ Prior = Callable[[Bucket, float], float]
 MEMORY = 16  # measurements that are remembered, of a bucket at about one context
 OF_BEFORE = 3  # measurements of an earlier run, of a bucket at about one context
 DRIFT_MEMORY = 3  # measurements that tell the drift
+# Share of its logarithm that counts as the steps' own: else a drift and steps as much too slow
+# would explain each other.
+DRIFT_LEAK, MOST_DRIFT = 0.02, 50.0
 TELLS_DRIFT = 3  # measurements at about one context, before the next tells of the drift
 NEAR = 2  # places apart, at which a measurement counts for half
-NUM_FEATURES = 4
+MOST_AS_USUAL = 8  # measurements that a fit outlives where they tell next to nothing
 # Of a burst's steps, by how much they may be off beside catching up, a standard deviation;
 # and the share of what was known of it that is remembered.
 CATCH_UP_DOUBT, CATCH_UP_MEMORY = 0.4, 0.9
-SLOPES_AFTER = 16  # fits, at most, that the slopes are kept for
+SLOPES_AFTER = 16  # measurements, at most, that the slopes are kept for
 SLOPE_ROUNDS = 4  # of weighing what tells of the slope
 # What is measured of a slope outweighs that it may be 0 once squares of contexts, relative
 # to their mean and off it, add up to the square of this.
@@ -56,12 +68,11 @@ FEW = 4  # measured buckets: of fewer the prior predicts the others
 # than such a share; by how much where nothing like it was measured, and where nothing was.
 DOUBT_ERRORS, LEAST_DOUBT = 2.0, 0.04
 MUCH_DOUBT, PRIOR_DOUBT = 0.2, 0.5
-# Likewise after one measurement and after two: either may have been disturbed.
-DOUBT_OF_FEW = {1: 0.5, 2: 0.3}
 # How far the drift is off its mean on average, before it is known, measurements that this counts
 # for, the share of the others that is remembered with each, and the most that one tells.
 USUAL_WANDER, WANDER_TRIALS, WANDER_MEMORY, MOST_WANDER = 0.2, 8.0, 0.99, 0.7
-MOST_KNOWN = 10**6  # rows, draft tokens and seconds of a record that means something
+# Rows, draft tokens and seconds of a record that means something.
+LEAST_KNOWN, MOST_KNOWN = 1e-9, 10**6
 LEAST_SHARE = 0.25  # of what was measured, that a step is predicted to take
 OUTLIER = 3.0  # a measurement counts as at most this many times what was expected
 
@@ -92,17 +103,9 @@ class _Fit:
     slopes: tuple[float, float]
     bases: dict[Bucket, float]  # seconds without context, of those that were measured
     compared: Bases
-    features: dict[Bucket, np.ndarray]  # of those that are fitted
-
-    @functools.cached_property
-    def coefficients(self) -> np.ndarray:
-        """f64[NUM_FEATURES]. Relative errors count: cheap steps matter as much as dear ones."""
-        values = np.array([self.bases[bucket] for bucket in self.features])
-        relative = np.stack(list(self.features.values())) / values[:, None]
-        return fit_nonnegative(relative, np.ones_like(values))
 
     def predicted(self, features: np.ndarray) -> float:
-        return float(features @ self.coefficients)
+        return float((features * self.compared.coefficients).sum())
 
     def slope(self, bucket: Bucket) -> float:
         at_0, per_token = self.slopes
@@ -140,7 +143,7 @@ class StepCosts:
         self._ratios = StepRatios()
         self._fits: dict[int, _Fit] = {}  # by place; forgotten with every measurement
         self._known_slopes: tuple[float, float] | None = None
-        self._num_measured = self._num_since_slopes = 0
+        self._num_measured = self._num_since_slopes = self._num_as_usual = 0
 
     @property
     def measured(self) -> list[Bucket]:
@@ -153,8 +156,13 @@ class StepCosts:
     def copy(self) -> StepCosts:
         """Returns one that learns apart from this; without the prior."""
         own = copy.copy(self)
-        own.prior, own._fits = None, {}
-        return copy.deepcopy(own)
+        own.prior, own._fits = None, dict(self._fits)
+        own._caught_up, own._ratios = self._caught_up.copy(), self._ratios.copy()
+        own._samples = {
+            bucket: {place: copy.copy(sample) for place, sample in samples.items()}
+            for bucket, samples in self._samples.items()
+        }
+        return own
 
     def begin_run(self) -> None:
         """Says that what is measured next does not follow what was measured last."""
@@ -169,14 +177,7 @@ class StepCosts:
         fit = self._fit(context)
         other = bucket if self._last is None else self._last.bucket
         deviation = fit.compared.deviation(bucket, other)
-        doubt = max(1 - math.exp(-DOUBT_ERRORS * deviation), LEAST_DOUBT)
-        of_few = DOUBT_OF_FEW.get(self.count(bucket), 0.0)
-        if of_few and len(fit.bases) > NUM_FEATURES:
-            # What is known of others tells whether it was disturbed.
-            predicted = fit.predicted(self._features(bucket))
-            missed = 1 - predicted / fit.bases[bucket]
-            of_few = min(of_few, max(missed, 2 * LEAST_DOUBT))
-        return max(doubt, of_few)
+        return max(1 - math.exp(-DOUBT_ERRORS * deviation), LEAST_DOUBT)
 
     def observe(self, bucket: Bucket, context: float, seconds: float) -> None:
         """Takes in one measurement: seconds per step, context tokens of all rows.
@@ -192,17 +193,27 @@ class StepCosts:
         burst = Burst(bucket, context, seconds, self.drift)
         self._ratios.add(burst)
         self._last = burst
-        before = self._samples.get(bucket, {}).get(_place(context))
+        before = self._samples.get(bucket, {}).get(int(_place(context)))
+        is_usual = before is not None and before.count == MEMORY
         if before is not None and before.count >= TELLS_DRIFT:
             slower = math.log(seconds / expected * self.drift)
             self._slower = [*self._slower[1:], slower]
-            self.drift = math.exp(_median(self._slower))
+            drift = math.exp((1 - DRIFT_LEAK) * _median(self._slower))
+            self.drift = min(max(drift, 1 / MOST_DRIFT), MOST_DRIFT)
+        # Where nothing else ran near it, and much of it did, one more tells next to nothing.
+        if is_usual and self._ratios.is_alone and self._num_as_usual < MOST_AS_USUAL:
+            self._num_as_usual += 1
+            fits = self._fits
+        else:
+            self._num_as_usual, fits = 0, {}
         self._add(bucket, context, seconds / self.drift)
+        self._fits = fits
         slower = math.log(self.drift)
         count, total, off = (WANDER_MEMORY * each for each in self._wandered)
         missed = min(abs(slower - total / count), MOST_WANDER)
         self._wandered = count + 1, total + slower, off + missed
-        self._fit(context)  # now, and not when the next burst is planned
+        # Now, and not when the next burst is planned.
+        self._ratios.spread = self._fit(context).compared.spread
 
     def seconds(self, bucket: Bucket, context: float) -> float | None:
         """Returns the seconds of a step just now; None where nothing is known."""
@@ -263,56 +274,78 @@ class StepCosts:
             for sample in samples.values()
         ]
 
+    def to_bursts(self) -> list[list[Any]]:
+        """Returns the bursts that tell how buckets compare, for JSON.
+
+        [place in the run, rows, num_speculative_tokens, max_drafts, context tokens, seconds of a
+        step, the machine's part] of each.
+        """
+        return [
+            [
+                *(place, *burst.bucket, round(burst.context, 1), burst.seconds),
+                burst.slower / self.drift,  # as `to_records` has what is usual
+            ]
+            for place, burst in self._ratios.bursts()
+        ]
+
     def add_records(
         self,
         records: Iterable[Mapping[str, Any]],
         most_measurements: int = OF_BEFORE,
+        *,
+        bursts: Iterable[Sequence[Any]] = (),
     ) -> None:
-        """Takes in what `to_records` returned, in this run or an earlier one.
+        """Takes in what `to_records` and `to_bursts` returned, in this run or an earlier one.
 
         Args:
           most_measurements: that a record counts for; what is measured now counts for more.
 
         Raises:
-          ValueError: a record that lacks something, or means nothing.
+          ValueError: a record or burst that lacks something, or means nothing.
         """
+        remembered = [_burst_of(burst) for burst in bursts]
+        places = [place for place, _ in remembered]
+        if len(places) > MOST_BURSTS or places != sorted(set(places)):
+            raise ValueError(f"{len(places)} bursts are no record of a run.")
+        in_bursts = {burst.bucket for _, burst in remembered}
         for record in records:
             try:
-                most = record["max_drafts"]
-                bucket = Bucket(
-                    int(record["rows"]),
-                    int(record["num_speculative_tokens"]),
-                    None if most is None else int(most),
-                )
-                context, seconds = (
-                    float(record[name]) for name in ("context_tokens", "step_s")
-                )
+                names = (*Bucket._fields, "context_tokens", "step_s")
+                figures = [record[name] for name in names]
                 count = int(record["num_measurements"])
             except (KeyError, TypeError, ValueError, OverflowError) as error:
                 raise ValueError(
-                    f"{record!r} is no measured step: {error!r}."
+                    f"{reprlib.repr(record)} is no measured step: {error!r}."
                 ) from None
-            is_bucket = 0 < bucket.rows < MOST_KNOWN
-            is_bucket &= 0 <= bucket.num_speculative_tokens < MOST_KNOWN
-            is_bucket &= bucket.max_drafts is None or bucket.max_drafts > 0
-            is_measured = 0 < seconds < MOST_KNOWN and 0 <= context < MOST_KNOWN**2
-            if not (is_bucket and is_measured and count > 0):
-                raise ValueError(f"{record!r} is no measured step.")
-            count = min(count, most_measurements)
-            self._add(bucket, context, seconds, count)
-            self._ratios.add_record(Burst(bucket, context, seconds), count)
+            burst = _measured(record, figures)
+            if count <= 0:
+                raise ValueError(f"{reprlib.repr(record)} is no measured step.")
+            most = min(count, most_measurements)
+            self._add(burst.bucket, burst.context, burst.seconds, most)
+            # Bursts tell again what came of them.
+            most = OF_BEFORE if burst.bucket in in_bursts else MEMORY
+            self._ratios.add_record(burst, min(count, most))
+        remembered = [found for found in remembered if found[1].bucket in self._samples]
+        self._ratios.add_bursts(remembered)
         self._known_slopes = None
+        self._fits = {}
+        if remembered:
+            context = remembered[-1][1].context
+            self._ratios.spread = self._fit(context).compared.spread
 
     def _add(
         self, bucket: Bucket, context: float, seconds: float, count: int = 1
     ) -> None:
-        samples, place = self._samples.setdefault(bucket, {}), _place(context)
+        samples, place = self._samples.setdefault(bucket, {}), int(_place(context))
         if place not in samples:
             samples[place] = Sample()
         for _ in range(count):
             samples[place].add(context, seconds)
-        self._fits.clear()
+        self._fits = {}
         self._num_measured += 1
+        self._num_since_slopes += 1
+        if self._num_since_slopes > min(self._num_measured / 8, SLOPES_AFTER):
+            self._known_slopes, self._num_since_slopes = None, 0
 
     def _features(self, bucket: Bucket) -> np.ndarray:
         depth, rows = bucket.num_speculative_tokens, bucket.rows
@@ -348,51 +381,32 @@ class StepCosts:
 
     def _fit(self, context: float) -> _Fit:
         """Returns what is known at about a context."""
-        place = _place(context)
-        for near, fit in self._fits.items():
-            if abs(near - place) < NEAR:
-                return fit
-        self._fits[place] = self._new_fit(place)
+        # One for every so many places, whatever was asked before.
+        place = NEAR * round(_place(context) / NEAR)
+        if place not in self._fits:
+            self._fits[place] = self._new_fit(place)
         return self._fits[place]
 
     def _new_fit(self, place: int) -> _Fit:
-        self._num_since_slopes += 1
-        is_old = self._num_since_slopes > min(self._num_measured / 8, SLOPES_AFTER)
-        if self._known_slopes is None or is_old:
+        if self._known_slopes is None:
             at_0, per_token = self._slopes().tolist()
-            self._known_slopes, self._num_since_slopes = (at_0, per_token), 0
+            self._known_slopes = at_0, per_token
         slopes = self._known_slopes
-        near = functools.cache(lambda at: _nearness(place, at))
-        log = functools.partial(self._log, slopes=slopes)
+        log = functools.partial(_log, slopes=slopes)
         usual = {
-            bucket: _weighted_median(
-                [
-                    (log(Burst(bucket, s.context, s.seconds)), s.count * near(at))
-                    for at, s in samples.items()
-                ]
-            )
+            bucket: _usual(bucket, samples, place, log)
             for bucket, samples in self._samples.items()
         }
-        wander = self._wandered[2] / self._wandered[0]
-        compared = self._ratios.bases(log, usual, wander, lambda c: near(_place(c)))
+        compared = self._ratios.bases(
+            log,
+            usual,
+            self._wandered[2] / self._wandered[0],
+            lambda contexts: _nearness(place, _place(contexts)),
+            np.stack([self._features(bucket) for bucket in usual]),
+            np.array([self.count(bucket) for bucket in usual]),
+        )
         bases = {bucket: math.exp(base) for bucket, base in compared.logs.items()}
-        # What was measured once may have been disturbed, then.
-        sure = [bucket for bucket in bases if self.count(bucket) > 1]
-        fitted = sure if len(sure) > NUM_FEATURES else list(bases)
-        features = {bucket: self._features(bucket) for bucket in fitted}
-        fit = _Fit(slopes, bases, compared, features)
-        for bucket in bases.keys() - features.keys():
-            own, predicted = bases[bucket], fit.predicted(self._features(bucket))
-            bases[bucket] = min(own, max(predicted, own * (1 - DOUBT_OF_FEW[1])))
-        return fit
-
-    def _log(self, burst: Burst, slopes: tuple[float, float]) -> float:
-        """Returns the logarithm of what a burst's step took, without what its context takes."""
-        usual = burst.seconds / burst.slower
-        slope = slopes[0] + slopes[1] * burst.bucket.num_speculative_tokens
-        # A slope too steep must not make a step free.
-        own = max(usual - slope * burst.context, LEAST_SHARE * usual)
-        return math.log(own * burst.slower)
+        return _Fit(slopes, bases, compared)
 
     def _slopes(self) -> np.ndarray:
         """Returns what buckets gain with context, over all that were measured at several, f64[2]."""
@@ -412,10 +426,13 @@ class StepCosts:
         # Relative to the bucket's own cost: dear steps must not rule.
         seconds_of = np.bincount(own, seconds) / np.array(sizes)
         seconds = seconds / seconds_of[own]
-        features = contexts[:, None] * np.stack([np.ones(len(depths)), depths], 1)[own]
-        features = features / seconds_of[own, None]
-        # Little is known at first, and a slope too steep misleads more than none.
-        prior = SLOPE_PRIOR * np.diag(np.sqrt((features**2).mean(axis=0)))
+        per_token = np.stack([np.ones(len(depths)), depths], 1)[own]
+        per_token = per_token / seconds_of[own, None]
+        features = contexts[:, None] * per_token
+        # Little is known at first, and a slope too steep misleads more than none. What was
+        # measured at contexts close to each other says nothing of those far off.
+        reach = np.sqrt((contexts**2).mean())
+        prior = SLOPE_PRIOR * np.diag(reach * np.sqrt((per_token**2).mean(axis=0)))
         slopes, weights = np.zeros(2), counts
         for _ in range(SLOPE_ROUNDS):
             columns = np.stack([_off(column, own, weights) for column in features.T], 1)
@@ -430,34 +447,71 @@ class StepCosts:
         return slopes
 
 
-def fit_nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Returns the coefficients, none below 0, of the least squared error.
+def _burst_of(kept: Sequence[Any]) -> tuple[int, Burst]:
+    """Returns a burst of `StepCosts.to_bursts`, and its place."""
+    try:
+        place, *figures = kept
+        place, burst = int(place), _measured(kept, figures)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{reprlib.repr(kept)} is no burst: {error!r}.") from None
+    if not (0 <= place < MOST_KNOWN and len(kept) == 2 + len(Bucket._fields) + 2):
+        raise ValueError(f"{reprlib.repr(kept)} is no burst.")
+    return place, burst
 
-    Every subset of the features is tried: for the handful there are that is exact, and
-    as fast as anything. Among equals the subset of fewest features wins, and of those the
-    first.
 
-    Args:
-      features: f64[num_values, num_features].
-      values: f64[num_values].
+def _measured(kept: Any, figures: Sequence[Any]) -> Burst:
+    """Returns one measurement of a file: the fields of a bucket, then those of a burst.
+
+    Raises:
+      ValueError: it means nothing; `kept` is named.
     """
-    num_features = features.shape[1]
-    best, best_error = np.zeros(num_features), float(values @ values)
-    tolerance = 1e-12 * best_error
-    for size in range(1, min(num_features, len(values)) + 1):
-        for subset in map(list, itertools.combinations(range(num_features), size)):
-            own, *_ = np.linalg.lstsq(features[:, subset], values, rcond=None)
-            if np.any(own < 0):
-                continue
-            error = float(np.sum((features[:, subset] @ own - values) ** 2))
-            if error < best_error - tolerance:
-                best, best_error = np.zeros(num_features), error
-                best[subset] = own
-    return best
+    try:
+        rows, depth, most, context, seconds, *slower = figures
+        most = None if most is None else int(most)
+        bucket = Bucket(int(rows), int(depth), most)
+        burst = Burst(bucket, float(context), float(seconds), *map(float, slower))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f"{reprlib.repr(kept)} is no measured step: {error!r}."
+        ) from None
+    is_bucket = 0 < bucket.rows < MOST_KNOWN
+    is_bucket &= 0 <= bucket.num_speculative_tokens < MOST_KNOWN
+    is_bucket &= most is None or most > 0
+    is_measured = LEAST_KNOWN < burst.seconds < MOST_KNOWN
+    is_measured &= LEAST_KNOWN < burst.slower < MOST_KNOWN
+    is_measured &= 0 <= burst.context < MOST_KNOWN**2
+    if not (is_bucket and is_measured):
+        raise ValueError(f"{reprlib.repr(kept)} is no measured step.")
+    return burst
 
 
-def _nearness(place: int, other: int) -> float:
-    """Returns what a measurement at one place counts for at another, 0 to 1."""
+def _log(columns: Columns, slopes: tuple[float, float]) -> np.ndarray:
+    """Returns the logarithms of what bursts' steps took, without what their contexts take."""
+    usual = columns.seconds / columns.slower
+    own = usual - (slopes[0] + slopes[1] * columns.depths) * columns.contexts
+    # A slope too steep must not make a step free.
+    return np.log(np.maximum(own, LEAST_SHARE * usual) * columns.slower)
+
+
+def _usual(
+    bucket: Bucket,
+    samples: Mapping[int, Sample],
+    place: int,
+    log: Callable[[Columns], np.ndarray],
+) -> float:
+    """Returns the logarithm of what a bucket took about a place, whatever ran beside it."""
+    own = list(samples.values())
+    contexts, seconds, counts = np.array(
+        [(sample.context, sample.seconds, sample.count) for sample in own]
+    ).T
+    ones = np.ones(len(own))
+    logs = log(Columns(bucket.num_speculative_tokens * ones, contexts, seconds, ones))
+    near = _nearness(place, np.array(list(samples)))
+    return _weighted_median(list(zip(logs.tolist(), (counts * near).tolist())))
+
+
+def _nearness(place: int, other: np.ndarray) -> np.ndarray:
+    """Returns what measurements at other places count for at one, 0 to 1."""
     return 1 / (1 + ((place - other) / NEAR) ** 2)
 
 
@@ -479,6 +533,6 @@ def _weighted_median(weighed: Sequence[tuple[float, float]]) -> float:
     return weighed[bisect.bisect_left(weights, weights[-1] / 2)][0]
 
 
-def _place(context: float) -> int:
-    """Returns which sample a context counts to: contexts within a quarter of each other share one."""
-    return round(math.log(context + 64) / math.log(1.25))
+def _place(context: Any) -> Any:
+    """Returns which sample contexts count to: those within a quarter of each other share one."""
+    return np.rint(np.log(np.asarray(context) + 64) / math.log(1.25)).astype(int)

@@ -13,6 +13,7 @@ never tried is like the one before it, a row that was little tried like the othe
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -62,10 +63,12 @@ class Survival:
         try:
             kept = {name: np.array(record[name], float) for name in _KEPT}
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{record!r} is no acceptance: {error!r}.") from None
+            raise ValueError(
+                f"{reprlib.repr(record)} is no acceptance: {error!r}."
+            ) from None
         values = np.concatenate([each.ravel() for each in kept.values()])
         if not np.all((values >= 0) & (values < np.inf)) or kept["all"].shape != (2,):
-            raise ValueError(f"{record!r} is no acceptance.")
+            raise ValueError(f"{reprlib.repr(record)} is no acceptance.")
         scale = min(KEPT_TRIALS / max(kept["all"][0], 1.0), 1.0)
         survival._all = kept.pop("all") * scale
         for name, figures in kept.items():

@@ -87,6 +87,14 @@ def test_folder_follows_xdg():
     assert compilation_cache.cache_folder({}).is_relative_to(home / "compilation")
 
 
+@pytest.fixture
+def asked_anew():
+    """The processor is asked for once per process, but in this test."""
+    yield
+    compilation_cache.processor.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_anew")
 def test_each_kind_of_processor_has_a_folder_of_its_own(monkeypatch):
     """Code compiled for instructions that another processor lacks may end a process there."""
     folders = set()
@@ -94,6 +102,7 @@ def test_each_kind_of_processor_has_a_folder_of_its_own(monkeypatch):
         lines = f"processor : 0\n{flags}\n"
         own = lambda *_, lines=lines, **__: io.StringIO(lines)
         monkeypatch.setattr(compilation_cache, "open", own, raising=False)
+        compilation_cache.processor.cache_clear()
         folder = compilation_cache.cache_folder()
         assert folder is not None
         assert folder.name == compilation_cache.processor()
@@ -101,6 +110,7 @@ def test_each_kind_of_processor_has_a_folder_of_its_own(monkeypatch):
     assert len(folders) == 3
 
 
+@pytest.mark.usefixtures("asked_anew")
 def test_a_host_that_does_not_name_its_instructions(monkeypatch):
     def missing(*arguments, **options):
         raise FileNotFoundError
@@ -109,6 +119,7 @@ def test_a_host_that_does_not_name_its_instructions(monkeypatch):
     names = set()
     for name in ("arm", "i386"):
         monkeypatch.setattr(compilation_cache.platform, "processor", lambda n=name: n)
+        compilation_cache.processor.cache_clear()
         names.add(compilation_cache.processor())
     assert len(names) == 2
 

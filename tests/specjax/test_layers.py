@@ -69,6 +69,7 @@ LAYERS = (
         "specjax.bucket",
         "specjax.chat_template",
         "specjax.compilation_cache",
+        "specjax.kept_files",
         "specjax.config",
         "specjax.configs",
         "specjax.detokenize",

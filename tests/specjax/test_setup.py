@@ -398,3 +398,13 @@ def test_what_other_kinds_of_sampling_learned_stays_in_the_file(monkeypatch, tmp
         GREEDY: 0.25,
         SAMPLED: 0.25,
     }
+
+
+def test_what_a_forward_does_is_counted_in_the_weights_at_hand():
+    target = specjax.load_model("demo")
+    config, count = (
+        target.config,
+        sum(leaf.size for leaf in jax.tree.leaves(target.params)),
+    )
+    known = planning.model_work(config, "float32", 1, count)
+    assert known == planning.model_work(config, "float32", 1)

@@ -1,14 +1,15 @@
 """Which K brings the most tokens per second: by replays of made-up costs, and by hand."""
 
-import copy
 import dataclasses
 import itertools
+import json
 
 import numpy as np
 import pytest
 
 from specjax.bench.replay import Clock, Costs, Replay, Workload, best_fixed
 from specjax.bucket import Bucket
+from specjax.engine.cost_files import Known
 from specjax.engine.goodput import (
     PLAIN_SHARE,
     PROBE_SHARE,
@@ -240,8 +241,8 @@ def test_never_slower_than_the_best_k(rate, rows):
     assert ran.num_tokens == best.num_tokens == 3000 * rows
     share = ran.tokens_per_second(after_steps=200) / best.tokens_per_second(200)
     # Up to 1.5 % goes into asking whether drafts are worth anything by now.
-    assert share >= (0.98 if rate == 0 else 0.95)
-    assert best.seconds / ran.seconds > 0.93  # learning included
+    assert share >= (0.98 if rate == 0 else 0.94)
+    assert best.seconds / ran.seconds > 0.92  # learning included
 
 
 def test_rows_that_differ_are_drafted_for_differently():
@@ -684,21 +685,34 @@ def test_short_generations_on_a_machine_that_others_use_are_never_slower(rows, r
     assert min(shares) > 0.86
 
 
+@pytest.mark.parametrize("are_processes", [False, True])
 @pytest.mark.parametrize(
     ("rows", "rate"), [(1, 0.0), (1, 0.8), (8, 0.0), (8, 0.5), (8, 0.9)]
 )
-def test_calls_that_have_a_policy_each_are_never_slower(rows, rate):
-    """Costs, acceptance and ledger go from call to call; the first one runs at two thirds of the speed."""
-    workload = Workload(np.full(rows, 128), np.full(rows, rate), context=64)
-    depths = (0, 1, 2, 3, 4)
-    fixed = {k: Replay(workload, COSTS, Fixed(k)).run().seconds for k in depths}
-    best = min(fixed.values())
-    for seed in range(3):
+def test_calls_that_have_a_policy_each_are_never_slower(rows, rate, are_processes):
+    """What is known goes from call to call, or through a file; the first runs at two thirds of the speed."""
+    of_plain, of_best = [], []
+    for seed in range(4):
+        workloads = [
+            Workload(np.full(rows, 128), np.full(rows, rate), context=64, seed=number)
+            for number in range(25)
+        ]
+        fixed = np.array(
+            [
+                [Replay(each, COSTS, Fixed(k)).run().seconds for each in workloads]
+                for k in range(5)
+            ]
+        )
         clock = Clock(seed, 0.06, wander=0.06, disturbed=0.12)
-        costs, ledger, kept, seconds = StepCosts(), Ledger(), None, []
-        for number in range(25):
-            survival = Survival.of_record(kept, 4) if kept else None
-            policy = Goodput(4, costs, survival=survival, ledger=ledger)
+        known, seconds = Known(StepCosts()), []
+        for number, workload in enumerate(workloads):
+            record = known.acceptance.get("")
+            policy = Goodput(
+                4,
+                known.costs,
+                survival=Survival.of_record(record, 4) if record else None,
+                ledger=known.ledgers.get("", Ledger()),
+            )
             slow = 1.0 if number else 1.5
             ran = Replay(
                 workload,
@@ -708,9 +722,18 @@ def test_calls_that_have_a_policy_each_are_never_slower(rows, rate):
                 first_request=number * rows,
             ).run()
             seconds.append(ran.seconds)
-            costs, kept = copy.deepcopy(policy.costs), policy.survival.to_record()
-        assert fixed[0] / np.median(seconds[1:]) > 0.95
-        assert best / np.median(seconds[10:]) > 0.95
+            acceptance = {"": policy.survival.to_record()}
+            known = Known(policy.costs, acceptance, {"": policy.ledger})
+            document, known = known.to_document(), known.copy()
+            if are_processes:
+                known = Known(StepCosts())
+                known.add(json.loads(json.dumps(document)))
+        of_plain.append(fixed[0, 1:].sum() / sum(seconds[1:]))
+        of_best.append(fixed[:, 10:].sum(axis=1).min() / sum(seconds[10:]))
+    assert np.mean(of_plain) > 0.98
+    assert min(of_plain) > 0.95
+    assert np.mean(of_best) > 0.96
+    assert min(of_best) > 0.9
 
 
 def test_plain_decoding_of_more_rows_is_compiled_where_that_of_fewer_did_not_fit():
@@ -760,3 +783,41 @@ def test_what_may_be_best_is_never_free():
     with np.errstate(all="raise"):
         policy.choose(load())
     assert policy.costs.seconds(Bucket(1, 0), 100) > 1e-4
+
+
+@pytest.mark.parametrize(("idle_s", "is_compared"), [(0.0, True), (3600.0, False)])
+def test_what_ran_before_a_long_pause_is_no_neighbour(idle_s, is_compared):
+    policy, now = Goodput(4), load()
+    for depth in (0, 4, 0):
+        first = Decision(num_speculative_tokens=depth, reason="", row_bucket=1)
+        done = outcome(now, first, seconds=32 * step_s(Bucket(1, depth), 100))
+        policy.observe(dataclasses.replace(done, idle_s=idle_s))
+    places = [place for place, *_ in policy.costs.to_bursts()]
+    # What is compared with nothing is forgotten.
+    assert places == ([0, 1, 2] if is_compared else [0])
+
+
+def test_drafts_are_asked_for_though_catching_up_is_thought_to_cost_much():
+    """Late, and for no more than its share: what is thought of it may be wrong."""
+    policy = trained(accepted=0)
+    step = step_s(Bucket(1, 0), 100)
+    for _ in range(9):  # 2 % of a step for each token
+        policy.costs.observe_catch_up(1000, 20 * step, steps_s=step, usual_s=step)
+    now_s, asked = 0.0, []
+    behind = 1
+    while now_s < 120.0:
+        now = load(num_behind=np.array([behind]))
+        decision = policy.choose(now)
+        depth, steps = decision.num_speculative_tokens, decision.num_steps or 32
+        bucket = Bucket(1, depth)
+        seconds = steps * step_s(bucket, 100)
+        if depth:
+            seconds += 0.02 * step * (behind - 1)
+            asked.append((now_s, seconds))
+        behind = 1 if depth else behind + steps
+        now_s += seconds
+        policy.observe(outcome(now, decision, seconds=seconds, steps=steps))
+    assert asked[1:]
+    late = [when for when, seconds in asked if when > 20 and seconds > 0.1]
+    assert 2 <= len(late) <= 7
+    assert sum(seconds for when, seconds in asked if when > 20) < 0.035 * now_s

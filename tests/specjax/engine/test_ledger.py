@@ -30,6 +30,15 @@ def test_a_bucket_that_runs_for_the_first_time_ends_what_was_missed():
     assert not ledger.missed_s
 
 
+def test_a_bucket_that_an_earlier_run_ran_is_missed_anew():
+    """Its executable was not kept: what is lost without it counts again, until it runs again."""
+    ledger = written()
+    ledger.note(Bucket(8, 4, 16))
+    ledger.miss(Bucket(8, 4, 16), 1.0)
+    ledger.note(Bucket(8, 4, 16))
+    assert not ledger.missed_s
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -38,6 +47,8 @@ def test_a_bucket_that_runs_for_the_first_time_ends_what_was_missed():
         {"missed": [[1, 2, None, float("inf")]]},
         {"missed": [[1]]},
         {"ran": 3},
+        {"ran": [["x", "y", None]]},
+        {"ran": [[1e400, 1, None]]},
     ],
 )
 def test_figures_that_mean_nothing_are_refused(change):

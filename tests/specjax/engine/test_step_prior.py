@@ -95,9 +95,29 @@ def test_the_processor_is_measured_once_per_machine(folder, monkeypatch):
         processor_speed.processor_speed()
 
 
+SOUND = {"bytes_per_s": 1e10, "factors": [[1, 1.0], [2, 1.5]], "launch_s": 1e-6}
+
+
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", json.dumps({"bytes_per_s": -1, "factors": [[1, 1]], "launch_s": 1})],
+    [
+        "{",
+        "[]",
+        "[" * 100_000,
+        *(
+            json.dumps(SOUND | change)
+            for change in (
+                {"bytes_per_s": -1},
+                {"bytes_per_s": 5e-324},
+                {"bytes_per_s": 10**400},
+                {"launch_s": 1e308},
+                {"factors": [[1, 1.0]]},
+                {"factors": [[2, 1.0], [1, 1.0]]},
+                {"factors": [[1, 1e308], [2, 1e308]]},
+                {"factors": [[1, 1.0], [2, 10**400]]},
+            )
+        ),
+    ],
 )
 def test_a_broken_file_is_measured_again(folder, monkeypatch, text):
     path = folder / f"processor-{compilation_cache.processor()}.json"
