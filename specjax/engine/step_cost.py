@@ -103,6 +103,8 @@ class _Fit:
     slopes: tuple[float, float]
     bases: dict[Bucket, float]  # seconds without context, of those that were measured
     compared: Bases
+    # Likewise, of others that were asked for.
+    guessed: dict[Bucket, float] = dataclasses.field(default_factory=dict)
 
     def predicted(self, features: np.ndarray) -> float:
         return float((features * self.compared.coefficients).sum())
@@ -140,6 +142,7 @@ class StepCosts:
         # Measurements; of the drift's logarithm the sum, and how far it was off the mean, a sum.
         self._wandered = WANDER_TRIALS, 0.0, WANDER_TRIALS * USUAL_WANDER
         self._samples: dict[Bucket, dict[int, Sample]] = {}
+        self._counts: dict[Bucket, int] = {}
         self._ratios = StepRatios()
         self._fits: dict[int, _Fit] = {}  # by place; forgotten with every measurement
         self._known_slopes: tuple[float, float] | None = None
@@ -151,12 +154,12 @@ class StepCosts:
 
     def count(self, bucket: Bucket) -> int:
         """Returns how many measurements of a bucket are remembered."""
-        return sum(sample.count for sample in self._samples.get(bucket, {}).values())
+        return self._counts.get(bucket, 0)
 
     def copy(self) -> StepCosts:
         """Returns one that learns apart from this; without the prior."""
         own = copy.copy(self)
-        own.prior, own._fits = None, dict(self._fits)
+        own.prior, own._fits, own._counts = None, dict(self._fits), dict(self._counts)
         own._caught_up, own._ratios = self._caught_up.copy(), self._ratios.copy()
         own._samples = {
             bucket: {place: copy.copy(sample) for place, sample in samples.items()}
@@ -193,7 +196,7 @@ class StepCosts:
         burst = Burst(bucket, context, seconds, self.drift)
         self._ratios.add(burst)
         self._last = burst
-        before = self._samples.get(bucket, {}).get(int(_place(context)))
+        before = self._samples.get(bucket, {}).get(_place(context))
         is_usual = before is not None and before.count == MEMORY
         if before is not None and before.count >= TELLS_DRIFT:
             slower = math.log(seconds / expected * self.drift)
@@ -336,11 +339,12 @@ class StepCosts:
     def _add(
         self, bucket: Bucket, context: float, seconds: float, count: int = 1
     ) -> None:
-        samples, place = self._samples.setdefault(bucket, {}), int(_place(context))
+        samples, place = self._samples.setdefault(bucket, {}), _place(context)
         if place not in samples:
             samples[place] = Sample()
         for _ in range(count):
             samples[place].add(context, seconds)
+        self._counts[bucket] = sum(sample.count for sample in samples.values())
         self._fits = {}
         self._num_measured += 1
         self._num_since_slopes += 1
@@ -361,8 +365,10 @@ class StepCosts:
             return measured
         if self.prior is not None and len(fit.bases) < FEW:
             return self._by_prior(bucket, fit, context)
-        cheapest = min(fit.bases.values())
-        return max(fit.predicted(self._features(bucket)), LEAST_SHARE * cheapest)
+        if bucket not in fit.guessed:
+            least = LEAST_SHARE * min(fit.bases.values())
+            fit.guessed[bucket] = max(fit.predicted(self._features(bucket)), least)
+        return fit.guessed[bucket]
 
     def _by_prior(self, bucket: Bucket, fit: _Fit, context: float) -> float:
         """Returns what the prior says, as far off as it is of the buckets that were measured."""
@@ -401,7 +407,7 @@ class StepCosts:
             log,
             usual,
             self._wandered[2] / self._wandered[0],
-            lambda contexts: _nearness(place, _place(contexts)),
+            lambda contexts: _nearness(place, _places(contexts)),
             np.stack([self._features(bucket) for bucket in usual]),
             np.array([self.count(bucket) for bucket in usual]),
         )
@@ -533,6 +539,11 @@ def _weighted_median(weighed: Sequence[tuple[float, float]]) -> float:
     return weighed[bisect.bisect_left(weights, weights[-1] / 2)][0]
 
 
-def _place(context: Any) -> Any:
-    """Returns which sample contexts count to: those within a quarter of each other share one."""
-    return np.rint(np.log(np.asarray(context) + 64) / math.log(1.25)).astype(int)
+def _place(context: float) -> int:
+    """Returns which sample a context counts to: those within a quarter of each other share one."""
+    return round(math.log(context + 64) / math.log(1.25))
+
+
+def _places(contexts: np.ndarray) -> np.ndarray:
+    """Returns `_place` of each, f64."""
+    return np.rint(np.log(contexts + 64) / math.log(1.25))
