@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
@@ -60,8 +61,10 @@ class Sizes:
 
 WHOLE = PartitionSpec()
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the text of XLA's errors
-# Of a burst, before one was compiled or read: some models on a CPU took so long.
-USUAL_COMPILE_S, USUAL_READ_S = 5.0, 0.3
+# Of a burst, before one was compiled: some models on a CPU took so long.
+USUAL_COMPILE_S = 5.0
+# Likewise of a byte of an executable on disk; and the bytes that this guess counts for.
+USUAL_READ_S, USUAL_READ_BYTES = 1.5e-7, 10**5
 
 
 class TooLarge(Exception):
@@ -114,7 +117,7 @@ class Decoder:
         self._executables: dict[tuple, Callable] = {}
         self._background = Background()
         self._kept: dict[tuple, str | None] = {}  # names in the store
-        self._read_s: list[float] = []  # that reading bursts from it took
+        self._read = np.zeros(2)  # bytes and seconds of all that was read from it
         self._makers: dict[bool, Callable[[], DecodeState]] = {}
         self._signature: tuple = ()
         self._signed: DecoderParams | None = None
@@ -357,16 +360,24 @@ class Decoder:
         decoder = self if bucket.num_speculative_tokens else self.plain
         return decoder._background.has((self._burst_key(bucket), decoder._variant))
 
-    def is_kept(
+    def read_s(
         self, params: DecoderParams, state: DecodeState, bucket: Bucket
-    ) -> bool:
-        """Returns whether a burst lies in the store on disk: reading it takes little time."""
+    ) -> float | None:
+        """Returns what reading a burst from the store on disk takes, None where it is not there.
+
+        By its bytes, and what those took that were read before; prompts come before bursts.
+        """
         decoder, params, state = self._of_bucket(params, state, bucket)
         key = self._burst_key(bucket), decoder._variant_of(params, state)
         if key not in decoder._kept:
             inputs = state, params, decoder._plan_shapes(bucket)
             decoder._kept[key] = decoder._store_name(key[0], inputs)
-        return executable_store.has(decoder._kept[key])
+        num_bytes = executable_store.size(decoder._kept[key])
+        if num_bytes is None:
+            return None
+        usual = USUAL_READ_BYTES * np.array([1.0, USUAL_READ_S])
+        read_bytes, seconds = self._read + self.plain._read + usual
+        return num_bytes * float(seconds / read_bytes)
 
     def compiled_between(self, start: float, end: float) -> bool:
         """Returns whether compiling slowed down what ran: on a CPU, where it shares the cores.
@@ -495,11 +506,6 @@ class Decoder:
         compiled = self._compile_s | self.plain._compile_s
         bursts = [s for key, s in compiled.items() if key[0] == "burst"]
         return sum(bursts) / len(bursts) if bursts else USUAL_COMPILE_S
-
-    @property
-    def read_s(self) -> float:
-        """Seconds that reading a burst from the store took at most; a guess before the first."""
-        return max(self._read_s + self.plain._read_s, default=USUAL_READ_S)
 
     def _burst_key(self, bucket: Bucket) -> tuple:
         key: tuple = "burst", bucket.num_speculative_tokens
@@ -698,8 +704,9 @@ class Decoder:
                 self._compile_s[key] = time.perf_counter() - start
             if is_new:
                 executable_store.save(name, run)
-        elif key[0] == "burst":
-            self._read_s.append(time.perf_counter() - start)
+        else:
+            num_bytes = executable_store.size(name) or 0
+            self._read += num_bytes, time.perf_counter() - start
         self._executables[compiled_key] = run
 
     def _store_name(self, key: tuple, inputs: Any) -> str | None:

@@ -62,12 +62,18 @@ def name_of(description: str, inputs: Any) -> str | None:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def has(name: str | None) -> bool:
-    """Returns whether an executable is kept, as it seems: asked before each burst, `load` looks closer."""
-    if name is None:
-        return False
-    folder = compilation_cache.own_folder(FOLDER)
-    return folder is not None and (folder / f"{name}.bin").exists()
+def size(name: str | None) -> int | None:
+    """Returns the bytes of a kept executable, None where there is none.
+
+    As it seems: asked before each burst; `load` looks closer.
+    """
+    folder = None if name is None else compilation_cache.own_folder(FOLDER)
+    if folder is None:
+        return None
+    try:
+        return (folder / f"{name}.bin").stat().st_size
+    except OSError:
+        return None
 
 
 def load(name: str | None, inputs: Any) -> Callable[..., Any] | None:

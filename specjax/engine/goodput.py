@@ -296,12 +296,16 @@ class Goodput:
     def _trusted(self, candidates: Sequence[_Candidate]) -> Sequence[_Candidate]:
         """Returns what may be run for more than a probe.
 
-        Of buckets for as many rows, those that were measured often enough that one burst
-        that was disturbed does not matter, if there are any.
+        Of buckets for as many rows, plain decoding and those that were measured often enough
+        that one burst that was disturbed does not matter, if there are any.
         """
         rows = {c.bucket.rows for c in candidates if self._is_trusted(c)}
         return [
-            c for c in candidates if self._is_trusted(c) or c.bucket.rows not in rows
+            c
+            for c in candidates
+            if self._is_trusted(c)
+            or c.bucket.rows not in rows
+            or not c.bucket.num_speculative_tokens
         ]
 
     def _is_trusted(self, candidate: _Candidate) -> bool:
@@ -311,19 +315,23 @@ class Goodput:
         self, best: _Candidate, candidates: Sequence[_Candidate], load: Load
     ) -> Bucket | None:
         """Returns the bucket that was missed for longer than it takes to have it, if any."""
-        lost_s = self.ledger.missed_s
         missed = [
             c
             for c in candidates
-            if (lost := lost_s.get(c.bucket, 0.0)) > 0  # the file system is asked last
+            if c.bucket in self.ledger.missed_s  # the file system is asked last
             and not load.is_compiled(c.bucket)
-            and lost >= load.ready_s(c.bucket)
+            and self._repays(c.bucket, load)
         ]
         if not missed or any(load.is_coming(c.bucket) for c in candidates):
             return None
         most = max(missed, key=lambda c: c.rate)
         is_better = most.rate > best.rate or not self.costs.count(most.bucket)
         return most.bucket if is_better else None
+
+    def _repays(self, bucket: Bucket, load: Load) -> bool:
+        """Returns whether as much was lost without a bucket as it takes to have it."""
+        is_kept = load.read_s(bucket) is not None
+        return self.ledger.lost_s(bucket, is_kept=is_kept) >= load.ready_s(bucket)
 
     def _best(self, candidates: Sequence[_Candidate], load: Load) -> _Candidate:
         """Returns the candidate of the highest rate, loath to change and to leave K = 0."""

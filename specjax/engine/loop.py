@@ -676,10 +676,9 @@ class Loop:
             urgency=() if is_refilled else _urgency(table.expected_end[rows], tokens),
             num_probe_steps=usual_steps,
             compile_s=decoder.burst_compile_s,
-            kept_s=decoder.read_s,
             is_compiled=decoder.is_compiled,
             is_coming=decoder.is_coming,
-            is_kept=lambda bucket: decoder.is_kept(self.params, self._state, bucket),
+            read_s=lambda bucket: decoder.read_s(self.params, self._state, bucket),
             is_dropped=self.faults.is_dropped,
         )
 

@@ -34,17 +34,18 @@ class Load:
     urgency: Any = ()
     num_probe_steps: int = 0  # that a burst may have
     compile_s: float = 0.0  # what compiling a bucket takes
-    kept_s: float = 0.0  # what reading one takes that is kept on disk
     is_compiled: Callable[[Bucket], bool] = lambda bucket: True
     is_coming: Callable[[Bucket], bool] = lambda bucket: False  # compiled beside
-    is_kept: Callable[[Bucket], bool] = lambda bucket: False  # on disk
+    # What reading one takes that is kept on disk; None where it is not.
+    read_s: Callable[[Bucket], float | None] = lambda bucket: None
     is_dropped: Callable[[Bucket], bool] = lambda bucket: False  # did not fit
 
     def ready_s(self, bucket: Bucket) -> float:
         """Returns the seconds until a bucket can run."""
         if self.is_compiled(bucket):
             return 0.0
-        return self.kept_s if self.is_kept(bucket) else self.compile_s
+        read_s = self.read_s(bucket)
+        return self.compile_s if read_s is None else read_s
 
     def limit(self, num_speculative_tokens: int) -> int:
         """Returns a K, or what is allowed of it."""

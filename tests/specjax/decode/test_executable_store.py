@@ -44,7 +44,7 @@ def kept(value=2.0, description="step", keeps=True):
 
 def test_what_was_kept_runs_again():
     name, inputs = kept()
-    assert store.has(name)
+    assert store.size(name)
     run = store.load(name, inputs)
     result, (total, nothing) = run(*inputs)
     np.testing.assert_array_equal(result, [2.0, 3.0, 4.0])
@@ -94,7 +94,7 @@ def test_nothing_is_kept_over_several_devices_or_where_nothing_may_be(monkeypatc
     assert store.name_of("step", (there,)) is None
     monkeypatch.setenv("SPECJAX_CACHE_DIR", "off")
     assert store.name_of("step", (jnp.ones(3),)) is None
-    assert not store.has(None)
+    assert store.size(None) is None
     assert store.load(None, ()) is None
 
 
@@ -104,7 +104,7 @@ def test_a_file_that_was_cut_short_is_dropped(cut):
     path = store._path(name)
     path.write_bytes(path.read_bytes()[:cut])
     assert store.load(name, inputs) is None
-    assert not store.has(name)
+    assert store.size(name) is None
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
@@ -124,7 +124,11 @@ def test_files_that_were_not_read_for_longest_go_first(monkeypatch):
     store.load(first, inputs)  # is read: the second is older now
     monkeypatch.setattr(store, "MOST_BYTES", int(2.5 * path.stat().st_size))
     third, _ = kept(description="third")
-    assert [store.has(name) for name in (first, second, third)] == [True, False, True]
+    assert [bool(store.size(name)) for name in (first, second, third)] == [
+        True,
+        False,
+        True,
+    ]
 
 
 def test_what_jaxs_cache_handed_out_is_not_kept(tmp_path):

@@ -106,16 +106,14 @@ class FakeDecoder:
         self._feed(plan.block_table, row_ids, counts, max_tokens_per_row)
         return self._next(state), *result
 
-    read_s = 0.0
-
     def is_compiled(self, bucket):
         return True
 
     def is_coming(self, bucket):
         return False
 
-    def is_kept(self, params, state, bucket):
-        return True
+    def read_s(self, params, state, bucket):
+        return 0.0
 
     def prepare(self, params, state, bucket):
         raise AssertionError("everything is compiled")

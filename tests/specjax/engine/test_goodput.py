@@ -206,10 +206,10 @@ def test_nothing_is_explored_where_nothing_may_be_drafted():
 def test_a_process_runs_what_is_done_first(kept):
     """Reading what is kept takes less than compiling; a short run does not repay either."""
     policy = trained(accepted=4)
-    is_kept = lambda bucket: kept or not bucket.num_speculative_tokens
-    now, _ = cold(is_kept=is_kept, kept_s=0.01, num_steps_left=32)
+    read_s = lambda bucket: 0.01 if kept or not bucket.num_speculative_tokens else None
+    now, _ = cold(read_s=read_s, num_steps_left=32)
     assert policy.choose(now).num_speculative_tokens == (4 if kept else 0)
-    now, _ = cold(is_kept=is_kept, kept_s=0.01, num_steps_left=9000)
+    now, _ = cold(read_s=read_s, num_steps_left=9000)
     assert policy.choose(now).num_speculative_tokens == 4
 
 
@@ -230,6 +230,26 @@ def test_what_short_runs_lose_adds_up():
     gain = 1 - step_s(Bucket(1, 4), 100) / (5 * step_s(Bucket(1, 0), 100))
     assert num_runs == pytest.approx(5.0 / (0.5 * gain), abs=1)
     assert decision.prepare == Bucket(1, 4)
+
+
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_short_processes_lose_repays_compiling_and_no_reading(is_kept):
+    """What is compiled serves all processes to come; each of them reads it anew."""
+    ledger, known = Ledger(), trained(accepted=4)
+    read_s = lambda bucket: 0.5 if is_kept else None
+    now, _ = cold(1, [Bucket(1, 0)], read_s=read_s)
+    for _ in range(100):
+        ledger = Ledger.of_record(ledger.to_record())
+        policy = Goodput(4, known.costs, ledger=ledger, survival=known.survival)
+        decision = policy.choose(now)
+        if decision.prepare is not None:
+            break
+        steps = round(0.5 / step_s(Bucket(1, 0), 100))
+        policy.observe(outcome(now, decision, seconds=0.5, steps=steps))
+    assert decision.prepare == (None if is_kept else Bucket(1, 4))
+    # One that goes on repays it.
+    policy.observe(outcome(now, decision, seconds=5.0, steps=10 * steps))
+    assert policy.choose(now).prepare == Bucket(1, 4)
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.5, 0.8, 0.95])

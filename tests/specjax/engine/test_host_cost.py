@@ -49,16 +49,14 @@ class IdleDecoder:
     def prefill(self, *arguments, **sizes):
         return self, 0
 
-    read_s = 0.0
-
     def is_compiled(self, bucket):
         return True
 
     def is_coming(self, bucket):
         return False
 
-    def is_kept(self, params, state, bucket):
-        return True
+    def read_s(self, params, state, bucket):
+        return 0.0
 
     def prepare(self, params, state, bucket):
         raise AssertionError("everything is compiled")

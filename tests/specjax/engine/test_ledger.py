@@ -1,5 +1,6 @@
 """What runs save up and miss, kept."""
 
+import dataclasses
 import json
 
 import pytest
@@ -17,9 +18,23 @@ def written():
 
 
 def test_what_is_kept_comes_back():
+    bucket = Bucket(8, 4, 16)
     kept = Ledger.of_record(json.loads(json.dumps(written().to_record())))
-    assert kept == written()
-    assert kept.missed_s == {Bucket(8, 4, 16): 0.75}
+    assert kept == dataclasses.replace(written(), missed_before_s={bucket: 0.75})
+    assert kept.missed_s == {bucket: 0.75}
+
+
+def test_a_process_counts_what_it_lost_itself():
+    bucket = Bucket(8, 4, 16)
+    ledger = Ledger.of_record(written().to_record())
+    assert ledger.lost_s(bucket, is_kept=False) == 0.75
+    assert ledger.lost_s(bucket, is_kept=True) == 0.0
+    ledger.miss(bucket, 0.5)
+    assert ledger.copy().lost_s(bucket, is_kept=False) == 1.25
+    assert ledger.copy().lost_s(bucket, is_kept=True) == 0.5
+    ledger.note(bucket)
+    ledger.miss(bucket, 0.5)
+    assert ledger.lost_s(bucket, is_kept=True) == 0.5
 
 
 def test_a_bucket_that_runs_for_the_first_time_ends_what_was_missed():
