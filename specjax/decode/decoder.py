@@ -116,7 +116,7 @@ class Decoder:
         self.on_compile: Callable[[str], None] = lambda what: None
         self._executables: dict[tuple, Callable] = {}
         self._background = Background()
-        self._kept: dict[tuple, str | None] = {}  # names in the store
+        self._kept: dict[tuple, int | None] = {}  # bytes of bursts in the store
         self._read = np.zeros(2)  # bytes and seconds of all that was read from it
         self._makers: dict[bool, Callable[[], DecodeState]] = {}
         self._signature: tuple = ()
@@ -371,8 +371,10 @@ class Decoder:
         key = self._burst_key(bucket), decoder._variant_of(params, state)
         if key not in decoder._kept:
             inputs = state, params, decoder._plan_shapes(bucket)
-            decoder._kept[key] = decoder._store_name(key[0], inputs)
-        num_bytes = executable_store.size(decoder._kept[key])
+            name = decoder._store_name(key[0], inputs)
+            # Asked before each burst: whoever writes it from now on is found by `_make`.
+            decoder._kept[key] = executable_store.size(name)
+        num_bytes = decoder._kept[key]
         if num_bytes is None:
             return None
         usual = USUAL_READ_BYTES * np.array([1.0, USUAL_READ_S])

@@ -63,10 +63,7 @@ def name_of(description: str, inputs: Any) -> str | None:
 
 
 def size(name: str | None) -> int | None:
-    """Returns the bytes of a kept executable, None where there is none.
-
-    As it seems: asked before each burst; `load` looks closer.
-    """
+    """Returns the bytes of a kept executable, None where there is none. As it seems: `load` looks closer."""
     folder = None if name is None else compilation_cache.own_folder(FOLDER)
     if folder is None:
         return None

@@ -318,20 +318,22 @@ class Goodput:
         missed = [
             c
             for c in candidates
-            if c.bucket in self.ledger.missed_s  # the file system is asked last
+            if c.bucket in self.ledger.missed_s
+            and (c.rate > best.rate or not self.costs.count(c.bucket))
             and not load.is_compiled(c.bucket)
-            and self._repays(c.bucket, load)
         ]
-        if not missed or any(load.is_coming(c.bucket) for c in candidates):
+        # Asks the file system: the best first, and no more than it takes.
+        missed.sort(key=lambda c: c.rate, reverse=True)
+        most = next((c for c in missed if self._repays(c.bucket, load)), None)
+        if most is None or any(load.is_coming(c.bucket) for c in candidates):
             return None
-        most = max(missed, key=lambda c: c.rate)
-        is_better = most.rate > best.rate or not self.costs.count(most.bucket)
-        return most.bucket if is_better else None
+        return most.bucket
 
     def _repays(self, bucket: Bucket, load: Load) -> bool:
         """Returns whether as much was lost without a bucket as it takes to have it."""
-        is_kept = load.read_s(bucket) is not None
-        return self.ledger.lost_s(bucket, is_kept=is_kept) >= load.ready_s(bucket)
+        read_s = load.read_s(bucket)
+        needed_s = load.compile_s if read_s is None else read_s
+        return self.ledger.lost_s(bucket, is_kept=read_s is not None) >= needed_s
 
     def _best(self, candidates: Sequence[_Candidate], load: Load) -> _Candidate:
         """Returns the candidate of the highest rate, loath to change and to leave K = 0."""

@@ -103,8 +103,9 @@ class _Fit:
     slopes: tuple[float, float]
     bases: dict[Bucket, float]  # seconds without context, of those that were measured
     compared: Bases
-    # Likewise, of others that were asked for.
+    # Of others, once asked for: likewise, or by how many times the prior is off.
     guessed: dict[Bucket, float] = dataclasses.field(default_factory=dict)
+    off: dict[Bucket, float] = dataclasses.field(default_factory=dict)
 
     def predicted(self, features: np.ndarray) -> float:
         return float((features * self.compared.coefficients).sum())
@@ -373,17 +374,24 @@ class StepCosts:
     def _by_prior(self, bucket: Bucket, fit: _Fit, context: float) -> float:
         """Returns what the prior says, as far off as it is of the buckets that were measured."""
         assert self.prior is not None
-        off, weights = [], []
+        if bucket not in fit.off:
+            fit.off[bucket] = self._off_prior(bucket, fit, context)
+        said = fit.off[bucket] * self.prior(bucket, context)
+        return max(said - fit.slope(bucket) * context, LEAST_SHARE * said)
+
+    def _off_prior(self, bucket: Bucket, fit: _Fit, context: float) -> float:
+        """Returns how many times what the prior says buckets take, a mean of those like one."""
+        assert self.prior is not None
+        off, weights = 0.0, 0.0
         for other, base in fit.bases.items():
             took = base + fit.slope(other) * context
-            off.append(math.log(took / self.prior(other, context)))
             rows = abs(math.log2(other.rows / bucket.rows))
             depths = other.num_speculative_tokens, bucket.num_speculative_tokens
             apart = rows + abs(depths[0] - depths[1])
-            weights.append(self.count(other) / (1 + apart) ** 2)
-        scale = math.exp(float(np.average(off, weights=weights)))
-        said = scale * self.prior(bucket, context)
-        return max(said - fit.slope(bucket) * context, LEAST_SHARE * said)
+            weight = self.count(other) / (1 + apart) ** 2
+            off += weight * math.log(took / self.prior(other, context))
+            weights += weight
+        return math.exp(off / weights)
 
     def _fit(self, context: float) -> _Fit:
         """Returns what is known at about a context."""
