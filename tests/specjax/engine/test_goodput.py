@@ -213,6 +213,19 @@ def test_a_process_runs_what_is_done_first(kept):
     assert policy.choose(now).num_speculative_tokens == 4
 
 
+def test_plain_decoding_may_begin_a_process_however_seldom_it_was_measured():
+    """Of four processes three drafted: that K was measured oftener makes it no faster."""
+    policy = trained(accepted=4)
+    for _ in range(5):
+        policy.costs.observe(Bucket(1, 4), 100, step_s(Bucket(1, 4), 100))
+    assert policy.costs.count(Bucket(1, 0)) < 3 < policy.costs.count(Bucket(1, 4))
+    read_s = lambda bucket: 0.3 + 0.1 * bucket.num_speculative_tokens
+    now, _ = cold(read_s=read_s, num_steps_left=128)
+    assert policy.choose(now).num_speculative_tokens == 0
+    now, _ = cold(read_s=read_s, num_steps_left=9000)
+    assert policy.choose(now).num_speculative_tokens == 4
+
+
 def test_what_short_runs_lose_adds_up():
     """Each call has a policy of its own; drafting is better, and not compiled."""
     ledger, known = Ledger(), trained(accepted=4)
