@@ -28,9 +28,7 @@ def requirements(installed: dict[str, str]) -> list[str]:
 
 if importlib.util.find_spec("specjax") is None:
     found = [(each.metadata["Name"], each.version) for each in metadata.distributions()]
-    installed = {
-        re.sub("[-_.]+", "-", name).lower(): version for name, version in found
-    }
+    installed = {re.sub("[-_.]+", "-", name).lower(): version for name, version in found}
     pip = [sys.executable, "-m", "pip", "install", "-q"]
     subprocess.run([*pip, *requirements(installed)], check=True)
     importlib.invalidate_caches()

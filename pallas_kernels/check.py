@@ -175,9 +175,7 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
     shape = f"{model}, {step}, {chips} chip{'s' * (chips > 1)}"
     of = jax.ShapeDtypeStruct
     integers = lambda *sizes: of(sizes, jnp.int32)
-    sizes = layout.page_shape(
-        NUM_PAGES, own.page_size, kv_heads, head_dim, in_lanes=True
-    )
+    sizes = layout.page_shape(NUM_PAGES, own.page_size, kv_heads, head_dim, in_lanes=True)
     page = of(sizes, own.page_dtype)
     scales: dict[str, Any] = {}
     if layout.is_quantized(page):
@@ -442,9 +440,7 @@ def _lower(name: str, function: Callable[..., Any], arguments: Any) -> None:
     assert "mosaic_gpu" in text, "no kernel is in what was lowered."
 
 
-def _compile(
-    device: Any, function: Callable[..., Any], arguments: Any
-) -> dict[str, Any]:
+def _compile(device: Any, function: Callable[..., Any], arguments: Any) -> dict[str, Any]:
     """Compiles a function for a GPU; returns some fields of its result."""
     import jax
     from jax.sharding import SingleDeviceSharding

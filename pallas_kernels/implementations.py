@@ -76,9 +76,7 @@ def needs_platform(platform: str, call: Callable[[], Result]) -> Callable[[], Re
     return checked
 
 
-def if_named(
-    candidate: str, name: str | None, call: Callable[[], Result]
-) -> Callable[[], Result]:
+def if_named(candidate: str, name: str | None, call: Callable[[], Result]) -> Callable[[], Result]:
     """Returns a call that raises NotImplementedError unless it is asked for by name."""
 
     def checked() -> Result:
@@ -89,9 +87,7 @@ def if_named(
     return checked
 
 
-def call_best(
-    implementations: Mapping[str, Callable[[], Result]], name: str | None
-) -> Result:
+def call_best(implementations: Mapping[str, Callable[[], Result]], name: str | None) -> Result:
     """Calls the named implementation, or the first that covers the case.
 
     Args:

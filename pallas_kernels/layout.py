@@ -90,7 +90,8 @@ def in_lines(q: Array, num_kv_heads: int, k_pages: Array, v_pages: Array) -> Arr
 
 
 def queries_in_lines(q: Array, num_kv_heads: int, pages: Array) -> Array:
-    """Turns q [num_tokens, heads, head_dim] to [num_tokens, heads, width]: zero where others lie."""
+    """Turns q [num_tokens, heads, head_dim] to [num_tokens, heads, width]: zero where others
+    lie."""
     num_tokens, heads, size = q.shape
     lines = kv_heads(pages)
     count, width = num_kv_heads // lines, head_dim(pages)
@@ -183,8 +184,7 @@ def validate_scales(
                 f"{k_pages.dtype}; int8 and float8_e4m3fn need both scales, others have none."
             )
         if scale is not None and (
-            scale.shape != (num_kv_heads,)
-            or not jnp.issubdtype(scale.dtype, jnp.floating)
+            scale.shape != (num_kv_heads,) or not jnp.issubdtype(scale.dtype, jnp.floating)
         ):
             raise ValueError(
                 f"{name} is {scale.dtype}{list(scale.shape)}, must be one float of each key "
@@ -201,8 +201,7 @@ def validate_page_arrays(k_pages: Array, v_pages: Array) -> None:
         )
     if k_pages.shape != v_pages.shape or k_pages.dtype != v_pages.dtype:
         raise ValueError(
-            f"{k_pages.shape=} {k_pages.dtype=} and {v_pages.shape=} {v_pages.dtype=} "
-            "must agree."
+            f"{k_pages.shape=} {k_pages.dtype=} and {v_pages.shape=} {v_pages.dtype=} must agree."
         )
 
 
@@ -219,13 +218,9 @@ def validate_lines(num_kv_heads: int, size: int, k_pages: Array) -> None:
 def validate_queries(q: Array, k_pages: Array) -> None:
     """Raises ValueError unless q is float[num_tokens, heads, head_dim] for these pages."""
     if q.ndim != 3 or q.shape[2] != head_dim(k_pages):
-        raise ValueError(
-            f"{q.shape=} must be [num_tokens, heads, head_dim={head_dim(k_pages)}]."
-        )
+        raise ValueError(f"{q.shape=} must be [num_tokens, heads, head_dim={head_dim(k_pages)}].")
     if q.shape[1] % kv_heads(k_pages):
-        raise ValueError(
-            f"{q.shape[1]=} heads must be a multiple of {kv_heads(k_pages)=}."
-        )
+        raise ValueError(f"{q.shape[1]=} heads must be a multiple of {kv_heads(k_pages)=}.")
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"{q.dtype=} must be a float.")
 

@@ -232,20 +232,19 @@ class _Updates(NamedTuple):
     token: Array  # i32[tokens], within the chunk, in the order of their slots
     offset: Array  # i32[tokens], slot within the page, in the same order
     page: Array  # i32[tokens], one entry per page that changes
-    start: (
-        Array  # i32[tokens + chunks], first token of each page; also past the last one
-    )
+    start: Array  # i32[tokens + chunks], first token of each page; also past the last one
     num_pages: Array  # i32[chunks], entries in use
 
 
 def _group_by_page(slots: Array, call: _Call) -> _Updates:
-    """Returns where token i of i32[num_tokens] slots goes; a slot that does not exist means dropped."""
+    """Returns where token i of i32[num_tokens] slots goes; a slot that does not exist means
+    dropped."""
     size = call.num_chunks * call.chunk
     exists = (slots >= 0) & (slots < call.num_slots)
     slots = jnp.where(exists, slots, call.num_slots).astype(jnp.int32)
-    slots = jnp.pad(
-        slots, (0, size - slots.shape[0]), constant_values=call.num_slots
-    ).reshape(call.num_chunks, call.chunk)
+    slots = jnp.pad(slots, (0, size - slots.shape[0]), constant_values=call.num_slots).reshape(
+        call.num_chunks, call.chunk
+    )
     grouped = jax.vmap(functools.partial(_group_chunk, call=call))(slots)
     return _Updates(*(field.reshape(-1) for field in grouped))
 

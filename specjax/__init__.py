@@ -6,21 +6,22 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specjax.config import EngineConfig as EngineConfig
-    from specjax.config import SamplingParams as SamplingParams
-    from specjax.config import SpeculationConfig as SpeculationConfig
+    from specjax.api.engine import Engine as Engine
+    from specjax.api.generation import generate as generate
+    from specjax.api.generation import stream as stream
+    from specjax.api.results import Chunk as Chunk
+    from specjax.api.results import Completion as Completion
+    from specjax.api.results import Generation as Generation
+    from specjax.api.results import GenerationStats as GenerationStats
+    from specjax.config.engine import EngineConfig as EngineConfig
+    from specjax.config.sampling import SamplingParams as SamplingParams
+    from specjax.config.speculation import SpeculationConfig as SpeculationConfig
     from specjax.drafters.loading import LoadedDrafter as LoadedDrafter
     from specjax.drafters.loading import load_drafter as load_drafter
     from specjax.engine.request import SelfCheck as SelfCheck
-    from specjax.generation import generate as generate
-    from specjax.generation import stream as stream
     from specjax.models.base import Model as Model
     from specjax.models.base import ModelConfig as ModelConfig
     from specjax.models.loading import load_model as load_model
-    from specjax.results import Chunk as Chunk
-    from specjax.results import Completion as Completion
-    from specjax.results import Generation as Generation
-    from specjax.results import GenerationStats as GenerationStats
     from specjax.rl.batch import Rollout as Rollout
     from specjax.rl.decoder import RolloutDecoder as RolloutDecoder
     from specjax.rl.decoder import build_decoder as build_decoder
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from specjax.rl.scoring import Texts as Texts
     from specjax.rl.scoring import logprob_gap as logprob_gap
     from specjax.rl.scoring import score as score
-    from specjax.serving import Engine as Engine
     from specjax.types import DecoderParams as DecoderParams
 
 from specjax.version import __version__ as __version__
@@ -41,16 +41,16 @@ _HOME = {
     "LoadedDrafter": "specjax.drafters.loading",
     "load_drafter": "specjax.drafters.loading",
     "SelfCheck": "specjax.engine.request",
-    "generate": "specjax.generation",
-    "stream": "specjax.generation",
+    "generate": "specjax.api.generation",
+    "stream": "specjax.api.generation",
     "Model": "specjax.models.base",
     "ModelConfig": "specjax.models.base",
     "load_model": "specjax.models.loading",
-    "Chunk": "specjax.results",
-    "Completion": "specjax.results",
-    "Generation": "specjax.results",
-    "GenerationStats": "specjax.results",
-    "Engine": "specjax.serving",
+    "Chunk": "specjax.api.results",
+    "Completion": "specjax.api.results",
+    "Generation": "specjax.api.results",
+    "GenerationStats": "specjax.api.results",
+    "Engine": "specjax.api.engine",
     "Rollout": "specjax.rl.batch",
     "RolloutDecoder": "specjax.rl.decoder",
     "build_decoder": "specjax.rl.decoder",

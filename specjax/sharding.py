@@ -21,7 +21,7 @@ from pallas_kernels.implementations import (
     target_platform,
 )
 from specjax.models.base import ModelConfig
-from specjax.surroundings import own_settings
+from specjax.runtime.jax_settings import own_settings
 
 DATA, TENSOR = "data", "tensor"
 
@@ -179,18 +179,15 @@ def validate(config: ModelConfig, mesh: Mesh) -> None:
         value = getattr(config, field)
         if value % size:
             raise ValueError(
-                f"{field}={value} is not divisible by the mesh's tensor axis of {size}; use a smaller one."
+                f"{field}={value} is not divisible by the mesh's tensor axis of {size}; use a "
+                f"smaller one."
             )
 
 
-def _spec(
-    axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh
-) -> PartitionSpec:
+def _spec(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> PartitionSpec:
     names = [RULES[axis] for axis in axes]
     names = [name if name in mesh.axis_names else None for name in names]
-    divides = [
-        name is None or size % mesh.shape[name] == 0 for name, size in zip(names, shape)
-    ]
+    divides = [name is None or size % mesh.shape[name] == 0 for name, size in zip(names, shape)]
     return PartitionSpec(*(name if ok else None for name, ok in zip(names, divides)))
 
 

@@ -25,9 +25,7 @@ NO_PARENT = -1  # the root's entry among parents
 NOT_A_TOKEN = -(2**31)  # what a drafter drafts from logits that hold NaN
 
 # Verification rules as per-row numbers; the order of config.VERIFICATION_RULES.
-GREEDY, SEEDED, DELTA, REJECTION, BLOCK, TRAVERSAL, LENIENT, TYPICAL, SYNTHETIC = range(
-    9
-)
+GREEDY, SEEDED, DELTA, REJECTION, BLOCK, TRAVERSAL, LENIENT, TYPICAL, SYNTHETIC = range(9)
 
 # They compare the laws of draft and target, so that drafts need noise of their own.
 BY_LAW = range(REJECTION, LENIENT + 1)
@@ -150,9 +148,7 @@ class StepInfo:
     num_accepted: Array  # i32[rows]
     num_drafted: Array  # i32[rows], nodes of a tree
     draft_depth: Array  # i32[rows], tokens on the longest path that was verified
-    proposed_depth: (
-        Array  # i32[rows], likewise before the least likely drafts were left out
-    )
+    proposed_depth: Array  # i32[rows], likewise before the least likely drafts were left out
     finish: Array  # i32[rows], RUNNING or why the row ended in this step
     drafter_lengths: Array  # i32[rows], tokens whose KV is final in the drafter's cache
     drafter_fault: Array  # i32[rows], NO_FAULT .. NOT_A_NUMBER
@@ -165,14 +161,10 @@ class Plan:
     """What the host decides for a burst, as dynamic values."""
 
     num_steps: HostArray  # i32[], most steps
-    stop_when_finished: (
-        HostArray  # bool[], end early when a row ends because work waits
-    )
+    stop_when_finished: HostArray  # bool[], end early when a row ends because work waits
     activate: HostArray  # bool[rows], rows whose prompts are prefilled and that decode from now on
     keep: HostArray  # bool[rows], rows that hold a request; others are emptied
-    block_table: (
-        HostArray  # i32[rows, pages_per_row], room for all that the burst may write
-    )
+    block_table: HostArray  # i32[rows, pages_per_row], room for all that the burst may write
     draft_caps: HostArray  # i32[rows], most tokens that each may draft
     # i32[row bucket], the rows that the burst runs, `rows` in unused places: fewer rows
     # cost less. None is all of them, in order. Under a mesh each shard has its share.

@@ -63,11 +63,11 @@ def drafts_without_waiting(request, monkeypatch):
     By default drafting has to earn its place: what a test meant for it would often run plain
     decoding alone. The marker `goodput` gives a test the real default.
     """
-    from specjax import setup
+    from specjax.api import assemble
 
-    setup.forget_speed()
+    assemble.forget_speed()
     if "goodput" not in request.keywords:
-        monkeypatch.setattr(setup, "DEFAULT_POLICY", "fixed")
+        monkeypatch.setattr(assemble, "DEFAULT_POLICY", "fixed")
 
 
 @pytest.fixture

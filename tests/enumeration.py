@@ -91,9 +91,7 @@ class Shape:
         return path[::-1]
 
     def earlier_siblings(self, node: int) -> list[int]:
-        return [
-            other for other in self.children(self.parents[node]) if 0 < other < node
-        ]
+        return [other for other in self.children(self.parents[node]) if 0 < other < node]
 
     def tried_before(self, node: int) -> list[int]:
         """Returns the earlier siblings of a node and of each of its ancestors."""
@@ -124,9 +122,7 @@ class Drafted:
     probability: float
     token_ids: tuple[int, ...]
     num_tokens: int
-    probs: (
-        np.ndarray
-    )  # [num_drafts, vocab], what it says it drew node j's children from
+    probs: np.ndarray  # [num_drafts, vocab], what it says it drew node j's children from
 
 
 Drafter = Callable[[Shape, Prefix], Iterable[Drafted]]
@@ -520,11 +516,7 @@ def step_laws(
 
 def prefixes(vocab: int, length: int) -> list[Prefix]:
     """Returns every prefix of fewer tokens than `length`."""
-    return [
-        prefix
-        for n in range(length)
-        for prefix in itertools.product(range(vocab), repeat=n)
-    ]
+    return [prefix for n in range(length) for prefix in itertools.product(range(vocab), repeat=n)]
 
 
 def compose(laws: dict[Prefix, dict[Prefix, float]], vocab: int, length: int):

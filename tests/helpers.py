@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.ngram_match import ngram_match
-from specjax.cache.paged import NO_PAGE
-from specjax.config import EngineConfig
+from specjax.api.engine import Engine
+from specjax.config.engine import EngineConfig
 from specjax.drafters import ngram
 from specjax.drafters.base import NOT_KEPT, Draft, Drafter
 from specjax.drafters.loading import LoadedDrafter
@@ -18,8 +18,8 @@ from specjax.drafters.spec import ModelDrafter, NgramDrafter
 from specjax.models.architectures import architecture_of
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.layers import dense_causal_attention
-from specjax.seeded_noise import gumbel_noise
-from specjax.serving import Engine
+from specjax.paged.kv_cache import NO_PAGE
+from specjax.sampling.seeded_noise import gumbel_noise
 from specjax.trees.best_first import best_first
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import Proposal
@@ -112,9 +112,7 @@ def uncached_logits(params: Params, config: ModelConfig, token_ids) -> jax.Array
     rows, length = token_ids.shape
     positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
     nothing = (None,) * config.num_layers
-    hidden, _ = architecture.forward(
-        params, config, token_ids, positions, attend, nothing
-    )
+    hidden, _ = architecture.forward(params, config, token_ids, positions, attend, nothing)
     return architecture.logits(params, config, hidden)
 
 
@@ -176,9 +174,7 @@ def race_scores(log_weights: jax.Array, keys: jax.Array) -> jax.Array:
     return log_weights + gumbel_noise(keys, log_weights.shape[1])
 
 
-def scripted_drafter(
-    sequences, *, num_right: tuple[int, ...], vocab_size: int
-) -> LoadedDrafter:
+def scripted_drafter(sequences, *, num_right: tuple[int, ...], vocab_size: int) -> LoadedDrafter:
     """Returns what `specjax.generate(drafter=...)` takes.
 
     Args:
@@ -214,9 +210,7 @@ class AlternatingDrafter:
     def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
         """Returns the drafter; what `specjax.drafters.spec` asks of a spec."""
         shape = self.shape.cut(num_speculative_tokens)
-        model = ModelDrafter(self.config, shape).build(
-            num_speculative_tokens, dtype, keeps_probs
-        )
+        model = ModelDrafter(self.config, shape).build(num_speculative_tokens, dtype, keeps_probs)
         # Matches enough that both trees have room for equally many tokens.
         ngram = NgramDrafter(1, 4, shape.num_drafts, shape.num_drafts).build(
             num_speculative_tokens, dtype, keeps_probs
@@ -227,9 +221,7 @@ class AlternatingDrafter:
             # something to catch up.
             place = (decode_state.cache.lengths // 2).astype(jnp.uint32)
             is_matched = (place * jnp.uint32(2654435761)) >> 31 == 1
-            ours = model.draft(
-                params, state, decode_state, jnp.where(is_matched, 0, num_tokens)
-            )
+            ours = model.draft(params, state, decode_state, jnp.where(is_matched, 0, num_tokens))
             theirs = ngram.draft((), (), decode_state, num_tokens).proposal
             choose = lambda matched, drafted: jnp.where(
                 is_matched.reshape(-1, *[1] * (matched.ndim - 1)), matched, drafted
@@ -263,9 +255,7 @@ class MarginalsDrafter:
 
         def draft(params, state, decode_state, num_tokens) -> Draft:
             history, length = decode_state.history, decode_state.cache.lengths + 1
-            found = ngram_match(
-                history, length, min_match=1, max_match=4, num_matches=width
-            )
+            found = ngram_match(history, length, min_match=1, max_match=4, num_matches=width)
             is_found = found.lengths > 0
             tokens = ngram.continuations(history, length, found.starts, depth)
             weights = jnp.where(is_found, 0.5 ** jnp.arange(1, width + 1)[None], 0.0)

@@ -13,12 +13,13 @@ import numpy as np
 from helpers import race_scores
 
 import specjax
-from specjax.config import EngineConfig, SamplingParams
+from specjax.api.requests import derive_seed
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
 from specjax.models.architectures import architecture_of
 from specjax.models.layers import dense_causal_attention
-from specjax.requests import derive_seed
 from specjax.sampling import RowSampling, process_logits, row_values
-from specjax.seeded_noise import TARGET_TOKEN, token_keys
+from specjax.sampling.seeded_noise import TARGET_TOKEN, token_keys
 
 # A row may differ from where rounding decides: two best scores this close, or a
 # token this close to a filter's threshold. Matmuls of different shapes round differently.
@@ -74,9 +75,7 @@ def is_tie(completion, expected_ids) -> bool:
     """Whether rounding decides the first token in which a completion differs."""
     differs = next(
         i
-        for i, (a, b) in enumerate(
-            itertools.zip_longest(completion.token_ids, expected_ids)
-        )
+        for i, (a, b) in enumerate(itertools.zip_longest(completion.token_ids, expected_ids))
         if a != b
     )
     params = SAMPLING["everything" if completion_is_sampled(completion) else "greedy"]
@@ -108,9 +107,7 @@ def is_tie(completion, expected_ids) -> bool:
             seed=derive_seed(completion.seed, completion.sample_index),
             engine_config=EngineConfig(),
         )
-        row = RowSampling(
-            **{name: jnp.asarray(value)[None] for name, value in values.items()}
-        )
+        row = RowSampling(**{name: jnp.asarray(value)[None] for name, value in values.items()})
         place = jnp.array([len(text) - 1])
         processed = process_logits(
             logits, row, jnp.zeros(1, jnp.int32), place, jnp.asarray(text)[None]

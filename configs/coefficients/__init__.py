@@ -1,1 +1,2 @@
-"""Step costs measured by us, with their provenance; none so far. See specjax/engine/cost_files.py."""
+"""Step costs measured by us, with their provenance; none so far. See
+specjax/policy/cost_files.py."""

@@ -1,6 +1,6 @@
 """A queue of prompts that nobody watches: evaluation, rollouts."""
 
-from specjax.config import EngineConfig
+from specjax.config.engine import EngineConfig
 
 
 def get_config() -> EngineConfig:

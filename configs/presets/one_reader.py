@@ -1,6 +1,6 @@
 """One request at a time, read as it is written."""
 
-from specjax.config import EngineConfig
+from specjax.config.engine import EngineConfig
 
 
 def get_config() -> EngineConfig:

@@ -42,9 +42,7 @@ def move_kv_mosaic_tpu(
     for first in range(0, len(arrays), at_once := _arrays_at_once(arrays[0], sources)):
         few = arrays[first : first + at_once]
         held = page_updates.read_tokens(few, sources, interpret=interpret)
-        moved += page_updates.write_tokens(
-            few, held, targets, name="move_kv", interpret=interpret
-        )
+        moved += page_updates.write_tokens(few, held, targets, name="move_kv", interpret=interpret)
     return jax.tree.unflatten(structure, moved)
 
 

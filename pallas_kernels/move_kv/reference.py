@@ -23,9 +23,7 @@ def move_kv_reference(
         def move_one(index: Array, pages: Array) -> Array:
             source, target = source_slots[index], target_slots[index]
             exists = (target >= 0) & (target < num_slots)
-            source, target = (
-                jnp.clip(slot, 0, num_slots - 1) for slot in (source, target)
-            )
+            source, target = (jnp.clip(slot, 0, num_slots - 1) for slot in (source, target))
             moved = before[source // size, :, source % size]
             old = pages[target // size, :, target % size]
             kept = jnp.where(exists, moved, old)

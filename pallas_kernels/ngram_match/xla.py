@@ -54,7 +54,8 @@ def ngram_match_xla(
 
 
 def _last_tokens(history: Array, num_tokens: Array, count: int) -> Array:
-    """Returns the last tokens of each row, the very last first, i32[rows, count]; -1 where none is."""
+    """Returns the last tokens of each row, the very last first, i32[rows, count]; -1 where none
+    is."""
     index = num_tokens[:, None] - 1 - jnp.arange(count, dtype=jnp.int32)[None, :]
     last = jnp.take_along_axis(history, jnp.maximum(index, 0), axis=1)
     return jnp.where(index >= 0, last, -1)

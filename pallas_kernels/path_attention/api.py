@@ -64,9 +64,7 @@ def path_attention(
     layout.validate_page_arrays(k_pages, v_pages)
     layout.validate_queries(q, k_pages)
     if layout.is_quantized(k_pages):
-        raise NotImplementedError(
-            f"pages of {k_pages.dtype}; tree_attention takes their scales."
-        )
+        raise NotImplementedError(f"pages of {k_pages.dtype}; tree_attention takes their scales.")
     if window is not None and window < 1:
         raise ValueError(f"{window=} must be at least 1.")
     _validate_integers(q.shape[0], block_table, row_ids, lengths, positions)
@@ -101,13 +99,10 @@ def _validate_integers(
     positions: Array,
 ) -> None:
     if row_ids.shape != (num_tokens,) or positions.shape != (num_tokens,):
-        raise ValueError(
-            f"{row_ids.shape=} and {positions.shape=} must be {(num_tokens,)}."
-        )
+        raise ValueError(f"{row_ids.shape=} and {positions.shape=} must be {(num_tokens,)}.")
     if lengths.ndim != 1 or block_table.shape[:1] != lengths.shape:
         raise ValueError(
-            f"{block_table.shape=} and {lengths.shape=} must be [rows, pages_per_row] "
-            "and [rows]."
+            f"{block_table.shape=} and {lengths.shape=} must be [rows, pages_per_row] and [rows]."
         )
     layout.validate_int32(
         block_table=block_table, row_ids=row_ids, lengths=lengths, positions=positions

@@ -58,9 +58,7 @@ def path_attention_xla(
         v = jnp.where(is_visible[:, :, None, None], v, 0.0)
         scores = jnp.einsum("thgd,tkhd->thgk", queries, k, precision=precision)
         is_visible = is_visible[:, None, None, :]
-        return running_softmax.add_tile(
-            state, "thgk,tkhd->thgd", scores, is_visible, v, precision
-        )
+        return running_softmax.add_tile(state, "thgk,tkhd->thgd", scores, is_visible, v, precision)
 
     first = jnp.int32(0)
     if window is not None:

@@ -74,11 +74,7 @@ def _validate(
     bias: Array | None,
     thresholds: Array | None,
 ) -> None:
-    if (
-        logits.ndim != 2
-        or not logits.size
-        or logits.dtype not in (jnp.float32, jnp.bfloat16)
-    ):
+    if logits.ndim != 2 or not logits.size or logits.dtype not in (jnp.float32, jnp.bfloat16):
         raise ValueError(
             "logits must be f32 or bf16[num_tokens, vocab] and not empty, got "
             f"{logits.dtype}{list(logits.shape)}."

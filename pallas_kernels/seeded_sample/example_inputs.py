@@ -38,13 +38,9 @@ EXAMPLES = {
     "past_a_tile": Example(temperature=(1.0, 0.0) * 9, vocab=17_001),
     "ties": Example(temperature=(0.0,) * 8, vocab=3000, has_ties=True),
     "bias": Example(temperature=(1.0, 0.0, 0.5), vocab=2100, has_bias=True),
-    "thresholds": Example(
-        temperature=(1.0, 0.6, 0.0), vocab=900, thresholds=(-2.0, -0.5, 3.0)
-    ),
+    "thresholds": Example(temperature=(1.0, 0.6, 0.0), vocab=900, thresholds=(-2.0, -0.5, 3.0)),
     "one_left": Example(temperature=(1.0, 0.2), vocab=1100, thresholds=(0.0, 0.0)),
-    "nothing_left": Example(
-        temperature=(1.0, 0.0, 1.0), vocab=130, thresholds=(0.1, INF, -INF)
-    ),
+    "nothing_left": Example(temperature=(1.0, 0.0, 1.0), vocab=130, thresholds=(0.1, INF, -INF)),
     "bias_and_thresholds": Example(
         temperature=(1.0,) * 9, vocab=1300, thresholds=(-1.0,) * 9, has_bias=True
     ),
@@ -63,22 +59,16 @@ EXAMPLES = {
         temperature=(1.0,) * 40,
         vocab=1024,
         special=tuple(
-            (row, *rival)
-            for row in range(40)
-            for rival in ((7, 30.0), (519, 29.0 + row % 8 / 4))
+            (row, *rival) for row in range(40) for rival in ((7, 30.0), (519, 29.0 + row % 8 / 4))
         ),
     ),
     "far_rivals": Example(
         temperature=(1.0, 0.0) * 4,
         vocab=17_000,
-        special=tuple(
-            (row, 7 + 512 * rival, 30.0) for row in range(8) for rival in (0, 1, 32, 33)
-        ),
+        special=tuple((row, 7 + 512 * rival, 30.0) for row in range(8) for rival in (0, 1, 32, 33)),
     ),
     "bfloat16": Example(temperature=(1.0, 0.0) * 5, vocab=1400, dtype="bfloat16"),
-    "bfloat16_bias": Example(
-        temperature=(0.5, 1.0), vocab=1025, has_bias=True, dtype="bfloat16"
-    ),
+    "bfloat16_bias": Example(temperature=(0.5, 1.0), vocab=1025, has_bias=True, dtype="bfloat16"),
 }
 
 

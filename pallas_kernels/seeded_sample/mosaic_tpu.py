@@ -137,9 +137,7 @@ def seeded_sample_mosaic_tpu(
         in_specs=[narrow(2), narrow(1), narrow(1), wide, *[wide] * has_bias],
         out_specs=[narrow(1)] * 3,
         scratch_shapes=_scratch_shapes(shape),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary")
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary", "arbitrary")),
         interpret=interpret,
         name="seeded_sample",
     )(
@@ -418,9 +416,7 @@ def _each_part(
         return carry
 
     left = pl.cdiv(shape.vocab - tile * shape.tile, shape.chunk)
-    return lax.fori_loop(
-        0, jnp.minimum(left, shape.tile // shape.chunk), of_chunk, carry
-    )
+    return lax.fori_loop(0, jnp.minimum(left, shape.tile // shape.chunk), of_chunk, carry)
 
 
 def _ids(tile: Any, start: Any, shape: _Shape) -> Array:

@@ -91,9 +91,7 @@ def tree_attention(
     if num_kv_heads is not None:
         q = layout.in_lines(q, num_kv_heads, k_pages, v_pages)
     _validate(q, k_pages, v_pages, block_table, row_starts, lengths, ancestor_bits)
-    layout.validate_scales(
-        k_scale, v_scale, num_kv_heads or layout.kv_heads(k_pages), k_pages
-    )
+    layout.validate_scales(k_scale, v_scale, num_kv_heads or layout.kv_heads(k_pages), k_pages)
     if max_tokens_per_row < 1 or (window is not None and window < 1):
         raise ValueError(f"{max_tokens_per_row=} and {window=} must be at least 1.")
     if softcap is not None and not softcap > 0:
@@ -101,20 +99,14 @@ def tree_attention(
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ValueError(f"{sinks.shape=} must be one of each head, ({q.shape[1]},).")
     if is_causal is not None and (
-        ancestor_bits is None
-        or is_causal.shape != lengths.shape
-        or is_causal.dtype != jnp.bool_
+        ancestor_bits is None or is_causal.shape != lengths.shape or is_causal.dtype != jnp.bool_
     ):
         raise ValueError(
             f"{is_causal.shape=} {is_causal.dtype=} must be bool{lengths.shape}, and needs "
             "ancestor_bits."
         )
-    if num_new_keys is not None and (
-        ancestor_bits is None or num_new_keys.shape != lengths.shape
-    ):
-        raise ValueError(
-            f"{num_new_keys.shape=} must be {lengths.shape}, and needs ancestor_bits."
-        )
+    if num_new_keys is not None and (ancestor_bits is None or num_new_keys.shape != lengths.shape):
+        raise ValueError(f"{num_new_keys.shape=} must be {lengths.shape}, and needs ancestor_bits.")
     if num_new_keys is not None:
         layout.validate_int32(num_new_keys=num_new_keys)
     if 0 in (q.shape[0], lengths.shape[0]):
@@ -136,9 +128,7 @@ def tree_attention(
     mosaic_gpu = functools.partial(tree_attention_mosaic_gpu, *arguments, **options)
     implementations = {
         "mosaic_tpu": needs_platform("tpu", mosaic_tpu),
-        "mosaic_gpu": if_named(
-            "mosaic_gpu", implementation, needs_platform("gpu", mosaic_gpu)
-        ),
+        "mosaic_gpu": if_named("mosaic_gpu", implementation, needs_platform("gpu", mosaic_gpu)),
         "xla": functools.partial(tree_attention_xla, *arguments, **options),
         "reference": functools.partial(tree_attention_reference, *arguments, **options),
     }
@@ -170,15 +160,12 @@ def _validate(
             f"{block_table.shape=}, {row_starts.shape=}, {lengths.shape=} must be "
             "[rows, pages_per_row], [rows + 1], [rows]."
         )
-    layout.validate_int32(
-        block_table=block_table, row_starts=row_starts, lengths=lengths
-    )
+    layout.validate_int32(block_table=block_table, row_starts=row_starts, lengths=lengths)
     if ancestor_bits is not None and (
         ancestor_bits.ndim != 2
         or ancestor_bits.shape[0] != q.shape[0]
         or ancestor_bits.dtype != jnp.uint32
     ):
         raise ValueError(
-            f"{ancestor_bits.shape=} {ancestor_bits.dtype=} must be "
-            f"uint32[{q.shape[0]}, words]."
+            f"{ancestor_bits.shape=} {ancestor_bits.dtype=} must be uint32[{q.shape[0]}, words]."
         )

@@ -155,9 +155,7 @@ def copy_bytes_per_s() -> float:
     return 2 * COPIED_BYTES / took
 
 
-def measure(
-    shape: Shape, implementation: str, copied: float, *, tunes: bool = False
-) -> Result:
+def measure(shape: Shape, implementation: str, copied: float, *, tunes: bool = False) -> Result:
     """Returns what a shape reaches; with `tunes`, by the fastest block sizes."""
     q, attend, arrays = make_call(shape)
     if tunes:
@@ -210,9 +208,7 @@ def _kernel(
     return layout.from_lines(out, shape.kv_heads, shape.head_dim, k_pages)
 
 
-def _fitting(
-    shape: Shape, attend: Callable, q: jax.Array, arrays: dict
-) -> list[BlockSizes]:
+def _fitting(shape: Shape, attend: Callable, q: jax.Array, arrays: dict) -> list[BlockSizes]:
     """Returns the candidates that the kernel takes, and that differ for the shape."""
     fitting: dict[tuple[int, int], BlockSizes] = {}
     for sizes in block_sizes.CANDIDATES:
@@ -226,9 +222,7 @@ def _fitting(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m pallas_kernels.tree_attention.bench"
-    )
+    parser = argparse.ArgumentParser(prog="python -m pallas_kernels.tree_attention.bench")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--context", type=int, nargs="+", default=[2048])
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 8, 32])
@@ -237,12 +231,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument(
-        "--implementation", help="default: mosaic_tpu on a TPU, else xla"
-    )
-    parser.add_argument(
-        "--tune", action="store_true", help="choose and write block sizes"
-    )
+    parser.add_argument("--implementation", help="default: mosaic_tpu on a TPU, else xla")
+    parser.add_argument("--tune", action="store_true", help="choose and write block sizes")
     parser.add_argument("--json", action="store_true", help="a list of documents")
     options = parser.parse_args(argv)
     is_tpu = target_platform() == "tpu"
@@ -252,13 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     copied = copy_bytes_per_s()
     kind = jax.devices()[0].device_kind
     if not options.json:
-        print(
-            f"{kind}, jax {jax.__version__}, {implementation}; a copy: {copied / 1e9:.1f} GB/s"
-        )
+        print(f"{kind}, jax {jax.__version__}, {implementation}; a copy: {copied / 1e9:.1f} GB/s")
     results = []
-    for rows, context, nodes in itertools.product(
-        options.rows, options.context, options.nodes
-    ):
+    for rows, context, nodes in itertools.product(options.rows, options.context, options.nodes):
         shape = Shape(
             rows=rows,
             context=context,
@@ -293,9 +279,7 @@ def _entry(result: Result, kind: str) -> block_sizes.Entry:
 def _line(result: Result) -> str:
     shape, sizes = result.shape, result.sizes
     peak = "" if result.of_peak is None else f", {result.of_peak:.0%} of the peak"
-    chosen = (
-        "" if sizes is None else f"; {sizes.queries} queries, {sizes.tile_tokens} keys"
-    )
+    chosen = "" if sizes is None else f"; {sizes.queries} queries, {sizes.tile_tokens} keys"
     return (
         f"{shape.rows:4} rows, {shape.context:6} tokens, {shape.nodes:3} nodes: "
         f"{1e6 * result.seconds:10.1f} us, {shape.moved_bytes / 1e6:8.2f} MB, "

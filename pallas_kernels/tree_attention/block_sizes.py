@@ -62,8 +62,7 @@ def choose(
     own = [
         entry
         for entry in table()
-        if (entry.device_kind, entry.head_dim, entry.group)
-        == (device_kind, head_dim, group)
+        if (entry.device_kind, entry.head_dim, entry.group) == (device_kind, head_dim, group)
     ]
     distance = lambda entry: (
         abs(entry.max_tokens_per_row - max_tokens_per_row),
@@ -78,8 +77,7 @@ def table() -> tuple[Entry, ...]:
     """Returns what block_sizes.json holds."""
     documents = json.loads(PATH.read_text(encoding="utf-8"))
     return tuple(
-        Entry(**{**document, "sizes": BlockSizes(**document["sizes"])})
-        for document in documents
+        Entry(**{**document, "sizes": BlockSizes(**document["sizes"])}) for document in documents
     )
 
 

@@ -52,9 +52,7 @@ EXAMPLES = {
     "head_128": Example(lengths=(20, 90), num_new=(2, 1), head_dim=128, kv_heads=2),
     "window": Example(lengths=(0, 5, 100, 200), num_new=(7, 1, 6, 2), window=20),
     "window_of_one": Example(lengths=(0, 70), num_new=(2, 2), window=1),
-    "tree": Example(
-        lengths=(0, 13, 61, 128), num_new=(6, 6, 6, 0), parents=(-1, 0, 0, 1, 2, 2)
-    ),
+    "tree": Example(lengths=(0, 13, 61, 128), num_new=(6, 6, 6, 0), parents=(-1, 0, 0, 1, 2, 2)),
     "level_of_a_tree": Example(
         lengths=(0, 13, 61, 128),
         num_new=(3, 3, 0, 3),
@@ -91,9 +89,7 @@ EXAMPLES = {
     ),
     "prompt_beside_few": Example(lengths=(130, 0, 77, 5), num_new=(1, 130, 8, 9)),
     "head_256": Example(lengths=(20, 90), num_new=(9, 1), head_dim=256, kv_heads=2),
-    "wide_group": Example(
-        lengths=(20, 90), num_new=(70, 1), head_dim=128, heads=32, kv_heads=1
-    ),
+    "wide_group": Example(lengths=(20, 90), num_new=(70, 1), head_dim=128, heads=32, kv_heads=1),
     "softcap": Example(lengths=(0, 70), num_new=(5, 3), softcap=1.5),
     "sinks": Example(lengths=(0, 70), num_new=(5, 3), has_sinks=True),
     "sinks_tree_bfloat16": Example(
@@ -104,9 +100,7 @@ EXAMPLES = {
         softcap=20.0,
         dtype="bfloat16",
     ),
-    "int8": Example(
-        lengths=(0, 70, 31), num_new=(5, 3, 1), page_size=32, page_dtype="int8"
-    ),
+    "int8": Example(lengths=(0, 70, 31), num_new=(5, 3, 1), page_size=32, page_dtype="int8"),
     "fp8_tree_bfloat16": Example(
         lengths=(13, 100, 0),
         num_new=(6, 6, 6),
@@ -168,9 +162,7 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
     page_dtype, scales = jnp.dtype(example.page_dtype or example.dtype), (None, None)
     if example.page_dtype is not None:
         # So that some numbers are beyond the largest.
-        scales = (
-            rng.uniform(2.0, 4.0, (2, example.kv_heads)) / layout.LARGEST[page_dtype]
-        )
+        scales = rng.uniform(2.0, 4.0, (2, example.kv_heads)) / layout.LARGEST[page_dtype]
         scales = [jnp.asarray(scale, jnp.float32) for scale in scales]
         k, v = (
             _quantized(array, scale, page_dtype)
@@ -186,9 +178,7 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
     options = dict(
         ancestor_bits=None if bits is None else jnp.asarray(bits),
         is_causal=is_causal,
-        num_new_keys=(
-            None if example.nodes is None else jnp.asarray(num_keys, jnp.int32)
-        ),
+        num_new_keys=(None if example.nodes is None else jnp.asarray(num_keys, jnp.int32)),
         sinks=sinks,
         k_scale=scales[0],
         v_scale=scales[1],
@@ -203,17 +193,14 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
 def widened(arguments: tuple[Array, ...]) -> tuple[Array, ...]:
     """Returns arguments of bfloat16 as float32, for a definition that does not round."""
     return tuple(
-        array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array
-        for array in arguments
+        array.astype(jnp.float32) if array.dtype == jnp.bfloat16 else array for array in arguments
     )
 
 
 def _quantized(pages: np.ndarray, scale: Array, dtype: jnp.dtype) -> Array:
     """Returns pages [num_pages, kv_heads, page_size, head_dim] by their heads' scales."""
     tokens = np.moveaxis(pages, 1, 2)
-    new = layout.quantize(
-        jnp.asarray(tokens).reshape(-1, *tokens.shape[2:]), scale, dtype
-    )
+    new = layout.quantize(jnp.asarray(tokens).reshape(-1, *tokens.shape[2:]), scale, dtype)
     return jnp.moveaxis(new.reshape(tokens.shape), 2, 1)
 
 

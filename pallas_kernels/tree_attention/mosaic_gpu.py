@@ -245,9 +245,7 @@ class _Visible(NamedTuple):
     below: Array  # i32[blocks, query_rows], positions that a query sees
     above: Array  # i32[blocks, query_rows], and sees only these of all
     bits: Array  # i32[blocks, words + zeros around, query_rows], new tokens it sees too
-    union: (
-        Array  # i32[blocks, words + zeros around], those that hold no NaN past `clean`
-    )
+    union: Array  # i32[blocks, words + zeros around], those that hold no NaN past `clean`
 
 
 class _Inputs(NamedTuple):
@@ -428,14 +426,10 @@ def _kernel(*refs: Any, shape: _Shape):
             q=queries,
             k=tiles,
             v=tiles,
-            q_arrived=plgpu.Barrier(
-                num_arrivals=shape.share, num_barriers=shape.warpgroups
-            ),
+            q_arrived=plgpu.Barrier(num_arrivals=shape.share, num_barriers=shape.warpgroups),
             k_arrived=arrived,
             v_arrived=arrived,
-            used=plgpu.Barrier(
-                num_arrivals=shape.warpgroups, num_barriers=shape.stages
-            ),
+            used=plgpu.Barrier(num_arrivals=shape.warpgroups, num_barriers=shape.stages),
             cleaned=plgpu.Barrier(num_arrivals=shape.warpgroups),
         ),
         collective_axes="warpgroup",
@@ -623,9 +617,7 @@ class _Block:
         is_masked = tile >= self.masked
         if self.shape.has_window:
             is_masked |= tile < self.clear
-        wait_for_values = functools.partial(
-            plgpu.barrier_wait, scratch.v_arrived.at[stage]
-        )
+        wait_for_values = functools.partial(plgpu.barrier_wait, scratch.v_arrived.at[stage])
 
         @pl.when(is_masked)
         def _():
@@ -688,9 +680,7 @@ class _Block:
         inputs, shape = self.inputs, self.shape
         size = MATRIX_ROWS, TILE_TOKENS
         place = plgpu.broadcasted_iota(jnp.int32, size, 1, layout=plgpu.Layout.WGMMA)
-        spread = functools.partial(
-            lax.broadcast_in_dim, shape=size, broadcast_dimensions=(0,)
-        )
+        spread = functools.partial(lax.broadcast_in_dim, shape=size, broadcast_dimensions=(0,))
         is_visible = place < spread(queries.below - start)
         if shape.words:
             words = [
@@ -743,14 +733,10 @@ class _Block:
             @pl.when(warpgroup == 0)
             def _():
                 size = TILE_TOKENS, _COLUMNS
-                place = plgpu.broadcasted_iota(
-                    jnp.int32, size, 0, layout=plgpu.Layout.WGMMA
-                )
+                place = plgpu.broadcasted_iota(jnp.int32, size, 0, layout=plgpu.Layout.WGMMA)
                 is_safe = place < self.clean - start
                 if shape.words:
-                    words = [
-                        inputs.union[self.block, word] for word in self._words_of(start)
-                    ]
+                    words = [inputs.union[self.block, word] for word in self._words_of(start)]
                     spread = lambda word: jnp.full(size, word)
                     is_safe |= self._has_bit(words, start, place, spread)
                 if shape.has_window:

@@ -61,9 +61,7 @@ class _Shape:
     words: int  # of ancestor bits; 0 without
     dtype: jnp.dtype
     page_dtype: jnp.dtype
-    heads_per_line: int = (
-        1  # key heads that lie beside each other; told by their scales
-    )
+    heads_per_line: int = 1  # key heads that lie beside each other; told by their scales
     # What a key counts for.
     scale: float = 1.0
     softcap: float | None = None
@@ -88,13 +86,9 @@ class _Shape:
 
     def smem_bytes(self, rows: int) -> int:
         """Returns what the scalars take: of arrays of two axes whole lines of 128."""
-        lines = -(-self.pages_per_row // LANES) + (
-            -(-self.words // LANES) if self.words else 0
-        )
+        lines = -(-self.pages_per_row // LANES) + (-(-self.words // LANES) if self.words else 0)
         whole_rows = -(-rows // 8) * 8
-        return 4 * (
-            whole_rows * lines * LANES + 3 * self.num_blocks + 3 * rows + 8 * LANES
-        )
+        return 4 * (whole_rows * lines * LANES + 3 * self.num_blocks + 3 * rows + 8 * LANES)
 
     def vmem_bytes(self) -> int:
         """Returns what a grid step keeps in VMEM: tiles twice, queries and results twice, sums."""
@@ -141,9 +135,7 @@ def tree_attention_mosaic_tpu(
       NotImplementedError: a size that no tile fits.
     """
     check_window(window, ancestor_bits)
-    shape = _shape_of(
-        q, k_pages, block_table, ancestor_bits, max_tokens_per_row, block_sizes
-    )
+    shape = _shape_of(q, k_pages, block_table, ancestor_bits, max_tokens_per_row, block_sizes)
     shape = dataclasses.replace(
         shape,
         scale=scale,
@@ -186,9 +178,7 @@ def tree_attention_mosaic_tpu(
             out_specs=_block_spec(shape.kv_heads, shape.query_rows, shape.head_dim),
             scratch_shapes=_scratch_shapes(shape),
         ),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary")
-        ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="tree_attention",
     )(
@@ -335,9 +325,7 @@ def _kernel(*refs, shape: _Shape):
     scales = (refs.pop(0), refs.pop(0)) if shape.has_scales else None
     k_hbm, v_hbm, out, k_tiles, v_tiles, top, total, acc, slot, sems = refs
     tiles = _Tiles(scalars, k_hbm, v_hbm, k_tiles, v_tiles, sems, shape)
-    sums = _Sums(
-        scalars, q, bits, sinks, scales, k_tiles, v_tiles, top, total, acc, shape
-    )
+    sums = _Sums(scalars, q, bits, sinks, scales, k_tiles, v_tiles, top, total, acc, shape)
     block = pl.program_id(1) * CORES + pl.program_id(0)
     is_used = scalars.count[block] > 0
 
@@ -351,9 +339,7 @@ def _kernel(*refs, shape: _Shape):
         sums.clear()
         first, last = tiles.span(block)
         following = jnp.minimum(block + CORES, shape.num_blocks - 1)
-        is_followed = (block + CORES < shape.num_blocks) & (
-            scalars.count[following] > 0
-        )
+        is_followed = (block + CORES < shape.num_blocks) & (scalars.count[following] > 0)
 
         def body(tile, _):
             own = slot[0]
@@ -489,9 +475,7 @@ class _Sums:
             scores = multiply(self.q[0, head, :rows], k, (((1,), (1,)), ((), ())))
             scores = scores * shape.scale
             if self.scales is not None:
-                scores *= self._by_query(
-                    self.scales[0], head, shape.heads_per_line, rows
-                )
+                scores *= self._by_query(self.scales[0], head, shape.heads_per_line, rows)
             if shape.softcap is not None:
                 scores = shape.softcap * jnp.tanh(scores / shape.softcap)
             scores = jnp.where(is_visible, scores, MASKED)
@@ -530,9 +514,7 @@ class _Sums:
         place = lax.div(lax.rem(row, jnp.int32(group)), jnp.int32(group // count))
         by_query = jnp.full(row.shape, own)
         for other in range(1, count):
-            by_query = jnp.where(
-                place == other, numbers[line * count + other], by_query
-            )
+            by_query = jnp.where(place == other, numbers[line * count + other], by_query)
         return by_query
 
     def _visible(self, block: Any, tile: Any, row: Any, rows: int) -> Array:

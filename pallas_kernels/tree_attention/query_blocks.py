@@ -38,9 +38,7 @@ class Blocks(NamedTuple):
     count: Array  # tokens; 0 in a block that is not in use
 
 
-def most_blocks(
-    rows: int, num_tokens: int, max_tokens_per_row: int, queries: int
-) -> int:
+def most_blocks(rows: int, num_tokens: int, max_tokens_per_row: int, queries: int) -> int:
     """Returns how many blocks of so many queries the tokens of all rows may take."""
     return rows + (num_tokens // queries if max_tokens_per_row > queries else 0)
 
@@ -57,9 +55,7 @@ def blocks_of(num_new: Array, sizes: Sizes) -> Blocks:
     return Blocks(row, first.astype(jnp.int32), count.astype(jnp.int32))
 
 
-def tokens_of(
-    blocks: Blocks, row_starts: Array, num_tokens: int, sizes: Sizes
-) -> Array:
+def tokens_of(blocks: Blocks, row_starts: Array, num_tokens: int, sizes: Sizes) -> Array:
     """Returns the flat index of each block's tokens, i32[blocks, queries], all of which exist."""
     first = row_starts[blocks.row] + blocks.first
     token = first[:, None] + jnp.arange(sizes.queries, dtype=jnp.int32)[None]
@@ -73,9 +69,7 @@ def queries_by_head(q: Array, sizes: Sizes) -> Array:
     """
     num_blocks = q.shape[0]
     q = q.reshape(num_blocks, sizes.queries, sizes.kv_heads, sizes.group, -1)
-    q = q.transpose(0, 2, 1, 3, 4).reshape(
-        num_blocks, sizes.kv_heads, -1, sizes.head_dim
-    )
+    q = q.transpose(0, 2, 1, 3, 4).reshape(num_blocks, sizes.kv_heads, -1, sizes.head_dim)
     padding = sizes.query_rows - q.shape[2]
     return jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
 
@@ -104,9 +98,7 @@ def union_bits(bits: Array | None, row_starts: Array) -> Array:
     return lax.bitcast_convert_type(union, jnp.int32)
 
 
-def lay_flat(
-    out: Array, num_new: Array, row_starts: Array, q: Array, sizes: Sizes
-) -> Array:
+def lay_flat(out: Array, num_new: Array, row_starts: Array, q: Array, sizes: Sizes) -> Array:
     """Undoes `queries_by_head` and lays rows end to end, in q's shape.
 
     Args:
@@ -114,9 +106,7 @@ def lay_flat(
     """
     num_tokens, heads, head_dim = q.shape
     out = out[:, :, : sizes.queries * sizes.group]
-    out = out.reshape(
-        sizes.num_blocks, sizes.kv_heads, sizes.queries, sizes.group, head_dim
-    )
+    out = out.reshape(sizes.num_blocks, sizes.kv_heads, sizes.queries, sizes.group, head_dim)
     out = out.transpose(0, 2, 1, 3, 4).reshape(-1, heads, head_dim)
     rows = row_starts.shape[0] - 1
     flat = jnp.arange(num_tokens, dtype=jnp.int32)

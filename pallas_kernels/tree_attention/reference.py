@@ -80,9 +80,7 @@ def tree_attention_reference(
 
         return lax.fori_loop(row_starts[row], row_starts[row + 1], attend_token, out)
 
-    return lax.fori_loop(
-        0, rows, attend_row, jnp.zeros((num_tokens, heads, q.shape[2]), q.dtype)
-    )
+    return lax.fori_loop(0, rows, attend_row, jnp.zeros((num_tokens, heads, q.shape[2]), q.dtype))
 
 
 def depths(bits: Array) -> Array:

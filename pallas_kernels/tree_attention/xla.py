@@ -54,13 +54,9 @@ def tree_attention_xla(
     table = jnp.pad(jnp.maximum(block_table, 0), ((0, 0), (0, padding)))
 
     def body(block: Array, state: RunningSoftmax) -> RunningSoftmax:
-        ids = lax.dynamic_slice_in_dim(
-            table, block * pages_per_block, pages_per_block, 1
-        )
+        ids = lax.dynamic_slice_in_dim(table, block * pages_per_block, pages_per_block, 1)
         positions = block * block_tokens + jnp.arange(block_tokens)[None]
-        is_visible = _visible(
-            positions, lengths, ends, bits, is_causal, window, max_tokens_per_row
-        )
+        is_visible = _visible(positions, lengths, ends, bits, is_causal, window, max_tokens_per_row)
         # A masked value has weight 0, but 0 * NaN is NaN, and unwritten slots may be:
         # past the end, and where a level of a tree skips nodes.
         is_used = positions < ends[:, None]
@@ -69,14 +65,10 @@ def tree_attention_xla(
         v = jnp.where(is_used[:, None, :, None], _gather(v_pages, ids), 0.0)
         group = queries.shape[2] // max_tokens_per_row
         is_visible = jnp.tile(is_visible[:, None], (1, 1, group, 1))
-        scores = jnp.einsum(
-            "rhqd,rhkd->rhqk", queries, _gather(k_pages, ids), precision=precision
-        )
+        scores = jnp.einsum("rhqd,rhkd->rhqk", queries, _gather(k_pages, ids), precision=precision)
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        return running_softmax.add_tile(
-            state, "rhqk,rhkd->rhqd", scores, is_visible, v, precision
-        )
+        return running_softmax.add_tile(state, "rhqk,rhkd->rhqd", scores, is_visible, v, precision)
 
     first = jnp.int32(0)
     if window is not None:
@@ -162,7 +154,5 @@ def _has_bit(bits: Array, new: Array) -> Array:
     words = bits.shape[-1]
     word = jnp.clip(new // 32, 0, words - 1)[:, None]
     word = jnp.broadcast_to(word, (*bits.shape[:2], new.shape[1]))
-    bit = jnp.take_along_axis(bits, word, axis=2) >> (new % 32)[:, None].astype(
-        jnp.uint32
-    )
+    bit = jnp.take_along_axis(bits, word, axis=2) >> (new % 32)[:, None].astype(jnp.uint32)
     return ((bit & 1) == 1) & (new >= 0)[:, None] & (new < 32 * words)[:, None]

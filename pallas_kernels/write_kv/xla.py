@@ -25,7 +25,8 @@ def write_slots(
     new: Array,  # dtype[num_tokens, kv_heads, head_dim]
     slot_mapping: Array,  # i32[num_tokens]
 ) -> Array:
-    """Returns one array of pages with each token at its slot; slots that do not exist are dropped."""
+    """Returns one array of pages with each token at its slot; slots that do not exist are
+    dropped."""
     size = layout.page_size(pages)
     # Negative indices wrap before mode="drop" sees them.
     slots = jnp.where(slot_mapping < 0, layout.num_slots(pages), slot_mapping)

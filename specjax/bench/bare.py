@@ -8,21 +8,17 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from specjax.decode.forward import forward, make_batch
 from specjax.decode.state import DecodeState
 from specjax.models.architectures import architecture_of
 from specjax.models.base import ModelConfig, Params
 from specjax.models.layers import linear
+from specjax.paged.forward import forward, make_batch
 from specjax.sampling import first_argmax
 
 
 def matmul_bytes(params: Params) -> int:
     """Returns the bytes of weights that one step reads: all but the embedding tables."""
-    tables = [
-        params[name].nbytes
-        for name in ("embed_tokens", "embed_positions")
-        if name in params
-    ]
+    tables = [params[name].nbytes for name in ("embed_tokens", "embed_positions") if name in params]
     if "lm_head" not in params:
         tables = tables[1:]  # a tied embedding is read whole, as the head
     return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - sum(tables)
@@ -57,9 +53,7 @@ def matmul_chain(
 
     def one_step(matrices: Params, x):
         for layer in matrices["layers"]:
-            q, k, v = (
-                product(x, layer[name]) for name in ("q_proj", "k_proj", "v_proj")
-            )
+            q, k, v = (product(x, layer[name]) for name in ("q_proj", "k_proj", "v_proj"))
             x = product(q + jnp.sum(k + v) * 1e-6, layer["o_proj"])
             gated = product(x, layer["gate_proj"]) * product(x, layer["up_proj"])
             x = product(gated, layer["down_proj"])

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.bench import measuring
-from specjax.bucket import Bucket
-from specjax.config import MAX_DEPTH, SamplingParams
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import MAX_DEPTH
+from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import Decoder
 from specjax.engine.loop import make_admissions
 from specjax.engine.request import Request
 from specjax.engine.rows import Row
-from specjax.progress import Report
+from specjax.runtime.progress import Report
 from specjax.sampling import row_values
 from specjax.types import DecoderParams, Plan
 
@@ -192,7 +193,5 @@ def calibrate(
         lags = zip(seconds["behind", behind], seconds["behind", 0], strict=True)
         extra = measuring.median([late - ready for late, ready in lags])
         catch_up_s = max(extra * timer.num_steps / behind, 0.0)
-    own = {
-        place: seconds[place] for place in contenders if isinstance(place[0], Bucket)
-    }
+    own = {place: seconds[place] for place in contenders if isinstance(place[0], Bucket)}
     return Calibration(own, catch_up_s), {place: seconds[place] for place in beside}

@@ -54,9 +54,7 @@ class Caller:
             vocab = self._target.config.vocab_size
             self._prompts = np.random.default_rng(0).integers(0, vocab, shape).tolist()
         name = options.drafter
-        self._drafter = specjax.load_drafter(
-            draft if name == "model" else name, self._target
-        )
+        self._drafter = specjax.load_drafter(draft if name == "model" else name, self._target)
         self._sampling = specjax.SamplingParams(
             temperature=options.temperature,
             max_tokens=options.new_tokens,
@@ -69,9 +67,7 @@ class Caller:
         start = time.perf_counter()
         config = None
         if contender not in (NONE, GOODPUT):
-            config = self._speculation(
-                num_speculative_tokens=int(contender), policy="fixed"
-            )
+            config = self._speculation(num_speculative_tokens=int(contender), policy="fixed")
         out = self._generate(
             self._target,
             self._prompts,

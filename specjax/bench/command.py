@@ -11,20 +11,21 @@ from typing import Any
 
 import jax
 
-from specjax import compilation_cache
+from specjax.api.assemble import Setup
 from specjax.bench import calibrate, measuring, quick
 from specjax.bench.widen import widen
 from specjax.cli.parser import Parser, at_least
-from specjax.config import EngineConfig, SamplingParams
-from specjax.engine import cost_files
-from specjax.engine.goodput import Goodput
-from specjax.engine.step_cost import MEMORY, StepCosts
+from specjax.config.engine import EngineConfig
+from specjax.config.names import DRAFTERS
+from specjax.config.sampling import SamplingParams
 from specjax.models.architectures import architecture_of
 from specjax.models.base import Model
 from specjax.models.loading import load_model
-from specjax.names import DRAFTERS
-from specjax.progress import Progress
-from specjax.setup import Setup
+from specjax.policy import cost_files
+from specjax.policy.goodput import Goodput
+from specjax.policy.step_cost import MEMORY, StepCosts
+from specjax.runtime import compilation_cache
+from specjax.runtime.progress import Progress
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,9 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.calibrate:
         return _calibrate(options)
-    figures = quick.run(
-        options.rounds, lambda what: print(f"measuring: {what}", file=sys.stderr)
-    )
+    figures = quick.run(options.rounds, lambda what: print(f"measuring: {what}", file=sys.stderr))
     if options.json:
         print(json.dumps(figures, indent=2))
         return 0
@@ -72,12 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         help='a folder, a hub name, "demo" (the default), or a name of configs/models, '
         "which gets random weights",
     )
-    pair.add_argument(
-        "--drafter", default="demo", metavar="MODEL", help='likewise, or "ngram"'
-    )
-    pair.add_argument(
-        "--num-speculative-tokens", "-k", type=at_least(1), default=4, metavar="K"
-    )
+    pair.add_argument("--drafter", default="demo", metavar="MODEL", help='likewise, or "ngram"')
+    pair.add_argument("--num-speculative-tokens", "-k", type=at_least(1), default=4, metavar="K")
     pair.add_argument(
         "--widen",
         type=_parameters,
@@ -99,9 +94,7 @@ def _calibrate(options: argparse.Namespace) -> int:
         target = widen(loaded, options.widen)
     setup = Setup.of(
         target,
-        drafter=options.drafter
-        if options.drafter in DRAFTERS
-        else model(options.drafter),
+        drafter=options.drafter if options.drafter in DRAFTERS else model(options.drafter),
         num_speculative_tokens=options.num_speculative_tokens,
         engine=EngineConfig(max_rows=options.max_rows, max_context=options.max_context),
     )
@@ -109,8 +102,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     policy = setup.policy(decoder)
     if not isinstance(policy, Goodput):
         raise ValueError(
-            "nothing is drafted, so there is no K to choose; pass --drafter, and a K of at "
-            "least 1."
+            "nothing is drafted, so there is no K to choose; pass --drafter, and a K of at least 1."
         )
     sampling = SamplingParams(temperature=options.temperature, ignore_eos=True)
     timer = calibrate.StepTimer(decoder, setup.params, sampling)
@@ -128,9 +120,7 @@ def _calibrate(options: argparse.Namespace) -> int:
     costs.catch_up_s = found.catch_up_s
     kept = cost_files.Known(StepCosts())
     cost_files.load(decoder, kept)
-    path = cost_files.save(
-        decoder, cost_files.Known(costs, kept.acceptance, kept.ledgers)
-    )
+    path = cost_files.save(decoder, cost_files.Known(costs, kept.acceptance, kept.ledgers))
     document = {
         "environment": measuring.environment(),
         "key": cost_files.key_of(decoder),
@@ -184,8 +174,6 @@ def _table(document: dict[str, Any]) -> str:
         f"a bucket not measured is predicted; on those that were that is off by "
         f"{document['fit_error']:.0%} at most"
     )
-    lines.append(
-        f"catching up with a token after K = 0: {1e3 * document['catch_up_s']:.3f} ms"
-    )
+    lines.append(f"catching up with a token after K = 0: {1e3 * document['catch_up_s']:.3f} ms")
     lines.append(f"kept in {document['file']}")
     return "\n".join(lines)

@@ -6,7 +6,8 @@ from typing import Any
 
 import specjax
 from specjax.bench import measuring
-from specjax.config import SamplingParams, SpeculationConfig
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import SpeculationConfig
 from specjax.demo import corpus
 from specjax.engine.request import AcceptanceCounts
 
@@ -19,10 +20,7 @@ DEPTHS = (1, 2, 3, 4)
 def held_out_texts(num_files: int = NUM_FILES) -> list[str]:
     """Returns the longest files of this Python's library that training kept apart."""
     held_out = [file for file in corpus.source_files() if file.is_held_out]
-    return [
-        file.text
-        for file in sorted(held_out, key=lambda file: -len(file.text))[:num_files]
-    ]
+    return [file.text for file in sorted(held_out, key=lambda file: -len(file.text))[:num_files]]
 
 
 def speculation(rounds: int) -> dict[str, Any]:

@@ -21,13 +21,14 @@ from jax import Array
 import specjax
 from specjax.bench import bare, embedded, measuring
 from specjax.bench.quick import BURST_STEPS, Decoding
-from specjax.config import EngineConfig, SamplingParams
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
 from specjax.configs.models import bench_60m
 from specjax.drafters.draws import draw_siblings
 from specjax.models import llama
 from specjax.models.dense import sequence_logits
 from specjax.sampling import RowSampling, choose_tokens, first_argmax, row_values
-from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
+from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
 from specjax.types import SEEDED
 
 NUM_TOKENS = 8
@@ -48,7 +49,10 @@ SIBLINGS = f"{NUM_SIBLINGS} siblings"
 
 
 def embedded_logits() -> Array:
-    """Returns f32[NUM_TOKENS, vocab] of the embedded model, each after 32 tokens of a held-out file."""
+    """Returns the embedded model's logits, each after 32 tokens of a held-out file.
+
+    f32[NUM_TOKENS, vocab].
+    """
     model = specjax.load_model("demo")
     prompts = [model.tokenizer.encode(text)[:32] for text in embedded.held_out_texts()]
     token_ids = jnp.asarray(prompts[:NUM_TOKENS])
@@ -79,9 +83,7 @@ def row_sampling(params: SamplingParams) -> RowSampling:
     """Returns NUM_TOKENS rows with seeds of their own."""
     config = EngineConfig()
     rows = [
-        row_values(
-            params, prompt_length=1, eos_token_ids=(), seed=seed, engine_config=config
-        )
+        row_values(params, prompt_length=1, eos_token_ids=(), seed=seed, engine_config=config)
         for seed in range(NUM_TOKENS)
     ]
     return RowSampling(
@@ -122,17 +124,13 @@ def draw_three(
     ).token_ids
 
 
-def chooser(
-    choose: Callable[..., Any], logits: Array, sampling: RowSampling
-) -> Callable[[], Any]:
+def chooser(choose: Callable[..., Any], logits: Array, sampling: RowSampling) -> Callable[[], Any]:
     """Returns a function that draws NUM_CALLS times, each at another position."""
     compiled = jax.jit(choose)
     rows = jnp.arange(NUM_TOKENS)
     history = jnp.zeros((NUM_TOKENS, 64), jnp.int32)
     positions = [jnp.full(NUM_TOKENS, 10 + i, jnp.int32) for i in range(NUM_CALLS)]
-    return lambda: [
-        compiled(logits, sampling, rows, where, history) for where in positions
-    ][-1]
+    return lambda: [compiled(logits, sampling, rows, where, history) for where in positions][-1]
 
 
 def contenders(vocab: int) -> dict[str, Callable[[], Any]]:
@@ -176,8 +174,7 @@ def run(rounds: int, vocab: int) -> list[dict[str, Any]]:
     for contender in choosing:
         kind, name = contender.split("/")
         chosen_s, greedy_s = (
-            [s / NUM_CALLS for s in seconds[key]]
-            for key in (contender, f"{kind}/greedy")
+            [s / NUM_CALLS for s in seconds[key]] for key in (contender, f"{kind}/greedy")
         )
         more_s = [a - b for a, b in zip(chosen_s, greedy_s, strict=True)]
         record: dict[str, Any] = {
@@ -197,12 +194,13 @@ def run(rounds: int, vocab: int) -> list[dict[str, Any]]:
 def table(records: list[dict[str, Any]]) -> str:
     """Returns the records as a Markdown table."""
     lines = [
-        "| vocabulary | logits | sampling | ms | ms more than greedy | of a step, 1 row | of a step, 8 rows |",
+        "| vocabulary | logits | sampling | ms | ms more than greedy | of a step, 1 row "
+        "| of a step, 8 rows |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r['vocabulary']} | {r['logits']} | {r['sampling']} | {r['ms']:.2f} | {r['more_ms']:.2f} "
-        f"| {r['of_step/1']:.1%} | {r['of_step/8']:.1%} |"
+        f"| {r['vocabulary']} | {r['logits']} | {r['sampling']} | {r['ms']:.2f} "
+        f"| {r['more_ms']:.2f} | {r['of_step/1']:.1%} | {r['of_step/8']:.1%} |"
         for r in records
     ]
     return "\n".join(lines)
@@ -219,11 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"measuring: vocabulary {vocab}", file=sys.stderr)
         records += run(options.rounds, vocab)
     if options.json:
-        print(
-            json.dumps(
-                {"environment": measuring.environment(), "records": records}, indent=2
-            )
-        )
+        print(json.dumps({"environment": measuring.environment(), "records": records}, indent=2))
         return 0
     steps_ms = {rows: f"{records[0][f'step/{rows}_ms']:.1f}" for rows in CONTEXTS}
     print(f"{measuring.environment()}, milliseconds of a step by rows: {steps_ms}")

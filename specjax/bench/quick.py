@@ -15,13 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.bench import bare, embedded, measuring
-from specjax.config import EngineConfig, SamplingParams
+from specjax.bench.fixed_batch import begin, plan_for_all
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
 from specjax.configs.models import bench_60m
-from specjax.decode.decoder import Decoder, Sizes
+from specjax.decode.decoder import Decoder
+from specjax.decode.sizes import Sizes
 from specjax.decode.state import DecodeState
 from specjax.drafters.base import Draft, Drafter
 from specjax.drafters.spec import NoDrafter
-from specjax.engine.fixed_batch import begin, plan_for_all
 from specjax.engine.request import Request
 from specjax.models import llama
 from specjax.sampling import row_values
@@ -71,9 +73,7 @@ class Decoding:
         drafter: Any = None,  # a DrafterSpec, or anything with its build()
         num_speculative_tokens: int = 0,
     ):
-        pages_per_row = -(
-            -(context + BURST_STEPS * (1 + num_speculative_tokens) + 2) // PAGE_SIZE
-        )
+        pages_per_row = -(-(context + BURST_STEPS * (1 + num_speculative_tokens) + 2) // PAGE_SIZE)
         sizes = Sizes(
             rows=rows,
             page_size=PAGE_SIZE,
@@ -107,15 +107,11 @@ class Decoding:
     @property
     def temp_bytes(self) -> int:
         """Returns what XLA says the compiled burst needs beside its arguments and results."""
-        return (
-            self.decoder.compiled_burst(self.depth).memory_analysis().temp_size_in_bytes
-        )
+        return self.decoder.compiled_burst(self.depth).memory_analysis().temp_size_in_bytes
 
     def _prefilled(self, rows: int, context: int) -> DecodeState:
         rng = np.random.default_rng(0)
-        sampling = SamplingParams(
-            temperature=0, max_tokens=self.decoder.sizes.max_length - context
-        )
+        sampling = SamplingParams(temperature=0, max_tokens=self.decoder.sizes.max_length - context)
         values = row_values(
             sampling,
             prompt_length=context,
@@ -180,8 +176,7 @@ def batch_one(params: llama.Params, rounds: int) -> dict[str, float]:
     weight_bytes = bare.matmul_bytes(params)
     by_sum = sum_bytes / measuring.median(seconds["read"])
     by_plain, by_linear = (
-        BURST_STEPS * weight_bytes / measuring.median(seconds[form])
-        for form in ("plain", "linear")
+        BURST_STEPS * weight_bytes / measuring.median(seconds[form]) for form in ("plain", "linear")
     )
     bandwidth = max(by_sum, by_plain, by_linear)
     step_s = measuring.median(seconds["burst"]) / BURST_STEPS
@@ -211,28 +206,18 @@ def batch_eight(params: llama.Params, rounds: int) -> dict[str, float]:
     )
     return {
         "batch_8_step_s": measuring.median(seconds["burst"]) / BURST_STEPS,
-        "batch_8_fraction_of_matmuls": measuring.ratio(
-            seconds["plain"], seconds["burst"]
-        ),
-        "batch_8_fraction_of_linear": measuring.ratio(
-            seconds["linear"], seconds["burst"]
-        ),
-        "batch_8_burst_over_bare_loop": measuring.ratio(
-            seconds["burst"], seconds["loop"]
-        ),
+        "batch_8_fraction_of_matmuls": measuring.ratio(seconds["plain"], seconds["burst"]),
+        "batch_8_fraction_of_linear": measuring.ratio(seconds["linear"], seconds["burst"]),
+        "batch_8_burst_over_bare_loop": measuring.ratio(seconds["burst"], seconds["loop"]),
     }
 
 
 def pool_size(params: llama.Params, rounds: int) -> dict[str, float]:
     """The same step over a pool of 64 and of 4,096 pages."""
-    small, large = (
-        Decoding(params, rows=1, context=128, num_pages=n) for n in (64, 4096)
-    )
+    small, large = (Decoding(params, rows=1, context=128, num_pages=n) for n in (64, 4096))
     seconds = measuring.interleaved({"small": small, "large": large}, rounds)
     return {
-        "pages_4096_over_64_seconds": measuring.ratio(
-            seconds["large"], seconds["small"]
-        ),
+        "pages_4096_over_64_seconds": measuring.ratio(seconds["large"], seconds["small"]),
         "pages_64_temp_bytes": small.temp_bytes,
         "pages_4096_temp_bytes": large.temp_bytes,
     }

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from specjax.bucket import Bucket
-from specjax.engine.speculation_policy import (
+from specjax.decode.bucket import Bucket
+from specjax.policy.interface import (
     LEAST_TIMED_STEPS,
     Decision,
     Fixed,
@@ -29,9 +29,7 @@ class Workload:
     """Rows that decode together and are not refilled."""
 
     num_tokens: np.ndarray  # i64[rows], that each is to gain
-    rates: (
-        np.ndarray
-    )  # f64[rows], how often a draft token stands, given those before it
+    rates: np.ndarray  # f64[rows], how often a draft token stands, given those before it
     context: int  # tokens of each row at the start
     seed: int = 0
 
@@ -66,9 +64,7 @@ class Clock:
       disturbed: share of the bursts that take 1.2 to 2.2 times as long besides.
     """
 
-    def __init__(
-        self, seed: int, noise: float, *, wander: float = 0.0, disturbed: float = 0.0
-    ):
+    def __init__(self, seed: int, noise: float, *, wander: float = 0.0, disturbed: float = 0.0):
         self._rng = np.random.default_rng(seed)
         self._noise, self._wander, self._disturbed = noise, wander, disturbed
         self._slow = 0.0
@@ -157,9 +153,7 @@ class Replay:
         starts = np.arange(0.0, last - window_s, window_s / 30)
         gains = []
         for own in ends:
-            at = lambda when, own=own: np.interp(
-                when, np.r_[0, own[:, 0]], np.r_[0, own[:, 1]]
-            )
+            at = lambda when, own=own: np.interp(when, np.r_[0, own[:, 0]], np.r_[0, own[:, 1]])
             gains.append(at(starts + window_s) - at(starts))
         return float((gains[0] / gains[1]).min())
 
@@ -294,9 +288,7 @@ def _cut(proposed: np.ndarray, max_drafts: int) -> np.ndarray:
     return kept.sum(axis=0)
 
 
-def best_fixed(
-    workload: Workload, costs: Costs, depths: Sequence[int]
-) -> tuple[int, Replay]:
+def best_fixed(workload: Workload, costs: Costs, depths: Sequence[int]) -> tuple[int, Replay]:
     """Returns the K of `depths` that runs a workload fastest when it never changes."""
     runs = {depth: Replay(workload, costs, Fixed(depth)).run() for depth in depths}
     best = min(runs, key=lambda depth: runs[depth].seconds)

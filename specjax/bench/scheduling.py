@@ -17,18 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from specjax import compilation_cache
+from specjax.api.assemble import Setup
+from specjax.api.plots import new_figure, whole_ticks
 from specjax.bench import calibrate, measuring
 from specjax.bench.command import model
 from specjax.bench.replay import Clock, Costs, Oracle, Replay, Workload
-from specjax.bucket import Bucket
-from specjax.config import EngineConfig, SamplingParams
-from specjax.engine.goodput import Goodput
-from specjax.engine.speculation_policy import Fixed
-from specjax.engine.step_cost import StepCosts
-from specjax.plotting import new_figure, whole_ticks
-from specjax.progress import Progress
-from specjax.setup import Setup
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.decode.bucket import Bucket
+from specjax.policy.goodput import Goodput
+from specjax.policy.interface import Fixed
+from specjax.policy.step_cost import StepCosts
+from specjax.runtime import compilation_cache
+from specjax.runtime.progress import Progress
 
 ROW_BUCKETS = (1, 4, 8, 16, 32)
 # Target, drafter, and numbers of rows; where those are few only rows that differ are replayed.
@@ -48,9 +49,7 @@ RAMP_ACCEPTANCE = (0.2, 0.3, 0.5, 0.7)
 # what law their lengths are drawn, and how often their drafts stand.
 SERIES_RAMPS = 8
 SERIES_LENGTHS: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
-    "log-normal, median 300, sigma 1": lambda rng, rows: (
-        300 * np.exp(rng.normal(size=rows))
-    ),
+    "log-normal, median 300, sigma 1": lambda rng, rows: 300 * np.exp(rng.normal(size=rows)),
     "Pareto, least 150, alpha 2": lambda rng, rows: 150 * (1 + rng.pareto(2, rows)),
 }
 SERIES_RATES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
@@ -77,15 +76,12 @@ def measure_costs(
     sampling = SamplingParams(temperature=1.0, ignore_eos=True)
     timers = {}
     for name in (drafter, None):
-        setup = Setup.of(
-            target, drafter=name, num_speculative_tokens=MOST, engine=config
-        )
+        setup = Setup.of(target, drafter=name, num_speculative_tokens=MOST, engine=config)
         decoder = setup.decoder(setup.standing_sizes(), [])
         timers[name is None] = calibrate.StepTimer(decoder, setup.params, sampling)
     bare, progress = timers[True], Progress(True)
     beside: dict[Any, Callable[[], Any]] = {
-        ("bare", rows): lambda rows=rows: bare.run(Bucket(rows, 0), CONTEXT)
-        for rows in row_buckets
+        ("bare", rows): lambda rows=rows: bare.run(Bucket(rows, 0), CONTEXT) for rows in row_buckets
     }
     found, plain = calibrate.calibrate(
         timers[False],
@@ -100,9 +96,7 @@ def measure_costs(
     )
     progress.close()
     overhead = {
-        rows: measuring.ratio_interval(
-            found.seconds[Bucket(rows, 0), CONTEXT], plain["bare", rows]
-        )
+        rows: measuring.ratio_interval(found.seconds[Bucket(rows, 0), CONTEXT], plain["bare", rows])
         for rows in row_buckets
     }
     return {
@@ -110,16 +104,12 @@ def measure_costs(
         "row_buckets": list(row_buckets),
         "steps": found.records(),
         "catch_up_s": found.catch_up_s,
-        "no_drafter_step_s": {
-            rows: measuring.median(plain["bare", rows]) for rows in row_buckets
-        },
+        "no_drafter_step_s": {rows: measuring.median(plain["bare", rows]) for rows in row_buckets},
         "plain_with_drafter_over_without": overhead,
     }
 
 
-def costs_of(
-    measured: dict[str, Any], most_context: int | None = None
-) -> tuple[Costs, StepCosts]:
+def costs_of(measured: dict[str, Any], most_context: int | None = None) -> tuple[Costs, StepCosts]:
     """Returns what a replay charges, and the same for a policy to know beforehand.
 
     Args:
@@ -129,9 +119,7 @@ def costs_of(
     lines: dict[Bucket, Any] = {}
     for record in measured["steps"]:
         bucket = Bucket(*(record[name] for name in Bucket._fields))
-        lines.setdefault(bucket, []).append(
-            (record["context_tokens"], record["step_s"])
-        )
+        lines.setdefault(bucket, []).append((record["context_tokens"], record["step_s"]))
 
     def step_s(bucket: Bucket, context: float) -> float:
         # A line through what was measured, beyond it too.
@@ -156,9 +144,7 @@ def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for batch in BATCHES:
         for rate in ACCEPTANCE:
-            workload = Workload(
-                np.full(batch, TOKENS), np.full(batch, rate), context=CONTEXT
-            )
+            workload = Workload(np.full(batch, TOKENS), np.full(batch, rate), context=CONTEXT)
             costs, known = costs_of(measured)
             fixed = {k: Replay(workload, costs, Fixed(k)).run() for k in DEPTHS}
             best = min(fixed, key=lambda k: fixed[k].seconds)
@@ -171,10 +157,8 @@ def steady(measured: dict[str, Any]) -> list[dict[str, Any]]:
                 ran = Replay(workload, costs, policy, clock=Clock(1, NOISE)).run()
                 speed = ran.tokens_per_second(BURN_IN_STEPS)
                 own |= {
-                    f"{name}_of_best": speed
-                    / fixed[best].tokens_per_second(BURN_IN_STEPS),
-                    f"{name}_of_none": speed
-                    / fixed[0].tokens_per_second(BURN_IN_STEPS),
+                    f"{name}_of_best": speed / fixed[best].tokens_per_second(BURN_IN_STEPS),
+                    f"{name}_of_none": speed / fixed[0].tokens_per_second(BURN_IN_STEPS),
                     f"{name}_lost_in_burn_in_s": _burn_in_loss(ran, fixed[best]),
                     f"{name}_whole_of_best": fixed[best].seconds / ran.seconds,
                 }
@@ -191,10 +175,7 @@ def short_generations(
         Workload(np.full(batch, SHORT_TOKENS), np.full(batch, rate), CONTEXT, seed=seed)
         for seed in range(3)
     ]
-    fixed = {
-        k: sum(Replay(text, costs, Fixed(k)).run().seconds for text in texts)
-        for k in DEPTHS
-    }
+    fixed = {k: sum(Replay(text, costs, Fixed(k)).run().seconds for text in texts) for k in DEPTHS}
     best = min(fixed, key=lambda k: fixed[k])
     shares = []
     for seed in range(seeds):
@@ -202,9 +183,7 @@ def short_generations(
         seconds = []
         for number in range(SHORT_BURN_IN + SHORT_COUNTED):
             text = texts[number % len(texts)]
-            run = Replay(
-                text, costs, policy, clock=clock, first_request=number * batch
-            ).run()
+            run = Replay(text, costs, policy, clock=clock, first_request=number * batch).run()
             seconds.append(run.seconds)
         counted = sum(seconds[SHORT_BURN_IN:]) / SHORT_COUNTED
         shares.append(fixed[best] / len(texts) / counted)
@@ -218,16 +197,14 @@ def short_generations(
 
 
 def _burn_in_loss(ran: Replay, best: Replay) -> float:
-    """Returns the seconds by which the first steps took longer than the best K for as many tokens."""
+    """Returns the seconds by which the first steps took longer than the best K for as many
+    tokens."""
     steps = np.cumsum([burst.num_steps for burst in ran.bursts])
     first = ran.bursts[: int(np.searchsorted(steps, BURN_IN_STEPS)) + 1]
     seconds, tokens = (
-        sum(getattr(burst, name) for burst in first)
-        for name in ("seconds", "num_tokens")
+        sum(getattr(burst, name) for burst in first) for name in ("seconds", "num_tokens")
     )
-    ends = np.cumsum(
-        [[burst.num_tokens, burst.seconds] for burst in best.bursts], axis=0
-    )
+    ends = np.cumsum([[burst.num_tokens, burst.seconds] for burst in best.bursts], axis=0)
     with_start = np.concatenate([np.zeros((1, 2)), ends])
     return seconds - float(np.interp(tokens, with_start[:, 0], with_start[:, 1]))
 
@@ -239,9 +216,7 @@ def heavy_tailed(rows: int = 32, seed: int = 0) -> np.ndarray:
     return np.sort(lengths.astype(int).clip(max=8000))
 
 
-def ramp(
-    measured: dict[str, Any], rate: float
-) -> tuple[dict[str, Any], dict[str, Replay]]:
+def ramp(measured: dict[str, Any], rate: float) -> tuple[dict[str, Any], dict[str, Replay]]:
     """Replays a batch that drains and is not refilled."""
     lengths = heavy_tailed()
     workload = Workload(lengths, np.full(len(lengths), rate), context=CONTEXT)
@@ -351,9 +326,7 @@ def run(costs: dict[str, Any], folder: Path) -> dict[str, Any]:
         if len(measured.get("row_buckets", ROW_BUCKETS)) < len(ROW_BUCKETS):
             continue
         ramps = [ramp(measured, rate) for rate in RAMP_ACCEPTANCE]
-        draw_ramp(
-            ramps[-1][1], folder / f"scheduling_ramp_{name.replace(' ', '_')}.png"
-        )
+        draw_ramp(ramps[-1][1], folder / f"scheduling_ramp_{name.replace(' ', '_')}.png")
         document["replay"][name] |= {
             "tokens": TOKENS,
             "context": CONTEXT,

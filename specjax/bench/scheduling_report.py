@@ -15,15 +15,18 @@ from typing import Any
 
 HEAD = """# Which K: what it brings
 
-`python -m specjax.bench.scheduling` measures the steps of a pair, every bucket in every round, and replays them through the real
+`python -m specjax.bench.scheduling` measures the steps of a pair, every bucket in every round, and
+replays them through the real
 policy; `python -m specjax.bench.walls` runs whole generations. {environment}. The 60M pair has random weights and made-up acceptance, and
 pays a real draft model.
 """
 STEADY = """## Never slower, replayed
 
 {name} pair. Batches that stay, {tokens} tokens per row after a prompt of {context}; what a step costs is a line
-between what was measured at two contexts, and the seconds that the policy sees scatter by 5 % around that. Speed after 200 steps against the best of
-K = 0, 1, 2, 4, 7, of a policy that knows nothing at first (cold) and of one that read a calibration; and the seconds by which its first 200 steps
+between what was measured at two contexts, and the seconds that the policy sees scatter by 5 %
+around that. Speed after 200 steps against the best of
+K = 0, 1, 2, 4, 7, of a policy that knows nothing at first (cold) and of one that read a
+calibration; and the seconds by which its first 200 steps
 took longer than the best K for as many tokens, of how many in all. At the least {least:.3f}; at acceptance 0, against K = 0, {least_at_0:.3f}.
 """
 SHORT = """## Short generations, replayed
@@ -41,16 +44,19 @@ RAMP = """## A batch that drains
 ![{name}: rows and K of a batch that drains, and the seconds of every K]({picture})
 
 {name} pair, 32 rows, heavy-tailed lengths, no refills, replayed: speed against fixed K (drawn: the last line). The oracle is told costs and
-acceptance, and takes the best K of the next burst: about what choosing K can bring on these costs, but for slots handed out by rank.
+acceptance, and takes the best K of the next burst: about what choosing K can bring on these costs,
+but for slots handed out by rank.
 
-| drafts that stand | goodput against the best K above 0 | the oracle | goodput against the best K | the oracle |
+| drafts that stand | goodput against the best K above 0 | the oracle | goodput against the best K |
+the oracle |
 |---|---|---|---|---|
 {rows}
 """
 SERIES = """## Batches that drain, one after the other
 
 {name} pair, {ramps} batches of 32 rows that drain, one after the other as in a training loop, under one policy; each request has its own
-share of drafts that stand, drawn by a law like that. Replayed: the seconds of all batches, against the one K that is best for all of them.
+share of drafts that stand, drawn by a law like that. Replayed: the seconds of all batches, against
+the one K that is best for all of them.
 
 | lengths | drafts that stand | best K | goodput against the best K above 0 | against the best K |
 |---|---|---|---|---|
@@ -67,10 +73,12 @@ for all rows chosen by the same policy, and against the best fixed K.
 """
 WALLS = """## Wall time
 
-Whole generations, contenders in turn, medians of the ratios within a round with the 95 % interval of the sign test. Above 1: goodput is faster. The last
+Whole generations, contenders in turn, medians of the ratios within a round with the 95 % interval
+of the sign test. Above 1: goodput is faster. The last
 line, where there is one, is a batch that drains: 32 requests of heavy-tailed lengths, no refills.
 
-| pair | batch | acceptance | best | goodput against the best | against the best K above 0 | against no drafter | K = 0 with the drafter loaded, time against no drafter |
+| pair | batch | acceptance | best | goodput against the best | against the best K above 0 | against
+no drafter | K = 0 with the drafter loaded, time against no drafter |
 |---|---|---|---|---|---|---|---|"""
 
 

@@ -17,15 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import specjax
+from specjax.api.requests import derive_seed
 from specjax.bench import embedded, measuring
-from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import load_drafter
 from specjax.models.architectures import architecture_of
 from specjax.models.base import Model
 from specjax.models.layers import dense_causal_attention
-from specjax.requests import derive_seed
 from specjax.sampling import row_values
-from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
+from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
 from specjax.trees.best_static import best_tree
 
 TEMPERATURES = (0.0, 0.8)
@@ -59,10 +61,7 @@ def conditional_acceptance(
     conditional = {}
     for temperature, of_temperature in zip(TEMPERATURES, texts, strict=True):
         ranks = np.concatenate(
-            [
-                _ranks(draft, text, prompt_length, temperature, seed)
-                for text in of_temperature
-            ]
+            [_ranks(draft, text, prompt_length, temperature, seed) for text in of_temperature]
         )
         at_least = np.array([(ranks >= rank).sum() for rank in range(MAX_RANK)])
         exactly = np.array([(ranks == rank).sum() for rank in range(MAX_RANK)])
@@ -219,9 +218,7 @@ def run(rounds: int = ROUNDS) -> dict[str, Any]:
         ]
         for temperature in TEMPERATURES
     ]
-    conditional = conditional_acceptance(
-        target, draft, texts, embedded.PROMPT_TOKENS, seed=1
-    )
+    conditional = conditional_acceptance(target, draft, texts, embedded.PROMPT_TOKENS, seed=1)
     return {
         "environment": measuring.environment(),
         "rounds": rounds,

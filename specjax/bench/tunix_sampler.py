@@ -35,9 +35,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax import compilation_cache
 from specjax.bench import measuring
-from specjax.config import EngineConfig
+from specjax.config.engine import EngineConfig
+from specjax.runtime import compilation_cache
 
 try:
     from tunix.generate import sampler  # pyright: ignore[reportMissingImports]
@@ -246,9 +246,7 @@ def run(shape: Shape, rounds: int, say: Callable[[str], None]) -> dict[str, Any]
     weights = Weights(shape, is_copying=False)
     for rows in shape.batches:
         say(f"plain decoding, batch {rows}")
-        contenders = tunix_contenders(weights, rows) | {
-            "specjax": Specjax(weights, rows)
-        }
+        contenders = tunix_contenders(weights, rows) | {"specjax": Specjax(weights, rows)}
         figures["plain"][str(rows)] = compare(contenders, rounds)
     del weights
     copying = Weights(shape, is_copying=True)
@@ -291,9 +289,7 @@ def compare(contenders: dict[str, Contender], rounds: int) -> dict[str, Any]:
             found[name]["over"] = {}
             for other in tunix.weights.shape.cache_tokens:
                 over = measuring.ratio_interval(seconds[other], seconds[name])
-                found[name]["over"][other] = dict(
-                    zip(("ratio", "low", "high"), over, strict=True)
-                )
+                found[name]["over"][other] = dict(zip(("ratio", "low", "high"), over, strict=True))
     return found
 
 
@@ -337,7 +333,8 @@ def as_text(figures: dict[str, Any]) -> str:
                 f"{own['calls_with_equal_tokens']} of {own['calls_compared']} calls"
             )
             lines += [
-                f"{'':51s} {over['ratio']:8.2f} times {other} ({over['low']:.2f} to {over['high']:.2f})"
+                f"{'':51s} {over['ratio']:8.2f} times {other} ({over['low']:.2f} to "
+                f"{over['high']:.2f})"
                 for other, over in own.get("over", {}).items()
             ]
     return "\n".join(lines)

@@ -23,10 +23,12 @@ import numpy as np
 import specjax
 from specjax.bench import embedded, measuring
 from specjax.bench.command import model
-from specjax.bucket import standing_row_buckets
-from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
-from specjax.engine.goodput import Goodput
-from specjax.engine.speculation_policy import Fixed
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import SpeculationConfig
+from specjax.decode.bucket import standing_row_buckets
+from specjax.policy.goodput import Goodput
+from specjax.policy.interface import Fixed
 
 DEPTHS = (0, 1, 2, 4, 7)
 MOST = DEPTHS[-1]
@@ -77,9 +79,7 @@ class Contest:
             self._prompts = rng.integers(0, 32000, (batch, PROMPT_TOKENS)).tolist()
         lengths = heavy_tailed(batch) if drains else np.full(batch, new_tokens)
         self._sampling = [
-            SamplingParams(
-                temperature=0.8, max_tokens=int(length), ignore_eos=True, seed=0
-            )
+            SamplingParams(temperature=0.8, max_tokens=int(length), ignore_eos=True, seed=0)
             for length in lengths
         ]
         # Who names none has them where the policy chooses rows, and else all rows only.
@@ -136,9 +136,7 @@ class Contest:
             "best": str(best),
             "goodput_bursts_by_k": self._bursts_by_k[GOODPUT],
             "goodput_of_best": interval(seconds[best], seconds[GOODPUT]),
-            "goodput_of_best_above_0": interval(
-                seconds[best_drafting], seconds[GOODPUT]
-            ),
+            "goodput_of_best_above_0": interval(seconds[best_drafting], seconds[GOODPUT]),
             "goodput_of_no_drafter": interval(seconds[NONE], seconds[GOODPUT]),
             "k_0_over_no_drafter": interval(seconds[0], seconds[NONE]),
         }
@@ -149,9 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="a JSON file")
     parser.add_argument("--pair", choices=("embedded", "60M"), default="embedded")
     parser.add_argument("--batches", type=int, nargs="*", default=list(BATCHES))
-    parser.add_argument(
-        "--acceptance", type=float, nargs="+", help="made up, of the 60M pair"
-    )
+    parser.add_argument("--acceptance", type=float, nargs="+", help="made up, of the 60M pair")
     parser.add_argument("--ramp", action="store_true", help="also a batch that drains")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--new-tokens", type=int, default=96)
@@ -159,9 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = []
     for batch in options.batches:
         for rate in options.acceptance or [None]:
-            contest = Contest(
-                options.pair, batch, acceptance=rate, new_tokens=options.new_tokens
-            )
+            contest = Contest(options.pair, batch, acceptance=rate, new_tokens=options.new_tokens)
             rows.append(contest.figures(options.rounds))
             print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     if options.ramp:

@@ -26,9 +26,7 @@ from specjax.models.base import Model, ModelConfig, Params
 # Per layer of a model of hidden size d: 4 d**2 of attention, and 3 * 2.75 d**2.
 MLP_FACTOR = 2.75
 LAYER_SHARE = 4 + 3 * MLP_FACTOR
-LAYERS_PER_HIDDEN = (
-    1 / 128
-)  # 8 layers at 1,024, as models of that size have about twice
+LAYERS_PER_HIDDEN = 1 / 128  # 8 layers at 1,024, as models of that size have about twice
 
 
 def widen(model: Model, num_parameters: float) -> Model:
@@ -122,9 +120,7 @@ def _padded(params: Params, config: ModelConfig, wide: ModelConfig) -> Params:
     def nothing(like: dict[str, Array]) -> dict[str, Array]:
         return {
             # A norm of ones: what it passes on is multiplied by zeros.
-            name: jnp.ones_like(weight)
-            if name.endswith("norm")
-            else jnp.zeros_like(weight)
+            name: jnp.ones_like(weight) if name.endswith("norm") else jnp.zeros_like(weight)
             for name, weight in like.items()
         }
 

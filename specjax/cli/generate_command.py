@@ -11,19 +11,14 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specjax.cli import json_document, prompts, sampling_arguments, terminal
-from specjax.config import (
-    DEFAULT_NUM_SPECULATIVE_TOKENS,
-    MATCHING,
-    NUMERICS,
-    VERIFICATION_RULES,
-    EngineConfig,
-    SamplingParams,
-    SpeculationConfig,
-)
-from specjax.names import DRAFTERS, NO_DRAFTER, check_drafter
+from specjax.config.engine import NUMERICS, EngineConfig
+from specjax.config.names import DRAFTERS, MATCHING, NO_DRAFTER, check_drafter
+from specjax.config.rules import VERIFICATION_RULES
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 
 if TYPE_CHECKING:
-    from specjax.generation import Generation
+    from specjax.api.generation import Generation
     from specjax.models.base import Model
 
 DEFAULT_MODEL = "demo"
@@ -53,9 +48,7 @@ def add_parser(commands: Any) -> None:
         help='JSON lines ("-": stdin): a string, or an object with prompt (text or token ids) '
         "or messages, and sampling parameters of its own",
     )
-    parser.add_argument(
-        "--chat", action="store_true", help="send text through the chat template"
-    )
+    parser.add_argument("--chat", action="store_true", help="send text through the chat template")
     _add_model_options(parser)
     sampling_arguments.add_options(parser)
     _add_output_options(parser)
@@ -99,9 +92,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("output")
-    group.add_argument(
-        "--json", action="store_true", help="one JSON document on stdout"
-    )
+    group.add_argument("--json", action="store_true", help="one JSON document on stdout")
     group.add_argument(
         "--color",
         choices=("auto", "always", "never"),
@@ -126,9 +117,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Generates what the arguments ask for; returns the exit code."""
-    entries = prompts.collect(
-        arguments.prompts, arguments.prompts_file, is_chat=arguments.chat
-    )
+    entries = prompts.collect(arguments.prompts, arguments.prompts_file, is_chat=arguments.chat)
     speculation = speculation_config(arguments)
     engine = engine_config(arguments)
     status = terminal.Status()
@@ -178,7 +167,8 @@ def _named_drafter(config: SpeculationConfig) -> str | None:
 def _generate(arguments, entries, speculation, engine, status) -> int:
     status.show("starting")
     # Not before: these import jax, which takes longer than reading the arguments.
-    from specjax import compilation_cache, generation
+    from specjax.api import generation
+    from specjax.runtime import compilation_cache
 
     compilation_cache.enable()
     status.show(f"loading {arguments.model}")
@@ -189,9 +179,7 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
         "speculative_config": speculation,
         "engine": engine,
     }
-    is_streamed = (
-        len(entries) == 1 and getattr(sampling[0], "n", 0) == 1 and not arguments.json
-    )
+    is_streamed = len(entries) == 1 and getattr(sampling[0], "n", 0) == 1 and not arguments.json
     try:
         if is_streamed:
             stream = generation.stream(
@@ -202,9 +190,7 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
                 **call,
             )
             has_text = target.tokenizer is not None
-            result = _write_stream(
-                arguments, entries[0], stream, status, has_text=has_text
-            )
+            result = _write_stream(arguments, entries[0], stream, status, has_text=has_text)
             _writer(arguments).logprobs(result[0].logprobs or (), _namer(target))
         else:
             status.clear()
@@ -241,7 +227,7 @@ def _sampling(arguments, entries, target: Model) -> list[Any]:
 
     In place of a line's that are wrong, why: its prompt fails alone.
     """
-    from specjax.requests import default_sampling
+    from specjax.api.requests import default_sampling
 
     shared = default_sampling(target.generation_defaults)
     shared |= sampling_arguments.given_options(arguments)

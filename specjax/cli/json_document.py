@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specjax.generation import Completion, Generation
+    from specjax.api.generation import Completion, Generation
 
 _OUTPUT_FIELDS = (
     "prompt_index",
@@ -35,9 +35,7 @@ def _output(completion: Completion) -> dict[str, Any]:
     counts = completion.acceptance
     output = {name: getattr(completion, name) for name in _OUTPUT_FIELDS}
     if completion.logprobs is not None:
-        output["logprobs"] = [
-            dataclasses.asdict(entry) for entry in completion.logprobs
-        ]
+        output["logprobs"] = [dataclasses.asdict(entry) for entry in completion.logprobs]
     if completion.self_check is not None:
         output["self_check"] = completion.self_check.to_dict()
     output["num_prompt_tokens"] = len(completion.prompt_token_ids)

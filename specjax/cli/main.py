@@ -102,9 +102,7 @@ def _delegate(command: str, argv: list[str]) -> int:
     except ModuleNotFoundError as error:
         if error.name not in (module, module.rpartition(".")[0]):
             raise
-        raise NotImplementedError(
-            f"this version of specjax has no {command!r} command."
-        ) from error
+        raise NotImplementedError(f"this version of specjax has no {command!r} command.") from error
     return run(argv) or 0
 
 

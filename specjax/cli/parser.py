@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from specjax.names import suggestion
+from specjax.config.names import suggestion
 
 EXIT_BAD_INPUT = 2
 _BAD_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
@@ -54,9 +54,7 @@ def at_least(least: int):
         except ValueError:
             number = None
         if number is None or number < least:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} must be a whole number of at least {least}"
-            )
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least {least}")
         return number
 
     return parse

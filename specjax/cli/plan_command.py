@@ -8,7 +8,7 @@ import math
 import sys
 from typing import Any
 
-from specjax.config import GATES, EngineConfig
+from specjax.config.engine import GATES, EngineConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 _DEFAULT_ROWS = 64
@@ -154,7 +154,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     # A described device needs no real one, and a TPU that is there is not to be taken.
     jax.config.update("jax_platforms", "cpu")
-    from specjax import plan_report, plan_request, planning
+    from specjax.cli import plan_report
+    from specjax.planning import plan_request, plans
 
     device = plan_request.find_device(arguments.device, arguments.tensor_parallel)
     if arguments.plot:
@@ -171,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
         engine=engine,
         acceptance_rate=arguments.acceptance_rate,
     )
-    plan = planning.make_plan(request, _show_progress)
+    plan = plans.make_plan(request, _show_progress)
     if arguments.json:
         print(json.dumps(plan_report.to_dict(plan), indent=2))
     else:
@@ -204,9 +205,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
 def _bytes(option: str, value: float) -> int:
     """Returns whole bytes of a number that may be written as 16e9."""
     if not 1 <= value < math.inf:
-        raise ValueError(
-            f"{option} {value:g} must be a finite number of bytes, at least 1."
-        )
+        raise ValueError(f"{option} {value:g} must be a finite number of bytes, at least 1.")
     return int(value)
 
 

@@ -18,9 +18,7 @@ class PromptEntry(NamedTuple):
     source: str  # "FILE line 3", empty for the command line
 
 
-def collect(
-    texts: Sequence[str], path: str | None, *, is_chat: bool
-) -> list[PromptEntry]:
+def collect(texts: Sequence[str], path: str | None, *, is_chat: bool) -> list[PromptEntry]:
     """Returns the prompts of the command line, then those of a file.
 
     Args:
@@ -98,7 +96,8 @@ def parse_line(line: str) -> tuple[Any, dict[str, Any]]:
         return value, {}
     if not isinstance(value, dict):
         raise ValueError(
-            f"a {type(value).__name__} is no prompt; write a string, or an object with prompt or messages."
+            f"a {type(value).__name__} is no prompt; write a string, or an object with prompt or "
+            f"messages."
         )
     if ("prompt" in value) == ("messages" in value):
         raise ValueError("expected exactly one of the keys prompt and messages.")

@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from specjax.config import SamplingParams
+from specjax.config.sampling import SamplingParams
 
 DEFAULTS = SamplingParams()
 # What generation_config.json may say; the same as hf_config.SAMPLING_KEYS, without jax.
@@ -173,7 +173,8 @@ def _bias_from_json(value: Any) -> dict[int, float]:
         return {int(token_id): float(bias) for token_id, bias in value.items()}
     except (AttributeError, TypeError, ValueError):
         raise ValueError(
-            f'logit_bias is {value!r}, expected an object from token id to number, as in {{"42": -1.5}}.'
+            f"logit_bias is {value!r}, expected an object from token id to number, as in "
+            '{"42": -1.5}.'
         ) from None
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from specjax.api.generation import GenerationStats
     from specjax.engine.request import Piece, TokenLogProbs
-    from specjax.generation import GenerationStats
 
 DIM, DRAFT, BOLD, RESET = "\x1b[2m", "\x1b[32m", "\x1b[1m", "\x1b[0m"
 _CLEAR_LINE = "\r\x1b[K"
@@ -63,9 +63,7 @@ class TextWriter:
         self._write("".join(f"{token_id} " for token_id in token_ids), "")
         self._stream.flush()
 
-    def logprobs(
-        self, logprobs: Sequence[TokenLogProbs], name: Callable[[int], str]
-    ) -> None:
+    def logprobs(self, logprobs: Sequence[TokenLogProbs], name: Callable[[int], str]) -> None:
         """Writes a line per token: its log-probabilities, and the most likely tokens'.
 
         Args:
@@ -128,7 +126,7 @@ class Status:
             self._is_shown = False
 
     def report(self, what: str, done: int, total: int) -> None:
-        """Shows how far something is; a `specjax.progress.Report`."""
+        """Shows how far something is; a `specjax.runtime.progress.Report`."""
         self.show(f"{what}: {done} of {total} tokens" if total else what)
 
     def end(self) -> None:

@@ -23,7 +23,8 @@ def burst(
     plan: Plan,
     any_shard: Callable[[Array], Array] = lambda flag: flag,
 ) -> tuple[DecodeState, StepInfo, Array]:
-    """Follows the plan, then runs steps until plan.num_steps, or every row is done, or one is and work waits.
+    """Follows the plan, then runs steps until plan.num_steps, or every row is done, or one is and
+    work waits.
 
     Args:
       max_steps: static, rows of the report; plan.num_steps is at most this.
@@ -38,9 +39,7 @@ def burst(
     if plan.row_ids is not None:
         state = take_rows(whole, spec.drafter, plan.row_ids)
     shapes = jax.eval_shape(lambda s: step(spec, params, s)[1], state)
-    report = jax.tree.map(
-        lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes
-    )
+    report = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes)
 
     def proceeds(carry) -> Array:
         index, _, _, goes_on = carry
@@ -50,9 +49,7 @@ def burst(
         index, state, report, _ = carry
         state, info = step(spec, params, state)
         report = jax.tree.map(
-            lambda all_steps, one: jax.lax.dynamic_update_index_in_dim(
-                all_steps, one, index, 0
-            ),
+            lambda all_steps, one: jax.lax.dynamic_update_index_in_dim(all_steps, one, index, 0),
             report,
             info,
         )

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.move_kv import move_kv
-from specjax.cache import paged
 from specjax.decode.draft import write_tokens
 from specjax.decode.state import DecodeState
 from specjax.decode.verify import Verification
 from specjax.drafters.base import NOT_KEPT, Draft, Drafter
+from specjax.paged import kv_cache
 from specjax.types import (
     INVALID_LOGITS,
     NO_FAULT,
@@ -39,15 +39,11 @@ def commit(
     ahead = jnp.arange(token_ids.shape[1])[None, :]
     root = state.cache.lengths
     reached = ahead <= num_accepted[:, None]
-    is_stop = jnp.any(
-        token_ids[:, :, None] == state.sampling.stop_token_ids[:, None, :], axis=2
-    )
+    is_stop = jnp.any(token_ids[:, :, None] == state.sampling.stop_token_ids[:, None, :], axis=2)
     num_before_stop = _first(is_stop & reached) + 1
     num_before_invalid = _first(is_invalid & reached)
     room = state.max_lengths - root - 1
-    num_committed = jnp.minimum(
-        num_accepted + 1, jnp.minimum(num_before_stop, num_before_invalid)
-    )
+    num_committed = jnp.minimum(num_accepted + 1, jnp.minimum(num_before_stop, num_before_invalid))
     num_committed = jnp.where(state.is_active, jnp.minimum(num_committed, room), 0)
 
     finish = jnp.full_like(root, RUNNING)
@@ -63,7 +59,7 @@ def commit(
     finish = jnp.where(state.is_active, finish, RUNNING)
 
     state = _move_path(state, drafter, draft, acceptance)
-    cache = paged.commit(state.cache, num_committed)
+    cache = kv_cache.commit(state.cache, num_committed)
     written = _written(draft, acceptance)
     new_state = dataclasses.replace(
         state,
@@ -82,9 +78,7 @@ def commit(
         proposed_depth=depth,
         finish=finish,
         drafter_lengths=new_state.drafter_lengths,
-        drafter_fault=jnp.full_like(root, NO_FAULT)
-        if draft.fault is None
-        else draft.fault,
+        drafter_fault=jnp.full_like(root, NO_FAULT) if draft.fault is None else draft.fault,
         logprobs=logprobs,
     )
     return new_state, info
@@ -124,7 +118,7 @@ def _slots(state: DecodeState, offsets: Array) -> Array:
     cache = state.cache
     rows, width = offsets.shape
     positions = jnp.where(offsets < 0, -1, cache.lengths[:, None] + offsets)
-    return paged.slots(
+    return kv_cache.slots(
         cache.block_table,
         jnp.repeat(jnp.arange(rows), width),
         positions.reshape(-1),
@@ -161,6 +155,7 @@ def longest_path(proposal: Proposal) -> Array:
 
 
 def _first(mask: Array) -> Array:
-    """Returns the index of the first True along the last axis, i32[rows]; past any index if none."""
+    """Returns the index of the first True along the last axis, i32[rows]; past any index if
+    none."""
     index = jnp.arange(mask.shape[1])[None, :]
     return jnp.min(jnp.where(mask, index, 2**30), axis=1).astype(jnp.int32)

@@ -16,17 +16,17 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from specjax import sharding
-from specjax.bucket import Bucket
-from specjax.cache import paged
-from specjax.config import EngineConfig
+from specjax.config.engine import EngineConfig
 from specjax.decode import executable_store
 from specjax.decode import state as decode_state
 from specjax.decode.background import Background
+from specjax.decode.bucket import Bucket
 from specjax.decode.burst import burst
 from specjax.decode.mixed import mixed_step
 from specjax.decode.prefill import prefill
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.score import Scores, score
+from specjax.decode.sizes import Sizes
 from specjax.decode.state import Admission, DecodeState, has_drafter, remember_text
 from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
@@ -34,30 +34,10 @@ from specjax.drafters.base import Drafter, DrafterError, guarded
 from specjax.drafters.history import Pieces
 from specjax.drafters.spec import DrafterSpec, NoDrafter
 from specjax.models.base import ModelConfig
+from specjax.paged import kv_cache
+from specjax.runtime.jax_settings import in_own_settings
 from specjax.sampling import RowSampling
-from specjax.surroundings import in_own_settings
 from specjax.types import BY_LAW, DecoderParams, Plan
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """The static sizes of a decode state; of all shards together."""
-
-    rows: int
-    page_size: int
-    num_pages: int
-    pages_per_row: int
-    burst_steps: int
-    # Slots of a row past its last token, where nodes of a tree lie until a path is
-    # accepted; 0 for chains.
-    tree_slots: int = 0
-    dtype: Any = jnp.float32  # of keys and values
-
-    @property
-    def max_length(self) -> int:
-        """Tokens a row can hold."""
-        return self.pages_per_row * self.page_size
-
 
 WHOLE = PartitionSpec()
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the text of XLA's errors
@@ -163,12 +143,11 @@ class Decoder:
         return sharding.place(params, self._param_specs(params), self.mesh)
 
     def admit(self, state: DecodeState, admission: Admission) -> DecodeState:
-        """Runs `specjax.decode.state.admit`, one executable per number of places. Donates the state."""
+        """Runs `specjax.decode.state.admit`, one executable per number of places. Donates the
+        state."""
         run = lambda state, admission: (decode_state.admit(state, admission),)
         key = ("admit", len(admission.row_ids))
-        (state,) = self._call(
-            key, run, state, admission, in_specs=(self._rows,), out_specs=()
-        )
+        (state,) = self._call(key, run, state, admission, in_specs=(self._rows,), out_specs=())
         return state
 
     def prefill(
@@ -207,9 +186,7 @@ class Decoder:
         key = ("prefill", len(row_ids), max_tokens_per_row)
         arguments = params, block_table, row_ids, counts
         in_specs = (self._param_specs(params), *[self._rows] * 3)
-        return self._call(
-            key, run, state, *arguments, in_specs=in_specs, out_specs=(WHOLE,)
-        )
+        return self._call(key, run, state, *arguments, in_specs=in_specs, out_specs=(WHOLE,))
 
     def burst(
         self,
@@ -290,9 +267,7 @@ class Decoder:
             return signed
         return DecoderParams(params.target)
 
-    def prepare(
-        self, params: DecoderParams, state: DecodeState, bucket: Bucket
-    ) -> None:
+    def prepare(self, params: DecoderParams, state: DecodeState, bucket: Bucket) -> None:
         """Begins to compile a burst beside whatever runs; `burst` waits for it where it is early.
 
         Nothing is donated, and of arguments only shapes are kept. What goes wrong is raised
@@ -310,9 +285,7 @@ class Decoder:
         bare = dataclasses.replace(state, drafter=())
         return self.plain, self._plain_params(params), bare
 
-    def _prepare(
-        self, params: DecoderParams, state: DecodeState, bucket: Bucket
-    ) -> None:
+    def _prepare(self, params: DecoderParams, state: DecodeState, bucket: Bucket) -> None:
         key = self._burst_key(bucket), self._variant_of(params, state)
         if key in self._executables or self._background.has(key):
             return
@@ -360,9 +333,7 @@ class Decoder:
         decoder = self if bucket.num_speculative_tokens else self.plain
         return decoder._background.has((self._burst_key(bucket), decoder._variant))
 
-    def read_s(
-        self, params: DecoderParams, state: DecodeState, bucket: Bucket
-    ) -> float | None:
+    def read_s(self, params: DecoderParams, state: DecodeState, bucket: Bucket) -> float | None:
         """Returns what reading a burst from the store on disk takes, None where it is not there.
 
         By its bytes, and what those took that were read before; prompts come before bursts.
@@ -389,10 +360,7 @@ class Decoder:
         """
         if jax.default_backend() != "cpu":
             return False
-        return any(
-            decoder._background.ran_between(start, end)
-            for decoder in (self, self.plain)
-        )
+        return any(decoder._background.ran_between(start, end) for decoder in (self, self.plain))
 
     def mixed(
         self,
@@ -404,7 +372,8 @@ class Decoder:
         *,
         max_tokens_per_row: int,
     ):
-        """Runs `specjax.decode.mixed.mixed_step`, executables as of `prefill`. Donates the state."""
+        """Runs `specjax.decode.mixed.mixed_step`, executables as of `prefill`. Donates the
+        state."""
         prompt_spec = self._prompt_spec(state)
         run = lambda state, params, plan, row_ids, counts: mixed_step(
             self.step_spec(0),
@@ -519,13 +488,9 @@ class Decoder:
         """Returns the compiled burst, for its memory_analysis() and text, once called."""
         key = ("burst", num_speculative_tokens)
         decoder = self if num_speculative_tokens else self.plain
-        return next(
-            run for (name, _), run in decoder._executables.items() if name == key
-        )
+        return next(run for (name, _), run in decoder._executables.items() if name == key)
 
-    def step_spec(
-        self, num_speculative_tokens: int, max_drafts: int | None = None
-    ) -> StepSpec:
+    def step_spec(self, num_speculative_tokens: int, max_drafts: int | None = None) -> StepSpec:
         """Returns what the step of a K is compiled for; arguments as of `burst`."""
         most = self.max_drafts
         if max_drafts is not None:
@@ -556,7 +521,7 @@ class Decoder:
         sizes = self.sizes
         rows = sizes.rows
         integers = lambda: jnp.zeros(rows, jnp.int32)
-        cache = paged.init(
+        cache = kv_cache.init(
             self.config,
             rows=rows,
             num_pages=sizes.num_pages,
@@ -581,9 +546,7 @@ class Decoder:
             is_active=jnp.zeros(rows, bool),
         )
 
-    def _build_drafter(
-        self, num_speculative_tokens: int, is_ranked: bool = False
-    ) -> Drafter:
+    def _build_drafter(self, num_speculative_tokens: int, is_ranked: bool = False) -> Drafter:
         arguments = (num_speculative_tokens, self.sizes.dtype, self.keeps_probs)
         options = {}
         # Who ranks drafts must be told how likely they are to stand, if the drafter knows.
@@ -807,7 +770,8 @@ def build_decoder(
     max_drafts: int | None = None,
     mesh: Mesh | None = None,
 ) -> Decoder:
-    """Returns the decoder of a configuration; the same one for the same arguments, with its executables."""
+    """Returns the decoder of a configuration; the same one for the same arguments, with its
+    executables."""
     return Decoder(
         config,
         drafter,

@@ -8,9 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.cache import paged
 from specjax.decode.state import DecodeState
 from specjax.drafters.base import Draft, Drafter
+from specjax.paged import kv_cache
 from specjax.types import (
     NO_FAULT,
     NOT_A_NUMBER,
@@ -49,7 +49,7 @@ def draft(
             "and rules by law run as delta, which is exact for tokens however chosen."
         )
     # A node without a slot would read another's key.
-    num_slots = paged.num_held(state.cache) * state.cache.page_size
+    num_slots = kv_cache.num_held(state.cache) * state.cache.page_size
     most = jnp.minimum(_num_within(proposal, caps), num_slots - root - 1)
     proposal = dataclasses.replace(
         proposal, num_tokens=jnp.clip(proposal.num_tokens, 0, jnp.maximum(most, 0))
@@ -61,9 +61,7 @@ def draft(
         draft_caps=jnp.where(fault == NO_FAULT, state.draft_caps, 0),
     )
     if proposal.tree is None:
-        history = write_tokens(
-            state.history, root + 1, proposal.token_ids, proposal.num_tokens
-        )
+        history = write_tokens(state.history, root + 1, proposal.token_ids, proposal.num_tokens)
         state = dataclasses.replace(state, history=history)
     return state, drafted._replace(proposal=proposal, fault=fault)
 
@@ -118,13 +116,9 @@ def _without_faults(proposal: Proposal, vocab_size: int) -> tuple[Proposal, Arra
     return proposal, jnp.max(fault, axis=1, initial=NO_FAULT).astype(jnp.int32)
 
 
-def write_tokens(
-    history: Array, starts: Array, token_ids: Array, counts: Array
-) -> Array:
+def write_tokens(history: Array, starts: Array, token_ids: Array, counts: Array) -> Array:
     """Writes the first counts[row] of token_ids i32[rows, n] from starts[row] on."""
     rows, width = token_ids.shape
     ahead = jnp.arange(width)[None, :]
-    target = jnp.where(
-        ahead < counts[:, None], starts[:, None] + ahead, history.shape[1]
-    )
+    target = jnp.where(ahead < counts[:, None], starts[:, None] + ahead, history.shape[1])
     return history.at[jnp.arange(rows)[:, None], target].set(token_ids, mode="drop")

@@ -32,7 +32,7 @@ import jaxlib
 from jax.experimental import serialize_executable
 
 import pallas_kernels
-from specjax import compilation_cache
+from specjax.runtime import compilation_cache
 
 FORMAT = 1
 MOST_BYTES = 2**30  # of all files; those that were not read for longest go first
@@ -63,7 +63,8 @@ def name_of(description: str, inputs: Any) -> str | None:
 
 
 def size(name: str | None) -> int | None:
-    """Returns the bytes of a kept executable, None where there is none. As it seems: `load` looks closer."""
+    """Returns the bytes of a kept executable, None where there is none. As it seems: `load` looks
+    closer."""
     folder = None if name is None else compilation_cache.own_folder(FOLDER)
     if folder is None:
         return None
@@ -90,16 +91,12 @@ def load(name: str | None, inputs: Any) -> Callable[..., Any] | None:
         )
         os.utime(path)
         return loaded
-    except (
-        Exception
-    ):  # of another version, cut short: whatever it is, it is compiled anew
+    except Exception:  # of another version, cut short: whatever it is, it is compiled anew
         path.unlink(missing_ok=True)
         return None
 
 
-def compile_new(
-    name: str | None, lowered: jax.stages.Lowered
-) -> tuple[jax.stages.Compiled, bool]:
+def compile_new(name: str | None, lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
     """Compiles what was lowered; returns it, and whether it may be kept."""
     _listen()
     _HITS.count = 0
@@ -108,7 +105,8 @@ def compile_new(
 
 
 def save(name: str | None, compiled: jax.stages.Compiled) -> None:
-    """Keeps an executable that was compiled anew, if its backend can and the folder may be written."""
+    """Keeps an executable that was compiled anew, if its backend can and the folder may be
+    written."""
     path = _path(name, makes=True)
     if path is None:
         return

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.decode.forward import Part
 from specjax.decode.prefill import prompt_batch, take_prompt
 from specjax.decode.state import DecodeState, follow
 from specjax.decode.step import step
 from specjax.decode.step_spec import StepSpec
+from specjax.paged.forward import Part
 from specjax.types import DecoderParams, Plan, StepInfo
 
 
@@ -41,7 +41,5 @@ def mixed_step(
     state = follow(state, plan)
     batch = prompt_batch(prompt_spec, state, row_ids, counts, max_tokens_per_row)
     state, info = step(spec, params, state, Part(batch, max_tokens_per_row))
-    state = take_prompt(
-        prompt_spec, params, state, batch, row_ids, counts, max_tokens_per_row
-    )
+    state = take_prompt(prompt_spec, params, state, batch, row_ids, counts, max_tokens_per_row)
     return state, jax.tree.map(lambda leaf: leaf[None], info), jnp.int32(1)

@@ -10,10 +10,10 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.decode.buckets import round_up
-from specjax.decode.forward import forward, make_batch
 from specjax.decode.state import DecodeState, with_table
 from specjax.decode.step_spec import StepSpec
+from specjax.paged.forward import forward, make_batch
+from specjax.paged.token_buckets import round_up
 from specjax.types import DecoderParams, TokenBatch
 
 
@@ -82,9 +82,7 @@ def take_prompt(
     max_tokens_per_row: int,
 ) -> DecodeState:
     """Feeds a prompt_batch that the target has had to the drafter, and makes it final."""
-    drafter_state = spec.drafter.prefill(
-        params.drafter, state.drafter, batch, max_tokens_per_row
-    )
+    drafter_state = spec.drafter.prefill(params.drafter, state.drafter, batch, max_tokens_per_row)
     added = jnp.zeros(state.rows, jnp.int32).at[row_ids].add(counts, mode="drop")
     lengths = state.cache.lengths + added
     return dataclasses.replace(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.decode import accept
-from specjax.seeded_noise import ACCEPT, RECOVER, node_role, uniforms
+from specjax.sampling.seeded_noise import ACCEPT, RECOVER, node_role, uniforms
 from specjax.types import (
     BLOCK,
     LENIENT,

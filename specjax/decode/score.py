@@ -8,11 +8,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specjax.cache import paged
-from specjax.decode.buckets import equal_chunk, in_buckets, round_up
-from specjax.decode.forward import forward, logits, make_batch
 from specjax.decode.step_spec import StepSpec
 from specjax.models.base import Params
+from specjax.paged import kv_cache
+from specjax.paged.forward import forward, logits, make_batch
+from specjax.paged.token_buckets import equal_chunk, in_buckets, round_up
 from specjax.sampling import RowSampling, token_logprobs
 
 CHUNK = 64  # tokens of each row that are fed at once
@@ -62,15 +62,13 @@ def score(
       num_tensor_shards: over which heads are split, and of which this is one.
     """
     rows, max_length = history.shape
-    table = paged.own_pages(rows, max_length // page_size)
+    table = kv_cache.own_pages(rows, max_length // page_size)
     # Heads of one shard alone: the pool is its own.
     own_heads = spec.config.num_kv_heads // num_tensor_shards
     own = dataclasses.replace(spec.config, num_kv_heads=own_heads)
-    pages = paged.init_pages(own, table.size, page_size, dtype)
+    pages = kv_cache.init_pages(own, table.size, page_size, dtype)
     flat = round_up(rows * CHUNK, spec.token_bucket)
-    size = spec.token_bucket or equal_chunk(
-        flat, spec.logit_bytes // (4 * spec.config.vocab_size)
-    )
+    size = spec.token_bucket or equal_chunk(flat, spec.logit_bytes // (4 * spec.config.vocab_size))
     flat = round_up(flat, size)
     # The last token of a text needs not be fed: nothing follows it.
     num_fed = jnp.maximum(num_tokens - 1, 0)

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.cache.paged import PagedKVCache
 from specjax.drafters.base import Drafter
 from specjax.drafters.none import TurnedOff
+from specjax.paged.kv_cache import PagedKVCache
 from specjax.sampling import RowSampling, reset_rows
 from specjax.types import HostArray, Plan
 
@@ -28,11 +28,15 @@ class DecodeState:
 
     cache: PagedKVCache
     drafter: Any  # the drafter's own pytree
-    drafter_lengths: Array  # i32[rows], tokens whose KV is final in the drafter's cache; at most lengths
+    drafter_lengths: (
+        Array  # i32[rows], tokens whose KV is final in the drafter's cache; at most lengths
+    )
     history: Array  # i32[rows, max_length]
     sampling: RowSampling
     max_lengths: Array  # i32[rows], tokens, prompt included, at which a row ends
-    draft_caps: Array  # i32[rows], most tokens to draft for the row; 0 is plain decoding; the plan's
+    draft_caps: (
+        Array  # i32[rows], most tokens to draft for the row; 0 is plain decoding; the plan's
+    )
     rules: Array  # i32[rows], types.GREEDY .. types.SYNTHETIC
     is_active: Array  # bool[rows], decoding: not empty, not prefilling, not ended
 
@@ -70,8 +74,7 @@ def admit(state: DecodeState, admission: Admission) -> DecodeState:
 
     names = ("history", "sampling", "max_lengths", "rules")
     fields = {
-        name: jax.tree.map(put, getattr(state, name), getattr(admission, name))
-        for name in names
+        name: jax.tree.map(put, getattr(state, name), getattr(admission, name)) for name in names
     }
     lengths = put(state.cache.lengths, admission.lengths)
     return dataclasses.replace(
@@ -124,9 +127,7 @@ def take_rows(state: DecodeState, drafter: Drafter, row_ids: Array) -> DecodeSta
     """
     rows = state.rows
     row = jnp.minimum(row_ids, rows - 1)
-    own = {
-        name: jax.tree.map(lambda x: x[row], getattr(state, name)) for name in _BY_ROW
-    }
+    own = {name: jax.tree.map(lambda x: x[row], getattr(state, name)) for name in _BY_ROW}
     cache = dataclasses.replace(
         state.cache,
         block_table=state.cache.block_table[row],
@@ -147,8 +148,7 @@ def put_rows(
         return whole.at[row_ids].set(own, mode="drop")
 
     fields = {
-        name: jax.tree.map(put, getattr(state, name), getattr(part, name))
-        for name in _BY_ROW
+        name: jax.tree.map(put, getattr(state, name), getattr(part, name)) for name in _BY_ROW
     }
     cache = dataclasses.replace(
         state.cache,

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 
 from specjax.decode.commit import commit, longest_path
 from specjax.decode.draft import draft
-from specjax.decode.forward import Part
 from specjax.decode.state import DecodeState
 from specjax.decode.step_spec import StepSpec
 from specjax.decode.submit import submit
 from specjax.decode.verify import verify
+from specjax.paged.forward import Part
 from specjax.types import DecoderParams, StepInfo
 
 

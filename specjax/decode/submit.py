@@ -49,9 +49,7 @@ def submit(proposal: Proposal, rules: Array, max_drafts: int) -> Proposal:
         .set(jnp.arange(rows * num_drafts, dtype=jnp.int32))
     )
     is_kept = stands & (rank.reshape(rows, num_drafts) < max_drafts)
-    return dataclasses.replace(
-        proposal, num_tokens=jnp.sum(is_kept, axis=1, dtype=jnp.int32)
-    )
+    return dataclasses.replace(proposal, num_tokens=jnp.sum(is_kept, axis=1, dtype=jnp.int32))
 
 
 def _figure(proposal: Proposal, figure: Array | None) -> Array:
@@ -61,6 +59,4 @@ def _figure(proposal: Proposal, figure: Array | None) -> Array:
     depths = jnp.arange(1, proposal.num_nodes)[None, :]
     if proposal.tree is not None:
         depths = proposal.tree.depths[:, 1:]
-    return jnp.broadcast_to(
-        _UNKNOWN ** depths.astype(jnp.float32), proposal.token_ids.shape
-    )
+    return jnp.broadcast_to(_UNKNOWN ** depths.astype(jnp.float32), proposal.token_ids.shape)

@@ -11,20 +11,20 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.ragged import tokens_of
-from specjax.cache.paged import PagedKVCache
 from specjax.decode.accept import accept_by_equality
-from specjax.decode.buckets import equal_chunk, in_buckets, round_up
-from specjax.decode.forward import (
+from specjax.decode.rules import Target, choose_by_row, decide, is_decided_by
+from specjax.decode.state import DecodeState
+from specjax.decode.step_spec import StepSpec
+from specjax.models.base import Params
+from specjax.paged.forward import (
     Part,
     forward,
     logits,
     make_batch,
     make_tree_batch,
 )
-from specjax.decode.rules import Target, choose_by_row, decide, is_decided_by
-from specjax.decode.state import DecodeState
-from specjax.decode.step_spec import StepSpec
-from specjax.models.base import Params
+from specjax.paged.kv_cache import PagedKVCache
+from specjax.paged.token_buckets import equal_chunk, in_buckets, round_up
 from specjax.sampling import (
     Choice,
     LogProbs,
@@ -44,7 +44,9 @@ class Verification(NamedTuple):
     """What the target says of a proposal."""
 
     acceptance: Acceptance
-    is_invalid: Array  # bool[rows, max_depth + 1]: the logits that gave this token were NaN, or nothing could be chosen
+    # bool[rows, max_depth + 1]: the logits that gave this token were NaN, or nothing could be
+    # chosen
+    is_invalid: Array
     logprobs: LogProbs  # of acceptance.token_ids, leading [rows, max_depth + 1]
 
 
@@ -121,9 +123,7 @@ class _Decision:
             max_logprobs=self.spec.max_logprobs,
         )
 
-    def by_rules_in_chunks(
-        self, proposal: Proposal, nodes: _Nodes, flat: Array
-    ) -> Verification:
+    def by_rules_in_chunks(self, proposal: Proposal, nodes: _Nodes, flat: Array) -> Verification:
         """Decides each row by its own rule, as many at once as spec.logit_bytes allow.
 
         Args:
@@ -148,9 +148,7 @@ class _Decision:
         )
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_rows], decided)
 
-    def by_rules(
-        self, proposal: Proposal, nodes: _Nodes, flat: Array, rows: Array
-    ) -> Verification:
+    def by_rules(self, proposal: Proposal, nodes: _Nodes, flat: Array, rows: Array) -> Verification:
         """Decides the rows i32[n], whose nodes are nodes[flat], flat i32[n, num_nodes]."""
         state, where = self.state, self.where(nodes)
         scores = self.logits(nodes)
@@ -257,9 +255,7 @@ def _make_batch(
     )
 
 
-def _nodes(
-    state: DecodeState, proposal: Proposal, batch: TokenBatch, hidden: Array
-) -> _Nodes:
+def _nodes(state: DecodeState, proposal: Proposal, batch: TokenBatch, hidden: Array) -> _Nodes:
     """Returns what sampling must know of every flat token."""
     nodes = _Nodes(hidden, batch.row_ids, batch.positions)
     if proposal.tree is None:
@@ -268,9 +264,7 @@ def _nodes(
     node = jnp.arange(batch.row_ids.shape[0]) - batch.row_starts[row]
     node = jnp.clip(node, 0, proposal.num_nodes - 1)
     paths = draft_tree.path_token_ids(proposal.tree, proposal.token_ids)
-    return nodes._replace(
-        roots=state.cache.lengths[row], path_token_ids=paths[row, node]
-    )
+    return nodes._replace(roots=state.cache.lengths[row], path_token_ids=paths[row, node])
 
 
 def _num_nodes(spec: StepSpec, proposal: Proposal, num_rows: int) -> int:

@@ -88,8 +88,7 @@ def from_tensors(tensors: dict[str, np.ndarray], num_layers: int) -> Params:
     """Returns float32 weights; the inverse of `to_tensors` but for the rounding."""
     get = lambda name: tensors[f"{name}.weight"].astype(np.float32)
     layer = lambda index: {
-        ours: get(f"model.layers.{index}.{theirs}")
-        for ours, theirs in _LAYER_NAMES.items()
+        ours: get(f"model.layers.{index}.{theirs}") for ours, theirs in _LAYER_NAMES.items()
     }
     return {
         "embed_tokens": get("model.embed_tokens"),
@@ -98,9 +97,7 @@ def from_tensors(tensors: dict[str, np.ndarray], num_layers: int) -> Params:
     }
 
 
-def save_model(
-    folder: Path, params: Params, config: ModelConfig, tokenizer: Tokenizer
-) -> None:
+def save_model(folder: Path, params: Params, config: ModelConfig, tokenizer: Tokenizer) -> None:
     """Writes everything a loader of Llama checkpoints asks for."""
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"license": "PSF-2.0 (training text: the Python standard library)"}

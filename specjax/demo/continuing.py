@@ -56,8 +56,7 @@ def continue_prompts(
     total = length + num_tokens
     cache_shape = (rows, total, config.num_kv_heads, config.head_dim)
     caches = tuple(
-        (jnp.zeros(cache_shape), jnp.zeros(cache_shape))
-        for _ in range(config.num_layers)
+        (jnp.zeros(cache_shape), jnp.zeros(cache_shape)) for _ in range(config.num_layers)
     )
 
     def run(caches, token_ids, start):
@@ -74,12 +73,8 @@ def continue_prompts(
             mixed = jnp.einsum("bkglm,bmkd->blkgd", weights, values)
             return mixed.reshape(q.shape), (keys, values)
 
-        positions = jnp.broadcast_to(
-            start + jnp.arange(token_ids.shape[1]), token_ids.shape
-        )
-        hidden, caches = llama.forward(
-            params, config, token_ids, positions, attend, caches
-        )
+        positions = jnp.broadcast_to(start + jnp.arange(token_ids.shape[1]), token_ids.shape)
+        hidden, caches = llama.forward(params, config, token_ids, positions, attend, caches)
         return caches, llama.logits(params, config, hidden[:, -1])
 
     def choose(logits, step):
@@ -97,7 +92,5 @@ def continue_prompts(
 
     caches, logits = run(caches, prompts, 0)
     token_ids = jnp.pad(prompts, ((0, 0), (0, num_tokens)))
-    token_ids, _, _ = jax.lax.fori_loop(
-        0, num_tokens, step, (token_ids, caches, logits)
-    )
+    token_ids, _, _ = jax.lax.fori_loop(0, num_tokens, step, (token_ids, caches, logits))
     return token_ids

@@ -100,9 +100,7 @@ def encode(files: list[SourceFile], tokenizer: Tokenizer) -> np.ndarray:
     return np.concatenate([*parts, np.asarray([END_OF_TEXT_ID], np.int32)])
 
 
-def windows(
-    token_ids: np.ndarray, step: int, rows: int, length: int, seed: int = 0
-) -> np.ndarray:
+def windows(token_ids: np.ndarray, step: int, rows: int, length: int, seed: int = 0) -> np.ndarray:
     """Returns the batch i32[rows, length + 1] of a step.
 
     An epoch visits every window once, in an order and from an offset of its own; the

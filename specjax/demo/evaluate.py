@@ -36,9 +36,7 @@ def load_pair(folder: Path) -> tuple[dict, Tokenizer]:
     return params, Tokenizer.from_file(str(folder / "target" / "tokenizer.json"))
 
 
-def held_out_loss(
-    params: Params, config: ModelConfig, token_ids: np.ndarray, length: int
-) -> float:
+def held_out_loss(params: Params, config: ModelConfig, token_ids: np.ndarray, length: int) -> float:
     """Returns nats per token over windows of `length`."""
     loss = jax.jit(learning.text_loss, static_argnums=1)
     rows = 2048 // length
@@ -68,9 +66,7 @@ def acceptance_probabilities(
     if temperature == 0:
         return (np.argmax(logits[1], axis=-1) == chosen[..., 0]).astype(np.float64)
     logprobs = [np.asarray(jax.nn.log_softmax(each / temperature)) for each in logits]
-    of_target, of_draft = (
-        np.take_along_axis(each, chosen, axis=-1)[..., 0] for each in logprobs
-    )
+    of_target, of_draft = (np.take_along_axis(each, chosen, axis=-1)[..., 0] for each in logprobs)
     return np.minimum(1.0, np.exp(of_draft - of_target, dtype=np.float64))
 
 
@@ -113,9 +109,7 @@ def evaluate(folder: Path) -> dict:
             jnp.full(NUM_PROMPTS, temperature),
             jax.random.key(0),
         )
-        kept = acceptance_probabilities(
-            params, np.asarray(text_ids), PROMPT_LENGTH, temperature
-        )
+        kept = acceptance_probabilities(params, np.asarray(text_ids), PROMPT_LENGTH, temperature)
         rng = np.random.default_rng(0)
         results[f"mean_acceptance_length_t{temperature}"] = {
             k: round(mean_acceptance_length(kept, k, rng), 3) for k in (2, 4, 6)

@@ -15,9 +15,7 @@ from specjax.models.base import ModelConfig, Params
 _WRITES = ("o_proj", "down_proj")  # the two matrices that add to the hidden state
 
 
-def grow(
-    params: Params, config: ModelConfig, larger: ModelConfig, key: Array
-) -> Params:
+def grow(params: Params, config: ModelConfig, larger: ModelConfig, key: Array) -> Params:
     """Returns weights of `larger` with, but for a little noise, the same logits.
 
     Width: hidden states become [x, small]. What is new in a layer (channels, heads,

@@ -19,9 +19,7 @@ from specjax.models.dense import sequence_logits
 def text_loss(params: Params, config: ModelConfig, windows: Array) -> Array:
     """Returns the mean cross-entropy per token, in nats, of windows i32[rows, length + 1]."""
     logits = sequence_logits(params, config, windows[:, :-1])
-    return jnp.mean(
-        optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
-    )
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:]))
 
 
 def distillation_loss(
@@ -41,9 +39,7 @@ def distillation_loss(
 
     Source: Zhou et al. 2023, "DistillSpec" (arXiv:2310.08461).
     """
-    target_logits = jax.lax.stop_gradient(
-        sequence_logits(target, target_config, token_ids)
-    )
+    target_logits = jax.lax.stop_gradient(sequence_logits(target, target_config, token_ids))
     draft_logits = sequence_logits(draft, draft_config, token_ids)
     to_distribution = optax.softmax_cross_entropy(
         draft_logits / temperature, jax.nn.softmax(target_logits / temperature)
@@ -51,9 +47,7 @@ def distillation_loss(
     to_likeliest = optax.softmax_cross_entropy_with_integer_labels(
         draft_logits, jnp.argmax(target_logits, axis=-1)
     )
-    return jnp.mean(
-        (1 - likeliest_weight) * to_distribution + likeliest_weight * to_likeliest
-    )
+    return jnp.mean((1 - likeliest_weight) * to_distribution + likeliest_weight * to_likeliest)
 
 
 def schedule(peak: float, num_steps: int, warmup: int, decay: int) -> optax.Schedule:

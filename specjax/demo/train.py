@@ -82,9 +82,7 @@ def run_stage(
       batch_of: what a step sees; depends on the step alone.
       export: called after each checkpoint.
     """
-    optimiser = learning.optimizer(
-        stage.num_steps, stage.warmup, stage.decay, stage.scale
-    )
+    optimiser = learning.optimizer(stage.num_steps, stage.warmup, stage.decay, stage.scale)
     state = {"params": params, "opt_state": optimiser.init(params)}
     checkpoints = ocp.CheckpointManager(
         (work_folder / stage.name).absolute(),
@@ -135,23 +133,15 @@ def train(work_folder: Path, output: Path) -> None:
     tokenizer = corpus.train_tokenizer(files)
     train_ids = corpus.encode(training_files, tokenizer)
     print(f"{len(files)} files, {len(train_ids)} training tokens")
-    (work_folder / "manifest.json").write_text(
-        json.dumps(corpus.manifest(files), indent=1) + "\n"
-    )
+    (work_folder / "manifest.json").write_text(json.dumps(corpus.manifest(files), indent=1) + "\n")
     weights = work_folder / "weights"
     draft_key, target_key, _ = jax.random.split(jax.random.key(SEED), 3)
     larger = lambda draft: grow(draft, pair.DRAFT, pair.TARGET, target_key)
-    save_draft = lambda params: save_model(
-        weights / "draft", params, pair.DRAFT, tokenizer
-    )
-    save_target = lambda params: save_model(
-        weights / "target", params, pair.TARGET, tokenizer
-    )
+    save_draft = lambda params: save_model(weights / "draft", params, pair.DRAFT, tokenizer)
+    save_target = lambda params: save_model(weights / "target", params, pair.TARGET, tokenizer)
 
     def windows_of(stage: Stage) -> Callable[[int], np.ndarray]:
-        return lambda step: corpus.windows(
-            train_ids, step, stage.rows, stage.length, stage.seed
-        )
+        return lambda step: corpus.windows(train_ids, step, stage.rows, stage.length, stage.seed)
 
     def save_both(params: Params) -> None:
         save_draft(params)
@@ -168,16 +158,12 @@ def train(work_folder: Path, output: Path) -> None:
     target = larger(draft)
     target_loss = lambda params, batch: learning.text_loss(params, pair.TARGET, batch)
     for stage in (TARGET_TEXT, TARGET_TEXT_AGAIN):
-        target = run_stage(
-            stage, work_folder, target, target_loss, windows_of(stage), save_target
-        )
+        target = run_stage(stage, work_folder, target, target_loss, windows_of(stage), save_target)
     texts = own_text(target, training_files, tokenizer, work_folder / "own_text.npy")
 
     def half_own_text(step: int) -> tuple[Params, np.ndarray]:
         rows, length = DRAFT_DISTILLED.rows, DRAFT_DISTILLED.length
-        windows = corpus.windows(
-            train_ids, step, rows // 2, length - 1, DRAFT_DISTILLED.seed
-        )
+        windows = corpus.windows(train_ids, step, rows // 2, length - 1, DRAFT_DISTILLED.seed)
         rng = np.random.default_rng([SEED, step])
         own = texts[rng.choice(len(texts), rows - rows // 2, replace=False)]
         return target, np.concatenate([windows, own])
@@ -212,11 +198,7 @@ def own_text(
             files, tokenizer, OWN_TEXT_ROWS, OWN_TEXT_PROMPT_LENGTH, SEED + index
         )
         key = jax.random.fold_in(jax.random.key(SEED), index)
-        texts.append(
-            continue_prompts(
-                target, pair.TARGET, prompts, num_tokens, temperatures, key
-            )
-        )
+        texts.append(continue_prompts(target, pair.TARGET, prompts, num_tokens, temperatures, key))
     np.save(path, np.concatenate(texts))
     return np.load(path)
 

@@ -20,14 +20,14 @@ from jax import Array
 
 from pallas_kernels.move_kv import move_kv
 from pallas_kernels.ragged import tokens_of
-from specjax.cache import paged
-from specjax.decode.forward import forward, logits, make_batch, make_tree_batch
 from specjax.drafters.base import NOT_KEPT, Draft, Drafter
 from specjax.drafters.draws import draw_siblings, noise_keys
 from specjax.models.base import ModelConfig
+from specjax.paged import kv_cache
+from specjax.paged.forward import forward, logits, make_batch, make_tree_batch
 from specjax.sampling import TreeHistory, choose_tokens, process_logits
 from specjax.sampling.processing import History
-from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
+from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
 from specjax.trees import draft_tree, expanding
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
@@ -72,12 +72,10 @@ def drafter(
 
     def init(rows: int, max_length: int, num_pages: int, page_size: int):
         del rows, max_length
-        return paged.init_pages(config, num_pages, page_size, dtype)
+        return kv_cache.init_pages(config, num_pages, page_size, dtype)
 
     def prefill(params, state, batch, max_tokens_per_row: int):
-        _, state = forward(
-            params, config, state, batch, max_tokens_per_row=max_tokens_per_row
-        )
+        _, state = forward(params, config, state, batch, max_tokens_per_row=max_tokens_per_row)
         return state
 
     if shape is None:
@@ -150,9 +148,7 @@ class _DraftModel:
                 page_size=cache.page_size,
                 num_slots=cache.num_slots,
             )
-            _, pages = forward(
-                params, self.config, pages, batch, max_tokens_per_row=width
-            )
+            _, pages = forward(params, self.config, pages, batch, max_tokens_per_row=width)
             return pages, num_fed + counts
 
         def lacks(most, carry):
@@ -165,9 +161,7 @@ class _DraftModel:
             )
         return carry[0]
 
-    def feed_nodes(
-        self, params, pages, decode_state, token_ids, tree, nodes, takes_part
-    ):
+    def feed_nodes(self, params, pages, decode_state, token_ids, tree, nodes, takes_part):
         """Feeds some nodes of every row's tree, whose ancestors were fed before.
 
         Args:
@@ -190,9 +184,7 @@ class _DraftModel:
             nodes=nodes,
             num_new_keys=jnp.full(rows, nodes[-1] + 1, jnp.int32),
         )
-        hidden, pages = forward(
-            params, self.config, pages, batch, max_tokens_per_row=len(nodes)
-        )
+        hidden, pages = forward(params, self.config, pages, batch, max_tokens_per_row=len(nodes))
         flat = tokens_of(batch.row_starts, rows * len(nodes), len(nodes))
         return hidden[flat], pages
 
@@ -219,9 +211,7 @@ class _DraftModel:
             # Nothing that could be chosen is the sampling parameters' doing, not the model's.
             is_nan = choice.is_invalid & _has_nan(scores, choice.is_invalid)
             return _Drawn(by_row(jnp.where(is_nan, NOT_A_TOKEN, choice.token_ids)))
-        keys = noise_keys(
-            sampling, rules, row_ids, roots + depth, roots, jnp.tile(nodes, rows)
-        )
+        keys = noise_keys(sampling, rules, row_ids, roots + depth, roots, jnp.tile(nodes, rows))
         siblings = draw_siblings(
             scores,
             *where,
@@ -232,9 +222,7 @@ class _DraftModel:
         )
         probs = None if siblings.probs is None else by_row(siblings.probs)
         is_nan = jnp.any(~(scores < jnp.inf), axis=1)[:, None]
-        drawn = _Drawn(
-            by_row(jnp.where(is_nan, NOT_A_TOKEN, siblings.token_ids)), probs
-        )
+        drawn = _Drawn(by_row(jnp.where(is_nan, NOT_A_TOKEN, siblings.token_ids)), probs)
         if not self.says_confidence:
             return drawn
         processed = process_logits(scores, *where)
@@ -245,9 +233,7 @@ class _DraftModel:
             siblings.token_ids,
             axis=1,
         )
-        return drawn._replace(
-            prior_confidence=by_row(prior), probability=by_row(probability)
-        )
+        return drawn._replace(prior_confidence=by_row(prior), probability=by_row(probability))
 
     def _with_noise(self, processed, decode_state, row_ids, depth):
         """Adds the noise of the target's choice where it decides; f32[num_tokens, vocab]."""
@@ -306,12 +292,8 @@ def _draft_chain(
         """Feeds the root or the last draft token; proposes draft token number `index`."""
         pages, history, drawn = carry
         is_drafted = index < num_tokens
-        hidden, pages = model.feed(
-            params, pages, decode_state, history, root + index, is_drafted
-        )
-        new = model.draw(
-            params, hidden[:, None], decode_state, index[None], index, history, 1
-        )
+        hidden, pages = model.feed(params, pages, decode_state, history, root + index, is_drafted)
+        new = model.draw(params, hidden[:, None], decode_state, index[None], index, history, 1)
         place = jnp.where(is_drafted, root + index + 1, history.shape[1])
         token = new.token_ids[:, 0, 0]
         history = history.at[jnp.arange(rows), place].set(token, mode="drop")
@@ -381,9 +363,7 @@ def _draft_tree(
         if drawn.prior_confidence is not None and drawn.probability is not None:
             figures = [
                 figure.at[:, here].set(figure[:, above] * new[:, source, rank])
-                for figure, new in zip(
-                    figures, (drawn.prior_confidence, drawn.probability)
-                )
+                for figure, new in zip(figures, (drawn.prior_confidence, drawn.probability))
             ]
         for place, node in enumerate(nodes):
             if drawn.probs is not None:
@@ -421,9 +401,7 @@ def _draft_dynamic_tree(
     takes_part = decode_state.is_active & (num_tokens > 0)
     pages = model.catch_up(params, state, decode_state, takes_part)
     width, num_fed = growth.width, growth.num_fed
-    candidates = expanding.init(
-        rows, max_depth=growth.max_depth, width=width, top_k=width
-    )
+    candidates = expanding.init(rows, max_depth=growth.max_depth, width=width, top_k=width)
     frontier = expanding.root_frontier(rows)
     token_ids = jnp.zeros((rows, num_fed), jnp.int32)
     parents = jnp.zeros((rows, num_fed + 1), jnp.int32).at[:, 0].set(NO_PARENT)
@@ -448,9 +426,7 @@ def _draft_dynamic_tree(
         )
         is_within = (depth < num_tokens)[:, None, None]
         scores = jnp.where(is_within, scores, -jnp.inf)
-        candidates, frontier = expanding.expand(
-            candidates, frontier, scores, drawn, depth=depth
-        )
+        candidates, frontier = expanding.expand(candidates, frontier, scores, drawn, depth=depth)
         if depth + 1 < growth.max_depth:
             children = np.array(growth.nodes_at(depth + 1))
             token_ids = token_ids.at[:, children - 1].set(frontier.token_ids)
@@ -473,9 +449,7 @@ def _draft_dynamic_tree(
     return Draft(proposal, pages, written, node_kept_at)
 
 
-def _history(
-    decode_state, tree: DraftTree, token_ids: Array, nodes: Sequence[int]
-) -> History:
+def _history(decode_state, tree: DraftTree, token_ids: Array, nodes: Sequence[int]) -> History:
     """Returns what stands before each of some nodes of all rows, as sampling takes it."""
     if tuple(nodes) == (0,):
         return decode_state.history

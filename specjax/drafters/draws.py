@@ -12,7 +12,7 @@ from specjax.sampling.argmax import block_bounds
 from specjax.sampling.distinct import NOT_FOUND, best_distinct, without
 from specjax.sampling.processing import History, scaler, usage
 from specjax.sampling.row_sampling import RowSampling
-from specjax.seeded_noise import (
+from specjax.sampling.seeded_noise import (
     DRAFT,
     TARGET_TOKEN,
     gumbel_bound,

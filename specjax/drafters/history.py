@@ -69,9 +69,7 @@ class Pieces:
     token_ids: HostArray  # i32[n, PIECE_TOKENS]
     counts: HostArray  # i32[n], 0 in an unused place
     groups: HostArray  # i32[n]
-    has_entered: (
-        HostArray  # bool[rows], whether the row holds another request than before
-    )
+    has_entered: HostArray  # bool[rows], whether the row holds another request than before
     row_groups: HostArray  # i32[rows]
 
 
@@ -112,14 +110,10 @@ def drafter(
         counts = jnp.minimum(found.counts, num_tokens[:, None])
         written = decode_state.cache.lengths + 1
         if num_matches == 1:
-            proposal = Proposal(
-                token_ids=found.token_ids[:, 0], num_tokens=counts[:, 0]
-            )
+            proposal = Proposal(token_ids=found.token_ids[:, 0], num_tokens=counts[:, 0])
             return Draft(proposal, state, written)
         grown = merge(found.token_ids, counts, num_drafts=budget)
-        proposal = Proposal(
-            token_ids=grown.token_ids, num_tokens=grown.num_tokens, tree=grown.tree
-        )
+        proposal = Proposal(token_ids=grown.token_ids, num_tokens=grown.num_tokens, tree=grown.tree)
         return Draft(proposal, state, written)
 
     def begin(rows: int, max_length: int, num_pages: int, page_size: int):
@@ -190,9 +184,7 @@ def remember(state: HistoryState, pieces: Pieces) -> HistoryState:
             corpus_match=put(state.corpus_match, nothing, (jnp.int32(0), head)),
             head=head + count + 1,
         )
-        return jax.tree.map(
-            lambda new, old: jnp.where(count > 0, new, old), laid, state
-        )
+        return jax.tree.map(lambda new, old: jnp.where(count > 0, new, old), laid, state)
 
     num_pieces = jnp.sum(pieces.counts > 0)
     state = lax.fori_loop(0, num_pieces, lay, state)
@@ -236,9 +228,7 @@ def catch_up(state: HistoryState, decode_state: Any, takes_part: Array) -> Histo
         return num_matched + is_new.astype(jnp.int32), matches
 
     num_matched, (own, corpus) = lax.while_loop(lacks, take, (start, matches))
-    return dataclasses.replace(
-        state, num_matched=num_matched, own_match=own, corpus_match=corpus
-    )
+    return dataclasses.replace(state, num_matched=num_matched, own_match=own, corpus_match=corpus)
 
 
 def _extended(match: Array, text: Array, token: Array) -> Array:
@@ -286,9 +276,7 @@ def find(
     key = jnp.stack(best, axis=1)
     lengths, number = key // (2 * MOST_PLACES), key % (2 * MOST_PLACES)
     is_own = number >= 2 * capacity
-    start = (
-        jnp.where(is_own, number - 2 * capacity, (number + state.head) % capacity) + 1
-    )
+    start = jnp.where(is_own, number - 2 * capacity, (number + state.head) % capacity) + 1
     in_own = continuations(history, length, jnp.where(is_own, start, 0), depth)
     in_corpus, num_shared = _read(state.corpus, jnp.where(is_own, 0, start), depth)
     counts = jnp.where(is_own, depth, num_shared)
@@ -300,12 +288,11 @@ def find(
 
 
 def _read(corpus: Array, starts: Array, depth: int) -> tuple[Array, Array]:
-    """Returns the tokens from each start i32[rows, n] on, i32[rows, n, depth], and how many are of its piece."""
+    """Returns the tokens from each start i32[rows, n] on, i32[rows, n, depth], and how many are of
+    its piece."""
     place = starts[:, :, None] + jnp.arange(depth)[None, None, :]
     inside = place < corpus.shape[0]
-    tokens = jnp.where(
-        inside, corpus[jnp.minimum(place, corpus.shape[0] - 1)], SEPARATOR
-    )
+    tokens = jnp.where(inside, corpus[jnp.minimum(place, corpus.shape[0] - 1)], SEPARATOR)
     is_piece = jnp.cumprod(tokens >= 0, axis=-1)
     return jnp.maximum(tokens, 0), jnp.sum(is_piece, axis=-1, dtype=jnp.int32)
 

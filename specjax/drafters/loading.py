@@ -7,7 +7,9 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from specjax.config import MAX_DRAFT_NODES, VERIFICATION_RULES, SpeculationConfig
+from specjax.config.names import NO_DRAFTER, check_drafter
+from specjax.config.rules import VERIFICATION_RULES
+from specjax.config.speculation import MAX_DRAFT_NODES, SpeculationConfig
 from specjax.drafters.spec import (
     DrafterSpec,
     HistoryDrafter,
@@ -18,7 +20,6 @@ from specjax.drafters.spec import (
 )
 from specjax.models.base import Model, ModelConfig, parameters
 from specjax.models.loading import check_same_vocabulary, load_model
-from specjax.names import NO_DRAFTER, check_drafter
 from specjax.trees import static_shapes
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
@@ -87,9 +88,7 @@ class LoadedDrafter:
                 "verification='block' is for chains; use 'traversal', which is the same on "
                 "a chain and covers trees."
             )
-        is_grown = isinstance(self.spec, ModelDrafter) and isinstance(
-            self.spec.shape, Growth
-        )
+        is_grown = isinstance(self.spec, ModelDrafter) and isinstance(self.spec.shape, Growth)
         if is_grown and VERIFICATION_RULES.index(rule) in BY_LAW:
             raise ValueError(
                 f"verification={rule!r} would be biased on trees grown with tree_top_k, which "
@@ -202,7 +201,8 @@ def _configured_ngram(spec: NgramDrafter, config: SpeculationConfig) -> NgramDra
     if config.corpus_tokens is not None:
         raise ValueError(
             f"corpus_tokens={config.corpus_tokens} is for method 'history', or beside a draft "
-            "model; 'ngram' looks into a row's own text alone. Leave it out, or draft from 'history'."
+            "model; 'ngram' looks into a row's own text alone. Leave it out, or draft from "
+            "'history'."
         )
     # Every field is at least 1.
     low = _asked_for(config, "prompt_lookup_min") or spec.min_match
@@ -216,9 +216,7 @@ def _configured_ngram(spec: NgramDrafter, config: SpeculationConfig) -> NgramDra
     return NgramDrafter(low, high, num_matches, num_drafts)
 
 
-def _configured_history(
-    spec: HistoryDrafter, config: SpeculationConfig
-) -> HistoryDrafter:
+def _configured_history(spec: HistoryDrafter, config: SpeculationConfig) -> HistoryDrafter:
     """Returns the spec with what a config sets; a field at its default keeps the spec's."""
     if config.has_tree:
         raise ValueError(_NO_MODEL.format("history"))

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.ngram_match import ngram_match
-from specjax.config import MAX_DRAFT_NODES
+from specjax.config.speculation import MAX_DRAFT_NODES
 from specjax.drafters.base import Draft, Drafter
 from specjax.trees.merging import merge
 from specjax.types import Proposal
@@ -62,9 +62,7 @@ def drafter(
             jnp.where(is_found, num_tokens[:, None], 0),
             num_drafts=budget,
         )
-        proposal = Proposal(
-            token_ids=grown.token_ids, num_tokens=grown.num_tokens, tree=grown.tree
-        )
+        proposal = Proposal(token_ids=grown.token_ids, num_tokens=grown.num_tokens, tree=grown.tree)
         return Draft(proposal, state, length)
 
     return Drafter(

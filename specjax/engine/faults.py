@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from specjax.bucket import Bucket
+from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import TooLarge
 from specjax.drafters.base import DrafterError
 from specjax.types import NOT_A_NUMBER, OUTSIDE_VOCABULARY
@@ -43,10 +43,7 @@ def lost_weights(params: Any, part: str) -> list[str]:
 
 def _were_deleted(names: list[str]) -> str:
     others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return (
-        f"weights {names[0]}{others} were deleted, as donating them to another function "
-        "does"
-    )
+    return f"weights {names[0]}{others} were deleted, as donating them to another function does"
 
 
 @dataclasses.dataclass
@@ -60,9 +57,7 @@ class Faults:
     num_rows: int  # of the decoder
     is_drafter_off: bool = False
     has_mixed: bool = True  # whether prompts may be fed beside rows that decode
-    _unsaid: str | None = (
-        None  # why the drafter is off, while no request asked for drafts
-    )
+    _unsaid: str | None = None  # why the drafter is off, while no request asked for drafts
     _dropped: set[Bucket] = dataclasses.field(default_factory=set)
 
     def is_dropped(self, bucket: Bucket) -> bool:

@@ -15,10 +15,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from specjax.bucket import Bucket, standing_row_buckets
-from specjax.config import SamplingParams
+from specjax.config.sampling import SamplingParams
+from specjax.decode.bucket import Bucket, standing_row_buckets
 from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, TooLarge
 from specjax.decode.score import Scores
+from specjax.decode.sizes import PLACES
 from specjax.decode.state import Admission, DecodeState, without_drafter
 from specjax.drafters.base import DrafterError
 from specjax.drafters.spec import NoDrafter
@@ -37,19 +38,19 @@ from specjax.engine.request import (
     TokenScores,
 )
 from specjax.engine.rows import Row
-from specjax.engine.scheduler import PLACES, PromptChunk, Scheduler
-from specjax.engine.speculation_policy import (
+from specjax.engine.scheduler import PromptChunk, Scheduler
+from specjax.engine.text_feed import MOST_PIECES, TextFeed
+from specjax.engine.timing import Stopwatch
+from specjax.policy.interface import (
     LEAST_TIMED_STEPS,
     Decision,
     Load,
     Outcome,
     SpeculationPolicy,
 )
-from specjax.engine.text_feed import MOST_PIECES, TextFeed
-from specjax.engine.timing import Stopwatch
-from specjax.progress import Report
+from specjax.runtime.jax_settings import check_not_traced, in_own_settings
+from specjax.runtime.progress import Report
 from specjax.sampling import RowSampling, empty_row_values
-from specjax.surroundings import check_not_traced, in_own_settings
 from specjax.types import DecoderParams, Plan, StepInfo
 
 # Calls of prompt chunks that rows wait for, which could decode already but have not yet
@@ -71,9 +72,7 @@ class Flight:
     num_steps: int  # at most
     least: int  # tokens that each row gains, unless it ends
     asked_depth: Any = None  # i64[rows], most tokens that each drafts
-    num_behind: int = (
-        0  # tokens that the drafter has to catch up with, of the row with most
-    )
+    num_behind: int = 0  # tokens that the drafter has to catch up with, of the row with most
     context_tokens: int = 0
     least_timed: int = 1  # steps of which the seconds are told by one burst
     is_learned_from: bool = True  # by the policy
@@ -120,9 +119,7 @@ class Loop:
     ):
         self.decoder = decoder
         # What this run goes on without.
-        self.faults = Faults(
-            drafter_name or type(decoder.drafter).__name__, decoder.sizes.rows
-        )
+        self.faults = Faults(drafter_name or type(decoder.drafter).__name__, decoder.sizes.rows)
         self.params = decoder.place_params(self._usable(params))
         self.policy = policy
         self.speculation_max_rows = speculation_max_rows
@@ -134,14 +131,10 @@ class Loop:
         self._fewer_pages = fewer_pages
         # Seconds in `step`: compiling, and all else.
         self.compile_s = self.run_s = 0.0
-        self.num_prefilled = (
-            0  # prompt tokens that were fed, those that were found left out
-        )
+        self.num_prefilled = 0  # prompt tokens that were fed, those that were found left out
         self.num_preemptions = 0
         # What the last bursts drafted, why, and what came of it.
-        self.records: collections.deque[BurstRecord] = collections.deque(
-            maxlen=MOST_RECORDS
-        )
+        self.records: collections.deque[BurstRecord] = collections.deque(maxlen=MOST_RECORDS)
         self._stopwatch = Stopwatch()
         self._on_progress = on_progress
         self._begin()
@@ -160,8 +153,10 @@ class Loop:
         most = self.scheduler.most_tokens
         if request.max_length > most:
             raise ValueError(
-                f"prompt of {len(request.prompt_token_ids)} tokens and max_tokens={request.params.max_tokens!r} need "
-                f"{request.max_length} tokens of context, the pool holds {most} for one row; lower max_tokens, "
+                f"prompt of {len(request.prompt_token_ids)} tokens and "
+                f"max_tokens={request.params.max_tokens!r} need "
+                f"{request.max_length} tokens of context, the pool holds {most} for one row; "
+                f"lower max_tokens, "
                 "shorten the prompt or raise num_pages."
             )
 
@@ -259,7 +254,8 @@ class Loop:
         return [*running, *waiting]
 
     def score(self, history, num_tokens, sampling: RowSampling) -> Scores:
-        """Returns how likely texts are; arguments as of Decoder.score. Rows that run are not touched."""
+        """Returns how likely texts are; arguments as of Decoder.score. Rows that run are not
+        touched."""
         self._ensure_state()
         try:
             self._state, scores = self.decoder.score(
@@ -272,9 +268,7 @@ class Loop:
 
     @property
     def has_work(self) -> bool:
-        return bool(
-            len(self.scheduler.waiting) or self.scheduler.occupied or self._flights
-        )
+        return bool(len(self.scheduler.waiting) or self.scheduler.occupied or self._flights)
 
     def run(self, *, max_burst_steps: int | None = None) -> Iterator[list[Request]]:
         """Runs until nothing is left; after each step yields the requests that moved."""
@@ -498,9 +492,7 @@ class Loop:
 
     def _admit(self) -> None:
         steps = self.decoder.sizes.burst_steps
-        admitted = self.scheduler.admit(
-            steps * (1 + self.policy.max_speculative_tokens)
-        )
+        admitted = self.scheduler.admit(steps * (1 + self.policy.max_speculative_tokens))
         self._num_prompt_tokens += sum(row.num_to_prefill for row in admitted)
         for admission in make_admissions(self.decoder, admitted):
             self._state = self.decoder.admit(self._state, admission)
@@ -522,9 +514,7 @@ class Loop:
             if flight is not None:
                 flight.is_learned_from = False
                 # Whoever was to be prefilled may just have been preempted.
-                self._fly(
-                    flight, self._mixed if scheduler.num_to_prefill else self._plain
-                )
+                self._fly(flight, self._mixed if scheduler.num_to_prefill else self._plain)
             if flight is not None or self._flights:
                 return  # there may be room once they are read
         elif shares and self._was_prefill:
@@ -553,9 +543,7 @@ class Loop:
         self._prompts_done_at = self._stopwatch.done_at(done)
 
     def _plain(self, plan: Plan):
-        return self.decoder.burst(
-            self.params, self._state, plan, num_speculative_tokens=0
-        )
+        return self.decoder.burst(self.params, self._state, plan, num_speculative_tokens=0)
 
     def _next_chunk(self, most_places: int = PLACES) -> PromptChunk:
         """Returns the next prompt tokens to send, and says how far prompts are."""
@@ -603,9 +591,7 @@ class Loop:
         if depth < decision.num_speculative_tokens:
             decision = Decision(num_speculative_tokens=depth, reason=load.limited_by)
         decision = self._available(decision, load.row_buckets)
-        num_steps = min(
-            usual_steps, decision.num_steps or usual_steps, load.num_steps_left
-        )
+        num_steps = min(usual_steps, decision.num_steps or usual_steps, load.num_steps_left)
         flight = self._reserve(rows, num_steps, decision)
         if flight is None:
             return
@@ -712,9 +698,7 @@ class Loop:
             return ()
         return standing_row_buckets(self.decoder.sizes.rows, self.decoder.num_shards)
 
-    def _reserve(
-        self, rows: np.ndarray, num_steps: int, decision: Decision
-    ) -> Flight | None:
+    def _reserve(self, rows: np.ndarray, num_steps: int, decision: Decision) -> Flight | None:
         """Takes the pages for a burst of at most num_steps; None where there are none now.
 
         Where pages are short, what was sent is read back first, and then fewer steps are
@@ -793,9 +777,7 @@ class Loop:
         table.is_decoding[own] = True
         self._flights.append(flight)
 
-    def remember(
-        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
-    ) -> None:
+    def remember(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
         """Tells a drafter that reads on in text what was answered to prompts elsewhere."""
         if self._feed is None:
             return
@@ -927,9 +909,7 @@ def _urgency(expected_end: np.ndarray, tokens: np.ndarray) -> Any:
     return (left / left.max()) ** 2
 
 
-def _record(
-    flight: Flight, num_steps: int, seconds: float, num_tokens: int
-) -> BurstRecord:
+def _record(flight: Flight, num_steps: int, seconds: float, num_tokens: int) -> BurstRecord:
     decision = flight.decision
     assert flight.bucket is not None
     return BurstRecord(
@@ -959,20 +939,14 @@ def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> No
         request.params.logprobs is not None or request.params.self_check
         for request in running.values()
     )
-    logprobs = (
-        type(report.logprobs)(*map(np.asarray, report.logprobs))
-        if is_described
-        else None
-    )
+    logprobs = type(report.logprobs)(*map(np.asarray, report.logprobs)) if is_described else None
     scores = None
     if any(request.keeps_scores for request in running.values()):
         assert logprobs is not None
         scores = _Scores(logprobs)
     for row, request in running.items():
         tokens = token_ids[row].tolist()
-        for step, (count, accepted, drafted, depth, finish) in enumerate(
-            figures[row].tolist()
-        ):
+        for step, (count, accepted, drafted, depth, finish) in enumerate(figures[row].tolist()):
             if count == 0 and finish == 0:
                 continue
             own = tokens[step][:count]
@@ -992,9 +966,7 @@ def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> No
                     for values in (logprobs.surplus, logprobs.variance)
                 )
                 surpluses = list(zip(surplus, variance))
-            request.take_step(
-                own, accepted, drafted, finish, described, depth, surpluses
-            )
+            request.take_step(own, accepted, drafted, finish, described, depth, surpluses)
 
 
 class _Scores:
@@ -1033,21 +1005,14 @@ def _describe(
 
 def make_admissions(decoder: Decoder, rows: Sequence[Row]) -> Iterator[Admission]:
     """Yields what lets requests into rows: PLACES of each shard at once, or one."""
-    by_shard = [
-        [row for row in rows if row.shard == shard]
-        for shard in range(decoder.num_shards)
-    ]
+    by_shard = [[row for row in rows if row.shard == shard] for shard in range(decoder.num_shards)]
     most = max(map(len, by_shard))
     places = 1 if most == 1 else min(PLACES, decoder.sizes.rows // decoder.num_shards)
     for first in range(0, most, places):
-        yield make_admission(
-            decoder, [own[first : first + places] for own in by_shard], places
-        )
+        yield make_admission(decoder, [own[first : first + places] for own in by_shard], places)
 
 
-def make_admission(
-    decoder: Decoder, by_shard: Sequence[Sequence[Row]], places: int
-) -> Admission:
+def make_admission(decoder: Decoder, by_shard: Sequence[Sequence[Row]], places: int) -> Admission:
     """Returns the arrays that let requests into rows, at most `places` of each shard."""
     sizes, num_shards = decoder.sizes, decoder.num_shards
     rows_per_shard = sizes.rows // num_shards

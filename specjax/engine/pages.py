@@ -76,9 +76,7 @@ class PagePool:
           ValueError: fewer are free.
         """
         if count > self.num_free:
-            raise ValueError(
-                f"{count=} pages were asked for and {self.num_free} are free."
-            )
+            raise ValueError(f"{count=} pages were asked for and {self.num_free} are free.")
         left = max(self._num_stacked - count, 0)
         pages = self._free[left : self._num_stacked][::-1].copy()
         self._num_stacked = left

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.config import SamplingParams
-from specjax.detokenize import IncrementalText
+from specjax.config.sampling import SamplingParams
+from specjax.text.detokenize import IncrementalText
 from specjax.types import INVALID_LOGITS, OUT_OF_LENGTH, STOPPED
 
 # StepInfo.finish, as users read it.
@@ -82,9 +82,7 @@ class AcceptanceCounts:
         default_factory=list
     )  # [j]: of those, that accepted more than j
 
-    def add(
-        self, num_drafted: int, num_accepted: int, draft_depth: int | None = None
-    ) -> None:
+    def add(self, num_drafted: int, num_accepted: int, draft_depth: int | None = None) -> None:
         """Counts one step of one row; a chain is as deep as it is long."""
         depth = num_drafted if draft_depth is None else draft_depth
         self.num_steps += 1
@@ -125,10 +123,7 @@ class AcceptanceCounts:
     @property
     def acceptance_by_position(self) -> list[float]:
         """How often draft token j stood, of the steps that drafted one there."""
-        return [
-            accepted / drafted
-            for accepted, drafted in zip(self.accepted_at, self.drafted_at)
-        ]
+        return [accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at)]
 
 
 @dataclasses.dataclass
@@ -209,9 +204,7 @@ class Request:
     # What ended it where that is "stop": the stop string, or the id of the stop token.
     stop_reason: int | str | None = None
     error: str | None = None
-    shown: list[Piece] = dataclasses.field(
-        default_factory=list
-    )  # text that may be shown
+    shown: list[Piece] = dataclasses.field(default_factory=list)  # text that may be shown
     first_token_at: float | None = None  # time.perf_counter()
     priority: int = 0  # the lowest goes first
     deadline: float | None = None  # time.perf_counter() at which it is given up
@@ -274,15 +267,11 @@ class Request:
             if finish == STOPPED and token_ids:
                 self.stop_reason = int(token_ids[-1])
             if self.finish_reason == "error":
-                self.error = INVALID_LOGITS_ERROR.format(
-                    position=len(self.output_token_ids)
-                )
+                self.error = INVALID_LOGITS_ERROR.format(position=len(self.output_token_ids))
             if self.text is not None:
                 self.shown.append(Piece(self.text.finish(), False))
 
-    def _show(
-        self, token_ids: Sequence[int], num_accepted: int, ends_in_stop_token: bool
-    ) -> int:
+    def _show(self, token_ids: Sequence[int], num_accepted: int, ends_in_stop_token: bool) -> int:
         """Adds to `shown` what may be shown.
 
         Returns:

@@ -13,21 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.cache.paged import NO_PAGE
-from specjax.decode.decoder import Sizes
+from specjax.decode.sizes import PLACES, Sizes, chunk_widths
 from specjax.engine.pages import ROOT, PagePool, Prefix
 from specjax.engine.request import Request
 from specjax.engine.rows import Row, RowTable
 from specjax.engine.waiting import WaitingQueue
+from specjax.paged.kv_cache import NO_PAGE
 
-PLACES = 8  # rows that share the prompt tokens of one call
 MOST_POSTPONED = 8  # requests that let others pass
-
-
-def chunk_widths(prefill_tokens: int) -> tuple[int, int]:
-    """Returns the prompt tokens that a row gets per call: one of several, and a long one alone."""
-    narrow = max(prefill_tokens // PLACES, 1)
-    return narrow, max(prefill_tokens // 2, narrow)
 
 
 def _order(row: Row) -> tuple[int, int]:
@@ -75,8 +68,7 @@ class Scheduler:
         self.rows: list[Row | None] = [None] * sizes.rows
         self.table = RowTable(sizes.rows)
         self.pools = [
-            PagePool(sizes.num_pages // num_shards, sizes.page_size)
-            for _ in range(num_shards)
+            PagePool(sizes.num_pages // num_shards, sizes.page_size) for _ in range(num_shards)
         ]
         self.block_table = np.full((sizes.rows, sizes.pages_per_row), NO_PAGE, np.int32)
         # Prompt tokens a row gets per call: several rows at once, or one long row.
@@ -204,9 +196,7 @@ class Scheduler:
         ]
         return [*dict.fromkeys(fitting), len(self.rows)]
 
-    def places(
-        self, rows: np.ndarray, bucket: int
-    ) -> tuple[np.ndarray | None, np.ndarray]:
+    def places(self, rows: np.ndarray, bucket: int) -> tuple[np.ndarray | None, np.ndarray]:
         """Returns the place of each row in one of `row_buckets`.
 
         Args:
@@ -253,9 +243,7 @@ class Scheduler:
         lacking = wanted - [pool.num_free for pool in self.pools]
         if np.any(lacking > 0):
             return lacking.clip(0)
-        taken = [
-            pool.take_array(count) for pool, count in zip(self.pools, wanted.tolist())
-        ]
+        taken = [pool.take_array(count) for pool, count in zip(self.pools, wanted.tolist())]
         pages = np.concatenate(taken)
         counts = counts.clip(0)
         before = self.table.num_pages[rows]
@@ -276,9 +264,7 @@ class Scheduler:
     def shrink(self, row: Row) -> None:
         """Gives back the pages that a row cannot need."""
         num_pages = self._num_pages(int(self.table.most[row.index]))
-        surplus = self.block_table[
-            row.index, num_pages : self.table.num_pages[row.index]
-        ]
+        surplus = self.block_table[row.index, num_pages : self.table.num_pages[row.index]]
         if len(surplus):
             self.pools[row.shard].give_back(surplus)
             surplus[:] = NO_PAGE
@@ -317,9 +303,7 @@ class Scheduler:
 
     # What was read back
 
-    def take_tokens(
-        self, row: Row, token_ids: Sequence[int], drafter_length: int
-    ) -> None:
+    def take_tokens(self, row: Row, token_ids: Sequence[int], drafter_length: int) -> None:
         """Takes in tokens of a decoding row, and how many of all its drafter has."""
         row.token_ids += token_ids
         row.num_prefilled = len(row.token_ids) - 1
@@ -393,7 +377,8 @@ class Scheduler:
         growth: int,
         wanted: np.ndarray,
     ) -> Row | None:
-        """Puts a request into a row and returns it, with the pages of its tokens; None where it must wait.
+        """Puts a request into a row and returns it, with the pages of its tokens; None where it
+        must wait.
 
         Args:
           wanted: i64[shards], pages that the running rows want to grow; its own are added.
@@ -448,9 +433,7 @@ class Scheduler:
         """Returns whether a shard has pages for all that its rows and a request may ever have."""
         size = self.sizes.page_size
         most = [row.request.max_length for row in self.occupied if row.shard == shard]
-        slots = [
-            tokens + self.sizes.tree_slots for tokens in (*most, request.max_length)
-        ]
+        slots = [tokens + self.sizes.tree_slots for tokens in (*most, request.max_length)]
         return sum(-(-n // size) for n in slots) <= self.pools[shard].num_pages
 
     def _empty_row(self, shard: int) -> int | None:
@@ -458,9 +441,7 @@ class Scheduler:
         own = range(first, first + self.rows_per_shard)
         return next((index for index in own if self.rows[index] is None), None)
 
-    def _shareable(
-        self, pool: PagePool, token_ids: Sequence[int]
-    ) -> list[Prefix] | None:
+    def _shareable(self, pool: PagePool, token_ids: Sequence[int]) -> list[Prefix] | None:
         """Returns the prefixes whose pages a new row can read; None where some are on their way."""
         if not self._shares_prefixes:
             return []
@@ -473,7 +454,8 @@ class Scheduler:
         return found
 
     def _announce_prefixes(self, row: Row) -> None:
-        """Makes the full pages of a prompt findable before they are filled: who shares them waits."""
+        """Makes the full pages of a prompt findable before they are filled: who shares them
+        waits."""
         if not self._shares_prefixes:
             return
         size = self.sizes.page_size

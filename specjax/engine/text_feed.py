@@ -14,9 +14,7 @@ from specjax.drafters.history import NO_GROUP, PIECE_TOKENS, WINDOW, Pieces
 from specjax.engine.request import Request
 from specjax.engine.rows import Row
 
-NEW_TOKENS = (
-    PIECE_TOKENS - WINDOW
-)  # of a piece; the others stand before them in the text
+NEW_TOKENS = PIECE_TOKENS - WINDOW  # of a piece; the others stand before them in the text
 MOST_PIECES = 32  # of one call
 MOST_WAITING = 4096  # the oldest are dropped
 
@@ -89,7 +87,8 @@ class TextFeed:
             num_cut += count
 
     def next_pieces(self, rows: Sequence[Row | None]) -> Pieces | None:
-        """Returns what the drafter is to know before it drafts for these rows; None: nothing new."""
+        """Returns what the drafter is to know before it drafts for these rows; None: nothing
+        new."""
         has_entered = np.array(
             [own is not None and own is not old for own, old in zip(rows, self._rows)]
         )

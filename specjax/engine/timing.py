@@ -17,9 +17,7 @@ class Stopwatch:
     """
 
     def __init__(self):
-        self._waiter = futures.ThreadPoolExecutor(
-            1, thread_name_prefix="specjax-timing"
-        )
+        self._waiter = futures.ThreadPoolExecutor(1, thread_name_prefix="specjax-timing")
 
     def done_at(self, result: Any) -> futures.Future[float]:
         """Returns when arrays will be there, as time.perf_counter() says."""

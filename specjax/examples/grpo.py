@@ -72,9 +72,7 @@ class Policy(nnx.Module):
     def params(self) -> Params:
         """The weights as specjax takes them: the same arrays."""
         is_param = lambda leaf: isinstance(leaf, nnx.Param)
-        return jax.tree.map(
-            lambda leaf: leaf.get_value(), self.weights, is_leaf=is_param
-        )
+        return jax.tree.map(lambda leaf: leaf.get_value(), self.weights, is_leaf=is_param)
 
     def __call__(self, token_ids: Array, mask: Array) -> Array:
         """Returns f32[rows, length, vocab]."""
@@ -88,9 +86,7 @@ def demonstrated_loss(params: Params, config: ModelConfig, batch: Any) -> Array:
     """Returns the mean cross-entropy of answers after their prompts, in nats per token."""
     token_ids, is_answer = batch
     logits = sequence_logits(params, config, token_ids, token_ids != running_sums.PAD)
-    each = optax.softmax_cross_entropy_with_integer_labels(
-        logits[:, :-1], token_ids[:, 1:]
-    )
+    each = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], token_ids[:, 1:])
     return jnp.sum(each * is_answer[:, 1:]) / jnp.sum(is_answer)
 
 
@@ -104,9 +100,7 @@ def pretrained(
     loss = lambda params, batch: demonstrated_loss(params, config, batch)
     rng = np.random.default_rng(seed)
     for _ in range(num_steps):
-        token_ids, is_answer = np.zeros(
-            (2, batch_size, PROMPT_WIDTH + MAX_TOKENS), np.int32
-        )
+        token_ids, is_answer = np.zeros((2, batch_size, PROMPT_WIDTH + MAX_TOKENS), np.int32)
         for row, problem in enumerate(running_sums.draw(rng, batch_size)):
             prompt, answer = problem.prompt_ids, problem.demonstration(rng, SLIPS)
             text = [*prompt, *answer]
@@ -127,10 +121,9 @@ def advantages(rewards: Array, num_samples: int) -> Array:
     return (groups - jnp.mean(groups, axis=1, keepdims=True)).reshape(-1)
 
 
-def policy_loss(
-    policy: Policy, batch: specjax.Rollout, advantage: Array
-) -> tuple[Array, Array]:
-    """Returns the loss whose gradient is GRPO's where samples are the policy's own, and their log-probabilities.
+def policy_loss(policy: Policy, batch: specjax.Rollout, advantage: Array) -> tuple[Array, Array]:
+    """Returns the loss whose gradient is GRPO's where samples are the policy's own, and their
+    log-probabilities.
 
     The ratio to the policy that sampled is 1 in value and has the gradient of log p, since
     every batch is used once.
@@ -193,9 +186,7 @@ def train(
         gradient = nnx.value_and_grad(policy_loss, has_aux=True)
         (_, log_probs), grads = gradient(policy, batch, advantage)
         optimiser.update(policy, grads)
-        return specjax.logprob_gap(
-            batch.logprobs.behaviour, log_probs, batch.completion_mask
-        )
+        return specjax.logprob_gap(batch.logprobs.behaviour, log_probs, batch.completion_mask)
 
     for step in range(num_steps):
         params = policy.params
@@ -207,23 +198,17 @@ def train(
             params if draft is None else specjax.DecoderParams(params, draft),
             [problem.prompt_ids for problem in chosen],
             num_samples=num_samples,
-            sampling=specjax.SamplingParams(
-                temperature=1.0, max_tokens=MAX_TOKENS, seed=step
-            ),
+            sampling=specjax.SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=step),
             prompt_width=PROMPT_WIDTH,
         )
         completions, lengths = map(np.asarray, (batch.completion_ids, batch.lengths))
         rewards = [
             running_sums.reward(chosen[prompt], tokens[:length])
-            for prompt, tokens, length in zip(
-                batch.prompt_index.tolist(), completions, lengths
-            )
+            for prompt, tokens, length in zip(batch.prompt_index.tolist(), completions, lengths)
         ]
         advantage = advantages(jnp.asarray(rewards), num_samples)
         metrics = dict(batch.metrics)
-        gap = update(
-            policy, optimiser, dataclasses.replace(batch, metrics={}), advantage
-        )
+        gap = update(policy, optimiser, dataclasses.replace(batch, metrics={}), advantage)
         run.gaps.append(float(gap["largest_gap"]))
         run.rewards.append(float(np.mean(rewards)))
         run.prompts.append([problem.prompt_ids for problem in chosen])

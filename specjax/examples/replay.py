@@ -55,7 +55,8 @@ class Replay:
     num_bursts_by_k: dict[int, int]
 
     def part(self, most_rows: int | None) -> tuple[float, float]:
-        """Returns tokens and seconds of what ran with so many rows; None is all, prompts included."""
+        """Returns tokens and seconds of what ran with so many rows; None is all, prompts
+        included."""
         if most_rows is None:
             return self.num_tokens, self.seconds
         own = [burst[1:] for burst in self.bursts if burst[0] <= most_rows]
@@ -65,13 +66,9 @@ class Replay:
 class Replayer:
     """A decoder of the widened policy, and what the training run had told it by each checkpoint."""
 
-    def __init__(
-        self, drafter: str, run: grpo.Run, draft: Params, num_parameters: float
-    ):
+    def __init__(self, drafter: str, run: grpo.Run, draft: Params, num_parameters: float):
         policy = Model(grpo.CONFIG, run.params, name="policy")
-        small = widen(
-            Model(grpo.DRAFT_CONFIG, draft, name="draft"), DRAFT_SHARE * num_parameters
-        )
+        small = widen(Model(grpo.DRAFT_CONFIG, draft, name="draft"), DRAFT_SHARE * num_parameters)
         self.drafter = drafter
         self._run = run
         self._num_parameters = num_parameters
@@ -110,9 +107,7 @@ class Replayer:
             else params,
             run.prompts[step][:num_prompts],
             num_samples=num_samples,
-            sampling=specjax.SamplingParams(
-                temperature=1.0, max_tokens=grpo.MAX_TOKENS, seed=step
-            ),
+            sampling=specjax.SamplingParams(temperature=1.0, max_tokens=grpo.MAX_TOKENS, seed=step),
         )
         known = {id(burst) for burst in before}
         bursts = [burst for burst in decoder.decisions if id(burst) not in known]
@@ -162,7 +157,8 @@ def replay(
                 one = player.play(step, num_prompts, num_samples)
                 replays.append(one)
                 report(
-                    f"step {step:3d}  {one.drafter:14s} {one.num_tokens / one.seconds:6.1f} tokens/s, "
+                    f"step {step:3d}  {one.drafter:14s} {one.num_tokens / one.seconds:6.1f} "
+                    f"tokens/s, "
                     f"{one.mean_acceptance_length:.2f} tokens per step, K {one.num_bursts_by_k}"
                 )
     return replays

@@ -3,7 +3,8 @@
     prompt       a3b1c4d2=
     answer       a33b14c43d20.
 
-Letter, digit, and the sum so far, of which only the last digit to base 5 is written. Every symbol is a token. Demonstrations slip now and then, and go on from what they wrote; a
+Letter, digit, and the sum so far, of which only the last digit to base 5 is written. Every symbol
+is a token. Demonstrations slip now and then, and go on from what they wrote; a
 model that is trained on them slips as often: what is left for reinforcement to mend. Long
 prompts have long answers, so that a batch ends in a tail of few.
 """
@@ -57,9 +58,7 @@ class Problem:
 
     def _answer(self, sums: Sequence[int]) -> str:
         steps = zip(LETTERS, self.digits, sums, strict=False)
-        return (
-            "".join(f"{letter}{digit}{total}" for letter, digit, total in steps) + "."
-        )
+        return "".join(f"{letter}{digit}{total}" for letter, digit, total in steps) + "."
 
 
 def _lettered(digits: Sequence[int]) -> str:

@@ -18,17 +18,19 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import specjax
-from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
+from specjax.api.requests import derive_seed
+from specjax.api.sizing import power_of_two
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
 from specjax.integrations import tunix_weights
 from specjax.integrations.tunix_weights import ROPE_THETA
 from specjax.integrations.tunix_weights import as_model as as_model
 from specjax.models.base import Model, Params
-from specjax.requests import derive_seed
 from specjax.rl.batch import STOP, Rollout
 from specjax.rl.decoder import RolloutDecoder
 from specjax.sharding import DATA, TENSOR
-from specjax.sizing import power_of_two
 from specjax.types import DecoderParams
 
 try:
@@ -116,10 +118,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         arrays = tunix_weights.arrays_of(rollout_actor)
         jax.eval_shape(
             lambda given: tunix_weights.convert(given, config, dtype, lora_alpha),
-            {
-                name: jax.ShapeDtypeStruct(x.shape, x.dtype)
-                for name, x in arrays.items()
-            },
+            {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()},
         )
         if shares_weights is None:
             shares_weights = _lies_on(arrays.values(), mesh)
@@ -182,9 +181,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
             pad = self.pad_id()
             texts = [[token for token in row if token != pad] for row in rows]
             sampling = self._sampling(rollout_config)
-            batch = specjax.rollout(
-                self._decoder, self._params(), texts, sampling=sampling
-            )
+            batch = specjax.rollout(self._decoder, self._params(), texts, sampling=sampling)
             self._num_calls += 1
             self.metrics = batch.metrics
             return self._output(batch, rows, rollout_config)
@@ -222,9 +219,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
             temperature=self._temperature,
         )
 
-    def update_params(
-        self, params: Any, filter_types: tuple[Any, ...] | None = None
-    ) -> None:
+    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
         """Samples from other weights from now on: all of them, or adapters alone.
 
         They are neither copied nor donated where they lie on this mesh.
@@ -304,9 +299,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         ids = [*([bos] if bos else []), *self._tokenizer.encode(prompt)]
         return list(map(int, self._tokenizer.dedup_bos_ids(ids)))
 
-    def _check(
-        self, rows: Sequence[list[int]], config: base_rollout.RolloutConfig
-    ) -> None:
+    def _check(self, rows: Sequence[list[int]], config: base_rollout.RolloutConfig) -> None:
         """Raises ValueError for prompts that cannot all be served."""
         if not rows:
             raise ValueError("no prompts were given.")
@@ -374,10 +367,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
             prompts[index, prompts.shape[1] - len(row) :] = row
         logprobs = [row[:end] for row, end in zip(scores, ends)]
         return base_rollout.RolloutOutput(
-            text=[
-                self._tokenizer.decode(row[:end].tolist())
-                for row, end in zip(ids, texts_end)
-            ],
+            text=[self._tokenizer.decode(row[:end].tolist()) for row, end in zip(ids, texts_end)],
             logits=[],  # as tunix's own where none were asked for
             tokens=[row[:end] for row, end in zip(ids, ends)],
             left_padded_prompt_tokens=prompts,
@@ -390,9 +380,7 @@ def _temperature(config: base_rollout.RolloutConfig) -> float:
     return 0.0 if config.top_p is None else float(config.temperature)
 
 
-def _with_context(
-    engine: EngineConfig, config: base_rollout.RolloutConfig
-) -> EngineConfig:
+def _with_context(engine: EngineConfig, config: base_rollout.RolloutConfig) -> EngineConfig:
     """Returns an engine's config whose rows hold what a RolloutConfig allows for."""
     asked = config.max_prompt_length + config.max_tokens_to_generate
     context = engine.max_context or max(config.kv_cache_size, asked)
@@ -403,9 +391,7 @@ def _number(seed: Any) -> int:
     """Returns a whole number from 0 to below 2**64 from a seed: None, an int, or a key of jax."""
     if seed is None:
         return 0
-    if isinstance(seed, jax.Array) and jax.dtypes.issubdtype(
-        seed.dtype, jax.dtypes.prng_key
-    ):
+    if isinstance(seed, jax.Array) and jax.dtypes.issubdtype(seed.dtype, jax.dtypes.prng_key):
         seed = jax.random.key_data(seed)
     words = np.asarray(seed)
     if words.ndim == 0:

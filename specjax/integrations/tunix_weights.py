@@ -172,9 +172,7 @@ class Converter:
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, lora_alpha: float | None):
         self._convert = jax.jit(
-            functools.partial(
-                convert, config=config, dtype=dtype, lora_alpha=lora_alpha
-            )
+            functools.partial(convert, config=config, dtype=dtype, lora_alpha=lora_alpha)
         )
         self._seen: tuple[weakref.ref[Any], ...] = ()
         self._params: Params | None = None

@@ -79,11 +79,7 @@ class ModelConfig:
     @property
     def scale(self) -> float:
         """What query-key products are multiplied by."""
-        return (
-            self.head_dim**-0.5
-            if self.attention_scale is None
-            else self.attention_scale
-        )
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def window(self, layer: int) -> int | None:
         """Returns the sliding window of a layer in tokens, None when it sees all."""
@@ -96,7 +92,7 @@ class Model:
 
     config: ModelConfig
     params: Params
-    tokenizer: Any = None  # specjax.tokenization.Tokenizer, or None: token ids only
+    tokenizer: Any = None  # specjax.text.tokenization.Tokenizer, or None: token ids only
     name: str = ""
     generation_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -33,7 +33,5 @@ def sequence_logits(
 
     architecture = architecture_of(config)
     caches = (None,) * config.num_layers
-    hidden, _ = architecture.forward(
-        params, config, token_ids, positions, attend, caches
-    )
+    hidden, _ = architecture.forward(params, config, token_ids, positions, attend, caches)
     return architecture.logits(params, config, hidden)

@@ -30,15 +30,10 @@ def forward(
     # Draft slots past the last position are computed and dropped; clipping keeps
     # their lookup in range.
     last = params["embed_positions"].shape[0] - 1
-    x = (
-        params["embed_tokens"][token_ids]
-        + params["embed_positions"][jnp.minimum(positions, last)]
-    )
+    x = params["embed_tokens"][token_ids] + params["embed_positions"][jnp.minimum(positions, last)]
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        normed = layer_norm(
-            x, layer["input_norm"], layer["input_norm_bias"], config.norm_eps
-        )
+        normed = layer_norm(x, layer["input_norm"], layer["input_norm_bias"], config.norm_eps)
         q, k, v = (
             (linear(normed, layer[name]) + _bias(layer, name, x)).reshape(
                 *x.shape[:-1], -1, config.head_dim
@@ -59,14 +54,8 @@ def forward(
             linear(normed, layer["up_proj"]) + _bias(layer, "up_proj", x),
             approximate=True,
         )
-        x = (
-            x
-            + reduce(linear(widened, layer["down_proj"]))
-            + _bias(layer, "down_proj", x)
-        )
-    return layer_norm(x, params["norm"], params["norm_bias"], config.norm_eps), tuple(
-        new_caches
-    )
+        x = x + reduce(linear(widened, layer["down_proj"])) + _bias(layer, "down_proj", x)
+    return layer_norm(x, params["norm"], params["norm_bias"], config.norm_eps), tuple(new_caches)
 
 
 def logits(
@@ -77,15 +66,11 @@ def logits(
     return linear(hidden, params["embed_tokens"], jnp.float32)
 
 
-def init(
-    key: Array, config: ModelConfig, dtype=jnp.float32, std: float = 0.02
-) -> Params:
+def init(key: Array, config: ModelConfig, dtype=jnp.float32, std: float = 0.02) -> Params:
     """Returns random weights: normal matrices and biases, norms near one."""
     keys = iter(jax.random.split(key, 16 * config.num_layers + 5))
     normal = lambda *shape: (jax.random.normal(next(keys), shape) * std).astype(dtype)
-    near_one = lambda size: (1 + jax.random.normal(next(keys), (size,)) * std).astype(
-        dtype
-    )
+    near_one = lambda size: (1 + jax.random.normal(next(keys), (size,)) * std).astype(dtype)
     d, f = config.hidden_size, config.intermediate_size
     shapes = {
         "q_proj": (d, d),

@@ -8,9 +8,9 @@ import reprlib
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from specjax.config import SamplingParams
-from specjax.model_files import find_file, read_json
+from specjax.config.sampling import SamplingParams
 from specjax.models.base import ModelConfig, RopeConfig
+from specjax.runtime.model_files import find_file, read_json
 
 Json = dict[str, Any]
 
@@ -86,9 +86,7 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
 
 def _sampling_defaults(generation: Json) -> dict[str, Any]:
     """Returns what a generation_config.json says of sampling."""
-    defaults = {
-        key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None
-    }
+    defaults = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
     if _flag(generation, "do_sample", True):
         SamplingParams(
             **{key: value for key, value in defaults.items() if key != "do_sample"}
@@ -116,8 +114,7 @@ def parse_config(raw: Json) -> ModelConfig:
         return _gpt2(raw) if family == "gpt2" else _skeleton(raw, family)
     except KeyError as error:
         raise ValueError(
-            f"key {error.args[0]!r} is missing, which every {family} config has; add "
-            "it."
+            f"key {error.args[0]!r} is missing, which every {family} config has; add it."
         ) from error
 
 
@@ -127,20 +124,20 @@ def _family(raw: Json) -> str:
     if not isinstance(architectures, list) or not all(
         isinstance(name, str) for name in architectures
     ):
-        raise ValueError(
-            f"architectures={_shown(architectures)} must be a list of names."
-        )
+        raise ValueError(f"architectures={_shown(architectures)} must be a list of names.")
     supported = ", ".join(f"{k} ({v.class_name})" for k, v in _FAMILIES.items())
     by_class = {family.class_name: key for key, family in _FAMILIES.items()}
     model_type = raw.get("model_type") or by_class.get((architectures or [None])[0])
     if not isinstance(model_type, str) or model_type not in _FAMILIES:
         raise ValueError(
-            f"model_type={_shown(model_type)} with architectures={_shown(architectures)} is not supported; expected one of "
+            f"model_type={_shown(model_type)} with architectures={_shown(architectures)} is not "
+            f"supported; expected one of "
             f"{supported}."
         )
     if architectures and _FAMILIES[model_type].class_name not in architectures:
         raise ValueError(
-            f"architectures={_shown(architectures)} is not supported as a language model; expected one of "
+            f"architectures={_shown(architectures)} is not supported as a language model; "
+            f"expected one of "
             f"{supported}. A drafter's folder is loaded with specjax.load_drafter."
         )
     return model_type
@@ -170,9 +167,7 @@ def _skeleton(raw: Json, family: str) -> ModelConfig:
         )
     is_granite = family == "granite"
     scalar = lambda key: _number(raw, key, 1.0) if is_granite else 1.0
-    max_positions = _size(
-        raw, "max_position_embeddings", implied.max_position_embeddings
-    )
+    max_positions = _size(raw, "max_position_embeddings", implied.max_position_embeddings)
     return ModelConfig(
         architecture="llama",
         family=family,
@@ -246,9 +241,7 @@ def _rope(raw: Json, max_positions: int) -> RopeConfig:
     theta = _number(holder, "rope_theta", 10000.0, above=1.0)
     partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1.0):
-        raise ValueError(
-            f"partial_rotary_factor={_shown(partial)} is not supported; expected 1.0."
-        )
+        raise ValueError(f"partial_rotary_factor={_shown(partial)} is not supported; expected 1.0.")
     original = _size(scaling, "original_max_position_embeddings", max_positions)
     if kind == "default":
         return RopeConfig(theta=theta)
@@ -259,8 +252,7 @@ def _rope(raw: Json, max_positions: int) -> RopeConfig:
         high = _number(scaling, "high_freq_factor")
         if low >= high:
             raise ValueError(
-                f"low_freq_factor={low} must be below high_freq_factor={high}; correct "
-                "the config."
+                f"low_freq_factor={low} must be below high_freq_factor={high}; correct the config."
             )
         return RopeConfig(
             theta=theta,
@@ -291,8 +283,7 @@ def _rope(raw: Json, max_positions: int) -> RopeConfig:
         else ""
     )
     raise ValueError(
-        f"rope type {kind!r} is not supported; expected default, linear, llama3 or "
-        f"yarn.{hint}"
+        f"rope type {kind!r} is not supported; expected default, linear, llama3 or yarn.{hint}"
     )
 
 
@@ -301,8 +292,7 @@ def _yarn_attention_factor(scaling: Json, factor: float) -> float | None:
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor")
     mscale, mscale_all_dim = (
-        _number(scaling, key) if scaling.get(key) else None
-        for key in ("mscale", "mscale_all_dim")
+        _number(scaling, key) if scaling.get(key) else None for key in ("mscale", "mscale_all_dim")
     )
     if not (mscale and mscale_all_dim):
         return None
@@ -319,8 +309,7 @@ def _layer_windows(raw: Json, family: str, num_layers: int) -> tuple[int | None,
     if family in _QWEN and _flag(raw, "use_sliding_window", False):
         first = _size(raw, "max_window_layers", 28, least=0)
     types = raw.get("layer_types") or [
-        "sliding_attention" if layer >= first else "full_attention"
-        for layer in range(num_layers)
+        "sliding_attention" if layer >= first else "full_attention" for layer in range(num_layers)
     ]
     if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
         raise ValueError(f"layer_types={_shown(types)} must be a list of names.")
@@ -344,8 +333,7 @@ def _require(raw: Json, key: str, allowed: tuple, default: Any) -> None:
     value = raw.get(key, default)
     if value not in allowed:
         raise ValueError(
-            f"{key}={_shown(value)} is not supported; expected "
-            f"{' or '.join(map(repr, allowed))}."
+            f"{key}={_shown(value)} is not supported; expected {' or '.join(map(repr, allowed))}."
         )
 
 

@@ -43,23 +43,17 @@ def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
       dtype: of the sums and of the result; by default that of x and weight.
     """
     tokens = x.reshape(-1, x.shape[-1])
-    whole = lambda tokens, weight: jax.lax.dot(
-        tokens, weight.T, preferred_element_type=dtype
-    )
+    whole = lambda tokens, weight: jax.lax.dot(tokens, weight.T, preferred_element_type=dtype)
 
     def from_the_left(tokens: Array, weight: Array) -> Array:
         num_tokens = tokens.shape[0]
-        columns = jnp.pad(
-            tokens.T, ((0, 0), (0, product_width(num_tokens) - num_tokens))
-        )
+        columns = jnp.pad(tokens.T, ((0, 0), (0, product_width(num_tokens) - num_tokens)))
         out = jax.lax.dot(weight, columns, preferred_element_type=dtype)
         return jax.lax.optimization_barrier(out)[:, :num_tokens].T
 
     if tokens.shape[0] <= MOST_TOKENS_FROM_THE_LEFT:
         # By what is compiled for, which need not be here: see decode/abstract.py.
-        out = jax.lax.platform_dependent(
-            tokens, weight, cpu=from_the_left, default=whole
-        )
+        out = jax.lax.platform_dependent(tokens, weight, cpu=from_the_left, default=whole)
     else:
         out = whole(tokens, weight)
     return out.reshape(*x.shape[:-1], weight.shape[0])
@@ -80,9 +74,7 @@ def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
     """Normalises the last axis by mean and variance, in float32."""
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    scaled = centred * jax.lax.rsqrt(
-        jnp.mean(centred * centred, axis=-1, keepdims=True) + eps
-    )
+    scaled = centred * jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
     scaled = scaled.astype(x.dtype) * along_last_axis(weight, x)
     return scaled + along_last_axis(bias, x)
 
@@ -96,9 +88,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
     Source: the formula published with Llama 3.1 (llama3) and Peng et al. 2023,
     arXiv:2309.00071 (yarn).
     """
-    frequencies = rope.theta ** (
-        -np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
-    )
+    frequencies = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     if rope.kind == "default":
         return frequencies, 1.0
     if rope.kind == "linear":
@@ -113,15 +103,12 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
         return (1 - blend) * frequencies / rope.factor + blend * frequencies, 1.0
     if rope.kind == "yarn":
         low, high = (
-            _yarn_dimension(rope, head_dim, beta)
-            for beta in (rope.beta_fast, rope.beta_slow)
+            _yarn_dimension(rope, head_dim, beta) for beta in (rope.beta_fast, rope.beta_slow)
         )
         if rope.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
-        ramp = np.clip(
-            (np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0
-        )
+        ramp = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
         amplitude = rope.attention_factor
         if amplitude is None:
             amplitude = 0.1 * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
@@ -136,11 +123,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
 def _yarn_dimension(rope: RopeConfig, head_dim: int, rotations: float) -> float:
     """Returns the dimension that turns `rotations` times over the original context."""
     original = rope.original_max_position_embeddings
-    return (
-        head_dim
-        * math.log(original / (2 * math.pi * rotations))
-        / (2 * math.log(rope.theta))
-    )
+    return head_dim * math.log(original / (2 * math.pi * rotations)) / (2 * math.log(rope.theta))
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, positions: Array) -> Array:
@@ -161,9 +144,7 @@ def rotate(x: Array, tables: Array) -> Array:
     """Rotates the halves of x [..., heads, head_dim] against each other, in float32."""
     cos, sin = jnp.split(tables, 2, axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    )
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return turned.astype(x.dtype)
 
 
@@ -189,10 +170,7 @@ def dense_causal_attention(
     batch, length, heads, head_dim = q.shape
     kv_heads = k.shape[-2]
     grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
-    scores = (
-        jnp.einsum("blkgd,bmkd->bkglm", grouped, k, preferred_element_type=jnp.float32)
-        * scale
-    )
+    scores = jnp.einsum("blkgd,bmkd->bkglm", grouped, k, preferred_element_type=jnp.float32) * scale
     distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     visible = visible[None, None, None]  # [batch, kv_heads, group, query, key]

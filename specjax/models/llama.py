@@ -51,16 +51,10 @@ def forward(
         mixed, cache = attend(index, q, k, v, cache)
         new_caches.append(cache)
         mixed = mixed.reshape(*mixed.shape[:-2], -1)
-        x = x + config.residual_multiplier * _row_parallel(
-            mixed, layer, "o_proj", tensor_axis
-        )
+        x = x + config.residual_multiplier * _row_parallel(mixed, layer, "o_proj", tensor_axis)
         normed = rms_norm(x, layer["post_attention_norm"], config.norm_eps)
-        gated = jax.nn.silu(_linear(normed, layer, "gate_proj")) * _linear(
-            normed, layer, "up_proj"
-        )
-        x = x + config.residual_multiplier * _row_parallel(
-            gated, layer, "down_proj", tensor_axis
-        )
+        gated = jax.nn.silu(_linear(normed, layer, "gate_proj")) * _linear(normed, layer, "up_proj")
+        x = x + config.residual_multiplier * _row_parallel(gated, layer, "down_proj", tensor_axis)
     return rms_norm(x, params["norm"], config.norm_eps), tuple(new_caches)
 
 
@@ -77,15 +71,11 @@ def logits(
     return out / config.logits_divisor if config.logits_divisor != 1.0 else out
 
 
-def init(
-    key: Array, config: ModelConfig, dtype=jnp.float32, std: float = 0.02
-) -> Params:
+def init(key: Array, config: ModelConfig, dtype=jnp.float32, std: float = 0.02) -> Params:
     """Returns random weights: normal matrices, norms near one, small biases."""
     keys = iter(jax.random.split(key, 16 * config.num_layers + 4))
     normal = lambda *shape: (jax.random.normal(next(keys), shape) * std).astype(dtype)
-    near_one = lambda size: (1 + jax.random.normal(next(keys), (size,)) * std).astype(
-        dtype
-    )
+    near_one = lambda size: (1 + jax.random.normal(next(keys), (size,)) * std).astype(dtype)
     d, f, hd = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * hd, config.num_kv_heads * hd
 
@@ -134,9 +124,7 @@ def _project_qkv(
 ) -> tuple[Array, Array, Array]:
     """Returns rotated q, k and plain v as [..., heads, head_dim]."""
     heads = lambda y: y.reshape(*y.shape[:-1], -1, config.head_dim)
-    q, k, v = (
-        heads(_linear(x, layer, name)) for name in ("q_proj", "k_proj", "v_proj")
-    )
+    q, k, v = (heads(_linear(x, layer, name)) for name in ("q_proj", "k_proj", "v_proj"))
     if config.qk_norm:
         q = rms_norm(q, layer["q_norm"], config.norm_eps)
         k = rms_norm(k, layer["k_norm"], config.norm_eps)

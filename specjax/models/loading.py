@@ -25,8 +25,8 @@ from jax.typing import DTypeLike
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.hf_config import read_config
 from specjax.models.safetensors import open_folder
-from specjax.surroundings import entrance
-from specjax.tokenization import Tokenizer
+from specjax.runtime.jax_settings import entrance
+from specjax.text.tokenization import Tokenizer
 
 _DEMO_WEIGHTS = Path(__file__).resolve().parents[1] / "demo" / "weights"
 _DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft"}
@@ -174,8 +174,7 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
         return folder
     if folder.exists():
         raise FileNotFoundError(
-            f"{folder} is a file; give the folder that holds config.json and "
-            "model.safetensors."
+            f"{folder} is a file; give the folder that holds config.json and model.safetensors."
         )
     if not _HUB_NAME.fullmatch(name):
         raise FileNotFoundError(
@@ -258,8 +257,7 @@ def _skeleton_sources(config: ModelConfig) -> dict[str, Any]:
 
     def layer(prefix: str) -> dict[str, _Source]:
         weights = {
-            key: _Source(f"{prefix}{name}.weight", (size,))
-            for key, (name, size) in norms.items()
+            key: _Source(f"{prefix}{name}.weight", (size,)) for key, (name, size) in norms.items()
         }
         for key, (name, size_in, size_out, has_bias) in matrices.items():
             shape = (size_out, size_in)
@@ -312,9 +310,7 @@ def _gpt2_sources(config: ModelConfig, prefix: str) -> dict[str, Any]:
 
     return {
         "embed_tokens": _Source(f"{prefix}wte.weight", (config.vocab_size, d)),
-        "embed_positions": _Source(
-            f"{prefix}wpe.weight", (config.max_position_embeddings, d)
-        ),
+        "embed_positions": _Source(f"{prefix}wpe.weight", (config.max_position_embeddings, d)),
         "layers": tuple(layer(f"{prefix}h.{i}.") for i in range(config.num_layers)),
         **norm("norm", f"{prefix}ln_f"),
     }
@@ -420,12 +416,7 @@ def _unused_in_layers(
     layers = {match[1] for name in needed if (match := _LAYER.match(name))}
     for name in tensors:
         match = _LAYER.match(name)
-        if (
-            match
-            and match[1] in layers
-            and name not in needed
-            and not idle.search(name)
-        ):
+        if match and match[1] in layers and name not in needed and not idle.search(name):
             yield name
 
 

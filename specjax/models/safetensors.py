@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from specjax.model_files import find_file, parse_object, read_json
+from specjax.runtime.model_files import find_file, parse_object, read_json
 
 INDEX_NAME = "model.safetensors.index.json"
 FILE_NAME = "model.safetensors"
@@ -86,8 +86,7 @@ def open_file(path: str | Path) -> dict[str, np.ndarray]:
         data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))[data_start:]
     except OSError as error:
         raise ValueError(
-            f"{path} cannot be read ({error.strerror}); check the file and its "
-            "permissions."
+            f"{path} cannot be read ({error.strerror}); check the file and its permissions."
         ) from error
     header.pop("__metadata__", None)
     tensors = {name: _view(path, name, entry, data) for name, entry in header.items()}
@@ -198,9 +197,7 @@ def _view(path: Path, name: str, entry: Any, data: np.ndarray) -> np.ndarray:
     return data[begin:end].view(dtype).reshape(shape)
 
 
-def _fields(
-    path: Path, name: str, entry: Any
-) -> tuple[tuple[int, ...], tuple[int, int], str]:
+def _fields(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], tuple[int, int], str]:
     """Returns shape, byte range and dtype of a tensor, each of its own type."""
     if not isinstance(entry, dict):
         entry = {}

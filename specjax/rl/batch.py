@@ -11,8 +11,8 @@ import numpy as np
 from jax import Array
 from jax.core import Tracer
 
-from specjax.config import SamplingParams
-from specjax.surroundings import own_arithmetic
+from specjax.config.sampling import SamplingParams
+from specjax.runtime.jax_settings import own_arithmetic
 
 # Rollout.finish_reasons: why a completion ends.
 UNFINISHED, STOP, LENGTH, ERROR = range(4)
@@ -92,9 +92,7 @@ class Rollout:
     # None unless SamplingParams.logprobs asks for k of them.
     top_ids: Array | None
     top_logprobs: Array | None
-    params_versions: (
-        Array  # i32[num_samples, completion_width], of the weights that sampled it
-    )
+    params_versions: Array  # i32[num_samples, completion_width], of the weights that sampled it
     num_drafted: Array  # i32[num_samples], draft tokens that were verified
     num_accepted: Array  # i32[num_samples], of them, those that stood
     num_steps: Array  # i32[num_samples], of the target
@@ -150,7 +148,8 @@ class Rollout:
 
     @property
     def token_ids(self) -> Array:
-        """Prompts and completions side by side, i32[num_samples, prompt_width + completion_width]."""
+        """Prompts and completions side by side, i32[num_samples, prompt_width +
+        completion_width]."""
         return jnp.concatenate([self.prompt_ids, self.completion_ids], axis=1)
 
     @property
@@ -161,6 +160,4 @@ class Rollout:
 
 # Fields of Rollout that are leaves, or trees of them.
 _NO_ARRAYS = ("is_exact", "sampling", "metrics")
-_ARRAYS = tuple(
-    field.name for field in dataclasses.fields(Rollout) if field.name not in _NO_ARRAYS
-)
+_ARRAYS = tuple(field.name for field in dataclasses.fields(Rollout) if field.name not in _NO_ARRAYS)

@@ -16,23 +16,21 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from specjax import compilation_cache, sharding
-from specjax.config import (
-    LOSSY_RULES,
-    VERIFICATION_RULES,
-    EngineConfig,
-    SpeculationConfig,
-)
-from specjax.decode.abstract import abstract_weights
+from specjax import sharding
+from specjax.api.assemble import Setup
+from specjax.api.requests import token_ids
+from specjax.config.engine import EngineConfig
+from specjax.config.rules import LOSSY_RULES, VERIFICATION_RULES
+from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.loop import Loop
 from specjax.engine.metrics import BurstRecord
-from specjax.engine.speculation_policy import SpeculationPolicy
 from specjax.engine.text_feed import group_of
 from specjax.models.base import Model, ModelConfig, Params
-from specjax.requests import token_ids
-from specjax.setup import Setup
-from specjax.surroundings import entrance
+from specjax.planning.abstract_decoder import abstract_weights
+from specjax.policy.interface import SpeculationPolicy
+from specjax.runtime import compilation_cache
+from specjax.runtime.jax_settings import entrance
 from specjax.types import DecoderParams
 
 MOST_PROMPTS = 100_000  # whose answers' lengths are remembered
@@ -102,7 +100,8 @@ class RolloutDecoder:
 
     @property
     def is_exact(self) -> bool:
-        """Whether samples are the target's own: by token under `seeded`, `greedy` and `delta`, else in law."""
+        """Whether samples are the target's own: by token under `seeded`, `greedy` and `delta`, else
+        in law."""
         return self.is_exact_under(self._setup.speculation.verification)
 
     def is_exact_under(self, verification: str) -> bool:
@@ -125,9 +124,7 @@ class RolloutDecoder:
         """How many functions were traced, and so compiled, for its sizes and settings."""
         return 0 if self._loop is None else self._loop.decoder.all_traces.total()
 
-    def hand_over(
-        self, params: Params | DecoderParams, version: int | None = None
-    ) -> Loop:
+    def hand_over(self, params: Params | DecoderParams, version: int | None = None) -> Loop:
         """Returns the loop with these weights: no copy of arrays that lie where they are used.
 
         Pages of earlier weights are forgotten unless these are the very arrays of the last
@@ -160,9 +157,7 @@ class RolloutDecoder:
             self._loop.abandon()
         self._loop.take_params(weights, is_new=not is_same)
         if not is_same:
-            self.params_version = (
-                self.params_version + 1 if version is None else version
-            )
+            self.params_version = self.params_version + 1 if version is None else version
         if is_lent:
             # Not the arrays themselves: the trainer may want their memory.
             self._leaves = tuple(weakref.ref(leaf) for leaf in leaves)
@@ -232,12 +227,11 @@ class RolloutDecoder:
             )
         ids = functools.partial(token_ids, self._setup.target)
         pairs = zip(map(_as_ints, prompts), map(_as_ints, completions), strict=True)
-        self._told.extend(
-            (ids(prompt), ids(answer)) for prompt, answer in pairs if answer
-        )
+        self._told.extend((ids(prompt), ids(answer)) for prompt, answer in pairs if answer)
 
     def forget(self) -> None:
-        """Forgets all text: the corpus, pages, and how long answers were. Nothing is compiled anew."""
+        """Forgets all text: the corpus, pages, and how long answers were. Nothing is compiled
+        anew."""
         self._told.clear()
         self._lengths.clear()
         self._leaves = ()
@@ -326,9 +320,7 @@ def build_decoder(
     elif isinstance(target, ModelConfig):
         given = Model(target, {}, name=target.family)
     else:
-        raise TypeError(
-            f"target must be a ModelConfig or a Model, got {type(target).__name__}."
-        )
+        raise TypeError(f"target must be a ModelConfig or a Model, got {type(target).__name__}.")
     shapes = abstract_weights(given.config, jnp.dtype(dtype or jnp.float32))
     setup = Setup.of(
         dataclasses.replace(given, params=shapes),

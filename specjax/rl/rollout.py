@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from specjax.config import SamplingParams
+from specjax.api.requests import as_list, derive_seed
+from specjax.config.sampling import SamplingParams
 from specjax.engine.loop import Loop
 from specjax.engine.request import SCORE_COLUMNS, AcceptanceCounts, Request
 from specjax.models.base import Params
-from specjax.requests import as_list, derive_seed
 from specjax.rl.batch import (
     ERROR,
     LENGTH,
@@ -35,7 +35,7 @@ from specjax.rl.batch import (
     RolloutLogProbs,
 )
 from specjax.rl.decoder import RolloutDecoder
-from specjax.surroundings import entrance
+from specjax.runtime.jax_settings import entrance
 from specjax.types import DecoderParams
 
 _REASONS = {"stop": STOP, "length": LENGTH, "error": ERROR}
@@ -193,12 +193,8 @@ class _Table:
         self.top_ids: np.ndarray | None = None
         self.top: np.ndarray | None = None
         self.has_entropy = False
-        self.lengths, self.finish_reasons, self.prompt_index = np.zeros(
-            (3, count), np.int32
-        )
-        self.num_drafted, self.num_accepted, self.num_steps = np.zeros(
-            (3, count), np.int32
-        )
+        self.lengths, self.finish_reasons, self.prompt_index = np.zeros((3, count), np.int32)
+        self.num_drafted, self.num_accepted, self.num_steps = np.zeros((3, count), np.int32)
         self.seeds = np.zeros((count, 2), np.uint32)
 
     @classmethod
@@ -311,9 +307,7 @@ def _check(
     for name, value in (("num_samples", num_samples), ("token_budget", token_budget)):
         is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if value is not None and (not is_whole or value < 1):
-            raise ValueError(
-                f"{name}={value!r} must be a whole number of at least 1, or None."
-            )
+            raise ValueError(f"{name}={value!r} must be a whole number of at least 1, or None.")
     if time_budget_s is not None and not time_budget_s > 0:
         raise ValueError(f"{time_budget_s=!r} must be seconds above 0, or None.")
     if sampling.n != 1:
@@ -344,9 +338,7 @@ def _as_rows(
     """Returns the prompts as they are, one by one, and the width of the array they came in."""
     if not hasattr(prompts, "ndim"):
         if prompt_mask is not None:
-            raise ValueError(
-                "prompt_mask goes with an array of prompts, not with lists."
-            )
+            raise ValueError("prompt_mask goes with an array of prompts, not with lists.")
         return as_list(prompts), None
     ids = np.asarray(prompts)
     if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
@@ -387,9 +379,7 @@ def _seeded(
     for row in rows:
         text = np.asarray(row, np.int64).tobytes()
         own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-        seeded.append(
-            dataclasses.replace(sampling, seed=derive_seed(seed ^ own, times[text]))
-        )
+        seeded.append(dataclasses.replace(sampling, seed=derive_seed(seed ^ own, times[text])))
         times[text] += 1
     return seeded
 
@@ -415,9 +405,7 @@ def _begun(
     width: int | None,
 ) -> tuple[_Table, dict[int, Request]]:
     """Returns the table of a new rollout, and its requests by their places in it."""
-    asked = dataclasses.replace(
-        sampling, n=num_samples, logprobs=sampling.logprobs or 0
-    )
+    asked = dataclasses.replace(sampling, n=num_samples, logprobs=sampling.logprobs or 0)
     known = [decoder.tokenized(row) for row in rows]
     ids = [() if row is None else row for row in known]
     given = [row if own is None else own for row, own in zip(rows, known)]
@@ -445,9 +433,7 @@ def _begun(
         requests[index] = request
         table.seeds[index] = request.sampling_values["seeds"]
     for each in refused:
-        table.finish_reasons[each.prompt_index * num_samples + each.sample_index] = (
-            ERROR
-        )
+        table.finish_reasons[each.prompt_index * num_samples + each.sample_index] = ERROR
     if refused:
         warnings.warn(
             f"{len(refused)} of {len(table.lengths)} samples were refused and have "
@@ -476,9 +462,7 @@ def _resumed(
     asked = dataclasses.replace(sampling, logprobs=sampling.logprobs or 0, seed=0)
     table.describe(asked)
     left = np.flatnonzero(table.finish_reasons == UNFINISHED).tolist()
-    prompts = [
-        table.prompt_ids[index][table.prompt_mask[index]].tolist() for index in left
-    ]
+    prompts = [table.prompt_ids[index][table.prompt_mask[index]].tolist() for index in left]
     made, refused = decoder.requests(prompts, [asked] * len(left)) if left else ([], [])
     if refused:
         raise ValueError(f"the rollout cannot go on: {refused[0].error}")
@@ -505,9 +489,7 @@ _MAY_DIFFER = ("seed", "num_speculative_tokens", "speculate")
 def _recorded(sampling: SamplingParams, rule: str) -> SamplingParams:
     """Returns what a rollout says of how it was sampled: nothing that later calls may change."""
     return copy.deepcopy(
-        dataclasses.replace(
-            sampling, seed=None, verification=rule, logprobs=sampling.logprobs or 0
-        )
+        dataclasses.replace(sampling, seed=None, verification=rule, logprobs=sampling.logprobs or 0)
     )
 
 
@@ -570,14 +552,11 @@ def _longest_first(requests: dict[int, Request]) -> list[int]:
 
 def _refuse_nonsense(table: _Table, requests: dict[int, Request]) -> None:
     """Raises ValueError where not one sample could be drawn, and warns where some could not."""
-    failed = [
-        request for request in requests.values() if request.finish_reason == "error"
-    ]
+    failed = [request for request in requests.values() if request.finish_reason == "error"]
     if not failed:
         return
     has_gained = any(
-        len(request.output_token_ids) > request.num_resumed
-        for request in requests.values()
+        len(request.output_token_ids) > request.num_resumed for request in requests.values()
     )
     if len(failed) == len(requests) and not has_gained:
         raise ValueError(f"no sample could be drawn: {failed[0].error}")
@@ -587,10 +566,9 @@ def _refuse_nonsense(table: _Table, requests: dict[int, Request]) -> None:
     )
 
 
-def _learn_lengths(
-    decoder: RolloutDecoder, table: _Table, requests: dict[int, Request]
-) -> None:
-    """Tells the decoder how long the longest completion was, of prompts whose last has now ended."""
+def _learn_lengths(decoder: RolloutDecoder, table: _Table, requests: dict[int, Request]) -> None:
+    """Tells the decoder how long the longest completion was, of prompts whose last has now
+    ended."""
     prompts = {
         int(table.prompt_index[index]): request.prompt_token_ids
         for index, request in requests.items()

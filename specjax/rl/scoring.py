@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax.config import SamplingParams
+from specjax.config.sampling import SamplingParams
 from specjax.models.base import Params
 from specjax.rl.batch import Rollout, RolloutLogProbs
 from specjax.rl.decoder import RolloutDecoder
+from specjax.runtime.jax_settings import entrance
 from specjax.sampling import RowSampling, empty_row_values, row_values
-from specjax.surroundings import entrance
 from specjax.types import DecoderParams
 
 
@@ -102,9 +102,7 @@ def score(
                     column[index, masks[1][index]] = scores[place, where]
     finally:
         decoder.let_go()
-    place = decoder.placing(
-        getattr(batch.completion_ids, "sharding", None), len(texts.prompt_ids)
-    )
+    place = decoder.placing(getattr(batch.completion_ids, "sharding", None), len(texts.prompt_ids))
     put = jnp.asarray if place is None else lambda x: jax.device_put(x, place)
     behaviour, tempered, raw = map(put, columns)
     return RolloutLogProbs(behaviour=behaviour, tempered=tempered, raw=raw)
@@ -129,9 +127,7 @@ def _check_ids(texts: Texts, masks: Sequence[np.ndarray], vocab_size: int) -> No
             )
 
 
-def _check(
-    prompts: np.ndarray, lengths: np.ndarray, scored: np.ndarray, most: int
-) -> None:
+def _check(prompts: np.ndarray, lengths: np.ndarray, scored: np.ndarray, most: int) -> None:
     """Raises ValueError for texts that cannot be scored."""
     for index in scored[prompts[scored] < 1]:
         raise ValueError(

@@ -91,9 +91,7 @@ def block_bounds(values: Array, bound: Score) -> Array:
 def search_blocks(bounds: Array, values: Array, score: Score) -> tuple[Array, Array]:
     """`bounded_argmax`, given the bounds of the blocks."""
     index = jnp.full(values.shape[0], values.shape[1], jnp.int32)
-    start = _Search(
-        bounds, *first_argmax(bounds), index, jnp.full_like(bounds[:, 0], -jnp.inf)
-    )
+    start = _Search(bounds, *first_argmax(bounds), index, jnp.full_like(bounds[:, 0], -jnp.inf))
 
     def see(search: _Search) -> _Search:
         index, largest = _argmax_inside(values, search.next_block, score)
@@ -186,9 +184,7 @@ def block_indices(blocks: Array, size: int) -> Array:
     return jnp.minimum(index, size - 1).reshape(blocks.shape[0], -1)
 
 
-def block_maxima(
-    values: Array, score: Score = as_it_is, *, width: int = BLOCK
-) -> Array:
+def block_maxima(values: Array, score: Score = as_it_is, *, width: int = BLOCK) -> Array:
     """Returns the best score of each block of a row, f32[n, num_blocks]; NaN may be lost."""
     size = values.shape[1]
     width = min(width, size)

@@ -26,7 +26,12 @@ from specjax.sampling.processing import (
     usage,
 )
 from specjax.sampling.row_sampling import RowSampling
-from specjax.seeded_noise import TARGET_TOKEN, gumbel_bound, gumbel_noise, token_keys
+from specjax.sampling.seeded_noise import (
+    TARGET_TOKEN,
+    gumbel_bound,
+    gumbel_noise,
+    token_keys,
+)
 
 # Values, scores and a bound of them to the index and the score of the best.
 Search: TypeAlias = Callable[[Array, Score, Score], tuple[Array, Array]]
@@ -167,9 +172,7 @@ def choose_and(
 
 def _few_or_bounded(values: Array, score: Score, bound: Score) -> tuple[Array, Array]:
     """Draws noise only for what can be chosen, where a filter has left little."""
-    return sparse_argmax(
-        values, score, lambda values: bounded_argmax(values, score, bound)
-    )
+    return sparse_argmax(values, score, lambda values: bounded_argmax(values, score, bound))
 
 
 def _greedy(values: Array) -> Choice:

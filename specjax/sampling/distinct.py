@@ -53,9 +53,7 @@ def best_distinct(
     def bounded(values: Array) -> tuple[Array, Array]:
         # Bounds of what is found stand: its blocks are seen again, in vain.
         of_blocks = bounds()
-        return _in_turn(
-            lambda found: search_blocks(of_blocks, values, without(score, found))
-        )
+        return _in_turn(lambda found: search_blocks(of_blocks, values, without(score, found)))
 
     def few_or_bounded(values: Array) -> tuple[Array, Array]:
         if values.shape[1] <= SMALL:

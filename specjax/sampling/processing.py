@@ -24,18 +24,14 @@ class TreeHistory(NamedTuple):
 
     token_ids: Array  # i32[rows, max_length], committed tokens by position
     roots: Array  # i32[num_tokens], the root's position; the node's path follows it
-    path_token_ids: (
-        Array  # i32[num_tokens, max_depth], ancestors after the root, and itself
-    )
+    path_token_ids: Array  # i32[num_tokens, max_depth], ancestors after the root, and itself
 
     def prefixes(self, row: Array) -> Array:
         """Returns i32[num_tokens, max_length], right up to each node's own position."""
         committed = self.token_ids[row]
         depth = self.path_token_ids.shape[1]
         ahead = jnp.arange(committed.shape[1])[None, :] - self.roots[:, None] - 1
-        drafted = jnp.take_along_axis(
-            self.path_token_ids, jnp.clip(ahead, 0, depth - 1), axis=1
-        )
+        drafted = jnp.take_along_axis(self.path_token_ids, jnp.clip(ahead, 0, depth - 1), axis=1)
         return jnp.where((ahead >= 0) & (ahead < depth), drafted, committed)
 
 
@@ -86,7 +82,8 @@ def usage(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
 
 
 def is_plain(sampling: RowSampling, row_ids: Array, positions: Array) -> Array:
-    """Returns which tokens nothing but the temperature decides, bool[num_tokens]; padding is plain."""
+    """Returns which tokens nothing but the temperature decides, bool[num_tokens]; padding is
+    plain."""
     used = _usage_by_token(sampling, row_ids, positions)
     return ~(used.edits | used.filters)
 
@@ -112,7 +109,8 @@ def _usage_by_token(sampling: RowSampling, row_ids: Array, positions: Array) -> 
 
 
 def own_rows(sampling: RowSampling, row_ids: Array) -> tuple[Array, Array]:
-    """Returns the row of each token, inside the batch, and whether it is one: padding is no row's."""
+    """Returns the row of each token, inside the batch, and whether it is one: padding is no
+    row's."""
     return _clamp(row_ids, sampling), row_ids < sampling.rows
 
 
@@ -152,16 +150,12 @@ def process_logits(
     )
     return _when(
         used.temperature,  # no filter without one
-        lambda values: _filter(
-            scaler(values, sampling, row)(values), used, sampling, row
-        ),
+        lambda values: _filter(scaler(values, sampling, row)(values), used, sampling, row),
         edited,
     )
 
 
-def scaler(
-    logits: Array, sampling: RowSampling, row: Array
-) -> Callable[[Array], Array]:
+def scaler(logits: Array, sampling: RowSampling, row: Array) -> Callable[[Array], Array]:
     """Returns what divides by the temperature, largest logit 0, except where it is 0.
 
     Subtracting the maximum first keeps precision for the tokens that matter, and no
@@ -193,9 +187,7 @@ def check_shapes(
             f"logits must be f32[num_tokens, vocab], got {logits.dtype}{logits.shape}."
         )
     if row_ids.shape != (num_tokens,) or positions.shape != (num_tokens,):
-        raise ValueError(
-            f"{row_ids.shape=} and {positions.shape=} must be {(num_tokens,)}."
-        )
+        raise ValueError(f"{row_ids.shape=} and {positions.shape=} must be {(num_tokens,)}.")
     is_tree = isinstance(history, TreeHistory)
     token_ids = history.token_ids if is_tree else history
     if token_ids.ndim != 2 or token_ids.shape[0] != sampling.rows:
@@ -306,9 +298,7 @@ def _filter(scaled: Array, used: Usage, sampling: RowSampling, row: Array) -> Ar
 def _cut(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> Array:
     """Returns the least logit that is kept, f32[num_tokens]."""
     cut = jnp.log(min_p)  # the largest logit is 0; log(0) = -inf is off
-    cut = lax.cond(
-        jnp.any(top_k > 0), lambda: _top_k_cut(scaled, top_k, cut), lambda: cut
-    )
+    cut = lax.cond(jnp.any(top_k > 0), lambda: _top_k_cut(scaled, top_k, cut), lambda: cut)
     return lax.cond(
         jnp.any(top_p < 1),
         lambda: _top_p_cut(scaled, top_p, top_p * _mass(scaled, cut), cut),
@@ -338,9 +328,7 @@ def _cut_one_by_one(*batch: Array) -> Array:
     return lax.map(lambda token: _cut(*(x[None] for x in token))[0], batch)
 
 
-def _cut_few(
-    scaled: Array, min_p: Array, top_k: Array, top_p: Array
-) -> tuple[Array, Array]:
+def _cut_few(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> tuple[Array, Array]:
     """Looks for the cut in the FEW blocks with the largest maxima.
 
     No other block holds more than the least of these maxima, the floor: above it
@@ -370,9 +358,7 @@ def _cut_few(
         above = _mass(jnp.where(is_above, few, -jnp.inf), cut)
         return _top_p_cut(few, top_p, enough, cut), (top_p >= 1) | (above >= enough)
 
-    cut, has_mass = lax.cond(
-        jnp.any(top_p < 1), nucleus, lambda: (cut, jnp.ones_like(has_enough))
-    )
+    cut, has_mass = lax.cond(jnp.any(top_p < 1), nucleus, lambda: (cut, jnp.ones_like(has_enough)))
     return cut, has_enough & has_mass
 
 

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax.config import EngineConfig, SamplingParams
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
 
 # Past every vocabulary: a scatter with mode="drop" drops it. -1 would wrap.
 DROPPED_ID = 2**30
@@ -40,15 +41,11 @@ class RowSampling:
     bias_values: Array  # f32[rows, max_bias], added; -inf forbids a token
     allowed_token_ids: Array  # i32[rows, max_allowed], padded with DROPPED_ID
     has_allowed: Array  # bool[rows], whether only allowed_token_ids may be chosen
-    stop_token_ids: (
-        Array  # i32[rows, max_stop], padded with NO_STOP_ID; end-of-sequence ids too
-    )
+    stop_token_ids: Array  # i32[rows, max_stop], padded with NO_STOP_ID; end-of-sequence ids too
     min_tokens: Array  # i32[rows], output tokens before which no stop token is chosen
     prompt_lengths: Array  # i32[rows]: the output starts at this position
     seeds: Array  # u32[rows, 2]
-    num_logprobs: (
-        Array  # i32[rows]: -1 none, 0 the chosen token's, k also of the k most likely
-    )
+    num_logprobs: Array  # i32[rows]: -1 none, 0 the chosen token's, k also of the k most likely
     has_entropy: Array  # bool[rows], whether the entropy of every draw is asked for
     is_checked: Array  # bool[rows], whether the row's draws are held against their law
 
@@ -104,20 +101,17 @@ def row_values(
         values[name][...] = value
     if values["num_logprobs"] > engine_config.max_logprobs:
         raise ValueError(
-            f"logprobs={params.logprobs} exceeds EngineConfig.max_logprobs={engine_config.max_logprobs!r}; "
+            f"logprobs={params.logprobs} exceeds "
+            f"EngineConfig.max_logprobs={engine_config.max_logprobs!r}; "
             "lower the one or raise the other."
         )
     bias = _bias(params)
     _fill(values["bias_token_ids"], list(bias), "bias", "max_bias_entries")
     values["bias_values"][: len(bias)] = list(bias.values())
-    allowed = sorted(
-        set(() if params.allowed_token_ids is None else params.allowed_token_ids)
-    )
+    allowed = sorted(set(() if params.allowed_token_ids is None else params.allowed_token_ids))
     _fill(values["allowed_token_ids"], allowed, "allowed", "max_allowed_tokens")
     stops = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
-    _fill(
-        values["stop_token_ids"], list(dict.fromkeys(stops)), "stop", "max_stop_tokens"
-    )
+    _fill(values["stop_token_ids"], list(dict.fromkeys(stops)), "stop", "max_stop_tokens")
     values["seeds"][...] = seed_words(seed)
     return values
 
@@ -126,9 +120,7 @@ def seed_words(seed: int | tuple[int, int]) -> tuple[int, int]:
     """Returns the two 32-bit words of a seed, the low one first."""
     words = (seed & 0xFFFFFFFF, seed >> 32) if isinstance(seed, int) else tuple(seed)
     if len(words) != 2 or not all(0 <= word < 2**32 for word in words):
-        raise ValueError(
-            f"{seed=} must be a number from 0 to 2**64 - 1, or two words below 2**32."
-        )
+        raise ValueError(f"{seed=} must be a number from 0 to 2**64 - 1, or two words below 2**32.")
     return words
 
 
@@ -170,9 +162,7 @@ _EMPTY: dict[str, Any] = {
 }
 
 
-def _empty_values(
-    leading: tuple[int, ...], engine_config: EngineConfig
-) -> dict[str, np.ndarray]:
+def _empty_values(leading: tuple[int, ...], engine_config: EngineConfig) -> dict[str, np.ndarray]:
     """Returns every field with the given shape before its own."""
     widths = {
         "bias_token_ids": engine_config.max_bias_entries,
@@ -182,9 +172,7 @@ def _empty_values(
         "seeds": 2,
     }
     return {
-        name: np.full(
-            (*leading, widths[name]) if name in widths else leading, value, value.dtype
-        )
+        name: np.full((*leading, widths[name]) if name in widths else leading, value, value.dtype)
         for name, value in _EMPTY.items()
     }
 

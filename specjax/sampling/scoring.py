@@ -149,9 +149,7 @@ def choose_and_score(
     asked = _asked(sampling, row_ids, positions)
     size = logits.shape[0], max_logprobs
 
-    def describe(
-        choice: Choice, processed: Array | None
-    ) -> tuple[Choice, tuple[_Scores, _Shape]]:
+    def describe(choice: Choice, processed: Array | None) -> tuple[Choice, tuple[_Scores, _Shape]]:
         if processed is None:
             return choice, _nothing(*size)
         own = lax.cond(
@@ -216,9 +214,7 @@ def _together(
         return raw, _choose(asked.is_plain, tempered, own), tempered.chosen
 
     none = _no_scores(token_ids.shape[0], max_logprobs)
-    raw, processed, tempered = lax.cond(
-        most >= 0, scores, lambda: (none, none, none.chosen)
-    )
+    raw, processed, tempered = lax.cond(most >= 0, scores, lambda: (none, none, none.chosen))
     plain_shape = _shape(scaled, token_ids, asked, asked.is_plain)
     shape = _choose(asked.is_plain, plain_shape, own_shape)
     return LogProbs._make([*raw, *processed, tempered, *shape])
@@ -230,9 +226,7 @@ def _choose(mask: Array, one: Any, other: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(along(a), a, b), one, other)
 
 
-def _shape(
-    make: Callable[[], Array], token_ids: Array, asked: _Asked, mask: Array
-) -> _Shape:
+def _shape(make: Callable[[], Array], token_ids: Array, asked: _Asked, mask: Array) -> _Shape:
     """Returns the _Shape of some logits, for tokens in mask; 0 for what is not asked.
 
     Args:
@@ -261,9 +255,7 @@ def _entropy(processed: Array) -> Array:
     return -jnp.sum(probs * jnp.where(probs > 0, log_probs, 0.0), axis=1)
 
 
-def _surplus(
-    processed: Array, token_ids: Array, is_checked: Array
-) -> tuple[Array, Array]:
+def _surplus(processed: Array, token_ids: Array, is_checked: Array) -> tuple[Array, Array]:
     """Returns surplus and variance f32[num_tokens], 0 where not is_checked."""
     log_probs = jax.nn.log_softmax(processed, axis=1)
     probs = jnp.exp(log_probs)
@@ -277,9 +269,7 @@ def _surplus(
     return keep(surplus), keep(variance)
 
 
-def _scores(
-    logits: Array, token_ids: Array, needs_top: Array, max_logprobs: int
-) -> _Scores:
+def _scores(logits: Array, token_ids: Array, needs_top: Array, max_logprobs: int) -> _Scores:
     """Returns the log-probabilities of token_ids and of the most likely tokens."""
     largest = jnp.max(logits, axis=1, keepdims=True)
     total = largest + jnp.log(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))

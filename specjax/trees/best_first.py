@@ -74,9 +74,7 @@ def best_first(probs: Array, token_ids: Array, *, num_drafts: int) -> GrownTree:
         level = best
     products, tokens, parents = (jnp.concatenate(a, axis=1) for a in zip(*levels))
     scores = jnp.where(products > 0, products, -jnp.inf)
-    grown = best_nodes(
-        scores, tokens, parents, num_drafts=num_drafts, max_depth=max_depth
-    )
+    grown = best_nodes(scores, tokens, parents, num_drafts=num_drafts, max_depth=max_depth)
     assert grown.path_probability is not None
     return grown._replace(path_probability=jnp.maximum(grown.path_probability, 0.0))
 

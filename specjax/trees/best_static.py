@@ -65,9 +65,7 @@ def expected_committed(shape: TreeShape, conditional) -> float:
     """
     taken = taken_probabilities(conditional, shape.max_depth)
     reached = [1.0]
-    for parent, rank, depth in zip(
-        shape.parents[1:], shape.ranks[1:], shape.depths[1:]
-    ):
+    for parent, rank, depth in zip(shape.parents[1:], shape.ranks[1:], shape.depths[1:]):
         is_measured = rank < taken.shape[1]
         chance = taken[depth - 1, rank] if is_measured else 0.0
         reached.append(reached[parent] * chance)
@@ -123,9 +121,7 @@ def best_tree_for_costs(
         or time is out of range, or as `taken_probabilities`.
     """
     if len(budgets) != len(verify_s) or not len(budgets):
-        raise ValueError(
-            f"{len(budgets)=} and {len(verify_s)=} must be equal and above 0."
-        )
+        raise ValueError(f"{len(budgets)=} and {len(verify_s)=} must be equal and above 0.")
     if draft_s < 0 or min(verify_s) <= 0:
         raise ValueError(f"{draft_s=} must be at least 0 and {verify_s=} above 0.")
     taken = _checked(conditional, min(budgets), max_depth)
@@ -144,9 +140,7 @@ def best_tree_for_costs(
 
 def _checked(conditional, num_nodes: int, max_depth: int) -> np.ndarray:
     if num_nodes < 1 or max_depth < 0:
-        raise ValueError(
-            f"{num_nodes=} must be at least 1, the root, and {max_depth=} at least 0."
-        )
+        raise ValueError(f"{num_nodes=} must be at least 1, the root, and {max_depth=} at least 0.")
     return taken_probabilities(conditional, max_depth)
 
 

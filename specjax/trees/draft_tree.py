@@ -197,9 +197,7 @@ def children(tree: DraftTree, num_tokens: Array, max_children: int) -> Array:
     is_child = tree.parents[:, None, :] == nodes[None, :, None]
     is_child &= is_standing(tree, num_tokens)[:, None, :]
     # [rows, parent, rank, child]
-    has_rank = (
-        sibling_ranks(tree)[:, None, :] == jnp.arange(max_children)[None, :, None]
-    )
+    has_rank = sibling_ranks(tree)[:, None, :] == jnp.arange(max_children)[None, :, None]
     found = is_child[:, :, None, :] & has_rank[:, None, :, :]
     return jnp.max(jnp.where(found, nodes[None, None, None, :], NO_NODE), axis=3)
 
@@ -260,9 +258,7 @@ def _validate_row(row: int, parents: list, depths: list, max_depth: int, tokens)
                 f"parent's depth plus one. Make depths with from_parents."
             )
         if depth > max_depth:
-            raise ValueError(
-                f"{row=} {node=} has {depth=} above {max_depth=}; raise max_depth."
-            )
+            raise ValueError(f"{row=} {node=} has {depth=} above {max_depth=}; raise max_depth.")
         if tokens is not None:
             edge = (parent, tokens[node - 1])
             if edge in seen:

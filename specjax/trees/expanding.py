@@ -67,9 +67,7 @@ class Growth:
     """
 
     max_depth: int
-    width: (
-        int  # nodes expanded per depth, and children looked at of each: EAGLE's top-k
-    )
+    width: int  # nodes expanded per depth, and children looked at of each: EAGLE's top-k
     num_drafts: int  # draft tokens kept
 
     @property
@@ -112,9 +110,7 @@ def init(rows: int, *, max_depth: int, width: int, top_k: int) -> Candidates:
     """Returns no candidates, with room for all that max_depth expansions give."""
     shape = rows, max_depth, width, top_k
     if min(shape) < 1:
-        raise ValueError(
-            f"{rows=}, {max_depth=}, {width=}, {top_k=} must be at least 1."
-        )
+        raise ValueError(f"{rows=}, {max_depth=}, {width=}, {top_k=} must be at least 1.")
     return Candidates(
         token_ids=jnp.zeros(shape, jnp.int32),
         parents=jnp.zeros(shape, jnp.int32),

@@ -105,8 +105,6 @@ def _validate(continuations: Array, lengths: Array, num_drafts: int) -> None:
             "continuation of one token, with length 0 where there is none."
         )
     if continuations.dtype != jnp.int32 or lengths.dtype != jnp.int32:
-        raise ValueError(
-            f"{continuations.dtype=} and {lengths.dtype=} must both be int32."
-        )
+        raise ValueError(f"{continuations.dtype=} and {lengths.dtype=} must both be int32.")
     if num_drafts < 0:
         raise ValueError(f"{num_drafts=} must be at least 0.")

@@ -32,9 +32,7 @@ class TreeShape:
 
     def __post_init__(self):
         if not self.parents or self.parents[0] != NO_PARENT:
-            raise ValueError(
-                f"{self.parents=} must begin with {NO_PARENT}, the root's entry."
-            )
+            raise ValueError(f"{self.parents=} must begin with {NO_PARENT}, the root's entry.")
         for node, parent in enumerate(self.parents[1:], start=1):
             if not 0 <= parent < node:
                 raise ValueError(
@@ -94,9 +92,7 @@ class TreeShape:
     def cut(self, max_depth: int) -> TreeShape:
         """Returns the shape without its nodes deeper than max_depth."""
         kept = [node for node, at in enumerate(self.depths) if at <= max_depth]
-        index = {node: place for place, node in enumerate(kept)} | {
-            NO_PARENT: NO_PARENT
-        }
+        index = {node: place for place, node in enumerate(kept)} | {NO_PARENT: NO_PARENT}
         return TreeShape(tuple(index[self.parents[node]] for node in kept))
 
     @functools.cached_property

@@ -14,9 +14,7 @@ import specjax
 
 PROMPT = "def f("
 GREEDY = specjax.SamplingParams(temperature=0, max_tokens=8)
-SAMPLED = specjax.SamplingParams(
-    temperature=0.8, top_p=0.9, max_tokens=8, seed=3, logprobs=2
-)
+SAMPLED = specjax.SamplingParams(temperature=0.8, top_p=0.9, max_tokens=8, seed=3, logprobs=2)
 # Of sizes that all parts share, so that steps are compiled once.
 ENGINE = specjax.EngineConfig(
     max_rows=2, page_size=16, num_pages=32, max_context=256, burst_steps=4
@@ -51,9 +49,7 @@ def main():
     def rollout():
         decoder = specjax.build_decoder(target, **arguments)
         sampling = specjax.SamplingParams(max_tokens=8, seed=1)
-        batch = specjax.rollout(
-            decoder, target.params, [PROMPT], num_samples=2, sampling=sampling
-        )
+        batch = specjax.rollout(decoder, target.params, [PROMPT], num_samples=2, sampling=sampling)
         behaviour = np.asarray(batch.logprobs.behaviour)
         assert behaviour.dtype == np.float32, behaviour.dtype
         assert batch.acceptance_rates.dtype == np.float32

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.config import EngineConfig, SamplingParams
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
 from specjax.decode import decoder as decoder_module
 from specjax.drafters.base import Drafter
 from specjax.drafters.loading import LoadedDrafter
@@ -50,9 +51,7 @@ class Faulty:
             elif self.how == "confidence":
                 figure = jnp.where(is_wrong, jnp.nan, 0.5)
                 figure = jnp.broadcast_to(figure, token_ids.shape)
-            proposal = dataclasses.replace(
-                proposal, token_ids=token_ids, path_probability=figure
-            )
+            proposal = dataclasses.replace(proposal, token_ids=token_ids, path_probability=figure)
             return drafted._replace(proposal=proposal)
 
         faulty = right._replace(draft=draft)
@@ -68,9 +67,7 @@ class Faulty:
 
 def generate(target, drafter=None, prompts=PROMPTS, sampling=SAMPLING, **arguments):
     arguments = {"engine": ENGINE, "num_speculative_tokens": 3} | arguments
-    return specjax.generate(
-        target, prompts, drafter=drafter, sampling=sampling, **arguments
-    )
+    return specjax.generate(target, prompts, drafter=drafter, sampling=sampling, **arguments)
 
 
 def ids(generation):
@@ -115,9 +112,7 @@ def test_a_faulty_drafter_is_off_and_the_text_is_plain(target, plain, how, messa
         pytest.param({}, id="chain"),
         pytest.param({"verification": "rejection"}, id="by law"),
         *(
-            pytest.param(
-                {"speculative_config": config}, id=name, marks=pytest.mark.slow
-            )
+            pytest.param({"speculative_config": config}, id=name, marks=pytest.mark.slow)
             for name, config in [
                 ("tree", {"speculative_token_tree": (2, 1)}),
                 ("grown", {"tree_top_k": 2}),
@@ -151,9 +146,7 @@ def test_the_next_call_has_the_drafter_again(target, draft, plain):
 
 def test_an_engine_goes_on_without_its_drafter(target, plain):
     drafter = LoadedDrafter("dicey", Faulty("callback"))
-    with specjax.Engine(
-        target, drafter=drafter, num_speculative_tokens=3, engine=ENGINE
-    ) as engine:
+    with specjax.Engine(target, drafter=drafter, num_speculative_tokens=3, engine=ENGINE) as engine:
         first = [engine.add(prompt, SAMPLING) for prompt in PROMPTS[:2]]
         texts = {}
 
@@ -204,9 +197,7 @@ def test_a_burst_that_does_not_fit_is_dropped(target, plain, stage, monkeypatch)
     assert out.stats.acceptance.num_drafted == 0
     assert "dropped" in {decision.reason for decision in out.stats.decisions}
     said = sorted(str(warning.message).split(" is dropped")[0] for warning in caught)
-    assert said == [
-        f"a burst of {rows} rows at K = {k}" for rows, k in ((1, 0), (1, 3), (2, 3))
-    ]
+    assert said == [f"a burst of {rows} rows at K = {k}" for rows, k in ((1, 0), (1, 3), (2, 3))]
 
 
 def test_matches_are_found_where_nothing_is_wrong(target, plain):

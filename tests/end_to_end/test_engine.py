@@ -11,9 +11,10 @@ import pytest
 from helpers import assert_engine_is_empty
 
 import specjax
-from specjax.config import EngineConfig, SamplingParams
-from specjax.engine.speculation_policy import Decision
-from specjax.generation import Stream
+from specjax.api.generation import Stream
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.policy.interface import Decision
 
 # Small enough for refills and prompts beside rows that decode.
 ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=4, max_context=160)
@@ -23,9 +24,7 @@ SAMPLING = SamplingParams(temperature=0.8, max_tokens=40, ignore_eos=True, seed=
 
 def prompts(count, longest=90):
     rng = np.random.default_rng(3)
-    return [
-        rng.integers(0, 61, rng.integers(1, longest)).tolist() for _ in range(count)
-    ]
+    return [rng.integers(0, 61, rng.integers(1, longest)).tolist() for _ in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +32,7 @@ def plain(target):
     """Returns the tokens of prompts sampled one at a time without drafts."""
 
     def tokens(prompt, sampling=SAMPLING):
-        (completion,) = specjax.generate(
-            target, prompt, sampling=sampling, engine=ENGINE
-        )
+        (completion,) = specjax.generate(target, prompt, sampling=sampling, engine=ENGINE)
         return completion.token_ids
 
     return tokens
@@ -388,9 +385,7 @@ def test_a_progress_function_that_fails_ends_no_request(target, plain, call):
             raise OSError("disk full")
 
     with pytest.warns(UserWarning, match="progress function raised OSError") as caught:
-        out = call(
-            target, prompts(3), sampling=SAMPLING, engine=ENGINE, progress=progress
-        )
+        out = call(target, prompts(3), sampling=SAMPLING, engine=ENGINE, progress=progress)
     assert len(caught) == 1
     assert [each.token_ids for each in out] == list(map(plain, prompts(3)))
 
@@ -580,9 +575,7 @@ def test_rules_by_request(make):
 
 
 def test_row_buckets_change_no_text(make, plain):
-    sampling = [
-        dataclasses.replace(SAMPLING, max_tokens=count) for count in (60, 9, 25, 14)
-    ]
+    sampling = [dataclasses.replace(SAMPLING, max_tokens=count) for count in (60, 9, 25, 14)]
     config = dataclasses.replace(ENGINE, row_buckets=(1, 2))
     fixed = {"policy": "fixed"}
     with make(config, drafter="ngram", speculative_config=fixed) as engine:
@@ -595,9 +588,7 @@ def test_row_buckets_change_no_text(make, plain):
 
 
 def test_k_by_batch_size_changes_no_text(target, draft, plain):
-    config = {
-        "num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 1], [3, 9, 0]]
-    }
+    config = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 1], [3, 9, 0]]}
     sampling = [dataclasses.replace(SAMPLING, max_tokens=n) for n in (60, 5, 30)]
     stream = Stream(
         target,
@@ -619,9 +610,7 @@ def test_k_by_batch_size_changes_no_text(target, draft, plain):
 
 def test_priorities(make):
     with make(dataclasses.replace(ENGINE, max_rows=1)) as engine:
-        ids = [
-            engine.add([1, 2], SAMPLING, priority=priority) for priority in (1, 0, 1, 0)
-        ]
+        ids = [engine.add([1, 2], SAMPLING, priority=priority) for priority in (1, 0, 1, 0)]
         order = list(drain(engine))
     assert [ids.index(each) for each in order] == [1, 3, 0, 2]
 
@@ -668,9 +657,7 @@ def test_a_drafter_catches_up_with_what_it_has_not_seen(target, num_plain):
 @pytest.mark.goodput
 def test_a_queue_that_never_ends_teaches_what_drafts_cost(target, draft):
     """Every burst follows an admission; the policy learns all the same."""
-    with specjax.Engine(
-        target, drafter=draft, num_speculative_tokens=2, engine=ENGINE
-    ) as engine:
+    with specjax.Engine(target, drafter=draft, num_speculative_tokens=2, engine=ENGINE) as engine:
         policy = engine._loop.policy
         for _ in range(200):  # while it compiles beside them bursts teach nothing
             for prompt in prompts(12, longest=12):

@@ -20,12 +20,11 @@ import pytest
 from helpers import assert_engine_is_empty
 
 import specjax
-from specjax.config import EngineConfig, SamplingParams
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
 
 # Pages for two rows of four: requests are preempted.
-FEW_PAGES = EngineConfig(
-    page_size=8, max_rows=4, burst_steps=4, max_context=160, num_pages=24
-)
+FEW_PAGES = EngineConfig(page_size=8, max_rows=4, burst_steps=4, max_context=160, num_pages=24)
 NUM_TEXTS = 40  # prompts with parameters, of which each request takes one
 MOST_OPEN = 24  # requests of one kind of caller at a time
 REFUSED = (
@@ -181,9 +180,7 @@ class Load:
 
     def _read_streams(self, rng):
         """Reads streams one after the other, some of them not to the end."""
-        stream = lambda *arguments, **named: next(
-            self.engine.stream(*arguments, **named)
-        )
+        stream = lambda *arguments, **named: next(self.engine.stream(*arguments, **named))
         for _ in range(self._each):
             if rng.random() < 0.05:
                 self._refuse(rng, stream)

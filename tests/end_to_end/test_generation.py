@@ -20,11 +20,12 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 
 import specjax
-from specjax.config import EngineConfig, SamplingParams
+from specjax.api.generation import Stream
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
 from specjax.decode.decoder import build_decoder
 from specjax.drafters.loading import LoadedDrafter
-from specjax.generation import Stream
-from specjax.tokenization import Tokenizer
+from specjax.text.tokenization import Tokenizer
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
@@ -32,9 +33,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20)
 @pytest.fixture(scope="module")
 def prompts():
     rng = np.random.default_rng(0)
-    return [
-        rng.integers(0, 61, size).tolist() for size in (1, 2, 7, 8, 9, 70, 16, 3, 30)
-    ]
+    return [rng.integers(0, 61, size).tolist() for size in (1, 2, 7, 8, 9, 70, 16, 3, 30)]
 
 
 def ids(generation):
@@ -70,9 +69,7 @@ def test_more_prompts_than_rows_are_queued(target, prompts, plain):
 )
 def test_scripted_drafts_change_nothing(target, prompts, plain, num_right):
     """All rejected, all accepted, and every place of the first rejection."""
-    texts = [
-        (*prompt, *completion.token_ids) for prompt, completion in zip(prompts, plain)
-    ]
+    texts = [(*prompt, *completion.token_ids) for prompt, completion in zip(prompts, plain)]
     drafter = scripted_drafter(texts, num_right=num_right, vocab_size=61)
     out = generate(target, prompts, drafter=drafter, num_speculative_tokens=4)
     assert ids(out) == ids(plain)
@@ -86,17 +83,13 @@ def test_scripted_drafts_change_nothing(target, prompts, plain, num_right):
 
 
 def test_stop_token_inside_a_draft(target, prompts, plain):
-    texts = [
-        (*prompt, *completion.token_ids) for prompt, completion in zip(prompts, plain)
-    ]
+    texts = [(*prompt, *completion.token_ids) for prompt, completion in zip(prompts, plain)]
     stop = plain[3].token_ids[6]
     first = plain[3].token_ids.index(stop)
     sampling = [GREEDY] * len(prompts)
     sampling[3] = dataclasses.replace(GREEDY, stop_token_ids=[stop])
     drafter = scripted_drafter(texts, num_right=(4,), vocab_size=61)
-    out = generate(
-        target, prompts, drafter=drafter, num_speculative_tokens=4, sampling=sampling
-    )
+    out = generate(target, prompts, drafter=drafter, num_speculative_tokens=4, sampling=sampling)
     assert out[3].token_ids == plain[3].token_ids[: first + 1]
     assert out[3].finish_reason == "stop"
     assert out[3].stop_reason == stop
@@ -114,9 +107,7 @@ def characters() -> Tokenizer:
 def test_stop_string_inside_a_draft(target, prompts, plain):
     """Of output tokens 5 to 8, drafted and accepted together, the third completes it."""
     speaking = dataclasses.replace(target, tokenizer=characters())
-    texts = [
-        (*prompt, *completion.token_ids) for prompt, completion in zip(prompts, plain)
-    ]
+    texts = [(*prompt, *completion.token_ids) for prompt, completion in zip(prompts, plain)]
     drafter = scripted_drafter(texts, num_right=(4,), vocab_size=61)
     arguments = {"drafter": drafter, "num_speculative_tokens": 4}
     whole = generate(speaking, prompts, **arguments)[5]
@@ -144,24 +135,18 @@ def test_own_number_of_speculative_tokens(target, draft, prompts, plain):
     off = dataclasses.replace(GREEDY, num_speculative_tokens=0)
     one = dataclasses.replace(GREEDY, num_speculative_tokens=1)
     sampling = [off, one, GREEDY] * 3
-    out = generate(
-        target, prompts, drafter=draft, num_speculative_tokens=3, sampling=sampling
-    )
+    out = generate(target, prompts, drafter=draft, num_speculative_tokens=3, sampling=sampling)
     assert ids(out) == ids(plain)
     assert out[0].acceptance.num_drafted == 0
     assert len(out[1].acceptance.drafted_at) == 1
     assert len(out[2].acceptance.drafted_at) == 3
 
 
-def test_a_request_that_does_not_speculate_beside_others_that_do(
-    target, draft, prompts, plain
-):
+def test_a_request_that_does_not_speculate_beside_others_that_do(target, draft, prompts, plain):
     # Whatever its own K says, of which it is not told that it is too large.
     off = dataclasses.replace(GREEDY, speculate=False, num_speculative_tokens=99)
     sampling = [off, GREEDY, GREEDY] * 3
-    out = generate(
-        target, prompts, drafter=draft, num_speculative_tokens=3, sampling=sampling
-    )
+    out = generate(target, prompts, drafter=draft, num_speculative_tokens=3, sampling=sampling)
     assert ids(out) == ids(plain)
     drafted = [completion.acceptance.num_drafted > 0 for completion in out]
     assert drafted == [False, True, True] * 3
@@ -296,26 +281,18 @@ def test_prompt_up_to_the_last_position():
     plain = generate(target, [[1] * 30, [2] * 31])
     assert [len(c.token_ids) for c in plain] == [2, 1]
     assert {c.finish_reason for c in plain} == {"length"}
-    drafted = generate(
-        target, [[1] * 30, [2] * 31], drafter="ngram", num_speculative_tokens=7
-    )
+    drafted = generate(target, [[1] * 30, [2] * 31], drafter="ngram", num_speculative_tokens=7)
     assert ids(plain) == ids(drafted)
 
 
 def test_logprobs_do_not_depend_on_speculation(target, draft, prompts):
-    sampling = SamplingParams(
-        temperature=0.9, top_k=8, max_tokens=10, seed=4, logprobs=2
-    )
+    sampling = SamplingParams(temperature=0.9, top_k=8, max_tokens=10, seed=4, logprobs=2)
     plain = generate(target, prompts, sampling=sampling)
-    drafted = generate(
-        target, prompts, drafter=draft, num_speculative_tokens=3, sampling=sampling
-    )
+    drafted = generate(target, prompts, drafter=draft, num_speculative_tokens=3, sampling=sampling)
     for ours, theirs in zip(drafted, plain):
         assert [x.token_id for x in ours.logprobs] == theirs.token_ids
         for a, b in zip(ours.logprobs, theirs.logprobs):
-            np.testing.assert_allclose(
-                (a.raw, a.processed), (b.raw, b.processed), atol=1e-4
-            )
+            np.testing.assert_allclose((a.raw, a.processed), (b.raw, b.processed), atol=1e-4)
             assert a.processed >= a.raw - 20
             assert len(a.top_raw) == len(a.top_processed) == 2
 
@@ -416,9 +393,7 @@ def test_samples_do_not_depend_on_the_batch(target, prompts):
 
 def test_unseeded_requests_report_their_seed(target):
     first = generate(target, [[1, 2]], sampling=SamplingParams(max_tokens=12))[0]
-    again = generate(
-        target, [[1, 2]], sampling=SamplingParams(max_tokens=12, seed=first.seed)
-    )[0]
+    again = generate(target, [[1, 2]], sampling=SamplingParams(max_tokens=12, seed=first.seed))[0]
     assert first.token_ids == again.token_ids
 
 
@@ -446,9 +421,7 @@ def test_weights_of_another_dtype_are_compiled_anew(target, prompts):
         assert len(generate(model, prompts[:3])) == 3
 
 
-@pytest.mark.parametrize(
-    "convert", [np.array, jnp.array, tuple], ids=["numpy", "jax", "tuple"]
-)
+@pytest.mark.parametrize("convert", [np.array, jnp.array, tuple], ids=["numpy", "jax", "tuple"])
 def test_prompts_of_any_sequence(target, prompts, plain, convert):
     out = generate(target, [convert(prompts[2]), convert(prompts[3])])
     assert ids(out) == ids(plain)[2:4]
@@ -515,9 +488,7 @@ EVERY_FEATURE = [
     SamplingParams(top_p=0.5, repetition_penalty=1.2, max_tokens=8, seed=2**63),
     SamplingParams(presence_penalty=0.5, frequency_penalty=0.2, max_tokens=7),
     SamplingParams(logit_bias={3: 1.0}, bad_token_ids=[4, 5], max_tokens=3),
-    SamplingParams(
-        allowed_token_ids=[1, 2, 3], min_tokens=2, stop_token_ids=[2], max_tokens=5
-    ),
+    SamplingParams(allowed_token_ids=[1, 2, 3], min_tokens=2, stop_token_ids=[2], max_tokens=5),
     SamplingParams(num_speculative_tokens=1, max_tokens=4),
     SamplingParams(num_speculative_tokens=0, max_tokens=4),
 ]
@@ -576,9 +547,7 @@ def test_progress_is_told(target):
         progress=lambda *report: reports.append(report),
     )
     assert ("loading", 0, 0) in reports
-    assert {"compiling the prefill", "compiling the burst"} <= {
-        what for what, _, _ in reports
-    }
+    assert {"compiling the prefill", "compiling the burst"} <= {what for what, _, _ in reports}
     prefill = [report[1:] for report in reports if report[0] == "prefill"]
     assert (prefill[0], prefill[-1]) == ((0, 149), (149, 149))
     assert reports[-1] == ("tokens", 20, 20)

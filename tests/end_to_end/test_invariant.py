@@ -9,12 +9,12 @@ from helpers import first_layer, tiny_llama
 from lossless import prompts
 
 import specjax
-from specjax.config import EngineConfig, SamplingParams, SpeculationConfig
-from specjax.generation import Stream
+from specjax.api.generation import Stream
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import SpeculationConfig
 
-ENGINE = EngineConfig(
-    numerics="invariant", token_bucket=8, page_size=8, max_rows=4, burst_steps=4
-)
+ENGINE = EngineConfig(numerics="invariant", token_bucket=8, page_size=8, max_rows=4, burst_steps=4)
 DTYPES = ("float32", "bfloat16")
 
 
@@ -142,9 +142,7 @@ def test_rules_that_depend_on_drafts_are_refused():
             run(rule, target)
 
 
-@pytest.mark.parametrize(
-    "numerics", ["fast", pytest.param("invariant", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("numerics", ["fast", pytest.param("invariant", marks=pytest.mark.slow)])
 def test_a_rule_by_law_without_drafts_is_plain_sampling(target, draft, numerics):
     """Whatever is drafted for its neighbours."""
     one = SamplingParams(max_tokens=12, seed=1)

@@ -20,11 +20,13 @@ import pytest
 from helpers import tiny_llama, uncached_logits
 from scipy import stats
 
-from specjax.config import EngineConfig, SamplingParams
-from specjax.decode.decoder import Decoder, Sizes
+from specjax.bench.fixed_batch import begin
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.decode.decoder import Decoder
+from specjax.decode.sizes import Sizes
 from specjax.decode.step import step
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
-from specjax.engine.fixed_batch import begin
 from specjax.engine.request import Request
 from specjax.sampling import RowSampling, process_logits, row_values, target_probs
 from specjax.trees import static_shapes
@@ -216,9 +218,7 @@ def exact_law(name, target):
     """Returns f64[VOCAB] * NUM_TOKENS of the target's plain sampling."""
     prefixes = list(itertools.product(range(VOCAB), repeat=NUM_TOKENS - 1))
     texts = jnp.asarray([[*PROMPT, *prefix] for prefix in prefixes], jnp.int32)
-    probs = next_token_probs(
-        target.config, target.params, values_of(SAMPLING[name]), texts
-    )
+    probs = next_token_probs(target.config, target.params, values_of(SAMPLING[name]), texts)
     shape = [VOCAB] * (NUM_TOKENS - 1)
     probs = np.asarray(probs, np.float64).reshape(*shape, NUM_TOKENS, VOCAB)
     law = np.ones([VOCAB] * NUM_TOKENS)
@@ -254,10 +254,7 @@ def p_value(tokens: np.ndarray, law: np.ndarray) -> float:
     is_rare = expected < FEWEST_EXPECTED
     if observed[expected == 0].any():
         return 0.0
-    cells = [
-        np.append(counts[~is_rare], counts[is_rare].sum())
-        for counts in (observed, expected)
-    ]
+    cells = [np.append(counts[~is_rare], counts[is_rare].sum()) for counts in (observed, expected)]
     keep = cells[1] > 0
     return float(stats.chisquare(cells[0][keep], cells[1][keep]).pvalue)
 
@@ -272,8 +269,7 @@ def check(models, kind, num_samples):
         tokens, rate = sampler.sample(np.random.default_rng(seed), num_samples)
         assert 0.1 < rate < 0.9
         values = {
-            index: p_value(tokens[index], laws[sampler.combinations[index][1]])
-            for index in failed
+            index: p_value(tokens[index], laws[sampler.combinations[index][1]]) for index in failed
         }
         failed = [index for index, value in values.items() if value < SIGNIFICANCE]
         if not failed:

@@ -8,7 +8,7 @@ import pytest
 from helpers import ENGINE, first_layer, tiny_llama
 
 import specjax
-from specjax.config import SamplingParams
+from specjax.config.sampling import SamplingParams
 from specjax.sampling.argmax import FEW, FEW_BLOCK
 
 VOCAB = 5003  # no multiple of a block

@@ -16,7 +16,7 @@ from lossless import (
 )
 
 import specjax
-from specjax.config import EngineConfig
+from specjax.config.engine import EngineConfig
 
 # What a compiled step is made for; each runs under both ways of sampling.
 FACTORS = {
@@ -30,9 +30,7 @@ FACTORS = {
 
 def product(factors):
     """Returns every configuration; plain decoding has K = 0, and nothing else has."""
-    every = [
-        dict(zip(factors, values)) for values in itertools.product(*factors.values())
-    ]
+    every = [dict(zip(factors, values)) for values in itertools.product(*factors.values())]
     return [each for each in every if (each["drafter"] == "none") == (each["k"] == 0)]
 
 

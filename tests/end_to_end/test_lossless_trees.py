@@ -1,4 +1,5 @@
-"""Drafts that branch sample the same tokens, on the embedded pair: any builder, any change between steps."""
+"""Drafts that branch sample the same tokens, on the embedded pair: any builder, any change between
+steps."""
 
 import numpy as np
 import pytest
@@ -6,9 +7,9 @@ from helpers import AlternatingDrafter, MarginalsDrafter
 from lossless import EVERYTHING, hold_against, plain, prompts, target
 
 import specjax
-from specjax.config import EngineConfig
+from specjax.config.engine import EngineConfig
 from specjax.drafters.loading import LoadedDrafter
-from specjax.engine.speculation_policy import Decision
+from specjax.policy.interface import Decision
 from specjax.trees import best_static, static_shapes
 
 
@@ -33,9 +34,7 @@ class RandomDepth:
 
 # By builder: what `generate` is given.
 BUILDERS = {
-    "widths": dict(
-        speculative_config=dict(model="demo", speculative_token_tree=(3, 2, 1))
-    ),
+    "widths": dict(speculative_config=dict(model="demo", speculative_token_tree=(3, 2, 1))),
     "paths": dict(
         speculative_config=dict(
             model="demo",
@@ -56,9 +55,7 @@ BUILDERS = {
         )
     ),
     "merged matches": dict(
-        speculative_config=dict(
-            method="ngram", prompt_lookup_matches=3, prompt_lookup_min=1
-        )
+        speculative_config=dict(method="ngram", prompt_lookup_matches=3, prompt_lookup_min=1)
     ),
     "best first": dict(
         drafter=LoadedDrafter("marginals", MarginalsDrafter(4, 9)),
@@ -70,9 +67,7 @@ BUILDERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("builder", BUILDERS)
 def test_any_builder_samples_the_same_tokens(builder):
-    out = specjax.generate(
-        target(), prompts(), sampling=EVERYTHING, **BUILDERS[builder]
-    )
+    out = specjax.generate(target(), prompts(), sampling=EVERYTHING, **BUILDERS[builder])
     assert hold_against(out, plain("everything")) <= 1
     counts = out.stats.acceptance
     assert 0 < counts.num_accepted < counts.num_drafted
@@ -89,9 +84,7 @@ def test_depth_tree_and_drafter_change_from_step_to_step(depths):
     out = specjax.generate(
         target(),
         prompts(),
-        drafter=LoadedDrafter(
-            "alternating", AlternatingDrafter(draft.config, shape), draft.params
-        ),
+        drafter=LoadedDrafter("alternating", AlternatingDrafter(draft.config, shape), draft.params),
         sampling=EVERYTHING,
         num_speculative_tokens=3,
         engine=EngineConfig(burst_steps=1),

@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 
 import specjax
-from specjax.config import EngineConfig, SamplingParams
-from specjax.engine.workspace_fit import Bucket, BucketMemory, combined_bytes
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.planning.workspace_fit import Bucket, BucketMemory, combined_bytes
 
 ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=4, max_context=160)
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=48, ignore_eos=True, seed=5)
-BYTES_OF_PAGES = (
-    180_000  # beside weights and steps: for fewer tokens than rows can have
-)
+BYTES_OF_PAGES = 180_000  # beside weights and steps: for fewer tokens than rows can have
 
 
 def prompts():
@@ -36,9 +35,7 @@ def run_memory(run):
 def tight(target, draft):
     """Returns a config with so many bytes that few pages fit, from what steps need."""
     roomy = dataclasses.replace(ENGINE, memory_bytes=2 * 10**9)
-    engine = specjax.Engine(
-        target, drafter=draft, num_speculative_tokens=3, engine=roomy
-    )
+    engine = specjax.Engine(target, drafter=draft, num_speculative_tokens=3, engine=roomy)
     with engine:
         memory = engine._setup.memory
     resident = roomy.memory_bytes - memory.free_bytes
@@ -53,9 +50,7 @@ def test_all_that_an_engine_takes_lies_within_its_bytes(target, draft, tight):
     ]
     # So few pages that their ends are a large part: which is said, and kept.
     with pytest.warns(UserWarning, match="page ends and the largest prefill ask for"):
-        engine = specjax.Engine(
-            target, drafter=draft, num_speculative_tokens=3, engine=tight
-        )
+        engine = specjax.Engine(target, drafter=draft, num_speculative_tokens=3, engine=tight)
     with engine:
         ids = [engine.add(prompt, SAMPLING) for prompt in prompts()]
         texts = {}

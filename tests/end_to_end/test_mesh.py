@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 
 import specjax
 from specjax import sharding
-from specjax.config import EngineConfig, SamplingParams
-from specjax.generation import Stream
+from specjax.api.generation import Stream
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
 
 PAGE_SIZE = 8
 COLLECTIVE = re.compile(
@@ -30,9 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=20, logprobs=1)
 
 
-@pytest.mark.parametrize(
-    "make", [tiny_llama, pytest.param(tiny_gpt2, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("make", [tiny_llama, pytest.param(tiny_gpt2, marks=pytest.mark.slow)])
 def test_same_tokens_on_four_devices(mesh, make):
     target = make(0)
     drafter = make(0, num_layers=1) if make is tiny_llama else "ngram"
@@ -71,9 +70,7 @@ def test_a_mesh_of_one_axis(axis):
 
 # Collectives stand in loops then, whose lengths differ between data shards.
 IN_PARTS = EngineConfig(page_size=PAGE_SIZE, max_rows=4, logit_bytes=4 * 61 * 3)
-INVARIANT = EngineConfig(
-    page_size=PAGE_SIZE, max_rows=4, numerics="invariant", token_bucket=4
-)
+INVARIANT = EngineConfig(page_size=PAGE_SIZE, max_rows=4, numerics="invariant", token_bucket=4)
 
 
 @pytest.mark.slow

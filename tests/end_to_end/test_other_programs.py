@@ -15,10 +15,10 @@ from helpers import ENGINE, tiny_llama_config
 
 import specjax
 from specjax import SamplingParams
-from specjax.decode.abstract import AbstractDecoder
-from specjax.decode.decoder import Sizes
+from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import HistoryDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.engine.faults import LostWeights
+from specjax.planning.abstract_decoder import AbstractDecoder
 
 PROGRAM = pathlib.Path(__file__).with_name("other_program.py")
 
@@ -180,9 +180,7 @@ def test_a_call_inside_a_transformation_says_so(target, decoder, transformed):
         "load_model": lambda: specjax.load_model("demo"),
     }
     for name, call in calls.items():
-        message = (
-            rf"specjax\.{name} was called inside a jax transformation.*call it out"
-        )
+        message = rf"specjax\.{name} was called inside a jax transformation.*call it out"
         with pytest.raises(RuntimeError, match=message):
             transformed(call)
 
@@ -244,17 +242,13 @@ def undisturbed(target, draft):
 
 def test_a_drafter_whose_weights_are_deleted_is_turned_off(target, draft, undisturbed):
     own = copied(draft)
-    with pytest.warns(
-        UserWarning, match=r"turned off.*embed_tokens.*were deleted"
-    ) as w:
+    with pytest.warns(UserWarning, match=r"turned off.*embed_tokens.*were deleted") as w:
         told = served(target, own, lambda: delete(own.params))
     assert len(w) == 1
     assert told == undisturbed
 
 
-def test_deleted_draft_weights_are_nothing_to_requests_without_drafts(
-    target, draft, undisturbed
-):
+def test_deleted_draft_weights_are_nothing_to_requests_without_drafts(target, draft, undisturbed):
     own = copied(draft)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -262,9 +256,7 @@ def test_deleted_draft_weights_are_nothing_to_requests_without_drafts(
     assert told == undisturbed
 
 
-def test_a_drafter_whose_weights_were_deleted_before_is_turned_off(
-    target, draft, undisturbed
-):
+def test_a_drafter_whose_weights_were_deleted_before_is_turned_off(target, draft, undisturbed):
     own = copied(draft)
     delete(own.params)
     with pytest.warns(UserWarning, match="turned off.*were deleted"):

@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 
 import specjax
 from pallas_kernels import layout
-from specjax.cache import paged
-from specjax.config import EngineConfig, SamplingParams
-from specjax.generation import Stream
+from specjax.api.generation import Stream
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.paged import kv_cache
 
 PROMPTS = [np.arange(size).tolist() for size in (3, 40, 17)]
 SAMPLING = [
@@ -32,17 +33,13 @@ OPTIONS = {
 @pytest.fixture
 def in_lanes(monkeypatch):
     def patch():
-        monkeypatch.setattr(paged, "target_platform", lambda: "tpu")
+        monkeypatch.setattr(kv_cache, "target_platform", lambda: "tpu")
 
     return patch
 
 
 def page_shapes(stream):
-    return {
-        pages.shape
-        for pair in stream._loop.decoder.init().cache.pages
-        for pages in pair
-    }
+    return {pages.shape for pair in stream._loop.decoder.init().cache.pages for pages in pair}
 
 
 def run(model, engine, mesh=None, **options):
@@ -59,9 +56,7 @@ def run(model, engine, mesh=None, **options):
 
 
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
-@pytest.mark.parametrize(
-    "kind", ["chain", pytest.param("tree", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("kind", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
 def test_the_same_tokens(kind, numerics, in_lanes):
     engine = EngineConfig(page_size=16, max_rows=2, numerics=numerics)
     model = tiny_llama(0)
@@ -91,14 +86,14 @@ def test_bytes_are_those_of_whole_lines(in_lanes):
     config = dataclasses.replace(
         tiny_llama(0).config, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=80
     )
-    assert paged.numbers_per_token(config) == 2 * 3 * 4 * 80
+    assert kv_cache.numbers_per_token(config) == 2 * 3 * 4 * 80
     in_lanes()
-    assert paged.numbers_per_token(config) == 2 * 3 * 4 * 128
+    assert kv_cache.numbers_per_token(config) == 2 * 3 * 4 * 128
     halves = dataclasses.replace(config, head_dim=64)
-    assert paged.numbers_per_token(halves) == 2 * 3 * 4 * 64
+    assert kv_cache.numbers_per_token(halves) == 2 * 3 * 4 * 64
     # One head of each of four shards: a line for itself.
-    assert paged.numbers_per_token(halves, kv_shards=4) == 2 * 3 * 4 * 128
-    assert paged.page_shape(halves, 5, 16, kv_shards=4) == (5, 4, 16, 128)
+    assert kv_cache.numbers_per_token(halves, kv_shards=4) == 2 * 3 * 4 * 128
+    assert kv_cache.page_shape(halves, 5, 16, kv_shards=4) == (5, 4, 16, 128)
 
 
 def test_plain_generation_is_the_same(in_lanes):

@@ -6,7 +6,7 @@ import pytest
 from goldens import make_demo_goldens as goldens
 
 import specjax
-from specjax.config import SamplingParams
+from specjax.config.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=goldens.NEW_TOKENS)
 

@@ -7,9 +7,10 @@ import pytest
 from helpers import ENGINE
 
 import specjax
-from specjax.config import SamplingParams, SpeculationConfig
+from specjax.api.generation import Stream
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import load_drafter
-from specjax.generation import Stream
 
 SAMPLED = SamplingParams(temperature=1, max_tokens=20, seed=5, logprobs=0)
 RULES = ("seeded", "rejection", "block", "typical", "traversal", "delta", "lenient")
@@ -50,9 +51,7 @@ def test_rules_side_by_side_in_one_batch(target, draft, prompts):
     assert out[7].token_ids == greedy[0].token_ids
 
 
-@pytest.mark.parametrize(
-    "tree", [None, pytest.param((2, 1, 1), marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("tree", [None, pytest.param((2, 1, 1), marks=pytest.mark.slow)])
 def test_synthetic_accepts_at_its_rates_and_says_so(target, draft, prompts, tree):
     config = SpeculationConfig(
         verification="synthetic",
@@ -159,9 +158,7 @@ def test_a_loaded_drafter_takes_the_tree_of_the_call(target, draft):
 def test_how_deep_a_loaded_tree_is_drafted(target, draft, given, depth):
     config = SpeculationConfig(speculative_token_tree=(2, 1, 1, 1, 1, 1))
     loaded = load_drafter(draft, target, config)
-    stream = Stream(
-        target, [[1, 2]], drafter=loaded, sampling=SAMPLED, engine=ENGINE, **given
-    )
+    stream = Stream(target, [[1, 2]], drafter=loaded, sampling=SAMPLED, engine=ENGINE, **given)
     assert stream._setup.speculation.depth == depth
 
 

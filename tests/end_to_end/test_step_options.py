@@ -8,8 +8,9 @@ import pytest
 from helpers import ENGINE
 
 import specjax
-from specjax.config import SamplingParams, SpeculationConfig
-from specjax.generation import Stream
+from specjax.api.generation import Stream
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import SpeculationConfig
 
 VOCAB = 61
 SAMPLED = SamplingParams(
@@ -87,9 +88,7 @@ def test_chunks_and_the_whole_agree(target, draft, prompts, whole, rule, num_at_
         assert max(logits_in(stream)) <= max(num_at_once, ENGINE.max_rows)
 
 
-@pytest.mark.parametrize(
-    "rule", ["seeded", pytest.param("rejection", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("rule", ["seeded", pytest.param("rejection", marks=pytest.mark.slow)])
 def test_few_drafts_per_step(target, draft, prompts, whole, rule):
     stream = Stream(
         target,
@@ -98,9 +97,7 @@ def test_few_drafts_per_step(target, draft, prompts, whole, rule):
         sampling=SAMPLED,
         verification=rule,
         engine=ENGINE,
-        speculative_config=SpeculationConfig(
-            num_speculative_tokens=3, max_drafts_per_step=4
-        ),
+        speculative_config=SpeculationConfig(num_speculative_tokens=3, max_drafts_per_step=4),
     )
     out = stream.result()
     counts, every = out.stats.acceptance, whole(rule).stats.acceptance
@@ -111,10 +108,7 @@ def test_few_drafts_per_step(target, draft, prompts, whole, rule):
         # Four rows and four drafts: eight tokens a step and not sixteen.
         assert max(logits_in(stream)) <= 8
     assert 0 < counts.num_accepted < counts.num_drafted
-    assert (
-        counts.num_drafted / counts.num_steps
-        < 0.6 * every.num_drafted / every.num_steps
-    )
+    assert counts.num_drafted / counts.num_steps < 0.6 * every.num_drafted / every.num_steps
 
 
 @pytest.fixture
@@ -124,9 +118,7 @@ def by_law_with_a_budget(draft):
         "drafter": draft,
         "verification": "rejection",
         "engine": ENGINE,
-        "speculative_config": SpeculationConfig(
-            num_speculative_tokens=3, max_drafts_per_step=4
-        ),
+        "speculative_config": SpeculationConfig(num_speculative_tokens=3, max_drafts_per_step=4),
     }
 
 
@@ -149,9 +141,7 @@ def test_rows_by_law_of_one_seed_share_no_noise_under_a_budget(
 def test_an_engine_gives_requests_of_one_seed_the_noise_that_generate_gives_them(
     target, prompts, by_law_with_a_budget
 ):
-    at_once = Stream(
-        target, prompts[:3], sampling=SAMPLED, **by_law_with_a_budget
-    )._requests
+    at_once = Stream(target, prompts[:3], sampling=SAMPLED, **by_law_with_a_budget)._requests
     with specjax.Engine(target, **by_law_with_a_budget) as engine:
         for prompt in prompts[:3]:
             engine.add(prompt, SAMPLED)
@@ -173,9 +163,7 @@ def test_noise_follows_from_the_seed_alone_where_rows_do_not_depend_on_each_othe
     assert first.tolist() == second.tolist()
 
 
-def test_exact_draws_pass_the_self_check_and_lossy_ones_do_not(
-    target, draft, prompts, whole
-):
+def test_exact_draws_pass_the_self_check_and_lossy_ones_do_not(target, draft, prompts, whole):
     out = whole("seeded")
     for completion in out:
         check = completion.self_check

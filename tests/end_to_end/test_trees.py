@@ -11,13 +11,14 @@ from helpers import ENGINE, first_layer, tiny_gpt2, tiny_llama
 import specjax
 from pallas_kernels import layout
 from pallas_kernels.move_kv import move_kv
-from specjax.cache import paged
-from specjax.config import SamplingParams, SpeculationConfig
+from specjax.api.generation import Stream
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import SpeculationConfig
 from specjax.decode import commit
 from specjax.decode.decoder import build_decoder
-from specjax.generation import Stream
 from specjax.models.architectures import architecture_of
 from specjax.models.layers import dense_causal_attention
+from specjax.paged import kv_cache
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20)
 EVERYTHING = SamplingParams(
@@ -177,9 +178,7 @@ def test_several_ngram_matches_make_a_tree(target, sampling, num_nodes):
     prompts = [rng.integers(0, 4, size).tolist() for size in (40, 9, 70, 3)]
     few = {token: 8.0 for token in range(4)}  # a text of four words repeats itself
     params = dataclasses.replace(SAMPLING[sampling], logit_bias=few)
-    run = lambda **more: specjax.generate(
-        target, prompts, sampling=params, engine=ENGINE, **more
-    )
+    run = lambda **more: specjax.generate(target, prompts, sampling=params, engine=ENGINE, **more)
     plain = run()
     lengths = []
     for num_matches in (1, 4):
@@ -199,9 +198,7 @@ def test_several_ngram_matches_make_a_tree(target, sampling, num_nodes):
 @pytest.mark.slow
 def test_positions_of_gpt2(prompts):
     target = tiny_gpt2(0)
-    run = lambda **more: specjax.generate(
-        target, prompts, sampling=GREEDY, engine=ENGINE, **more
-    )
+    run = lambda **more: specjax.generate(target, prompts, sampling=GREEDY, engine=ENGINE, **more)
     out = run(drafter=target, speculative_config=config_of((2, 2, 1)))
     assert [c.token_ids for c in out] == [c.token_ids for c in run()]
     assert out.stats.mean_acceptance_length > 2
@@ -212,9 +209,7 @@ def test_sliding_windows():
     rng = np.random.default_rng(2)
     target = tiny_llama(0, layer_windows=(None, 40))
     prompts = [rng.integers(0, 61, size).tolist() for size in (70, 35)]
-    run = lambda **more: specjax.generate(
-        target, prompts, sampling=GREEDY, engine=ENGINE, **more
-    )
+    run = lambda **more: specjax.generate(target, prompts, sampling=GREEDY, engine=ENGINE, **more)
     out = run(drafter=target, speculative_config=config_of((2, 1, 1)))
     assert [c.token_ids for c in out] == [c.token_ids for c in run()]
     assert out.stats.mean_acceptance_length > 3
@@ -224,9 +219,7 @@ def test_sliding_windows():
     "verification",
     [pytest.param(rule, marks=SLOW) for rule in ("seeded", "delta", "rejection")],
 )
-def test_caches_hold_the_accepted_path_in_order(
-    target, prompts, verification, monkeypatch
-):
+def test_caches_hold_the_accepted_path_in_order(target, prompts, verification, monkeypatch):
     """After steps that accepted second siblings, keys and values are those of the text."""
     num_moved = []
 
@@ -281,7 +274,7 @@ def check_cache(model, text, pages, cache, row, length):
         (None,) * config.num_layers,
     )
     positions = jnp.arange(length)
-    slots = paged.slots(
+    slots = kv_cache.slots(
         cache.block_table,
         jnp.full(length, row),
         positions,

@@ -39,9 +39,7 @@ PROMPTS = [
 
 def weights_digest() -> str:
     """Returns the sha256 of the embedded target's weights."""
-    return hashlib.sha256(
-        (TARGET_FOLDER / "model.safetensors").read_bytes()
-    ).hexdigest()
+    return hashlib.sha256((TARGET_FOLDER / "model.safetensors").read_bytes()).hexdigest()
 
 
 def transformers_outputs() -> list[dict[str, list[int]]]:
@@ -56,9 +54,7 @@ def transformers_outputs() -> list[dict[str, list[int]]]:
     for prompt in PROMPTS:
         ids = tokenizer.encode(prompt).ids
         with torch.no_grad():
-            out = model.generate(
-                torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False
-            )
+            out = model.generate(torch.tensor([ids]), max_new_tokens=NEW_TOKENS, do_sample=False)
         outputs.append({"prompt": ids, "output": out[0, len(ids) :].tolist()})
     return outputs
 

@@ -61,14 +61,10 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
     )
     return {
         "llama": llama(rope_parameters=LLAMA3_ROPE, attention_bias=True, mlp_bias=True),
-        "llama_tied": llama(
-            rope_parameters=linear, head_dim=16, tie_word_embeddings=True
-        ),
+        "llama_tied": llama(rope_parameters=linear, head_dim=16, tie_word_embeddings=True),
         "llama_yarn": llama(rope_parameters=YARN_ROPE, num_key_value_heads=4),
         "qwen2": qwen2(tie_word_embeddings=True),
-        "qwen2_sliding": qwen2(
-            use_sliding_window=True, sliding_window=5, max_window_layers=1
-        ),
+        "qwen2_sliding": qwen2(use_sliding_window=True, sliding_window=5, max_window_layers=1),
         "qwen3": qwen3(head_dim=16),
         "mistral": mistral(sliding_window=6),
         "granite": granite(

@@ -18,7 +18,8 @@ import pytest
 from flax import nnx
 
 import specjax
-from specjax.config import EngineConfig, SamplingParams
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
 from specjax.models import llama
 from specjax.models.layers import dense_causal_attention
 
@@ -211,9 +212,7 @@ def test_logits_are_those_of_tunix(name):
     def attend(layer, q, k, v, cache):
         return dense_causal_attention(q, k, v, scale=ours.config.scale), cache
 
-    hidden, _ = llama.forward(
-        ours.params, ours.config, ids, positions, attend, (None, None)
-    )
+    hidden, _ = llama.forward(ours.params, ours.config, ids, positions, attend, (None, None))
     logits = llama.logits(ours.params, ours.config, hidden)
     assert float(jnp.std(expected)) > 0.3
     np.testing.assert_allclose(logits, expected, atol=5e-5)
@@ -223,9 +222,7 @@ def test_logits_are_those_of_tunix(name):
 def test_greedy_samples_are_those_of_tunix(name):
     built = model(name)
     rollout = made(built)
-    assert_same(
-        rollout.generate(PROMPTS, GREEDY), vanilla(built).generate(PROMPTS, GREEDY)
-    )
+    assert_same(rollout.generate(PROMPTS, GREEDY), vanilla(built).generate(PROMPTS, GREEDY))
     assert rollout.decoder.drafter == "history"
     assert rollout.metrics["num_drafted"] > 0
 
@@ -268,9 +265,7 @@ def test_weights_of_another_dtype():
     built = model()
     rollout = made(built, rollout_config=config(data_type=jnp.bfloat16))
     output = rollout.generate(PROMPTS, config(top_p=None))
-    assert all(
-        leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(rollout._params())
-    )
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(rollout._params()))
     assert len(output.tokens) == len(PROMPTS)
 
 
@@ -328,9 +323,7 @@ def adapted(built, alpha=8.0):
     )
     rng = np.random.default_rng(11)
     for _, variable in nnx.to_flat_state(nnx.state(with_adapters, nnx.LoRAParam)):
-        variable.set_value(
-            0.15 * jnp.asarray(rng.standard_normal(variable.shape), jnp.float32)
-        )
+        variable.set_value(0.15 * jnp.asarray(rng.standard_normal(variable.shape), jnp.float32))
     return with_adapters
 
 
@@ -505,9 +498,7 @@ def test_a_draft_model_of_tunix():
     expected = made(built, drafter=None).generate(PROMPTS, config()).text
     assert rollout.generate(PROMPTS, config()).text == expected
     assert rollout.metrics["acceptance_rate"] > 0.8  # it is the policy itself
-    rollout.draft_params = integration.as_model(
-        model(seed=1), max_position_embeddings=64
-    ).params
+    rollout.draft_params = integration.as_model(model(seed=1), max_position_embeddings=64).params
     rollout.generate(PROMPTS, config())
     assert rollout.metrics["acceptance_rate"] < 0.5
 
@@ -533,13 +524,9 @@ def test_another_mesh(shape):
 
 def test_families_that_are_not_covered():
     with pytest.raises(NotImplementedError, match=r"gemma.*qwen3.*llama3"):
-        tunix_weights.config_of(
-            gemma.ModelConfig.gemma_2b(), max_position_embeddings=64
-        )
+        tunix_weights.config_of(gemma.ModelConfig.gemma_2b(), max_position_embeddings=64)
     with pytest.raises(NotImplementedError, match="experts"):
-        tunix_weights.config_of(
-            qwen3.ModelConfig.qwen3_30b_a3b(), max_position_embeddings=64
-        )
+        tunix_weights.config_of(qwen3.ModelConfig.qwen3_30b_a3b(), max_position_embeddings=64)
     with pytest.raises(NotImplementedError, match="qwen3"):
         made(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
 
@@ -677,9 +664,7 @@ def test_grpo_with_weights_that_are_synchronised():
 def test_specjax_generates_from_a_converted_model():
     built = model("llama3")
     ours = integration.as_model(built, max_position_embeddings=64)
-    sampler = tunix_sampler.Sampler(
-        built, Tokenizer(), tunix_sampler.CacheConfig(64, 2, 2, 16)
-    )
+    sampler = tunix_sampler.Sampler(built, Tokenizer(), tunix_sampler.CacheConfig(64, 2, 2, 16))
     ids = [sampler.tokenize(prompt).tolist() for prompt in PROMPTS]
     out = specjax.generate(
         ours,

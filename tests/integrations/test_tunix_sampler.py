@@ -73,9 +73,7 @@ def test_caches_have_the_sizes_that_tunix_chooses():
     assert [*shape.cache_tokens.values()] == [448, 192, 1024]
     weights = tunix_sampler.Weights(SHAPE, is_copying=False)
     contenders = tunix_sampler.tunix_contenders(weights, 1)
-    sizes = {
-        name: it._sampler.cache_config.cache_size for name, it in contenders.items()
-    }
+    sizes = {name: it._sampler.cache_config.cache_size for name, it in contenders.items()}
     assert sizes == SHAPE.cache_tokens
     assert len(set(sizes.values())) == 3
     own = tunix_sampler.Specjax(weights, 1).rollout

@@ -111,13 +111,10 @@ def test_the_bench_attends_to_its_tree(quick):
     shape = bench.Shape(2, 30, 6, heads=4, kv_heads=2, head_dim=64, dtype="float32")
     q, attend, arrays = bench.make_call(shape)
     xla, reference = (
-        attend(q, arrays, tree_attention, implementation=name)
-        for name in ("xla", "reference")
+        attend(q, arrays, tree_attention, implementation=name) for name in ("xla", "reference")
     )
     np.testing.assert_allclose(xla, reference, rtol=1e-5, atol=1e-5)
-    in_order = attend(
-        q, arrays | {"ancestor_bits": None}, tree_attention, implementation="xla"
-    )
+    in_order = attend(q, arrays | {"ancestor_bits": None}, tree_attention, implementation="xla")
     assert not jnp.allclose(xla, in_order)
 
 

@@ -26,9 +26,7 @@ def calls(head_dim=128):
 
     def attend(q):
         lengths = jnp.zeros(1, jnp.int32)
-        return tree_attention(
-            q, *pages, table, starts, lengths, scale=1.0, max_tokens_per_row=3
-        )
+        return tree_attention(q, *pages, table, starts, lengths, scale=1.0, max_tokens_per_row=3)
 
     return {
         "tree_attention": lambda: attend(new),

@@ -62,9 +62,7 @@ def test_it_compiles_for_an_h100(shape):
 @pytest.fixture
 def interpret(monkeypatch):
     """Returns a function that runs the kernel on CPU and fails where it has races."""
-    callbacks = pytest.importorskip(
-        "jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks"
-    )
+    callbacks = pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks")
 
     def add_product(acc, weights, values):
         added = weights.astype(jnp.float32) @ values[...].astype(jnp.float32)
@@ -199,9 +197,7 @@ def test_more_tiles_than_buffers(interpret, monkeypatch):
 @needs_interpreter
 @pytest.mark.parametrize("page_size", [16, 128])
 def test_heads_of_256(page_size, interpret):
-    assert_attends(
-        interpret, fitted("wide_tree", head_dim=256, heads=4, page_size=page_size)
-    )
+    assert_attends(interpret, fitted("wide_tree", head_dim=256, heads=4, page_size=page_size))
 
 
 @needs_interpreter
@@ -218,9 +214,7 @@ def test_nodes_that_no_bits_name_may_hold_nan(interpret):
     table, _, lengths = rest
     position = 21 + np.setdiff1d(np.arange(len(parents)), named)
     page, offset = np.asarray(table)[0, position // 16], position % 16
-    k, v = (
-        pages.at[page, :, offset].set(jnp.nan).astype(jnp.bfloat16) for pages in (k, v)
-    )
+    k, v = (pages.at[page, :, offset].set(jnp.nan).astype(jnp.bfloat16) for pages in (k, v))
     starts = jnp.array([0, len(bits)], jnp.int32)
     arguments = (q[level].astype(jnp.bfloat16), k, v, table, starts, lengths)
     options |= dict(

@@ -34,10 +34,7 @@ def fitted(example):
 
 def some(quick, params):
     """Returns the cases; those that are not quick are slow: a kernel takes seconds here."""
-    return [
-        pytest.param(*one, marks=[] if one in quick else pytest.mark.slow)
-        for one in params
-    ]
+    return [pytest.param(*one, marks=[] if one in quick else pytest.mark.slow) for one in params]
 
 
 @pytest.mark.parametrize(
@@ -46,9 +43,7 @@ def some(quick, params):
 def test_attention_is_that_of_the_reference(name, has_races):
     example = fitted(EXAMPLES[name])
     arguments, options = make_inputs(example)
-    expected = tree_attention(
-        *widened(arguments), **options, implementation="reference"
-    )
+    expected = tree_attention(*widened(arguments), **options, implementation="reference")
     out = tree_attention_mosaic_tpu(*arguments, **options, interpret=INTERPRET)
     num_tokens = sum(example.num_new)
     np.testing.assert_allclose(
@@ -93,17 +88,12 @@ def test_attention_of_heads_in_lanes(kv_heads, head_dim, has_races):
         head_dim=head_dim,
     )
     (q, k_pages, v_pages, *rest), options = make_inputs(example)
-    expected = tree_attention(
-        q, k_pages, v_pages, *rest, **options, implementation="reference"
-    )
+    expected = tree_attention(q, k_pages, v_pages, *rest, **options, implementation="reference")
     num_pages = layout.num_pages(k_pages)
-    pages = layout.init_pages(
-        num_pages, 16, kv_heads, head_dim, jnp.float32, in_lanes=True
-    )
+    pages = layout.init_pages(num_pages, 16, kv_heads, head_dim, jnp.float32, in_lanes=True)
     slots = jnp.arange(layout.num_slots(k_pages), dtype=jnp.int32)
     new = [
-        layout.to_lines(layout.read_slots(apart, slots), pages[0])
-        for apart in (k_pages, v_pages)
+        layout.to_lines(layout.read_slots(apart, slots), pages[0]) for apart in (k_pages, v_pages)
     ]
     lines = write_kv_mosaic_tpu(*pages, *new, slots, interpret=INTERPRET)
     out = tree_attention_mosaic_tpu(
@@ -189,17 +179,13 @@ def test_moves(num_tokens, most_tokens, dtype, has_races, monkeypatch):
 def test_less_memory_takes_fewer_queries_at_once(monkeypatch):
     example = fitted(EXAMPLES["trees_and_prompts"])
     arguments, options = make_inputs(example)
-    whole = attention.vmem_bytes(
-        *arguments[:2], *arguments[3:4], None, max_tokens_per_row=70
-    )
+    whole = attention.vmem_bytes(*arguments[:2], *arguments[3:4], None, max_tokens_per_row=70)
     expected = tree_attention(*arguments, **options, implementation="reference")
     monkeypatch.setattr(attention, "VMEM_BYTES", whole // 2)
     out = tree_attention_mosaic_tpu(*arguments, **options, interpret=INTERPRET)
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
     monkeypatch.setattr(attention, "VMEM_BYTES", 1000)
-    with pytest.raises(
-        NotImplementedError, match="for one query and one page, and 1000 are"
-    ):
+    with pytest.raises(NotImplementedError, match="for one query and one page, and 1000 are"):
         tree_attention_mosaic_tpu(*arguments, **options)
 
 
@@ -217,25 +203,19 @@ def test_pages_of_other_dtypes_are_refused():
         lambda: write_kv_mosaic_tpu(*pages, new, new, slots),
         lambda: move_kv_mosaic_tpu(pages, slots, slots),
     ):
-        with pytest.raises(
-            NotImplementedError, match=r"float16.*must be bfloat16, flo"
-        ):
+        with pytest.raises(NotImplementedError, match=r"float16.*must be bfloat16, flo"):
             write()
 
 
 # Compiled for v5e: 1,500 rows of 32 pages take 1.5 MB of SMEM, in lines of 128.
-@pytest.mark.parametrize(
-    ("rows", "pages_per_row"), [(256, 1024), (1500, 200), (2000, 32)]
-)
+@pytest.mark.parametrize(("rows", "pages_per_row"), [(256, 1024), (1500, 200), (2000, 32)])
 def test_a_block_table_that_does_not_fit_is_refused(rows, pages_per_row):
     example = dataclasses.replace(EXAMPLES["decode"], head_dim=128)
     (q, k_pages, v_pages, _, _, _), options = make_inputs(example)
     table = jnp.zeros((rows, pages_per_row), jnp.int32)
     starts, lengths = jnp.zeros(rows + 1, jnp.int32), jnp.zeros(rows, jnp.int32)
     with pytest.raises(NotImplementedError, match="bytes of SMEM"):
-        tree_attention_mosaic_tpu(
-            q, k_pages, v_pages, table, starts, lengths, **options
-        )
+        tree_attention_mosaic_tpu(q, k_pages, v_pages, table, starts, lengths, **options)
 
 
 def test_what_no_tile_fits_is_refused():

@@ -46,9 +46,7 @@ def test_match_agrees_with_a_loop(min_match, max_match):
 def test_it_runs_in_programs_of_64_bits_and_of_strict_promotion():
     history = jnp.asarray([[1, 2, 3, 1, 2]], jnp.int32)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
-        found = ngram_match(
-            history, jnp.asarray([5], jnp.int32), min_match=1, max_match=3
-        )
+        found = ngram_match(history, jnp.asarray([5], jnp.int32), min_match=1, max_match=3)
     assert [each.tolist() for each in found] == [[[2]], [[2]], [[False]]]
     assert [each.dtype for each in found] == [jnp.int32, jnp.int32, jnp.bool_]
 
@@ -155,9 +153,7 @@ def of_corpus_by_loop(text, corpus, min_match: int, max_match: int):
                 if other[end - size : end] == text[-size:] and min(text[-size:]) >= 0:
                     found[is_other, end] = size
     order = [(size, not is_other, end) for (is_other, end), size in found.items()]
-    return [
-        (end, size, not is_own) for size, is_own, end in sorted(order, reverse=True)
-    ]
+    return [(end, size, not is_own) for size, is_own, end in sorted(order, reverse=True)]
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])

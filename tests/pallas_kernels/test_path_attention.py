@@ -1,4 +1,5 @@
-"""Path attention against its definition and tree attention, and that bits follow from a token alone."""
+"""Path attention against its definition and tree attention, and that bits follow from a token
+alone."""
 
 import functools
 
@@ -88,10 +89,7 @@ EVERY_RUN = ("chain", "mixed", "nothing_new", "bfloat16", "wide_tree", "tree_win
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=() if name in EVERY_RUN else pytest.mark.slow)
-        for name in COVERED
-    ],
+    [pytest.param(name, marks=() if name in EVERY_RUN else pytest.mark.slow) for name in COVERED],
 )
 def test_agrees_with_its_definition_and_with_tree_attention(name):
     example = EXAMPLES[name]

@@ -76,9 +76,7 @@ def run(implementation):
                 tree_attention_mosaic_tpu, **STATIC, interpret=pltpu.InterpretParams()
             )
         )
-    return jax.jit(
-        functools.partial(tree_attention, **STATIC, implementation=implementation)
-    )
+    return jax.jit(functools.partial(tree_attention, **STATIC, implementation=implementation))
 
 
 def check(implementation, drawn, seed):

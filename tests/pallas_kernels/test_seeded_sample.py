@@ -121,9 +121,7 @@ def test_bits_and_units_of_a_kernel_are_equal(has_races):
         unit[...] = counter_noise.open_unit_by_halves(bits[...])
 
     out_shape = [jax.ShapeDtypeStruct(shape, dtype) for dtype in ("uint32", "float32")]
-    bits, unit = pl.pallas_call(kernel, out_shape=out_shape, interpret=INTERPRET)(
-        keys, ids
-    )
+    bits, unit = pl.pallas_call(kernel, out_shape=out_shape, interpret=INTERPRET)(keys, ids)
     expected = counter_noise.random_bits(keys, ids)
     np.testing.assert_array_equal(bits, expected)
     np.testing.assert_array_equal(unit, counter_noise.open_unit(expected))
@@ -142,10 +140,7 @@ def test_xla_is_the_reference(name):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name in EXAMPLES
-    ],
+    [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in EXAMPLES],
 )
 def test_the_kernel_is_the_reference(name, has_races):
     arguments, options = make_inputs(EXAMPLES[name])

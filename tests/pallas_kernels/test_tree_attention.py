@@ -191,9 +191,7 @@ def test_other_rows_and_the_width_of_the_table_change_no_bits(num_new):
     call = jax.jit(functools.partial(tree_attention, **options))
     expected = call(q, k_pages, v_pages, table, starts, lengths)
     wider = jnp.pad(table, ((0, 0), (0, 40)), constant_values=layout.NO_PAGE)
-    np.testing.assert_array_equal(
-        call(q, k_pages, v_pages, wider, starts, lengths), expected
-    )
+    np.testing.assert_array_equal(call(q, k_pages, v_pages, wider, starts, lengths), expected)
     other = q.at[num_new:].multiply(2.0)
     moved = call(other, k_pages, v_pages, table, starts, lengths.at[1:].set(0))
     np.testing.assert_array_equal(moved[:num_new], expected[:num_new])
@@ -211,15 +209,11 @@ def test_page_size_changes_no_bits(page_size):
         tokens = layout.read_slots(pages, slots)  # [rows, 192, kv_heads, head_dim]
         empty, _ = layout.init_pages(3 * per_row, page_size, 4, 64, pages.dtype)
         flat = jnp.arange(3 * 192)
-        return empty.at[flat // page_size, :, flat % page_size].set(
-            tokens.reshape(3 * 192, 4, 64)
-        )
+        return empty.at[flat // page_size, :, flat % page_size].set(tokens.reshape(3 * 192, 4, 64))
 
     new_table = jnp.arange(3 * per_row, dtype=jnp.int32).reshape(3, per_row)
     np.testing.assert_array_equal(
-        compiled(
-            q, repage(k_pages), repage(v_pages), new_table, starts, lengths, **options
-        ),
+        compiled(q, repage(k_pages), repage(v_pages), new_table, starts, lengths, **options),
         compiled(q, k_pages, v_pages, table, starts, lengths, **options),
     )
 
@@ -230,9 +224,7 @@ def test_new_tokens_after_it_hardly_change_a_token():
     (q, *pages, table, starts, lengths), options = make_inputs(example)
     all_new = compiled(q, *pages, table, starts, lengths, **options)
     options["max_tokens_per_row"] = 1
-    first = compiled(
-        q[::8], *pages, table, jnp.arange(3, dtype=jnp.int32), lengths, **options
-    )
+    first = compiled(q[::8], *pages, table, jnp.arange(3, dtype=jnp.int32), lengths, **options)
     np.testing.assert_allclose(first, all_new[::8], 2e-6, 2e-6)
 
 
@@ -248,9 +240,7 @@ def test_trees_and_prompts_in_one_call_are_those_of_two(name, implementation):
     starts = np.cumsum([0, *example.num_new])
     for row, (start, end) in enumerate(itertools.pairwise(starts)):
         expected = prompts if row in example.causal else trees
-        np.testing.assert_allclose(
-            together[start:end], expected[start:end], rtol=1e-5, atol=1e-5
-        )
+        np.testing.assert_allclose(together[start:end], expected[start:end], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -261,9 +251,7 @@ def test_keys_that_bits_may_name_are_not_those_of_prompts(implementation):
     arguments, options = make_inputs(example)
     named = jnp.array([6, 0, 6, 0], jnp.int32)
     options |= {"num_new_keys": named, "implementation": implementation}
-    np.testing.assert_allclose(
-        compiled(*arguments, **options), expected, rtol=1e-5, atol=1e-5
-    )
+    np.testing.assert_allclose(compiled(*arguments, **options), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
@@ -326,8 +314,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="needs ancestor_bits"):
         tree_attention(
             *arguments,
-            **options
-            | {"ancestor_bits": None, "num_new_keys": jnp.zeros(4, jnp.int32)},
+            **options | {"ancestor_bits": None, "num_new_keys": jnp.zeros(4, jnp.int32)},
         )
     with pytest.raises(ValueError, match="softcap=0"):
         tree_attention(*arguments, **options | {"softcap": 0.0})
@@ -351,9 +338,7 @@ def in_lanes(pages, kv_heads, head_dim):
     count = layout.heads_per_line(kv_heads, head_dim)
     num_pages, _, size, _ = pages.shape
     pages = pages.reshape(num_pages, kv_heads // count, count, size, head_dim)
-    lines = pages.transpose(0, 1, 3, 2, 4).reshape(
-        num_pages, kv_heads // count, size, -1
-    )
+    lines = pages.transpose(0, 1, 3, 2, 4).reshape(num_pages, kv_heads // count, size, -1)
     return jnp.pad(lines, [(0, 0)] * 3 + [(0, -lines.shape[3] % layout.LANES)])
 
 
@@ -375,9 +360,7 @@ def test_heads_in_lanes_are_those_apart(implementation, name, kv_heads, head_dim
     expected = attend(example, implementation)
     lines = [in_lanes(pages, kv_heads, head_dim) for pages in (k_pages, v_pages)]
     size = example.page_size
-    shape = layout.page_shape(
-        *k_pages.shape[:1], size, kv_heads, head_dim, in_lanes=True
-    )
+    shape = layout.page_shape(*k_pages.shape[:1], size, kv_heads, head_dim, in_lanes=True)
     assert lines[0].shape == shape
     assert shape[3] % layout.LANES == 0
     out = tree_attention(

@@ -87,13 +87,9 @@ def test_quantized_pages_hold_the_nearest_numbers(dtype, in_lanes):
     pages = layout.init_pages(2, 32, 2, 64, dtype, in_lanes=in_lanes)
     new = 3 * rng.standard_normal((2, 5, 2, 64)).astype(np.float32)
     new[0, 0] *= 1e6  # beyond the largest
-    scales = (
-        jnp.array([[0.03, 0.5], [1.0, 0.125]]) * 127 / layout.LARGEST[pages[0].dtype]
-    )
+    scales = jnp.array([[0.03, 0.5], [1.0, 0.125]]) * 127 / layout.LARGEST[pages[0].dtype]
     slots = jnp.array([3, 40, 33, 64, 0], jnp.int32)
-    written = write_kv(
-        *pages, *map(jnp.asarray, new), slots, k_scale=scales[0], v_scale=scales[1]
-    )
+    written = write_kv(*pages, *map(jnp.asarray, new), slots, k_scale=scales[0], v_scale=scales[1])
     every = np.arange(256, dtype=np.uint8).view(jnp.dtype(dtype)).astype(np.float32)
     every = every[np.abs(every) <= layout.LARGEST[pages[0].dtype]]  # not NaN either
     for pages, tokens, scale in zip(written, new, scales, strict=True):
@@ -101,9 +97,7 @@ def test_quantized_pages_hold_the_nearest_numbers(dtype, in_lanes):
         for token in (0, 1, 2, 4):  # one is dropped
             wanted = tokens[token] / np.asarray(scale)[:, None]
             distance = np.abs(wanted[..., None] - every).min(axis=-1)
-            np.testing.assert_allclose(
-                np.abs(wanted - held[token]), distance, rtol=1e-6, atol=1e-6
-            )
+            np.testing.assert_allclose(np.abs(wanted - held[token]), distance, rtol=1e-6, atol=1e-6)
     with pytest.raises(ValueError, match="need both scales"):
         write_kv(*written, *map(jnp.asarray, new), slots)
 

@@ -9,11 +9,11 @@ from helpers import tiny_llama_config
 from jax.sharding import Mesh, PartitionSpec
 
 from specjax import sharding
-from specjax.cache import paged
-from specjax.config import EngineConfig
-from specjax.decode.abstract import abstract_weights
+from specjax.config.engine import EngineConfig
 from specjax.decode.state import DecodeState
 from specjax.drafters import history
+from specjax.paged import kv_cache
+from specjax.planning.abstract_decoder import abstract_weights
 from specjax.sampling import RowSampling
 
 WHOLE = PartitionSpec(None)
@@ -59,7 +59,7 @@ def test_a_history_drafter_shares_its_corpus_and_splits_its_rows(mesh):
     rows = 4
     integers = lambda *shape: np.zeros(shape, np.int32)
     state = DecodeState(
-        cache=paged.init(
+        cache=kv_cache.init(
             tiny_llama_config(),
             rows=rows,
             num_pages=8,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from specjax import types
-from specjax.config import VERIFICATION_RULES
+from specjax.config.rules import VERIFICATION_RULES
 from specjax.types import Plan, Proposal, lay_out
 
 NUM_TOKENS = 12

@@ -3,9 +3,9 @@
 | rule | drafts | output | noise |
 |---|---|---|---|
 | `accept_by_equality` | chains, trees | what the target chooses | in the choices |
-| `accept_by_rejection` | chains, trees | in law the target's | f32[rows, num_nodes, 1 + num_draws] |
-| `accept_by_blocks` | chains | in law the target's | f32[rows, num_nodes, 1 + num_draws] |
-| `accept_by_traversal` | chains, trees | in law the target's | f32[rows, num_nodes, 1 + num_draws] |
+| `accept_by_rejection` | chains, trees | in law | f32[rows, num_nodes, 1 + num_draws] |
+| `accept_by_blocks` | chains | in law | f32[rows, num_nodes, 1 + num_draws] |
+| `accept_by_traversal` | chains, trees | in law | f32[rows, num_nodes, 1 + num_draws] |
 | `accept_leniently` | chains, trees | lossy | f32[rows, num_nodes, 1 + num_draws] |
 | `accept_typical` | chains, trees | lossy | in the choices |
 | `accept_synthetic` | chains, trees | made up | f32[rows, max_depth] |

@@ -11,9 +11,7 @@ from specjax.decode.accept.rejection import padded_draft_probs, subtract_draft
 from specjax.types import Acceptance, Proposal
 
 
-def accept_by_blocks(
-    noise: Array, proposal: Proposal, target_probs: Array
-) -> Acceptance:
+def accept_by_blocks(noise: Array, proposal: Proposal, target_probs: Array) -> Acceptance:
     """Accepts a prefix of each chain, of the greatest expected length there is, in law.
 
     The prefix of i draft tokens has the joint survival P_i = min(1, P_{i-1} target(x_i)
@@ -35,17 +33,13 @@ def accept_by_blocks(
     Source: Sun et al. 2024 (arXiv:2403.10444), algorithm 2.
     """
     if proposal.tree is not None:
-        raise ValueError(
-            "block verification takes chains; accept_by_traversal takes trees."
-        )
+        raise ValueError("block verification takes chains; accept_by_traversal takes trees.")
     check_probs(noise, proposal, target_probs)
     draft_probs = padded_draft_probs(proposal)
     survival = _prefix_survival(proposal, target_probs, draft_probs)  # [rows, K + 1]
     # After the last draft nothing is subtracted, so that h below is the survival itself.
     excess = jnp.maximum(survival[:, :, None] * target_probs - draft_probs, 0.0)
-    stands = is_prefix_accepted(
-        noise[:, :-1, 0], jnp.sum(excess, axis=2)[:, 1:], survival[:, 1:]
-    )
+    stands = is_prefix_accepted(noise[:, :-1, 0], jnp.sum(excess, axis=2)[:, 1:], survival[:, 1:])
     length = jnp.arange(1, survival.shape[1])[None, :]
     stands &= length <= proposal.num_tokens[:, None]
     num_accepted = jnp.max(jnp.where(stands, length, 0), axis=1, initial=0)
@@ -70,9 +64,7 @@ def capped_ratio(survival: Array, target_prob: Array, draft_prob: Array) -> Arra
     return jnp.where(is_surely, 1.0, ratio)
 
 
-def _prefix_survival(
-    proposal: Proposal, target_probs: Array, draft_probs: Array
-) -> Array:
+def _prefix_survival(proposal: Proposal, target_probs: Array, draft_probs: Array) -> Array:
     """Returns P_0 = 1 to P_K, f32[rows, K + 1]."""
     drafted = proposal.token_ids[:, :, None]
     p, q = (

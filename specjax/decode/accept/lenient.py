@@ -33,13 +33,9 @@ def accept_leniently(
     check_probs(noise, proposal, target_probs)
     lenience = jnp.asarray(lenience, target_probs.dtype)
     if lenience.shape != proposal.num_tokens.shape:
-        raise ValueError(
-            f"{lenience.shape=}; expected one per row, {proposal.num_tokens.shape}."
-        )
+        raise ValueError(f"{lenience.shape=}; expected one per row, {proposal.num_tokens.shape}.")
     if proposal.tree is not None:
         return reject_in_tree(noise, proposal, target_probs, lenience)
     assert proposal.probs is not None
-    smaller = dataclasses.replace(
-        proposal, probs=lenience[:, None, None] * proposal.probs
-    )
+    smaller = dataclasses.replace(proposal, probs=lenience[:, None, None] * proposal.probs)
     return accept_by_rejection(noise, smaller, target_probs)

@@ -36,9 +36,7 @@ def check_choices(proposal: Proposal, target_token_ids: Array) -> None:
     rows, num_drafts = proposal.token_ids.shape
     expected = (rows, num_drafts + 1)
     if target_token_ids.shape != expected:
-        raise ValueError(
-            f"{target_token_ids.shape=} does not fit the proposal; {expected=}."
-        )
+        raise ValueError(f"{target_token_ids.shape=} does not fit the proposal; {expected=}.")
 
 
 def at_node(values: Array, nodes: Array) -> Array:
@@ -113,7 +111,8 @@ def next_child(parents: Array, may_follow: Array, at: Array, after: Array) -> Ar
 
 
 def accepted_up_to(proposal: Proposal, last: Array, token_ids: Array) -> Acceptance:
-    """Returns the acceptance of the path to node `last`, i32[rows], and token_ids i32[rows] after it."""
+    """Returns the acceptance of the path to node `last`, i32[rows], and token_ids i32[rows] after
+    it."""
     depth = proposal.max_depth
     if proposal.tree is None:
         nodes, num_accepted = None, last

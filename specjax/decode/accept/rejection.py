@@ -24,9 +24,7 @@ from specjax.decode.accept.nodes import (
 from specjax.types import Acceptance, Proposal
 
 
-def accept_by_rejection(
-    noise: Array, proposal: Proposal, target_probs: Array
-) -> Acceptance:
+def accept_by_rejection(noise: Array, proposal: Proposal, target_probs: Array) -> Acceptance:
     """Accepts a path of each draft so that the output is distributed as the target.
 
     Draft token x survives with probability min(1, target(x) / draft(x)). Where it
@@ -71,9 +69,7 @@ def accept_by_rejection(
     )
     survives = is_accepted(noise[:, :, 0], p, q) & is_drafted
     num_accepted = jnp.sum(jnp.cumprod(survives, axis=1), axis=1, dtype=jnp.int32)
-    rest = subtract_draft(
-        at_node(target_probs, num_accepted), at_node(draft_probs, num_accepted)
-    )
+    rest = subtract_draft(at_node(target_probs, num_accepted), at_node(draft_probs, num_accepted))
     token_ids = draw_token(at_node(noise[:, :, 1:], num_accepted), rest)
     return accepted_up_to(proposal, num_accepted, token_ids)
 

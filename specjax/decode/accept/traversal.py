@@ -24,9 +24,7 @@ from specjax.decode.accept.nodes import (
 from specjax.types import Acceptance, Proposal
 
 
-def accept_by_traversal(
-    noise: Array, proposal: Proposal, target_probs: Array
-) -> Acceptance:
+def accept_by_traversal(noise: Array, proposal: Proposal, target_probs: Array) -> Acceptance:
     """Accepts a path of each draft, deepest first, so that the output is as the target's.
 
     A node survives with min(1, survival of its parent * target(x) / draft(x)). The
@@ -72,9 +70,7 @@ def accept_by_traversal(
         stands = (node == 0) | (draw < at_node(walk.survival, node))
         is_done = walk.is_done | (~is_entering & stands)
         is_deleted = ~is_entering & ~is_done
-        entered = capped_ratio(
-            survival, at_token(target, token), at_token(draft, token)
-        )
+        entered = capped_ratio(survival, at_token(target, token), at_token(draft, token))
         rest, excess = subtract_deleted(survival, target, draft)
 
         # One past the end where nothing changes: dropped.
@@ -115,9 +111,7 @@ class _Traversal(NamedTuple):
     is_done: Array  # bool[rows]
 
 
-def subtract_deleted(
-    survival: Array, target: Array, draft: Array
-) -> tuple[Array, Array]:
+def subtract_deleted(survival: Array, target: Array, draft: Array) -> tuple[Array, Array]:
     """Returns norm(max(survival * target - draft, 0)), f32[rows, vocab], and its mass, f32[rows].
 
     The target itself where nothing is left.

@@ -51,18 +51,12 @@ def accept_typical(
     """
     check_choices(proposal, target_token_ids)
     if target_probs.shape[:2] != target_token_ids.shape:
-        raise ValueError(
-            f"{target_probs.shape=} does not fit {target_token_ids.shape=}."
-        )
+        raise ValueError(f"{target_probs.shape=} does not fit {target_token_ids.shape=}.")
     entropy = jnp.sum(entr(target_probs), axis=2)  # [rows, num_nodes]
     threshold = jnp.minimum(epsilon, delta * jnp.exp(-entropy))
     parents = jnp.maximum(parents_of(proposal), 0)
-    likelihood = target_probs[
-        jnp.arange(parents.shape[0])[:, None], parents, node_tokens(proposal)
-    ]
-    is_typical = standing(proposal) & (
-        likelihood > jnp.take_along_axis(threshold, parents, axis=1)
-    )
+    likelihood = target_probs[jnp.arange(parents.shape[0])[:, None], parents, node_tokens(proposal)]
+    is_typical = standing(proposal) & (likelihood > jnp.take_along_axis(threshold, parents, axis=1))
     last = _deepest(proposal, parents, is_typical)
     return accepted_up_to(proposal, last, at_node(target_token_ids, last))
 
@@ -73,9 +67,7 @@ def _deepest(proposal: Proposal, parents: Array, stands: Array) -> Array:
     is_reached = jnp.broadcast_to(is_root, parents.shape)
 
     def extend(is_reached: Array, _: None) -> tuple[Array, None]:
-        return is_root | (
-            stands & jnp.take_along_axis(is_reached, parents, axis=1)
-        ), None
+        return is_root | (stands & jnp.take_along_axis(is_reached, parents, axis=1)), None
 
     is_reached, _ = lax.scan(extend, is_reached, length=proposal.max_depth)
     depths = jnp.where(is_reached, depths_of(proposal), -1)

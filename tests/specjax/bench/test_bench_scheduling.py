@@ -6,8 +6,8 @@ import pytest
 
 from specjax.bench import scheduling, scheduling_report
 from specjax.bench.replay import Oracle, Replay, Workload
-from specjax.engine.goodput import Goodput
-from specjax.engine.speculation_policy import Fixed
+from specjax.policy.goodput import Goodput
+from specjax.policy.interface import Fixed
 
 OVERHEAD = [1.0, 0.99, 1.01]
 
@@ -76,9 +76,7 @@ def test_the_page_says_what_the_document_holds(costs, short, tmp_path):
 def test_steps_cost_what_was_measured_and_a_line_between(costs):
     of, known = scheduling.costs_of(costs)
     for record in costs["steps"]:
-        bucket = scheduling.Bucket(
-            *(record[name] for name in scheduling.Bucket._fields)
-        )
+        bucket = scheduling.Bucket(*(record[name] for name in scheduling.Bucket._fields))
         context = record["context_tokens"]
         assert of.step_s(bucket, context) == pytest.approx(record["step_s"])
         assert known.count(bucket) < 2 * record["num_measurements"]

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from specjax.bench.replay import Clock, Costs, Replay, Workload
-from specjax.engine.goodput import Goodput
-from specjax.engine.speculation_policy import Fixed
+from specjax.policy.goodput import Goodput
+from specjax.policy.interface import Fixed
 
 
 def step_s(bucket, context):

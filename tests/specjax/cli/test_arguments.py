@@ -9,16 +9,17 @@ import sys
 import pytest
 
 from specjax import SamplingParams
+from specjax.api.requests import default_sampling
 from specjax.cli import generate_command, prompts, sampling_arguments
 from specjax.cli.main import build_parser, main
 from specjax.models.hf_config import SAMPLING_KEYS
-from specjax.requests import default_sampling
 
 EVERY_OPTION = shlex.split(
     "--temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --repetition-penalty 1.1 "
     "--presence-penalty 0.2 --frequency-penalty 0.3 --logit-bias 4=-1.5 --logit-bias 5=2 "
     "--bad-token-ids 1,2 --allowed-token-ids 3,4,5 --min-tokens 2 --max-tokens 7 "
-    "--stop-token-ids 6 --stop one --stop two --seed 8 --n 2 --logprobs 1 --ignore-eos --no-speculate --self-check --entropy"
+    "--stop-token-ids 6 --stop one --stop two --seed 8 --n 2 --logprobs 1 --ignore-eos "
+    "--no-speculate --self-check --entropy"
 )
 
 
@@ -71,9 +72,7 @@ def test_which_drafter(argv, method, model):
 
 def test_options_win_over_speculative_config():
     json = '{"method": "ngram", "num_speculative_tokens": 7, "prompt_lookup_max": 3}'
-    arguments = parse(
-        "x", "--speculative-config", json, "--num-speculative-tokens", "2"
-    )
+    arguments = parse("x", "--speculative-config", json, "--num-speculative-tokens", "2")
     config = generate_command.speculation_config(arguments)
     assert config.num_speculative_tokens == 2
     assert config.prompt_lookup_max == 3

@@ -211,7 +211,7 @@ def test_interrupt_is_quiet(run, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("specjax.generation.stream", interrupted)
+    monkeypatch.setattr("specjax.api.generation.stream", interrupted)
     assert run("w5") == (130, "", "")
 
 

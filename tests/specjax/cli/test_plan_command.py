@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from specjax import planning
 from specjax.cli import plan_command
 from specjax.cli.main import build_parser, main
-from specjax.config import EngineConfig
+from specjax.config.engine import EngineConfig
+from specjax.planning import plans
 
 LAYERS, HEADS, HEAD_DIM, PAGE = 2, 4, 8, 16
 SHAPE = dict(
@@ -77,10 +77,8 @@ def test_a_plan_from_compiled_steps(folder, capsys):
         (["demo", "--device", "tpu:h100:2x2"], "device='tpu:h100:2x2' is unknown"),
     ],
 )
-def test_what_is_refused_in_one_line_before_compiling(
-    arguments, message, capsys, monkeypatch
-):
-    monkeypatch.setattr(planning, "make_plan", None)
+def test_what_is_refused_in_one_line_before_compiling(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(plans, "make_plan", None)
     assert main(["plan", *arguments]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -95,10 +93,8 @@ def test_what_is_refused_in_one_line_before_compiling(
         (["--device", "gpu:h100", "--plot", "k.png"], 'pip install "specjax[plot]"'),
     ],
 )
-def test_a_picture_that_cannot_be_drawn_is_refused_first(
-    arguments, message, capsys, monkeypatch
-):
-    monkeypatch.setattr(planning, "make_plan", None)
+def test_a_picture_that_cannot_be_drawn_is_refused_first(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr(plans, "make_plan", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["plan", "demo", *arguments]) == 2
     assert message in capsys.readouterr().err

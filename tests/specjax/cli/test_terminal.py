@@ -4,9 +4,9 @@ import io
 
 import pytest
 
+from specjax.api.generation import GenerationStats
 from specjax.cli import json_document, terminal
 from specjax.engine.request import AcceptanceCounts, Piece
-from specjax.generation import GenerationStats
 
 
 class Terminal(io.StringIO):
@@ -82,9 +82,7 @@ def test_summary_of_speculation():
 def test_summary_without_speculation():
     none = AcceptanceCounts(num_steps=128)
     assert "no speculation" in terminal.summary(stats(drafter="none", acceptance=none))
-    assert "no speculation" in terminal.summary(
-        stats(num_speculative_tokens=0, acceptance=none)
-    )
+    assert "no speculation" in terminal.summary(stats(num_speculative_tokens=0, acceptance=none))
     assert "proposed nothing" in terminal.summary(stats(acceptance=none))
 
 

@@ -26,10 +26,7 @@ IN_LAW = {
     "traversal": jax.jit(accept_by_traversal),
 }
 ON_BOTH = [
-    (rule, shape)
-    for rule in IN_LAW
-    for shape in (CHAIN, TREE)
-    if (rule, shape) != ("blocks", TREE)
+    (rule, shape) for rule in IN_LAW for shape in (CHAIN, TREE) if (rule, shape) != ("blocks", TREE)
 ]
 both = pytest.mark.parametrize("rule, shape", ON_BOTH, ids=str)
 jitted_equality = jax.jit(accept_by_equality)
@@ -88,9 +85,7 @@ def test_no_drafts_at_all(is_tree):
         assert not is_tree or acceptance.nodes.shape == (4, 0)
 
 
-@pytest.mark.parametrize(
-    "shape", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=str
-)
+@pytest.mark.parametrize("shape", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=str)
 def test_no_rows_draft(shape):
     """num_tokens = 0 in shapes that have draft slots; what stands there is NaN."""
     noise, tokens, target, draft = random_rows(shape, ROWS)
@@ -146,9 +141,7 @@ def test_a_one_hot_target_is_greedy_decoding(rule, shape, value):
         if sharp:  # and a draft that has underflown to zeros, the choice among them
             draft = np.where(draft > 0.3, draft, 0.0)
             draft[:, :, -1] += 1 - draft.sum(axis=2)
-        proposal = make_proposal(
-            shape, tokens, draft, np.arange(ROWS) % shape.num_nodes
-        )
+        proposal = make_proposal(shape, tokens, draft, np.arange(ROWS) % shape.num_nodes)
         greedy = jitted_equality(proposal, choices)
         acceptance = IN_LAW[rule](noise, proposal, target)
         counts = np.asarray(acceptance.num_accepted)
@@ -193,9 +186,7 @@ def test_nan_does_not_spread_to_other_rows(shape):
             arrays = [noise.copy(), target.copy(), draft.copy()]
             arrays[spoiled][[1, 3]] = np.nan
             some = rule(arrays[0], make_proposal(shape, tokens, arrays[2]), arrays[1])
-            for got, expected in zip(
-                jax.tree.leaves(some), jax.tree.leaves(clean), strict=True
-            ):
+            for got, expected in zip(jax.tree.leaves(some), jax.tree.leaves(clean), strict=True):
                 assert np.array_equal(got[::2], expected[::2]), name
             assert np.all((some.token_ids >= 0) & (some.token_ids < VOCAB))
             assert np.all(some.num_accepted >= 0)

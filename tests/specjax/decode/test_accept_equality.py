@@ -54,13 +54,10 @@ def test_every_proposal_and_every_order_of_the_noise(shape):
     assert len(np.unique(text, axis=0)) > VOCAB ** (depth + 1) / 2
     for start, drafted in enumerate(itertools.product(range(VOCAB), repeat=num_drafts)):
         choices = [
-            every_choice(law, noise, shape.prefix(drafted, node))
-            for node in range(shape.num_nodes)
+            every_choice(law, noise, shape.prefix(drafted, node)) for node in range(shape.num_nodes)
         ]
         num_tokens = (np.arange(len(noise)) + start) % (num_drafts + 1)
-        proposal = make_proposal(
-            shape, np.tile(drafted, (len(noise), 1)), None, num_tokens
-        )
+        proposal = make_proposal(shape, np.tile(drafted, (len(noise), 1)), None, num_tokens)
         choices = jnp.asarray(np.column_stack(choices), jnp.int32)
         assert_emits(accept(proposal, choices), text, shape, proposal)
 
@@ -96,8 +93,7 @@ def test_equality_emits_the_choices_along_the_path(depth):
             for _ in range(depth + 1):
                 plain.append(choice[tuple(plain)])
             after_nodes = [
-                [choice[draft[:length]] for length in range(depth + 1)]
-                for draft in drafts
+                [choice[draft[:length]] for length in range(depth + 1)] for draft in drafts
             ]
             tokens = np.array(drafts, np.int32).reshape(len(drafts), depth)
             acceptance = accept(
@@ -176,6 +172,4 @@ def test_entries_past_the_last_node_mean_nothing():
 def test_equality_refuses_what_does_not_fit():
     for shape in ((2, 3), (1, 2), (1, 4)):
         with pytest.raises(ValueError, match="target_token_ids"):
-            accept_by_equality(
-                make_proposal(chain(2), [[1, 1]]), jnp.zeros(shape, jnp.int32)
-            )
+            accept_by_equality(make_proposal(chain(2), [[1, 1]]), jnp.zeros(shape, jnp.int32))

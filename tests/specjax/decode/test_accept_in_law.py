@@ -99,9 +99,7 @@ def test_the_law_of_tokens_drawn_in_two_levels(rule, shape, order, vocab, monkey
     monkeypatch.setattr(drawing, "WAYS", 2)
     assert noise_shape(shape, vocab) == (shape.num_nodes, 3)
     drafter = sampler(random_law(106, vocab))
-    gap = total_variation(
-        compiled(rule), shape, order, random_law(6, vocab), drafter, length=2
-    )
+    gap = total_variation(compiled(rule), shape, order, random_law(6, vocab), drafter, length=2)
     assert gap < LAW_TOLERANCE
 
 
@@ -148,9 +146,7 @@ def test_every_token_among_the_siblings_is_always_accepted():
     rule, order = RULES["rejection"]
     for draft in (random_law(100), one_hot, shifted):
         laws = step_laws(rule, tree(3, 1), order, random_law(0), sampler(draft), [()])
-        emitted_one = sum(
-            chance for emitted, chance in laws[()].items() if len(emitted) == 1
-        )
+        emitted_one = sum(chance for emitted, chance in laws[()].items() if len(emitted) == 1)
         assert emitted_one < LAW_TOLERANCE
 
 
@@ -209,8 +205,7 @@ def random_rows(shape: Shape, seed: int, rows: int = BATCH, vocab: int = 3):
     noise = rng.uniform(1e-6, 1 - 1e-6, (rows, *noise_shape(shape, vocab)))
     tokens = rng.integers(vocab, size=(rows, shape.num_nodes - 1))
     target, draft = (
-        rng.dirichlet([0.8] * vocab, (rows, shape.num_nodes)).astype(np.float32)
-        for _ in range(2)
+        rng.dirichlet([0.8] * vocab, (rows, shape.num_nodes)).astype(np.float32) for _ in range(2)
     )
     num_tokens = rng.integers(shape.num_nodes, size=rows)
     proposal = make_proposal(shape, tokens, draft[:, :-1], num_tokens)
@@ -254,9 +249,7 @@ def test_deciding_together_accepts_no_less(shape):
     for seed in range(2):
         target, drafter = random_law(seed), sampler(random_law(200 + seed))
         means = [
-            mean_accepted(
-                step_laws(rule, SHAPES[shape], order, target, drafter, [()])[()]
-            )
+            mean_accepted(step_laws(rule, SHAPES[shape], order, target, drafter, [()])[()])
             for rule, order in (RULES["rejection"], RULES[together])
         ]
         gains.append(means[1] - means[0])

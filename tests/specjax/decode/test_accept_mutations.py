@@ -153,22 +153,14 @@ def test_the_enumeration_notices_one_draw_for_two_purposes(shared, monkeypatch):
         noise = noise.at[:, :, other].set(noise[:, :, some])
         return accept_by_rejection(noise, proposal, target_probs)
 
-    with pytest.raises(
-        AssertionError, match=r"its noise in another way|more pieces than ways"
-    ):
-        total_variation(
-            compiled_quickly(one_draw), chain(2), top_down, TARGET, sampler(DRAFT)
-        )
+    with pytest.raises(AssertionError, match=r"its noise in another way|more pieces than ways"):
+        total_variation(compiled_quickly(one_draw), chain(2), top_down, TARGET, sampler(DRAFT))
 
 
 DRAWING_MISTAKES = {
     "the first part always": lambda draw, weights: jnp.zeros_like(draw, jnp.int32),
-    "parts of equal chances": lambda draw, weights: (draw * weights.shape[1]).astype(
-        jnp.int32
-    ),
-    "the other part": lambda draw, weights: (
-        weights.shape[1] - 1 - draw_way(draw, weights)
-    ),
+    "parts of equal chances": lambda draw, weights: (draw * weights.shape[1]).astype(jnp.int32),
+    "the other part": lambda draw, weights: weights.shape[1] - 1 - draw_way(draw, weights),
 }
 
 

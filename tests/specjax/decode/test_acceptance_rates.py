@@ -66,9 +66,7 @@ def test_acceptance_at_one_position(place):
 
     def in_law(rule, tokens, shape):
         num_nodes = shape.num_nodes
-        proposal = make_proposal(
-            shape, tokens, np.tile(draft[:, None], (1, num_nodes - 1, 1))
-        )
+        proposal = make_proposal(shape, tokens, np.tile(draft[:, None], (1, num_nodes - 1, 1)))
         probs = np.tile(target[:, None], (1, num_nodes, 1)).astype(np.float32)
         return rate(rule(uniform[:, :num_nodes], proposal, probs))
 

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 from helpers import tiny_llama
 
-from specjax.config import EngineConfig, SamplingParams
-from specjax.decode.decoder import Decoder, Sizes
+from specjax.bench.fixed_batch import begin, plan_for_all
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.decode.decoder import Decoder
+from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import NoDrafter
-from specjax.engine.fixed_batch import begin, plan_for_all
 from specjax.engine.request import Request
 from specjax.sampling import row_values
 from specjax.types import GREEDY, OUT_OF_LENGTH, RUNNING, DecoderParams
@@ -56,12 +58,8 @@ def test_when_a_burst_ends(decoder_and_model, lengths, most, work_waits, steps):
     params = DecoderParams(model.params)
     requests = [request_of(row, length) for row, length in enumerate(lengths)]
     state = begin(decoder, params, requests)
-    plan = dataclasses.replace(
-        plan_for_all(decoder, most), stop_when_finished=np.bool_(work_waits)
-    )
-    state, report, num_steps = decoder.burst(
-        params, state, plan, num_speculative_tokens=0
-    )
+    plan = dataclasses.replace(plan_for_all(decoder, most), stop_when_finished=np.bool_(work_waits))
+    state, report, num_steps = decoder.burst(params, state, plan, num_speculative_tokens=0)
     assert int(num_steps) == steps
     gained = np.minimum(lengths, steps)
     assert np.asarray(report.num_committed)[:steps].sum(axis=0).tolist() == list(gained)

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from helpers import tiny_llama_config
 
-from specjax.cache import paged
-from specjax.config import EngineConfig
+from specjax.config.engine import EngineConfig
 from specjax.decode.commit import commit
 from specjax.decode.state import DecodeState
 from specjax.decode.verify import Verification
 from specjax.drafters import none
 from specjax.drafters.base import Draft
+from specjax.paged import kv_cache
 from specjax.sampling import RowSampling
 from specjax.types import (
     INVALID_LOGITS,
@@ -55,19 +55,11 @@ CASES = {
     "none accepted": Case(num_accepted=0, committed=1),
     "nothing drafted": Case(num_accepted=0, num_drafted=0, written=LENGTH, committed=1),
     "drafter that sees the text": Case(written=LENGTH + 1, committed=4),
-    "stop inside the draft": Case(
-        tokens=(10, STOP, 12, 13), committed=2, finish=STOPPED
-    ),
-    "stop at the first draft token": Case(
-        tokens=(STOP, 11, 12, 13), committed=1, finish=STOPPED
-    ),
+    "stop inside the draft": Case(tokens=(10, STOP, 12, 13), committed=2, finish=STOPPED),
+    "stop at the first draft token": Case(tokens=(STOP, 11, 12, 13), committed=1, finish=STOPPED),
     "stop at the bonus": Case(tokens=(10, 11, 12, STOP), committed=4, finish=STOPPED),
-    "stop recovered": Case(
-        tokens=(10, STOP, 12, 13), num_accepted=1, committed=2, finish=STOPPED
-    ),
-    "stop past what was accepted": Case(
-        tokens=(10, 11, STOP, STOP), num_accepted=1, committed=2
-    ),
+    "stop recovered": Case(tokens=(10, STOP, 12, 13), num_accepted=1, committed=2, finish=STOPPED),
+    "stop past what was accepted": Case(tokens=(10, 11, STOP, STOP), num_accepted=1, committed=2),
     "two stops": Case(tokens=(10, OTHER_STOP, STOP, 13), committed=2, finish=STOPPED),
     "length at the end": Case(room=4, committed=4, finish=OUT_OF_LENGTH),
     "length inside the draft": Case(room=2, committed=2, finish=OUT_OF_LENGTH),
@@ -82,25 +74,19 @@ CASES = {
     "NaN at the root": Case(invalid=(0,), committed=0, finish=INVALID_LOGITS),
     "NaN in the middle": Case(invalid=(2,), committed=2, finish=INVALID_LOGITS),
     "NaN at the last node": Case(invalid=(3,), committed=3, finish=INVALID_LOGITS),
-    "NaN from the middle on": Case(
-        invalid=(1, 2, 3), committed=1, finish=INVALID_LOGITS
-    ),
+    "NaN from the middle on": Case(invalid=(1, 2, 3), committed=1, finish=INVALID_LOGITS),
     "NaN at the node that rejects": Case(
         invalid=(1,), num_accepted=1, committed=1, finish=INVALID_LOGITS
     ),
     "NaN past what was accepted": Case(invalid=(2, 3), num_accepted=1, committed=2),
-    "NaN after a stop": Case(
-        tokens=(10, STOP, 12, 13), invalid=(2,), committed=2, finish=STOPPED
-    ),
+    "NaN after a stop": Case(tokens=(10, STOP, 12, 13), invalid=(2,), committed=2, finish=STOPPED),
     "NaN where a stop seems to be": Case(
         tokens=(10, STOP, 12, 13), invalid=(1,), committed=1, finish=INVALID_LOGITS
     ),
     "NaN before a stop": Case(
         tokens=(10, 11, STOP, 13), invalid=(1,), committed=1, finish=INVALID_LOGITS
     ),
-    "NaN where the length ends": Case(
-        invalid=(2,), room=2, committed=2, finish=OUT_OF_LENGTH
-    ),
+    "NaN where the length ends": Case(invalid=(2,), room=2, committed=2, finish=OUT_OF_LENGTH),
     "NaN at the root of the last token": Case(
         invalid=(0,), room=1, committed=0, finish=INVALID_LOGITS
     ),
@@ -122,7 +108,7 @@ def outcome():
     cases = list(CASES.values())
     rows = len(cases)
     column = lambda values, dtype=np.int32: jnp.asarray(np.array(values, dtype))
-    cache = paged.init(
+    cache = kv_cache.init(
         tiny_llama_config(),
         rows=rows,
         num_pages=2,
@@ -157,8 +143,7 @@ def outcome():
         logprobs=(),
     )
     written = [
-        LENGTH + case.num_drafted if case.written is None else case.written
-        for case in cases
+        LENGTH + case.num_drafted if case.written is None else case.written for case in cases
     ]
     draft = Draft(proposal, (), column(written))
     after, info = compiled_commit(state, draft, verification)
@@ -183,9 +168,7 @@ def test_commit(outcome, name):
 
 
 def test_drafter_lengths_are_what_stands_of_what_was_written(outcome):
-    lengths = {
-        name: int(outcome[1].drafter_lengths[row]) for row, name in enumerate(CASES)
-    }
+    lengths = {name: int(outcome[1].drafter_lengths[row]) for row, name in enumerate(CASES)}
     # The last draft token is proposed, not fed: one to catch up.
     assert lengths["all accepted"] == LENGTH + 3
     # A rejected draft's key is not the recovered token's.

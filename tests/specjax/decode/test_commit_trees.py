@@ -13,13 +13,13 @@ import pytest
 from helpers import tiny_llama_config
 
 from pallas_kernels import layout
-from specjax.cache import paged
-from specjax.config import EngineConfig
+from specjax.config.engine import EngineConfig
 from specjax.decode.commit import commit
 from specjax.decode.state import DecodeState
 from specjax.decode.verify import Verification
 from specjax.drafters import none
 from specjax.drafters.base import NOT_KEPT, Draft
+from specjax.paged import kv_cache
 from specjax.sampling import RowSampling
 from specjax.trees.draft_tree import from_parents
 from specjax.types import Acceptance, Proposal
@@ -32,9 +32,7 @@ from specjax.types import Acceptance, Proposal
 PARENTS = [-1, 0, 0, 0, 1, 2, 3]
 KEPT_AT = [0, 3, 4, NOT_KEPT, NOT_KEPT, 5, 6]
 PAGE_SIZE, LENGTH, DEPTH = 4, 6, 2
-PAGES = np.array(
-    [[3, 1, 5, 0], [2, 6, 4, 7], [8, 9, 10, 11], [15, 14, 13, 12], [16, 19, 18, 17]]
-)
+PAGES = np.array([[3, 1, 5, 0], [2, 6, 4, 7], [8, 9, 10, 11], [15, 14, 13, 12], [16, 19, 18, 17]])
 NUM_SLOTS = PAGES.size * PAGE_SIZE
 
 # Accepted nodes, and which of them the drafter's cache then holds in order.
@@ -57,7 +55,7 @@ def outcome():
     """Returns the state after a step, arrays of numpy."""
     rows, config = len(ROWS), tiny_llama_config(num_layers=1)
     number = np.arange(NUM_SLOTS, dtype=np.float32).reshape(-1, 1, PAGE_SIZE, 1)
-    cache = paged.init(
+    cache = kv_cache.init(
         config,
         rows=rows,
         num_pages=PAGES.size,

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import pytest
 from helpers import tiny_llama_config
 
-from specjax.config import EngineConfig
-from specjax.decode.decoder import Decoder, Sizes
+from specjax.config.engine import EngineConfig
+from specjax.decode.decoder import Decoder
 from specjax.decode.draft import draft
+from specjax.decode.sizes import Sizes
 from specjax.drafters import none
 from specjax.drafters.base import Draft, Drafter
 from specjax.drafters.spec import NoDrafter

@@ -10,7 +10,7 @@ import pytest
 from specjax.decode.accept import drawing, num_draws
 from specjax.decode.accept.drawing import WAYS, column_sums, draw_token, draw_way
 from specjax.decode.rules import rule_noise
-from specjax.seeded_noise import uniforms
+from specjax.sampling.seeded_noise import uniforms
 
 NUM_WORDS = 2**32
 LAW_TOLERANCE = 1e-6
@@ -30,8 +30,8 @@ def weights_of(name: str, vocab: int) -> np.ndarray:
 def unit(words):
     """Returns the uniform draw that random words f32[n] make."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specjax.seeded_noise.random_bits", lambda *_: words)
-        patch.setattr("specjax.seeded_noise.token_keys", lambda *_: None)
+        patch.setattr("specjax.sampling.seeded_noise.random_bits", lambda *_: words)
+        patch.setattr("specjax.sampling.seeded_noise.token_keys", lambda *_: None)
         return uniforms(None, None, 0, 1)
 
 
@@ -62,9 +62,7 @@ def way_probs(weights: np.ndarray) -> np.ndarray:
     rank = np.tile(np.arange(ways), rows)
     low, has_first, has_all = map(
         np.asarray,
-        _count(
-            np.repeat(weights, ways, axis=0), np.repeat(ranks, ways, axis=0), rank, 32
-        ),
+        _count(np.repeat(weights, ways, axis=0), np.repeat(ranks, ways, axis=0), rank, 32),
     )
     words = np.where(has_first, low.astype(float) + 1, 0)
     words = np.where(has_all, NUM_WORDS, words).reshape(rows, ways)

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax import compilation_cache
 from specjax.decode import executable_store as store
+from specjax.runtime import compilation_cache
 
 
 @pytest.fixture(autouse=True)
@@ -57,12 +57,8 @@ def test_what_was_kept_runs_again():
     [
         lambda monkeypatch: monkeypatch.setattr(jax, "__version__", "0.0.0"),
         lambda monkeypatch: monkeypatch.setenv("XLA_FLAGS", "--xla_other"),
-        lambda monkeypatch: monkeypatch.setattr(
-            store, "_source_digest", lambda: "other code"
-        ),
-        lambda monkeypatch: monkeypatch.setattr(
-            compilation_cache, "processor", lambda: "another"
-        ),
+        lambda monkeypatch: monkeypatch.setattr(store, "_source_digest", lambda: "other code"),
+        lambda monkeypatch: monkeypatch.setattr(compilation_cache, "processor", lambda: "another"),
     ],
 )
 def test_other_surroundings_find_nothing(monkeypatch, change):

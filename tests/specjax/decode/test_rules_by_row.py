@@ -44,9 +44,7 @@ def test_at_temperature_zero_rules_by_law_leave_rows_to_equality(rule):
     is_lossy = rule == TYPICAL
     decided = is_decided_by(rule, rules, temperature)
     assert decided.tolist() == [is_lossy, True, False, False]
-    of = lambda value: Acceptance(
-        jnp.full((4, 2), value, jnp.int32), jnp.full(4, value, jnp.int32)
-    )
+    of = lambda value: Acceptance(jnp.full((4, 2), value, jnp.int32), jnp.full(4, value, jnp.int32))
     chosen = choose_by_row(rules, rule, temperature, of(1), of(0))
     assert chosen.num_accepted.tolist() == [int(is_lossy), 1, 0, 0]
     assert chosen.token_ids[:, 0].tolist() == [int(is_lossy), 1, 0, 0]
@@ -69,9 +67,7 @@ def test_the_last_synthetic_rate_goes_on():
     proposal = Proposal(
         token_ids=jnp.zeros((rows, depth), jnp.int32), num_tokens=jnp.full(rows, depth)
     )
-    target = Target(
-        jnp.zeros((rows, depth + 1), jnp.int32), jnp.ones((rows, depth + 1, 1))
-    )
+    target = Target(jnp.zeros((rows, depth + 1), jnp.int32), jnp.ones((rows, depth + 1, 1)))
     options = RuleOptions(synthetic_rates=(1.0, 0.5))
     found = decide(
         SYNTHETIC,

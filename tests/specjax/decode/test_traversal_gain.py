@@ -92,10 +92,7 @@ def means(shape, target, draft):
 def random_laws(seed):
     """Returns a target's law and a draft's, each flat or sharp."""
     sharpness = np.random.default_rng(seed).choice([0.2, 0.5, 1, 3], 2).tolist()
-    return [
-        random_law(2 * seed + index, sharpness=each)
-        for index, each in enumerate(sharpness)
-    ]
+    return [random_law(2 * seed + index, sharpness=each) for index, each in enumerate(sharpness)]
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -126,9 +126,7 @@ def test_grow_refuses_other_heads():
 
 def test_cached_generation_follows_the_dense_logits():
     params = llama.init(jax.random.key(0), TINY, std=0.3)
-    token_ids = continue_prompts(
-        params, TINY, tiny_windows(), 6, jnp.zeros(2), jax.random.key(0)
-    )
+    token_ids = continue_prompts(params, TINY, tiny_windows(), 6, jnp.zeros(2), jax.random.key(0))
     dense = jnp.argmax(all_logits(params, TINY, token_ids), axis=-1)
     np.testing.assert_array_equal(token_ids[:, 12:], dense[:, 11:-1])
 
@@ -159,12 +157,8 @@ def test_safetensors_round_trip(tmp_path):
         np.testing.assert_array_equal(again[name], array)
     assert again["model.layers.0.mlp.down_proj.weight"].shape == (16, 24)
     restored = checkpoint_files.from_tensors(again, TINY.num_layers)
-    for leaf, original in zip(
-        jax.tree.leaves(restored), jax.tree.leaves(params), strict=True
-    ):
-        np.testing.assert_array_equal(
-            leaf, original.astype(jnp.bfloat16).astype(jnp.float32)
-        )
+    for leaf, original in zip(jax.tree.leaves(restored), jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(leaf, original.astype(jnp.bfloat16).astype(jnp.float32))
 
 
 def test_header_is_what_the_format_says(tmp_path):

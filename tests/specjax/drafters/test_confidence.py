@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from helpers import tiny_llama
 
-from specjax.config import EngineConfig, SamplingParams
-from specjax.decode.decoder import Decoder, Sizes
+from specjax.bench.fixed_batch import begin
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.decode.decoder import Decoder
 from specjax.decode.draft import draft
+from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import ModelDrafter
-from specjax.engine.fixed_batch import begin
 from specjax.engine.request import Request
 from specjax.sampling import row_values
 from specjax.trees.static_shapes import from_widths
@@ -30,12 +32,8 @@ def proposal_of(name, rule):
     """Returns a step's proposal for rows that differ in their seeds alone."""
     model = tiny_llama(0, vocab_size=VOCAB, num_layers=1)
     spec = ModelDrafter(model.config, SHAPES[name])
-    sizes = Sizes(
-        rows=ROWS, page_size=16, num_pages=ROWS, pages_per_row=1, burst_steps=1
-    )
-    decoder = Decoder(
-        model.config, spec, sizes, ENGINE, rules=(REJECTION,), max_drafts=8
-    )
+    sizes = Sizes(rows=ROWS, page_size=16, num_pages=ROWS, pages_per_row=1, burst_steps=1)
+    decoder = Decoder(model.config, spec, sizes, ENGINE, rules=(REJECTION,), max_drafts=8)
     params = SamplingParams(temperature=1, max_tokens=9)
     requests = [
         Request(
@@ -61,15 +59,11 @@ def proposal_of(name, rule):
     state = begin(decoder, weights, requests)
     state = dataclasses.replace(state, is_active=jnp.ones(ROWS, bool))
     drafter = decoder.step_spec(DEPTH).drafter
-    run = jax.jit(
-        lambda state: draft(drafter, model.params, state, DEPTH, 61)[1].proposal
-    )
+    run = jax.jit(lambda state: draft(drafter, model.params, state, DEPTH, 61)[1].proposal)
     return jax.tree.map(np.asarray, run(state))
 
 
-@pytest.mark.parametrize(
-    "name", ["tree", pytest.param("chain", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["tree", pytest.param("chain", marks=pytest.mark.slow)])
 def test_prior_confidence_is_a_function_of_what_was_drawn_before(name):
     proposal = proposal_of(name, REJECTION)
     prior, tokens = proposal.prior_confidence, proposal.token_ids

@@ -13,17 +13,19 @@ import pytest
 from helpers import tiny_llama
 
 from pallas_kernels import layout
-from specjax.config import EngineConfig, SamplingParams
-from specjax.decode.decoder import Decoder, Sizes
+from specjax.bench.fixed_batch import begin
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.decode.decoder import Decoder
 from specjax.decode.draft import draft
+from specjax.decode.sizes import Sizes
 from specjax.drafters.base import NOT_KEPT
 from specjax.drafters.spec import ModelDrafter
-from specjax.engine.fixed_batch import begin
 from specjax.engine.request import Request
 from specjax.models.architectures import architecture_of
 from specjax.models.layers import dense_causal_attention
 from specjax.sampling import process_logits, row_values
-from specjax.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
+from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
 from specjax.trees.draft_tree import path_token_ids
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import from_widths
@@ -77,12 +79,8 @@ def request_of(row):
 @functools.cache
 def drafted(name):
     """Returns the state after a step's drafting, and the draft."""
-    sizes = Sizes(
-        rows=ROWS, page_size=ROOM, num_pages=ROWS, pages_per_row=1, burst_steps=1
-    )
-    decoder = Decoder(
-        MODEL.config, ModelDrafter(MODEL.config, SHAPES[name]), sizes, ENGINE
-    )
+    sizes = Sizes(rows=ROWS, page_size=ROOM, num_pages=ROWS, pages_per_row=1, burst_steps=1)
+    decoder = Decoder(MODEL.config, ModelDrafter(MODEL.config, SHAPES[name]), sizes, ENGINE)
     weights = DecoderParams(MODEL.params, MODEL.params)
     state = begin(decoder, weights, list(map(request_of, range(ROWS))))
     state = dataclasses.replace(state, is_active=jnp.ones(ROWS, bool))
@@ -93,7 +91,8 @@ def drafted(name):
 
 @jax.jit
 def race(text, positions, sampling, has_noise):
-    """Returns what the target takes the argmax of after texts i32[n, ROOM], and the last one's keys."""
+    """Returns what the target takes the argmax of after texts i32[n, ROOM], and the last one's
+    keys."""
     config, params, every = MODEL.config, MODEL.params, jnp.arange(text.shape[0])
     architecture = architecture_of(config)
 
@@ -101,9 +100,7 @@ def race(text, positions, sampling, has_noise):
         return dense_causal_attention(q, k, v, scale=config.scale), k
 
     places = jnp.broadcast_to(jnp.arange(ROOM), text.shape)
-    hidden, (keys,) = architecture.forward(
-        params, config, text, places, attend, (None,)
-    )
+    hidden, (keys,) = architecture.forward(params, config, text, places, attend, (None,))
     logits = architecture.logits(params, config, hidden[every, positions])
     scores = process_logits(logits, sampling, every, positions, text)
     noise = gumbel_noise(token_keys(sampling.seeds, positions + 1, TARGET_TOKEN), VOCAB)

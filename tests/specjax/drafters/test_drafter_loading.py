@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from specjax.config import SpeculationConfig
+from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.loading import load_model
@@ -51,9 +51,7 @@ def test_a_loaded_drafter_of_another_vocabulary_is_refused(target):
 
 @pytest.mark.parametrize("source", [3, b"ngram", ["ngram"], {}])
 def test_other_types_are_refused(target, source):
-    with pytest.raises(
-        TypeError, match="expected None, 'ngram', 'history', 'demo', a folder"
-    ):
+    with pytest.raises(TypeError, match="expected None, 'ngram', 'history', 'demo', a folder"):
         load_drafter(source, target)
 
 
@@ -75,9 +73,7 @@ def test_what_a_model_has_no_use_for_is_refused(target, fields, message):
             load_drafter(source, target, SpeculationConfig(**fields))
 
 
-@pytest.mark.parametrize(
-    "fields", [{"speculative_token_tree": (2, 1)}, {"tree_top_k": 2}]
-)
+@pytest.mark.parametrize("fields", [{"speculative_token_tree": (2, 1)}, {"tree_top_k": 2}])
 def test_a_tree_of_a_model_is_refused_where_there_is_none(target, fields):
     for source in sources_of("ngram", target):
         with pytest.raises(ValueError, match="the drafter is 'ngram'"):
@@ -88,14 +84,10 @@ def test_a_call_changes_a_loaded_ngram_drafter(target):
     loaded = load_drafter(
         "ngram",
         target,
-        SpeculationConfig(
-            prompt_lookup_min=3, prompt_lookup_max=6, prompt_lookup_matches=2
-        ),
+        SpeculationConfig(prompt_lookup_min=3, prompt_lookup_max=6, prompt_lookup_matches=2),
     )
     assert loaded.spec == NgramDrafter(3, 6, 2)
-    change = lambda **fields: (
-        load_drafter(loaded, target, SpeculationConfig(**fields)).spec
-    )
+    change = lambda **fields: load_drafter(loaded, target, SpeculationConfig(**fields)).spec
     assert change() is loaded.spec
     assert change(verification="delta") is loaded.spec
     assert change(prompt_lookup_matches=4) == NgramDrafter(3, 6, 4)
@@ -105,21 +97,15 @@ def test_a_call_changes_a_loaded_ngram_drafter(target):
     # One bound alone moves the other out of its way.
     assert change(prompt_lookup_max=2) == NgramDrafter(2, 2, 2)
     assert change(prompt_lookup_min=7, prompt_lookup_max=7) == NgramDrafter(7, 7, 2)
-    low = load_drafter(
-        "ngram", target, SpeculationConfig(prompt_lookup_min=1, prompt_lookup_max=2)
-    )
+    low = load_drafter("ngram", target, SpeculationConfig(prompt_lookup_min=1, prompt_lookup_max=2))
     config = SpeculationConfig(prompt_lookup_min=3)
     assert load_drafter(low, target, config).spec == NgramDrafter(3, 3)
 
 
 def test_a_call_changes_a_loaded_model_drafter(target):
-    grown = load_drafter(
-        target, target, SpeculationConfig(tree_top_k=3, num_speculative_tokens=5)
-    )
+    grown = load_drafter(target, target, SpeculationConfig(tree_top_k=3, num_speculative_tokens=5))
     assert grown.spec.shape == Growth(5, 3, 15)
-    change = lambda **fields: (
-        load_drafter(grown, target, SpeculationConfig(**fields)).spec.shape
-    )
+    change = lambda **fields: load_drafter(grown, target, SpeculationConfig(**fields)).spec.shape
     assert change() == grown.spec.shape
     assert change(num_draft_nodes=7) == Growth(5, 3, 7)
     assert change(tree_top_k=2, num_draft_nodes=7) == Growth(4, 2, 7)

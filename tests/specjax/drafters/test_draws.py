@@ -7,12 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.config import EngineConfig, SamplingParams
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
 from specjax.decode.accept import accept_by_rejection, accept_by_traversal
 from specjax.drafters.draws import Siblings, draw_siblings, noise_keys
 from specjax.sampling import RowSampling, row_values, target_probs
 from specjax.sampling.processing import process_logits
-from specjax.seeded_noise import DRAFT, gumbel_noise, token_keys
+from specjax.sampling.seeded_noise import DRAFT, gumbel_noise, token_keys
 from specjax.trees.static_shapes import from_widths
 from specjax.types import DELTA, REJECTION, SEEDED, Proposal, is_by_law
 
@@ -29,8 +30,7 @@ def rows_of(params, rows):
     ]
     turn = np.arange(rows) % len(each)
     sampling = {
-        name: jnp.asarray(np.stack([value[name] for value in values])[turn])
-        for name in values[0]
+        name: jnp.asarray(np.stack([value[name] for value in values])[turn]) for name in values[0]
     }
     seeds = np.random.default_rng(0).integers(0, 2**32, (rows, 2), dtype=np.uint32)
     return RowSampling(**sampling | {"seeds": jnp.asarray(seeds)})
@@ -163,9 +163,7 @@ def ranked_after_drawing(*args, **options):
     siblings = draw_siblings(*args, **options)
     chances = jnp.take_along_axis(siblings.probs, siblings.token_ids, axis=1)
     order = jnp.argsort(chances, axis=1)
-    return siblings._replace(
-        token_ids=jnp.take_along_axis(siblings.token_ids, order, axis=1)
-    )
+    return siblings._replace(token_ids=jnp.take_along_axis(siblings.token_ids, order, axis=1))
 
 
 def of_another_temperature(*args, **options):
@@ -173,9 +171,7 @@ def of_another_temperature(*args, **options):
     return siblings._replace(probs=jnp.sqrt(siblings.probs))
 
 
-@pytest.mark.parametrize(
-    "mistake", [most_likely, ranked_after_drawing, of_another_temperature]
-)
+@pytest.mark.parametrize("mistake", [most_likely, ranked_after_drawing, of_another_temperature])
 def test_a_draw_that_is_not_what_it_says_is_noticed(mistake):
     assert standard_errors(accept_by_rejection, 1.0, mistake) > 10
 
@@ -277,9 +273,7 @@ def test_a_row_of_no_numbers_changes_no_other(value):
 )
 def test_seeded_rows_draw_the_same_whoever_keeps_probabilities(params, vocab):
     logits = random_logits("likely", 200, vocab)
-    kept, lean = (
-        draw(logits, params, SEEDED, 3, 200, keeps) for keeps in (True, False)
-    )
+    kept, lean = (draw(logits, params, SEEDED, 3, 200, keeps) for keeps in (True, False))
     assert np.array_equal(kept.token_ids, lean.token_ids)
     assert lean.probs is None
 
@@ -314,11 +308,7 @@ def test_keys_differ_by_node_and_step_under_rules_by_law():
     sampling = rows_of(SamplingParams(), 1)
     one = jnp.zeros(1, jnp.int32)
     keys = [
-        tuple(
-            np.asarray(
-                noise_keys(sampling, one + rule, one, one + p, one + r, one + n)
-            )[0]
-        )
+        tuple(np.asarray(noise_keys(sampling, one + rule, one, one + p, one + r, one + n))[0])
         for rule, p, r, n in [
             (REJECTION, 5, 4, 1),
             (REJECTION, 5, 4, 2),

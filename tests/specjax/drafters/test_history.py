@@ -89,8 +89,7 @@ def longest_by_search(text, sources):
         for end in range(1, len(source)):
             count = 0
             while (
-                count < min(end, len(text), WINDOW)
-                and source[end - 1 - count] == text[-1 - count]
+                count < min(end, len(text), WINDOW) and source[end - 1 - count] == text[-1 - count]
             ):
                 count += 1
             best = max(best, count)
@@ -114,9 +113,7 @@ def test_it_reads_on_from_the_longest_match(first, second, texts):
     result = found(state, rows)
     for row, text in enumerate((first, second)):
         # Own text may be read on to its end; a piece has to go on.
-        expected = max(
-            longest_by_search(text, texts), longest_by_search(text, [[*text[:-1], 7]])
-        )
+        expected = max(longest_by_search(text, texts), longest_by_search(text, [[*text[:-1], 7]]))
         # A match at the very end of a piece is as long, and nothing follows it.
         assert result.lengths[row, 0] >= expected
         if result.counts[row, 0] == 0:
@@ -124,9 +121,9 @@ def test_it_reads_on_from_the_longest_match(first, second, texts):
         drafted, known = read(result, row), result.lengths[row, 0]
         whole = [*text[len(text) - known :], *drafted]
         # Own text reads on in itself; the newest tokens are no match of theirs.
-        assert any(
-            stands(whole, source) for source in (*texts, (text + drafted)[1:])
-        ) or (stands(whole, (text + drafted)[:-1]))
+        assert any(stands(whole, source) for source in (*texts, (text + drafted)[1:])) or (
+            stands(whole, (text + drafted)[:-1])
+        )
 
 
 def test_own_text_reads_on_in_itself():
@@ -222,9 +219,7 @@ def test_what_is_kept_from_step_to_step_is_what_a_row_that_enters_finds():
         for name in ("own_match", "corpus_match"):
             kept, fresh = (np.asarray(getattr(s, name)) for s in (state, anew))
             width = length - 1 if name == "own_match" else CAPACITY
-            np.testing.assert_array_equal(
-                np.minimum(kept, WINDOW)[:, :width], fresh[:, :width]
-            )
+            np.testing.assert_array_equal(np.minimum(kept, WINDOW)[:, :width], fresh[:, :width])
 
 
 def test_a_short_text_that_enters_a_row_has_nothing_of_the_one_before():
@@ -269,9 +264,7 @@ def test_rows_that_take_no_part_are_left_alone():
 
 
 def test_rows_are_taken_and_put_back():
-    state = everybody(
-        history.init(3, MAX_LENGTH, CAPACITY), rows_of([1, 1], [2, 2], [3, 3])
-    )
+    state = everybody(history.init(3, MAX_LENGTH, CAPACITY), rows_of([1, 1], [2, 2], [3, 3]))
     part = history.take_rows(state, jnp.array([2, 0]))
     part = dataclasses.replace(part, row_groups=jnp.array([7, 8]))
     whole = history.put_rows(state, jnp.array([2, 3]), part)  # row 3 is none

@@ -1,4 +1,5 @@
-"""The hybrid's choice between history and a draft model: what it learns from, and what it ignores."""
+"""The hybrid's choice between history and a draft model: what it learns from, and what it
+ignores."""
 
 from __future__ import annotations
 
@@ -14,9 +15,7 @@ from specjax.drafters.hybrid import MODEL, NO_KIND
 
 
 def state_of(kinds, roots, num_proposed):
-    drafter = hybrid.drafter(
-        none.drafter(), num_speculative_tokens=4, capacity=100, min_match=2
-    )
+    drafter = hybrid.drafter(none.drafter(), num_speculative_tokens=4, capacity=100, min_match=2)
     state = drafter.init(len(kinds), 32, 4, 8)
     integers = lambda values: jnp.asarray(values, jnp.int32)
     return dataclasses.replace(
@@ -61,9 +60,7 @@ def test_the_kind_that_does_better_is_expected_to():
     before = hybrid._expected(state, 4)
     assert before[MODEL] > before[0]
     for _ in range(50):
-        state = learned(
-            dataclasses.replace(state, roots=jnp.zeros(2, jnp.int32)), [5, 1]
-        )
+        state = learned(dataclasses.replace(state, roots=jnp.zeros(2, jnp.int32)), [5, 1])
     after = hybrid._expected(state, 4)
     assert after[0] == pytest.approx(4, abs=0.5)
     assert after[MODEL] == pytest.approx(0, abs=0.5)

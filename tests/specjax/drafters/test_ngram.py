@@ -29,9 +29,7 @@ def compiled_draft(count: int, min_match: int, max_match: int):
     drafter = spec.build(count, jnp.float32, False)
 
     def run(history, lengths, num_tokens):
-        state = types.SimpleNamespace(
-            history=history, cache=types.SimpleNamespace(lengths=lengths)
-        )
+        state = types.SimpleNamespace(history=history, cache=types.SimpleNamespace(lengths=lengths))
         return drafter.draft((), (), state, num_tokens)
 
     return jax.jit(run)

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from specjax.config import EngineConfig
-from specjax.decode.decoder import Sizes
+from specjax.config.engine import EngineConfig
+from specjax.decode.sizes import Sizes
 from specjax.types import OUT_OF_LENGTH, StepInfo
 
 PAGE_SIZE = 4
@@ -91,9 +91,7 @@ class FakeDecoder:
         self.admitted.append(new)
         return self._next(state)
 
-    def prefill(
-        self, params, state, block_table, row_ids, counts, *, max_tokens_per_row
-    ):
+    def prefill(self, params, state, block_table, row_ids, counts, *, max_tokens_per_row):
         self.prefills.append((max_tokens_per_row, row_ids.tolist(), counts.tolist()))
         self._feed(block_table, row_ids, counts, max_tokens_per_row)
         return self._next(state), np.int32(0)

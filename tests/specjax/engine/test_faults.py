@@ -7,13 +7,13 @@ import pytest
 from fake_decoder import FakeDecoder
 from test_loop import check, finish, make_request, start
 
-from specjax.bucket import Bucket
+from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import TooLarge
 from specjax.drafters.base import DrafterError
 from specjax.drafters.none import TurnedOff
 from specjax.drafters.spec import NoDrafter
 from specjax.engine.faults import Faults
-from specjax.engine.speculation_policy import Fixed
+from specjax.policy.interface import Fixed
 from specjax.types import NOT_A_NUMBER, OUTSIDE_VOCABULARY, DecoderParams
 
 
@@ -27,9 +27,7 @@ class FaultyDecoder(FakeDecoder):
       breaks_at: the call of `burst` that the device fails in.
     """
 
-    def __init__(
-        self, *, too_large=(), raises_in=None, fault=0, breaks_at=None, **sizes
-    ):
+    def __init__(self, *, too_large=(), raises_in=None, fault=0, breaks_at=None, **sizes):
         super().__init__(**sizes)
         self.too_large, self.raises_in = too_large, raises_in
         self.fault, self.breaks_at = fault, breaks_at
@@ -159,9 +157,7 @@ def test_a_device_error_once_the_drafter_is_off_ends_the_requests():
 
 def test_a_k_that_does_not_fit_is_dropped():
     decoder = FaultyDecoder(rows=2, num_pages=40, too_large=[("burst", 3)])
-    with pytest.warns(
-        UserWarning, match="2 rows at K = 3 is dropped.*goes on with"
-    ) as one:
+    with pytest.warns(UserWarning, match="2 rows at K = 3 is dropped.*goes on with") as one:
         engine = run(decoder, [30, 20, 9])
     assert len(one) == 1
     assert set(depths_of(decoder)) == {0}
@@ -179,9 +175,7 @@ def test_a_row_bucket_that_does_not_fit_is_dropped():
         engine = run(decoder, [3, 3, 12, 30], k=1)
     assert len(two) == 2
     assert set(decoder.num_rows_run) == {4}
-    dropped = {
-        k: [engine.faults.is_dropped(Bucket(n, k)) for n in (1, 2, 4)] for k in (0, 1)
-    }
+    dropped = {k: [engine.faults.is_dropped(Bucket(n, k)) for n in (1, 2, 4)] for k in (0, 1)}
     assert dropped == {0: [False] * 3, 1: [True, True, False]}
 
 
@@ -222,9 +216,7 @@ def test_pages_after_a_burst_that_was_not_sent():
 
 def test_faults_say_what_was_dropped_once():
     faults = Faults("dicey", 2)
-    with pytest.warns(
-        UserWarning, match="'dicey' is turned off for this run: why"
-    ) as one:
+    with pytest.warns(UserWarning, match="'dicey' is turned off for this run: why") as one:
         faults.turn_drafter_off("why")
     faults.turn_drafter_off("why else")
     assert len(one) == 1
@@ -300,9 +292,7 @@ def test_requests_wait_on_where_a_restart_fails(monkeypatch):
     """Memory runs out in a burst, and again for the state after it; nobody is forgotten."""
     decoder = FaultyDecoder(rows=2)
     fewer = iter([decoder, decoder])
-    engine, requests = start(
-        decoder, [60, 50, 20], fewer_pages=lambda decoder: next(fewer, None)
-    )
+    engine, requests = start(decoder, [60, 50, 20], fewer_pages=lambda decoder: next(fewer, None))
     engine.step()
     full = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no room")
 
@@ -323,9 +313,7 @@ def test_requests_wait_on_where_a_restart_fails(monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["_update", "_observe"])
-def test_a_request_that_ended_as_a_step_failed_is_told_of_and_not_run_again(
-    monkeypatch, where
-):
+def test_a_request_that_ended_as_a_step_failed_is_told_of_and_not_run_again(monkeypatch, where):
     """Before or after its row was released."""
     decoder = FaultyDecoder(rows=2)
     engine, (short, long) = start(decoder, [3, 40], policy=Fixed(0))

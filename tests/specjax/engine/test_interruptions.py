@@ -9,7 +9,7 @@ from test_memory_gate import SmallDevice
 
 from specjax.engine import loop, timing
 from specjax.engine.loop import MOST_STALE, Loop
-from specjax.engine.speculation_policy import Fixed
+from specjax.policy.interface import Fixed
 from specjax.types import INVALID_LOGITS, DecoderParams
 
 
@@ -74,9 +74,7 @@ def test_deadlines_hold_after_the_pages_became_fewer(clock):
 
 def test_deadlines_hold_after_those_of_ended_requests_were_dropped(clock):
     engine = Loop(FakeDecoder(rows=1), DecoderParams(None), Fixed(0))
-    requests = [
-        make_request(n, [n], 200, deadline=100.0 - n) for n in range(MOST_STALE + 10)
-    ]
+    requests = [make_request(n, [n], 200, deadline=100.0 - n) for n in range(MOST_STALE + 10)]
     for request in requests:
         engine.add(request)
     left = [requests[5], requests[-1], requests[0]]
@@ -162,13 +160,10 @@ def test_pages_are_forgotten_with_the_weights_that_filled_them(is_new):
 
 def test_more_rows_than_may_speculate_do_not():
     decoder = FakeDecoder(rows=3)
-    engine, requests = start(
-        decoder, [5, 30, 60], policy=Fixed(2), speculation_max_rows=2
-    )
+    engine, requests = start(decoder, [5, 30, 60], policy=Fixed(2), speculation_max_rows=2)
     finish(engine, requests)
     reasons = {
-        record.num_rows: (record.num_speculative_tokens, record.reason)
-        for record in engine.records
+        record.num_rows: (record.num_speculative_tokens, record.reason) for record in engine.records
     }
     assert reasons[3] == (0, "rows")
     assert reasons[2][0] == reasons[1][0] == 2

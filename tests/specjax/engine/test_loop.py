@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from fake_decoder import PAGE_SIZE, FakeDecoder, continuation
 
-from specjax.bucket import Bucket
-from specjax.config import SamplingParams
+from specjax.config.sampling import SamplingParams
+from specjax.decode.bucket import Bucket
 from specjax.engine import loop, timing
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
-from specjax.engine.speculation_policy import Fixed
+from specjax.policy.interface import Fixed
 from specjax.types import DecoderParams
 
 
@@ -399,7 +399,8 @@ def test_a_request_too_long_is_refused(sizes):
 @hypothesis.settings(max_examples=150, deadline=None)
 @hypothesis.given(data=st.data())
 def test_random_loads_lose_and_mix_up_nothing(data):
-    """Prompts with common beginnings, too few pages, aborts: after every step all pages are counted."""
+    """Prompts with common beginnings, too few pages, aborts: after every step all pages are
+    counted."""
     draw = lambda strategy: data.draw(strategy)
     num_shards = draw(st.sampled_from([1, 1, 2]))
     # The longest prompt takes one chunk, or several.
@@ -433,9 +434,7 @@ def test_random_loads_lose_and_mix_up_nothing(data):
             slots = least_pages * PAGE_SIZE - decoder.sizes.tree_slots
             output = draw(st.integers(1, min(slots - len(prompt), 60)))
             requests.append(
-                make_request(
-                    len(requests), prompt, output, priority=draw(st.integers(0, 1))
-                )
+                make_request(len(requests), prompt, output, priority=draw(st.integers(0, 1)))
             )
             engine.add(requests[-1])
 
@@ -500,9 +499,7 @@ def test_prompts_are_fed_by_priority():
 
 def test_others_pass_those_who_wait_for_pages_to_share():
     decoder = FakeDecoder(rows=4, num_pages=2000, pages_per_row=900)
-    engine, requests = start(
-        decoder, [3, 3, 3], prompts=[[7] * 1500, [7] * 1500, [1, 2]]
-    )
+    engine, requests = start(decoder, [3, 3, 3], prompts=[[7] * 1500, [7] * 1500, [1, 2]])
     engine.step()
     assert [row.request.prompt_index for row in engine.scheduler.occupied] == [1, 3]
     finish(engine, requests)

@@ -10,15 +10,13 @@ from test_loop import finish, make_request, start
 
 from specjax.drafters.spec import NoDrafter
 from specjax.engine.loop import Loop
-from specjax.engine.speculation_policy import Fixed
+from specjax.policy.interface import Fixed
 from specjax.types import DecoderParams
 
 NUM_REQUESTS = 2000
 
 
-def adversarial_loop(
-    *, gate, gate_tokens, most_tokens=None, num_requests=NUM_REQUESTS, seed=0
-):
+def adversarial_loop(*, gate, gate_tokens, most_tokens=None, num_requests=NUM_REQUESTS, seed=0):
     """Returns a loop and requests of few rows, of which some have very long contexts."""
     rng = np.random.default_rng(seed)
     decoder = FakeDecoder(rows=4, num_pages=40, gate=gate)

@@ -7,8 +7,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
-from specjax.config import SamplingParams
-from specjax.detokenize import IncrementalText
+from specjax.config.sampling import SamplingParams
 from specjax.engine.request import (
     FINISH_REASONS,
     AcceptanceCounts,
@@ -17,7 +16,8 @@ from specjax.engine.request import (
     SelfCheck,
     TokenLogProbs,
 )
-from specjax.tokenization import Tokenizer
+from specjax.text.detokenize import IncrementalText
+from specjax.text.tokenization import Tokenizer
 from specjax.types import INVALID_LOGITS as ERROR
 from specjax.types import OUT_OF_LENGTH as LENGTH
 from specjax.types import RUNNING, STOPPED

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_loop import make_request
 
-from specjax.decode.decoder import Sizes
+from specjax.decode.sizes import Sizes
 from specjax.engine.scheduler import Scheduler
 
 SIZES = Sizes(rows=2, page_size=4, num_pages=16, pages_per_row=8, burst_steps=4)

@@ -175,7 +175,7 @@ def _mutate(rng: random.Random, value: Any) -> str:
     elif kind == 2 and isinstance(value, dict):
         value[f"{key}_"] = value.pop(key)
     elif kind == 3 and isinstance(value[key], int | float):
-        value[key] = rng.choice((-value[key], value[key] * 2, value[key] + 1, value[key] - 1))  # fmt: skip
+        value[key] = rng.choice((-value[key], value[key] * 2, value[key] + 1, value[key] - 1))
     else:
         value[key] = rng.choice(LEAVES)
     return f"{[*way, key]} {kind}"
@@ -222,9 +222,7 @@ def change_offsets(rng: random.Random, folder: Path) -> str:
     elif kind == 1:
         header[one]["data_offsets"] = [x + 4 for x in header[one]["data_offsets"]]
     elif kind == 2:
-        header[one]["dtype"] = rng.choice(
-            ("I32", "U32", "F64", "BOOL", "I8", "F8_E4M3")
-        )
+        header[one]["dtype"] = rng.choice(("I32", "U32", "F64", "BOOL", "I8", "F8_E4M3"))
     else:
         header[one]["shape"] = [*header[one]["shape"][::-1], 1]
     _join(_weights(folder), header, data)
@@ -299,9 +297,7 @@ def write_a_template(rng: random.Random, folder: Path) -> str:
     template = rng.choice(HOSTILE_TEMPLATES)
     if rng.random() < 0.5:
         at, end = sorted(rng.randrange(len(TEMPLATE)) for _ in range(2))
-        template = (
-            TEMPLATE[:at] + rng.choice(("", "{{", "%}", "~", "'")) + TEMPLATE[end:]
-        )
+        template = TEMPLATE[:at] + rng.choice(("", "{{", "%}", "~", "'")) + TEMPLATE[end:]
     if rng.random() < 0.5:
         (folder / "chat_template.jinja").write_text(template)
     else:
@@ -338,15 +334,11 @@ def change_numbers_of_tokens(rng: random.Random, folder: Path) -> str:
     elif kind == 2:
         model["continuing_subword_prefix"] = rng.choice(("#", "####", "\u4f60"))
     elif kind == 3 and "merges" in model:
-        model["merges"] = rng.choice(
-            ([["a", "c"]], ["a b c"], [["a"]], [1], [["", ""]])
-        )
+        model["merges"] = rng.choice(([["a", "c"]], ["a b c"], [["a"]], [1], [["", ""]]))
     elif kind == 4:
         model["type"] = rng.choice(("BPE", "WordPiece", "WordLevel", "Unigram", "X"))
     else:
-        model["vocab"] = rng.choice(
-            ({}, [], {"a": 2**32 - 1}, {"a": 0, "b": 0}, [["a", 0]])
-        )
+        model["vocab"] = rng.choice(({}, [], {"a": 2**32 - 1}, {"a": 0, "b": 0}, [["a", 0]]))
     _dump(path, value)
     return str(kind)
 

@@ -20,9 +20,7 @@ def test_padding_changes_nothing(model):
     ids, mask = np.full((3, 16), 60), np.zeros((3, 16), bool)
     for row, first in enumerate((0, 7, 3)):
         ids[row, first : first + 9], mask[row, first : first + 9] = text, True
-    padded = sequence_logits(
-        model.params, model.config, jnp.asarray(ids), jnp.asarray(mask)
-    )
+    padded = sequence_logits(model.params, model.config, jnp.asarray(ids), jnp.asarray(mask))
     assert np.isfinite(padded).all()
     for row in range(3):
         np.testing.assert_allclose(padded[row][mask[row]], plain, atol=1e-5)
@@ -31,9 +29,7 @@ def test_padding_changes_nothing(model):
 def test_padding_has_a_finite_gradient():
     model = tiny_llama(0)
     ids = jnp.ones((2, 8), jnp.int32)
-    mask = jnp.arange(8)[None, :] >= jnp.array(
-        [[6], [8]]
-    )  # one row is nothing but padding
+    mask = jnp.arange(8)[None, :] >= jnp.array([[6], [8]])  # one row is nothing but padding
 
     def loss(params):
         logits = sequence_logits(params, model.config, ids, mask)

@@ -68,11 +68,7 @@ def _sweep(seeds, tmp_path, say) -> None:
             slowest = max(slowest, (answer["seconds"], answer["what"]))
             largest = max(largest, (answer["megabytes"], answer["what"]))
             is_small = answer["megabytes"] <= MOST_MEGABYTES
-            if (
-                not answer["is_right"]
-                or answer["seconds"] > MOST_SECONDS
-                or not is_small
-            ):
+            if not answer["is_right"] or answer["seconds"] > MOST_SECONDS or not is_small:
                 failures.append(str(answer))
     finally:
         child.close()

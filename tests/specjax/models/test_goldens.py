@@ -43,9 +43,7 @@ def forward_logits(model, token_ids):
         architecture = architecture_of(config)
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
         caches = (None,) * config.num_layers
-        hidden, _ = architecture.forward(
-            params, config, token_ids, positions, attend, caches
-        )
+        hidden, _ = architecture.forward(params, config, token_ids, positions, attend, caches)
         return architecture.logits(params, config, hidden)
 
     with jax.default_matmul_precision("highest"):

@@ -199,12 +199,8 @@ def test_yarn():
     given = parse_config(LLAMA | {"rope_scaling": yarn | {"attention_factor": 0.5}})
     assert given.rope.attention_factor == 0.5
     mscale = {"mscale": 1.0, "mscale_all_dim": 1.0}
-    assert (
-        parse_config(LLAMA | {"rope_scaling": yarn | mscale}).rope.attention_factor == 1
-    )
-    stretched = {"rope_type": "yarn", "factor": None} | {
-        "original_max_position_embeddings": 1024
-    }
+    assert parse_config(LLAMA | {"rope_scaling": yarn | mscale}).rope.attention_factor == 1
+    stretched = {"rope_type": "yarn", "factor": None} | {"original_max_position_embeddings": 1024}
     rope = parse_config(LLAMA | {"rope_parameters": stretched}).rope
     assert rope.factor == 2.0
 

@@ -58,9 +58,5 @@ def test_gradients(num_tokens):
     x, weight = _normal(0, num_tokens, 24), _normal(1, 10, 24)
     plain = lambda x, weight: x @ weight.T
     loss_of = lambda product: lambda x, weight: jnp.sum(jnp.sin(product(x, weight)))
-    ours, expected = (
-        jax.grad(loss_of(product), (0, 1))(x, weight) for product in (linear, plain)
-    )
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), ours, expected
-    )
+    ours, expected = (jax.grad(loss_of(product), (0, 1))(x, weight) for product in (linear, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), ours, expected)

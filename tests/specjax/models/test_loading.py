@@ -17,7 +17,7 @@ from specjax.models.architectures import architecture_of
 from specjax.models.base import Model, ModelConfig
 from specjax.models.loading import check_same_vocabulary, load_model
 from specjax.models.safetensors import open_folder
-from specjax.tokenization import Tokenizer
+from specjax.text.tokenization import Tokenizer
 
 
 def _rewrite(folder, write_safetensors, change) -> None:
@@ -100,9 +100,7 @@ def test_dtypes_that_weights_cannot_have(dtype):
         load_model("no-such-folder", dtype=dtype)
 
 
-@pytest.mark.parametrize(
-    ("backend", "dtype"), [("cpu", "float32"), ("tpu", "bfloat16")]
-)
+@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("tpu", "bfloat16")])
 def test_default_dtype(backend, dtype, golden, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     assert load_model(golden("qwen2")).params["norm"].dtype == dtype
@@ -176,15 +174,11 @@ def test_tensors_without_a_use_are_ignored(golden_copy, write_safetensors):
     _same(load_model(folder).params, expected)
 
 
-def test_tensors_that_would_change_the_output_are_not_ignored(
-    golden_copy, write_safetensors
-):
+def test_tensors_that_would_change_the_output_are_not_ignored(golden_copy, write_safetensors):
     folder = golden_copy("mistral")
     bias = {"model.layers.1.self_attn.q_proj.bias": np.ones(32, np.float32)}
     _rewrite(folder, write_safetensors, lambda tensors: tensors | bias)
-    with pytest.raises(
-        ValueError, match=r"1 tensors in layers .*layers\.1.*q_proj\.bias"
-    ):
+    with pytest.raises(ValueError, match=r"1 tensors in layers .*layers\.1.*q_proj\.bias"):
         load_model(folder)
 
 
@@ -195,9 +189,7 @@ def test_layers_that_the_config_leaves_out(name, golden_copy):
         load_model(golden_copy(name, **{key: 1}))
 
 
-def test_a_layer_for_multi_token_prediction_does_not_run(
-    golden_copy, write_safetensors
-):
+def test_a_layer_for_multi_token_prediction_does_not_run(golden_copy, write_safetensors):
     """It has what a layer has, and a projection of its own."""
     folder = golden_copy("qwen2")
     expected = load_model(folder).params

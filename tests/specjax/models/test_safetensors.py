@@ -201,9 +201,7 @@ def _two(first, second, num_bytes):
         ([0, 4], [4, 8], 9, "holds 9 bytes of tensors but its header describes 8"),
     ],
 )
-def test_tensors_fill_the_file_without_overlap(
-    tmp_path, first, second, num_bytes, message
-):
+def test_tensors_fill_the_file_without_overlap(tmp_path, first, second, num_bytes, message):
     path = _write(tmp_path / "x", *_two(first, second, num_bytes))
     with pytest.raises(ValueError, match=message):
         open_file(path)

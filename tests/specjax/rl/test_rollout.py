@@ -80,9 +80,7 @@ def roll(name, params=None, prompts=PROMPTS, **arguments):
 def assert_same(actual, wanted):
     """Equal to the last bit in all that the policy decides."""
     for name in ("completion_ids", "completion_mask", "lengths", "finish_reasons"):
-        np.testing.assert_array_equal(
-            getattr(actual, name), getattr(wanted, name), name
-        )
+        np.testing.assert_array_equal(getattr(actual, name), getattr(wanted, name), name)
     chex.assert_trees_all_equal(actual.logprobs, wanted.logprobs)
     np.testing.assert_array_equal(actual.seeds, wanted.seeds)
 
@@ -108,9 +106,7 @@ def test_prompts_end_where_completions_begin():
         assert np.asarray(batch.prompt_mask)[index, -1]
         length = int(batch.lengths[index])
         mask = np.asarray(batch.completion_mask)[index]
-        assert mask.tolist() == [True] * length + [False] * (
-            SAMPLING.max_tokens - length
-        )
+        assert mask.tolist() == [True] * length + [False] * (SAMPLING.max_tokens - length)
         tokens = np.asarray(batch.completion_ids)[index, :length].tolist()
         is_stopped = tokens[-1] == EOS
         assert int(batch.finish_reasons[index]) == (STOP if is_stopped else LENGTH)
@@ -121,9 +117,7 @@ def test_prompts_end_where_completions_begin():
     assert batch.is_finished
     assert batch.is_exact
     assert batch.token_ids.shape == batch.token_mask.shape == (8, 58)
-    assert (
-        np.asarray(batch.params_versions) > 0
-    ).tolist() == batch.completion_mask.tolist()
+    assert (np.asarray(batch.params_versions) > 0).tolist() == batch.completion_mask.tolist()
 
 
 def test_it_passes_through_jit():
@@ -143,9 +137,7 @@ def test_it_passes_through_jit():
 def test_rollouts_are_sliced_joined_and_reshaped():
     batch, other = expected(), roll("plain", prompts=PROMPTS[:1], prompt_width=18)
     assert batch.metrics != other.metrics
-    slices = [
-        jax.tree.map(lambda x, at=at: x[at], batch) for at in np.split(np.arange(8), 4)
-    ]
+    slices = [jax.tree.map(lambda x, at=at: x[at], batch) for at in np.split(np.arange(8), 4)]
     assert [part.num_samples for part in slices] == [2] * 4
     assert slices[1].lengths.tolist() == batch.lengths[2:4].tolist()
     joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *slices)
@@ -273,17 +265,12 @@ def test_neither_order_nor_company_matter():
 def test_a_prompt_that_comes_twice_has_samples_of_its_own():
     twice = roll("plain", prompts=[PROMPTS[0], PROMPTS[0]])
     assert len({tuple(row) for row in twice.completion_ids.tolist()}) == 4
-    np.testing.assert_array_equal(
-        twice.completion_ids[:2], expected().completion_ids[:2]
-    )
+    np.testing.assert_array_equal(twice.completion_ids[:2], expected().completion_ids[:2])
 
 
 def test_seeds_are_those_of_generate():
     batch = roll("plain", seeds=[5, 6, 7, 8])
-    sampling = [
-        SamplingParams(temperature=0.8, max_tokens=40, seed=s, n=2)
-        for s in (5, 6, 7, 8)
-    ]
+    sampling = [SamplingParams(temperature=0.8, max_tokens=40, seed=s, n=2) for s in (5, 6, 7, 8)]
     said = specjax.generate(target(), PROMPTS, sampling=sampling, engine=ENGINE)
     for index, completion in enumerate(said):
         length = int(batch.lengths[index])
@@ -374,9 +361,7 @@ def test_a_drafter_whose_weights_are_nan_is_off_until_there_are_others():
     single = specjax.build_decoder(
         target(), drafter=first_layer(target()), engine=ENGINE, speculative_config=FIXED
     )
-    run = lambda params: specjax.rollout(
-        single, params, PROMPTS, num_samples=2, sampling=SAMPLING
-    )
+    run = lambda params: specjax.rollout(single, params, PROMPTS, num_samples=2, sampling=SAMPLING)
     with pytest.warns(UserWarning, match="turned off for this run: it proposed NaN"):
         assert_same(run(DecoderParams(target().params, nan)), expected())
     again = run(target().params)
@@ -392,9 +377,7 @@ def finish(name, batch, params=None, **arguments):
     calls = 0
     while not batch.is_finished:
         weights = target().params if params is None else params
-        batch = specjax.rollout(
-            decoder(name), weights, batch, sampling=SAMPLING, **arguments
-        )
+        batch = specjax.rollout(decoder(name), weights, batch, sampling=SAMPLING, **arguments)
         calls += 1
     return batch, calls
 
@@ -413,9 +396,7 @@ def test_stopped_every_16_tokens_and_resumed(name, keeps):
 
 
 def test_a_finished_rollout_is_returned_as_it_is():
-    again = specjax.rollout(
-        decoder("plain"), target().params, expected(), sampling=SAMPLING
-    )
+    again = specjax.rollout(decoder("plain"), target().params, expected(), sampling=SAMPLING)
     assert_same(again, expected())
     assert again.metrics["num_tokens"] == 0
 
@@ -423,18 +404,12 @@ def test_a_finished_rollout_is_returned_as_it_is():
 def test_versions_say_which_weights_sampled_a_token():
     first = roll("history", token_budget=10, params_version=41)
     other = moved(target().params)
-    batch = specjax.rollout(
-        decoder("history"), other, first, sampling=SAMPLING, params_version=42
-    )
-    versions, mask = (
-        np.asarray(x) for x in (batch.params_versions, batch.completion_mask)
-    )
+    batch = specjax.rollout(decoder("history"), other, first, sampling=SAMPLING, params_version=42)
+    versions, mask = (np.asarray(x) for x in (batch.params_versions, batch.completion_mask))
     assert np.all(versions[:, :10][mask[:, :10]] == 41)
     assert np.all(versions[:, 10:][mask[:, 10:]] == 42)
     old = lambda x: np.asarray(x)[:, :10]
-    np.testing.assert_array_equal(
-        old(batch.completion_ids), old(expected().completion_ids)
-    )
+    np.testing.assert_array_equal(old(batch.completion_ids), old(expected().completion_ids))
     chex.assert_trees_all_equal(
         jax.tree.map(old, batch.logprobs), jax.tree.map(old, expected().logprobs)
     )
@@ -497,9 +472,7 @@ def test_lengths_are_learned():
 
 def test_over_a_mesh_results_lie_as_rows_do():
     mesh = jax.make_mesh((2,), ("data",))
-    split = specjax.build_decoder(
-        target(), engine=ENGINE, drafter="history", mesh=mesh, **K
-    )
+    split = specjax.build_decoder(target(), engine=ENGINE, drafter="history", mesh=mesh, **K)
     run = functools.partial(
         specjax.rollout,
         split,
@@ -596,9 +569,7 @@ def test_preemption_changes_no_bit():
         target(), engine=engine, drafter="ngram", speculative_config=FIXED
     )
     sampling = dataclasses.replace(SAMPLING, ignore_eos=True)
-    batch = specjax.rollout(
-        tight, target().params, PROMPTS, num_samples=2, sampling=sampling
-    )
+    batch = specjax.rollout(tight, target().params, PROMPTS, num_samples=2, sampling=sampling)
     assert batch.metrics["num_preemptions"] > 0
     assert_same(batch, roll("plain", sampling=sampling))
 
@@ -675,9 +646,7 @@ def test_refused(arguments, match):
 
 def test_one_prompt_that_is_too_long_is_its_own_error():
     with pytest.warns(UserWarning, match="2 of 10 samples were refused .* prompt 1"):
-        batch = roll(
-            "plain", prompts=[PROMPTS[0], [1] * 96, *PROMPTS[1:]], prompt_width=18
-        )
+        batch = roll("plain", prompts=[PROMPTS[0], [1] * 96, *PROMPTS[1:]], prompt_width=18)
     reasons = batch.finish_reasons.tolist()
     assert reasons[2:4] == [ERROR, ERROR]
     assert not np.asarray(batch.completion_mask)[2:4].any()
@@ -777,9 +746,7 @@ def test_a_rollout_scores_as_it_was_sampled(name):
         said, scored = (np.asarray(getattr(x, field)) for x in (batch.logprobs, told))
         np.testing.assert_array_equal(scored, said, err_msg=field)
         assert not scored[~mask].any()
-    other = specjax.score(
-        decoder(name), moved(target().params), batch, sampling=sampling
-    )
+    other = specjax.score(decoder(name), moved(target().params), batch, sampling=sampling)
     gap = jax.jit(specjax.logprob_gap)
     none = gap(batch.logprobs.tempered, told.tempered, mask)
     assert not any(float(none[key]) for key in ("mean_gap", "largest_gap", "kl"))
@@ -805,17 +772,13 @@ def test_texts_may_be_of_any_kind():
         logits = uncached_logits(target().params, target().config, jnp.asarray([text]))
         after = log_softmax(logits)[0]
         wanted = [after[at - 1, text[at]] for at in range(2, len(text))]
-        np.testing.assert_allclose(
-            np.asarray(told.raw)[row][mask[row, :-2]], wanted, atol=2e-5
-        )
+        np.testing.assert_allclose(np.asarray(told.raw)[row][mask[row, :-2]], wanted, atol=2e-5)
     has_prompt = np.array([[1], [0], [1]], bool)
     empty = given._replace(prompt_mask=given.prompt_mask & has_prompt)
     with pytest.raises(ValueError, match="text 1 has an empty prompt"):
         specjax.score(fast, target().params, empty)
     long = [np.ones((1, n), int) for n in (9, 9, 90, 90)]
-    with pytest.raises(
-        ValueError, match="text 0 has 99 tokens and the decoder's rows hold 96"
-    ):
+    with pytest.raises(ValueError, match="text 0 has 99 tokens and the decoder's rows hold 96"):
         specjax.score(fast, target().params, specjax.Texts(*long))
 
 
@@ -836,10 +799,7 @@ def test_answers_of_other_runs_are_drafted():
     )
     batch = expected()
     prompts = [PROMPTS[index] for index in batch.prompt_index.tolist()]
-    answers = [
-        ids[:length]
-        for ids, length in zip(np.asarray(batch.completion_ids), batch.lengths)
-    ]
+    answers = [ids[:length] for ids, length in zip(np.asarray(batch.completion_ids), batch.lengths)]
     told.remember(prompts, answers)
     informed = run()
     assert_same(informed, batch)
@@ -916,9 +876,7 @@ def test_prompts_that_are_none_are_errors_of_their_own():
     for one in strange:
         with pytest.warns(UserWarning, match="2 of 4 samples were refused"):
             batch = roll("plain", prompts=[PROMPTS[0], one])
-        np.testing.assert_array_equal(
-            batch.completion_ids[:2], expected().completion_ids[:2]
-        )
+        np.testing.assert_array_equal(batch.completion_ids[:2], expected().completion_ids[:2])
         assert batch.finish_reasons.tolist()[2:] == [ERROR, ERROR]
         assert not np.asarray(batch.prompt_mask)[2:].any()
     told = specjax.score(decoder("plain"), target().params, batch, sampling=SAMPLING)
@@ -956,9 +914,7 @@ def test_what_was_written_before_a_pause_is_drafted_from():
     history = specjax.build_decoder(
         target(), drafter="history", engine=ENGINE, speculative_config=FIXED
     )
-    run = functools.partial(
-        specjax.rollout, history, target().params, sampling=SAMPLING
-    )
+    run = functools.partial(specjax.rollout, history, target().params, sampling=SAMPLING)
     batch = run(PROMPTS, num_samples=2, token_budget=16)
     loop = history.hand_over(target().params)
     assert loop._feed.num_waiting > 0 or np.asarray(loop._state.drafter.head) > 0
@@ -975,9 +931,7 @@ def test_completions_are_no_wider_than_rows():
 def test_samples_that_do_not_divide_over_the_mesh():
     mesh = jax.make_mesh((2,), ("data",))
     split = specjax.build_decoder(target(), engine=ENGINE, mesh=mesh)
-    batch = specjax.rollout(
-        split, target().params, PROMPTS[:3], num_samples=1, sampling=SAMPLING
-    )
+    batch = specjax.rollout(split, target().params, PROMPTS[:3], num_samples=1, sampling=SAMPLING)
     np.testing.assert_array_equal(
         batch.completion_ids, np.asarray(expected().completion_ids)[[0, 2, 4]]
     )
@@ -991,6 +945,4 @@ def test_text_outside_the_vocabulary_is_refused_where_it_is_told():
 
 def test_a_corpus_that_cannot_be_is_refused_at_once():
     with pytest.raises(ValueError, match="change corpus_tokens"):
-        specjax.build_decoder(
-            target(), drafter="history", speculative_config={"corpus_tokens": 10}
-        )
+        specjax.build_decoder(target(), drafter="history", speculative_config={"corpus_tokens": 10})

@@ -9,7 +9,7 @@ import pytest
 from helpers import tiny_llama
 
 import specjax
-from specjax.config import EngineConfig
+from specjax.config.engine import EngineConfig
 from specjax.rl.batch import ERROR, LENGTH, STOP, UNFINISHED, Rollout
 from specjax.rl.decoder import MOST_PROMPTS, NEWEST_WEIGHT, build_decoder
 

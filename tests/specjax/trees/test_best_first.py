@@ -164,9 +164,7 @@ def trees(nodes: list[tuple], size: int, chosen=frozenset({()})):
 
 def test_it_stays_on_the_device_without_loops():
     function = functools.partial(best_first, num_drafts=8)
-    traced = str(
-        jax.make_jaxpr(function)(jnp.ones((2, 3, 4)), jnp.ones((2, 3, 4), jnp.int32))
-    )
+    traced = str(jax.make_jaxpr(function)(jnp.ones((2, 3, 4)), jnp.ones((2, 3, 4), jnp.int32)))
     assert "callback" not in traced
     assert "while" not in traced
 
@@ -182,6 +180,4 @@ def test_it_stays_on_the_device_without_loops():
 )
 def test_best_first_refuses(probs, token_ids, num_drafts, complaint):
     with pytest.raises(ValueError, match=complaint):
-        best_first(
-            jnp.ones(probs), jnp.ones(token_ids, jnp.int32), num_drafts=num_drafts
-        )
+        best_first(jnp.ones(probs), jnp.ones(token_ids, jnp.int32), num_drafts=num_drafts)

@@ -177,9 +177,7 @@ def test_costs_agree_with_all_trees(conditional):
 
 
 def test_costs_by_hand():
-    choose = functools.partial(
-        best_tree_for_costs, [0.5, 0.5], budgets=(1, 2, 3), max_depth=2
-    )
+    choose = functools.partial(best_tree_for_costs, [0.5, 0.5], budgets=(1, 2, 3), max_depth=2)
     # Drafting costs more than all it can save.
     dear = choose(verify_s=(1, 1, 1), draft_s=3.0)
     assert dear == (TreeShape((-1,)), 1.0, 1.0)
@@ -188,9 +186,7 @@ def test_costs_by_hand():
     cheap = choose(verify_s=(1, 1, 1), draft_s=0.2)
     assert cheap == (from_widths((2,)), 1.75, 1.2)
     # As many seconds per token with one draft token as without: without.
-    even = best_tree_for_costs(
-        [1.0], budgets=(1, 2), verify_s=(1.0, 2.0), draft_s=0.0, max_depth=1
-    )
+    even = best_tree_for_costs([1.0], budgets=(1, 2), verify_s=(1.0, 2.0), draft_s=0.0, max_depth=1)
     assert even.shape == TreeShape((-1,))
     # A third node that verifies slowly: 1.2 / 1.5 < 3.2 / 1.75.
     assert choose(verify_s=(1, 1, 3), draft_s=0.2).shape == from_widths((1,))

@@ -177,9 +177,7 @@ def test_what_stands_past_the_last_node_does_not_matter(rubbish):
 
 def test_functions_stay_on_the_device():
     parents, counts = np.array([EXAMPLE], np.int32), np.array([5], np.int32)
-    traced = jax.make_jaxpr(survey, static_argnums=3)(
-        parents, counts, token_ids_of(parents), 2
-    )
+    traced = jax.make_jaxpr(survey, static_argnums=3)(parents, counts, token_ids_of(parents), 2)
     assert "callback" not in str(traced)
 
 
@@ -216,9 +214,7 @@ def test_path_token_ids_refuses_a_token_of_the_root():
     ],
 )
 def test_validate_values_says_what_is_wrong(parents, depths, complaint):
-    tree = DraftTree(
-        parents=np.array([parents]), depths=np.array([depths]), max_depth=1
-    )
+    tree = DraftTree(parents=np.array([parents]), depths=np.array([depths]), max_depth=1)
     with pytest.raises(ValueError, match=complaint):
         validate_values(tree)
 
@@ -229,9 +225,7 @@ def test_validate_values_of_counts_and_siblings():
     with pytest.raises(ValueError, match="row=1 has num_tokens=6; expected 0 to 5"):
         check(np.array([5, 6]))
     alike = np.array([[1, 2, 3, 4, 5], [1, 2, 3, 4, 4]])
-    with pytest.raises(
-        ValueError, match=r"row=1: nodes 4 and 5 are siblings .* token 4"
-    ):
+    with pytest.raises(ValueError, match=r"row=1: nodes 4 and 5 are siblings .* token 4"):
         check(None, alike)
     check(np.array([5, 4]), alike)  # node 5 does not stand in row 1
     # The same token under different parents is no repetition.

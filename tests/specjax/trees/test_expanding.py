@@ -34,9 +34,7 @@ def compiled_grow(levels, width: int, num_drafts: int):
     for depth, level in enumerate(levels):
         size = frontiers[-1].nodes.shape[1]
         level = (array[:, :size] for array in level)
-        candidates, frontier = expanding.expand(
-            candidates, frontiers[-1], *level, depth=depth
-        )
+        candidates, frontier = expanding.expand(candidates, frontiers[-1], *level, depth=depth)
         frontiers.append(frontier)
     return frontiers, expanding.rerank(candidates, num_drafts=num_drafts)
 
@@ -67,8 +65,7 @@ def grow_by_lists(levels, row: int, width: int, num_drafts: int):
     best = [node for node in best if node["score"] > -np.inf][:num_drafts]
     number = {id(node): index + 1 for index, node in enumerate(best)} | {id(root): 0}
     return spoken, [
-        (node["token"], number[id(node["parent"])], float(np.exp(node["score"])))
-        for node in best
+        (node["token"], number[id(node["parent"])], float(np.exp(node["score"]))) for node in best
     ]
 
 
@@ -161,9 +158,7 @@ def test_wide_enough_it_finds_the_best_tree():
     expected = compiled_best_first(probs, token_ids, num_drafts=num_drafts)
     assert np.array_equal(grown.token_ids, expected.token_ids)
     assert np.array_equal(grown.tree.parents, expected.tree.parents)
-    np.testing.assert_allclose(
-        grown.path_probability, expected.path_probability, rtol=1e-5
-    )
+    np.testing.assert_allclose(grown.path_probability, expected.path_probability, rtol=1e-5)
 
 
 @pytest.mark.parametrize("certain", [0.0, -0.0, 1e-6])
@@ -246,9 +241,7 @@ def test_other_refusals():
     candidates = expanding.init(1, max_depth=2, width=2, top_k=2)
     wide = expanding.root_frontier(1, size=3)
     with pytest.raises(ValueError, match="size=3 must be at most width=2"):
-        expanding.expand(
-            candidates, wide, jnp.zeros((1, 3, 2)), jnp.zeros((1, 3, 2), int), depth=0
-        )
+        expanding.expand(candidates, wide, jnp.zeros((1, 3, 2)), jnp.zeros((1, 3, 2), int), depth=0)
     with pytest.raises(ValueError, match="num_drafts=0 must be at least 1"):
         expanding.rerank(candidates, num_drafts=0)
     with pytest.raises(ValueError, match="top_k=0 must be at least 1"):
@@ -259,9 +252,7 @@ def test_growing_stays_on_the_device():
     def once(log_probs, token_ids):
         candidates = expanding.init(1, max_depth=1, width=2, top_k=2)
         root = expanding.root_frontier(1)
-        candidates, _ = expanding.expand(
-            candidates, root, log_probs, token_ids, depth=0
-        )
+        candidates, _ = expanding.expand(candidates, root, log_probs, token_ids, depth=0)
         return expanding.rerank(candidates, num_drafts=2)
 
     assert "callback" not in str(jax.make_jaxpr(once)(*example()[0]))

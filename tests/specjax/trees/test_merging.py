@@ -50,9 +50,7 @@ def drafts_of(found: GrownTree, row: int) -> list[tuple[int, int]]:
 def spoken(text: str, num_drafts: int, depth: int = 3):
     """Merges continuations written with commas, and returns words with their parents."""
     words = [part.split() for part in text.split(",")]
-    ids = {
-        word: i for i, word in enumerate(sorted({w for part in words for w in part}))
-    }
+    ids = {word: i for i, word in enumerate(sorted({w for part in words for w in part}))}
     names = {index: word for word, index in ids.items()}
     found = run([[[ids[word] for word in part] for part in words]], num_drafts, depth)
     return [(names[token], parent) for token, parent in drafts_of(found, 0)]

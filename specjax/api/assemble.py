@@ -1,0 +1,712 @@
+"""What a call or an engine is set up from: target, drafter, rules, compiled functions."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import json
+import math
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from specjax import sharding
+from specjax.api.requests import Refused, make_requests, one_each
+from specjax.api.sizing import (
+    check_pages,
+    check_state,
+    choose_sizes,
+    page_bytes,
+    standing_sizes,
+)
+from specjax.config.engine import EngineConfig
+from specjax.config.names import MATCHING, suggestion
+from specjax.config.speculation import SpeculationConfig
+from specjax.configs.devices import of_kind
+from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, build_decoder
+from specjax.decode.rules import RuleOptions
+from specjax.decode.sizes import Sizes
+from specjax.drafters.loading import LoadedDrafter, load_drafter
+from specjax.engine.loop import Loop
+from specjax.engine.request import Request
+from specjax.models.base import Model
+from specjax.models.loading import load_model
+from specjax.planning import plan_request, plans
+from specjax.planning.device_memory import (
+    MemoryWatch,
+    available_bytes,
+    bytes_on,
+    total_bytes,
+)
+from specjax.planning.memory_model import MemoryPlan
+from specjax.planning.processor_speed import processor_speed
+from specjax.planning.step_prior import Accelerator, step_prior
+from specjax.policy import cost_files
+from specjax.policy.goodput import Goodput
+from specjax.policy.interface import Fixed, SpeculationPolicy, Table
+from specjax.policy.step_cost import Prior, StepCosts
+from specjax.policy.survival import Survival
+from specjax.runtime.amounts import amount
+from specjax.runtime.progress import Report
+from specjax.types import DecoderParams
+
+DEFAULT_POLICY = "goodput"  # "goodput" or "fixed", where the config names none
+# Kinds of sampling, as acceptance goes.
+GREEDY, SAMPLED, MIXED = "greedy", "sampled", "mixed"
+# What was learned of speed is written as often as this at most, and when a process ends.
+SAVE_EVERY_S = 2.0
+FEWER_PAGES = 0.75  # of those that did not fit
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """Everything that is settled before the first request."""
+
+    target: Model
+    drafter: LoadedDrafter
+    speculation: SpeculationConfig
+    engine: EngineConfig
+    mesh: Mesh | None
+    rules: tuple[int, ...] = ()  # beyond equality, that memory is planned for
+    # Whether memory is planned for a policy that chooses row buckets; None: the config's.
+    chooses_rows: bool | None = None
+    # Of requests whose drafts are accepted alike, as far as their sampling says.
+    acceptance_kind: str = MIXED
+
+    @classmethod
+    def of(
+        cls,
+        target: Model | str | os.PathLike[str],
+        *,
+        drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
+        verification: str | None = None,
+        num_speculative_tokens: int | None = None,
+        speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
+        engine: EngineConfig | Mapping[str, Any] | None = None,
+        mesh: Mesh | None = None,
+    ) -> Setup:
+        """Loads what is to be loaded; arguments as `generate` takes them."""
+        model = _load_target(target)
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise ValueError(
+                f"mesh={mesh!r:.200} must be a jax.sharding.Mesh with the axes 'data' and "
+                "'tensor' or one of them, as jax.make_mesh returns, or None."
+            )
+        if mesh is not None:
+            sharding.validate(model.config, mesh)
+        loaded, speculation = _choose_drafter(
+            model,
+            drafter,
+            _speculation(speculative_config, verification, num_speculative_tokens),
+        )
+        mesh = sharding.automatic(mesh)
+        setup = cls(model, loaded, speculation, _engine_config(engine), mesh)
+        setup._check_budgets()
+        _warn_of_context(model, setup.engine)
+        return setup
+
+    def _check_budgets(self) -> None:
+        """Refuses bytes and pages that cannot be, before anything is compiled."""
+        num_shards = sharding.axis_size(self.mesh, sharding.DATA)
+        with sharding.lowered(self.mesh):
+            check_pages(
+                self._model_configs,
+                self.engine,
+                self._dtype,
+                num_shards,
+                sharding.axis_size(self.mesh, sharding.TENSOR),
+                self._device_bytes,
+            )
+        given, there = self.engine.memory_bytes, self._device_bytes
+        if given is None or num_shards > 1:
+            return
+        if there is not None and given > there:
+            raise ValueError(
+                f"memory_bytes={given} is more than the {amount(there)} that the device has; "
+                "lower it, or leave it out."
+            )
+        plans.check_memory(self._plan_request)
+
+    def for_run(
+        self,
+        rules: Iterable[int],
+        policy: SpeculationPolicy | None = None,
+        acceptance_kind: str = MIXED,
+    ) -> Setup:
+        """Returns a setup whose memory is planned for some rules and a policy; None: the config's.
+
+        Args:
+          acceptance_kind: GREEDY, SAMPLED or MIXED: what is remembered of acceptance is that
+            of runs of the same kind.
+        """
+        chooses_rows = None
+        if policy is not None:
+            chooses_rows = getattr(policy, "chooses_rows", False)
+        rules = self.drafter.effective_rules(rules)
+        return dataclasses.replace(
+            self,
+            rules=rules,
+            chooses_rows=chooses_rows,
+            acceptance_kind=acceptance_kind,
+        )
+
+    @property
+    def params(self) -> DecoderParams:
+        return DecoderParams(self.target.params, self.drafter.params)
+
+    def policy(self, decoder: Decoder) -> SpeculationPolicy:
+        """Returns what chooses K: the config's table, goodput, or a fixed K."""
+        config, kind = self.speculation, self._policy_kind(decoder.rules)
+        table, most = config.num_speculative_tokens_per_batch_size, config.depth
+        if kind is Table:
+            assert table is not None
+            return Table(table, most)
+        if kind is Fixed:
+            return Fixed(most)
+        known = self._known(decoder, most)
+        kept = known.acceptance.get(self.acceptance_kind)
+        return Goodput(
+            most,
+            known.costs,
+            survival=Survival.of_record(kept, most) if kept else None,
+            depths=(most,) if self.drafter.is_tree else None,
+            # Rows of rules by law would read one another's draws; a tree's slots are
+            # counted by node.
+            ranks=not (self.drafter.is_tree or decoder.rules or decoder.max_drafts is not None),
+            knows_confidence=self.drafter.has_probs,
+            ledger=known.ledgers.get(self.acceptance_kind),
+        )
+
+    def _known(self, decoder: Decoder, most: int) -> cost_files.Known:
+        """Returns what this process and earlier ones learned of a pair's speed."""
+        nodes = {k: self.drafter.num_nodes(k) for k in range(most + 1)}
+        shelf = _shelf(cost_files.key_of(decoder))
+        if shelf.known is None:
+            kept = cost_files.Known(StepCosts())
+            cost_files.load(decoder, kept)
+            shelf.known = kept  # what it says of other kinds of sampling stays in the file
+        # Its own copy: another thread may run the same pair.
+        known = shelf.known.copy()
+        known.costs.nodes_per_row, known.costs.prior = nodes, self._prior
+        return known
+
+    @functools.cached_property
+    def _prior(self) -> Prior | None:
+        """What a step takes by bytes and operations; None on a device that is not known."""
+        device = self._devices[0]
+        is_known = of_kind(device.device_kind) is not None or device.platform == "cpu"
+        # Where steps were measured before it is not asked for: what it needs takes 0.1 s.
+        return (lambda *of: self._predicted(*of)) if is_known else None
+
+    @functools.cached_property
+    def _predicted(self) -> Prior:
+        device = self._devices[0]
+        figures = of_kind(device.device_kind)
+        speed = processor_speed() if figures is None else Accelerator(figures.per_device())
+        chips = sharding.axis_size(self.mesh, sharding.TENSOR)
+        count = _num_weights(self.target.params)
+        target = plans.model_work(self.target.config, self._dtype, chips, count)
+        own = _dtype_of(self.drafter.params) or self._dtype
+        configs = self.drafter.configs
+        count = _num_weights(self.drafter.params) if len(configs) == 1 else None
+        drafters = [
+            (plans.model_work(config, own, 1, count), config.num_layers) for config in configs
+        ]
+        return step_prior(speed, (target, self.target.config.num_layers), drafters)
+
+    def keep(self, loop: Loop) -> None:
+        """Keeps what a run learned of speed, for the next in this process and for later ones."""
+        policy = loop.policy
+        if not isinstance(policy, Goodput) or not policy.costs.measured:
+            return
+        key = cost_files.key_of(loop.decoder)
+        shelf = _shelf(key)
+        before = shelf.known or cost_files.Known(StepCosts())
+        acceptance, kind = {**before.acceptance}, self.acceptance_kind
+        if policy.survival.num_trials:
+            acceptance[kind] = policy.survival.to_record()
+        # Copies: the run may go on, and learn.
+        ledgers = {**before.ledgers, kind: policy.ledger.copy()}
+        known = cost_files.Known(policy.costs.copy(), acceptance, ledgers)
+        shelf.known = known
+        # Calls may be short, and writing takes some 10 ms.
+        shelf.unsaved = functools.partial(cost_files.write, key, cost_files.path_of(key), known)
+        if time.monotonic() - shelf.saved_at > SAVE_EVERY_S:
+            shelf.save()
+
+    def _policy_kind(self, rules: Sequence[int]) -> type[Table | Fixed | Goodput]:
+        """Returns which policy the config asks for, for steps that know some rules."""
+        config = self.speculation
+        has_table = config.num_speculative_tokens_per_batch_size is not None
+        # Under rules by law the text depends on K: the same seed gives it again only if
+        # K does not follow the clock.
+        policy = config.policy or ("fixed" if rules else DEFAULT_POLICY)
+        is_fixed = policy == "fixed"
+        if has_table and config.depth and not config.policy:
+            return Table
+        return Fixed if not config.depth or is_fixed else Goodput
+
+    def loop(
+        self,
+        sizes: Sizes,
+        rules: Iterable[int],
+        policy: SpeculationPolicy | None,
+        *,
+        on_progress: Report,
+        params: DecoderParams | None = None,
+    ) -> Loop:
+        """Returns what runs requests of some rules; the policy is the config's where it is None.
+
+        Its weights are the setup's, or others that are given.
+
+        Where the device has less memory than was thought, there are fewer pages; says so.
+        """
+        rules = tuple(rules)
+        with sharding.lowered(self.mesh):
+            check_state(
+                sizes,
+                self._model_configs,
+                self.engine,
+                sharding.axis_size(self.mesh, sharding.DATA),
+                sharding.axis_size(self.mesh, sharding.TENSOR),
+                self._device_bytes,
+            )
+        decoder = self.decoder(sizes, rules)
+        weights = self.params if params is None else params
+
+        def fewer_pages(decoder: Decoder) -> Decoder | None:
+            fewer = self._fewer_pages(decoder.sizes)
+            return None if fewer is None else self.decoder(fewer, rules)
+
+        while True:
+            try:
+                return self._loop(decoder, weights, policy, fewer_pages, on_progress)
+            except jax.errors.JaxRuntimeError as error:
+                fewer = fewer_pages(decoder) if OUT_OF_MEMORY in str(error) else None
+                if fewer is None:
+                    raise
+                decoder = fewer
+
+    def _fewer_pages(self, sizes: Sizes) -> Sizes | None:
+        """Returns sizes of fewer pages, and says so; None where no row could be filled then."""
+        fewer = int(FEWER_PAGES * sizes.num_pages)
+        fewer -= fewer % sharding.axis_size(self.mesh, sharding.DATA)
+        if fewer < sizes.pages_per_row:
+            return None
+        warnings.warn(
+            f"{sizes.num_pages} pages do not fit in the device's memory; going on with "
+            f"{fewer}. Lower kv_cache_bytes, num_pages or memory_bytes to have no more "
+            "to begin with.",
+            stacklevel=4,
+        )
+        return dataclasses.replace(sizes, num_pages=fewer)
+
+    def _loop(
+        self,
+        decoder: Decoder,
+        params: DecoderParams,
+        policy: SpeculationPolicy | None,
+        fewer_pages: Callable[[Decoder], Decoder | None],
+        on_progress: Report,
+    ) -> Loop:
+        return Loop(
+            decoder,
+            params,
+            policy or self.policy(decoder),
+            speculation_max_rows=self.speculation.speculation_max_rows,
+            gate_tokens=self._gate_tokens(decoder.sizes),
+            most_tokens=self._most_tokens(decoder.sizes),
+            fewer_pages=fewer_pages,
+            drafter_name=self.drafter.name,
+            on_progress=on_progress,
+        )
+
+    def _gate_tokens(self, sizes: Sizes) -> int | None:
+        """Returns the most tokens of a batch that speculates; None: however many."""
+        if self.memory is None:
+            return None
+        if sizes.num_pages >= sizes.rows * sizes.pages_per_row:
+            return self.memory.gate_tokens
+        # Fewer pages than were planned may have fitted, or been asked for.
+        fraction = self.engine.speculation_weight_fraction
+        of_pool = int(fraction * sizes.num_pages * sizes.page_size)
+        return min(self.memory.gate_tokens, of_pool)
+
+    def _most_tokens(self, sizes: Sizes) -> int | None:
+        """Returns the most tokens of a batch that others may join; None: however many."""
+        if self.memory is None or self.engine.num_pages is not None:
+            return None  # who says how many pages has the last word
+        share = min(sizes.num_pages / self.memory.num_pages, 1.0)
+        return int(self.memory.most_tokens * share)
+
+    def memory_watch(self, loop: Loop) -> MemoryWatch | None:
+        """Returns what looks at the devices of a loop whose state is placed; None without a
+        plan."""
+        if self.memory is None:
+            return None
+        planned = self.memory.planned_workspace(loop.decoder.sizes.num_pages)
+        return MemoryWatch(self._devices, planned)
+
+    def requests(
+        self, prompts: Sequence[Any], sampling: Any, *, num_before: int = 0
+    ) -> tuple[list[Request], list[Refused]]:
+        """Returns the valid requests, n per prompt, and those refused; see make_requests."""
+        return make_requests(
+            self.target,
+            prompts,
+            one_each(sampling, self.target, len(prompts)),
+            self.speculation,
+            self.drafter,
+            self.engine,
+            num_before=num_before,
+        )
+
+    def standing_sizes(self) -> Sizes:
+        """Returns sizes that no request has asked for: what EngineConfig and the model say."""
+        context = self.target.config.max_position_embeddings
+        with sharding.lowered(self.mesh):
+            return standing_sizes(context, *self._memory_arguments)
+
+    def with_reported_memory(self) -> Setup:
+        """Returns a setup whose memory_bytes are those of the device that nobody else holds.
+
+        The fewest of a mesh's; none where a device does not say how many it has.
+        """
+        num_shards = sharding.axis_size(self.mesh, sharding.DATA)
+        if self.engine.memory_bytes is not None or num_shards > 1:
+            return self
+        found = [
+            available_bytes(device, bytes_on(device, self._weights_in_place))
+            for device in self._devices
+        ]
+        known = [available for available in found if available is not None]
+        if len(known) < len(found):
+            return self
+        engine = dataclasses.replace(self.engine, memory_bytes=min(known))
+        return dataclasses.replace(self, engine=engine)
+
+    @property
+    def _devices(self) -> list[Any]:
+        """Of this process, those that it runs on."""
+        mesh = self.mesh
+        return jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
+
+    @property
+    def _device_bytes(self) -> int | None:
+        """Of the smallest device; None where one does not say."""
+        found = list(map(total_bytes, self._devices))
+        known = [number for number in found if number is not None]
+        return min(known) if known and len(known) == len(found) else None
+
+    @property
+    def _model_configs(self) -> list[Any]:
+        """Of target and draft model, whose pages are allocated together."""
+        return [self.target.config, *self.drafter.configs]
+
+    @property
+    def _weights_in_place(self) -> list[Any]:
+        """The weights that lie where they are used: others are copied there and stay beside."""
+        leaves, mesh = jax.tree.leaves(self.params), self.mesh
+        if mesh is None:
+            return leaves
+        devices = set(mesh.devices.flat)
+        return [x for x in leaves if getattr(x, "devices", set)() == devices]
+
+    @functools.cached_property
+    def memory(self) -> MemoryPlan | None:
+        """What fits into memory_bytes beside the weights; None where they are not given.
+
+        None over a mesh's data axis, too, where num_pages or kv_cache_bytes count; says so.
+        Compiles some of the steps from shapes, which the compilation cache keeps.
+
+        Raises:
+          ValueError: nothing fits.
+        """
+        num_shards = sharding.axis_size(self.mesh, sharding.DATA)
+        if self.engine.memory_bytes is None:
+            return None
+        if num_shards > 1:
+            warnings.warn(
+                f"memory_bytes={self.engine.memory_bytes} has no effect over the mesh's "
+                f"{num_shards} data shards: nothing is planned for them yet. Say num_pages or "
+                "kv_cache_bytes.",
+                stacklevel=2,
+            )
+            return None
+        plan = plans.make_plan(self._plan_request)
+        for warning in plan.notes:
+            warnings.warn(warning, stacklevel=2)
+        return plan.memory
+
+    @property
+    def _plan_request(self) -> plan_request.PlanRequest:
+        """What is planned for: this setup on the devices that are here."""
+        chips = sharding.axis_size(self.mesh, sharding.TENSOR)
+        return plan_request.PlanRequest(
+            target=self.target.config,
+            target_name=self.target.name,
+            drafter=self.drafter.spec,
+            drafter_name=self.drafter.name,
+            device=plan_request.Device("here", chips, None, self.mesh),
+            dtype=self._dtype,
+            num_speculative_tokens=self.speculation.depth,
+            engine=self.engine,
+            rules=self.rules,
+            rule_options=_rule_options(self.speculation),
+            max_drafts=self._max_drafts(self.engine.max_rows),
+            drafter_dtype=_dtype_of(self.drafter.params),
+            chooses_rows=self._plans_row_buckets,
+        )
+
+    @property
+    def _plans_row_buckets(self) -> bool:
+        if self.chooses_rows is not None:
+            return self.chooses_rows
+        return self._policy_kind(self.rules).chooses_rows
+
+    @property
+    def _dtype(self) -> Any:
+        return _dtype_of(self.target.params)
+
+    @property
+    def _sized_engine(self) -> EngineConfig:
+        """The engine's config with as many bytes for pages as fit, or fewer that were asked for."""
+        memory = self.memory
+        if memory is None or self.engine.num_pages is not None:
+            return self.engine
+        configs = self._model_configs
+        kv_shards = sharding.axis_size(self.mesh, sharding.TENSOR)
+        with sharding.lowered(self.mesh):
+            of_page = page_bytes(configs, self.engine.page_size, self._dtype, kv_shards)
+        fitting = memory.num_pages * of_page
+        asked = self.engine.kv_cache_bytes
+        most = fitting if asked is None else min(fitting, asked)
+        return dataclasses.replace(self.engine, kv_cache_bytes=most)
+
+    @property
+    def _memory_arguments(self) -> tuple[Any, ...]:
+        return (
+            self._model_configs,
+            self._sized_engine,
+            self._dtype,
+            sharding.axis_size(self.mesh, sharding.DATA),
+            self.drafter.tree_slots(self.speculation.depth),
+            sharding.axis_size(self.mesh, sharding.TENSOR),
+        )
+
+    def sizes(
+        self, requests: Sequence[Request]
+    ) -> tuple[Sizes | None, list[Request], list[Refused]]:
+        """Returns sizes that serve the requests that can be served, those, and the others."""
+        with sharding.lowered(self.mesh):
+            return choose_sizes(requests, *self._memory_arguments)
+
+    def decoder(self, sizes: Sizes, rules: Iterable[int]) -> Decoder:
+        """Returns the compiled functions for requests of some rules, perhaps built before."""
+        return build_decoder(
+            self.target.config,
+            self.drafter.spec,
+            sizes,
+            self.engine,
+            self.drafter.effective_rules(rules),
+            _rule_options(self.speculation),
+            self._max_drafts(sizes.rows),
+            self.mesh,
+        )
+
+    def _max_drafts(self, rows: int) -> int | None:
+        """Returns how many draft tokens a shard's rows verify per step; None is all of them."""
+        config = self.speculation
+        return _drafts_per_shard(
+            config.max_drafts_per_step, self.drafter, config.depth, rows, self.mesh
+        )
+
+
+@dataclasses.dataclass
+class _Shelf:
+    """What this process knows of a pair's speed; None before its first run."""
+
+    known: cost_files.Known | None = None
+    unsaved: Callable[[], Any] | None = None  # writes what is not in the file yet
+    saved_at: float = -math.inf  # time.monotonic()
+
+    def save(self) -> None:
+        """Writes what the file lacks, if anything."""
+        write, self.unsaved = self.unsaved, None
+        if write is not None:
+            write()
+            self.saved_at = time.monotonic()
+
+
+_SHELVES: dict[str, _Shelf] = {}
+
+
+def _shelf(key: dict[str, Any]) -> _Shelf:
+    """Returns the place of a pair, by cost_files.key_of."""
+    return _SHELVES.setdefault(json.dumps(key, sort_keys=True), _Shelf())
+
+
+@atexit.register
+def _save_all() -> None:
+    for shelf in [*_SHELVES.values()]:
+        shelf.save()
+
+
+def forget_speed() -> None:
+    """Forgets what this process learned of speed; files stay."""
+    _SHELVES.clear()
+
+
+def acceptance_kind(requests: Iterable[Request]) -> str:
+    """Returns what requests are remembered as."""
+    kinds = {r.params.temperature == 0 for r in requests}
+    return MIXED if len(kinds) != 1 else GREEDY if kinds.pop() else SAMPLED
+
+
+def _engine_config(given: Any) -> EngineConfig:
+    """Returns a config from one, from a mapping of its fields, or from nothing.
+
+    Raises:
+      ValueError: it is something else, or a key is no field.
+    """
+    if isinstance(given, EngineConfig):
+        return given
+    if given is None:
+        return EngineConfig()
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"engine={given!r:.200} must be an EngineConfig or a mapping of its fields, as "
+            "EngineConfig(max_rows=8)."
+        )
+    fields = [field.name for field in dataclasses.fields(EngineConfig)]
+    for name in given:
+        if name not in fields:
+            raise ValueError(
+                f"engine has the key {name!r}{suggestion(str(name), fields)}, which is no "
+                f"field of EngineConfig; expected any of {', '.join(fields)}."
+            )
+    return EngineConfig(**given)
+
+
+def _warn_of_context(target: Model, engine: EngineConfig) -> None:
+    """Says that a model takes fewer tokens than max_context asks for."""
+    most, asked = target.config.max_position_embeddings, engine.max_context
+    if asked is not None and asked > most:
+        warnings.warn(
+            f"max_context={asked} is more than the {most} tokens that "
+            f"{target.name or 'the model'!r} "
+            f"was made for; prompt and output end at {most}.",
+            stacklevel=4,
+        )
+
+
+def _load_target(target: Any) -> Model:
+    """Returns a loaded model from a model, a folder, a hub name or "demo"."""
+    if isinstance(target, str | os.PathLike):
+        return load_model(target)
+    if not isinstance(target, Model):
+        raise TypeError(f"target must be a Model, a folder or a name, got {type(target).__name__}.")
+    return target
+
+
+def _speculation(given, verification, num_speculative_tokens) -> SpeculationConfig:
+    """Returns one config from vLLM's JSON and the arguments, which win."""
+    if given is None:
+        config = SpeculationConfig()
+    elif isinstance(given, SpeculationConfig):
+        config = given
+    else:
+        config = SpeculationConfig.from_json(given)
+    if verification is not None:
+        config = dataclasses.replace(config, verification=verification)
+    if num_speculative_tokens is not None:
+        config = dataclasses.replace(config, num_speculative_tokens=num_speculative_tokens)
+    return config
+
+
+def _choose_drafter(
+    target: Model, drafter: Any, config: SpeculationConfig
+) -> tuple[LoadedDrafter, SpeculationConfig]:
+    """Returns the drafter of a call, and the config with the K that it drafts with.
+
+    Args:
+      drafter: as `generate` takes it; it wins over what the config names.
+    """
+    source = drafter
+    if source is None:
+        source = config.method if config.method in MATCHING else config.model
+    loaded = load_drafter(source, target, config)
+    if not loaded.can_draft or config.depth == 0:
+        # Plain decoding keeps no pages for a drafter.
+        loaded = load_drafter(None, target)
+    config = _with_depth(config, loaded)
+    loaded.check_windows(target.config, config.depth)
+    return loaded, config
+
+
+def _with_depth(config: SpeculationConfig, drafter: LoadedDrafter) -> SpeculationConfig:
+    """Returns the config with the K that the call drafts with, and no tree where it drafts none."""
+    if not drafter.can_draft:
+        return dataclasses.replace(
+            config,
+            num_speculative_tokens=0,
+            speculative_token_tree=None,
+            tree_top_k=None,
+        )
+    depth = config.depth
+    if drafter.max_depth is not None:
+        # A tree that the drafter was loaded with bounds K, and is K where nobody says.
+        is_asked_for = config.num_speculative_tokens is not None or config.has_tree
+        depth = min(depth, drafter.max_depth) if is_asked_for else drafter.max_depth
+    return dataclasses.replace(config, num_speculative_tokens=depth)
+
+
+def _num_weights(params: Any) -> int | None:
+    """Returns how many numbers a tree holds; None of one that is not there."""
+    return sum(leaf.size for leaf in jax.tree.leaves(params)) or None
+
+
+def _dtype_of(params: Any) -> Any:
+    """Returns the dtype of weights, None where there are none."""
+    leaves = jax.tree.leaves(params)
+    return leaves[0].dtype if leaves else None
+
+
+def _rule_options(config: SpeculationConfig) -> RuleOptions:
+    return RuleOptions(
+        lenience=config.lenience,
+        typical_epsilon=config.typical_epsilon,
+        typical_delta=config.typical_delta,
+        synthetic_rates=config.synthetic_acceptance_rates or (),
+    )
+
+
+def _drafts_per_shard(
+    most: int | None,
+    drafter: LoadedDrafter,
+    depth: int,
+    rows: int,
+    mesh: Mesh | None,
+) -> int | None:
+    """Returns how many draft tokens a shard's rows verify per step; None is all of them.
+
+    Raises:
+      ValueError: there are fewer than shards.
+    """
+    if most is None:
+        return None
+    num_shards = sharding.axis_size(mesh, sharding.DATA)
+    if most < num_shards:
+        raise ValueError(
+            f"max_drafts_per_step={most} is below the mesh's {num_shards} data shards, of "
+            "which each verifies an equal part; raise it."
+        )
+    num_drafts = drafter.num_nodes(depth) - 1
+    is_bound = most // num_shards < rows // num_shards * num_drafts
+    return most // num_shards if is_bound else None

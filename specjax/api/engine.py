@@ -1,0 +1,457 @@
+"""Engine: requests that come and go, for a loop of your own or asyncio."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import copy
+import dataclasses
+import os
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from concurrent import futures
+from typing import Any, NamedTuple
+
+from jax.sharding import Mesh
+
+from specjax.api.assemble import Setup
+from specjax.api.outbox import Outbox
+from specjax.api.requests import Prompt, token_ids
+from specjax.api.results import Chunk, GenerationStats, lossy_rule
+from specjax.api.turns import Turns
+from specjax.config.engine import EngineConfig
+from specjax.config.rules import VERIFICATION_RULES
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import SpeculationConfig
+from specjax.drafters.loading import LoadedDrafter
+from specjax.engine.loop import INTERRUPTED, Loop
+from specjax.engine.request import AcceptanceCounts, Request
+from specjax.models.base import Model
+from specjax.planning.memory_model import MemoryPlan
+from specjax.policy.interface import SpeculationPolicy
+from specjax.runtime import compilation_cache
+from specjax.runtime.jax_settings import entrance
+from specjax.runtime.progress import Progress, Report
+
+
+class Engine:
+    """Continuous batching: requests are added at any time, and each step advances those that run.
+
+        with specjax.Engine("demo", drafter="demo") as engine:
+            engine.add("def fibonacci(n):", SamplingParams(max_tokens=64))
+            while engine.has_work:
+                for chunk in engine.step():
+                    print(chunk.text, end="")
+
+    Its rows and pages are settled once, by EngineConfig: `max_rows` requests run at a
+    time, others wait, by priority and then by arrival. Prompts are fed beside rows that
+    decode; prompts that begin alike share pages; when pages run out the latest request
+    is preempted, and goes on later from the tokens it has.
+
+    Methods may be called from several threads.
+    """
+
+    @entrance("specjax.Engine")
+    def __init__(
+        self,
+        target: Model | str | os.PathLike[str],
+        *,
+        drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
+        verification: str | None = None,
+        other_verifications: Sequence[str] = (),
+        num_speculative_tokens: int | None = None,
+        speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
+        engine: EngineConfig | Mapping[str, Any] | None = None,
+        policy: SpeculationPolicy | None = None,
+        mesh: Mesh | None = None,
+        progress: bool | Report = False,
+    ):
+        """Loads the models and makes room for their pages; arguments as `generate`.
+
+        Args:
+          other_verifications: rules beside `verification` that requests may ask for by
+            SamplingParams.verification: they are compiled in. "greedy", "seeded" and
+            "delta" always are.
+        """
+        compilation_cache.enable()
+        self._progress = Progress(progress)
+        self._progress.report("loading", 0, 0)
+        self._setup = setup = Setup.of(
+            target,
+            drafter=drafter,
+            verification=verification,
+            num_speculative_tokens=num_speculative_tokens,
+            speculative_config=speculative_config,
+            engine=engine,
+            mesh=mesh,
+        ).with_reported_memory()
+        names = [setup.speculation.verification, *other_verifications]
+        for name in names:
+            setup.drafter.check_rule(name)
+        self._rules = [VERIFICATION_RULES.index(name) for name in names]
+        self._setup = setup = setup.for_run(self._rules, policy)
+        self._loop: Loop | None = setup.loop(
+            setup.standing_sizes(),
+            self._rules,
+            policy,
+            on_progress=self._progress.report,
+        )
+        self._memory_watch = setup.memory_watch(self._loop)
+        self._records = self._loop.records
+        self._started_at = time.perf_counter()
+        self._stepper = futures.ThreadPoolExecutor(1)  # of asyncio's streams
+        self._turns = Turns(lambda: bool(self._to_end), self._take_in)
+        # The tables: requests and chunks, what was added since the last step, and what is
+        # to end after it. Only the last may be written to without holding them.
+        self._outbox = Outbox()
+        self._new: collections.deque[Request] = collections.deque()
+        self._to_end: collections.deque[_Ending] = collections.deque()
+        self._num_added = 0
+        self._totals = _Totals()
+
+    def add(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        deadline_s: float | None = None,
+    ) -> int:
+        """Queues a prompt.
+
+        Args:
+          sampling: None is what the model's generation_config.json says.
+          priority: the lowest goes first; among equals, who came first.
+          deadline_s: seconds from now after which it ends with what it has.
+
+        Returns:
+          Its id: the `prompt_index` of its chunks.
+
+        Raises:
+          ValueError: it cannot be served; others are not touched.
+        """
+        return self._add(prompt, sampling, priority, deadline_s=deadline_s, is_streamed=False)
+
+    def step(self, *, max_burst_steps: int | None = None) -> list[Chunk]:
+        """Advances what runs by one burst; returns what requests gained.
+
+        The last chunk of a sample has a finish_reason, and its `completion`. Requests
+        that are streamed have their chunks there.
+
+        Args:
+          max_burst_steps: of the speculative steps that the device runs on its own;
+            fewer for text that appears more steadily.
+
+        Raises:
+          RuntimeError: the engine is closed, or this is called from within a step.
+          Exception: what went wrong on the device. All requests end with "error" then,
+            and the engine takes new ones.
+        """
+        with self._turns.turn():
+            self._advance(max_burst_steps)
+        with self._turns.tables():
+            return self._outbox.take_unclaimed()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether requests wait or run, or chunks are left for `step` to return."""
+        with self._turns.tables():
+            return self._outbox.has_work
+
+    def abort(self, request_id: int) -> bool:
+        """Ends a request with what it has; its pages are free at once, or after the step under way.
+
+        Returns:
+          Whether it was still under way. Its last chunks come with the next step.
+        """
+        samples = self._outbox.samples(request_id)
+        if all(request.is_finished for request in samples):
+            return False
+        self._to_end.append(_Ending(request_id))
+        self._turns.tidy()
+        return True
+
+    def stream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **arguments: Any
+    ) -> Iterator[Chunk]:
+        """Yields the chunks of a prompt, stepping as needed; arguments as `add`.
+
+        The prompt is added when the first chunk is asked for. Closing the iterator, or
+        losing it, aborts it. Other requests are advanced beside it; their chunks come from
+        `step`, or from streams of their own.
+
+        Raises:
+          Exception: as of `step`, where the step was this stream's. Other streams end with
+            a chunk that says so.
+        """
+        request_id = self._add(prompt, sampling, is_streamed=True, **arguments)
+        try:
+            while True:
+                chunks, is_over = self._take_mail(request_id)
+                yield from chunks
+                if is_over:
+                    return
+                self._advance_for(request_id)
+        finally:
+            self._leave(request_id)
+
+    async def astream(
+        self, prompt: Prompt, sampling: SamplingParams | None = None, **arguments: Any
+    ) -> AsyncIterator[Chunk]:
+        """As `stream`, for asyncio: a thread of the engine's own steps for all streams."""
+        # In a thread of its own: neither the event loop nor the steps wait for it.
+        loop = asyncio.get_running_loop()
+        prompt = await loop.run_in_executor(None, self._token_ids, prompt)
+        request_id = self._add(prompt, sampling, is_streamed=True, **arguments)
+        try:
+            while True:
+                chunks, is_over = self._take_mail(request_id)
+                for chunk in chunks:
+                    yield chunk
+                if is_over:
+                    return
+                step = self._advance_beside(request_id)
+                if step is not None:
+                    await asyncio.wrap_future(step)
+        finally:
+            self._leave(request_id)
+
+    @property
+    def stats(self) -> GenerationStats:
+        """Figures over all requests that are over."""
+        with self._turns.tables():
+            setup, totals = self._setup, self._totals
+            return GenerationStats(
+                num_prompts=totals.num_prompts,
+                num_prompt_tokens=totals.num_prompt_tokens,
+                num_output_tokens=totals.num_output_tokens,
+                acceptance=copy.deepcopy(totals.acceptance),
+                run_s=totals.run_s,
+                compile_s=totals.compile_s,
+                time_to_first_token_s=totals.first_token_s or 0.0,
+                num_speculative_tokens=setup.speculation.depth,
+                drafter=setup.drafter.name,
+                verification=setup.speculation.verification,
+                lossy=tuple(sorted(totals.lossy)),
+                decisions=tuple(self._records),
+                num_preemptions=totals.num_preemptions,
+            )
+
+    @property
+    def memory(self) -> MemoryPlan | None:
+        """Pages, weight limit and gate that were planned, and what steps were seen to take.
+
+        None without memory_bytes, on a device that does not say how many it has.
+        """
+        plan, watch = self._setup.memory, self._memory_watch
+        if plan is None or watch is None:
+            return None
+        return dataclasses.replace(plan, measured_workspace=watch.measured_workspace)
+
+    def close(self) -> None:
+        """Ends all requests and gives the memory of the pages back. May be called twice.
+
+        Streams under way end with what their requests have. A step under way is waited for.
+
+        Raises:
+          RuntimeError: this is called from within a step.
+        """
+        with self._turns.turn():
+            with self._turns.tables():
+                loop = self._loop
+                try:
+                    self._to_end.extend(map(_Ending, self._outbox.ids()))
+                    self._take_in()
+                finally:
+                    self._loop = None
+                    self._end_lost("the engine was closed.")
+                    self._outbox.take_unclaimed()
+            self._stepper.shutdown(wait=False)
+            self._progress.close()
+            if loop is not None:
+                self._setup.keep(loop)
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def _running_loop(self) -> Loop:
+        if self._loop is None:
+            raise RuntimeError("the engine is closed; make a new one.")
+        return self._loop
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        """Returns the ids of a prompt; a text or a chat template may take a while."""
+        try:
+            return token_ids(self._setup.target, prompt)
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+
+    def _made(self, prompt: Prompt, sampling: SamplingParams | None) -> list[Request]:
+        """Returns the samples of one prompt, every one of which can be served."""
+        requests, refused = self._setup.requests([prompt], sampling, num_before=self._num_added)
+        if refused:
+            raise ValueError(refused[0].error.removeprefix("prompt 0: "))
+        allowed = set(self._setup.drafter.effective_rules(self._rules))
+        for request in requests:
+            wanted = self._setup.drafter.effective_rules([request.rule])
+            if not allowed.issuperset(wanted):
+                name = VERIFICATION_RULES[request.rule]
+                raise ValueError(
+                    f"verification={name!r} is not compiled into this engine; make it with "
+                    f"other_verifications=[{name!r}]."
+                )
+            request.prompt_index = self._num_added
+            self._running_loop.check(request)
+        return requests
+
+    def _add(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None,
+        priority: int = 0,
+        *,
+        deadline_s: float | None = None,
+        is_streamed: bool,
+    ) -> int:
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise ValueError(f"{priority=!r} must be a whole number, the lowest first.")
+        if deadline_s is not None and not deadline_s >= 0:
+            raise ValueError(f"{deadline_s=!r} must be seconds from now, or None.")
+        prompt = self._token_ids(prompt)  # outside the lock
+        with self._turns.tables():
+            requests = self._made(prompt, sampling)
+            for request in requests:
+                request.priority = priority
+                if deadline_s is not None:
+                    request.deadline = time.perf_counter() + deadline_s
+            request_id = requests[0].prompt_index
+            self._num_added += 1
+            self._outbox.open(request_id, requests, is_streamed=is_streamed)
+            self._new += requests
+            return request_id
+
+    @entrance("a step of specjax.Engine")
+    def _advance(self, max_burst_steps: int | None) -> None:
+        """Steps once, if there is anything to do; in a turn."""
+        with self._turns.tables():
+            loop = self._running_loop
+            self._take_in()
+            if not loop.has_work:
+                self._end_lost("the engine lost it in an interruption.")
+                return
+        try:
+            moved = loop.step(max_burst_steps)
+        except BaseException as error:
+            with self._turns.tables():
+                self._end_lost(INTERRUPTED.format(error=error))
+            if loop.has_work:
+                loop.abandon()  # an interrupt came before the loop could do so
+            raise
+        with self._turns.tables():
+            self._totals.run_s = loop.run_s
+            self._totals.compile_s = loop.compile_s
+            self._totals.num_preemptions = loop.num_preemptions
+            self._hand_out(moved)
+        if self._memory_watch is not None:
+            self._memory_watch.look()
+
+    def _advance_for(self, request_id: int) -> None:
+        """Steps once, unless a streamed request has news: others may have stepped for it."""
+        has_news = lambda: self._outbox.has_news(request_id)
+        with self._turns.turn(unless=has_news) as has_come:
+            if has_come:
+                self._advance(None)
+
+    def _advance_beside(self, request_id: int) -> futures.Future[None] | None:
+        """Does so in the engine's own thread; None once the engine is closed."""
+        with self._turns.tables():
+            if self._loop is None:
+                return None
+            return self._stepper.submit(self._advance_for, request_id)
+
+    def _take_in(self) -> None:
+        """Takes in what was added and what is to end; holds the tables, while nobody steps."""
+        loop = self._loop
+        while self._new:
+            request = self._new.popleft()
+            if not _is_added(self._running_loop, request):
+                self._hand_out([request])
+        while self._to_end:
+            request_id, is_left = self._to_end.popleft()
+            samples = self._outbox.samples(request_id)
+            if loop is not None:
+                self._hand_out([each for each in samples if loop.abort(each)])
+            if is_left:
+                self._outbox.leave(request_id)
+
+    def _hand_out(self, moved: Iterable[Request]) -> None:
+        """Makes chunks of what requests gained, for their streams or for `step`."""
+        for samples in self._outbox.hand_out(moved):
+            self._totals.add(samples, self._started_at)
+
+    def _end_lost(self, error: str) -> None:
+        """Ends the requests that the loop no longer has, after an exception, and hands them out.
+
+        Nobody is to wait for what does not come.
+        """
+        waiting = set(self._new)
+        lost = [each for each in self._outbox.unended() if each not in waiting]
+        for request in lost:
+            if not request.is_finished:
+                request.error = error
+                request.end("error")
+        self._hand_out(lost)
+
+    def _take_mail(self, request_id: int) -> tuple[list[Chunk], bool]:
+        """Returns the chunks of a streamed request, and whether they are its last."""
+        with self._turns.tables():
+            return self._outbox.take_mail(request_id)
+
+    def _leave(self, request_id: int) -> None:
+        """Ends a stream that nobody reads any more; may be called at any point of the program."""
+        self._to_end.append(_Ending(request_id, is_left=True))
+        self._turns.tidy()
+
+
+class _Ending(NamedTuple):
+    """A request that somebody wants to end."""
+
+    request_id: int
+    is_left: bool = False  # and nobody reads what it still has to say
+
+
+class _Totals:
+    """Figures of requests that are over."""
+
+    def __init__(self):
+        self.num_prompts = self.num_prompt_tokens = self.num_output_tokens = 0
+        self.acceptance = AcceptanceCounts()
+        self.compile_s = self.run_s = 0.0
+        self.num_preemptions = 0
+        self.first_token_s: float | None = None
+        self.lossy: set[str] = set()
+
+    def add(self, samples: Sequence[Request], started_at: float) -> None:
+        self.num_prompts += 1
+        for request in samples:
+            self.num_prompt_tokens += len(request.prompt_token_ids)
+            self.num_output_tokens += len(request.output_token_ids)
+            self.acceptance.merge(request.counts)
+            if self.first_token_s is None and request.first_token_at is not None:
+                self.first_token_s = request.first_token_at - started_at
+            self.lossy.update(filter(None, [lossy_rule(request)]))
+
+
+def _is_added(loop: Loop, request: Request) -> bool:
+    """Queues a request, or ends it where pages have become too few for it meanwhile."""
+    try:
+        loop.add(request)
+    except ValueError as error:
+        request.error = str(error)
+        request.end("error")
+        return False
+    return True

@@ -1,0 +1,217 @@
+"""generate() and stream(): tokenise, run the loop, detokenise."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import Mesh
+
+from specjax.api.assemble import Setup, acceptance_kind
+from specjax.api.requests import Prompt, as_list
+from specjax.api.results import (
+    Chunk,
+    ChunkWriter,
+    Completion,
+    Generation,
+    GenerationStats,
+    completion_of,
+    refusal,
+    self_check_of,
+)
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import SpeculationConfig
+from specjax.drafters.loading import LoadedDrafter
+from specjax.engine.request import AcceptanceCounts
+from specjax.models.base import Model
+from specjax.policy.interface import SpeculationPolicy
+from specjax.runtime import compilation_cache
+from specjax.runtime.jax_settings import entrance
+from specjax.runtime.progress import Progress, Report
+
+# Streaming reads back after this many steps: a few tokens at once, and little waiting.
+STREAM_BURST_STEPS = 2
+
+
+@entrance("specjax.generate")
+def generate(
+    target: Model | str | os.PathLike[str],
+    prompts: Prompt | Sequence[Prompt],
+    *,
+    drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
+    sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    verification: str | None = None,
+    num_speculative_tokens: int | None = None,
+    speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
+    engine: EngineConfig | Mapping[str, Any] | None = None,
+    policy: SpeculationPolicy | None = None,
+    mesh: Mesh | None = None,
+    progress: bool | Report = False,
+) -> Generation:
+    """Generates text, with or without speculation: the same text either way.
+
+    Token for token under `greedy`, `seeded` and `delta`, in law under `rejection`,
+    `block` and `traversal`, and not at all under the lossy rules.
+
+    Args:
+      target: a Model, a folder in Hugging Face format, a hub name, or "demo".
+      prompts: one prompt or many, of any lengths: text, chat messages, or token ids.
+      drafter: None, "ngram", "demo", a folder, a Model, or what load_drafter returned.
+      sampling: for all prompts, or one per prompt; None is what the model's
+        generation_config.json says. Output ends where the context does, with
+        finish_reason "length" and fewer than max_tokens.
+      verification: "seeded" (default), "greedy", "delta", "rejection", "block" or
+        "traversal"; "lenient", "typical" and "synthetic" are lossy, and results say so.
+        Where a drafter has no probabilities (n-gram), a rule by law runs as `delta`.
+      num_speculative_tokens: K, the most tokens drafted per step; 0 is plain decoding.
+      speculative_config: vLLM's --speculative-config, as JSON or a mapping; the
+        arguments above win over it.
+      engine: sizes, or a mapping of them; chosen from the requests where None.
+      policy: which K before each burst; None is what speculative_config says, else
+        goodput: the K of most expected tokens per second, up to num_speculative_tokens.
+      mesh: devices to split over, axes "data" and "tensor".
+      progress: True shows on stderr what takes long; a function is told instead,
+        as report(what, done, total), with total 0 where nobody knows.
+
+    Returns:
+      The completions in the order of the prompts, n for each, with `stats`. A
+      request that is invalid, or whose logits turn NaN, has finish_reason "error"
+      and says why in `error`; the others complete.
+
+    Raises:
+      ValueError: the call itself is wrong, or every request is; before any compile.
+    """
+    stream_ = Stream(
+        target,
+        prompts,
+        drafter=drafter,
+        sampling=sampling,
+        verification=verification,
+        num_speculative_tokens=num_speculative_tokens,
+        speculative_config=speculative_config,
+        engine=engine,
+        policy=policy,
+        mesh=mesh,
+        progress=progress,
+        max_burst_steps=None,
+    )
+    for _ in stream_:
+        pass
+    return stream_.result()
+
+
+@entrance("specjax.stream")
+def stream(
+    target: Model | str | os.PathLike[str],
+    prompts: Prompt | Sequence[Prompt],
+    **arguments: Any,
+) -> Stream:
+    """Generates text and hands it out as it is committed; arguments as `generate`.
+
+    Returns:
+      An iterable of `Chunk`; a possible beginning of a stop string, and incomplete
+      UTF-8, are held back. Afterwards `result()` gives what `generate` returns.
+    """
+    return Stream(target, prompts, max_burst_steps=STREAM_BURST_STEPS, **arguments)
+
+
+class Stream:
+    """A generation under way."""
+
+    def __init__(
+        self,
+        target: Model | str | os.PathLike[str],
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        verification: str | None = None,
+        num_speculative_tokens: int | None = None,
+        speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
+        engine: EngineConfig | Mapping[str, Any] | None = None,
+        policy: SpeculationPolicy | None = None,
+        mesh: Mesh | None = None,
+        progress: bool | Report = False,
+        max_burst_steps: int | None = None,
+    ):
+        self._started_at = time.perf_counter()
+        compilation_cache.enable()
+        self._max_burst_steps = max_burst_steps
+        self._progress = Progress(progress)
+        self._progress.report("loading", 0, 0)
+        self._setup = Setup.of(
+            target,
+            drafter=drafter,
+            verification=verification,
+            num_speculative_tokens=num_speculative_tokens,
+            speculative_config=speculative_config,
+            engine=engine,
+            mesh=mesh,
+        )
+        requests, refused = self._setup.requests(as_list(prompts), sampling)
+        self._setup = self._setup.for_run(
+            (each.rule for each in requests), policy, acceptance_kind(requests)
+        )
+        sizes, self._requests, unfit = self._setup.sizes(requests)
+        self._failed = [refusal(each) for each in [*refused, *unfit]]
+        if sizes is None:
+            raise ValueError(self._failed[0].error)
+        rules = (request.rule for request in self._requests)
+        self._loop = self._setup.loop(sizes, rules, policy, on_progress=self._progress.report)
+        for request in self._requests:
+            self._loop.add(request)
+        self._chunks = self._run()
+
+    def __iter__(self) -> Iterator[Chunk]:
+        return self._chunks
+
+    def _run(self) -> Iterator[Chunk]:
+        for failed in self._failed:
+            place = failed.prompt_index, failed.sample_index
+            yield Chunk(*place, "", [], [], "error", failed.error)
+        writer, num_tokens = ChunkWriter(), 0
+        total = sum(request.params.max_tokens for request in self._requests)
+        try:
+            for moved in self._loop.run(max_burst_steps=self._max_burst_steps):
+                for request in moved:
+                    chunk = writer.chunk(request)
+                    num_tokens += len(chunk.token_ids)
+                    yield chunk
+                if moved:
+                    self._progress.report("tokens", num_tokens, total)
+        finally:
+            self._progress.close()
+        self._setup.keep(self._loop)
+
+    def result(self) -> Generation:
+        """Returns what `generate` would; runs what is left to run."""
+        for _ in self._chunks:
+            pass
+        done = [completion_of(request) for request in self._requests] + self._failed
+        done.sort(key=lambda completion: (completion.prompt_index, completion.sample_index))
+        return Generation(done, self._stats(done))
+
+    def _stats(self, completions: list[Completion]) -> GenerationStats:
+        total = AcceptanceCounts()
+        for request in self._requests:
+            total.merge(request.counts)
+        first = [r.first_token_at for r in self._requests if r.first_token_at is not None]
+        return GenerationStats(
+            num_prompts=len({c.prompt_index for c in completions}),
+            num_prompt_tokens=sum(len(r.prompt_token_ids) for r in self._requests),
+            num_output_tokens=sum(len(c.token_ids) for c in completions),
+            acceptance=total,
+            run_s=self._loop.run_s,
+            compile_s=self._loop.compile_s,
+            time_to_first_token_s=min(first) - self._started_at if first else 0.0,
+            num_speculative_tokens=self._setup.speculation.depth,
+            drafter=self._setup.drafter.name,
+            verification=self._setup.speculation.verification,
+            lossy=tuple(sorted({c.lossy for c in completions if c.lossy})),
+            self_check=self_check_of(completions),
+            decisions=tuple(self._loop.records),
+            num_preemptions=self._loop.num_preemptions,
+        )

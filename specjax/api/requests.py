@@ -1,0 +1,295 @@
+"""From what a user passes to requests for the engine; whatever is wrong is said here."""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+import secrets
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.config.engine import EngineConfig
+from specjax.config.rules import VERIFICATION_RULES
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import SpeculationConfig
+from specjax.drafters.loading import LoadedDrafter
+from specjax.engine.request import Request
+from specjax.models.base import Model
+from specjax.sampling import row_values
+from specjax.text.detokenize import IncrementalText
+from specjax.types import BY_LAW, DELTA
+
+# Text, the messages of a chat, or token ids.
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+
+
+_EXPECTED = "text, a list of chat messages, or a list of whole numbers (token ids)"
+_EXPECTED_PROMPTS = f"expected one prompt or a list of them, each {_EXPECTED}."
+
+
+class Refused(NamedTuple):
+    """A request that cannot be served, one per sample."""
+
+    prompt_index: int
+    sample_index: int
+    seed: int
+    error: str
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """Returns a list of prompts from one prompt or many.
+
+    Raises:
+      ValueError: there is none, or what was given is no prompt.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    if not _is_iterable(prompts):
+        raise ValueError(f"prompts are {_shown(prompts)}; {_EXPECTED_PROMPTS}")
+    prompts = list(prompts)
+    if not prompts:
+        raise ValueError("no prompts were given.")
+    is_one = isinstance(prompts[0], Mapping) or _is_token(prompts[0])
+    return [prompts] if is_one else prompts
+
+
+def default_sampling(generation_defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of SamplingParams that a model's generation_config.json sets."""
+    if generation_defaults.get("do_sample") is False:
+        return {"temperature": 0.0}
+    known = {field.name for field in dataclasses.fields(SamplingParams)}
+    return {key: value for key, value in generation_defaults.items() if key in known}
+
+
+def one_each(sampling: Any, target: Model, num_prompts: int) -> list[SamplingParams]:
+    """Returns sampling parameters per prompt from none, one for all, or one per prompt."""
+    if sampling is None:
+        sampling = SamplingParams(**default_sampling(target.generation_defaults))
+    if isinstance(sampling, SamplingParams):
+        return [sampling] * num_prompts
+    if isinstance(sampling, Mapping | str) or not isinstance(sampling, Sequence):
+        raise ValueError(
+            f"sampling must be a SamplingParams or a list of them, got {type(sampling).__name__}; "
+            "write SamplingParams(temperature=0, ...)."
+        )
+    if len(sampling) != num_prompts:
+        raise ValueError(
+            f"{len(sampling)} sampling parameters were given for {num_prompts} prompts; "
+            "pass one for all, or one per prompt."
+        )
+    return list(sampling)
+
+
+def make_requests(
+    target: Model,
+    prompts: Sequence[Any],
+    sampling: Sequence[SamplingParams | ValueError],
+    speculation: SpeculationConfig,
+    drafter: LoadedDrafter,
+    engine_config: EngineConfig,
+    *,
+    num_before: int = 0,
+) -> tuple[list[Request], list[Refused]]:
+    """Returns the valid requests, n per prompt, and those refused.
+
+    Args:
+      sampling: one per prompt; in place of parameters that could not be made, why.
+      num_before: prompts that share rows with these and came earlier: where prompts of one
+        seed need noise of their own, prompt i has that of number num_before + i.
+    """
+    requests: list[Request] = []
+    refused: list[Refused] = []
+    too_many = 0
+    for index, (prompt, params) in enumerate(zip(prompts, sampling, strict=True)):
+        try:
+            if isinstance(params, ValueError):
+                raise params
+            if not isinstance(params, SamplingParams):
+                raise ValueError(f"sampling holds {params!r}; expected SamplingParams.")
+            requests += _of_prompt(
+                target,
+                index,
+                prompt,
+                params,
+                speculation,
+                drafter,
+                engine_config,
+                noise_number=num_before + index,
+            )
+            if params.speculate:
+                too_many = max(too_many, params.num_speculative_tokens or 0)
+        except (ValueError, TypeError) as error:
+            n = getattr(params, "n", 1)
+            n = n if isinstance(n, int) and 1 <= n <= 2**16 else 1
+            seed = getattr(params, "seed", None) or 0
+            refused.extend(
+                Refused(index, sample, seed, f"prompt {index}: {error}") for sample in range(n)
+            )
+    most = speculation.depth
+    if too_many > most:
+        warnings.warn(
+            f"a request asks for num_speculative_tokens={too_many}; this call drafts at most "
+            f"{most}, "
+            "raise its own num_speculative_tokens.",
+            stacklevel=4,
+        )
+    return requests, refused
+
+
+def _of_prompt(
+    target: Model,
+    index: int,
+    prompt: Any,
+    params: SamplingParams,
+    speculation: SpeculationConfig,
+    drafter: LoadedDrafter,
+    engine_config: EngineConfig,
+    *,
+    noise_number: int,
+) -> list[Request]:
+    """Returns the n requests of one prompt."""
+    config = target.config
+    params.validate(config.vocab_size)
+    rule = params.verification or speculation.verification
+    drafter.check_rule(rule)
+    if rule == "synthetic" and speculation.synthetic_acceptance_rates is None:
+        raise ValueError("verification='synthetic' needs the call's synthetic_acceptance_rates.")
+    if rule == "greedy" and params.temperature != 0:
+        raise ValueError(
+            f"verification='greedy' needs temperature 0, got temperature={params.temperature!r}; "
+            "use 'seeded', which samples and is exact at any temperature."
+        )
+    number = VERIFICATION_RULES.index(rule)
+    cap = _draft_cap(params, speculation)
+    if cap == 0 or not drafter.effective_rules([number]):
+        # Nothing is drafted for it, or nothing that has a law: the target's own draws.
+        number = min(number, DELTA)
+    elif engine_config.numerics == "invariant":
+        raise ValueError(
+            f"numerics='invariant' makes tokens independent of what is drafted, and under "
+            f"verification={rule!r} they depend on it; use 'seeded', 'greedy' or 'delta'."
+        )
+    if params.stop_strings and target.tokenizer is None:
+        raise ValueError(
+            "stop strings need a tokenizer, and this model's folder has none; use stop_token_ids."
+        )
+    ids = token_ids(target, prompt)
+    context = min(config.max_position_embeddings, engine_config.max_context or 2**31)
+    room = context - len(ids)
+    if room < max(params.min_tokens, 1):
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens and the context holds {context}, of which the "
+            f"output "
+            f"needs {max(params.min_tokens, 1)} at least; shorten the prompt."
+        )
+    seed = int(params.seed) if params.seed is not None else secrets.randbits(63)
+    own_seed = seed
+    if speculation.max_drafts_per_step is not None and number in BY_LAW:
+        # What is verified of a row follows from its neighbours' draws, which must not be
+        # its own: a seed that prompts share gives each of them noise of its own.
+        own_seed = derive_seed(seed, noise_number)
+    return [
+        Request(
+            prompt_index=index,
+            sample_index=sample,
+            prompt_token_ids=ids,
+            params=params,
+            seed=seed,
+            draft_cap=cap,
+            rule=number,
+            max_length=len(ids) + min(params.max_tokens, room),
+            sampling_values=row_values(
+                params,
+                prompt_length=len(ids),
+                eos_token_ids=config.eos_token_ids,
+                seed=derive_seed(own_seed, sample),
+                engine_config=engine_config,
+            ),
+            text=target.tokenizer and IncrementalText(target.tokenizer, params.stop_strings),
+        )
+        for sample in range(params.n)
+    ]
+
+
+def _draft_cap(params: SamplingParams, speculation: SpeculationConfig) -> int:
+    """Returns the K of one request."""
+    wanted, most = params.num_speculative_tokens, speculation.depth
+    if not params.speculate:
+        return 0
+    return most if wanted is None else min(wanted, most)
+
+
+def derive_seed(seed: int, sample: int) -> int:
+    """Returns the 64-bit seed of sample i of a request: a bijection of seed for each i.
+
+    Source: the finaliser of SplitMix64 (Steele, Lea and Flood 2014).
+    """
+    mask = 2**64 - 1
+    x = (seed + (sample + 1) * 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    return x ^ (x >> 31)
+
+
+def token_ids(target: Model, prompt: Any) -> list[int]:
+    """Returns the ids of a prompt.
+
+    Raises:
+      ValueError: no tokenizer, an empty prompt, or ids outside the vocabulary.
+    """
+    is_text = isinstance(prompt, str)
+    if not is_text and not _is_iterable(prompt):
+        raise ValueError(f"a prompt is {_shown(prompt)}; expected {_EXPECTED}.")
+    prompt = prompt if is_text else list(prompt)
+    if is_text or (prompt and isinstance(prompt[0], Mapping)):
+        if target.tokenizer is None:
+            raise ValueError(
+                f"model {target.name!r} has no tokenizer, so prompts must be lists of token ids, "
+                f"not text."
+            )
+        ids = target.tokenizer.encode(prompt) if is_text else target.tokenizer.encode_chat(prompt)
+    else:
+        if not all(map(_is_token, prompt)):
+            wrong = next(token for token in prompt if not _is_token(token))
+            raise ValueError(f"a prompt holds {_shown(wrong)}; expected {_EXPECTED}, of one kind.")
+        ids = [int(token) for token in prompt]
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token.")
+    bad = next((token for token in ids if not 0 <= token < target.config.vocab_size), None)
+    if bad is not None:
+        raise ValueError(
+            f"token id {bad} is outside the vocabulary; expected 0 to "
+            f"{target.config.vocab_size - 1}."
+        )
+    return ids
+
+
+def _is_iterable(value: Any) -> bool:
+    """Whether a value can be a list of something; bytes and single messages are none."""
+    if isinstance(value, bytes | bytearray | memoryview | Mapping):
+        return False
+    try:
+        iter(value)
+    except TypeError:  # a number, None, an array without axes
+        return False
+    return True
+
+
+def _shown(value: Any) -> str:
+    """Returns a value and its type, for a message."""
+    if value is None:
+        return "None"
+    text = repr(value)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return f"{text} ({type(value).__name__})"
+
+
+def _is_token(value: Any) -> bool:
+    """Whether a value is a whole number, of Python, numpy or jax, and no array of them."""
+    if isinstance(value, bool):
+        return False
+    is_scalar = getattr(value, "ndim", None) == 0 and np.issubdtype(value.dtype, np.integer)
+    return isinstance(value, numbers.Integral) or is_scalar

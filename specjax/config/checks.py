@@ -1,0 +1,37 @@
+"""What a value that a user gives is."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from typing import Any, TypeGuard
+
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+
+def is_int(value: Any) -> TypeGuard[int]:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def is_sized(value: Any) -> bool:
+    """Whether a value can be read more than once: a list, a set, an array, ..."""
+    try:
+        len(value)
+        iter(value)
+    except TypeError:
+        return False
+    return True
+
+
+def is_bias(value: Any) -> bool:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and (value == -math.inf or -FLOAT32_MAX <= value <= FLOAT32_MAX)

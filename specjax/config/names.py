@@ -1,0 +1,47 @@
+"""Names that users write: what they may have meant, and which drafters there are."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+NO_DRAFTER, DEMO = "none", "demo"
+MATCHING = ("ngram", "history")  # drafters that need no weights
+DRAFTERS = (NO_DRAFTER, *MATCHING, DEMO)
+_SIMILARITY = 0.6  # of names, from 0 to 1, to ask whether one is the other
+
+
+def closest(name: str, known: Iterable[str], similarity: float = _SIMILARITY) -> str | None:
+    """Returns the known name that one is a misspelling of, None where it is none."""
+    found = difflib.get_close_matches(name, list(known), 1, similarity)
+    return found[0] if found else None
+
+
+def suggestion(name: str, known: Iterable[str]) -> str:
+    """Returns " (did you mean ...?)" for a misspelt name, else nothing."""
+    meant = closest(name, known)
+    return "" if meant is None else f" (did you mean {meant!r}?)"
+
+
+def check_drafter(name: str | os.PathLike[str]) -> None:
+    """Refuses the name of a drafter that is none of DRAFTERS, no folder and no hub name.
+
+    A hub name is "org/name": nothing else is asked for on the network.
+
+    Raises:
+      ValueError: it lists what there is.
+    """
+    text = os.fspath(name)
+    known = (*DRAFTERS, "demo-draft")
+    # Whatever has a separator is a path or a hub name, for `load_model` to find.
+    if text in known or os.path.basename(text) != text:
+        return
+    if not isinstance(name, str) or Path(text).expanduser().exists():
+        return
+    raise ValueError(
+        f"drafter {text!r} is unknown{suggestion(text, DRAFTERS)}; expected one of "
+        f"{', '.join(map(repr, DRAFTERS))}, a folder with a draft model, or its name on the "
+        "Hugging Face Hub, as 'org/name'."
+    )

@@ -1,0 +1,187 @@
+"""How the tokens of a request are drawn, and when it ends."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from specjax.config.checks import FLOAT32_MAX, is_bias, is_int, is_sized
+from specjax.config.rules import VERIFICATION_RULES, unknown_rule
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is sampled. The meaning and order of vLLM's parameters.
+
+    Logits pass: allowed ids, bad ids, min_tokens, logit_bias, penalties,
+    temperature, min_p, top_k, top_p. All of them work with speculation.
+
+    The first min_tokens output tokens hold no stop token, and a stop string that one
+    of them completes does not end the output; it is text like any other. One that
+    begins among them and is completed by a later token does.
+
+    `seed`, from 0 to 2**64 - 1, makes the text a function of (weights, prompt, these
+    parameters, seed); under the rules that keep the law alone (`rejection` and those after it) of
+    what is drafted
+    too. Without one fresh entropy is drawn, and reported in the result. Sample i of n uses
+    a seed derived from (seed, i).
+
+    Raises:
+      ValueError: a value that means nothing, or two that contradict; when it is made.
+    """
+
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 or -1: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and output
+    presence_penalty: float = 0.0  # over output
+    frequency_penalty: float = 0.0  # over output, per occurrence
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    bad_token_ids: Sequence[int] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0  # so many are no stop token and complete no stop string
+    max_tokens: int = 128
+    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = ()  # stop strings, cut from the text
+    ignore_eos: bool = False
+    seed: int | None = None
+    n: int = 1
+    logprobs: int | None = None  # k: of the chosen token and the k most likely; 0: chosen only
+    # The entropy of the distribution that each token was drawn from; with logprobs.
+    entropy: bool = False
+    num_speculative_tokens: int | None = None  # this request's own K; 0 is off
+    # False is plain decoding for this request alone, whatever num_speculative_tokens says:
+    # the same text under `greedy`, `seeded` and `delta`.
+    speculate: bool = True
+    verification: str | None = None  # this request's own rule; None is the call's
+    self_check: bool = False  # holds the draws against their law, see specjax.SelfCheck
+
+    def __post_init__(self):
+        self.validate()
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def validate(self, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()) -> None:
+        """Refuses values that mean nothing or contradict, naming the parameter.
+
+        Called when parameters are made, and with the model's arguments when a request is.
+
+        Args:
+          vocab_size: token ids are held against it when given.
+          eos_token_ids: stop tokens of the model, unless `ignore_eos`.
+
+        Raises:
+          ValueError: a value of the wrong type too.
+        """
+        for name, low, high in _RANGES:
+            value: Any = getattr(self, name)
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not is_number or not low <= cast(float, value) <= high:
+                raise ValueError(
+                    f"{name}={value!r} is out of range; expected a number from {low} to {high}."
+                )
+        if self.repetition_penalty <= 0:
+            raise ValueError(
+                f"repetition_penalty={self.repetition_penalty!r} must be above 0; 1 is off."
+            )
+        for name in ("top_k", "min_tokens", "max_tokens", "n"):
+            if not is_int(getattr(self, name)):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number.")
+        for name in ("logprobs", "num_speculative_tokens"):
+            value = getattr(self, name)
+            if value is not None and (not is_int(value) or value < 0):
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 0, or None.")
+        seed = self.seed
+        if seed is not None and not (is_int(seed) and 0 <= seed < 2**64):
+            raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**64 - 1, or None.")
+        if self.verification not in (None, *VERIFICATION_RULES):
+            raise ValueError(unknown_rule(self.verification))
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens!r} exceeds max_tokens={self.max_tokens!r}; lower "
+                f"min_tokens or raise max_tokens."
+            )
+        for name in ("ignore_eos", "speculate", "self_check", "entropy"):
+            if getattr(self, name) not in (True, False):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
+        if self.entropy and self.logprobs is None:
+            raise ValueError(
+                "entropy=True comes with the log-probabilities; set logprobs=0 or more."
+            )
+        is_many = self.stop is None or is_sized(self.stop)
+        if not is_many or any(not isinstance(text, str) or not text for text in self.stop_strings):
+            raise ValueError(f"stop={self.stop!r} must hold non-empty strings.")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias={self.logit_bias!r} must map token ids to numbers.")
+        if not all(map(is_bias, self.logit_bias.values())):
+            raise ValueError(
+                f"logit_bias={self.logit_bias!r} must hold finite numbers of float32, at most "
+                f"{FLOAT32_MAX:.3g} in size (or -inf to forbid a token)."
+            )
+        self._validate_token_ids(vocab_size)
+        if self.allowed_token_ids is not None:
+            self._validate_allowed(self.allowed_token_ids, eos_token_ids)
+
+    def _validate_allowed(self, allowed: Sequence[int], eos_token_ids: Sequence[int]) -> None:
+        """Refuses allowed_token_ids of which nothing is left."""
+        left = set(map(int, allowed))
+        if not left:
+            raise ValueError(
+                "allowed_token_ids is empty, so no token could be chosen; pass None to allow all."
+            )
+        left -= set(map(int, self.bad_token_ids))
+        left -= {int(i) for i, bias in self.logit_bias.items() if bias == -math.inf}
+        if not left:
+            raise ValueError(
+                "bad_token_ids (or logit_bias of -inf) forbids every one of "
+                "allowed_token_ids; no token could be chosen."
+            )
+        stops = {*map(int, self.stop_token_ids)}
+        stops.update(() if self.ignore_eos else map(int, eos_token_ids))
+        if self.min_tokens > 0 and not left - stops:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} forbids stop tokens, and nothing else is "
+                "left of allowed_token_ids; allow another token, or set min_tokens=0."
+            )
+
+    def _validate_token_ids(self, vocab_size: int | None) -> None:
+        groups = {
+            "logit_bias": list(self.logit_bias),
+            "bad_token_ids": self.bad_token_ids,
+            "allowed_token_ids": () if self.allowed_token_ids is None else self.allowed_token_ids,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        for name, ids in groups.items():
+            if not is_sized(ids):
+                raise ValueError(f"{name}={ids!r} must be a sequence of token ids.")
+            for token_id in ids:
+                if (
+                    not is_int(token_id)
+                    or token_id < 0
+                    or (vocab_size is not None and token_id >= vocab_size)
+                ):
+                    raise ValueError(
+                        f"{name} holds {token_id!r}, which is no token id; expected whole numbers "
+                        f"from 0 "
+                        f"to {'the vocabulary size' if vocab_size is None else vocab_size - 1}."
+                    )
+
+
+_RANGES = (
+    ("temperature", 0.0, 100.0),
+    ("top_k", -1, 2**31 - 1),
+    ("top_p", 1e-6, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 1e6),
+    ("presence_penalty", -1e6, 1e6),
+    ("frequency_penalty", -1e6, 1e6),
+    ("min_tokens", 0, 2**31 - 1),
+    ("max_tokens", 1, 2**31 - 1),
+    ("n", 1, 2**16),
+)

@@ -1,0 +1,266 @@
+"""Which drafter, how many tokens, verified how."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import numbers
+import operator
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any, cast
+
+from specjax.config import batch_size_table, vllm_json
+from specjax.config.checks import is_int, is_sized
+from specjax.config.names import MATCHING
+from specjax.config.rules import VERIFICATION_RULES, unknown_rule
+
+POLICIES = ("goodput", "fixed")
+
+DEFAULT_NUM_SPECULATIVE_TOKENS = 4
+
+MAX_DRAFT_NODES = 255
+
+MAX_DEPTH = 63
+
+
+def _check_lossy(config: SpeculationConfig) -> None:
+    """Refuses numbers of the lossy rules that mean nothing; makes the rates a tuple."""
+    for name, low in (("lenience", 0), ("typical_epsilon", 0), ("typical_delta", 0)):
+        value: Any = getattr(config, name)
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not low < cast(float, value) <= 1:
+            raise ValueError(f"{name}={value!r} must be above {low} and at most 1.")
+    rates = config.synthetic_acceptance_rates
+    if rates is None:
+        if config.verification == "synthetic":
+            raise ValueError(
+                "verification='synthetic' needs synthetic_acceptance_rates, one per "
+                "depth, as in [0.8, 0.7, 0.6]."
+            )
+        return
+    is_rate = lambda rate: isinstance(rate, numbers.Real) and 0 <= float(rate) <= 1
+    if not is_sized(rates) or not len(rates) or not all(map(is_rate, rates)):
+        raise ValueError(f"synthetic_acceptance_rates={rates!r} must list numbers from 0 to 1.")
+    as_floats = tuple(map(float, rates))
+    object.__setattr__(config, "synthetic_acceptance_rates", as_floats)
+
+
+def _rank_paths(tree: Any) -> tuple[tuple[int, ...], ...] | None:
+    """Returns a tree's nodes by their ranks, from any of the forms that users write."""
+    if tree is None:
+        return None
+    given = tree
+    try:
+        if isinstance(given, str):
+            given = ast.literal_eval(given)
+        if all(is_int(width) and width >= 1 for width in given):
+            # One more than may be is enough to be refused by name.
+            ranks = [range(min(width, MAX_DRAFT_NODES + 1)) for width in given]
+            paths = [
+                path
+                for depth in range(1, len(ranks) + 1)
+                for path in itertools.islice(itertools.product(*ranks[:depth]), MAX_DRAFT_NODES + 1)
+            ]
+        else:
+            paths = [tuple(map(operator.index, path)) for path in given]
+            paths = [path for path in paths if path]
+    except (TypeError, ValueError, SyntaxError):
+        paths = []
+    if paths and max(map(len, paths)) > MAX_DEPTH:
+        raise ValueError(
+            f"speculative_token_tree is {max(map(len, paths))} deep; at most {MAX_DEPTH} is "
+            f"allowed."
+        )
+    if not paths or any(min(path) < 0 for path in paths):
+        raise ValueError(
+            f"speculative_token_tree={tree!r} must list nodes, as '[(0,), (1,), (0, 0)]', "
+            "or children per depth, as (2, 1)."
+        )
+    if len(paths) > MAX_DRAFT_NODES:
+        raise ValueError(
+            f"speculative_token_tree={tree!r} has more than {MAX_DRAFT_NODES} nodes; list fewer."
+        )
+    return tuple(paths)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpeculationConfig:
+    """Which drafter, how many tokens, verified how.
+
+    The keys of vLLM's `--speculative-config`. A drafter that is passed beside this
+    needs neither `method` nor `model`.
+    """
+
+    method: str | None = None  # None, "ngram", "history" or "draft_model"
+    model: str | None = None  # a folder, a hub name, or "demo"
+    # Most draft tokens along one path, as it was asked for; `depth` is what comes of it.
+    num_speculative_tokens: int | None = None
+    # K by the number of rows that decode: [[first, last, K], ...], see batch_size_table.
+    num_speculative_tokens_per_batch_size: Any = None  # tuple[Entry, ...], once made
+    # "goodput": the K of the most expected tokens per second, up to num_speculative_tokens;
+    # "fixed": that K always. None is goodput, or the table above where there is one.
+    policy: str | None = None
+    # Most decoding rows with which drafts are made; None is no limit.
+    speculation_max_rows: int | None = None
+    # Positions that a draft model is fed; None is as many as it was made for.
+    max_model_len: int | None = None
+    verification: str = "seeded"
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+    prompt_lookup_matches: int = 1  # continuations; more than one are drafted as a tree
+    # Most tokens of such a tree, or of one grown with tree_top_k. None: all of them, or
+    # tree_top_k per depth.
+    num_draft_nodes: int | None = None
+    # Of method "history": tokens of the text that rows share, their own prompts' answers and
+    # earlier ones; beside a draft model: that drafts where nothing better is found there. None
+    # is drafters.spec.CORPUS_TOKENS for the former, and none for the latter.
+    corpus_tokens: int | None = None
+    # A draft model's tree, each node by the ranks on the way to it: "[(0,), (1,), (0, 0)]",
+    # the same as a list, or the children per depth, (2, 1). None drafts chains.
+    speculative_token_tree: Any = None  # tuple[tuple[int, ...], ...], once made
+    # A draft model's tree, grown where the model is surest (EAGLE-2's top-k): so many
+    # nodes expanded per depth, so many children looked at of each.
+    tree_top_k: int | None = None
+    # Most draft tokens verified per step over all rows, those likeliest to stand; None: all
+    # that are drafted.
+    max_drafts_per_step: int | None = None
+    lenience: float = 0.5  # of "lenient": draft probabilities are multiplied by it
+    typical_epsilon: float = 0.09  # of "typical": its thresholds
+    typical_delta: float = 0.3
+    # Of "synthetic": how often a draft token at each depth stands, the last going on.
+    synthetic_acceptance_rates: Any = None  # tuple[float, ...], once made
+
+    def __post_init__(self):
+        tree = _rank_paths(self.speculative_token_tree)
+        object.__setattr__(self, "speculative_token_tree", tree)
+        self._set_table()
+        vllm_json.check_method(self.method)
+        if self.policy not in (None, *POLICIES):
+            raise ValueError(
+                f"policy={self.policy!r} is unknown; expected one of "
+                f"{', '.join(map(repr, POLICIES))}, "
+                "or None."
+            )
+        if self.policy is not None and self.num_speculative_tokens_per_batch_size:
+            raise ValueError(
+                f"policy={self.policy!r} and num_speculative_tokens_per_batch_size both say "
+                "which K; leave one of them out."
+            )
+        if self.model is not None and not isinstance(self.model, str | os.PathLike):
+            raise ValueError(f"model={self.model!r} must name a folder or a model.")
+        if self.method == "draft_model" and self.model is None:
+            raise ValueError("method 'draft_model' needs 'model': a folder, or \"demo\".")
+        if not is_int(self.depth) or not 0 <= self.depth <= MAX_DEPTH:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens!r} must be a whole number "
+                f"from 0 (no speculation) to {MAX_DEPTH}."
+            )
+        if tree is not None and self.depth > max(map(len, tree)):
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens!r} is deeper than "
+                f"speculative_token_tree, {max(map(len, tree))}; leave it out or lower it."
+            )
+        if tree is not None and self.method in MATCHING:
+            raise ValueError(
+                "speculative_token_tree is the shape of a draft model's tree; with "
+                f"method {self.method!r} leave it out."
+            )
+        self._check_growth()
+        for name in (
+            "max_drafts_per_step",
+            "speculation_max_rows",
+            "max_model_len",
+            "corpus_tokens",
+        ):
+            most = getattr(self, name)
+            if most is not None and (not is_int(most) or most < 1):
+                raise ValueError(f"{name}={most!r} must be a whole number of at least 1, or None.")
+        if self.verification not in VERIFICATION_RULES:
+            raise ValueError(unknown_rule(self.verification))
+        _check_lossy(self)
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        if not (is_int(low) and is_int(high) and 1 <= low <= high <= 16):
+            raise ValueError(
+                f"prompt_lookup_min={self.prompt_lookup_min!r} and "
+                f"prompt_lookup_max={self.prompt_lookup_max!r} must satisfy 1 <= min <= max <= 16."
+            )
+        matches, nodes = self.prompt_lookup_matches, self.num_draft_nodes
+        if not (is_int(matches) and 1 <= matches <= 16):
+            raise ValueError(
+                f"prompt_lookup_matches={matches!r} must be a whole number from 1 to 16."
+            )
+        if nodes is not None and not (is_int(nodes) and 1 <= nodes <= MAX_DRAFT_NODES):
+            raise ValueError(
+                f"num_draft_nodes={nodes!r} must be a whole number from 1 to {MAX_DRAFT_NODES}."
+            )
+
+    @property
+    def depth(self) -> int:
+        """Most draft tokens along one path: what was asked for, else a tree's depth, else the
+        default."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        table = self.num_speculative_tokens_per_batch_size
+        if table is not None and self.speculative_token_tree is None:
+            return batch_size_table.most(table)
+        tree = self.speculative_token_tree
+        return DEFAULT_NUM_SPECULATIVE_TOKENS if tree is None else max(map(len, tree))
+
+    @property
+    def has_tree(self) -> bool:
+        """Whether it says what tree a draft model is to draft."""
+        return self.speculative_token_tree is not None or self.tree_top_k is not None
+
+    def _set_table(self) -> None:
+        """Checks num_speculative_tokens_per_batch_size, and warns of what it cannot have."""
+        if self.num_speculative_tokens_per_batch_size is None:
+            return
+        table = batch_size_table.parse(self.num_speculative_tokens_per_batch_size)
+        most = self.num_speculative_tokens
+        if is_int(most) and batch_size_table.most(table) > most:
+            warnings.warn(
+                f"{batch_size_table.NAME} asks for K = {batch_size_table.most(table)}, and "
+                f"num_speculative_tokens={most} is the most; raise it, or no more is drafted.",
+                stacklevel=4,
+            )
+            table = batch_size_table.at_most(table, most)
+        object.__setattr__(self, batch_size_table.NAME, table)
+
+    def _check_growth(self) -> None:
+        """Refuses a tree_top_k that means nothing or contradicts."""
+        top_k, depth = self.tree_top_k, self.depth
+        if top_k is None:
+            return
+        if not is_int(top_k) or not 1 <= top_k <= 32:
+            raise ValueError(f"tree_top_k={top_k!r} must be a whole number from 1 to 32.")
+        if self.speculative_token_tree is not None or self.method in MATCHING:
+            raise ValueError(
+                "tree_top_k grows a draft model's tree; leave it out together with "
+                "speculative_token_tree or method 'ngram' or 'history'."
+            )
+        if depth == 0 or (depth - 1) * top_k > MAX_DRAFT_NODES:
+            raise ValueError(
+                f"tree_top_k={top_k!r} and num_speculative_tokens={depth!r} grow a tree of "
+                f"{max(depth - 1, 0) * top_k} nodes; expected a depth of at least 1 and at "
+                f"most {MAX_DRAFT_NODES} nodes. Lower either."
+            )
+
+    @classmethod
+    def from_json(cls, text_or_mapping: str | Mapping[str, Any]) -> SpeculationConfig:
+        """Reads vLLM's `--speculative-config`, JSON or what JSON was read to.
+
+        A warning names the keys of vLLM that have no use here and why; another one keys
+        that are unknown and like no other. The table is in docs/speculative-config.md.
+
+        Raises:
+          ValueError: not a JSON object, a method that specjax does not have, a key that is
+            misspelt, or keys that contradict.
+        """
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        reading = vllm_json.read(text_or_mapping, defaults)
+        for warning in reading.warnings:
+            warnings.warn(warning, stacklevel=2)
+        return cls(**reading.fields)

@@ -1,0 +1,37 @@
+"""The fixed sizes of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """The static sizes of a decode state; of all shards together."""
+
+    rows: int
+    page_size: int
+    num_pages: int
+    pages_per_row: int
+    burst_steps: int
+    # Slots of a row past its last token, where nodes of a tree lie until a path is
+    # accepted; 0 for chains.
+    tree_slots: int = 0
+    dtype: Any = jnp.float32  # of keys and values
+
+    @property
+    def max_length(self) -> int:
+        """Tokens a row can hold."""
+        return self.pages_per_row * self.page_size
+
+
+PLACES = 8  # rows that share the prompt tokens of one call
+
+
+def chunk_widths(prefill_tokens: int) -> tuple[int, int]:
+    """Returns the prompt tokens that a row gets per call: one of several, and a long one alone."""
+    narrow = max(prefill_tokens // PLACES, 1)
+    return narrow, max(prefill_tokens // 2, narrow)

@@ -1,0 +1,162 @@
+"""The paged KV cache: pages of every layer, and which of them each row reads and writes.
+
+Whose they are is decided on the host, in `specjax.engine.pages`: the device is told by the
+block table that comes with its work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from pallas_kernels import layout
+from pallas_kernels.implementations import target_platform
+from pallas_kernels.write_kv import write_kv
+from specjax.models.base import ModelConfig
+
+NO_PAGE = -1
+
+# Keys and values of one layer: (k_pages, v_pages).
+Pages = tuple[Array, Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedKVCache:
+    """Key and value pages of every layer, and the table that says whose they are.
+
+    Positions at or past `lengths` hold rejected drafts: readers mask them, the
+    next write covers them, nobody clears them. Rejecting a draft costs nothing.
+
+    Invariant: a row's table holds its pages in order, then NO_PAGE. Full pages of a
+    prefix may stand in the tables of several rows; nobody writes to them again.
+    """
+
+    # Per layer, so that a loop writes in place: stacked layers were measured to
+    # copy the whole pool in every step.
+    pages: tuple[Pages, ...]  # dtype[num_pages, kv_heads, page_size, head_dim] each
+    block_table: Array  # i32[rows, pages_per_row]
+    lengths: Array  # i32[rows], tokens whose KV is final
+
+    @property
+    def page_size(self) -> int:
+        return layout.page_size(self.pages[0][0])
+
+    @property
+    def num_pages(self) -> int:
+        return layout.num_pages(self.pages[0][0])
+
+    @property
+    def num_slots(self) -> int:
+        return self.num_pages * self.page_size
+
+
+def init_pages(
+    config: ModelConfig, num_pages: int, page_size: int, dtype, *, kv_shards: int = 1
+) -> tuple[Pages, ...]:
+    """Returns empty pages for every layer of a model, as kernels of the platform read them best.
+
+    Args:
+      kv_shards: over how many devices of a mesh heads are split.
+    """
+    shape = page_shape(config, num_pages, page_size, kv_shards=kv_shards)
+    pair = lambda: (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    return tuple(pair() for _ in range(config.num_layers))
+
+
+def page_shape(
+    config: ModelConfig, num_pages: int, page_size: int, *, kv_shards: int = 1
+) -> tuple[int, int, int, int]:
+    """Returns the shape of the keys of a layer, on all devices together; on a TPU, in lanes."""
+    _, lines, _, width = layout.page_shape(
+        num_pages,
+        page_size,
+        config.num_kv_heads // kv_shards,
+        config.head_dim,
+        in_lanes=target_platform() == "tpu",
+    )
+    return num_pages, lines * kv_shards, page_size, width
+
+
+def numbers_per_token(config: ModelConfig, *, kv_shards: int = 1) -> int:
+    """Returns how many numbers the key and value of a token are, in all layers."""
+    return 2 * config.num_layers * math.prod(page_shape(config, 1, 1, kv_shards=kv_shards))
+
+
+def init(
+    config: ModelConfig,
+    *,
+    rows: int,
+    num_pages: int,
+    page_size: int,
+    pages_per_row: int,
+    dtype,
+    kv_shards: int = 1,
+) -> PagedKVCache:
+    """Returns a cache in which every row is empty and has no page.
+
+    Args:
+      num_pages: of all shards together; page ids are a shard's own.
+      kv_shards: as for `init_pages`.
+    """
+    return PagedKVCache(
+        pages=init_pages(config, num_pages, page_size, dtype, kv_shards=kv_shards),
+        block_table=jnp.full((rows, pages_per_row), NO_PAGE, jnp.int32),
+        lengths=jnp.zeros(rows, jnp.int32),
+    )
+
+
+def own_pages(rows: int, pages_per_row: int, num_shards: int = 1) -> np.ndarray:
+    """Returns a block table i32[rows, pages_per_row] by which every row has pages of its own.
+
+    For loops that admit no more than they begin with, and need no allocation.
+    """
+    pages = np.arange(rows // num_shards * pages_per_row, dtype=np.int32)
+    return np.tile(pages.reshape(-1, pages_per_row), (num_shards, 1))
+
+
+def slots(
+    block_table: Array,
+    row_ids: Array,
+    positions: Array,
+    *,
+    page_size: int,
+    num_slots: int,
+) -> Array:
+    """Returns the slot of each (row, position), i32[n]; `num_slots` where there is none.
+
+    Args:
+      block_table: i32[rows, pages_per_row].
+      row_ids: i32[n]; a row past the table has no slots.
+      positions: i32[n]; negative ones, and those past the table, have no slots.
+    """
+    rows, pages_per_row = block_table.shape
+    entry = positions // page_size
+    is_inside = (row_ids >= 0) & (row_ids < rows) & (positions >= 0) & (entry < pages_per_row)
+    page = block_table[jnp.clip(row_ids, 0, rows - 1), jnp.clip(entry, 0, pages_per_row - 1)]
+    # One past the end, because .at[slot].set(mode="drop") drops it. -1 would wrap to the last slot.
+    return jnp.where(
+        is_inside & (page != NO_PAGE),
+        page * page_size + positions % page_size,
+        num_slots,
+    )
+
+
+def num_held(cache: PagedKVCache) -> Array:
+    """Returns how many pages each row holds, i32[rows]."""
+    return jnp.sum(cache.block_table != NO_PAGE, axis=1, dtype=jnp.int32)
+
+
+def write(pages: Pages, k: Array, v: Array, slot_mapping: Array) -> Pages:
+    """Writes keys and values [num_tokens, kv_heads, head_dim] of one layer to their slots."""
+    return write_kv(*pages, k, v, slot_mapping)
+
+
+def commit(cache: PagedKVCache, num_committed: Array) -> PagedKVCache:
+    """Makes the next num_committed i32[rows] tokens of each row final."""
+    return dataclasses.replace(cache, lengths=cache.lengths + num_committed)

@@ -1,0 +1,211 @@
+"""Steps compiled from shapes alone: no weights, no state, and no device that is there."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from specjax import sharding
+from specjax.decode.bucket import Bucket
+from specjax.decode.decoder import Decoder
+from specjax.decode.state import DecodeState
+from specjax.models.architectures import architecture_of
+from specjax.models.base import ModelConfig
+from specjax.types import DecoderParams
+
+# What the TPU compiler asks a machine that has no TPU; without it waits for an answer.
+_TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody takes a chip: let others compile, too
+}
+# What is never run need not be fast: buffers are assigned before machine code is made, so
+# memory_analysis() says the same, in half the time.
+_CPU_OPTIONS = {
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+
+
+class AbstractDecoder(Decoder):
+    """A decoder that compiles its steps and runs none.
+
+    Takes a Decoder's arguments, and the dtype of the drafter's weights where it is not that
+    of the pages. With a mesh of devices that are only described
+    (`described_mesh`) steps are compiled for those.
+    """
+
+    def __init__(self, *arguments: Any, drafter_dtype: Any = None, **options: Any):
+        super().__init__(*arguments, **options)
+        self._drafter_dtype = drafter_dtype
+
+    @property
+    def plain(self) -> Decoder:
+        """Itself: beside a drafter plain decoding takes the same memory as without one."""
+        return self
+
+    def compile_burst(
+        self, num_speculative_tokens: int, num_rows: int | None = None
+    ) -> jax.stages.Compiled:
+        """Returns the burst of a K, of a row bucket or of all rows."""
+        rows = self.sizes.rows if num_rows is None else num_rows
+        result: Any = self.burst(
+            self.abstract_params,
+            self.abstract_state,
+            self._plan_shapes(Bucket(rows, num_speculative_tokens)),
+            num_speculative_tokens=num_speculative_tokens,
+        )
+        (lowered,) = result
+        return self._compile(lowered)
+
+    def compile_prefill(self, num_places: int, width: int) -> jax.stages.Compiled:
+        """Returns the prefill of `num_places` prompts, `width` tokens of each."""
+        places = _integers(num_places)
+        table = self._plan_shapes(self._all_rows).block_table
+        result: Any = self.prefill(
+            self.abstract_params,
+            self.abstract_state,
+            table,
+            places,
+            places,
+            max_tokens_per_row=width,
+        )
+        (lowered,) = result
+        return self._compile(lowered)
+
+    def compile_mixed(self, num_places: int, width: int) -> jax.stages.Compiled:
+        """Returns the step of all rows with a prefill beside it."""
+        places = _integers(num_places)
+        (lowered,) = self.mixed(
+            self.abstract_params,
+            self.abstract_state,
+            self._plan_shapes(self._all_rows),
+            places,
+            places,
+            max_tokens_per_row=width,
+        )
+        return self._compile(lowered)
+
+    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        is_cpu = self.device.platform == "cpu"
+        return lowered.compile(compiler_options=_CPU_OPTIONS if is_cpu else None)
+
+    @property
+    def _all_rows(self) -> Bucket:
+        return Bucket(self.sizes.rows, 0)
+
+    @property
+    def device(self) -> Any:
+        """The first that steps are compiled for."""
+        return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+
+    @property
+    def abstract_state(self) -> DecodeState:
+        """The shapes and dtypes of `init()`."""
+        with sharding.lowered(self.mesh):
+            return jax.eval_shape(functools.partial(self._initial_state, True))
+
+    @property
+    def abstract_params(self) -> DecoderParams:
+        """Shapes and dtypes of the weights of target and drafter."""
+        configs = getattr(self.drafter, "configs", ())
+        dtype = self.sizes.dtype
+        # A drafter runs one model or none.
+        own = self._drafter_dtype or dtype
+        drafter = [abstract_weights(config, own) for config in configs]
+        return DecoderParams(abstract_weights(self.config, dtype), drafter[0] if drafter else ())
+
+    def _call(
+        self, key: tuple, function, state: DecodeState, *arguments, in_specs, out_specs
+    ) -> tuple[jax.stages.Lowered]:
+        """Returns what would be compiled and run."""
+        if self.mesh is not None:
+            # Where arguments lie decides what the compiler must move or copy.
+            state = _lay(state, sharding.state_specs(state, self.mesh), self.mesh)
+            arguments = [
+                _lay(argument, specs, self.mesh)
+                for argument, specs in zip(arguments, in_specs, strict=True)
+            ]
+        lowered = self._lower(
+            key, function, state, *arguments, in_specs=in_specs, out_specs=out_specs
+        )
+        return (lowered,)
+
+
+def abstract_weights(config: ModelConfig, dtype: Any) -> Any:
+    """Returns shapes and dtypes of a model's weights."""
+    init = architecture_of(config).init
+    return jax.eval_shape(lambda key: init(key, config, dtype), jax.random.key(0))
+
+
+def described_mesh(topology: str, num_chips: int) -> Mesh:
+    """Returns a mesh of chips that are described and need not be there, all on the tensor axis.
+
+    Args:
+      topology: of TPUs, as "v5e:2x2"; compiling for them takes libtpu.
+      num_chips: at most those of the topology.
+
+    Raises:
+      ValueError: the topology is unknown, or has fewer chips.
+      NotImplementedError: libtpu is not installed.
+    """
+    from jax.experimental import topologies
+
+    if not _has_libtpu():
+        raise NotImplementedError(
+            f"compiling for {topology=} needs libtpu, which is not installed; install it: "
+            'pip install "specjax[tpu]".'
+        )
+    for name, value in _TPU_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    try:
+        found = topologies.get_topology_desc(topology_name=topology, platform="tpu")
+    except Exception as error:  # of several kinds, by what libtpu says
+        raise ValueError(
+            f"{topology=} is not known to libtpu ({_first_line(error)}); expected one as "
+            "v4:2x2x1, v5e:2x2, v5p:2x2x1, v6e:2x2 or tpu7x:2x2x1."
+        ) from error
+    devices = found.devices
+    if num_chips > len(devices):
+        raise ValueError(
+            f"{topology=} has {len(devices)} chips, and {num_chips} are asked for; lower "
+            "the tensor parallelism or name a larger topology."
+        )
+    return Mesh(np.array(devices[:num_chips]), (sharding.TENSOR,))
+
+
+def _has_libtpu() -> bool:
+    """Whether jax will find a TPU compiler: where it is told to look, else the package."""
+    if os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")):
+        return True
+    return importlib.util.find_spec("libtpu") is not None
+
+
+def _lay(values: Any, specs: Any, mesh: Mesh) -> Any:
+    """Returns shapes with where they lie; `specs` may stand for whole subtrees."""
+
+    def of_subtree(spec: PartitionSpec, subtree: Any) -> Any:
+        place = jax.sharding.NamedSharding(mesh, spec)
+        return jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+            subtree,
+        )
+
+    is_spec = lambda x: isinstance(x, PartitionSpec)
+    return jax.tree.map(of_subtree, specs, values, is_leaf=is_spec)
+
+
+def _integers(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else repr(error)

@@ -1,0 +1,365 @@
+"""Which steps an engine runs, what some of them need as compiled, and so what all need."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+
+from specjax.config.engine import EngineConfig
+from specjax.decode.bucket import standing_row_buckets
+from specjax.decode.sizes import PLACES, chunk_widths
+from specjax.models.layers import MOST_TOKENS_FROM_THE_LEFT
+from specjax.paged.token_buckets import equal_chunk, round_up
+from specjax.planning.abstract_decoder import AbstractDecoder
+from specjax.planning.memory_model import bytes_per_token, pages_ratio
+from specjax.planning.pool_copies import (
+    PLAIN,
+    SPECULATING,
+    PoolCopies,
+    kinds_to_compile_twice,
+    pool_copies,
+    seen_per_page,
+    step_kind,
+    whole_arrays,
+)
+from specjax.planning.workspace_fit import (
+    BURST,
+    MIXED,
+    PREFILL,
+    Bucket,
+    BucketMemory,
+    WorkspaceFit,
+    fit_workspaces,
+)
+
+# Layers that are compiled in place of more: what a step needs beside its arguments grows
+# by the same with each.
+FEW_LAYERS, MORE_LAYERS = 2, 4
+# Pages of the pools that steps are compiled for: many enough that no pool fits into a
+# chip's fast memory, where steps would be other ones.
+FEW_PAGES, MORE_PAGES = 4096, 8192
+
+
+def burst_bucket(
+    decoder: AbstractDecoder, num_speculative_tokens: int, num_rows: int | None = None
+) -> Bucket:
+    """Returns the sizes of a burst; None is all rows."""
+    sizes, engine = decoder.sizes, decoder.engine_config
+    rows = num_rows or sizes.rows
+    nodes = getattr(decoder.drafter, "num_nodes", lambda depth: 1 + depth)
+    num_nodes = nodes(num_speculative_tokens)
+    tokens = rows * num_nodes
+    if decoder.max_drafts is not None:
+        tokens = min(rows + decoder.max_drafts, tokens)
+    vocab_size = decoder.config.vocab_size
+    law_tokens = 0
+    logit_tokens = _logit_tokens(tokens, vocab_size, engine)
+    if decoder.rules and num_speculative_tokens:
+        law_tokens = _law_tokens(rows, num_nodes, vocab_size, engine)
+        logit_tokens = min(tokens, law_tokens)
+    return Bucket(
+        kind=BURST,
+        rows=rows,
+        tokens=_forward_tokens(tokens, engine),
+        logit_tokens=logit_tokens,
+        law_tokens=law_tokens,
+        copied_rows=rows if rows < sizes.rows else 0,
+        num_speculative_tokens=num_speculative_tokens,
+    )
+
+
+def prefill_bucket(decoder: AbstractDecoder, num_places: int, width: int) -> Bucket:
+    """Returns the sizes of a prefill of `num_places` prompts, `width` tokens of each."""
+    tokens = _forward_tokens(num_places * width, decoder.engine_config)
+    return Bucket(kind=PREFILL, rows=num_places, tokens=tokens)
+
+
+def mixed_bucket(decoder: AbstractDecoder, width: int) -> Bucket:
+    """Returns the sizes of a plain step of all rows with a prompt's chunk beside it."""
+    rows = decoder.sizes.rows
+    return Bucket(
+        kind=MIXED,
+        rows=rows,
+        tokens=rows + width,
+        logit_tokens=_logit_tokens(rows, decoder.config.vocab_size, decoder.engine_config),
+    )
+
+
+def engine_buckets(
+    decoder: AbstractDecoder, depths: Sequence[int], *, chooses_rows: bool = False
+) -> list[Bucket]:
+    """Returns every step that an engine may run.
+
+    Args:
+      depths: each K that its policy may choose, 0 included.
+      chooses_rows: whether its policy chooses row buckets where none are named.
+    """
+    rows, engine = decoder.sizes.rows, decoder.engine_config
+    named = engine.row_buckets
+    if named is None:
+        named = standing_row_buckets(rows) if chooses_rows else ()
+    smaller = (b for b in named if b < rows)
+    row_buckets = sorted({rows, *smaller})
+    bursts = [burst_bucket(decoder, k, b) for b in row_buckets for k in depths]
+    places = min(PLACES, rows)
+    narrow, wide = chunk_widths(engine.max_prefill_tokens)
+    calls = sorted({(1, narrow), (places, narrow), (1, wide)})
+    prefills = [prefill_bucket(decoder, *call) for call in calls]
+    if not engine.mixed_prefill or engine.numerics == "invariant":
+        return bursts + prefills
+    return bursts + prefills + [mixed_bucket(decoder, w) for w in (narrow, wide)]
+
+
+def sampled_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
+    """Returns those to compile.
+
+    Bursts with fewest and most rows, at K = 0 and at the largest K, but none of one row,
+    which is laid out otherwise than more; every prefill, which is quick and differs by more
+    than its tokens; of mixed steps the largest.
+    """
+    bursts = [b for b in buckets if b.kind == BURST]
+    ends = lambda values: {min(values), max(values)}
+    rows = ends([b.rows for b in bursts if b.rows > 1] or [1])
+    depths = ends([b.num_speculative_tokens for b in bursts])
+    chosen = [b for b in bursts if b.rows in rows and b.num_speculative_tokens in depths]
+    chosen += [b for b in buckets if b.kind == PREFILL]
+    mixed = [b for b in buckets if b.kind == MIXED]
+    return chosen + mixed[-1:]
+
+
+def compile_bucket(decoder: AbstractDecoder, bucket: Bucket) -> BucketMemory:
+    """Compiles one step and returns what it needs."""
+    return BucketMemory.of(bucket, compiled(decoder, bucket).memory_analysis())
+
+
+def compiled(decoder: AbstractDecoder, bucket: Bucket) -> jax.stages.Compiled:
+    """Returns the executable of a bucket."""
+    if bucket.kind == BURST:
+        rows = bucket.rows if bucket.copied_rows else None
+        return decoder.compile_burst(bucket.num_speculative_tokens, rows)
+    if bucket.kind == PREFILL:
+        return decoder.compile_prefill(bucket.rows, bucket.tokens // bucket.rows)
+    return decoder.compile_mixed(1, bucket.tokens - bucket.rows)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledMemory:
+    """What the steps of a decoder need, in bytes of one chip.
+
+    Attributes:
+      samples: as compiled, for `compiled_layers` layers of the target and FEW_PAGES pages.
+      buckets: all, predicted for all layers; without what is proportional to the pool.
+      pages_ratio: bytes of pages as compiled / as counted, at least 1.
+      copies: what steps copy of the pool while they run.
+      scratch_per_layer, code_per_layer: what a layer adds to every step.
+    """
+
+    samples: tuple[BucketMemory, ...]
+    buckets: tuple[BucketMemory, ...]
+    fit: WorkspaceFit
+    pages_ratio: float
+    copies: PoolCopies
+    compiled_layers: tuple[int, ...]
+    num_executables: int
+    scratch_per_layer: float
+    code_per_layer: float
+    warnings: tuple[str, ...] = ()
+
+
+def compile_memory(
+    make_decoder: Callable[[int, int], AbstractDecoder],
+    num_layers: int,
+    page_bytes: tuple[float, float],
+    depths: Sequence[int],
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+    *,
+    chooses_rows: bool = False,
+) -> CompiledMemory:
+    """Compiles some steps of few layers, and says what all steps of all layers need.
+
+    Args:
+      make_decoder: (layers of the target, pages) to a decoder.
+      num_layers: of the target.
+      page_bytes: of a page on one chip as counted, of one layer of the target and of all
+        of the drafter.
+      depths: each K that may be chosen, 0 included.
+      chooses_rows: as of `engine_buckets`.
+    """
+    is_few = num_layers <= MORE_LAYERS
+    layers = num_layers if is_few else FEW_LAYERS
+    decoder, larger = make_decoder(layers, FEW_PAGES), make_decoder(layers, MORE_PAGES)
+    buckets = engine_buckets(decoder, depths, chooses_rows=chooses_rows)
+    chosen = sampled_buckets(buckets)
+    done, total = 0, len(chosen) + (1 if is_few else 2)
+
+    def compile_one(decoder: AbstractDecoder, bucket: Bucket, why: str) -> BucketMemory:
+        nonlocal done
+        on_progress(f"compiling a {step_kind(bucket)}{why}", done, max(total, done + 1))
+        done += 1
+        return compile_bucket(decoder, bucket)
+
+    samples = [compile_one(decoder, bucket, "") for bucket in chosen]
+    # A burst of K = 0 compiles quickly, and passes the drafter's pages through.
+    first = samples[0]
+    again = compile_one(larger, first.bucket, " for a larger pool")
+    more_pages = MORE_PAGES - FEW_PAGES
+    page_size = decoder.sizes.page_size
+    found = bytes_per_token(first, again, more_tokens=more_pages * page_size)
+    of_layer, of_drafter = page_bytes
+    warnings: list[str] = []
+    ratio = pages_ratio(found * page_size, of_layer * layers + of_drafter, warnings)
+    seen = {PLAIN: seen_per_page(first, again, more_pages)}
+    array_bytes = of_layer * ratio / 2  # of a page: keys, or values, of a layer
+    copied = whole_arrays(seen[PLAIN], array_bytes)
+    for few in kinds_to_compile_twice(samples):
+        # On CPU pools are updated in place by all steps or none; elsewhere each burst tells.
+        is_first_look = step_kind(few.bucket) == SPECULATING and not _is_cpu(decoder)
+        if is_first_look or any(whole_arrays(s, array_bytes) for s in seen.values()):
+            many = compile_one(larger, few.bucket, " for a larger pool")
+            seen[step_kind(few.bucket)] = seen_per_page(few, many, more_pages)
+    layer = _Layer()
+    if not is_few:
+        compile_deeper = lambda num_pages, why: compile_one(
+            make_decoder(MORE_LAYERS, num_pages), first.bucket, f" of more layers{why}"
+        )
+        layer = _added_by_layer(compile_deeper, first, copied, array_bytes)
+    copies = pool_copies(
+        seen,
+        layer_bytes=of_layer * ratio,
+        drafter_bytes=of_drafter * ratio,
+        compiled_layers=layers,
+        num_layers=num_layers,
+        added_by_layer=layer.copied,
+    )
+    on_progress("compiled", done, done)
+    beside = [copies.without(sample, FEW_PAGES) for sample in samples]
+    fit = fit_workspaces(beside, known_bend=_known_bend(decoder))
+    by_bucket = {sample.bucket: sample for sample in beside}
+    more_layers = num_layers - layers
+    added = layer.scratch * more_layers, layer.code * more_layers
+    predicted = [_predicted(b, by_bucket.get(b), fit, *added) for b in buckets]
+    return CompiledMemory(
+        samples=tuple(samples),
+        buckets=tuple(never_below_smaller(predicted)),
+        fit=fit,
+        pages_ratio=ratio,
+        copies=copies,
+        compiled_layers=(layers,) if is_few else (FEW_LAYERS, MORE_LAYERS),
+        num_executables=done,
+        scratch_per_layer=layer.scratch,
+        code_per_layer=layer.code,
+        warnings=tuple(warnings),
+    )
+
+
+class _Layer(NamedTuple):
+    """What one layer more adds to a step, in bytes."""
+
+    scratch: float = 0.0  # without copies of the pool
+    code: float = 0.0
+    copied: float | None = None  # per page; None is not known
+
+
+def _added_by_layer(
+    compile_deeper: Callable[[int, str], BucketMemory],
+    first: BucketMemory,
+    copied: float,
+    array_bytes: float,
+) -> _Layer:
+    """Compiles a step of MORE_LAYERS, and returns what each layer beyond FEW_LAYERS added.
+
+    Args:
+      compile_deeper: (pages, what to say of it) to the bytes of that step.
+      first: of FEW_LAYERS.
+      copied: bytes per page that `first` copies of the pool.
+      array_bytes: of a page, of one array.
+    """
+    more = MORE_LAYERS - FEW_LAYERS
+    deeper, deep_copied = compile_deeper(FEW_PAGES, ""), 0.0
+    if copied:
+        many = compile_deeper(MORE_PAGES, " and a larger pool")
+        per_page = seen_per_page(deeper, many, MORE_PAGES - FEW_PAGES)
+        deep_copied = whole_arrays(per_page, array_bytes)
+    added = max(deep_copied - copied, 0.0) / more
+    grown = (deeper.scratch_bytes - first.scratch_bytes) / more
+    return _Layer(
+        scratch=max(grown - added * FEW_PAGES, 0.0),
+        code=max(deeper.code_bytes - first.code_bytes, 0) / more,
+        copied=added,
+    )
+
+
+def never_below_smaller(memories: Sequence[BucketMemory]) -> list[BucketMemory]:
+    """Returns steps of which none takes less than a smaller one of its kind.
+
+    What a smaller step needs, a larger one needs, too; less is a fit's error.
+    """
+    raised = []
+    for memory in memories:
+        smaller = [m.temp_bytes for m in memories if _is_within(m.bucket, memory.bucket)]
+        raised.append(dataclasses.replace(memory, temp_bytes=max(smaller)))
+    return raised
+
+
+def _is_within(small: Bucket, large: Bucket) -> bool:
+    """Returns whether one step is another of no more rows, tokens and drafts."""
+    sizes = lambda b: (
+        b.rows,
+        b.tokens,
+        b.logit_tokens,
+        b.law_tokens,
+        b.copied_rows,
+        b.num_speculative_tokens,
+    )
+    pairs = zip(sizes(small), sizes(large))
+    return small.kind == large.kind and all(own <= other for own, other in pairs)
+
+
+def _predicted(
+    bucket: Bucket,
+    sample: BucketMemory | None,
+    fit: WorkspaceFit,
+    more_scratch: float,
+    more_code: float,
+) -> BucketMemory:
+    """Returns a bucket's bytes: its own where it was compiled, else those of the fit."""
+    scratch = fit.scratch(bucket) if sample is None else sample.scratch_bytes
+    code = fit.code_bytes.get(bucket.kind, 0) if sample is None else sample.code_bytes
+    return BucketMemory(
+        bucket=bucket,
+        argument_bytes=0,
+        output_bytes=0,
+        temp_bytes=round(scratch + more_scratch),
+        alias_bytes=0,
+        code_bytes=round(code + more_code),
+    )
+
+
+def _known_bend(decoder: AbstractDecoder) -> float | None:
+    """Returns up to how many tokens products are laid out otherwise, where that is known."""
+    return MOST_TOKENS_FROM_THE_LEFT if _is_cpu(decoder) else None
+
+
+def _is_cpu(decoder: AbstractDecoder) -> bool:
+    """Whether steps are compiled for CPU."""
+    return decoder.device.platform == "cpu"
+
+
+def _forward_tokens(tokens: int, engine: EngineConfig) -> int:
+    is_invariant = engine.numerics == "invariant"
+    return round_up(tokens, engine.token_bucket if is_invariant else None)
+
+
+def _logit_tokens(tokens: int, vocab_size: int, engine: EngineConfig) -> int:
+    if engine.numerics == "invariant":
+        return engine.token_bucket
+    return equal_chunk(tokens, engine.logit_bytes // (4 * vocab_size))
+
+
+def _law_tokens(rows: int, num_nodes: int, vocab_size: int, engine: EngineConfig) -> int:
+    """Returns the nodes that rules decide at once: those of whole rows."""
+    at_once = max(engine.logit_bytes // (4 * vocab_size * num_nodes), 1)
+    return equal_chunk(rows, at_once) * num_nodes

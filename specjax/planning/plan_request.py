@@ -1,0 +1,239 @@
+"""What is to be planned: a model, a drafter and a device, by name, none of them loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import math
+import os
+import pkgutil
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from specjax import sharding
+from specjax.config.engine import EngineConfig
+from specjax.config.names import DEMO, DRAFTERS, MATCHING, NO_DRAFTER, suggestion
+from specjax.config.speculation import MAX_DEPTH
+from specjax.configs import models
+from specjax.configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
+from specjax.decode.rules import NO_OPTIONS, RuleOptions
+from specjax.drafters.spec import (
+    DrafterSpec,
+    HistoryDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+)
+from specjax.models.base import ModelConfig
+from specjax.models.hf_config import read_config
+from specjax.models.loading import resolve_folder
+from specjax.planning.abstract_decoder import described_mesh
+
+DEMO_NAMES = {"demo": "demo-draft"}
+NGRAM, HISTORY = MATCHING
+_VENDORS = {"tpu": GOOGLE, "gpu": NVIDIA}
+_TOPOLOGY = re.compile("[1-9][0-9]*(x[1-9][0-9]*){1,2}")  # chips along two or three axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Where a plan is for: `count` chips of one kind, on the tensor axis."""
+
+    name: str  # as it was asked for
+    count: int
+    figures: DeviceFigures | None  # of one device; None is not known
+    mesh: Mesh | None  # to compile for; None is one CPU
+    is_compiled_for: bool = True  # else the steps were compiled for CPU
+
+    @property
+    def platform(self) -> str:
+        """What steps are compiled for: "cpu" or "tpu"."""
+        return "cpu" if self.mesh is None else self.mesh.devices.flat[0].platform
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanRequest:
+    """What is to be planned.
+
+    Attributes:
+      engine: its max_rows, row_buckets, max_context, page_size, margins and memory_bytes (of
+        one device) count.
+      acceptance_rate: how often a draft token stands, assumed where K is chosen.
+      rules, rule_options: that steps verify by, beyond equality.
+      max_drafts: most draft tokens that a step verifies; None is all.
+      drafter_dtype: of the drafter's weights; None is that of the target and of the pages.
+      chooses_rows: whether the policy chooses row buckets where the engine names none.
+    """
+
+    target: ModelConfig
+    target_name: str
+    drafter: DrafterSpec
+    drafter_name: str
+    device: Device
+    dtype: Any
+    num_speculative_tokens: int
+    engine: EngineConfig = dataclasses.field(default_factory=EngineConfig)
+    acceptance_rate: float = 0.7
+    rules: tuple[int, ...] = ()
+    rule_options: RuleOptions = NO_OPTIONS
+    max_drafts: int | None = None
+    drafter_dtype: Any = None
+    chooses_rows: bool = True
+
+    def __post_init__(self):
+        if not 0 <= self.acceptance_rate <= 1:
+            raise ValueError(f"acceptance_rate={self.acceptance_rate} must be from 0 to 1.")
+        if not 0 <= self.num_speculative_tokens <= MAX_DEPTH:
+            raise ValueError(
+                f"num_speculative_tokens={self.num_speculative_tokens} must be from 0 (no "
+                f"speculation) to {MAX_DEPTH}."
+            )
+        for config in getattr(self.drafter, "configs", ()):
+            if config.vocab_size != self.target.vocab_size:
+                raise ValueError(
+                    f"target and drafter have vocabularies of {self.target.vocab_size} and "
+                    f"{config.vocab_size} tokens; expected equal sizes."
+                )
+
+    @property
+    def max_context(self) -> int:
+        most = self.target.max_position_embeddings
+        return min(most, self.engine.max_context or most)
+
+    @property
+    def draft_config(self) -> ModelConfig | None:
+        """Of the model that drafts, if one does."""
+        return next(iter(getattr(self.drafter, "configs", ())), None)
+
+    @property
+    def most_drafted(self) -> int:
+        return 0 if isinstance(self.drafter, NoDrafter) else self.num_speculative_tokens
+
+    @property
+    def tree_slots(self) -> int:
+        """Slots that a row's nodes take past its last token; 0 for chains."""
+        answer = getattr(self.drafter, "tree_slots", lambda depth: 0)
+        return answer(self.most_drafted)
+
+    @property
+    def limits_memory(self) -> int | None:
+        """Bytes of one device that all may take; None is not known."""
+        if self.engine.memory_bytes is not None:
+            return self.engine.memory_bytes
+        figures = self.device.figures
+        return None if figures is None else figures.memory_bytes
+
+
+def find_device(name: str, num_chips: int | None = None) -> Device:
+    """Returns the device of a name: "cpu", "tpu:v5e:2x2", "gpu:h100".
+
+    Args:
+      num_chips: over which the target is split; None is all of a topology, else 1.
+
+    Raises:
+      ValueError: the name is unknown, or the chips are fewer than 1.
+      NotImplementedError: a TPU, and its compiler is not installed.
+    """
+    if num_chips is not None and num_chips < 1:
+        raise ValueError(
+            f"a target cannot be split over {num_chips} chips; expected at least 1. Raise the "
+            "tensor parallelism or leave it out."
+        )
+    if name == "cpu":
+        return Device(name, num_chips or 1, None, _local_mesh(num_chips or 1))
+    kind, _, rest = name.partition(":")
+    generation, _, shape = rest.partition(":")
+    figures = _figures(name, kind, generation, shape)
+    if kind == "gpu":
+        count = num_chips or 1
+        mesh = _local_mesh(count)
+        return Device(name, count, figures.per_device(), mesh, is_compiled_for=False)
+    if num_chips is None:
+        num_chips = math.prod(map(int, shape.split("x"))) * figures.devices_per_chip
+    mesh = described_mesh(rest, num_chips)
+    return Device(name, num_chips, figures.per_device(), mesh)
+
+
+def _figures(name: str, kind: str, generation: str, shape: str) -> DeviceFigures:
+    """Returns the figures of a chip; raises ValueError where the parts of `name` are no device."""
+    figures, is_gpu = DEVICES.get(generation), kind == "gpu"
+    if figures is None or figures.vendor != _VENDORS.get(kind) or (is_gpu and shape):
+        raise ValueError(
+            f"device={name!r} is unknown; expected cpu, gpu:NAME with NAME one of "
+            f"{_names(NVIDIA)}, or tpu:NAME:TOPOLOGY (as tpu:v5e:2x2) with NAME one of "
+            f"{_names(GOOGLE)}."
+        )
+    if not is_gpu and not _TOPOLOGY.fullmatch(shape):
+        raise ValueError(
+            f"device={name!r} has the topology {shape!r}; expected chips along two or three "
+            f"axes, as tpu:{generation}:2x2."
+        )
+    return figures
+
+
+def _names(vendor: str) -> str:
+    return ", ".join(name for name, chip in DEVICES.items() if chip.vendor == vendor)
+
+
+def find_config(source: str | os.PathLike[str], also: Sequence[str] = (DEMO,)) -> ModelConfig:
+    """Returns the config of a folder, a demo name, or a name in `specjax.configs.models`.
+
+    Args:
+      also: names beside folders and shapes, that an error lists.
+
+    Raises:
+      FileNotFoundError: there is none.
+    """
+    name = os.fspath(source)
+    shape = known_shape(name)
+    if shape is not None:
+        return importlib.import_module(f"specjax.configs.models.{shape}").get_config()
+    if not Path(name).expanduser().exists() and name not in ("demo", "demo-draft"):
+        raise FileNotFoundError(
+            f"{name!r} is no folder with a config.json, and no known shape"
+            f"{suggestion(name, [*_shapes(), *also])}; expected a folder, "
+            f"{', '.join(map(repr, also))}, or one of {', '.join(_shapes())}."
+        )
+    return read_config(resolve_folder(source))[0]
+
+
+def known_shape(name: str) -> str | None:
+    """Returns the module in `specjax.configs.models` of a name, None where there is none."""
+    shape = name.replace("-", "_").replace(".", "_")
+    return shape if shape in _shapes() else None
+
+
+def _shapes() -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(models.__path__)]
+
+
+def find_drafter(source: str | os.PathLike[str] | None) -> DrafterSpec:
+    """Returns the drafter of None, "none", "ngram", "history", or what `find_config` finds."""
+    if source is None or source == NO_DRAFTER:
+        return NoDrafter()
+    if source == NGRAM:
+        return NgramDrafter()
+    if source == HISTORY:
+        return HistoryDrafter()
+    name = os.fspath(source)
+    return ModelDrafter(find_config(DEMO_NAMES.get(name, name), DRAFTERS))
+
+
+def _local_mesh(count: int) -> Mesh | None:
+    """Returns a mesh of CPU devices; None for one."""
+    if count == 1:
+        return None
+    devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ValueError(
+            f"{count} chips are asked for and jax sees {len(devices)} CPU devices to compile "
+            "for; set the environment variable "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count}."
+        )
+    return Mesh(np.array(devices[:count]), (sharding.TENSOR,))

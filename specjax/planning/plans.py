@@ -1,0 +1,343 @@
+"""What a model, a drafter and a device come to, before anything is loaded or run."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.implementations import lowered_for
+from specjax import sharding
+from specjax.config import batch_size_table
+from specjax.decode.sizes import Sizes
+from specjax.models.base import ModelConfig
+from specjax.paged import kv_cache
+from specjax.planning.abstract_decoder import AbstractDecoder, abstract_weights
+from specjax.planning.compiled_memory import (
+    CompiledMemory,
+    compile_memory,
+    engine_buckets,
+)
+from specjax.planning.memory_model import MemoryLimits, MemoryPlan, plan_memory
+from specjax.planning.plan_request import PlanRequest
+from specjax.planning.roofline import (
+    ModelWork,
+    choose_num_speculative_tokens,
+    compute_bound_tokens,
+    roofline_step_s,
+    verify_work,
+)
+from specjax.runtime.amounts import amount
+
+TABLE_CONTEXT = 2048  # tokens that each row has where K is told by batch size alone
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All figures; bytes are of one chip where a name does not say otherwise."""
+
+    request: PlanRequest
+    weights_bytes: int  # of target and drafter, each parameter once
+    resident_bytes: int  # weights and state of one chip, pages left out
+    target_bytes_per_token: float
+    drafter_bytes_per_token: float
+    compiled: CompiledMemory
+    memory: MemoryPlan | None  # None where no memory figure is known
+    target_work: ModelWork
+    drafter_work: ModelWork | None
+    notes: tuple[str, ...] = ()
+
+    def step_s(self, rows: int, num_speculative_tokens: int, context: int) -> float:
+        """Returns the least seconds of a step, by the device's peak figures.
+
+        Raises:
+          ValueError: the device's figures are not known.
+        """
+        device = self.request.device
+        if device.figures is None:
+            raise ValueError(f"no figures are known for {device.name}.")
+        return roofline_step_s(
+            self.target_work,
+            self.drafter_work,
+            device.figures,
+            rows=rows,
+            num_speculative_tokens=num_speculative_tokens,
+            context=context,
+        )
+
+    def choose(self, rows: int, context: int) -> int | None:
+        """Returns the K of most expected tokens per second, 0 above the gate.
+
+        None where the device's figures are not known.
+        """
+        request = self.request
+        if request.device.figures is None:
+            return None
+        if self.memory is not None and not self.memory.may_speculate(rows * context):
+            return 0
+        depths = range(request.most_drafted + 1)
+        seconds = [self.step_s(rows, k, context) for k in depths]
+        return choose_num_speculative_tokens(seconds, request.acceptance_rate)
+
+    def batch_size_table(self, context: int) -> list[list[int]] | None:
+        """Returns K by batch size as vLLM writes it, of rows with `context` tokens each."""
+        entries: list[list[int]] = []
+        for rows in range(1, self.request.engine.max_rows + 1):
+            k = self.choose(rows, context)
+            if k is None:
+                return None
+            if entries and entries[-1][2] == k:
+                entries[-1][1] = rows
+            else:
+                entries.append([rows, rows, k])
+        batch_size_table.parse(entries)
+        return entries
+
+    @property
+    def contexts(self) -> list[int]:
+        """Tokens of a row to tabulate for: powers of four from 512 on, and the most."""
+        most = self.request.max_context
+        return [c for c in (4**i * 512 for i in range(12)) if c < most] + [most]
+
+    @property
+    def table_context(self) -> int:
+        return min(TABLE_CONTEXT, self.request.max_context)
+
+    @property
+    def compute_bound_tokens(self) -> float | None:
+        """Tokens of a step from which on arithmetic takes longer than reading the weights."""
+        figures = self.request.device.figures
+        return None if figures is None else compute_bound_tokens(self.target_work, figures)
+
+    def intensity(self, rows: int, num_speculative_tokens: int, context: int) -> float:
+        """Returns the operations per byte of verifying."""
+        work = verify_work(self.target_work, rows, num_speculative_tokens, context)
+        return work.intensity
+
+
+def make_plan(
+    request: PlanRequest,
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Plan:
+    """Compiles a few steps from shapes and returns what follows from them.
+
+    No weights are read and nothing is run.
+
+    Raises:
+      ValueError: the model cannot be split over the device's chips, or does not fit; where
+        shapes alone say so, before anything is compiled.
+    """
+    device = request.device
+    if device.mesh is not None:
+        sharding.validate(request.target, device.mesh)
+    with lowered_for(device.platform):
+        check_memory(request)
+        return _plan(request, on_progress)
+
+
+def check_memory(request: PlanRequest) -> None:
+    """Refuses memory that weights, state, a page and a step's least cannot share.
+
+    From shapes alone: nothing is compiled, which takes a minute and would say no more.
+
+    Raises:
+      ValueError: it names the bytes that are needed.
+    """
+    total = request.limits_memory
+    if total is None:
+        return
+    whole = _decoder(request, request.target.num_layers, 1)
+    resident, page = _resident_bytes(whole), sum(_page_bytes(request))
+    step = _least_step_bytes(request, whole)
+    if total >= resident + page + step:
+        return
+    raise ValueError(
+        f"weights and state take {amount(resident)} of the {amount(total)} of each chip, a "
+        f"page {amount(page)} and a step at least {amount(step)}; use more chips, a "
+        "smaller dtype, max_rows or max_context, or raise memory_bytes."
+    )
+
+
+def _resident_bytes(whole: AbstractDecoder) -> int:
+    """Returns the bytes of weights and state of one chip, pages left out."""
+    state = whole.abstract_state
+    cache = dataclasses.replace(state.cache, pages=())
+    state = dataclasses.replace(state, cache=cache, drafter=())
+    return _chip_bytes(whole, whole.abstract_params, state)
+
+
+def _least_step_bytes(request: PlanRequest, whole: AbstractDecoder) -> int:
+    """Returns bytes of one chip that the largest step cannot do without.
+
+    Its float32 logits, or what its tokens become inside a layer, where that is more.
+    """
+    depths = range(request.most_drafted + 1)
+    buckets = engine_buckets(whole, depths, chooses_rows=request.chooses_rows)
+    config, itemsize = request.target, jnp.dtype(request.dtype).itemsize
+    logits = max(4 * config.vocab_size * bucket.logit_tokens for bucket in buckets)
+    inner = max(config.intermediate_size * itemsize * b.tokens for b in buckets)
+    if request.engine.numerics == "invariant":  # a few tokens at a time
+        logits = inner = 0
+    return max(inner, logits) // request.device.count
+
+
+def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) -> Plan:
+    device, engine = request.device, request.engine
+    depths = range(request.most_drafted + 1)
+    make = functools.partial(_decoder, request)
+    target_page, drafter_page = _page_bytes(request)
+    layers = request.target.num_layers
+    compiled = compile_memory(
+        make,
+        layers,
+        (target_page / layers, drafter_page),
+        depths,
+        on_progress,
+        chooses_rows=request.chooses_rows,
+    )
+    ratio = compiled.pages_ratio
+    target_c, drafter_c = (page * ratio / engine.page_size for page in (target_page, drafter_page))
+    whole = make(layers, 1)
+    weights, resident = whole.abstract_params, _resident_bytes(whole)
+    memory, notes = _memory(request, target_c + drafter_c, compiled, resident)
+    return Plan(
+        request=request,
+        weights_bytes=sum(_bytes(leaf) for leaf in jax.tree.leaves(weights)),
+        resident_bytes=resident,
+        target_bytes_per_token=target_c,
+        drafter_bytes_per_token=drafter_c,
+        compiled=compiled,
+        memory=memory,
+        target_work=model_work(request.target, request.dtype, device.count),
+        drafter_work=model_work(request.draft_config, request.dtype, 1)
+        if request.draft_config
+        else None,
+        notes=(*_context_notes(request), *compiled.warnings, *notes),
+    )
+
+
+def _context_notes(request: PlanRequest) -> list[str]:
+    """Returns what is to be said where the model takes fewer tokens than are asked for."""
+    asked, most = request.engine.max_context, request.max_context
+    if asked is None or asked <= most:
+        return []
+    return [
+        f"max_context={asked} is more than the {most} tokens that the model was made for; {most} "
+        "are planned for."
+    ]
+
+
+def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractDecoder:
+    """Returns a decoder of the first layers of the target."""
+    engine = request.engine
+    windows = request.target.layer_windows[:num_layers]
+    target = dataclasses.replace(request.target, num_layers=num_layers, layer_windows=windows)
+    sizes = Sizes(
+        rows=engine.max_rows,
+        page_size=engine.page_size,
+        num_pages=num_pages,
+        pages_per_row=-(-(request.max_context + request.tree_slots) // engine.page_size),
+        burst_steps=engine.burst_steps,
+        tree_slots=request.tree_slots,
+        dtype=jnp.dtype(request.dtype),
+    )
+    return AbstractDecoder(
+        target,
+        request.drafter,
+        sizes,
+        engine,
+        rules=request.rules,
+        rule_options=request.rule_options,
+        max_drafts=request.max_drafts,
+        drafter_dtype=request.drafter_dtype,
+        mesh=request.device.mesh,
+    )
+
+
+def _page_bytes(request: PlanRequest) -> tuple[int, int]:
+    """Returns the bytes of a page on one chip, of target and of drafter, as counted."""
+    scale = jnp.dtype(request.dtype).itemsize * request.engine.page_size
+    count, draft = request.device.count, request.draft_config
+    numbers = kv_cache.numbers_per_token(request.target, kv_shards=count) // count
+    drafted = kv_cache.numbers_per_token(draft) if draft else 0
+    return numbers * scale, drafted * scale
+
+
+def _chip_bytes(decoder: AbstractDecoder, params: Any, state: Any) -> int:
+    """Returns the bytes of weights and state on each chip."""
+    mesh = decoder.mesh
+    trees = [params, state]
+    if mesh is None:
+        return sum(_bytes(leaf) for leaf in jax.tree.leaves(trees))
+    specs = [decoder._param_specs(params), sharding.state_specs(state, mesh)]
+    places = jax.tree.map(
+        lambda leaf, place: math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        trees,
+        sharding.shardings(specs, mesh),
+    )
+    return sum(jax.tree.leaves(places))
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * leaf.dtype.itemsize
+
+
+def _memory(
+    request: PlanRequest, c: float, compiled: CompiledMemory, resident: int
+) -> tuple[MemoryPlan | None, list[str]]:
+    """Returns limits where memory is known, and what is to be said."""
+    total, engine = request.limits_memory, request.engine
+    if total is None:
+        return None, [
+            f"{request.device.name} has no memory figure, so there are no pages, weight limit "
+            "or gate; give --memory-bytes."
+        ]
+    limits = MemoryLimits(
+        free_bytes=total - resident,
+        page_size=engine.page_size,
+        rows=engine.max_rows,
+        max_context=request.max_context,
+        batch_safety_margin=engine.batch_safety_margin,
+        speculation_weight_fraction=engine.speculation_weight_fraction,
+        num_pages=engine.num_pages,
+        tree_slots=request.tree_slots,
+    )
+    memory = plan_memory(
+        limits,
+        c,
+        compiled.buckets,
+        copied_per_token=compiled.copies.most_per_page / engine.page_size,
+    )
+    return memory, list(memory.warnings)
+
+
+@functools.lru_cache(maxsize=64)
+def model_work(
+    config: ModelConfig, dtype: Any, chips: int, num_weights: int | None = None
+) -> ModelWork:
+    """Returns what a forward does on one chip of those that a model is split over.
+
+    Args:
+      num_weights: in all leaves, where that is known; counting them takes 0.1 s.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    count = num_weights
+    if count is None:
+        weights = abstract_weights(config, dtype)
+        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
+    if not config.tie_word_embeddings:
+        count -= config.vocab_size * config.hidden_size  # embeddings are looked up
+    kv = kv_cache.numbers_per_token(config, kv_shards=chips)
+    heads = config.num_layers * config.num_heads * config.head_dim
+    return ModelWork(
+        weight_bytes=count * itemsize / chips,
+        token_flops=2 * count / chips,
+        context_bytes=kv * itemsize / chips,
+        context_flops=4 * heads / chips,
+        layer_windows=config.layer_windows,
+    )

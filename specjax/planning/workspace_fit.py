@@ -1,0 +1,330 @@
+"""Bytes of steps that were not compiled, predicted from those that were. No jax.
+
+XLA says exactly what a compiled step needs beside its arguments. What it needs is, to a
+good approximation, the larger of two things that do not live at the same time:
+
+    the head   arrays of [tokens, vocabulary] while tokens are chosen   bursts, mixed steps
+    the body   activations of [tokens, width] inside a layer            prefills, mixed steps
+
+and each is a line in its tokens, with a step where the compiler changes its mind (a
+product of few tokens is laid out otherwise than one of many).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+BURST, PREFILL, MIXED = "burst", "prefill", "mixed"
+KINDS = (BURST, PREFILL, MIXED)
+
+# A line that misses no sample by more is taken as it is; else a bend is looked for.
+LINE_TOLERANCE = 0.02
+# The fewest features that come so near are preferred to more that come nearer.
+FEATURE_TOLERANCE = 0.002
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bucket:
+    """What a step is compiled for: its static sizes, of one shard."""
+
+    kind: str  # BURST, PREFILL or MIXED
+    rows: int  # rows that decode in it; of a prefill, prompts
+    tokens: int  # flat tokens of the target's forward
+    logit_tokens: int = 0  # of them, those whose logits exist at once
+    law_tokens: int = 0  # of those, the ones that rules compare laws of
+    # Rows of a burst that runs fewer than there are: their state is taken out and put back.
+    copied_rows: int = 0
+    num_speculative_tokens: int = 0  # K of a burst
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(
+                f"kind={self.kind!r} is none of {', '.join(KINDS)}; say which step it is."
+            )
+        if self.rows < 1 or self.tokens < self.rows:
+            raise ValueError(
+                f"a bucket of {self.rows} rows and {self.tokens} tokens cannot be; a row "
+                "has one token at least."
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BucketMemory:
+    """What XLA's memory_analysis() says of a compiled bucket, in bytes of one chip."""
+
+    bucket: Bucket
+    argument_bytes: int
+    output_bytes: int
+    temp_bytes: int
+    alias_bytes: int  # of the output, those that lie in donated arguments
+    code_bytes: int
+
+    @classmethod
+    def of(cls, bucket: Bucket, analysis: object) -> BucketMemory:
+        """Reads the object that `jax.stages.Compiled.memory_analysis()` returns."""
+        read = lambda name: int(getattr(analysis, f"{name}_size_in_bytes"))
+        return cls(
+            bucket=bucket,
+            argument_bytes=read("argument"),
+            output_bytes=read("output"),
+            temp_bytes=read("temp"),
+            alias_bytes=read("alias"),
+            code_bytes=read("generated_code"),
+        )
+
+    @property
+    def scratch_bytes(self) -> int:
+        """What is taken while it runs, and free again once its report is read."""
+        return self.temp_bytes + self.output_bytes - self.alias_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """What it needs beside its arguments."""
+        return self.scratch_bytes + self.code_bytes
+
+
+def combined_bytes(memories: Sequence[BucketMemory]) -> int:
+    """Returns what some executables need together: one runs at a time, all are loaded."""
+    most = max((m.scratch_bytes for m in memories), default=0)
+    return most + sum(m.code_bytes for m in memories)
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Bytes over some sizes, at least 0 each, on a range of the first size."""
+
+    first: float
+    last: float
+    coefficients: tuple[float, ...]
+
+    def __call__(self, sizes: Sequence[float]) -> float:
+        return float(np.dot(self.coefficients, sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Lines:
+    """One or two lines; between their ranges the higher one counts."""
+
+    lines: tuple[Line, ...]
+    error: float  # most that a sample was missed by, as a fraction of it
+
+    def __call__(self, sizes: Sequence[float]) -> float:
+        size = sizes[0]
+        if size <= self.lines[0].last:
+            return self.lines[0](sizes)
+        if size >= self.lines[-1].first:
+            return self.lines[-1](sizes)
+        return max(line(sizes) for line in self.lines)
+
+    @property
+    def bend(self) -> float | None:
+        """The first size from which on the second line counts alone, if there is one."""
+        return self.lines[-1].first if len(self.lines) > 1 else None
+
+
+def fit_lines(
+    sizes: Sequence[Sequence[float]],
+    targets: Sequence[float],
+    *,
+    known_bend: float | None = None,
+) -> Lines:
+    """Returns the smallest form that meets the samples, and lies below none of them.
+
+    Args:
+      sizes: one row of features per sample; the first is what a bend is looked for in.
+      targets: bytes, above 0.
+      known_bend: the largest first size of the first line, where that is known and one
+        line will not do.
+
+    Raises:
+      ValueError: no samples.
+    """
+    if not len(sizes):
+        raise ValueError("nothing to fit: compile one bucket of each kind at least.")
+    order = np.lexsort(np.asarray(sizes, float).T[::-1])
+    features = np.asarray(sizes, float)[order]
+    wanted = np.asarray(targets, float)[order]
+    whole = _line(features, wanted)
+    best = Lines((whole,), _error(whole, features, wanted))
+    if best.error <= LINE_TOLERANCE:
+        return _raised(best, features, wanted)
+    splits = _splits(features[:, 0], known_bend)
+    for split in splits:
+        parts = [slice(None, split), slice(split, None)]
+        lines = tuple(_line(features[part], wanted[part]) for part in parts)
+        if known_bend is not None and features[split - 1, 0] <= known_bend:
+            lines = _at_bend(lines, known_bend, features[split, 0])
+        pairs = zip(lines, parts)
+        error = max(_error(line, features[p], wanted[p]) for line, p in pairs)
+        if error < best.error:
+            best = Lines(lines, error)
+    return _raised(best, features, wanted)
+
+
+def nonnegative_least_squares(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Returns the coefficients, none below 0, with the least relative squares.
+
+    By trying every subset of the features, of which there are few. Of subsets that meet
+    the samples equally well (FEATURE_TOLERANCE) the smallest is taken.
+
+    Args:
+      features: f64[samples, n].
+      targets: f64[samples], above 0.
+    """
+    num_features = features.shape[1]
+    weighted = features / targets[:, None]
+    ones = np.ones(len(targets))
+    best, least = np.zeros(num_features), np.inf
+    for size in range(1, num_features + 1):
+        for subset in itertools.combinations(range(num_features), size):
+            columns = weighted[:, subset]
+            found = np.linalg.lstsq(columns, ones, rcond=None)[0]
+            if np.any(found < 0):
+                continue
+            missed = float(np.abs(columns @ found - ones).max())
+            # Of what fits equally the first: a slope rather than a constant.
+            if missed < least - 1e-9:
+                best, least = np.zeros(num_features), missed
+                best[list(subset)] = found
+        if least <= FEATURE_TOLERANCE:
+            break
+    return best
+
+
+def _splits(first_sizes: np.ndarray, known_bend: float | None) -> list[int]:
+    """Returns the places where samples may be parted, two on either side."""
+    places = range(1, len(first_sizes))
+    splits = [i for i in places if first_sizes[i] > first_sizes[i - 1]]
+    if known_bend is not None:
+        known = [i for i in splits if first_sizes[i - 1] <= known_bend < first_sizes[i]]
+        if known:
+            return known
+    return [i for i in splits if 2 <= i <= len(first_sizes) - 2]
+
+
+def _at_bend(lines: tuple[Line, ...], bend: float, following: float) -> tuple[Line, ...]:
+    """Returns two lines that meet at a bend which is known to lie between their samples."""
+    if bend >= following:
+        return lines
+    below, above = lines
+    return (
+        dataclasses.replace(below, last=bend),
+        dataclasses.replace(above, first=np.nextafter(bend, np.inf)),
+    )
+
+
+def _line(features: np.ndarray, targets: np.ndarray) -> Line:
+    found = nonnegative_least_squares(features, targets)
+    first, last = float(features[0, 0]), float(features[-1, 0])
+    return Line(first, last, tuple(map(float, found)))
+
+
+def _error(line: Line, features: np.ndarray, targets: np.ndarray) -> float:
+    predicted = features @ np.asarray(line.coefficients)
+    return float(np.abs(predicted / targets - 1).max())
+
+
+def _raised(lines: Lines, features: np.ndarray, targets: np.ndarray) -> Lines:
+    """Returns lines that no sample lies above: too much memory is safe, too little is not."""
+    raised = []
+    for line in lines.lines:
+        own = (features[:, 0] >= line.first) & (features[:, 0] <= line.last)
+        predicted = features[own] @ np.asarray(line.coefficients)
+        lift = 1.0
+        if own.any() and np.all(predicted > 0):
+            lift = max(1.0, float((targets[own] / predicted).max()))
+        scaled = tuple(c * lift for c in line.coefficients)
+        raised.append(dataclasses.replace(line, coefficients=scaled))
+    lifted = dataclasses.replace(lines, lines=tuple(raised))
+    misses = [abs(lifted(f) / wanted - 1) for f, wanted in zip(features, targets)]
+    return dataclasses.replace(lifted, error=float(max(misses)))
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkspaceFit:
+    """Predicts the workspace of any bucket of one decoder.
+
+    Attributes:
+      head, body: bytes of scratch while tokens are chosen, and inside a layer.
+      beside: bytes by which mixed steps were above the larger of both.
+      code_bytes: by kind, the most of a compiled bucket.
+      error: most that a sample of any kind is missed by, as a fraction of its scratch.
+    """
+
+    head: Lines | None
+    body: Lines | None
+    beside: float
+    code_bytes: dict[str, int]
+    error: float
+
+    def scratch(self, bucket: Bucket) -> float:
+        """Returns bytes without code."""
+        head = self.head(_head_sizes(bucket)) if self.head else 0.0
+        body = self.body(_body_sizes(bucket)) if self.body else 0.0
+        if bucket.kind == BURST:
+            return head if self.head else body
+        if bucket.kind == PREFILL:
+            return body if self.body else head
+        return max(head, body) + self.beside
+
+    def __call__(self, bucket: Bucket) -> float:
+        """Returns the bytes that a bucket needs beside its arguments."""
+        most = max(self.code_bytes.values(), default=0)
+        return self.scratch(bucket) + self.code_bytes.get(bucket.kind, most)
+
+
+def fit_workspaces(
+    samples: Sequence[BucketMemory], *, known_bend: float | None = None
+) -> WorkspaceFit:
+    """Fits the buckets of one decoder that were compiled.
+
+    Args:
+      known_bend: tokens up to which products are laid out otherwise, where known.
+
+    Raises:
+      ValueError: no samples.
+    """
+    if not samples:
+        raise ValueError("nothing to fit: compile one bucket of each kind at least.")
+    of_kind = lambda kind: [s for s in samples if s.bucket.kind == kind]
+    fit = lambda kind, sizes: _fit_kind(of_kind(kind), sizes, known_bend)
+    head, body = fit(BURST, _head_sizes), fit(PREFILL, _body_sizes)
+    code = {kind: max(s.code_bytes for s in of_kind(kind)) for kind in KINDS if of_kind(kind)}
+    plain = WorkspaceFit(head, body, 0.0, code, 0.0)
+    above = [s.scratch_bytes - plain.scratch(s.bucket) for s in of_kind(MIXED)]
+    whole = dataclasses.replace(plain, beside=max([0.0, *above]))
+    errors = [abs(whole.scratch(s.bucket) / max(s.scratch_bytes, 1) - 1) for s in samples]
+    return dataclasses.replace(whole, error=max(errors))
+
+
+def _fit_kind(
+    samples: Sequence[BucketMemory],
+    sizes: Callable[[Bucket], tuple[float, ...]],
+    known_bend: float | None,
+) -> Lines | None:
+    if not samples:
+        return None
+    wanted = [float(max(s.scratch_bytes, 1)) for s in samples]
+    return fit_lines([sizes(s.bucket) for s in samples], wanted, known_bend=known_bend)
+
+
+def _head_sizes(bucket: Bucket) -> tuple[float, ...]:
+    return (
+        bucket.logit_tokens,
+        bucket.rows,
+        bucket.copied_rows,
+        1.0,
+        bucket.law_tokens,
+    )
+
+
+def _body_sizes(bucket: Bucket) -> tuple[float, ...]:
+    # A single prompt is laid out otherwise than several: more per token in small models.
+    alone = bucket.tokens if bucket.rows == 1 else 0
+    if bucket.kind == MIXED:
+        alone = bucket.tokens - bucket.rows
+    return (bucket.tokens, alone, 1.0)

@@ -1,0 +1,161 @@
+"""Which K: what to draft in the next burst. Host side, no jax."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+from specjax.config.batch_size_table import Entry, look_up
+from specjax.decode.bucket import Bucket
+
+LEAST_TIMED_STEPS = 4  # of a burst: in fewer, sending and reading it weighs too much
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """What a policy sees before a burst. Arrays lead with [rows that decode]; prompts do not
+    count."""
+
+    num_decoding_rows: int
+    num_waiting: int = 0
+    # What may be drafted at most now, whoever decides, and why no more than that.
+    most_speculative_tokens: int | None = None
+    limited_by: str = ""
+    row_buckets: Sequence[int] = ()  # numbers of rows that can hold these, ascending
+    requests: Any = ()  # i64, of each row a number of its own, never used again
+    draft_caps: Any = ()  # i64, most tokens that each may draft
+    num_behind: Any = ()  # i64, tokens of each that the drafter has not seen
+    num_context_tokens: int = 0  # of all rows together
+    num_steps_left: int = 1  # until no row is left, at one token per step
+    # i64, most tokens that each may gain; empty where rows that end are followed by others.
+    tokens_left: Any = ()
+    # f64, how much a token gained by each brings the end of all nearer; empty: alike.
+    urgency: Any = ()
+    num_probe_steps: int = 0  # that a burst may have
+    compile_s: float = 0.0  # what compiling a bucket takes
+    is_compiled: Callable[[Bucket], bool] = lambda bucket: True
+    is_coming: Callable[[Bucket], bool] = lambda bucket: False  # compiled beside
+    # What reading one takes that is kept on disk; None where it is not.
+    read_s: Callable[[Bucket], float | None] = lambda bucket: None
+    is_dropped: Callable[[Bucket], bool] = lambda bucket: False  # did not fit
+
+    def ready_s(self, bucket: Bucket) -> float:
+        """Returns the seconds until a bucket can run."""
+        if self.is_compiled(bucket):
+            return 0.0
+        read_s = self.read_s(bucket)
+        return self.compile_s if read_s is None else read_s
+
+    def limit(self, num_speculative_tokens: int) -> int:
+        """Returns a K, or what is allowed of it."""
+        most = self.most_speculative_tokens
+        return num_speculative_tokens if most is None else min(num_speculative_tokens, most)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What a burst drafts, and why."""
+
+    num_speculative_tokens: int  # K; 0 is plain decoding
+    reason: str
+    # Row bucket; None is the smallest that holds the rows.
+    row_bucket: int | None = None
+    max_drafts: int | None = None  # as in Bucket
+    # i64[rows that decode], most tokens that each drafts; None: what its request allows.
+    draft_caps: Any = None
+    predicted_step_s: float | None = None
+    predicted_tokens: float | None = None  # per step, of all rows together
+    num_steps: int | None = None  # most steps of the burst; None: as many as ever
+    # What is to be compiled beside this burst and those after it.
+    prepare: Bucket | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a burst did. Arrays are numpy's, [steps that ran, rows], of rows still running."""
+
+    decision: Decision
+    bucket: Bucket
+    num_rows: int  # of the burst when it was sent
+    seconds: float | None  # of the device, catching up included; None is not known
+    idle_s: float = 0.0  # since the last burst that was learned from
+    num_context_tokens: float  # of all rows, midway
+    num_behind: int  # tokens that the drafter had to catch up with first, of the row with most
+    is_short: bool  # too few steps to tell their seconds well
+    requests: Any  # i64[rows]
+    asked_depth: Any  # i64[rows], tokens that each was asked to draft
+    num_committed: Any
+    num_accepted: Any
+    draft_depth: Any  # tokens on the longest path that was verified
+    proposed_depth: Any  # that the drafter proposed, before some were left out
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.num_committed)
+
+
+class SpeculationPolicy(Protocol):
+    """Chooses K before each burst and learns from what came of it."""
+
+    max_speculative_tokens: int
+    # Whether it says which row bucket; else it is the smallest of EngineConfig.row_buckets.
+    chooses_rows: ClassVar[bool]
+
+    def choose(self, load: Load) -> Decision:
+        """Returns what to draft: a K from 0 (plain decoding) to what the load allows."""
+        ...
+
+    def observe(self, outcome: Outcome) -> None:
+        """Takes in what a burst did."""
+        ...
+
+
+class _LearnsNothing:
+    chooses_rows: ClassVar[bool] = False
+
+    def observe(self, outcome: Outcome) -> None:
+        del outcome
+
+
+@dataclasses.dataclass
+class Fixed(_LearnsNothing):
+    """The same K always, as far as the load allows."""
+
+    max_speculative_tokens: int
+
+    def choose(self, load: Load) -> Decision:
+        return _decide(load, self.max_speculative_tokens, "fixed")
+
+
+@dataclasses.dataclass
+class Table(_LearnsNothing):
+    """K by the number of rows that decode.
+
+    After a change K stays for dwell_s: a load that flickers at a threshold changes it
+    once in that time, not with every burst. Each change may mean another executable.
+    """
+
+    table: tuple[Entry, ...]
+    max_speculative_tokens: int  # a larger K of the table becomes this
+    dwell_s: float = 0.25
+    clock: Callable[[], float] = time.monotonic
+    _chosen: int | None = None
+    _changed_at: float = 0.0
+
+    def choose(self, load: Load) -> Decision:
+        wanted = look_up(self.table, max(load.num_decoding_rows, 1))
+        wanted = min(wanted, self.max_speculative_tokens)
+        now = self.clock()
+        if self._chosen is None:
+            self._chosen = wanted
+        elif wanted != self._chosen and now - self._changed_at >= self.dwell_s:
+            self._chosen, self._changed_at = wanted, now
+        return _decide(load, self._chosen, "table")
+
+
+def _decide(load: Load, wanted: int, reason: str) -> Decision:
+    allowed = load.limit(wanted)
+    why = reason if allowed == wanted else load.limited_by
+    return Decision(num_speculative_tokens=allowed, reason=why)

@@ -1,0 +1,138 @@
+"""The draft slots of a batch, handed to the tokens that are likeliest to stand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.decode.bucket import Bucket
+from specjax.policy.survival import Survival
+
+MOST_RANKED = 32  # rows that stand for more, where only their sum is asked for
+
+
+def _expected_maximum(count: np.ndarray) -> np.ndarray:
+    """Returns the expected largest of so many standard normal draws."""
+    known = np.array([0.0, 0.564, 1.029, 1.424, 1.766, 2.070, 2.344, 2.594, 2.822])
+    return np.interp(np.log2(np.maximum(count, 1)), np.arange(len(known)), known)
+
+
+class RankedSlots:
+    """The draft slots of all rows, and in the order of how likely they are to stand.
+
+    What is expected of many rows is told by some of them.
+
+    Args:
+      requests: i64[rows].
+      caps: i64[rows], most tokens that each may draft.
+      depths: values of K that slots are handed out at.
+      left: i64[rows], most tokens that each may gain; empty where that does not matter.
+      urgency: f64[rows], by which a row's slots go before those of others that are as
+        likely to stand; empty where all are alike.
+    """
+
+    def __init__(
+        self,
+        survival: Survival,
+        requests: Any,
+        caps: Any,
+        depths: Sequence[int],
+        left: Any,
+        urgency: Any = (),
+    ):
+        self._urgency = np.asarray(urgency) if len(urgency) else np.ones(len(requests))
+        self._of_rates, self._presence = survival.of_rates, survival.presence()
+        self._rates, self._caps, self._left = survival.rates(requests), caps, left
+        self._depths = list(depths)
+        some = slice(None)
+        if len(self._rates) > MOST_RANKED:
+            # One of each of so many parts, from the row that does worst to the best.
+            middles = np.arange(MOST_RANKED) + 0.5
+            places = (middles * (len(self._rates) / MOST_RANKED)).astype(int)
+            some = self._rates.argsort()[places]
+        self._survival, self._mass = self._slots(some)
+        self._order_of = self._survival * self._urgency[some][:, None]
+        self._share = len(self._survival) / len(self._rates)
+        gained = (self._survival * self._mass).sum(axis=0).cumsum() / self._share
+        self._by_depth = [0.0, *gained.tolist()]
+
+    def _slots(self, rows: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Returns of some rows how likely each token is to stand, and how often it takes a slot.
+
+        f64[rows, depth] each.
+        """
+        by_place = self._of_rates(self._rates[rows])
+        is_allowed = np.arange(by_place.shape[1]) < self._caps[rows][:, None]
+        # A token of no row that drafts takes no slot.
+        return by_place * is_allowed, is_allowed * self._presence
+
+    def expected(self, bucket: Bucket) -> float:
+        """Returns the draft tokens that a step is expected to accept."""
+        depth = bucket.num_speculative_tokens
+        if bucket.max_drafts is None:
+            return self._by_depth[depth]
+        at = self._depths.index(depth)
+        _, masses, gains = self._ranked
+        # The slot on the edge counts in part.
+        some = np.interp(bucket.max_drafts * self._share, masses[at], gains[at])
+        return float(some) / self._share
+
+    def together(self, bucket: Bucket) -> float:
+        """Returns by how much the luck of rows that are not refilled delays the last of them, 0 to
+        1.
+
+        Rows that draft end at different steps, be they alike: while the last one runs, a
+        step costs as much as ever.
+        """
+        depth = bucket.num_speculative_tokens
+        return self._togetherness[depth - 1] if depth and len(self._left) else 1.0
+
+    @functools.cached_property
+    def _togetherness(self) -> list[float]:
+        """Of each K from 1: steps expected of the row with most, over those of the last row."""
+        survival, mass = self._slots(slice(None))
+        stand = survival * mass
+        tokens = 1 + stand.cumsum(axis=1)  # of a step, a mean
+        odd = 1 + 2 * np.arange(stand.shape[1])
+        variance = (stand * odd).cumsum(axis=1) - (tokens - 1) ** 2
+        steps = self._left[:, None] / tokens
+        spread = np.sqrt(steps * variance) / tokens
+        most = steps.argmax(axis=0), np.arange(stand.shape[1])
+        is_close = steps > steps[most] - spread[most]
+        last = _expected_maximum(is_close.sum(axis=0))
+        # The last step of a row may give more than it needed.
+        needless = (variance / tokens**2 + 1 - 1 / tokens) / 2
+        late = last * spread[most] + needless[most]
+        return (steps[most] / (steps[most] + late)).tolist()
+
+    def likeliest(self, bucket: Bucket) -> np.ndarray:
+        """Returns how many draft tokens of each row have one of a bucket's slots, i64[rows]."""
+        assert bucket.max_drafts is not None
+        depth = bucket.num_speculative_tokens
+        values, masses, _ = self._ranked
+        own = masses[self._depths.index(depth), 1:]
+        edge = int(own.searchsorted(bucket.max_drafts * self._share))
+        least = values[min(edge, len(values) - 1)]
+        by_place = self._of_rates(self._rates)[:, :depth] * self._urgency[:, None]
+        return (by_place >= least).sum(axis=1)
+
+    @functools.cached_property
+    def _ranked(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Slots, the likeliest to stand first, where all rows are as urgent.
+
+        Returns:
+          What each is ordered by, f64[slots]; and what the first ones take and gain together,
+          f64[depths, from none of them on], those behind a depth left out.
+        """
+        order = (-self._order_of).ravel().argsort()
+        survival, mass = self._survival.ravel()[order], self._mass.ravel()[order]
+        place = order % self._survival.shape[1]
+        own = mass * (place < np.array(self._depths)[:, None])
+        sums = np.zeros((2, len(self._depths), 1 + len(order)))
+        own.cumsum(axis=1, out=sums[0, :, 1:])
+        (own * survival).cumsum(axis=1, out=sums[1, :, 1:])
+        masses, gains = sums
+        return self._order_of.ravel()[order], masses, gains

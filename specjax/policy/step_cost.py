@@ -1,0 +1,554 @@
+"""Seconds of a step: measured by bucket, predicted where not yet measured. No jax.
+
+    seconds = (base(bucket, about this context) + slope(K) * context tokens) * drift
+
+base is what was measured of a bucket, beside what ran just before and after it, and near
+
+    c0 + c1 * verified tokens + c2 * drafted tokens + c3 * draft forwards
+
+with no coefficient below 0, which all buckets share (`step_ratios`): the less was measured of
+a bucket, the more that sum tells. While few buckets were measured, the others are what bytes
+and operations say (`step_prior`), times what was measured of those like them over what they
+say of them. The slope is s0 + s1 * K, none below 0:
+each draft forward reads the drafter's keys and values as verifying reads the target's.
+
+The drift is how much slower everything runs just now than when it was measured: shared
+machines and hot chips slow down all buckets alike. It scales what is predicted to the
+present, and is no part of how two buckets compare. Only what was measured often at about
+a context tells it: at others it may be the context that takes longer.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+import reprlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.decode.bucket import Bucket
+from specjax.least_squares import fit_nonnegative
+from specjax.policy.step_ratios import (
+    MOST_BURSTS,
+    Bases,
+    Burst,
+    Columns,
+    StepRatios,
+)
+
+Prior = Callable[[Bucket, float], float]
+
+# Chosen by the short generations of bench.scheduling, docs/benchmarks/scheduling.md.
+MEMORY = 16  # measurements that are remembered, of a bucket at about one context
+OF_BEFORE = 3  # measurements of an earlier run, of a bucket at about one context
+DRIFT_MEMORY = 3  # measurements that tell the drift
+# Share of its logarithm that counts as the steps' own: else a drift and steps as much too slow
+# would explain each other.
+DRIFT_LEAK, MOST_DRIFT = 0.02, 50.0
+TELLS_DRIFT = 3  # measurements at about one context, before the next tells of the drift
+NEAR = 2  # places apart, at which a measurement counts for half
+MOST_AS_USUAL = 8  # measurements that a fit outlives where they tell next to nothing
+# Of a burst's steps, by how much they may be off beside catching up, a standard deviation;
+# and the share of what was known of it that is remembered.
+CATCH_UP_DOUBT, CATCH_UP_MEMORY = 0.4, 0.9
+SLOPES_AFTER = 16  # measurements, at most, that the slopes are kept for
+SLOPE_ROUNDS = 4  # of weighing what tells of the slope
+# What is measured of a slope outweighs that it may be 0 once squares of contexts, relative
+# to their mean and off it, add up to the square of this.
+SLOPE_PRIOR = 0.5
+SMALL_MISS = 0.05  # of a step's seconds: what misses the slope by more weighs less
+FEW = 4  # measured buckets: of fewer the prior predicts the others
+# Seconds of a step may be less than is thought by so many standard errors, and no less
+# than such a share; by how much where nothing like it was measured, and where nothing was.
+DOUBT_ERRORS, LEAST_DOUBT = 2.0, 0.04
+MUCH_DOUBT, PRIOR_DOUBT = 0.2, 0.5
+# How far the drift is off its mean on average, before it is known, measurements that this counts
+# for, the share of the others that is remembered with each, and the most that one tells.
+USUAL_WANDER, WANDER_TRIALS, WANDER_MEMORY, MOST_WANDER = 0.2, 8.0, 0.99, 0.7
+# Rows, draft tokens and seconds of a record that means something.
+LEAST_KNOWN, MOST_KNOWN = 1e-9, 10**6
+LEAST_SHARE = 0.25  # of what was measured, that a step is predicted to take
+OUTLIER = 3.0  # a measurement counts as at most this many times what was expected
+
+
+class Sample:
+    """Measurements of one bucket at about one context; seconds without the drift."""
+
+    def __init__(self):
+        self.context = 0.0  # tokens of all rows, a mean
+        self.seconds = 0.0  # their median
+        self._latest: list[tuple[float, float]] = []  # context and seconds
+
+    @property
+    def count(self) -> int:
+        return len(self._latest)
+
+    def add(self, context: float, seconds: float) -> None:
+        self._latest = [*self._latest[1 - MEMORY :], (context, seconds)]
+        self.context += (context - self.context) / self.count
+        self.seconds = _median([seconds for _, seconds in self._latest])
+
+
+@dataclasses.dataclass
+class _Fit:
+    """What is known of steps at about one context."""
+
+    # Seconds per context token: of K = 0, and more for each K.
+    slopes: tuple[float, float]
+    bases: dict[Bucket, float]  # seconds without context, of those that were measured
+    compared: Bases
+    # Of others, once asked for: likewise, or by how many times the prior is off.
+    guessed: dict[Bucket, float] = dataclasses.field(default_factory=dict)
+    off: dict[Bucket, float] = dataclasses.field(default_factory=dict)
+
+    def predicted(self, features: np.ndarray) -> float:
+        return float((features * self.compared.coefficients).sum())
+
+    def slope(self, bucket: Bucket) -> float:
+        at_0, per_token = self.slopes
+        return at_0 + per_token * bucket.num_speculative_tokens
+
+
+class StepCosts:
+    """What steps cost, as far as is known.
+
+    Args:
+      nodes_per_row: the nodes that a row verifies at each K, root included; None is
+        1 + K, of chains.
+      prior: predicts the seconds of a bucket at a context before any was measured; None is
+        nothing.
+    """
+
+    def __init__(
+        self,
+        nodes_per_row: Mapping[int, int] | None = None,
+        prior: Prior | None = None,
+    ):
+        # Per token that the drafter has not seen, of the row with most; None: not known.
+        self.catch_up_s: float | None = None
+        self.num_caught_up = 0  # bursts that told it in this process
+        self._caught_up = np.zeros(2)  # weights of what tells it, and their sum with it
+        self.nodes_per_row = nodes_per_row or {}
+        self.prior = prior
+        self.drift = 1.0
+        self._last: Burst | None = None
+        # Logarithms of what the drift is the median of; one measurement tells of none.
+        self._slower = [0.0] * DRIFT_MEMORY
+        # Measurements; of the drift's logarithm the sum, and how far it was off the mean, a sum.
+        self._wandered = WANDER_TRIALS, 0.0, WANDER_TRIALS * USUAL_WANDER
+        self._samples: dict[Bucket, dict[int, Sample]] = {}
+        self._counts: dict[Bucket, int] = {}
+        self._ratios = StepRatios()
+        self._fits: dict[int, _Fit] = {}  # by place; forgotten with every measurement
+        self._known_slopes: tuple[float, float] | None = None
+        self._num_measured = self._num_since_slopes = self._num_as_usual = 0
+
+    @property
+    def measured(self) -> list[Bucket]:
+        return list(self._samples)
+
+    def count(self, bucket: Bucket) -> int:
+        """Returns how many measurements of a bucket are remembered."""
+        return self._counts.get(bucket, 0)
+
+    def copy(self) -> StepCosts:
+        """Returns one that learns apart from this; without the prior."""
+        own = copy.copy(self)
+        own.prior, own._fits, own._counts = None, dict(self._fits), dict(self._counts)
+        own._caught_up, own._ratios = self._caught_up.copy(), self._ratios.copy()
+        own._samples = {
+            bucket: {place: copy.copy(sample) for place, sample in samples.items()}
+            for bucket, samples in self._samples.items()
+        }
+        return own
+
+    def begin_run(self) -> None:
+        """Says that what is measured next does not follow what was measured last."""
+        self._ratios.begin_run()
+
+    def doubt(self, bucket: Bucket, context: float) -> float:
+        """Returns by which share a bucket may take less than is thought, beside the one that ran
+        last."""
+        if not self._samples:
+            return PRIOR_DOUBT
+        if bucket not in self._samples:
+            return MUCH_DOUBT
+        fit = self._fit(context)
+        other = bucket if self._last is None else self._last.bucket
+        deviation = fit.compared.deviation(bucket, other)
+        return max(1 - math.exp(-DOUBT_ERRORS * deviation), LEAST_DOUBT)
+
+    def observe(self, bucket: Bucket, context: float, seconds: float) -> None:
+        """Takes in one measurement: seconds per step, context tokens of all rows.
+
+        Raises:
+          ValueError: the seconds are no positive number.
+        """
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"{seconds=} of a step must be above 0 and finite.")
+        expected = self.seconds(bucket, context) or seconds
+        if bucket in self._samples:
+            seconds = min(max(seconds, expected / OUTLIER), expected * OUTLIER)
+        burst = Burst(bucket, context, seconds, self.drift)
+        self._ratios.add(burst)
+        self._last = burst
+        before = self._samples.get(bucket, {}).get(_place(context))
+        is_usual = before is not None and before.count == MEMORY
+        if before is not None and before.count >= TELLS_DRIFT:
+            slower = math.log(seconds / expected * self.drift)
+            self._slower = [*self._slower[1:], slower]
+            drift = math.exp((1 - DRIFT_LEAK) * _median(self._slower))
+            self.drift = min(max(drift, 1 / MOST_DRIFT), MOST_DRIFT)
+        # Where nothing else ran near it, and much of it did, one more tells next to nothing.
+        if is_usual and self._ratios.is_alone and self._num_as_usual < MOST_AS_USUAL:
+            self._num_as_usual += 1
+            fits = self._fits
+        else:
+            self._num_as_usual, fits = 0, {}
+        self._add(bucket, context, seconds / self.drift)
+        self._fits = fits
+        slower = math.log(self.drift)
+        count, total, off = (WANDER_MEMORY * each for each in self._wandered)
+        missed = min(abs(slower - total / count), MOST_WANDER)
+        self._wandered = count + 1, total + slower, off + missed
+        # Now, and not when the next burst is planned.
+        self._ratios.spread = self._fit(context).compared.spread
+
+    def seconds(self, bucket: Bucket, context: float) -> float | None:
+        """Returns the seconds of a step just now; None where nothing is known."""
+        if not self._samples:
+            return self.prior and self.prior(bucket, context)
+        fit = self._fit(context)
+        base = self._base(bucket, fit, context)
+        return (base + fit.slope(bucket) * context) * self.drift
+
+    def observe_catch_up(
+        self, tokens: float, seconds: float, *, steps_s: float, usual_s: float
+    ) -> None:
+        """Takes in what a burst took beyond its steps because the drafter had to catch up.
+
+        Args:
+          tokens: above 0.
+          seconds: below 0 where the steps were faster than thought; many bursts make a mean.
+          steps_s: of its steps, as thought: what they are off by is no catching up.
+          usual_s: per token, as it was thought before; above 0.
+        """
+        if not self._caught_up.any():
+            self._caught_up = np.array([1.0, usual_s]) / usual_s**2
+        weight = (tokens / (CATCH_UP_DOUBT * steps_s)) ** 2
+        self._caught_up = CATCH_UP_MEMORY * self._caught_up
+        self._caught_up += weight * np.array([1.0, seconds / tokens])
+        self.catch_up_s = max(float(self._caught_up[1] / self._caught_up[0]), 0.0)
+        self.num_caught_up += 1
+
+    def fit_error(self) -> float:
+        """Returns the largest relative error of the fit over what was measured; 0 of nothing."""
+        if not self._samples:
+            return 0.0
+        fit = self._fit(0.0 if self._last is None else self._last.context)
+        return max(
+            abs(fit.predicted(self._features(bucket)) / base - 1)
+            for bucket, base in fit.bases.items()
+        )
+
+    # Files
+
+    def to_records(self) -> list[dict[str, Any]]:
+        """Returns all that is known, for JSON; seconds as they are just now."""
+        if not self._samples:
+            return []
+        # One for all contexts: a fit at each would take long.
+        fit = self._fit(0.0 if self._last is None else self._last.context)
+        seconds = lambda bucket, sample: (
+            self.drift * (fit.bases[bucket] + fit.slope(bucket) * sample.context)
+        )
+        return [
+            bucket._asdict()
+            | {
+                "context_tokens": round(sample.context, 1),
+                "step_s": float(seconds(bucket, sample)),
+                "num_measurements": sample.count,
+            }
+            for bucket, samples in sorted(self._samples.items(), key=str)
+            for sample in samples.values()
+        ]
+
+    def to_bursts(self) -> list[list[Any]]:
+        """Returns the bursts that tell how buckets compare, for JSON.
+
+        [place in the run, rows, num_speculative_tokens, max_drafts, context tokens, seconds of a
+        step, the machine's part] of each.
+        """
+        return [
+            [
+                *(place, *burst.bucket, round(burst.context, 1), burst.seconds),
+                burst.slower / self.drift,  # as `to_records` has what is usual
+            ]
+            for place, burst in self._ratios.bursts()
+        ]
+
+    def add_records(
+        self,
+        records: Iterable[Mapping[str, Any]],
+        most_measurements: int = OF_BEFORE,
+        *,
+        bursts: Iterable[Sequence[Any]] = (),
+    ) -> None:
+        """Takes in what `to_records` and `to_bursts` returned, in this run or an earlier one.
+
+        Args:
+          most_measurements: that a record counts for; what is measured now counts for more.
+
+        Raises:
+          ValueError: a record or burst that lacks something, or means nothing.
+        """
+        remembered = [_burst_of(burst) for burst in bursts]
+        places = [place for place, _ in remembered]
+        if len(places) > MOST_BURSTS or places != sorted(set(places)):
+            raise ValueError(f"{len(places)} bursts are no record of a run.")
+        in_bursts = {burst.bucket for _, burst in remembered}
+        for record in records:
+            try:
+                names = (*Bucket._fields, "context_tokens", "step_s")
+                figures = [record[name] for name in names]
+                count = int(record["num_measurements"])
+            except (KeyError, TypeError, ValueError, OverflowError) as error:
+                raise ValueError(
+                    f"{reprlib.repr(record)} is no measured step: {error!r}."
+                ) from None
+            burst = _measured(record, figures)
+            if count <= 0:
+                raise ValueError(f"{reprlib.repr(record)} is no measured step.")
+            most = min(count, most_measurements)
+            self._add(burst.bucket, burst.context, burst.seconds, most)
+            # Bursts tell again what came of them.
+            most = OF_BEFORE if burst.bucket in in_bursts else MEMORY
+            self._ratios.add_record(burst, min(count, most))
+        remembered = [found for found in remembered if found[1].bucket in self._samples]
+        self._ratios.add_bursts(remembered)
+        self._known_slopes = None
+        self._fits = {}
+        if remembered:
+            context = remembered[-1][1].context
+            self._ratios.spread = self._fit(context).compared.spread
+
+    def _add(self, bucket: Bucket, context: float, seconds: float, count: int = 1) -> None:
+        samples, place = self._samples.setdefault(bucket, {}), _place(context)
+        if place not in samples:
+            samples[place] = Sample()
+        for _ in range(count):
+            samples[place].add(context, seconds)
+        self._counts[bucket] = sum(sample.count for sample in samples.values())
+        self._fits = {}
+        self._num_measured += 1
+        self._num_since_slopes += 1
+        if self._num_since_slopes > min(self._num_measured / 8, SLOPES_AFTER):
+            self._known_slopes, self._num_since_slopes = None, 0
+
+    def _features(self, bucket: Bucket) -> np.ndarray:
+        depth, rows = bucket.num_speculative_tokens, bucket.rows
+        drafts = rows * (self.nodes_per_row.get(depth, 1 + depth) - 1)
+        if bucket.max_drafts is not None:
+            drafts = min(drafts, bucket.max_drafts)
+        return np.array([1.0, rows + drafts, rows * depth, depth])
+
+    def _base(self, bucket: Bucket, fit: _Fit, context: float) -> float:
+        """Returns the seconds of a bucket without context: measured, or as the fit has it."""
+        measured = fit.bases.get(bucket)
+        if measured is not None:
+            return measured
+        if self.prior is not None and len(fit.bases) < FEW:
+            return self._by_prior(bucket, fit, context)
+        if bucket not in fit.guessed:
+            least = LEAST_SHARE * min(fit.bases.values())
+            fit.guessed[bucket] = max(fit.predicted(self._features(bucket)), least)
+        return fit.guessed[bucket]
+
+    def _by_prior(self, bucket: Bucket, fit: _Fit, context: float) -> float:
+        """Returns what the prior says, as far off as it is of the buckets that were measured."""
+        assert self.prior is not None
+        if bucket not in fit.off:
+            fit.off[bucket] = self._off_prior(bucket, fit, context)
+        said = fit.off[bucket] * self.prior(bucket, context)
+        return max(said - fit.slope(bucket) * context, LEAST_SHARE * said)
+
+    def _off_prior(self, bucket: Bucket, fit: _Fit, context: float) -> float:
+        """Returns how many times what the prior says buckets take, a mean of those like one."""
+        assert self.prior is not None
+        off, weights = 0.0, 0.0
+        for other, base in fit.bases.items():
+            took = base + fit.slope(other) * context
+            rows = abs(math.log2(other.rows / bucket.rows))
+            depths = other.num_speculative_tokens, bucket.num_speculative_tokens
+            apart = rows + abs(depths[0] - depths[1])
+            weight = self.count(other) / (1 + apart) ** 2
+            off += weight * math.log(took / self.prior(other, context))
+            weights += weight
+        return math.exp(off / weights)
+
+    def _fit(self, context: float) -> _Fit:
+        """Returns what is known at about a context."""
+        # One for every so many places, whatever was asked before.
+        place = NEAR * round(_place(context) / NEAR)
+        if place not in self._fits:
+            self._fits[place] = self._new_fit(place)
+        return self._fits[place]
+
+    def _new_fit(self, place: int) -> _Fit:
+        if self._known_slopes is None:
+            at_0, per_token = self._slopes().tolist()
+            self._known_slopes = at_0, per_token
+        slopes = self._known_slopes
+        log = functools.partial(_log, slopes=slopes)
+        usual = {
+            bucket: _usual(bucket, samples, place, log) for bucket, samples in self._samples.items()
+        }
+        compared = self._ratios.bases(
+            log,
+            usual,
+            self._wandered[2] / self._wandered[0],
+            lambda contexts: _nearness(place, _places(contexts)),
+            np.stack([self._features(bucket) for bucket in usual]),
+            np.array([self.count(bucket) for bucket in usual]),
+        )
+        bases = {bucket: math.exp(base) for bucket, base in compared.logs.items()}
+        return _Fit(slopes, bases, compared)
+
+    def _slopes(self) -> np.ndarray:
+        """Returns what buckets gain with context, over all that were measured at several,
+        f64[2]."""
+        several = [
+            (bucket, list(samples.values()))
+            for bucket, samples in self._samples.items()
+            if len(samples) > 1
+        ]
+        if not several:
+            return np.zeros(2)
+        contexts, seconds, counts = np.array(
+            [(s.context, s.seconds, s.count) for _, samples in several for s in samples]
+        ).T
+        sizes = [len(samples) for _, samples in several]
+        own = np.repeat(np.arange(len(sizes)), sizes)  # the bucket of each
+        depths = np.array([bucket.num_speculative_tokens for bucket, _ in several])
+        # Relative to the bucket's own cost: dear steps must not rule.
+        seconds_of = np.bincount(own, seconds) / np.array(sizes)
+        seconds = seconds / seconds_of[own]
+        per_token = np.stack([np.ones(len(depths)), depths], 1)[own]
+        per_token = per_token / seconds_of[own, None]
+        features = contexts[:, None] * per_token
+        # Little is known at first, and a slope too steep misleads more than none. What was
+        # measured at contexts close to each other says nothing of those far off.
+        reach = np.sqrt((contexts**2).mean())
+        prior = SLOPE_PRIOR * np.diag(reach * np.sqrt((per_token**2).mean(axis=0)))
+        slopes, weights = np.zeros(2), counts
+        for _ in range(SLOPE_ROUNDS):
+            columns = np.stack([_off(column, own, weights) for column in features.T], 1)
+            values, root = _off(seconds, own, weights), np.sqrt(weights)
+            slopes = fit_nonnegative(
+                np.concatenate([root[:, None] * columns, prior]),
+                np.concatenate([root * values, np.zeros(2)]),
+            )
+            missed = np.abs(values - columns @ slopes)
+            # Outliers count in part (Huber, "Robust Estimation of a Location Parameter").
+            weights = counts / np.maximum(missed / SMALL_MISS, 1)
+        return slopes
+
+
+def _burst_of(kept: Sequence[Any]) -> tuple[int, Burst]:
+    """Returns a burst of `StepCosts.to_bursts`, and its place."""
+    try:
+        place, *figures = kept
+        place, burst = int(place), _measured(kept, figures)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{reprlib.repr(kept)} is no burst: {error!r}.") from None
+    if not (0 <= place < MOST_KNOWN and len(kept) == 2 + len(Bucket._fields) + 2):
+        raise ValueError(f"{reprlib.repr(kept)} is no burst.")
+    return place, burst
+
+
+def _measured(kept: Any, figures: Sequence[Any]) -> Burst:
+    """Returns one measurement of a file: the fields of a bucket, then those of a burst.
+
+    Raises:
+      ValueError: it means nothing; `kept` is named.
+    """
+    try:
+        rows, depth, most, context, seconds, *slower = figures
+        most = None if most is None else int(most)
+        bucket = Bucket(int(rows), int(depth), most)
+        burst = Burst(bucket, float(context), float(seconds), *map(float, slower))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{reprlib.repr(kept)} is no measured step: {error!r}.") from None
+    is_bucket = 0 < bucket.rows < MOST_KNOWN
+    is_bucket &= 0 <= bucket.num_speculative_tokens < MOST_KNOWN
+    is_bucket &= most is None or most > 0
+    is_measured = LEAST_KNOWN < burst.seconds < MOST_KNOWN
+    is_measured &= LEAST_KNOWN < burst.slower < MOST_KNOWN
+    is_measured &= 0 <= burst.context < MOST_KNOWN**2
+    if not (is_bucket and is_measured):
+        raise ValueError(f"{reprlib.repr(kept)} is no measured step.")
+    return burst
+
+
+def _log(columns: Columns, slopes: tuple[float, float]) -> np.ndarray:
+    """Returns the logarithms of what bursts' steps took, without what their contexts take."""
+    usual = columns.seconds / columns.slower
+    own = usual - (slopes[0] + slopes[1] * columns.depths) * columns.contexts
+    # A slope too steep must not make a step free.
+    return np.log(np.maximum(own, LEAST_SHARE * usual) * columns.slower)
+
+
+def _usual(
+    bucket: Bucket,
+    samples: Mapping[int, Sample],
+    place: int,
+    log: Callable[[Columns], np.ndarray],
+) -> float:
+    """Returns the logarithm of what a bucket took about a place, whatever ran beside it."""
+    own = list(samples.values())
+    contexts, seconds, counts = np.array(
+        [(sample.context, sample.seconds, sample.count) for sample in own]
+    ).T
+    ones = np.ones(len(own))
+    logs = log(Columns(bucket.num_speculative_tokens * ones, contexts, seconds, ones))
+    near = _nearness(place, np.array(list(samples)))
+    return _weighted_median(list(zip(logs.tolist(), (counts * near).tolist())))
+
+
+def _nearness(place: int, other: np.ndarray) -> np.ndarray:
+    """Returns what measurements at other places count for at one, 0 to 1."""
+    return 1 / (1 + ((place - other) / NEAR) ** 2)
+
+
+def _off(values: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Returns how far values are from the weighted mean of their group."""
+    means = np.bincount(groups, weights * values) / np.bincount(groups, weights)
+    return values - means[groups]
+
+
+def _median(values: Sequence[float]) -> float:
+    """Returns the median; of two in the middle the smaller."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
+def _weighted_median(weighed: Sequence[tuple[float, float]]) -> float:
+    """Returns the median of (value, weight); of two in the middle the smaller."""
+    weighed = sorted(weighed)
+    weights = list(itertools.accumulate(weight for _, weight in weighed))
+    return weighed[bisect.bisect_left(weights, weights[-1] / 2)][0]
+
+
+def _place(context: float) -> int:
+    """Returns which sample a context counts to: those within a quarter of each other share one."""
+    return round(math.log(context + 64) / math.log(1.25))
+
+
+def _places(contexts: np.ndarray) -> np.ndarray:
+    """Returns `_place` of each, f64."""
+    return np.rint(np.log(contexts + 64) / math.log(1.25))

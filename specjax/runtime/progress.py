@@ -1,0 +1,72 @@
+"""Progress of long work: bars on stderr, or a function of the caller's."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TypeAlias
+
+from tqdm import tqdm
+
+# Told what is under way, how many units are done, and of how many: 0 where nobody knows.
+Report: TypeAlias = Callable[[str, int, int], None]
+
+# Counted work that is over sooner shows nothing.
+QUIET_S = 1.0
+
+
+class Progress:
+    """Passes reports on, or shows them as one bar at a time, or drops them.
+
+    What reports is work of others: a function that raises, or a bar that cannot be drawn,
+    is dropped with one warning, and the work goes on. An interrupt is passed on.
+    """
+
+    def __init__(self, show: bool | Report):
+        self._report = show if callable(show) else None
+        self._has_bars = show is True
+        self._bar: tqdm | None = None
+        self._what = ""
+
+    def report(self, what: str, done: int, total: int) -> None:
+        """Says that `done` of `total` units of `what` are done."""
+        try:
+            if self._report is not None:
+                self._report(what, done, total)
+            elif self._has_bars:
+                self._show(what, done, total)
+        except Exception as error:
+            self._drop(error)
+
+    def close(self) -> None:
+        """Removes the bar."""
+        try:
+            self._remove_bar()
+        except Exception as error:
+            self._drop(error)
+
+    def _drop(self, error: Exception) -> None:
+        """Reports no more; says why."""
+        what = "progress bars" if self._has_bars else "the progress function"
+        self._report, self._has_bars, self._bar = None, False, None
+        warnings.warn(
+            f"{what} raised {error!r}: no more progress is reported, and all else goes on.",
+            stacklevel=3,
+        )
+
+    def _remove_bar(self) -> None:
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            bar.close()
+
+    def _show(self, what: str, done: int, total: int) -> None:
+        if what != self._what or self._bar is None:
+            self._remove_bar()
+            self._what = what
+            self._bar = (
+                tqdm(total=total, desc=what, delay=QUIET_S, leave=False, mininterval=0.2)
+                if total
+                else tqdm(desc=what, bar_format="{desc} ...", leave=False)
+            )
+        self._bar.total = total
+        self._bar.update(done - self._bar.n)

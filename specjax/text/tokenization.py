@@ -1,0 +1,219 @@
+"""Text to token ids and back, from the files of a Hugging Face folder."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from specjax.runtime.model_files import find_file, read_bytes, read_json
+from specjax.text import chat_template, tokenizer_json
+from specjax.text.tokenizer_json import is_library_error
+
+Message = Mapping[str, Any]
+_SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_FAILED = (
+    "the tokenizer cannot {} ({!s:.300}); its tokenizer.json may be of another model, or broken."
+)
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with its folder's special tokens and chat template."""
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        special_tokens: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ):
+        """Wraps a tokenizer.
+
+        Args:
+          tokenizer: changed here: padding and truncation are switched off.
+          special_tokens: from "bos_token", "eos_token", ... to the token's text.
+          chat_template: a jinja template over `messages`, None when there is none.
+        """
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        self.backend = tokenizer
+        self.special_tokens = dict(special_tokens or {})
+        self.chat_template = chat_template
+
+    @classmethod
+    def from_folder(cls, path: str | Path) -> Tokenizer | None:
+        """Returns the tokenizer of a folder, None when it holds no tokenizer.json.
+
+        Raises:
+          ValueError: a file is corrupt, or more than the tokenizers library may be
+            given (see `specjax.text.tokenizer_json`).
+        """
+        folder = Path(path)
+        tokenizer_path = find_file(folder, "tokenizer.json")
+        if tokenizer_path is None:
+            return None
+        backend = tokenizer_json.load(tokenizer_path)
+        config = _read_optional(folder, "special_tokens_map.json")
+        config |= _read_optional(folder, "tokenizer_config.json")
+        special_tokens = {
+            key: text for key in _SPECIAL_TOKENS if (text := _content(folder, key, config.get(key)))
+        }
+        return cls(
+            backend,
+            special_tokens=special_tokens,
+            chat_template=_chat_template(folder, config),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; the embedding may have more rows."""
+        return self.backend.get_vocab_size()
+
+    @property
+    def bos_token(self) -> str | None:
+        return self.special_tokens.get("bos_token")
+
+    @property
+    def eos_token(self) -> str | None:
+        return self.special_tokens.get("eos_token")
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return None if self.bos_token is None else self.token_id(self.bos_token)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return None if self.eos_token is None else self.token_id(self.eos_token)
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that decoding leaves out when it skips special tokens."""
+        added = self.backend.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.special)
+
+    @functools.cached_property
+    def has_byte_fallback(self) -> bool:
+        """Whether tokens named <0x00> to <0xFF> stand for bytes (SentencePiece)."""
+        decoder = self.backend.decoder
+        return decoder is not None and b"ByteFallback" in decoder.__getstate__()
+
+    def token_id(self, token: str) -> int | None:
+        """Returns the id of one whole token, None when the vocabulary lacks it."""
+        return self.backend.token_to_id(token)
+
+    def vocabulary(self) -> dict[str, int]:
+        """Returns every token with its id, added ones included."""
+        return self.backend.get_vocab()
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of raw text, with the post-processor's special tokens.
+
+        Raises:
+          ValueError: the tokenizer has no tokens for it, or fails.
+        """
+        return self._encode(text, add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Message], **template_kwargs) -> list[int]:
+        """Returns the ids of a conversation in the model's own chat format.
+
+        The template writes its special tokens itself, so none are added.
+
+        Args:
+          messages: dicts with "role" and "content".
+          **template_kwargs: variables of the template; `add_generation_prompt` is
+            True unless given. Qwen3 reads `enable_thinking`.
+
+        Raises:
+          ValueError: there is no template, or it fails on the messages.
+        """
+        text = self.render_chat(messages, **template_kwargs)
+        return self._encode(text, add_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[Message], **template_kwargs) -> str:
+        """Returns the text that `encode_chat` encodes."""
+        if self.chat_template is None:
+            raise ValueError(
+                "this tokenizer has no chat template; add chat_template.jinja to the "
+                "model's folder, or pass the prompt as text."
+            )
+        variables: dict[str, Any] = {
+            **self.special_tokens,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **template_kwargs,
+        }
+        return chat_template.render(self.chat_template, messages, variables)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Returns the text of ids; bytes that are not UTF-8 become U+FFFD."""
+        try:
+            return self.backend.decode(
+                [int(i) for i in ids], skip_special_tokens=skip_special_tokens
+            )
+        except BaseException as error:
+            if isinstance(error, TypeError) or not is_library_error(error):
+                raise
+            raise ValueError(_FAILED.format("decode these token ids", error)) from error
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            if isinstance(error, TypeError) or not is_library_error(error):
+                raise
+            raise ValueError(_FAILED.format("encode this text", error)) from error
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """Returns the template: of chat_template.jinja, .json, or else the config."""
+    if path := find_file(folder, "chat_template.jinja"):
+        content = read_bytes(path, 4 * chat_template.MAX_SOURCE_CHARS)
+        try:
+            return content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} is not UTF-8 text ({error}); fetch the file again."
+            ) from error
+    legacy = _read_optional(folder, "chat_template.json")
+    template = legacy.get("chat_template", config.get("chat_template"))
+    if isinstance(template, list):
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict) and isinstance(entry.get("name"), str)
+        }
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(
+            f"the chat template in {folder} is a {type(template).__name__}, expected "
+            "text or a list of named texts; fetch tokenizer_config.json again."
+        )
+    return template
+
+
+def _content(folder: Path, key: str, token: Any) -> str | None:
+    """Returns the text of a special token, which is a string or an object."""
+    text = token.get("content") if isinstance(token, Mapping) else token
+    if text is not None and not isinstance(text, str):
+        raise ValueError(
+            f"{key} in {folder} is {str(token)[:100]}, expected text or an object with "
+            "its content; fetch tokenizer_config.json again."
+        )
+    return text
+
+
+def _read_optional(folder: Path, name: str) -> dict[str, Any]:
+    path = find_file(folder, name)
+    return {} if path is None else read_json(path)

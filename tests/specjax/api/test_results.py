@@ -1,0 +1,86 @@
+"""Results as a person sees them at a prompt of Python: short, with what matters."""
+
+import dataclasses
+
+from helpers import tiny_llama
+
+import specjax
+from specjax.api.results import Chunk, Completion, Generation, GenerationStats
+from specjax.drafters.loading import load_drafter
+from specjax.engine.request import AcceptanceCounts
+
+MOST = 300  # characters
+
+
+def completion(**changes):
+    fields = dict(
+        prompt_index=0,
+        sample_index=1,
+        text="word " * 1000,
+        token_ids=list(range(1000)),
+        finish_reason="stop",
+        error=None,
+        logprobs=None,
+        seed=1,
+        acceptance=AcceptanceCounts(),
+        pieces=[],
+        prompt_token_ids=[1] * 1000,
+        stop_reason="END",
+    )
+    return Completion(**fields | changes)
+
+
+def stats():
+    counts = AcceptanceCounts()
+    counts.add(4, 3)
+    return GenerationStats(
+        num_prompts=1,
+        num_prompt_tokens=3,
+        num_output_tokens=100,
+        acceptance=counts,
+        run_s=0.5,
+        compile_s=2.0,
+        time_to_first_token_s=0.1,
+        num_speculative_tokens=4,
+        drafter="demo",
+        verification="seeded",
+    )
+
+
+def test_a_completion_is_one_line():
+    shown = repr(completion())
+    assert len(shown) < MOST
+    assert "prompt 0, sample 1: 1000 tokens, 'stop' by 'END', 'word word" in shown
+    failed = repr(completion(error="why", finish_reason="error", stop_reason=None))
+    assert failed == "Completion(prompt 0, sample 1: 'error', 'why')"
+
+
+def test_a_generation_shows_its_first_completions():
+    shown = repr(Generation([completion()] * 7, stats()))
+    assert shown.count("Completion(") == 5
+    assert "... 2 more" in shown
+    assert "100 tokens, 0.5 s (200 tokens/s)" in shown
+    assert "mean acceptance length 4.00, acceptance rate 0.75" in shown
+
+
+def test_a_chunk_is_one_line():
+    chunk = Chunk(0, 0, "text", [1], [], "stop", completion=completion())
+    assert repr(chunk) == "Chunk(prompt 0, sample 0: 1 token, 'text', 'stop')"
+
+
+def test_models_and_drafters_show_no_weights():
+    model = tiny_llama(0)
+    assert repr(model) == (
+        "Model('tiny-llama-0', llama, 19.4k parameters, float32, 2 layers, vocabulary 61, "
+        "context 512, no tokenizer)"
+    )
+    drafter = load_drafter(dataclasses.replace(model, name="draft"), model)
+    assert repr(drafter) == ("LoadedDrafter('draft', ModelDrafter, 19.4k parameters, float32)")
+    assert repr(load_drafter("ngram", model)) == "LoadedDrafter('ngram', NgramDrafter)"
+
+
+def test_types_of_results_are_public():
+    assert specjax.Completion is Completion
+    assert specjax.Chunk is Chunk
+    assert specjax.Generation is Generation
+    assert specjax.GenerationStats is GenerationStats

@@ -1,0 +1,51 @@
+"""Names that users write: what is misspelt is told apart from what is asked of the Hub."""
+
+import pytest
+from helpers import tiny_llama
+
+import specjax
+from specjax.config.names import check_drafter, closest, suggestion
+from specjax.models import loading
+
+
+@pytest.fixture(autouse=True)
+def no_hub(monkeypatch):
+    monkeypatch.setattr(loading, "_fetch", lambda name: pytest.fail("asked the Hub"))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ngramm", "ngram"),
+        ("n-gram", "ngram"),
+        ("histroy", "history"),
+        ("dmo", "demo"),
+        ("nones", "none"),
+        ("distilgpt2", None),
+    ],
+)
+def test_an_unknown_drafter_lists_what_there_is(name, meant):
+    with pytest.raises(ValueError, match="'none', 'ngram', 'history', 'demo'") as said:
+        specjax.load_drafter(name, tiny_llama(0))
+    question = "did you mean" if meant is None else f"did you mean '{meant}'?"
+    assert (question in str(said.value)) == (meant is not None)
+
+
+@pytest.mark.parametrize("name", ["org/draft", "./draft", "none", "history", "demo"])
+def test_paths_hub_names_and_known_ones_pass(name):
+    check_drafter(name)
+
+
+def test_a_folder_that_is_there_passes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "draft").mkdir()
+    check_drafter("draft")
+
+
+def test_a_drafter_called_none_is_plain_decoding():
+    assert not specjax.load_drafter("none", tiny_llama(0)).can_draft
+
+
+def test_what_is_like_nothing_is_no_misspelling():
+    assert closest("surprise", ["ngram", "history"]) is None
+    assert suggestion("surprise", ["ngram", "history"]) == ""

@@ -1,0 +1,121 @@
+"""What is compiled from shapes is what a decoder of real arrays compiles."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specjax import sharding
+from specjax.config.engine import EngineConfig
+from specjax.decode.decoder import Decoder
+from specjax.decode.sizes import Sizes
+from specjax.drafters.spec import NgramDrafter
+from specjax.models.architectures import architecture_of
+from specjax.models.base import ModelConfig
+from specjax.paged.forward import logits
+from specjax.planning.abstract_decoder import AbstractDecoder, described_mesh
+from specjax.types import DecoderParams
+
+CONFIG = ModelConfig(
+    architecture="llama",
+    family="llama",
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+SIZES = Sizes(
+    rows=2,
+    page_size=8,
+    num_pages=16,
+    pages_per_row=8,
+    burst_steps=4,
+    dtype=jnp.dtype(jnp.float32),
+)
+
+
+def make(kind, mesh=None):
+    return kind(CONFIG, NgramDrafter(), SIZES, EngineConfig(), mesh=mesh)
+
+
+def sizes_of(compiled):
+    analysis = compiled.memory_analysis()
+    names = ("argument", "output", "temp", "alias")
+    return {name: getattr(analysis, f"{name}_size_in_bytes") for name in names}
+
+
+@pytest.mark.parametrize("num_chips", [1, 2])
+def test_a_prefill_from_shapes_is_the_one_that_runs(num_chips):
+    mesh = None
+    if num_chips > 1:
+        mesh = jax.make_mesh((num_chips,), (sharding.TENSOR,))
+    decoder = make(Decoder, mesh)
+    weights = architecture_of(CONFIG).init(jax.random.key(0), CONFIG, jnp.float32)
+    params = decoder.place_params(DecoderParams(weights, ()))
+    table = jnp.zeros((2, 8), jnp.int32)
+    rows, counts = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
+    decoder.prefill(params, decoder.init(), table, rows, counts, max_tokens_per_row=16)
+    (real,) = decoder._executables.values()
+    ours = make(AbstractDecoder, mesh).compile_prefill(1, 16)
+    assert sizes_of(ours) == sizes_of(real)
+    assert sizes_of(ours)["temp"] > 0
+
+
+def test_nothing_is_run_or_counted_as_a_call():
+    decoder = make(AbstractDecoder)
+    sizes = sizes_of(decoder.compile_prefill(1, 16))
+    # Keys and values of two layers lie in the donated state: slots, heads, 4 bytes.
+    assert sizes["alias"] >= 2 * 2 * (16 * 8) * (2 * 8) * 4
+    assert not decoder._executables
+    assert decoder.compile_s == 0
+
+
+def test_products_are_compiled_for_where_they_will_run():
+    """The layout that few tokens get on CPU is CPU's, whatever this machine is."""
+    from specjax.models.layers import linear
+
+    shapes = (jax.ShapeDtypeStruct((4, 8), jnp.float32),) * 2
+    traced = jax.jit(linear).trace(*shapes)
+    text = lambda platform: traced.lower(lowering_platforms=(platform,)).as_text()
+    assert "optimization_barrier" in text("cpu")
+    assert "optimization_barrier" not in text("tpu")
+
+
+def test_logits_lie_token_by_token_once():
+    """Branches that read what `linear` turned would each turn it for themselves, on a CPU."""
+    params = {"lm_head": jax.ShapeDtypeStruct((64, 32), jnp.float32)}
+    hidden = jax.ShapeDtypeStruct((4, 32), jnp.float32)
+
+    def read(params, hidden, is_first):
+        scores = logits(params, CONFIG, hidden)
+        first = lambda: jnp.max(scores, axis=1)
+        return jax.lax.cond(is_first, first, lambda: jnp.sum(scores, axis=1))
+
+    is_first = jax.ShapeDtypeStruct((), jnp.bool_)
+    traced = jax.jit(read).trace(params, hidden, is_first)
+    assert "LayoutConstraint" not in traced.lower(lowering_platforms=("tpu",)).as_text()
+    lowered = traced.lower(lowering_platforms=("cpu",))
+    assert "LayoutConstraint" in lowered.as_text()
+    if jax.default_backend() == "cpu":
+        # What `linear` gives, and no branch that reads it so.
+        assert lowered.compile().as_text().count("f32[4,64]{0,1}") == 1
+
+
+def test_without_libtpu_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    with pytest.raises(NotImplementedError, match=r'pip install "specjax\[tpu\]"'):
+        described_mesh("v5e:2x2", 4)
+
+
+def test_topologies_that_cannot_be():
+    pytest.importorskip("libtpu")
+    with pytest.raises(ValueError, match="not known to libtpu"):
+        described_mesh("v5e:nonsense", 1)
+    with pytest.raises(ValueError, match="has 4 chips, and 8"):
+        described_mesh("v5e:2x2", 8)

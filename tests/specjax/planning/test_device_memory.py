@@ -1,0 +1,63 @@
+"""What steps take on a device that says so, from figures of one that is not there."""
+
+import types
+import warnings
+
+import pytest
+
+from specjax.planning.device_memory import MemoryWatch, read_memory
+
+
+class FakeDevice:
+    """Memory that is taken and given back, as a device reports it."""
+
+    def __init__(self, in_use=0, peak=0):
+        self.in_use, self.peak = in_use, max(in_use, peak)
+
+    def run(self, workspace):
+        """Runs a step that takes bytes while it runs."""
+        self.peak = max(self.peak, self.in_use + workspace)
+
+    def memory_stats(self):
+        return {"bytes_in_use": self.in_use, "peak_bytes_in_use": self.peak}
+
+
+def test_a_device_that_says_nothing_is_not_watched():
+    silent = types.SimpleNamespace(memory_stats=lambda: None)
+    assert read_memory(silent) == (None, None, None)
+    assert MemoryWatch([silent], 100).look() is None
+
+
+def test_the_most_that_any_step_took_on_any_device():
+    devices = [FakeDevice(in_use=1000), FakeDevice(in_use=1200)]
+    watch = MemoryWatch(devices, planned_workspace=500)
+    assert watch.look() is None
+    devices[0].run(300)
+    assert watch.look() == 300
+    devices[0].run(200)
+    devices[1].run(400)
+    assert watch.look() == watch.measured_workspace == 400
+
+
+def test_a_peak_from_before_is_not_the_steps():
+    device = FakeDevice(in_use=1000, peak=5000)
+    watch = MemoryWatch([device], planned_workspace=500)
+    device.run(3000)
+    assert watch.look() is None
+
+
+def test_more_than_was_planned_is_said_once():
+    device = FakeDevice(in_use=10**9)
+    watch = MemoryWatch([device], planned_workspace=5 * 10**6)
+    device.run(5 * 10**6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        watch.look()
+    device.run(7 * 10**6)
+    message = r"7\.0 MB .* 5\.0 MB were planned; raise batch_safety_margin"
+    with pytest.warns(UserWarning, match=message):
+        watch.look()
+    device.run(9 * 10**6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert watch.look() == 9 * 10**6

@@ -1,0 +1,71 @@
+"""What reports progress is never why work stops."""
+
+import pytest
+
+from specjax.runtime import progress
+from specjax.runtime.progress import Progress
+
+
+def test_a_function_that_raises_is_dropped_with_one_warning():
+    told = []
+
+    def report(*what):
+        told.append(what)
+        if len(told) == 2:
+            raise OSError("disk full")
+
+    shown = Progress(report)
+    shown.report("one", 1, 2)
+    with pytest.warns(UserWarning, match=r"progress function raised OSError.'disk"):
+        shown.report("two", 2, 2)
+    shown.report("three", 3, 3)
+    shown.close()
+    assert [what for what, _, _ in told] == ["one", "two"]
+
+
+def test_an_interrupt_is_passed_on():
+    def report(*what):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Progress(report).report("one", 1, 2)
+
+
+class Bar:
+    """A bar on a stream that nobody reads."""
+
+    n = 0
+    fails_in = ""
+
+    def __init__(self, **arguments):
+        pass
+
+    def update(self, count):
+        if self.fails_in == "update":
+            raise BrokenPipeError("nobody reads")
+
+    def close(self):
+        if self.fails_in == "close":
+            raise BrokenPipeError("nobody reads")
+
+
+@pytest.mark.parametrize("where", ["update", "close"])
+def test_a_bar_that_cannot_be_drawn_is_dropped(monkeypatch, where):
+    monkeypatch.setattr(progress, "tqdm", Bar)
+    shown = Progress(True)
+    shown.report("one", 0, 2)
+    monkeypatch.setattr(Bar, "fails_in", where)
+    with pytest.warns(UserWarning, match="progress bars raised BrokenPipe"):
+        shown.report("two", 1, 2)
+    shown.report("three", 2, 2)
+    shown.close()
+
+
+def test_a_bar_that_cannot_be_removed_at_the_end_says_so(monkeypatch):
+    monkeypatch.setattr(progress, "tqdm", Bar)
+    monkeypatch.setattr(Bar, "fails_in", "close")
+    shown = Progress(True)
+    shown.report("one", 0, 2)
+    with pytest.warns(UserWarning, match="progress bars raised BrokenPipe"):
+        shown.close()
+    shown.close()

@@ -1,0 +1,183 @@
+"""What modules may import, beyond what `lint-imports` holds: that imports go down the rooms."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("pallas_kernels", "specjax")
+# Where the modules lie, and what they are imported as.
+FOLDERS = {
+    "pallas_kernels": "pallas_kernels",
+    "specjax": "specjax",
+    "configs": "specjax.configs",
+}
+
+# Only what stands at the edge asks for the public names; all else asks where they live.
+MAY_IMPORT_SPECJAX = (
+    "specjax.__main__",
+    "specjax.bench",
+    "specjax.cli",
+    "specjax.examples",
+    "specjax.integrations",
+)
+# What a package may not import, by the same rule of names.
+FORBIDDEN = {
+    "specjax.engine": ("jax.numpy",),
+    "specjax.policy": ("jax",),
+    "specjax.policy.cost_files": (),  # its key names the device
+    "specjax.policy.interface": ("jax", "numpy"),
+}
+# The whole of what a package may import beside the standard library.
+KERNELS = ("jax", "numpy", "ml_dtypes", "pallas_kernels")
+ALLOWED = {
+    "pallas_kernels": KERNELS,
+    "pallas_kernels.tree_attention.bench": (
+        *KERNELS,
+        "specjax.configs.devices",  # peaks of devices, where it is installed
+    ),
+}
+# Other people's packages that only the edge and training may need.
+OPTIONAL = (
+    "torch",
+    "transformers",
+    "tunix",
+    "huggingface_hub",
+    "flax",
+    "orbax",
+    "matplotlib",
+)
+MAY_NEED_OPTIONAL = (
+    "specjax.integrations",
+    "specjax.training",
+    "specjax.demo",
+    "specjax.bench",
+    "specjax.examples",
+)
+GUARDED = {("specjax.models.loading", "huggingface_hub")}  # inside try
+
+
+def modules() -> dict[str, Path]:
+    """Returns every module of the two packages by name."""
+    found = {}
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inner = path.relative_to(ROOT / folder).with_suffix("").parts
+            name = ".".join([package, *(p for p in inner if p != "__init__")])
+            if name not in found:  # a link is followed by some versions of Python
+                found[name] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports(name: str, *, at_start_only: bool = False) -> Iterator[tuple[str, int]]:
+    """Yields what a module imports, in functions too, and the line.
+
+    `from a import b` yields a.b where that is a module, else a. Imports that only
+    a type checker follows count as well: they are dependencies of the reader.
+
+    Args:
+      at_start_only: leave out what the import of the module itself does not import.
+    """
+    tree = ast.parse(MODULES[name].read_text(encoding="utf-8"))
+    for node in _run_at_import(tree) if at_start_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}:{node.lineno}: relative import"
+            assert node.module is not None
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                is_module = inner in MODULES or inner in ("jax.numpy", "jax.lax")
+                yield inner if is_module else node.module, node.lineno
+
+
+def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
+    """Yields the nodes outside functions and `if TYPE_CHECKING`."""
+    for child in ast.iter_child_nodes(node):
+        is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        is_typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)
+        if not is_function and not is_typing:
+            yield child
+            yield from _run_at_import(child)
+
+
+def covers(prefix: str, name: str) -> bool:
+    """Returns whether `name` is `prefix` or lies inside it."""
+    return name == prefix or name.startswith(prefix + ".")
+
+
+def rule(table: dict, name: str):
+    """Returns the entry of the longest prefix of a module, None without one."""
+    prefixes = [prefix for prefix in table if covers(prefix, name)]
+    return table[max(prefixes, key=len)] if prefixes else None
+
+
+def violations(name: str) -> Iterator[str]:
+    """Yields each import that a module may not make."""
+    forbidden, allowed = rule(FORBIDDEN, name), rule(ALLOWED, name)
+    for target, line in imports(name):
+        where = f"{name}:{line} imports {target}"
+        root = target.partition(".")[0]
+        is_edge = name == "specjax" or any(covers(edge, name) for edge in MAY_IMPORT_SPECJAX)
+        if target == "specjax" and not is_edge:
+            yield f"{where}; import a name from the module that it lives in."
+        is_allowed = any(covers(prefix, target) for prefix in allowed or ())
+        if allowed and not _is_standard(root) and not is_allowed:
+            yield f"{where}; only {', '.join(allowed)} may be imported there."
+        if forbidden and any(covers(prefix, target) for prefix in forbidden):
+            yield f"{where}; {', '.join(forbidden)} may not be imported there."
+        if root in OPTIONAL and not _may_need(name, root):
+            yield f"{where}; that belongs to the edge."
+
+
+def _is_standard(root: str) -> bool:
+    return root in sys.stdlib_module_names
+
+
+def _may_need(name: str, root: str) -> bool:
+    is_edge = any(covers(prefix, name) for prefix in MAY_NEED_OPTIONAL)
+    return is_edge or (name, root) in GUARDED
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_imports_what_it_may(name):
+    found = [*violations(name)]
+    assert not found, "\n".join(found)
+
+
+def test_no_import_cycles():
+    """Neighbours in a room may import each other, but not in a circle."""
+    graph = {
+        name: {t for t, _ in imports(name, at_start_only=True) if t in MODULES} for name in MODULES
+    }
+    finished, path = set(), []
+
+    def visit(name: str) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name in finished:
+            return
+        path.append(name)
+        for target in sorted(graph[name]):
+            visit(target)
+        path.pop()
+        finished.add(name)
+
+    for name in graph:
+        visit(name)
+
+
+def test_rules_see_a_violation(monkeypatch, tmp_path):
+    (tmp_path / "bad.py").write_text(
+        "def f():\n    import jax.numpy as jnp\n    from specjax import generate\n"
+    )
+    monkeypatch.setitem(MODULES, "specjax.engine.bad", tmp_path / "bad.py")
+    found = [*violations("specjax.engine.bad")]
+    assert len(found) == 2
+    assert "jax.numpy" in found[0]
+    assert "import a name from the module that it lives in" in found[1]

@@ -1,0 +1,211 @@
+"""The tokenizer wrapper and chat templates."""
+
+import datetime
+import json
+
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
+
+from specjax.text.tokenization import Tokenizer
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + eos_token }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def _backend() -> tokenizers.Tokenizer:
+    """One token per byte, and a post-processor that writes <s> first."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {piece: index for index, piece in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>", "<|im_start|>"])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    return backend
+
+
+@pytest.fixture
+def folder(tmp_path):
+    _backend().save(str(tmp_path / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": {"content": "</s>", "special": True}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def _with_template(template, **special_tokens) -> Tokenizer:
+    return Tokenizer(_backend(), special_tokens=special_tokens, chat_template=template)
+
+
+def test_a_folder_without_a_tokenizer_has_none(tmp_path):
+    assert Tokenizer.from_folder(tmp_path) is None
+
+
+def test_encode_adds_special_tokens_and_decode_skips_them(folder):
+    tokenizer = Tokenizer.from_folder(folder)
+    ids = tokenizer.encode("a \u4f60")
+    assert ids[0] == tokenizer.bos_token_id == 256
+    assert len(ids) == 1 + 2 + 3
+    assert tokenizer.decode(ids) == "a \u4f60"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>a \u4f60"
+
+
+def test_special_tokens_are_strings_or_objects(folder):
+    tokenizer = Tokenizer.from_folder(folder)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    assert tokenizer.eos_token_id == 257
+    assert tokenizer.special_ids == {256, 257, 258}
+    assert tokenizer.vocab_size == len(tokenizer.vocabulary()) == 259
+
+
+def test_special_tokens_map_is_read_when_the_config_is_silent(folder):
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "special_tokens_map.json").write_text('{"eos_token": "</s>"}')
+    tokenizer = Tokenizer.from_folder(folder)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == (None, "</s>")
+    assert tokenizer.bos_token_id is None
+
+
+def test_padding_and_truncation_of_the_file_are_switched_off(folder):
+    backend = _backend()
+    backend.enable_truncation(4)
+    backend.enable_padding(length=4)
+    backend.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_folder(folder)
+    assert len(tokenizer.encode("a")) == 2
+    assert len(tokenizer.encode("abcdefg")) == 8
+
+
+def test_a_chat_is_encoded_without_further_special_tokens():
+    tokenizer = _with_template(CHATML, eos_token="</s>")
+    expected = "<|im_start|>user\nhi</s><|im_start|>assistant\n"
+    ids = tokenizer.encode_chat(HELLO)
+    assert tokenizer.decode(ids, skip_special_tokens=False) == expected
+    assert ids[0] == tokenizer.token_id("<|im_start|>")
+
+
+def test_add_generation_prompt_can_be_switched_off():
+    tokenizer = _with_template(CHATML, eos_token="</s>")
+    text = tokenizer.render_chat(HELLO, add_generation_prompt=False)
+    assert text == "<|im_start|>user\nhi</s>"
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("  {% if true %}\nyes\n  {% endif %}\nno\n", "yes\nno"),  # trim, lstrip
+        ("{% for i in [0, 1] %}{% if i %}{% break %}{% endif %}.{% endfor %}", "."),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}!", "hi!"),
+        ("{{ {'a': '<\u4f60&>'} | tojson }}", '{"a": "<\u4f60&>"}'),
+        ("{{ {'b': 1, 'a': 2} | tojson(sort_keys=true) }}", '{"a": 2, "b": 1}'),
+        ("{{ [1] | tojson(indent=1) }}", "[\n 1\n]"),
+        ("{{ tools is none }} {{ documents is none }}", "True True"),
+        ("{{ bos_token }}{{ eos_token is defined }}", "<s>False"),
+        ("{{ enable_thinking }}", "False"),
+        ("{{ missing is defined }}", "False"),
+    ],
+)  # fmt: skip
+def test_templates_see_what_they_expect(template, text):
+    tokenizer = _with_template(template, bos_token="<s>")
+    assert tokenizer.render_chat(HELLO, enable_thinking=False) == text
+
+
+def test_strftime_now():
+    year = _with_template("{{ strftime_now('%Y') }}").render_chat(HELLO)
+    assert abs(int(year) - datetime.datetime.now().year) <= 1
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% if %}", "chat template failed"),
+        ("{{ messages[0].content + 1 }}", "chat template failed"),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ 1 / 0 }}", "chat template failed.*ZeroDivisionError: division by zero"),
+        ("{{ range(10 ** 9) }}", "chat template failed.*OverflowError"),
+        ("{{ {}['a'].b }}", "chat template failed.*UndefinedError"),
+    ],
+)
+def test_a_template_that_fails_says_why(template, message):
+    with pytest.raises(ValueError, match=message):
+        _with_template(template).encode_chat(HELLO)
+
+
+def test_no_template_says_what_to_do():
+    with pytest.raises(ValueError, match="has no chat template; add"):
+        _with_template(None).encode_chat(HELLO)
+
+
+def test_where_the_template_is_found(folder):
+    render = lambda: Tokenizer.from_folder(folder).render_chat(HELLO)
+    named = [
+        {"name": "tool_use", "template": "t"},
+        {"name": "default", "template": "d"},
+    ]
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": named}))
+    assert render() == "d"
+    config.write_text(json.dumps({"chat_template": "from config"}))
+    assert render() == "from config"
+    (folder / "chat_template.json").write_text('{"chat_template": "from json"}')
+    assert render() == "from json"
+    (folder / "chat_template.jinja").write_text("from jinja")
+    assert render() == "from jinja"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer_config.json", '{"eos_token": 5}', "eos_token in .* is 5, expected"),
+        ("tokenizer_config.json", '{"bos_token": {"content": [1]}}', "bos_token in"),
+        ("tokenizer_config.json", '{"chat_template": 5}', "chat template in .* int"),
+        ("tokenizer_config.json", '{"a": ' + "[" * 10**5, "nested too deep"),
+        ("chat_template.json", '{"chat_template": ["a"], "chat_template": 1}', "twice"),
+        ("chat_template.jinja", b"\xff\xfe", "is not UTF-8"),
+        ("chat_template.jinja", "a" * 10**6, "the most that is read"),
+        ("special_tokens_map.json", "[]", "holds a list"),
+    ],
+)
+def test_odd_files_beside_the_tokenizer(folder, name, text, message):
+    content = text if isinstance(text, bytes) else text.encode()
+    (folder / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        Tokenizer.from_folder(folder)
+
+
+def test_a_list_of_templates_may_hold_anything_else(folder):
+    named = [5, {"name": ["default"]}, {"name": "default", "template": "d"}]
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+    assert Tokenizer.from_folder(folder).render_chat(HELLO) == "d"
+
+
+def test_a_panic_of_the_library_is_an_error(folder, capfd):
+    """The exception of a panic is none of Exception's: it would end a server."""
+    backend = _backend()
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a+)+$"), "isolated")
+    tokenizer = Tokenizer(backend)
+    assert tokenizer.encode("aa")
+    with pytest.raises(ValueError, match=r"cannot encode this text .*retry-limit"):
+        tokenizer.encode("a" * 40 + "!")
+    backend.decoder = decoders.Strip("a", 10**9, 10**9)
+    with pytest.raises(ValueError, match="cannot decode these token ids"):
+        tokenizer.decode([tokenizer.token_id("a")])
+    with pytest.raises(ValueError, match="cannot decode these token ids"):
+        tokenizer.decode([2**40])
+    capfd.readouterr()  # the library writes where it panicked
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_corrupt_file_is_named(folder, name):
+    (folder / name).write_text('{"half": ')
+    with pytest.raises(ValueError, match=name):
+        Tokenizer.from_folder(folder)
