@@ -229,7 +229,7 @@ class Setup:
         shelf = _shelf(key)
         before = shelf.known or cost_files.Known(StepCosts())
         acceptance, kind = {**before.acceptance}, self.acceptance_kind
-        if policy.survival.num_trials:
+        if policy.survival.num_told:
             acceptance[kind] = policy.survival.to_record()
         # Copies: the run may go on, and learn.
         ledgers = {**before.ledgers, kind: policy.ledger.copy()}

@@ -615,7 +615,7 @@ class Goodput:
 
     @property
     def _knows_no_acceptance(self) -> bool:
-        return self.survival.num_trials < SURE_TRIALS
+        return self.survival.num_told < SURE_TRIALS
 
 
 def _midway(load: Load, tokens_per_step: float) -> float:

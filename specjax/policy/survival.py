@@ -67,11 +67,13 @@ class Survival:
         values = np.concatenate([each.ravel() for each in kept.values()])
         if not np.all((values >= 0) & (values < np.inf)) or kept["all"].shape != (2,):
             raise ValueError(f"{reprlib.repr(record)} is no acceptance.")
-        scale = min(KEPT_TRIALS / max(kept["all"][0], 1.0), 1.0)
-        survival._all = kept.pop("all") * scale
+        of_rates = min(KEPT_TRIALS / max(kept["all"][0], 1.0), 1.0)
+        of_presence = min(KEPT_TRIALS / max(kept["asked"].max(initial=0.0), 1.0), 1.0)
+        survival._all = kept.pop("all") * of_rates
         for name, figures in kept.items():
             own = getattr(survival, f"_{name}")
             count = min(len(own), figures.size)
+            scale = of_presence if name in ("asked", "proposed") else of_rates
             own[:count] = figures.ravel()[:count] * scale
         return survival
 
@@ -148,6 +150,12 @@ class Survival:
     def num_trials(self) -> float:
         """Drafts that tell the mean rate of all rows, weighted by profile."""
         return float(self._all[0])
+
+    @property
+    def num_told(self) -> float:
+        """Drafts, and steps for which the drafter had none: both tell what a step gains."""
+        in_vain = self._asked[0] - self._proposed[0] if len(self._asked) else 0.0
+        return float(self._all[0] + max(in_vain, 0.0))
 
     def presence(self) -> np.ndarray:
         """Returns how often a token is proposed at each depth that is asked for, f64[depth]."""

@@ -392,6 +392,24 @@ def test_what_other_kinds_of_sampling_learned_stays_in_the_file(monkeypatch, tmp
     }
 
 
+@pytest.mark.goodput
+def test_drafts_asked_for_in_vain_are_known_to_the_next_call():
+    """An n-gram drafter that found no match: the next call must not try as if it knew nothing."""
+    model = tiny_llama(0)
+    setup = Setup.of(model, drafter="ngram", num_speculative_tokens=2)
+    decoder = setup.decoder(setup.standing_sizes(), [0])
+    policy = setup.policy(decoder)
+    assert isinstance(policy, Goodput)
+    policy.costs.observe(StepBucket(1, 2), 10, 1e-3)
+    ones, zeros = np.ones((32, 1), int), np.zeros((32, 1), int)
+    policy.survival.observe(np.zeros(1), ones, zeros, zeros, zeros, np.full(1, 2))
+    assert policy.survival.num_trials == 0
+    setup.keep(types.SimpleNamespace(policy=policy, decoder=decoder))
+    known = setup.policy(decoder).survival
+    assert known.num_told >= 16
+    assert known.presence()[0] < 0.2
+
+
 def test_what_a_forward_does_is_counted_in_the_weights_at_hand():
     target = specjax.load_model("demo")
     config, count = (

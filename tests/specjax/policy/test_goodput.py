@@ -51,11 +51,15 @@ def load(rows=1, **fields):
     return Load(num_decoding_rows=rows, **known | fields)
 
 
-def outcome(policy_load, decision, *, accepted=0, seconds=1.0, steps=32, behind=1):
-    """Returns what a burst did in which every row accepted `accepted` of its drafts."""
+def outcome(policy_load, decision, *, accepted=0, seconds=1.0, steps=32, behind=1, proposes=True):
+    """Returns what a burst did in which every row accepted `accepted` of its drafts.
+
+    Args:
+      proposes: False of a drafter that found nothing to propose.
+    """
     rows, depth = policy_load.num_decoding_rows, decision.num_speculative_tokens
     bucket = Bucket(decision.row_bucket, depth, decision.max_drafts)
-    drafted = np.full((steps, rows), depth)
+    drafted = np.full((steps, rows), depth * proposes)
     stood = np.minimum(drafted, accepted)
     return Outcome(
         decision=decision,
@@ -155,7 +159,9 @@ def test_a_run_waits_halfway_for_what_is_compiled(num_steps, left, waits):
     assert decision.reason == ("probe" if waits else "nothing measured yet")
 
 
-def test_the_second_policy_knows_what_the_first_measured():
+@pytest.mark.parametrize("proposes", [True, False])
+def test_the_second_policy_knows_what_the_first_measured(proposes):
+    """Also of a drafter that was asked and had nothing to propose."""
     first = Goodput(4)
     now, compiled = cold(num_steps_left=10**6)
     for _ in range(60):
@@ -163,7 +169,9 @@ def test_the_second_policy_knows_what_the_first_measured():
         compiled |= {shape_of(decision), decision.prepare or Bucket(1, 0)}
         steps = decision.num_steps or 32
         seconds = steps * step_s(shape_of(decision), 100)
-        first.observe(outcome(now, decision, accepted=0, seconds=seconds, steps=steps))
+        ran = {"accepted": 0, "seconds": seconds, "steps": steps, "proposes": proposes}
+        first.observe(outcome(now, decision, **ran))
+    assert first.survival.num_told > 16
     kept = Survival.of_record(first.survival.to_record(), 4)
     second = Goodput(4, first.costs, survival=kept)
     decisions = [second.choose(now) for _ in range(20)]
