@@ -19,6 +19,7 @@ from specjax.api.outbox import Outbox
 from specjax.api.requests import Prompt, token_ids
 from specjax.api.results import Chunk, GenerationStats, lossy_rule
 from specjax.api.turns import Turns
+from specjax.config.checks import is_int
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import VERIFICATION_RULES
 from specjax.config.sampling import SamplingParams
@@ -139,14 +140,20 @@ class Engine:
         that are streamed have their chunks there.
 
         Args:
-          max_burst_steps: of the speculative steps that the device runs on its own;
-            fewer for text that appears more steadily.
+          max_burst_steps: most speculative steps that the device runs on its own, from 1;
+            fewer for text that appears more steadily. None is EngineConfig.burst_steps.
 
         Raises:
+          ValueError: max_burst_steps is no such number; requests are not touched.
           RuntimeError: the engine is closed, or this is called from within a step.
           Exception: what went wrong on the device. All requests end with "error" then,
             and the engine takes new ones.
         """
+        if max_burst_steps is not None and not (is_int(max_burst_steps) and max_burst_steps >= 1):
+            raise ValueError(
+                f"max_burst_steps={max_burst_steps!r:.200} must be a whole number from 1, or None "
+                "for EngineConfig.burst_steps."
+            )
         with self._turns.turn():
             self._advance(max_burst_steps)
         with self._turns.tables():

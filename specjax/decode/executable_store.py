@@ -11,6 +11,9 @@ executable whole again (jax 0.10.2 to 0.12: "Function ... not found" once it is 
 functions are named after their files, which makes them new to jax's cache, and what it hands
 out nevertheless is not kept.
 
+A file begins with a digest of the rest: a torn write or a flipped bit could otherwise end the
+process, or decode other tokens without a word. It is no signature.
+
 Reading such a file executes what it holds, as with jax's cache: only files in a folder that
 nobody else can write are read (`compilation_cache.private_folder`).
 """
@@ -34,7 +37,8 @@ from jax.experimental import serialize_executable
 import pallas_kernels
 from specjax.runtime import compilation_cache
 
-FORMAT = 1
+FORMAT = 2
+DIGEST_BYTES = hashlib.sha256().digest_size  # that a file begins with
 MOST_BYTES = 2**30  # of all files; those that were not read for longest go first
 COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 FOLDER = "executables"
@@ -80,7 +84,11 @@ def load(name: str | None, inputs: Any) -> Callable[..., Any] | None:
     if path is None or not path.exists():
         return None
     try:
-        payload, results = pickle.loads(path.read_bytes())
+        content = path.read_bytes()
+        digest, data = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+        if hashlib.sha256(data).digest() != digest:
+            raise ValueError("the file is damaged")
+        payload, results = pickle.loads(data)
         in_tree = jax.tree.structure((tuple(inputs), {}))
         loaded = serialize_executable.deserialize_and_load(
             payload,
@@ -91,7 +99,7 @@ def load(name: str | None, inputs: Any) -> Callable[..., Any] | None:
         )
         os.utime(path)
         return loaded
-    except Exception:  # of another version, cut short: whatever it is, it is compiled anew
+    except Exception:  # of another version, cut short, damaged: whatever it is, it is compiled anew
         path.unlink(missing_ok=True)
         return None
 
@@ -116,7 +124,7 @@ def save(name: str | None, compiled: jax.stages.Compiled) -> None:
         data = pickle.dumps((payload, results))
         # Whoever reads meanwhile finds no file or a whole one.
         new = path.with_suffix(f".{os.getpid()}-{time.monotonic_ns()}.new")
-        new.write_bytes(data)
+        new.write_bytes(hashlib.sha256(data).digest() + data)
         new.replace(path)
         _prune(path.parent)
     except Exception:  # a backend that cannot serialise; a full disk

@@ -8,7 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
-from helpers import assert_engine_is_empty
+from helpers import assert_engine_is_empty, tiny_llama
 
 import specjax
 from specjax.api.generation import Stream
@@ -669,3 +669,15 @@ def test_a_queue_that_never_ends_teaches_what_drafts_cost(target, draft):
     assert measured
     assert all(policy.costs.seconds(bucket, 50) > 0 for bucket in measured)
     assert policy.ledger.routine_s > 0
+
+
+@pytest.mark.parametrize("steps", ["3", 2.5, [1], float("nan"), 0, -1, True])
+def test_a_bad_number_of_steps_ends_no_request(steps):
+    with specjax.Engine(tiny_llama(0), engine=ENGINE) as engine:
+        engine.add([1, 2, 3], SamplingParams(max_tokens=4, temperature=0))
+        with pytest.raises(ValueError, match=r"max_burst_steps=.* must be a whole number from 1"):
+            engine.step(max_burst_steps=steps)
+        chunks = []
+        while engine.has_work:
+            chunks += engine.step()
+        assert chunks[-1].completion.finish_reason == "length"

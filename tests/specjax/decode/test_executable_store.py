@@ -181,3 +181,20 @@ def test_a_second_process_traces_no_step(tmp_path):
     assert int(first) > 0
     assert run("none") == ["0", tokens]
     assert list(Path(tmp_path, "executables").rglob("*.bin"))
+
+
+@pytest.mark.parametrize("place", [5, 40, -1])
+def test_a_damaged_file_is_dropped(place, monkeypatch, tmp_path):
+    """One bit, in the digest, in the content, in its last byte."""
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path / "own"))
+    inputs = (jax.numpy.zeros(3),)
+    name = store.name_of("a function", inputs)
+    compiled, _ = store.compile_new(name, jax.jit(lambda x: (x + 1,)).lower(*inputs))
+    store.save(name, compiled)
+    (path,) = (tmp_path / "own").rglob(f"{name}.bin")
+    assert store.load(name, inputs) is not None
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+    assert store.load(name, inputs) is None
+    assert not path.exists()
