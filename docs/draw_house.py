@@ -19,7 +19,10 @@ PICTURE = Path(__file__).with_name("house.svg")
 
 # Colours of a room's band, from what users call down to what touches the device.
 GROUPS = {
-    "what you call": ("#5c6bc0", {"examples", "bench", "__main__", "cli", "integrations", "api", "rl"}),
+    "what you call": (
+        "#5c6bc0",
+        {"examples", "bench", "__main__", "cli", "integrations", "api", "rl"},
+    ),
     "on the host": ("#00897b", {"engine", "policy", "planning"}),
     "on the device": ("#ef6c00", {"decode", "drafters", "paged", "sampling", "trees", "sharding"}),
     "models and text": ("#8e24aa", {"models", "text", "demo"}),
@@ -56,7 +59,9 @@ def imports(rooms: Iterable[str]) -> set[tuple[str, str]]:
             room = _room(module, rooms)
             for name in _imported(path, module):
                 other = _room(name, rooms)
-                is_excepted = any(module == a and f"{name}.".startswith(f"{b}.") for a, b in excepted)
+                is_excepted = any(
+                    module == a and f"{name}.".startswith(f"{b}.") for a, b in excepted
+                )
                 if room and other and room != other and not is_excepted:
                     found.add((room, other))
     return found

@@ -16,9 +16,9 @@ import shlex
 import tomllib
 
 import pytest
+from pages import COMMANDS, PAGES, ROOT, Block, blocks_of, name_of
 
 import specjax
-from pages import COMMANDS, PAGES, ROOT, Block, blocks_of, name_of
 from specjax import demo
 from specjax.cli import main as command_line
 
@@ -36,7 +36,13 @@ RUN_PAGES = ("README.md", "docs/guides/first-text.md")
 # Programs that a reader has from elsewhere; their arguments are theirs.
 OTHER_PROGRAMS = {"git", "cd", "pytest", "pre-commit", "mkdocs", "export", ".ci/run"}
 # Reasons for not running a block: what it needs and a test must not.
-NEEDS = ("needs a TPU", "needs a GPU", "needs the network", "needs the tunix extra", "takes minutes")
+NEEDS = (
+    "needs a TPU",
+    "needs a GPU",
+    "needs the network",
+    "needs the tunix extra",
+    "takes minutes",
+)
 
 TEXTS = {name_of(page): page.read_text(encoding="utf-8") for page in PAGES}
 BLOCKS = {name: blocks_of(text) for name, text in TEXTS.items()}

@@ -7,9 +7,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from pages import DOCS, PAGES, ROOT, name_of
 
 import specjax
-from pages import DOCS, PAGES, ROOT, name_of
 
 PAGES = [*PAGES, ROOT / "pallas_kernels" / "README.md", ROOT / "specjax" / "demo" / "README.md"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -73,12 +73,17 @@ def test_links_to_nowhere_are_noticed():
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
     for page in DOCS.rglob("*.md"):
-        assert re.search(rf"[ ]{re.escape(page.relative_to(DOCS).as_posix())}$", navigation, re.M), page
+        assert re.search(
+            rf"[ ]{re.escape(page.relative_to(DOCS).as_posix())}$", navigation, re.M
+        ), page
 
 
 def test_every_public_name_is_in_the_reference():
-    named = [name for page in (DOCS / "api").glob("*.md") for name in
-             _DIRECTIVE.findall(page.read_text(encoding="utf-8"))]
+    named = [
+        name
+        for page in (DOCS / "api").glob("*.md")
+        for name in _DIRECTIVE.findall(page.read_text(encoding="utf-8"))
+    ]
     public = {f"specjax.{name}" for name in dir(specjax)} - {"specjax.__version__"}
     assert public == {name for name in named if name.startswith("specjax.")}
     ops = {path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py")}
