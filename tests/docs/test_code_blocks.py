@@ -179,7 +179,8 @@ def test_generation_commands_run(name, capsys):
 
 
 def test_a_block_is_found_with_its_reason_and_line():
-    text = "a\n\n<!-- not run: needs a TPU -->\n```python\nx\n```\n\n    specjax plan\n\n- b\n\n    c\n"
+    text = "a\n\n<!-- not run: needs a TPU -->\n```python\nx\n```\n"
+    text += "\n    specjax plan\n\n- b\n\n    c\n"
     assert blocks_of(text) == [
         Block("python", "x", 5, "needs a TPU"),
         Block("indented", "specjax plan", 8, None),

@@ -8,7 +8,8 @@ import re
 from pages import DOCS, ROOT
 
 _SPEC = importlib.util.spec_from_file_location("draw_house", DOCS / "draw_house.py")
-assert _SPEC is not None and _SPEC.loader is not None
+assert _SPEC is not None
+assert _SPEC.loader is not None
 draw_house = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(draw_house)
 
