@@ -45,7 +45,8 @@ def ngram_match(
       corpus: text of all rows, which none of them wrote. Where one sequence ends and
         another begins a number that is no token must stand, lest a match run over it.
       num_corpus_tokens: how many of it are text. Together with corpus.
-      min_match, max_match: fewest and most tokens that must agree.
+      min_match: fewest tokens that must agree.
+      max_match: most tokens that are compared.
       num_matches: how many to look for.
       implementation: "xla" or "reference"; None picks the best for this case.
 

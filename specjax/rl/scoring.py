@@ -45,7 +45,8 @@ def score(
     weights give its own log-probabilities.
 
     Args:
-      params, params_version: as of `rollout`.
+      params: as of `rollout`.
+      params_version: as of `rollout`.
       batch: a Rollout, or any texts.
       sampling: what they were sampled with, which `behaviour` and `tempered` depend on; None
         is what a Rollout says of itself, else temperature 1.

@@ -1,0 +1,99 @@
+"""Links of the README and of the documentation lead somewhere; no network is asked."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from pages import DOCS, PAGES, ROOT, name_of
+
+import specjax
+
+PAGES = [*PAGES, ROOT / "pallas_kernels" / "README.md", ROOT / "specjax" / "demo" / "README.md"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
+# Pages under way; a link to one is good while it is not there.
+UNDER_WAY = {"docs/your-own-drafter.md", "docs/adding-a-model.md"}
+_LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
+_HEADING = re.compile(r"^#+ +(.+?) *$", flags=re.MULTILINE)
+_FENCE = re.compile(r"^```.*?^```", flags=re.MULTILINE | re.DOTALL)
+_DIRECTIVE = re.compile(r"^::: ([\w.]+)", flags=re.MULTILINE)
+
+
+def without_code(text: str) -> str:
+    """Returns a page without its blocks of code, in which links are none."""
+    return _FENCE.sub("", text)
+
+
+def anchors_of(page: Path) -> set[str]:
+    """Returns the anchors that a page has on the site and on GitHub alike."""
+    text = without_code(page.read_text(encoding="utf-8"))
+    headings = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each) for each in _HEADING.findall(text)]
+    plain = [re.sub(r"[^\w\s-]", "", heading.lower()).strip() for heading in headings]
+    return {re.sub(r"[\s]+", "-", each) for each in plain} | set(_DIRECTIVE.findall(text))
+
+
+def problem_with(target: str, page: Path) -> str | None:
+    """Returns what is wrong with a link of a page; None where nothing is."""
+    if target.startswith(REPOSITORY):
+        inside = re.match(r"/(?:blob|tree)/main/([^#]+)", target.removeprefix(REPOSITORY))
+        if inside is None or inside[1] in UNDER_WAY or (ROOT / inside[1]).exists():
+            return None
+        return "is not in the repository"
+    if re.match(r"[a-z]+:", target):
+        return None
+    path, _, anchor = target.partition("#")
+    there = (page.parent / path).resolve() if path else page
+    if not there.exists():
+        return "is not there"
+    if DOCS in page.parents and there != DOCS and DOCS not in there.parents:
+        return "leaves the site; link to the repository instead"
+    if anchor and there.suffix == ".md" and anchor not in anchors_of(there):
+        return f"has no heading #{anchor}"
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_resolve(page):
+    text = without_code(page.read_text(encoding="utf-8"))
+    targets = ["".join(found) for found in _LINK.findall(text)]
+    wrong = {target: problem for target in targets if (problem := problem_with(target, page))}
+    assert not wrong
+
+
+def test_links_to_nowhere_are_noticed():
+    page = DOCS / "index.md"
+    assert problem_with("nothing.md", page) == "is not there"
+    assert problem_with("terms.md#nothing", page) == "has no heading #nothing"
+    assert problem_with("../README.md", page) is not None
+    assert problem_with(f"{REPOSITORY}/blob/main/nothing.md", page) == "is not in the repository"
+    assert problem_with("terms.md", page) is None
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    for page in DOCS.rglob("*.md"):
+        assert re.search(
+            rf"[ ]{re.escape(page.relative_to(DOCS).as_posix())}$", navigation, re.M
+        ), page
+
+
+def test_every_public_name_is_in_the_reference():
+    named = [
+        name
+        for page in (DOCS / "api").glob("*.md")
+        for name in _DIRECTIVE.findall(page.read_text(encoding="utf-8"))
+    ]
+    public = {f"specjax.{name}" for name in dir(specjax)} - {"specjax.__version__"}
+    assert public == {name for name in named if name.startswith("specjax.")}
+    ops = {path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py")}
+    assert {f"pallas_kernels.{op}.{op}" for op in ops} <= set(named)
+    assert len(named) == len(set(named))
+
+
+def test_the_readme_is_short():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 100
