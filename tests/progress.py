@@ -40,7 +40,7 @@ class Progress:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_report_teststatus(self, report: pytest.TestReport):
-        """Counts each outcome without a letter; the summary at the end has the words of failures."""
+        """Counts outcomes without a letter; the summary at the end has the words of failures."""
         category, _, word = yield
         return category, "", word if report.failed else ""
 
