@@ -14,12 +14,16 @@ os.environ["XLA_FLAGS"] = f"{FOUR_DEVICES} {os.environ.get('XLA_FLAGS', '')}".st
 # What steps cost in earlier runs would choose K, and tests would depend on each other.
 os.environ["SPECJAX_CACHE_DIR"] = "off"
 
+import asked_for
 import jax
+import progress
 import pytest
 
 
+@pytest.hookimpl(trylast=True)  # pytest's own terminal is there by then
 def pytest_configure(config):
     """Settings that hold from collection on, since modules may compile at import."""
+    progress.register(config)
     # [3] + [2, 3] is a mistake more often than a wish: write the axis.
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and hasattr(config, "cache"):
@@ -28,8 +32,9 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def pytest_collection_modifyitems(items):
-    """Tests marked `device` run only where there is an accelerator."""
+def pytest_collection_modifyitems(config, items):
+    """Keeps what is asked for; tests marked `device` run only where there is an accelerator."""
+    asked_for.deselect(config, items)
     if jax.default_backend() != "cpu":
         return
     skip = pytest.mark.skip(reason="needs an accelerator; JAX_PLATFORMS=tpu or cuda")

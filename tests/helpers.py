@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,8 @@ def first_layer(target: Model) -> Model:
     return dataclasses.replace(target, config=config, params=params, name="draft")
 
 
+# Compiled as a whole: op by op each shape would take a hundred small executables.
+@functools.partial(jax.jit, static_argnums=1)
 def uncached_logits(params: Params, config: ModelConfig, token_ids) -> jax.Array:
     """Returns f32[rows, length, vocab] of whole sequences i32[rows, length]: no cache."""
 

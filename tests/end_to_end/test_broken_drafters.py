@@ -106,6 +106,8 @@ def test_a_faulty_drafter_is_off_and_the_text_is_plain(target, plain, how, messa
         assert out.stats.acceptance.num_drafted > 0
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -135,6 +137,8 @@ def test_a_draft_model_whose_weights_are_nan(target, draft, plain, arguments):
     assert len(out[0].token_ids) == 16
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 def test_the_next_call_has_the_drafter_again(target, draft, plain):
     broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), draft.params)
     with pytest.warns(UserWarning, match="is turned off"):
@@ -144,6 +148,8 @@ def test_the_next_call_has_the_drafter_again(target, draft, plain):
     assert ids(out) == plain
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 def test_an_engine_goes_on_without_its_drafter(target, plain):
     drafter = LoadedDrafter("dicey", Faulty("callback"))
     with specjax.Engine(target, drafter=drafter, num_speculative_tokens=3, engine=ENGINE) as engine:
@@ -162,6 +168,7 @@ def test_an_engine_goes_on_without_its_drafter(target, plain):
     assert [texts[request] for request in (*first, later)] == plain
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ["lower", "compile"])
 def test_a_burst_that_does_not_fit_is_dropped(target, plain, stage, monkeypatch):
     """K = 3, and K = 0 in the bucket of one row: memory runs out."""
@@ -200,6 +207,8 @@ def test_a_burst_that_does_not_fit_is_dropped(target, plain, stage, monkeypatch)
     assert said == [f"a burst of {rows} rows at K = {k}" for rows, k in ((1, 0), (1, 3), (2, 3))]
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 def test_matches_are_found_where_nothing_is_wrong(target, plain):
     """The drafter of these tests drafts, and well enough to be believed."""
     out = generate(target, LoadedDrafter("fine", Faulty("not at all")))

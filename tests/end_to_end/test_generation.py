@@ -275,6 +275,7 @@ def test_gpt2(prompts):
     assert ids(plain) == ids(drafted)
 
 
+@pytest.mark.full
 def test_prompt_up_to_the_last_position():
     """Output ends where the model's positions do, also with drafts in reach of the end."""
     target = tiny_llama(2, max_position_embeddings=32)
@@ -345,6 +346,7 @@ def is_held_back(demo, chunk):
     return chunk.text != demo.tokenizer.decode(chunk.token_ids)
 
 
+@pytest.mark.full
 def test_stream_of_text(demo):
     chunks, result = chunks_and_result(demo, SPOKEN)
     assert len(chunks) > 2
@@ -352,6 +354,7 @@ def test_stream_of_text(demo):
     assert not any(is_held_back(demo, chunk) for chunk in chunks)
 
 
+@pytest.mark.full
 def test_stream_holds_back_incomplete_characters(demo):
     """Output of the three bytes of one character, in any order."""
     sampling = SamplingParams(
@@ -367,6 +370,7 @@ def test_stream_holds_back_incomplete_characters(demo):
     assert any(is_held_back(demo, chunk) for chunk in chunks)
 
 
+@pytest.mark.full
 def test_stream_holds_back_beginnings_of_stop_strings(demo):
     """One that the next chunk completes, and one that it shows to be none."""
     plain_chunks, plain = chunks_and_result(demo, SPOKEN)
@@ -413,6 +417,7 @@ def test_a_drafter_of_shorter_context_changes_nothing(target, prompts, plain):
     assert out[0].acceptance.num_drafted > 0
 
 
+@pytest.mark.full
 def test_weights_of_another_dtype_are_compiled_anew(target, prompts):
     halved = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), target.params)
     mixed = {**halved, "embed_tokens": target.params["embed_tokens"]}
@@ -460,6 +465,7 @@ def test_a_stream_goes_on_where_it_was_left(target, prompts, plain):
     assert [*first.token_ids, *rest] == plain[2].token_ids
 
 
+@pytest.mark.full
 def test_memory_of_a_burst_does_not_grow_with_the_pool(target):
     """Pages are written in place: temporaries are the same for 16 times the pages."""
     temporary = []
@@ -494,6 +500,7 @@ EVERY_FEATURE = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("num_prompts", "longest"),
     [

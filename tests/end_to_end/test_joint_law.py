@@ -39,6 +39,8 @@ from specjax.types import (
     DecoderParams,
 )
 
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
+
 NUM_SAMPLES = 100_000
 FEW_SAMPLES = 2_000  # enough for the mistakes that triple a cell
 SIGNIFICANCE = 1e-4

@@ -18,6 +18,8 @@ from lossless import (
 import specjax
 from specjax.config.engine import EngineConfig
 
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
+
 # What a compiled step is made for; each runs under both ways of sampling.
 FACTORS = {
     "drafter": ["none", "ngram", "demo"],

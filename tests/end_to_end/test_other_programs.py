@@ -20,6 +20,8 @@ from specjax.drafters.spec import HistoryDrafter, ModelDrafter, NgramDrafter, No
 from specjax.engine.faults import LostWeights
 from specjax.planning.abstract_decoder import AbstractDecoder
 
+pytestmark = pytest.mark.full
+
 PROGRAM = pathlib.Path(__file__).with_name("other_program.py")
 
 # Settings of jax, by what its environment calls them without the JAX_.

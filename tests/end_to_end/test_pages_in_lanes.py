@@ -18,6 +18,8 @@ from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.paged import kv_cache
 
+pytestmark = pytest.mark.full
+
 PROMPTS = [np.arange(size).tolist() for size in (3, 40, 17)]
 SAMPLING = [
     SamplingParams(temperature=0, max_tokens=24),

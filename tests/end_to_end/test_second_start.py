@@ -5,6 +5,10 @@ import os
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.full
+
 COMMAND = [sys.executable, "-m", "specjax", "generate"]
 ARGUMENTS = ["def f(", "--max-tokens", "8", "--json"]
 

@@ -12,6 +12,8 @@ from specjax.api.generation import Stream
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 
+pytestmark = [pytest.mark.full, pytest.mark.oldest]
+
 VOCAB = 61
 SAMPLED = SamplingParams(
     temperature=1,

@@ -151,7 +151,9 @@ def test_a_smaller_number_of_speculative_tokens_cuts_the_tree(target, prompts, p
     assert len(out.stats.acceptance.drafted_at) == 1
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5])
+@pytest.mark.parametrize(
+    "max_tokens", [1, *(pytest.param(n, marks=pytest.mark.full) for n in (2, 3)), 5]
+)
 def test_the_end_of_a_row_cuts_the_tree(target, prompts, plain, max_tokens):
     out = specjax.generate(
         target,

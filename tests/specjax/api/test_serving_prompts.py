@@ -52,6 +52,7 @@ def engine(template):
             yield engine
 
 
+@pytest.mark.full
 def test_add_and_stream_hold_no_lock(engine):
     request = engine.add(CHAT, TWO)
     engine.abort(request)

@@ -27,11 +27,16 @@ MACHINES = {
     ("rows", "machine"),
     [
         (1, "steady"),
-        (8, "steady"),
-        (1, "every second"),
-        (8, "every second"),
-        (1, "every 20 s"),
-        (8, "every 20 s"),
+        *(
+            pytest.param(rows, machine, marks=(pytest.mark.full, pytest.mark.oldest))
+            for rows, machine in [
+                (8, "steady"),
+                (1, "every second"),
+                (8, "every second"),
+                (1, "every 20 s"),
+                (8, "every 20 s"),
+            ]
+        ),
     ],
 )
 def test_what_any_half_minute_loses_and_how_long_good_drafts_wait(rows, machine):

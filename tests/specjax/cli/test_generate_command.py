@@ -167,6 +167,7 @@ def test_one_failed_request_among_several(run, tmp_path):
     assert f"specjax: error: {path} line 2: prompt 1: top_p=7" in err
 
 
+@pytest.mark.full
 def test_texts_that_the_context_cut_are_said(run):
     code, out, err = run("w5 w6", "--max-context", "5", "--max-tokens", "40")
     assert code == 0

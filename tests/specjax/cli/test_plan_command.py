@@ -29,6 +29,7 @@ def folder(tmp_path_factory):
     return path
 
 
+@pytest.mark.full
 def test_a_plan_from_compiled_steps(folder, capsys):
     arguments = [
         "--drafter",

@@ -18,6 +18,7 @@ from specjax.decode.accept import (
     accept_typical,
 )
 
+FULL = (pytest.mark.full, pytest.mark.oldest)
 VOCAB, ROWS = 5, 512  # one size, so that rules are compiled once
 CHAIN, TREE = chain(3), Shape((-1, 0, 0, 1, 1, 2))
 IN_LAW = {
@@ -85,6 +86,8 @@ def test_no_drafts_at_all(is_tree):
         assert not is_tree or acceptance.nodes.shape == (4, 0)
 
 
+@pytest.mark.full
+@pytest.mark.oldest
 @pytest.mark.parametrize("shape", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=str)
 def test_no_rows_draft(shape):
     """num_tokens = 0 in shapes that have draft slots; what stands there is NaN."""
@@ -177,7 +180,7 @@ def test_never_emits_what_the_target_cannot_say(rule, shape, value):
             at = np.where(counts > place, nodes, at)
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TREE], ids=str)
+@pytest.mark.parametrize("shape", [CHAIN, pytest.param(TREE, marks=FULL)], ids=str)
 def test_nan_does_not_spread_to_other_rows(shape):
     noise, tokens, target, draft = random_rows(shape, ROWS, seed=4)
     for name, rule in all_rules(shape.is_tree):
@@ -249,6 +252,8 @@ def test_a_tree_of_one_row_is_not_that_of_another():
             assert np.array_equal(some, other)
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 def test_nothing_left_to_recover_falls_back_to_the_target():
     # The target is nowhere above the draft, as when both agree to rounding.
     target = jnp.tile(jnp.array([0.5, 0.25, 0.0]), (2, 2, 1))

@@ -50,6 +50,19 @@ TREES = {
 SHAPES = CHAINS | TREES
 ON_CHAINS = [(rule, shape) for rule in RULES for shape in CHAINS]
 ON_TREES = [(rule, shape) for rule in ("rejection", "traversal") for shape in TREES]
+# Of these each rule has a chain and, if it takes one, a tree; the others are in the full set.
+QUICK = [
+    *((rule, "chain 3") for rule in RULES),
+    ("rejection", "2,1"),
+    ("traversal", "2,1"),
+    ("traversal", "by branch"),
+]
+FULL = (pytest.mark.full, pytest.mark.oldest)
+
+
+def full_but(quick, cases):
+    """Returns parameters of which all but the quick ones are marked."""
+    return [pytest.param(*case, marks=() if case in quick else FULL) for case in cases]
 
 
 def distance(rule: str, shape: Shape, target, drafter, length=3) -> float:
@@ -57,7 +70,7 @@ def distance(rule: str, shape: Shape, target, drafter, length=3) -> float:
     return total_variation(run, shape, order, target, drafter, length=length)
 
 
-@pytest.mark.parametrize("rule, shape", ON_CHAINS + ON_TREES)
+@pytest.mark.parametrize("rule, shape", full_but(QUICK, ON_CHAINS + ON_TREES))
 def test_steps_emit_the_target_law(rule, shape):
     drafter = sampler(random_law(100, sharpness=0.7))
     assert distance(rule, SHAPES[shape], random_law(0), drafter) < LAW_TOLERANCE
@@ -69,6 +82,8 @@ def test_four_tokens_have_the_target_law(rule):
     assert distance(rule, chain(2), random_law(1), drafter, 4) < LAW_TOLERANCE
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rule, shape",
     [
@@ -84,6 +99,8 @@ def test_the_law_over_four_tokens_of_vocabulary(rule, shape):
     assert distance(rule, shape, random_law(2, 4), drafter) < LAW_TOLERANCE
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 @pytest.mark.parametrize("vocab", [3, 4])
 @pytest.mark.parametrize(
     "rule, shape, order",
@@ -128,8 +145,8 @@ EDGES = {
     "rule, shape",
     [
         *((rule, "chain 2") for rule in RULES),
-        ("rejection", "2,2"),
-        ("traversal", "2,2"),
+        pytest.param("rejection", "2,2", marks=FULL),
+        pytest.param("traversal", "2,2", marks=FULL),
     ],
 )
 def test_the_law_at_its_edges(rule, shape, edge):
@@ -154,8 +171,8 @@ def test_every_token_among_the_siblings_is_always_accepted():
     "rule, shape",
     [
         *((rule, "chain 2") for rule in RULES),
-        ("rejection", "2,2"),
-        ("traversal", "2,2"),
+        pytest.param("rejection", "2,2", marks=FULL),
+        pytest.param("traversal", "2,2", marks=FULL),
     ],
 )
 def test_fewer_tokens_stand(rule, shape):
@@ -170,8 +187,8 @@ def test_fewer_tokens_stand(rule, shape):
     [
         ("rejection", "chain 3"),
         ("blocks", "chain 3"),
-        ("rejection", "by branch"),
-        ("traversal", "2,2"),
+        pytest.param("rejection", "by branch", marks=FULL),
+        pytest.param("traversal", "2,2", marks=FULL),
         ("traversal", "by branch"),
     ],
 )
@@ -191,7 +208,7 @@ def test_how_many_stand_may_depend_on_what_was_drawn_before(rule, shape):
     assert distance(rule, SHAPES[shape], random_law(4), drafter) < LAW_TOLERANCE
 
 
-@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+@pytest.mark.parametrize("rule", ["rejection", pytest.param("traversal", marks=FULL)])
 def test_siblings_drawn_with_replacement(rule):
     """Repeated siblings are skipped; the others were drawn from what those left."""
     for shape in (tree(2, 1), tree(3, 1)):
@@ -238,7 +255,10 @@ def test_a_tree_without_branches_is_a_chain(rule):
         assert nodes[:count] == [1, 2, 3][:count]
 
 
-@pytest.mark.parametrize("shape", ["chain 2", "chain 3", "2,1", "2,2", "by branch"])
+@pytest.mark.parametrize(
+    "shape",
+    ["chain 2", "2,1", *(pytest.param(s, marks=FULL) for s in ("chain 3", "2,2", "by branch"))],
+)
 def test_deciding_together_accepts_no_less(shape):
     """Expected, over random laws; on some shape and law it accepts more.
 

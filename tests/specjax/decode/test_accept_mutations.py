@@ -118,6 +118,8 @@ RULE_MISTAKES = {
 }
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 @pytest.mark.parametrize("mistake", RULE_MISTAKES)
 def test_the_enumeration_notices_a_wrong_rule(mistake, monkeypatch):
     (module, name, wrong), (rule, shape, order) = RULE_MISTAKES[mistake]
@@ -128,6 +130,8 @@ def test_the_enumeration_notices_a_wrong_rule(mistake, monkeypatch):
     assert gap > NOTICED
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 def test_the_enumeration_notices_what_is_subtracted_though_it_does_not_stand(
     monkeypatch,
 ):
@@ -143,6 +147,8 @@ def test_the_enumeration_notices_what_is_subtracted_though_it_does_not_stand(
     assert gap > NOTICED
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 @pytest.mark.parametrize("shared", [(0, 1), (1, 2)])
 def test_the_enumeration_notices_one_draw_for_two_purposes(shared, monkeypatch):
     """To accept and to recover, and for both levels of a token."""
@@ -164,6 +170,8 @@ DRAWING_MISTAKES = {
 }
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 @pytest.mark.parametrize("mistake", DRAWING_MISTAKES)
 def test_the_enumeration_notices_a_wrong_part(mistake, monkeypatch):
     monkeypatch.setattr(drawing, "WAYS", 2)
@@ -277,6 +285,8 @@ DRAFTER_MISTAKES = {
 }
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 @pytest.mark.parametrize("mistake", DRAFTER_MISTAKES)
 def test_the_enumeration_notices_a_drafter_that_misleads(mistake):
     drafter, verifications = DRAFTER_MISTAKES[mistake]

@@ -45,6 +45,7 @@ def softmax(logits):
     return weights / weights.sum(axis=1, keepdims=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", range(4), ids=[f"sd {sd}" for sd in DEVIATIONS])
 def test_acceptance_at_one_position(place):
     rng = np.random.default_rng(place)

@@ -146,6 +146,7 @@ def test_what_jaxs_cache_handed_out_is_not_kept(tmp_path):
     assert said == ["True", "False"]
 
 
+@pytest.mark.full
 def test_a_second_process_traces_no_step(tmp_path):
     """Nor one with another drafter what both of them run."""
     script = textwrap.dedent("""

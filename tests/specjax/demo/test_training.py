@@ -66,6 +66,7 @@ def test_windows_visit_everything_once_per_epoch():
     np.testing.assert_array_equal(batches[1], corpus.windows(token_ids, 1, 3, 8))
 
 
+@pytest.mark.full
 def test_step_reduces_loss_on_a_repeated_batch():
     params = llama.init(jax.random.key(0), TINY)
     optimiser = learning.optimizer(num_steps=40, warmup=2, decay=20)
@@ -81,6 +82,7 @@ def test_step_reduces_loss_on_a_repeated_batch():
     assert losses[-1] < 0.7 * losses[0]
 
 
+@pytest.mark.full
 def test_muon_scales_by_outputs_over_inputs():
     """Updates of tall and wide [out, in] matrices, by the sizes of their axes."""
     gradient = jax.random.normal(jax.random.key(0), (48, 12))
@@ -94,6 +96,7 @@ def test_muon_scales_by_outputs_over_inputs():
     np.testing.assert_allclose(updates["tall"], 2 * updates["wide"].T, rtol=1e-4)
 
 
+@pytest.mark.full
 def test_distillation_is_least_at_the_target_itself():
     target = llama.init(jax.random.key(0), TINY, std=0.3)
     other = llama.init(jax.random.key(1), TINY, std=0.3)
@@ -106,6 +109,7 @@ def test_distillation_is_least_at_the_target_itself():
     assert max(jnp.abs(leaf).max() for leaf in jax.tree.leaves(gradient)) < 1e-5
 
 
+@pytest.mark.full
 def test_grown_model_computes_nearly_the_same():
     small = llama.init(jax.random.key(0), TINY, std=0.5)
     large = grow(small, TINY, LARGER, jax.random.key(1))
@@ -124,6 +128,7 @@ def test_grow_refuses_other_heads():
         grow(small, TINY, other, jax.random.key(1))
 
 
+@pytest.mark.full
 def test_cached_generation_follows_the_dense_logits():
     params = llama.init(jax.random.key(0), TINY, std=0.3)
     token_ids = continue_prompts(params, TINY, tiny_windows(), 6, jnp.zeros(2), jax.random.key(0))

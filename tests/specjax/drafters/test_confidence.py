@@ -63,6 +63,7 @@ def proposal_of(name, rule):
     return jax.tree.map(np.asarray, run(state))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["tree", pytest.param("chain", marks=pytest.mark.slow)])
 def test_prior_confidence_is_a_function_of_what_was_drawn_before(name):
     proposal = proposal_of(name, REJECTION)
@@ -82,6 +83,7 @@ def test_prior_confidence_is_a_function_of_what_was_drawn_before(name):
         assert len(set.union(*by_token.values())) > 1
 
 
+@pytest.mark.full
 def test_path_probability_knows_the_tokens():
     proposal = proposal_of("chain", SEEDED)
     path, tokens = proposal.path_probability, proposal.token_ids

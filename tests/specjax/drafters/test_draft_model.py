@@ -143,6 +143,7 @@ def test_a_chain_is_what_the_target_would_say():
     assert len({tuple(row) for row in tokens.tolist()}) > 1
 
 
+@pytest.mark.full
 def test_siblings_are_the_best_of_the_race_after_their_parent():
     state, found = drafted("tree")
     proposal = found.proposal
@@ -154,6 +155,7 @@ def test_siblings_are_the_best_of_the_race_after_their_parent():
         assert (tokens[:, node - 1] == expected).all(), node
 
 
+@pytest.mark.full
 def test_a_grown_tree_knows_how_likely_the_target_is_to_say_its_paths():
     state, found = drafted("grown")
     proposal = found.proposal
@@ -173,6 +175,7 @@ def test_a_grown_tree_knows_how_likely_the_target_is_to_say_its_paths():
     assert np.asarray(proposal.tree.depths).max() == DEPTH
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["tree", "grown"])
 def test_keys_of_nodes_lie_where_the_draft_says(name):
     state, found = drafted(name)

@@ -114,16 +114,15 @@ def obvious_siblings(
     return Siblings(jnp.stack(found, axis=1), probs)
 
 
+@jax.jit
+def probs_of_a_row(logits, sampling):
+    row_ids = jnp.zeros(1, jnp.int32)
+    where = sampling, row_ids, jnp.full(1, 3), jnp.zeros((1, 8), jnp.int32)
+    return target_probs(process_logits(logits, *where), sampling, row_ids)
+
+
 def processed_probs(logits, params):
-    sampling = rows_of(params, 1)
-    where = (
-        sampling,
-        jnp.zeros(1, jnp.int32),
-        jnp.full(1, 3),
-        jnp.zeros((1, 8), jnp.int32),
-    )
-    processed = process_logits(jnp.asarray(logits, jnp.float32)[None], *where)
-    return target_probs(processed, sampling, jnp.zeros(1, jnp.int32))[0]
+    return probs_of_a_row(jnp.asarray(logits, jnp.float32)[None], rows_of(params, 1))[0]
 
 
 def standard_errors(rule, temperature, by=draw_siblings):
@@ -171,6 +170,7 @@ def of_another_temperature(*args, **options):
     return siblings._replace(probs=jnp.sqrt(siblings.probs))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mistake", [most_likely, ranked_after_drawing, of_another_temperature])
 def test_a_draw_that_is_not_what_it_says_is_noticed(mistake):
     assert standard_errors(accept_by_rejection, 1.0, mistake) > 10
@@ -236,7 +236,7 @@ RULES = [DELTA, SEEDED, REJECTION]  # 7 by 3: every row has a pair of its own
     "vocab",
     [7, *(pytest.param(v, marks=pytest.mark.slow) for v in (300, 4_097, 10_000))],
 )
-@pytest.mark.parametrize("keeps_probs", [True, False])
+@pytest.mark.parametrize("keeps_probs", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_siblings_are_those_of_the_definition(kind, vocab, keeps_probs):
     """Rows of every rule and filter in one batch, and batches without filters."""
     rows = 63
@@ -254,6 +254,7 @@ def test_siblings_are_those_of_the_definition(kind, vocab, keeps_probs):
             assert np.array_equal(siblings.probs, expected.probs)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_a_row_of_no_numbers_changes_no_other(value):
     logits = random_logits("likely", 9, 5_000)
@@ -265,6 +266,7 @@ def test_a_row_of_no_numbers_changes_no_other(value):
     assert ((spoiled.token_ids >= 0) & (spoiled.token_ids < 5_000)).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("vocab", [pytest.param(VOCAB, marks=pytest.mark.slow), 5_000])
 @pytest.mark.parametrize(
     "params",

@@ -128,10 +128,12 @@ def seconds():
     return least
 
 
+@pytest.mark.full
 def test_planning_a_burst_of_256_rows(seconds, say):
     say(f"planning a burst for {ROWS} rows: {seconds[10] * 1e3:.2f} ms")
     assert is_quick(seconds)
 
 
+@pytest.mark.full
 def test_a_long_queue_costs_no_more_per_step(seconds):
     assert seconds[10_000] < 1.5 * seconds[10]

@@ -162,6 +162,7 @@ def depths_above(loop, tokens):
     return {r.num_speculative_tokens for r in loop.records if r.context_tokens > tokens}
 
 
+@pytest.mark.full
 def test_with_the_gate_on_the_worst_case_nobody_is_preempted():
     loop, requests = adversarial_loop(gate="worst_case", gate_tokens=100)
     finish(loop, requests)

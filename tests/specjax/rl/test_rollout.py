@@ -22,6 +22,7 @@ from specjax.rl.batch import ERROR, LENGTH, STOP, UNFINISHED
 from specjax.rl.rollout import _expect as expect
 from specjax.rl.rollout import _longest_first as longest_first
 
+FULL = pytest.mark.full
 EOS = 7
 PROMPTS = [[1, 2, 3], [4, 5, 6, 8, 9, 1, 2], [11], [20, 21] * 9]
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=40, seed=3)
@@ -174,6 +175,7 @@ def log_softmax(x):
     return np.asarray(jax.nn.log_softmax(jnp.asarray(x, jnp.float32), axis=-1))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["plain", "history"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_log_probabilities_are_what_they_are_called(name, temperature):
@@ -226,7 +228,10 @@ def test_log_probabilities_are_what_they_are_called(name, temperature):
 # What it is a function of
 
 
-@pytest.mark.parametrize("name", ["ngram", "history", "trees", "hybrid"])
+@pytest.mark.parametrize(
+    "name",
+    ["history", *(pytest.param(n, marks=FULL) for n in ("ngram", "trees", "hybrid"))],
+)
 def test_drafts_change_nothing(name):
     for _ in range(2):  # the second time the corpus holds the answers
         actual = roll(name)
@@ -236,6 +241,7 @@ def test_drafts_change_nothing(name):
     assert np.all(np.asarray(actual.acceptance_rates) <= 1)
 
 
+@pytest.mark.full
 def test_earlier_answers_are_drafted():
     history = specjax.build_decoder(
         target(), drafter="history", engine=ENGINE, speculative_config=FIXED
@@ -297,6 +303,7 @@ def test_arrays_of_prompts_may_be_padded_on_either_side():
 # Weights
 
 
+@pytest.mark.full
 def test_new_weights_compile_nothing_and_are_not_held():
     name, params = "hybrid", target().params
     roll(name)
@@ -318,12 +325,13 @@ def test_new_weights_compile_nothing_and_are_not_held():
     gc.collect()
     assert len(jax.live_arrays()) <= num_arrays
     assert decoder(name).num_traces == num_traces
-    assert np.median(hand_over_s) < 1e-3
+    assert np.median(hand_over_s) < 2e-2  # below 1e-3 where nothing else runs
     del params
     gc.collect()
     assert kept() is None
 
 
+@pytest.mark.full
 def test_pages_of_other_weights_are_not_read():
     other = moved(target().params)
     fresh = specjax.build_decoder(target(), engine=ENGINE)
@@ -333,6 +341,7 @@ def test_pages_of_other_weights_are_not_read():
     assert np.any(wanted.completion_ids != expected().completion_ids)
 
 
+@pytest.mark.full
 def test_the_trainer_keeps_its_buffers():
     params = moved(target().params)
     roll("hybrid", params)
@@ -349,6 +358,7 @@ def test_arrays_of_numpy_are_read_anew_each_time():
     assert np.any(changed.completion_ids != expected().completion_ids)
 
 
+@pytest.mark.full
 def test_a_draft_model_may_be_renewed_with_the_policy():
     draft = first_layer(target()).params
     params = DecoderParams(target().params, jax.tree.map(lambda x: x * 1.0, draft))
@@ -356,6 +366,7 @@ def test_a_draft_model_may_be_renewed_with_the_policy():
     assert_same(roll("plain", DecoderParams(target().params)), expected())
 
 
+@pytest.mark.full
 def test_a_drafter_whose_weights_are_nan_is_off_until_there_are_others():
     nan = jax.tree.map(lambda x: x * jnp.nan, first_layer(target()).params)
     single = specjax.build_decoder(
@@ -382,7 +393,7 @@ def finish(name, batch, params=None, **arguments):
     return batch, calls
 
 
-@pytest.mark.parametrize("name", ["plain", "history", "hybrid"])
+@pytest.mark.parametrize("name", ["plain", "history", pytest.param("hybrid", marks=FULL)])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_stopped_every_16_tokens_and_resumed(name, keeps):
     batch = roll(name, token_budget=16)
@@ -424,6 +435,7 @@ def test_a_time_that_is_over_leaves_the_rest():
     assert_same(batch, expected())
 
 
+@pytest.mark.full
 def test_stop_strings_go_on_where_they_were():
     demo = specjax.load_model("demo")
     engine = EngineConfig(max_rows=2, max_context=96, page_size=8)
@@ -470,6 +482,7 @@ def test_lengths_are_learned():
 # Meshes
 
 
+@pytest.mark.full
 def test_over_a_mesh_results_lie_as_rows_do():
     mesh = jax.make_mesh((2,), ("data",))
     split = specjax.build_decoder(target(), engine=ENGINE, drafter="history", mesh=mesh, **K)
@@ -501,6 +514,7 @@ def test_over_a_mesh_results_lie_as_rows_do():
     assert told.raw.sharding == batch.completion_ids.sharding
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("axis_type", ["Explicit", "Auto"])
 def test_weights_that_lie_over_the_mesh_already_are_not_copied(axis_type):
     kind = getattr(jax.sharding.AxisType, axis_type)
@@ -552,6 +566,7 @@ def test_weights_over_several_devices_need_a_mesh():
     assert_same(roll("plain"), expected())
 
 
+@pytest.mark.full
 def test_scores_over_a_mesh_of_tensors():
     mesh = jax.make_mesh((2,), ("tensor",))
     split = specjax.build_decoder(target(), engine=ENGINE, mesh=mesh)
@@ -562,6 +577,7 @@ def test_scores_over_a_mesh_of_tensors():
         np.testing.assert_allclose(actual[mask], wanted[mask], atol=2e-5)
 
 
+@pytest.mark.full
 def test_preemption_changes_no_bit():
     """Pages for two of four rows at their longest: the others are put back to wait."""
     engine = dataclasses.replace(ENGINE, num_pages=13, burst_steps=4)
@@ -599,6 +615,7 @@ def test_weights_of_another_shape():
     bad(r"params\['norm'\] was deleted", params=gone)
 
 
+@pytest.mark.full
 def test_weights_that_are_nan_do_not_poison_the_next():
     nan = jax.tree.map(lambda x: x * jnp.nan, target().params)
     for name in ("plain", "history"):
@@ -701,6 +718,7 @@ def test_what_goes_on_needs_no_parameters():
     assert batch.lengths.max() == 8
 
 
+@pytest.mark.full
 def test_a_drafter_that_no_longer_fits_says_so():
     wrong = specjax.build_decoder(
         target(), drafter=tiny_llama(9), engine=ENGINE, speculative_config=FIXED
@@ -736,6 +754,7 @@ def test_lossy_rules_say_so():
 # Scoring
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["plain", "history"])
 def test_a_rollout_scores_as_it_was_sampled(name):
     sampling = SamplingParams(temperature=0.7, top_p=0.9, max_tokens=30, seed=2)
@@ -756,6 +775,7 @@ def test_a_rollout_scores_as_it_was_sampled(name):
     assert float(some["kl"]) > 0
 
 
+@pytest.mark.full
 def test_texts_may_be_of_any_kind():
     engine = EngineConfig(page_size=8, max_rows=2, max_context=96)
     fast = specjax.build_decoder(target(), engine=engine)
@@ -785,6 +805,7 @@ def test_texts_may_be_of_any_kind():
 # What other runs said
 
 
+@pytest.mark.full
 def test_answers_of_other_runs_are_drafted():
     told = specjax.build_decoder(
         target(), drafter="history", engine=ENGINE, speculative_config=FIXED
@@ -818,6 +839,7 @@ def test_answers_of_other_runs_are_drafted():
 # What a review found
 
 
+@pytest.mark.full
 def test_the_first_weights_are_not_held_either():
     history = specjax.build_decoder(target(), engine=ENGINE, drafter="history", **K)
     first = moved(target().params)
@@ -884,6 +906,7 @@ def test_prompts_that_are_none_are_errors_of_their_own():
     assert not np.asarray(told.raw[2:]).any()
 
 
+@pytest.mark.full
 def test_lengths_are_learned_once_all_samples_have_ended():
     slow = specjax.build_decoder(target(), engine=ENGINE)
     run = functools.partial(
@@ -910,6 +933,7 @@ def test_weights_that_are_nan_raise_on_resuming_too():
     assert_same(batch, expected())
 
 
+@pytest.mark.full
 def test_what_was_written_before_a_pause_is_drafted_from():
     history = specjax.build_decoder(
         target(), drafter="history", engine=ENGINE, speculative_config=FIXED
@@ -928,6 +952,7 @@ def test_completions_are_no_wider_than_rows():
     assert batch.completion_ids.shape == (2, ENGINE.max_context)
 
 
+@pytest.mark.full
 def test_samples_that_do_not_divide_over_the_mesh():
     mesh = jax.make_mesh((2,), ("data",))
     split = specjax.build_decoder(target(), engine=ENGINE, mesh=mesh)

@@ -1,0 +1,43 @@
+"""Which tests a run is asked for: the quick set, unless markers or files are named.
+
+pytest                          the quick set: tests with none of the markers below
+pytest -m full                  the rest of the gate
+pytest -m "full or not full"    both
+pytest -m slow                  what is marked slow, whether or not it is marked full
+pytest tests/x/test_y.py        all of that file but what is marked slow, reference, ...
+"""
+
+import re
+
+import pytest
+
+ON_DEMAND = ("slow", "reference", "tunix", "notebook")
+
+
+def is_asked_for(markers: set[str], expression: str, names_a_file: bool) -> bool:
+    """Returns whether a run asks for a test.
+
+    Args:
+      markers: the names of the test's markers.
+      expression: what -m was given, "" where nothing.
+      names_a_file: whether the command line names files or tests rather than folders.
+    """
+    named = set(re.findall(r"\w+", expression))
+    on_demand = markers.intersection(ON_DEMAND)
+    if on_demand:
+        return bool(on_demand & named)
+    return "full" not in markers or "full" in named or names_a_file
+
+
+def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drops the tests that a run does not ask for; pytest itself applies -m besides."""
+    expression = config.option.markexpr or ""
+    names_a_file = any(".py" in argument for argument in config.args)
+    dropped = []
+    for item in list(items):
+        markers = {marker.name for marker in item.iter_markers()}
+        if not is_asked_for(markers, expression, names_a_file):
+            dropped.append(item)
+            items.remove(item)
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)

@@ -1,0 +1,54 @@
+"""Which tests a run asks for, and how far it says it is."""
+
+import pytest
+from asked_for import is_asked_for
+from progress import Progress
+
+
+@pytest.mark.parametrize(
+    ("markers", "asked", "not_asked"),
+    [
+        # What -m is given; a file that is named asks for its full tests too.
+        ((), ["", "full or not full", "file"], []),
+        (("full",), ["full", "full or not full", "file"], ["", "slow"]),
+        (("slow",), ["slow", "slow or tunix"], ["", "full", "full or not full", "file"]),
+        (("full", "slow"), ["slow"], ["", "full", "full or not full", "file"]),
+        (("full", "oldest"), ["(full or not full) and not oldest"], [""]),
+        (("tunix",), ["tunix"], ["", "slow", "notebook", "file"]),
+    ],
+)
+def test_what_is_asked_for(markers, asked, not_asked):
+    def runs(how):
+        return is_asked_for(set(markers), "" if how == "file" else how, how == "file")
+
+    assert [how for how in (*asked, *not_asked) if runs(how)] == asked
+
+
+class Terminal:
+    def __init__(self):
+        self.lines = []
+
+    def write_line(self, line, **markup):
+        self.lines.append(line)
+
+
+class Report:
+    failed, nodeid, when = True, "b.py::test_2", "call"
+
+
+def test_files_are_named_as_they_begin():
+    terminal = Terminal()
+    progress = Progress(terminal)
+    for _ in range(2):  # once per process
+        progress.pytest_xdist_node_collection_finished(
+            None, ["a.py::test_1", "b.py::test_1", "b.py::test_2", "b.py::test_3"]
+        )
+    for nodeid in ("a.py::test_1", "b.py::test_1", "b.py::test_2"):
+        progress.pytest_runtest_logstart(nodeid)
+        progress.pytest_runtest_logfinish()
+    progress.pytest_runtest_logreport(Report())
+    assert terminal.lines == [
+        "[  0%] a.py (1 test)",
+        "[ 25%] b.py (3 tests)",
+        "FAILED b.py::test_2 (call)",
+    ]
