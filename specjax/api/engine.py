@@ -19,7 +19,7 @@ from specjax.api.outbox import Outbox
 from specjax.api.requests import Prompt, token_ids
 from specjax.api.results import Chunk, GenerationStats, lossy_rule
 from specjax.api.turns import Turns
-from specjax.config.checks import is_int
+from specjax.config.checks import is_int, is_number
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import VERIFICATION_RULES
 from specjax.config.sampling import SamplingParams
@@ -170,7 +170,12 @@ class Engine:
 
         Returns:
           Whether it was still under way. Its last chunks come with the next step.
+
+        Raises:
+          ValueError: the id is no whole number.
         """
+        if not is_int(request_id):
+            raise ValueError(f"request_id={request_id!r:.200} must be an id that `add` returned.")
         samples = self._outbox.samples(request_id)
         if all(request.is_finished for request in samples):
             return False
@@ -326,7 +331,7 @@ class Engine:
     ) -> int:
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise ValueError(f"{priority=!r} must be a whole number, the lowest first.")
-        if deadline_s is not None and not deadline_s >= 0:
+        if deadline_s is not None and not (is_number(deadline_s) and deadline_s >= 0):
             raise ValueError(f"{deadline_s=!r} must be seconds from now, or None.")
         prompt = self._token_ids(prompt)  # outside the lock
         with self._turns.tables():

@@ -20,6 +20,7 @@ nobody else can write are read (`compilation_cache.private_folder`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -97,11 +98,13 @@ def load(name: str | None, inputs: Any) -> Callable[..., Any] | None:
             # Else it would be loaded for all devices there are.
             execution_devices=jax.devices()[:1],
         )
-        os.utime(path)
-        return loaded
     except Exception:  # of another version, cut short, damaged: whatever it is, it is compiled anew
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a folder that is only read, as in an image
+            path.unlink(missing_ok=True)
         return None
+    with contextlib.suppress(OSError):
+        os.utime(path)
+    return loaded
 
 
 def compile_new(name: str | None, lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from specjax import sharding
 from specjax.api.assemble import Setup
 from specjax.api.requests import token_ids
+from specjax.config.checks import is_int
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import LOSSY_RULES, VERIFICATION_RULES
 from specjax.config.speculation import SpeculationConfig
@@ -138,7 +139,7 @@ class RolloutDecoder:
         Raises:
           ValueError: shapes, dtypes or names are not those the decoder was built for.
         """
-        if version is not None and not 0 <= operator.index(version) < 2**31:
+        if version is not None and not (is_int(version) and 0 <= version < 2**31):
             raise ValueError(f"params_version={version!r} must be from 0 to 2**31 - 1.")
         weights = self._complete(params)
         self._validate(weights)

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from specjax.api.requests import as_list, derive_seed
+from specjax.config.checks import is_number
 from specjax.config.sampling import SamplingParams
 from specjax.engine.loop import Loop
 from specjax.engine.request import SCORE_COLUMNS, AcceptanceCounts, Request
@@ -115,6 +116,8 @@ def rollout(
         own = prompts.sampling if is_resumed else None
         sampling = own or SamplingParams()
     _check(num_samples, token_budget, time_budget_s, sampling)
+    if not (is_number(alarm_rate) and 0 <= alarm_rate <= 1):
+        raise ValueError(f"{alarm_rate=!r} must be a share of accepted drafts, from 0 to 1.")
     rule = _rule(decoder, sampling)
     if is_resumed:
         if num_samples is not None or seeds is not None or prompt_mask is not None:

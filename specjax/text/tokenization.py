@@ -169,6 +169,13 @@ class Tokenizer:
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         try:
+            str.encode(text)
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text has half of a surrogate pair at {error.start} ({text[error.start]!r}), "
+                "which is no character; remove it, or decode the text with errors='replace'."
+            ) from None
+        try:
             return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
         except BaseException as error:
             if isinstance(error, TypeError) or not is_library_error(error):

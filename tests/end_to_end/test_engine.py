@@ -559,6 +559,10 @@ def test_what_cannot_be_served_says_why_and_touches_nobody(make, plain):
             engine.add(prompt, SAMPLING, priority="high")
         with pytest.raises(ValueError, match="deadline_s=-1 must be seconds"):
             engine.add(prompt, SAMPLING, deadline_s=-1)
+        with pytest.raises(ValueError, match="deadline_s='1' must be seconds"):
+            engine.add(prompt, SAMPLING, deadline_s="1")
+        with pytest.raises(ValueError, match="must be an id that `add` returned"):
+            engine.abort([1])
         with pytest.raises(ValueError, match="shorten the prompt"):
             engine.add([1] * 200, SAMPLING)
         (completion,) = drain(engine)[request]

@@ -199,3 +199,22 @@ def test_a_damaged_file_is_dropped(place, monkeypatch, tmp_path):
     path.write_bytes(content)
     assert store.load(name, inputs) is None
     assert not path.exists()
+
+
+def test_what_cannot_be_deleted_or_touched_ends_no_call(monkeypatch, tmp_path):
+    """A folder in its place; a file whose time cannot be set, as where nothing may be written."""
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path / "own"))
+    inputs = (jax.numpy.zeros(3),)
+    name = store.name_of("another function", inputs)
+    compiled, _ = store.compile_new(name, jax.jit(lambda x: (x + 2,)).lower(*inputs))
+    store.save(name, compiled)
+    (path,) = (tmp_path / "own").rglob(f"{name}.bin")
+
+    def refuse(*arguments, **options):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert store.load(name, inputs) is not None
+    path.unlink()
+    path.mkdir()
+    assert store.load(name, inputs) is None

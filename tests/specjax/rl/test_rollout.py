@@ -649,6 +649,8 @@ def test_weights_that_are_nan_do_not_poison_the_next():
         ({"seeds": [1, 2, 3, 2**64]}, "seed=18446744073709551616 must be"),
         ({"sampling": SamplingParams(verification="block")}, "is not compiled into"),
         ({"params_version": 2**31}, "params_version=2147483648 must be from 0"),
+        ({"params_version": "a"}, "params_version='a' must be from 0"),
+        ({"alarm_rate": 9}, "alarm_rate=9 must be a share"),
         ({"expected_lengths": [1.0]}, "must be 4 numbers, one per prompt"),
         ({"expected_lengths": [1, 2, 3, np.nan]}, "must be 4 numbers"),
         ({"prompt_width": 3}, "prompt_width=3 is below the 18 tokens"),

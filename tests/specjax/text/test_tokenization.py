@@ -209,3 +209,8 @@ def test_a_corrupt_file_is_named(folder, name):
     (folder / name).write_text('{"half": ')
     with pytest.raises(ValueError, match=name):
         Tokenizer.from_folder(folder)
+
+
+def test_half_of_a_surrogate_pair_is_no_text(folder):
+    with pytest.raises(ValueError, match="half of a surrogate pair at 1"):
+        Tokenizer.from_folder(folder).encode("a\ud800b")
