@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
-import json
-import math
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -47,10 +43,12 @@ from specjax.planning.device_memory import (
 from specjax.planning.memory_model import MemoryPlan
 from specjax.planning.processor_speed import processor_speed
 from specjax.planning.step_prior import Accelerator, step_prior
-from specjax.policy import cost_files
+from specjax.policy.cost_files import Known
 from specjax.policy.goodput import Goodput
 from specjax.policy.interface import Fixed, SpeculationPolicy, Table
-from specjax.policy.step_cost import Prior, StepCosts
+from specjax.policy.shelf import forget_speed as forget_speed
+from specjax.policy.shelf import shelf_of
+from specjax.policy.step_cost import Prior
 from specjax.policy.survival import Survival
 from specjax.runtime.amounts import amount
 from specjax.runtime.progress import Report
@@ -59,8 +57,6 @@ from specjax.types import DecoderParams
 DEFAULT_POLICY = "goodput"  # "goodput" or "fixed", where the config names none
 # Kinds of sampling, as acceptance goes.
 GREEDY, SAMPLED, MIXED = "greedy", "sampled", "mixed"
-# What was learned of speed is written as often as this at most, and when a process ends.
-SAVE_EVERY_S = 2.0
 FEWER_PAGES = 0.75  # of those that did not fit
 
 
@@ -183,17 +179,11 @@ class Setup:
             ledger=known.ledgers.get(self.acceptance_kind),
         )
 
-    def _known(self, decoder: Decoder, most: int) -> cost_files.Known:
+    def _known(self, decoder: Decoder, most: int) -> Known:
         """Returns what this process and earlier ones learned of a pair's speed."""
-        nodes = {k: self.drafter.num_nodes(k) for k in range(most + 1)}
-        shelf = _shelf(cost_files.key_of(decoder))
-        if shelf.known is None:
-            kept = cost_files.Known(StepCosts())
-            cost_files.load(decoder, kept)
-            shelf.known = kept  # what it says of other kinds of sampling stays in the file
-        # Its own copy: another thread may run the same pair.
-        known = shelf.known.copy()
-        known.costs.nodes_per_row, known.costs.prior = nodes, self._prior
+        known = shelf_of(decoder).known()
+        known.costs.nodes_per_row = {k: self.drafter.num_nodes(k) for k in range(most + 1)}
+        known.costs.prior = self._prior
         return known
 
     @functools.cached_property
@@ -222,23 +212,8 @@ class Setup:
 
     def keep(self, loop: Loop) -> None:
         """Keeps what a run learned of speed, for the next in this process and for later ones."""
-        policy = loop.policy
-        if not isinstance(policy, Goodput) or not policy.costs.measured:
-            return
-        key = cost_files.key_of(loop.decoder)
-        shelf = _shelf(key)
-        before = shelf.known or cost_files.Known(StepCosts())
-        acceptance, kind = {**before.acceptance}, self.acceptance_kind
-        if policy.survival.num_told:
-            acceptance[kind] = policy.survival.to_record()
-        # Copies: the run may go on, and learn.
-        ledgers = {**before.ledgers, kind: policy.ledger.copy()}
-        known = cost_files.Known(policy.costs.copy(), acceptance, ledgers)
-        shelf.known = known
-        # Calls may be short, and writing takes some 10 ms.
-        shelf.unsaved = functools.partial(cost_files.write, key, cost_files.path_of(key), known)
-        if time.monotonic() - shelf.saved_at > SAVE_EVERY_S:
-            shelf.save()
+        if isinstance(loop.policy, Goodput):
+            shelf_of(loop.decoder).keep(loop.policy, self.acceptance_kind)
 
     def _policy_kind(self, rules: Sequence[int]) -> type[Table | Fixed | Goodput]:
         """Returns which policy the config asks for, for steps that know some rules."""
@@ -526,41 +501,6 @@ class Setup:
         return _drafts_per_shard(
             config.max_drafts_per_step, self.drafter, config.depth, rows, self.mesh
         )
-
-
-@dataclasses.dataclass
-class _Shelf:
-    """What this process knows of a pair's speed; None before its first run."""
-
-    known: cost_files.Known | None = None
-    unsaved: Callable[[], Any] | None = None  # writes what is not in the file yet
-    saved_at: float = -math.inf  # time.monotonic()
-
-    def save(self) -> None:
-        """Writes what the file lacks, if anything."""
-        write, self.unsaved = self.unsaved, None
-        if write is not None:
-            write()
-            self.saved_at = time.monotonic()
-
-
-_SHELVES: dict[str, _Shelf] = {}
-
-
-def _shelf(key: dict[str, Any]) -> _Shelf:
-    """Returns the place of a pair, by cost_files.key_of."""
-    return _SHELVES.setdefault(json.dumps(key, sort_keys=True), _Shelf())
-
-
-@atexit.register
-def _save_all() -> None:
-    for shelf in [*_SHELVES.values()]:
-        shelf.save()
-
-
-def forget_speed() -> None:
-    """Forgets what this process learned of speed; files stay."""
-    _SHELVES.clear()
 
 
 def acceptance_kind(requests: Iterable[Request]) -> str:

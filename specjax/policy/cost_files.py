@@ -130,7 +130,11 @@ def load(decoder: Decoder, known: Known) -> bool:
 
     A file that cannot be read is named in a warning, and counts as none.
     """
-    key = key_of(decoder)
+    return read(key_of(decoder), known)
+
+
+def read(key: dict[str, Any], known: Known) -> bool:
+    """Does what `load` does, from the file of a key."""
     own = path_of(key)
     for source in (own, resources.files(SHIPPED) / _name(key)):
         if source is None or not source.is_file():

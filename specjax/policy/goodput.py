@@ -74,6 +74,7 @@ SURE_GAIN, SURE_TRIALS = 0.15, 16.0
 LEAST_SHARED = 4  # probes that a run must be long for, to wait for what is compiled
 ENOUGH_STEPS = 10_000  # of an endless run, that repay any compiling
 SMALL_CATCH_UP = 0.05  # of a burst: what is left tells what its steps cost
+EXPLORED = 3  # times that plain decoding and a K are measured in turns: one may be disturbed
 
 
 def ladder(most: int) -> tuple[int, ...]:
@@ -157,6 +158,7 @@ class Goodput:
         self.ledger = Ledger() if ledger is None else ledger
         self._exploration: _Exploration | None = None
         self._was_probe = False
+        self._again: Bucket | None = None  # that a probe runs once more
         self._burst_steps = 1  # that a burst may have
         self._rates: dict[Bucket, float] = {}  # of the candidates of the last choice
         self._missing: set[Bucket] = set()  # those of them that are not compiled
@@ -186,6 +188,10 @@ class Goodput:
         if best not in allowed:
             best = self._best(allowed, load)
             return self._decide(load, best, load.limited_by)
+        again, self._again = self._again, None
+        if (other := next((c for c in allowed if c.bucket == again), None)) is not None:
+            # The drafter has caught up: what this burst takes is its steps' alone.
+            return self._measure(load, other, PROBE_STEPS)
         if self._was_probe:
             # What ran before runs again: whether the machine changed its speed in between
             # tells whether the probe tells anything.
@@ -404,10 +410,7 @@ class Goodput:
             waits = is_late and found.num_steps >= LEAST_SHARED * PROBE_STEPS
             if not load.is_compiled(found.other) and not waits:
                 return _of_bucket(found.first, "nothing measured yet", prepare=found.other)
-            # Three times where the run ends soon: one of them may be disturbed, and the next
-            # run goes by what this one measured.
-            times = 3 if found.num_steps < ENOUGH_STEPS else 1
-            found.turns += [found.other, found.first] * times
+            found.turns += [found.other, found.first] * EXPLORED
         bucket = found.turns.pop(0)
         if not found.turns:
             self._exploration = _Exploration()
@@ -478,8 +481,11 @@ class Goodput:
             # It asks what is accepted, and many rows tell as much in fewer steps.
             num_steps = max(math.ceil(PROBE_STEPS / load.num_decoding_rows), ASK_STEPS)
         num_steps = min(num_steps, load.num_probe_steps)
-        lost = num_steps * other.seconds * (1 - other.rate / best.rate) + catch_up
-        lost = max(lost, LEAST_LOST * num_steps * best.seconds)
+        # Where catching up hides what its steps cost, the same ones run once more, at once.
+        is_hidden = catch_up > SMALL_CATCH_UP * (catch_up + num_steps * other.seconds)
+        again = PROBE_STEPS if is_hidden and not self._is_trusted(other) else 0
+        lost = (num_steps + again) * other.seconds * (1 - other.rate / best.rate) + catch_up
+        lost = max(lost, LEAST_LOST * (num_steps + again) * best.seconds)
         ledger = self.ledger
         is_due = begins and ledger.plain_s >= ASK_EVERY_S
         is_soon = begins and other is not hopeful and ledger.plain_s < LEAST_APART_S
@@ -498,10 +504,15 @@ class Goodput:
         else:
             return None
         self.seconds_lost += lost
-        self._was_probe = True
-        last = self._last
+        self._again = other.bucket if again else None
+        self._last = self._last or best.bucket
+        return self._measure(load, other, num_steps)
+
+    def _measure(self, load: Load, other: _Candidate, num_steps: int) -> Decision:
+        """Returns a burst of a bucket that does not become the one that runs."""
+        last, self._was_probe = self._last, True
         decision = self._decide(load, other, "probe", num_steps=num_steps)
-        self._last = last if last is not None else best.bucket
+        self._last = last
         return decision
 
     def _promising(

@@ -63,6 +63,9 @@ SLOPE_ROUNDS = 4  # of weighing what tells of the slope
 # to their mean and off it, add up to the square of this.
 SLOPE_PRIOR = 0.5
 SMALL_MISS = 0.05  # of a step's seconds: what misses the slope by more weighs less
+# Buckets that one problem holds, those of the rows in question and of the nearest ones; and
+# that are remembered at all: of more, the one that ran longest ago is forgotten.
+MOST_FITTED, MOST_BUCKETS = 64, 512
 FEW = 4  # measured buckets: of fewer the prior predicts the others
 # Seconds of a step may be less than is thought by so many standard errors, and no less
 # than such a share; by how much where nothing like it was measured, and where nothing was.
@@ -144,8 +147,11 @@ class StepCosts:
         self._wandered = WANDER_TRIALS, 0.0, WANDER_TRIALS * USUAL_WANDER
         self._samples: dict[Bucket, dict[int, Sample]] = {}
         self._counts: dict[Bucket, int] = {}
+        self._used_at: dict[Bucket, int] = {}  # measurements before the last of each
         self._ratios = StepRatios()
-        self._fits: dict[int, _Fit] = {}  # by place; forgotten with every measurement
+        # By place, and rows where there are too many buckets for one; forgotten with every
+        # measurement.
+        self._fits: dict[tuple[int, int], _Fit] = {}
         self._known_slopes: tuple[float, float] | None = None
         self._num_measured = self._num_since_slopes = self._num_as_usual = 0
 
@@ -161,6 +167,7 @@ class StepCosts:
         """Returns one that learns apart from this; without the prior."""
         own = copy.copy(self)
         own.prior, own._fits, own._counts = None, dict(self._fits), dict(self._counts)
+        own._used_at = dict(self._used_at)
         own._caught_up, own._ratios = self._caught_up.copy(), self._ratios.copy()
         own._samples = {
             bucket: {place: copy.copy(sample) for place, sample in samples.items()}
@@ -179,7 +186,7 @@ class StepCosts:
             return PRIOR_DOUBT
         if bucket not in self._samples:
             return MUCH_DOUBT
-        fit = self._fit(context)
+        fit = self._fit(context, bucket.rows)
         other = bucket if self._last is None else self._last.bucket
         deviation = fit.compared.deviation(bucket, other)
         return max(1 - math.exp(-DOUBT_ERRORS * deviation), LEAST_DOUBT)
@@ -218,13 +225,13 @@ class StepCosts:
         missed = min(abs(slower - total / count), MOST_WANDER)
         self._wandered = count + 1, total + slower, off + missed
         # Now, and not when the next burst is planned.
-        self._ratios.spread = self._fit(context).compared.spread
+        self._ratios.spread = self._fit(context, bucket.rows).compared.spread
 
     def seconds(self, bucket: Bucket, context: float) -> float | None:
         """Returns the seconds of a step just now; None where nothing is known."""
         if not self._samples:
             return self.prior and self.prior(bucket, context)
-        fit = self._fit(context)
+        fit = self._fit(context, bucket.rows)
         base = self._base(bucket, fit, context)
         return (base + fit.slope(bucket) * context) * self.drift
 
@@ -251,11 +258,12 @@ class StepCosts:
         """Returns the largest relative error of the fit over what was measured; 0 of nothing."""
         if not self._samples:
             return 0.0
-        fit = self._fit(0.0 if self._last is None else self._last.context)
-        return max(
-            abs(fit.predicted(self._features(bucket)) / base - 1)
-            for bucket, base in fit.bases.items()
-        )
+        context = 0.0 if self._last is None else self._last.context
+        errors = []
+        for bucket in self._samples:
+            fit = self._fit(context, bucket.rows)
+            errors.append(abs(fit.predicted(self._features(bucket)) / fit.bases[bucket] - 1))
+        return max(errors)
 
     # Files
 
@@ -264,10 +272,12 @@ class StepCosts:
         if not self._samples:
             return []
         # One for all contexts: a fit at each would take long.
-        fit = self._fit(0.0 if self._last is None else self._last.context)
-        seconds = lambda bucket, sample: (
-            self.drift * (fit.bases[bucket] + fit.slope(bucket) * sample.context)
-        )
+        context = 0.0 if self._last is None else self._last.context
+
+        def seconds(bucket: Bucket, sample: Sample) -> float:
+            fit = self._fit(context, bucket.rows)
+            return self.drift * (fit.bases[bucket] + fit.slope(bucket) * sample.context)
+
         return [
             bucket._asdict()
             | {
@@ -335,8 +345,8 @@ class StepCosts:
         self._known_slopes = None
         self._fits = {}
         if remembered:
-            context = remembered[-1][1].context
-            self._ratios.spread = self._fit(context).compared.spread
+            last = remembered[-1][1]
+            self._ratios.spread = self._fit(last.context, last.bucket.rows).compared.spread
 
     def _add(self, bucket: Bucket, context: float, seconds: float, count: int = 1) -> None:
         samples, place = self._samples.setdefault(bucket, {}), _place(context)
@@ -347,9 +357,16 @@ class StepCosts:
         self._counts[bucket] = sum(sample.count for sample in samples.values())
         self._fits = {}
         self._num_measured += 1
+        self._used_at[bucket] = self._num_measured
+        if len(samples) == 1 and len(self._samples) > MOST_BUCKETS:
+            self._forget(min(self._samples, key=self._used_at.__getitem__))
         self._num_since_slopes += 1
         if self._num_since_slopes > min(self._num_measured / 8, SLOPES_AFTER):
             self._known_slopes, self._num_since_slopes = None, 0
+
+    def _forget(self, bucket: Bucket) -> None:
+        del self._samples[bucket], self._counts[bucket], self._used_at[bucket]
+        self._ratios.forget(bucket)
 
     def _features(self, bucket: Bucket) -> np.ndarray:
         depth, rows = bucket.num_speculative_tokens, bucket.rows
@@ -392,22 +409,32 @@ class StepCosts:
             weights += weight
         return math.exp(off / weights)
 
-    def _fit(self, context: float) -> _Fit:
-        """Returns what is known at about a context."""
+    def _fit(self, context: float, rows: int) -> _Fit:
+        """Returns what is known at about a context, of buckets for about so many rows."""
         # One for every so many places, whatever was asked before.
         place = NEAR * round(_place(context) / NEAR)
-        if place not in self._fits:
-            self._fits[place] = self._new_fit(place)
-        return self._fits[place]
+        key = place, rows if len(self._samples) > MOST_FITTED else 0
+        if key not in self._fits:
+            self._fits[key] = self._new_fit(*key)
+        return self._fits[key]
 
-    def _new_fit(self, place: int) -> _Fit:
+    def _fitted(self, rows: int) -> Iterable[Bucket]:
+        """Returns the buckets that tell what those for some rows cost: these and the nearest."""
+        if not rows:
+            return self._samples
+        apart = {bucket: abs(math.log2(bucket.rows / rows)) for bucket in self._samples}
+        num_own = sum(not distance for distance in apart.values())
+        return sorted(apart, key=apart.__getitem__)[: max(MOST_FITTED, num_own)]
+
+    def _new_fit(self, place: int, rows: int) -> _Fit:
         if self._known_slopes is None:
             at_0, per_token = self._slopes().tolist()
             self._known_slopes = at_0, per_token
         slopes = self._known_slopes
         log = functools.partial(_log, slopes=slopes)
         usual = {
-            bucket: _usual(bucket, samples, place, log) for bucket, samples in self._samples.items()
+            bucket: _usual(bucket, self._samples[bucket], place, log)
+            for bucket in self._fitted(rows)
         }
         compared = self._ratios.bases(
             log,

@@ -96,8 +96,7 @@ class StepRatios:
         self.spread = USUAL_SPREAD
         self._bursts: list[tuple[int, Burst]] = []  # with their places, which rise
         self._next = 0  # place
-        # What `_pairs` says of them, until they change; `index` only grows.
-        self._paired: _Paired | None = None
+        self._paired: _Paired | None = None  # what `_pairs` says of them, until they change
         # Of an earlier run, and how often each was measured there.
         self._records: list[tuple[Burst, int]] = []
 
@@ -119,6 +118,12 @@ class StepRatios:
         for place in range(self._next - NEIGHBOURS, self._next):
             self._forget_alone(place)
         self._next += NEIGHBOURS
+
+    def forget(self, bucket: Bucket) -> None:
+        """Forgets all bursts and records of a bucket."""
+        self._bursts = [found for found in self._bursts if found[1].bucket != bucket]
+        self._records = [found for found in self._records if found[0].bucket != bucket]
+        self._paired = None
 
     def add_record(self, burst: Burst, count: int) -> None:
         """Takes in what was measured so many times in an earlier run, beside all else of that
@@ -178,7 +183,8 @@ class StepRatios:
 
         Args:
           log: of bursts' seconds, without what their contexts take.
-          usual: likewise of each bucket, by what it took whatever ran beside it.
+          usual: likewise of each bucket that is asked for, by what it took whatever ran beside
+            it; bursts of others are left out.
           wander: standard deviation of the machine's part, by which that may be off.
           nearness: by contexts, what was measured there counts for, 0 to 1.
           features: f64[buckets, features], in the order of `usual`; what their steps do.
@@ -189,10 +195,14 @@ class StepRatios:
         """
         index = {bucket: place for place, bucket in enumerate(usual)}
         if self._paired is None:
-            self._paired = self._pairs(index)
-        own, columns, before, after, share = self._paired
+            self._paired = self._pairs()
+        buckets, own, columns, before, after, share = self._paired
+        own = np.array([index.get(bucket, -1) for bucket in buckets], int)[own]
+        is_asked = (own[before] >= 0) & (own[after] >= 0)
+        before, after, share = before[is_asked], after[is_asked], share[is_asked]
         num_compared = np.bincount(np.concatenate([own[before], own[after]]), minlength=len(index))
         lone = DISTURBED**2 * (counts == 1)  # variance, besides
+        # Bursts of other buckets are in no pair.
         in_pairs = (lone * num_compared)[own]
         logs, near = log(columns), nearness(columns.contexts)
         apart = _Apart(
@@ -227,9 +237,10 @@ class StepRatios:
         num_pairs: int,
     ) -> _Known:
         """Returns what records tell; the less, the more differences tell since."""
-        columns = _columns([burst for burst, _ in self._records])
-        places = np.array([index[burst.bucket] for burst, _ in self._records], int)
-        counts = np.array([count for _, count in self._records], float)
+        records = [found for found in self._records if found[0].bucket in index]
+        columns = _columns([burst for burst, _ in records])
+        places = np.array([index[burst.bucket] for burst, _ in records], int)
+        counts = np.array([count for _, count in records], float)
         # What has changed since is common to all contexts.
         contexts = np.bincount(places, minlength=len(index))[places]
         variances = contexts * (self.spread**2 / counts + SINCE_THEN**2)
@@ -237,8 +248,9 @@ class StepRatios:
         variances = fade * variances / _at_least(nearness(columns.contexts))
         return _Known(places, log(columns), variances)
 
-    def _pairs(self, index: Mapping[Bucket, int]) -> _Paired:
+    def _pairs(self) -> _Paired:
         """Returns which bursts to compare."""
+        index = {bucket: place for place, bucket in enumerate({b.bucket for _, b in self._bursts})}
         own = np.array([index[burst.bucket] for _, burst in self._bursts], int)
         columns = _columns([burst for _, burst in self._bursts])
         places = np.array([place for place, _ in self._bursts], int)
@@ -263,13 +275,14 @@ class StepRatios:
         before, after = np.concatenate(pairs, axis=1)
         # All differences between m bursts tell as much as the m bursts.
         share = 1 + (num_near[before] + num_near[after]) / 2
-        return _Paired(own, columns, before, after, share)
+        return _Paired(list(index), own, columns, before, after, share)
 
 
 class _Paired(NamedTuple):
     """The bursts that are remembered, and which of them to compare."""
 
-    own: np.ndarray  # i64[bursts], the bucket of each
+    buckets: list[Bucket]
+    own: np.ndarray  # i64[bursts], the place of each one's bucket
     columns: Columns
     before: np.ndarray  # i64[pairs], the earlier burst
     after: np.ndarray  # i64[pairs], the later one

@@ -1,5 +1,7 @@
 """Goodput on a machine, and on text, that change: replayed."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -56,3 +58,28 @@ def test_what_any_half_minute_loses_and_how_long_good_drafts_wait(rows, machine)
             if burst.decision.reason == "goodput"
         ]
         assert drafting[0] < begins_at + (10 if machine == "steady" else 15)
+
+
+class Stalled(Goodput):
+    """Sees the first bursts that draft take ten times as long."""
+
+    def __init__(self, most, num_stalled):
+        super().__init__(most)
+        self.num_stalled = num_stalled
+
+    def observe(self, outcome):
+        if outcome.bucket.num_speculative_tokens and self.num_stalled:
+            self.num_stalled -= 1
+            outcome = dataclasses.replace(outcome, seconds=10 * outcome.seconds)
+        super().observe(outcome)
+
+
+@pytest.mark.parametrize(("num_stalled", "begins_by"), [(1, 2.0), (3, 22.0)])
+def test_first_bursts_that_were_disturbed_do_not_end_drafting(num_stalled, begins_by):
+    """One endless row: each burst that drafts after plain decoding has much to catch up with."""
+    workload = Workload(np.full(1, 10**5), np.full(1, 0.9), context=64)
+    policy = Stalled(4, num_stalled)
+    ran = Replay(workload, COSTS, policy, clock=Clock(1, 0.05), until_s=begins_by + 4).run()
+    late = [burst for burst in ran.bursts if burst.at_s > begins_by]
+    drafting = [b.decision.num_speculative_tokens > 0 for b in late]
+    assert np.mean(drafting) > 0.9

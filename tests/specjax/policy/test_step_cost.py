@@ -7,10 +7,13 @@ import numpy as np
 import pytest
 
 from specjax.decode.bucket import Bucket
+from specjax.policy import step_ratios
 from specjax.policy.step_cost import (
     DRIFT_MEMORY,
     FEW,
     MEMORY,
+    MOST_BUCKETS,
+    MOST_FITTED,
     StepCosts,
     fit_nonnegative,
 )
@@ -381,3 +384,47 @@ def test_a_bucket_known_from_an_earlier_run_is_not_predicted_at_other_contexts()
     costs.add_records(known.to_records())
     for context in (800, 1600, 3200):  # predicted: 1.8e-3
         assert costs.seconds(odd, context) == pytest.approx(9e-3, rel=0.2)
+
+
+def test_what_a_burst_solves_does_not_grow_with_all_that_was_ever_measured(monkeypatch):
+    """183 buckets: a problem holds those of the rows in question and of the nearest ones."""
+    solve, sizes = step_ratios._solve, []
+
+    def counted(features, known, apart):
+        sizes.append(len(features))
+        return solve(features, known, apart)
+
+    costs = StepCosts()
+    buckets = [Bucket(rows, depth) for rows in range(1, 62) for depth in (0, 1, 4)]
+    costs.add_records(
+        [
+            bucket._asdict()
+            | {"context_tokens": 100.0, "step_s": true_seconds(bucket, 100), "num_measurements": 3}
+            for bucket in buckets
+        ]
+    )
+    assert len(costs.measured) == 183
+    monkeypatch.setattr(step_ratios, "_solve", counted)
+    for _ in range(4):
+        for depth in (0, 1, 4):
+            costs.observe(Bucket(32, depth), 100, true_seconds(Bucket(32, depth), 100))
+            for other in (0, 1, 2, 4):
+                costs.seconds(Bucket(32, other), 100)
+    assert max(sizes) <= MOST_FITTED < 183 / 2
+    assert len(sizes) == 1 + 4 * 3  # before the first, and after each
+    for depth in (0, 1, 4):
+        said = costs.seconds(Bucket(32, depth), 100)
+        assert said == pytest.approx(true_seconds(Bucket(32, depth), 100), rel=0.01)
+    assert set(costs.measured) == set(buckets)
+
+
+def test_the_bucket_that_ran_longest_ago_is_forgotten_beyond_a_bound():
+    costs = StepCosts()
+    for rows in range(1, MOST_BUCKETS + 1):
+        costs._add(Bucket(rows, 0), 100.0, 1e-3)
+    costs._add(Bucket(1, 0), 100.0, 1e-3)
+    costs._add(Bucket(MOST_BUCKETS + 1, 0), 100.0, 1e-3)
+    assert len(costs.measured) == MOST_BUCKETS
+    assert Bucket(1, 0) in costs.measured
+    assert Bucket(2, 0) not in costs.measured
+    assert costs.count(Bucket(2, 0)) == 0
