@@ -157,7 +157,7 @@ class StepInfo:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class BurstPlan:
     """What the host decides for a burst, as dynamic values."""
 
     num_steps: HostArray  # i32[], most steps
@@ -169,6 +169,9 @@ class Plan:
     # i32[row bucket], the rows that the burst runs, `rows` in unused places: fewer rows
     # cost less. None is all of them, in order. Under a mesh each shard has its share.
     row_ids: HostArray | None = None
+
+
+Plan = BurstPlan  # its name until 0.1
 
 
 class DecoderParams(NamedTuple):

@@ -26,6 +26,7 @@ from specjax.api.sizing import (
     standing_sizes,
 )
 from specjax.config.engine import EngineConfig
+from specjax.config.gate import SpeculationGate, gate_tokens
 from specjax.config.names import MATCHING, suggestion
 from specjax.config.speculation import SpeculationConfig
 from specjax.configs.devices import of_kind
@@ -319,24 +320,24 @@ class Setup:
             decoder,
             params,
             policy or self.policy(decoder),
-            speculation_max_rows=self.speculation.speculation_max_rows,
-            gate_tokens=self._gate_tokens(decoder.sizes),
+            gate=self._gate(decoder.sizes),
             most_tokens=self._most_tokens(decoder.sizes),
             fewer_pages=fewer_pages,
             drafter_name=self.drafter.name,
             on_progress=on_progress,
         )
 
-    def _gate_tokens(self, sizes: Sizes) -> int | None:
-        """Returns the most tokens of a batch that speculates; None: however many."""
-        if self.memory is None:
-            return None
-        if sizes.num_pages >= sizes.rows * sizes.pages_per_row:
-            return self.memory.gate_tokens
+    def _gate(self, sizes: Sizes) -> SpeculationGate:
+        """Returns the largest batch that speculates."""
+        most_rows, memory = self.speculation.speculation_max_rows, self.memory
+        if memory is None:
+            return SpeculationGate(max_rows=most_rows)
         # Fewer pages than were planned may have fitted, or been asked for.
+        has_all = sizes.num_pages >= sizes.rows * sizes.pages_per_row
+        pool_tokens = None if has_all else sizes.num_pages * sizes.page_size
         fraction = self.engine.speculation_weight_fraction
-        of_pool = int(fraction * sizes.num_pages * sizes.page_size)
-        return min(self.memory.gate_tokens, of_pool)
+        most = gate_tokens(fraction, memory.weight_limit / memory.next_token, pool_tokens)
+        return SpeculationGate(max_rows=most_rows, max_tokens=min(most, memory.gate_tokens))
 
     def _most_tokens(self, sizes: Sizes) -> int | None:
         """Returns the most tokens of a batch that others may join; None: however many."""

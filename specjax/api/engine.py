@@ -24,7 +24,8 @@ from specjax.config.rules import VERIFICATION_RULES
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
-from specjax.engine.loop import INTERRUPTED, Loop
+from specjax.engine.loop import Loop
+from specjax.engine.recovery import INTERRUPTED
 from specjax.engine.request import AcceptanceCounts, Request
 from specjax.models.base import Model
 from specjax.planning.memory_model import MemoryPlan

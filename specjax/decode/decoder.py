@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from specjax.decode import state as decode_state
 from specjax.decode.background import Background
 from specjax.decode.bucket import Bucket
 from specjax.decode.burst import burst
+from specjax.decode.compiling import tell
 from specjax.decode.mixed import mixed_step
 from specjax.decode.prefill import prefill
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
@@ -37,7 +38,7 @@ from specjax.models.base import ModelConfig
 from specjax.paged import kv_cache
 from specjax.runtime.jax_settings import in_own_settings
 from specjax.sampling import RowSampling
-from specjax.types import BY_LAW, DecoderParams, Plan
+from specjax.types import BY_LAW, BurstPlan, DecoderParams
 
 WHOLE = PartitionSpec()
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the text of XLA's errors
@@ -57,6 +58,16 @@ class TooLarge(Exception):
     def __init__(self, key: tuple, error: Exception):
         super().__init__(f"{' '.join(map(str, key))} does not fit in memory: {error}")
         self.key = key
+
+
+class Signature(NamedTuple):
+    """Shapes and dtypes of weights, and the structure of the drafter's state.
+
+    Opaque: `Decoder.signature` makes one, `is_compiled` and `is_coming` read it.
+    """
+
+    drafting: tuple  # of bursts that draft
+    plain: tuple  # of bursts of K = 0
 
 
 class Decoder:
@@ -93,15 +104,13 @@ class Decoder:
         self.traces: collections.Counter[tuple] = collections.Counter()
         self.compile_s = 0.0
         self._compile_s: dict[tuple, float] = {}  # of those that were not kept on disk
-        self.on_compile: Callable[[str], None] = lambda what: None
         self._executables: dict[tuple, Callable] = {}
         self._background = Background()
         self._kept: dict[tuple, int | None] = {}  # bytes of bursts in the store
         self._read = np.zeros(2)  # bytes and seconds of all that was read from it
         self._makers: dict[bool, Callable[[], DecodeState]] = {}
-        self._signature: tuple = ()
+        self._weights_signature: tuple = ()
         self._signed: DecoderParams | None = None
-        self._variant: tuple = ()  # of weights and drafter state, of the last call
         self._rows = self._report = WHOLE
         if mesh is not None:
             sharding.validate(config, mesh)
@@ -192,7 +201,7 @@ class Decoder:
         self,
         params: DecoderParams,
         state: DecodeState,
-        plan: Plan,
+        plan: BurstPlan,
         *,
         num_speculative_tokens: int,
         max_drafts: int | None = None,
@@ -222,7 +231,7 @@ class Decoder:
             spec, self.sizes.burst_steps, params, state, plan, any_shard=self._any_shard
         )
 
-    def _burst_specs(self, params: DecoderParams, plan: Plan) -> dict[str, Any]:
+    def _burst_specs(self, params: DecoderParams, plan: BurstPlan) -> dict[str, Any]:
         specs = self._plan_specs
         if plan.row_ids is not None:
             specs = dataclasses.replace(specs, row_ids=self._rows)
@@ -247,10 +256,10 @@ class Decoder:
             self.mesh,
         )
 
-    def _plain_burst(self, params: DecoderParams, state: DecodeState, plan: Plan):
+    def _plain_burst(self, params: DecoderParams, state: DecodeState, plan: BurstPlan):
         """Runs a burst of K = 0 beside the drafter's state, which it does not touch."""
         plain = self.plain
-        plain.on_compile, before = self.on_compile, plain.compile_s
+        before = plain.compile_s
         drafter, state = state.drafter, dataclasses.replace(state, drafter=())
         try:
             state, *results = plain.burst(
@@ -299,12 +308,12 @@ class Decoder:
 
         self._background.start(key, make)
 
-    def _plan_shapes(self, bucket: Bucket) -> Plan:
+    def _plan_shapes(self, bucket: Bucket) -> BurstPlan:
         """Returns the shapes of a burst's plan."""
         sizes = self.sizes
         integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         flags = jax.ShapeDtypeStruct((sizes.rows,), jnp.bool_)
-        return Plan(
+        return BurstPlan(
             num_steps=integers(),
             stop_when_finished=jax.ShapeDtypeStruct((), jnp.bool_),
             activate=flags,
@@ -328,10 +337,27 @@ class Decoder:
         """How often each function was traced, those of `plain` included."""
         return self.traces if self.plain is self else self.traces + self.plain.traces
 
-    def is_coming(self, bucket: Bucket) -> bool:
+    def signature(self, params: DecoderParams, state: DecodeState) -> Signature:
+        """Returns what of weights and state an executable is compiled for."""
+        own = self._variant_of(params, state)
+        plain, params, state = self._of_bucket(params, state, Bucket(self.sizes.rows, 0))
+        return Signature(own, own if plain is self else plain._variant_of(params, state))
+
+    def is_coming(self, bucket: Bucket, signature: Signature) -> bool:
         """Returns whether a burst is being compiled beside what runs."""
-        decoder = self if bucket.num_speculative_tokens else self.plain
-        return decoder._background.has((self._burst_key(bucket), decoder._variant))
+        decoder, key = self._key_of(bucket, signature)
+        return decoder._background.has(key)
+
+    def is_compiled(self, bucket: Bucket, signature: Signature) -> bool:
+        """Returns whether a burst can run at once."""
+        decoder, key = self._key_of(bucket, signature)
+        return key in decoder._executables
+
+    def _key_of(self, bucket: Bucket, signature: Signature) -> tuple[Decoder, tuple]:
+        """Returns the decoder that holds a burst, and the key of the executable there."""
+        if bucket.num_speculative_tokens:
+            return self, (self._burst_key(bucket), signature.drafting)
+        return self.plain, (self.plain._burst_key(bucket), signature.plain)
 
     def read_s(self, params: DecoderParams, state: DecodeState, bucket: Bucket) -> float | None:
         """Returns what reading a burst from the store on disk takes, None where it is not there.
@@ -366,7 +392,7 @@ class Decoder:
         self,
         params: DecoderParams,
         state: DecodeState,
-        plan: Plan,
+        plan: BurstPlan,
         row_ids,
         counts,
         *,
@@ -466,11 +492,6 @@ class Decoder:
         if self.plain is not self:
             self.plain.let_go()
 
-    def is_compiled(self, bucket: Bucket) -> bool:
-        """Returns whether a burst can run at once, with the weights of the last call."""
-        decoder = self if bucket.num_speculative_tokens else self.plain
-        return (self._burst_key(bucket), decoder._variant) in decoder._executables
-
     @property
     def burst_compile_s(self) -> float:
         """Seconds that compiling a burst took on average; a guess before the first."""
@@ -559,9 +580,9 @@ class Decoder:
             raise DrafterError(f"its build raised {error!r}") from error
 
     @property
-    def _plan_specs(self) -> Plan:
+    def _plan_specs(self) -> BurstPlan:
         rows = self._rows
-        return Plan(
+        return BurstPlan(
             num_steps=WHOLE,
             stop_when_finished=WHOLE,
             activate=rows,
@@ -605,11 +626,9 @@ class Decoder:
         """
         params = next((a for a in arguments if isinstance(a, DecoderParams)), None)
         variant = self._variant_of(params, state)
-        if params is not None:
-            self._variant = variant
         compiled_key = (key, variant)
         if compiled_key not in self._executables:
-            self.on_compile(key[0])
+            tell(key[0])
             start = time.perf_counter()
             try:
                 self._background.wait(compiled_key)
@@ -734,9 +753,9 @@ class Decoder:
     def _signature_of(self, params: DecoderParams | None) -> tuple:
         """Returns shapes and dtypes of the weights: other ones need other executables."""
         if params is not None and params is not self._signed:
-            self._signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(params))
+            self._weights_signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(params))
             self._signed = params
-        return () if params is None else self._signature
+        return () if params is None else self._weights_signature
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

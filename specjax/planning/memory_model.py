@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specjax.config.gate import SpeculationGate, gate_tokens
 from specjax.planning.workspace_fit import (
     BURST,
     PREFILL,
@@ -195,7 +196,7 @@ class MemoryPlan:
 
     def may_speculate(self, tokens: int) -> bool:
         """Returns whether a batch of so many tokens is light enough to speculate."""
-        return tokens <= self.gate_tokens
+        return not SpeculationGate(max_tokens=self.gate_tokens).closed_by(1, tokens)
 
     def rows_of_context(self, context: int, most_rows: int) -> int:
         """Returns how many rows of `context` tokens each fit within the weight limit.
@@ -311,11 +312,9 @@ def plan_memory(
             "page ends and the largest prefill ask for; raise it."
         )
     weight_limit = math.floor((1 - margin / 100) * limits.free_bytes)
-    gate = limits.speculation_weight_fraction * weight_limit / n1
-    if num_pages < limits.rows * limits.pages_per_row:
-        # Where prefills take much, or the user asked for few, pages run out before weight.
-        tokens = num_pages * limits.page_size
-        gate = min(gate, limits.speculation_weight_fraction * tokens)
+    has_all = num_pages >= limits.rows * limits.pages_per_row
+    pool_tokens = None if has_all else num_pages * limits.page_size
+    fraction = limits.speculation_weight_fraction
     return MemoryPlan(
         bytes_per_token=held,
         copied_per_token=copied_per_token,
@@ -327,7 +326,7 @@ def plan_memory(
         num_pages=num_pages,
         page_size=limits.page_size,
         tree_slots=limits.tree_slots,
-        gate_tokens=math.floor(gate * (1 + 1e-12)),
+        gate_tokens=gate_tokens(fraction, weight_limit / n1, pool_tokens),
         workspace_bytes=workspace,
         batch_safety_margin=margin,
         recommended_batch_safety_margin=recommended,

@@ -63,7 +63,7 @@ def test_all_that_an_engine_takes_lies_within_its_bytes(target, draft, tight):
         # Fewer than rows can have: it is memory that bounds them.
         assert plan.num_pages < ENGINE.max_rows * ENGINE.max_context // 8
         steps = [run_memory(run) for run in decoder._executables.values()]
-        held = bytes_of([engine._loop.params, engine._loop._state])
+        held = bytes_of([engine._loop.params, engine._loop._run.device_state])
         assert held + combined_bytes(steps) <= tight.memory_bytes
         decisions = engine.stats.decisions
     assert [texts[i] for i in ids] == plain

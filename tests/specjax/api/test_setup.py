@@ -81,7 +81,7 @@ def test_fewer_pages_close_the_gate_earlier(setup, monkeypatch):
     with pytest.warns(UserWarning, match="pages do not fit"):
         loop = loop_of(setup, monkeypatch, most_pages=60)
     assert loop.scheduler.pools[0].num_pages == 56
-    assert loop.gate_tokens == int(0.75 * 56 * 16)
+    assert loop.gate.max_tokens == int(0.75 * 56 * 16)
 
 
 def test_too_few_for_one_request_are_not_tried(setup, monkeypatch):
