@@ -28,9 +28,11 @@ from specjax.api.sizing import (
 from specjax.config.engine import EngineConfig
 from specjax.config.gate import SpeculationGate, gate_tokens
 from specjax.config.names import MATCHING, suggestion
+from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.configs.devices import of_kind
-from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, build_decoder
+from specjax.decode.config import DecoderConfig
+from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, shared_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.decode.sizes import Sizes
 from specjax.drafters.loading import LoadedDrafter, load_drafter
@@ -163,7 +165,7 @@ class Setup:
 
     def policy(self, decoder: Decoder) -> SpeculationPolicy:
         """Returns what chooses K: the config's table, goodput, or a fixed K."""
-        config, kind = self.speculation, self._policy_kind(decoder.rules)
+        config, kind = self.speculation, self._policy_kind(decoder.config.rules)
         table, most = config.num_speculative_tokens_per_batch_size, config.depth
         if kind is Table:
             assert table is not None
@@ -179,7 +181,11 @@ class Setup:
             depths=(most,) if self.drafter.is_tree else None,
             # Rows of rules by law would read one another's draws; a tree's slots are
             # counted by node.
-            ranks=not (self.drafter.is_tree or decoder.rules or decoder.max_drafts is not None),
+            ranks=not (
+                self.drafter.is_tree
+                or decoder.config.rules
+                or decoder.config.max_drafts_per_shard is not None
+            ),
             knows_confidence=self.drafter.has_probs,
             ledger=known.ledgers.get(self.acceptance_kind),
         )
@@ -460,7 +466,7 @@ class Setup:
             engine=self.engine,
             rules=self.rules,
             rule_options=_rule_options(self.speculation),
-            max_drafts=self._max_drafts(self.engine.max_rows),
+            max_drafts_per_shard=self._max_drafts_per_shard(self.engine.max_rows),
             drafter_dtype=_dtype_of(self.drafter.params),
             chooses_rows=self._plans_row_buckets,
         )
@@ -510,18 +516,19 @@ class Setup:
 
     def decoder(self, sizes: Sizes, rules: Iterable[int]) -> Decoder:
         """Returns the compiled functions for requests of some rules, perhaps built before."""
-        return build_decoder(
-            self.target.config,
-            self.drafter.spec,
-            sizes,
-            self.engine,
-            self.drafter.effective_rules(rules),
-            _rule_options(self.speculation),
-            self._max_drafts(sizes.rows),
-            self.mesh,
+        config = DecoderConfig(
+            target=self.target.config,
+            drafter=self.drafter.spec,
+            sizes=sizes,
+            engine=self.engine,
+            rules=tuple(map(Rule, self.drafter.effective_rules(rules))),
+            rule_options=_rule_options(self.speculation),
+            max_drafts_per_shard=self._max_drafts_per_shard(sizes.rows),
+            mesh=self.mesh,
         )
+        return shared_decoder(config)
 
-    def _max_drafts(self, rows: int) -> int | None:
+    def _max_drafts_per_shard(self, rows: int) -> int | None:
         """Returns how many draft tokens a shard's rows verify per step; None is all of them."""
         config = self.speculation
         return _drafts_per_shard(

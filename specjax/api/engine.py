@@ -20,7 +20,7 @@ from specjax.api.requests import Prompt, token_ids
 from specjax.api.results import Chunk, GenerationStats, lossy_rule
 from specjax.api.turns import Turns
 from specjax.config.engine import EngineConfig
-from specjax.config.rules import VERIFICATION_RULES
+from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
@@ -89,7 +89,7 @@ class Engine:
         names = [setup.speculation.verification, *other_verifications]
         for name in names:
             setup.drafter.check_rule(name)
-        self._rules = [VERIFICATION_RULES.index(name) for name in names]
+        self._rules = [Rule.of(name) for name in names]
         self._setup = setup = setup.for_run(self._rules, policy)
         self._loop: Loop | None = setup.loop(
             setup.standing_sizes(),
@@ -300,7 +300,7 @@ class Engine:
         for request in requests:
             wanted = self._setup.drafter.effective_rules([request.rule])
             if not allowed.issuperset(wanted):
-                name = VERIFICATION_RULES[request.rule]
+                name = Rule(request.rule).label
                 raise ValueError(
                     f"verification={name!r} is not compiled into this engine; make it with "
                     f"other_verifications=[{name!r}]."

@@ -10,7 +10,7 @@ from typing import Any
 
 from specjax.api.plots import draw_decisions
 from specjax.api.requests import Refused
-from specjax.config.rules import LOSSY_RULES, VERIFICATION_RULES
+from specjax.config.rules import LOSSY_RULES, Rule
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import (
     AcceptanceCounts,
@@ -248,7 +248,7 @@ def completion_of(request: Request) -> Completion:
 
 def lossy_rule(request: Request) -> str | None:
     """Returns the rule that verified drafts of a request, if its output is not the target's."""
-    name = VERIFICATION_RULES[request.rule]
+    name = Rule(request.rule).label
     return name if name in LOSSY_RULES and request.counts.num_drafted else None
 
 

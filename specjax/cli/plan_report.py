@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from specjax.api.plots import new_figure, whole_ticks
 from specjax.config.batch_size_table import NAME as TABLE_NAME
+from specjax.decode.config import DecoderConfig
 from specjax.decode.sizes import Sizes
 from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.plan_request import Device, PlanRequest, known_shape
@@ -301,8 +302,14 @@ def _smallest_decoder(request: PlanRequest) -> AbstractDecoder:
         burst_steps=1,
         dtype=jnp.dtype(request.dtype),
     )
-    mesh = request.device.mesh
-    return AbstractDecoder(request.target, request.drafter, sizes, request.engine, mesh=mesh)
+    config = DecoderConfig(
+        target=request.target,
+        drafter=request.drafter,
+        sizes=sizes,
+        engine=request.engine,
+        mesh=request.device.mesh,
+    )
+    return AbstractDecoder(config)
 
 
 def _notes_on_compiled(plan: Plan) -> list[str]:

@@ -13,28 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from specjax import sharding
-from specjax.config.engine import EngineConfig
 from specjax.decode import executable_store
 from specjax.decode import state as decode_state
 from specjax.decode.background import Background
 from specjax.decode.bucket import Bucket
 from specjax.decode.burst import burst
 from specjax.decode.compiling import tell
+from specjax.decode.config import DecoderConfig
 from specjax.decode.mixed import mixed_step
 from specjax.decode.prefill import prefill
-from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.score import Scores, score
-from specjax.decode.sizes import Sizes
 from specjax.decode.state import Admission, DecodeState, has_drafter, remember_text
 from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
 from specjax.drafters.base import Drafter, DrafterError, guarded
 from specjax.drafters.history import Pieces
-from specjax.drafters.spec import DrafterSpec, NoDrafter
-from specjax.models.base import ModelConfig
+from specjax.drafters.spec import NoDrafter
 from specjax.paged import kv_cache
 from specjax.runtime.jax_settings import in_own_settings
 from specjax.sampling import RowSampling
@@ -79,28 +76,15 @@ class Decoder:
     the decoder without a drafter, `plain`: one executable for both.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        drafter: DrafterSpec,
-        sizes: Sizes,
-        engine_config: EngineConfig,
-        *,
-        rules: tuple[int, ...] = (),
-        rule_options: RuleOptions = NO_OPTIONS,
-        max_drafts: int | None = None,
-        mesh: Mesh | None = None,
-    ):
+    def __init__(self, config: DecoderConfig):
         self.config = config
-        self.drafter = drafter
-        self.sizes = sizes
-        self.engine_config = engine_config
-        self.mesh = mesh
-        self.rules = rules
-        self.rule_options = rule_options
-        self.max_drafts = max_drafts
-        self.keeps_probs = any(rule in BY_LAW for rule in rules)
-        self.num_shards = sharding.axis_size(mesh, sharding.DATA)
+        self.target = config.target
+        self.drafter = config.drafter
+        self.sizes = config.sizes
+        self.engine_config = config.engine
+        self.mesh = mesh = config.mesh
+        self.keeps_probs = any(rule in BY_LAW for rule in config.rules)
+        self.num_shards = config.num_shards
         self.traces: collections.Counter[tuple] = collections.Counter()
         self.compile_s = 0.0
         self._compile_s: dict[tuple, float] = {}  # of those that were not kept on disk
@@ -113,7 +97,7 @@ class Decoder:
         self._signed: DecoderParams | None = None
         self._rows = self._report = WHOLE
         if mesh is not None:
-            sharding.validate(config, mesh)
+            sharding.validate(self.target, mesh)
             self._rows = sharding.spec_of(("rows",), mesh)
             self._report = sharding.spec_of(("steps", "rows"), mesh)
 
@@ -210,7 +194,7 @@ class Decoder:
 
         Args:
           max_drafts: most draft tokens verified per step over all rows and shards; None
-            is as the decoder was built.
+            is DecoderConfig.max_drafts_per_shard of each shard.
         """
         if not num_speculative_tokens and self.plain is not self:
             return self._plain_burst(params, state, plan)
@@ -245,16 +229,8 @@ class Decoder:
         """The decoder of the same sizes that drafts nothing."""
         if isinstance(self.drafter, NoDrafter):
             return self
-        return build_decoder(
-            self.config,
-            NoDrafter(),
-            self.sizes,
-            self.engine_config,
-            self.rules,
-            self.rule_options,
-            None,
-            self.mesh,
-        )
+        plain = dataclasses.replace(self.config, drafter=NoDrafter(), max_drafts_per_shard=None)
+        return shared_decoder(plain)
 
     def _plain_burst(self, params: DecoderParams, state: DecodeState, plan: BurstPlan):
         """Runs a burst of K = 0 beside the drafter's state, which it does not touch."""
@@ -513,25 +489,17 @@ class Decoder:
 
     def step_spec(self, num_speculative_tokens: int, max_drafts: int | None = None) -> StepSpec:
         """Returns what the step of a K is compiled for; arguments as of `burst`."""
-        most = self.max_drafts
+        most = self.config.max_drafts_per_shard
         if max_drafts is not None:
             most = max_drafts // self.num_shards
         drafter = none.drafter()
         if num_speculative_tokens > 0:
             drafter = self._build_drafter(num_speculative_tokens, most is not None)
-        engine = self.engine_config
-        is_invariant = engine.numerics == "invariant"
         return StepSpec(
-            config=self.config,
+            decoder=self.config,
             drafter=drafter,
             num_speculative_tokens=num_speculative_tokens,
-            max_logprobs=engine.max_logprobs,
-            rules=self.rules,
-            rule_options=self.rule_options,
-            max_drafts=most,
-            token_bucket=engine.token_bucket if is_invariant else None,
-            logit_bytes=engine.logit_bytes,
-            tensor_axis=sharding.tensor_axis(self.mesh),
+            max_drafts_per_shard=most,
         )
 
     def _prompt_spec(self, state: DecodeState) -> StepSpec:
@@ -543,7 +511,7 @@ class Decoder:
         rows = sizes.rows
         integers = lambda: jnp.zeros(rows, jnp.int32)
         cache = kv_cache.init(
-            self.config,
+            self.target,
             rows=rows,
             num_pages=sizes.num_pages,
             page_size=sizes.page_size,
@@ -701,17 +669,7 @@ class Decoder:
         is_own = type(self.drafter).__module__.startswith("specjax.")
         if self.mesh is not None or not is_own:
             return None
-        described = (
-            key,
-            self.config,
-            self.drafter,
-            self.sizes,
-            self.engine_config,
-            self.rules,
-            self.rule_options,
-            self.max_drafts,
-        )
-        return executable_store.name_of(repr(described), inputs)
+        return executable_store.name_of(repr((key, self.config)), inputs)
 
     def _variant_of(self, params: DecoderParams | None, state: DecodeState) -> tuple:
         return self._signature_of(params), jax.tree.structure(state.drafter)
@@ -779,25 +737,6 @@ def _check_one_device(params: DecoderParams) -> None:
 
 # Twice as many as calls of different sizes that are kept: one with a drafter has a plain one.
 @functools.lru_cache(maxsize=32)
-def build_decoder(
-    config: ModelConfig,
-    drafter: DrafterSpec,
-    sizes: Sizes,
-    engine_config: EngineConfig,
-    rules: tuple[int, ...] = (),
-    rule_options: RuleOptions = NO_OPTIONS,
-    max_drafts: int | None = None,
-    mesh: Mesh | None = None,
-) -> Decoder:
-    """Returns the decoder of a configuration; the same one for the same arguments, with its
-    executables."""
-    return Decoder(
-        config,
-        drafter,
-        sizes,
-        engine_config,
-        rules=rules,
-        rule_options=rule_options,
-        max_drafts=max_drafts,
-        mesh=mesh,
-    )
+def shared_decoder(config: DecoderConfig) -> Decoder:
+    """Returns the decoder of a configuration; the same one for equal ones, with its executables."""
+    return Decoder(config)

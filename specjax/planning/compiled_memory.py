@@ -52,12 +52,12 @@ def burst_bucket(
     nodes = getattr(decoder.drafter, "num_nodes", lambda depth: 1 + depth)
     num_nodes = nodes(num_speculative_tokens)
     tokens = rows * num_nodes
-    if decoder.max_drafts is not None:
-        tokens = min(rows + decoder.max_drafts, tokens)
-    vocab_size = decoder.config.vocab_size
+    if decoder.config.max_drafts_per_shard is not None:
+        tokens = min(rows + decoder.config.max_drafts_per_shard, tokens)
+    vocab_size = decoder.target.vocab_size
     law_tokens = 0
     logit_tokens = _logit_tokens(tokens, vocab_size, engine)
-    if decoder.rules and num_speculative_tokens:
+    if decoder.config.rules and num_speculative_tokens:
         law_tokens = _law_tokens(rows, num_nodes, vocab_size, engine)
         logit_tokens = min(tokens, law_tokens)
     return Bucket(
@@ -84,7 +84,7 @@ def mixed_bucket(decoder: AbstractDecoder, width: int) -> Bucket:
         kind=MIXED,
         rows=rows,
         tokens=rows + width,
-        logit_tokens=_logit_tokens(rows, decoder.config.vocab_size, decoder.engine_config),
+        logit_tokens=_logit_tokens(rows, decoder.target.vocab_size, decoder.engine_config),
     )
 
 

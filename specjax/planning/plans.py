@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from pallas_kernels.implementations import lowered_for
 from specjax import sharding
 from specjax.config import batch_size_table
-from specjax.decode.sizes import Sizes
 from specjax.models.base import ModelConfig
 from specjax.paged import kv_cache
 from specjax.planning.abstract_decoder import AbstractDecoder, abstract_weights
@@ -234,29 +233,8 @@ def _context_notes(request: PlanRequest) -> list[str]:
 
 def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractDecoder:
     """Returns a decoder of the first layers of the target."""
-    engine = request.engine
-    windows = request.target.layer_windows[:num_layers]
-    target = dataclasses.replace(request.target, num_layers=num_layers, layer_windows=windows)
-    sizes = Sizes(
-        rows=engine.max_rows,
-        page_size=engine.page_size,
-        num_pages=num_pages,
-        pages_per_row=-(-(request.max_context + request.tree_slots) // engine.page_size),
-        burst_steps=engine.burst_steps,
-        tree_slots=request.tree_slots,
-        dtype=jnp.dtype(request.dtype),
-    )
-    return AbstractDecoder(
-        target,
-        request.drafter,
-        sizes,
-        engine,
-        rules=request.rules,
-        rule_options=request.rule_options,
-        max_drafts=request.max_drafts,
-        drafter_dtype=request.drafter_dtype,
-        mesh=request.device.mesh,
-    )
+    config = request.decoder_config(num_layers, num_pages)
+    return AbstractDecoder(config, drafter_dtype=request.drafter_dtype)
 
 
 def _page_bytes(request: PlanRequest) -> tuple[int, int]:

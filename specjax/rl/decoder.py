@@ -20,7 +20,7 @@ from specjax import sharding
 from specjax.api.assemble import Setup
 from specjax.api.requests import token_ids
 from specjax.config.engine import EngineConfig
-from specjax.config.rules import LOSSY_RULES, VERIFICATION_RULES
+from specjax.config.rules import LOSSY_RULES, Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.loop import Loop
@@ -60,7 +60,7 @@ class RolloutDecoder:
         self._loop: Loop | None = None
         self._leaves: tuple[weakref.ref, ...] = ()  # of the weights of the last rollout
         # Of verification, by its number: see types.
-        self.rule = VERIFICATION_RULES.index(setup.speculation.verification)
+        self.rule = Rule.of(setup.speculation.verification)
         self._lengths: collections.OrderedDict[int, float] = collections.OrderedDict()
         # Answers of other runs, until there is a loop that can be told.
         self._told: collections.deque[tuple[list[int], list[int]]]

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 import specjax
 from specjax.api.assemble import FEWER_PAGES, GREEDY, SAMPLED, Setup, forget_speed
 from specjax.config.engine import EngineConfig
-from specjax.config.rules import VERIFICATION_RULES
+from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
 from specjax.decode.bucket import Bucket as StepBucket
 from specjax.decode.decoder import Decoder
@@ -122,10 +122,10 @@ def test_what_steps_verify_by_is_planned_for(requests):
     )
     assert setup.for_run([SEEDED, BLOCK]).memory is not None
     assert requests[0].rules == (BLOCK,)
-    assert requests[0].max_drafts == 4
+    assert requests[0].max_drafts_per_shard == 4
     decoder = plans._decoder(requests[0], 1, 64)
-    assert decoder.rules == (BLOCK,)
-    assert decoder.max_drafts == 4
+    assert decoder.config.rules == (BLOCK,)
+    assert decoder.config.max_drafts_per_shard == 4
     assert setup.for_run([SEEDED]).memory is not None
     assert requests[1].rules == ()
 
@@ -154,7 +154,7 @@ def test_row_buckets_are_planned_where_the_policy_chooses_them(
         speculative_config={"num_speculative_tokens": 2, **speculation},
         engine=EngineConfig(memory_bytes=10**9),
     )
-    rule = VERIFICATION_RULES.index(setup.speculation.verification)
+    rule = Rule.of(setup.speculation.verification)
     setup = setup.for_run([rule], policy)
     assert setup.memory is not None
     assert requests[0].chooses_rows == expected
@@ -171,7 +171,7 @@ def test_bytes_for_pages_that_were_asked_for_are_not_exceeded(monkeypatch, asked
     monkeypatch.setattr(Setup, "memory", memory_plan(NUM_PAGES))
     sizes = setup.standing_sizes()
     assert sizes.num_pages == expected
-    assert setup._gate_tokens(sizes) == int(0.75 * expected * 16)
+    assert setup._gate(sizes).max_tokens == int(0.75 * expected * 16)
 
 
 def test_without_a_plan_pages_take_a_gibibyte_at_most():
@@ -351,18 +351,10 @@ def test_steps_are_planned_with_the_rules_that_they_verify_by(verification, more
         speculative_config=more,
         engine=EngineConfig(memory_bytes=10**9, max_rows=4, row_buckets=(), max_context=64),
     )
-    rules = [VERIFICATION_RULES.index(verification)]
+    rules = [Rule.of(verification)]
     setup = setup.for_run(rules)
     real = setup.decoder(setup.standing_sizes(), rules)
-    alike = AbstractDecoder(
-        real.config,
-        real.drafter,
-        real.sizes,
-        real.engine_config,
-        rules=real.rules,
-        rule_options=real.rule_options,
-        max_drafts=real.max_drafts,
-    )
+    alike = AbstractDecoder(real.config)
     needed = compile_bucket(alike, burst_bucket(alike, 3)).workspace_bytes
     assert setup.memory is not None
     assert needed <= setup.memory.workspace_bytes <= 1.02 * needed

@@ -79,7 +79,7 @@ def test_each_shard_verifies_its_part_of_the_drafts(most, axis, rows, expected):
         speculative_config={"max_drafts_per_step": most},
         mesh=mesh_of(axis),
     )
-    assert setup._max_drafts(rows) == expected
+    assert setup._max_drafts_per_shard(rows) == expected
 
 
 def test_fewer_drafts_than_shards_are_refused():
@@ -91,4 +91,4 @@ def test_fewer_drafts_than_shards_are_refused():
         mesh=mesh_of("data"),
     )
     with pytest.raises(ValueError, match="below the mesh's 2 data shards"):
-        setup._max_drafts(8)
+        setup._max_drafts_per_shard(8)
