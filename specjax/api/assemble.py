@@ -69,7 +69,10 @@ FEWER_PAGES = 0.75  # of those that did not fit
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Everything that is settled before the first request."""
+    """What is loaded and asked for, before anybody knows which requests come.
+
+    `of` makes it; `for_run` makes a RunSetup of it, and only that makes a loop.
+    """
 
     target: Model
     drafter: LoadedDrafter
@@ -141,7 +144,7 @@ class Setup:
         rules: Iterable[int],
         policy: SpeculationPolicy | None = None,
         acceptance_kind: str = MIXED,
-    ) -> Setup:
+    ) -> RunSetup:
         """Returns a setup whose memory is planned for some rules and a policy; None: the config's.
 
         Args:
@@ -152,12 +155,13 @@ class Setup:
         if policy is not None:
             chooses_rows = getattr(policy, "chooses_rows", False)
         rules = self.drafter.effective_rules(rules)
-        return dataclasses.replace(
-            self,
-            rules=rules,
-            chooses_rows=chooses_rows,
-            acceptance_kind=acceptance_kind,
-        )
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(Setup)}
+        own |= {
+            "rules": rules,
+            "chooses_rows": chooses_rows,
+            "acceptance_kind": acceptance_kind,
+        }
+        return RunSetup(**own, given_policy=policy)
 
     @property
     def params(self) -> DecoderParams:
@@ -258,107 +262,6 @@ class Setup:
         if has_table and config.depth and not config.policy:
             return Table
         return Fixed if not config.depth or is_fixed else Goodput
-
-    def loop(
-        self,
-        sizes: Sizes,
-        rules: Iterable[int],
-        policy: SpeculationPolicy | None,
-        *,
-        on_progress: Report,
-        params: DecoderParams | None = None,
-    ) -> Loop:
-        """Returns what runs requests of some rules; the policy is the config's where it is None.
-
-        Its weights are the setup's, or others that are given.
-
-        Where the device has less memory than was thought, there are fewer pages; says so.
-        """
-        rules = tuple(rules)
-        with sharding.lowered(self.mesh):
-            check_state(
-                sizes,
-                self._model_configs,
-                self.engine,
-                sharding.axis_size(self.mesh, sharding.DATA),
-                sharding.axis_size(self.mesh, sharding.TENSOR),
-                self._device_bytes,
-            )
-        decoder = self.decoder(sizes, rules)
-        weights = self.params if params is None else params
-
-        def fewer_pages(decoder: Decoder) -> Decoder | None:
-            fewer = self._fewer_pages(decoder.sizes)
-            return None if fewer is None else self.decoder(fewer, rules)
-
-        while True:
-            try:
-                return self._loop(decoder, weights, policy, fewer_pages, on_progress)
-            except jax.errors.JaxRuntimeError as error:
-                fewer = fewer_pages(decoder) if OUT_OF_MEMORY in str(error) else None
-                if fewer is None:
-                    raise
-                decoder = fewer
-
-    def _fewer_pages(self, sizes: Sizes) -> Sizes | None:
-        """Returns sizes of fewer pages, and says so; None where no row could be filled then."""
-        fewer = int(FEWER_PAGES * sizes.num_pages)
-        fewer -= fewer % sharding.axis_size(self.mesh, sharding.DATA)
-        if fewer < sizes.pages_per_row:
-            return None
-        warnings.warn(
-            f"{sizes.num_pages} pages do not fit in the device's memory; going on with "
-            f"{fewer}. Lower kv_cache_bytes, num_pages or memory_bytes to have no more "
-            "to begin with.",
-            stacklevel=4,
-        )
-        return dataclasses.replace(sizes, num_pages=fewer)
-
-    def _loop(
-        self,
-        decoder: Decoder,
-        params: DecoderParams,
-        policy: SpeculationPolicy | None,
-        fewer_pages: Callable[[Decoder], Decoder | None],
-        on_progress: Report,
-    ) -> Loop:
-        return Loop(
-            decoder,
-            params,
-            policy or self.policy(decoder),
-            gate=self._gate(decoder.sizes),
-            most_tokens=self._most_tokens(decoder.sizes),
-            fewer_pages=fewer_pages,
-            drafter_name=self.drafter.name,
-            on_progress=on_progress,
-        )
-
-    def _gate(self, sizes: Sizes) -> SpeculationGate:
-        """Returns the largest batch that speculates."""
-        most_rows, memory = self.speculation.speculation_max_rows, self.memory
-        if memory is None:
-            return SpeculationGate(max_rows=most_rows)
-        # Fewer pages than were planned may have fitted, or been asked for.
-        has_all = sizes.num_pages >= sizes.rows * sizes.pages_per_row
-        pool_tokens = None if has_all else sizes.num_pages * sizes.page_size
-        fraction = self.engine.speculation_weight_fraction
-        most = gate_tokens(fraction, memory.weight_limit / memory.next_token, pool_tokens)
-        return SpeculationGate(max_rows=most_rows, max_tokens=min(most, memory.gate_tokens))
-
-    def _most_tokens(self, sizes: Sizes) -> int | None:
-        """Returns the most tokens of a batch that others may join; None: however many."""
-        if self.memory is None or self.engine.num_pages is not None:
-            return None  # who says how many pages has the last word
-        share = min(sizes.num_pages / self.memory.num_pages, 1.0)
-        return int(self.memory.most_tokens * share)
-
-    def memory_watch(self, loop: Loop) -> MemoryWatch | None:
-        """Returns what looks at the devices of a loop whose state is placed; None without a
-        plan."""
-        if self.memory is None:
-            return None
-        planned = self.memory.planned_workspace(loop.decoder.sizes.num_pages)
-        return MemoryWatch(self._devices, planned)
 
     def requests(
         self, prompts: Sequence[Any], sampling: Any, *, num_before: int = 0
@@ -569,6 +472,114 @@ def _save_all() -> None:
 def forget_speed() -> None:
     """Forgets what this process learned of speed; files stay."""
     _SHELVES.clear()
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSetup(Setup):
+    """A setup that knows the rules and the policy of its run, and so its memory."""
+
+    given_policy: SpeculationPolicy | None = None  # None: the config's
+
+    def loop(
+        self,
+        sizes: Sizes,
+        rules: Iterable[int],
+        *,
+        on_progress: Report,
+        params: DecoderParams | None = None,
+    ) -> Loop:
+        """Returns what runs requests of some rules.
+
+        Where the device has less memory than was thought, there are fewer pages; says so.
+
+        Args:
+          rules: of those that memory is planned for, the ones that requests use.
+          params: weights; None is the setup's own.
+        """
+        rules = tuple(rules)
+        with sharding.lowered(self.mesh):
+            check_state(
+                sizes,
+                self._model_configs,
+                self.engine,
+                sharding.axis_size(self.mesh, sharding.DATA),
+                sharding.axis_size(self.mesh, sharding.TENSOR),
+                self._device_bytes,
+            )
+        decoder = self.decoder(sizes, rules)
+        weights = self.params if params is None else params
+
+        def fewer_pages(decoder: Decoder) -> Decoder | None:
+            fewer = self._fewer_pages(decoder.sizes)
+            return None if fewer is None else self.decoder(fewer, rules)
+
+        while True:
+            try:
+                return self._loop(decoder, weights, fewer_pages, on_progress)
+            except jax.errors.JaxRuntimeError as error:
+                fewer = fewer_pages(decoder) if OUT_OF_MEMORY in str(error) else None
+                if fewer is None:
+                    raise
+                decoder = fewer
+
+    def _fewer_pages(self, sizes: Sizes) -> Sizes | None:
+        """Returns sizes of fewer pages, and says so; None where no row could be filled then."""
+        fewer = int(FEWER_PAGES * sizes.num_pages)
+        fewer -= fewer % sharding.axis_size(self.mesh, sharding.DATA)
+        if fewer < sizes.pages_per_row:
+            return None
+        warnings.warn(
+            f"{sizes.num_pages} pages do not fit in the device's memory; going on with "
+            f"{fewer}. Lower kv_cache_bytes, num_pages or memory_bytes to have no more "
+            "to begin with.",
+            stacklevel=4,
+        )
+        return dataclasses.replace(sizes, num_pages=fewer)
+
+    def _loop(
+        self,
+        decoder: Decoder,
+        params: DecoderParams,
+        fewer_pages: Callable[[Decoder], Decoder | None],
+        on_progress: Report,
+    ) -> Loop:
+        return Loop(
+            decoder,
+            params,
+            self.given_policy or self.policy(decoder),
+            gate=self._gate(decoder.sizes),
+            most_tokens=self._most_tokens(decoder.sizes),
+            fewer_pages=fewer_pages,
+            drafter_name=self.drafter.name,
+            on_progress=on_progress,
+        )
+
+    def _gate(self, sizes: Sizes) -> SpeculationGate:
+        """Returns the largest batch that speculates."""
+        most_rows, memory = self.speculation.speculation_max_rows, self.memory
+        if memory is None:
+            return SpeculationGate(max_rows=most_rows)
+        # Fewer pages than were planned may have fitted, or been asked for.
+        has_all = sizes.num_pages >= sizes.rows * sizes.pages_per_row
+        pool_tokens = None if has_all else sizes.num_pages * sizes.page_size
+        fraction = self.engine.speculation_weight_fraction
+        most = gate_tokens(fraction, memory.weight_limit / memory.next_token, pool_tokens)
+        return SpeculationGate(max_rows=most_rows, max_tokens=min(most, memory.gate_tokens))
+
+    def _most_tokens(self, sizes: Sizes) -> int | None:
+        """Returns the most tokens of a batch that others may join; None: however many."""
+        if self.memory is None or self.engine.num_pages is not None:
+            return None  # who says how many pages has the last word
+        share = min(sizes.num_pages / self.memory.num_pages, 1.0)
+        return int(self.memory.most_tokens * share)
+
+    def memory_watch(self, loop: Loop) -> MemoryWatch | None:
+        """Returns what looks at the devices of a loop whose state is placed; None without a
+        plan."""
+        if self.memory is None:
+            return None
+        planned = self.memory.planned_workspace(loop.decoder.sizes.num_pages)
+        return MemoryWatch(self._devices, planned)
 
 
 def acceptance_kind(requests: Iterable[Request]) -> str:

@@ -94,7 +94,6 @@ class Engine:
         self._loop: Loop | None = setup.loop(
             setup.standing_sizes(),
             self._rules,
-            policy,
             on_progress=self._progress.report,
         )
         self._memory_watch = setup.memory_watch(self._loop)

@@ -25,7 +25,7 @@ from specjax.planning.workspace_fit import (
     PREFILL,
     BucketMemory,
     combined_bytes,
-    nonnegative_least_squares,
+    fewest_nonnegative,
 )
 
 # Prefill bytes are proportional to tokens up to where they are above by more than this.
@@ -72,12 +72,12 @@ def fit_prefill(tokens: Sequence[int], bytes_used: Sequence[float]) -> PrefillCo
     order = np.argsort(size)
     size, used = size[order], used[order]
     straight = _straight_samples(size, used)
-    linear = float(nonnegative_least_squares(size[:straight, None], used[:straight])[0])
+    linear = float(fewest_nonnegative(size[:straight, None], used[:straight])[0])
     bend, quadratic = None, (0.0, 0.0)
     if straight < len(size):
         bend = int(size[straight - 1])
         above = np.stack([size, size * size], axis=1)[straight - 1 :]
-        found = nonnegative_least_squares(above, used[straight - 1 :])
+        found = fewest_nonnegative(above, used[straight - 1 :])
         quadratic = float(found[0]), float(found[1])
     fitted = PrefillCoefficients(linear, quadratic, bend)
     errors = [abs(fitted(t) / b - 1) for t, b in zip(size, used)]
@@ -87,7 +87,7 @@ def fit_prefill(tokens: Sequence[int], bytes_used: Sequence[float]) -> PrefillCo
 def _straight_samples(size: np.ndarray, used: np.ndarray) -> int:
     """Returns how many of the first samples a line through the origin does not fall short of."""
     for count in range(len(size), 1, -1):
-        line = nonnegative_least_squares(size[:count, None], used[:count])[0]
+        line = fewest_nonnegative(size[:count, None], used[:count])[0]
         if used[count - 1] <= (1 + BEND_TOLERANCE) * line * size[count - 1]:
             return count
     return 1

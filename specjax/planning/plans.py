@@ -37,7 +37,7 @@ TABLE_CONTEXT = 2048  # tokens that each row has where K is told by batch size a
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class FullPlan:
     """All figures; bytes are of one chip where a name does not say otherwise."""
 
     request: PlanRequest
@@ -119,10 +119,13 @@ class Plan:
         return work.intensity
 
 
+Plan = FullPlan  # its name until 0.1
+
+
 def make_plan(
     request: PlanRequest,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> Plan:
+) -> FullPlan:
     """Compiles a few steps from shapes and returns what follows from them.
 
     No weights are read and nothing is run.
@@ -185,7 +188,7 @@ def _least_step_bytes(request: PlanRequest, whole: AbstractDecoder) -> int:
     return max(inner, logits) // request.device.count
 
 
-def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) -> Plan:
+def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) -> FullPlan:
     device, engine = request.device, request.engine
     depths = range(request.most_drafted + 1)
     make = functools.partial(_decoder, request)
@@ -204,7 +207,7 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
     whole = make(layers, 1)
     weights, resident = whole.abstract_params, _resident_bytes(whole)
     memory, notes = _memory(request, target_c + drafter_c, compiled, resident)
-    return Plan(
+    return FullPlan(
         request=request,
         weights_bytes=sum(_bytes(leaf) for leaf in jax.tree.leaves(weights)),
         resident_bytes=resident,

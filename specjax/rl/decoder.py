@@ -257,11 +257,10 @@ class RolloutDecoder:
         # With weights only while memory is looked at: what is kept must not hold them.
         engine = setup.with_reported_memory().engine
         setup = dataclasses.replace(self._setup, engine=engine)
-        setup = setup.for_run([self.rule], self._policy)
-        return setup.loop(
-            setup.standing_sizes(),
+        run = setup.for_run([self.rule], self._policy)
+        return run.loop(
+            run.standing_sizes(),
             [self.rule],
-            self._policy,
             on_progress=lambda what, done, total: None,
             params=DecoderParams(None),
         )

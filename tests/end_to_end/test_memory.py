@@ -9,7 +9,7 @@ import pytest
 import specjax
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
-from specjax.planning.workspace_fit import Bucket, BucketMemory, combined_bytes
+from specjax.planning.workspace_fit import BucketMemory, StepShape, combined_bytes
 
 ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=4, max_context=160)
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=48, ignore_eos=True, seed=5)
@@ -27,7 +27,7 @@ def bytes_of(tree):
 
 def run_memory(run):
     """Returns what XLA says of an executable; which one is no matter."""
-    any_bucket = Bucket(kind="burst", rows=1, tokens=1)
+    any_bucket = StepShape(kind="burst", rows=1, tokens=1)
     return BucketMemory.of(any_bucket, run.memory_analysis())
 
 

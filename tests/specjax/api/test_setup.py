@@ -14,14 +14,14 @@ from specjax.api.assemble import FEWER_PAGES, GREEDY, SAMPLED, Setup, forget_spe
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
-from specjax.decode.bucket import Bucket as StepBucket
+from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import Decoder
 from specjax.planning import compiled_memory, plans
 from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.compiled_memory import burst_bucket, compile_bucket
 from specjax.planning.device_memory import bytes_on
 from specjax.planning.memory_model import MemoryLimits, plan_memory
-from specjax.planning.workspace_fit import BURST, Bucket, BucketMemory
+from specjax.planning.workspace_fit import BURST, BucketMemory, StepShape
 from specjax.policy import cost_files
 from specjax.policy.goodput import Goodput
 from specjax.policy.interface import Fixed
@@ -46,7 +46,7 @@ def loop_of(setup, monkeypatch, *, most_pages, message="RESOURCE_EXHAUSTED: 9 GB
         return init(decoder, **options)
 
     monkeypatch.setattr(Decoder, "init", init_if_there_is_room)
-    return setup.loop(setup.standing_sizes(), [], None, on_progress=lambda *report: None)
+    return setup.for_run([]).loop(setup.standing_sizes(), [], on_progress=lambda *report: None)
 
 
 def test_pages_that_do_not_fit_become_fewer(setup, monkeypatch):
@@ -64,7 +64,7 @@ def memory_plan(num_pages):
         free_bytes=10**9, page_size=16, rows=32, max_context=64, num_pages=num_pages
     )
     step = BucketMemory(
-        bucket=Bucket(kind=BURST, rows=32, tokens=32),
+        bucket=StepShape(kind=BURST, rows=32, tokens=32),
         argument_bytes=0,
         output_bytes=0,
         temp_bytes=10**6,
@@ -171,7 +171,7 @@ def test_bytes_for_pages_that_were_asked_for_are_not_exceeded(monkeypatch, asked
     monkeypatch.setattr(Setup, "memory", memory_plan(NUM_PAGES))
     sizes = setup.standing_sizes()
     assert sizes.num_pages == expected
-    assert setup._gate(sizes).max_tokens == int(0.75 * expected * 16)
+    assert setup.for_run([])._gate(sizes).max_tokens == int(0.75 * expected * 16)
 
 
 def test_without_a_plan_pages_take_a_gibibyte_at_most():
@@ -373,7 +373,7 @@ def test_what_other_kinds_of_sampling_learned_stays_in_the_file(monkeypatch, tmp
         decoder = own.decoder(own.standing_sizes(), [0])
         policy = own.policy(decoder)
         assert isinstance(policy, Goodput)
-        policy.costs.observe(StepBucket(1, 0), 10, 1e-3)
+        policy.costs.observe(Bucket(1, 0), 10, 1e-3)
         policy.ledger.routine_s = 0.25
         own.keep(types.SimpleNamespace(policy=policy, decoder=decoder))
     kept = cost_files.Known(StepCosts())
@@ -392,7 +392,7 @@ def test_drafts_asked_for_in_vain_are_known_to_the_next_call():
     decoder = setup.decoder(setup.standing_sizes(), [0])
     policy = setup.policy(decoder)
     assert isinstance(policy, Goodput)
-    policy.costs.observe(StepBucket(1, 2), 10, 1e-3)
+    policy.costs.observe(Bucket(1, 2), 10, 1e-3)
     ones, zeros = np.ones((32, 1), int), np.zeros((32, 1), int)
     policy.survival.observe(np.zeros(1), ones, zeros, zeros, zeros, np.full(1, 2))
     assert policy.survival.num_trials == 0
