@@ -13,9 +13,11 @@ RIDGE = 1e-13  # of normal equations whose diagonal is 1: features may depend on
 def fit_nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Returns the coefficients, none below 0, of the least squared error.
 
-    Every subset of the features is tried, all at once: for the handful there are that is exact,
-    and as fast as anything. Among equals the subset of fewest features wins, and of those the
-    first.
+    Every subset of the features is tried, all at once, which is exact for the handful there are.
+    Among equals the subset of fewest features wins, and of those the first. That is why this is
+    not scipy.optimize.nnls, which takes 10 times less time: where features depend on each other,
+    as before many sizes were measured, it ends at any of the solutions, and predictions for
+    other sizes follow from which one.
 
     Args:
       features: f64[num_values, num_features].

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.ragged import rows_of
+from specjax.config.rules import BY_LAW as BY_LAW
+from specjax.config.rules import Rule
 
 # An array that the host makes: numpy until it enters a compiled function.
 HostArray = Any
@@ -24,11 +26,8 @@ NO_FAULT, OUTSIDE_VOCABULARY, NOT_A_NUMBER = range(3)
 NO_PARENT = -1  # the root's entry among parents
 NOT_A_TOKEN = -(2**31)  # what a drafter drafts from logits that hold NaN
 
-# Verification rules as per-row numbers; the order of config.VERIFICATION_RULES.
-GREEDY, SEEDED, DELTA, REJECTION, BLOCK, TRAVERSAL, LENIENT, TYPICAL, SYNTHETIC = range(9)
-
-# They compare the laws of draft and target, so that drafts need noise of their own.
-BY_LAW = range(REJECTION, LENIENT + 1)
+# Verification rules as per-row numbers.
+GREEDY, SEEDED, DELTA, REJECTION, BLOCK, TRAVERSAL, LENIENT, TYPICAL, SYNTHETIC = Rule
 
 
 def is_by_law(rules: Array) -> Array:
@@ -157,7 +156,7 @@ class StepInfo:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class BurstPlan:
     """What the host decides for a burst, as dynamic values."""
 
     num_steps: HostArray  # i32[], most steps
@@ -169,6 +168,9 @@ class Plan:
     # i32[row bucket], the rows that the burst runs, `rows` in unused places: fewer rows
     # cost less. None is all of them, in order. Under a mesh each shard has its share.
     row_ids: HostArray | None = None
+
+
+Plan = BurstPlan  # its name until 0.1
 
 
 class DecoderParams(NamedTuple):

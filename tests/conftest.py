@@ -51,12 +51,12 @@ MAX_MAPS = 10_000
 @pytest.fixture(scope="module", autouse=True)
 def few_memory_maps():
     """Drops what earlier tests compiled once it takes too many maps of memory."""
-    from specjax.decode.decoder import build_decoder
+    from specjax.decode.decoder import shared_decoder
 
     yield
     maps = pathlib.Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
-        build_decoder.cache_clear()
+        shared_decoder.cache_clear()
         jax.clear_caches()
         gc.collect()
 

@@ -311,8 +311,8 @@ def assert_engine_is_empty(engine: Engine) -> None:
     assert not engine._new
     assert not engine._to_end
     assert not engine._turns._line
-    assert not loop._flights
-    assert not loop._deadlines
+    assert not loop._run.flights
+    assert not loop._run.deadlines
     scheduler = loop.scheduler
     assert scheduler.rows == [None] * len(scheduler.rows)
     assert not scheduler.waiting._heap

@@ -22,10 +22,13 @@ from specjax.api.sizing import (
     standing_sizes,
 )
 from specjax.config.engine import EngineConfig
+from specjax.config.gate import SpeculationGate, gate_tokens
 from specjax.config.names import MATCHING, suggestion
+from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.configs.devices import of_kind
-from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, build_decoder
+from specjax.decode.config import DecoderConfig
+from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, shared_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.decode.sizes import Sizes
 from specjax.drafters.loading import LoadedDrafter, load_drafter
@@ -62,7 +65,10 @@ FEWER_PAGES = 0.75  # of those that did not fit
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Everything that is settled before the first request."""
+    """What is loaded and asked for, before anybody knows which requests come.
+
+    `of` makes it; `for_run` makes a RunSetup of it, and only that makes a loop.
+    """
 
     target: Model
     drafter: LoadedDrafter
@@ -134,7 +140,7 @@ class Setup:
         rules: Iterable[int],
         policy: SpeculationPolicy | None = None,
         acceptance_kind: str = MIXED,
-    ) -> Setup:
+    ) -> RunSetup:
         """Returns a setup whose memory is planned for some rules and a policy; None: the config's.
 
         Args:
@@ -145,12 +151,13 @@ class Setup:
         if policy is not None:
             chooses_rows = getattr(policy, "chooses_rows", False)
         rules = self.drafter.effective_rules(rules)
-        return dataclasses.replace(
-            self,
-            rules=rules,
-            chooses_rows=chooses_rows,
-            acceptance_kind=acceptance_kind,
-        )
+        own = {field.name: getattr(self, field.name) for field in dataclasses.fields(Setup)}
+        own |= {
+            "rules": rules,
+            "chooses_rows": chooses_rows,
+            "acceptance_kind": acceptance_kind,
+        }
+        return RunSetup(**own, given_policy=policy)
 
     @property
     def params(self) -> DecoderParams:
@@ -158,7 +165,7 @@ class Setup:
 
     def policy(self, decoder: Decoder) -> SpeculationPolicy:
         """Returns what chooses K: the config's table, goodput, or a fixed K."""
-        config, kind = self.speculation, self._policy_kind(decoder.rules)
+        config, kind = self.speculation, self._policy_kind(decoder.config.rules)
         table, most = config.num_speculative_tokens_per_batch_size, config.depth
         if kind is Table:
             assert table is not None
@@ -174,7 +181,11 @@ class Setup:
             depths=(most,) if self.drafter.is_tree else None,
             # Rows of rules by law would read one another's draws; a tree's slots are
             # counted by node.
-            ranks=not (self.drafter.is_tree or decoder.rules or decoder.max_drafts is not None),
+            ranks=not (
+                self.drafter.is_tree
+                or decoder.config.rules
+                or decoder.config.max_drafts_per_shard is not None
+            ),
             knows_confidence=self.drafter.has_probs,
             ledger=known.ledgers.get(self.acceptance_kind),
         )
@@ -226,107 +237,6 @@ class Setup:
         if has_table and config.depth and not config.policy:
             return Table
         return Fixed if not config.depth or is_fixed else Goodput
-
-    def loop(
-        self,
-        sizes: Sizes,
-        rules: Iterable[int],
-        policy: SpeculationPolicy | None,
-        *,
-        on_progress: Report,
-        params: DecoderParams | None = None,
-    ) -> Loop:
-        """Returns what runs requests of some rules; the policy is the config's where it is None.
-
-        Its weights are the setup's, or others that are given.
-
-        Where the device has less memory than was thought, there are fewer pages; says so.
-        """
-        rules = tuple(rules)
-        with sharding.lowered(self.mesh):
-            check_state(
-                sizes,
-                self._model_configs,
-                self.engine,
-                sharding.axis_size(self.mesh, sharding.DATA),
-                sharding.axis_size(self.mesh, sharding.TENSOR),
-                self._device_bytes,
-            )
-        decoder = self.decoder(sizes, rules)
-        weights = self.params if params is None else params
-
-        def fewer_pages(decoder: Decoder) -> Decoder | None:
-            fewer = self._fewer_pages(decoder.sizes)
-            return None if fewer is None else self.decoder(fewer, rules)
-
-        while True:
-            try:
-                return self._loop(decoder, weights, policy, fewer_pages, on_progress)
-            except jax.errors.JaxRuntimeError as error:
-                fewer = fewer_pages(decoder) if OUT_OF_MEMORY in str(error) else None
-                if fewer is None:
-                    raise
-                decoder = fewer
-
-    def _fewer_pages(self, sizes: Sizes) -> Sizes | None:
-        """Returns sizes of fewer pages, and says so; None where no row could be filled then."""
-        fewer = int(FEWER_PAGES * sizes.num_pages)
-        fewer -= fewer % sharding.axis_size(self.mesh, sharding.DATA)
-        if fewer < sizes.pages_per_row:
-            return None
-        warnings.warn(
-            f"{sizes.num_pages} pages do not fit in the device's memory; going on with "
-            f"{fewer}. Lower kv_cache_bytes, num_pages or memory_bytes to have no more "
-            "to begin with.",
-            stacklevel=4,
-        )
-        return dataclasses.replace(sizes, num_pages=fewer)
-
-    def _loop(
-        self,
-        decoder: Decoder,
-        params: DecoderParams,
-        policy: SpeculationPolicy | None,
-        fewer_pages: Callable[[Decoder], Decoder | None],
-        on_progress: Report,
-    ) -> Loop:
-        return Loop(
-            decoder,
-            params,
-            policy or self.policy(decoder),
-            speculation_max_rows=self.speculation.speculation_max_rows,
-            gate_tokens=self._gate_tokens(decoder.sizes),
-            most_tokens=self._most_tokens(decoder.sizes),
-            fewer_pages=fewer_pages,
-            drafter_name=self.drafter.name,
-            on_progress=on_progress,
-        )
-
-    def _gate_tokens(self, sizes: Sizes) -> int | None:
-        """Returns the most tokens of a batch that speculates; None: however many."""
-        if self.memory is None:
-            return None
-        if sizes.num_pages >= sizes.rows * sizes.pages_per_row:
-            return self.memory.gate_tokens
-        # Fewer pages than were planned may have fitted, or been asked for.
-        fraction = self.engine.speculation_weight_fraction
-        of_pool = int(fraction * sizes.num_pages * sizes.page_size)
-        return min(self.memory.gate_tokens, of_pool)
-
-    def _most_tokens(self, sizes: Sizes) -> int | None:
-        """Returns the most tokens of a batch that others may join; None: however many."""
-        if self.memory is None or self.engine.num_pages is not None:
-            return None  # who says how many pages has the last word
-        share = min(sizes.num_pages / self.memory.num_pages, 1.0)
-        return int(self.memory.most_tokens * share)
-
-    def memory_watch(self, loop: Loop) -> MemoryWatch | None:
-        """Returns what looks at the devices of a loop whose state is placed; None without a
-        plan."""
-        if self.memory is None:
-            return None
-        planned = self.memory.planned_workspace(loop.decoder.sizes.num_pages)
-        return MemoryWatch(self._devices, planned)
 
     def requests(
         self, prompts: Sequence[Any], sampling: Any, *, num_before: int = 0
@@ -434,7 +344,7 @@ class Setup:
             engine=self.engine,
             rules=self.rules,
             rule_options=_rule_options(self.speculation),
-            max_drafts=self._max_drafts(self.engine.max_rows),
+            max_drafts_per_shard=self._max_drafts_per_shard(self.engine.max_rows),
             drafter_dtype=_dtype_of(self.drafter.params),
             chooses_rows=self._plans_row_buckets,
         )
@@ -484,23 +394,132 @@ class Setup:
 
     def decoder(self, sizes: Sizes, rules: Iterable[int]) -> Decoder:
         """Returns the compiled functions for requests of some rules, perhaps built before."""
-        return build_decoder(
-            self.target.config,
-            self.drafter.spec,
-            sizes,
-            self.engine,
-            self.drafter.effective_rules(rules),
-            _rule_options(self.speculation),
-            self._max_drafts(sizes.rows),
-            self.mesh,
+        config = DecoderConfig(
+            target=self.target.config,
+            drafter=self.drafter.spec,
+            sizes=sizes,
+            engine=self.engine,
+            rules=tuple(map(Rule, self.drafter.effective_rules(rules))),
+            rule_options=_rule_options(self.speculation),
+            max_drafts_per_shard=self._max_drafts_per_shard(sizes.rows),
+            mesh=self.mesh,
         )
+        return shared_decoder(config)
 
-    def _max_drafts(self, rows: int) -> int | None:
+    def _max_drafts_per_shard(self, rows: int) -> int | None:
         """Returns how many draft tokens a shard's rows verify per step; None is all of them."""
         config = self.speculation
         return _drafts_per_shard(
             config.max_drafts_per_step, self.drafter, config.depth, rows, self.mesh
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunSetup(Setup):
+    """A setup that knows the rules and the policy of its run, and so its memory."""
+
+    given_policy: SpeculationPolicy | None = None  # None: the config's
+
+    def loop(
+        self,
+        sizes: Sizes,
+        rules: Iterable[int],
+        *,
+        on_progress: Report,
+        params: DecoderParams | None = None,
+    ) -> Loop:
+        """Returns what runs requests of some rules.
+
+        Where the device has less memory than was thought, there are fewer pages; says so.
+
+        Args:
+          rules: of those that memory is planned for, the ones that requests use.
+          params: weights; None is the setup's own.
+        """
+        rules = tuple(rules)
+        with sharding.lowered(self.mesh):
+            check_state(
+                sizes,
+                self._model_configs,
+                self.engine,
+                sharding.axis_size(self.mesh, sharding.DATA),
+                sharding.axis_size(self.mesh, sharding.TENSOR),
+                self._device_bytes,
+            )
+        decoder = self.decoder(sizes, rules)
+        weights = self.params if params is None else params
+
+        def fewer_pages(decoder: Decoder) -> Decoder | None:
+            fewer = self._fewer_pages(decoder.sizes)
+            return None if fewer is None else self.decoder(fewer, rules)
+
+        while True:
+            try:
+                return self._loop(decoder, weights, fewer_pages, on_progress)
+            except jax.errors.JaxRuntimeError as error:
+                fewer = fewer_pages(decoder) if OUT_OF_MEMORY in str(error) else None
+                if fewer is None:
+                    raise
+                decoder = fewer
+
+    def _fewer_pages(self, sizes: Sizes) -> Sizes | None:
+        """Returns sizes of fewer pages, and says so; None where no row could be filled then."""
+        fewer = int(FEWER_PAGES * sizes.num_pages)
+        fewer -= fewer % sharding.axis_size(self.mesh, sharding.DATA)
+        if fewer < sizes.pages_per_row:
+            return None
+        warnings.warn(
+            f"{sizes.num_pages} pages do not fit in the device's memory; going on with "
+            f"{fewer}. Lower kv_cache_bytes, num_pages or memory_bytes to have no more "
+            "to begin with.",
+            stacklevel=4,
+        )
+        return dataclasses.replace(sizes, num_pages=fewer)
+
+    def _loop(
+        self,
+        decoder: Decoder,
+        params: DecoderParams,
+        fewer_pages: Callable[[Decoder], Decoder | None],
+        on_progress: Report,
+    ) -> Loop:
+        return Loop(
+            decoder,
+            params,
+            self.given_policy or self.policy(decoder),
+            gate=self._gate(decoder.sizes),
+            most_tokens=self._most_tokens(decoder.sizes),
+            fewer_pages=fewer_pages,
+            drafter_name=self.drafter.name,
+            on_progress=on_progress,
+        )
+
+    def _gate(self, sizes: Sizes) -> SpeculationGate:
+        """Returns the largest batch that speculates."""
+        most_rows, memory = self.speculation.speculation_max_rows, self.memory
+        if memory is None:
+            return SpeculationGate(max_rows=most_rows)
+        # Fewer pages than were planned may have fitted, or been asked for.
+        has_all = sizes.num_pages >= sizes.rows * sizes.pages_per_row
+        pool_tokens = None if has_all else sizes.num_pages * sizes.page_size
+        fraction = self.engine.speculation_weight_fraction
+        most = gate_tokens(fraction, memory.weight_limit / memory.next_token, pool_tokens)
+        return SpeculationGate(max_rows=most_rows, max_tokens=min(most, memory.gate_tokens))
+
+    def _most_tokens(self, sizes: Sizes) -> int | None:
+        """Returns the most tokens of a batch that others may join; None: however many."""
+        if self.memory is None or self.engine.num_pages is not None:
+            return None  # who says how many pages has the last word
+        share = min(sizes.num_pages / self.memory.num_pages, 1.0)
+        return int(self.memory.most_tokens * share)
+
+    def memory_watch(self, loop: Loop) -> MemoryWatch | None:
+        """Returns what looks at the devices of a loop whose state is placed; None without a
+        plan."""
+        if self.memory is None:
+            return None
+        planned = self.memory.planned_workspace(loop.decoder.sizes.num_pages)
+        return MemoryWatch(self._devices, planned)
 
 
 def acceptance_kind(requests: Iterable[Request]) -> str:

@@ -21,11 +21,12 @@ from specjax.api.results import Chunk, GenerationStats, lossy_rule
 from specjax.api.turns import Turns
 from specjax.config.checks import is_int, is_number
 from specjax.config.engine import EngineConfig
-from specjax.config.rules import VERIFICATION_RULES
+from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
-from specjax.engine.loop import INTERRUPTED, Loop
+from specjax.engine.loop import Loop
+from specjax.engine.recovery import INTERRUPTED
 from specjax.engine.request import AcceptanceCounts, Request
 from specjax.models.base import Model
 from specjax.planning.memory_model import MemoryPlan
@@ -89,12 +90,11 @@ class Engine:
         names = [setup.speculation.verification, *other_verifications]
         for name in names:
             setup.drafter.check_rule(name)
-        self._rules = [VERIFICATION_RULES.index(name) for name in names]
+        self._rules = [Rule.of(name) for name in names]
         self._setup = setup = setup.for_run(self._rules, policy)
         self._loop: Loop | None = setup.loop(
             setup.standing_sizes(),
             self._rules,
-            policy,
             on_progress=self._progress.report,
         )
         self._memory_watch = setup.memory_watch(self._loop)
@@ -311,7 +311,7 @@ class Engine:
         for request in requests:
             wanted = self._setup.drafter.effective_rules([request.rule])
             if not allowed.issuperset(wanted):
-                name = VERIFICATION_RULES[request.rule]
+                name = Rule(request.rule).label
                 raise ValueError(
                     f"verification={name!r} is not compiled into this engine; make it with "
                     f"other_verifications=[{name!r}]."

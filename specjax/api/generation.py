@@ -142,7 +142,7 @@ class Stream:
         self._max_burst_steps = max_burst_steps
         self._progress = Progress(progress)
         self._progress.report("loading", 0, 0)
-        self._setup = Setup.of(
+        setup = Setup.of(
             target,
             drafter=drafter,
             verification=verification,
@@ -151,8 +151,8 @@ class Stream:
             engine=engine,
             mesh=mesh,
         )
-        requests, refused = self._setup.requests(as_list(prompts), sampling)
-        self._setup = self._setup.for_run(
+        requests, refused = setup.requests(as_list(prompts), sampling)
+        self._setup = setup.for_run(
             (each.rule for each in requests), policy, acceptance_kind(requests)
         )
         sizes, self._requests, unfit = self._setup.sizes(requests)
@@ -160,7 +160,7 @@ class Stream:
         if sizes is None:
             raise ValueError(self._failed[0].error)
         rules = (request.rule for request in self._requests)
-        self._loop = self._setup.loop(sizes, rules, policy, on_progress=self._progress.report)
+        self._loop = self._setup.loop(sizes, rules, on_progress=self._progress.report)
         for request in self._requests:
             self._loop.add(request)
         self._chunks = self._run()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.config.engine import EngineConfig
-from specjax.config.rules import VERIFICATION_RULES
+from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
@@ -162,7 +162,7 @@ def _of_prompt(
             f"verification='greedy' needs temperature 0, got temperature={params.temperature!r}; "
             "use 'seeded', which samples and is exact at any temperature."
         )
-    number = VERIFICATION_RULES.index(rule)
+    number = Rule.of(rule)
     cap = _draft_cap(params, speculation)
     if cap == 0 or not drafter.effective_rules([number]):
         # Nothing is drafted for it, or nothing that has a law: the target's own draws.

@@ -10,13 +10,13 @@ from typing import Any
 
 from specjax.api.plots import draw_decisions
 from specjax.api.requests import Refused
-from specjax.config.rules import LOSSY_RULES, VERIFICATION_RULES
+from specjax.config.rules import LOSSY_RULES, Rule
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import (
     AcceptanceCounts,
-    Piece,
     Request,
     SelfCheck,
+    TextPiece,
     TokenLogProbs,
 )
 
@@ -39,7 +39,7 @@ class Completion:
     # the same drafter and K, and without max_drafts_per_step.
     seed: int
     acceptance: AcceptanceCounts
-    pieces: list[Piece]  # the text by token, and who proposed each
+    pieces: list[TextPiece]  # the text by token, and who proposed each
     prompt_token_ids: list[int]
     lossy: str | None = None  # the rule, where the text need not be the target's
     self_check: SelfCheck | None = None  # where SamplingParams.self_check asks for it
@@ -170,7 +170,7 @@ class Chunk:
     sample_index: int
     text: str  # empty when all of it is held back
     token_ids: list[int]
-    pieces: list[Piece]  # `text` by token
+    pieces: list[TextPiece]  # `text` by token
     finish_reason: str | None
     error: str | None = None
     lossy: str | None = None  # as in Completion, from the first draft on
@@ -248,7 +248,7 @@ def completion_of(request: Request) -> Completion:
 
 def lossy_rule(request: Request) -> str | None:
     """Returns the rule that verified drafts of a request, if its output is not the target's."""
-    name = VERIFICATION_RULES[request.rule]
+    name = Rule(request.rule).label
     return name if name in LOSSY_RULES and request.counts.num_drafted else None
 
 

@@ -21,12 +21,12 @@ from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import MAX_DEPTH
 from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import Decoder
-from specjax.engine.loop import make_admissions
+from specjax.engine.admission import make_admissions
 from specjax.engine.request import Request
 from specjax.engine.rows import Row
 from specjax.runtime.progress import Report
 from specjax.sampling import row_values
-from specjax.types import DecoderParams, Plan
+from specjax.types import BurstPlan, DecoderParams
 
 SHORT_CONTEXT = 64
 
@@ -82,14 +82,14 @@ class StepTimer:
         )
         return num_steps
 
-    def _plan(self, bucket: Bucket) -> Plan:
+    def _plan(self, bucket: Bucket) -> BurstPlan:
         sizes, num_shards = self.decoder.sizes, self.decoder.num_shards
         per_shard, taken = sizes.rows // num_shards, bucket.rows // num_shards
         is_taken = np.tile(np.arange(per_shard) < taken, num_shards)
         table = np.arange(sizes.rows * sizes.pages_per_row, dtype=np.int32)
         table %= sizes.num_pages // num_shards
         own = np.tile(np.arange(taken, dtype=np.int32), num_shards)
-        return Plan(
+        return BurstPlan(
             num_steps=np.int32(self.num_steps),
             stop_when_finished=np.bool_(False),
             activate=is_taken,

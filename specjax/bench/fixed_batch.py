@@ -11,11 +11,11 @@ import numpy as np
 from specjax.config.speculation import MAX_DEPTH
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState, with_table
-from specjax.engine.loop import make_admissions
+from specjax.engine.admission import make_admissions
 from specjax.engine.request import Request
 from specjax.engine.rows import Row
 from specjax.paged.kv_cache import own_pages
-from specjax.types import DecoderParams, Plan
+from specjax.types import BurstPlan, DecoderParams
 
 CHUNK = 64  # prompt tokens of a row that are fed at once
 
@@ -56,10 +56,10 @@ def begin(decoder: Decoder, params: DecoderParams, requests: Sequence[Request]) 
     return dataclasses.replace(with_table(state, table), draft_caps=jax.device_put(caps))
 
 
-def plan_for_all(decoder: Decoder, num_steps: int) -> Plan:
+def plan_for_all(decoder: Decoder, num_steps: int) -> BurstPlan:
     """Returns the plan by which all rows of `begin` run num_steps steps."""
     sizes = decoder.sizes
-    return Plan(
+    return BurstPlan(
         num_steps=np.int32(num_steps),
         stop_when_finished=np.bool_(False),
         activate=np.ones(sizes.rows, bool),

@@ -19,6 +19,7 @@ from specjax.bench.fixed_batch import begin, plan_for_all
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.configs.models import bench_60m
+from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.decode.state import DecodeState
@@ -82,9 +83,13 @@ class Decoding:
             burst_steps=BURST_STEPS,
         )
         self.depth = num_speculative_tokens
-        self.decoder = Decoder(
-            bench_60m.get_config(), drafter or NoDrafter(), sizes, EngineConfig()
+        config = DecoderConfig(
+            target=bench_60m.get_config(),
+            drafter=drafter or NoDrafter(),
+            sizes=sizes,
+            engine=EngineConfig(),
         )
+        self.decoder = Decoder(config)
         self.params = DecoderParams(params)
         self.state = self._prefilled(rows, context)
         self._lengths = np.array(self.state.cache.lengths)

@@ -17,7 +17,6 @@ from specjax.decode.bucket import Bucket
 from specjax.policy.interface import (
     LEAST_TIMED_STEPS,
     Decision,
-    Fixed,
     Load,
     Outcome,
     SpeculationPolicy,
@@ -286,10 +285,3 @@ def _cut(proposed: np.ndarray, max_drafts: int) -> np.ndarray:
     stands = np.arange(depth)[:, None] < proposed[None, :]  # [depth, rows]
     kept = (stands.cumsum().reshape(stands.shape) <= max_drafts) & stands
     return kept.sum(axis=0)
-
-
-def best_fixed(workload: Workload, costs: Costs, depths: Sequence[int]) -> tuple[int, Replay]:
-    """Returns the K of `depths` that runs a workload fastest when it never changes."""
-    runs = {depth: Replay(workload, costs, Fixed(depth)).run() for depth in depths}
-    best = min(runs, key=lambda depth: runs[depth].seconds)
-    return best, runs[best]

@@ -21,7 +21,6 @@ DELEGATED = {
         "measure what speculation gains on this machine",
     ),
 }
-EXIT_FAILED_REQUEST = 1  # others of the same call may have completed
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141
 

@@ -13,16 +13,17 @@ import jax.numpy as jnp
 
 from specjax.api.plots import new_figure, whole_ticks
 from specjax.config.batch_size_table import NAME as TABLE_NAME
+from specjax.decode.config import DecoderConfig
 from specjax.decode.sizes import Sizes
 from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.plan_request import Device, PlanRequest, known_shape
-from specjax.planning.plans import Plan
+from specjax.planning.plans import FullPlan
 from specjax.planning.roofline import expected_tokens
 from specjax.planning.workspace_fit import BURST, MIXED, BucketMemory
 from specjax.policy import cost_files
 
 
-def to_dict(plan: Plan) -> dict[str, Any]:
+def to_dict(plan: FullPlan) -> dict[str, Any]:
     """Returns the figures by name, ready for JSON; None where a figure is not known.
 
     Bytes are of all chips together, but `buckets`, `per_chip` and `device_figures`.
@@ -76,7 +77,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
     }
 
 
-def render(plan: Plan) -> str:
+def render(plan: FullPlan) -> str:
     """Returns the tables that a person reads."""
     document = to_dict(plan)
     chips = f"{document['num_chips']} chip" + "s" * (document["num_chips"] > 1)
@@ -102,7 +103,7 @@ def render(plan: Plan) -> str:
     return "\n\n".join(parts + [f"Note: {note}" for note in document["notes"]])
 
 
-def draw(plan: Plan, path: str | os.PathLike[str]) -> None:
+def draw(plan: FullPlan, path: str | os.PathLike[str]) -> None:
     """Draws K and the tokens per second by roofline against batch and context, as PNG.
 
     Raises:
@@ -155,11 +156,11 @@ def check_can_draw(device: Device, path: str | os.PathLike[str]) -> None:
     new_figure(1, 1)
 
 
-def _expected(plan: Plan, k: int) -> float:
+def _expected(plan: FullPlan, k: int) -> float:
     return expected_tokens(plan.request.acceptance_rate, k)
 
 
-def _coefficients(plan: Plan) -> dict[str, Any]:
+def _coefficients(plan: FullPlan) -> dict[str, Any]:
     """Returns bytes per token, of all chips together."""
     memory, chips = plan.memory, plan.request.device.count
     fit_error = plan.compiled.fit.error
@@ -177,7 +178,7 @@ def _coefficients(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _bucket(plan: Plan, memory: BucketMemory) -> dict[str, Any]:
+def _bucket(plan: FullPlan, memory: BucketMemory) -> dict[str, Any]:
     bucket, request = memory.bucket, plan.request
     compiled = {sample.bucket for sample in plan.compiled.samples}
     figures = {
@@ -200,7 +201,7 @@ def _bucket(plan: Plan, memory: BucketMemory) -> dict[str, Any]:
     return figures
 
 
-def _compiled(plan: Plan) -> dict[str, Any]:
+def _compiled(plan: FullPlan) -> dict[str, Any]:
     """Says what was compiled, and what follows from it by a line."""
     compiled, request = plan.compiled, plan.request
     return {
@@ -224,7 +225,7 @@ def _compiled(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _choices(plan: Plan) -> dict[str, dict[str, int | None]] | None:
+def _choices(plan: FullPlan) -> dict[str, dict[str, int | None]] | None:
     if plan.request.device.figures is None:
         return None
     return {
@@ -239,7 +240,7 @@ def _row_counts(most: int) -> list[int]:
     return [*counts, most]
 
 
-def _notes(plan: Plan) -> list[str]:
+def _notes(plan: FullPlan) -> list[str]:
     device, notes = plan.request.device, _notes_on_speed(plan)
     if not device.is_compiled_for:
         notes.append(
@@ -254,7 +255,7 @@ def _notes(plan: Plan) -> list[str]:
     return notes
 
 
-def _notes_on_speed(plan: Plan) -> list[str]:
+def _notes_on_speed(plan: FullPlan) -> list[str]:
     """Returns where seconds and K come from, and what they leave out."""
     device, dtype = plan.request.device, jnp.dtype(plan.request.dtype).name
     if device.figures is None:
@@ -301,11 +302,17 @@ def _smallest_decoder(request: PlanRequest) -> AbstractDecoder:
         burst_steps=1,
         dtype=jnp.dtype(request.dtype),
     )
-    mesh = request.device.mesh
-    return AbstractDecoder(request.target, request.drafter, sizes, request.engine, mesh=mesh)
+    config = DecoderConfig(
+        target=request.target,
+        drafter=request.drafter,
+        sizes=sizes,
+        engine=request.engine,
+        mesh=request.device.mesh,
+    )
+    return AbstractDecoder(config)
 
 
-def _notes_on_compiled(plan: Plan) -> list[str]:
+def _notes_on_compiled(plan: FullPlan) -> list[str]:
     """Returns what was compiled, how far off the fit is, and what is copied."""
     compiled, request = plan.compiled, plan.request
     fitted = len(compiled.buckets) - len(compiled.samples)
@@ -332,7 +339,7 @@ def _notes_on_compiled(plan: Plan) -> list[str]:
     return notes
 
 
-def _figures(plan: Plan, document: dict[str, Any]) -> list[tuple[str, str]]:
+def _figures(plan: FullPlan, document: dict[str, Any]) -> list[tuple[str, str]]:
     memory, tokens = plan.memory, document["bytes_per_token"]
     rows = [
         ("weights", _gigabytes(document["weights_bytes"])),

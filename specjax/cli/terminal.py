@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from specjax.api.generation import GenerationStats
-    from specjax.engine.request import Piece, TokenLogProbs
+    from specjax.engine.request import TextPiece, TokenLogProbs
 
 DIM, DRAFT, BOLD, RESET = "\x1b[2m", "\x1b[32m", "\x1b[1m", "\x1b[0m"
 _CLEAR_LINE = "\r\x1b[K"
@@ -52,7 +52,7 @@ class TextWriter:
         self.end()
         self._write(f"=== {text} ===\n", BOLD)
 
-    def pieces(self, pieces: Iterable[Piece]) -> None:
+    def pieces(self, pieces: Iterable[TextPiece]) -> None:
         """Writes text; what the drafter had proposed in another colour."""
         for is_draft, run in itertools.groupby(pieces, lambda piece: piece.is_draft):
             self._write("".join(piece.text for piece in run), DRAFT if is_draft else "")

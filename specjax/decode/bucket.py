@@ -10,7 +10,8 @@ class Bucket(NamedTuple):
 
     rows: int
     num_speculative_tokens: int  # K; 0 is plain decoding
-    # Most draft tokens verified per step over all rows, those likeliest to stand; None: all.
+    # Most draft tokens verified per step over all rows and data shards, those likeliest to
+    # stand; None: as many as DecoderConfig.max_drafts_per_shard allows.
     max_drafts: int | None = None
 
     @property

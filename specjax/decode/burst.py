@@ -12,7 +12,7 @@ from pallas_kernels.implementations import in_a_loop
 from specjax.decode.state import DecodeState, follow, put_rows, take_rows
 from specjax.decode.step import step
 from specjax.decode.step_spec import StepSpec
-from specjax.types import RUNNING, DecoderParams, Plan, StepInfo
+from specjax.types import RUNNING, BurstPlan, DecoderParams, StepInfo
 
 
 def burst(
@@ -20,7 +20,7 @@ def burst(
     max_steps: int,
     params: DecoderParams,
     state: DecodeState,
-    plan: Plan,
+    plan: BurstPlan,
     any_shard: Callable[[Array], Array] = lambda flag: flag,
 ) -> tuple[DecodeState, StepInfo, Array]:
     """Follows the plan, then runs steps until plan.num_steps, or every row is done, or one is and

@@ -7,37 +7,35 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from specjax import sharding
-from specjax.config.engine import EngineConfig
 from specjax.decode import executable_store
 from specjax.decode import state as decode_state
 from specjax.decode.background import Background
 from specjax.decode.bucket import Bucket
 from specjax.decode.burst import burst
+from specjax.decode.compiling import tell
+from specjax.decode.config import DecoderConfig
 from specjax.decode.mixed import mixed_step
 from specjax.decode.prefill import prefill
-from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.score import Scores, score
-from specjax.decode.sizes import Sizes
 from specjax.decode.state import Admission, DecodeState, has_drafter, remember_text
 from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
 from specjax.drafters.base import Drafter, DrafterError, guarded
 from specjax.drafters.history import Pieces
-from specjax.drafters.spec import DrafterSpec, NoDrafter
-from specjax.models.base import ModelConfig
+from specjax.drafters.spec import NoDrafter
 from specjax.paged import kv_cache
 from specjax.runtime.jax_settings import in_own_settings
 from specjax.sampling import RowSampling
-from specjax.types import BY_LAW, DecoderParams, Plan
+from specjax.types import BY_LAW, BurstPlan, DecoderParams
 
 WHOLE = PartitionSpec()
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the text of XLA's errors
@@ -59,6 +57,16 @@ class TooLarge(Exception):
         self.key = key
 
 
+class Signature(NamedTuple):
+    """Shapes and dtypes of weights, and the structure of the drafter's state.
+
+    Opaque: `Decoder.signature` makes one, `is_compiled` and `is_coming` read it.
+    """
+
+    drafting: tuple  # of bursts that draft
+    plain: tuple  # of bursts of K = 0
+
+
 class Decoder:
     """init, admit, prefill, mixed and burst for one target, drafter and set of sizes.
 
@@ -68,43 +76,28 @@ class Decoder:
     the decoder without a drafter, `plain`: one executable for both.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        drafter: DrafterSpec,
-        sizes: Sizes,
-        engine_config: EngineConfig,
-        *,
-        rules: tuple[int, ...] = (),
-        rule_options: RuleOptions = NO_OPTIONS,
-        max_drafts: int | None = None,
-        mesh: Mesh | None = None,
-    ):
+    def __init__(self, config: DecoderConfig):
         self.config = config
-        self.drafter = drafter
-        self.sizes = sizes
-        self.engine_config = engine_config
-        self.mesh = mesh
-        self.rules = rules
-        self.rule_options = rule_options
-        self.max_drafts = max_drafts
-        self.keeps_probs = any(rule in BY_LAW for rule in rules)
-        self.num_shards = sharding.axis_size(mesh, sharding.DATA)
+        self.target = config.target
+        self.drafter = config.drafter
+        self.sizes = config.sizes
+        self.engine_config = config.engine
+        self.mesh = mesh = config.mesh
+        self.keeps_probs = any(rule in BY_LAW for rule in config.rules)
+        self.num_shards = config.num_shards
         self.traces: collections.Counter[tuple] = collections.Counter()
         self.compile_s = 0.0
         self._compile_s: dict[tuple, float] = {}  # of those that were not kept on disk
-        self.on_compile: Callable[[str], None] = lambda what: None
         self._executables: dict[tuple, Callable] = {}
         self._background = Background()
         self._kept: dict[tuple, int | None] = {}  # bytes of bursts in the store
         self._read = np.zeros(2)  # bytes and seconds of all that was read from it
         self._makers: dict[bool, Callable[[], DecodeState]] = {}
-        self._signature: tuple = ()
+        self._weights_signature: tuple = ()
         self._signed: DecoderParams | None = None
-        self._variant: tuple = ()  # of weights and drafter state, of the last call
         self._rows = self._report = WHOLE
         if mesh is not None:
-            sharding.validate(config, mesh)
+            sharding.validate(self.target, mesh)
             self._rows = sharding.spec_of(("rows",), mesh)
             self._report = sharding.spec_of(("steps", "rows"), mesh)
 
@@ -192,7 +185,7 @@ class Decoder:
         self,
         params: DecoderParams,
         state: DecodeState,
-        plan: Plan,
+        plan: BurstPlan,
         *,
         num_speculative_tokens: int,
         max_drafts: int | None = None,
@@ -201,7 +194,7 @@ class Decoder:
 
         Args:
           max_drafts: most draft tokens verified per step over all rows and shards; None
-            is as the decoder was built.
+            is DecoderConfig.max_drafts_per_shard of each shard.
         """
         if not num_speculative_tokens and self.plain is not self:
             return self._plain_burst(params, state, plan)
@@ -222,7 +215,7 @@ class Decoder:
             spec, self.sizes.burst_steps, params, state, plan, any_shard=self._any_shard
         )
 
-    def _burst_specs(self, params: DecoderParams, plan: Plan) -> dict[str, Any]:
+    def _burst_specs(self, params: DecoderParams, plan: BurstPlan) -> dict[str, Any]:
         specs = self._plan_specs
         if plan.row_ids is not None:
             specs = dataclasses.replace(specs, row_ids=self._rows)
@@ -236,21 +229,13 @@ class Decoder:
         """The decoder of the same sizes that drafts nothing."""
         if isinstance(self.drafter, NoDrafter):
             return self
-        return build_decoder(
-            self.config,
-            NoDrafter(),
-            self.sizes,
-            self.engine_config,
-            self.rules,
-            self.rule_options,
-            None,
-            self.mesh,
-        )
+        plain = dataclasses.replace(self.config, drafter=NoDrafter(), max_drafts_per_shard=None)
+        return shared_decoder(plain)
 
-    def _plain_burst(self, params: DecoderParams, state: DecodeState, plan: Plan):
+    def _plain_burst(self, params: DecoderParams, state: DecodeState, plan: BurstPlan):
         """Runs a burst of K = 0 beside the drafter's state, which it does not touch."""
         plain = self.plain
-        plain.on_compile, before = self.on_compile, plain.compile_s
+        before = plain.compile_s
         drafter, state = state.drafter, dataclasses.replace(state, drafter=())
         try:
             state, *results = plain.burst(
@@ -299,12 +284,12 @@ class Decoder:
 
         self._background.start(key, make)
 
-    def _plan_shapes(self, bucket: Bucket) -> Plan:
+    def _plan_shapes(self, bucket: Bucket) -> BurstPlan:
         """Returns the shapes of a burst's plan."""
         sizes = self.sizes
         integers = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         flags = jax.ShapeDtypeStruct((sizes.rows,), jnp.bool_)
-        return Plan(
+        return BurstPlan(
             num_steps=integers(),
             stop_when_finished=jax.ShapeDtypeStruct((), jnp.bool_),
             activate=flags,
@@ -328,10 +313,27 @@ class Decoder:
         """How often each function was traced, those of `plain` included."""
         return self.traces if self.plain is self else self.traces + self.plain.traces
 
-    def is_coming(self, bucket: Bucket) -> bool:
+    def signature(self, params: DecoderParams, state: DecodeState) -> Signature:
+        """Returns what of weights and state an executable is compiled for."""
+        own = self._variant_of(params, state)
+        plain, params, state = self._of_bucket(params, state, Bucket(self.sizes.rows, 0))
+        return Signature(own, own if plain is self else plain._variant_of(params, state))
+
+    def is_coming(self, bucket: Bucket, signature: Signature) -> bool:
         """Returns whether a burst is being compiled beside what runs."""
-        decoder = self if bucket.num_speculative_tokens else self.plain
-        return decoder._background.has((self._burst_key(bucket), decoder._variant))
+        decoder, key = self._key_of(bucket, signature)
+        return decoder._background.has(key)
+
+    def is_compiled(self, bucket: Bucket, signature: Signature) -> bool:
+        """Returns whether a burst can run at once."""
+        decoder, key = self._key_of(bucket, signature)
+        return key in decoder._executables
+
+    def _key_of(self, bucket: Bucket, signature: Signature) -> tuple[Decoder, tuple]:
+        """Returns the decoder that holds a burst, and the key of the executable there."""
+        if bucket.num_speculative_tokens:
+            return self, (self._burst_key(bucket), signature.drafting)
+        return self.plain, (self.plain._burst_key(bucket), signature.plain)
 
     def read_s(self, params: DecoderParams, state: DecodeState, bucket: Bucket) -> float | None:
         """Returns what reading a burst from the store on disk takes, None where it is not there.
@@ -366,7 +368,7 @@ class Decoder:
         self,
         params: DecoderParams,
         state: DecodeState,
-        plan: Plan,
+        plan: BurstPlan,
         row_ids,
         counts,
         *,
@@ -466,11 +468,6 @@ class Decoder:
         if self.plain is not self:
             self.plain.let_go()
 
-    def is_compiled(self, bucket: Bucket) -> bool:
-        """Returns whether a burst can run at once, with the weights of the last call."""
-        decoder = self if bucket.num_speculative_tokens else self.plain
-        return (self._burst_key(bucket), decoder._variant) in decoder._executables
-
     @property
     def burst_compile_s(self) -> float:
         """Seconds that compiling a burst took on average; a guess before the first."""
@@ -492,25 +489,17 @@ class Decoder:
 
     def step_spec(self, num_speculative_tokens: int, max_drafts: int | None = None) -> StepSpec:
         """Returns what the step of a K is compiled for; arguments as of `burst`."""
-        most = self.max_drafts
+        most = self.config.max_drafts_per_shard
         if max_drafts is not None:
             most = max_drafts // self.num_shards
         drafter = none.drafter()
         if num_speculative_tokens > 0:
             drafter = self._build_drafter(num_speculative_tokens, most is not None)
-        engine = self.engine_config
-        is_invariant = engine.numerics == "invariant"
         return StepSpec(
-            config=self.config,
+            decoder=self.config,
             drafter=drafter,
             num_speculative_tokens=num_speculative_tokens,
-            max_logprobs=engine.max_logprobs,
-            rules=self.rules,
-            rule_options=self.rule_options,
-            max_drafts=most,
-            token_bucket=engine.token_bucket if is_invariant else None,
-            logit_bytes=engine.logit_bytes,
-            tensor_axis=sharding.tensor_axis(self.mesh),
+            max_drafts_per_shard=most,
         )
 
     def _prompt_spec(self, state: DecodeState) -> StepSpec:
@@ -522,7 +511,7 @@ class Decoder:
         rows = sizes.rows
         integers = lambda: jnp.zeros(rows, jnp.int32)
         cache = kv_cache.init(
-            self.config,
+            self.target,
             rows=rows,
             num_pages=sizes.num_pages,
             page_size=sizes.page_size,
@@ -559,9 +548,9 @@ class Decoder:
             raise DrafterError(f"its build raised {error!r}") from error
 
     @property
-    def _plan_specs(self) -> Plan:
+    def _plan_specs(self) -> BurstPlan:
         rows = self._rows
-        return Plan(
+        return BurstPlan(
             num_steps=WHOLE,
             stop_when_finished=WHOLE,
             activate=rows,
@@ -605,11 +594,9 @@ class Decoder:
         """
         params = next((a for a in arguments if isinstance(a, DecoderParams)), None)
         variant = self._variant_of(params, state)
-        if params is not None:
-            self._variant = variant
         compiled_key = (key, variant)
         if compiled_key not in self._executables:
-            self.on_compile(key[0])
+            tell(key[0])
             start = time.perf_counter()
             try:
                 self._background.wait(compiled_key)
@@ -682,17 +669,7 @@ class Decoder:
         is_own = type(self.drafter).__module__.startswith("specjax.")
         if self.mesh is not None or not is_own:
             return None
-        described = (
-            key,
-            self.config,
-            self.drafter,
-            self.sizes,
-            self.engine_config,
-            self.rules,
-            self.rule_options,
-            self.max_drafts,
-        )
-        return executable_store.name_of(repr(described), inputs)
+        return executable_store.name_of(repr((key, self.config)), inputs)
 
     def _variant_of(self, params: DecoderParams | None, state: DecodeState) -> tuple:
         return self._signature_of(params), jax.tree.structure(state.drafter)
@@ -734,9 +711,9 @@ class Decoder:
     def _signature_of(self, params: DecoderParams | None) -> tuple:
         """Returns shapes and dtypes of the weights: other ones need other executables."""
         if params is not None and params is not self._signed:
-            self._signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(params))
+            self._weights_signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(params))
             self._signed = params
-        return () if params is None else self._signature
+        return () if params is None else self._weights_signature
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
@@ -760,25 +737,6 @@ def _check_one_device(params: DecoderParams) -> None:
 
 # Twice as many as calls of different sizes that are kept: one with a drafter has a plain one.
 @functools.lru_cache(maxsize=32)
-def build_decoder(
-    config: ModelConfig,
-    drafter: DrafterSpec,
-    sizes: Sizes,
-    engine_config: EngineConfig,
-    rules: tuple[int, ...] = (),
-    rule_options: RuleOptions = NO_OPTIONS,
-    max_drafts: int | None = None,
-    mesh: Mesh | None = None,
-) -> Decoder:
-    """Returns the decoder of a configuration; the same one for the same arguments, with its
-    executables."""
-    return Decoder(
-        config,
-        drafter,
-        sizes,
-        engine_config,
-        rules=rules,
-        rule_options=rule_options,
-        max_drafts=max_drafts,
-        mesh=mesh,
-    )
+def shared_decoder(config: DecoderConfig) -> Decoder:
+    """Returns the decoder of a configuration; the same one for equal ones, with its executables."""
+    return Decoder(config)

@@ -11,7 +11,7 @@ from specjax.decode.state import DecodeState, follow
 from specjax.decode.step import step
 from specjax.decode.step_spec import StepSpec
 from specjax.paged.forward import Part
-from specjax.types import DecoderParams, Plan, StepInfo
+from specjax.types import BurstPlan, DecoderParams, StepInfo
 
 
 def mixed_step(
@@ -19,7 +19,7 @@ def mixed_step(
     prompt_spec: StepSpec,
     params: DecoderParams,
     state: DecodeState,
-    plan: Plan,
+    plan: BurstPlan,
     row_ids: Array,
     counts: Array,
     *,

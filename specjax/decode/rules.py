@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -80,7 +81,7 @@ def decide(
     if rule == LENIENT:
         lenience = jnp.full(roots.shape, options.lenience)
         return accept.accept_leniently(*arguments, lenience)
-    by_law = {
+    by_law: dict[int, Callable[..., Acceptance]] = {
         REJECTION: accept.accept_by_rejection,
         BLOCK: accept.accept_by_blocks,
         TRAVERSAL: accept.accept_by_traversal,

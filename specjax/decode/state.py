@@ -13,7 +13,7 @@ from specjax.drafters.base import Drafter
 from specjax.drafters.none import TurnedOff
 from specjax.paged.kv_cache import PagedKVCache
 from specjax.sampling import RowSampling, reset_rows
-from specjax.types import HostArray, Plan
+from specjax.types import BurstPlan, HostArray
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +86,7 @@ def admit(state: DecodeState, admission: Admission) -> DecodeState:
     )
 
 
-def follow(state: DecodeState, plan: Plan) -> DecodeState:
+def follow(state: DecodeState, plan: BurstPlan) -> DecodeState:
     """Empties and activates rows as the host says; takes over their pages and draft caps."""
     # An empty row must not switch on what its last request used.
     sampling = reset_rows(state.sampling, ~plan.keep)

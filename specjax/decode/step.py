@@ -35,8 +35,8 @@ def step(
         spec.config.vocab_size,
     )
     proposed = drafted.proposal
-    if spec.max_drafts is not None:
-        proposal = submit(proposed, state.rules, spec.max_drafts)
+    if spec.max_drafts_per_shard is not None:
+        proposal = submit(proposed, state.rules, spec.max_drafts_per_shard)
         drafted = drafted._replace(proposal=proposal)
     depth = jnp.where(state.is_active, longest_path(proposed), 0)
     cache, verification = verify(spec, params.target, state, drafted.proposal, beside)

@@ -1,29 +1,31 @@
-"""What is static about a step."""
+"""Static configuration of one compiled step."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from specjax.decode.rules import NO_OPTIONS, RuleOptions
+from specjax import sharding
+from specjax.config.rules import Rule
+from specjax.decode.config import DecoderConfig
+from specjax.decode.rules import RuleOptions
 from specjax.drafters.base import Drafter
 from specjax.models.base import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """One executable each."""
+    """A decoder's configuration, and what differs from one of its steps to another.
 
-    config: ModelConfig
+    Attributes:
+      drafter: built for K.
+      num_speculative_tokens: K; 0 is plain decoding.
+      max_drafts_per_shard: as in DecoderConfig, or the share of the step's own bucket.
+    """
+
+    decoder: DecoderConfig
     drafter: Drafter
-    num_speculative_tokens: int  # K; 0 is plain decoding
-    max_logprobs: int
-    rules: tuple[int, ...] = ()  # of types, those beyond equality that rows may use
-    rule_options: RuleOptions = NO_OPTIONS
-    # Most draft tokens verified per step over all rows, the likeliest to stand; None: all.
-    max_drafts: int | None = None
-    token_bucket: int | None = None  # of invariant numerics; None: all tokens at once
-    logit_bytes: int = 10**9  # most that float32 logits of the target take at once
-    tensor_axis: str | None = None  # mesh axis that heads and MLP are split over
+    num_speculative_tokens: int
+    max_drafts_per_shard: int | None = None
 
     def __post_init__(self):
         if self.rules and self.token_bucket is not None:
@@ -31,3 +33,38 @@ class StepSpec:
                 f"rules={self.rules} compare whole rows, and token_bucket={self.token_bucket} "
                 "decides token by token; under invariant numerics use none of them."
             )
+
+    @property
+    def config(self) -> ModelConfig:
+        """Of the target."""
+        return self.decoder.target
+
+    @property
+    def rules(self) -> tuple[Rule, ...]:
+        """Those beyond equality that rows may use."""
+        return self.decoder.rules
+
+    @property
+    def rule_options(self) -> RuleOptions:
+        """Numbers of the lossy rules."""
+        return self.decoder.rule_options
+
+    @property
+    def max_logprobs(self) -> int:
+        """Most tokens whose log-probabilities are reported beside the committed one."""
+        return self.decoder.engine.max_logprobs
+
+    @property
+    def logit_bytes(self) -> int:
+        """Most that float32 logits of the target take at once."""
+        return self.decoder.engine.logit_bytes
+
+    @property
+    def token_bucket(self) -> int | None:
+        """Of invariant numerics; None: all tokens at once."""
+        return self.decoder.token_bucket
+
+    @property
+    def tensor_axis(self) -> str | None:
+        """Mesh axis that heads and MLP are split over."""
+        return sharding.tensor_axis(self.decoder.mesh)

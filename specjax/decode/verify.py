@@ -270,9 +270,9 @@ def _nodes(state: DecodeState, proposal: Proposal, batch: TokenBatch, hidden: Ar
 def _num_nodes(spec: StepSpec, proposal: Proposal, num_rows: int) -> int:
     """Returns how many nodes all rows together have at most."""
     num_nodes = proposal.num_nodes * num_rows
-    if spec.max_drafts is None:
+    if spec.max_drafts_per_shard is None:
         return num_nodes
-    return min(num_rows + spec.max_drafts, num_nodes)
+    return min(num_rows + spec.max_drafts_per_shard, num_nodes)
 
 
 def _tokens_at_once(spec: StepSpec, proposal: Proposal, num_rows: int) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from specjax.config.names import NO_DRAFTER, check_drafter
-from specjax.config.rules import VERIFICATION_RULES
+from specjax.config.rules import Rule
 from specjax.config.speculation import MAX_DRAFT_NODES, SpeculationConfig
 from specjax.drafters.spec import (
     DrafterSpec,
@@ -89,7 +89,7 @@ class LoadedDrafter:
                 "a chain and covers trees."
             )
         is_grown = isinstance(self.spec, ModelDrafter) and isinstance(self.spec.shape, Growth)
-        if is_grown and VERIFICATION_RULES.index(rule) in BY_LAW:
+        if is_grown and Rule.of(rule) in BY_LAW:
             raise ValueError(
                 f"verification={rule!r} would be biased on trees grown with tree_top_k, which "
                 "keep nodes for the tokens that were drawn; use 'seeded', 'greedy' or "

@@ -56,11 +56,14 @@ class TokenScores(NamedTuple):
     top: np.ndarray  # f32[max_logprobs]
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Text that became certain with one token."""
 
     text: str
     is_draft: bool  # the token was proposed by the drafter
+
+
+Piece = TextPiece  # its name until 0.1
 
 
 @dataclasses.dataclass
@@ -204,7 +207,7 @@ class Request:
     # What ended it where that is "stop": the stop string, or the id of the stop token.
     stop_reason: int | str | None = None
     error: str | None = None
-    shown: list[Piece] = dataclasses.field(default_factory=list)  # text that may be shown
+    shown: list[TextPiece] = dataclasses.field(default_factory=list)  # text that may be shown
     first_token_at: float | None = None  # time.perf_counter()
     priority: int = 0  # the lowest goes first
     deadline: float | None = None  # time.perf_counter() at which it is given up
@@ -228,7 +231,7 @@ class Request:
         """Ends it from outside, with the output it has."""
         self.finish_reason = reason
         if self.text is not None:
-            self.shown.append(Piece(self.text.finish(), False))
+            self.shown.append(TextPiece(self.text.finish(), False))
 
     def take_step(
         self,
@@ -269,7 +272,7 @@ class Request:
             if self.finish_reason == "error":
                 self.error = INVALID_LOGITS_ERROR.format(position=len(self.output_token_ids))
             if self.text is not None:
-                self.shown.append(Piece(self.text.finish(), False))
+                self.shown.append(TextPiece(self.text.finish(), False))
 
     def _show(self, token_ids: Sequence[int], num_accepted: int, ends_in_stop_token: bool) -> int:
         """Adds to `shown` what may be shown.
@@ -285,7 +288,7 @@ class Request:
         for place, token_id in enumerate(spoken):
             is_early = num_before + place < self.params.min_tokens
             fed = self.text.feed(token_id, may_stop=not is_early)
-            self.shown.append(Piece(fed.text, place < num_accepted))
+            self.shown.append(TextPiece(fed.text, place < num_accepted))
             if fed.stopped_by is not None:
                 self.finish_reason, self.stop_reason = "stop", fed.stopped_by
                 return place + 1

@@ -19,7 +19,9 @@ MOST_PIECES = 32  # of one call
 MOST_WAITING = 4096  # the oldest are dropped
 
 
-class Piece(NamedTuple):
+class FedTokens(NamedTuple):
+    """A run of tokens that the drafter is told of at once."""
+
     token_ids: Sequence[int]
     group: int
 
@@ -39,14 +41,10 @@ class TextFeed:
     def __init__(self, num_rows: int):
         self._rows: list[Row | None] = [None] * num_rows
         self._groups = np.full(num_rows, NO_GROUP, np.int32)
-        self._waiting: collections.deque[Piece] = collections.deque(maxlen=MOST_WAITING)
+        self._waiting: collections.deque[FedTokens] = collections.deque(maxlen=MOST_WAITING)
         # Output tokens of each request that stand in a piece.
         self._num_cut: weakref.WeakKeyDictionary[Request, int]
         self._num_cut = weakref.WeakKeyDictionary()
-
-    def forget_rows(self) -> None:
-        """The drafter's state is new: all rows enter again."""
-        self._rows = [None] * len(self._rows)
 
     @property
     def num_waiting(self) -> int:
@@ -83,7 +81,7 @@ class TextFeed:
             if (missing := WINDOW - len(before)) > 0:
                 before = [*prompt[-missing:], *before]
             text = [*before, *output[num_cut : num_cut + count]]
-            self._waiting.append(Piece(text, group_of(prompt)))
+            self._waiting.append(FedTokens(text, group_of(prompt)))
             num_cut += count
 
     def next_pieces(self, rows: Sequence[Row | None]) -> Pieces | None:

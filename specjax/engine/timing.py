@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from concurrent import futures
 from typing import Any
@@ -27,3 +28,11 @@ class Stopwatch:
 def _wait(result: Any) -> float:
     jax.block_until_ready(result)
     return time.perf_counter()
+
+
+@dataclasses.dataclass
+class DeviceClock:
+    """When the device was done with the bursts that were read back, as time.perf_counter() says."""
+
+    done_at: float = 0.0  # with the last one
+    told_at: float = 0.0  # with the last one that the policy learned from

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from specjax import sharding
 from specjax.decode.bucket import Bucket
+from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState
 from specjax.models.architectures import architecture_of
@@ -38,13 +39,15 @@ _CPU_OPTIONS = {
 class AbstractDecoder(Decoder):
     """A decoder that compiles its steps and runs none.
 
-    Takes a Decoder's arguments, and the dtype of the drafter's weights where it is not that
-    of the pages. With a mesh of devices that are only described
-    (`described_mesh`) steps are compiled for those.
+    With a mesh of devices that are only described (`described_mesh`) steps are compiled for
+    those.
+
+    Args:
+      drafter_dtype: of the drafter's weights; None is that of the pages.
     """
 
-    def __init__(self, *arguments: Any, drafter_dtype: Any = None, **options: Any):
-        super().__init__(*arguments, **options)
+    def __init__(self, config: DecoderConfig, *, drafter_dtype: Any = None):
+        super().__init__(config)
         self._drafter_dtype = drafter_dtype
 
     @property
@@ -121,7 +124,7 @@ class AbstractDecoder(Decoder):
         # A drafter runs one model or none.
         own = self._drafter_dtype or dtype
         drafter = [abstract_weights(config, own) for config in configs]
-        return DecoderParams(abstract_weights(self.config, dtype), drafter[0] if drafter else ())
+        return DecoderParams(abstract_weights(self.target, dtype), drafter[0] if drafter else ())
 
     def _call(
         self, key: tuple, function, state: DecodeState, *arguments, in_specs, out_specs

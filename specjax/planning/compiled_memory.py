@@ -29,8 +29,8 @@ from specjax.planning.workspace_fit import (
     BURST,
     MIXED,
     PREFILL,
-    Bucket,
     BucketMemory,
+    StepShape,
     WorkspaceFit,
     fit_workspaces,
 )
@@ -45,22 +45,22 @@ FEW_PAGES, MORE_PAGES = 4096, 8192
 
 def burst_bucket(
     decoder: AbstractDecoder, num_speculative_tokens: int, num_rows: int | None = None
-) -> Bucket:
+) -> StepShape:
     """Returns the sizes of a burst; None is all rows."""
     sizes, engine = decoder.sizes, decoder.engine_config
     rows = num_rows or sizes.rows
     nodes = getattr(decoder.drafter, "num_nodes", lambda depth: 1 + depth)
     num_nodes = nodes(num_speculative_tokens)
     tokens = rows * num_nodes
-    if decoder.max_drafts is not None:
-        tokens = min(rows + decoder.max_drafts, tokens)
-    vocab_size = decoder.config.vocab_size
+    if decoder.config.max_drafts_per_shard is not None:
+        tokens = min(rows + decoder.config.max_drafts_per_shard, tokens)
+    vocab_size = decoder.target.vocab_size
     law_tokens = 0
     logit_tokens = _logit_tokens(tokens, vocab_size, engine)
-    if decoder.rules and num_speculative_tokens:
+    if decoder.config.rules and num_speculative_tokens:
         law_tokens = _law_tokens(rows, num_nodes, vocab_size, engine)
         logit_tokens = min(tokens, law_tokens)
-    return Bucket(
+    return StepShape(
         kind=BURST,
         rows=rows,
         tokens=_forward_tokens(tokens, engine),
@@ -71,26 +71,26 @@ def burst_bucket(
     )
 
 
-def prefill_bucket(decoder: AbstractDecoder, num_places: int, width: int) -> Bucket:
+def prefill_bucket(decoder: AbstractDecoder, num_places: int, width: int) -> StepShape:
     """Returns the sizes of a prefill of `num_places` prompts, `width` tokens of each."""
     tokens = _forward_tokens(num_places * width, decoder.engine_config)
-    return Bucket(kind=PREFILL, rows=num_places, tokens=tokens)
+    return StepShape(kind=PREFILL, rows=num_places, tokens=tokens)
 
 
-def mixed_bucket(decoder: AbstractDecoder, width: int) -> Bucket:
+def mixed_bucket(decoder: AbstractDecoder, width: int) -> StepShape:
     """Returns the sizes of a plain step of all rows with a prompt's chunk beside it."""
     rows = decoder.sizes.rows
-    return Bucket(
+    return StepShape(
         kind=MIXED,
         rows=rows,
         tokens=rows + width,
-        logit_tokens=_logit_tokens(rows, decoder.config.vocab_size, decoder.engine_config),
+        logit_tokens=_logit_tokens(rows, decoder.target.vocab_size, decoder.engine_config),
     )
 
 
 def engine_buckets(
     decoder: AbstractDecoder, depths: Sequence[int], *, chooses_rows: bool = False
-) -> list[Bucket]:
+) -> list[StepShape]:
     """Returns every step that an engine may run.
 
     Args:
@@ -113,7 +113,7 @@ def engine_buckets(
     return bursts + prefills + [mixed_bucket(decoder, w) for w in (narrow, wide)]
 
 
-def sampled_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
+def sampled_buckets(buckets: Sequence[StepShape]) -> list[StepShape]:
     """Returns those to compile.
 
     Bursts with fewest and most rows, at K = 0 and at the largest K, but none of one row,
@@ -130,12 +130,12 @@ def sampled_buckets(buckets: Sequence[Bucket]) -> list[Bucket]:
     return chosen + mixed[-1:]
 
 
-def compile_bucket(decoder: AbstractDecoder, bucket: Bucket) -> BucketMemory:
+def compile_bucket(decoder: AbstractDecoder, bucket: StepShape) -> BucketMemory:
     """Compiles one step and returns what it needs."""
     return BucketMemory.of(bucket, compiled(decoder, bucket).memory_analysis())
 
 
-def compiled(decoder: AbstractDecoder, bucket: Bucket) -> jax.stages.Compiled:
+def compiled(decoder: AbstractDecoder, bucket: StepShape) -> jax.stages.Compiled:
     """Returns the executable of a bucket."""
     if bucket.kind == BURST:
         rows = bucket.rows if bucket.copied_rows else None
@@ -195,7 +195,7 @@ def compile_memory(
     chosen = sampled_buckets(buckets)
     done, total = 0, len(chosen) + (1 if is_few else 2)
 
-    def compile_one(decoder: AbstractDecoder, bucket: Bucket, why: str) -> BucketMemory:
+    def compile_one(decoder: AbstractDecoder, bucket: StepShape, why: str) -> BucketMemory:
         nonlocal done
         on_progress(f"compiling a {step_kind(bucket)}{why}", done, max(total, done + 1))
         done += 1
@@ -304,7 +304,7 @@ def never_below_smaller(memories: Sequence[BucketMemory]) -> list[BucketMemory]:
     return raised
 
 
-def _is_within(small: Bucket, large: Bucket) -> bool:
+def _is_within(small: StepShape, large: StepShape) -> bool:
     """Returns whether one step is another of no more rows, tokens and drafts."""
     sizes = lambda b: (
         b.rows,
@@ -319,7 +319,7 @@ def _is_within(small: Bucket, large: Bucket) -> bool:
 
 
 def _predicted(
-    bucket: Bucket,
+    bucket: StepShape,
     sample: BucketMemory | None,
     fit: WorkspaceFit,
     more_scratch: float,

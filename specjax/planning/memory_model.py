@@ -19,12 +19,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from specjax.config.gate import SpeculationGate, gate_tokens
 from specjax.planning.workspace_fit import (
     BURST,
     PREFILL,
     BucketMemory,
     combined_bytes,
-    nonnegative_least_squares,
+    fewest_nonnegative,
 )
 
 # Prefill bytes are proportional to tokens up to where they are above by more than this.
@@ -71,12 +72,12 @@ def fit_prefill(tokens: Sequence[int], bytes_used: Sequence[float]) -> PrefillCo
     order = np.argsort(size)
     size, used = size[order], used[order]
     straight = _straight_samples(size, used)
-    linear = float(nonnegative_least_squares(size[:straight, None], used[:straight])[0])
+    linear = float(fewest_nonnegative(size[:straight, None], used[:straight])[0])
     bend, quadratic = None, (0.0, 0.0)
     if straight < len(size):
         bend = int(size[straight - 1])
         above = np.stack([size, size * size], axis=1)[straight - 1 :]
-        found = nonnegative_least_squares(above, used[straight - 1 :])
+        found = fewest_nonnegative(above, used[straight - 1 :])
         quadratic = float(found[0]), float(found[1])
     fitted = PrefillCoefficients(linear, quadratic, bend)
     errors = [abs(fitted(t) / b - 1) for t, b in zip(size, used)]
@@ -86,7 +87,7 @@ def fit_prefill(tokens: Sequence[int], bytes_used: Sequence[float]) -> PrefillCo
 def _straight_samples(size: np.ndarray, used: np.ndarray) -> int:
     """Returns how many of the first samples a line through the origin does not fall short of."""
     for count in range(len(size), 1, -1):
-        line = nonnegative_least_squares(size[:count, None], used[:count])[0]
+        line = fewest_nonnegative(size[:count, None], used[:count])[0]
         if used[count - 1] <= (1 + BEND_TOLERANCE) * line * size[count - 1]:
             return count
     return 1
@@ -195,7 +196,7 @@ class MemoryPlan:
 
     def may_speculate(self, tokens: int) -> bool:
         """Returns whether a batch of so many tokens is light enough to speculate."""
-        return tokens <= self.gate_tokens
+        return not SpeculationGate(max_tokens=self.gate_tokens).closed_by(1, tokens)
 
     def rows_of_context(self, context: int, most_rows: int) -> int:
         """Returns how many rows of `context` tokens each fit within the weight limit.
@@ -311,11 +312,9 @@ def plan_memory(
             "page ends and the largest prefill ask for; raise it."
         )
     weight_limit = math.floor((1 - margin / 100) * limits.free_bytes)
-    gate = limits.speculation_weight_fraction * weight_limit / n1
-    if num_pages < limits.rows * limits.pages_per_row:
-        # Where prefills take much, or the user asked for few, pages run out before weight.
-        tokens = num_pages * limits.page_size
-        gate = min(gate, limits.speculation_weight_fraction * tokens)
+    has_all = num_pages >= limits.rows * limits.pages_per_row
+    pool_tokens = None if has_all else num_pages * limits.page_size
+    fraction = limits.speculation_weight_fraction
     return MemoryPlan(
         bytes_per_token=held,
         copied_per_token=copied_per_token,
@@ -327,7 +326,7 @@ def plan_memory(
         num_pages=num_pages,
         page_size=limits.page_size,
         tree_slots=limits.tree_slots,
-        gate_tokens=math.floor(gate * (1 + 1e-12)),
+        gate_tokens=gate_tokens(fraction, weight_limit / n1, pool_tokens),
         workspace_bytes=workspace,
         batch_safety_margin=margin,
         recommended_batch_safety_margin=recommended,

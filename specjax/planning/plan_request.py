@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from specjax import sharding
 from specjax.config.engine import EngineConfig
 from specjax.config.names import DEMO, DRAFTERS, MATCHING, NO_DRAFTER, suggestion
+from specjax.config.rules import Rule
 from specjax.config.speculation import MAX_DEPTH
 from specjax.configs import models
 from specjax.configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
+from specjax.decode.config import DecoderConfig
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
+from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import (
     DrafterSpec,
     HistoryDrafter,
@@ -66,7 +70,7 @@ class PlanRequest:
         one device) count.
       acceptance_rate: how often a draft token stands, assumed where K is chosen.
       rules, rule_options: that steps verify by, beyond equality.
-      max_drafts: most draft tokens that a step verifies; None is all.
+      max_drafts_per_shard: as in DecoderConfig.
       drafter_dtype: of the drafter's weights; None is that of the target and of the pages.
       chooses_rows: whether the policy chooses row buckets where the engine names none.
     """
@@ -82,7 +86,7 @@ class PlanRequest:
     acceptance_rate: float = 0.7
     rules: tuple[int, ...] = ()
     rule_options: RuleOptions = NO_OPTIONS
-    max_drafts: int | None = None
+    max_drafts_per_shard: int | None = None
     drafter_dtype: Any = None
     chooses_rows: bool = True
 
@@ -120,6 +124,30 @@ class PlanRequest:
         """Slots that a row's nodes take past its last token; 0 for chains."""
         answer = getattr(self.drafter, "tree_slots", lambda depth: 0)
         return answer(self.most_drafted)
+
+    def decoder_config(self, num_layers: int, num_pages: int) -> DecoderConfig:
+        """Returns what a decoder of the first layers of the target is compiled for."""
+        engine = self.engine
+        windows = self.target.layer_windows[:num_layers]
+        slots = self.max_context + self.tree_slots
+        return DecoderConfig(
+            target=dataclasses.replace(self.target, num_layers=num_layers, layer_windows=windows),
+            drafter=self.drafter,
+            sizes=Sizes(
+                rows=engine.max_rows,
+                page_size=engine.page_size,
+                num_pages=num_pages,
+                pages_per_row=-(-slots // engine.page_size),
+                burst_steps=engine.burst_steps,
+                tree_slots=self.tree_slots,
+                dtype=jnp.dtype(self.dtype),
+            ),
+            engine=engine,
+            rules=tuple(map(Rule, self.rules)),
+            rule_options=self.rule_options,
+            max_drafts_per_shard=self.max_drafts_per_shard,
+            mesh=self.device.mesh,
+        )
 
     @property
     def limits_memory(self) -> int | None:

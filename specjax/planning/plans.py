@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from pallas_kernels.implementations import lowered_for
 from specjax import sharding
 from specjax.config import batch_size_table
-from specjax.decode.sizes import Sizes
 from specjax.models.base import ModelConfig
 from specjax.paged import kv_cache
 from specjax.planning.abstract_decoder import AbstractDecoder, abstract_weights
@@ -38,7 +37,7 @@ TABLE_CONTEXT = 2048  # tokens that each row has where K is told by batch size a
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan:
+class FullPlan:
     """All figures; bytes are of one chip where a name does not say otherwise."""
 
     request: PlanRequest
@@ -120,10 +119,13 @@ class Plan:
         return work.intensity
 
 
+Plan = FullPlan  # its name until 0.1
+
+
 def make_plan(
     request: PlanRequest,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> Plan:
+) -> FullPlan:
     """Compiles a few steps from shapes and returns what follows from them.
 
     No weights are read and nothing is run.
@@ -186,7 +188,7 @@ def _least_step_bytes(request: PlanRequest, whole: AbstractDecoder) -> int:
     return max(inner, logits) // request.device.count
 
 
-def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) -> Plan:
+def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) -> FullPlan:
     device, engine = request.device, request.engine
     depths = range(request.most_drafted + 1)
     make = functools.partial(_decoder, request)
@@ -205,7 +207,7 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
     whole = make(layers, 1)
     weights, resident = whole.abstract_params, _resident_bytes(whole)
     memory, notes = _memory(request, target_c + drafter_c, compiled, resident)
-    return Plan(
+    return FullPlan(
         request=request,
         weights_bytes=sum(_bytes(leaf) for leaf in jax.tree.leaves(weights)),
         resident_bytes=resident,
@@ -234,29 +236,8 @@ def _context_notes(request: PlanRequest) -> list[str]:
 
 def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractDecoder:
     """Returns a decoder of the first layers of the target."""
-    engine = request.engine
-    windows = request.target.layer_windows[:num_layers]
-    target = dataclasses.replace(request.target, num_layers=num_layers, layer_windows=windows)
-    sizes = Sizes(
-        rows=engine.max_rows,
-        page_size=engine.page_size,
-        num_pages=num_pages,
-        pages_per_row=-(-(request.max_context + request.tree_slots) // engine.page_size),
-        burst_steps=engine.burst_steps,
-        tree_slots=request.tree_slots,
-        dtype=jnp.dtype(request.dtype),
-    )
-    return AbstractDecoder(
-        target,
-        request.drafter,
-        sizes,
-        engine,
-        rules=request.rules,
-        rule_options=request.rule_options,
-        max_drafts=request.max_drafts,
-        drafter_dtype=request.drafter_dtype,
-        mesh=request.device.mesh,
-    )
+    config = request.decoder_config(num_layers, num_pages)
+    return AbstractDecoder(config, drafter_dtype=request.drafter_dtype)
 
 
 def _page_bytes(request: PlanRequest) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from specjax.planning.workspace_fit import BURST, Bucket, BucketMemory
+from specjax.planning.workspace_fit import BURST, BucketMemory, StepShape
 
 PLAIN, SPECULATING = "plain burst", "speculating burst"
 
@@ -20,7 +20,7 @@ PLAIN, SPECULATING = "plain burst", "speculating burst"
 SMALL = 0.05
 
 
-def step_kind(bucket: Bucket) -> str:
+def step_kind(bucket: StepShape) -> str:
     """Returns which steps it copies alike with."""
     if bucket.kind != BURST:
         return bucket.kind

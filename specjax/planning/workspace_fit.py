@@ -28,7 +28,7 @@ FEATURE_TOLERANCE = 0.002
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bucket:
+class StepShape:
     """What a step is compiled for: its static sizes, of one shard."""
 
     kind: str  # BURST, PREFILL or MIXED
@@ -56,7 +56,7 @@ class Bucket:
 class BucketMemory:
     """What XLA's memory_analysis() says of a compiled bucket, in bytes of one chip."""
 
-    bucket: Bucket
+    bucket: StepShape
     argument_bytes: int
     output_bytes: int
     temp_bytes: int
@@ -64,7 +64,7 @@ class BucketMemory:
     code_bytes: int
 
     @classmethod
-    def of(cls, bucket: Bucket, analysis: object) -> BucketMemory:
+    def of(cls, bucket: StepShape, analysis: object) -> BucketMemory:
         """Reads the object that `jax.stages.Compiled.memory_analysis()` returns."""
         read = lambda name: int(getattr(analysis, f"{name}_size_in_bytes"))
         return cls(
@@ -85,6 +85,9 @@ class BucketMemory:
     def workspace_bytes(self) -> int:
         """What it needs beside its arguments."""
         return self.scratch_bytes + self.code_bytes
+
+
+Bucket = StepShape  # its name until 0.1
 
 
 def combined_bytes(memories: Sequence[BucketMemory]) -> int:
@@ -165,11 +168,13 @@ def fit_lines(
     return _raised(best, features, wanted)
 
 
-def nonnegative_least_squares(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Returns the coefficients, none below 0, with the least relative squares.
+def fewest_nonnegative(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """Returns coefficients, none below 0, of the fewest features that meet the samples.
 
-    By trying every subset of the features, of which there are few. Of subsets that meet
-    the samples equally well (FEATURE_TOLERANCE) the smallest is taken.
+    Every subset of the features is fitted by relative least squares, of which there are few.
+    The smallest that misses no sample by more than FEATURE_TOLERANCE is taken, else the one
+    whose largest miss is least. Plain non-negative least squares (`specjax.least_squares`)
+    says something else: it takes whatever features lower the sum of squares.
 
     Args:
       features: f64[samples, n].
@@ -218,7 +223,7 @@ def _at_bend(lines: tuple[Line, ...], bend: float, following: float) -> tuple[Li
 
 
 def _line(features: np.ndarray, targets: np.ndarray) -> Line:
-    found = nonnegative_least_squares(features, targets)
+    found = fewest_nonnegative(features, targets)
     first, last = float(features[0, 0]), float(features[-1, 0])
     return Line(first, last, tuple(map(float, found)))
 
@@ -261,7 +266,7 @@ class WorkspaceFit:
     code_bytes: dict[str, int]
     error: float
 
-    def scratch(self, bucket: Bucket) -> float:
+    def scratch(self, bucket: StepShape) -> float:
         """Returns bytes without code."""
         head = self.head(_head_sizes(bucket)) if self.head else 0.0
         body = self.body(_body_sizes(bucket)) if self.body else 0.0
@@ -271,7 +276,7 @@ class WorkspaceFit:
             return body if self.body else head
         return max(head, body) + self.beside
 
-    def __call__(self, bucket: Bucket) -> float:
+    def __call__(self, bucket: StepShape) -> float:
         """Returns the bytes that a bucket needs beside its arguments."""
         most = max(self.code_bytes.values(), default=0)
         return self.scratch(bucket) + self.code_bytes.get(bucket.kind, most)
@@ -303,7 +308,7 @@ def fit_workspaces(
 
 def _fit_kind(
     samples: Sequence[BucketMemory],
-    sizes: Callable[[Bucket], tuple[float, ...]],
+    sizes: Callable[[StepShape], tuple[float, ...]],
     known_bend: float | None,
 ) -> Lines | None:
     if not samples:
@@ -312,7 +317,7 @@ def _fit_kind(
     return fit_lines([sizes(s.bucket) for s in samples], wanted, known_bend=known_bend)
 
 
-def _head_sizes(bucket: Bucket) -> tuple[float, ...]:
+def _head_sizes(bucket: StepShape) -> tuple[float, ...]:
     return (
         bucket.logit_tokens,
         bucket.rows,
@@ -322,7 +327,7 @@ def _head_sizes(bucket: Bucket) -> tuple[float, ...]:
     )
 
 
-def _body_sizes(bucket: Bucket) -> tuple[float, ...]:
+def _body_sizes(bucket: StepShape) -> tuple[float, ...]:
     # A single prompt is laid out otherwise than several: more per token in small models.
     alone = bucket.tokens if bucket.rows == 1 else 0
     if bucket.kind == MIXED:

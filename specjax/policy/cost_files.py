@@ -41,17 +41,17 @@ def key_of(decoder: Decoder) -> dict[str, Any]:
     context.
     """
     device = jax.devices()[0]
-    mesh = decoder.mesh
-    sizes = decoder.sizes
+    config = decoder.config
+    mesh, sizes = config.mesh, config.sizes
     described = repr(
         (
-            decoder.config,
-            _described(decoder.drafter),
-            decoder.rules,
-            decoder.max_drafts,
-            decoder.engine_config.numerics,
-            decoder.engine_config.max_logprobs,
-            decoder.engine_config.logit_bytes,
+            config.target,
+            _described(config.drafter),
+            tuple(map(int, config.rules)),
+            config.max_drafts_per_shard,
+            config.engine.numerics,
+            config.engine.max_logprobs,
+            config.engine.logit_bytes,
         )
     )
     kind = device.device_kind

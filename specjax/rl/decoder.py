@@ -21,7 +21,7 @@ from specjax.api.assemble import Setup
 from specjax.api.requests import token_ids
 from specjax.config.checks import is_int
 from specjax.config.engine import EngineConfig
-from specjax.config.rules import LOSSY_RULES, VERIFICATION_RULES
+from specjax.config.rules import LOSSY_RULES, Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.loop import Loop
@@ -61,7 +61,7 @@ class RolloutDecoder:
         self._loop: Loop | None = None
         self._leaves: tuple[weakref.ref, ...] = ()  # of the weights of the last rollout
         # Of verification, by its number: see types.
-        self.rule = VERIFICATION_RULES.index(setup.speculation.verification)
+        self.rule = Rule.of(setup.speculation.verification)
         self._lengths: collections.OrderedDict[int, float] = collections.OrderedDict()
         # Answers of other runs, until there is a loop that can be told.
         self._told: collections.deque[tuple[list[int], list[int]]]
@@ -258,11 +258,10 @@ class RolloutDecoder:
         # With weights only while memory is looked at: what is kept must not hold them.
         engine = setup.with_reported_memory().engine
         setup = dataclasses.replace(self._setup, engine=engine)
-        setup = setup.for_run([self.rule], self._policy)
-        return setup.loop(
-            setup.standing_sizes(),
+        run = setup.for_run([self.rule], self._policy)
+        return run.loop(
+            run.standing_sizes(),
             [self.rule],
-            self._policy,
             on_progress=lambda what, done, total: None,
             params=DecoderParams(None),
         )

@@ -51,18 +51,8 @@ def uniforms(seeds: Array, positions: Array, role: int | Array, count: int) -> A
     return counter_noise.open_unit(random_bits(token_keys(seeds, positions, role), count))
 
 
-def exponential_noise(keys: Array, token_ids: int | Array) -> Array:
-    """Returns exponential draws f32[num_tokens, n], positive and finite.
-
-    Args:
-      keys: u32[num_tokens, 2], from `token_keys`.
-      token_ids: a vocabulary size, or the ids as for `random_bits`.
-    """
-    return counter_noise.exponential(random_bits(keys, token_ids))
-
-
 def gumbel_noise(keys: Array, token_ids: int | Array) -> Array:
-    """Returns standard Gumbel draws f32[num_tokens, n], finite; -log of the exponential ones."""
+    """Returns standard Gumbel draws f32[num_tokens, n], finite."""
     return counter_noise.gumbel(random_bits(keys, token_ids))
 
 

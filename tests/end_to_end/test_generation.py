@@ -23,7 +23,7 @@ import specjax
 from specjax.api.generation import Stream
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
-from specjax.decode.decoder import build_decoder
+from specjax.decode.decoder import shared_decoder
 from specjax.drafters.loading import LoadedDrafter
 from specjax.text.tokenization import Tokenizer
 
@@ -511,7 +511,7 @@ EVERY_FEATURE = [
 )
 def test_one_trace_per_executable(target, draft, num_prompts, longest):
     """In each bucket, over batches, lengths, features, seeds and weights."""
-    build_decoder.cache_clear()
+    shared_decoder.cache_clear()
     rng = np.random.default_rng(2)
     other = jax.tree.map(lambda leaf: leaf * 1.01, target.params)
     other = dataclasses.replace(target, params=other)
@@ -530,7 +530,7 @@ def test_one_trace_per_executable(target, draft, num_prompts, longest):
             )
             assert {c.error for c in stream.result()} == {None}
             # With the drafter, and what runs K = 0.
-            assert build_decoder.cache_info().currsize == 2
+            assert shared_decoder.cache_info().currsize == 2
     rows = min(max(num_prompts), ENGINE.max_rows)
     decoder = stream._loop.decoder
     assert set(decoder.plain.traces) <= {("burst", 0)}
@@ -546,7 +546,7 @@ def test_one_trace_per_executable(target, draft, num_prompts, longest):
 
 
 def test_progress_is_told(target):
-    build_decoder.cache_clear()
+    shared_decoder.cache_clear()
     reports = []
     generate(
         target,

@@ -23,6 +23,7 @@ from scipy import stats
 from specjax.bench.fixed_batch import begin
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
+from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.decode.step import step
@@ -138,7 +139,11 @@ class Sampler:
         )
         is_model = isinstance(spec, ModelDrafter)
         by_law = sorted(set(rules) - {SEEDED, DELTA})
-        self.decoder = Decoder(target.config, spec, sizes, ENGINE, rules=tuple(by_law))
+        self.decoder = Decoder(
+            DecoderConfig(
+                target=target.config, drafter=spec, sizes=sizes, engine=ENGINE, rules=tuple(by_law)
+            )
+        )
         self.params = DecoderParams(target.params, draft.params if is_model else ())
         # Room behind the tokens that are looked at, or the end would cut the trees.
         max_length = len(PROMPT) + NUM_TOKENS + 12

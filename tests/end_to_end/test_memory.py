@@ -9,7 +9,7 @@ import pytest
 import specjax
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
-from specjax.planning.workspace_fit import Bucket, BucketMemory, combined_bytes
+from specjax.planning.workspace_fit import BucketMemory, StepShape, combined_bytes
 
 pytestmark = pytest.mark.full
 
@@ -29,7 +29,7 @@ def bytes_of(tree):
 
 def run_memory(run):
     """Returns what XLA says of an executable; which one is no matter."""
-    any_bucket = Bucket(kind="burst", rows=1, tokens=1)
+    any_bucket = StepShape(kind="burst", rows=1, tokens=1)
     return BucketMemory.of(any_bucket, run.memory_analysis())
 
 
@@ -65,7 +65,7 @@ def test_all_that_an_engine_takes_lies_within_its_bytes(target, draft, tight):
         # Fewer than rows can have: it is memory that bounds them.
         assert plan.num_pages < ENGINE.max_rows * ENGINE.max_context // 8
         steps = [run_memory(run) for run in decoder._executables.values()]
-        held = bytes_of([engine._loop.params, engine._loop._state])
+        held = bytes_of([engine._loop.params, engine._loop._run.device_state])
         assert held + combined_bytes(steps) <= tight.memory_bytes
         decisions = engine.stats.decisions
     assert [texts[i] for i in ids] == plain

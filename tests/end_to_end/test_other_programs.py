@@ -15,6 +15,7 @@ from helpers import ENGINE, tiny_llama_config
 
 import specjax
 from specjax import SamplingParams
+from specjax.decode.config import DecoderConfig
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import HistoryDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.engine.faults import LostWeights
@@ -123,8 +124,9 @@ DRAFTERS = [
 def lowered_burst(drafter):
     """Returns the text of a step, and the shapes and dtypes of its state."""
     sizes = Sizes(rows=2, page_size=8, num_pages=8, pages_per_row=4, burst_steps=4)
-    arguments = tiny_llama_config(), drafter, sizes, ENGINE
-    decoder = AbstractDecoder(*arguments)
+    decoder = AbstractDecoder(
+        DecoderConfig(target=tiny_llama_config(), drafter=drafter, sizes=sizes, engine=ENGINE)
+    )
     state = decoder.abstract_state
     (lowered,) = decoder.burst(
         decoder.abstract_params,

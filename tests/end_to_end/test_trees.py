@@ -15,7 +15,7 @@ from specjax.api.generation import Stream
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 from specjax.decode import commit
-from specjax.decode.decoder import build_decoder
+from specjax.decode.decoder import shared_decoder
 from specjax.models.architectures import architecture_of
 from specjax.models.layers import dense_causal_attention
 from specjax.paged import kv_cache
@@ -233,7 +233,7 @@ def test_caches_hold_the_accepted_path_in_order(target, prompts, verification, m
 
     monkeypatch.setattr(commit, "move_kv", counting)
     # Nothing compiled before or after may be shared.
-    build_decoder.cache_clear()
+    shared_decoder.cache_clear()
     draft = first_layer(target)
     params = dataclasses.replace(EVERYTHING, logprobs=None, max_tokens=60)
     stream = Stream(
@@ -245,7 +245,7 @@ def test_caches_hold_the_accepted_path_in_order(target, prompts, verification, m
         speculative_config=config_of((3, 2, 1), verification=verification),
     )
     (completion,) = stream.result()
-    build_decoder.cache_clear()
+    shared_decoder.cache_clear()
     jax.effects_barrier()
     assert completion.acceptance.num_accepted > 5
     # Accepted nodes that did not already lie where a chain's would.

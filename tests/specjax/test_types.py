@@ -6,7 +6,7 @@ import pytest
 
 from specjax import types
 from specjax.config.rules import VERIFICATION_RULES
-from specjax.types import Plan, Proposal, lay_out
+from specjax.types import BurstPlan, Proposal, lay_out
 
 NUM_TOKENS = 12
 
@@ -56,7 +56,7 @@ def test_pytrees_keep_their_fields():
     doubled = jax.tree.map(lambda leaf: 2 * leaf, proposal)
     assert doubled.num_tokens.tolist() == [2, 2]
     assert doubled.probs is None
-    plan = Plan(
+    plan = BurstPlan(
         num_steps=3,
         stop_when_finished=True,
         activate=(False, True),

@@ -12,16 +12,16 @@ from jax.sharding import Mesh
 import specjax
 from specjax.api.assemble import FEWER_PAGES, GREEDY, SAMPLED, Setup, forget_speed
 from specjax.config.engine import EngineConfig
-from specjax.config.rules import VERIFICATION_RULES
+from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
-from specjax.decode.bucket import Bucket as StepBucket
+from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import Decoder
 from specjax.planning import compiled_memory, plans
 from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.compiled_memory import burst_bucket, compile_bucket
 from specjax.planning.device_memory import bytes_on
 from specjax.planning.memory_model import MemoryLimits, plan_memory
-from specjax.planning.workspace_fit import BURST, Bucket, BucketMemory
+from specjax.planning.workspace_fit import BURST, BucketMemory, StepShape
 from specjax.policy import cost_files
 from specjax.policy.goodput import Goodput
 from specjax.policy.interface import Fixed
@@ -46,7 +46,7 @@ def loop_of(setup, monkeypatch, *, most_pages, message="RESOURCE_EXHAUSTED: 9 GB
         return init(decoder, **options)
 
     monkeypatch.setattr(Decoder, "init", init_if_there_is_room)
-    return setup.loop(setup.standing_sizes(), [], None, on_progress=lambda *report: None)
+    return setup.for_run([]).loop(setup.standing_sizes(), [], on_progress=lambda *report: None)
 
 
 def test_pages_that_do_not_fit_become_fewer(setup, monkeypatch):
@@ -64,7 +64,7 @@ def memory_plan(num_pages):
         free_bytes=10**9, page_size=16, rows=32, max_context=64, num_pages=num_pages
     )
     step = BucketMemory(
-        bucket=Bucket(kind=BURST, rows=32, tokens=32),
+        bucket=StepShape(kind=BURST, rows=32, tokens=32),
         argument_bytes=0,
         output_bytes=0,
         temp_bytes=10**6,
@@ -81,7 +81,7 @@ def test_fewer_pages_close_the_gate_earlier(setup, monkeypatch):
     with pytest.warns(UserWarning, match="pages do not fit"):
         loop = loop_of(setup, monkeypatch, most_pages=60)
     assert loop.scheduler.pools[0].num_pages == 56
-    assert loop.gate_tokens == int(0.75 * 56 * 16)
+    assert loop.gate.max_tokens == int(0.75 * 56 * 16)
 
 
 def test_too_few_for_one_request_are_not_tried(setup, monkeypatch):
@@ -122,10 +122,10 @@ def test_what_steps_verify_by_is_planned_for(requests):
     )
     assert setup.for_run([SEEDED, BLOCK]).memory is not None
     assert requests[0].rules == (BLOCK,)
-    assert requests[0].max_drafts == 4
+    assert requests[0].max_drafts_per_shard == 4
     decoder = plans._decoder(requests[0], 1, 64)
-    assert decoder.rules == (BLOCK,)
-    assert decoder.max_drafts == 4
+    assert decoder.config.rules == (BLOCK,)
+    assert decoder.config.max_drafts_per_shard == 4
     assert setup.for_run([SEEDED]).memory is not None
     assert requests[1].rules == ()
 
@@ -154,7 +154,7 @@ def test_row_buckets_are_planned_where_the_policy_chooses_them(
         speculative_config={"num_speculative_tokens": 2, **speculation},
         engine=EngineConfig(memory_bytes=10**9),
     )
-    rule = VERIFICATION_RULES.index(setup.speculation.verification)
+    rule = Rule.of(setup.speculation.verification)
     setup = setup.for_run([rule], policy)
     assert setup.memory is not None
     assert requests[0].chooses_rows == expected
@@ -171,7 +171,7 @@ def test_bytes_for_pages_that_were_asked_for_are_not_exceeded(monkeypatch, asked
     monkeypatch.setattr(Setup, "memory", memory_plan(NUM_PAGES))
     sizes = setup.standing_sizes()
     assert sizes.num_pages == expected
-    assert setup._gate_tokens(sizes) == int(0.75 * expected * 16)
+    assert setup.for_run([])._gate(sizes).max_tokens == int(0.75 * expected * 16)
 
 
 def test_without_a_plan_pages_take_a_gibibyte_at_most():
@@ -351,18 +351,10 @@ def test_steps_are_planned_with_the_rules_that_they_verify_by(verification, more
         speculative_config=more,
         engine=EngineConfig(memory_bytes=10**9, max_rows=4, row_buckets=(), max_context=64),
     )
-    rules = [VERIFICATION_RULES.index(verification)]
+    rules = [Rule.of(verification)]
     setup = setup.for_run(rules)
     real = setup.decoder(setup.standing_sizes(), rules)
-    alike = AbstractDecoder(
-        real.config,
-        real.drafter,
-        real.sizes,
-        real.engine_config,
-        rules=real.rules,
-        rule_options=real.rule_options,
-        max_drafts=real.max_drafts,
-    )
+    alike = AbstractDecoder(real.config)
     needed = compile_bucket(alike, burst_bucket(alike, 3)).workspace_bytes
     assert setup.memory is not None
     assert needed <= setup.memory.workspace_bytes <= 1.02 * needed
@@ -381,7 +373,7 @@ def test_what_other_kinds_of_sampling_learned_stays_in_the_file(monkeypatch, tmp
         decoder = own.decoder(own.standing_sizes(), [0])
         policy = own.policy(decoder)
         assert isinstance(policy, Goodput)
-        policy.costs.observe(StepBucket(1, 0), 10, 1e-3)
+        policy.costs.observe(Bucket(1, 0), 10, 1e-3)
         policy.ledger.routine_s = 0.25
         own.keep(types.SimpleNamespace(policy=policy, decoder=decoder))
     kept = cost_files.Known(StepCosts())
@@ -400,7 +392,7 @@ def test_drafts_asked_for_in_vain_are_known_to_the_next_call():
     decoder = setup.decoder(setup.standing_sizes(), [0])
     policy = setup.policy(decoder)
     assert isinstance(policy, Goodput)
-    policy.costs.observe(StepBucket(1, 2), 10, 1e-3)
+    policy.costs.observe(Bucket(1, 2), 10, 1e-3)
     ones, zeros = np.ones((32, 1), int), np.zeros((32, 1), int)
     policy.survival.observe(np.zeros(1), ones, zeros, zeros, zeros, np.full(1, 2))
     assert policy.survival.num_trials == 0

@@ -20,7 +20,7 @@ def mesh_of(name):
 
 @pytest.mark.parametrize("num_pages", [100, 75, 50, 200])
 def test_fewer_pages_than_planned_hold_fewer_tokens(monkeypatch, num_pages):
-    setup = Setup.of(tiny_llama(0), engine=EngineConfig(memory_bytes=10**9))
+    setup = Setup.of(tiny_llama(0), engine=EngineConfig(memory_bytes=10**9)).for_run([])
     plan = memory_plan(100)
     monkeypatch.setattr(Setup, "memory", plan)
     sizes = dataclasses.replace(setup.standing_sizes(), num_pages=num_pages)
@@ -30,13 +30,13 @@ def test_fewer_pages_than_planned_hold_fewer_tokens(monkeypatch, num_pages):
 
 def test_who_says_how_many_pages_has_the_last_word(monkeypatch):
     engine = EngineConfig(memory_bytes=10**9, num_pages=50)
-    setup = Setup.of(tiny_llama(0), engine=engine)
+    setup = Setup.of(tiny_llama(0), engine=engine).for_run([])
     monkeypatch.setattr(Setup, "memory", memory_plan(100))
     assert setup._most_tokens(setup.standing_sizes()) is None
 
 
 def test_fewer_pages_are_as_many_on_every_shard():
-    setup = Setup.of(tiny_llama(0), engine=ENGINE, mesh=mesh_of("data"))
+    setup = Setup.of(tiny_llama(0), engine=ENGINE, mesh=mesh_of("data")).for_run([])
     sizes = dataclasses.replace(setup.standing_sizes(), num_pages=100, pages_per_row=4)
     with pytest.warns(UserWarning, match="100 pages do not fit .*with 74"):
         fewer = setup._fewer_pages(sizes)
@@ -79,7 +79,7 @@ def test_each_shard_verifies_its_part_of_the_drafts(most, axis, rows, expected):
         speculative_config={"max_drafts_per_step": most},
         mesh=mesh_of(axis),
     )
-    assert setup._max_drafts(rows) == expected
+    assert setup._max_drafts_per_shard(rows) == expected
 
 
 def test_fewer_drafts_than_shards_are_refused():
@@ -91,4 +91,4 @@ def test_fewer_drafts_than_shards_are_refused():
         mesh=mesh_of("data"),
     )
     with pytest.raises(ValueError, match="below the mesh's 2 data shards"):
-        setup._max_drafts(8)
+        setup._max_drafts_per_shard(8)

@@ -6,7 +6,7 @@ import pytest
 
 from specjax.api.generation import GenerationStats
 from specjax.cli import json_document, terminal
-from specjax.engine.request import AcceptanceCounts, Piece
+from specjax.engine.request import AcceptanceCounts, TextPiece
 
 
 class Terminal(io.StringIO):
@@ -51,7 +51,7 @@ def test_accepted_drafts_are_told_apart():
     stream = Terminal()
     writer = terminal.TextWriter(stream, has_color=True)
     writer.prompt("a")
-    writer.pieces([Piece("b", True), Piece("c", True), Piece("d", False)])
+    writer.pieces([TextPiece("b", True), TextPiece("c", True), TextPiece("d", False)])
     writer.end()
     assert stream.getvalue() == "\x1b[2ma\x1b[0m\x1b[32mbc\x1b[0md\n"
 
@@ -60,7 +60,7 @@ def test_plain_text_in_a_file():
     stream = io.StringIO()
     writer = terminal.TextWriter(stream, has_color=False)
     assert not writer.shows_prompts
-    writer.pieces([Piece("b", True), Piece("c\n", False)])
+    writer.pieces([TextPiece("b", True), TextPiece("c\n", False)])
     writer.end()
     assert stream.getvalue() == "bc\n"
 
@@ -68,7 +68,7 @@ def test_plain_text_in_a_file():
 def test_terminal_does_not_obey_the_model():
     stream = Terminal()
     writer = terminal.TextWriter(stream, has_color=False)
-    writer.pieces([Piece("a\x1b[2Jb\tc\n", False)])
+    writer.pieces([TextPiece("a\x1b[2Jb\tc\n", False)])
     assert stream.getvalue() == "a\N{REPLACEMENT CHARACTER}[2Jb\tc\n"
 
 

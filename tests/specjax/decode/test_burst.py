@@ -9,6 +9,7 @@ from helpers import tiny_llama
 from specjax.bench.fixed_batch import begin, plan_for_all
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
+from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import NoDrafter
@@ -24,7 +25,9 @@ SIZES = Sizes(rows=2, page_size=16, num_pages=2, pages_per_row=1, burst_steps=MA
 @pytest.fixture(scope="module")
 def decoder_and_model():
     model = tiny_llama(0, vocab_size=11, num_layers=1)
-    return Decoder(model.config, NoDrafter(), SIZES, ENGINE), model
+    return Decoder(
+        DecoderConfig(target=model.config, drafter=NoDrafter(), sizes=SIZES, engine=ENGINE)
+    ), model
 
 
 def request_of(row, max_tokens):

@@ -8,6 +8,7 @@ import pytest
 from helpers import tiny_llama_config
 
 from specjax.config.engine import EngineConfig
+from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.draft import draft
 from specjax.decode.sizes import Sizes
@@ -45,7 +46,11 @@ def proposing(**fields):
 @pytest.fixture(scope="module")
 def state():
     sizes = Sizes(rows=ROWS, page_size=8, num_pages=8, pages_per_row=4, burst_steps=1)
-    decoder = Decoder(tiny_llama_config(), NoDrafter(), sizes, EngineConfig())
+    decoder = Decoder(
+        DecoderConfig(
+            target=tiny_llama_config(), drafter=NoDrafter(), sizes=sizes, engine=EngineConfig()
+        )
+    )
     return decoder.init()
 
 

@@ -12,6 +12,7 @@ from helpers import tiny_llama
 from specjax.bench.fixed_batch import begin
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
+from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.draft import draft
 from specjax.decode.sizes import Sizes
@@ -33,7 +34,16 @@ def proposal_of(name, rule):
     model = tiny_llama(0, vocab_size=VOCAB, num_layers=1)
     spec = ModelDrafter(model.config, SHAPES[name])
     sizes = Sizes(rows=ROWS, page_size=16, num_pages=ROWS, pages_per_row=1, burst_steps=1)
-    decoder = Decoder(model.config, spec, sizes, ENGINE, rules=(REJECTION,), max_drafts=8)
+    decoder = Decoder(
+        DecoderConfig(
+            target=model.config,
+            drafter=spec,
+            sizes=sizes,
+            engine=ENGINE,
+            rules=(REJECTION,),
+            max_drafts_per_shard=8,
+        )
+    )
     params = SamplingParams(temperature=1, max_tokens=9)
     requests = [
         Request(

@@ -16,6 +16,7 @@ from pallas_kernels import layout
 from specjax.bench.fixed_batch import begin
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
+from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.draft import draft
 from specjax.decode.sizes import Sizes
@@ -80,7 +81,14 @@ def request_of(row):
 def drafted(name):
     """Returns the state after a step's drafting, and the draft."""
     sizes = Sizes(rows=ROWS, page_size=ROOM, num_pages=ROWS, pages_per_row=1, burst_steps=1)
-    decoder = Decoder(MODEL.config, ModelDrafter(MODEL.config, SHAPES[name]), sizes, ENGINE)
+    decoder = Decoder(
+        DecoderConfig(
+            target=MODEL.config,
+            drafter=ModelDrafter(MODEL.config, SHAPES[name]),
+            sizes=sizes,
+            engine=ENGINE,
+        )
+    )
     weights = DecoderParams(MODEL.params, MODEL.params)
     state = begin(decoder, weights, list(map(request_of, range(ROWS))))
     state = dataclasses.replace(state, is_active=jnp.ones(ROWS, bool))

@@ -104,10 +104,13 @@ class FakeDecoder:
         self._feed(plan.block_table, row_ids, counts, max_tokens_per_row)
         return self._next(state), *result
 
-    def is_compiled(self, bucket):
+    def signature(self, params, state):
+        return ()
+
+    def is_compiled(self, bucket, signature):
         return True
 
-    def is_coming(self, bucket):
+    def is_coming(self, bucket, signature):
         return False
 
     def read_s(self, params, state, bucket):

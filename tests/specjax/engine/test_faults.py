@@ -152,7 +152,7 @@ def test_a_device_error_once_the_drafter_is_off_ends_the_requests():
     with pytest.raises(jax.errors.JaxRuntimeError, match="it broke"):
         finish(engine, requests)
     assert [request.finish_reason for request in requests] == ["error"] * 2
-    assert isinstance(engine._state.drafter, TurnedOff)
+    assert isinstance(engine._run.device_state.drafter, TurnedOff)
 
 
 def test_a_k_that_does_not_fit_is_dropped():
@@ -209,8 +209,8 @@ def test_pages_after_a_burst_that_was_not_sent():
     with pytest.warns(UserWarning, match="K = 3"):
         engine.step()
     check(engine)
-    assert len(engine._flights) == 1
-    assert engine._flights[0].growth == 5
+    assert len(engine._run.flights) == 1
+    assert engine._run.flights[0].growth == 5
     finish(engine, requests)
 
 
@@ -317,14 +317,14 @@ def test_a_request_that_ended_as_a_step_failed_is_told_of_and_not_run_again(monk
     """Before or after its row was released."""
     decoder = FaultyDecoder(rows=2)
     engine, (short, long) = start(decoder, [3, 40], policy=Fixed(0))
-    work, moved = getattr(engine, where), []
+    work, moved = getattr(engine._reader, where), []
 
     def fail(*arguments):
         if short.is_finished and not moved:
             raise jax.errors.JaxRuntimeError("INTERNAL: it broke")
         work(*arguments)
 
-    monkeypatch.setattr(engine, where, fail)
+    monkeypatch.setattr(engine._reader, where, fail)
     while not short.is_finished:
         with warnings.catch_warnings(action="ignore"):  # the drafter is turned off
             moved += engine.step()
@@ -341,8 +341,8 @@ def test_nobody_keeps_the_deadlines_of_requests_that_are_over():
     for request in requests:
         engine.add(request)
     finish(engine, requests)
-    assert not engine._deadlines
+    assert not engine._run.deadlines
     waits = make_request(9, [9], 5, deadline=1e12)
     engine.add(waits)
     assert engine.abort(waits)
-    assert not engine._deadlines
+    assert not engine._run.deadlines

@@ -49,10 +49,13 @@ class IdleDecoder:
     def prefill(self, *arguments, **sizes):
         return self, 0
 
-    def is_compiled(self, bucket):
+    def signature(self, params, state):
+        return ()
+
+    def is_compiled(self, bucket, signature):
         return True
 
-    def is_coming(self, bucket):
+    def is_coming(self, bucket, signature):
         return False
 
     def read_s(self, params, state, bucket):
@@ -106,7 +109,7 @@ def seconds():
         goodput.survival._by_request.set(numbers, trials)
         while loop.scheduler.num_to_prefill:
             loop._send(None)
-        assert not loop._flights
+        assert not loop._run.flights
     least = dict.fromkeys([*loops, "loop"], float("inf"))
     begun_at, rounds = time.perf_counter(), 0
     # Where the machine is busy it takes a while until nothing else is in the way.
@@ -121,7 +124,7 @@ def seconds():
             loop._admit()
             loop._send(None)  # pages for 32 steps more for each row
             least[num_waiting] = min(least[num_waiting], time.thread_time() - start)
-            flight = loop._flights.pop()
+            flight = loop._run.flights.pop()
             loop.scheduler.land(flight.own, flight.growth, flight.least)
             for row in flight.rows:
                 loop.scheduler.shrink(row)

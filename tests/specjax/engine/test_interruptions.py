@@ -4,11 +4,12 @@ import types
 
 import pytest
 from fake_decoder import FakeDecoder
-from test_loop import finish, make_request, start
+from test_loop import finish, make_request, set_clock, start
 from test_memory_gate import SmallDevice
 
-from specjax.engine import loop, timing
-from specjax.engine.loop import MOST_STALE, Loop
+from specjax.config.gate import SpeculationGate
+from specjax.engine.deadlines import MOST_STALE
+from specjax.engine.loop import Loop
 from specjax.policy.interface import Fixed
 from specjax.types import INVALID_LOGITS, DecoderParams
 
@@ -25,8 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(loop, "time", clock)
-    monkeypatch.setattr(timing, "time", clock)
+    set_clock(monkeypatch, clock)
     return clock
 
 
@@ -83,7 +83,7 @@ def test_deadlines_hold_after_those_of_ended_requests_were_dropped(clock):
             engine.abort(request)
     late = make_request(99, [99], 200, deadline=200.0)
     engine.add(late)
-    assert len(engine._deadlines) == len(left) + 1
+    assert len(engine._run.deadlines) == len(left) + 1
     clock.now_s = 100.0
     engine.step()
     assert {request.finish_reason for request in left} == {"deadline"}
@@ -141,7 +141,9 @@ def test_the_gate_on_the_worst_case_counts_tokens_that_are_still_to_come():
     depths = {}
     for gate in ("worst_case", "current"):
         decoder = FakeDecoder(rows=1, num_pages=64, gate=gate)
-        engine, requests = start(decoder, [100], policy=Fixed(3), gate_tokens=60)
+        engine, requests = start(
+            decoder, [100], policy=Fixed(3), gate=SpeculationGate(max_tokens=60)
+        )
         finish(engine, requests)
         depths[gate] = {depth for depth, _ in decoder.bursts}
     assert depths == {"worst_case": {0}, "current": {0, 3}}
@@ -160,7 +162,9 @@ def test_pages_are_forgotten_with_the_weights_that_filled_them(is_new):
 
 def test_more_rows_than_may_speculate_do_not():
     decoder = FakeDecoder(rows=3)
-    engine, requests = start(decoder, [5, 30, 60], policy=Fixed(2), speculation_max_rows=2)
+    engine, requests = start(
+        decoder, [5, 30, 60], policy=Fixed(2), gate=SpeculationGate(max_rows=2)
+    )
     finish(engine, requests)
     reasons = {
         record.num_rows: (record.num_speculative_tokens, record.reason) for record in engine.records

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from fake_decoder import PAGE_SIZE, FakeDecoder, continuation
 
+from specjax.config.gate import SpeculationGate
 from specjax.config.sampling import SamplingParams
 from specjax.decode.bucket import Bucket
-from specjax.engine import loop, timing
+from specjax.engine import burst_choice, deadlines, loop, sending, timing
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
 from specjax.policy.interface import Fixed
@@ -30,6 +31,12 @@ def make_request(index, prompt, output, *, draft_cap=9, **fields):
         sampling_values={"prompt_lengths": len(prompt)},
         **fields,
     )
+
+
+def set_clock(monkeypatch, clock):
+    """Has all parts of a loop read the time from `clock.perf_counter`."""
+    for module in (loop, deadlines, sending, timing):
+        monkeypatch.setattr(module, "time", clock)
 
 
 def start(decoder, outputs, *, prompts=None, policy=None, draft_caps=None, **arguments):
@@ -61,7 +68,7 @@ def check(engine):
     engine.scheduler.check()
     table = engine.scheduler.table
     for row in engine.scheduler.occupied:
-        flying = [flight for flight in engine._flights if row in flight.rows]
+        flying = [flight for flight in engine._run.flights if row in flight.rows]
         assert table.flying_most[row.index] == sum(f.growth for f in flying)
         assert table.flying_least[row.index] == sum(f.least for f in flying)
         slots = table.most[row.index] + engine.decoder.sizes.tree_slots
@@ -329,8 +336,7 @@ def test_a_waiting_request_can_be_aborted():
 def test_deadlines(monkeypatch):
     decoder = FakeDecoder(rows=1)
     clock = types.SimpleNamespace(perf_counter=lambda: decoder.now_s)
-    monkeypatch.setattr(loop, "time", clock)
-    monkeypatch.setattr(timing, "time", clock)
+    set_clock(monkeypatch, clock)
     engine = Loop(decoder, DecoderParams(None), Fixed(0))
     requests = [
         make_request(1, [1], 40, deadline=12.0),
@@ -353,8 +359,7 @@ def test_deadlines(monkeypatch):
 def test_the_policy_sees_the_load_and_what_came_of_it(monkeypatch):
     decoder = FakeDecoder(rows=2)
     clock = types.SimpleNamespace(perf_counter=lambda: decoder.now_s)
-    monkeypatch.setattr(loop, "time", clock)
-    monkeypatch.setattr(timing, "time", clock)
+    set_clock(monkeypatch, clock)
     loads, outcomes = [], []
     policy = types.SimpleNamespace(
         max_speculative_tokens=1,
@@ -370,7 +375,7 @@ def test_the_policy_sees_the_load_and_what_came_of_it(monkeypatch):
     assert last.num_waiting == 0
     # Who waits takes the place of who ends: then it does not matter when rows do.
     assert len(first.tokens_left) == 0
-    assert first.num_steps_left == loop.ENDLESS
+    assert first.num_steps_left == burst_choice.ENDLESS
     alone = [load for load in loads if not load.num_waiting]
     assert all(len(load.tokens_left) == load.num_decoding_rows for load in alone)
     assert all(load.num_steps_left == max(load.tokens_left) for load in alone)
@@ -421,7 +426,7 @@ def test_random_loads_lose_and_mix_up_nothing(data):
         decoder,
         DecoderParams(None),
         Fixed(draw(st.integers(0, 3))),
-        gate_tokens=draw(limit),
+        gate=SpeculationGate(max_tokens=draw(limit)),
         most_tokens=draw(limit),
     )
     beginnings = [list(range(length)) for length in (1, 5, 9, 14, longest)]
@@ -527,5 +532,5 @@ def test_block_tables_are_copies():
 
 def test_who_has_most_left_is_the_most_urgent():
     ends, tokens = np.array([100, 60, 40]), np.array([20, 20, 39])
-    np.testing.assert_allclose(loop._urgency(ends, tokens), [1, 0.25, 0.01])
-    assert loop._urgency(np.array([100, 0, 40]), tokens) == ()  # one is not known
+    np.testing.assert_allclose(burst_choice.urgency(ends, tokens), [1, 0.25, 0.01])
+    assert burst_choice.urgency(np.array([100, 0, 40]), tokens) == ()  # one is not known

@@ -8,6 +8,7 @@ import pytest
 from fake_decoder import FakeDecoder
 from test_loop import finish, make_request, start
 
+from specjax.config.gate import SpeculationGate
 from specjax.drafters.spec import NoDrafter
 from specjax.engine.loop import Loop
 from specjax.policy.interface import Fixed
@@ -24,7 +25,7 @@ def adversarial_loop(*, gate, gate_tokens, most_tokens=None, num_requests=NUM_RE
         decoder,
         DecoderParams(None),
         Fixed(3),
-        gate_tokens=gate_tokens,
+        gate=SpeculationGate(max_tokens=gate_tokens),
         most_tokens=most_tokens,
     )
     requests = []
@@ -121,14 +122,14 @@ def test_memory_that_runs_out_leaves_fewer_pages_and_no_request_lost(device):
         [30, 30, 30, 12],
         prompts=[5, 5, 5, 9],
         policy=Fixed(2),
-        gate_tokens=64,
+        gate=SpeculationGate(max_tokens=64),
         most_tokens=200,
         fewer_pages=lambda decoder: decoder.fewer(),
     )
     finish(loop, requests)
     (pool,) = loop.scheduler.pools
     assert pool.num_pages == 27  # of 64, 48, 36
-    assert 60 / 64 * 27 / 1.1 < loop.gate_tokens <= 27
+    assert 60 / 64 * 27 / 1.1 < loop.gate.max_tokens <= 27
     assert sum(request.num_preemptions for request in requests) >= 3
 
 
@@ -189,8 +190,9 @@ def test_the_gate_on_what_rows_have_now_lets_light_batches_speculate():
 
 def test_a_heavy_batch_of_few_rows_does_not_speculate():
     decoder = FakeDecoder(rows=2, num_pages=64)
-    loop, requests = start(decoder, [40, 4], prompts=[60, 1], policy=Fixed(3))
-    loop.gate_tokens = 80
+    loop, requests = start(
+        decoder, [40, 4], prompts=[60, 1], policy=Fixed(3), gate=SpeculationGate(max_tokens=80)
+    )
     finish(loop, requests)
     by_tokens = [
         (record.context_tokens, record.num_speculative_tokens)
@@ -206,7 +208,11 @@ def test_memory_that_is_secretly_less_preempts(num_stolen):
     """Pages that the engine counts on are gone while it runs."""
     decoder = FakeDecoder(rows=3, num_pages=24)
     loop, requests = start(
-        decoder, [30, 30, 30], prompts=[5, 5, 5], policy=Fixed(2), gate_tokens=60
+        decoder,
+        [30, 30, 30],
+        prompts=[5, 5, 5],
+        policy=Fixed(2),
+        gate=SpeculationGate(max_tokens=60),
     )
     loop.step()
     (pool,) = loop.scheduler.pools

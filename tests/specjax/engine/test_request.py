@@ -11,9 +11,9 @@ from specjax.config.sampling import SamplingParams
 from specjax.engine.request import (
     FINISH_REASONS,
     AcceptanceCounts,
-    Piece,
     Request,
     SelfCheck,
+    TextPiece,
     TokenLogProbs,
 )
 from specjax.text.detokenize import IncrementalText
@@ -283,7 +283,7 @@ def test_counts_merge_whichever_is_longer():
 
 
 def test_small_records():
-    assert Piece("a", True).is_draft
+    assert TextPiece("a", True).is_draft
     assert TokenLogProbs(token_id=1, processed=-0.5, raw=-1.0).top_raw == ()
 
 

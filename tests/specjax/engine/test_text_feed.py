@@ -103,10 +103,6 @@ def test_rows_that_hold_another_request_enter():
     assert pieces is not None
     assert pieces.has_entered.tolist() == [True, False]
     assert pieces.row_groups[0] == group_of([2, 2]) != group_of([1, 1])
-    feed.forget_rows()
-    pieces = feed.next_pieces([row_of(0, second), None])
-    assert pieces is not None
-    assert pieces.has_entered[0]
 
 
 @pytest.mark.parametrize(("count", "places"), [(1, 4), (4, 4), (5, MOST_PIECES)])

@@ -25,18 +25,18 @@ from specjax.planning.workspace_fit import (
     BURST,
     MIXED,
     PREFILL,
-    Bucket,
     BucketMemory,
+    StepShape,
     combined_bytes,
+    fewest_nonnegative,
     fit_lines,
     fit_workspaces,
-    nonnegative_least_squares,
 )
 
 
 def burst(rows, k, scratch, code=0, copied=0):
     tokens = rows * (1 + k)
-    bucket = Bucket(
+    bucket = StepShape(
         kind=BURST,
         rows=rows,
         tokens=tokens,
@@ -48,12 +48,12 @@ def burst(rows, k, scratch, code=0, copied=0):
 
 
 def prefill(places, width, scratch, code=0):
-    bucket = Bucket(kind=PREFILL, rows=places, tokens=places * width)
+    bucket = StepShape(kind=PREFILL, rows=places, tokens=places * width)
     return memory(bucket, scratch, code)
 
 
 def mixed(rows, width, scratch, code=0):
-    bucket = Bucket(kind=MIXED, rows=rows, tokens=rows + width, logit_tokens=rows)
+    bucket = StepShape(kind=MIXED, rows=rows, tokens=rows + width, logit_tokens=rows)
     return memory(bucket, scratch, code)
 
 
@@ -99,7 +99,7 @@ def test_one_runs_at_a_time_and_all_are_loaded():
 @pytest.mark.parametrize("changes", [dict(kind="draft"), dict(rows=0), dict(tokens=3)])
 def test_buckets_that_cannot_be(changes):
     with pytest.raises(ValueError, match=r"kind|cannot be"):
-        Bucket(**{**dict(kind=BURST, rows=4, tokens=8), **changes})
+        StepShape(**{**dict(kind=BURST, rows=4, tokens=8), **changes})
 
 
 # Fits
@@ -108,11 +108,11 @@ def test_buckets_that_cannot_be(changes):
 def test_coefficients_are_the_fewest_that_do_and_never_below_zero():
     tokens = np.array([8.0, 16.0, 64.0, 256.0])
     features = np.stack([tokens, np.array([8.0, 4.0, 8.0, 4.0]), np.ones(4)], axis=1)
-    np.testing.assert_allclose(nonnegative_least_squares(features, 6.0 * tokens), [6.0, 0.0, 0.0])
+    np.testing.assert_allclose(fewest_nonnegative(features, 6.0 * tokens), [6.0, 0.0, 0.0])
     np.testing.assert_allclose(
-        nonnegative_least_squares(features, 6.0 * tokens + 100.0), [6.0, 0.0, 100.0]
+        fewest_nonnegative(features, 6.0 * tokens + 100.0), [6.0, 0.0, 100.0]
     )
-    falling = nonnegative_least_squares(features, 1000.0 - tokens)
+    falling = fewest_nonnegative(features, 1000.0 - tokens)
     assert np.all(falling >= 0)
 
 

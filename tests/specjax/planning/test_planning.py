@@ -13,6 +13,7 @@ from specjax.config import batch_size_table
 from specjax.config.engine import EngineConfig
 from specjax.configs.devices import DEVICES
 from specjax.decode.bucket import Bucket, standing_row_buckets
+from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
@@ -74,7 +75,7 @@ def compiled_by_rule(monkeypatch):
         return bucket.kind != PREFILL
 
     def compile_bucket(decoder, bucket):
-        layers, sizes = decoder.config.num_layers, decoder.sizes
+        layers, sizes = decoder.target.num_layers, decoder.sizes
         page = 2 * 2 * 8 * 128 * sizes.page_size
         drafted = len(getattr(decoder.drafter, "configs", ()))
         held = sizes.num_pages * page * (layers + drafted)
@@ -311,7 +312,11 @@ def test_step_costs_that_were_kept_are_named(compiled_by_rule, tmp_path, monkeyp
     sizes = Sizes(rows=4, page_size=16, num_pages=9, pages_per_row=2, burst_steps=8)
     sizes = dataclasses.replace(sizes, dtype=jnp.dtype("float32"))
     path = cost_files.save(
-        Decoder(request.target, request.drafter, sizes, EngineConfig()),
+        Decoder(
+            DecoderConfig(
+                target=request.target, drafter=request.drafter, sizes=sizes, engine=EngineConfig()
+            )
+        ),
         cost_files.Known(costs),
     )
     (note,) = [note for note in notes() if command in note]

@@ -16,8 +16,8 @@ from specjax.planning.workspace_fit import (
     BURST,
     MIXED,
     PREFILL,
-    Bucket,
     BucketMemory,
+    StepShape,
     fit_workspaces,
 )
 
@@ -27,7 +27,7 @@ FEW, MANY = 100, 200  # pages
 
 def step(kind, rows, tokens, k=0, temp=0):
     logits = tokens if kind == BURST else rows if kind == MIXED else 0
-    bucket = Bucket(
+    bucket = StepShape(
         kind=kind,
         rows=rows,
         tokens=tokens,

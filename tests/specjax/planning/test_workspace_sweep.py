@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from specjax.config.engine import EngineConfig
+from specjax.decode.config import DecoderConfig
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.base import ModelConfig
@@ -87,7 +88,9 @@ def decoder_of(config, drafter, num_pages, rows=ROWS):
         burst_steps=16,
         dtype=jnp.dtype(jnp.float32),
     )
-    return AbstractDecoder(config, drafter, sizes, EngineConfig())
+    return AbstractDecoder(
+        DecoderConfig(target=config, drafter=drafter, sizes=sizes, engine=EngineConfig())
+    )
 
 
 def declared_and_held_out(decoder):

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from specjax.config.engine import EngineConfig
 from specjax.decode.bucket import Bucket
+from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
@@ -34,7 +35,11 @@ def folder(tmp_path, monkeypatch):
 def decoder(drafter=None, sizes=SIZES, mesh=None, **engine):
     config = tiny_llama(0, vocab_size=61, num_layers=1).config
     engine = EngineConfig(**engine)
-    return Decoder(config, drafter or NgramDrafter(), sizes, engine, mesh=mesh)
+    return Decoder(
+        DecoderConfig(
+            target=config, drafter=drafter or NgramDrafter(), sizes=sizes, engine=engine, mesh=mesh
+        )
+    )
 
 
 # Fields of Survival.to_record.
@@ -98,7 +103,7 @@ def test_rooms_of_any_size_share_their_costs():
     "other",
     [
         lambda: decoder(NgramDrafter(max_match=9)),
-        lambda: decoder(ModelDrafter(decoder().config)),
+        lambda: decoder(ModelDrafter(decoder().target)),
         lambda: decoder(sizes=dataclasses.replace(SIZES, page_size=32)),
         lambda: decoder(sizes=dataclasses.replace(SIZES, dtype=jnp.bfloat16)),
         lambda: decoder(numerics="invariant"),

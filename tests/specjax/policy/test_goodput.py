@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from specjax.bench.replay import Clock, Costs, Replay, Workload, best_fixed
+from specjax.bench.replay import Clock, Costs, Replay, Workload
 from specjax.decode.bucket import Bucket
 from specjax.policy.cost_files import Known
 from specjax.policy.goodput import (
@@ -24,6 +24,13 @@ from specjax.policy.step_cost import MEMORY, StepCosts
 from specjax.policy.survival import Survival
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32)
+
+
+def best_fixed(workload, costs, depths):
+    """Returns the K of `depths` that runs a workload fastest when it never changes."""
+    runs = {depth: Replay(workload, costs, Fixed(depth)).run() for depth in depths}
+    best = min(runs, key=lambda depth: runs[depth].seconds)
+    return best, runs[best]
 
 
 def step_s(bucket, context):

@@ -943,7 +943,7 @@ def test_what_was_written_before_a_pause_is_drafted_from():
     run = functools.partial(specjax.rollout, history, target().params, sampling=SAMPLING)
     batch = run(PROMPTS, num_samples=2, token_budget=16)
     loop = history.hand_over(target().params)
-    assert loop._feed.num_waiting > 0 or np.asarray(loop._state.drafter.head) > 0
+    assert loop._run.feed.num_waiting > 0 or np.asarray(loop._run.device_state.drafter.head) > 0
     assert_same(run(PROMPTS, num_samples=2), expected())
     del batch
 

@@ -1,0 +1,195 @@
+"""Which burst comes next: its K, its rows, its steps, and the pages that it needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specjax.decode.bucket import Bucket, standing_row_buckets
+from specjax.engine.flight import Flight
+from specjax.engine.run_state import RunState
+from specjax.policy.interface import LEAST_TIMED_STEPS, Decision, Load, SpeculationPolicy
+
+ENDLESS = 10**6  # steps to come while requests wait
+# Of a row that should have ended by now: how many tokens more are expected, at least.
+LEAST_LEFT = 8
+BESIDE_PROMPTS = Decision(num_speculative_tokens=0, reason="prompts")
+DROPPED = Decision(num_speculative_tokens=0, reason="dropped")
+
+
+class BurstChoice:
+    """Asks the policy, holds its answer against what is possible, and takes the pages."""
+
+    def __init__(self, run: RunState, policy: SpeculationPolicy):
+        self._run = run
+        self.policy = policy
+
+    def next_burst(self, rows: np.ndarray, max_burst_steps: int | None) -> Flight | None:
+        """Returns a burst of these rows, pages reserved; None where pages are short for now.
+
+        Args:
+          rows: i64[rows that decode], their indices; at least one.
+          max_burst_steps: most steps; None is Sizes.burst_steps.
+        """
+        decoder = self._run.decoder
+        most_steps = decoder.sizes.burst_steps
+        usual_steps = min(most_steps, max_burst_steps or most_steps)
+        load = self._load(rows, usual_steps)
+        decision = self.policy.choose(load)
+        if decision.prepare is not None:
+            decoder.prepare(self._run.params, self._run.device_state, decision.prepare)
+        decision = self._possible(decision, load)
+        num_steps = min(usual_steps, decision.num_steps or usual_steps, load.num_steps_left)
+        flight = self.reserve(rows, num_steps, decision)
+        if flight is None:
+            return None
+        flight.least_timed = min(LEAST_TIMED_STEPS, usual_steps)
+        flight.context_tokens = load.num_context_tokens
+        # Rows that draft nothing in this burst need no drafter catch-up.
+        flight.num_behind = int(load.num_behind[load.draft_caps > 0].max(initial=1))
+        if len(flight.own) == len(rows) and flight.decision is decision:
+            # Otherwise a row was preempted, or pages allow no drafts: all of them may.
+            depth = decision.num_speculative_tokens
+            flight.asked_depth = np.minimum(load.draft_caps, depth)
+            if decision.draft_caps is not None:
+                flight.asked_depth = np.minimum(flight.asked_depth, decision.draft_caps)
+        return flight
+
+    def beside_prompts(self, rows: np.ndarray) -> Flight | None:
+        """Returns one step of these rows without drafts, from which the policy learns nothing."""
+        flight = self.reserve(rows, 1, BESIDE_PROMPTS)
+        if flight is not None:
+            flight.is_learned_from = False
+        return flight
+
+    def reserve(self, rows: np.ndarray, num_steps: int, decision: Decision) -> Flight | None:
+        """Takes the pages for a burst of at most num_steps; None where there are none now.
+
+        Where pages are short, what was sent is read back first, and then fewer steps are
+        planned, then no drafts, and last a row is preempted.
+        """
+        run, scheduler = self._run, self._run.scheduler
+        while len(rows):
+            width = 1 + decision.num_speculative_tokens
+            # A burst may end with the first step in which a row does.
+            least = 1 if len(scheduler.waiting) else num_steps
+            lacking = scheduler.reserve(rows, num_steps * width, least)
+            if not np.any(lacking):
+                return Flight(rows, decision, num_steps, least)
+            if run.flights:
+                return None
+            if num_steps > 1:
+                num_steps //= 2
+            elif decision.num_speculative_tokens:
+                plain = Decision(num_speculative_tokens=0, reason="pages")
+                fitting = scheduler.row_buckets(rows, self._row_buckets)
+                decision = self._available(plain, fitting)
+            else:
+                rows = self._preempt(rows, int(lacking.argmax()))
+        return None
+
+    def _preempt(self, rows: np.ndarray, shard: int) -> np.ndarray:
+        """Preempts the row of a shard that came last; returns the others of `rows`."""
+        scheduler = self._run.scheduler
+        own = [row for row in scheduler.occupied if row.shard == shard]
+        row = scheduler.last_in(own)
+        scheduler.preempt(row)
+        self._run.num_preemptions += 1
+        return rows[rows != row.index]
+
+    def _possible(self, decision: Decision, load: Load) -> Decision:
+        """Returns a decision, or what the load and dropped executables leave of it."""
+        depth = load.limit(decision.num_speculative_tokens)
+        if depth < decision.num_speculative_tokens:
+            decision = Decision(num_speculative_tokens=depth, reason=load.limited_by)
+        return self._available(decision, load.row_buckets)
+
+    def _available(self, decision: Decision, row_buckets: Sequence[int]) -> Decision:
+        """Returns a decision with its row bucket, or what is left of it by what was dropped."""
+        least = decision.row_bucket or 0
+        for each in (decision, DROPPED):
+            shape = each.num_speculative_tokens, each.max_drafts
+            for rows in row_buckets:
+                if rows >= least and not self._run.faults.is_dropped(Bucket(rows, *shape)):
+                    return dataclasses.replace(each, row_bucket=rows)
+        raise AssertionError("plain decoding of all rows is never dropped")
+
+    def _load(self, rows: np.ndarray, usual_steps: int) -> Load:
+        """Returns what the policy is to know before a burst of these rows."""
+        run, scheduler, decoder = self._run, self._run.scheduler, self._run.decoder
+        most, limited_by = self._limit(rows)
+        table, tokens = scheduler.table, scheduler.table.least[rows]
+        tokens_left = table.max_length[rows] - tokens
+        is_refilled = len(scheduler.waiting) > 0
+        signature = decoder.signature(run.params, run.device_state)
+        return Load(
+            num_decoding_rows=len(rows),
+            num_waiting=len(scheduler.waiting),
+            most_speculative_tokens=most,
+            limited_by=limited_by,
+            row_buckets=scheduler.row_buckets(rows, self._row_buckets),
+            requests=table.request_number[rows],
+            draft_caps=table.draft_cap[rows],
+            num_behind=self._num_behind(rows, tokens),
+            num_context_tokens=int(tokens.sum()),
+            num_steps_left=ENDLESS if is_refilled else int(tokens_left.max()),
+            tokens_left=() if is_refilled else tokens_left,
+            urgency=() if is_refilled else urgency(table.expected_end[rows], tokens),
+            num_probe_steps=usual_steps,
+            compile_s=decoder.burst_compile_s,
+            is_compiled=lambda bucket: decoder.is_compiled(bucket, signature),
+            is_coming=lambda bucket: decoder.is_coming(bucket, signature),
+            read_s=lambda bucket: decoder.read_s(run.params, run.device_state, bucket),
+            is_dropped=run.faults.is_dropped,
+        )
+
+    def _num_behind(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """Returns the tokens of each row that the drafter has not seen, i64[rows]."""
+        flights, scheduler = self._run.flights, self._run.scheduler
+        # A burst in flight that drafts catches up; one that does not falls behind.
+        drafts_already = bool(flights and flights[-1].depth)
+        if drafts_already or not scheduler.needs_drafter:
+            return np.ones_like(tokens)
+        return tokens - scheduler.table.num_drafter_final[rows]
+
+    def _limit(self, rows: np.ndarray) -> tuple[int | None, str]:
+        """Returns the most that may be drafted now, None where all may, and what says so."""
+        if self._run.faults.is_drafter_off:
+            return 0, "drafter off"
+        if not np.any(self._run.scheduler.table.draft_cap[rows]):
+            return 0, "user"
+        closed_by = self._run.gate.closed_by(len(rows), self._weighed_tokens())
+        return (0, closed_by) if closed_by else (None, "")
+
+    def _weighed_tokens(self) -> int:
+        """Returns the tokens of all rows: that they can have after the work sent, or ever."""
+        table = self._run.scheduler.table
+        if self._run.decoder.engine_config.gate == "worst_case":
+            return int(table.max_length.sum())
+        return int(table.most.sum())
+
+    @functools.cached_property
+    def _row_buckets(self) -> Sequence[int]:
+        """Numbers of rows that bursts may be compiled for, ascending, besides all of them."""
+        decoder = self._run.decoder
+        asked = decoder.engine_config.row_buckets
+        if asked is not None:
+            return asked
+        if not getattr(self.policy, "chooses_rows", False):
+            return ()
+        return standing_row_buckets(decoder.sizes.rows, decoder.num_shards)
+
+
+def urgency(expected_end: np.ndarray, tokens: np.ndarray) -> Any:
+    """Returns how much a token gained by each row brings the end of the batch nearer, 0 to 1.
+
+    The square of its share of what the row with most has left; () where lengths are not known.
+    """
+    if not np.all(expected_end):
+        return ()
+    left = np.maximum(expected_end - tokens, LEAST_LEFT)
+    return (left / left.max()) ** 2

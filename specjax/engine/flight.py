@@ -1,0 +1,75 @@
+"""A burst from its reservation until it is read back, and the record that stays of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from concurrent import futures
+from typing import Any
+
+import numpy as np
+
+from specjax.decode.bucket import Bucket
+from specjax.engine.metrics import BurstRecord
+from specjax.engine.rows import Row
+from specjax.policy.interface import Decision
+from specjax.types import StepInfo
+
+
+@dataclasses.dataclass
+class Flight:
+    """A burst that was sent and not read back, or is about to be sent."""
+
+    own: np.ndarray  # i64[rows], their indices, ascending
+    decision: Decision
+    num_steps: int  # at most
+    least: int  # tokens that each row gains, unless it ends
+    asked_depth: Any = None  # i64[rows], most tokens that each drafts
+    num_behind: int = 0  # maximum over rows: committed tokens that the drafter has not seen
+    context_tokens: int = 0
+    least_timed: int = 1  # steps of which the seconds are told by one burst
+    is_learned_from: bool = True  # by the policy
+    # From here on: set when it is sent.
+    bucket: Bucket | None = None
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    places: Any = ()  # i64[rows], in the report
+    report: StepInfo | None = None
+    num_steps_run: Any = None  # i32[], on the device
+    sent_at: float = 0.0  # time.perf_counter()
+    done_at: futures.Future[float] | None = None  # time.perf_counter()
+    # When the device was done with the prompts that were sent before, if any were.
+    prompts_done_at: futures.Future[float] | None = None
+
+    @property
+    def depth(self) -> int:
+        """K."""
+        return self.decision.num_speculative_tokens
+
+    @property
+    def growth(self) -> int:
+        """Tokens that each row gains at most."""
+        return self.num_steps * (1 + self.depth)
+
+
+def record_of(flight: Flight, num_steps: int, seconds: float, num_tokens: int) -> BurstRecord:
+    """Returns what is remembered of a burst that was read back.
+
+    Args:
+      num_steps: that ran, at least 1.
+      seconds: of the device, for all of them.
+      num_tokens: that all rows gained.
+    """
+    decision = flight.decision
+    assert flight.bucket is not None
+    return BurstRecord(
+        num_speculative_tokens=flight.depth,
+        reason=decision.reason,
+        num_rows=len(flight.rows),
+        row_bucket=flight.bucket.rows,
+        max_drafts=decision.max_drafts,
+        num_steps=num_steps,
+        context_tokens=flight.context_tokens,
+        predicted_step_s=decision.predicted_step_s,
+        measured_step_s=seconds / num_steps,
+        predicted_tokens=decision.predicted_tokens,
+        measured_tokens=num_tokens / num_steps,
+    )
