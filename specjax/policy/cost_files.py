@@ -14,7 +14,7 @@ import json
 import os
 import reprlib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,17 @@ from specjax.version import __version__
 
 FORMAT = 2
 MOST_CATCH_UP_S = 1e3  # per token, that means anything
+MOST_KINDS = 16  # of sampling, whose acceptance and ledger a file holds
+# What reading a file that is damaged or hostile may raise, beside OSError.
+UNREADABLE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+    MemoryError,
+    RecursionError,
+)
 SHIPPED = "specjax.configs.coefficients"
 
 
@@ -91,22 +102,37 @@ class Known:
         ledgers = {kind: own.copy() for kind, own in self.ledgers.items()}
         return Known(self.costs.copy(), {**self.acceptance}, ledgers)
 
+    def take(self, other: Known, kinds: Collection[str] = ()) -> None:
+        """Takes over what another knows and this lacks, or knows less of.
+
+        Args:
+          kinds: of sampling, of which this has learned since the two were the same; their
+            ledgers stay (Ledger.take).
+        """
+        self.costs.take(other.costs)
+        for kind, record in other.acceptance.items():
+            if kind not in kinds or kind not in self.acceptance:
+                self.acceptance[kind] = record
+        for kind, ledger in other.ledgers.items():
+            if kind not in kinds or kind not in self.ledgers:
+                self.ledgers[kind] = ledger.copy()
+
     def add(self, document: Mapping[str, Any]) -> None:
         """Takes in what `to_document` returned.
 
         Raises:
           ValueError, KeyError, TypeError: it means nothing; nothing is taken in.
         """
+        kinds = dict(document.get("acceptance", {})), dict(document.get("ledgers", {}))
+        if max(map(len, kinds)) > MOST_KINDS:
+            raise ValueError(f"it knows more than {MOST_KINDS} kinds of sampling")
         catch_up_s = document["catch_up_s"]
         if catch_up_s is not None and not 0 <= catch_up_s < MOST_CATCH_UP_S:
             raise ValueError(f"catch_up_s={reprlib.repr(catch_up_s)} means nothing")
-        acceptance = dict(document.get("acceptance", {}))
+        acceptance, ledgers = kinds
         for record in acceptance.values():
             Survival.of_record(record, 1)
-        ledgers = {
-            kind: Ledger.of_record(record)
-            for kind, record in dict(document.get("ledgers", {})).items()
-        }
+        ledgers = {kind: Ledger.of_record(record) for kind, record in ledgers.items()}
         steps, bursts = document["steps"], document.get("bursts", [])
         StepCosts().add_records(steps, bursts=bursts)  # all of them, or none
         self.costs.add_records(steps, bursts=bursts)
@@ -116,8 +142,11 @@ class Known:
 
     def to_document(self) -> dict[str, Any]:
         """Returns it for JSON."""
+        catch_up_s = self.costs.catch_up_s
         return {
-            "catch_up_s": self.costs.catch_up_s,
+            "catch_up_s": catch_up_s
+            if catch_up_s is None
+            else min(catch_up_s, MOST_CATCH_UP_S / 2),
             "steps": self.costs.to_records(),
             "bursts": self.costs.to_bursts(),
             "acceptance": self.acceptance,
@@ -144,7 +173,7 @@ def read(key: dict[str, Any], known: Known) -> bool:
             if kept["format"] != FORMAT or kept["key"] != key:
                 continue
             known.add(kept)
-        except (OSError, ValueError, KeyError, TypeError, OverflowError) as error:
+        except (*UNREADABLE, OSError) as error:
             warnings.warn(
                 f"step costs in {source} cannot be read and are left out: {error}; delete the "
                 "file, or measure again with `specjax bench --calibrate`.",

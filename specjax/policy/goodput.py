@@ -42,7 +42,7 @@ STICKINESS = 0.01  # by which another bucket must be better than the one before
 OPTIMISM = 0.05  # a bucket that was never measured is taken for so much faster
 PROBE_SHARE = 0.004  # of all seconds, lost to learning
 # More of them while a bucket may be better for all that is known; and the most that is
-# saved up for it, in times of the last burst.
+# saved up for it, in times of the last burst, of PLAIN_PROBE_S at most.
 HOPE_SHARE = 0.016
 MOST_HOPE = 2.0
 # Likewise, at least, to begin with: what is learned early serves longest.
@@ -52,17 +52,21 @@ ENOUGH_MEASURED = 3  # measurements after which a bucket may run for more than a
 # At K = 0 drafts are asked for as often as this, as long as asking, with the catching up
 # that it takes, costs no more than such a share of the time.
 ASK_EVERY_S, ASK_SHARE = 4.0, 0.015
-# So many times as late they may cost this share of the last LATE_S at most: what catching up
-# takes may be less than is thought.
+# So many times as late they may cost such a share of LATE_S, whatever share of the time since
+# the last that is: what catching up takes may be less than is thought. It is saved up anew by
+# as much of all seconds.
 ASK_LATE, LATE_SHARE, LATE_S = 4, 0.03, 30.0
 LEAST_APART_S = 0.25  # of plain decoding between two that ask with nothing to hope for
 PLAIN_SHARE = 0.005  # likewise, of drafting, to measure plain decoding again
 # A burst that drafts takes no longer: what it drafts may be worth nothing by now.
-MOST_DRAFTING_S, LEAST_DRAFTING_STEPS = 0.25, 4
+MOST_DRAFTING_S = 0.25
 # Of its seconds, what a probe is charged at least: what is thought may be wrong.
 LEAST_LOST = 0.12
 PROBE_STEPS = 8  # of a burst that only measures
-ASK_STEPS = 2  # at least, of one that asks what is accepted
+LEAST_STEPS = 2  # of any burst
+# Seconds after which a burst that only measures ends, however few its steps; likewise one of
+# plain decoding that measures it again; and from which on few steps are told well.
+PROBE_S, PLAIN_PROBE_S, TIMED_S = 0.25, 1.0, 0.1
 # Of a step, what catching up with one token costs, before it was measured.
 CATCH_UP_SHARE = 0.01
 LEAST_CATCH_UP = 0.25  # of that, that it is thought to cost at least
@@ -191,14 +195,16 @@ class Goodput:
         again, self._again = self._again, None
         if (other := next((c for c in allowed if c.bucket == again), None)) is not None:
             # The drafter has caught up: what this burst takes is its steps' alone.
-            return self._measure(load, other, PROBE_STEPS)
+            return self._measure(load, other, _num_steps(PROBE_STEPS, other.seconds))
         if self._was_probe:
             # What ran before runs again: whether the machine changed its speed in between
             # tells whether the probe tells anything.
             best = next((c for c in allowed if c.bucket == self._last), best)
             self._was_probe = False
-            return self._decide(load, best, "goodput", num_steps=PROBE_STEPS)
-        probe = self._probe(best, allowed, load)
+            num_steps = _num_steps(PROBE_STEPS, best.seconds)
+            return self._decide(load, best, "goodput", num_steps=num_steps)
+        # What is better by now runs first.
+        probe = self._probe(best, allowed, load) if best.bucket == self._last else None
         if probe is not None:
             return probe
         prepare = self._missed(best, candidates, load)
@@ -353,9 +359,9 @@ class Goodput:
         self._last = chosen.bucket
         draft_caps = None
         if chosen.bucket.num_speculative_tokens:
-            most = max(int(MOST_DRAFTING_S / chosen.seconds), LEAST_DRAFTING_STEPS)
+            most = max(int(MOST_DRAFTING_S / chosen.seconds), LEAST_STEPS)
             if self._knows_no_acceptance:
-                most = min(most, PROBE_STEPS)
+                most = min(most, _num_steps(PROBE_STEPS, chosen.seconds))
             if most < load.num_probe_steps:
                 more.setdefault("num_steps", most)
         if chosen.bucket.max_drafts is not None and not self._knows_confidence:
@@ -412,10 +418,13 @@ class Goodput:
                 return _of_bucket(found.first, "nothing measured yet", prepare=found.other)
             found.turns += [found.other, found.first] * EXPLORED
         bucket = found.turns.pop(0)
-        if not found.turns:
+        step_s = self.costs.seconds(bucket, _midway(load, load.num_decoding_rows)) or 0.0
+        plain_s = self.costs.seconds(Bucket(rows, 0), _midway(load, load.num_decoding_rows)) or 0.0
+        if not found.turns or (bucket == found.first and LEAST_STEPS * plain_s > PROBE_S):
+            # Of steps that take so long, one that is disturbed is hardly noticed.
             self._exploration = _Exploration()
         reason = "probe" if bucket == found.other else "nothing measured yet"
-        return _of_bucket(bucket, reason, num_steps=PROBE_STEPS)
+        return _of_bucket(bucket, reason, num_steps=_num_steps(PROBE_STEPS, step_s))
 
     def _exploration_of(self, load: Load) -> _Exploration:
         """Returns what to measure beside what, if anything is unknown and may pay."""
@@ -470,20 +479,22 @@ class Goodput:
             return None
         begins = is_plain and other.bucket.num_speculative_tokens > 0
         catch_up = self._catch_up(load, best.seconds) if begins else 0.0
-        num_steps = PROBE_STEPS
+        few = num_steps = _num_steps(PROBE_STEPS, other.seconds)
         if other is hopeful:
             # In fewer, catching up would hide what they cost.
             least = catch_up / (SMALL_CATCH_UP * other.seconds)
-            num_steps = max(num_steps, math.ceil(least) + 1)
+            most = _num_steps(load.num_probe_steps, other.seconds, PLAIN_PROBE_S)
+            num_steps = max(num_steps, min(math.ceil(least) + 1, most))
         elif other is not promising and not is_plain:
-            num_steps = load.num_probe_steps
+            num_steps = _num_steps(load.num_probe_steps, other.seconds, PLAIN_PROBE_S)
         elif other is not promising:
             # It asks what is accepted, and many rows tell as much in fewer steps.
-            num_steps = max(math.ceil(PROBE_STEPS / load.num_decoding_rows), ASK_STEPS)
+            num_steps = min(num_steps, math.ceil(PROBE_STEPS / load.num_decoding_rows))
+            num_steps = max(num_steps, LEAST_STEPS)
         num_steps = min(num_steps, load.num_probe_steps)
         # Where catching up hides what its steps cost, the same ones run once more, at once.
         is_hidden = catch_up > SMALL_CATCH_UP * (catch_up + num_steps * other.seconds)
-        again = PROBE_STEPS if is_hidden and not self._is_trusted(other) else 0
+        again = few if is_hidden and not self._is_trusted(other) else 0
         lost = (num_steps + again) * other.seconds * (1 - other.rate / best.rate) + catch_up
         lost = max(lost, LEAST_LOST * (num_steps + again) * best.seconds)
         ledger = self.ledger
@@ -491,10 +502,11 @@ class Goodput:
         is_soon = begins and other is not hopeful and ledger.plain_s < LEAST_APART_S
         ask_s = ASK_SHARE * ledger.plain_s
         if ledger.plain_s >= ASK_LATE * ASK_EVERY_S:
-            ask_s = max(ask_s, LATE_SHARE * min(ledger.plain_s, LATE_S))
+            ask_s = max(ask_s, LATE_SHARE * LATE_S - ledger.late_s)
         share = 0.0 if is_plain else PLAIN_SHARE
         if is_due and lost <= ask_s:
-            pass  # its own share
+            if lost > ASK_SHARE * ledger.plain_s:  # else it is its own share
+                ledger.late_s += lost
         elif lost <= ledger.routine_s and not is_soon:
             ledger.routine_s -= lost
         elif other in plain and lost <= share * ledger.drafting_s:
@@ -588,7 +600,7 @@ class Goodput:
                     )
                 return
             seconds -= catch_up
-        if is_known and outcome.is_short:
+        if is_known and outcome.is_short and seconds < TIMED_S:
             return  # sending it weighs more than in others
         self.costs.observe(bucket, context, seconds / num_steps)
 
@@ -596,11 +608,9 @@ class Goodput:
         """Takes a share of a burst's seconds, and of what drafting saved, for learning."""
         assert outcome.seconds is not None
         seconds, ledger, bucket = outcome.seconds, self.ledger, outcome.bucket
-        if bucket.num_speculative_tokens:
-            ledger.plain_s, ledger.drafting_s = 0.0, ledger.drafting_s + seconds
-        else:
-            ledger.plain_s, ledger.drafting_s = ledger.plain_s + seconds, 0.0
-        burst_s = self._burst_steps * seconds / outcome.num_steps
+        ledger.late_s = max(ledger.late_s - LATE_SHARE * seconds, 0.0)
+        ledger.spend(seconds, is_drafting=bucket.num_speculative_tokens > 0)
+        burst_s = min(self._burst_steps * seconds / outcome.num_steps, PLAIN_PROBE_S)
         routine = ledger.routine_s + PROBE_SHARE * seconds
         ledger.routine_s = min(routine, MOST_HOPE * burst_s)
         hope = ledger.hope_s + HOPE_SHARE * seconds
@@ -627,6 +637,11 @@ class Goodput:
     @property
     def _knows_no_acceptance(self) -> bool:
         return self.survival.num_told < SURE_TRIALS
+
+
+def _num_steps(most: int, step_s: float, most_s: float = PROBE_S) -> int:
+    """Returns the steps of a burst that is to take no more than some seconds."""
+    return most if most * step_s <= most_s else max(int(most_s / step_s), LEAST_STEPS)
 
 
 def _midway(load: Load, tokens_per_step: float) -> float:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specjax.decode.bucket import Bucket
 
-MOST_S = 1e6  # of what means anything
+MOST_S = 1e6  # that any figure counts
+MOST_KEPT = 512  # buckets in a file
 
 
 @dataclasses.dataclass
@@ -21,13 +23,14 @@ class Ledger:
     each of them reads it anew.
 
     Attributes:
-      missed_s: by bucket that was not compiled, lost without it since another was first run.
+      missed_s: by bucket that was not compiled, lost without it, beside what ran.
       missed_before_s: likewise, what of that earlier processes lost.
-      ran: buckets that ever ran.
+      ran: buckets that ran in this process.
       routine_s: that may be spent on measuring again what was measured long ago.
       hope_s: likewise on what may be better than is known.
       plain_s: of plain decoding, since something was drafted.
       drafting_s: of drafting, since plain decoding ran.
+      late_s: that asking for drafts took beyond its share and is not saved up again.
     """
 
     missed_s: dict[Bucket, float] = dataclasses.field(default_factory=dict)
@@ -36,19 +39,47 @@ class Ledger:
     hope_s: float = 0.0
     plain_s: float = 0.0
     drafting_s: float = 0.0
+    late_s: float = 0.0
     missed_before_s: dict[Bucket, float] = dataclasses.field(default_factory=dict)
+    # missed_s, when other runs of this process last knew it.
+    shared_s: dict[Bucket, float] = dataclasses.field(default_factory=dict, compare=False)
 
     def note(self, bucket: Bucket) -> None:
-        """Takes in that a bucket ran: what was lost before was lost to another plan."""
-        if bucket not in self.ran:
-            self.ran.add(bucket)
-            self.missed_s.clear()
-            self.missed_before_s.clear()
+        """Takes in that a bucket ran: what is lost without others is lost beside it from now on.
+
+        Others of its rows were lost over the same bursts: what they would have saved beyond it
+        still stands against them, in whichever process that was.
+        """
+        self.ran.add(bucket)
+        for missed_s in (self.missed_s, self.missed_before_s):
+            own = missed_s.pop(bucket, 0.0)
+            for other in [other for other in missed_s if other.rows == bucket.rows]:
+                missed_s[other] -= own
+                if missed_s[other] <= 0:
+                    del missed_s[other]
 
     def miss(self, bucket: Bucket, seconds: float) -> None:
         """Takes in that so many seconds were lost without a bucket, which is not compiled."""
-        self.ran.discard(bucket)  # by an earlier run, which kept no executable
-        self.missed_s[bucket] = self.missed_s.get(bucket, 0.0) + seconds
+        self.missed_s[bucket] = min(self.missed_s.get(bucket, 0.0) + seconds, MOST_S)
+
+    def spend(self, seconds: float, *, is_drafting: bool) -> None:
+        """Takes in that drafting, or plain decoding, ran for so many seconds."""
+        if is_drafting:
+            self.plain_s, self.drafting_s = 0.0, min(self.drafting_s + seconds, MOST_S)
+        else:
+            self.plain_s, self.drafting_s = min(self.plain_s + seconds, MOST_S), 0.0
+
+    def take(self, other: Ledger, since: Mapping[Bucket, float]) -> None:
+        """Takes over what another has lost without buckets since the two were the same.
+
+        Args:
+          since: missed_s of both then.
+        """
+        for bucket, seconds in other.missed_s.items():
+            more = seconds - since.get(bucket, 0.0)
+            if more > 0:
+                for missed_s in (self.missed_s, self.missed_before_s):
+                    missed_s[bucket] = min(missed_s.get(bucket, 0.0) + more, MOST_S)
 
     def lost_s(self, bucket: Bucket, *, is_kept: bool) -> float:
         """Returns the seconds that stand against having a bucket.
@@ -65,18 +96,20 @@ class Ledger:
             self,
             missed_s={**self.missed_s},
             missed_before_s={**self.missed_before_s},
+            shared_s={**self.shared_s},
             ran={*self.ran},
         )
 
     def to_record(self) -> dict[str, Any]:
         """Returns what the next process goes on with, for JSON."""
+        missed = sorted(self.missed_s.items(), key=lambda found: -found[1])
         return {
-            "missed": [[*bucket, seconds] for bucket, seconds in self.missed_s.items()],
-            "ran": [list(bucket) for bucket in sorted(self.ran, key=str)],
+            "missed": [[*bucket, seconds] for bucket, seconds in missed[:MOST_KEPT]],
             "routine_s": self.routine_s,
             "hope_s": self.hope_s,
             "plain_s": self.plain_s,
             "drafting_s": self.drafting_s,
+            "late_s": self.late_s,
         }
 
     @classmethod
@@ -88,14 +121,17 @@ class Ledger:
         """
         try:
             missed = {_bucket_of(key): float(s) for *key, s in record["missed"]}
-            ran = {_bucket_of(key) for key in record["ran"]}
             names = ("routine_s", "hope_s", "plain_s", "drafting_s")
             pots = {name: float(record[name]) for name in names}
+            pots["late_s"] = float(record.get("late_s", 0.0))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{reprlib.repr(record)} is no ledger: {error!r}.") from None
-        if not all(0 <= s < MOST_S for s in (*missed.values(), *pots.values())):
+        figures = (*missed.values(), *pots.values())
+        if not all(0 <= s < math.inf for s in figures) or len(missed) > MOST_KEPT:
             raise ValueError(f"{reprlib.repr(record)} is no ledger.")
-        return cls(missed, ran, **pots, missed_before_s={**missed})
+        missed = {bucket: min(s, MOST_S) for bucket, s in missed.items()}
+        pots = {name: min(s, MOST_S) for name, s in pots.items()}
+        return cls(missed, missed_before_s={**missed}, **pots)
 
 
 def _bucket_of(key: Sequence[Any]) -> Bucket:

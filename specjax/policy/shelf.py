@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import math
+import threading
 import time
-from collections.abc import Callable
+import warnings
 from typing import Any
 
+from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import Decoder
 from specjax.policy import cost_files
+from specjax.policy.cost_files import Known
 from specjax.policy.goodput import Goodput
 from specjax.policy.step_cost import StepCosts
 
@@ -29,47 +31,77 @@ class Shelf:
     def __init__(self, key: dict[str, Any]):
         # No decoder: that would keep its executables for as long as the process runs.
         self._key = key
-        self._known: cost_files.Known | None = None  # before the first run
-        self._unsaved: Callable[[], Any] | None = None  # writes what is not in the file yet
+        self._lock = threading.RLock()
+        self._known: Known | None = None  # before the first run
+        self._kinds: set[str] = set()  # of sampling, that this process learned of
+        self._in_file: dict[str, dict[Bucket, float]] = {}  # missed_s, by kind
+        self._is_unsaved = False
         self._saved_at = -math.inf  # time.monotonic()
 
-    def known(self) -> cost_files.Known:
+    def known(self) -> Known:
         """Returns a copy of what this process and earlier ones learned."""
-        if self._known is None:
-            kept = cost_files.Known(StepCosts())
-            cost_files.read(self._key, kept)
-            self._known = kept  # what it says of other kinds of sampling stays in the file
-        # A copy: another thread may run the same pair.
-        return self._known.copy()
+        with self._lock:
+            if self._known is None:
+                self._known = Known(StepCosts())
+                cost_files.read(self._key, self._known)
+                self._note_file()
+            # A copy: another thread may run the same pair.
+            known = self._known.copy()
+            for ledger in known.ledgers.values():
+                ledger.shared_s = {**ledger.missed_s}
+            return known
 
     def keep(self, policy: Goodput, kind: str) -> None:
         """Keeps what a run learned, for the next in this process and for later ones.
+
+        Another run of the same pair may have been kept since this one began: what that one
+        knows and this one does not stays.
 
         Args:
           kind: of sampling; what is known of acceptance, and the ledger, are by it.
         """
         if not policy.costs.measured:
             return
-        before = self._known or cost_files.Known(StepCosts())
-        acceptance = {**before.acceptance}
-        if policy.survival.num_told:
-            acceptance[kind] = policy.survival.to_record()
-        # Copies: the run may go on, and learn.
-        ledgers = {**before.ledgers, kind: policy.ledger.copy()}
-        known = cost_files.Known(policy.costs.copy(), acceptance, ledgers)
-        self._known = known
-        # Calls may be short, and writing takes some 10 ms.
-        path = cost_files.path_of(self._key)
-        self._unsaved = functools.partial(cost_files.write, self._key, path, known)
-        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
-            self.save()
+        with self._lock:
+            ledger = policy.ledger
+            if self._known is not None and kind in self._known.ledgers:
+                ledger.take(self._known.ledgers[kind], ledger.shared_s)
+            ledger.shared_s = {**ledger.missed_s}
+            # Copies: the run may go on, and learn.
+            known = Known(policy.costs.copy(), ledgers={kind: ledger.copy()})
+            if policy.survival.num_told:
+                known.acceptance[kind] = policy.survival.to_record()
+            if self._known is not None:
+                known.take(self._known, {kind})
+            self._known, self._is_unsaved = known, True
+            self._kinds.add(kind)
+            # Calls may be short, and writing takes some 10 ms.
+            if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+                self.save()
 
     def save(self) -> None:
-        """Writes what the file lacks, if anything."""
-        write, self._unsaved = self._unsaved, None
-        if write is not None:
-            write()
-            self._saved_at = time.monotonic()
+        """Writes what the file lacks, if anything, beside what other processes wrote there."""
+        with self._lock:
+            if not self._is_unsaved or self._known is None:
+                return
+            self._is_unsaved, self._saved_at = False, time.monotonic()
+            path = cost_files.path_of(self._key)
+            if path is None:
+                return
+            beside = Known(StepCosts())
+            if cost_files.read(self._key, beside):
+                for kind in self._kinds & beside.ledgers.keys():
+                    since = self._in_file.get(kind, {})
+                    self._known.ledgers[kind].take(beside.ledgers[kind], since)
+                self._known.take(beside, self._kinds)
+            if cost_files.write(self._key, path, self._known) is not None:
+                self._note_file()
+
+    def _note_file(self) -> None:
+        """Remembers what the file says was lost, to know what other processes add to it."""
+        assert self._known is not None
+        ledgers = self._known.ledgers
+        self._in_file = {kind: {**ledger.missed_s} for kind, ledger in ledgers.items()}
 
 
 _SHELVES: dict[str, Shelf] = {}
@@ -83,9 +115,12 @@ def shelf_of(decoder: Decoder) -> Shelf:
 
 @atexit.register
 def save_all() -> None:
-    """Writes what the files of all shelves lack."""
+    """Writes what the files of all shelves lack; one that cannot is named, and stops no other."""
     for shelf in [*_SHELVES.values()]:
-        shelf.save()
+        try:
+            shelf.save()
+        except Exception as error:
+            warnings.warn(f"what was learned of speed is not kept: {error!r}", stacklevel=1)
 
 
 def forget_speed() -> None:

@@ -21,6 +21,7 @@ a context tells it: at others it may be the context that takes longer.
 from __future__ import annotations
 
 import bisect
+import collections
 import copy
 import dataclasses
 import functools
@@ -74,8 +75,9 @@ MUCH_DOUBT, PRIOR_DOUBT = 0.2, 0.5
 # How far the drift is off its mean on average, before it is known, measurements that this counts
 # for, the share of the others that is remembered with each, and the most that one tells.
 USUAL_WANDER, WANDER_TRIALS, WANDER_MEMORY, MOST_WANDER = 0.2, 8.0, 0.99, 0.7
-# Rows, draft tokens and seconds of a record that means something.
+# Rows, draft tokens and seconds of a record that means something; and records of a bucket.
 LEAST_KNOWN, MOST_KNOWN = 1e-9, 10**6
+MOST_ROWS, MOST_DEPTH, MOST_RECORDS = 2**16, 2**10, 128
 LEAST_SHARE = 0.25  # of what was measured, that a step is predicted to take
 OUTLIER = 3.0  # a measurement counts as at most this many times what was expected
 
@@ -87,10 +89,23 @@ class Sample:
         self.context = 0.0  # tokens of all rows, a mean
         self.seconds = 0.0  # their median
         self._latest: list[tuple[float, float]] = []  # context and seconds
+        self.is_own = False  # whether any was measured in this process
 
     @property
     def count(self) -> int:
         return len(self._latest)
+
+    @property
+    def weight(self) -> tuple[bool, int]:
+        """What two samples of one bucket are compared by: the larger is known better."""
+        return self.is_own, self.count
+
+    def times(self, factor: float) -> Sample:
+        """Returns one of so many times the seconds."""
+        scaled = copy.copy(self)
+        scaled._latest = [(context, factor * seconds) for context, seconds in self._latest]
+        scaled.seconds = factor * self.seconds
+        return scaled
 
     def add(self, context: float, seconds: float) -> None:
         self._latest = [*self._latest[1 - MEMORY :], (context, seconds)]
@@ -175,6 +190,27 @@ class StepCosts:
         }
         return own
 
+    def take(self, other: StepCosts) -> None:
+        """Takes over what another measured and this did not, or measured less of.
+
+        What either measured in this process counts for more than what both may have read.
+        """
+        new = other._samples.keys() - self._samples.keys()
+        for bucket, samples in other._samples.items():
+            for place, sample in samples.items():
+                own = self._samples.get(bucket, {}).get(place)
+                if own is None or sample.weight > own.weight:
+                    # Without this one's drift, as `to_records` says what is usual.
+                    taken = sample.times(other.drift / self.drift)
+                    self._samples.setdefault(bucket, {})[place] = taken
+                    self._counted(bucket)
+        if new:
+            self._ratios.take(other._ratios, self.drift / other.drift, new)
+        if self.catch_up_s is None or other.num_caught_up > self.num_caught_up:
+            self.catch_up_s, self.num_caught_up = other.catch_up_s, other.num_caught_up
+            self._caught_up = other._caught_up.copy()
+        self._fits, self._known_slopes = {}, None
+
     def begin_run(self) -> None:
         """Says that what is measured next does not follow what was measured last."""
         self._ratios.begin_run()
@@ -219,6 +255,7 @@ class StepCosts:
         else:
             self._num_as_usual, fits = 0, {}
         self._add(bucket, context, seconds / self.drift)
+        self._samples[bucket][_place(context)].is_own = True
         self._fits = fits
         slower = math.log(self.drift)
         count, total, off = (WANDER_MEMORY * each for each in self._wandered)
@@ -323,6 +360,10 @@ class StepCosts:
         if len(places) > MOST_BURSTS or places != sorted(set(places)):
             raise ValueError(f"{len(places)} bursts are no record of a run.")
         in_bursts = {burst.bucket for _, burst in remembered}
+        records = list(records)
+        if len(records) > MOST_BUCKETS * MOST_RECORDS:
+            raise ValueError(f"{len(records)} records are more than a run keeps.")
+        found = []
         for record in records:
             try:
                 names = (*Bucket._fields, "context_tokens", "step_s")
@@ -335,6 +376,11 @@ class StepCosts:
             burst = _measured(record, figures)
             if count <= 0:
                 raise ValueError(f"{reprlib.repr(record)} is no measured step.")
+            found.append((burst, count))
+        per_bucket = collections.Counter(burst.bucket for burst, _ in found)
+        if len(per_bucket) > MOST_BUCKETS or max(per_bucket.values(), default=0) > MOST_RECORDS:
+            raise ValueError(f"{len(per_bucket)} buckets, or records of one, are too many.")
+        for burst, count in found:
             most = min(count, most_measurements)
             self._add(burst.bucket, burst.context, burst.seconds, most)
             # Bursts tell again what came of them.
@@ -354,15 +400,19 @@ class StepCosts:
             samples[place] = Sample()
         for _ in range(count):
             samples[place].add(context, seconds)
-        self._counts[bucket] = sum(sample.count for sample in samples.values())
+        self._counted(bucket)
         self._fits = {}
-        self._num_measured += 1
-        self._used_at[bucket] = self._num_measured
-        if len(samples) == 1 and len(self._samples) > MOST_BUCKETS:
-            self._forget(min(self._samples, key=self._used_at.__getitem__))
         self._num_since_slopes += 1
         if self._num_since_slopes > min(self._num_measured / 8, SLOPES_AFTER):
             self._known_slopes, self._num_since_slopes = None, 0
+
+    def _counted(self, bucket: Bucket) -> None:
+        """Counts a bucket's measurements; forgets another one where there are too many."""
+        self._counts[bucket] = sum(sample.count for sample in self._samples[bucket].values())
+        self._num_measured += 1
+        self._used_at[bucket] = self._num_measured
+        if len(self._samples) > MOST_BUCKETS:
+            self._forget(min(self._samples, key=self._used_at.__getitem__))
 
     def _forget(self, bucket: Bucket) -> None:
         del self._samples[bucket], self._counts[bucket], self._used_at[bucket]
@@ -512,9 +562,9 @@ def _measured(kept: Any, figures: Sequence[Any]) -> Burst:
         burst = Burst(bucket, float(context), float(seconds), *map(float, slower))
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{reprlib.repr(kept)} is no measured step: {error!r}.") from None
-    is_bucket = 0 < bucket.rows < MOST_KNOWN
-    is_bucket &= 0 <= bucket.num_speculative_tokens < MOST_KNOWN
-    is_bucket &= most is None or most > 0
+    is_bucket = 0 < bucket.rows <= MOST_ROWS
+    is_bucket &= 0 <= bucket.num_speculative_tokens <= MOST_DEPTH
+    is_bucket &= most is None or 0 < most <= MOST_ROWS * MOST_DEPTH
     is_measured = LEAST_KNOWN < burst.seconds < MOST_KNOWN
     is_measured &= LEAST_KNOWN < burst.slower < MOST_KNOWN
     is_measured &= 0 <= burst.context < MOST_KNOWN**2

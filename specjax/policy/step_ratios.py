@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -118,6 +118,28 @@ class StepRatios:
         for place in range(self._next - NEIGHBOURS, self._next):
             self._forget_alone(place)
         self._next += NEIGHBOURS
+
+    def take(self, other: StepRatios, slower: float, buckets: Collection[Bucket]) -> None:
+        """Takes over what another remembered and this does not, as from before all of its own.
+
+        Args:
+          slower: times that the machine's part is more, as this has it.
+          buckets: whose records are taken; this one knew none of them.
+        """
+        # Written ones are rounded but for their seconds.
+        own = {(burst.bucket, burst.seconds) for _, burst in self._bursts}
+        found = [
+            (place, burst._replace(slower=burst.slower * slower))
+            for place, burst in other._bursts
+            if (burst.bucket, burst.seconds) not in own
+        ]
+        # Those compare with one another alone.
+        gap = self._bursts[0][0] if self._bursts else self._next
+        shift = gap - NEIGHBOURS - 1 - (found[-1][0] if found else 0)
+        before = [(place + shift, burst) for place, burst in found]
+        self._bursts = (before + self._bursts)[-MOST_BURSTS:]
+        self._records += [found for found in other._records if found[0].bucket in buckets]
+        self._paired = None
 
     def forget(self, bucket: Bucket) -> None:
         """Forgets all bursts and records of a bucket."""

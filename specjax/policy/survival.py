@@ -29,6 +29,7 @@ MOST_RATE = 0.999
 # A burst of which so many standard deviations more or less stood than was likely tells of
 # other text; what was known before counts for so many trials then.
 SURPRISE, LEFT_TRIALS = 4.0, 4.0
+MOST_TRIALS, MOST_DEPTH = 1e9, 2**10  # that a record may hold
 KEPT_TRIALS = 64.0  # that what was learned in an earlier run counts for
 
 
@@ -50,7 +51,10 @@ class Survival:
 
     def to_record(self) -> dict[str, list[float]]:
         """Returns what is known of all rows, for JSON."""
-        return {name: getattr(self, f"_{name}").tolist() for name in _KEPT}
+        record = {name: getattr(self, f"_{name}").tolist() for name in _KEPT}
+        tried, stood = record["all"]
+        # Trials are weighted by profile: a lucky burst may leave fewer of them.
+        return record | {"all": [tried, min(stood, tried)]}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any], depth: int) -> Survival:
@@ -65,7 +69,9 @@ class Survival:
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{reprlib.repr(record)} is no acceptance: {error!r}.") from None
         values = np.concatenate([each.ravel() for each in kept.values()])
-        if not np.all((values >= 0) & (values < np.inf)) or kept["all"].shape != (2,):
+        is_sound = bool(np.all((values >= 0) & (values < MOST_TRIALS)))
+        is_sound &= max(each.size for each in kept.values()) <= MOST_DEPTH
+        if not is_sound or kept["all"].shape != (2,) or kept["all"][1] > kept["all"][0]:
             raise ValueError(f"{reprlib.repr(record)} is no acceptance.")
         of_rates = min(KEPT_TRIALS / max(kept["all"][0], 1.0), 1.0)
         of_presence = min(KEPT_TRIALS / max(kept["asked"].max(initial=0.0), 1.0), 1.0)

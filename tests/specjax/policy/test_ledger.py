@@ -6,7 +6,7 @@ import json
 import pytest
 
 from specjax.decode.bucket import Bucket
-from specjax.policy.ledger import Ledger
+from specjax.policy.ledger import MOST_S, Ledger
 
 
 def written():
@@ -20,7 +20,7 @@ def written():
 def test_what_is_kept_comes_back():
     bucket = Bucket(8, 4, 16)
     kept = Ledger.of_record(json.loads(json.dumps(written().to_record())))
-    assert kept == dataclasses.replace(written(), missed_before_s={bucket: 0.75})
+    assert kept == dataclasses.replace(written(), ran=set(), missed_before_s={bucket: 0.75})
     assert kept.missed_s == {bucket: 0.75}
 
 
@@ -37,21 +37,46 @@ def test_a_process_counts_what_it_lost_itself():
     assert ledger.lost_s(bucket, is_kept=True) == 0.5
 
 
-def test_a_bucket_that_runs_for_the_first_time_ends_what_was_missed():
+def test_a_bucket_that_runs_ends_what_was_missed():
     ledger = written()
     ledger.note(Bucket(8, 0))
     assert ledger.missed_s
     ledger.note(Bucket(8, 4, 16))
     assert not ledger.missed_s
-
-
-def test_a_bucket_that_an_earlier_run_ran_is_missed_anew():
-    """Its executable was not kept: what is lost without it counts again, until it runs again."""
-    ledger = written()
-    ledger.note(Bucket(8, 4, 16))
-    ledger.miss(Bucket(8, 4, 16), 1.0)
+    ledger.miss(Bucket(8, 4, 16), 1.0)  # its executable was not kept
     ledger.note(Bucket(8, 4, 16))
     assert not ledger.missed_s
+
+
+def test_what_others_would_have_saved_beyond_what_runs_now_stands():
+    """Of its rows; what ran in bursts of other rows was lost apart from it."""
+    ledger = Ledger()
+    for rows, depth, seconds in ((1, 1, 1.0), (1, 2, 3.0), (1, 4, 3.5), (2, 1, 0.5)):
+        ledger.miss(Bucket(rows, depth), seconds)
+    ledger.note(Bucket(1, 2))
+    assert ledger.missed_s == {Bucket(1, 4): 0.5, Bucket(2, 1): 0.5}
+    again = Ledger.of_record(ledger.to_record())
+    # In the next process it is read again, and lost so much until then.
+    again.miss(Bucket(1, 2), 3.0)
+    again.miss(Bucket(1, 4), 3.5)
+    again.note(Bucket(1, 2))
+    assert again.missed_s == {Bucket(1, 4): 1.0, Bucket(2, 1): 0.5}
+    assert again.lost_s(Bucket(1, 4), is_kept=True) == 0.5
+
+
+def test_what_is_written_can_be_read_however_long_it_was_added_to():
+    ledger = Ledger()
+    for _ in range(3):
+        ledger.spend(0.9 * MOST_S, is_drafting=False)
+        for rows in range(1, 700):
+            ledger.miss(Bucket(rows, 1), 0.9 * MOST_S)
+    kept = Ledger.of_record(json.loads(json.dumps(ledger.to_record())))
+    assert kept.plain_s == MOST_S
+    assert set(kept.missed_s.values()) == {MOST_S}
+    # Of a version that knew no bound.
+    record = Ledger().to_record() | {"plain_s": 3 * MOST_S, "missed": [[1, 2, None, 3 * MOST_S]]}
+    assert Ledger.of_record(record).plain_s == MOST_S
+    assert Ledger.of_record(record).missed_s == {Bucket(1, 2): MOST_S}
 
 
 @pytest.mark.parametrize(
@@ -61,9 +86,11 @@ def test_a_bucket_that_an_earlier_run_ran_is_missed_anew():
         {"hope_s": float("nan")},
         {"missed": [[1, 2, None, float("inf")]]},
         {"missed": [[1]]},
-        {"ran": 3},
-        {"ran": [["x", "y", None]]},
-        {"ran": [[1e400, 1, None]]},
+        {"missed": 3},
+        {"missed": [["x", "y", None, 1.0]]},
+        {"missed": [[1e400, 1, None, 1.0]]},
+        {"missed": [[rows, 1, None, 1.0] for rows in range(1, 999)]},
+        {"late_s": -1.0},
     ],
 )
 def test_figures_that_mean_nothing_are_refused(change):

@@ -1,0 +1,93 @@
+"""Cost files that nobody of good will wrote: small bounds, no crash, no long wait."""
+
+import json
+
+import pytest
+
+from specjax.decode.bucket import Bucket
+from specjax.policy import cost_files
+from specjax.policy.cost_files import MOST_KINDS, Known
+from specjax.policy.ledger import Ledger
+from specjax.policy.step_cost import MOST_BUCKETS, MOST_RECORDS, MOST_ROWS, StepCosts
+from specjax.policy.survival import Survival
+from specjax.runtime import kept_files
+
+KEY = {"device": "made up"}
+
+
+def step(rows=1, depth=0, context=9.0):
+    return {
+        **Bucket(rows, depth)._asdict(),
+        "context_tokens": context,
+        "step_s": 1e-3,
+        "num_measurements": 1,
+    }
+
+
+def document(steps, **more):
+    return {"catch_up_s": None, "steps": steps, **more}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [step(1 + n) for n in range(MOST_BUCKETS + 1)],
+        [step(1 + n) for n in range(MOST_BUCKETS * MOST_RECORDS + 1)],
+        [step(context=float(n)) for n in range(MOST_RECORDS + 1)],
+        [step(MOST_ROWS + 1)],
+        [step(1, 2000)],
+    ],
+)
+def test_more_than_a_run_keeps_is_refused_before_anything_is_solved(steps, monkeypatch):
+    monkeypatch.setattr(StepCosts, "_fit", None)
+    bursts = [[0, 1, 0, None, 9.0, 1e-3, 1.0], [1, 2, 0, None, 9.0, 1e-3, 1.0]]
+    known = Known(StepCosts())
+    with pytest.raises(ValueError, match=r"too many|more than|no measured"):
+        known.add(document(steps, bursts=bursts))
+    assert not known.costs.measured
+
+
+def test_as_many_as_a_run_keeps_can_be_read_again():
+    costs = StepCosts()
+    for rows in range(1, MOST_BUCKETS + 9):
+        costs._add(Bucket(rows, 0), 10.0, 1e-3)
+    again = StepCosts()
+    again.add_records(json.loads(json.dumps(costs.to_records())))
+    assert len(again.measured) == MOST_BUCKETS
+
+
+def test_more_kinds_of_sampling_than_there_are_are_refused():
+    ledgers = {str(n): Ledger().to_record() for n in range(MOST_KINDS + 1)}
+    with pytest.raises(ValueError, match="kinds"):
+        Known(StepCosts()).add(document([step()], ledgers=ledgers))
+
+
+@pytest.mark.parametrize("error", [MemoryError, RecursionError])
+def test_a_file_that_memory_or_the_stack_is_too_small_for_counts_as_none(
+    error, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SPECJAX_CACHE_DIR", str(tmp_path))
+    costs = StepCosts()
+    costs.observe(Bucket(1, 0), 10, 1e-3)
+    assert cost_files.write(KEY, cost_files.path_of(KEY), Known(costs))
+
+    def fails(self, document):
+        raise error("too much")
+
+    monkeypatch.setattr(Known, "add", fails)
+    with pytest.warns(UserWarning, match="cannot be read"):
+        assert not cost_files.read(KEY, Known(StepCosts()))
+
+
+@pytest.mark.parametrize("tried_and_stood", [[1.0, 2.0], [0.0, 1e308], [1e300, 1.0]])
+def test_more_drafts_that_stood_than_were_tried_are_refused(tried_and_stood):
+    record = Survival(4).to_record() | {"all": tried_and_stood}
+    with pytest.raises(ValueError, match="no acceptance"):
+        Survival.of_record(record, 4)
+
+
+def test_a_key_that_stands_there_twice_is_refused(tmp_path):
+    path = tmp_path / "kept.json"
+    path.write_text('{"a": 1, "b": {"c": 1, "c": 2}}')
+    with pytest.raises(ValueError, match="twice"):
+        kept_files.read_json(path)
