@@ -131,7 +131,7 @@ class Ledger:
             raise ValueError(f"{reprlib.repr(record)} is no ledger.")
         missed = {bucket: min(s, MOST_S) for bucket, s in missed.items()}
         pots = {name: min(s, MOST_S) for name, s in pots.items()}
-        return cls(missed, missed_before_s={**missed}, **pots)
+        return dataclasses.replace(cls(missed, missed_before_s={**missed}), **pots)
 
 
 def _bucket_of(key: Sequence[Any]) -> Bucket:
