@@ -51,6 +51,8 @@ PYTHON = {
     for name, blocks in BLOCKS.items()
     if (found := [block for block in blocks if block.language == "python"])
 }
+# Pages whose blocks run in the quick set; others compile steps of their own.
+QUICK = {"README.md", "docs/guides/adding-a-kernel.md", "docs/tunix.md"}
 COMMAND_LINES = [
     (name, block, command)
     for name, blocks in BLOCKS.items()
@@ -85,7 +87,10 @@ def setting():
     }
 
 
-@pytest.mark.parametrize("name", PYTHON)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in PYTHON],
+)
 def test_python_blocks_run(name, setting, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = dict(setting)
@@ -164,6 +169,7 @@ def parse(arguments: list[str]) -> None:
         assert "run" in command_line.build_parser().parse_args(arguments), arguments
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", RUN_PAGES)
 def test_generation_commands_run(name, capsys):
     ran = 0
