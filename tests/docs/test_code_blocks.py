@@ -85,7 +85,11 @@ def setting():
     }
 
 
-@pytest.mark.parametrize("name", PYTHON)
+# The pages that a newcomer reads first; each of the others compiles steps of its own.
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n in RUN_PAGES else pytest.mark.full) for n in PYTHON],
+)
 def test_python_blocks_run(name, setting, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = dict(setting)
