@@ -476,10 +476,10 @@ def test_an_engine_may_close_while_tasks_and_threads_read(make):
     for thread in threads:
         thread.start()
     for _ in range(4):
-        assert has_begun.acquire(timeout=60)
+        assert has_begun.acquire(timeout=600)
     engine.close()
     for thread in threads:
-        thread.join(60)
+        thread.join(600)
         assert not thread.is_alive()
     ended = [reason for reason in reasons if reason is not None]
     assert len(ended) == 2

