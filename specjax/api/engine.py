@@ -23,7 +23,7 @@ from specjax.config.engine import EngineConfig
 from specjax.config.rules import VERIFICATION_RULES
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters.loading import LoadedDrafter
+from specjax.drafters.loading import DrafterSource
 from specjax.engine.loop import INTERRUPTED, Loop
 from specjax.engine.request import AcceptanceCounts, Request
 from specjax.models.base import Model
@@ -56,7 +56,7 @@ class Engine:
         self,
         target: Model | str | os.PathLike[str],
         *,
-        drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
+        drafter: DrafterSource = None,
         verification: str | None = None,
         other_verifications: Sequence[str] = (),
         num_speculative_tokens: int | None = None,

@@ -22,7 +22,6 @@ from specjax.decode.score import Scores
 from specjax.decode.sizes import PLACES
 from specjax.decode.state import Admission, DecodeState, without_drafter
 from specjax.drafters.base import DrafterError
-from specjax.drafters.spec import NoDrafter
 from specjax.engine.faults import (
     RECOVERABLE,
     Faults,
@@ -341,7 +340,7 @@ class Loop:
         self._prompts_done_at: futures.Future[float] | None = None
         self._deadlines: list[tuple[float, int, Request]] = []  # a heap
         self._feed: TextFeed | None = None
-        if getattr(self.decoder.drafter, "takes_text", False):
+        if self.decoder.drafter.takes_text:
             self._feed = TextFeed(self.decoder.sizes.rows)
         self._was_prefill = False
         # Last, because the device may fail: the tables of the host are in order then.
@@ -404,8 +403,7 @@ class Loop:
             return False
         if OUT_OF_MEMORY in str(error) and self._begin_with_fewer_pages():
             return True
-        has_none = isinstance(self.decoder.drafter, NoDrafter)
-        if has_none or self.faults.is_drafter_off:
+        if not self.decoder.drafter.can_draft or self.faults.is_drafter_off:
             return False
         self._turn_drafter_off(f"a step failed on the device with {str(error)[:200]!r}")
         self._restart()
@@ -495,6 +493,15 @@ class Loop:
         admitted = self.scheduler.admit(steps * (1 + self.policy.max_speculative_tokens))
         self._num_prompt_tokens += sum(row.num_to_prefill for row in admitted)
         for admission in make_admissions(self.decoder, admitted):
+            self._admit(admission)
+
+    def _admit(self, admission: Admission) -> None:
+        """Lets requests into rows; a drafter that raises as it hears of them is turned off."""
+        assert self._state is not None
+        try:
+            self._state = self.decoder.admit(self._state, admission)
+        except DrafterError as error:
+            self._turn_drafter_off(str(error))
             self._state = self.decoder.admit(self._state, admission)
 
     def _send(self, max_burst_steps: int | None) -> None:
@@ -1019,7 +1026,7 @@ def make_admission(decoder: Decoder, by_shard: Sequence[Sequence[Row]], places: 
     count = num_shards * places
     history = np.zeros((count, sizes.max_length), np.int32)
     row_ids = np.full(count, rows_per_shard, np.int32)
-    max_lengths, rules, lengths = np.zeros((3, count), np.int32)
+    max_lengths, rules, lengths, drafter_lengths = np.zeros((4, count), np.int32)
     sampling: dict[str, Any] = empty_row_values(count, decoder.engine_config)
     for shard, own in enumerate(by_shard):
         for place, row in enumerate(own, start=shard * places):
@@ -1029,6 +1036,7 @@ def make_admission(decoder: Decoder, by_shard: Sequence[Sequence[Row]], places: 
             max_lengths[place] = request.max_length
             rules[place] = request.rule
             lengths[place] = row.num_prefilled
+            drafter_lengths[place] = row.num_drafter_final
             for name, value in request.sampling_values.items():
                 sampling[name][place] = value
     return Admission(
@@ -1038,4 +1046,5 @@ def make_admission(decoder: Decoder, by_shard: Sequence[Sequence[Row]], places: 
         max_lengths=max_lengths,
         rules=rules,
         lengths=lengths,
+        drafter_lengths=drafter_lengths,
     )
