@@ -8,6 +8,7 @@ import pytest
 
 from specjax import sharding
 from specjax.config.engine import EngineConfig
+from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import NgramDrafter
@@ -40,7 +41,11 @@ SIZES = Sizes(
 
 
 def make(kind, mesh=None):
-    return kind(CONFIG, NgramDrafter(), SIZES, EngineConfig(), mesh=mesh)
+    return kind(
+        DecoderConfig(
+            target=CONFIG, drafter=NgramDrafter(), sizes=SIZES, engine=EngineConfig(), mesh=mesh
+        )
+    )
 
 
 def sizes_of(compiled):
