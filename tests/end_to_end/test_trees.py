@@ -250,7 +250,7 @@ def test_caches_hold_the_accepted_path_in_order(target, prompts, verification, m
     assert completion.acceptance.num_accepted > 5
     # Accepted nodes that did not already lie where a chain's would.
     assert sum(num_moved) > 0
-    state = stream._engine._state
+    state = stream._loop._run.device_state
     text = [*completion.prompt_token_ids, *completion.token_ids]
     for model, pages, lengths in (
         (target, state.cache.pages, state.cache.lengths),

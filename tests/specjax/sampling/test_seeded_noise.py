@@ -114,7 +114,7 @@ def test_extreme_words_stay_inside_the_open_interval(bits, monkeypatch):
     monkeypatch.setattr("specjax.sampling.seeded_noise.random_bits", lambda keys, count: words)
     unit = uniforms(jnp.zeros((1, 2), jnp.uint32), jnp.zeros(1, jnp.int32), ACCEPT, 1)
     assert 0 < unit[0, 0] < 1
-    exponential = float(exponential_noise(None, 1)[0, 0])
+    exponential = float(counter_noise.exponential(words)[0, 0])
     exact = min((bits + 0.5) * 2.0**-32, 1 - 2.0**-24)
     assert exponential == pytest.approx(-np.log1p(-exact), rel=1e-5)
     assert 0 < exponential < 17
