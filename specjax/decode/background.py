@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import threading
 import time
 import weakref
 from collections.abc import Callable, Hashable
 from concurrent import futures
+
+MOST_SPANS = 256
 
 Make = Callable[[Callable[[], bool]], None]
 
@@ -21,7 +24,8 @@ class Background:
     def __init__(self):
         self._coming: dict[Hashable, futures.Future[None]] = {}
         self._failed: list[BaseException] = []
-        self._spans: list[tuple[float, float]] = []  # when work began and was done
+        # When work began and was done; nobody asks for what lies so many pieces of work back.
+        self._spans: collections.deque[tuple[float, float]] = collections.deque(maxlen=MOST_SPANS)
         self._is_ending = False
         _ALL.add(self)
 
@@ -56,7 +60,7 @@ class Background:
         """Returns whether anything was under way at some time, as time.perf_counter() says."""
         if any(done.begun_at < end for done in [*self._coming.values()]):  # type: ignore[attr-defined]
             return True
-        return any(begun < end and start < done for begun, done in self._spans)
+        return any(begun < end and start < done for begun, done in tuple(self._spans))
 
     def end(self) -> None:
         """Waits for all that is under way."""

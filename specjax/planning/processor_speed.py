@@ -21,6 +21,7 @@ LAYERS, HIDDEN, WIDE = 4, 512, 2048  # 32 MB of weights
 REPEATS = 12
 # Of a processor: bytes per second, and seconds of the smallest operation.
 SLOWEST, FASTEST, SLOWEST_LAUNCH_S = 1e6, 1e15, 1.0
+EXPIRES_S = 30 * 24 * 3600.0  # after which a processor is measured again
 NUM_SMALL = 200  # operations that hang on one another
 
 
@@ -41,6 +42,8 @@ def processor_speed() -> ProcessorSpeed:
 def _read(path: Path) -> ProcessorSpeed | None:
     """Returns what an earlier process measured; None of a file that means nothing."""
     try:
+        if abs(time.time() - path.stat().st_mtime) > EXPIRES_S:
+            return None  # one that was disturbed must not rule for ever
         kept = kept_files.read_json(path)
         factors = tuple((int(n), float(factor)) for n, factor in kept["factors"])
         speed = ProcessorSpeed(float(kept["bytes_per_s"]), factors, float(kept["launch_s"]))

@@ -9,8 +9,9 @@ learned in service:
 
 - Drafting has to earn its place. Where plain decoding or the best K was never measured,
   the likelier one of the two runs, plain decoding unless more is known, while the other
-  is compiled beside it; a run that may be short waits for that halfway, so that its second
-  half measures both, and the next run knows.
+  is compiled beside it; a run that may be short waits for that halfway, where that is a small
+  share of what is left, so that its second half measures both, and the next run knows.
+- A process begins with what is compiled or kept on disk.
 - Any other bucket is compiled, beside what runs, once what was lost without it, as far as
   is known, comes to what compiling it takes, or reading it where it is kept on disk (ski
   rental). The loss adds up over the runs of a pair (`ledger`).
@@ -25,7 +26,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -75,6 +77,7 @@ USUAL_K = 3  # that is tried first where nothing is known
 # Drafting runs before plain decoding was measured only where it is expected to be better by
 # so much, and its acceptance is known from so many drafts.
 SURE_GAIN, SURE_TRIALS = 0.15, 16.0
+MOST_WAIT = 0.25  # of what is left of a run, that it waits for what is compiled
 LEAST_SHARED = 4  # probes that a run must be long for, to wait for what is compiled
 ENOUGH_STEPS = 10_000  # of an endless run, that repay any compiling
 SMALL_CATCH_UP = 0.05  # of a burst: what is left tells what its steps cost
@@ -110,6 +113,9 @@ class _Exploration:
     first: Bucket | None = None
     other: Bucket | None = None
     num_steps: int = 0  # left when it began
+    # When its first burst was sent, by the policy's clock, and the steps left then.
+    begun_at: float | None = None
+    steps_then: int = 0
     turns: list[Bucket] = dataclasses.field(default_factory=list)
 
 
@@ -135,6 +141,7 @@ class Goodput:
         ranks by that then, and otherwise by what is known of the rows here.
       ledger: of earlier runs of the pair, which this one goes on with; None begins anew.
       survival: what is known of acceptance; it learns. None is nothing.
+      clock: seconds; how long a run has taken.
     """
 
     chooses_rows: ClassVar[bool] = True
@@ -149,6 +156,7 @@ class Goodput:
         knows_confidence: bool = False,
         ledger: Ledger | None = None,
         survival: Survival | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ):
         self.max_speculative_tokens = max_speculative_tokens
         self.costs = costs or StepCosts()
@@ -158,6 +166,7 @@ class Goodput:
         self._depths = ladder(max_speculative_tokens) if depths is None else depths
         self._ranks = ranks
         self._knows_confidence = knows_confidence
+        self._clock = clock
         self._last: Bucket | None = None
         self.ledger = Ledger() if ledger is None else ledger
         self._exploration: _Exploration | None = None
@@ -179,8 +188,10 @@ class Goodput:
         self._rates = {c.bucket: c.rate for c in candidates}
         self._missing = {b for b in self._rates if not load.is_compiled(b)}
         usable = [c for c in candidates if load.is_compiled(c.bucket)]
+        soonest = None
         if not usable or self._last is None:
-            usable = [self._soonest_done(self._trusted(candidates), load)]
+            first, soonest = self._first(self._trusted(candidates), load)
+            usable = [first]
         best = self._best(self._trusted(usable), load)
         allowed = [
             c
@@ -207,7 +218,7 @@ class Goodput:
         probe = self._probe(best, allowed, load) if best.bucket == self._last else None
         if probe is not None:
             return probe
-        prepare = self._missed(best, candidates, load)
+        prepare = soonest or self._missed(best, candidates, load)
         return self._decide(load, best, "goodput", prepare=prepare)
 
     def observe(self, outcome: Outcome) -> None:
@@ -283,6 +294,21 @@ class Goodput:
                 for mean in self._depths:
                     if mean < depth:
                         yield Bucket(rows, depth, rows * mean)
+
+    def _first(
+        self, candidates: Sequence[_Candidate], load: Load
+    ) -> tuple[_Candidate, Bucket | None]:
+        """Returns what runs where nothing ran yet, and what is compiled beside it, if anything.
+
+        What is compiled or kept on disk runs, if anything is, and plain decoding otherwise, which
+        compiles sooner: the run does not wait for what would end it first.
+        """
+        there = [c for c in candidates if load.is_there(c.bucket)]
+        plain = [c for c in candidates if not c.bucket.num_speculative_tokens]
+        soonest = self._soonest_done(candidates, load)
+        first = self._soonest_done(there or plain or candidates, load)
+        is_coming = soonest in there or load.is_coming(soonest.bucket)
+        return first, None if is_coming or soonest is first else soonest.bucket
 
     def _soonest_done(self, candidates: Sequence[_Candidate], load: Load) -> _Candidate:
         """Returns what ends the run first where nothing can run yet; plain decoding if in doubt."""
@@ -414,6 +440,7 @@ class Goodput:
         if not found.turns:
             is_late = load.num_steps_left <= found.num_steps // 2
             waits = is_late and found.num_steps >= LEAST_SHARED * PROBE_STEPS
+            waits = self._is_short_wait(found, load) and waits
             if not load.is_compiled(found.other) and not waits:
                 return _of_bucket(found.first, "nothing measured yet", prepare=found.other)
             found.turns += [found.other, found.first] * EXPLORED
@@ -425,6 +452,20 @@ class Goodput:
             self._exploration = _Exploration()
         reason = "probe" if bucket == found.other else "nothing measured yet"
         return _of_bucket(bucket, reason, num_steps=_num_steps(PROBE_STEPS, step_s))
+
+    def _is_short_wait(self, found: _Exploration, load: Load) -> bool:
+        """Returns whether what is compiled beside a run is there soon, beside what is left to
+        run."""
+        assert found.other is not None
+        if found.begun_at is None:
+            # The first burst may have been compiled before.
+            found.begun_at, found.steps_then = self._clock(), load.num_steps_left
+        passed_s = self._clock() - found.begun_at
+        num_run = found.steps_then - load.num_steps_left
+        if num_run <= 0:
+            return False
+        left_s = load.num_steps_left * passed_s / num_run
+        return load.ready_s(found.other) - passed_s <= MOST_WAIT * left_s
 
     def _exploration_of(self, load: Load) -> _Exploration:
         """Returns what to measure beside what, if anything is unknown and may pay."""
@@ -452,7 +493,8 @@ class Goodput:
         if is_known or most <= candidates[bucket].rate * (1 + MARGIN):
             return _Exploration()
         gain = best.rate / candidates[bucket].rate - 1
-        if gain >= SURE_GAIN and not self._knows_no_acceptance:
+        is_sure = gain >= SURE_GAIN and not self._knows_no_acceptance
+        if is_sure and load.is_there(best.bucket):
             return _Exploration(best.bucket, bucket, load.num_steps_left)
         return _Exploration(bucket, best.bucket, load.num_steps_left)
 

@@ -48,6 +48,10 @@ class Load:
         read_s = self.read_s(bucket)
         return self.compile_s if read_s is None else read_s
 
+    def is_there(self, bucket: Bucket) -> bool:
+        """Returns whether a bucket is compiled, or kept on disk."""
+        return self.is_compiled(bucket) or self.read_s(bucket) is not None
+
     def limit(self, num_speculative_tokens: int) -> int:
         """Returns a K, or what is allowed of it."""
         most = self.most_speculative_tokens

@@ -217,13 +217,18 @@ class StepCosts:
 
     def doubt(self, bucket: Bucket, context: float) -> float:
         """Returns by which share a bucket may take less than is thought, beside the one that ran
-        last."""
+        last, or beside plain decoding of as many rows where none of these ran yet."""
         if not self._samples:
             return PRIOR_DOUBT
         if bucket not in self._samples:
             return MUCH_DOUBT
         fit = self._fit(context, bucket.rows)
-        other = bucket if self._last is None else self._last.bucket
+        other = Bucket(bucket.rows, 0) if self._last is None else self._last.bucket
+        if other not in fit.bases:
+            # What ran is of far fewer or more rows, or nothing compares with this.
+            other = Bucket(bucket.rows, 0)
+        if other not in fit.bases:
+            return MUCH_DOUBT
         deviation = fit.compared.deviation(bucket, other)
         return max(1 - math.exp(-DOUBT_ERRORS * deviation), LEAST_DOUBT)
 

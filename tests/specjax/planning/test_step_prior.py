@@ -1,6 +1,8 @@
 """What a step is expected to take before any was measured."""
 
 import json
+import os
+import time
 
 import pytest
 
@@ -86,6 +88,12 @@ def test_the_processor_is_measured_once_per_machine(folder, monkeypatch):
     processor_speed.processor_speed.cache_clear()
     monkeypatch.setattr(processor_speed, "measure", lambda: pytest.fail("again"))
     assert processor_speed.processor_speed() == found
+    (kept,) = folder.glob("processor-*.json")
+    long_ago = time.time() - 1.1 * processor_speed.EXPIRES_S
+    os.utime(kept, (long_ago, long_ago))
+    processor_speed.processor_speed.cache_clear()
+    with pytest.raises(pytest.fail.Exception, match="again"):
+        processor_speed.processor_speed()
     monkeypatch.setattr(compilation_cache, "processor", lambda: "another")
     processor_speed.processor_speed.cache_clear()
     with pytest.raises(pytest.fail.Exception, match="again"):

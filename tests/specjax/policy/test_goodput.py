@@ -153,16 +153,29 @@ def test_plain_decoding_runs_while_what_drafts_is_compiled_beside_it():
 
 
 @pytest.mark.parametrize(
-    ("num_steps", "left", "waits"),
-    [(128, 65, False), (128, 64, True), (31, 8, False), (32, 16, True)],
+    ("num_steps", "left", "step_s", "waits"),
+    [
+        (128, 65, 1.0, False),
+        (128, 64, 1.0, True),
+        (31, 8, 1.0, False),
+        (32, 16, 1.0, True),
+        # 5 s to compile, of which 6.2 s, 1.55 s, 0.5 s have passed.
+        (128, 64, 0.1, True),
+        (128, 64, 0.025, False),
+        (64, 32, 0.016, False),
+    ],
 )
-def test_a_run_waits_halfway_for_what_is_compiled(num_steps, left, waits):
+def test_a_run_waits_halfway_for_what_is_compiled(num_steps, left, step_s, waits):
     """Its second half measures both, and the next run knows; too short a run does not wait."""
-    policy = Goodput(4)
+    now_s = 0.0
+    policy = Goodput(4, clock=lambda: now_s)
     now, _ = cold(num_steps_left=num_steps)
     assert policy.choose(now).num_speculative_tokens == 0
-    now = dataclasses.replace(now, num_steps_left=left)
-    decision = policy.choose(now)
+    for steps in range(num_steps - 1, left - 1, -1):
+        now = dataclasses.replace(now, num_steps_left=steps)
+        decision = policy.choose(now)
+        now_s += step_s
+        assert decision.num_speculative_tokens == 0 or steps == left
     assert decision.num_speculative_tokens == (3 if waits else 0)
     assert decision.reason == ("probe" if waits else "nothing measured yet")
 
@@ -187,14 +200,16 @@ def test_the_second_policy_knows_what_the_first_measured(proposes):
     assert {d.prepare for d in decisions} == {None}
 
 
-def test_what_drafts_runs_first_where_it_is_known_to_be_accepted():
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_drafts_runs_first_where_it_is_known_to_be_accepted_and_kept(is_kept):
     """Plain decoding is compiled beside it; its cost is predicted from other rows."""
     known = trained(accepted=4, rows=2)
     policy = Goodput(4, known.costs, survival=known.survival)
-    now, _ = cold(1)
+    drafting = lambda bucket: 0.1 if is_kept and bucket.num_speculative_tokens else None
+    now, _ = cold(1, read_s=drafting)
     decision = policy.choose(now)
-    assert decision.num_speculative_tokens > 0
-    assert decision.prepare == Bucket(1, 0)
+    assert (decision.num_speculative_tokens > 0) == is_kept
+    assert decision.prepare == Bucket(1, 0 if is_kept else 4)
 
 
 def test_nothing_is_compiled_that_cannot_pay():
@@ -216,15 +231,20 @@ def test_nothing_is_explored_where_nothing_may_be_drafted():
     assert policy.choose(cold()[0]).prepare == Bucket(1, 3)
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_a_process_runs_what_is_done_first(kept):
-    """Reading what is kept takes less than compiling; a short run does not repay either."""
+@pytest.mark.parametrize("num_steps", [32, 9000])
+@pytest.mark.parametrize("kept", [(), (0,), (0, 4), (2,)])
+def test_a_process_begins_with_what_is_there(kept, num_steps):
+    """It waits for no compilation that it can do without; what ends it first is compiled beside,
+    where the run is long enough."""
     policy = trained(accepted=4)
-    read_s = lambda bucket: 0.01 if kept or not bucket.num_speculative_tokens else None
-    now, _ = cold(read_s=read_s, num_steps_left=32)
-    assert policy.choose(now).num_speculative_tokens == (4 if kept else 0)
-    now, _ = cold(read_s=read_s, num_steps_left=9000)
-    assert policy.choose(now).num_speculative_tokens == 4
+    read_s = lambda bucket: 0.01 if bucket.num_speculative_tokens in kept else None
+    now, compiled = cold(read_s=read_s, num_steps_left=num_steps)
+    decision = policy.choose(now)
+    assert decision.num_speculative_tokens == (kept[-1] if kept else 0)
+    needs_compiling = num_steps == 9000 and 4 not in kept and 2 not in kept
+    assert decision.prepare == (Bucket(1, 4) if needs_compiling else None)
+    compiled.add(shape_of(decision))
+    assert policy.choose(now).num_speculative_tokens == decision.num_speculative_tokens
 
 
 def test_plain_decoding_may_begin_a_process_however_seldom_it_was_measured():
