@@ -64,7 +64,7 @@ class Faults:
         """Returns whether a bucket did not fit, or one of as many rows that does no more."""
         if self.is_drafter_off and bucket.num_speculative_tokens:
             return True
-        return any(
+        return bool(self._dropped) and any(
             bucket.rows == dropped.rows
             and bucket.num_speculative_tokens >= dropped.num_speculative_tokens
             and bucket.num_slots >= dropped.num_slots

@@ -173,6 +173,7 @@ class Goodput:
         self._was_probe = False
         self._again: Bucket | None = None  # that a probe runs once more
         self._burst_steps = 1  # that a burst may have
+        self._buckets_of: dict[int, tuple[Bucket, ...]] = {}  # by rows
         self._rates: dict[Bucket, float] = {}  # of the candidates of the last choice
         self._missing: set[Bucket] = set()  # those of them that are not compiled
 
@@ -187,7 +188,7 @@ class Goodput:
             return self._plain(load, load.limited_by or "nothing measured yet")
         self._rates = {c.bucket: c.rate for c in candidates}
         self._missing = {b for b in self._rates if not load.is_compiled(b)}
-        usable = [c for c in candidates if load.is_compiled(c.bucket)]
+        usable = [c for c in candidates if c.bucket not in self._missing]
         soonest = None
         if not usable or self._last is None:
             first, soonest = self._first(self._trusted(candidates), load)
@@ -258,16 +259,15 @@ class Goodput:
         )
         candidates = []
         shapes = self._shapes(load) if row_buckets is None else self.buckets(row_buckets)
-        for bucket in shapes:
-            tokens = load.num_decoding_rows + slots.expected(bucket)
-            context = _midway(load, tokens)
-            seconds = self.costs.seconds(bucket, context)
+        buckets = list(shapes)
+        for bucket, gained in zip(buckets, slots.all_expected(buckets)):
+            tokens = load.num_decoding_rows + gained
+            seconds, doubt = self.costs.estimate(bucket, _midway(load, tokens))
             if seconds is None:
                 return []
             if not self.costs.count(bucket):
                 seconds *= 1 - OPTIMISM
             rate = slots.together(bucket) * tokens / seconds
-            doubt = self.costs.doubt(bucket, context)
             candidates.append(_Candidate(bucket, tokens, seconds, rate, doubt, slots))
         return candidates
 
@@ -286,14 +286,19 @@ class Goodput:
     def buckets(self, row_buckets: Iterable[int]) -> Iterator[Bucket]:
         """Yields all that may be compiled for some numbers of rows."""
         for rows in row_buckets:
-            yield Bucket(rows, 0)
-            for depth in self._depths:
-                yield Bucket(rows, depth)
-                if not self._ranks or rows == 1:
-                    continue
-                for mean in self._depths:
-                    if mean < depth:
-                        yield Bucket(rows, depth, rows * mean)
+            if rows not in self._buckets_of:
+                self._buckets_of[rows] = tuple(self._all_buckets(rows))
+            yield from self._buckets_of[rows]
+
+    def _all_buckets(self, rows: int) -> Iterator[Bucket]:
+        yield Bucket(rows, 0)
+        for depth in self._depths:
+            yield Bucket(rows, depth)
+            if not self._ranks or rows == 1:
+                continue
+            for mean in self._depths:
+                if mean < depth:
+                    yield Bucket(rows, depth, rows * mean)
 
     def _first(
         self, candidates: Sequence[_Candidate], load: Load
@@ -507,7 +512,7 @@ class Goodput:
         if not load.num_probe_steps:
             return None
         is_plain = not best.bucket.num_speculative_tokens
-        ready = [c for c in allowed if load.is_compiled(c.bucket) and c is not best]
+        ready = [c for c in allowed if c.bucket not in self._missing and c is not best]
         drafting = [c for c in ready if c.bucket.num_speculative_tokens]
         plain = [c for c in ready if not c.bucket.num_speculative_tokens]
         # None that runs as many rows is faster than plain decoding.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -71,14 +72,27 @@ class RankedSlots:
 
     def expected(self, bucket: Bucket) -> float:
         """Returns the draft tokens that a step is expected to accept."""
-        depth = bucket.num_speculative_tokens
-        if bucket.max_drafts is None:
-            return self._by_depth[depth]
+        return self.all_expected([bucket])[0]
+
+    def all_expected(self, buckets: Sequence[Bucket]) -> list[float]:
+        """Returns `expected` of several buckets."""
+        ranked = collections.defaultdict(list)
+        for bucket in buckets:
+            if bucket.max_drafts is not None:
+                ranked[bucket.num_speculative_tokens].append(bucket.max_drafts * self._share)
+        gained = {depth: iter(self._gains(depth, slots)) for depth, slots in ranked.items()}
+        return [
+            self._by_depth[bucket.num_speculative_tokens]
+            if bucket.max_drafts is None
+            else next(gained[bucket.num_speculative_tokens])
+            for bucket in buckets
+        ]
+
+    def _gains(self, depth: int, slots: Sequence[float]) -> list[float]:
+        """Returns what so many of the likeliest slots gain; the one on the edge counts in part."""
         at = self._depths.index(depth)
         _, masses, gains = self._ranked
-        # The slot on the edge counts in part.
-        some = np.interp(bucket.max_drafts * self._share, masses[at], gains[at])
-        return float(some) / self._share
+        return (np.interp(slots, masses[at], gains[at]) / self._share).tolist()
 
     def together(self, bucket: Bucket) -> float:
         """Returns by how much the luck of rows that are not refilled delays the last of them, 0 to

@@ -57,6 +57,7 @@ NEAR = 2  # places apart, at which a measurement counts for half
 MOST_AS_USUAL = 8  # measurements that a fit outlives where they tell next to nothing
 # Of a burst's steps, by how much they may be off beside catching up, a standard deviation;
 # and the share of what was known of it that is remembered.
+PLACE_WIDTH = math.log(1.25)  # of contexts that share a sample
 CATCH_UP_DOUBT, CATCH_UP_MEMORY = 0.4, 0.9
 SLOPES_AFTER = 16  # measurements, at most, that the slopes are kept for
 SLOPE_ROUNDS = 4  # of weighing what tells of the slope
@@ -215,14 +216,21 @@ class StepCosts:
         """Says that what is measured next does not follow what was measured last."""
         self._ratios.begin_run()
 
+    def estimate(self, bucket: Bucket, context: float) -> tuple[float | None, float]:
+        """Returns `seconds` and `doubt`."""
+        if not self._samples:
+            return self.prior and self.prior(bucket, context), PRIOR_DOUBT
+        fit = self._fit(context, bucket.rows)
+        return self._seconds(bucket, context, fit), self._doubt(bucket, fit)
+
     def doubt(self, bucket: Bucket, context: float) -> float:
         """Returns by which share a bucket may take less than is thought, beside the one that ran
         last, or beside plain decoding of as many rows where none of these ran yet."""
-        if not self._samples:
-            return PRIOR_DOUBT
+        return self.estimate(bucket, context)[1]
+
+    def _doubt(self, bucket: Bucket, fit: _Fit) -> float:
         if bucket not in self._samples:
             return MUCH_DOUBT
-        fit = self._fit(context, bucket.rows)
         other = Bucket(bucket.rows, 0) if self._last is None else self._last.bucket
         if other not in fit.bases:
             # What ran is of far fewer or more rows, or nothing compares with this.
@@ -273,7 +281,9 @@ class StepCosts:
         """Returns the seconds of a step just now; None where nothing is known."""
         if not self._samples:
             return self.prior and self.prior(bucket, context)
-        fit = self._fit(context, bucket.rows)
+        return self._seconds(bucket, context, self._fit(context, bucket.rows))
+
+    def _seconds(self, bucket: Bucket, context: float, fit: _Fit) -> float:
         base = self._base(bucket, fit, context)
         return (base + fit.slope(bucket) * context) * self.drift
 
@@ -628,9 +638,9 @@ def _weighted_median(weighed: Sequence[tuple[float, float]]) -> float:
 
 def _place(context: float) -> int:
     """Returns which sample a context counts to: those within a quarter of each other share one."""
-    return round(math.log(context + 64) / math.log(1.25))
+    return round(math.log(context + 64) / PLACE_WIDTH)
 
 
 def _places(contexts: np.ndarray) -> np.ndarray:
     """Returns `_place` of each, f64."""
-    return np.rint(np.log(contexts + 64) / math.log(1.25))
+    return np.rint(np.log(contexts + 64) / PLACE_WIDTH)
