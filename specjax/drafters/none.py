@@ -30,8 +30,4 @@ def drafter() -> Drafter:
         proposal = Proposal(token_ids=nothing, num_tokens=jnp.zeros_like(num_tokens))
         return Draft(proposal, state, decode_state.drafter_lengths)
 
-    return Drafter(
-        init=lambda rows, max_length, num_pages, page_size: (),
-        prefill=lambda params, state, batch, max_tokens_per_row: state,
-        draft=draft,
-    )
+    return Drafter(draft)
