@@ -138,8 +138,10 @@ class Decoder:
     def admit(self, state: DecodeState, admission: Admission) -> DecodeState:
         """Runs `specjax.decode.state.admit`, one executable per number of places. Donates the
         state."""
-        drafter = self._state_drafter(state)
-        run = lambda state, admission: (decode_state.admit(state, drafter, admission),)
+
+        def run(state, admission):
+            return (decode_state.admit(state, self._state_drafter(state), admission),)
+
         key = ("admit", len(admission.row_ids))
         (state,) = self._call(key, run, state, admission, in_specs=(self._rows,), out_specs=())
         return state

@@ -83,13 +83,13 @@ class DrafterContext:
     taps: tuple[int, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True)
 class DrafterSpec:
     """Which drafter, as a hashable value: part of the key of a compiled step.
 
     A drafter of your own is a frozen dataclass that derives from this class and has a
-    `build`. Every other member has a default, which is right for a drafter of chains that
-    runs no model and gives no probabilities.
+    `build`: specs with equal fields then share what was compiled. Every other member has a
+    default, which is right for a drafter of chains that runs no model and gives no
+    probabilities.
 
     Attributes:
       can_draft: False is plain decoding: no step ever asks for drafts.
@@ -208,6 +208,11 @@ def by_row(state: Any) -> Any:
 def by_page(state: Any) -> Any:
     """Returns the axes of a state of which every leaf has an entry for each page."""
     return jax.tree.map(lambda leaf: PAGES, state)
+
+
+def by_none(state: Any) -> Any:
+    """Returns the axes of a state of which every leaf belongs to all rows."""
+    return jax.tree.map(lambda leaf: SHARED, state)
 
 
 def init_nothing(rows: int, max_length: int, num_pages: int, page_size: int) -> Any:

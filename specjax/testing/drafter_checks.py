@@ -38,7 +38,7 @@ from specjax.models.base import Model
 from specjax.paged.kv_cache import own_pages
 from specjax.sampling import row_values
 from specjax.sampling.row_sampling import seed_words
-from specjax.types import GREEDY, REJECTION, SEEDED, DecoderParams, Plan, Proposal
+from specjax.types import GREEDY, NOT_A_TOKEN, REJECTION, SEEDED, DecoderParams, Plan, Proposal
 
 ROWS, PAGE_SIZE, BURST_STEPS = 4, 8, 2
 WIDTH = 16  # prompt tokens of a row that are fed at once
@@ -229,9 +229,8 @@ class _Check:
         self.compares_laws = self.spec.has_probs and not self.spec.is_grown
         slots = self.spec.tree_slots(self.depth)
         self.sizes = self._sizes(-(-(self.max_length + slots) // PAGE_SIZE))
-        rules = (REJECTION,) if self.compares_laws else ()
         # A decoder of its own: what it traces is counted.
-        self.decoder = Decoder(target.config, self.spec, self.sizes, ENGINE, rules=rules)
+        self.decoder = Decoder(target.config, self.spec, self.sizes, ENGINE)
         self.drafter = guarded(self._build())
 
     def _sizes(self, pages_per_row: int) -> Sizes:
@@ -257,9 +256,9 @@ class _Check:
 
     def run(self) -> None:
         self.check_structure()
+        if self.depth:
+            self.check_draws()  # before what compiles more
         self.check_rows()
-        if self.depth and not self.spec.is_grown:
-            self.check_draws()
 
     # One structure
 
@@ -341,10 +340,9 @@ class _Check:
         self.check_traces()
 
     def occupant(self, number: int) -> _Occupant:
-        """Returns a request; some are greedy, some sampled, one with a rule that compares laws."""
+        """Returns a request; some are greedy, some sampled."""
         is_greedy = number in (1, 3)
-        is_by_law = self.compares_laws and number == 2
-        rule = GREEDY if is_greedy else REJECTION if is_by_law else SEEDED
+        rule = GREEDY if is_greedy else SEEDED
         vocab_size = self.target.config.vocab_size
         prompt = [token % vocab_size for token in PROMPTS[number]]
         return _Occupant(self.request(prompt, 0.0 if is_greedy else 0.8, number, rule), [*prompt])
@@ -374,9 +372,8 @@ class _Check:
         decoder = build_decoder(
             self.target.config, NoDrafter(), self._sizes(-(-self.max_length // PAGE_SIZE)), ENGINE
         )
-        exact = [text for text in texts if text.request.rule != REJECTION]
-        for first in range(0, len(exact), ROWS):
-            part = exact[first : first + ROWS]
+        for first in range(0, len(texts), ROWS):
+            part = texts[first : first + ROWS]
             plain = _Rows(decoder, DecoderParams(self.params.target))
             prompts = [list(text.request.prompt_token_ids) for text in part]
             again = [_Occupant(text.request, own) for text, own in zip(part, prompts)]
@@ -425,7 +422,6 @@ class _Check:
         if not self.depth:
             return
         caps = [self.depth if occupant else 0 for occupant in rows.occupants]
-        self.drafts(rows.state, [min(cap, row) for row, cap in enumerate(caps)])
         found, stands = self.drafts(rows.state, caps)
         if self.spec.learns:
             return
@@ -463,9 +459,8 @@ class _Check:
 
     def check_draws(self) -> None:
         """Laws, and what depends on draws, over many seeds of two texts."""
-        asked = dict(keeps_probs=self.compares_laws, says_confidence=True)
-        self.drafter = guarded(self._build(**asked))
-        vars(self).pop("_propose", None)
+        drafter = self.drafter
+        self.drafter = guarded(self._build(keeps_probs=self.compares_laws, says_confidence=True))
         rows = _Rows(self.decoder, self.params)
         rule = REJECTION if self.compares_laws else SEEDED
         texts = [self.occupant(number).token_ids for number in (0, 2, 0, 2)]
@@ -473,8 +468,9 @@ class _Check:
         rows.enter({row: _Occupant(r, t) for row, (r, t) in enumerate(zip(requests, texts))})
         rows.feed()
         state = dataclasses.replace(rows.state, is_active=jnp.ones(ROWS, bool))
+        self.drafts(state, [min(cap, self.depth) for cap in range(ROWS)])
         drawn = []
-        for number in range(NUM_DRAWS):
+        for number in range(NUM_DRAWS if self.compares_laws else 0):
             words = [seed_words(ROWS * number + row) for row in range(ROWS)]
             seeds = jnp.asarray(np.array(words), state.sampling.seeds.dtype)
             sampling = dataclasses.replace(state.sampling, seeds=seeds)
@@ -482,20 +478,19 @@ class _Check:
                 dataclasses.replace(state, sampling=sampling), [self.depth] * ROWS
             )
             drawn.append(proposal)
-        for text in range(2):
+        for text in range(2 if drawn else 0):
             own = [_row(proposal, row) for proposal in drawn for row in (text, text + 2)]
+            self.check_no_anticipation(own)
             self.check_law(own)
-            if self.compares_laws:
-                self.check_no_anticipation(own)
+        self.drafter = drafter
+        del self._propose
 
     def check_law(self, rows: Sequence[Proposal]) -> None:
         """The first draft of rows with the same text has the law that comes with it."""
-        if rows[0].probs is None:
-            assert not self.compares_laws, (
-                f"the spec of drafter {self.name!r} says has_probs, and its proposals have none "
-                "where keeps_probs asks."
-            )
-            return
+        assert rows[0].probs is not None, (
+            f"the spec of drafter {self.name!r} says has_probs, and its proposals have none where "
+            "keeps_probs asks."
+        )
         assert self.drafter.draws_afresh, f"drafter {self.name!r} has probs and no draws_afresh."
         rows = [row for row in rows if row.num_tokens > 0]
         if not rows:
@@ -562,6 +557,7 @@ def _check_proposal(name: str, proposal: Proposal, caps: np.ndarray, vocab_size:
     )
     stands = np.arange(num_drafts)[None] < counts[:, None]
     ids = tokens[stands]
+    assert not np.any(ids == NOT_A_TOKEN), f"drafter {name!r} proposes NaN."
     assert np.all((ids >= 0) & (ids < vocab_size)), (
         f"drafter {name!r} proposes token ids outside the vocabulary of {vocab_size}: "
         f"{ids.tolist()}."
