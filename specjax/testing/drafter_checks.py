@@ -21,7 +21,8 @@ from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import MAX_DEPTH
 from specjax.decode import state as decode_state
-from specjax.decode.decoder import Decoder, build_decoder
+from specjax.decode.config import DecoderConfig
+from specjax.decode.decoder import Decoder, shared_decoder
 from specjax.decode.prefill import prefill
 from specjax.decode.sizes import Sizes
 from specjax.decode.state import Admission, DecodeState
@@ -29,8 +30,8 @@ from specjax.drafters import base
 from specjax.drafters.base import Draft, Drafter, DrafterContext, DrafterError, guarded
 from specjax.drafters.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.drafters.spec import NoDrafter
+from specjax.engine.admission import make_admission
 from specjax.engine.faults import what_it_proposed
-from specjax.engine.loop import make_admission
 from specjax.engine.request import Request
 from specjax.engine.rows import Row
 from specjax.engine.text_feed import TextFeed
@@ -38,7 +39,7 @@ from specjax.models.base import Model
 from specjax.paged.kv_cache import own_pages
 from specjax.sampling import row_values
 from specjax.sampling.row_sampling import seed_words
-from specjax.types import GREEDY, NOT_A_TOKEN, REJECTION, SEEDED, DecoderParams, Plan, Proposal
+from specjax.types import GREEDY, NOT_A_TOKEN, REJECTION, SEEDED, BurstPlan, DecoderParams, Proposal
 
 ROWS, PAGE_SIZE, BURST_STEPS = 4, 8, 2
 WIDTH = 16  # prompt tokens of a row that are fed at once
@@ -192,8 +193,8 @@ class _Rows:
         activates: bool = True,
         caps: Sequence[int] | None = None,
         rows: Sequence[int] | None = None,
-    ) -> Plan:
-        return Plan(
+    ) -> BurstPlan:
+        return BurstPlan(
             num_steps=np.int32(num_steps),
             stop_when_finished=np.bool_(False),
             activate=self._is_new & activates,
@@ -230,7 +231,9 @@ class _Check:
         slots = self.spec.tree_slots(self.depth)
         self.sizes = self._sizes(-(-(self.max_length + slots) // PAGE_SIZE))
         # A decoder of its own: what it traces is counted.
-        self.decoder = Decoder(target.config, self.spec, self.sizes, ENGINE)
+        self.decoder = Decoder(
+            DecoderConfig(target=target.config, drafter=self.spec, sizes=self.sizes, engine=ENGINE)
+        )
         self.drafter = guarded(self._build())
 
     def _sizes(self, pages_per_row: int) -> Sizes:
@@ -369,9 +372,13 @@ class _Check:
 
     def check_output(self, texts: Sequence[_Occupant]) -> None:
         """Greedy and seeded texts are those of plain decoding."""
-        decoder = build_decoder(
-            self.target.config, NoDrafter(), self._sizes(-(-self.max_length // PAGE_SIZE)), ENGINE
+        config = DecoderConfig(
+            target=self.target.config,
+            drafter=NoDrafter(),
+            sizes=self._sizes(-(-self.max_length // PAGE_SIZE)),
+            engine=ENGINE,
         )
+        decoder = shared_decoder(config)
         for first in range(0, len(texts), ROWS):
             part = texts[first : first + ROWS]
             plain = _Rows(decoder, DecoderParams(self.params.target))

@@ -61,14 +61,15 @@ def check(spec: DrafterSpec) -> None:
     check_drafter(LoadedDrafter("mine", spec, params), TARGET, num_speculative_tokens=K)
 
 
-# Those that tests alone have, and trees of matches, which hold no keys and values.
-MORE = ("ngram tree", "alternating", "marginals")
+# What the quick set runs of these tests; each compiles steps of its own.
+QUICK = ("none", "ngram", "changes its state", "calls its pages rows", "raises")
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in MORE else ()) for name in SPECS],
-)
+def in_sets(names):
+    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in names]
+
+
+@pytest.mark.parametrize("name", in_sets(SPECS))
 def test_a_drafter_that_comes_with_specjax_holds(name):
     check(SPECS[name])
 
@@ -86,6 +87,7 @@ def example() -> dict[str, Any]:
     return names
 
 
+@pytest.mark.full
 def test_the_example_of_the_docs_drafts(example):
     acceptance = example["out"].stats.acceptance
     assert acceptance.num_accepted > 0
@@ -97,6 +99,7 @@ def test_the_example_of_the_docs_drafts(example):
     assert example["out"][0].token_ids == plain[0].token_ids
 
 
+@pytest.mark.full
 def test_the_example_of_the_docs_holds(example):
     exec(example["test"], example)
 
@@ -264,13 +267,14 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("name", in_sets(WRONG))
 def test_a_drafter_with_a_mistake_is_found(name):
     spec, message = WRONG[name]
     with pytest.raises(AssertionError, match=message):
         check(spec)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "message"),
     [
