@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from specjax.config.engine import EngineConfig as EngineConfig
     from specjax.config.sampling import SamplingParams as SamplingParams
     from specjax.config.speculation import SpeculationConfig as SpeculationConfig
+    from specjax.drafters.base import Draft as Draft
+    from specjax.drafters.base import Drafter as Drafter
+    from specjax.drafters.base import DrafterContext as DrafterContext
+    from specjax.drafters.base import DrafterSpec as DrafterSpec
     from specjax.drafters.loading import LoadedDrafter as LoadedDrafter
     from specjax.drafters.loading import load_drafter as load_drafter
     from specjax.engine.request import SelfCheck as SelfCheck
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     from specjax.rl.scoring import logprob_gap as logprob_gap
     from specjax.rl.scoring import score as score
     from specjax.types import DecoderParams as DecoderParams
+    from specjax.types import Proposal as Proposal
 
 from specjax.version import __version__ as __version__
 
@@ -38,6 +43,10 @@ _HOME = {
     "EngineConfig": "specjax.config",
     "SamplingParams": "specjax.config",
     "SpeculationConfig": "specjax.config",
+    "Draft": "specjax.drafters.base",
+    "Drafter": "specjax.drafters.base",
+    "DrafterContext": "specjax.drafters.base",
+    "DrafterSpec": "specjax.drafters.base",
     "LoadedDrafter": "specjax.drafters.loading",
     "load_drafter": "specjax.drafters.loading",
     "SelfCheck": "specjax.engine.request",
@@ -59,6 +68,7 @@ _HOME = {
     "logprob_gap": "specjax.rl.scoring",
     "score": "specjax.rl.scoring",
     "DecoderParams": "specjax.types",
+    "Proposal": "specjax.types",
 }
 
 

@@ -9,6 +9,7 @@ ids, and its own heads. Partial sums and logits cross the mesh, pages never do.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,10 +67,10 @@ PARAM_AXES: dict[str, tuple[str | None, ...]] = {
     "down_proj_bias": ("embed",),
 }
 
-# State by field name; of nested ones the outermost named counts.
+# State by field name; of nested ones the outermost named counts. The drafter's own state is
+# described by `Drafter.state_axes`.
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
     "pages": ("pages", "kv_heads", None, None),
-    "drafter": ("pages", None, None, None),
     "block_table": ("rows", None),
     "lengths": ("rows",),
     "drafter_lengths": ("rows",),
@@ -79,14 +80,6 @@ STATE_AXES: dict[str, tuple[str | None, ...]] = {
     "draft_caps": ("rows",),
     "rules": ("rows",),
     "is_active": ("rows",),
-}
-
-
-# Of a drafter's state, what all shards hold alike; all else leads with pages or rows.
-DRAFTER_AXES: dict[str, tuple[str | None, ...]] = {
-    "corpus": (None,),
-    "corpus_groups": (None,),
-    "head": (),
 }
 
 
@@ -136,17 +129,25 @@ def replicated_specs(tree: Any) -> Any:
     return jax.tree.map(lambda _: PartitionSpec(), tree)
 
 
-def state_specs(state: Any, mesh: Mesh) -> Any:
-    """Returns a PartitionSpec per leaf of a DecodeState; every field is named above."""
+def state_specs(state: Any, mesh: Mesh, drafter_axes: Any) -> Any:
+    """Returns a PartitionSpec per leaf of a DecodeState; every field is named above.
+
+    Args:
+      drafter_axes: of each leaf of `state.drafter` a PartitionSpec of logical names, as
+        `Drafter.state_axes` returns them.
+    """
 
     def spec(path, leaf) -> PartitionSpec:
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
         axes = next(STATE_AXES[name] for name in names if name in STATE_AXES)
-        if "drafter" in names:
-            axes = DRAFTER_AXES.get(names[-1], axes)
         return _spec(axes, leaf.shape, mesh)
 
-    return jax.tree_util.tree_map_with_path(spec, state)
+    drafter = jax.tree.map(
+        lambda leaf, axes: _spec(tuple(axes), leaf.shape, mesh), state.drafter, drafter_axes
+    )
+    bare = dataclasses.replace(state, drafter=())
+    specs = jax.tree_util.tree_map_with_path(spec, bare)
+    return dataclasses.replace(specs, drafter=drafter)
 
 
 def spec_of(axes: tuple[str, ...], mesh: Mesh) -> PartitionSpec:

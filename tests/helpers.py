@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from pallas_kernels.ngram_match import ngram_match
 from specjax.api.engine import Engine
 from specjax.config.engine import EngineConfig
 from specjax.drafters import ngram
-from specjax.drafters.base import NOT_KEPT, Draft, Drafter
+from specjax.drafters.base import NOT_KEPT, Draft, Drafter, DrafterContext, DrafterSpec
 from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
 from specjax.models.architectures import architecture_of
@@ -120,7 +121,7 @@ def uncached_logits(params: Params, config: ModelConfig, token_ids) -> jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
-class ScriptedDrafter:
+class ScriptedDrafter(DrafterSpec):
     """Knows how texts go on, and is wrong on purpose after a number of tokens.
 
     A row is drafted from the sequence that agrees with its text the longest, the
@@ -135,10 +136,10 @@ class ScriptedDrafter:
     num_right: tuple[int, ...]
     vocab_size: int
 
-    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
-        """Returns the drafter; what `specjax.drafters.spec` asks of a spec."""
-        del dtype
-        assert not keeps_probs, "a script has no probabilities"
+    def build(self, context: DrafterContext) -> Drafter:
+        """Returns the drafter."""
+        num_speculative_tokens = context.num_speculative_tokens
+        assert not context.keeps_probs, "a script has no probabilities"
         longest = max(map(len, self.sequences)) + num_speculative_tokens + 1
         # -1 equals no token: past its end a sequence agrees with nothing.
         table = np.full((len(self.sequences), longest), -1, np.int32)
@@ -165,11 +166,7 @@ class ScriptedDrafter:
             proposal = Proposal(token_ids=token_ids, num_tokens=num_tokens)
             return Draft(proposal, state, root + 1)
 
-        return Drafter(
-            init=lambda rows, max_length, num_pages, page_size: (),
-            prefill=lambda params, state, batch, max_tokens_per_row: state,
-            draft=draft,
-        )
+        return Drafter(draft)
 
 
 def race_scores(log_weights: jax.Array, keys: jax.Array) -> jax.Array:
@@ -193,12 +190,12 @@ def scripted_drafter(sequences, *, num_right: tuple[int, ...], vocab_size: int) 
 
 
 @dataclasses.dataclass(frozen=True)
-class AlternatingDrafter:
+class AlternatingDrafter(DrafterSpec):
     """Drafts a row's tree with a model, or from matches, as its root's position decides."""
 
     config: ModelConfig
     shape: TreeShape
-    is_tree = True
+    is_tree: ClassVar[bool] = True
 
     @property
     def max_depth(self) -> int:
@@ -210,14 +207,12 @@ class AlternatingDrafter:
     def tree_slots(self, num_speculative_tokens: int) -> int:
         return self.num_nodes(num_speculative_tokens) - 1
 
-    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
-        """Returns the drafter; what `specjax.drafters.spec` asks of a spec."""
-        shape = self.shape.cut(num_speculative_tokens)
-        model = ModelDrafter(self.config, shape).build(num_speculative_tokens, dtype, keeps_probs)
+    def build(self, context: DrafterContext) -> Drafter:
+        """Returns the drafter."""
+        shape = self.shape.cut(context.num_speculative_tokens)
+        model = ModelDrafter(self.config, shape).build(context)
         # Matches enough that both trees have room for equally many tokens.
-        ngram = NgramDrafter(1, 4, shape.num_drafts, shape.num_drafts).build(
-            num_speculative_tokens, dtype, keeps_probs
-        )
+        ngram = NgramDrafter(1, 4, shape.num_drafts, shape.num_drafts).build(context)
 
         def draft(params, state, decode_state, num_tokens) -> Draft:
             # At random, by a hash of a few positions in a row, so that the model has
@@ -237,13 +232,12 @@ class AlternatingDrafter:
 
 
 @dataclasses.dataclass(frozen=True)
-class MarginalsDrafter:
+class MarginalsDrafter(DrafterSpec):
     """A parallel drafter's tree: the best paths of marginals, which matches of the text give."""
 
     num_matches: int
     num_drafts: int
-    is_tree = True
-    max_depth = None
+    is_tree: ClassVar[bool] = True
 
     def num_nodes(self, num_speculative_tokens: int) -> int:
         return self.num_drafts + 1
@@ -251,9 +245,9 @@ class MarginalsDrafter:
     def tree_slots(self, num_speculative_tokens: int) -> int:
         return self.num_drafts
 
-    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
-        """Returns the drafter; what `specjax.drafters.spec` asks of a spec."""
-        depth = num_speculative_tokens
+    def build(self, context: DrafterContext) -> Drafter:
+        """Returns the drafter."""
+        depth = context.num_speculative_tokens
         width = self.num_matches
 
         def draft(params, state, decode_state, num_tokens) -> Draft:
@@ -279,11 +273,7 @@ class MarginalsDrafter:
             )
             return Draft(proposal, state, length)
 
-        return Drafter(
-            init=lambda rows, max_length, num_pages, page_size: (),
-            prefill=lambda params, state, batch, max_tokens_per_row: state,
-            draft=draft,
-        )
+        return Drafter(draft)
 
 
 def match_by_loop(text: list[int], min_match: int, max_match: int) -> int | None:

@@ -31,7 +31,7 @@ from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, shared_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.decode.sizes import Sizes
-from specjax.drafters.loading import LoadedDrafter, load_drafter
+from specjax.drafters.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
 from specjax.models.base import Model
@@ -86,7 +86,7 @@ class Setup:
         cls,
         target: Model | str | os.PathLike[str],
         *,
-        drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
+        drafter: DrafterSource = None,
         verification: str | None = None,
         num_speculative_tokens: int | None = None,
         speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
@@ -214,11 +214,9 @@ class Setup:
         count = _num_weights(self.target.params)
         target = plans.model_work(self.target.config, self._dtype, chips, count)
         own = _dtype_of(self.drafter.params) or self._dtype
-        configs = self.drafter.configs
-        count = _num_weights(self.drafter.params) if len(configs) == 1 else None
-        drafters = [
-            (plans.model_work(config, own, 1, count), config.num_layers) for config in configs
-        ]
+        spec, count = self.drafter.spec, _num_weights(self.drafter.params)
+        works = spec.work(self.target.config, own, count)
+        drafters = [(work, work.num_layers) for work in works]
         return step_prior(speed, (target, self.target.config.num_layers), drafters)
 
     def keep(self, loop: Loop) -> None:

@@ -24,7 +24,7 @@ from specjax.config.engine import EngineConfig
 from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters.loading import LoadedDrafter
+from specjax.drafters.loading import DrafterSource
 from specjax.engine.loop import Loop
 from specjax.engine.recovery import INTERRUPTED
 from specjax.engine.request import AcceptanceCounts, Request
@@ -58,7 +58,7 @@ class Engine:
         self,
         target: Model | str | os.PathLike[str],
         *,
-        drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
+        drafter: DrafterSource = None,
         verification: str | None = None,
         other_verifications: Sequence[str] = (),
         num_speculative_tokens: int | None = None,

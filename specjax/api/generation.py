@@ -24,7 +24,7 @@ from specjax.api.results import (
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters.loading import LoadedDrafter
+from specjax.drafters.loading import DrafterSource
 from specjax.engine.request import AcceptanceCounts
 from specjax.models.base import Model
 from specjax.policy.interface import SpeculationPolicy
@@ -41,7 +41,7 @@ def generate(
     target: Model | str | os.PathLike[str],
     prompts: Prompt | Sequence[Prompt],
     *,
-    drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
+    drafter: DrafterSource = None,
     sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     verification: str | None = None,
     num_speculative_tokens: int | None = None,
@@ -59,7 +59,8 @@ def generate(
     Args:
       target: a Model, a folder in Hugging Face format, a hub name, or "demo".
       prompts: one prompt or many, of any lengths: text, chat messages, or token ids.
-      drafter: None, "ngram", "demo", a folder, a Model, or what load_drafter returned.
+      drafter: None, "ngram", "demo", a folder, a Model, a DrafterSpec of your own, or what
+        load_drafter returned.
       sampling: for all prompts, or one per prompt; None is what the model's
         generation_config.json says. Output ends where the context does, with
         finish_reason "length" and fewer than max_tokens.
@@ -126,7 +127,7 @@ class Stream:
         target: Model | str | os.PathLike[str],
         prompts: Prompt | Sequence[Prompt],
         *,
-        drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
+        drafter: DrafterSource = None,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         verification: str | None = None,
         num_speculative_tokens: int | None = None,

@@ -23,7 +23,7 @@ from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.decode.state import DecodeState
-from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.base import Draft, Drafter, DrafterContext, DrafterSpec
 from specjax.drafters.spec import NoDrafter
 from specjax.engine.request import Request
 from specjax.models import llama
@@ -36,17 +36,15 @@ WRONG_K = 4
 
 
 @dataclasses.dataclass(frozen=True)
-class WrongDrafter:
+class WrongDrafter(DrafterSpec):
     """Proposes the highest token ids; under random weights they are always wrong."""
 
-    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
-        del dtype, keeps_probs
-
+    def build(self, context: DrafterContext) -> Drafter:
         def draft(params, state, decode_state, num_tokens) -> Draft:
             del params
             rows = decode_state.history.shape[0]
             token_ids = jnp.full(
-                (rows, num_speculative_tokens), bench_60m.get_config().vocab_size - 1
+                (rows, context.num_speculative_tokens), bench_60m.get_config().vocab_size - 1
             )
             return Draft(
                 Proposal(token_ids=token_ids, num_tokens=num_tokens),
@@ -54,11 +52,7 @@ class WrongDrafter:
                 decode_state.cache.lengths,
             )
 
-        return Drafter(
-            init=lambda rows, max_length, num_pages, page_size: (),
-            prefill=lambda params, state, batch, max_tokens_per_row: state,
-            draft=draft,
-        )
+        return Drafter(draft)
 
 
 class Decoding:

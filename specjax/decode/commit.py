@@ -60,7 +60,7 @@ def commit(
 
     state = _move_path(state, drafter, draft, acceptance)
     cache = kv_cache.commit(state.cache, num_committed)
-    written = _written(draft, acceptance)
+    written = _written(draft, acceptance, cache.lengths)
     new_state = dataclasses.replace(
         state,
         cache=cache,
@@ -135,8 +135,15 @@ def _kept(draft: Draft, acceptance: Acceptance) -> Array:
     return jnp.take_along_axis(draft.kept_at, nodes, axis=1)
 
 
-def _written(draft: Draft, acceptance: Acceptance) -> Array:
-    """Returns how far the drafter's cache holds what was accepted, i32[rows]."""
+def _written(draft: Draft, acceptance: Acceptance, lengths: Array) -> Array:
+    """Returns how far the drafter's cache holds what was accepted, i32[rows].
+
+    Args:
+      lengths: i32[rows], tokens of the row after the commit.
+    """
+    if draft.written is None:
+        # Without keys and values there is nothing to catch up with.
+        return lengths
     if draft.kept_at is None or acceptance.nodes is None:
         return draft.written
     ahead = jnp.arange(acceptance.nodes.shape[1])[None, :]

@@ -29,7 +29,7 @@ from specjax.decode.score import Scores, score
 from specjax.decode.state import Admission, DecodeState, has_drafter, remember_text
 from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
-from specjax.drafters.base import Drafter, DrafterError, guarded
+from specjax.drafters.base import Drafter, DrafterContext, DrafterError, guarded
 from specjax.drafters.history import Pieces
 from specjax.drafters.spec import NoDrafter
 from specjax.paged import kv_cache
@@ -116,7 +116,7 @@ class Decoder:
             if self.mesh is not None:
                 with sharding.lowered(self.mesh):
                     shapes = jax.eval_shape(make)
-                specs = sharding.state_specs(shapes, self.mesh)
+                specs = self._state_specs(shapes)
                 shardings = sharding.shardings(specs, self.mesh)
             self._makers[has_drafter] = jax.jit(make, out_shardings=shardings)
         with sharding.lowered(self.mesh):
@@ -138,7 +138,10 @@ class Decoder:
     def admit(self, state: DecodeState, admission: Admission) -> DecodeState:
         """Runs `specjax.decode.state.admit`, one executable per number of places. Donates the
         state."""
-        run = lambda state, admission: (decode_state.admit(state, admission),)
+
+        def run(state, admission):
+            return (decode_state.admit(state, self._state_drafter(state), admission),)
+
         key = ("admit", len(admission.row_ids))
         (state,) = self._call(key, run, state, admission, in_specs=(self._rows,), out_specs=())
         return state
@@ -227,7 +230,7 @@ class Decoder:
     @functools.cached_property
     def plain(self) -> Decoder:
         """The decoder of the same sizes that drafts nothing."""
-        if isinstance(self.drafter, NoDrafter):
+        if not self.drafter.can_draft:
             return self
         plain = dataclasses.replace(self.config, drafter=NoDrafter(), max_drafts_per_shard=None)
         return shared_decoder(plain)
@@ -536,16 +539,37 @@ class Decoder:
         )
 
     def _build_drafter(self, num_speculative_tokens: int, is_ranked: bool = False) -> Drafter:
-        arguments = (num_speculative_tokens, self.sizes.dtype, self.keeps_probs)
-        options = {}
-        # Who ranks drafts must be told how likely they are to stand, if the drafter knows.
-        if is_ranked and getattr(self.drafter, "has_probs", False):
-            options = {"says_confidence": True}
-        spec: Any = self.drafter
+        spec = self.drafter
+        if spec.taps:
+            raise NotImplementedError(
+                f"drafter {type(spec).__name__} asks for taps={spec.taps}: the target's hidden "
+                "states do not reach drafters yet. Build it without taps."
+            )
+        context = DrafterContext(
+            target=self.target,
+            num_speculative_tokens=num_speculative_tokens,
+            dtype=self.sizes.dtype,
+            tensor_axis=sharding.tensor_axis(self.mesh),
+            keeps_probs=self.keeps_probs,
+            says_confidence=is_ranked,
+        )
         try:
-            return guarded(spec.build(*arguments, **options))
+            drafter = guarded(spec.build(context))
+            if spec.takes_text and drafter.remember is None:
+                raise ValueError("the spec says takes_text, and the drafter has no remember")
         except Exception as error:  # a spec is anybody's code, and may raise any
             raise DrafterError(f"its build raised {error!r}") from error
+        return drafter
+
+    def _state_drafter(self, state: DecodeState) -> Drafter:
+        """Returns the drafter whose state is kept in `state`; none where it was turned off."""
+        return self._build_drafter(1) if has_drafter(state) else none.drafter()
+
+    def _state_specs(self, state: DecodeState) -> DecodeState:
+        """Returns how each leaf of a state is split over the mesh."""
+        assert self.mesh is not None
+        axes = self._state_drafter(state).state_axes(state.drafter)
+        return sharding.state_specs(state, self.mesh, axes)
 
     @property
     def _plan_specs(self) -> BurstPlan:
@@ -697,7 +721,7 @@ class Decoder:
         run = traced
         traced.__name__ = key[0] if name is None else f"{key[0]}_{name[:12]}"
         if self.mesh is not None:
-            own = sharding.state_specs(state, self.mesh)
+            own = self._state_specs(state)
             run = jax.shard_map(
                 traced,
                 mesh=self.mesh,

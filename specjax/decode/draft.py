@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
@@ -16,12 +15,13 @@ from specjax.types import (
     NOT_A_NUMBER,
     NOT_A_TOKEN,
     OUTSIDE_VOCABULARY,
+    DecoderParams,
     Proposal,
 )
 
 
 def draft(
-    drafter: Drafter, params: Any, state: DecodeState, depth: int, vocab_size: int
+    drafter: Drafter, params: DecoderParams, state: DecodeState, depth: int, vocab_size: int
 ) -> tuple[DecodeState, Draft]:
     """Asks for drafts; those of a chain are written into `history`.
 

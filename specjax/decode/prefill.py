@@ -82,7 +82,7 @@ def take_prompt(
     max_tokens_per_row: int,
 ) -> DecodeState:
     """Feeds a prompt_batch that the target has had to the drafter, and makes it final."""
-    drafter_state = spec.drafter.prefill(params.drafter, state.drafter, batch, max_tokens_per_row)
+    drafter_state = spec.drafter.prefill(params, state.drafter, batch, row_ids, max_tokens_per_row)
     added = jnp.zeros(state.rows, jnp.int32).at[row_ids].add(counts, mode="drop")
     lengths = state.cache.lengths + added
     return dataclasses.replace(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.drafters import base
 from specjax.drafters.base import Drafter
 from specjax.drafters.none import TurnedOff
 from specjax.paged.kv_cache import PagedKVCache
@@ -58,12 +59,14 @@ class Admission:
     sampling: RowSampling
     max_lengths: HostArray
     rules: HostArray
-    # Tokens whose keys and values the row's pages hold already; the drafter's too.
+    # Tokens whose keys and values the row's pages hold already: the target's, and the
+    # drafter's, at most as many.
     lengths: HostArray
+    drafter_lengths: HostArray
 
 
-def admit(state: DecodeState, admission: Admission) -> DecodeState:
-    """Lets requests into rows, whatever they held.
+def admit(state: DecodeState, drafter: Drafter, admission: Admission) -> DecodeState:
+    """Lets requests into rows, whatever they held, and tells the drafter.
 
     They are not active until a burst's plan activates them: what their pages lack is
     prefilled first.
@@ -80,7 +83,10 @@ def admit(state: DecodeState, admission: Admission) -> DecodeState:
     return dataclasses.replace(
         state,
         cache=dataclasses.replace(state.cache, lengths=lengths),
-        drafter_lengths=put(state.drafter_lengths, admission.lengths),
+        drafter=drafter.enter_rows(
+            state.drafter, jnp.asarray(admission.row_ids), jnp.asarray(admission.drafter_lengths)
+        ),
+        drafter_lengths=put(state.drafter_lengths, admission.drafter_lengths),
         is_active=put(state.is_active, jnp.zeros_like(admission.row_ids, bool)),
         **fields,
     )
@@ -134,9 +140,8 @@ def take_rows(state: DecodeState, drafter: Drafter, row_ids: Array) -> DecodeSta
         lengths=state.cache.lengths[row],
     )
     own["is_active"] &= row_ids < rows
-    return dataclasses.replace(
-        state, cache=cache, drafter=drafter.take_rows(state.drafter, row), **own
-    )
+    part = base.take_rows(drafter, state.drafter, row)
+    return dataclasses.replace(state, cache=cache, drafter=part, **own)
 
 
 def put_rows(
@@ -155,7 +160,7 @@ def put_rows(
         pages=part.cache.pages,
         lengths=put(state.cache.lengths, part.cache.lengths),
     )
-    drafter_state = drafter.put_rows(state.drafter, row_ids, part.drafter)
+    drafter_state = base.put_rows(drafter, state.drafter, row_ids, part.drafter)
     return dataclasses.replace(state, cache=cache, drafter=drafter_state, **fields)
 
 

@@ -29,7 +29,7 @@ def step(
     """
     state, drafted = draft(
         spec.drafter,
-        params.drafter,
+        params,
         state,
         spec.num_speculative_tokens,
         spec.config.vocab_size,

@@ -1,45 +1,53 @@
-"""What a drafter is.
+"""What a drafter is: a `DrafterSpec` says which, and builds a `Drafter`, a group of functions.
 
-A drafter proposes; it can never change what is emitted, only how fast. Everything
-it does runs inside the jitted burst: pure functions over its own state pytree.
-
-    init(rows, max_length, num_pages, page_size) -> state
-        A row holds at most max_length tokens. Keys and values, if it has any, live under
-        the target's page ids, so that one allocation serves both.
-    prefill(params, state, batch, max_tokens_per_row) -> state
-        Feeds prompt tokens, the same flat batch that the target gets.
-    draft(params, state, decode_state, num_tokens i32[rows]) -> Draft
-        Proposes at most num_tokens[row] tokens after each row's root. A row that
-        proposes fewer costs less.
-
-A drafter that raises, or proposes NaN or ids outside the vocabulary, is turned off for
-the run; decoding goes on without it.
+A drafter proposes; it can never change what is emitted, only how fast. Everything it does
+runs inside the jitted burst: pure functions over a state of its own, any pytree. A drafter
+whose function raises, or that proposes NaN or ids outside the vocabulary, is turned off for
+the run; decoding goes on without it. docs/your-own-drafter.md has an example of 30 lines.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jax import Array
+from jax.sharding import PartitionSpec
 
-from specjax.types import Proposal
+from specjax.config.speculation import SpeculationConfig
+from specjax.models.abstract import abstract_weights
+from specjax.models.base import ModelConfig
+from specjax.paged import kv_cache
+from specjax.paged.work import ModelWork, model_work
+from specjax.types import DecoderParams, Proposal, TokenBatch
+
+if TYPE_CHECKING:
+    from specjax.drafters.history import Pieces
 
 NOT_KEPT = -1
 
+# Axes of a leaf of the state. They are names of specjax.sharding.RULES, not of a mesh.
+ROWS = PartitionSpec("rows")  # entry r of the first axis is of row r
+PAGES = PartitionSpec("pages")  # entry p of the first axis is of page p
+SHARED = PartitionSpec()  # of all rows; every shard of a mesh holds it whole
+
 
 class Draft(NamedTuple):
-    """What `draft` returns."""
+    """What `Drafter.draft` returns."""
 
     proposal: Proposal
     state: Any
-    # i32[rows]: positions below it have their KV in the drafter's cache, right as
-    # long as the drafted tokens that stand there are accepted.
-    written: Array
-    # Of a tree instead, i32[rows, num_nodes]: node j has its KV in the drafter's slot
-    # of position root + kept_at[row, j], NOT_KEPT where it was not fed. `written`
-    # counts the root then.
+    # i32[rows]: positions below it have their keys and values in the drafter's pages, right
+    # as long as the drafted tokens that stand there are accepted. None: the drafter keeps no
+    # keys and values, and has nothing to catch up with.
+    written: Array | None = None
+    # Of a tree instead, i32[rows, num_nodes]: node j has its keys and values in the slot of
+    # position root + kept_at[row, j], NOT_KEPT where it was not fed. `written` counts the
+    # root then.
     kept_at: Array | None = None
     # i32[rows], of types.NO_FAULT and those after it: the step fills it in.
     fault: Array | None = None
@@ -49,29 +57,277 @@ class DrafterError(Exception):
     """A drafter's function raised while it was traced; the cause says what."""
 
 
-class Drafter(NamedTuple):
-    """A group of pure functions; the module's docstring gives their contract."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterContext:
+    """What a drafter is built for. All of it is static: one executable each.
 
-    init: Callable[..., Any]
-    prefill: Callable[..., Any]
-    draft: Callable[..., Draft]
-    # move(state, source_slots i32[n], target_slots i32[n]) -> state: moves keys and
-    # values of accepted nodes of a tree; a drafter without any has nothing to move.
-    move: Callable[..., Any] = lambda state, source_slots, target_slots: state
-    # Rows of its state, where it keeps anything by row: take_rows(state, row_ids i32[n]),
-    # and put_rows(state, row_ids, part), which drops ids past the last row. What all rows
-    # share, as pages are, comes back from the part whole.
-    take_rows: Callable[..., Any] = lambda state, row_ids: state
-    put_rows: Callable[..., Any] = lambda state, row_ids, part: part
-    # remember(state, pieces) -> state: takes in text that the host knows of, between bursts;
-    # see `history`. None: it has no use for any.
-    remember: Callable[..., Any] | None = None
-    # Positions it was made for: nothing is drafted past them; None is no limit.
+    Attributes:
+      target: of the model whose text is drafted; the vocabulary is its.
+      num_speculative_tokens: K, at least 1, the most tokens along one path of a proposal.
+      dtype: of the pages.
+      tensor_axis: the mesh axis that the target's heads and vocabulary are split over, None
+        where each device holds the whole target. `DecoderParams.target` is one device's part.
+      keeps_probs: whether a rule in use compares laws. Proposals of a spec that says
+        `has_probs` then come with `Proposal.probs`.
+      says_confidence: whether drafts are ranked over all rows. Proposals of a spec that says
+        `has_probs` then come with `Proposal.prior_confidence` and `path_probability`.
+      taps: the spec's taps, as layers of this target.
+    """
+
+    target: ModelConfig
+    num_speculative_tokens: int
+    dtype: Any
+    tensor_axis: str | None = None
+    keeps_probs: bool = False
+    says_confidence: bool = False
+    taps: tuple[int, ...] = ()
+
+
+class DrafterSpec:
+    """Which drafter, as a hashable value: part of the key of a compiled step.
+
+    A drafter of your own is a frozen dataclass that derives from this class and has a
+    `build`: specs with equal fields then share what was compiled. Every other member has a
+    default, which is right for a drafter of chains that runs no model and gives no
+    probabilities.
+
+    Attributes:
+      can_draft: False is plain decoding: no step ever asks for drafts.
+      has_probs: whether proposals come with the law that their tokens were drawn from, where
+        the context asks (`keeps_probs`), and with confidences (`says_confidence`).
+      takes_text: whether the engine tells it what rows have written, through
+        `Drafter.remember`.
+      learns: whether the drafts of a row may depend on more than its tokens, sampling
+        parameters and seed: on the text of other rows, or on what came of earlier drafts.
+      is_grown: whether a tree keeps nodes for the tokens that were drawn there. Rules that
+        compare laws would be biased on it and are refused.
+    """
+
+    can_draft: ClassVar[bool] = True
+    has_probs: ClassVar[bool] = False
+    takes_text: ClassVar[bool] = False
+    learns: ClassVar[bool] = False
+
+    def build(self, context: DrafterContext) -> Drafter:
+        """Returns the functions of this drafter for a context. Raises what it likes."""
+        raise NotImplementedError(f"{type(self).__name__} has no build(context).")
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether proposals are trees: Proposal.tree is set."""
+        return False
+
+    @property
+    def is_grown(self) -> bool:
+        return False
+
+    @property
+    def max_depth(self) -> int | None:
+        """Depth of a tree that has a fixed one; None: as deep as K says."""
+        return None
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ...]:
+        """Of the models it runs over the target's pages: vocabulary and windows are checked."""
+        return ()
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states it wants, for every token fed.
+
+        Tap i is the input of layer i; tap num_layers is the normed output of the last.
+        Negative numbers count from there: -1 is the normed output. See Drafter.absorb.
+        """
+        return ()
+
+    def num_nodes(self, num_speculative_tokens: int) -> int:
+        """Returns the nodes verified per row, root included."""
+        return 1 + num_speculative_tokens
+
+    def tree_slots(self, num_speculative_tokens: int) -> int:
+        """Returns the slots that a row's nodes take past its root, those that are fed to grow
+        a tree too; 0 for chains."""
+        del num_speculative_tokens
+        return 0
+
+    def configured(self, config: SpeculationConfig) -> DrafterSpec:
+        """Returns the spec with what a config sets. A field at its default sets nothing.
+
+        Raises:
+          ValueError: the config sets what such a drafter has no use for.
+        """
+        if config.has_tree and self.can_draft:
+            raise ValueError(no_tree_message(type(self).__name__))
+        return self
+
+    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
+        """Returns the bytes that its pages take on one device per token of a row."""
+        del target
+        numbers = sum(map(kv_cache.numbers_per_token, self.configs))
+        return numbers * jnp.dtype(dtype).itemsize
+
+    def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
+        """Returns shapes and dtypes of its weights, `DecoderParams.drafter`.
+
+        The default is those of the model it runs; () where it runs none.
+        """
+        del target
+        return abstract_weights(self.configs[0], dtype) if self.configs else ()
+
+    def work(
+        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
+    ) -> tuple[ModelWork, ...]:
+        """Returns what one draft token of every row takes on one device: bytes and operations.
+
+        Plans and the first choices of K are made from it. The default counts one forward of
+        each model it runs.
+
+        Args:
+          dtype: of its weights.
+          num_weights: numbers in its weights, where that is known; counting them takes 0.1 s.
+        """
+        del target
+        count = num_weights if len(self.configs) == 1 else None
+        return tuple(model_work(config, dtype, 1, count) for config in self.configs)
+
+
+def no_tree_message(name: str) -> str:
+    """Returns what is said where a draft model's tree is asked of another drafter."""
+    return (
+        "speculative_token_tree and tree_top_k are for a draft model's tree, and the drafter is "
+        f"{name!r}; leave them out. Several n-gram matches make a tree with "
+        "prompt_lookup_matches."
+    )
+
+
+def by_row(state: Any) -> Any:
+    """Returns the axes of a state of which every leaf has an entry for each row."""
+    return jax.tree.map(lambda leaf: ROWS, state)
+
+
+def by_page(state: Any) -> Any:
+    """Returns the axes of a state of which every leaf has an entry for each page."""
+    return jax.tree.map(lambda leaf: PAGES, state)
+
+
+def by_none(state: Any) -> Any:
+    """Returns the axes of a state of which every leaf belongs to all rows."""
+    return jax.tree.map(lambda leaf: SHARED, state)
+
+
+def init_nothing(rows: int, max_length: int, num_pages: int, page_size: int) -> Any:
+    del rows, max_length, num_pages, page_size
+    return ()
+
+
+def prefill_nothing(
+    params: DecoderParams, state: Any, batch: TokenBatch, row_ids: Array, max_tokens_per_row: int
+) -> Any:
+    del params, batch, row_ids, max_tokens_per_row
+    return state
+
+
+def absorb_nothing(
+    params: DecoderParams,
+    state: Any,
+    fed: TokenBatch,
+    next_token_ids: Array,
+    taps: tuple[Array, ...],
+    row_ids: Array,
+    max_tokens_per_row: int,
+) -> Any:
+    del params, fed, next_token_ids, taps, row_ids, max_tokens_per_row
+    return state
+
+
+def enter_nothing(state: Any, row_ids: Array, drafter_lengths: Array) -> Any:
+    del row_ids, drafter_lengths
+    return state
+
+
+def move_nothing(state: Any, source_slots: Array, target_slots: Array) -> Any:
+    del source_slots, target_slots
+    return state
+
+
+class Drafter(NamedTuple):
+    """A group of pure functions over one state. Each is traced, and returns a state of the
+    same structure, shapes and dtypes. Under a mesh each shard runs them on its own rows.
+
+    `params` is always a `DecoderParams`: the target's weights and the drafter's. A drafter
+    that is a head over the target reads the embedding and the head in `params.target`.
+
+    Attributes:
+      draft: (params, state, decode_state, num_tokens i32[rows]) -> Draft. Proposes at most
+        num_tokens[row] tokens along a path after each row's root, the newest committed
+        token; none where it is 0. A row that proposes fewer costs less. It reads of
+        `decode_state`, a specjax.decode.state.DecodeState: `history` i32[rows, max_length],
+        the row's tokens by position; `cache.lengths` i32[rows], the root's position;
+        `is_active` bool[rows]; `sampling` and `rules`, the row's request;
+        `drafter_lengths` i32[rows], tokens whose keys and values the drafter has; and
+        `cache.block_table` with `cache.page_size`, where such keys and values lie.
+      init: (rows, max_length, num_pages, page_size) -> state. A row holds at most max_length
+        tokens. Keys and values lie under the target's page ids, so that one allocation
+        serves both.
+      prefill: (params, state, batch, row_ids, max_tokens_per_row) -> state. Feeds prompt
+        tokens, the same flat TokenBatch that the target gets. Its rows are places: place i
+        is row row_ids[i], `rows` where the place is not used.
+      absorb: (params, state, fed, next_token_ids, taps, row_ids, max_tokens_per_row) -> state.
+        See below; only for specs with `taps`.
+      enter_rows: (state, row_ids i32[n], drafter_lengths i32[n]) -> state. These rows hold
+        another request from now on, or the same one again after it was preempted;
+        row_ids are distinct, `rows` in unused places. Their pages hold the keys and values
+        of drafter_lengths tokens already, which they share with others. What the state
+        knows of the row before must go.
+      move: (state, source_slots i32[n], target_slots i32[n]) -> state. Moves keys and values
+        of accepted nodes of a tree; `num_slots` moves nothing.
+      remember: (state, pieces) -> state, between bursts: text that the host knows of, see
+        specjax.drafters.history. None where the spec does not say `takes_text`.
+      state_axes: state -> a tree of the same structure, with the axes of each leaf: ROWS,
+        PAGES, SHARED, or a longer PartitionSpec of logical names, as
+        PartitionSpec("pages", "kv_heads"). Row buckets take and put the leaves with an axis
+        "rows" by row. Over a mesh, rows and pages are split over the data axis, heads over
+        the tensor axis. The default says ROWS of every leaf.
+      max_positions: positions it was made for; nothing is drafted past them. None: no limit.
+      draws_afresh: whether Proposal.probs are the laws that its tokens were drawn from in
+        this very step, with noise of the step. Probabilities that were stored with the
+        tokens of earlier rollouts are not: given the history such tokens are certain.
+
+    **absorb.** A drafter whose spec names `taps` sees every token that the target is fed
+    (prompts, roots, accepted drafts, tokens of plain steps) with the target's hidden states
+    there, in place of `prefill`:
+
+        fed             TokenBatch: flat tokens of rows as of `prefill`, of which positions
+                        and pages say where they lie
+        next_token_ids  i32[num_tokens], the committed token after each of them. The pair
+                        (hidden state of token j, token j + 1) belongs under the slot of token
+                        j + 1: then what a page holds depends on no token after it, and
+                        pages are shared by their tokens
+        taps            one array [num_tokens, hidden_size] for each of the spec's taps
+        row_ids         i32[n], as of `prefill`
+        max_tokens_per_row  static
+
+    It is called after commit where K > 0; at the end of a burst at K = 0, with the tokens of
+    that burst; for both parts of a mixed step; and chunk by chunk with prompts. A row may
+    draft only where its newest feature is that of the token before its root: a prompt of
+    one token has no pair yet, and a row that changed hands (`enter_rows`) must not read
+    the feature of the row before. No decoder calls it yet: a spec with taps is refused with
+    NotImplementedError.
+    """
+
+    draft: Callable[[DecoderParams, Any, Any, Array], Draft]
+    init: Callable[..., Any] = init_nothing
+    prefill: Callable[..., Any] = prefill_nothing
+    absorb: Callable[..., Any] = absorb_nothing
+    enter_rows: Callable[[Any, Array, Array], Any] = enter_nothing
+    move: Callable[[Any, Array, Array], Any] = move_nothing
+    remember: Callable[[Any, Pieces], Any] | None = None
+    state_axes: Callable[[Any], Any] = by_row
     max_positions: int | None = None
-    # Whether its proposals' probs are what their tokens were drawn from in this very
-    # step, with noise of the step. Probabilities that were stored with the tokens of
-    # earlier rollouts are not: given the history such tokens are certain.
     draws_afresh: bool = False
+
+
+FUNCTIONS = "draft", "init", "prefill", "absorb", "enter_rows", "move", "remember", "state_axes"
 
 
 def guarded(drafter: Drafter) -> Drafter:
@@ -91,5 +347,41 @@ def guarded(drafter: Drafter) -> Drafter:
 
         return run
 
-    names = ("init", "prefill", "draft", "move", "take_rows", "put_rows", "remember")
-    return drafter._replace(**{name: guard(name) for name in names})
+    return drafter._replace(**{name: guard(name) for name in FUNCTIONS})
+
+
+def take_rows(drafter: Drafter, state: Any, row_ids: Array) -> Any:
+    """Returns the state of some rows; what belongs to no row comes whole."""
+    return jax.tree.map(
+        lambda leaf, axes: _take(leaf, axes, row_ids), state, drafter.state_axes(state)
+    )
+
+
+def put_rows(drafter: Drafter, state: Any, row_ids: Array, part: Any) -> Any:
+    """Returns the state in which some rows are those of `part`; the rest is `part`'s.
+
+    Args:
+      row_ids: i32[n]; ids past the last row are dropped.
+    """
+    return jax.tree.map(
+        lambda leaf, new, axes: _put(leaf, new, axes, row_ids),
+        state,
+        part,
+        drafter.state_axes(state),
+    )
+
+
+def _row_axis(axes: PartitionSpec) -> int | None:
+    return tuple(axes).index("rows") if "rows" in tuple(axes) else None
+
+
+def _take(leaf: Array, axes: PartitionSpec, row_ids: Array) -> Array:
+    axis = _row_axis(axes)
+    return leaf if axis is None else leaf[(slice(None),) * axis + (row_ids,)]
+
+
+def _put(leaf: Array, new: Array, axes: PartitionSpec, row_ids: Array) -> Array:
+    axis = _row_axis(axes)
+    if axis is None:
+        return new
+    return leaf.at[(slice(None),) * axis + (row_ids,)].set(new, mode="drop")

@@ -20,7 +20,7 @@ from jax import Array
 
 from pallas_kernels.move_kv import move_kv
 from pallas_kernels.ragged import tokens_of
-from specjax.drafters.base import NOT_KEPT, Draft, Drafter
+from specjax.drafters.base import NOT_KEPT, Draft, Drafter, by_page
 from specjax.drafters.draws import draw_siblings, noise_keys
 from specjax.models.base import ModelConfig
 from specjax.paged import kv_cache
@@ -35,6 +35,7 @@ from specjax.types import (
     DELTA,
     NO_PARENT,
     NOT_A_TOKEN,
+    DecoderParams,
     DraftTree,
     Proposal,
     is_by_law,
@@ -74,21 +75,28 @@ def drafter(
         del rows, max_length
         return kv_cache.init_pages(config, num_pages, page_size, dtype)
 
-    def prefill(params, state, batch, max_tokens_per_row: int):
-        _, state = forward(params, config, state, batch, max_tokens_per_row=max_tokens_per_row)
+    def prefill(params: DecoderParams, state, batch, row_ids, max_tokens_per_row: int):
+        del row_ids  # pages are found by the batch's block table
+        weights = params.drafter
+        _, state = forward(weights, config, state, batch, max_tokens_per_row=max_tokens_per_row)
         return state
 
     if shape is None:
-        draft = functools.partial(_draft_chain, model, num_speculative_tokens)
+        propose = functools.partial(_draft_chain, model, num_speculative_tokens)
     elif isinstance(shape, Growth):
-        draft = functools.partial(_draft_dynamic_tree, model, shape)
+        propose = functools.partial(_draft_dynamic_tree, model, shape)
     else:
-        draft = functools.partial(_draft_tree, model, shape)
+        propose = functools.partial(_draft_tree, model, shape)
+
+    def draft(params: DecoderParams, state, decode_state, num_tokens: Array) -> Draft:
+        return propose(params.drafter, state, decode_state, num_tokens)
+
     return Drafter(
+        draft,
         init=init,
         prefill=prefill,
-        draft=draft,
         move=move_kv,
+        state_axes=by_page,
         max_positions=max_positions or config.max_position_embeddings,
         draws_afresh=True,
     )

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.base import SHARED, Draft, Drafter, by_row
 from specjax.drafters.ngram import continuations, tree_budget
 from specjax.trees.merging import merge
 from specjax.types import HostArray, Proposal
@@ -121,12 +121,11 @@ def drafter(
         return init(rows, max_length, capacity)
 
     return Drafter(
+        draft,
         init=begin,
-        prefill=lambda params, state, batch, max_tokens_per_row: state,
-        draft=draft,
-        take_rows=take_rows,
-        put_rows=put_rows,
+        enter_rows=enter_rows,
         remember=remember,
+        state_axes=state_axes,
     )
 
 
@@ -297,19 +296,18 @@ def _read(corpus: Array, starts: Array, depth: int) -> tuple[Array, Array]:
     return jnp.maximum(tokens, 0), jnp.sum(is_piece, axis=-1, dtype=jnp.int32)
 
 
-_BY_ROW = ("row_groups", "num_matched", "own_match", "corpus_match")
+def enter_rows(state: HistoryState, row_ids: Array, drafter_lengths: Array) -> HistoryState:
+    """Forgets what agreed with the text of rows that changed hands."""
+    del drafter_lengths
+    clear = lambda leaf: leaf.at[row_ids].set(0, mode="drop")
+    return dataclasses.replace(
+        state,
+        num_matched=clear(state.num_matched),
+        own_match=clear(state.own_match),
+        corpus_match=clear(state.corpus_match),
+    )
 
 
-def take_rows(state: HistoryState, row_ids: Array) -> HistoryState:
-    """Returns the state of some rows; the corpus is shared."""
-    own = {name: getattr(state, name)[row_ids] for name in _BY_ROW}
-    return dataclasses.replace(state, **own)
-
-
-def put_rows(state: HistoryState, row_ids: Array, part: HistoryState) -> HistoryState:
-    """Returns the state in which some rows are those of `part`."""
-    own = {
-        name: getattr(state, name).at[row_ids].set(getattr(part, name), mode="drop")
-        for name in _BY_ROW
-    }
-    return dataclasses.replace(state, **own)
+def state_axes(state: HistoryState) -> HistoryState:
+    """Returns the axes of each leaf: every shard has the whole corpus, and its own rows."""
+    return dataclasses.replace(by_row(state), corpus=SHARED, corpus_groups=SHARED, head=SHARED)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.drafters import history
-from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.base import Draft, Drafter, by_row
 from specjax.drafters.history import HistoryState
 from specjax.types import Proposal
 
@@ -69,8 +69,8 @@ def drafter(
             num_accepted=counts,
         )
 
-    def prefill(params, state: HybridState, batch, max_tokens_per_row: int):
-        pages = model.prefill(params, state.pages, batch, max_tokens_per_row)
+    def prefill(params, state: HybridState, batch, row_ids, max_tokens_per_row: int):
+        pages = model.prefill(params, state.pages, batch, row_ids, max_tokens_per_row)
         return dataclasses.replace(state, pages=pages)
 
     def draft(params, state: HybridState, decode_state, num_tokens: Array) -> Draft:
@@ -114,14 +114,28 @@ def drafter(
             kinds=jnp.where(pieces.has_entered, NO_KIND, state.kinds),
         )
 
+    def enter_rows(state: HybridState, row_ids: Array, drafter_lengths: Array) -> HybridState:
+        return dataclasses.replace(
+            state,
+            history=history.enter_rows(state.history, row_ids, drafter_lengths),
+            kinds=state.kinds.at[row_ids].set(NO_KIND, mode="drop"),
+        )
+
+    def state_axes(state: HybridState) -> HybridState:
+        return dataclasses.replace(
+            by_row(state),
+            history=history.state_axes(state.history),
+            pages=model.state_axes(state.pages),
+        )
+
     return model._replace(
         init=init,
         prefill=prefill,
         draft=draft,
+        enter_rows=enter_rows,
         move=move,
-        take_rows=_take_rows,
-        put_rows=_put_rows,
         remember=remember,
+        state_axes=state_axes,
     )
 
 
@@ -157,21 +171,3 @@ def _expected(state: HybridState, depth: int) -> Array:
     num_accepted = jnp.sum(state.num_accepted, axis=0)
     seen = num_accepted + PRIOR_STEPS * jnp.minimum(prior, depth)
     return seen / (num_steps + PRIOR_STEPS)
-
-
-_BY_ROW = ("kinds", "roots", "num_proposed", "num_steps", "num_accepted")
-
-
-def _take_rows(state: HybridState, row_ids: Array) -> HybridState:
-    own = {name: getattr(state, name)[row_ids] for name in _BY_ROW}
-    taken = history.take_rows(state.history, row_ids)
-    return dataclasses.replace(state, history=taken, **own)
-
-
-def _put_rows(state: HybridState, row_ids: Array, part: HybridState) -> HybridState:
-    own = {
-        name: getattr(state, name).at[row_ids].set(getattr(part, name), mode="drop")
-        for name in _BY_ROW
-    }
-    put = history.put_rows(state.history, row_ids, part.history)
-    return dataclasses.replace(state, history=put, pages=part.pages, **own)

@@ -65,11 +65,7 @@ def drafter(
         proposal = Proposal(token_ids=grown.token_ids, num_tokens=grown.num_tokens, tree=grown.tree)
         return Draft(proposal, state, length)
 
-    return Drafter(
-        init=lambda rows, max_length, num_pages, page_size: (),
-        prefill=lambda params, state, batch, max_tokens_per_row: state,
-        draft=draft,
-    )
+    return Drafter(draft)
 
 
 def tree_budget(num_matches: int, depth: int, num_drafts: int | None) -> int:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.base import Draft, Drafter, by_none
 from specjax.types import Proposal
 
 
@@ -30,8 +30,5 @@ def drafter() -> Drafter:
         proposal = Proposal(token_ids=nothing, num_tokens=jnp.zeros_like(num_tokens))
         return Draft(proposal, state, decode_state.drafter_lengths)
 
-    return Drafter(
-        init=lambda rows, max_length, num_pages, page_size: (),
-        prefill=lambda params, state, batch, max_tokens_per_row: state,
-        draft=draft,
-    )
+    # Its state may be that of a drafter that is not asked: rows take no part of it.
+    return Drafter(draft, state_axes=by_none)

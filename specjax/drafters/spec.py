@@ -1,53 +1,37 @@
-"""Which drafter, as a hashable value: part of the key of a compiled step.
-
-Every spec builds its drafter and says how much room its drafts take:
-
-    is_tree        whether drafts branch
-    max_depth      of a tree of fixed depth; None where drafts may be of any depth
-    num_nodes(K)   nodes verified per row, root included
-    tree_slots(K)  slots that a row's nodes take past its root, those fed to grow a tree
-                   too; 0 for chains
-    has_probs      whether proposals come with the law that they were drawn from, if
-                   `keeps_probs` asks, and say how sure they are, if `says_confidence` does
-    configs        of the models it runs: their pages are counted, their windows checked
-    takes_text     whether the host is to tell it what rows have written: see history
-
-A spec of your own that has only build(K, dtype, keeps_probs) counts as one that drafts
-chains, without probabilities.
-"""
+"""The drafters that come with specjax, as hashable values; `DrafterSpec` is their base class."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from specjax.config.speculation import MAX_DRAFT_NODES, SpeculationConfig
 from specjax.drafters import draft_model, history, hybrid, ngram, none
-from specjax.drafters.base import Drafter
+from specjax.drafters.base import Drafter, DrafterContext, no_tree_message
+from specjax.drafters.base import DrafterSpec as DrafterSpec
 from specjax.models.base import ModelConfig
+from specjax.trees import static_shapes
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
 
 
 @dataclasses.dataclass(frozen=True)
-class NoDrafter:
+class NoDrafter(DrafterSpec):
     """Plain decoding."""
 
-    is_tree: ClassVar[bool] = False
-    max_depth: ClassVar[None] = None
+    can_draft: ClassVar[bool] = False
 
     def num_nodes(self, num_speculative_tokens: int) -> int:
+        del num_speculative_tokens
         return 1
 
-    def tree_slots(self, num_speculative_tokens: int) -> int:
-        return 0
-
-    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
-        del num_speculative_tokens, dtype, keeps_probs
+    def build(self, context: DrafterContext) -> Drafter:
+        del context
         return none.drafter()
 
 
 @dataclasses.dataclass(frozen=True)
-class NgramDrafter:
+class NgramDrafter(DrafterSpec):
     """N-gram matching over prompt and output; tokens that must agree, fewest and most.
 
     More than one match makes a tree, of at most num_drafts tokens.
@@ -57,7 +41,6 @@ class NgramDrafter:
     max_match: int = 4
     num_matches: int = 1
     num_drafts: int | None = None
-    max_depth: ClassVar[None] = None
 
     @property
     def is_tree(self) -> bool:
@@ -72,11 +55,30 @@ class NgramDrafter:
     def tree_slots(self, num_speculative_tokens: int) -> int:
         return self.num_nodes(num_speculative_tokens) - 1 if self.is_tree else 0
 
-    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
+    def configured(self, config: SpeculationConfig) -> NgramDrafter:
+        if config.has_tree:
+            raise ValueError(no_tree_message("ngram"))
+        if config.corpus_tokens is not None:
+            raise ValueError(
+                f"corpus_tokens={config.corpus_tokens} is for method 'history', or beside a draft "
+                "model; 'ngram' looks into a row's own text alone. Leave it out, or draft from "
+                "'history'."
+            )
+        # Every field is at least 1.
+        low = _asked_for(config, "prompt_lookup_min") or self.min_match
+        high = _asked_for(config, "prompt_lookup_max") or self.max_match
+        if low > high:
+            # One bound alone moves the other out of its way.
+            is_high_asked = _asked_for(config, "prompt_lookup_max") is not None
+            low, high = (high, high) if is_high_asked else (low, low)
+        num_matches = _asked_for(config, "prompt_lookup_matches") or self.num_matches
+        num_drafts = config.num_draft_nodes or self.num_drafts
+        return NgramDrafter(low, high, num_matches, num_drafts)
+
+    def build(self, context: DrafterContext) -> Drafter:
         # Deterministic: rejection runs as delta, the same law.
-        del dtype, keeps_probs
         return ngram.drafter(
-            num_speculative_tokens=num_speculative_tokens,
+            num_speculative_tokens=context.num_speculative_tokens,
             min_match=self.min_match,
             max_match=self.max_match,
             num_matches=self.num_matches,
@@ -88,7 +90,7 @@ CORPUS_TOKENS = 65_536  # where nobody says
 
 
 @dataclasses.dataclass(frozen=True)
-class HistoryDrafter:
+class HistoryDrafter(DrafterSpec):
     """Matching over the row's own text, its siblings', and that of earlier requests and epochs.
 
     Tokens of the corpus, tokens that must agree at least; trees as of NgramDrafter.
@@ -98,8 +100,8 @@ class HistoryDrafter:
     min_match: int = 2
     num_matches: int = 1
     num_drafts: int | None = None
-    max_depth: ClassVar[None] = None
     takes_text: ClassVar[bool] = True
+    learns: ClassVar[bool] = True
 
     def __post_init__(self):
         history.check_capacity(self.corpus_tokens)
@@ -114,11 +116,20 @@ class HistoryDrafter:
     def tree_slots(self, num_speculative_tokens: int) -> int:
         return self._room.tree_slots(num_speculative_tokens)
 
-    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
+    def configured(self, config: SpeculationConfig) -> HistoryDrafter:
+        if config.has_tree:
+            raise ValueError(no_tree_message("history"))
+        return HistoryDrafter(
+            corpus_tokens=config.corpus_tokens or self.corpus_tokens,
+            min_match=_asked_for(config, "prompt_lookup_min") or self.min_match,
+            num_matches=_asked_for(config, "prompt_lookup_matches") or self.num_matches,
+            num_drafts=config.num_draft_nodes or self.num_drafts,
+        )
+
+    def build(self, context: DrafterContext) -> Drafter:
         # Deterministic, as n-grams are.
-        del dtype, keeps_probs
         return history.drafter(
-            num_speculative_tokens=num_speculative_tokens,
+            num_speculative_tokens=context.num_speculative_tokens,
             capacity=self.corpus_tokens,
             min_match=self.min_match,
             num_matches=self.num_matches,
@@ -131,7 +142,7 @@ class HistoryDrafter:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelDrafter:
+class ModelDrafter(DrafterSpec):
     """A draft model of the target's vocabulary, and its trees' shape or growth; None is a chain."""
 
     config: ModelConfig
@@ -150,6 +161,10 @@ class ModelDrafter:
         return self.shape is not None
 
     @property
+    def is_grown(self) -> bool:
+        return isinstance(self.shape, Growth)
+
+    @property
     def max_depth(self) -> int | None:
         return None if self.shape is None else self.shape.max_depth
 
@@ -162,20 +177,55 @@ class ModelDrafter:
         num_fed = shape.num_fed if isinstance(shape, Growth) else 0
         return 0 if shape is None else max(shape.num_drafts, num_fed)
 
-    def build(
-        self,
-        num_speculative_tokens: int,
-        dtype,
-        keeps_probs: bool,
-        says_confidence: bool = False,
-    ) -> Drafter:
+    def configured(self, config: SpeculationConfig) -> ModelDrafter | HybridDrafter:
+        spec = self.with_tree(config)
+        if config.corpus_tokens is None:
+            return spec
+        return HybridDrafter(spec, config.corpus_tokens, config.prompt_lookup_min)
+
+    def with_tree(self, config: SpeculationConfig) -> ModelDrafter:
+        """Returns the spec with the tree that a config asks for, or its own.
+
+        Raises:
+          ValueError: the config sets what a draft model has no use for.
+        """
+        if config.prompt_lookup_matches > 1:
+            raise ValueError(
+                f"prompt_lookup_matches={config.prompt_lookup_matches!r} is for method 'ngram'; "
+                "a draft model's tree is speculative_token_tree."
+            )
+        vocab_size = self.config.vocab_size
+        if config.tree_top_k is not None and config.tree_top_k > vocab_size:
+            raise ValueError(
+                f"tree_top_k={config.tree_top_k} is more than the {vocab_size} tokens there are; "
+                "lower it."
+            )
+        most = self.config.max_position_embeddings
+        if config.max_model_len is not None and config.max_model_len > most:
+            raise ValueError(
+                f"max_model_len={config.max_model_len} is more than the {most} positions that the "
+                "draft model was made for; lower it or leave it out."
+            )
+        shape = _shape(config) if config.has_tree else self.shape
+        if config.num_draft_nodes is not None:
+            if not isinstance(shape, Growth):
+                raise ValueError(
+                    f"num_draft_nodes={config.num_draft_nodes!r} is for trees of several n-gram "
+                    "matches and those grown with tree_top_k; leave it out."
+                )
+            shape = dataclasses.replace(shape, num_drafts=config.num_draft_nodes)
+            shape = shape.cut(shape.max_depth)
+        max_positions = config.max_model_len or self.max_positions
+        return dataclasses.replace(self, shape=shape, max_positions=max_positions)
+
+    def build(self, context: DrafterContext) -> Drafter:
         return draft_model.drafter(
             self.config,
-            num_speculative_tokens=num_speculative_tokens,
-            dtype=dtype,
-            keeps_probs=keeps_probs,
-            says_confidence=says_confidence,
-            shape=self._cut(num_speculative_tokens),
+            num_speculative_tokens=context.num_speculative_tokens,
+            dtype=context.dtype,
+            keeps_probs=context.keeps_probs,
+            says_confidence=context.says_confidence,
+            shape=self._cut(context.num_speculative_tokens),
             max_positions=self.max_positions,
         )
 
@@ -184,17 +234,15 @@ class ModelDrafter:
 
 
 @dataclasses.dataclass(frozen=True)
-class HybridDrafter:
+class HybridDrafter(DrafterSpec):
     """History where it matches, chains of a draft model elsewhere."""
 
     model: ModelDrafter
     corpus_tokens: int = CORPUS_TOKENS
     min_match: int = 2
 
-    is_tree: ClassVar[bool] = False
-    max_depth: ClassVar[None] = None
-    has_probs: ClassVar[bool] = False
     takes_text: ClassVar[bool] = True
+    learns: ClassVar[bool] = True
 
     def __post_init__(self):
         history.check_capacity(self.corpus_tokens)
@@ -208,20 +256,32 @@ class HybridDrafter:
     def configs(self) -> tuple[ModelConfig, ...]:
         return self.model.configs
 
-    def num_nodes(self, num_speculative_tokens: int) -> int:
-        return 1 + num_speculative_tokens
+    def configured(self, config: SpeculationConfig) -> HybridDrafter:
+        return HybridDrafter(
+            model=self.model.with_tree(config),
+            corpus_tokens=config.corpus_tokens or self.corpus_tokens,
+            min_match=_asked_for(config, "prompt_lookup_min") or self.min_match,
+        )
 
-    def tree_slots(self, num_speculative_tokens: int) -> int:
-        return 0
-
-    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
-        del keeps_probs
+    def build(self, context: DrafterContext) -> Drafter:
+        without_figures = dataclasses.replace(context, keeps_probs=False, says_confidence=False)
         return hybrid.drafter(
-            self.model.build(num_speculative_tokens, dtype, False),
-            num_speculative_tokens=num_speculative_tokens,
+            self.model.build(without_figures),
+            num_speculative_tokens=context.num_speculative_tokens,
             capacity=self.corpus_tokens,
             min_match=self.min_match,
         )
 
 
-DrafterSpec = NoDrafter | NgramDrafter | HistoryDrafter | ModelDrafter | HybridDrafter
+def _asked_for(config: SpeculationConfig, name: str) -> Any:
+    """Returns a field of a config; None where it has its default."""
+    value = getattr(config, name)
+    return None if value == getattr(SpeculationConfig, name) else value
+
+
+def _shape(config: SpeculationConfig) -> TreeShape | Growth:
+    """Returns the shape of the tree that is asked for, or how it grows."""
+    if config.tree_top_k is not None:
+        depth, width = config.depth, config.tree_top_k
+        return Growth(depth, width, min(depth * width, MAX_DRAFT_NODES)).cut(depth)
+    return static_shapes.from_rank_paths(config.speculative_token_tree)

@@ -10,6 +10,7 @@ import numpy as np
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import PLACES
 from specjax.decode.state import Admission
+from specjax.drafters.base import DrafterError
 from specjax.engine.rows import Row
 from specjax.engine.run_state import RunState
 from specjax.sampling import RowSampling, empty_row_values
@@ -24,6 +25,15 @@ def admit(run: RunState, growth: int) -> None:
     admitted = run.scheduler.admit(growth)
     run.prompts.num_tokens += sum(row.num_to_prefill for row in admitted)
     for admission in make_admissions(run.decoder, admitted):
+        _enter(run, admission)
+
+
+def _enter(run: RunState, admission: Admission) -> None:
+    """Lets requests into rows; a drafter that raises as it hears of them is turned off."""
+    try:
+        run.device_state = run.decoder.admit(run.device_state, admission)
+    except DrafterError as error:
+        run.turn_drafter_off(str(error))
         run.device_state = run.decoder.admit(run.device_state, admission)
 
 
@@ -43,7 +53,7 @@ def make_admission(decoder: Decoder, by_shard: Sequence[Sequence[Row]], places: 
     count = num_shards * places
     history = np.zeros((count, sizes.max_length), np.int32)
     row_ids = np.full(count, rows_per_shard, np.int32)
-    max_lengths, rules, lengths = np.zeros((3, count), np.int32)
+    max_lengths, rules, lengths, drafter_lengths = np.zeros((4, count), np.int32)
     sampling: dict[str, Any] = empty_row_values(count, decoder.engine_config)
     for shard, own in enumerate(by_shard):
         for place, row in enumerate(own, start=shard * places):
@@ -53,6 +63,7 @@ def make_admission(decoder: Decoder, by_shard: Sequence[Sequence[Row]], places: 
             max_lengths[place] = request.max_length
             rules[place] = request.rule
             lengths[place] = row.num_prefilled
+            drafter_lengths[place] = row.num_drafter_final
             for name, value in request.sampling_values.items():
                 sampling[name][place] = value
     return Admission(
@@ -62,4 +73,5 @@ def make_admission(decoder: Decoder, by_shard: Sequence[Sequence[Row]], places: 
         max_lengths=max_lengths,
         rules=rules,
         lengths=lengths,
+        drafter_lengths=drafter_lengths,
     )

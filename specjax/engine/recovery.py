@@ -8,7 +8,6 @@ from collections.abc import Callable
 import jax
 
 from specjax.decode.decoder import OUT_OF_MEMORY, Decoder
-from specjax.drafters.spec import NoDrafter
 from specjax.engine.faults import LostWeights, lost_weights
 from specjax.engine.run_state import RunState
 from specjax.types import DecoderParams
@@ -92,7 +91,7 @@ class Recovery:
             return False
         if OUT_OF_MEMORY in str(error) and self._begin_with_fewer_pages():
             return True
-        has_none = isinstance(run.decoder.drafter, NoDrafter)
+        has_none = not run.decoder.drafter.can_draft
         if has_none or run.faults.is_drafter_off:
             return False
         run.turn_drafter_off(f"a step failed on the device with {str(error)[:200]!r}")

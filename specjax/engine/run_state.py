@@ -87,7 +87,7 @@ class RunState:
         self.clock = DeviceClock()
         self.deadlines = Deadlines()
         self.feed: TextFeed | None = None
-        if getattr(self.decoder.drafter, "takes_text", False):
+        if self.decoder.drafter.takes_text:
             self.feed = TextFeed(self.decoder.sizes.rows)
         # Last, because the device may fail: the tables of the host are in order then.
         self.ensure_state()

@@ -17,8 +17,7 @@ from specjax.decode.bucket import Bucket
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState
-from specjax.models.architectures import architecture_of
-from specjax.models.base import ModelConfig
+from specjax.models.abstract import abstract_weights as abstract_weights
 from specjax.types import DecoderParams
 
 # What the TPU compiler asks a machine that has no TPU; without it waits for an answer.
@@ -119,12 +118,9 @@ class AbstractDecoder(Decoder):
     @property
     def abstract_params(self) -> DecoderParams:
         """Shapes and dtypes of the weights of target and drafter."""
-        configs = getattr(self.drafter, "configs", ())
         dtype = self.sizes.dtype
-        # A drafter runs one model or none.
-        own = self._drafter_dtype or dtype
-        drafter = [abstract_weights(config, own) for config in configs]
-        return DecoderParams(abstract_weights(self.target, dtype), drafter[0] if drafter else ())
+        drafter = self.drafter.abstract_params(self.target, self._drafter_dtype or dtype)
+        return DecoderParams(abstract_weights(self.target, dtype), drafter)
 
     def _call(
         self, key: tuple, function, state: DecodeState, *arguments, in_specs, out_specs
@@ -132,7 +128,7 @@ class AbstractDecoder(Decoder):
         """Returns what would be compiled and run."""
         if self.mesh is not None:
             # Where arguments lie decides what the compiler must move or copy.
-            state = _lay(state, sharding.state_specs(state, self.mesh), self.mesh)
+            state = _lay(state, self._state_specs(state), self.mesh)
             arguments = [
                 _lay(argument, specs, self.mesh)
                 for argument, specs in zip(arguments, in_specs, strict=True)
@@ -141,12 +137,6 @@ class AbstractDecoder(Decoder):
             key, function, state, *arguments, in_specs=in_specs, out_specs=out_specs
         )
         return (lowered,)
-
-
-def abstract_weights(config: ModelConfig, dtype: Any) -> Any:
-    """Returns shapes and dtypes of a model's weights."""
-    init = architecture_of(config).init
-    return jax.eval_shape(lambda key: init(key, config, dtype), jax.random.key(0))
 
 
 def described_mesh(topology: str, num_chips: int) -> Mesh:

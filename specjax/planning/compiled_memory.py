@@ -49,8 +49,7 @@ def burst_bucket(
     """Returns the sizes of a burst; None is all rows."""
     sizes, engine = decoder.sizes, decoder.engine_config
     rows = num_rows or sizes.rows
-    nodes = getattr(decoder.drafter, "num_nodes", lambda depth: 1 + depth)
-    num_nodes = nodes(num_speculative_tokens)
+    num_nodes = decoder.drafter.num_nodes(num_speculative_tokens)
     tokens = rows * num_nodes
     if decoder.config.max_drafts_per_shard is not None:
         tokens = min(rows + decoder.config.max_drafts_per_shard, tokens)

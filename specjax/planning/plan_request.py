@@ -98,7 +98,7 @@ class PlanRequest:
                 f"num_speculative_tokens={self.num_speculative_tokens} must be from 0 (no "
                 f"speculation) to {MAX_DEPTH}."
             )
-        for config in getattr(self.drafter, "configs", ()):
+        for config in self.drafter.configs:
             if config.vocab_size != self.target.vocab_size:
                 raise ValueError(
                     f"target and drafter have vocabularies of {self.target.vocab_size} and "
@@ -113,17 +113,16 @@ class PlanRequest:
     @property
     def draft_config(self) -> ModelConfig | None:
         """Of the model that drafts, if one does."""
-        return next(iter(getattr(self.drafter, "configs", ())), None)
+        return next(iter(self.drafter.configs), None)
 
     @property
     def most_drafted(self) -> int:
-        return 0 if isinstance(self.drafter, NoDrafter) else self.num_speculative_tokens
+        return self.num_speculative_tokens if self.drafter.can_draft else 0
 
     @property
     def tree_slots(self) -> int:
         """Slots that a row's nodes take past its last token; 0 for chains."""
-        answer = getattr(self.drafter, "tree_slots", lambda depth: 0)
-        return answer(self.most_drafted)
+        return self.drafter.tree_slots(self.most_drafted)
 
     def decoder_config(self, num_layers: int, num_pages: int) -> DecoderConfig:
         """Returns what a decoder of the first layers of the target is compiled for."""

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from pallas_kernels.implementations import lowered_for
 from specjax import sharding
 from specjax.config import batch_size_table
-from specjax.models.base import ModelConfig
 from specjax.paged import kv_cache
-from specjax.planning.abstract_decoder import AbstractDecoder, abstract_weights
+from specjax.paged.work import ModelWork, model_work
+from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.compiled_memory import (
     CompiledMemory,
     compile_memory,
@@ -25,7 +25,6 @@ from specjax.planning.compiled_memory import (
 from specjax.planning.memory_model import MemoryLimits, MemoryPlan, plan_memory
 from specjax.planning.plan_request import PlanRequest
 from specjax.planning.roofline import (
-    ModelWork,
     choose_num_speculative_tokens,
     compute_bound_tokens,
     roofline_step_s,
@@ -216,9 +215,8 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
         compiled=compiled,
         memory=memory,
         target_work=model_work(request.target, request.dtype, device.count),
-        drafter_work=model_work(request.draft_config, request.dtype, 1)
-        if request.draft_config
-        else None,
+        # A plan's roofline knows one model that drafts.
+        drafter_work=next(iter(request.drafter.work(request.target, request.dtype)), None),
         notes=(*_context_notes(request), *compiled.warnings, *notes),
     )
 
@@ -243,10 +241,10 @@ def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractD
 def _page_bytes(request: PlanRequest) -> tuple[int, int]:
     """Returns the bytes of a page on one chip, of target and of drafter, as counted."""
     scale = jnp.dtype(request.dtype).itemsize * request.engine.page_size
-    count, draft = request.device.count, request.draft_config
+    count = request.device.count
     numbers = kv_cache.numbers_per_token(request.target, kv_shards=count) // count
-    drafted = kv_cache.numbers_per_token(draft) if draft else 0
-    return numbers * scale, drafted * scale
+    drafted = request.drafter.bytes_per_token(request.target, request.dtype)
+    return numbers * scale, drafted * request.engine.page_size
 
 
 def _chip_bytes(decoder: AbstractDecoder, params: Any, state: Any) -> int:
@@ -255,7 +253,7 @@ def _chip_bytes(decoder: AbstractDecoder, params: Any, state: Any) -> int:
     trees = [params, state]
     if mesh is None:
         return sum(_bytes(leaf) for leaf in jax.tree.leaves(trees))
-    specs = [decoder._param_specs(params), sharding.state_specs(state, mesh)]
+    specs = [decoder._param_specs(params), decoder._state_specs(state)]
     places = jax.tree.map(
         lambda leaf, place: math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
         trees,
@@ -295,30 +293,3 @@ def _memory(
         copied_per_token=compiled.copies.most_per_page / engine.page_size,
     )
     return memory, list(memory.warnings)
-
-
-@functools.lru_cache(maxsize=64)
-def model_work(
-    config: ModelConfig, dtype: Any, chips: int, num_weights: int | None = None
-) -> ModelWork:
-    """Returns what a forward does on one chip of those that a model is split over.
-
-    Args:
-      num_weights: in all leaves, where that is known; counting them takes 0.1 s.
-    """
-    itemsize = jnp.dtype(dtype).itemsize
-    count = num_weights
-    if count is None:
-        weights = abstract_weights(config, dtype)
-        count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
-    if not config.tie_word_embeddings:
-        count -= config.vocab_size * config.hidden_size  # embeddings are looked up
-    kv = kv_cache.numbers_per_token(config, kv_shards=chips)
-    heads = config.num_layers * config.num_heads * config.head_dim
-    return ModelWork(
-        weight_bytes=count * itemsize / chips,
-        token_flops=2 * count / chips,
-        context_bytes=kv * itemsize / chips,
-        context_flops=4 * heads / chips,
-        layer_windows=config.layer_windows,
-    )

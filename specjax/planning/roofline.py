@@ -1,4 +1,4 @@
-"""Seconds of a step from what it must read and compute, where nothing was measured. No jax.
+"""Seconds of a step from what it must read and compute, where nothing was measured.
 
 The larger of bytes / bandwidth and operations / peak, for each forward: a lower bound.
 Collectives, sampling and the time to launch are left out.
@@ -6,71 +6,11 @@ Collectives, sampling and the time to launch are left out.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
 
-
-class Peaks(Protocol):
-    """Of one chip; `specjax.configs.devices.DeviceFigures` is one."""
-
-    @property
-    def bytes_per_s(self) -> float: ...
-
-    @property
-    def flops_per_s(self) -> float: ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelWork:
-    """What one forward of a model does, on one chip.
-
-    Attributes:
-      weight_bytes: read once per forward, however many tokens it has.
-      token_flops: operations per token in products with weights.
-      context_bytes: keys and values read per token of context, once per row.
-      context_flops: operations per token and token of its context.
-      layer_windows: tokens that each layer sees back, None where all; () is all in every
-        layer. Layers have equal parts of context_bytes and context_flops.
-    """
-
-    weight_bytes: float
-    token_flops: float
-    context_bytes: float
-    context_flops: float
-    layer_windows: tuple[int | None, ...] = ()
-
-    def of(self, rows: int, tokens: int, context: int) -> Work:
-        """Returns what `tokens` tokens of `rows` rows with `context` tokens each take."""
-        seen = self.seen(context)
-        return Work(
-            self.weight_bytes + rows * seen * self.context_bytes,
-            tokens * (self.token_flops + seen * self.context_flops),
-        )
-
-    def seen(self, context: int) -> float:
-        """Returns the tokens of a row that a layer sees back, the mean of all layers."""
-        if not self.layer_windows:
-            return context
-        clipped = [min(context, window or context) for window in self.layer_windows]
-        return sum(clipped) / len(clipped)
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """Of one chip."""
-
-    bytes: float
-    flops: float
-
-    @property
-    def intensity(self) -> float:
-        """Operations per byte."""
-        return self.flops / self.bytes
-
-    def seconds(self, device: Peaks) -> float:
-        """Returns the least that it takes, in s."""
-        return max(self.bytes / device.bytes_per_s, self.flops / device.flops_per_s)
+from specjax.paged.work import ModelWork as ModelWork
+from specjax.paged.work import Peaks as Peaks
+from specjax.paged.work import Work as Work
 
 
 def verify_work(target: ModelWork, rows: int, k: int, context: int) -> Work:

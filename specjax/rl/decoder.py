@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import functools
 import operator
-import os
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -23,7 +22,7 @@ from specjax.config.checks import is_int
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import LOSSY_RULES, Rule
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters.loading import LoadedDrafter
+from specjax.drafters.loading import DrafterSource
 from specjax.engine.loop import Loop
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.text_feed import group_of
@@ -283,7 +282,7 @@ class RolloutDecoder:
 def build_decoder(
     target: ModelConfig | Model,
     *,
-    drafter: LoadedDrafter | Model | str | os.PathLike[str] | None = None,
+    drafter: DrafterSource = None,
     verification: str | None = None,
     num_speculative_tokens: int | None = None,
     speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,

@@ -15,7 +15,7 @@ PAGES = [*PAGES, ROOT / "pallas_kernels" / "README.md", ROOT / "specjax" / "demo
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 REPOSITORY = PROJECT["urls"]["Repository"]
 # Pages under way; a link to one is good while it is not there.
-UNDER_WAY = {"docs/your-own-drafter.md", "docs/adding-a-model.md"}
+UNDER_WAY = {"docs/adding-a-model.md"}
 _LINK = re.compile(r"\]\(([^)\s]+)\)|(?:src|href)=\"([^\"]+)\"")
 _HEADING = re.compile(r"^#+ +(.+?) *$", flags=re.MULTILINE)
 _FENCE = re.compile(r"^```.*?^```", flags=re.MULTILINE | re.DOTALL)

@@ -11,7 +11,7 @@ import specjax
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.decode import decoder as decoder_module
-from specjax.drafters.base import Drafter
+from specjax.drafters.base import Drafter, DrafterContext, DrafterSpec
 from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import NgramDrafter
 
@@ -21,16 +21,16 @@ PROMPTS = [[1, 2, 3, 1, 2, 3, 1], [5, 6, 5, 6, 5], [7] * 20]
 
 
 @dataclasses.dataclass(frozen=True)
-class Faulty:
+class Faulty(DrafterSpec):
     """An n-gram drafter that goes wrong in one way, from a position of the root on."""
 
     how: str
     since: int = 8
 
-    def build(self, num_speculative_tokens: int, dtype, keeps_probs: bool) -> Drafter:
+    def build(self, context: DrafterContext) -> Drafter:
         if self.how == "build":
             raise KeyError("no such model")
-        right = NgramDrafter(1, 2).build(num_speculative_tokens, dtype, keeps_probs)
+        right = NgramDrafter(1, 2).build(context)
 
         def fail(*arguments):
             raise TypeError(f"{self.how} is not written yet")
@@ -55,7 +55,7 @@ class Faulty:
             return drafted._replace(proposal=proposal)
 
         faulty = right._replace(draft=draft)
-        if self.how in ("init", "prefill", "draft"):
+        if self.how in ("init", "prefill", "draft", "enter_rows"):
             faulty = faulty._replace(**{self.how: fail})
         return faulty
 
@@ -87,6 +87,7 @@ def plain(target):
         ("init", r"its init raised TypeError\('init is not written yet'\)"),
         ("prefill", r"its prefill raised TypeError\('prefill is not"),
         ("draft", r"its draft raised TypeError\('draft is not"),
+        ("enter_rows", r"its enter_rows raised TypeError\('enter_rows is not"),
         ("callback", r"a step failed on the device .*"),
         ("negative", "it proposed token ids outside the vocabulary"),
         pytest.param(

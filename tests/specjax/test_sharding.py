@@ -76,9 +76,9 @@ def test_a_history_drafter_shares_its_corpus_and_splits_its_rows(mesh):
         rules=integers(rows),
         is_active=integers(rows) > 0,
     )
-    specs = sharding.state_specs(state, mesh)
-    assert specs.drafter.corpus == WHOLE
-    assert specs.drafter.corpus_groups == WHOLE
+    specs = sharding.state_specs(state, mesh, history.state_axes(state.drafter))
+    assert specs.drafter.corpus == PartitionSpec()
+    assert specs.drafter.corpus_groups == PartitionSpec()
     assert specs.drafter.head == PartitionSpec()
     assert specs.drafter.own_match[0] == "data"
     assert specs.history == PartitionSpec("data", None)

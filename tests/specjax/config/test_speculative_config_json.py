@@ -10,6 +10,7 @@ from helpers import first_layer, tiny_llama
 
 from specjax.config import vllm_json
 from specjax.config.speculation import SpeculationConfig
+from specjax.drafters.base import DrafterContext
 from specjax.drafters.loading import load_drafter
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
@@ -237,9 +238,10 @@ def test_every_key_of_the_table_is_read():
 def test_the_positions_of_a_draft_model_may_be_fewer():
     target = tiny_llama(0)
     draft = first_layer(target)
+    context = DrafterContext(target=target.config, num_speculative_tokens=2, dtype="float32")
     load = lambda most: load_drafter(
         draft, target, SpeculationConfig(max_model_len=most)
-    ).spec.build(2, "float32", False)
+    ).spec.build(context)
     assert load(None).max_positions == 512
     assert load(100).max_positions == 100
     with pytest.raises(ValueError, match="max_model_len=513 is more than the 512"):

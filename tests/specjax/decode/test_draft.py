@@ -21,10 +21,12 @@ from specjax.types import (
     NOT_A_NUMBER,
     NOT_A_TOKEN,
     OUTSIDE_VOCABULARY,
+    DecoderParams,
     Proposal,
 )
 
 ROWS, DEPTH, VOCAB = 2, 3, 61
+PARAMS = DecoderParams(())  # read by no drafter here
 
 
 def proposing(**fields):
@@ -40,7 +42,7 @@ def proposing(**fields):
         )
         return Draft(proposal, state, decode_state.cache.lengths)
 
-    return Drafter(init=lambda *sizes: (), prefill=lambda *batch: (), draft=propose)
+    return Drafter(propose)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def with_row(state, *, length, max_length, num_pages, cap=DEPTH):
 )
 def test_no_more_stand_than_cap_output_and_slots_allow(state, row, expected):
     state = with_row(state, **row)
-    run = jax.jit(lambda state: draft(proposing(), (), state, DEPTH, VOCAB)[1].proposal)
+    run = jax.jit(lambda state: draft(proposing(), PARAMS, state, DEPTH, VOCAB)[1].proposal)
     assert run(state).num_tokens.tolist() == [expected, 0]
 
 
@@ -95,16 +97,16 @@ def test_nothing_is_drafted_past_the_positions_a_drafter_was_made_for(state):
     drafter = proposing()._replace(max_positions=7)
     for length, expected in ((4, 3), (5, 2), (6, 1), (7, 0), (9, 0)):
         row = with_row(state, length=length, max_length=30, num_pages=4)
-        proposal = draft(drafter, (), row, DEPTH, VOCAB)[1].proposal
+        proposal = draft(drafter, PARAMS, row, DEPTH, VOCAB)[1].proposal
         assert proposal.num_tokens.tolist() == [expected, 0]
 
 
 def test_probabilities_that_tokens_were_not_drawn_from_are_refused(state):
     stored = jnp.full((ROWS, DEPTH, VOCAB), 1 / VOCAB)
     with pytest.raises(ValueError, match="stored with earlier rollouts"):
-        draft(proposing(probs=stored), (), state, DEPTH, VOCAB)
+        draft(proposing(probs=stored), PARAMS, state, DEPTH, VOCAB)
     fresh = proposing(probs=stored)._replace(draws_afresh=True)
-    draft(fresh, (), state, DEPTH, VOCAB)
+    draft(fresh, PARAMS, state, DEPTH, VOCAB)
 
 
 EVEN = jnp.full((ROWS, DEPTH, VOCAB), 1 / VOCAB)
@@ -142,7 +144,7 @@ def tokens(*ids):
 def test_what_a_drafter_does_wrong_is_not_verified(state, fields, num_tokens, fault):
     state = with_row(state, length=5, max_length=30, num_pages=4)
     drafter = proposing(**fields)._replace(draws_afresh=True)
-    run = jax.jit(lambda state: draft(drafter, (), state, DEPTH, VOCAB))
+    run = jax.jit(lambda state: draft(drafter, PARAMS, state, DEPTH, VOCAB))
     after, drafted = run(state)
     proposal = drafted.proposal
     assert proposal.num_tokens.tolist() == [num_tokens, 0]
@@ -156,5 +158,5 @@ def test_what_a_drafter_does_wrong_is_not_verified(state, fields, num_tokens, fa
 
 def test_a_draft_of_no_tokens_has_no_fault(state):
     state = with_row(state, length=5, max_length=30, num_pages=4)
-    _, drafted = draft(none.drafter(), (), state, 0, VOCAB)
+    _, drafted = draft(none.drafter(), PARAMS, state, 0, VOCAB)
     assert drafted.fault.tolist() == [NO_FAULT] * ROWS

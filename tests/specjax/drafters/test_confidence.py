@@ -69,7 +69,7 @@ def proposal_of(name, rule):
     state = begin(decoder, weights, requests)
     state = dataclasses.replace(state, is_active=jnp.ones(ROWS, bool))
     drafter = decoder.step_spec(DEPTH).drafter
-    run = jax.jit(lambda state: draft(drafter, model.params, state, DEPTH, 61)[1].proposal)
+    run = jax.jit(lambda state: draft(drafter, weights, state, DEPTH, 61)[1].proposal)
     return jax.tree.map(np.asarray, run(state))
 
 

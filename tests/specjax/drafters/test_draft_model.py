@@ -93,7 +93,7 @@ def drafted(name):
     state = begin(decoder, weights, list(map(request_of, range(ROWS))))
     state = dataclasses.replace(state, is_active=jnp.ones(ROWS, bool))
     drafter = decoder.step_spec(DEPTH).drafter
-    run = jax.jit(lambda state: draft(drafter, MODEL.params, state, DEPTH, VOCAB))
+    run = jax.jit(lambda state: draft(drafter, weights, state, DEPTH, VOCAB))
     return run(state)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from specjax.config.speculation import SpeculationConfig
+from specjax.drafters.base import DrafterSpec
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.loading import load_model
@@ -144,6 +145,6 @@ def test_how_much_room_three_tokens_take(
 
 
 def test_a_spec_that_does_not_say_drafts_chains():
-    drafter = LoadedDrafter("own", object())
+    drafter = LoadedDrafter("own", DrafterSpec())
     assert (drafter.is_tree, drafter.max_depth) == (False, None)
     assert (drafter.num_nodes(3), drafter.tree_slots(3)) == (4, 0)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.drafters import history
+from specjax.drafters import base, history
 from specjax.drafters.history import (
     LONGEST_MATCH,
     NO_GROUP,
@@ -25,6 +25,7 @@ from specjax.drafters.history import (
 
 CAPACITY, MAX_LENGTH, DEPTH = 200, 48, 4
 NOBODY = dict(has_entered=np.zeros(2, bool), row_groups=np.full(2, NO_GROUP, np.int32))
+DRAFTER = history.drafter(num_speculative_tokens=DEPTH, capacity=CAPACITY, min_match=2)
 remember = jax.jit(history.remember)
 catch_up = jax.jit(history.catch_up)
 find = jax.jit(history.find, static_argnums=(2, 3, 4))
@@ -265,9 +266,9 @@ def test_rows_that_take_no_part_are_left_alone():
 
 def test_rows_are_taken_and_put_back():
     state = everybody(history.init(3, MAX_LENGTH, CAPACITY), rows_of([1, 1], [2, 2], [3, 3]))
-    part = history.take_rows(state, jnp.array([2, 0]))
+    part = base.take_rows(DRAFTER, state, jnp.array([2, 0]))
     part = dataclasses.replace(part, row_groups=jnp.array([7, 8]))
-    whole = history.put_rows(state, jnp.array([2, 3]), part)  # row 3 is none
+    whole = base.put_rows(DRAFTER, state, jnp.array([2, 3]), part)  # row 3 is none
     assert whole.row_groups.tolist() == [NO_GROUP, NO_GROUP, 7]
     chex.assert_trees_all_equal(whole.own_match, state.own_match)
 

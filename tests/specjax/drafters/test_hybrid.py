@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.drafters import hybrid, none
+from specjax.drafters import base, hybrid, none
 from specjax.drafters.hybrid import MODEL, NO_KIND
+
+DRAFTER = hybrid.drafter(none.drafter(), num_speculative_tokens=4, capacity=100, min_match=2)
 
 
 def state_of(kinds, roots, num_proposed):
-    drafter = hybrid.drafter(none.drafter(), num_speculative_tokens=4, capacity=100, min_match=2)
-    state = drafter.init(len(kinds), 32, 4, 8)
+    state = DRAFTER.init(len(kinds), 32, 4, 8)
     integers = lambda values: jnp.asarray(values, jnp.int32)
     return dataclasses.replace(
         state,
@@ -70,8 +71,8 @@ def test_the_kind_that_does_better_is_expected_to():
 
 def test_rows_are_taken_and_put_back():
     state = state_of([0, 1, 2], [5, 6, 7], [1, 2, 3])
-    part = hybrid._take_rows(state, jnp.array([2, 1]))
+    part = base.take_rows(DRAFTER, state, jnp.array([2, 1]))
     assert part.roots.tolist() == [7, 6]
     part = dataclasses.replace(part, num_proposed=jnp.array([8, 9]))
-    whole = hybrid._put_rows(state, jnp.array([2, 3]), part)  # row 3 is none
+    whole = base.put_rows(DRAFTER, state, jnp.array([2, 3]), part)  # row 3 is none
     assert whole.num_proposed.tolist() == [1, 2, 8]

@@ -6,10 +6,11 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-from helpers import match_by_loop
+from helpers import match_by_loop, tiny_llama_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specjax.drafters.base import DrafterContext
 from specjax.drafters.spec import NgramDrafter
 
 ROWS, MAX_LENGTH = 3, 20
@@ -26,7 +27,10 @@ def draft_by_loop(text: list[int], start: int, count: int) -> list[int]:
 @functools.cache
 def compiled_draft(count: int, min_match: int, max_match: int):
     spec = NgramDrafter(min_match=min_match, max_match=max_match)
-    drafter = spec.build(count, jnp.float32, False)
+    context = DrafterContext(
+        target=tiny_llama_config(), num_speculative_tokens=count, dtype=jnp.float32
+    )
+    drafter = spec.build(context)
 
     def run(history, lengths, num_tokens):
         state = types.SimpleNamespace(history=history, cache=types.SimpleNamespace(lengths=lengths))

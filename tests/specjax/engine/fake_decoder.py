@@ -12,6 +12,7 @@ import numpy as np
 
 from specjax.config.engine import EngineConfig
 from specjax.decode.sizes import Sizes
+from specjax.drafters.base import DrafterSpec
 from specjax.types import OUT_OF_LENGTH, StepInfo
 
 PAGE_SIZE = 4
@@ -72,7 +73,7 @@ class FakeDecoder:
 
     @property
     def drafter(self):
-        return ()
+        return DrafterSpec()
 
     def place_params(self, params):
         return params

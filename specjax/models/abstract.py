@@ -1,0 +1,16 @@
+"""Weights as shapes and dtypes, where nothing is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from specjax.models.architectures import architecture_of
+from specjax.models.base import ModelConfig
+
+
+def abstract_weights(config: ModelConfig, dtype: Any) -> Any:
+    """Returns shapes and dtypes of a model's weights."""
+    init = architecture_of(config).init
+    return jax.eval_shape(lambda key: init(key, config, dtype), jax.random.key(0))

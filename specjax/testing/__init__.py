@@ -1,0 +1,3 @@
+"""Tests for code that others write against specjax."""
+
+from specjax.testing.drafter_checks import check_drafter as check_drafter

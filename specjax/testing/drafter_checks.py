@@ -1,0 +1,607 @@
+"""What every drafter must hold: a test that any of them can be run through.
+
+Drafts never change what is emitted, so a drafter with a mistake is not wrong but slow, and no
+output shows it. The check looks at the drafts themselves: those of a row that was
+prefilled, drafted, preempted and reused must be those of a fresh row with the same tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import MAX_DEPTH
+from specjax.decode import state as decode_state
+from specjax.decode.config import DecoderConfig
+from specjax.decode.decoder import Decoder, shared_decoder
+from specjax.decode.prefill import prefill
+from specjax.decode.sizes import Sizes
+from specjax.decode.state import Admission, DecodeState
+from specjax.drafters import base
+from specjax.drafters.base import Draft, Drafter, DrafterContext, DrafterError, guarded
+from specjax.drafters.loading import DrafterSource, LoadedDrafter, load_drafter
+from specjax.drafters.spec import NoDrafter
+from specjax.engine.admission import make_admission
+from specjax.engine.faults import what_it_proposed
+from specjax.engine.request import Request
+from specjax.engine.rows import Row
+from specjax.engine.text_feed import TextFeed
+from specjax.models.base import Model
+from specjax.paged.kv_cache import own_pages
+from specjax.sampling import row_values
+from specjax.sampling.row_sampling import seed_words
+from specjax.types import GREEDY, NOT_A_TOKEN, REJECTION, SEEDED, BurstPlan, DecoderParams, Proposal
+
+ROWS, PAGE_SIZE, BURST_STEPS = 4, 8, 2
+WIDTH = 16  # prompt tokens of a row that are fed at once
+BUCKET = 2  # rows of the smaller row bucket
+NUM_DRAWS = 64  # drafts of four rows each, of which laws are looked at
+# A sum of independent draws lies further from its mean once in two million times.
+STANDARD_ERRORS = 5
+# Laws of equal texts differ by the rounding of other shapes.
+LAW_TOLERANCE = dict(rtol=1e-3, atol=1e-4)
+ENGINE = EngineConfig(
+    page_size=PAGE_SIZE,
+    max_rows=ROWS,
+    burst_steps=BURST_STEPS,
+    max_bias_entries=1,
+    max_allowed_tokens=1,
+)
+# A text with a period, one token, one token again and again, more than one chunk, and a
+# text that begins as the first one goes on.
+MOST_STEPS = 12  # that any request takes, of which at most 8 draft
+PROMPTS = ([1, 2, 3, 1, 2, 3, 1, 2], [5], [4, 4, 4, 9, 4, 4], [7, 8] * 9, [2, 3, 1, 2])
+
+
+def check_drafter(
+    drafter: DrafterSource, target: Model, *, num_speculative_tokens: int = 3
+) -> None:
+    """Runs a drafter through all that happens to rows, and compares its drafts.
+
+    Prompts are prefilled in chunks and beside decoding rows; rows draft, decode at K = 0, draft
+    again, in two row buckets; one is preempted and enters another row; others are reused.
+
+    - Every function returns a state of one structure, and is traced once per bucket.
+    - Greedy and seeded output equals plain decoding token for token.
+    - No proposal holds NaN, a token outside the vocabulary, or more tokens than were asked for.
+    - Drafts of a row equal those of a fresh row with the same tokens, unless the spec says that
+      it `learns`.
+    - Laws (`Proposal.probs`) sum to 1, and the first draft is drawn from its law.
+    - `prior_confidence`, and how many tokens are proposed, depend on nothing drawn later
+      (non-anticipation), where laws are compared.
+
+    Args:
+      drafter: as `generate` takes it.
+      target: a small model with float32 weights, of at least 10 tokens: some ten functions are
+        compiled for it. Laws are told apart only where its texts and the drafter's laws differ.
+      num_speculative_tokens: K.
+
+    Raises:
+      AssertionError: it says which of these does not hold.
+      ValueError, TypeError: as of `load_drafter`.
+    """
+    loaded = load_drafter(drafter, target)
+    try:
+        _Check(loaded, target, num_speculative_tokens).run()
+    except DrafterError as error:
+        raise AssertionError(f"drafter {loaded.name!r}: {error}") from error
+
+
+@dataclasses.dataclass
+class _Occupant:
+    """A request and its tokens so far."""
+
+    request: Request
+    token_ids: list[int]
+
+
+class _Rows:
+    """A decoder's state, driven by hand: what is in which row."""
+
+    def __init__(self, decoder: Decoder, params: DecoderParams):
+        self.decoder = decoder
+        self.params = params
+        self.state = decoder.init()
+        self.table = own_pages(ROWS, decoder.sizes.pages_per_row)
+        self.occupants: list[_Occupant | None] = [None] * ROWS
+        self._entered: list[Row | None] = [None] * ROWS
+        self._feed = TextFeed(ROWS) if decoder.drafter.takes_text else None
+        self._is_new = np.zeros(ROWS, bool)
+        self._num_fed = np.zeros(ROWS, np.int32)
+
+    def enter(self, occupants: dict[int, _Occupant]) -> None:
+        """Lets requests into rows, whatever they held, and feeds nothing yet."""
+        for row, occupant in occupants.items():
+            before = self.occupants[row]
+            if before is not None and self._feed is not None:
+                prompt = before.request.prompt_token_ids
+                self._feed.cut(prompt, before.token_ids[len(prompt) :])
+            self.occupants[row] = occupant
+            self._entered[row] = Row(row, 0, occupant.request, occupant.token_ids, 0, 0)
+            self._is_new[row] = True
+            self._num_fed[row] = 0
+        self.state = self.decoder.admit(self.state, self.admission(list(occupants)))
+
+    def admission(self, rows: Sequence[int]) -> Admission:
+        entered = [row for index in rows if (row := self._entered[index]) is not None]
+        return make_admission(self.decoder, [entered], ROWS)
+
+    def feed(self) -> None:
+        """Feeds all prompt tokens of rows that entered, in chunks."""
+        while (chunk := self._next_chunk()) is not None:
+            self.state, _ = self.decoder.prefill(
+                self.params, self.state, self.table, *chunk, max_tokens_per_row=WIDTH
+            )
+
+    def feed_beside(self) -> None:
+        """Feeds the next chunk while the other rows take one step at K = 0."""
+        chunk = self._next_chunk()
+        assert chunk is not None
+        plan = self._plan(1, activates=False)
+        self.state, report, _ = self.decoder.mixed(
+            self.params, self.state, plan, *chunk, max_tokens_per_row=WIDTH
+        )
+        self._take(report, 1, range(ROWS))
+
+    def _next_chunk(self) -> tuple[np.ndarray, np.ndarray] | None:
+        counts = np.zeros(ROWS, np.int32)
+        for row in np.flatnonzero(self._is_new).tolist():
+            occupant = self.occupants[row]
+            assert occupant is not None
+            left = len(occupant.token_ids) - 1 - int(self._num_fed[row])
+            counts[row] = min(left, WIDTH)
+        self._num_fed += counts
+        return (np.arange(ROWS, dtype=np.int32), counts) if counts.any() else None
+
+    def decode(
+        self,
+        num_speculative_tokens: int,
+        num_steps: int,
+        *,
+        rows: Sequence[int] | None = None,
+        caps: Sequence[int] | None = None,
+    ) -> None:
+        """Runs a burst; all prompts are fed.
+
+        Args:
+          rows: of a smaller row bucket; None is all.
+          caps: most tokens that each row drafts; None is K.
+        """
+        if self._feed is not None and num_speculative_tokens:
+            while (pieces := self._feed.next_pieces(self._entered)) is not None:
+                self.state = self.decoder.remember(self.state, pieces)
+        plan = self._plan(num_steps, caps=caps, rows=rows)
+        self.state, report, num_run = self.decoder.burst(
+            self.params, self.state, plan, num_speculative_tokens=num_speculative_tokens
+        )
+        self._is_new[:] = False
+        self._take(report, int(num_run), range(ROWS) if rows is None else rows)
+
+    def _plan(
+        self,
+        num_steps: int,
+        *,
+        activates: bool = True,
+        caps: Sequence[int] | None = None,
+        rows: Sequence[int] | None = None,
+    ) -> BurstPlan:
+        return BurstPlan(
+            num_steps=np.int32(num_steps),
+            stop_when_finished=np.bool_(False),
+            activate=self._is_new & activates,
+            keep=np.array([occupant is not None for occupant in self.occupants]),
+            block_table=self.table,
+            draft_caps=np.array([MAX_DEPTH] * ROWS if caps is None else caps, np.int32),
+            row_ids=None if rows is None else np.array(rows, np.int32),
+        )
+
+    def _take(self, report: Any, num_steps: int, rows: Sequence[int]) -> None:
+        """Reads back what a burst committed."""
+        fault = int(np.max(np.asarray(report.drafter_fault)[:num_steps], initial=0))
+        assert not fault, f"drafter {type(self.decoder.drafter).__name__}: " + what_it_proposed(
+            fault
+        )
+        tokens, counts = np.asarray(report.token_ids), np.asarray(report.num_committed)
+        for step in range(num_steps):
+            for place, row in enumerate(rows):
+                if occupant := self.occupants[row]:
+                    occupant.token_ids.extend(tokens[step, place, : counts[step, place]].tolist())
+
+
+class _Check:
+    def __init__(self, loaded: LoadedDrafter, target: Model, num_speculative_tokens: int):
+        self.spec = loaded.spec
+        self.name = loaded.name
+        self.target = target
+        self.depth = num_speculative_tokens if self.spec.can_draft else 0
+        if loaded.max_depth is not None:
+            self.depth = min(self.depth, loaded.max_depth)
+        self.max_length = max(map(len, PROMPTS)) + MOST_STEPS * (1 + num_speculative_tokens)
+        self.params = DecoderParams(target.params, loaded.params)
+        self.compares_laws = self.spec.has_probs and not self.spec.is_grown
+        slots = self.spec.tree_slots(self.depth)
+        self.sizes = self._sizes(-(-(self.max_length + slots) // PAGE_SIZE))
+        # A decoder of its own: what it traces is counted.
+        self.decoder = Decoder(
+            DecoderConfig(target=target.config, drafter=self.spec, sizes=self.sizes, engine=ENGINE)
+        )
+        self.drafter = guarded(self._build())
+
+    def _sizes(self, pages_per_row: int) -> Sizes:
+        leaves = jax.tree.leaves(self.params.target)
+        return Sizes(
+            rows=ROWS,
+            page_size=PAGE_SIZE,
+            num_pages=ROWS * pages_per_row,
+            pages_per_row=pages_per_row,
+            burst_steps=BURST_STEPS,
+            dtype=leaves[0].dtype,
+        )
+
+    def _build(self, **asked: bool) -> Drafter:
+        return self.spec.build(
+            DrafterContext(
+                target=self.target.config,
+                num_speculative_tokens=max(self.depth, 1),
+                dtype=self.sizes.dtype,
+                **asked,
+            )
+        )
+
+    def run(self) -> None:
+        self.check_structure()
+        if self.depth:
+            self.check_draws()  # before what compiles more
+        self.check_rows()
+
+    # One structure
+
+    def check_structure(self) -> None:
+        """Every function returns a state of the structure, shapes and dtypes of `init`."""
+        rows = _Rows(self.decoder, self.params)
+        rows.occupants[0] = self.occupant(0)
+        state, drafter = rows.state, self.drafter
+        expected = jax.eval_shape(lambda: state.drafter)
+        self.check_axes(expected)
+        spec = dataclasses.replace(self.decoder.step_spec(0), drafter=drafter)
+        ids = jnp.arange(ROWS, dtype=jnp.int32)
+        row = Row(0, 0, self.occupant(0).request, PROMPTS[0], 0, 0)
+        admission = make_admission(self.decoder, [[row]], ROWS)
+        feed = functools.partial(prefill, spec, max_tokens_per_row=WIDTH)
+        some = ids[:BUCKET]
+        calls = {
+            "enter_rows": lambda state: decode_state.admit(state, drafter, admission).drafter,
+            "prefill": lambda state: feed(self.params, state, rows.table, ids, ids).drafter,
+            "draft": lambda state: self.propose(state, ids).state,
+            "move": lambda state: drafter.move(state.drafter, ids, ids),
+            "state_axes": lambda state: base.put_rows(
+                drafter, state.drafter, some, base.take_rows(drafter, state.drafter, some)
+            ),
+        }
+        for name, call in calls.items():
+            found = jax.eval_shape(call, state)
+            assert _described(found) == _described(expected), (
+                f"{name} of drafter {self.name!r} returns a state of other structure, shapes or "
+                f"dtypes than init: {_described(found)}; expected {_described(expected)}."
+            )
+
+    def check_axes(self, state: Any) -> None:
+        """The axes that the drafter names are of sizes that rows and pages have."""
+        sizes = {"rows": ROWS, "pages": self.sizes.num_pages}
+        axes = self.drafter.state_axes(state)
+        assert jax.tree.structure(axes) == jax.tree.structure(state), (
+            f"state_axes of drafter {self.name!r} returns another structure than its state."
+        )
+        for leaf, names in zip(jax.tree.leaves(state), jax.tree.leaves(axes), strict=True):
+            for size, name in zip(leaf.shape, tuple(names)):
+                assert sizes.get(name, size) == size, (
+                    f"state_axes of drafter {self.name!r} says {name!r} of an axis of {size} "
+                    f"entries, shape {leaf.shape}; there are {sizes[name]} {name}."
+                )
+            assert len(tuple(names)) <= len(leaf.shape), (
+                f"state_axes of drafter {self.name!r} names {names} of shape {leaf.shape}."
+            )
+
+    # What happens to rows
+
+    def check_rows(self) -> None:
+        """A script of all that happens to rows, and a look at the drafts between its steps."""
+        depth, some = self.depth, [2, 0]
+        texts = [self.occupant(number) for number in range(len(PROMPTS))]
+        rows = _Rows(self.decoder, self.params)
+        rows.enter({0: texts[0], 1: texts[1], 2: texts[2]})
+        rows.feed()
+        rows.decode(depth, 2)
+        self.check_drafts(rows, "after drafting")
+        rows.decode(0, 2)
+        rows.decode(0, 2)
+        self.check_drafts(rows, "after steps at K = 0")
+        rows.decode(depth, 2, rows=some)
+        self.check_drafts(rows, "after steps in a smaller row bucket")
+        # The second request is preempted, and comes back in another row; its own is reused.
+        rows.enter({3: texts[1], 1: texts[3]})
+        rows.feed_beside()
+        rows.feed()
+        rows.decode(depth, 1)
+        self.check_drafts(rows, "after preemption, reuse of a row and a mixed step")
+        rows.decode(depth, 2, caps=[depth, 1, 0, depth])
+        self.check_drafts(rows, "after rows were capped")
+        rows.enter({0: texts[4]})
+        rows.feed()
+        rows.decode(depth, 1)
+        self.check_drafts(rows, "after another row was reused")
+        self.check_output(texts)
+        self.check_traces()
+
+    def occupant(self, number: int) -> _Occupant:
+        """Returns a request; some are greedy, some sampled."""
+        is_greedy = number in (1, 3)
+        rule = GREEDY if is_greedy else SEEDED
+        vocab_size = self.target.config.vocab_size
+        prompt = [token % vocab_size for token in PROMPTS[number]]
+        return _Occupant(self.request(prompt, 0.0 if is_greedy else 0.8, number, rule), [*prompt])
+
+    def request(self, prompt: list[int], temperature: float, seed: int, rule: int) -> Request:
+        params = SamplingParams(temperature=temperature, max_tokens=self.max_length - len(prompt))
+        return Request(
+            prompt_index=0,
+            sample_index=0,
+            prompt_token_ids=prompt,
+            params=params,
+            seed=seed,
+            draft_cap=self.depth,
+            rule=rule,
+            max_length=self.max_length,
+            sampling_values=row_values(
+                params,
+                prompt_length=len(prompt),
+                eos_token_ids=(),
+                seed=seed,
+                engine_config=ENGINE,
+            ),
+        )
+
+    def check_output(self, texts: Sequence[_Occupant]) -> None:
+        """Greedy and seeded texts are those of plain decoding."""
+        config = DecoderConfig(
+            target=self.target.config,
+            drafter=NoDrafter(),
+            sizes=self._sizes(-(-self.max_length // PAGE_SIZE)),
+            engine=ENGINE,
+        )
+        decoder = shared_decoder(config)
+        for first in range(0, len(texts), ROWS):
+            part = texts[first : first + ROWS]
+            plain = _Rows(decoder, DecoderParams(self.params.target))
+            prompts = [list(text.request.prompt_token_ids) for text in part]
+            again = [_Occupant(text.request, own) for text, own in zip(part, prompts)]
+            plain.enter(dict(enumerate(again)))
+            plain.feed()
+            while any(len(a.token_ids) < len(t.token_ids) for a, t in zip(again, part)):
+                plain.decode(0, BURST_STEPS)
+            for own, text in zip(again, part):
+                expected = own.token_ids[: len(text.token_ids)]
+                assert text.token_ids == expected, (
+                    f"with drafter {self.name!r} a text is {text.token_ids}; plain decoding "
+                    f"gives {expected}."
+                )
+
+    def check_traces(self) -> None:
+        again = {key: count for key, count in self.decoder.traces.items() if count > 1}
+        assert not again, f"drafter {self.name!r}: traced more than once: {again}."
+
+    # Drafts
+
+    def propose(self, state: DecodeState, caps: Array) -> Draft:
+        """Asks the drafter itself, as `specjax.decode.draft` does."""
+        return self.drafter.draft(self.params, state.drafter, state, caps)
+
+    @functools.cached_property
+    def _propose(self) -> Any:
+        return jax.jit(
+            lambda params, state, caps: self.drafter.draft(params, state.drafter, state, caps)
+        )
+
+    def drafts(self, state: DecodeState, caps: Sequence[int]) -> tuple[Proposal, np.ndarray]:
+        """Returns a proposal that holds what it must, and bool[rows, num_drafts]: what stands."""
+        draft = self._propose(self.params, state, np.array(caps, np.int32))
+        proposal = jax.tree.map(np.asarray, draft.proposal)
+        _check_proposal(self.name, proposal, np.array(caps), self.target.config.vocab_size)
+        num_drafts = proposal.token_ids.shape[1]
+        expected = self.spec.num_nodes(self.depth) - 1
+        assert num_drafts == expected, (
+            f"drafter {self.name!r} proposes {num_drafts} nodes; its spec's num_nodes says "
+            f"{expected}."
+        )
+        return proposal, np.arange(num_drafts)[None] < proposal.num_tokens[:, None]
+
+    def check_drafts(self, rows: _Rows, when: str) -> None:
+        """The drafts of rows are those of fresh rows with the same tokens."""
+        if not self.depth:
+            return
+        caps = [self.depth if occupant else 0 for occupant in rows.occupants]
+        found, stands = self.drafts(rows.state, caps)
+        if self.spec.learns:
+            return
+        expected, _ = self.drafts(self.fresh(rows), caps)
+        message = (
+            f"drafter {self.name!r}, {when}: its drafts are not those of a fresh row with the "
+            "same tokens. Its state may keep the row before (enter_rows), miss tokens (prefill, "
+            "written, num_tokens at K = 0), or be taken and put wrongly (state_axes, move). If it "
+            "is to learn from other rows, let its spec say `learns`."
+        )
+        same = functools.partial(np.testing.assert_array_equal, err_msg=message)
+        close = functools.partial(np.testing.assert_allclose, err_msg=message, **LAW_TOLERANCE)
+        same(found.num_tokens, expected.num_tokens)
+        same(np.where(stands, found.token_ids, 0), np.where(stands, expected.token_ids, 0))
+        if found.tree is not None and expected.tree is not None:
+            parents = (np.where(stands, p.tree.parents[:, 1:], 0) for p in (found, expected))
+            same(*parents)
+        for name in ("prior_confidence", "path_probability"):
+            figures = getattr(found, name), getattr(expected, name)
+            if figures[0] is not None:
+                close(*(np.where(stands, figure, 0) for figure in figures))
+
+    def fresh(self, rows: _Rows) -> DecodeState:
+        """Returns a state that was never used, with the same texts in the same rows."""
+        fresh = _Rows(self.decoder, self.params)
+        present = {row: own for row, own in enumerate(rows.occupants) if own is not None}
+        fresh.enter({row: _Occupant(o.request, [*o.token_ids]) for row, o in present.items()})
+        fresh.feed()
+        state = fresh.state
+        return dataclasses.replace(
+            state, is_active=jnp.asarray([r in present for r in range(ROWS)])
+        )
+
+    # Draws
+
+    def check_draws(self) -> None:
+        """Laws, and what depends on draws, over many seeds of two texts."""
+        drafter = self.drafter
+        self.drafter = guarded(self._build(keeps_probs=self.compares_laws, says_confidence=True))
+        rows = _Rows(self.decoder, self.params)
+        rule = REJECTION if self.compares_laws else SEEDED
+        texts = [self.occupant(number).token_ids for number in (0, 2, 0, 2)]
+        requests = [self.request(text, 0.6, 0, rule) for text in texts]
+        rows.enter({row: _Occupant(r, t) for row, (r, t) in enumerate(zip(requests, texts))})
+        rows.feed()
+        state = dataclasses.replace(rows.state, is_active=jnp.ones(ROWS, bool))
+        self.drafts(state, [min(cap, self.depth) for cap in range(ROWS)])
+        drawn = []
+        for number in range(NUM_DRAWS if self.compares_laws else 0):
+            words = [seed_words(ROWS * number + row) for row in range(ROWS)]
+            seeds = jnp.asarray(np.array(words), state.sampling.seeds.dtype)
+            sampling = dataclasses.replace(state.sampling, seeds=seeds)
+            proposal, _ = self.drafts(
+                dataclasses.replace(state, sampling=sampling), [self.depth] * ROWS
+            )
+            drawn.append(proposal)
+        for text in range(2 if drawn else 0):
+            own = [_row(proposal, row) for proposal in drawn for row in (text, text + 2)]
+            self.check_no_anticipation(own)
+            self.check_law(own)
+        self.drafter = drafter
+        del self._propose
+
+    def check_law(self, rows: Sequence[Proposal]) -> None:
+        """The first draft of rows with the same text has the law that comes with it."""
+        assert rows[0].probs is not None, (
+            f"the spec of drafter {self.name!r} says has_probs, and its proposals have none where "
+            "keeps_probs asks."
+        )
+        assert self.drafter.draws_afresh, f"drafter {self.name!r} has probs and no draws_afresh."
+        rows = [row for row in rows if row.num_tokens > 0]
+        if not rows:
+            return
+        laws = np.array([row.probs[0] for row in rows])
+        np.testing.assert_allclose(
+            laws,
+            np.broadcast_to(laws[:1], laws.shape),
+            err_msg=f"drafter {self.name!r}: rows with the same tokens have first drafts of "
+            "different laws (Proposal.probs): do they belong to another row, or know the draw?",
+            **LAW_TOLERANCE,
+        )
+        law = laws[0].astype(np.float64)
+        tokens = np.array([row.token_ids[0] for row in rows])
+        assert np.all(law[tokens] > 0), (
+            f"drafter {self.name!r} drafts tokens that its law (Proposal.probs) excludes."
+        )
+        # Every token's count, and sums of signs at random, which see what no single count does.
+        vocab = len(law)
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], (64, vocab))
+        tests = np.concatenate([np.eye(vocab), signs])
+        means = tests @ law
+        deviations = np.sqrt(np.maximum(tests**2 @ law - means**2, 0) * len(rows))
+        surplus = tests[:, tokens].sum(axis=1) - len(rows) * means
+        # One count more or less is nothing to wonder at, however unlikely.
+        worst = np.max(np.abs(surplus) - STANDARD_ERRORS * deviations)
+        assert worst <= 2, (
+            f"drafter {self.name!r}: the first draft of {len(rows)} draws is not distributed as "
+            "its law (Proposal.probs)."
+        )
+
+    def check_no_anticipation(self, rows: Sequence[Proposal]) -> None:
+        """What is verified depends on nothing drawn at or after it: rows with equal draws agree."""
+        num_drafts = rows[0].token_ids.shape[0]
+        for place in range(num_drafts):
+            seen: dict[tuple[int, ...], tuple[bool, float]] = {}
+            for row in rows:
+                if row.num_tokens < place:
+                    continue
+                stands = bool(row.num_tokens > place)
+                figure = 0.0
+                if stands and row.prior_confidence is not None:
+                    figure = float(row.prior_confidence[place])
+                before = tuple(row.token_ids[:place].tolist())
+                first = seen.setdefault(before, (stands, figure))
+                assert stands == first[0], (
+                    f"drafter {self.name!r}: whether draft token {place} is proposed depends on "
+                    "what was drawn there or later; rules that compare laws would be biased."
+                )
+                assert np.isclose(figure, first[1], **LAW_TOLERANCE), (
+                    f"drafter {self.name!r}: prior_confidence of draft token {place} anticipates: "
+                    f"it is {first[1]} and {figure} after the same tokens {before}. It may "
+                    "depend on the path before the token alone."
+                )
+
+
+def _check_proposal(name: str, proposal: Proposal, caps: np.ndarray, vocab_size: int) -> None:
+    """Raises AssertionError for a proposal of numpy arrays that nobody may make."""
+    tokens, counts = np.asarray(proposal.token_ids), np.asarray(proposal.num_tokens)
+    num_drafts = tokens.shape[1]
+    most = caps if proposal.tree is None else np.where(caps > 0, num_drafts, 0)
+    assert np.all((counts >= 0) & (counts <= most)), (
+        f"drafter {name!r} says num_tokens={counts.tolist()}; asked for at most {most.tolist()}."
+    )
+    stands = np.arange(num_drafts)[None] < counts[:, None]
+    ids = tokens[stands]
+    assert not np.any(ids == NOT_A_TOKEN), f"drafter {name!r} proposes NaN."
+    assert np.all((ids >= 0) & (ids < vocab_size)), (
+        f"drafter {name!r} proposes token ids outside the vocabulary of {vocab_size}: "
+        f"{ids.tolist()}."
+    )
+    for figure in ("prior_confidence", "path_probability"):
+        values = getattr(proposal, figure)
+        if values is not None:
+            own = np.asarray(values)[stands]
+            assert np.all((own >= 0) & (own <= 1 + 1e-5)), (
+                f"{figure} of drafter {name!r} is not in [0, 1]: {own.tolist()}."
+            )
+    above = np.broadcast_to(np.arange(num_drafts)[None], tokens.shape)
+    if proposal.tree is not None:
+        parents, depths = np.asarray(proposal.tree.parents), np.asarray(proposal.tree.depths)
+        above = parents[:, 1:]
+        nodes = np.arange(1, num_drafts + 1)[None]
+        is_before = (above >= 0) & (above < nodes)
+        assert np.all(is_before[stands]), (
+            f"drafter {name!r}: a node of its tree comes before its parent: {parents.tolist()}."
+        )
+        expected = 1 + np.take_along_axis(depths, np.maximum(above, 0), axis=1)
+        assert np.all((depths[:, 1:] == expected)[stands]), (
+            f"drafter {name!r}: depths of its tree are not those of its parents: {depths.tolist()}."
+        )
+    if proposal.probs is not None:
+        sums = np.take_along_axis(
+            np.asarray(proposal.probs).sum(axis=2), np.maximum(above, 0), axis=1
+        )[stands]
+        assert np.allclose(sums, 1, atol=1e-3), (
+            f"probs of drafter {name!r} sum to {sums.tolist()}; expected 1."
+        )
+
+
+def _row(proposal: Proposal, row: int) -> Proposal:
+    return jax.tree.map(lambda leaf: leaf[row], proposal)
+
+
+def _described(tree: Any) -> str:
+    leaves, structure = jax.tree.flatten(tree)
+    return f"{structure} of {[f'{leaf.dtype}{list(leaf.shape)}' for leaf in leaves]}"
