@@ -107,9 +107,9 @@ def first_layer(target: Model) -> Model:
 def uncached_logits(params: Params, config: ModelConfig, token_ids) -> jax.Array:
     """Returns f32[rows, length, vocab] of whole sequences i32[rows, length]: no cache."""
 
-    def attend(layer, q, k, v, cache):
-        window = config.window(layer)
-        return dense_causal_attention(q, k, v, scale=config.scale, window=window), cache
+    def attend(layer, q, k, v, cache, sinks=None):
+        options = config.attention_options(layer)
+        return dense_causal_attention(q, k, v, sinks=sinks, **options), cache
 
     architecture = architecture_of(config)
     rows, length = token_ids.shape

@@ -1,13 +1,8 @@
-"""Which functions run a config: the one list of model files."""
+"""The names that `specjax.models.families` had before; kept for programs that use them."""
 
 from __future__ import annotations
 
-from specjax.models import gpt2, llama
-from specjax.models.base import Architecture, ModelConfig
+from specjax.models.families import FAMILIES as ARCHITECTURES
+from specjax.models.families import family_of as architecture_of
 
-ARCHITECTURES = {"llama": llama.ARCHITECTURE, "gpt2": gpt2.ARCHITECTURE}
-
-
-def architecture_of(config: ModelConfig) -> Architecture:
-    """Returns the functions that run `config`."""
-    return ARCHITECTURES[config.architecture]
+__all__ = ["ARCHITECTURES", "architecture_of"]

@@ -17,8 +17,8 @@ from specjax.decode.bucket import Bucket
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState
-from specjax.models.architectures import architecture_of
 from specjax.models.base import ModelConfig
+from specjax.models.families import family_of
 from specjax.types import DecoderParams
 
 # What the TPU compiler asks a machine that has no TPU; without it waits for an answer.
@@ -145,7 +145,7 @@ class AbstractDecoder(Decoder):
 
 def abstract_weights(config: ModelConfig, dtype: Any) -> Any:
     """Returns shapes and dtypes of a model's weights."""
-    init = architecture_of(config).init
+    init = family_of(config).init
     return jax.eval_shape(lambda key: init(key, config, dtype), jax.random.key(0))
 
 

@@ -15,6 +15,7 @@ from pallas_kernels.implementations import lowered_for
 from specjax import sharding
 from specjax.config import batch_size_table
 from specjax.models.base import ModelConfig
+from specjax.models.families import family_of
 from specjax.paged import kv_cache
 from specjax.planning.abstract_decoder import AbstractDecoder, abstract_weights
 from specjax.planning.compiled_memory import (
@@ -311,14 +312,12 @@ def model_work(
     if count is None:
         weights = abstract_weights(config, dtype)
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
-    if not config.tie_word_embeddings:
-        count -= config.vocab_size * config.hidden_size  # embeddings are looked up
+    work = family_of(config).work(config, count)
     kv = kv_cache.numbers_per_token(config, kv_shards=chips)
-    heads = config.num_layers * config.num_heads * config.head_dim
     return ModelWork(
-        weight_bytes=count * itemsize / chips,
-        token_flops=2 * count / chips,
+        weight_bytes=work.weights_read * itemsize / chips,
+        token_flops=2 * work.token_products / chips,
         context_bytes=kv * itemsize / chips,
-        context_flops=4 * heads / chips,
-        layer_windows=config.layer_windows,
+        context_flops=2 * work.context_products / chips,
+        layer_windows=work.layer_windows,
     )

@@ -17,6 +17,7 @@ from specjax.models.architectures import architecture_of
 from specjax.models.base import Model, ModelConfig
 from specjax.models.loading import check_same_vocabulary, load_model
 from specjax.models.safetensors import open_folder
+from specjax.models.weights import Source
 from specjax.text.tokenization import Tokenizer
 
 
@@ -272,7 +273,7 @@ def test_wrong_shapes_are_named_with_both(golden_copy):
 
 def test_nothing_is_read_before_all_is_checked(golden_copy, monkeypatch):
     read = []
-    monkeypatch.setattr(loading._Source, "read", lambda self, *_: read.append(self))
+    monkeypatch.setattr(Source, "read", lambda self, *_: read.append(self))
     with pytest.raises(ValueError, match="other shapes"):
         load_model(golden_copy("llama", vocab_size=100))
     assert not read
