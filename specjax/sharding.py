@@ -1,4 +1,6 @@
-"""The logical axes of every array, and what mesh axis each is split over: the one place.
+"""What mesh axis each logical axis is split over, and the logical axes of state.
+
+Those of parameters are their family's: see `specjax.models.base.Family`.
 
 A mesh has an axis "data" (rows, and each shard's own pages), an axis "tensor"
 (heads, MLP and the output vocabulary of the target), or both. Everything runs
@@ -22,6 +24,7 @@ from pallas_kernels.implementations import (
     target_platform,
 )
 from specjax.models.base import ModelConfig
+from specjax.models.families import family_of
 from specjax.runtime.jax_settings import own_settings
 
 DATA, TENSOR = "data", "tensor"
@@ -34,37 +37,9 @@ RULES = {
     "kv_heads": TENSOR,
     "mlp": TENSOR,
     "vocab": TENSOR,
+    "experts": None,  # whole on every shard, each split along "mlp"
     "embed": None,
     None: None,
-}
-
-# Parameters of every model file, by leaf name; matrices are [out, in].
-PARAM_AXES: dict[str, tuple[str | None, ...]] = {
-    "embed_tokens": (None, "embed"),
-    "embed_positions": (None, "embed"),
-    "lm_head": ("vocab", "embed"),
-    "norm": ("embed",),
-    "norm_bias": ("embed",),
-    "input_norm": ("embed",),
-    "input_norm_bias": ("embed",),
-    "post_attention_norm": ("embed",),
-    "post_attention_norm_bias": ("embed",),
-    "q_norm": (None,),
-    "k_norm": (None,),
-    "q_proj": ("heads", "embed"),
-    "k_proj": ("kv_heads", "embed"),
-    "v_proj": ("kv_heads", "embed"),
-    "o_proj": ("embed", "heads"),
-    "q_proj_bias": ("heads",),
-    "k_proj_bias": ("kv_heads",),
-    "v_proj_bias": ("kv_heads",),
-    "o_proj_bias": ("embed",),
-    "gate_proj": ("mlp", "embed"),
-    "up_proj": ("mlp", "embed"),
-    "down_proj": ("embed", "mlp"),
-    "gate_proj_bias": ("mlp",),
-    "up_proj_bias": ("mlp",),
-    "down_proj_bias": ("embed",),
 }
 
 # State by field name; of nested ones the outermost named counts. The drafter's own state is
@@ -115,13 +90,32 @@ def tensor_axis(mesh: Mesh | None) -> str | None:
     return TENSOR if axis_size(mesh, TENSOR) > 1 else None
 
 
-def param_specs(params: Any, mesh: Mesh) -> Any:
-    """Returns a PartitionSpec per parameter; a vocabulary that does not divide stays whole."""
+def param_specs(params: Any, mesh: Mesh, config: ModelConfig) -> Any:
+    """Returns a PartitionSpec per parameter, by the axes that the config's family gives it.
 
-    def spec(path, leaf) -> PartitionSpec:
-        return _spec(PARAM_AXES[_name(path)], leaf.shape, mesh)
+    A vocabulary that does not divide stays whole.
+
+    Raises:
+      ValueError: the family has no such parameter.
+    """
+    axes = {_place(path): leaf_axes for path, leaf_axes in _axes_by_path(config)}
+
+    def spec(path: Any, leaf: Any) -> PartitionSpec:
+        own = axes.get(_place(path))
+        if own is None:
+            raise ValueError(
+                f"parameter {'.'.join(_place(path))} is none of a {config.family} model with "
+                f"{config.num_layers} layers; give params of this config."
+            )
+        return _spec(own, leaf.shape, mesh)
 
     return jax.tree_util.tree_map_with_path(spec, params)
+
+
+def _axes_by_path(config: ModelConfig) -> list[tuple[Any, tuple[str | None, ...]]]:
+    is_axes = lambda node: isinstance(node, tuple) and not any(isinstance(n, dict) for n in node)
+    axes = family_of(config).axes(config)
+    return jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_axes)[0]
 
 
 def replicated_specs(tree: Any) -> Any:
@@ -192,6 +186,6 @@ def _spec(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> P
     return PartitionSpec(*(name if ok else None for name, ok in zip(names, divides)))
 
 
-def _name(path) -> str:
-    keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
-    return keys[-1]
+def _place(path: Any) -> tuple[str, ...]:
+    """Returns the names and numbers on the way to a leaf."""
+    return tuple(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)

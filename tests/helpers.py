@@ -17,8 +17,8 @@ from specjax.drafters import ngram
 from specjax.drafters.base import NOT_KEPT, Draft, Drafter, DrafterContext, DrafterSpec
 from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
-from specjax.models.architectures import architecture_of
 from specjax.models.base import Model, ModelConfig, Params
+from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
 from specjax.paged.kv_cache import NO_PAGE
 from specjax.sampling.seeded_noise import gumbel_noise
@@ -90,7 +90,7 @@ def random_model(config: ModelConfig, seed: int) -> Model:
             values += 1
         return jnp.asarray(values, leaf.dtype)
 
-    init = lambda key: architecture_of(config).init(key, config)
+    init = lambda key: family_of(config).init(key, config)
     shapes = jax.eval_shape(init, jax.random.key(0))
     params = jax.tree_util.tree_map_with_path(fill, shapes)
     return Model(config=config, params=params, name=f"tiny-{config.family}-{seed}")
@@ -108,11 +108,11 @@ def first_layer(target: Model) -> Model:
 def uncached_logits(params: Params, config: ModelConfig, token_ids) -> jax.Array:
     """Returns f32[rows, length, vocab] of whole sequences i32[rows, length]: no cache."""
 
-    def attend(layer, q, k, v, cache):
-        window = config.window(layer)
-        return dense_causal_attention(q, k, v, scale=config.scale, window=window), cache
+    def attend(layer, q, k, v, cache, sinks=None):
+        options = config.attention_options(layer)
+        return dense_causal_attention(q, k, v, sinks=sinks, **options), cache
 
-    architecture = architecture_of(config)
+    architecture = family_of(config)
     rows, length = token_ids.shape
     positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
     nothing = (None,) * config.num_layers

@@ -16,7 +16,7 @@ import specjax
 from specjax.api.requests import derive_seed
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
-from specjax.models.architectures import architecture_of
+from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
 from specjax.sampling import RowSampling, process_logits, row_values
 from specjax.sampling.seeded_noise import TARGET_TOKEN, token_keys
@@ -82,7 +82,7 @@ def is_tie(completion, expected_ids) -> bool:
     prompt = completion.prompt_token_ids
     text = [*prompt, *expected_ids[:differs]]
     config = target().config
-    architecture = architecture_of(config)
+    architecture = family_of(config)
 
     def attend(layer, q, k, v, cache):
         return dense_causal_attention(q, k, v, scale=config.scale), cache

@@ -22,7 +22,9 @@ def path_attention(
     *,
     num_kv_heads: int | None = None,
     path_offsets: Array | None = None,  # i32[num_tokens, max_depth + 1]
+    sinks: Array | None = None,  # f32[heads]
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
     implementation: str | None = None,
 ) -> Array:
@@ -47,7 +49,9 @@ def path_attention(
       num_kv_heads: key heads, where pages lie in lanes; None: as many as pages say.
       path_offsets: entry i is that of the ancestor at depth i of the tree whose root
         is at position lengths[r]; the token's own stands at its depth.
+      sinks: of each head, the score of one more key, whose value is 0: see `tree_attention`.
       scale: multiplies the scores; usually head_dim ** -0.5.
+      softcap: scores become softcap * tanh(score / softcap), after the scale (Gemma 2).
       window: keys a token sees, itself included.
       implementation: "xla" or "reference"; None picks the best for this case.
 
@@ -67,6 +71,10 @@ def path_attention(
         raise NotImplementedError(f"pages of {k_pages.dtype}; tree_attention takes their scales.")
     if window is not None and window < 1:
         raise ValueError(f"{window=} must be at least 1.")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{softcap=} must be above 0.")
+    if sinks is not None and sinks.shape != (q.shape[1],):
+        raise ValueError(f"{sinks.shape=} must be one of each head, ({q.shape[1]},).")
     _validate_integers(q.shape[0], block_table, row_ids, lengths, positions)
     if path_offsets is not None and (
         path_offsets.ndim != 2
@@ -80,7 +88,9 @@ def path_attention(
     if 0 in (q.shape[0], lengths.shape[0]):
         return jnp.zeros((q.shape[0], q.shape[1], size), q.dtype)
     arguments = (q, k_pages, v_pages, block_table, row_ids, lengths, positions)
-    options = dict(path_offsets=path_offsets, scale=scale, window=window)
+    options = dict(
+        path_offsets=path_offsets, sinks=sinks, scale=scale, softcap=softcap, window=window
+    )
     implementations = {
         "xla": functools.partial(path_attention_xla, *arguments, **options),
         "reference": functools.partial(path_attention_reference, *arguments, **options),

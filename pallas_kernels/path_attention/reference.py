@@ -16,7 +16,9 @@ def path_attention_reference(
     positions: Array,  # i32[num_tokens]
     *,
     path_offsets: Array | None = None,  # i32[num_tokens, max_depth + 1]
+    sinks: Array | None = None,  # f32[heads]
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
 ) -> Array:
     """See `path_attention`."""
@@ -42,10 +44,14 @@ def path_attention_reference(
         if window is not None:
             is_visible &= every > position - window
         scores = jnp.sum(q[token][None].astype(jnp.float32) * k, -1) * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
         scores = jnp.where(is_visible[:, None], scores, -jnp.inf)
         top = jnp.max(scores, axis=0, where=is_visible[:, None], initial=-1e30)
+        sink = -jnp.inf if sinks is None else sinks.astype(jnp.float32)
+        top = jnp.maximum(top, sink)
         weights = jnp.exp(scores - top[None])
-        total = jnp.maximum(weights.sum(0), 1e-30)[:, None]
+        total = jnp.maximum(weights.sum(0) + jnp.exp(sink - top), 1e-30)[:, None]
         values = jnp.where(is_visible[:, None, None], v, 0.0)
         return jnp.sum(weights[..., None] * values, axis=0) / total
 

@@ -19,7 +19,9 @@ def path_attention_xla(
     positions: Array,  # i32[num_tokens]
     *,
     path_offsets: Array | None = None,  # i32[num_tokens, max_depth + 1]
+    sinks: Array | None = None,  # f32[heads]
     scale: float,
+    softcap: float | None = None,
     window: int | None = None,
 ) -> Array:
     """See `path_attention`. Work follows the longest prefix.
@@ -57,6 +59,8 @@ def path_attention_xla(
         # 0 * NaN is NaN, and slots that hold no key may hold that.
         v = jnp.where(is_visible[:, :, None, None], v, 0.0)
         scores = jnp.einsum("thgd,tkhd->thgk", queries, k, precision=precision)
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
         is_visible = is_visible[:, None, None, :]
         return running_softmax.add_tile(state, "thgk,tkhd->thgd", scores, is_visible, v, precision)
 
@@ -65,6 +69,8 @@ def path_attention_xla(
         oldest = jnp.where(last >= 0, last - window + 1, jnp.iinfo(jnp.int32).max)
         first = jnp.maximum(oldest.min(), 0) // TILE_TOKENS
     end = (last.max() + TILE_TOKENS) // TILE_TOKENS
-    state = running_softmax.start(queries.shape)
+    if sinks is not None:
+        sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, heads // kv_heads, 1)
+    state = running_softmax.start(queries.shape, sinks)
     out = running_softmax.finish(lax.fori_loop(first, end, tile, state))
     return out.reshape(q.shape).astype(q.dtype)

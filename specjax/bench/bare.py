@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from specjax.decode.state import DecodeState
-from specjax.models.architectures import architecture_of
 from specjax.models.base import ModelConfig, Params
+from specjax.models.families import family_of
 from specjax.models.layers import linear
 from specjax.paged.forward import forward, make_batch
 from specjax.sampling import first_argmax
@@ -77,7 +77,7 @@ def forward_loop(
     The flat forward over the same pages, an argmax, and the token fed back: no
     sampling parameters, stop rules, acceptance, report or host.
     """
-    architecture = architecture_of(config)
+    architecture = family_of(config)
     rows = state.rows
     page_size, num_slots = state.cache.page_size, state.cache.num_slots
 

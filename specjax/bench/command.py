@@ -18,8 +18,8 @@ from specjax.cli.parser import Parser, at_least
 from specjax.config.engine import EngineConfig
 from specjax.config.names import DRAFTERS
 from specjax.config.sampling import SamplingParams
-from specjax.models.architectures import architecture_of
 from specjax.models.base import Model
+from specjax.models.families import family_of
 from specjax.models.loading import load_model
 from specjax.policy import cost_files
 from specjax.policy.goodput import Goodput
@@ -154,7 +154,7 @@ def model(name: str) -> Any:
         config = importlib.import_module(f"specjax.configs.models.{name}").get_config()
     except ModuleNotFoundError:
         return name
-    params = architecture_of(config).init(jax.random.key(0), config)
+    params = family_of(config).init(jax.random.key(0), config)
     return Model(config, params, name=name)
 
 

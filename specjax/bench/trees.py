@@ -23,8 +23,8 @@ from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import load_drafter
-from specjax.models.architectures import architecture_of
 from specjax.models.base import Model
+from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
 from specjax.sampling import row_values
 from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
@@ -79,11 +79,12 @@ def _ranks(
     """Returns which of the draft's choices each output token of a text is, i64[n]."""
     config = draft.config
 
-    def attend(layer, q, k, v, cache):
-        return dense_causal_attention(q, k, v, scale=config.scale), cache
+    def attend(layer, q, k, v, cache, sinks=None):
+        options = config.attention_options(layer)
+        return dense_causal_attention(q, k, v, sinks=sinks, **options), cache
 
     ids = jnp.asarray(text)
-    hidden, _ = architecture_of(config).forward(
+    hidden, _ = family_of(config).forward(
         draft.params,
         config,
         ids[None],
@@ -92,7 +93,7 @@ def _ranks(
         (None,) * config.num_layers,
     )
     places = jnp.arange(prompt_length - 1, len(text) - 1)
-    scores = architecture_of(config).logits(draft.params, config, hidden[0, places])
+    scores = family_of(config).logits(draft.params, config, hidden[0, places])
     if temperature:
         values = row_values(
             SamplingParams(temperature=temperature),

@@ -32,6 +32,7 @@ from specjax.drafters import none
 from specjax.drafters.base import Drafter, DrafterContext, DrafterError, guarded
 from specjax.drafters.history import Pieces
 from specjax.drafters.spec import NoDrafter
+from specjax.models.families import family_of
 from specjax.paged import kv_cache
 from specjax.runtime.jax_settings import in_own_settings
 from specjax.sampling import RowSampling
@@ -592,7 +593,7 @@ class Decoder:
         if self.mesh is None:
             return None
         return DecoderParams(
-            sharding.param_specs(params.target, self.mesh),
+            sharding.param_specs(params.target, self.mesh, self.config.target),
             sharding.replicated_specs(params.drafter),
         )
 
@@ -688,9 +689,12 @@ class Decoder:
     def _store_name(self, key: tuple, inputs: Any) -> str | None:
         """Returns the name of an executable in the store; None where it is not kept.
 
-        Over a mesh, or with a drafter whose code is not specjax's own, jax's cache has to do.
+        Over a mesh, or with code that is not specjax's own (of the drafter, or of a family that
+        was registered), jax's cache has to do.
         """
         is_own = type(self.drafter).__module__.startswith("specjax.")
+        configs = self.config.target, *getattr(self.drafter, "configs", ())
+        is_own = is_own and all(family_of(config).is_own for config in configs)
         if self.mesh is not None or not is_own:
             return None
         return executable_store.name_of(repr((key, self.config)), inputs)

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from specjax.models.architectures import architecture_of
 from specjax.models.base import ModelConfig
+from specjax.models.families import family_of
 
 
 def abstract_weights(config: ModelConfig, dtype: Any) -> Any:
     """Returns shapes and dtypes of a model's weights."""
-    init = architecture_of(config).init
+    init = family_of(config).init
     return jax.eval_shape(lambda key: init(key, config, dtype), jax.random.key(0))

@@ -2,36 +2,83 @@
 
 from __future__ import annotations
 
+from typing import Any, overload
+
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.models.architectures import architecture_of
-from specjax.models.base import ModelConfig, Params
+from specjax.models.base import LayerCache, ModelConfig, Params
+from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
 
 
+@overload
 def sequence_logits(
-    params: Params, config: ModelConfig, token_ids: Array, mask: Array | None = None
-) -> Array:
+    params: Params,
+    config: ModelConfig,
+    token_ids: Array,
+    mask: Array | None = None,
+    *,
+    taps: None = None,
+) -> Array: ...
+
+
+@overload
+def sequence_logits(
+    params: Params,
+    config: ModelConfig,
+    token_ids: Array,
+    mask: Array | None = None,
+    *,
+    taps: tuple[int, ...],
+) -> tuple[Array, tuple[Array, ...]]: ...
+
+
+def sequence_logits(
+    params: Params,
+    config: ModelConfig,
+    token_ids: Array,
+    mask: Array | None = None,
+    *,
+    taps: tuple[int, ...] | None = None,
+) -> Any:
     """Returns f32[rows, length, vocab], of what follows each token; differentiable.
 
     Args:
       token_ids: i32[rows, length].
       mask: bool[rows, length], where they are text; None is everywhere. Padding on either
         side is neither seen nor counted in positions, and its own logits mean nothing.
+      taps: static; None, or layers whose hidden states are returned as well: for tap i the
+        input of layer i, for tap num_layers the output after the final norm.
+
+    Returns:
+      The logits; with taps, the logits and a tuple of [rows, length, hidden_size], one per tap.
+
+    Raises:
+      ValueError: a tap is no layer.
     """
     if mask is None:
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     else:
         positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
 
-    def attend(layer, q, k, v, cache):
-        out = dense_causal_attention(
-            q, k, v, scale=config.scale, window=config.window(layer), key_mask=mask
-        )
-        return out, cache
+    def attend(
+        layer: int, q: Array, k: Array, v: Array, cache: LayerCache, sinks: Array | None = None
+    ) -> tuple[Array, LayerCache]:
+        options = config.attention_options(layer)
+        return dense_causal_attention(q, k, v, sinks=sinks, key_mask=mask, **options), cache
 
-    architecture = architecture_of(config)
+    family = family_of(config)
     caches = (None,) * config.num_layers
-    hidden, _ = architecture.forward(params, config, token_ids, positions, attend, caches)
-    return architecture.logits(params, config, hidden)
+    hidden, _, *tapped = family.forward(
+        params,
+        config,
+        token_ids,
+        positions,
+        attend,
+        caches,
+        taps=taps,
+        is_token=mask if family.has_experts else None,
+    )
+    logits = family.logits(params, config, hidden)
+    return (logits, *tapped) if tapped else logits

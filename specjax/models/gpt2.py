@@ -1,16 +1,40 @@
 """GPT-2: learned positions, LayerNorm, a GELU MLP, biases everywhere, a tied head.
 
-Matrices are [out, in], like those of every other model.
+Matrices are [out, in], like those of every other model; files store them [in, out].
+`post_attention_norm` is the norm of what the MLP reads, as in the Llama skeleton.
 """
 
 from __future__ import annotations
 
-import jax
+from collections.abc import Container
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
-from specjax.models.base import Architecture, Attend, LayerCache, ModelConfig, Params
-from specjax.models.layers import along_last_axis, layer_norm, linear
+from specjax.models import blocks, weights
+from specjax.models.base import (
+    Attend,
+    Family,
+    ForwardWork,
+    Json,
+    LayerCache,
+    ModelConfig,
+    Params,
+)
+from specjax.models.config_values import (
+    MAX_LAYERS,
+    divide,
+    flag,
+    number,
+    require,
+    size,
+    token_id,
+    token_ids,
+)
+from specjax.models.layers import layer_norm, linear
+from specjax.models.weights import Axes, Source, Weight, matrix, vector
 
 
 def forward(
@@ -21,11 +45,19 @@ def forward(
     attend: Attend,
     caches: tuple[LayerCache, ...],
     tensor_axis: str | None = None,
-) -> tuple[Array, tuple[LayerCache, ...]]:
+    *,
+    taps: tuple[int, ...] | None = None,
+    is_token: Array | None = None,
+) -> Any:
     """Runs all layers; arguments and results as `specjax.models.llama.forward`."""
+    del is_token  # padding is computed and dropped
+    tapped = blocks.Taps(taps, config.num_layers)
+    norm = lambda x, owner, name: layer_norm(x, owner[name], owner[f"{name}_bias"], config.norm_eps)
 
-    def reduce(partial: Array) -> Array:
-        return partial if tensor_axis is None else jax.lax.psum(partial, tensor_axis)
+    def add(x: Array, inner: Array, layer: Params, name: str) -> Array:
+        # The bias after the sum: in the other order bits would differ.
+        product = blocks.sum_over_shards(linear(inner, layer[name]), tensor_axis)
+        return blocks.with_bias(x + product, layer, name)
 
     # Draft slots past the last position are computed and dropped; clipping keeps
     # their lookup in range.
@@ -33,72 +65,136 @@ def forward(
     x = params["embed_tokens"][token_ids] + params["embed_positions"][jnp.minimum(positions, last)]
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        normed = layer_norm(x, layer["input_norm"], layer["input_norm_bias"], config.norm_eps)
-        q, k, v = (
-            (linear(normed, layer[name]) + _bias(layer, name, x)).reshape(
-                *x.shape[:-1], -1, config.head_dim
-            )
-            for name in ("q_proj", "k_proj", "v_proj")
+        tapped.see(index, x)
+        normed = norm(x, layer, "input_norm")
+        mixed, cache = blocks.attend_heads(
+            normed, layer, attend, index, cache, head_dim=config.head_dim
         )
-        mixed, cache = attend(index, q, k, v, cache)
         new_caches.append(cache)
-        mixed = mixed.reshape(*x.shape[:-1], -1)
-        x = x + reduce(linear(mixed, layer["o_proj"])) + _bias(layer, "o_proj", x)
-        normed = layer_norm(
-            x,
-            layer["post_attention_norm"],
-            layer["post_attention_norm_bias"],
-            config.norm_eps,
-        )
-        widened = jax.nn.gelu(
-            linear(normed, layer["up_proj"]) + _bias(layer, "up_proj", x),
-            approximate=True,
-        )
-        x = x + reduce(linear(widened, layer["down_proj"])) + _bias(layer, "down_proj", x)
-    return layer_norm(x, params["norm"], params["norm_bias"], config.norm_eps), tuple(new_caches)
+        x = add(x, mixed, layer, "o_proj")
+        normed = norm(x, layer, "post_attention_norm")
+        widened = blocks.ACTIVATIONS["gelu_tanh"](blocks.project(normed, layer, "up_proj"))
+        x = add(x, widened, layer, "down_proj")
+    return tapped.results(norm(x, params, "norm"), tuple(new_caches))
 
 
 def logits(
     params: Params, config: ModelConfig, hidden: Array, tensor_axis: str | None = None
 ) -> Array:
     """Returns f32[..., vocab]; the head is the embedding."""
-    del config, tensor_axis
-    return linear(hidden, params["embed_tokens"], jnp.float32)
+    return blocks.head(hidden, params["embed_tokens"], config, tensor_axis)
 
 
-def init(key: Array, config: ModelConfig, dtype=jnp.float32, std: float = 0.02) -> Params:
+def init(
+    key: Array, config: ModelConfig, dtype: DTypeLike = jnp.float32, std: float = 0.02
+) -> Params:
     """Returns random weights: normal matrices and biases, norms near one."""
-    keys = iter(jax.random.split(key, 16 * config.num_layers + 5))
-    normal = lambda *shape: (jax.random.normal(next(keys), shape) * std).astype(dtype)
-    near_one = lambda size: (1 + jax.random.normal(next(keys), (size,)) * std).astype(dtype)
-    d, f = config.hidden_size, config.intermediate_size
-    shapes = {
-        "q_proj": (d, d),
-        "k_proj": (d, d),
-        "v_proj": (d, d),
-        "o_proj": (d, d),
-        "up_proj": (f, d),
-        "down_proj": (d, f),
-    }
+    return weights.init_of(_weights(config), key, dtype, std)
 
-    def layer() -> Params:
-        weights = {name: normal(*shape) for name, shape in shapes.items()}
-        weights |= {f"{name}_bias": normal(shape[0]) for name, shape in shapes.items()}
-        for name in ("input_norm", "post_attention_norm"):
-            weights |= {name: near_one(d), f"{name}_bias": normal(d)}
-        return weights
 
+def sources(config: ModelConfig, names: Container[str] = ()) -> Any:
+    """Returns where each leaf is read from.
+
+    Re-saved files carry a prefix, the first published ones do not.
+    """
+    prefix = "" if "wte.weight" in names else "transformer."
+    return weights.sources_of(_weights(config, prefix))
+
+
+def axes(config: ModelConfig) -> Any:
+    """Returns the logical axes of each leaf."""
+    return weights.axes_of(_weights(config))
+
+
+def work(config: ModelConfig, num_weights: int) -> ForwardWork:
+    """Returns what a forward does; positions are looked up, the embedding is the head too."""
+    table = config.max_position_embeddings * config.hidden_size
+    return blocks.dense_work(config, num_weights, table)
+
+
+def _weights(config: ModelConfig, prefix: str = "") -> dict[str, Any]:
+    """Returns a Weight per leaf."""
+    d, vocab, positions = config.hidden_size, config.vocab_size, config.max_position_embeddings
+    layers = range(config.num_layers)
     return {
-        "embed_tokens": normal(config.vocab_size, d),
-        "embed_positions": normal(config.max_position_embeddings, d),
-        "layers": tuple(layer() for _ in range(config.num_layers)),
-        "norm": near_one(d),
-        "norm_bias": normal(d),
+        "embed_tokens": matrix(f"{prefix}wte.weight", (vocab, d), (None, "embed")),
+        "embed_positions": matrix(f"{prefix}wpe.weight", (positions, d), (None, "embed")),
+        "layers": tuple(_layer_weights(config, f"{prefix}h.{index}.") for index in layers),
+        **_norm("norm", f"{prefix}ln_f", d),
     }
 
 
-def _bias(layer: Params, name: str, x: Array) -> Array:
-    return along_last_axis(layer[f"{name}_bias"], x)
+def _layer_weights(config: ModelConfig, prefix: str) -> dict[str, Weight]:
+    d, f = config.hidden_size, config.intermediate_size
+    # Name in the file, [out, in], their axes, and which third of its columns.
+    matrices: dict[str, tuple[str, tuple[int, int], Axes, int | None]] = {
+        "q_proj": ("attn.c_attn", (d, d), ("heads", "embed"), 0),
+        "k_proj": ("attn.c_attn", (d, d), ("kv_heads", "embed"), 1),
+        "v_proj": ("attn.c_attn", (d, d), ("kv_heads", "embed"), 2),
+        "o_proj": ("attn.c_proj", (d, d), ("embed", "heads"), None),
+        "up_proj": ("mlp.c_fc", (f, d), ("mlp", "embed"), None),
+        "down_proj": ("mlp.c_proj", (d, f), ("embed", "mlp"), None),
+    }
+    layer: dict[str, Weight] = {}
+    biases: dict[str, Weight] = {}
+    for key, (name, (size_out, size_in), own_axes, third) in matrices.items():
+        stored, columns = size_out, None
+        if third is not None:
+            stored, columns = 3 * d, slice(third * d, (third + 1) * d)
+        source = Source(f"{prefix}{name}.weight", (size_in, stored), True, columns)
+        layer[key] = Weight((size_out, size_in), own_axes, source)
+        source = Source(f"{prefix}{name}.bias", (stored,), columns=columns)
+        biases[f"{key}_bias"] = Weight((size_out,), own_axes[:1], source)
+    layer |= biases
+    layer |= _norm("input_norm", f"{prefix}ln_1", d)
+    return layer | _norm("post_attention_norm", f"{prefix}ln_2", d)
 
 
-ARCHITECTURE = Architecture(forward=forward, logits=logits, init=init)
+def _norm(key: str, name: str, size: int) -> dict[str, Weight]:
+    return {
+        key: vector(f"{name}.weight", size, "embed", 1.0),
+        f"{key}_bias": vector(f"{name}.bias", size, "embed"),
+    }
+
+
+def parse(raw: Json) -> ModelConfig:
+    """Returns the config of a config.json."""
+    tanh_gelu = ("gelu_new", "gelu_pytorch_tanh")
+    require(raw, "activation_function", tanh_gelu, "gelu_new")
+    require(raw, "scale_attn_by_inverse_layer_idx", (False,), False)
+    require(raw, "tie_word_embeddings", (True,), True)
+    hidden_size, num_heads = size(raw, "n_embd"), size(raw, "n_head")
+    vocab_size = size(raw, "vocab_size")
+    return ModelConfig(
+        architecture=FAMILY.name,
+        family="gpt2",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=size(raw, "n_inner", 4 * hidden_size, is_zero_none=True),
+        num_layers=size(raw, "n_layer", most=MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=divide(hidden_size, num_heads),
+        max_position_embeddings=size(raw, "n_positions"),
+        norm_eps=number(raw, "layer_norm_epsilon", 1e-5, most=1.0),
+        tie_word_embeddings=True,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        attention_scale=None if flag(raw, "scale_attn_weights", True) else 1.0,
+        bos_token_id=token_id("bos_token_id", raw.get("bos_token_id"), vocab_size),
+        eos_token_ids=token_ids(raw, vocab_size),
+    )
+
+
+FAMILY = Family(
+    name="gpt2",
+    model_types={"gpt2": "GPT2LMHeadModel"},
+    parse=parse,
+    sources=sources,
+    axes=axes,
+    init=init,
+    forward=forward,
+    logits=logits,
+    work=work,
+)

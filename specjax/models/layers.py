@@ -59,15 +59,29 @@ def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+def rms_norm(
+    x: Array, weight: Array, eps: float, *, offset: float = 0.0, is_wide: bool = False
+) -> Array:
     """Normalises the last axis by its root mean square.
 
     In float32, cast back before the weight is applied: the order of Llama-type
     models, visible only in bfloat16.
+
+    Args:
+      offset: is added to the weight; Gemma's norms multiply by 1 + weight.
+      is_wide: whether the weight is applied in float32 too, and the product cast back, as in
+        Gemma and gpt-oss.
     """
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    return scaled.astype(x.dtype) * along_last_axis(weight, x)
+    if is_wide:
+        weight = weight.astype(jnp.float32)
+    else:
+        scaled = scaled.astype(x.dtype)
+    if offset:
+        weight = weight + offset
+    out = scaled * along_last_axis(weight, x)
+    return out.astype(x.dtype) if is_wide else out
 
 
 def layer_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
@@ -148,6 +162,11 @@ def rotate(x: Array, tables: Array) -> Array:
     return turned.astype(x.dtype)
 
 
+def soft_cap(scores: Array, cap: float) -> Array:
+    """Returns scores between -cap and cap, nearly unchanged about 0: cap * tanh(score / cap)."""
+    return cap * jnp.tanh(scores / cap)
+
+
 def dense_causal_attention(
     q: Array,
     k: Array,
@@ -155,6 +174,8 @@ def dense_causal_attention(
     *,
     scale: float,
     window: int | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
     key_mask: Array | None = None,
 ) -> Array:
     """Attention of whole sequences, without a cache: training, and tests' reference.
@@ -162,6 +183,8 @@ def dense_causal_attention(
     Args:
       q: [batch, length, heads, head_dim]; k, v: [batch, length, kv_heads, head_dim].
       window: how many tokens back a query sees, itself included; None is all.
+      softcap: scores become softcap * tanh(score / softcap), after the scale.
+      sinks: f32[heads], the score of one more key of each head, whose value is 0.
       key_mask: bool[batch, length], which tokens may be seen; each sees itself in any case.
 
     Returns:
@@ -178,6 +201,13 @@ def dense_causal_attention(
         # A row of nothing but -inf would be NaN, in its gradient too.
         own = (distance == 0)[None, None, None]
         visible = visible & (key_mask[:, None, None, None, :] | own)
-    weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    if softcap is not None:
+        scores = soft_cap(scores, softcap)
+    scores = jnp.where(visible, scores, -jnp.inf)
+    if sinks is not None:
+        own_sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
+        own_sinks = jnp.broadcast_to(own_sinks, (*scores.shape[:-1], 1))
+        scores = jnp.concatenate([scores, own_sinks], axis=-1)
+    weights = jax.nn.softmax(scores, axis=-1)[..., :length]
     out = jnp.einsum("bkglm,bmkd->blkgd", weights.astype(v.dtype), v)
     return out.reshape(batch, length, heads, head_dim)

@@ -1,24 +1,64 @@
-"""The Llama skeleton: Llama 2/3, Qwen2/2.5, Qwen3, Mistral and Granite by static flags.
+"""The Llama skeleton: Llama 2/3, Mistral, Qwen2/2.5, Qwen3 and Granite by static flags.
 
-Weights are matrices [out, in] as published, one array per projection and layer. Under a mesh
-every function may run on a shard of the heads and of the MLP; `tensor_axis` names
-the mesh axis over which partial sums are added.
+Weights are matrices [out, in] as published, one array per projection and layer. They have the
+published names: `post_attention_norm` is the norm of what the MLP reads.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Container
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
-from specjax.models.base import Architecture, Attend, LayerCache, ModelConfig, Params
-from specjax.models.layers import (
-    along_last_axis,
-    linear,
-    rms_norm,
-    rope_tables,
-    rotate,
+from specjax.models import blocks, weights
+from specjax.models.base import (
+    Attend,
+    Family,
+    ForwardWork,
+    Json,
+    LayerCache,
+    ModelConfig,
+    Params,
 )
+from specjax.models.config_values import (
+    MAX_LAYERS,
+    divide,
+    flag,
+    layer_windows,
+    number,
+    require,
+    rope,
+    size,
+    token_id,
+    token_ids,
+)
+from specjax.models.layers import rms_norm
+from specjax.models.weights import Weight, matrix, vector
+
+
+@dataclasses.dataclass(frozen=True)
+class _Implied:
+    """What a model_type implies where its config.json is silent."""
+
+    class_name: str
+    num_kv_heads: int | None = None  # None is num_attention_heads
+    max_position_embeddings: int = 2048
+
+
+_IMPLIED = {
+    "llama": _Implied("LlamaForCausalLM"),
+    "qwen2": _Implied("Qwen2ForCausalLM", 32, 32768),
+    "qwen3": _Implied("Qwen3ForCausalLM", 32, 32768),
+    "mistral": _Implied("MistralForCausalLM", 8, 131072),
+    "granite": _Implied("GraniteForCausalLM"),
+}
+_QWEN = ("qwen2", "qwen3")
 
 
 def forward(
@@ -29,121 +69,198 @@ def forward(
     attend: Attend,
     caches: tuple[LayerCache, ...],
     tensor_axis: str | None = None,
-) -> tuple[Array, tuple[LayerCache, ...]]:
+    *,
+    taps: tuple[int, ...] | None = None,
+    is_token: Array | None = None,
+) -> Any:
     """Runs all layers.
 
     Args:
       token_ids, positions: i32[...], any leading shape.
       attend: what attention means here; called once per layer, in order.
       caches: one per layer, passed through `attend`.
+      taps: see `specjax.models.base.Family`.
 
     Returns:
-      hidden [..., hidden_size] after the final norm, and the new caches.
+      hidden [..., hidden_size] after the final norm, the new caches, and with taps a tuple of
+      hidden states.
     """
+    del is_token  # padding is computed and dropped
+    tapped = blocks.Taps(taps, config.num_layers)
+    norm = functools.partial(rms_norm, eps=config.norm_eps)
+    attention = functools.partial(
+        blocks.attention,
+        head_dim=config.head_dim,
+        head_norm=norm if config.qk_norm else None,
+        tensor_axis=tensor_axis,
+    )
     x = params["embed_tokens"][token_ids]
     if config.embedding_multiplier != 1.0:
         x = x * config.embedding_multiplier
-    tables = rope_tables(config.rope, config.head_dim, positions)
+    tables = blocks.rotary_tables(config, positions)
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        normed = rms_norm(x, layer["input_norm"], config.norm_eps)
-        q, k, v = _project_qkv(layer, config, normed, tables)
-        mixed, cache = attend(index, q, k, v, cache)
+        tapped.see(index, x)
+        normed = norm(x, layer["input_norm"])
+        out, cache = attention(normed, layer, attend, index, cache, table=tables[index])
         new_caches.append(cache)
-        mixed = mixed.reshape(*mixed.shape[:-2], -1)
-        x = x + config.residual_multiplier * _row_parallel(mixed, layer, "o_proj", tensor_axis)
-        normed = rms_norm(x, layer["post_attention_norm"], config.norm_eps)
-        gated = jax.nn.silu(_linear(normed, layer, "gate_proj")) * _linear(normed, layer, "up_proj")
-        x = x + config.residual_multiplier * _row_parallel(gated, layer, "down_proj", tensor_axis)
-    return rms_norm(x, params["norm"], config.norm_eps), tuple(new_caches)
+        x = x + config.residual_multiplier * out
+        normed = norm(x, layer["post_attention_norm"])
+        out = blocks.gated_mlp(normed, layer, jax.nn.silu, tensor_axis)
+        x = x + config.residual_multiplier * out
+    return tapped.results(norm(x, params["norm"]), tuple(new_caches))
 
 
 def logits(
     params: Params, config: ModelConfig, hidden: Array, tensor_axis: str | None = None
 ) -> Array:
     """Returns f32[..., vocab] from hidden [..., hidden_size]."""
-    if config.tie_word_embeddings:
-        out = linear(hidden, params["embed_tokens"], jnp.float32)
-    else:
-        out = linear(hidden, params["lm_head"], jnp.float32)
-        if tensor_axis is not None and out.shape[-1] != config.vocab_size:
-            out = jax.lax.all_gather(out, tensor_axis, axis=out.ndim - 1, tiled=True)
-    return out / config.logits_divisor if config.logits_divisor != 1.0 else out
+    name = "embed_tokens" if config.tie_word_embeddings else "lm_head"
+    return blocks.head(hidden, params[name], config, tensor_axis)
 
 
-def init(key: Array, config: ModelConfig, dtype=jnp.float32, std: float = 0.02) -> Params:
+def init(
+    key: Array, config: ModelConfig, dtype: DTypeLike = jnp.float32, std: float = 0.02
+) -> Params:
     """Returns random weights: normal matrices, norms near one, small biases."""
-    keys = iter(jax.random.split(key, 16 * config.num_layers + 4))
-    normal = lambda *shape: (jax.random.normal(next(keys), shape) * std).astype(dtype)
-    near_one = lambda size: (1 + jax.random.normal(next(keys), (size,)) * std).astype(dtype)
-    d, f, hd = config.hidden_size, config.intermediate_size, config.head_dim
-    q_size, kv_size = config.num_heads * hd, config.num_kv_heads * hd
+    return weights.init_of(_weights(config), key, dtype, std)
 
-    def layer() -> Params:
-        weights = {
-            "input_norm": near_one(d),
-            "q_proj": normal(q_size, d),
-            "k_proj": normal(kv_size, d),
-            "v_proj": normal(kv_size, d),
-            "o_proj": normal(d, q_size),
-            "post_attention_norm": near_one(d),
-            "gate_proj": normal(f, d),
-            "up_proj": normal(f, d),
-            "down_proj": normal(d, f),
-        }
-        if config.qkv_bias:
-            weights |= {
-                "q_proj_bias": normal(q_size),
-                "k_proj_bias": normal(kv_size),
-                "v_proj_bias": normal(kv_size),
-            }
-        if config.o_bias:
-            weights |= {"o_proj_bias": normal(d)}
-        if config.mlp_bias:
-            weights |= {
-                "gate_proj_bias": normal(f),
-                "up_proj_bias": normal(f),
-                "down_proj_bias": normal(d),
-            }
-        if config.qk_norm:
-            weights |= {"q_norm": near_one(hd), "k_norm": near_one(hd)}
-        return weights
 
-    params: Params = {
-        "embed_tokens": normal(config.vocab_size, d),
-        "layers": tuple(layer() for _ in range(config.num_layers)),
-        "norm": near_one(d),
+def sources(config: ModelConfig, names: Container[str] = ()) -> Any:
+    """Returns where each leaf is read from."""
+    del names
+    return weights.sources_of(_weights(config))
+
+
+def axes(config: ModelConfig) -> Any:
+    """Returns the logical axes of each leaf."""
+    return weights.axes_of(_weights(config))
+
+
+def work(config: ModelConfig, num_weights: int) -> ForwardWork:
+    """Returns what a forward does; an embedding that is no head too is looked up."""
+    table = config.vocab_size * config.hidden_size
+    return blocks.dense_work(config, num_weights, 0 if config.tie_word_embeddings else table)
+
+
+def _weights(config: ModelConfig) -> dict[str, Any]:
+    """Returns a Weight per leaf."""
+    d, vocab = config.hidden_size, config.vocab_size
+    params: dict[str, Any] = {
+        "embed_tokens": matrix("model.embed_tokens.weight", (vocab, d), (None, "embed")),
+        "layers": tuple(
+            _layer_weights(config, f"model.layers.{index}.") for index in range(config.num_layers)
+        ),
+        "norm": vector("model.norm.weight", d, "embed", 1.0),
     }
     if not config.tie_word_embeddings:
-        params["lm_head"] = normal(config.vocab_size, d)
+        params["lm_head"] = matrix("lm_head.weight", (vocab, d), ("vocab", "embed"))
     return params
 
 
-def _project_qkv(
-    layer: Params, config: ModelConfig, x: Array, tables
-) -> tuple[Array, Array, Array]:
-    """Returns rotated q, k and plain v as [..., heads, head_dim]."""
-    heads = lambda y: y.reshape(*y.shape[:-1], -1, config.head_dim)
-    q, k, v = (heads(_linear(x, layer, name)) for name in ("q_proj", "k_proj", "v_proj"))
+def _layer_weights(config: ModelConfig, prefix: str) -> dict[str, Weight]:
+    d, f, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    # Name in the file, [out, in], their axes, and whether there is a bias.
+    matrices = {
+        "q_proj": ("self_attn.q_proj", (q_size, d), ("heads", "embed"), config.qkv_bias),
+        "k_proj": ("self_attn.k_proj", (kv_size, d), ("kv_heads", "embed"), config.qkv_bias),
+        "v_proj": ("self_attn.v_proj", (kv_size, d), ("kv_heads", "embed"), config.qkv_bias),
+        "o_proj": ("self_attn.o_proj", (d, q_size), ("embed", "heads"), config.o_bias),
+        "gate_proj": ("mlp.gate_proj", (f, d), ("mlp", "embed"), config.mlp_bias),
+        "up_proj": ("mlp.up_proj", (f, d), ("mlp", "embed"), config.mlp_bias),
+        "down_proj": ("mlp.down_proj", (d, f), ("embed", "mlp"), config.mlp_bias),
+    }
+    in_file = lambda key: f"{prefix}{matrices[key][0]}.weight"
+    of = lambda *keys: {key: matrix(in_file(key), *matrices[key][1:3]) for key in keys}
+    norm = lambda name, size, axis: vector(f"{prefix}{name}.weight", size, axis, 1.0)
+    layer = {"input_norm": norm("input_layernorm", d, "embed")}
+    layer |= of("q_proj", "k_proj", "v_proj", "o_proj")
+    layer["post_attention_norm"] = norm("post_attention_layernorm", d, "embed")
+    layer |= of("gate_proj", "up_proj", "down_proj")
+    for key, (name, shape, own_axes, has_bias) in matrices.items():
+        if has_bias:
+            layer[f"{key}_bias"] = vector(f"{prefix}{name}.bias", shape[0], own_axes[0])
     if config.qk_norm:
-        q = rms_norm(q, layer["q_norm"], config.norm_eps)
-        k = rms_norm(k, layer["k_norm"], config.norm_eps)
-    return rotate(q, tables), rotate(k, tables), v
+        layer["q_norm"] = norm("self_attn.q_norm", head_dim, None)
+        layer["k_norm"] = norm("self_attn.k_norm", head_dim, None)
+    return layer
 
 
-def _linear(x: Array, layer: Params, name: str) -> Array:
-    out = linear(x, layer[name])
-    bias = layer.get(f"{name}_bias")
-    return out if bias is None else out + along_last_axis(bias, out)
+def parse(raw: Json) -> ModelConfig:
+    """Returns the config of a config.json, whose model_type decides what differs."""
+    family = raw["model_type"]
+    require(raw, "hidden_act", ("silu", "swish"), "silu")
+    implied = _IMPLIED[family]
+    num_heads = size(raw, "num_attention_heads")
+    hidden_size = size(raw, "hidden_size")
+    num_layers = size(raw, "num_hidden_layers", most=MAX_LAYERS)
+    vocab_size = size(raw, "vocab_size")
+    num_kv_heads = size(
+        raw, "num_key_value_heads", implied.num_kv_heads or num_heads, is_zero_none=True
+    )
+    has_attention_bias = family in ("llama", "qwen3", "granite") and flag(
+        raw, "attention_bias", False
+    )
+    head_dim = size(raw, "head_dim", 0, is_zero_none=True) or (
+        128 if family == "qwen3" else divide(hidden_size, num_heads)
+    )
+    if num_heads % num_kv_heads or head_dim % 2:
+        raise ValueError(
+            f"{num_heads=} must be a multiple of {num_kv_heads=}, and {head_dim=} "
+            "even; correct the config."
+        )
+    is_granite = family == "granite"
+    scalar = lambda key: number(raw, key, 1.0) if is_granite else 1.0
+    max_positions = size(raw, "max_position_embeddings", implied.max_position_embeddings)
+    return ModelConfig(
+        architecture=FAMILY.name,
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=size(raw, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        norm_eps=number(raw, "rms_norm_eps", 1e-6, most=1.0),
+        rope=rope(raw, max_positions),
+        tie_word_embeddings=flag(raw, "tie_word_embeddings", False),
+        qkv_bias=family == "qwen2" or has_attention_bias,
+        o_bias=has_attention_bias,
+        mlp_bias=family in ("llama", "granite") and flag(raw, "mlp_bias", False),
+        qk_norm=family == "qwen3",
+        layer_windows=_layer_windows(raw, family, num_layers),
+        embedding_multiplier=scalar("embedding_multiplier"),
+        attention_scale=scalar("attention_multiplier") if is_granite else None,
+        residual_multiplier=scalar("residual_multiplier"),
+        logits_divisor=scalar("logits_scaling"),
+        bos_token_id=token_id("bos_token_id", raw.get("bos_token_id"), vocab_size),
+        eos_token_ids=token_ids(raw, vocab_size),
+    )
 
 
-def _row_parallel(x: Array, layer: Params, name: str, tensor_axis: str | None) -> Array:
-    """Like _linear where a shard holds some of the inputs; the bias is added once."""
-    out = linear(x, layer[name])
-    if tensor_axis is not None:
-        out = jax.lax.psum(out, tensor_axis)
-    bias = layer.get(f"{name}_bias")
-    return out if bias is None else out + along_last_axis(bias, out)
+def _layer_windows(raw: Json, family: str, num_layers: int) -> tuple[int | None, ...]:
+    default = 4096 if family in (*_QWEN, "mistral") else None
+    first = num_layers  # that slides
+    if family == "mistral" and raw.get("sliding_window", default) is not None:
+        first = 0
+    if family in _QWEN and flag(raw, "use_sliding_window", False):
+        first = size(raw, "max_window_layers", 28, least=0)
+    kinds = ["full_attention"] * min(first, num_layers)
+    kinds += ["sliding_attention"] * (num_layers - len(kinds))
+    return layer_windows(raw, kinds, default)
 
 
-ARCHITECTURE = Architecture(forward=forward, logits=logits, init=init)
+FAMILY = Family(
+    name="llama",
+    model_types={model_type: implied.class_name for model_type, implied in _IMPLIED.items()},
+    parse=parse,
+    sources=sources,
+    axes=axes,
+    init=init,
+    forward=forward,
+    logits=logits,
+    work=work,
+)

@@ -2,14 +2,11 @@
 
 Every name and shape is checked before a weight is read. Each tensor is then
 copied once, from the memory map to its place on the default device, and cast on
-the way. Matrices stay [out, in] as published; GPT-2's, published [in, out], are
-transposed.
+the way. Where each leaf comes from its family says.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -19,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.typing import DTypeLike
 
 from specjax.models.base import Model, ModelConfig, Params
+from specjax.models.families import family_of
 from specjax.models.hf_config import read_config
 from specjax.models.safetensors import open_folder
 from specjax.runtime.jax_settings import entrance
@@ -40,7 +37,7 @@ _DTYPE_ALIASES = {
     "half": "float16",
     "float": "float32",
 }
-_LAYER = re.compile(r"^((?:model\.layers|(?:transformer\.)?h)\.\d+\.)")
+_LAYER = re.compile(r"^(.*?\.)\d+\.")  # the first number in a tensor's name is its layer's
 # What a layer for multi-token prediction has and others have not.
 _OF_PREDICTION = {"eh_proj.weight", "enorm.weight", "hnorm.weight"}
 
@@ -53,6 +50,8 @@ def load_model(
     name: str | None = None,
 ) -> Model:
     """Loads a model of the llama, qwen2, qwen3, mistral, granite or gpt2 family.
+
+    Or of one that `specjax.models.register` made known.
 
     Args:
       path: a folder with config.json and safetensors; "demo" or "demo-draft", the
@@ -94,12 +93,7 @@ def load_params(
     """Returns a folder's weights as the pytree that `config`'s architecture takes."""
     dtype = default_dtype() if dtype is None else weight_dtype(dtype)
     tensors = open_folder(Path(folder))
-    if config.architecture == "gpt2":
-        # Re-saved files carry the prefix, the first published ones do not.
-        prefix = "" if "wte.weight" in tensors else "transformer."
-        sources = _gpt2_sources(config, prefix)
-    else:
-        sources = _skeleton_sources(config)
+    sources = family_of(config).sources(config, tensors)
     _check(sources, tensors, config, Path(folder))
     return jax.tree.map(lambda source: source.read(tensors, dtype), sources)
 
@@ -207,120 +201,11 @@ def _fetch(name: str) -> Path:
     return Path(fetched)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Source:
-    """Where a weight comes from; a leaf of the tree that becomes the params."""
-
-    name: str
-    shape: tuple[int, ...]  # in the file
-    is_transposed: bool = False  # stored [in, out]
-    columns: slice | None = None  # which part of the last axis; None is all
-
-    def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array:
-        tensor = tensors[self.name]
-        if self.columns is not None:
-            tensor = tensor[..., self.columns]
-        if self.is_transposed or tensor.dtype != dtype:
-            return _convert(tensor, self.is_transposed, dtype)
-        # jit and device_put may keep the memory map itself on CPU, where a later
-        # change of the file would change the model.
-        return jnp.array(tensor, copy=True)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _convert(tensor: Array, is_transposed: bool, dtype: np.dtype) -> Array:
-    return (tensor.T if is_transposed else tensor).astype(dtype)
-
-
-def _skeleton_sources(config: ModelConfig) -> dict[str, Any]:
-    """The tree of `specjax.models.llama`, with the tensor names of the skeleton."""
-    d, f, hd = config.hidden_size, config.intermediate_size, config.head_dim
-    q_size, kv_size = config.num_heads * hd, config.num_kv_heads * hd
-    matrices = {
-        "q_proj": ("self_attn.q_proj", d, q_size, config.qkv_bias),
-        "k_proj": ("self_attn.k_proj", d, kv_size, config.qkv_bias),
-        "v_proj": ("self_attn.v_proj", d, kv_size, config.qkv_bias),
-        "o_proj": ("self_attn.o_proj", q_size, d, config.o_bias),
-        "gate_proj": ("mlp.gate_proj", d, f, config.mlp_bias),
-        "up_proj": ("mlp.up_proj", d, f, config.mlp_bias),
-        "down_proj": ("mlp.down_proj", f, d, config.mlp_bias),
-    }
-    norms = {
-        "input_norm": ("input_layernorm", d),
-        "post_attention_norm": ("post_attention_layernorm", d),
-    }
-    if config.qk_norm:
-        norms |= {
-            "q_norm": ("self_attn.q_norm", hd),
-            "k_norm": ("self_attn.k_norm", hd),
-        }
-
-    def layer(prefix: str) -> dict[str, _Source]:
-        weights = {
-            key: _Source(f"{prefix}{name}.weight", (size,)) for key, (name, size) in norms.items()
-        }
-        for key, (name, size_in, size_out, has_bias) in matrices.items():
-            shape = (size_out, size_in)
-            weights[key] = _Source(f"{prefix}{name}.weight", shape)
-            if has_bias:
-                weights[f"{key}_bias"] = _Source(f"{prefix}{name}.bias", (size_out,))
-        return weights
-
-    sources: dict[str, Any] = {
-        "embed_tokens": _Source("model.embed_tokens.weight", (config.vocab_size, d)),
-        "layers": tuple(layer(f"model.layers.{i}.") for i in range(config.num_layers)),
-        "norm": _Source("model.norm.weight", (d,)),
-    }
-    if not config.tie_word_embeddings:
-        shape = (config.vocab_size, d)
-        sources["lm_head"] = _Source("lm_head.weight", shape)
-    return sources
-
-
-def _gpt2_sources(config: ModelConfig, prefix: str) -> dict[str, Any]:
-    """The tree of `specjax.models.gpt2`, whose files store matrices [in, out]."""
-    d, f = config.hidden_size, config.intermediate_size
-    thirds = {"q_proj": 0, "k_proj": 1, "v_proj": 2}
-    matrices = {
-        "o_proj": ("attn.c_proj", d, d),
-        "up_proj": ("mlp.c_fc", d, f),
-        "down_proj": ("mlp.c_proj", f, d),
-    }
-
-    def norm(key: str, name: str) -> dict[str, _Source]:
-        return {
-            key: _Source(f"{name}.weight", (d,)),
-            f"{key}_bias": _Source(f"{name}.bias", (d,)),
-        }
-
-    def layer(prefix: str) -> dict[str, _Source]:
-        weights = norm("input_norm", f"{prefix}ln_1")
-        weights |= norm("post_attention_norm", f"{prefix}ln_2")
-        for key, third in thirds.items():
-            name, columns = f"{prefix}attn.c_attn", slice(third * d, (third + 1) * d)
-            weights[key] = _Source(
-                f"{name}.weight", (d, 3 * d), is_transposed=True, columns=columns
-            )
-            weights[f"{key}_bias"] = _Source(f"{name}.bias", (3 * d,), columns=columns)
-        for key, (name, size_in, size_out) in matrices.items():
-            shape = (size_in, size_out)
-            weights[key] = _Source(f"{prefix}{name}.weight", shape, is_transposed=True)
-            weights[f"{key}_bias"] = _Source(f"{prefix}{name}.bias", (size_out,))
-        return weights
-
-    return {
-        "embed_tokens": _Source(f"{prefix}wte.weight", (config.vocab_size, d)),
-        "embed_positions": _Source(f"{prefix}wpe.weight", (config.max_position_embeddings, d)),
-        "layers": tuple(layer(f"{prefix}h.{i}.") for i in range(config.num_layers)),
-        **norm("norm", f"{prefix}ln_f"),
-    }
-
-
 def _check(
     sources: Any, tensors: Mapping[str, np.ndarray], config: ModelConfig, folder: Path
 ) -> None:
     """Raises ValueError unless the tensors are those that the model needs."""
-    needed = {source.name: source.shape for source in jax.tree.leaves(sources)}
+    needed = dict(each for source in jax.tree.leaves(sources) for each in source.tensors())
     missing = [name for name in needed if name not in tensors]
     if missing:
         hint = ""
@@ -388,13 +273,18 @@ def _check_layers_left_out(
     parts: dict[str, set[str]] = {}
     for name in tensors:
         if match := _LAYER.match(name):
-            parts.setdefault(match[1], set()).add(name[match.end() :])
+            parts.setdefault(match[0], set()).add(name[match.end() :])
     usual = {name[match.end() :] for name in needed if (match := _LAYER.match(name))}
-    used = {match[1] for name in needed if (match := _LAYER.match(name))}
+    matches = [match for name in needed if (match := _LAYER.match(name))]
+    used, stems = ({match[group] for match in matches} for group in (0, 1))
+    stem_of = lambda layer: layer[: layer.rindex(".", 0, -1) + 1]
     left_out = sorted(
         layer
         for layer, own in parts.items()
-        if layer not in used and own & usual and not own & _OF_PREDICTION
+        if layer not in used
+        and stem_of(layer) in stems
+        and own & usual
+        and not own & _OF_PREDICTION
     )
     if left_out:
         raise ValueError(
@@ -413,10 +303,10 @@ def _unused_in_layers(
     cache do not apply. Layers past the last (multi-token prediction) do not run.
     """
     idle = re.compile(r"(rotary_emb\.\w+|attn\.(masked_)?bias|\.[kv]_scale)$")
-    layers = {match[1] for name in needed if (match := _LAYER.match(name))}
+    layers = {match[0] for name in needed if (match := _LAYER.match(name))}
     for name in tensors:
         match = _LAYER.match(name)
-        if match and match[1] in layers and name not in needed and not idle.search(name):
+        if match and match[0] in layers and name not in needed and not idle.search(name):
             yield name
 
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.path_attention import path_attention
 from pallas_kernels.tree_attention import tree_attention
-from specjax.models.architectures import architecture_of
-from specjax.models.base import ModelConfig, Params
+from specjax.models.base import Family, ModelConfig, Params
+from specjax.models.families import family_of
 from specjax.paged import kv_cache
 from specjax.paged.kv_cache import Pages
 from specjax.paged.token_buckets import in_buckets
@@ -134,6 +135,14 @@ def _path_offsets(tree: DraftTree) -> Array:
     return jnp.pad(jnp.maximum(nodes, 0), ((0, 0), (0, 0), (1, 0)))
 
 
+class Tapped(NamedTuple):
+    """Hidden states after some layers, [num_tokens, hidden_size] per tap: of each part."""
+
+    batch: tuple[Array, ...]
+    beside: tuple[Array, ...]  # () where nothing runs beside
+
+
+@overload
 def forward(
     params: Params,
     config: ModelConfig,
@@ -144,7 +153,37 @@ def forward(
     token_bucket: int | None = None,
     tensor_axis: str | None = None,
     beside: Part | None = None,
-) -> tuple[Array, tuple[Pages, ...]]:
+    taps: None = None,
+) -> tuple[Array, tuple[Pages, ...]]: ...
+
+
+@overload
+def forward(
+    params: Params,
+    config: ModelConfig,
+    pages: tuple[Pages, ...],
+    batch: TokenBatch,
+    *,
+    max_tokens_per_row: int,
+    token_bucket: int | None = None,
+    tensor_axis: str | None = None,
+    beside: Part | None = None,
+    taps: tuple[int, ...],
+) -> tuple[Array, tuple[Pages, ...], Tapped]: ...
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    pages: tuple[Pages, ...],
+    batch: TokenBatch,
+    *,
+    max_tokens_per_row: int,
+    token_bucket: int | None = None,
+    tensor_axis: str | None = None,
+    beside: Part | None = None,
+    taps: tuple[int, ...] | None = None,
+) -> Any:
     """Runs a model over flat tokens, writing their keys and values into the pages.
 
     Every layer writes before it reads, so a token sees itself and the pool is
@@ -155,13 +194,23 @@ def forward(
         The batch is a multiple of it. None: all tokens at once, row by row.
       beside: tokens of other rows, which run through the same matmuls and are attended
         apart. Neither reads what the other writes. Not with a token_bucket.
+      taps: static; layers whose hidden states are returned as well, for every token. Tap i is
+        the input of layer i, tap num_layers the output after the final norm. None is the
+        result without them; () adds an empty `Tapped`, and nothing to what is computed.
 
     Returns:
-      hidden [num_tokens, hidden_size] of `batch` after the final norm, and the pages.
+      hidden [num_tokens, hidden_size] of `batch` after the final norm, and the pages; with
+      taps a `Tapped` besides. Of padding, and of buckets without tokens, hidden states mean
+      nothing.
+
+    Raises:
+      ValueError: a tap is no layer.
     """
+    model = _Model(params, config, tensor_axis, taps or ())
     if token_bucket is not None:
         assert beside is None, "what runs beside has a shape of its own"
-        return _forward_by_bucket(params, config, pages, batch, token_bucket, tensor_axis)
+        hidden, pages, seen = _forward_by_bucket(model, pages, batch, token_bucket)
+        return (hidden, pages) if taps is None else (hidden, pages, Tapped(seen, ()))
     parts = [Part(batch, max_tokens_per_row), *([] if beside is None else [beside])]
     ends = list(itertools.accumulate(p.batch.token_ids.shape[0] for p in parts))
 
@@ -170,11 +219,13 @@ def forward(
 
     slot_mapping = along("slot_mapping")
 
-    def attend(layer: int, q: Array, k: Array, v: Array, pages: Pages) -> tuple[Array, Pages]:
+    def attend(
+        layer: int, q: Array, k: Array, v: Array, pages: Pages, sinks: Array | None = None
+    ) -> tuple[Array, Pages]:
         pages = kv_cache.write(pages, k, v, slot_mapping)
         outs = [
             tree_attention(
-                own,
+                queries,
                 *pages,
                 part.batch.block_table,
                 part.batch.row_starts,
@@ -182,34 +233,74 @@ def forward(
                 num_kv_heads=k.shape[1],
                 ancestor_bits=part.batch.ancestor_bits,
                 num_new_keys=part.batch.num_new_keys,
-                scale=config.scale,
-                window=config.window(layer),
+                sinks=sinks,
                 max_tokens_per_row=part.max_tokens_per_row,
+                **config.attention_options(layer),
             )
-            for own, part in zip(jnp.split(q, ends[:-1]), parts)
+            for queries, part in zip(jnp.split(q, ends[:-1]), parts)
         ]
         return jnp.concatenate(outs), pages
 
-    hidden, pages = architecture_of(config).forward(
-        params,
-        config,
-        along("token_ids"),
-        along("positions"),
-        attend,
-        pages,
-        tensor_axis,
+    is_token = None
+    if model.family.has_experts:  # each part has row ids of its own
+        is_token = jnp.concatenate([_is_token(part.batch, part.batch.row_ids) for part in parts])
+    hidden, pages, seen = model.run(
+        along("token_ids"), along("positions"), attend, pages, is_token=is_token
     )
-    return hidden[: ends[0]], pages
+    if taps is None:
+        return hidden[: ends[0]], pages
+    both = Tapped(
+        jax.tree.map(lambda tap: tap[: ends[0]], seen),
+        () if beside is None else jax.tree.map(lambda tap: tap[ends[0] :], seen),
+    )
+    return hidden[: ends[0]], pages, both
+
+
+class _Model(NamedTuple):
+    """A model and which of its hidden states are wanted."""
+
+    params: Params
+    config: ModelConfig
+    tensor_axis: str | None
+    taps: tuple[int, ...]
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.config)
+
+    def run(
+        self,
+        token_ids: Array,
+        positions: Array,
+        attend: Any,
+        pages: tuple[Pages, ...],
+        *,
+        is_token: Array | None,
+    ) -> tuple[Array, tuple[Pages, ...], tuple[Array, ...]]:
+        return self.family.forward(
+            self.params,
+            self.config,
+            token_ids,
+            positions,
+            attend,
+            pages,
+            self.tensor_axis,
+            taps=self.taps,
+            is_token=is_token,
+        )
+
+
+def _is_token(batch: TokenBatch, row_ids: Array) -> Array:
+    """Returns which flat tokens belong to a row and are no padding, bool[n]."""
+    return row_ids < batch.lengths.shape[0]
 
 
 def _forward_by_bucket(
-    params: Params,
-    config: ModelConfig,
+    model: _Model,
     pages: tuple[Pages, ...],
     batch: TokenBatch,
     token_bucket: int,
-    tensor_axis: str | None,
-) -> tuple[Array, tuple[Pages, ...]]:
+) -> tuple[Array, tuple[Pages, ...], tuple[Array, ...]]:
     """Runs `forward` on one bucket of tokens after the other; ancestors come before."""
     tokens = _BucketTokens(
         batch.token_ids,
@@ -219,8 +310,12 @@ def _forward_by_bucket(
         batch.path_offsets,
     )
 
-    def run(pages: tuple[Pages, ...], part: _BucketTokens) -> tuple[tuple[Pages, ...], Array]:
-        def attend(layer: int, q: Array, k: Array, v: Array, pages: Pages) -> tuple[Array, Pages]:
+    def run(
+        pages: tuple[Pages, ...], part: _BucketTokens
+    ) -> tuple[tuple[Pages, ...], tuple[Array, tuple[Array, ...]]]:
+        def attend(
+            layer: int, q: Array, k: Array, v: Array, pages: Pages, sinks: Array | None = None
+        ) -> tuple[Array, Pages]:
             pages = kv_cache.write(pages, k, v, part.slot_mapping)
             out = path_attention(
                 q,
@@ -231,19 +326,23 @@ def _forward_by_bucket(
                 part.positions,
                 num_kv_heads=k.shape[1],
                 path_offsets=part.path_offsets,
-                scale=config.scale,
-                window=config.window(layer),
+                sinks=sinks,
+                **model.config.attention_options(layer),
             )
             return out, pages
 
-        hidden, pages = architecture_of(config).forward(
-            params, config, part.token_ids, part.positions, attend, pages, tensor_axis
+        hidden, pages, seen = model.run(
+            part.token_ids,
+            part.positions,
+            attend,
+            pages,
+            is_token=_is_token(batch, part.row_ids) if model.family.has_experts else None,
         )
-        return pages, hidden
+        return pages, (hidden, seen)
 
     num_used = batch.row_starts[-1]
-    pages, hidden = in_buckets(run, pages, tokens, token_bucket, num_used)
-    return hidden, pages
+    pages, (hidden, seen) = in_buckets(run, pages, tokens, token_bucket, num_used)
+    return hidden, pages, seen
 
 
 class _BucketTokens(NamedTuple):
@@ -265,6 +364,6 @@ def logits(
     would turn them back for itself. Under jax 0.10's automatic partitioning a layout costs a
     gathering of what is sharded; the programs here are sharded by hand.
     """
-    scores = architecture_of(config).logits(params, config, hidden, tensor_axis)
+    scores = family_of(config).logits(params, config, hidden, tensor_axis)
     by_token = lambda scores: with_layout_constraint(scores, Layout((0, 1)))
     return lax.platform_dependent(scores, cpu=by_token, default=lambda same: same)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from specjax.models.abstract import abstract_weights
 from specjax.models.base import ModelConfig
+from specjax.models.families import family_of
 from specjax.paged import kv_cache
 
 
@@ -93,15 +94,13 @@ def model_work(
     if count is None:
         weights = abstract_weights(config, dtype)
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
-    if not config.tie_word_embeddings:
-        count -= config.vocab_size * config.hidden_size  # embeddings are looked up
+    work = family_of(config).work(config, count)
     kv = kv_cache.numbers_per_token(config, kv_shards=chips)
-    heads = config.num_layers * config.num_heads * config.head_dim
     return ModelWork(
-        weight_bytes=count * itemsize / chips,
-        token_flops=2 * count / chips,
+        weight_bytes=work.weights_read * itemsize / chips,
+        token_flops=2 * work.token_products / chips,
         context_bytes=kv * itemsize / chips,
-        context_flops=4 * heads / chips,
-        layer_windows=config.layer_windows,
+        context_flops=2 * work.context_products / chips,
+        layer_windows=work.layer_windows,
         num_layers=config.num_layers,
     )

@@ -127,10 +127,9 @@ class PlanRequest:
     def decoder_config(self, num_layers: int, num_pages: int) -> DecoderConfig:
         """Returns what a decoder of the first layers of the target is compiled for."""
         engine = self.engine
-        windows = self.target.layer_windows[:num_layers]
         slots = self.max_context + self.tree_slots
         return DecoderConfig(
-            target=dataclasses.replace(self.target, num_layers=num_layers, layer_windows=windows),
+            target=self.target.first_layers(num_layers),
             drafter=self.drafter,
             sizes=Sizes(
                 rows=engine.max_rows,

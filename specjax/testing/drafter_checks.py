@@ -48,7 +48,7 @@ NUM_DRAWS = 64  # drafts of four rows each, of which laws are looked at
 # A sum of independent draws lies further from its mean once in two million times.
 STANDARD_ERRORS = 5
 # Laws of equal texts differ by the rounding of other shapes.
-LAW_TOLERANCE = dict(rtol=1e-3, atol=1e-4)
+LAW_RTOL, LAW_ATOL = 1e-3, 1e-4
 ENGINE = EngineConfig(
     page_size=PAGE_SIZE,
     max_rows=ROWS,
@@ -247,13 +247,14 @@ class _Check:
             dtype=leaves[0].dtype,
         )
 
-    def _build(self, **asked: bool) -> Drafter:
+    def _build(self, *, keeps_probs: bool = False, says_confidence: bool = False) -> Drafter:
         return self.spec.build(
             DrafterContext(
                 target=self.target.config,
                 num_speculative_tokens=max(self.depth, 1),
                 dtype=self.sizes.dtype,
-                **asked,
+                keeps_probs=keeps_probs,
+                says_confidence=says_confidence,
             )
         )
 
@@ -277,10 +278,10 @@ class _Check:
         row = Row(0, 0, self.occupant(0).request, PROMPTS[0], 0, 0)
         admission = make_admission(self.decoder, [[row]], ROWS)
         feed = functools.partial(prefill, spec, max_tokens_per_row=WIDTH)
-        some = ids[:BUCKET]
+        some, table = ids[:BUCKET], jnp.asarray(rows.table)
         calls = {
             "enter_rows": lambda state: decode_state.admit(state, drafter, admission).drafter,
-            "prefill": lambda state: feed(self.params, state, rows.table, ids, ids).drafter,
+            "prefill": lambda state: feed(self.params, state, table, ids, ids).drafter,
             "draft": lambda state: self.propose(state, ids).state,
             "move": lambda state: drafter.move(state.drafter, ids, ids),
             "state_axes": lambda state: base.put_rows(
@@ -440,16 +441,21 @@ class _Check:
             "is to learn from other rows, let its spec say `learns`."
         )
         same = functools.partial(np.testing.assert_array_equal, err_msg=message)
-        close = functools.partial(np.testing.assert_allclose, err_msg=message, **LAW_TOLERANCE)
+        close = functools.partial(
+            np.testing.assert_allclose, err_msg=message, rtol=LAW_RTOL, atol=LAW_ATOL
+        )
         same(found.num_tokens, expected.num_tokens)
         same(np.where(stands, found.token_ids, 0), np.where(stands, expected.token_ids, 0))
         if found.tree is not None and expected.tree is not None:
-            parents = (np.where(stands, p.tree.parents[:, 1:], 0) for p in (found, expected))
-            same(*parents)
+            same(
+                np.where(stands, found.tree.parents[:, 1:], 0),
+                np.where(stands, expected.tree.parents[:, 1:], 0),
+            )
         for name in ("prior_confidence", "path_probability"):
             figures = getattr(found, name), getattr(expected, name)
             if figures[0] is not None:
-                close(*(np.where(stands, figure, 0) for figure in figures))
+                ours, theirs = (np.where(stands, figure, 0) for figure in figures)
+                close(ours, theirs)
 
     def fresh(self, rows: _Rows) -> DecodeState:
         """Returns a state that was never used, with the same texts in the same rows."""
@@ -502,13 +508,14 @@ class _Check:
         rows = [row for row in rows if row.num_tokens > 0]
         if not rows:
             return
-        laws = np.array([row.probs[0] for row in rows])
+        laws = np.array([row.probs[0] for row in rows if row.probs is not None])
         np.testing.assert_allclose(
             laws,
             np.broadcast_to(laws[:1], laws.shape),
             err_msg=f"drafter {self.name!r}: rows with the same tokens have first drafts of "
             "different laws (Proposal.probs): do they belong to another row, or know the draw?",
-            **LAW_TOLERANCE,
+            rtol=LAW_RTOL,
+            atol=LAW_ATOL,
         )
         law = laws[0].astype(np.float64)
         tokens = np.array([row.token_ids[0] for row in rows])
@@ -547,7 +554,7 @@ class _Check:
                     f"drafter {self.name!r}: whether draft token {place} is proposed depends on "
                     "what was drawn there or later; rules that compare laws would be biased."
                 )
-                assert np.isclose(figure, first[1], **LAW_TOLERANCE), (
+                assert np.isclose(figure, first[1], rtol=LAW_RTOL, atol=LAW_ATOL), (
                     f"drafter {self.name!r}: prior_confidence of draft token {place} anticipates: "
                     f"it is {first[1]} and {figure} after the same tokens {before}. It may "
                     "depend on the path before the token alone."

@@ -125,6 +125,6 @@ def test_models_that_do_not_divide_are_refused(mesh):
 
 def test_every_array_has_logical_axes(mesh):
     for model in (tiny_llama(0), tiny_gpt2(0)):
-        specs = sharding.param_specs(model.params, mesh)
+        specs = sharding.param_specs(model.params, mesh, model.config)
         for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(model.params)):
             assert len(spec) == leaf.ndim

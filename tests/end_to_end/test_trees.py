@@ -16,7 +16,7 @@ from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 from specjax.decode import commit
 from specjax.decode.decoder import shared_decoder
-from specjax.models.architectures import architecture_of
+from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
 from specjax.paged import kv_cache
 
@@ -267,7 +267,7 @@ def check_cache(model, text, pages, cache, row, length):
     def attend(layer, q, k, v, _):
         return dense_causal_attention(q, k, v, scale=config.scale), (k, v)
 
-    _, expected = architecture_of(config).forward(
+    _, expected = family_of(config).forward(
         model.params,
         config,
         jnp.asarray(text)[None],

@@ -46,17 +46,11 @@ def by_token(example, arguments):
     )
 
 
-# It has no softcap, sinks, or rows in order beside trees.
+# It has no rows in order beside trees.
 COVERED = [
     name
     for name, example in EXAMPLES.items()
-    if not (
-        example.causal
-        or example.nodes
-        or example.softcap
-        or example.has_sinks
-        or example.page_dtype
-    )
+    if not (example.causal or example.nodes or example.page_dtype)
 ]
 
 
@@ -76,15 +70,19 @@ def attend(example, implementation=None, turn=lambda arguments: arguments):
         path_attention,
         path_offsets=offsets,
         scale=options["scale"],
+        softcap=options["softcap"],
         window=options["window"],
         implementation=implementation,
     )
-    out = jax.jit(call)(q, k_pages, v_pages, table, row_ids, lengths, positions)
+    # An argument: what is known would be computed while compiling.
+    run = jax.jit(lambda sinks, *arguments: call(*arguments, sinks=sinks))
+    out = run(options["sinks"], q, k_pages, v_pages, table, row_ids, lengths, positions)
     return np.asarray(out, np.float32)
 
 
 # The rest are nightly: an example compiles for seconds.
 EVERY_RUN = ("chain", "mixed", "nothing_new", "bfloat16", "wide_tree", "tree_window")
+EVERY_RUN += ("softcap", "sinks_tree_bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -188,3 +186,7 @@ def test_refusals():
         call(q[:, :3], *pages, table, ids, lengths, ids)
     with pytest.raises(ValueError, match="window"):
         call(q, *pages, table, ids, lengths, ids, window=0)
+    with pytest.raises(ValueError, match="softcap=0"):
+        call(q, *pages, table, ids, lengths, ids, softcap=0.0)
+    with pytest.raises(ValueError, match="one of each head, \\(4,\\)"):
+        call(q, *pages, table, ids, lengths, ids, sinks=jnp.zeros(2))

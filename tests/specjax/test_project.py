@@ -13,7 +13,7 @@ import pytest
 import specjax
 import specjax.configs.models
 import specjax.configs.presets
-from specjax.models.architectures import architecture_of
+from specjax.models.families import family_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -43,7 +43,7 @@ def test_one_version():
 @pytest.mark.parametrize("name", names_in(specjax.configs.models))
 def test_model_shapes_have_the_size_they_say(name):
     config = get_config(specjax.configs.models, name)
-    init = architecture_of(config).init
+    init = family_of(config).init
     shapes = jax.eval_shape(lambda key: init(key, config), jax.random.key(0))
     total = sum(leaf.size for leaf in jax.tree.leaves(shapes))
     assert total == NUM_PARAMETERS[name]

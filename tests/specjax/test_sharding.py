@@ -26,7 +26,8 @@ def mesh():
 
 def specs_of(mesh, **fields):
     config = tiny_llama_config(vocab_size=64, **fields)
-    return sharding.param_specs(abstract_weights(config, np.dtype(np.float32)), mesh)
+    weights = abstract_weights(config, np.dtype(np.float32))
+    return sharding.param_specs(weights, mesh, config)
 
 
 def test_heads_and_mlp_are_split_and_what_is_summed_over_them_is_whole(mesh):
@@ -49,8 +50,9 @@ def test_heads_and_mlp_are_split_and_what_is_summed_over_them_is_whole(mesh):
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole(mesh):
-    weights = abstract_weights(tiny_llama_config(vocab_size=61), np.dtype(np.float32))
-    specs = sharding.param_specs(weights, mesh)
+    config = tiny_llama_config(vocab_size=61)
+    weights = abstract_weights(config, np.dtype(np.float32))
+    specs = sharding.param_specs(weights, mesh, config)
     assert specs["lm_head"] == PartitionSpec(None, None)
     assert specs["layers"][0]["q_proj"] == PartitionSpec("tensor", None)
 

@@ -23,7 +23,7 @@ from specjax.decode.sizes import Sizes
 from specjax.drafters.base import NOT_KEPT
 from specjax.drafters.spec import ModelDrafter
 from specjax.engine.request import Request
-from specjax.models.architectures import architecture_of
+from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
 from specjax.sampling import process_logits, row_values
 from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
@@ -102,7 +102,7 @@ def race(text, positions, sampling, has_noise):
     """Returns what the target takes the argmax of after texts i32[n, ROOM], and the last one's
     keys."""
     config, params, every = MODEL.config, MODEL.params, jnp.arange(text.shape[0])
-    architecture = architecture_of(config)
+    architecture = family_of(config)
 
     def attend(layer, q, k, v, _):
         return dense_causal_attention(q, k, v, scale=config.scale), k

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.models.architectures import architecture_of
+from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
 from specjax.models.loading import load_model
 
@@ -40,7 +40,7 @@ def forward_logits(model, token_ids):
     # One run each: optimising would cost more than it saves.
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
     def run(params, token_ids):
-        architecture = architecture_of(config)
+        architecture = family_of(config)
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
         caches = (None,) * config.num_layers
         hidden, _ = architecture.forward(params, config, token_ids, positions, attend, caches)

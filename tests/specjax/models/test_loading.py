@@ -13,10 +13,11 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from specjax.models import loading
-from specjax.models.architectures import architecture_of
 from specjax.models.base import Model, ModelConfig
+from specjax.models.families import family_of
 from specjax.models.loading import check_same_vocabulary, load_model
 from specjax.models.safetensors import open_folder
+from specjax.models.weights import Source
 from specjax.text.tokenization import Tokenizer
 
 
@@ -57,9 +58,7 @@ def test_matrices_of_gpt2_are_transposed(golden):
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "granite", "gpt2"])
 def test_the_tree_is_the_one_that_init_makes(name, golden):
     model = load_model(golden(name))
-    made = jax.eval_shape(
-        lambda: architecture_of(model.config).init(jax.random.key(0), model.config)
-    )
+    made = jax.eval_shape(lambda: family_of(model.config).init(jax.random.key(0), model.config))
     shape_of = lambda leaf: (leaf.shape, leaf.dtype)
     assert jax.tree.map(shape_of, model.params) == jax.tree.map(shape_of, made)
 
@@ -272,7 +271,7 @@ def test_wrong_shapes_are_named_with_both(golden_copy):
 
 def test_nothing_is_read_before_all_is_checked(golden_copy, monkeypatch):
     read = []
-    monkeypatch.setattr(loading._Source, "read", lambda self, *_: read.append(self))
+    monkeypatch.setattr(Source, "read", lambda self, *_: read.append(self))
     with pytest.raises(ValueError, match="other shapes"):
         load_model(golden_copy("llama", vocab_size=100))
     assert not read

@@ -12,8 +12,8 @@ from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import NgramDrafter
-from specjax.models.architectures import architecture_of
 from specjax.models.base import ModelConfig
+from specjax.models.families import family_of
 from specjax.paged.forward import logits
 from specjax.planning.abstract_decoder import AbstractDecoder, described_mesh
 from specjax.types import DecoderParams
@@ -60,7 +60,7 @@ def test_a_prefill_from_shapes_is_the_one_that_runs(num_chips):
     if num_chips > 1:
         mesh = jax.make_mesh((num_chips,), (sharding.TENSOR,))
     decoder = make(Decoder, mesh)
-    weights = architecture_of(CONFIG).init(jax.random.key(0), CONFIG, jnp.float32)
+    weights = family_of(CONFIG).init(jax.random.key(0), CONFIG, jnp.float32)
     params = decoder.place_params(DecoderParams(weights, ()))
     table = jnp.zeros((2, 8), jnp.int32)
     rows, counts = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)

@@ -519,7 +519,7 @@ def test_over_a_mesh_results_lie_as_rows_do():
 def test_weights_that_lie_over_the_mesh_already_are_not_copied(axis_type):
     kind = getattr(jax.sharding.AxisType, axis_type)
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(kind, kind))
-    specs = sharding.param_specs(target().params, mesh)
+    specs = sharding.param_specs(target().params, mesh, target().config)
     params = sharding.place(target().params, specs, mesh)
     placed = decoder_of(mesh).place_params(DecoderParams(params)).target
     where = lambda tree: [

@@ -1,0 +1,252 @@
+"""What forwards of families are made of. Each block is told what is static about it.
+
+    x = embedding                           [..., hidden_size]
+    each layer:  x = x + out_norm(attention(norm(x)))      out_norm in some families
+                 x = x + out_norm(mlp(norm(x)))            or experts instead of the MLP
+    logits = head(norm(x))
+
+A block finds the weights of a layer by their names: q_proj, k_proj, v_proj, o_proj, gate_proj,
+up_proj and down_proj are matrices [out, in], and each may have a bias, `{name}_bias`. Under a
+mesh every block may run on a shard of the heads and of the MLP; `tensor_axis` names the mesh
+axis over which partial sums are added.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specjax.models.base import Attend, ForwardWork, LayerCache, ModelConfig, Params
+from specjax.models.layers import along_last_axis, linear, rope_tables, rotate, soft_cap
+
+Norm = Callable[[Array, Array], Array]  # of x and a weight, over the last axis
+Activation = Callable[[Array], Array]
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+
+
+class Taps:
+    """Hidden states that a forward hands out besides the last.
+
+    Args:
+      taps: layers, each tap i the input of layer i and num_layers the normed output; None
+        where none are asked for.
+
+    Raises:
+      ValueError: there is no such layer.
+    """
+
+    def __init__(self, taps: tuple[int, ...] | None, num_layers: int):
+        wrong = [tap for tap in taps or () if not 0 <= tap <= num_layers]
+        if wrong:
+            raise ValueError(
+                f"{taps=} must be from 0 to {num_layers=}, the inputs of layers and, last, the "
+                f"normed output; {wrong} are not."
+            )
+        self._taps, self._num_layers = taps, num_layers
+        self._seen: dict[int, Array] = {}
+
+    def see(self, layer: int, x: Array) -> None:
+        """Notes the input of a layer."""
+        if self._taps is not None and layer in self._taps:
+            self._seen[layer] = x
+
+    def results(self, hidden: Array, caches: tuple[LayerCache, ...]) -> Any:
+        """Returns what `Family.forward` returns: hidden and caches, and taps if asked for."""
+        if self._taps is None:
+            return hidden, caches
+        seen = self._seen | {self._num_layers: hidden}
+        return hidden, caches, tuple(seen[tap] for tap in self._taps)
+
+
+def rotary_tables(config: ModelConfig, positions: Array) -> list[Array | None]:
+    """Returns each layer's table of rotations, as `rotate` takes it; None without rotation.
+
+    Layers that rotate alike share one table.
+    """
+    tables: dict[Any, Array | None] = {None: None}
+    for layer in range(config.num_layers):
+        rope = config.rope_of(layer)
+        if rope is not None and rope not in tables:
+            tables[rope] = rope_tables(rope, config.head_dim, positions)
+    return [tables[config.rope_of(layer)] for layer in range(config.num_layers)]
+
+
+def project(x: Array, layer: Params, name: str) -> Array:
+    """Returns x times a matrix, and its bias if it has one."""
+    return with_bias(linear(x, layer[name]), layer, name)
+
+
+def with_bias(out: Array, layer: Params, name: str) -> Array:
+    """Returns out plus the bias of a matrix, if it has one."""
+    bias = layer.get(f"{name}_bias")
+    return out if bias is None else out + along_last_axis(bias, out)
+
+
+def sum_over_shards(partial: Array, tensor_axis: str | None) -> Array:
+    """Returns the sum of what shards hold of a product."""
+    return partial if tensor_axis is None else jax.lax.psum(partial, tensor_axis)
+
+
+def attend_heads(
+    x: Array,
+    layer: Params,
+    attend: Attend,
+    index: int,
+    cache: LayerCache,
+    *,
+    head_dim: int,
+    table: Array | None = None,
+    head_norm: Norm | None = None,
+) -> tuple[Array, LayerCache]:
+    """Returns the heads' outputs side by side, [..., heads * head_dim], and the cache.
+
+    Args:
+      x: [..., hidden_size], normed.
+      index: the layer's number.
+      table: of rotations, see `rotary_tables`; None is no rotation.
+      head_norm: norms each head of queries and keys, by weights q_norm and k_norm, before
+        they are rotated.
+
+    A layer with a weight `sinks` f32[heads] has attention sinks.
+    """
+    names = "q_proj", "k_proj", "v_proj"
+    q, k, v = (project(x, layer, name).reshape(*x.shape[:-1], -1, head_dim) for name in names)
+    if head_norm is not None:
+        q, k = head_norm(q, layer["q_norm"]), head_norm(k, layer["k_norm"])
+    if table is not None:
+        q, k = rotate(q, table), rotate(k, table)
+    arrays = {"sinks": layer["sinks"]} if "sinks" in layer else {}
+    mixed, cache = attend(index, q, k, v, cache, **arrays)
+    return mixed.reshape(*mixed.shape[:-2], -1), cache
+
+
+def attention(
+    x: Array,
+    layer: Params,
+    attend: Attend,
+    index: int,
+    cache: LayerCache,
+    *,
+    head_dim: int,
+    table: Array | None = None,
+    head_norm: Norm | None = None,
+    tensor_axis: str | None = None,
+) -> tuple[Array, LayerCache]:
+    """Returns what attention adds to the hidden states, and the cache; see `attend_heads`."""
+    mixed, cache = attend_heads(
+        x, layer, attend, index, cache, head_dim=head_dim, table=table, head_norm=head_norm
+    )
+    return project_and_sum(mixed, layer, "o_proj", tensor_axis), cache
+
+
+def project_and_sum(x: Array, layer: Params, name: str, tensor_axis: str | None) -> Array:
+    """Like `project` where a shard holds some of the inputs; the bias is added once."""
+    return with_bias(sum_over_shards(linear(x, layer[name]), tensor_axis), layer, name)
+
+
+def gated_mlp(
+    x: Array, layer: Params, activation: Activation, tensor_axis: str | None = None
+) -> Array:
+    """Returns activation(x @ gate) * (x @ up) @ down, of x [..., hidden_size], normed."""
+    gated = activation(project(x, layer, "gate_proj")) * project(x, layer, "up_proj")
+    return project_and_sum(gated, layer, "down_proj", tensor_axis)
+
+
+def experts(
+    x: Array,
+    layer: Params,
+    *,
+    experts_per_token: int,
+    activate: Callable[[Array, Array], Array],
+    renormalises: bool,
+    is_token: Array | None = None,
+    tensor_axis: str | None = None,
+) -> Array:
+    """Returns the weighted sum of the experts that a router chooses for each token.
+
+    All experts run on all tokens, and those that were not chosen count 0: right for the few
+    tokens of a step, whose time goes into reading weights, and wasteful for long prompts.
+
+    Args:
+      x: [..., hidden_size], normed.
+      layer: router [experts, hidden_size]; experts_gate_proj and experts_up_proj [experts,
+        mlp, hidden_size]; experts_down_proj [experts, hidden_size, mlp]. Each may have a
+        bias, [experts] of the router and [experts, out] of the others.
+      activate: of gate and up, [..., experts, mlp] each.
+      renormalises: whether the weights of a token's experts sum to 1; else they are their
+        probabilities among all experts.
+      is_token: bool[...]; tokens that are padding are sent to no expert, and get 0. None is no
+        padding.
+    """
+    scores = with_bias(linear(x, layer["router"], jnp.float32), layer, "router")
+    best, chosen = jax.lax.top_k(scores, experts_per_token)
+    if renormalises:
+        shares = jax.nn.softmax(best, axis=-1)
+    else:
+        shares = jnp.take_along_axis(jax.nn.softmax(scores, axis=-1), chosen, axis=-1)
+    is_chosen = jax.nn.one_hot(chosen, scores.shape[-1], dtype=shares.dtype)
+    weights = jnp.sum(is_chosen * shares[..., None], axis=-2)  # [..., experts]
+    if is_token is not None:
+        weights = jnp.where(is_token[..., None], weights, 0.0)
+    weights = weights.astype(x.dtype)
+
+    def widened(name: str) -> Array:
+        matrices = layer[name]
+        flat = linear(x, matrices.reshape(-1, matrices.shape[-1]))
+        out = flat.reshape(*x.shape[:-1], *matrices.shape[:2])
+        bias = layer.get(f"{name}_bias")
+        return out if bias is None else out + bias.reshape(*(1,) * (x.ndim - 1), *bias.shape)
+
+    active = activate(widened("experts_gate_proj"), widened("experts_up_proj"))
+    out = jnp.einsum("...ef,edf->...d", active * weights[..., None], layer["experts_down_proj"])
+    out = sum_over_shards(out, tensor_axis)
+    bias = layer.get("experts_down_proj_bias")
+    return out if bias is None else out + jnp.einsum("...e,ed->...d", weights, bias)
+
+
+def head(
+    hidden: Array,
+    weight: Array,
+    config: ModelConfig,
+    tensor_axis: str | None = None,
+) -> Array:
+    """Returns f32[..., vocab] from hidden [..., hidden_size].
+
+    Divided by config.logits_divisor and capped by config.logits_softcap.
+
+    Args:
+      weight: [vocab, hidden_size], or a shard of its rows.
+    """
+    out = linear(hidden, weight, jnp.float32)
+    if tensor_axis is not None and out.shape[-1] != config.vocab_size:
+        out = jax.lax.all_gather(out, tensor_axis, axis=out.ndim - 1, tiled=True)
+    if config.logits_divisor != 1.0:
+        out = out / config.logits_divisor
+    return out if config.logits_softcap is None else soft_cap(out, config.logits_softcap)
+
+
+def dense_work(config: ModelConfig, num_weights: int, num_looked_up: int) -> ForwardWork:
+    """Returns the work of a model whose every weight multiplies every token.
+
+    Args:
+      num_weights: in all leaves.
+      num_looked_up: of them, those of which a forward reads one row per token.
+    """
+    multiplied = num_weights - num_looked_up
+    return ForwardWork(
+        weights_read=multiplied,
+        token_products=multiplied,
+        # Scores, and the sum of values.
+        context_products=2 * config.num_layers * config.num_heads * config.head_dim,
+        layer_windows=config.layer_windows,
+    )

@@ -1,0 +1,226 @@
+"""Values of a config.json, each checked: what the parse functions of families are made of.
+
+A value that is not what its key means raises ValueError; a key that is missing and has no
+default raises KeyError.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Sequence
+from typing import Any, TypeGuard
+
+from specjax.models.base import Json, RopeConfig
+
+MAX_LAYERS = 4096
+MAX_SIZE = 2**31 - 1  # of a dimension, and so of a token id or position
+
+
+def rope(raw: Json, max_positions: int) -> RopeConfig:
+    """Rope of `rope_parameters` (5.x), or `rope_scaling` and `rope_theta` (4.x)."""
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(scaling, dict):
+        raise ValueError(f"rope_parameters={shown(scaling)} must be an object.")
+    if any(isinstance(value, dict) for value in scaling.values()):
+        raise ValueError(
+            f"rope_parameters per layer type ({', '.join(scaling)}) are not supported; "
+            "expected one set for all layers."
+        )
+    kind = scaling.get("rope_type", scaling.get("type")) or "default"
+    holder = raw if scaling.get("rope_theta") is None else scaling
+    # Frequencies are powers of it, and yarn divides by its logarithm.
+    theta = number(holder, "rope_theta", 10000.0, above=1.0)
+    partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if partial not in (None, 1.0):
+        raise ValueError(f"partial_rotary_factor={shown(partial)} is not supported; expected 1.0.")
+    original = size(scaling, "original_max_position_embeddings", max_positions)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    if kind == "linear":
+        return RopeConfig(theta=theta, kind=kind, factor=number(scaling, "factor"))
+    if kind == "llama3":
+        low = number(scaling, "low_freq_factor")
+        high = number(scaling, "high_freq_factor")
+        if low >= high:
+            raise ValueError(
+                f"low_freq_factor={low} must be below high_freq_factor={high}; correct the config."
+            )
+        return RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=number(scaling, "factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_position_embeddings=original,
+        )
+    if kind == "yarn":
+        if "factor" not in scaling:  # it may be null, not absent
+            raise KeyError("factor")
+        factor = number(scaling, "factor", max_positions / original)
+        return RopeConfig(
+            theta=theta,
+            kind=kind,
+            factor=factor,
+            original_max_position_embeddings=original,
+            beta_fast=number(scaling, "beta_fast", 32.0),
+            beta_slow=number(scaling, "beta_slow", 1.0),
+            truncate=flag(scaling, "truncate", True),
+            attention_factor=_yarn_attention_factor(scaling, factor),
+        )
+    hint = (
+        " Its frequencies depend on the current length, which would change keys that "
+        "are already cached."
+        if kind == "dynamic"
+        else ""
+    )
+    raise ValueError(
+        f"rope type {kind!r} is not supported; expected default, linear, llama3 or yarn.{hint}"
+    )
+
+
+def _yarn_attention_factor(scaling: Json, factor: float) -> float | None:
+    """The factor on cos and sin, outright or by mscale; None: the paper's rule."""
+    if scaling.get("attention_factor") is not None:
+        return number(scaling, "attention_factor")
+    mscale, mscale_all_dim = (
+        number(scaling, key) if scaling.get(key) else None for key in ("mscale", "mscale_all_dim")
+    )
+    if not (mscale and mscale_all_dim):
+        return None
+    stretch = math.log(factor) if factor > 1 else 0.0
+    return (0.1 * mscale * stretch + 1.0) / (0.1 * mscale_all_dim * stretch + 1.0)
+
+
+def layer_windows(
+    raw: Json, implied_types: Sequence[str], default_window: int | None = None
+) -> tuple[int | None, ...]:
+    """Returns a window per layer, () when no layer has one.
+
+    Args:
+      implied_types: "sliding_attention" or "full_attention" for each layer, which holds
+        where the config has no layer_types.
+      default_window: in tokens, where the config has no sliding_window.
+    """
+    num_layers = len(implied_types)
+    window = raw.get("sliding_window", default_window)
+    types = raw.get("layer_types") or list(implied_types)
+    if not isinstance(types, list) or not all(isinstance(kind, str) for kind in types):
+        raise ValueError(f"layer_types={shown(types)} must be a list of names.")
+    unknown = sorted(set(types) - {"sliding_attention", "full_attention"})
+    if unknown or len(types) != num_layers:
+        raise ValueError(
+            f"layer_types has {len(types)} entries and unknown types {unknown[:10]}; "
+            f"expected {num_layers} of sliding_attention or full_attention."
+        )
+    if "sliding_attention" not in types:
+        return ()
+    if not is_int(window) or not 1 <= window <= MAX_SIZE:
+        raise ValueError(
+            f"layers slide but sliding_window={shown(window)}; expected a positive number of "
+            "tokens, or full_attention in layer_types."
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
+def require(raw: Json, key: str, allowed: tuple, default: Any) -> None:
+    """Raises ValueError unless a value is one of those that are allowed."""
+    value = raw.get(key, default)
+    if value not in allowed:
+        raise ValueError(
+            f"{key}={shown(value)} is not supported; expected {' or '.join(map(repr, allowed))}."
+        )
+
+
+def divide(hidden_size: int, num_heads: int) -> int:
+    """Returns the size of a head where the config does not say it."""
+    if hidden_size % num_heads:
+        raise ValueError(
+            f"{hidden_size=} is not a multiple of {num_heads=}; correct the config or "
+            "give head_dim."
+        )
+    return hidden_size // num_heads
+
+
+def token_ids(raw: Json, vocab_size: int) -> tuple[int, ...]:
+    """Returns the eos_token_id of a config, one or several."""
+    value = raw.get("eos_token_id")
+    ids = value if isinstance(value, list) else [value]
+    checked = [token_id("eos_token_id", each, vocab_size) for each in ids]
+    return tuple(each for each in checked if each is not None)
+
+
+def token_id(key: str, value: Any, vocab_size: int) -> int | None:
+    """Returns a token id, None for null."""
+    if value is None:
+        return None
+    if not is_int(value) or not 0 <= value < vocab_size:
+        raise ValueError(
+            f"{key}={shown(value)} is no token; expected a whole number from 0 to "
+            f"{vocab_size - 1}, as {vocab_size=}."
+        )
+    return value
+
+
+def size(
+    raw: Json,
+    key: str,
+    default: int | None = None,
+    *,
+    least: int = 1,
+    most: int = MAX_SIZE,
+    is_zero_none: bool = False,
+) -> int:
+    """Returns a whole number; null is as good as absent where there is a default."""
+    value = raw[key] if default is None else raw.get(key)
+    if default is not None and (value is None or (is_zero_none and value == 0)):
+        return default
+    if not is_int(value) or not least <= value <= most:
+        raise ValueError(
+            f"{key}={shown(value)} must be a whole number from {least} to {most}; "
+            "correct the config."
+        )
+    return value
+
+
+def number(
+    raw: Json,
+    key: str,
+    default: float | None = None,
+    *,
+    above: float = 0.0,
+    most: float = 1e30,
+) -> float:
+    """Returns a number that is above a limit, and finite; null as in `_size`."""
+    value = raw[key] if default is None else raw.get(key)
+    if default is not None and value is None:
+        return default
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is None or not is_number or not above < value <= most:
+        raise ValueError(
+            f"{key}={shown(value)} must be a number above {above:g} and at most "
+            f"{most:g}; correct the config."
+        )
+    return float(value)
+
+
+def flag(raw: Json, key: str, default: bool) -> bool:
+    """Returns true or false; null is as good as absent."""
+    value = raw.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"{key}={shown(value)} must be true or false.")
+    return value
+
+
+def is_int(value: Any) -> TypeGuard[int]:
+    """Whether a value is a whole number, and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def shown(value: Any) -> str:
+    """Returns a value for a message; a hostile one may be long."""
+    if isinstance(value, int) and value.bit_length() > 256:
+        return "a number of more than 77 digits"
+    return reprlib.repr(value)

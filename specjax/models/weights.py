@@ -1,0 +1,141 @@
+"""The weights of a family, described once: shape, axes, source, and random values.
+
+A family writes one function from its config to a tree like its params with a `Weight` at each
+leaf, and has its `sources`, `axes` and `init` from `sources_of`, `axes_of` and `init_of`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from specjax.models.base import Params
+
+Axes = tuple[str | None, ...]
+
+
+class AnySource(Protocol):
+    """Where a leaf comes from in a checkpoint."""
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yields name and shape of every tensor of the file that is read."""
+        ...
+
+    def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array:
+        """Returns the leaf, on the default device."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """One tensor of a checkpoint, or some of its columns."""
+
+    name: str
+    shape: tuple[int, ...]  # in the file
+    is_transposed: bool = False  # stored [..., in, out]
+    columns: slice | None = None  # which part of the last axis; None is all
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield self.name, self.shape
+
+    def view(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Returns the part of the tensor that is read, as it is stored."""
+        tensor = tensors[self.name]
+        return tensor if self.columns is None else tensor[..., self.columns]
+
+    def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array:
+        tensor = self.view(tensors)
+        if self.is_transposed or tensor.dtype != dtype:
+            return _convert(tensor, self.is_transposed, dtype)
+        # jit and device_put may keep the memory map itself on CPU, where a later
+        # change of the file would change the model.
+        return jnp.array(tensor, copy=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """Tensors of one shape, stacked along a new first axis: the experts of a layer."""
+
+    parts: tuple[Source, ...]  # all transposed, or none
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for part in self.parts:
+            yield from part.tensors()
+
+    def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array:
+        is_transposed = self.parts[0].is_transposed
+        assert all(part.is_transposed == is_transposed for part in self.parts)
+        stacked = np.stack([part.view(tensors) for part in self.parts])
+        return _convert(stacked, is_transposed, dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _convert(tensor: Array, is_transposed: bool, dtype: np.dtype) -> Array:
+    return (tensor.mT if is_transposed else tensor).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A leaf of params, described."""
+
+    shape: tuple[int, ...]
+    axes: Axes  # logical, one per axis of shape; see specjax.sharding.RULES
+    source: AnySource
+    mean: float = 0.0  # of its random values
+
+
+def matrix(name: str, shape: tuple[int, int], axes: Axes) -> Weight:
+    """Returns a matrix [out, in] that a file stores so."""
+    return Weight(shape, axes, Source(name, shape))
+
+
+def vector(name: str, size: int, axis: str | None, mean: float = 0.0) -> Weight:
+    """Returns a bias, or with a mean the weight of a norm."""
+    return Weight((size,), (axis,), Source(name, (size,)), mean)
+
+
+def map_weights(function: Callable[[Weight], Any], tree: Any) -> Any:
+    """Returns a tree with function(weight) at each leaf, called in the order of writing.
+
+    jax.tree.map would go by the sorted names.
+    """
+    if isinstance(tree, Mapping):
+        return {name: map_weights(function, branch) for name, branch in tree.items()}
+    if isinstance(tree, tuple):
+        return tuple(map_weights(function, branch) for branch in tree)
+    return function(tree)
+
+
+def axes_of(tree: Any) -> Any:
+    """Returns the axes at each leaf."""
+    return map_weights(lambda weight: weight.axes, tree)
+
+
+def sources_of(tree: Any) -> Any:
+    """Returns the source at each leaf."""
+    return map_weights(lambda weight: weight.source, tree)
+
+
+def init_of(tree: Any, key: Array, dtype: DTypeLike = jnp.float32, std: float = 0.02) -> Params:
+    """Returns normal values about each leaf's mean, from keys in the order of writing."""
+    keys = iter(jax.random.split(key, len(jax.tree.leaves(tree))))
+
+    def fill(weight: Weight) -> Array:
+        values = jax.random.normal(next(keys), weight.shape) * std
+        return (weight.mean + values if weight.mean else values).astype(dtype)
+
+    return map_weights(fill, tree)
+
+
+def num_weights(tree: Any) -> int:
+    """Returns how many numbers all leaves hold."""
+    return sum(math.prod(weight.shape) for weight in jax.tree.leaves(tree))
