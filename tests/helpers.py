@@ -210,6 +210,7 @@ class AlternatingDrafter(DrafterSpec):
     def build(self, context: DrafterContext) -> Drafter:
         """Returns the drafter."""
         shape = self.shape.cut(context.num_speculative_tokens)
+        context = dataclasses.replace(context, says_confidence=False)  # matches have none
         model = ModelDrafter(self.config, shape).build(context)
         # Matches enough that both trees have room for equally many tokens.
         ngram = NgramDrafter(1, 4, shape.num_drafts, shape.num_drafts).build(context)

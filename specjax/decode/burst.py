@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.implementations import in_a_loop
+from specjax.decode.absorb import WINDOW, absorb_waiting, no_waiting, wait
 from specjax.decode.state import DecodeState, follow, put_rows, take_rows
-from specjax.decode.step import step
+from specjax.decode.step import advance, step
 from specjax.decode.step_spec import StepSpec
 from specjax.types import RUNNING, BurstPlan, DecoderParams, StepInfo
+
+
+class _Progress(NamedTuple):
+    """What a burst carries from step to step."""
+
+    num_steps: Array  # i32[], that ran
+    state: DecodeState
+    report: StepInfo  # leading [max_steps]
+    goes_on: Array  # bool[]
 
 
 def burst(
@@ -41,30 +52,49 @@ def burst(
     shapes = jax.eval_shape(lambda s: step(spec, params, s)[1], state)
     report = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes)
 
-    def proceeds(carry) -> Array:
-        index, _, _, goes_on = carry
-        return goes_on & (index < plan.num_steps)
+    def proceeds(at: _Progress) -> Array:
+        return at.goes_on & (at.num_steps < plan.num_steps)
 
-    def body(carry):
-        index, state, report, _ = carry
-        state, info = step(spec, params, state)
+    def noted(at: _Progress, state: DecodeState, info: StepInfo) -> _Progress:
         report = jax.tree.map(
-            lambda all_steps, one: jax.lax.dynamic_update_index_in_dim(all_steps, one, index, 0),
-            report,
+            lambda all_steps, one: jax.lax.dynamic_update_index_in_dim(
+                all_steps, one, at.num_steps, 0
+            ),
+            at.report,
             info,
         )
         has_work = any_shard(jnp.any(state.is_active))
         has_ended = any_shard(jnp.any(info.finish != RUNNING))
-        return (
-            index + 1,
-            state,
-            report,
-            has_work & ~(has_ended & plan.stop_when_finished),
-        )
+        goes_on = has_work & ~(has_ended & plan.stop_when_finished)
+        return _Progress(at.num_steps + 1, state, report, goes_on)
 
-    start = (jnp.int32(0), state, report, any_shard(jnp.any(state.is_active)))
+    def one_step(at: _Progress) -> _Progress:
+        return noted(at, *step(spec, params, at.state))
+
+    def one_window(at: _Progress) -> _Progress:
+        """Runs steps of K = 0, and absorbs all of them at once: a drafter's pass is dear."""
+        num_steps = min(WINDOW, max_steps)
+        first = at.num_steps
+        committed = jax.eval_shape(lambda s: advance(spec, params, s)[2], at.state)
+        assert committed is not None
+
+        def body(carry):
+            at, waiting = carry
+            state, info, committed = advance(spec, params, at.state)
+            assert committed is not None
+            waiting = wait(waiting, at.num_steps - first, committed)
+            return noted(at, state, info), waiting
+
+        has_room = lambda carry: proceeds(carry[0]) & (carry[0].num_steps - first < num_steps)
+        waiting = no_waiting(at.state, committed, num_steps)
+        at, waiting = jax.lax.while_loop(has_room, body, (at, waiting))
+        return at._replace(state=absorb_waiting(spec, params, at.state, waiting))
+
+    waits = bool(spec.taps) and not spec.num_speculative_tokens
+    begun = _Progress(jnp.int32(0), state, report, any_shard(jnp.any(state.is_active)))
     with in_a_loop():
-        num_steps, state, report, _ = jax.lax.while_loop(proceeds, body, start)
+        end = jax.lax.while_loop(proceeds, one_window if waits else one_step, begun)
+    state = end.state
     if plan.row_ids is not None:
         state = put_rows(whole, spec.drafter, plan.row_ids, state)
-    return state, report, num_steps
+    return state, end.report, end.num_steps

@@ -26,15 +26,23 @@ from specjax.types import (
 
 
 def commit(
-    state: DecodeState, drafter: Drafter, draft: Draft, verification: Verification
+    state: DecodeState,
+    drafter: Drafter,
+    draft: Draft,
+    verification: Verification,
+    *,
+    absorbs: bool = False,
 ) -> tuple[DecodeState, StepInfo]:
     """Commits num_accepted + 1 tokens per active row, less what a stop rule cuts.
 
     A stop token is committed and ends its row; so does the last token of its
     length. A row whose logits were NaN ends before the token they would have given.
     The accepted path of a tree moves to where a chain would have stood.
+
+    Args:
+      absorbs: whether the drafter is told of all that is committed here.
     """
-    acceptance, is_invalid, logprobs = verification
+    acceptance, is_invalid, logprobs = verification[:3]
     token_ids, num_accepted = acceptance.token_ids, acceptance.num_accepted
     ahead = jnp.arange(token_ids.shape[1])[None, :]
     root = state.cache.lengths
@@ -60,7 +68,7 @@ def commit(
 
     state = _move_path(state, drafter, draft, acceptance)
     cache = kv_cache.commit(state.cache, num_committed)
-    written = _written(draft, acceptance, cache.lengths)
+    written = cache.lengths if absorbs else _written(draft, acceptance, cache.lengths)
     new_state = dataclasses.replace(
         state,
         cache=cache,

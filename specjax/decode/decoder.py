@@ -29,7 +29,13 @@ from specjax.decode.score import Scores, score
 from specjax.decode.state import Admission, DecodeState, has_drafter, remember_text
 from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
-from specjax.drafters.base import Drafter, DrafterContext, DrafterError, guarded
+from specjax.drafters.base import (
+    Drafter,
+    DrafterContext,
+    DrafterError,
+    guarded,
+    resolve_taps,
+)
 from specjax.drafters.history import Pieces
 from specjax.drafters.spec import NoDrafter
 from specjax.models.families import family_of
@@ -66,6 +72,7 @@ class Signature(NamedTuple):
 
     drafting: tuple  # of bursts that draft
     plain: tuple  # of bursts of K = 0
+    is_plain_own: bool  # whether those are this decoder's own, and not its `plain`'s
 
 
 class Decoder:
@@ -74,7 +81,8 @@ class Decoder:
     Every executable is compiled ahead of its first call, so that the seconds spent
     compiling are known apart (`compile_s`), and traced once (`traces` counts them).
     Weights are arguments of every call; the state is donated. Bursts of K = 0 are those of
-    the decoder without a drafter, `plain`: one executable for both.
+    the decoder without a drafter, `plain`: one executable for both. Only a drafter that
+    absorbs hidden states is told of them at K = 0 too, by bursts of its own decoder.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -200,21 +208,21 @@ class Decoder:
           max_drafts: most draft tokens verified per step over all rows and shards; None
             is DecoderConfig.max_drafts_per_shard of each shard.
         """
-        if not num_speculative_tokens and self.plain is not self:
+        if not num_speculative_tokens and self._plain_of(state) is not self:
             return self._plain_burst(params, state, plan)
         rows = self.sizes.rows if plan.row_ids is None else len(plan.row_ids)
         bucket = Bucket(rows, num_speculative_tokens, max_drafts)
         return self._call(
             self._burst_key(bucket),
-            self._burst_function(bucket),
+            self._burst_function(bucket, absorbs=self._absorbs(state)),
             state,
             params,
             plan,
             **self._burst_specs(params, plan),
         )
 
-    def _burst_function(self, bucket: Bucket) -> Callable:
-        spec = self.step_spec(bucket.num_speculative_tokens, bucket.max_drafts)
+    def _burst_function(self, bucket: Bucket, *, absorbs: bool) -> Callable:
+        spec = self.step_spec(bucket.num_speculative_tokens, bucket.max_drafts, absorbs=absorbs)
         return lambda state, params, plan: burst(
             spec, self.sizes.burst_steps, params, state, plan, any_shard=self._any_shard
         )
@@ -235,6 +243,14 @@ class Decoder:
             return self
         plain = dataclasses.replace(self.config, drafter=NoDrafter(), max_drafts_per_shard=None)
         return shared_decoder(plain)
+
+    def _absorbs(self, state: DecodeState) -> bool:
+        """Returns whether the drafter is told of the target's hidden states, at K = 0 too."""
+        return bool(self.drafter.taps) and has_drafter(state)
+
+    def _plain_of(self, state: DecodeState) -> Decoder:
+        """Returns the decoder whose bursts are those of K = 0."""
+        return self if self._absorbs(state) else self.plain
 
     def _plain_burst(self, params: DecoderParams, state: DecodeState, plan: BurstPlan):
         """Runs a burst of K = 0 beside the drafter's state, which it does not touch."""
@@ -269,7 +285,7 @@ class Decoder:
         self, params: DecoderParams, state: DecodeState, bucket: Bucket
     ) -> tuple[Decoder, DecoderParams, DecodeState]:
         """Returns who compiles a bucket, and the arguments that it is compiled for."""
-        if bucket.num_speculative_tokens or self.plain is self:
+        if bucket.num_speculative_tokens or self._plain_of(state) is self:
             return self, params, state
         bare = dataclasses.replace(state, drafter=())
         return self.plain, self._plain_params(params), bare
@@ -280,10 +296,11 @@ class Decoder:
             return
         inputs = jax.tree.map(_shape_of, (state, params, self._plan_shapes(bucket)))
         specs = self._burst_specs(params, inputs[2])
+        absorbs = self._absorbs(state)
 
         @in_own_settings  # of the thread that this runs in
         def make(goes_on: Callable[[], bool]) -> None:
-            function = self._burst_function(bucket)
+            function = self._burst_function(bucket, absorbs=absorbs)
             self._make(key, function, *inputs, goes_on=goes_on, **specs)
 
         self._background.start(key, make)
@@ -321,7 +338,9 @@ class Decoder:
         """Returns what of weights and state an executable is compiled for."""
         own = self._variant_of(params, state)
         plain, params, state = self._of_bucket(params, state, Bucket(self.sizes.rows, 0))
-        return Signature(own, own if plain is self else plain._variant_of(params, state))
+        if plain is self:
+            return Signature(own, own, is_plain_own=True)
+        return Signature(own, plain._variant_of(params, state), is_plain_own=False)
 
     def is_coming(self, bucket: Bucket, signature: Signature) -> bool:
         """Returns whether a burst is being compiled beside what runs."""
@@ -335,7 +354,7 @@ class Decoder:
 
     def _key_of(self, bucket: Bucket, signature: Signature) -> tuple[Decoder, tuple]:
         """Returns the decoder that holds a burst, and the key of the executable there."""
-        if bucket.num_speculative_tokens:
+        if bucket.num_speculative_tokens or signature.is_plain_own:
             return self, (self._burst_key(bucket), signature.drafting)
         return self.plain, (self.plain._burst_key(bucket), signature.plain)
 
@@ -381,8 +400,9 @@ class Decoder:
         """Runs `specjax.decode.mixed.mixed_step`, executables as of `prefill`. Donates the
         state."""
         prompt_spec = self._prompt_spec(state)
+        absorbs = self._absorbs(state)
         run = lambda state, params, plan, row_ids, counts: mixed_step(
-            self.step_spec(0),
+            self.step_spec(0, absorbs=absorbs),
             prompt_spec,
             params,
             state,
@@ -488,23 +508,44 @@ class Decoder:
     def compiled_burst(self, num_speculative_tokens: int):
         """Returns the compiled burst, for its memory_analysis() and text, once called."""
         key = ("burst", num_speculative_tokens)
-        decoder = self if num_speculative_tokens else self.plain
+        decoder = self if num_speculative_tokens or self.drafter.taps else self.plain
         return next(run for (name, _), run in decoder._executables.items() if name == key)
 
-    def step_spec(self, num_speculative_tokens: int, max_drafts: int | None = None) -> StepSpec:
-        """Returns what the step of a K is compiled for; arguments as of `burst`."""
+    def step_spec(
+        self,
+        num_speculative_tokens: int,
+        max_drafts: int | None = None,
+        *,
+        absorbs: bool = False,
+    ) -> StepSpec:
+        """Returns what the step of a K is compiled for; arguments as of `burst`.
+
+        Args:
+          absorbs: whether the drafter absorbs hidden states at K = 0 too.
+        """
         most = self.config.max_drafts_per_shard
         if max_drafts is not None:
             most = max_drafts // self.num_shards
         drafter = none.drafter()
-        if num_speculative_tokens > 0:
-            drafter = self._build_drafter(num_speculative_tokens, most is not None)
+        is_built = num_speculative_tokens > 0 or absorbs
+        if is_built:
+            drafter = self._build_drafter(max(num_speculative_tokens, 1), most is not None)
         return StepSpec(
             decoder=self.config,
             drafter=drafter,
             num_speculative_tokens=num_speculative_tokens,
             max_drafts_per_shard=most,
+            taps=self.taps if is_built else (),
         )
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states the drafter absorbs, from 0 to num_layers.
+
+        Raises:
+          ValueError: the target has no such layer.
+        """
+        return resolve_taps(self.drafter.taps, self.target.num_layers)
 
     def _prompt_spec(self, state: DecodeState) -> StepSpec:
         """Returns the spec whose drafter sees prompts."""
@@ -541,20 +582,16 @@ class Decoder:
 
     def _build_drafter(self, num_speculative_tokens: int, is_ranked: bool = False) -> Drafter:
         spec = self.drafter
-        if spec.taps:
-            raise NotImplementedError(
-                f"drafter {type(spec).__name__} asks for taps={spec.taps}: the target's hidden "
-                "states do not reach drafters yet. Build it without taps."
-            )
-        context = DrafterContext(
-            target=self.target,
-            num_speculative_tokens=num_speculative_tokens,
-            dtype=self.sizes.dtype,
-            tensor_axis=sharding.tensor_axis(self.mesh),
-            keeps_probs=self.keeps_probs,
-            says_confidence=is_ranked,
-        )
         try:
+            context = DrafterContext(
+                target=self.target,
+                num_speculative_tokens=num_speculative_tokens,
+                dtype=self.sizes.dtype,
+                tensor_axis=sharding.tensor_axis(self.mesh),
+                keeps_probs=self.keeps_probs,
+                says_confidence=is_ranked,
+                taps=self.taps,
+            )
             drafter = guarded(spec.build(context))
             if spec.takes_text and drafter.remember is None:
                 raise ValueError("the spec says takes_text, and the drafter has no remember")

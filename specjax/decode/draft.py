@@ -21,13 +21,22 @@ from specjax.types import (
 
 
 def draft(
-    drafter: Drafter, params: DecoderParams, state: DecodeState, depth: int, vocab_size: int
+    drafter: Drafter,
+    params: DecoderParams,
+    state: DecodeState,
+    depth: int,
+    vocab_size: int,
+    least_root: int = 0,
 ) -> tuple[DecodeState, Draft]:
     """Asks for drafts; those of a chain are written into `history`.
 
     A row drafts no deeper than its cap, and no deeper than it may still emit less the
     one token that the target always adds. Of what a drafter does wrong nothing is
     verified, and the row drafts no more: see `_without_faults`.
+
+    Args:
+      depth: static, K.
+      least_root: static; rows whose root stands before this position draft nothing.
 
     Raises:
       ValueError: probabilities come with a proposal that was not drawn from them.
@@ -38,6 +47,8 @@ def draft(
         # Drafting feeds the root and all but the last draft token.
         room = jnp.minimum(room, drafter.max_positions - root)
     room = jnp.where(state.is_active, jnp.maximum(room, 0), 0)
+    if least_root:
+        room = jnp.where(root >= least_root, room, 0)
     caps = jnp.minimum(jnp.minimum(state.draft_caps, depth), room)
     drafted = drafter.draft(params, state.drafter, state, caps)
     proposal = drafted.proposal

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.decode.absorb import absorb_committed
 from specjax.decode.prefill import prompt_batch, take_prompt
 from specjax.decode.state import DecodeState, follow
-from specjax.decode.step import step
+from specjax.decode.step import advance
 from specjax.decode.step_spec import StepSpec
 from specjax.paged.forward import Part
 from specjax.types import BurstPlan, DecoderParams, StepInfo
@@ -40,6 +41,12 @@ def mixed_step(
     """
     state = follow(state, plan)
     batch = prompt_batch(prompt_spec, state, row_ids, counts, max_tokens_per_row)
-    state, info = step(spec, params, state, Part(batch, max_tokens_per_row))
-    state = take_prompt(prompt_spec, params, state, batch, row_ids, counts, max_tokens_per_row)
+    state, info, committed = advance(spec, params, state, Part(batch, max_tokens_per_row))
+    taps = ()
+    if committed is not None:
+        state = absorb_committed(spec, params, state, committed)
+        taps = committed.beside
+    state = take_prompt(
+        prompt_spec, params, state, batch, row_ids, counts, max_tokens_per_row, taps=taps
+    )
     return state, jax.tree.map(lambda leaf: leaf[None], info), jnp.int32(1)

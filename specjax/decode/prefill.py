@@ -10,6 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.decode.absorb import absorb_prompt
 from specjax.decode.state import DecodeState, with_table
 from specjax.decode.step_spec import StepSpec
 from specjax.paged.forward import forward, make_batch
@@ -37,7 +38,7 @@ def prefill(
     """
     state = with_table(state, block_table)
     batch = prompt_batch(spec, state, row_ids, counts, max_tokens_per_row)
-    _, pages = forward(
+    _, pages, tapped = forward(
         params.target,
         spec.config,
         state.cache.pages,
@@ -45,10 +46,13 @@ def prefill(
         max_tokens_per_row=max_tokens_per_row,
         token_bucket=spec.token_bucket,
         tensor_axis=spec.tensor_axis,
+        taps=spec.taps,
     )
     cache = dataclasses.replace(state.cache, pages=pages)
     state = dataclasses.replace(state, cache=cache)
-    return take_prompt(spec, params, state, batch, row_ids, counts, max_tokens_per_row)
+    return take_prompt(
+        spec, params, state, batch, row_ids, counts, max_tokens_per_row, taps=tapped.batch
+    )
 
 
 def prompt_batch(
@@ -61,7 +65,7 @@ def prompt_batch(
     """Lays out the next counts[i] tokens of row row_ids[i]."""
     cache = state.cache
     row = jnp.minimum(row_ids, state.rows - 1)
-    return make_batch(
+    batch = make_batch(
         state.history[row],
         cache.block_table[row],
         cache.lengths[row],
@@ -70,6 +74,14 @@ def prompt_batch(
         page_size=cache.page_size,
         num_slots=cache.num_slots,
     )
+    if not spec.decoder.drafter.taps:
+        return batch
+    # The last token of shared pages is fed again for its hidden states (see `Scheduler`): others
+    # read its keys and values, which stay as they are.
+    place = jnp.minimum(batch.row_ids, row_ids.shape[0] - 1)
+    is_shared = batch.positions < state.drafter_lengths[row[place]]
+    slots = jnp.where(is_shared, cache.num_slots, batch.slot_mapping)
+    return dataclasses.replace(batch, slot_mapping=slots)
 
 
 def take_prompt(
@@ -80,14 +92,26 @@ def take_prompt(
     row_ids: Array,
     counts: Array,
     max_tokens_per_row: int,
+    *,
+    taps: tuple[Array, ...] = (),
 ) -> DecodeState:
-    """Feeds a prompt_batch that the target has had to the drafter, and makes it final."""
-    drafter_state = spec.drafter.prefill(params, state.drafter, batch, row_ids, max_tokens_per_row)
+    """Feeds a prompt_batch that the target has had to the drafter, and makes it final.
+
+    Args:
+      taps: [num_tokens, hidden_size] each, of spec.taps.
+    """
+    if spec.taps:
+        state = absorb_prompt(spec, params, state, batch, taps, row_ids, max_tokens_per_row)
+    else:
+        drafter = spec.drafter.prefill(params, state.drafter, batch, row_ids, max_tokens_per_row)
+        state = dataclasses.replace(state, drafter=drafter)
     added = jnp.zeros(state.rows, jnp.int32).at[row_ids].add(counts, mode="drop")
     lengths = state.cache.lengths + added
+    drafter_lengths = state.drafter_lengths + added
+    if spec.decoder.drafter.taps:
+        drafter_lengths = jnp.where(added > 0, lengths, state.drafter_lengths)
     return dataclasses.replace(
         state,
         cache=dataclasses.replace(state.cache, lengths=lengths),
-        drafter=drafter_state,
-        drafter_lengths=state.drafter_lengths + added,
+        drafter_lengths=drafter_lengths,
     )

@@ -30,7 +30,9 @@ class DecodeState:
     cache: PagedKVCache
     drafter: Any  # the drafter's own pytree
     drafter_lengths: (
-        Array  # i32[rows], tokens whose KV is final in the drafter's cache; at most lengths
+        # i32[rows], tokens whose KV is final in the drafter's cache; at most lengths, or one
+        # more where the last token of shared pages is to be fed again
+        Array
     )
     history: Array  # i32[rows, max_length]
     sampling: RowSampling
@@ -60,7 +62,8 @@ class Admission:
     max_lengths: HostArray
     rules: HostArray
     # Tokens whose keys and values the row's pages hold already: the target's, and the
-    # drafter's, at most as many.
+    # drafter's, at most as many. Where the last token of shared pages is fed again
+    # (Scheduler.feeds_shared_again) the target's count is one less.
     lengths: HostArray
     drafter_lengths: HostArray
 

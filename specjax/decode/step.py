@@ -1,4 +1,4 @@
-"""One speculative step: draft -> verify -> accept -> commit."""
+"""One speculative step: draft -> verify -> accept -> commit, and absorb."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from specjax.decode.absorb import Committed, absorb_committed
 from specjax.decode.commit import commit, longest_path
 from specjax.decode.draft import draft
 from specjax.decode.state import DecodeState
 from specjax.decode.step_spec import StepSpec
 from specjax.decode.submit import submit
 from specjax.decode.verify import verify
+from specjax.drafters import none
 from specjax.paged.forward import Part
 from specjax.types import DecoderParams, StepInfo
 
@@ -22,17 +24,33 @@ def step(
     state: DecodeState,
     beside: Part | None = None,
 ) -> tuple[DecodeState, StepInfo]:
-    """Advances every active row by 1 to K + 1 tokens.
+    """Advances every active row by 1 to K + 1 tokens; the drafter absorbs them.
 
     Args:
       beside: prompt tokens of rows that are not active, for the target to take along.
     """
+    state, info, committed = advance(spec, params, state, beside)
+    if committed is not None:
+        state = absorb_committed(spec, params, state, committed)
+    return state, info
+
+
+def advance(
+    spec: StepSpec,
+    params: DecoderParams,
+    state: DecodeState,
+    beside: Part | None = None,
+) -> tuple[DecodeState, StepInfo, Committed | None]:
+    """Does what `step` does but absorb: that is left to the caller where spec.taps are."""
+    drafter = spec.drafter if spec.num_speculative_tokens else none.drafter()
     state, drafted = draft(
-        spec.drafter,
+        drafter,
         params,
         state,
         spec.num_speculative_tokens,
         spec.config.vocab_size,
+        # The token before the root was told with it; before a root at 0 there is none.
+        least_root=1 if spec.taps else 0,
     )
     proposed = drafted.proposal
     if spec.max_drafts_per_shard is not None:
@@ -41,5 +59,14 @@ def step(
     depth = jnp.where(state.is_active, longest_path(proposed), 0)
     cache, verification = verify(spec, params.target, state, drafted.proposal, beside)
     state = dataclasses.replace(state, cache=cache)
-    state, info = commit(state, spec.drafter, drafted, verification)
-    return state, dataclasses.replace(info, proposed_depth=depth)
+    roots = state.cache.lengths
+    state, info = commit(state, drafter, drafted, verification, absorbs=bool(spec.taps))
+    info = dataclasses.replace(info, proposed_depth=depth)
+    if verification.tapped is None or verification.places is None:
+        return state, info, None
+    tapped = verification.tapped
+    return (
+        state,
+        info,
+        Committed(roots, info.num_committed, verification.places, tapped.batch, tapped.beside),
+    )

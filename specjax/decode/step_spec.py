@@ -17,8 +17,10 @@ class StepSpec:
     """A decoder's configuration, and what differs from one of its steps to another.
 
     Attributes:
-      drafter: built for K.
+      drafter: built for K, or for K = 1 where K is 0 and it absorbs; none() where K is 0 and it
+        does not.
       num_speculative_tokens: K; 0 is plain decoding.
+      taps: layers of the target whose hidden states the drafter absorbs; () where it absorbs none.
       max_drafts_per_shard: as in DecoderConfig, or the share of the step's own bucket.
     """
 
@@ -26,6 +28,7 @@ class StepSpec:
     drafter: Drafter
     num_speculative_tokens: int
     max_drafts_per_shard: int | None = None
+    taps: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.rules and self.token_bucket is not None:

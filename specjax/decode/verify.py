@@ -18,6 +18,7 @@ from specjax.decode.step_spec import StepSpec
 from specjax.models.base import Params
 from specjax.paged.forward import (
     Part,
+    Tapped,
     forward,
     logits,
     make_batch,
@@ -48,6 +49,10 @@ class Verification(NamedTuple):
     # chosen
     is_invalid: Array
     logprobs: LogProbs  # of acceptance.token_ids, leading [rows, max_depth + 1]
+    # Where spec.taps are: hidden states of all that was fed, and where in the batch the nodes
+    # after which acceptance.token_ids stand are, i32[rows, max_depth + 1].
+    tapped: Tapped | None = None
+    places: Array | None = None
 
 
 def verify(
@@ -67,7 +72,7 @@ def verify(
     """
     size = _tokens_at_once(spec, proposal, state.rows)
     batch = _make_batch(spec, state, proposal, size)
-    hidden, pages = forward(
+    hidden, pages, tapped = forward(
         params,
         spec.config,
         state.cache.pages,
@@ -76,6 +81,7 @@ def verify(
         token_bucket=spec.token_bucket,
         tensor_axis=spec.tensor_axis,
         beside=beside,
+        taps=spec.taps,
     )
     nodes = _nodes(state, proposal, batch, hidden)
     flat = tokens_of(batch.row_starts, batch.token_ids.shape[0], proposal.num_nodes)
@@ -85,6 +91,10 @@ def verify(
     else:
         said = _choose(decide_rows, nodes, size, batch.row_starts[-1])
         verification = _by_equality(proposal, _at(said, flat))
+    if spec.taps:
+        path = nodes_on_path(verification.acceptance)
+        places = jnp.take_along_axis(flat, path, axis=1)
+        verification = verification._replace(tapped=tapped, places=places)
     return dataclasses.replace(state.cache, pages=pages), verification
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -191,6 +191,21 @@ class DrafterSpec:
         return tuple(model_work(config, dtype, 1, count) for config in self.configs)
 
 
+def resolve_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Returns taps counted from the first layer; those below 0 count from the normed output.
+
+    Raises:
+      ValueError: there is no such layer.
+    """
+    resolved = tuple(tap + num_layers + 1 if tap < 0 else tap for tap in taps)
+    if any(not 0 <= tap <= num_layers for tap in resolved):
+        raise ValueError(
+            f"taps={tuple(taps)} must lie from {-num_layers - 1} to {num_layers}, for a target of "
+            f"{num_layers} layers."
+        )
+    return resolved
+
+
 def no_tree_message(name: str) -> str:
     """Returns what is said where a draft model's tree is asked of another drafter."""
     return (
@@ -307,12 +322,13 @@ class Drafter(NamedTuple):
         row_ids         i32[n], as of `prefill`
         max_tokens_per_row  static
 
-    It is called after commit where K > 0; at the end of a burst at K = 0, with the tokens of
-    that burst; for both parts of a mixed step; and chunk by chunk with prompts. A row may
-    draft only where its newest feature is that of the token before its root: a prompt of
-    one token has no pair yet, and a row that changed hands (`enter_rows`) must not read
-    the feature of the row before. No decoder calls it yet: a spec with taps is refused with
-    NotImplementedError.
+    It is called after commit where K > 0; every few steps at K = 0, with the tokens of all of
+    them; for both parts of a mixed step; and chunk by chunk with prompts. So when `draft` is
+    called it was told of every token before the root, with the root as the last next token:
+    there is nothing to catch up with, `Draft.written` stays None, and what a tree fed needs
+    no `move`. A row whose root is its first token has been told nothing, and is not asked for
+    drafts. Where a row shares the pages of others, the last token of those is fed once more and
+    told again: its pair is the first that lies in a page of the row's own.
     """
 
     draft: Callable[[DecoderParams, Any, Any, Array], Draft]

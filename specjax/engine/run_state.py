@@ -98,6 +98,7 @@ class RunState:
             self.device_state = self._new_state()
             drafter = jax.tree.leaves(self.device_state.drafter)
             self.scheduler.needs_drafter = bool(drafter)
+            self.scheduler.feeds_shared_again = bool(drafter and self.decoder.drafter.taps)
 
     def _new_state(self) -> DecodeState:
         if self.faults.is_drafter_off:
@@ -127,7 +128,7 @@ class RunState:
         self.params = DecoderParams(self.params.target)
         if self.device_state is not None:
             self.device_state = without_drafter(self.device_state)
-        self.scheduler.needs_drafter = False
+        self.scheduler.needs_drafter = self.scheduler.feeds_shared_again = False
         self.faults.turn_drafter_off(reason)
 
     def do_without(self, error: Exception) -> None:

@@ -50,6 +50,10 @@ class Scheduler:
       shares_prefixes: whether rows may read pages that others filled.
       prefill_tokens: most prompt tokens of one call, of each shard.
       needs_drafter: whether such pages must hold the drafter's keys and values too.
+
+    Attributes:
+      feeds_shared_again: whether a row feeds the last token of the pages it shares once more,
+        for its hidden states: a drafter that absorbs them pairs each with the next token.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Scheduler:
         self._most_batch_tokens = most_batch_tokens
         self._shares_prefixes = shares_prefixes
         self.needs_drafter = needs_drafter
+        self.feeds_shared_again = False
         self._prefilling: list[Row] = []  # in the order of their requests
 
     @property
@@ -404,7 +409,7 @@ class Scheduler:
                 shard,
                 request,
                 token_ids,
-                num_prefilled=num_shared,
+                num_prefilled=num_shared - (self.feeds_shared_again and num_shared > 0),
                 num_drafter_final=num_shared,
                 prefixes=[prefix.id for prefix in shared],
                 num_drafter_remembered=len(shared),

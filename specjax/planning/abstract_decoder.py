@@ -116,6 +116,13 @@ class AbstractDecoder(Decoder):
             return jax.eval_shape(functools.partial(self._initial_state, True))
 
     @property
+    def taps(self) -> tuple[int, ...]:
+        """As many as of the whole target: of its first layers those that are there."""
+        most = self.target.num_layers
+        named = (tap if tap >= 0 else tap + most + 1 for tap in self.drafter.taps)
+        return tuple(min(max(tap, 0), most) for tap in named)
+
+    @property
     def abstract_params(self) -> DecoderParams:
         """Shapes and dtypes of the weights of target and drafter."""
         dtype = self.sizes.dtype

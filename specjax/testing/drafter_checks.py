@@ -27,7 +27,14 @@ from specjax.decode.prefill import prefill
 from specjax.decode.sizes import Sizes
 from specjax.decode.state import Admission, DecodeState
 from specjax.drafters import base
-from specjax.drafters.base import Draft, Drafter, DrafterContext, DrafterError, guarded
+from specjax.drafters.base import (
+    Draft,
+    Drafter,
+    DrafterContext,
+    DrafterError,
+    guarded,
+    resolve_taps,
+)
 from specjax.drafters.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.drafters.spec import NoDrafter
 from specjax.engine.admission import make_admission
@@ -253,6 +260,7 @@ class _Check:
                 target=self.target.config,
                 num_speculative_tokens=max(self.depth, 1),
                 dtype=self.sizes.dtype,
+                taps=resolve_taps(self.spec.taps, self.target.config.num_layers),
                 keeps_probs=keeps_probs,
                 says_confidence=says_confidence,
             )
@@ -273,15 +281,17 @@ class _Check:
         state, drafter = rows.state, self.drafter
         expected = jax.eval_shape(lambda: state.drafter)
         self.check_axes(expected)
-        spec = dataclasses.replace(self.decoder.step_spec(0), drafter=drafter)
+        told = self.decoder.step_spec(0, absorbs=bool(self.spec.taps))
+        spec = dataclasses.replace(told, drafter=drafter)
         ids = jnp.arange(ROWS, dtype=jnp.int32)
         row = Row(0, 0, self.occupant(0).request, PROMPTS[0], 0, 0)
         admission = make_admission(self.decoder, [[row]], ROWS)
         feed = functools.partial(prefill, spec, max_tokens_per_row=WIDTH)
         some, table = ids[:BUCKET], jnp.asarray(rows.table)
+        prefilled = lambda state: feed(self.params, state, table, ids, ids).drafter
         calls = {
             "enter_rows": lambda state: decode_state.admit(state, drafter, admission).drafter,
-            "prefill": lambda state: feed(self.params, state, table, ids, ids).drafter,
+            "absorb" if self.spec.taps else "prefill": prefilled,
             "draft": lambda state: self.propose(state, ids).state,
             "move": lambda state: drafter.move(state.drafter, ids, ids),
             "state_axes": lambda state: base.put_rows(

@@ -10,12 +10,16 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import AlternatingDrafter, MarginalsDrafter, tiny_llama
+from tap_keeper import TapKeeper
 
 import specjax
+from specjax.decode import burst
 from specjax.drafters.base import (
     ROWS,
+    Draft,
     Drafter,
     DrafterContext,
     DrafterSpec,
@@ -33,6 +37,7 @@ from specjax.drafters.spec import (
 from specjax.testing import check_drafter
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import from_widths
+from specjax.types import Proposal
 
 TARGET = tiny_llama(0, vocab_size=31, num_layers=1, hidden_size=16, intermediate_size=16)
 # Of another seed: laws differ from the target's.
@@ -80,7 +85,7 @@ def example() -> dict[str, Any]:
     text = DOCS.read_text()
     code, test = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(code, str(DOCS), "exec"), names)
+    exec(compile(code, str(DOCS), "exec", dont_inherit=True), names)
     # Of the test all but the line that loads a target.
     lines = [line for line in test.splitlines() if not line.startswith("target = ")]
     names |= {"test": "\n".join(lines), "target": TARGET}
@@ -237,7 +242,7 @@ WRONG = {
     ),
     "proposes no token": (
         WrongWithoutLaws(NgramDrafter(1, 3), proposing(spoil(31, since=9))),
-        "it proposed token ids outside the vocabulary",
+        "token ids outside the vocabulary",
     ),
     "proposes NaN": (
         WrongWithoutLaws(NgramDrafter(1, 3), proposing(spoil(-(2**31)))),
@@ -290,13 +295,37 @@ def test_a_mistake_in_the_example_is_found(example, change, message):
         check(WrongWithoutLaws(right, change))
 
 
-def test_a_drafter_with_taps_is_refused():
-    @dataclasses.dataclass(frozen=True)
-    class Tapped(WrongWithoutLaws):
-        taps: ClassVar[tuple[int, ...]] = (-1,)
+@dataclasses.dataclass(frozen=True)
+class TapReader(TapKeeper):
+    """Drafts by all that it was told of a row's tokens, in its pages."""
 
-    with pytest.raises(NotImplementedError, match=r"taps=\(-1,\)"):
-        check(Tapped(NgramDrafter(), lambda right: right))
+    def build(self, context):
+        keeper = super().build(context)
+        width = len(context.taps) * context.target.hidden_size
+        vocab_size, depth = context.target.vocab_size, context.num_speculative_tokens
+        weights = np.random.default_rng(0).normal(size=(width, depth * vocab_size))
+
+        def draft(params, state, decode_state, num_tokens):
+            cache, kept = decode_state.cache, state["kept"]
+            own = kept[jnp.maximum(cache.block_table, 0)][..., :width]
+            own = own.reshape(own.shape[0], -1, width)
+            place = jnp.arange(own.shape[1])[None, :]
+            is_read = (place >= 1) & (place <= cache.lengths[:, None])
+            read = jnp.where(is_read[..., None], own, 0.0).sum(axis=1)
+            scores = (read @ jnp.asarray(weights, read.dtype)).reshape(-1, depth, vocab_size)
+            token_ids = jnp.argmax(scores, axis=2).astype(jnp.int32)
+            return Draft(Proposal(token_ids=token_ids, num_tokens=num_tokens), state)
+
+        return keeper._replace(draft=draft)
+
+
+@pytest.mark.full
+def test_a_drafter_that_reads_hidden_states(monkeypatch):
+    check(TapReader(NgramDrafter()))
+    # Another drafter: nothing that was compiled for the first is right for it.
+    monkeypatch.setattr(burst, "absorb_waiting", lambda spec, params, state, waiting: state)
+    with pytest.raises(AssertionError, match="after steps at K = 0: its drafts are not those"):
+        check(TapReader(NgramDrafter(), layers=(1,)))
 
 
 def test_a_spec_is_one():

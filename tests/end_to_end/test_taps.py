@@ -1,0 +1,264 @@
+"""Hidden states that reach a drafter, against a dense forward's, whatever happens to rows."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from helpers import ScriptedDrafter, assert_engine_is_empty, tiny_llama
+from tap_keeper import TapKeeper, Told
+
+import specjax
+from specjax.config.engine import EngineConfig
+from specjax.config.sampling import SamplingParams
+from specjax.decode import absorb, burst, mixed, step
+from specjax.decode.decoder import shared_decoder
+from specjax.drafters.spec import NgramDrafter
+from specjax.engine import run_state
+from specjax.policy.interface import Decision
+
+PAGE_SIZE, MAX_LENGTH = 4, 64
+ENGINE = EngineConfig(
+    page_size=PAGE_SIZE,
+    max_rows=4,
+    burst_steps=4,
+    max_context=MAX_LENGTH,
+    max_prefill_tokens=16,
+    row_buckets=(2,),
+)
+CHAIN = NgramDrafter(1, 3)
+TREE = NgramDrafter(1, 3, num_matches=3)
+SAMPLING = SamplingParams(temperature=0.7, max_tokens=18, ignore_eos=True, seed=3)
+GREEDY = dataclasses.replace(SAMPLING, temperature=0.0)  # repeats itself: drafts are accepted
+# One token in a row that was used before; a prompt three times, all but whose last token fill
+# pages; another end of shared pages; a chunk and more.
+SAME = [*range(1, 1 + 2 * PAGE_SIZE), 3]
+PROMPTS = [
+    [7, 8] * 9,
+    SAME,
+    [5],
+    SAME,
+    [9],
+    [*SAME[:PAGE_SIZE], 40, 41, 42],
+    SAME,
+    [6],
+    [1, 2, 3, 1, 2, 3, 1],
+    [*SAME[: 2 * PAGE_SIZE], 11],
+]
+
+
+class InTurn:
+    """A K for every burst, one after the other, in buckets of few rows where these do."""
+
+    max_speculative_tokens = 3
+    chooses_rows = True
+
+    def __init__(self, *depths):
+        self.depths = depths
+        self.num_chosen = 0
+        self.accepted = []
+        self.row_buckets = set()
+
+    def choose(self, load):
+        depth = load.limit(self.depths[self.num_chosen % len(self.depths)])
+        self.num_chosen += 1
+        self.row_buckets.add(load.row_buckets[0])
+        return Decision(
+            num_speculative_tokens=depth, reason="in turn", row_bucket=load.row_buckets[0]
+        )
+
+    def observe(self, outcome):
+        if outcome.bucket.num_speculative_tokens:
+            self.accepted.append(int(np.sum(outcome.num_accepted)))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(0)
+
+
+def drain(engine, ids, after_step=lambda: None):
+    """Steps until nothing is left; returns the token ids of each request."""
+    tokens = {each: [] for each in ids}
+    while engine.has_work:
+        for chunk in engine.step():
+            assert chunk.error is None
+            tokens[chunk.prompt_index] += chunk.token_ids
+        if engine.has_work:
+            after_step()
+    return [tokens[each] for each in ids]
+
+
+def add_all(engine):
+    """Queues all prompts, every other one greedy; returns their ids."""
+    return [engine.add(prompt, (SAMPLING, GREEDY)[i % 2]) for i, prompt in enumerate(PROMPTS)]
+
+
+def run(target, spec, policy, *, engine=ENGINE, **arguments):
+    """Runs requests; after each step compares all that the drafter was told.
+
+    Returns:
+      What was compared, the token ids of each request, and the engine's loop.
+    """
+    layers = tuple(tap % (target.config.num_layers + 1) for tap in spec.layers)
+    told = Told(target, layers, MAX_LENGTH)
+    with specjax.Engine(
+        target,
+        drafter=spec,
+        num_speculative_tokens=3,
+        engine=engine,
+        policy=policy,
+        **arguments,
+    ) as running:
+        tokens = drain(running, add_all(running), lambda: told.check(running))
+        assert_engine_is_empty(running)
+        return told, tokens, running._loop
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    with specjax.Engine(target, engine=ENGINE) as engine:
+        return drain(engine, add_all(engine))
+
+
+def num_fed_without_sharing():
+    return sum(len(prompt) - 1 for prompt in PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def script(target, plain):
+    """Returns a drafter that is right about some of the tokens that follow."""
+    texts = [(*prompt, *tokens) for prompt, tokens in zip(PROMPTS, plain)]
+    return ScriptedDrafter(tuple(texts), (2, 0, 3, 1), target.config.vocab_size)
+
+
+@pytest.mark.parametrize("kind", ["chain", pytest.param("tree", marks=pytest.mark.full)])
+def test_a_drafter_is_told_of_every_token(target, plain, script, kind):
+    """Prompts, shared prefixes, reused rows, drafts that are rejected, K = 0 between them."""
+    policy = InTurn(3, 0, 0, 2)
+    told, tokens, loop = run(target, TapKeeper(script if kind == "chain" else TREE), policy)
+    assert tokens == plain
+    assert told.num_compared > 500
+    assert sum(policy.accepted) > (20 if kind == "chain" else 3)
+    assert {2, 4} <= policy.row_buckets
+    # Two pages of a prompt were shared at least three times, but for a token fed again.
+    assert loop.num_prefilled <= num_fed_without_sharing() - 3 * (2 * PAGE_SIZE - 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "how",
+    [
+        dict(engine=dict(num_pages=17, burst_steps=1)),  # rows are preempted
+        dict(engine=dict(mixed_prefill=False)),
+        dict(engine=dict(numerics="invariant")),
+        dict(engine=dict(burst_steps=19)),  # windows of K = 0 that are cut
+        dict(verification="rejection"),
+    ],
+    ids=str,
+)
+def test_whatever_happens_to_rows(target, plain, script, how):
+    engine = dataclasses.replace(ENGINE, **how.get("engine", {}))
+    options = {name: value for name, value in how.items() if name != "engine"}
+    policy = InTurn(3, 0, 2)
+    inner = CHAIN if options else script  # a script has no laws to compare
+    told, tokens, loop = run(target, TapKeeper(inner), policy, engine=engine, **options)
+    assert told.num_compared > 300
+    assert (loop.num_preemptions > 0) == (engine.num_pages is not None)
+    if not options and engine.numerics == "fast":
+        assert tokens == plain
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)], ids=str)
+def test_over_a_mesh(target, plain, script, shape):
+    mesh = jax.make_mesh(shape, ("data", "tensor"), devices=jax.devices()[: shape[0] * shape[1]])
+    told, tokens, _ = run(target, TapKeeper(script), InTurn(3, 0, 2), mesh=mesh)
+    assert tokens == plain
+    assert told.num_compared > 500
+
+
+def test_a_tap_that_is_no_layer_turns_the_drafter_off(target, plain):
+    layers = 0, target.config.num_layers + 1
+    expected = pytest.warns(UserWarning, match=r"taps=\(0, 3\) must lie from -3 to 2")
+    with (
+        expected,
+        specjax.Engine(target, drafter=TapKeeper(CHAIN, layers), engine=ENGINE) as engine,
+    ):
+        assert drain(engine, [engine.add(PROMPTS[0], SAMPLING)]) == plain[:1]
+
+
+def test_k_0_without_taps_is_one_executable_for_all(target):
+    """Plain decoding beside a drafter that absorbs nothing is that of the target alone."""
+    with specjax.Engine(target, drafter=CHAIN, engine=ENGINE) as engine:
+        decoder = engine._loop._run.decoder
+        state = engine._loop._run.device_state
+        assert decoder._plain_of(state) is decoder.plain is not decoder
+        assert decoder.step_spec(3).taps == ()
+
+
+# What a mistake in telling would look like, each made in one place.
+
+
+def shifted(monkeypatch):
+    """Token j is told with the hidden state of token j + 1."""
+    right = absorb._absorb
+
+    def wrong(spec, params, state, batch, taps, max_tokens_per_row):
+        taps = tuple(jax.numpy.roll(tap, -1, axis=0) for tap in taps)
+        return right(spec, params, state, batch, taps, max_tokens_per_row)
+
+    monkeypatch.setattr(absorb, "_absorb", wrong)
+
+
+def of_rejected_nodes(monkeypatch):
+    """Hidden states are those of other nodes than the accepted ones."""
+    monkeypatch.setattr(
+        step,
+        "absorb_committed",
+        lambda spec, params, state, committed: absorb.absorb_committed(
+            spec, params, state, committed._replace(places=committed.places[:, ::-1])
+        ),
+    )
+
+
+def lost_at_k_0(monkeypatch):
+    """Steps of K = 0 are not told."""
+    monkeypatch.setattr(burst, "absorb_waiting", lambda spec, params, state, waiting: state)
+
+
+def of_the_row_before(monkeypatch):
+    """The last token of shared pages is not fed again: its pair is what the page held before."""
+    right = run_state.RunState.ensure_state
+
+    def wrong(self):
+        right(self)
+        self.scheduler.feeds_shared_again = False
+
+    monkeypatch.setattr(run_state.RunState, "ensure_state", wrong)
+
+
+def lost_beside(monkeypatch):
+    """Prompts beside rows that decode are not told."""
+    right = mixed.take_prompt
+
+    def wrong(spec, params, state, *arguments, taps):
+        return right(spec, params, state, *arguments, taps=tuple(0 * tap for tap in taps))
+
+    monkeypatch.setattr(mixed, "take_prompt", wrong)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "mistake", [shifted, of_rejected_nodes, lost_at_k_0, of_the_row_before, lost_beside]
+)
+def test_a_mistake_is_seen(target, script, monkeypatch, mistake):
+    shared_decoder.cache_clear()
+    mistake(monkeypatch)
+    # Another keeper than elsewhere: nothing that was compiled before is right for it.
+    spec = TapKeeper(script, layers=(1, -1))
+    try:
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            run(target, spec, InTurn(3, 0, 0, 2))
+    finally:
+        shared_decoder.cache_clear()
