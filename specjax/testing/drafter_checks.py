@@ -63,10 +63,10 @@ ENGINE = EngineConfig(
     max_bias_entries=1,
     max_allowed_tokens=1,
 )
-# A text with a period, one token, one token again and again, more than one chunk, and a
-# text that begins as the first one goes on.
+# A text with a period, one token, one token again and again, more than one chunk, and one that
+# is told apart from the first, whose row it gets, by what follows one of its tokens.
 MOST_STEPS = 12  # that any request takes, of which at most 8 draft
-PROMPTS = ([1, 2, 3, 1, 2, 3, 1, 2], [5], [4, 4, 4, 9, 4, 4], [7, 8] * 9, [2, 3, 1, 2])
+PROMPTS = ([1, 2, 3, 1, 2, 3, 1, 2], [5], [4, 4, 4, 9, 4, 4], [7, 8] * 9, [2, 5, 2, 6, 2, 6, 2])
 
 
 def check_drafter(
@@ -342,14 +342,16 @@ class _Check:
         rows.enter({3: texts[1], 1: texts[3]})
         rows.feed_beside()
         rows.feed()
-        rows.decode(depth, 1)
         self.check_drafts(rows, "after preemption, reuse of a row and a mixed step")
+        rows.decode(depth, 1)
+        self.check_drafts(rows, "after drafting in a row that was reused")
         rows.decode(depth, 2, caps=[depth, 1, 0, depth])
         self.check_drafts(rows, "after rows were capped")
         rows.enter({0: texts[4]})
         rows.feed()
-        rows.decode(depth, 1)
         self.check_drafts(rows, "after another row was reused")
+        rows.decode(depth, 1)
+        self.check_drafts(rows, "after drafting in another row that was reused")
         self.check_output(texts)
         self.check_traces()
 
@@ -440,7 +442,9 @@ class _Check:
         if not self.depth:
             return
         caps = [self.depth if occupant else 0 for occupant in rows.occupants]
-        found, stands = self.drafts(rows.state, caps)
+        is_active = jnp.asarray([occupant is not None for occupant in rows.occupants])
+        state = dataclasses.replace(rows.state, is_active=is_active)
+        found, stands = self.drafts(state, caps)
         if self.spec.learns:
             return
         expected, _ = self.drafts(self.fresh(rows), caps)
