@@ -1,7 +1,7 @@
 """How an op picks among its implementations."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 import jax
@@ -26,6 +26,27 @@ def in_a_loop() -> Iterator[None]:
     """
     with _is_looped(True):
         yield
+
+
+# Pairs of an op and an implementation; part of the key of jit's caches.
+_named = jax.make_user_context(default_value=())
+
+
+@contextlib.contextmanager
+def by_name(named: Iterable[tuple[str, str]]) -> Iterator[None]:
+    """Ops traced within, and called without `implementation`, are run by the one named here.
+
+    Args:
+      named: pairs of an op and an implementation, of `pallas_kernels.names`. Other ops pick the
+        best for their case.
+    """
+    with _named(tuple(sorted(named))):
+        yield
+
+
+def named_for(op: str, name: str | None) -> str | None:
+    """Returns `name`, or where it is None the implementation that `by_name` says, if any."""
+    return dict(_named.value).get(op) if name is None else name
 
 
 def is_in_a_loop() -> bool:

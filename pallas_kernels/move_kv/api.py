@@ -7,7 +7,7 @@ import jax
 from jax import Array
 
 from pallas_kernels import layout
-from pallas_kernels.implementations import call_best, needs_platform
+from pallas_kernels.implementations import call_best, named_for, needs_platform
 from pallas_kernels.move_kv.mosaic_tpu import move_kv_mosaic_tpu
 from pallas_kernels.move_kv.reference import move_kv_reference
 from pallas_kernels.move_kv.xla import move_kv_xla
@@ -54,6 +54,7 @@ def move_kv(
     layout.validate_int32(source_slots=source_slots, target_slots=target_slots)
     arguments = (pages, source_slots, target_slots)
     mosaic_tpu = functools.partial(move_kv_mosaic_tpu, *arguments)
+    implementation = named_for("move_kv", implementation)
     implementations = {
         "mosaic_tpu": needs_platform("tpu", mosaic_tpu),
         "xla": functools.partial(move_kv_xla, *arguments),

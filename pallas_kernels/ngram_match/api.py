@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import layout
-from pallas_kernels.implementations import call_best
+from pallas_kernels.implementations import call_best, named_for
 from pallas_kernels.ngram_match.reference import ngram_match_reference
 from pallas_kernels.ngram_match.xla import ngram_match_xla
 
@@ -81,6 +81,7 @@ def ngram_match(
         )
     arguments = (history, num_tokens, corpus, num_corpus_tokens)
     options = dict(min_match=min_match, max_match=max_match, num_matches=num_matches)
+    implementation = named_for("ngram_match", implementation)
     implementations = {
         "xla": functools.partial(ngram_match_xla, *arguments, **options),
         "reference": functools.partial(ngram_match_reference, *arguments, **options),

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import layout
-from pallas_kernels.implementations import call_best
+from pallas_kernels.implementations import call_best, named_for
 from pallas_kernels.path_attention.reference import path_attention_reference
 from pallas_kernels.path_attention.xla import path_attention_xla
 
@@ -91,6 +91,7 @@ def path_attention(
     options = dict(
         path_offsets=path_offsets, sinks=sinks, scale=scale, softcap=softcap, window=window
     )
+    implementation = named_for("path_attention", implementation)
     implementations = {
         "xla": functools.partial(path_attention_xla, *arguments, **options),
         "reference": functools.partial(path_attention_reference, *arguments, **options),

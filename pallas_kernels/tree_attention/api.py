@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import layout
-from pallas_kernels.implementations import call_best, if_named, needs_platform
+from pallas_kernels.implementations import call_best, if_named, named_for, needs_platform
 from pallas_kernels.tree_attention.mosaic_gpu import tree_attention_mosaic_gpu
 from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
 from pallas_kernels.tree_attention.reference import tree_attention_reference
@@ -126,6 +126,7 @@ def tree_attention(
     )
     mosaic_tpu = functools.partial(tree_attention_mosaic_tpu, *arguments, **options)
     mosaic_gpu = functools.partial(tree_attention_mosaic_gpu, *arguments, **options)
+    implementation = named_for("tree_attention", implementation)
     implementations = {
         "mosaic_tpu": needs_platform("tpu", mosaic_tpu),
         "mosaic_gpu": if_named("mosaic_gpu", implementation, needs_platform("gpu", mosaic_gpu)),

@@ -5,7 +5,7 @@ import functools
 from jax import Array
 
 from pallas_kernels import layout
-from pallas_kernels.implementations import call_best, needs_platform
+from pallas_kernels.implementations import call_best, named_for, needs_platform
 from pallas_kernels.write_kv.mosaic_tpu import write_kv_mosaic_tpu
 from pallas_kernels.write_kv.reference import write_kv_reference
 from pallas_kernels.write_kv.xla import write_kv_xla
@@ -66,6 +66,7 @@ def write_kv(
     k, v = (layout.to_lines(new, k_pages) for new in (k, v))
     arguments = (k_pages, v_pages, k, v, slot_mapping)
     mosaic_tpu = functools.partial(write_kv_mosaic_tpu, *arguments)
+    implementation = named_for("write_kv", implementation)
     implementations = {
         "mosaic_tpu": needs_platform("tpu", mosaic_tpu),
         "xla": functools.partial(write_kv_xla, *arguments),

@@ -12,6 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from pallas_kernels.implementations import target_platform
+from pallas_kernels.names import PLATFORMS
 from specjax import sharding
 from specjax.api.requests import Refused, make_requests, one_each
 from specjax.api.sizing import (
@@ -109,9 +111,21 @@ class Setup:
         )
         mesh = sharding.automatic(mesh)
         setup = cls(model, loaded, speculation, _engine_config(engine), mesh)
+        setup._check_kernels()
         setup._check_budgets()
         _warn_of_context(model, setup.engine)
         return setup
+
+    def _check_kernels(self) -> None:
+        """Refuses implementations of another platform than the one that steps run on."""
+        with sharding.lowered(self.mesh):
+            own = target_platform()
+        for op, name in dict(self.engine.kernels).items():
+            if (needed := PLATFORMS.get(name, own)) != own:
+                raise ValueError(
+                    f"EngineConfig.kernels[{op!r}]={name!r} runs on {needed}, and this is {own}; "
+                    "leave it out, or name another."
+                )
 
     def _check_budgets(self) -> None:
         """Refuses bytes and pages that cannot be, before anything is compiled."""

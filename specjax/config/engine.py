@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Mapping
 from typing import Any
 
+from pallas_kernels.names import IMPLEMENTATIONS
 from specjax.config.checks import is_int, is_number
 
 NUMERICS = ("fast", "invariant")
+
+# Of each op, what may run it. References are for tests: they are slow.
+KERNELS = {op: names[:-1] for op, names in IMPLEMENTATIONS.items()}
 
 GATES = ("current", "worst_case")  # which tokens of a batch weigh
 
@@ -95,6 +100,10 @@ class EngineConfig:
     # Whether prompts are prefilled beside rows that decode, in the same matmuls, or in calls
     # of their own; those it is under invariant numerics.
     mixed_prefill: bool = True
+    # Which implementation runs an op, by the op's name: {"tree_attention": "mosaic_gpu"}. Any
+    # mapping is taken; what is kept are pairs, so that the config is hashable. An op that is not
+    # named runs the best implementation for its case.
+    kernels: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
         if self.numerics not in NUMERICS:
@@ -110,6 +119,7 @@ class EngineConfig:
             self._check_size(name, most)
         self._check_row_buckets()
         self._check_slots()
+        object.__setattr__(self, "kernels", _named_kernels(self.kernels))
 
     def _check_size(self, name: str, most: int) -> None:
         """Refuses a size that is no whole number, or that nothing could hold."""
@@ -159,3 +169,30 @@ class EngineConfig:
             )
         as_ints = map(operator.index, buckets)
         object.__setattr__(self, "row_buckets", tuple(sorted(set(as_ints))))
+
+
+def _named_kernels(given: Any) -> tuple[tuple[str, str], ...]:
+    """Returns pairs of an op and an implementation, in order.
+
+    Raises:
+      ValueError: there is no such op, or none of its implementations has the name.
+    """
+    try:
+        named = dict(given)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"EngineConfig.kernels={given!r:.200} must be a mapping of an op to its "
+            'implementation, as {"tree_attention": "xla"}.'
+        ) from None
+    for op, name in named.items():
+        if op not in KERNELS:
+            raise ValueError(
+                f"EngineConfig.kernels has {op!r:.100}, which is no op; expected any of "
+                f"{', '.join(KERNELS)}."
+            )
+        if name not in KERNELS[op]:
+            raise ValueError(
+                f"EngineConfig.kernels[{op!r}]={name!r:.100} must be one of "
+                f"{', '.join(KERNELS[op])}."
+            )
+    return tuple(sorted(named.items()))

@@ -15,6 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
+from pallas_kernels.implementations import by_name
 from specjax import sharding
 from specjax.decode import executable_store
 from specjax.decode import state as decode_state
@@ -770,7 +771,7 @@ class Decoder:
                 out_specs=(own, *out_specs),
                 check_vma=False,  # the loop's carries are replicated or split by construction
             )
-        with sharding.lowered(self.mesh):
+        with sharding.lowered(self.mesh), by_name(dict(self.engine_config.kernels).items()):
             return jax.jit(run, donate_argnums=0).lower(state, *arguments)
 
     def _signature_of(self, params: DecoderParams | None) -> tuple:

@@ -63,6 +63,7 @@ def key_of(decoder: Decoder) -> dict[str, Any]:
             config.engine.numerics,
             config.engine.max_logprobs,
             config.engine.logit_bytes,
+            *config.engine.kernels,
         )
     )
     kind = device.device_kind

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.implementations import call_best, needs_platform
+from pallas_kernels.implementations import call_best, named_for, needs_platform
 from pallas_kernels.seeded_sample import seeded_sample
 from specjax.sampling.argmax import (
     Score,
@@ -131,8 +131,8 @@ def choose_and(
             )
 
         # Both paths below take the same one: a token must not depend on which it is.
-        kernel = needs_platform("tpu", by_kernel)
-        return call_best({"kernel": kernel, "xla": by_xla}, None)
+        races = {"mosaic_tpu": needs_platform("tpu", by_kernel), "xla": by_xla}
+        return call_best(races, named_for("seeded_sample", None))
 
     def scale_and_race() -> Choice:
         return race(logits, scaler(logits, sampling, row), bounded_argmax)
