@@ -1,3 +1,5 @@
 """Tests for code that others write against specjax."""
 
-from specjax.testing.drafter_checks import check_drafter as check_drafter
+from specjax.testing.drafter_checks import check_drafter
+
+__all__ = ["check_drafter"]

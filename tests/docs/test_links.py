@@ -10,6 +10,7 @@ import pytest
 from pages import DOCS, PAGES, ROOT, name_of
 
 import specjax
+import specjax.testing
 
 PAGES = [*PAGES, ROOT / "pallas_kernels" / "README.md", ROOT / "specjax" / "demo" / "README.md"]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -85,6 +86,7 @@ def test_every_public_name_is_in_the_reference():
         for name in _DIRECTIVE.findall(page.read_text(encoding="utf-8"))
     ]
     public = {f"specjax.{name}" for name in dir(specjax)} - {"specjax.__version__"}
+    public |= {f"specjax.testing.{name}" for name in specjax.testing.__all__}
     assert public == {name for name in named if name.startswith("specjax.")}
     ops = {path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py")}
     assert {f"pallas_kernels.{op}.{op}" for op in ops} <= set(named)
