@@ -131,7 +131,7 @@ def state_specs(state: Any, mesh: Mesh, drafter_axes: Any) -> Any:
         `Drafter.state_axes` returns them.
     """
 
-    def spec(path, leaf) -> PartitionSpec:
+    def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
         axes = next(STATE_AXES[name] for name in names if name in STATE_AXES)
         return _spec(axes, leaf.shape, mesh)

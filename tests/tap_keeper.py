@@ -93,6 +93,7 @@ class Told:
         run = lambda params, ids: sequence_logits(params, target.config, ids, taps=layers)[1]
         self._run = jax.jit(run)
         self.num_compared = 0
+        self._filled: dict[tuple[int, int, int], list[np.ndarray]] = {}
 
     def check(self, engine: Engine) -> None:
         """Asserts that every row's pages hold what the dense forward says of its tokens."""
@@ -104,6 +105,20 @@ class Told:
                 told, expected, rtol=1e-3, atol=1e-3, err_msg=f"row {row}, tokens {token_ids}"
             )
             self.num_compared += len(told)
+        self.check_full_pages(run)
+
+    def check_full_pages(self, run: Any) -> None:
+        """Asserts that nobody writes to a page again that others may read."""
+        pages = jax.tree.map(np.asarray, run.device_state.cache.pages)
+        num_pages = run.scheduler.pools[0].num_pages
+        for row in run.scheduler.occupied:
+            own = run.scheduler.block_table[row.index]
+            for prefix, page in zip(row.prefixes, own.tolist()):
+                place = page + row.shard * num_pages
+                held = [leaf[place] for leaf in jax.tree.leaves(pages)]
+                before = self._filled.setdefault((row.shard, prefix, page), held)
+                for was, now in zip(before, held, strict=True):
+                    np.testing.assert_array_equal(was, now, err_msg="a full page was rewritten")
 
     def expected(self, token_ids: np.ndarray) -> np.ndarray:
         """Returns what is told of the tokens that have one after them, [tokens - 1, width]."""

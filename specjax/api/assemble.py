@@ -586,7 +586,9 @@ def _load_target(target: Any) -> Model:
     return target
 
 
-def _speculation(given, verification, num_speculative_tokens) -> SpeculationConfig:
+def _speculation(
+    given: Any, verification: str | None, num_speculative_tokens: int | None
+) -> SpeculationConfig:
     """Returns one config from vLLM's JSON and the arguments, which win."""
     if given is None:
         config = SpeculationConfig()

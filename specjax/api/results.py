@@ -149,7 +149,7 @@ class Generation(Sequence[Completion]):
         self.completions = completions
         self.stats = stats
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: Any) -> Any:
         return self.completions[index]
 
     def __len__(self) -> int:

@@ -36,7 +36,8 @@ def absorb_committed(
     spec: StepSpec, params: DecoderParams, state: DecodeState, committed: Committed
 ) -> DecodeState:
     """Tells the drafter of what a step committed; `state` is that after it."""
-    num_tokens = committed.taps[0].shape[0]
+    # A tree has more nodes than a path can commit.
+    num_tokens = min(committed.taps[0].shape[0], committed.places.size)
     batch = _batch(state, committed.roots, committed.counts, num_tokens)
     row = jnp.minimum(batch.row_ids, state.rows - 1)
     ahead = jnp.clip(batch.positions - committed.roots[row], 0, committed.places.shape[1] - 1)

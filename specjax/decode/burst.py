@@ -49,8 +49,8 @@ def burst(
     whole = state = follow(state, plan)
     if plan.row_ids is not None:
         state = take_rows(whole, spec.drafter, plan.row_ids)
-    shapes = jax.eval_shape(lambda s: step(spec, params, s)[1], state)
-    report = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), shapes)
+    info, committed = jax.eval_shape(lambda s: advance(spec, params, s)[1:], state)
+    report = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), info)
 
     def proceeds(at: _Progress) -> Array:
         return at.goes_on & (at.num_steps < plan.num_steps)
@@ -75,14 +75,13 @@ def burst(
         """Runs steps of K = 0, and absorbs all of them at once: a drafter's pass is dear."""
         num_steps = min(WINDOW, max_steps)
         first = at.num_steps
-        committed = jax.eval_shape(lambda s: advance(spec, params, s)[2], at.state)
         assert committed is not None
 
         def body(carry):
             at, waiting = carry
-            state, info, committed = advance(spec, params, at.state)
-            assert committed is not None
-            waiting = wait(waiting, at.num_steps - first, committed)
+            state, info, new = advance(spec, params, at.state)
+            assert new is not None
+            waiting = wait(waiting, at.num_steps - first, new)
             return noted(at, state, info), waiting
 
         has_room = lambda carry: proceeds(carry[0]) & (carry[0].num_steps - first < num_steps)

@@ -42,7 +42,8 @@ def commit(
     Args:
       absorbs: whether the drafter is told of all that is committed here.
     """
-    acceptance, is_invalid, logprobs = verification[:3]
+    acceptance, is_invalid = verification.acceptance, verification.is_invalid
+    logprobs = verification.logprobs
     token_ids, num_accepted = acceptance.token_ids, acceptance.num_accepted
     ahead = jnp.arange(token_ids.shape[1])[None, :]
     root = state.cache.lengths
@@ -73,7 +74,10 @@ def commit(
         state,
         cache=cache,
         history=write_tokens(state.history, root + 1, token_ids, num_committed),
-        drafter_lengths=jnp.minimum(written, cache.lengths),
+        # Of rows that wait for their prompts it says what pages they share.
+        drafter_lengths=jnp.where(
+            state.is_active, jnp.minimum(written, cache.lengths), state.drafter_lengths
+        ),
         is_active=state.is_active & (finish == RUNNING),
     )
     depth = jnp.where(state.is_active, longest_path(draft.proposal), 0)

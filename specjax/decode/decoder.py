@@ -39,7 +39,7 @@ from specjax.drafters.base import (
 )
 from specjax.drafters.history import Pieces
 from specjax.drafters.spec import NoDrafter
-from specjax.models.families import family_of
+from specjax.models.families import is_own
 from specjax.paged import kv_cache
 from specjax.runtime.jax_settings import in_own_settings
 from specjax.sampling import RowSampling
@@ -175,11 +175,10 @@ class Decoder:
           The state, and i32[] that is there when the device is done: the state will be
           donated before anybody can wait for it.
         """
-        spec = self._prompt_spec(state)
 
         def run(state, params, block_table, row_ids, counts):
             state = prefill(
-                spec,
+                self._prompt_spec(state),
                 params,
                 state,
                 block_table,
@@ -223,10 +222,14 @@ class Decoder:
         )
 
     def _burst_function(self, bucket: Bucket, *, absorbs: bool) -> Callable:
-        spec = self.step_spec(bucket.num_speculative_tokens, bucket.max_drafts, absorbs=absorbs)
-        return lambda state, params, plan: burst(
-            spec, self.sizes.burst_steps, params, state, plan, any_shard=self._any_shard
-        )
+        def run(state, params, plan):
+            # Made here: a drafter is built when a step is compiled, and not with every call.
+            depth, most = bucket.num_speculative_tokens, bucket.max_drafts
+            spec = self.step_spec(depth, most, absorbs=absorbs)
+            steps = self.sizes.burst_steps
+            return burst(spec, steps, params, state, plan, any_shard=self._any_shard)
+
+        return run
 
     def _burst_specs(self, params: DecoderParams, plan: BurstPlan) -> dict[str, Any]:
         specs = self._plan_specs
@@ -400,11 +403,9 @@ class Decoder:
     ):
         """Runs `specjax.decode.mixed.mixed_step`, executables as of `prefill`. Donates the
         state."""
-        prompt_spec = self._prompt_spec(state)
-        absorbs = self._absorbs(state)
         run = lambda state, params, plan, row_ids, counts: mixed_step(
-            self.step_spec(0, absorbs=absorbs),
-            prompt_spec,
+            self.step_spec(0, absorbs=self._absorbs(state)),
+            self._prompt_spec(state),
             params,
             state,
             plan,
@@ -730,10 +731,9 @@ class Decoder:
         Over a mesh, or with code that is not specjax's own (of the drafter, or of a family that
         was registered), jax's cache has to do.
         """
-        is_own = type(self.drafter).__module__.startswith("specjax.")
-        configs = self.config.target, *getattr(self.drafter, "configs", ())
-        is_own = is_own and all(family_of(config).is_own for config in configs)
-        if self.mesh is not None or not is_own:
+        has_own_code = type(self.drafter).__module__.startswith("specjax.")
+        has_own_code &= all(map(is_own, (self.target, *self.drafter.configs)))
+        if self.mesh is not None or not has_own_code:
             return None
         return executable_store.name_of(repr((key, self.config)), inputs)
 

@@ -74,6 +74,7 @@ def prompt_batch(
         page_size=cache.page_size,
         num_slots=cache.num_slots,
     )
+    # By the decoder's drafter: it holds where the drafter was turned off since.
     if not spec.decoder.drafter.taps:
         return batch
     # The last token of shared pages is fed again for its hidden states (see `Scheduler`): others

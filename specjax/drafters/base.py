@@ -3,7 +3,7 @@
 A drafter proposes; it can never change what is emitted, only how fast. Everything it does
 runs inside the jitted burst: pure functions over a state of its own, any pytree. A drafter
 whose function raises, or that proposes NaN or ids outside the vocabulary, is turned off for
-the run; decoding goes on without it. docs/your-own-drafter.md has an example of 30 lines.
+the run; decoding goes on without it. docs/your-own-drafter.md has an example.
 """
 
 from __future__ import annotations

@@ -31,6 +31,13 @@ class LoadedDrafter:
                 f"spec is {self.spec!r:.200}; expected a specjax.DrafterSpec: derive the class of "
                 "a drafter of your own from it."
             )
+        try:
+            hash(self.spec)
+        except TypeError as error:
+            raise TypeError(
+                f"spec is {self.spec!r:.200}, which is not hashable ({error}); make its class a "
+                "dataclass(frozen=True) with hashable fields: it is part of the key of every step."
+            ) from None
 
     def __repr__(self) -> str:
         kind = type(self.spec).__name__

@@ -197,7 +197,7 @@ class _Scores:
 
 
 def _describe(
-    logprobs, index: tuple[int, int, int], token_id: int, params: SamplingParams
+    logprobs: Any, index: tuple[int, int, int], token_id: int, params: SamplingParams
 ) -> TokenLogProbs:
     num_top = params.logprobs
     top = lambda ids, values: tuple(

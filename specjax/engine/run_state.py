@@ -133,11 +133,19 @@ class RunState:
 
     def do_without(self, error: Exception) -> None:
         """Drops what a step failed for that was not sent; raises where nothing is left."""
-        is_of_drafter = isinstance(error, TooLarge) and error.key[0] == "remember"
-        if isinstance(error, DrafterError) or is_of_drafter:
+        if isinstance(error, DrafterError) or self._is_of_drafter(error):
             self.turn_drafter_off(str(error))
         elif isinstance(error, TooLarge):
             self.faults.drop(error)
+
+    def _is_of_drafter(self, error: Exception) -> bool:
+        """Returns whether a step fits without the drafter, perhaps, and is needed."""
+        if not isinstance(error, TooLarge):
+            return False
+        # What a drafter absorbs it makes something of, beside prompts and plain steps too.
+        absorbs = self.decoder.drafter.taps and not self.faults.is_drafter_off
+        needed = error.key[:2] == ("burst", 0) or error.key[0] == "prefill"
+        return error.key[0] == "remember" or bool(absorbs and needed)
 
     def notice_failed(self) -> None:
         """Goes on without what could not be compiled beside what ran."""

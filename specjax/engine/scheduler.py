@@ -409,7 +409,7 @@ class Scheduler:
                 shard,
                 request,
                 token_ids,
-                num_prefilled=num_shared - (self.feeds_shared_again and num_shared > 0),
+                num_prefilled=num_shared - int(self.feeds_shared_again and num_shared > 0),
                 num_drafter_final=num_shared,
                 prefixes=[prefix.id for prefix in shared],
                 num_drafter_remembered=len(shared),

@@ -12,7 +12,6 @@ import numpy as np
 from specjax.decode.bucket import Bucket
 from specjax.decode.sizes import PLACES
 from specjax.decode.state import DecodeState
-from specjax.drafters.base import DrafterError
 from specjax.engine.burst_choice import BurstChoice
 from specjax.engine.faults import RECOVERABLE
 from specjax.engine.flight import Flight
@@ -25,6 +24,9 @@ from specjax.types import BurstPlan, StepInfo
 # Calls of prompt chunks that rows wait for, which could decode already but have not yet
 # begun: a batch that starts together then needs no mixed step.
 PATIENCE = 8
+
+# The state after the steps, what they report, and how many ran.
+Sent = tuple[DecodeState, StepInfo, Any]
 
 
 class Sender:
@@ -103,7 +105,7 @@ class Sender:
     def _fly(
         self,
         flight: Flight,
-        launch: Callable[[BurstPlan], tuple[DecodeState, StepInfo, Any]],
+        launch: Callable[[BurstPlan], Sent],
     ) -> None:
         """Sends steps for which pages were reserved."""
         run, scheduler = self._run, self._run.scheduler
@@ -164,16 +166,23 @@ class Sender:
         )
         try:
             run.device_state, done = prefill()
-        except DrafterError as error:
+        except RECOVERABLE as error:
             run.do_without(error)
             run.device_state, done = prefill()
         run.prompts.done_at = self._stopwatch.done_at(done)
 
-    def _plain(self, plan: BurstPlan):
+    def _plain(self, plan: BurstPlan) -> Sent:
         run = self._run
-        return run.decoder.burst(run.params, run.device_state, plan, num_speculative_tokens=0)
+        plain = lambda: run.decoder.burst(
+            run.params, run.device_state, plan, num_speculative_tokens=0
+        )
+        try:
+            return plain()
+        except RECOVERABLE as error:
+            run.do_without(error)
+        return plain()
 
-    def _mixed(self, plan: BurstPlan):
+    def _mixed(self, plan: BurstPlan) -> Sent:
         run = self._run
         # One prompt at a time: padding would cost the rows that decode beside it.
         chunk = self._next_chunk(most_places=1)

@@ -218,8 +218,3 @@ class Family:
     logits: Callable[..., Array]
     work: Callable[[Any, int], ForwardWork]
     has_experts: bool = False
-
-    @property
-    def is_own(self) -> bool:
-        """Whether its code is specjax's own, and known by specjax's version."""
-        return getattr(self.forward, "__module__", "").startswith("specjax.")

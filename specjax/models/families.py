@@ -5,7 +5,8 @@ from __future__ import annotations
 from specjax.models import gpt2, llama
 from specjax.models.base import Family, ModelConfig
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (llama.FAMILY, gpt2.FAMILY)}
+_OWN = llama.FAMILY, gpt2.FAMILY
+FAMILIES: dict[str, Family] = {family.name: family for family in _OWN}
 
 
 def register(family: Family) -> None:
@@ -43,6 +44,11 @@ def family_of(config: ModelConfig) -> Family:
             "register its family with specjax.models.register."
         )
     return family
+
+
+def is_own(config: ModelConfig) -> bool:
+    """Returns whether specjax's own code runs a config: its version then says what it computes."""
+    return any(family_of(config) is family for family in _OWN)
 
 
 def family_of_type(model_type: str) -> Family | None:

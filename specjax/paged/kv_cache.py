@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from pallas_kernels import layout
 from pallas_kernels.implementations import target_platform
@@ -57,7 +58,7 @@ class PagedKVCache:
 
 
 def init_pages(
-    config: ModelConfig, num_pages: int, page_size: int, dtype, *, kv_shards: int = 1
+    config: ModelConfig, num_pages: int, page_size: int, dtype: DTypeLike, *, kv_shards: int = 1
 ) -> tuple[Pages, ...]:
     """Returns empty pages for every layer of a model, as kernels of the platform read them best.
 
@@ -95,7 +96,7 @@ def init(
     num_pages: int,
     page_size: int,
     pages_per_row: int,
-    dtype,
+    dtype: DTypeLike,
     kv_shards: int = 1,
 ) -> PagedKVCache:
     """Returns a cache in which every row is empty and has no page.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -130,16 +131,22 @@ class AbstractDecoder(Decoder):
         return DecoderParams(abstract_weights(self.target, dtype), drafter)
 
     def _call(
-        self, key: tuple, function, state: DecodeState, *arguments, in_specs, out_specs
+        self,
+        key: tuple,
+        function: Callable,
+        state: DecodeState,
+        *arguments: Any,
+        in_specs: Any,
+        out_specs: Any,
     ) -> tuple[jax.stages.Lowered]:
         """Returns what would be compiled and run."""
         if self.mesh is not None:
             # Where arguments lie decides what the compiler must move or copy.
             state = _lay(state, self._state_specs(state), self.mesh)
-            arguments = [
+            arguments = tuple(
                 _lay(argument, specs, self.mesh)
                 for argument, specs in zip(arguments, in_specs, strict=True)
-            ]
+            )
         lowered = self._lower(
             key, function, state, *arguments, in_specs=in_specs, out_specs=out_specs
         )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from pallas_kernels.implementations import lowered_for
 from specjax import sharding
 from specjax.config import batch_size_table
+from specjax.decode.state import without_drafter
 from specjax.paged import kv_cache
 from specjax.paged.work import ModelWork, model_work
 from specjax.planning.abstract_decoder import AbstractDecoder
@@ -168,7 +169,7 @@ def _resident_bytes(whole: AbstractDecoder) -> int:
     """Returns the bytes of weights and state of one chip, pages left out."""
     state = whole.abstract_state
     cache = dataclasses.replace(state.cache, pages=())
-    state = dataclasses.replace(state, cache=cache, drafter=())
+    state = dataclasses.replace(without_drafter(state), cache=cache)
     return _chip_bytes(whole, whole.abstract_params, state)
 
 

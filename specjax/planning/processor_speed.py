@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import Array
 
 from specjax.planning.step_prior import ProcessorSpeed
 from specjax.runtime import compilation_cache, kept_files
@@ -64,13 +65,13 @@ def measure() -> ProcessorSpeed:
     weights = [(draw(HIDDEN, WIDE), draw(WIDE, HIDDEN)) for _ in range(LAYERS)]
 
     @jax.jit
-    def products(x, weights):
+    def products(x: Array, weights: list[tuple[Array, Array]]) -> Array:
         for up, down in weights:
             x = (x @ up) @ down * 1e-3
         return x
 
     @jax.jit
-    def small(x):
+    def small(x: Array) -> Array:
         for _ in range(NUM_SMALL):
             # A cumulative sum fuses with nothing: each is launched on its own.
             x = jax.lax.cumsum(x)

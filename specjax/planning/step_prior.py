@@ -75,7 +75,7 @@ def step_prior(
       target, drafters: the work of each model, and how many layers it has.
     """
 
-    def forward_s(model: tuple[ModelWork, int], rows: int, tokens: int, context: int):
+    def forward_s(model: tuple[ModelWork, int], rows: int, tokens: int, context: int) -> float:
         work, layers = model
         launches = layers * LAUNCHES_PER_LAYER * device.launch_s
         return device.forward_s(work, rows, tokens, context) + launches

@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 from specjax import sharding
 from specjax.api.assemble import Setup
-from specjax.api.requests import token_ids
+from specjax.api.requests import Refused, token_ids
 from specjax.config.checks import is_int
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import LOSSY_RULES, Rule
@@ -25,6 +25,7 @@ from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import DrafterSource
 from specjax.engine.loop import Loop
 from specjax.engine.metrics import BurstRecord
+from specjax.engine.request import Request
 from specjax.engine.text_feed import group_of
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.planning.abstract_decoder import abstract_weights
@@ -195,7 +196,9 @@ class RolloutDecoder:
             return NamedSharding(mesh, PartitionSpec())
         return place
 
-    def requests(self, prompts: Sequence[Any], sampling: Sequence[Any]):
+    def requests(
+        self, prompts: Sequence[Any], sampling: Sequence[Any]
+    ) -> tuple[list[Request], list[Refused]]:
         """Returns the valid requests, n per prompt, and those refused; see Setup."""
         return self._setup.requests(prompts, sampling)
 

@@ -51,7 +51,7 @@ def in_own_settings(function: Function) -> Function:
     """Returns a function that runs under `own_settings`."""
 
     @functools.wraps(function)
-    def run(*arguments, **options):
+    def run(*arguments: Any, **options: Any) -> Any:
         with own_settings():
             return function(*arguments, **options)
 
@@ -70,7 +70,7 @@ def entrance(name: str) -> Callable[[Function], Function]:
 
     def decorate(function: Function) -> Function:
         @functools.wraps(function)
-        def run(*arguments, **options):
+        def run(*arguments: Any, **options: Any) -> Any:
             check_not_traced(name)
             with own_settings():
                 return function(*arguments, **options)

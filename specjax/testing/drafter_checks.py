@@ -64,9 +64,17 @@ ENGINE = EngineConfig(
     max_allowed_tokens=1,
 )
 # A text with a period, one token, one token again and again, more than one chunk, and one that
-# is told apart from the first, whose row it gets, by what follows one of its tokens.
+# is told apart from the first, whose row it gets, by what follows one of its tokens. The last
+# begins with two pages of the fourth.
 MOST_STEPS = 12  # that any request takes, of which at most 8 draft
-PROMPTS = ([1, 2, 3, 1, 2, 3, 1, 2], [5], [4, 4, 4, 9, 4, 4], [7, 8] * 9, [2, 5, 2, 6, 2, 6, 2])
+PROMPTS = (
+    [1, 2, 3, 1, 2, 3, 1, 2],
+    [5],
+    [4, 4, 4, 9, 4, 4],
+    [7, 8] * 9,
+    [2, 5, 2, 6, 2, 6, 2],
+    [*[7, 8] * 8, 3, 7],
+)
 
 
 def check_drafter(
@@ -75,7 +83,8 @@ def check_drafter(
     """Runs a drafter through all that happens to rows, and compares its drafts.
 
     Prompts are prefilled in chunks and beside decoding rows; rows draft, decode at K = 0, draft
-    again, in two row buckets; one is preempted and enters another row; others are reused.
+    again, in two row buckets; one is preempted and enters another row; others are reused; one reads
+    pages that another filled.
 
     - Every function returns a state of one structure, and is traced once per bucket.
     - Greedy and seeded output equals plain decoding token for token.
@@ -125,17 +134,35 @@ class _Rows:
         self._is_new = np.zeros(ROWS, bool)
         self._num_fed = np.zeros(ROWS, np.int32)
 
-    def enter(self, occupants: dict[int, _Occupant]) -> None:
-        """Lets requests into rows, whatever they held, and feeds nothing yet."""
+    def enter(
+        self, occupants: dict[int, _Occupant], *, pages_of: tuple[int, int] | None = None
+    ) -> None:
+        """Lets requests into rows, whatever they held, and feeds nothing yet.
+
+        Args:
+          pages_of: a row whose first pages they read, and how many; None is none.
+        """
+        num_shared = 0
+        own = own_pages(ROWS, self.table.shape[1])
+        self.table = self.table.copy()  # what was sent may still read the one before
         for row, occupant in occupants.items():
             before = self.occupants[row]
             if before is not None and self._feed is not None:
                 prompt = before.request.prompt_token_ids
                 self._feed.cut(prompt, before.token_ids[len(prompt) :])
             self.occupants[row] = occupant
-            self._entered[row] = Row(row, 0, occupant.request, occupant.token_ids, 0, 0)
+            self.table[row] = own[row]
+            if pages_of is not None:
+                other, num_pages = pages_of
+                self.table[row, :num_pages] = self.table[other, :num_pages]
+                num_shared = num_pages * PAGE_SIZE
+            # The last token that is shared is fed again for its hidden states.
+            num_fed = num_shared - int(bool(self.decoder.drafter.taps) and num_shared > 0)
+            self._entered[row] = Row(
+                row, 0, occupant.request, occupant.token_ids, num_fed, num_shared
+            )
             self._is_new[row] = True
-            self._num_fed[row] = 0
+            self._num_fed[row] = num_fed
         self.state = self.decoder.admit(self.state, self.admission(list(occupants)))
 
     def admission(self, rows: Sequence[int]) -> Admission:
@@ -352,6 +379,12 @@ class _Check:
         self.check_drafts(rows, "after another row was reused")
         rows.decode(depth, 1)
         self.check_drafts(rows, "after drafting in another row that was reused")
+        # The first two pages of the fourth request, which row 1 holds, are the sixth's too.
+        rows.enter({2: texts[5]}, pages_of=(1, 2))
+        rows.feed()
+        self.check_drafts(rows, "after a row came to read the pages of another")
+        rows.decode(depth, 1)
+        self.check_drafts(rows, "after drafting in a row that reads the pages of another")
         self.check_output(texts)
         self.check_traces()
 

@@ -28,6 +28,7 @@ import jinja2.defaults
 import jinja2.ext
 import jinja2.filters
 import jinja2.nodes
+import jinja2.parser
 import jinja2.runtime
 import jinja2.sandbox
 import jinja2.utils
@@ -379,7 +380,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser):
+    def parse(self, parser: jinja2.parser.Parser) -> Any:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         # A scope, because the body must not leak its assignments.
@@ -580,19 +581,19 @@ def _check_modulo(budget: _Budget, left: Any, right: Any) -> None:
         _check_printf(budget, left, right)
 
 
-def _check_indent(budget: _Budget, text: Any, width: Any = 4, *_: Any, **__: Any):
+def _check_indent(budget: _Budget, text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
     budget.check_width(width)
     size = len(width) if isinstance(width, str) else int(width)
     text = str(text)
     budget.check_size(len(text) + size * (len(text.splitlines()) + 1))
 
 
-def _check_number_of(budget: _Budget, value: Any, number: Any = 0, *_: Any, **__: Any):
+def _check_number_of(budget: _Budget, value: Any, number: Any = 0, *_: Any, **__: Any) -> None:
     del value
     budget.check_width(number)
 
 
-def _check_round(budget: _Budget, value: Any, precision: Any = 0, *_: Any, **__: Any):
+def _check_round(budget: _Budget, value: Any, precision: Any = 0, *_: Any, **__: Any) -> None:
     del budget, value
     if isinstance(precision, int) and abs(precision) > 300:
         raise TemplateLimitError(f"it rounds to {precision} digits")

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from specjax.trees.static_shapes import TreeShape, from_rank_paths
 
@@ -31,7 +32,7 @@ class BestTree(NamedTuple):
     step_s: float | None = None  # where costs were given: draft and verify, seconds
 
 
-def taken_probabilities(conditional, max_depth: int) -> np.ndarray:
+def taken_probabilities(conditional: ArrayLike, max_depth: int) -> np.ndarray:
     """Returns f64[max_depth, num_siblings]: how often each child of a reached node is taken.
 
     Args:
@@ -58,7 +59,7 @@ def taken_probabilities(conditional, max_depth: int) -> np.ndarray:
     return np.concatenate([values[:, :1], rejected[:, :-1] * values[:, 1:]], axis=1)
 
 
-def expected_committed(shape: TreeShape, conditional) -> float:
+def expected_committed(shape: TreeShape, conditional: ArrayLike) -> float:
     """Returns the tokens a step with this tree commits on average, at least 1.
 
     Siblings past those measured are never taken.
@@ -72,7 +73,7 @@ def expected_committed(shape: TreeShape, conditional) -> float:
     return float(sum(reached))
 
 
-def best_tree(conditional, *, num_nodes: int, max_depth: int) -> BestTree:
+def best_tree(conditional: ArrayLike, *, num_nodes: int, max_depth: int) -> BestTree:
     """Returns the tree of at most num_nodes that commits the most tokens on average.
 
     A node that adds nothing is left out, so it may have fewer. No node has more
@@ -94,7 +95,7 @@ def best_tree(conditional, *, num_nodes: int, max_depth: int) -> BestTree:
 
 
 def best_tree_for_costs(
-    conditional,
+    conditional: ArrayLike,
     *,
     budgets: Sequence[int],
     verify_s: Sequence[float],
@@ -138,7 +139,7 @@ def best_tree_for_costs(
     return best
 
 
-def _checked(conditional, num_nodes: int, max_depth: int) -> np.ndarray:
+def _checked(conditional: ArrayLike, num_nodes: int, max_depth: int) -> np.ndarray:
     if num_nodes < 1 or max_depth < 0:
         raise ValueError(f"{num_nodes=} must be at least 1, the root, and {max_depth=} at least 0.")
     return taken_probabilities(conditional, max_depth)

@@ -237,7 +237,9 @@ def validate_values(
         )
 
 
-def _validate_row(row: int, parents: list, depths: list, max_depth: int, tokens):
+def _validate_row(
+    row: int, parents: list[int], depths: list[int], max_depth: int, tokens: list[int] | None
+) -> None:
     if (parents[0], depths[0]) != (NO_PARENT, 0):
         raise ValueError(
             f"{row=}: node 0 has parent {parents[0]} and depth {depths[0]}; expected "

@@ -53,8 +53,9 @@ class InTurn:
     max_speculative_tokens = 3
     chooses_rows = True
 
-    def __init__(self, *depths):
+    def __init__(self, *depths, max_drafts=None):
         self.depths = depths
+        self.max_drafts = max_drafts  # in the bucket of all rows
         self.num_chosen = 0
         self.accepted = []
         self.row_buckets = set()
@@ -63,8 +64,13 @@ class InTurn:
         depth = load.limit(self.depths[self.num_chosen % len(self.depths)])
         self.num_chosen += 1
         self.row_buckets.add(load.row_buckets[0])
+        rows = load.row_buckets[0]
+        is_ranked = rows == ENGINE.max_rows and depth > 1
         return Decision(
-            num_speculative_tokens=depth, reason="in turn", row_bucket=load.row_buckets[0]
+            num_speculative_tokens=depth,
+            reason="in turn",
+            row_bucket=rows,
+            max_drafts=self.max_drafts if is_ranked else None,
         )
 
     def observe(self, outcome):
@@ -154,6 +160,7 @@ def test_a_drafter_is_told_of_every_token(target, plain, script, kind):
         dict(engine=dict(numerics="invariant")),
         dict(engine=dict(burst_steps=19)),  # windows of K = 0 that are cut
         dict(verification="rejection"),
+        dict(verification="rejection", engine=dict(logit_bytes=4 * 61 * 4)),  # rows in chunks
     ],
     ids=str,
 )
@@ -176,6 +183,72 @@ def test_over_a_mesh(target, plain, script, shape):
     told, tokens, _ = run(target, TapKeeper(script), InTurn(3, 0, 2), mesh=mesh)
     assert tokens == plain
     assert told.num_compared > 500
+
+
+@pytest.mark.filterwarnings("ignore:drafter .* is turned off")
+@pytest.mark.parametrize("turns_off", [False, True], ids=["on", "turned off"])
+def test_shared_pages_are_never_written_again(target, script, turns_off):
+    """Several rows wait beside one that decodes, to feed the last token they share once more."""
+    told = Told(target, (2, 0), MAX_LENGTH)
+    long = dataclasses.replace(SAMPLING, max_tokens=44)
+    with specjax.Engine(
+        target,
+        drafter=TapKeeper(script),
+        num_speculative_tokens=3,
+        engine=ENGINE,
+        policy=InTurn(3, 0, 0, 2),
+    ) as engine:
+        engine.add([5], long)
+        first = engine.add(SAME, dataclasses.replace(SAMPLING, max_tokens=2))
+        while not any(chunk.prompt_index == first and chunk.completion for chunk in engine.step()):
+            pass
+        for last in (30, 31, 32):
+            engine.add([*SAME, last], SAMPLING)
+        run = engine._loop._run
+        while engine.has_work:
+            engine.step()
+            waits = [row for row in run.scheduler.occupied if row.num_to_prefill]
+            if turns_off and waits and not run.faults.is_drafter_off:
+                run.turn_drafter_off("somebody asked")
+            told.check_full_pages(run)
+    assert run.faults.is_drafter_off == turns_off
+
+
+@pytest.mark.full
+def test_ranked_drafts(target, plain, script):
+    """Fewer nodes are verified than rows may draft."""
+    policy = InTurn(3, 0, 3, max_drafts=6)
+    told, tokens, _ = run(target, TapKeeper(script), policy)
+    assert tokens == plain
+    assert told.num_compared > 300
+
+
+class Failing(TapKeeper):
+    """Cannot take what K = 0 gives it to absorb."""
+
+    def build(self, context):
+        right = super().build(context)
+
+        def absorb(params, state, fed, next_token_ids, taps, row_ids, max_tokens_per_row):
+            if max_tokens_per_row == ENGINE.burst_steps and len(row_ids) == ENGINE.max_rows:
+                raise MemoryError("a window is too much")
+            told = fed, next_token_ids, taps, row_ids, max_tokens_per_row
+            return right.absorb(params, state, *told)
+
+        return right._replace(absorb=absorb)
+
+
+@pytest.mark.full
+def test_a_drafter_that_cannot_absorb_is_turned_off(target, plain):
+    """In mid-run, with rows that were admitted and share pages: their prompts go on."""
+    engine = dataclasses.replace(ENGINE, row_buckets=())
+    arguments = dict(drafter=Failing(CHAIN), engine=engine, policy=InTurn(2, 2, 0))
+    with specjax.Engine(target, num_speculative_tokens=2, **arguments) as running:
+        with pytest.warns(UserWarning, match="a window is too much"):
+            tokens = drain(running, add_all(running))
+        assert tokens == plain
+        assert running._loop._run.faults.is_drafter_off
+        assert_engine_is_empty(running)
 
 
 def test_a_tap_that_is_no_layer_turns_the_drafter_off(target, plain):

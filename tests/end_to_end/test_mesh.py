@@ -128,3 +128,13 @@ def test_every_array_has_logical_axes(mesh):
         specs = sharding.param_specs(model.params, mesh, model.config)
         for spec, leaf in zip(jax.tree.leaves(specs), jax.tree.leaves(model.params)):
             assert len(spec) == leaf.ndim
+
+
+@pytest.mark.full
+def test_memory_is_planned_for_a_drafter_with_axes_of_its_own():
+    line = jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[:2])
+    engine = EngineConfig(page_size=8, max_rows=2, max_context=64, memory_bytes=10**9)
+    with specjax.Engine(tiny_llama(0), drafter="history", mesh=line, engine=engine) as running:
+        running.add([1, 2, 1, 2], SamplingParams(max_tokens=4))
+        while running.has_work:
+            running.step()

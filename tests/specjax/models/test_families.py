@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from helpers import ENGINE, random_model, tiny_gpt2_config, tiny_llama_config
 from jax.sharding import Mesh, PartitionSpec
-from made_up_families import HERON, NUM_EXPERTS, STILT_JSON, heron_config, stilt
+from made_up_families import HERON, NUM_EXPERTS, STILT_JSON, heron_config
 
 import specjax
 from specjax import sharding
@@ -20,7 +20,7 @@ from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import ModelDrafter, NoDrafter
 from specjax.models import register
 from specjax.models.dense import sequence_logits
-from specjax.models.families import FAMILIES, family_of
+from specjax.models.families import FAMILIES, family_of, is_own
 from specjax.models.hf_config import parse_config
 from specjax.models.loading import load_model
 from specjax.planning.abstract_decoder import abstract_weights
@@ -220,6 +220,14 @@ def test_steps_of_registered_families_are_not_kept_whole():
             )
         )
         assert decoder._store_name(("burst",), ()) is None
-    assert stilt.FAMILY.is_own is False
-    assert family_of(llama).is_own
+    assert not is_own(STILT)
+    assert is_own(llama)
     assert NUM_EXPERTS == 4
+
+
+def test_a_family_that_borrows_is_not_specjaxs_own(monkeypatch):
+    """Its logits may change while specjax's version stays."""
+    logits = lambda *arguments: -family_of(tiny_llama_config()).logits(*arguments)
+    mine = dataclasses.replace(family_of(tiny_llama_config()), name="mine", logits=logits)
+    monkeypatch.setitem(FAMILIES, "mine", mine)
+    assert not is_own(dataclasses.replace(tiny_llama_config(), architecture="mine"))
