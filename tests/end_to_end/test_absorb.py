@@ -151,6 +151,7 @@ def test_a_drafter_is_told_of_every_token(target, plain, script, kind):
     assert loop.num_prefilled <= num_fed_without_sharing() - 3 * (2 * PAGE_SIZE - 1)
 
 
+@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize(
     "how",
@@ -176,6 +177,7 @@ def test_whatever_happens_to_rows(target, plain, script, how):
         assert tokens == plain
 
 
+@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)], ids=str)
 def test_over_a_mesh(target, plain, script, shape):
@@ -214,6 +216,7 @@ def test_shared_pages_are_never_written_again(target, script, turns_off):
     assert run.faults.is_drafter_off == turns_off
 
 
+@pytest.mark.oldest
 @pytest.mark.full
 def test_ranked_drafts(target, plain, script):
     """Fewer nodes are verified than rows may draft."""
@@ -238,6 +241,7 @@ class Failing(TapKeeper):
         return right._replace(absorb=absorb)
 
 
+@pytest.mark.oldest
 @pytest.mark.full
 def test_a_drafter_that_cannot_absorb_is_turned_off(target, plain):
     """In mid-run, with rows that were admitted and share pages: their prompts go on."""
@@ -321,6 +325,7 @@ def lost_beside(monkeypatch):
     monkeypatch.setattr(mixed, "take_prompt", wrong)
 
 
+@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize(
     "mistake", [shifted, of_rejected_nodes, lost_at_k_0, of_the_row_before, lost_beside]

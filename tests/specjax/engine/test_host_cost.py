@@ -9,6 +9,7 @@ from test_loop import make_request
 from specjax.config.engine import EngineConfig
 from specjax.decode.bucket import Bucket
 from specjax.decode.sizes import Sizes
+from specjax.drafters.spec import NoDrafter
 from specjax.engine.loop import Loop
 from specjax.policy.goodput import Goodput
 from specjax.types import DecoderParams
@@ -35,7 +36,7 @@ class IdleDecoder:
         self.engine_config = EngineConfig()
         self.compile_s = 0.0
         self.burst_compile_s = 0.0
-        self.drafter = ()
+        self.drafter = NoDrafter()
 
     def place_params(self, params):
         return params

@@ -71,7 +71,8 @@ QUICK = ("none", "ngram", "changes its state", "calls its pages rows", "raises")
 
 
 def in_sets(names):
-    return [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in names]
+    marks = pytest.mark.full, pytest.mark.oldest
+    return [n if n in QUICK else pytest.param(n, marks=marks) for n in names]
 
 
 @pytest.mark.parametrize("name", in_sets(SPECS))
@@ -92,6 +93,7 @@ def example() -> dict[str, Any]:
     return names
 
 
+@pytest.mark.oldest
 @pytest.mark.full
 def test_the_example_of_the_docs_drafts(example):
     acceptance = example["out"].stats.acceptance
@@ -104,6 +106,7 @@ def test_the_example_of_the_docs_drafts(example):
     assert example["out"][0].token_ids == plain[0].token_ids
 
 
+@pytest.mark.oldest
 @pytest.mark.full
 def test_the_example_of_the_docs_holds(example):
     exec(example["test"], example)
@@ -279,6 +282,7 @@ def test_a_drafter_with_a_mistake_is_found(name):
         check(spec)
 
 
+@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -319,6 +323,7 @@ class TapReader(TapKeeper):
         return keeper._replace(draft=draft)
 
 
+@pytest.mark.oldest
 @pytest.mark.full
 def test_a_drafter_that_reads_hidden_states(monkeypatch):
     check(TapReader(NgramDrafter()))
