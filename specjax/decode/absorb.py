@@ -43,7 +43,8 @@ def absorb_committed(
     ahead = jnp.clip(batch.positions - committed.roots[row], 0, committed.places.shape[1] - 1)
     place = committed.places[row, ahead]
     taps = tuple(tap[place] for tap in committed.taps)
-    return _absorb(spec, params, state, batch, taps, committed.places.shape[1])
+    most = committed.places.shape[1]
+    return absorb(spec, params, state, batch, taps, _all_rows(state), most)
 
 
 class Waiting(NamedTuple):
@@ -80,10 +81,10 @@ def absorb_waiting(
     row = jnp.minimum(batch.row_ids, state.rows - 1)
     step = jnp.clip(batch.positions - waiting.roots[row], 0, num_steps - 1)
     taps = tuple(tap[step, row] for tap in waiting.taps)
-    return _absorb(spec, params, state, batch, taps, num_steps)
+    return absorb(spec, params, state, batch, taps, _all_rows(state), num_steps)
 
 
-def absorb_prompt(
+def absorb(
     spec: StepSpec,
     params: DecoderParams,
     state: DecodeState,
@@ -92,14 +93,21 @@ def absorb_prompt(
     row_ids: Array,
     max_tokens_per_row: int,
 ) -> DecodeState:
-    """Tells the drafter of prompt tokens. The batch's rows are places; see `prefill`."""
+    """Tells the drafter of the tokens of a batch, whose rows are places; see `prefill`.
+
+    Args:
+      taps: [num_tokens, hidden_size] each.
+      row_ids: i32[places], the row of each.
+    """
     # A place that is not used has no tokens.
-    rows = row_ids[jnp.minimum(batch.row_ids, row_ids.shape[0] - 1)]
+    place = jnp.minimum(batch.row_ids, row_ids.shape[0] - 1)
+    row = jnp.minimum(row_ids[place], state.rows - 1)
+    following = jnp.minimum(batch.positions + 1, state.history.shape[1] - 1)
     drafter = spec.drafter.absorb(
         params,
         state.drafter,
         batch,
-        _next_token_ids(state, batch, rows),
+        state.history[row, following],
         taps,
         row_ids,
         max_tokens_per_row,
@@ -107,25 +115,9 @@ def absorb_prompt(
     return dataclasses.replace(state, drafter=drafter)
 
 
-def _absorb(
-    spec: StepSpec,
-    params: DecoderParams,
-    state: DecodeState,
-    batch: TokenBatch,
-    taps: tuple[Array, ...],
-    max_tokens_per_row: int,
-) -> DecodeState:
-    """Tells the drafter of tokens of all rows, and counts them as its own."""
-    drafter = spec.drafter.absorb(
-        params,
-        state.drafter,
-        batch,
-        _next_token_ids(state, batch, batch.row_ids),
-        taps,
-        jnp.arange(state.rows, dtype=jnp.int32),
-        max_tokens_per_row,
-    )
-    return dataclasses.replace(state, drafter=drafter)
+def _all_rows(state: DecodeState) -> Array:
+    """Returns the row of each place where all rows are places, i32[rows]."""
+    return jnp.arange(state.rows, dtype=jnp.int32)
 
 
 def _batch(state: DecodeState, roots: Array, counts: Array, num_tokens: int) -> TokenBatch:
@@ -140,9 +132,3 @@ def _batch(state: DecodeState, roots: Array, counts: Array, num_tokens: int) -> 
         page_size=cache.page_size,
         num_slots=cache.num_slots,
     )
-
-
-def _next_token_ids(state: DecodeState, batch: TokenBatch, rows: Array) -> Array:
-    """Returns the token after each of a batch, i32[num_tokens]; rows: of each, i32[num_tokens]."""
-    row = jnp.minimum(rows, state.rows - 1)
-    return state.history[row, jnp.minimum(batch.positions + 1, state.history.shape[1] - 1)]

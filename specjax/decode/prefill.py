@@ -10,7 +10,7 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.decode.absorb import absorb_prompt
+from specjax.decode.absorb import absorb
 from specjax.decode.state import DecodeState, with_table
 from specjax.decode.step_spec import StepSpec
 from specjax.paged.forward import forward, make_batch
@@ -102,7 +102,7 @@ def take_prompt(
       taps: [num_tokens, hidden_size] each, of spec.taps.
     """
     if spec.taps:
-        state = absorb_prompt(spec, params, state, batch, taps, row_ids, max_tokens_per_row)
+        state = absorb(spec, params, state, batch, taps, row_ids, max_tokens_per_row)
     else:
         drafter = spec.drafter.prefill(params, state.drafter, batch, row_ids, max_tokens_per_row)
         state = dataclasses.replace(state, drafter=drafter)

@@ -279,13 +279,13 @@ def test_k_0_without_taps_is_one_executable_for_all(target):
 
 def shifted(monkeypatch):
     """Token j is told with the hidden state of token j + 1."""
-    right = absorb._absorb
+    right = absorb.absorb
 
-    def wrong(spec, params, state, batch, taps, max_tokens_per_row):
+    def wrong(spec, params, state, batch, taps, row_ids, max_tokens_per_row):
         taps = tuple(jax.numpy.roll(tap, -1, axis=0) for tap in taps)
-        return right(spec, params, state, batch, taps, max_tokens_per_row)
+        return right(spec, params, state, batch, taps, row_ids, max_tokens_per_row)
 
-    monkeypatch.setattr(absorb, "_absorb", wrong)
+    monkeypatch.setattr(absorb, "absorb", wrong)
 
 
 def of_rejected_nodes(monkeypatch):

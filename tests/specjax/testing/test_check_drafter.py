@@ -335,7 +335,7 @@ def test_a_drafter_that_reads_hidden_states(monkeypatch):
 
 def test_a_spec_is_one():
     with pytest.raises(TypeError, match=r"expected a specjax\.DrafterSpec"):
-        LoadedDrafter("mine", object())  # type: ignore[arg-type]
+        LoadedDrafter("mine", object())
     with pytest.raises(NotImplementedError, match=r"DrafterSpec has no build\(context\)"):
         DrafterSpec().build(
             DrafterContext(target=TARGET.config, num_speculative_tokens=1, dtype="float32")
