@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import time
 
 # Before jax starts: it reads the platform once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -45,20 +46,36 @@ def pytest_collection_modifyitems(config, items):
 
 # A process may hold 65,530 maps of memory on Linux, and what was compiled for a CPU lies in a
 # few to some hundreds each. Past the limit the compiler crashes, so tests stay far below it.
-MAX_MAPS = 10_000
+MAX_MAPS_AFTER_A_MODULE = 10_000
+MAX_MAPS_AFTER_A_TEST = 30_000  # a later test of the module may use what an earlier one compiled
+COMPILES_S = 1.0  # a test that took less has compiled little, and counting maps takes time
+
+
+def drop_compiled_above(max_maps):
+    """Drops what was compiled so far if it takes more than `max_maps` maps of memory."""
+    from specjax.decode.decoder import shared_decoder
+
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > max_maps:
+        shared_decoder.cache_clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_memory_maps():
-    """Drops what earlier tests compiled once it takes too many maps of memory."""
-    from specjax.decode.decoder import shared_decoder
-
+    """Between modules little of what was compiled can be used again."""
     yield
-    maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
-        shared_decoder.cache_clear()
-        jax.clear_caches()
-        gc.collect()
+    drop_compiled_above(MAX_MAPS_AFTER_A_MODULE)
+
+
+@pytest.fixture(autouse=True)
+def few_memory_maps_within_a_module():
+    """One module can compile enough to reach the limit alone."""
+    begin = time.monotonic()
+    yield
+    if time.monotonic() - begin > COMPILES_S:
+        drop_compiled_above(MAX_MAPS_AFTER_A_TEST)
 
 
 @pytest.fixture(autouse=True)
