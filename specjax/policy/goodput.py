@@ -483,19 +483,19 @@ class Goodput:
             for depth in self._depths
             if not load.is_dropped(Bucket(rows, depth)) and depth == load.limit(depth)
         ]
-        if not drafting or load.is_dropped(bucket):
+        count = self.costs.count
+        is_known = count(bucket) and any(count(other) for other in drafting)
+        if not drafting or load.is_dropped(bucket) or is_known:
             return _Exploration()
         candidates = {c.bucket: c for c in self._candidates(load, [rows])}
         if not candidates:
             usual = min(drafting, key=lambda b: abs(b.num_speculative_tokens - USUAL_K))
             return _Exploration(bucket, usual, load.num_steps_left)
         best = max((candidates[b] for b in drafting), key=lambda c: c.rate)
-        count = self.costs.count
-        is_known = count(bucket) and any(count(other) for other in drafting)
         # No step that drafts is faster than a plain one of as many rows.
         known_s = {rows: candidates[bucket].seconds}
         most = best.most_rate(known_s) * self._optimism(best, load)
-        if is_known or most <= candidates[bucket].rate * (1 + MARGIN):
+        if most <= candidates[bucket].rate * (1 + MARGIN):
             return _Exploration()
         gain = best.rate / candidates[bucket].rate - 1
         is_sure = gain >= SURE_GAIN and not self._knows_no_acceptance

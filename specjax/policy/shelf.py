@@ -18,7 +18,7 @@ from specjax.policy.goodput import Goodput
 from specjax.policy.step_cost import StepCosts
 
 # What was learned of speed is written as often as this at most, and when a process ends.
-SAVE_EVERY_S = 2.0
+SAVE_EVERY_S = 10.0
 
 
 class Shelf:

@@ -54,7 +54,6 @@ DRIFT_MEMORY = 3  # measurements that tell the drift
 DRIFT_LEAK, MOST_DRIFT = 0.02, 50.0
 TELLS_DRIFT = 3  # measurements at about one context, before the next tells of the drift
 NEAR = 2  # places apart, at which a measurement counts for half
-MOST_AS_USUAL = 8  # measurements that a fit outlives where they tell next to nothing
 # Of a burst's steps, by how much they may be off beside catching up, a standard deviation;
 # and the share of what was known of it that is remembered.
 PLACE_WIDTH = math.log(1.25)  # of contexts that share a sample
@@ -169,7 +168,7 @@ class StepCosts:
         # measurement.
         self._fits: dict[tuple[int, int], _Fit] = {}
         self._known_slopes: tuple[float, float] | None = None
-        self._num_measured = self._num_since_slopes = self._num_as_usual = 0
+        self._num_measured = self._num_since_slopes = self._num_alone = 0
 
     @property
     def measured(self) -> list[Bucket]:
@@ -205,12 +204,12 @@ class StepCosts:
                     taken = sample.times(other.drift / self.drift)
                     self._samples.setdefault(bucket, {})[place] = taken
                     self._counted(bucket)
+                    self._fits, self._known_slopes = {}, None
         if new:
             self._ratios.take(other._ratios, self.drift / other.drift, new)
         if self.catch_up_s is None or other.num_caught_up > self.num_caught_up:
             self.catch_up_s, self.num_caught_up = other.catch_up_s, other.num_caught_up
             self._caught_up = other._caught_up.copy()
-        self._fits, self._known_slopes = {}, None
 
     def begin_run(self) -> None:
         """Says that what is measured next does not follow what was measured last."""
@@ -255,18 +254,19 @@ class StepCosts:
         self._ratios.add(burst)
         self._last = burst
         before = self._samples.get(bucket, {}).get(_place(context))
-        is_usual = before is not None and before.count == MEMORY
-        if before is not None and before.count >= TELLS_DRIFT:
+        count = 0 if before is None else before.count
+        if count >= TELLS_DRIFT:
             slower = math.log(seconds / expected * self.drift)
             self._slower = [*self._slower[1:], slower]
             drift = math.exp((1 - DRIFT_LEAK) * _median(self._slower))
             self.drift = min(max(drift, 1 / MOST_DRIFT), MOST_DRIFT)
-        # Where nothing else ran near it, and much of it did, one more tells next to nothing.
-        if is_usual and self._ratios.is_alone and self._num_as_usual < MOST_AS_USUAL:
-            self._num_as_usual += 1
+        # Where nothing else ran near it, one more tells of the machine, and next to nothing of
+        # the bucket: fits last until there are as many more of it.
+        if TELLS_DRIFT <= count and self._ratios.is_alone and self._num_alone < count:
+            self._num_alone += 1
             fits = self._fits
         else:
-            self._num_as_usual, fits = 0, {}
+            self._num_alone, fits = 0, {}
         self._add(bucket, context, seconds / self.drift)
         self._samples[bucket][_place(context)].is_own = True
         self._fits = fits

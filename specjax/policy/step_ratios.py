@@ -42,7 +42,8 @@ OUTWEIGHED = 12.0  # differences, that halve what records of earlier runs count 
 # Standard deviations: of a bucket's base beside what the parts that buckets share add up to,
 # and of what may have changed since earlier runs.
 SPECIAL, SINCE_THEN = 0.1, 0.04
-ROUNDS = 4  # of weighing what is far off
+ROUNDS = 4  # of weighing what is far off, at most
+SETTLED = 1e-4  # logarithm, by which no base changes in the last of them
 LEAST_SUM = 0.25  # of its base, that the parts of a bucket add up to
 MOST_CHANGE = 4.0  # times, of a coefficient from one round to the next
 # Logarithm of how much longer or less a bucket takes than just before, where it is the
@@ -379,10 +380,13 @@ def _solve(features: np.ndarray, known: _Known, apart: _Apart) -> _Solution:
         normal[count:, count:] = (shares[:, :, None] * weighed[:, None]).sum(axis=0)
         normal[count:, count:] += np.eye(size - count)  # no part of nothing changes
         found = np.linalg.solve(normal, right)
+        moved = abs(found[:count] - logs).max()
         logs, change = found[:count], found[count:]
         coefficients = coefficients * np.clip(1 + change, 1 / MOST_CHANGE, MOST_CHANGE)
-        special = logs - aims - (shares * change).sum(axis=1)
         missed = abs(logs[apart.after] - logs[apart.before] - apart.aims)
+        if number % 2 and moved < SETTLED:
+            break
+        special = logs - aims - (shares * change).sum(axis=1)
         off = abs(logs[known.places] - known.aims)
         of_known = 1 / np.maximum(off / np.sqrt(known.variances), 1.0)
         of_apart = 1 / np.maximum(missed / np.sqrt(apart.variances), 1.0)

@@ -411,11 +411,34 @@ def test_what_a_burst_solves_does_not_grow_with_all_that_was_ever_measured(monke
             for other in (0, 1, 2, 4):
                 costs.seconds(Bucket(32, other), 100)
     assert max(sizes) <= MOST_FITTED < 183 / 2
-    assert len(sizes) == 1 + 4 * 3  # before the first, and after each
+    assert len(sizes) == 4 * 3  # before the first, which nothing is beside, and after each other
     for depth in (0, 1, 4):
         said = costs.seconds(Bucket(32, depth), 100)
         assert said == pytest.approx(true_seconds(Bucket(32, depth), 100), rel=0.01)
     assert set(costs.measured) == set(buckets)
+
+
+def test_plain_decoding_alone_is_rarely_solved_for(monkeypatch):
+    """Call after call of one bucket: what it takes tells of the machine, and of no other."""
+    solve, num_solved = step_ratios._solve, [0]
+
+    def counted(*given):
+        num_solved[0] += 1
+        return solve(*given)
+
+    costs, plain, drafting = StepCosts(), Bucket(1, 0), Bucket(1, 3)
+    for bucket in [plain, drafting] * 4:
+        costs.observe(bucket, 100, true_seconds(bucket, 100))
+    monkeypatch.setattr(step_ratios, "_solve", counted)
+    for _ in range(10):
+        own = costs.copy()  # as a call begins
+        own.begin_run()
+        for _ in range(4):
+            own.observe(plain, 100, true_seconds(plain, 100))
+            own.seconds(drafting, 100)
+        own.take(costs)  # as it ends
+        costs = own
+    assert num_solved[0] <= 7  # of 40 measurements
 
 
 def test_the_bucket_that_ran_longest_ago_is_forgotten_beyond_a_bound():
