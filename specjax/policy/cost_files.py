@@ -31,6 +31,7 @@ from specjax.version import __version__
 
 FORMAT = 2
 MOST_CATCH_UP_S = 1e3  # per token, that means anything
+MOST_BURST_S = 10.0  # beside its steps, that means anything
 MOST_KINDS = 16  # of sampling, whose acceptance and ledger a file holds
 # What reading a file that is damaged or hostile may raise, beside OSError.
 UNREADABLE = (
@@ -130,6 +131,9 @@ class Known:
         catch_up_s = document["catch_up_s"]
         if catch_up_s is not None and not 0 <= catch_up_s < MOST_CATCH_UP_S:
             raise ValueError(f"catch_up_s={reprlib.repr(catch_up_s)} means nothing")
+        burst_s = float(document.get("burst_s", 0.0))
+        if not 0 <= burst_s < MOST_BURST_S:
+            raise ValueError(f"burst_s={burst_s} means nothing")
         acceptance, ledgers = kinds
         for record in acceptance.values():
             Survival.of_record(record, 1)
@@ -138,6 +142,7 @@ class Known:
         StepCosts().add_records(steps, bursts=bursts)  # all of them, or none
         self.costs.add_records(steps, bursts=bursts)
         self.costs.catch_up_s = catch_up_s
+        self.costs.start_burst(burst_s)
         self.acceptance |= acceptance
         self.ledgers |= ledgers
 
@@ -148,6 +153,7 @@ class Known:
             "catch_up_s": catch_up_s
             if catch_up_s is None
             else min(catch_up_s, MOST_CATCH_UP_S / 2),
+            "burst_s": min(self.costs.burst_s, MOST_BURST_S / 2),
             "steps": self.costs.to_records(),
             "bursts": self.costs.to_bursts(),
             "acceptance": self.acceptance,

@@ -45,10 +45,10 @@ OPTIMISM = 0.05  # a bucket that was never measured is taken for so much faster
 PROBE_SHARE = 0.004  # of all seconds, lost to learning
 # More of them while a bucket may be better for all that is known; and the most that is
 # saved up for it, in times of the last burst, of PLAIN_PROBE_S at most.
-HOPE_SHARE = 0.016
+HOPE_SHARE = 0.008
 MOST_HOPE = 2.0
 # Likewise, at least, to begin with: what is learned early serves longest.
-FIRST_HOPE = 1.0
+FIRST_HOPE = 0.5
 GAIN_SHARE = 0.05  # likewise, of what drafting saved against plain decoding
 ENOUGH_MEASURED = 3  # measurements after which a bucket may run for more than a probe
 # At K = 0 drafts are asked for as often as this, as long as asking, with the catching up
@@ -64,6 +64,12 @@ PLAIN_SHARE = 0.005  # likewise, of drafting, to measure plain decoding again
 MOST_DRAFTING_S = 0.25
 # Of its seconds, what a probe is charged at least: what is thought may be wrong.
 LEAST_LOST = 0.12
+# Times what it was thought to lose, that a probe is charged at most: the machine may have
+# been busy with something else.
+MOST_CHARGED = 4.0
+# Bursts apart, at most, of two of one bucket that are compared by their number of steps; and the
+# share of a burst that its steps take at least.
+BURSTS_NEAR, LEAST_OF_STEPS = 3, 0.5
 PROBE_STEPS = 8  # of a burst that only measures
 LEAST_STEPS = 2  # of any burst
 # Seconds after which a burst that only measures ends, however few its steps; likewise one of
@@ -99,6 +105,12 @@ class _Candidate(NamedTuple):
     doubt: float  # by which its seconds may be less than is thought
     slots: RankedSlots
 
+    def hoped_rate(self, more: float, least_s: Mapping[int, float]) -> float:
+        """Returns the rate if it is as good as it may be in its seconds, as in `most_rate`, and in
+        its tokens, `more` times as many: two errors that know nothing of each other."""
+        faster = self.most_rate(least_s) / self.rate
+        return self.rate * math.exp(math.hypot(math.log(faster), math.log(more)))
+
     def most_rate(self, least_s: Mapping[int, float]) -> float:
         """Returns the rate if a step is as fast as it may be, and no faster than least_s of its
         rows."""
@@ -117,6 +129,25 @@ class _Exploration:
     begun_at: float | None = None
     steps_then: int = 0
     turns: list[Bucket] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class _Charge:
+    """What a probe took from a pot of the ledger before it ran, to be set right after it."""
+
+    bucket: Bucket
+    pot: str  # Ledger's attribute
+    lost: float  # seconds, as was thought
+    rate: float  # of what ran before, tokens per second
+    spent: float = 0.0  # seconds beyond what its tokens would have taken at that rate
+
+    def add(self, outcome: Outcome) -> None:
+        assert outcome.seconds is not None
+        self.spent += outcome.seconds - float(np.sum(outcome.num_committed)) / self.rate
+
+    def too_little(self) -> float:
+        """Returns the seconds by which too little was taken."""
+        return min(max(self.spent - self.lost, 0.0), (MOST_CHARGED - 1) * self.lost)
 
 
 def _of_bucket(bucket: Bucket, reason: str, **more: Any) -> Decision:
@@ -172,6 +203,10 @@ class Goodput:
         self._exploration: _Exploration | None = None
         self._was_probe = False
         self._again: Bucket | None = None  # that a probe runs once more
+        self._charge: _Charge | None = None
+        # Of each bucket its last burst: how many came before it, its steps and its seconds.
+        self._last_of: dict[Bucket, tuple[int, int, float]] = {}
+        self._num_observed = 0
         self._burst_steps = 1  # that a burst may have
         self._buckets_of: dict[int, tuple[Bucket, ...]] = {}  # by rows
         self._rates: dict[Bucket, float] = {}  # of the candidates of the last choice
@@ -241,6 +276,8 @@ class Goodput:
             return
         if outcome.idle_s > MOST_IDLE_S:
             self.costs.begin_run()
+            self._last_of.clear()
+        self._settle(outcome)
         self._save_up(outcome)
         self._count_regret(outcome)
         self._observe_cost(outcome)
@@ -267,6 +304,7 @@ class Goodput:
                 return []
             if not self.costs.count(bucket):
                 seconds *= 1 - OPTIMISM
+            seconds += self.costs.burst_s / max(load.num_probe_steps, 1)
             rate = slots.together(bucket) * tokens / seconds
             candidates.append(_Candidate(bucket, tokens, seconds, rate, doubt, slots))
         return candidates
@@ -491,17 +529,35 @@ class Goodput:
         if not candidates:
             usual = min(drafting, key=lambda b: abs(b.num_speculative_tokens - USUAL_K))
             return _Exploration(bucket, usual, load.num_steps_left)
-        best = max((candidates[b] for b in drafting), key=lambda c: c.rate)
+        plain_rate = candidates[bucket].rate
+        best = self._most_promising([candidates[b] for b in drafting], plain_rate, load)
         # No step that drafts is faster than a plain one of as many rows.
         known_s = {rows: candidates[bucket].seconds}
-        most = best.most_rate(known_s) * self._optimism(best, load)
-        if most <= candidates[bucket].rate * (1 + MARGIN):
+        if best.hoped_rate(self._optimism(best, load), known_s) <= plain_rate * (1 + MARGIN):
             return _Exploration()
-        gain = best.rate / candidates[bucket].rate - 1
+        gain = best.rate / plain_rate - 1
         is_sure = gain >= SURE_GAIN and not self._knows_no_acceptance
         if is_sure and load.is_there(best.bucket):
             return _Exploration(best.bucket, bucket, load.num_steps_left)
         return _Exploration(bucket, best.bucket, load.num_steps_left)
+
+    def _most_promising(
+        self, drafting: Sequence[_Candidate], plain_rate: float, load: Load
+    ) -> _Candidate:
+        """Returns what drafting is to be measured first.
+
+        Plain decoding runs where it turns out to be better, so it is the best mean, over what
+        acceptance may be, of the better of the two. A K above USUAL_K waits until more is known.
+        """
+        usual = [c for c in drafting if c.bucket.num_speculative_tokens <= USUAL_K]
+        if self._knows_no_acceptance:
+            drafting = usual or [min(drafting, key=lambda c: c.bucket.num_speculative_tokens)]
+
+        def mean_rate(c: _Candidate) -> float:
+            rates = [c.rate * self._optimism(c, load, by) for by in (-1.0, 0.0, 1.0)]
+            return sum(max(rate, plain_rate) for rate in rates) / len(rates)
+
+        return max(drafting, key=lambda c: (mean_rate(c), c.rate))
 
     # Learning
 
@@ -556,10 +612,12 @@ class Goodput:
                 ledger.late_s += lost
         elif lost <= ledger.routine_s and not is_soon:
             ledger.routine_s -= lost
+            self._charge = _Charge(other.bucket, "routine_s", lost, best.rate)
         elif other in plain and lost <= share * ledger.drafting_s:
             pass  # likewise
         elif (hopeful or promising) and lost <= ledger.hope_s:
             ledger.hope_s -= lost
+            self._charge = _Charge(other.bucket, "hope_s", lost, best.rate)
         else:
             return None
         self.seconds_lost += lost
@@ -603,14 +661,14 @@ class Goodput:
 
         Too little may be known of acceptance, and of what a step costs.
         """
-        hoped = lambda c: c.most_rate(least_s) * self._optimism(c, load)
+        hoped = lambda c: c.hoped_rate(self._optimism(c, load), least_s)
         hopeful = [c for c in others if hoped(c) > best.rate * (1 + MARGIN)]
         return min(hopeful, key=lambda c: c.seconds, default=None)
 
-    def _optimism(self, c: _Candidate, load: Load) -> float:
+    def _optimism(self, c: _Candidate, load: Load, deviations: float = 2.0) -> float:
         """Returns how many times more tokens a step may bring than is expected."""
         rows = load.num_decoding_rows
-        more = self.survival.optimism()[c.bucket.num_speculative_tokens - 1]
+        more = self.survival.optimism(deviations)[c.bucket.num_speculative_tokens - 1]
         return (rows + (c.tokens - rows) * more) / c.tokens
 
     def _catch_up(self, load: Load, plain_s: float) -> float:
@@ -647,9 +705,35 @@ class Goodput:
                     )
                 return
             seconds -= catch_up
+        self._compare_with_last(bucket, num_steps, seconds)
+        seconds = max(seconds - self.costs.burst_s, LEAST_OF_STEPS * seconds)
         if is_known and outcome.is_short and seconds < TIMED_S:
             return  # sending it weighs more than in others
         self.costs.observe(bucket, context, seconds / num_steps)
+
+    def _compare_with_last(self, bucket: Bucket, num_steps: int, seconds: float) -> None:
+        """Learns what a burst takes beside its steps, from two of one bucket near each other."""
+        self._num_observed += 1
+        before, steps, took = self._last_of.get(bucket, (-BURSTS_NEAR, 0, 0.0))
+        self._last_of[bucket] = self._num_observed, num_steps, seconds
+        few, many = sorted([(steps, took), (num_steps, seconds)])
+        is_near = self._num_observed - before <= BURSTS_NEAR
+        if is_near and LEAST_STEPS < few[0] <= many[0] / 2:
+            self.costs.observe_burst(few, many)
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Charges a probe what it took: its bursts, and the one after it, which is short too."""
+        charge = self._charge
+        if charge is None:
+            return
+        charge.add(outcome)
+        if outcome.bucket == charge.bucket:
+            return  # it may run once more
+        self._charge, ledger = None, self.ledger
+        more = charge.too_little()
+        self.seconds_lost += more
+        left = getattr(ledger, charge.pot) - more
+        setattr(ledger, charge.pot, left)
 
     def _save_up(self, outcome: Outcome) -> None:
         """Takes a share of a burst's seconds, and of what drafting saved, for learning."""

@@ -26,7 +26,8 @@ class Ledger:
       missed_s: by bucket that was not compiled, lost without it, beside what ran.
       missed_before_s: likewise, what of that earlier processes lost.
       ran: buckets that ran in this process.
-      routine_s: that may be spent on measuring again what was measured long ago.
+      routine_s: that may be spent on measuring again what was measured long ago; below 0 where
+        more was spent.
       hope_s: likewise on what may be better than is known.
       plain_s: of plain decoding, since something was drafted.
       drafting_s: of drafting, since plain decoding ran.
@@ -105,8 +106,8 @@ class Ledger:
         missed = sorted(self.missed_s.items(), key=lambda found: -found[1])
         return {
             "missed": [[*bucket, seconds] for bucket, seconds in missed[:MOST_KEPT]],
-            "routine_s": self.routine_s,
-            "hope_s": self.hope_s,
+            "routine_s": max(self.routine_s, 0.0),
+            "hope_s": max(self.hope_s, 0.0),
             "plain_s": self.plain_s,
             "drafting_s": self.drafting_s,
             "late_s": self.late_s,

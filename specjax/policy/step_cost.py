@@ -58,6 +58,7 @@ NEAR = 2  # places apart, at which a measurement counts for half
 # and the share of what was known of it that is remembered.
 PLACE_WIDTH = math.log(1.25)  # of contexts that share a sample
 CATCH_UP_DOUBT, CATCH_UP_MEMORY = 0.4, 0.9
+BURST_MEMORY = 16  # pairs of bursts that tell what one takes beside its steps
 SLOPES_AFTER = 16  # measurements, at most, that the slopes are kept for
 SLOPE_ROUNDS = 4  # of weighing what tells of the slope
 # What is measured of a slope outweighs that it may be 0 once squares of contexts, relative
@@ -151,6 +152,8 @@ class StepCosts:
         # Per token that the drafter has not seen, of the row with most; None: not known.
         self.catch_up_s: float | None = None
         self.num_caught_up = 0  # bursts that told it in this process
+        self.burst_s = 0.0  # that a burst takes beside its steps, however many
+        self._burst_told = [0.0] * (BURST_MEMORY // 4)  # what it is the median of; at first, none
         self._caught_up = np.zeros(2)  # weights of what tells it, and their sum with it
         self.nodes_per_row = nodes_per_row or {}
         self.prior = prior
@@ -210,6 +213,8 @@ class StepCosts:
         if self.catch_up_s is None or other.num_caught_up > self.num_caught_up:
             self.catch_up_s, self.num_caught_up = other.catch_up_s, other.num_caught_up
             self._caught_up = other._caught_up.copy()
+        if len(other._burst_told) > len(self._burst_told):
+            self.burst_s, self._burst_told = other.burst_s, other._burst_told
 
     def begin_run(self) -> None:
         """Says that what is measured next does not follow what was measured last."""
@@ -286,6 +291,24 @@ class StepCosts:
     def _seconds(self, bucket: Bucket, context: float, fit: _Fit) -> float:
         base = self._base(bucket, fit, context)
         return (base + fit.slope(bucket) * context) * self.drift
+
+    def start_burst(self, seconds: float) -> None:
+        """Begins with what an earlier run learned of a burst beside its steps."""
+        self.burst_s, self._burst_told = seconds, [seconds] * (BURST_MEMORY // 4)
+
+    def observe_burst(self, few: tuple[int, float], many: tuple[int, float]) -> None:
+        """Takes in two bursts of one bucket near each other, the second of more steps.
+
+        Sending a burst and reading it back takes the host's time, and a device that shares its
+        processors is slower meanwhile: the same steps take longer in short bursts.
+
+        Args:
+          few, many: steps, and seconds of all of them.
+        """
+        extra = few[1] / few[0] - many[1] / many[0]
+        told = extra / (1 / few[0] - 1 / many[0])
+        self._burst_told = [*self._burst_told, min(max(told, -few[1]), few[1])][-BURST_MEMORY:]
+        self.burst_s = max(_median(self._burst_told), 0.0)
 
     def observe_catch_up(
         self, tokens: float, seconds: float, *, steps_s: float, usual_s: float

@@ -172,12 +172,13 @@ class Survival:
         """Returns how many times more draft tokens may stand than is thought, f64[depth].
 
         Args:
-          deviations: by so many standard deviations of the mean rate of all rows.
+          deviations: by so many standard deviations of the mean rate of all rows; below 0 it is
+            how many times as few.
         """
         tried, stood = self._all
         trials = tried + PRIOR_TRIALS
         mean = min((stood + PRIOR_TRIALS * PRIOR_RATE) / trials, MOST_RATE)
-        most = mean + deviations * math.sqrt(mean * (1 - mean) / trials)
+        most = max(mean + deviations * math.sqrt(mean * (1 - mean) / trials), 0.0)
         thought, hoped = self.of_rates(np.array([mean, most])).cumsum(axis=1)
         return hoped / thought
 
