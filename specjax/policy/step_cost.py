@@ -267,7 +267,7 @@ class StepCosts:
             self.drift = min(max(drift, 1 / MOST_DRIFT), MOST_DRIFT)
         # Where nothing else ran near it, one more tells of the machine, and next to nothing of
         # the bucket: fits last until there are as many more of it.
-        if TELLS_DRIFT <= count and self._ratios.is_alone and self._num_alone < count:
+        if count >= TELLS_DRIFT and self._ratios.is_alone and self._num_alone < count:
             self._num_alone += 1
             fits = self._fits
         else:

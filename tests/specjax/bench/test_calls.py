@@ -39,10 +39,12 @@ def test_a_call_of_each_contender(monkeypatch):
     monkeypatch.setattr(caller, "_generate", lambda *_, **given: asked.append(given) or Said())
     for contender in (calls.NONE, calls.AGAIN, calls.GOODPUT, "3"):
         seconds, by_k = caller.call(contender)
-        assert seconds >= 0 and by_k == {}
+        assert seconds >= 0
+        assert by_k == {}
     none, again, goodput, fixed = asked
     assert none["drafter"] is again["drafter"] is None
-    assert goodput["drafter"] is not None and goodput["speculative_config"] is None
+    assert goodput["drafter"] is not None
+    assert goodput["speculative_config"] is None
     assert fixed["speculative_config"].policy == "fixed"
     assert fixed["speculative_config"].depth == 3
 

@@ -9,6 +9,7 @@ import pytest
 
 from specjax.bench.replay import Clock, Costs, Replay, Workload
 from specjax.decode.bucket import Bucket
+from specjax.policy import goodput
 from specjax.policy.cost_files import Known
 from specjax.policy.goodput import (
     PLAIN_SHARE,
@@ -944,3 +945,81 @@ def test_steps_that_take_long_are_measured_in_few():
     # The first half minute, in which what is accepted was not known; 0.78 with longer ones.
     assert ran.least_of(plain, 30.0) > 0.92
     assert policy.costs.count(Bucket(1, 0)) > 1
+
+
+def test_what_a_burst_takes_beside_its_steps_is_no_part_of_a_step():
+    """A probe is short: what sending and reading it takes would make its steps look dear."""
+    policy, now = Goodput(4), load(row_buckets=[1])
+    beside_s = 8e-3
+    decision = Decision(num_speculative_tokens=0, reason="test", row_bucket=1)
+    for _ in range(8):
+        for steps in (32, 8):
+            seconds = beside_s + steps * step_s(Bucket(1, 0), 100)
+            policy.observe(outcome(now, decision, seconds=seconds, steps=steps))
+    assert policy.costs.burst_s == pytest.approx(beside_s, rel=0.02)
+    drafting = dataclasses.replace(decision, num_speculative_tokens=3)
+    seconds = beside_s + 8 * step_s(Bucket(1, 3), 100)
+    policy.observe(outcome(now, drafting, accepted=1, seconds=seconds, steps=8))
+    ratio = policy.costs.seconds(Bucket(1, 3), 100) / policy.costs.seconds(Bucket(1, 0), 100)
+    assert ratio == pytest.approx(step_s(Bucket(1, 3), 100) / step_s(Bucket(1, 0), 100), rel=0.1)
+
+
+def test_bursts_far_apart_or_after_a_pause_tell_nothing_of_what_a_burst_takes():
+    policy, now = Goodput(4), load(row_buckets=[1])
+    plain = Decision(num_speculative_tokens=0, reason="test", row_bucket=1)
+    other = dataclasses.replace(plain, num_speculative_tokens=1)
+    for _ in range(8):
+        policy.observe(outcome(now, plain, seconds=0.4, steps=32))
+        short = outcome(now, plain, seconds=0.2, steps=8)
+        policy.observe(dataclasses.replace(short, idle_s=5.0))
+        for _ in range(3):
+            policy.observe(outcome(now, other, seconds=0.5, steps=32))
+    assert policy.costs.burst_s == 0
+
+
+@pytest.mark.parametrize("dearer", [0.5, 1.0, 3.0, 50.0])
+def test_a_probe_is_charged_what_it_took(dearer):
+    """Never less than was thought; a machine that was busy meanwhile is not all its doing."""
+    policy = trained(accepted=1, most=1)
+    policy.ledger.hope_s = policy.ledger.routine_s = 10.0
+    now = load(row_buckets=[1])
+    policy.choose(now)
+    lost_s = policy.seconds_lost
+    plain = Decision(num_speculative_tokens=0, reason="test", row_bucket=1)
+    charge = policy._charge = goodput._Charge(Bucket(1, 1), "hope_s", lost=0.1, rate=100.0)
+    probe = dataclasses.replace(plain, num_speculative_tokens=1, reason="probe")
+    # 8 steps of two tokens, which take 0.16 s at that rate.
+    policy.observe(outcome(now, probe, accepted=1, seconds=0.16 + dearer * 0.1, steps=8))
+    assert policy._charge is charge  # it may run once more
+    before = policy.ledger.hope_s
+    policy.observe(outcome(now, plain, seconds=0.08, steps=8))  # as long as was thought
+    assert policy._charge is None
+    more = min(max(dearer - 1, 0.0), goodput.MOST_CHARGED - 1) * 0.1
+    assert policy.seconds_lost - lost_s == pytest.approx(more)
+    # What is saved up is a share of a burst, at most.
+    assert policy.ledger.hope_s <= before
+    assert policy.ledger.to_record()["hope_s"] >= 0
+
+
+def test_a_pot_that_was_overdrawn_is_written_as_empty():
+    record = Ledger(hope_s=-0.3, routine_s=-0.2).to_record()
+    assert (record["hope_s"], record["routine_s"]) == (0, 0)
+    assert Ledger.of_record(record).hope_s == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        # Of steps that take little more with every token, the longest draft may gain most; of
+        # others the one that loses least.
+        ([1.0, 1.5, 1.55, 1.6, 1.65], 3),
+        ([1.0, 1.3, 2.2, 3.3, 4.5], 1),
+    ],
+)
+def test_what_is_drafted_first_is_best_over_all_that_acceptance_may_be(seconds, expected):
+    costs = StepCosts(prior=lambda bucket, context: 1e-3 * seconds[bucket.num_speculative_tokens])
+    policy = Goodput(4, costs)
+    now = load(row_buckets=[1], is_compiled=lambda bucket: False, num_steps_left=4000)
+    decision = policy.choose(now)
+    assert decision.num_speculative_tokens == 0
+    assert decision.prepare == Bucket(1, expected)
