@@ -48,6 +48,7 @@ STATE_AXES: dict[str, tuple[str | None, ...]] = {
     "pages": ("pages", "kv_heads", None, None),
     "block_table": ("rows", None),
     "lengths": ("rows",),
+    "scales": (None, None, "kv_heads"),
     "drafter_lengths": ("rows",),
     "history": ("rows", None),
     "sampling": ("rows",),

@@ -38,6 +38,7 @@ from specjax.engine.loop import Loop
 from specjax.engine.request import Request
 from specjax.models.base import Model
 from specjax.models.loading import load_model
+from specjax.paged import kv_cache
 from specjax.planning import plan_request, plans
 from specjax.planning.device_memory import (
     MemoryWatch,
@@ -226,7 +227,8 @@ class Setup:
         speed = processor_speed() if figures is None else Accelerator(figures.per_device())
         chips = sharding.axis_size(self.mesh, sharding.TENSOR)
         count = _num_weights(self.target.params)
-        target = plans.model_work(self.target.config, self._dtype, chips, count)
+        kept = kv_cache.pages_dtype(self.engine.kv_cache_dtype, self._dtype)
+        target = plans.model_work(self.target.config, self._dtype, chips, count, kept)
         own = _dtype_of(self.drafter.params) or self._dtype
         spec, count = self.drafter.spec, _num_weights(self.drafter.params)
         works = spec.work(self.target.config, own, count)
@@ -380,7 +382,7 @@ class Setup:
         configs = self._model_configs
         kv_shards = sharding.axis_size(self.mesh, sharding.TENSOR)
         with sharding.lowered(self.mesh):
-            of_page = page_bytes(configs, self.engine.page_size, self._dtype, kv_shards)
+            of_page = page_bytes(configs, self.engine, self._dtype, kv_shards)
         fitting = memory.num_pages * of_page
         asked = self.engine.kv_cache_bytes
         most = fitting if asked is None else min(fitting, asked)

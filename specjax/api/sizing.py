@@ -125,7 +125,7 @@ def _pages_per_shard(
     Raises:
       ValueError: there is not one for each.
     """
-    of_page = page_bytes(configs, engine.page_size, dtype, kv_shards)
+    of_page = page_bytes(configs, engine, dtype, kv_shards)
     limit = engine.num_pages or (engine.kv_cache_bytes or KV_CACHE_BYTES) // of_page
     if limit >= num_shards:
         return limit // num_shards
@@ -160,7 +160,7 @@ def check_pages(
     shard_pages = _pages_per_shard(configs, engine, dtype, num_shards, kv_shards)
     if engine.num_pages is None or device_bytes is None:
         return
-    of_page = page_bytes(configs, engine.page_size, dtype, kv_shards) // kv_shards
+    of_page = page_bytes(configs, engine, dtype, kv_shards) // kv_shards
     if shard_pages * of_page > device_bytes:
         raise ValueError(
             f"num_pages={engine.num_pages} take {amount(shard_pages * of_page)} of a device "
@@ -183,7 +183,7 @@ def check_state(
     """
     if device_bytes is None:
         return
-    of_page = page_bytes(configs, sizes.page_size, sizes.dtype, kv_shards) // kv_shards
+    of_page = page_bytes(configs, engine, sizes.dtype, kv_shards) // kv_shards
     options = 2 * engine.max_bias_entries + engine.max_allowed_tokens
     of_row = sizes.max_length + sizes.pages_per_row + options + engine.max_stop_tokens
     # What a burst reports of each step: tokens, and ids and values of the most likely.
@@ -199,17 +199,19 @@ def check_state(
 
 
 def page_bytes(
-    configs: Sequence[ModelConfig], page_size: int, dtype: Any, kv_shards: int = 1
+    configs: Sequence[ModelConfig], engine: EngineConfig, dtype: Any, kv_shards: int = 1
 ) -> int:
     """Returns the bytes of one page of keys and values of all models together.
 
     Args:
       configs: the target's first, whose heads are split over `kv_shards` devices.
+      dtype: of the weights.
     """
     target, *drafters = configs
-    numbers = kv_cache.numbers_per_token(target, kv_shards=kv_shards)
-    numbers += sum(map(kv_cache.numbers_per_token, drafters))
-    return numbers * page_size * dtype.itemsize
+    own = kv_cache.numbers_per_token(target, kv_shards=kv_shards)
+    own *= kv_cache.pages_dtype(engine.kv_cache_dtype, dtype).itemsize
+    drafted = sum(map(kv_cache.numbers_per_token, drafters)) * dtype.itemsize
+    return (own + drafted) * engine.page_size
 
 
 def power_of_two(number: int) -> int:

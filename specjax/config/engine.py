@@ -15,6 +15,10 @@ NUMERICS = ("fast", "invariant")
 # Of each op, what may run it. References are for tests: they are slow.
 KERNELS = {op: names[:-1] for op, names in IMPLEMENTATIONS.items()}
 
+# What pages may hold instead of the weights' dtype, and other names of the same.
+KV_CACHE_DTYPES = ("int8", "fp8")
+_SAME_DTYPES = {"auto": None, "fp8_e4m3": "fp8", "float8_e4m3fn": "fp8"}
+
 GATES = ("current", "worst_case")  # which tokens of a batch weigh
 
 KV_CACHE_BYTES = 2**30  # of pages, where nobody says how many
@@ -104,8 +108,13 @@ class EngineConfig:
     # mapping is taken; what is kept are pairs, so that the config is hashable. An op that is not
     # named runs the best implementation for its case.
     kernels: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
+    # What the target's keys and values are kept as: "int8", "fp8" (e4m3), or None, the weights'
+    # dtype. Each key head of each layer has a scale, which is measured on the weights in use.
+    # Texts are those of this cache, with and without speculation. docs/guides/memory.md.
+    kv_cache_dtype: str | None = None
 
     def __post_init__(self):
+        self._check_kv_cache_dtype()
         if self.numerics not in NUMERICS:
             raise ValueError(
                 f"EngineConfig.numerics={self.numerics!r} must be one of {', '.join(NUMERICS)}."
@@ -120,6 +129,21 @@ class EngineConfig:
         self._check_row_buckets()
         self._check_slots()
         object.__setattr__(self, "kernels", _named_kernels(self.kernels))
+
+    def _check_kv_cache_dtype(self) -> None:
+        given: Any = self.kv_cache_dtype
+        kept = _SAME_DTYPES.get(given, given) if isinstance(given, str) else given
+        if kept is not None and kept not in KV_CACHE_DTYPES:
+            raise ValueError(
+                f"EngineConfig.kv_cache_dtype={given!r:.100} must be one of "
+                f"{', '.join(KV_CACHE_DTYPES)}, or None for the dtype of the weights."
+            )
+        if kept is not None and self.numerics == "invariant":
+            raise ValueError(
+                f"EngineConfig.kv_cache_dtype={given!r} does not go with numerics='invariant', "
+                "whose attention reads no quantised pages; leave one of them out."
+            )
+        object.__setattr__(self, "kv_cache_dtype", kept)
 
     def _check_size(self, name: str, most: int) -> None:
         """Refuses a size that is no whole number, or that nothing could hold."""

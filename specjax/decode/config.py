@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 from jax.sharding import Mesh
 
 from specjax import sharding
@@ -13,6 +14,7 @@ from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import DrafterSpec
 from specjax.models.base import ModelConfig
+from specjax.paged import kv_cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +52,11 @@ class DecoderConfig:
     def num_shards(self) -> int:
         """Data shards, over which rows and pages are split evenly."""
         return sharding.axis_size(self.mesh, sharding.DATA)
+
+    @property
+    def pages_dtype(self) -> np.dtype:
+        """Of the target's keys and values."""
+        return kv_cache.pages_dtype(self.engine.kv_cache_dtype, self.sizes.dtype)
 
     @property
     def token_bucket(self) -> int | None:

@@ -24,6 +24,7 @@ from specjax.decode.bucket import Bucket
 from specjax.decode.burst import burst
 from specjax.decode.compiling import tell
 from specjax.decode.config import DecoderConfig
+from specjax.decode.kv_scales import measure_kv_scales
 from specjax.decode.mixed import mixed_step
 from specjax.decode.prefill import prefill
 from specjax.decode.score import Scores, score
@@ -144,6 +145,27 @@ class Decoder:
             _check_one_device(params)
             return params
         return sharding.place(params, self._param_specs(params), self.mesh)
+
+    def set_kv_scales(self, params: DecoderParams, state: DecodeState) -> DecodeState:
+        """Returns a state whose pages, of int8 or fp8, have the scales of these weights.
+
+        Only while the pages hold nothing. Donates the state.
+        """
+
+        def run(state, params):
+            scales = measure_kv_scales(
+                params.target,
+                self.target,
+                self.config.pages_dtype,
+                tensor_axis=sharding.tensor_axis(self.mesh),
+            )
+            return (
+                dataclasses.replace(state, cache=dataclasses.replace(state.cache, scales=scales)),
+            )
+
+        in_specs = (self._param_specs(params),)
+        (state,) = self._call(("kv_scales",), run, state, params, in_specs=in_specs, out_specs=())
+        return state
 
     def admit(self, state: DecodeState, admission: Admission) -> DecodeState:
         """Runs `specjax.decode.state.admit`, one executable per number of places. Donates the
@@ -563,7 +585,7 @@ class Decoder:
             num_pages=sizes.num_pages,
             page_size=sizes.page_size,
             pages_per_row=sizes.pages_per_row,
-            dtype=sizes.dtype,
+            dtype=self.config.pages_dtype,
             kv_shards=sharding.axis_size(self.mesh, sharding.TENSOR),
         )
         drafter: Any = none.TurnedOff()

@@ -46,6 +46,7 @@ def prefill(
         max_tokens_per_row=max_tokens_per_row,
         token_bucket=spec.token_bucket,
         tensor_axis=spec.tensor_axis,
+        kv_scales=state.cache.scales,
         taps=spec.taps,
     )
     cache = dataclasses.replace(state.cache, pages=pages)

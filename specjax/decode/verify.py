@@ -81,6 +81,7 @@ def verify(
         token_bucket=spec.token_bucket,
         tensor_axis=spec.tensor_axis,
         beside=beside,
+        kv_scales=state.cache.scales,
         taps=spec.taps,
     )
     nodes = _nodes(state, proposal, batch, hidden)

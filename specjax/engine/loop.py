@@ -261,6 +261,7 @@ class Loop:
             params = DecoderParams(params.target)
         run.params = run.decoder.place_params(params)
         if is_new:
+            run.has_scales = False
             for pool in run.scheduler.pools:
                 pool.forget()
 

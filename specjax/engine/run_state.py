@@ -73,6 +73,7 @@ class RunState:
         """Empties all rows and pages."""
         # There may be no room for the old state and the new one.
         self.device_state: Any = None
+        self.has_scales = False  # of the weights; asked of int8 and fp8 pages alone
         self.flights: collections.deque[Flight] = collections.deque()
         engine_config = self.decoder.engine_config
         self.scheduler = Scheduler(
@@ -95,10 +96,15 @@ class RunState:
     def ensure_state(self) -> None:
         """Makes the device's state where there is none: at the start, or after an error took it."""
         if self.device_state is None:
-            self.device_state = self._new_state()
+            self.device_state, self.has_scales = self._new_state(), False
             drafter = jax.tree.leaves(self.device_state.drafter)
             self.scheduler.needs_drafter = bool(drafter)
             self.scheduler.feeds_shared_again = bool(drafter and self.decoder.drafter.taps)
+        is_quantized = self.device_state.cache.scales is not None
+        if is_quantized and not self.has_scales and self.params.target is not None:
+            state, self.device_state = self.device_state, None  # which the call donates
+            self.device_state = self.decoder.set_kv_scales(self.params, state)
+            self.has_scales = True
 
     def _new_state(self) -> DecodeState:
         if self.faults.is_drafter_off:

@@ -153,6 +153,7 @@ def forward(
     token_bucket: int | None = None,
     tensor_axis: str | None = None,
     beside: Part | None = None,
+    kv_scales: Array | None = None,
     taps: None = None,
 ) -> tuple[Array, tuple[Pages, ...]]: ...
 
@@ -168,6 +169,7 @@ def forward(
     token_bucket: int | None = None,
     tensor_axis: str | None = None,
     beside: Part | None = None,
+    kv_scales: Array | None = None,
     taps: tuple[int, ...],
 ) -> tuple[Array, tuple[Pages, ...], Tapped]: ...
 
@@ -182,6 +184,7 @@ def forward(
     token_bucket: int | None = None,
     tensor_axis: str | None = None,
     beside: Part | None = None,
+    kv_scales: Array | None = None,
     taps: tuple[int, ...] | None = None,
 ) -> Any:
     """Runs a model over flat tokens, writing their keys and values into the pages.
@@ -194,6 +197,7 @@ def forward(
         The batch is a multiple of it. None: all tokens at once, row by row.
       beside: tokens of other rows, which run through the same matmuls and are attended
         apart. Neither reads what the other writes. Not with a token_bucket.
+      kv_scales: f32[2, layers, kv_heads], `PagedKVCache.scales`. Not with a token_bucket.
       taps: static; layers whose hidden states are returned as well, for every token. Tap i is
         the input of layer i, tap num_layers the output after the final norm. None is the
         result without them; () adds an empty `Tapped`, and nothing to what is computed.
@@ -209,6 +213,7 @@ def forward(
     model = _Model(params, config, tensor_axis, taps or ())
     if token_bucket is not None:
         assert beside is None, "what runs beside has a shape of its own"
+        assert kv_scales is None, "path_attention reads no quantised pages"
         hidden, pages, seen = _forward_by_bucket(model, pages, batch, token_bucket)
         return (hidden, pages) if taps is None else (hidden, pages, Tapped(seen, ()))
     parts = [Part(batch, max_tokens_per_row), *([] if beside is None else [beside])]
@@ -222,7 +227,8 @@ def forward(
     def attend(
         layer: int, q: Array, k: Array, v: Array, pages: Pages, sinks: Array | None = None
     ) -> tuple[Array, Pages]:
-        pages = kv_cache.write(pages, k, v, slot_mapping)
+        k_scale, v_scale = kv_cache.scales_of(kv_scales, layer)
+        pages = kv_cache.write(pages, k, v, slot_mapping, k_scale, v_scale)
         outs = [
             tree_attention(
                 queries,
@@ -235,6 +241,8 @@ def forward(
                 num_new_keys=part.batch.num_new_keys,
                 sinks=sinks,
                 max_tokens_per_row=part.max_tokens_per_row,
+                k_scale=k_scale,
+                v_scale=v_scale,
                 **config.attention_options(layer),
             )
             for queries, part in zip(jnp.split(q, ends[:-1]), parts)

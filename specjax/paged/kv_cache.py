@@ -22,6 +22,9 @@ from specjax.models.base import ModelConfig
 
 NO_PAGE = -1
 
+# By EngineConfig.kv_cache_dtype.
+QUANTIZED = {"int8": jnp.dtype(jnp.int8), "fp8": jnp.dtype(jnp.float8_e4m3fn)}
+
 # Keys and values of one layer: (k_pages, v_pages).
 Pages = tuple[Array, Array]
 
@@ -43,6 +46,9 @@ class PagedKVCache:
     pages: tuple[Pages, ...]  # dtype[num_pages, kv_heads, page_size, head_dim] each
     block_table: Array  # i32[rows, pages_per_row]
     lengths: Array  # i32[rows], tokens whose KV is final
+    # Of int8 and fp8 pages, by what keys and values are multiplied once they are read:
+    # f32[2, layers, kv_heads], keys first. None of others.
+    scales: Array | None = None
 
     @property
     def page_size(self) -> int:
@@ -55,6 +61,16 @@ class PagedKVCache:
     @property
     def num_slots(self) -> int:
         return self.num_pages * self.page_size
+
+
+def pages_dtype(kv_cache_dtype: str | None, dtype: DTypeLike) -> np.dtype:
+    """Returns the dtype of the target's pages.
+
+    Args:
+      kv_cache_dtype: of EngineConfig.
+      dtype: of the weights.
+    """
+    return jnp.dtype(dtype if kv_cache_dtype is None else QUANTIZED[kv_cache_dtype])
 
 
 def init_pages(
@@ -99,7 +115,7 @@ def init(
     dtype: DTypeLike,
     kv_shards: int = 1,
 ) -> PagedKVCache:
-    """Returns a cache in which every row is empty and has no page.
+    """Returns a cache in which every row is empty and has no page; scales, if any, are 1.
 
     Args:
       num_pages: of all shards together; page ids are a shard's own.
@@ -109,6 +125,9 @@ def init(
         pages=init_pages(config, num_pages, page_size, dtype, kv_shards=kv_shards),
         block_table=jnp.full((rows, pages_per_row), NO_PAGE, jnp.int32),
         lengths=jnp.zeros(rows, jnp.int32),
+        scales=jnp.ones((2, config.num_layers, config.num_kv_heads), jnp.float32)
+        if jnp.dtype(dtype) in QUANTIZED.values()
+        else None,
     )
 
 
@@ -153,9 +172,25 @@ def num_held(cache: PagedKVCache) -> Array:
     return jnp.sum(cache.block_table != NO_PAGE, axis=1, dtype=jnp.int32)
 
 
-def write(pages: Pages, k: Array, v: Array, slot_mapping: Array) -> Pages:
-    """Writes keys and values [num_tokens, kv_heads, head_dim] of one layer to their slots."""
-    return write_kv(*pages, k, v, slot_mapping)
+def scales_of(scales: Array | None, layer: int) -> tuple[Array | None, Array | None]:
+    """Returns f32[kv_heads] of a layer's keys and of its values; None of pages without."""
+    return (None, None) if scales is None else (scales[0, layer], scales[1, layer])
+
+
+def write(
+    pages: Pages,
+    k: Array,
+    v: Array,
+    slot_mapping: Array,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+) -> Pages:
+    """Writes keys and values [num_tokens, kv_heads, head_dim] of one layer to their slots.
+
+    Args:
+      k_scale, v_scale: the layer's, `scales_of`.
+    """
+    return write_kv(*pages, k, v, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 
 
 def commit(cache: PagedKVCache, num_committed: Array) -> PagedKVCache:

@@ -82,11 +82,16 @@ class Work:
 
 @functools.lru_cache(maxsize=64)
 def model_work(
-    config: ModelConfig, dtype: Any, chips: int, num_weights: int | None = None
+    config: ModelConfig,
+    dtype: Any,
+    chips: int,
+    num_weights: int | None = None,
+    kv_dtype: Any = None,
 ) -> ModelWork:
     """Returns what a forward does on one chip of those that a model is split over.
 
     Args:
+      kv_dtype: of keys and values; None is that of the weights.
       num_weights: in all leaves, where that is known; counting them takes 0.1 s.
     """
     itemsize = jnp.dtype(dtype).itemsize
@@ -95,11 +100,12 @@ def model_work(
         weights = abstract_weights(config, dtype)
         count = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
     work = family_of(config).work(config, count)
+    kept = itemsize if kv_dtype is None else jnp.dtype(kv_dtype).itemsize
     kv = kv_cache.numbers_per_token(config, kv_shards=chips)
     return ModelWork(
         weight_bytes=work.weights_read * itemsize / chips,
         token_flops=2 * work.token_products / chips,
-        context_bytes=kv * itemsize / chips,
+        context_bytes=kv * kept / chips,
         context_flops=2 * work.context_products / chips,
         layer_windows=work.layer_windows,
         num_layers=config.num_layers,

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.implementations import lowered_for
 from specjax import sharding
@@ -215,7 +216,9 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
         drafter_bytes_per_token=drafter_c,
         compiled=compiled,
         memory=memory,
-        target_work=model_work(request.target, request.dtype, device.count),
+        target_work=model_work(
+            request.target, request.dtype, device.count, kv_dtype=_kept_dtype(request)
+        ),
         # A plan's roofline knows one model that drafts.
         drafter_work=next(iter(request.drafter.work(request.target, request.dtype)), None),
         notes=(*_context_notes(request), *compiled.warnings, *notes),
@@ -239,9 +242,14 @@ def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractD
     return AbstractDecoder(config, drafter_dtype=request.drafter_dtype)
 
 
+def _kept_dtype(request: PlanRequest) -> np.dtype:
+    """Returns what the target's pages hold."""
+    return kv_cache.pages_dtype(request.engine.kv_cache_dtype, request.dtype)
+
+
 def _page_bytes(request: PlanRequest) -> tuple[int, int]:
     """Returns the bytes of a page on one chip, of target and of drafter, as counted."""
-    scale = jnp.dtype(request.dtype).itemsize * request.engine.page_size
+    scale = _kept_dtype(request).itemsize * request.engine.page_size
     count = request.device.count
     numbers = kv_cache.numbers_per_token(request.target, kv_shards=count) // count
     drafted = request.drafter.bytes_per_token(request.target, request.dtype)
