@@ -38,6 +38,40 @@ if TYPE_CHECKING:
 
 from specjax.version import __version__ as __version__
 
+# The public surface: what is not named here may change with any version.
+__all__ = [
+    "Chunk",
+    "Completion",
+    "DecoderParams",
+    "Draft",
+    "Drafter",
+    "DrafterContext",
+    "DrafterSpec",
+    "Engine",
+    "EngineConfig",
+    "Generation",
+    "GenerationStats",
+    "LoadedDrafter",
+    "Model",
+    "ModelConfig",
+    "Proposal",
+    "Rollout",
+    "RolloutDecoder",
+    "SamplingParams",
+    "SelfCheck",
+    "SpeculationConfig",
+    "Texts",
+    "__version__",
+    "build_decoder",
+    "generate",
+    "load_drafter",
+    "load_model",
+    "logprob_gap",
+    "rollout",
+    "score",
+    "stream",
+]
+
 # Looked up on first use: `specjax --help` need not wait for jax.
 _HOME = {
     "EngineConfig": "specjax.config",
@@ -82,4 +116,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     """Returns the public names, and nothing that is imported for their sake."""
-    return sorted(["__version__", *_HOME])
+    return sorted(__all__)

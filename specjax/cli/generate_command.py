@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specjax.cli import json_document, prompts, sampling_arguments, terminal
-from specjax.config.engine import NUMERICS, EngineConfig
+from specjax.config.engine import KV_CACHE_DTYPES, NUMERICS, EngineConfig
 from specjax.config.names import DRAFTERS, MATCHING, NO_DRAFTER, check_drafter
 from specjax.config.rules import VERIFICATION_RULES
 from specjax.config.sampling import SamplingParams
@@ -103,6 +103,11 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        help="of the target's keys and values (default: the dtype of the weights)",
+    )
     for name, text in _ENGINE_OPTIONS.items():
         default = getattr(EngineConfig(), name)
         shown = "" if default is None else f" (default {default})"
@@ -155,7 +160,7 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """Returns the sizes given, and the defaults of the rest."""
-    names = [*_ENGINE_OPTIONS, "numerics"]
+    names = [*_ENGINE_OPTIONS, "kv_cache_dtype", "numerics"]
     given = {name: getattr(arguments, name) for name in names}
     return EngineConfig(**{k: value for k, value in given.items() if value is not None})
 

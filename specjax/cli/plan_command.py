@@ -8,7 +8,7 @@ import math
 import sys
 from typing import Any
 
-from specjax.config.engine import GATES, EngineConfig
+from specjax.config.engine import GATES, KV_CACHE_DTYPES, EngineConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 _DEFAULT_ROWS = 64
@@ -105,6 +105,11 @@ def _add_memory_options(group: Any, default: EngineConfig) -> None:
         help="tokens of a page (default %(default)s)",
     )
     group.add_argument(
+        "--kv-cache-dtype",
+        choices=KV_CACHE_DTYPES,
+        help="of the target's keys and values (default: the dtype of the weights)",
+    )
+    group.add_argument(
         "--num-pages",
         type=int,
         metavar="N",
@@ -192,6 +197,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
         max_context=arguments.max_context,
         page_size=arguments.page_size,
         num_pages=arguments.num_pages,
+        kv_cache_dtype=arguments.kv_cache_dtype,
         logit_bytes=_bytes("--logit-bytes", arguments.logit_bytes),
         gate=arguments.gate,
         memory_bytes=None

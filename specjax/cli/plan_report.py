@@ -36,6 +36,7 @@ def to_dict(plan: FullPlan) -> dict[str, Any]:
         "device": request.device.name,
         "num_chips": chips,
         "dtype": str(request.dtype),
+        "kv_cache_dtype": engine.kv_cache_dtype or str(request.dtype),
         "measured": False,
         "weights_bytes": plan.weights_bytes,
         "bytes_per_token": {

@@ -181,3 +181,14 @@ def test_rules_see_a_violation(monkeypatch, tmp_path):
     assert len(found) == 2
     assert "jax.numpy" in found[0]
     assert "import a name from the module that it lives in" in found[1]
+
+
+def test_the_public_names_are_those_that_are_looked_up():
+    import specjax
+
+    assert set(specjax.__all__) == {"__version__", *specjax._HOME}
+    assert dir(specjax) == specjax.__all__
+    assert all(getattr(specjax, name) is not None for name in specjax.__all__)
+    named = {}
+    exec("from specjax import *", named)
+    assert set(specjax.__all__) <= set(named)
