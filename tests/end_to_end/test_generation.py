@@ -82,6 +82,7 @@ def test_scripted_drafts_change_nothing(target, prompts, plain, num_right):
         assert counts.num_steps == len(prompts) * 4  # 20 tokens, 5 a step
 
 
+@pytest.mark.full
 def test_stop_token_inside_a_draft(target, prompts, plain):
     texts = [(*prompt, *completion.token_ids) for prompt, completion in zip(prompts, plain)]
     stop = plain[3].token_ids[6]
@@ -104,6 +105,7 @@ def characters() -> Tokenizer:
     return Tokenizer(backend)
 
 
+@pytest.mark.full
 def test_stop_string_inside_a_draft(target, prompts, plain):
     """Of output tokens 5 to 8, drafted and accepted together, the third completes it."""
     speaking = dataclasses.replace(target, tokenizer=characters())
@@ -426,6 +428,7 @@ def test_weights_of_another_dtype_are_compiled_anew(target, prompts):
         assert len(generate(model, prompts[:3])) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("convert", [np.array, jnp.array, tuple], ids=["numpy", "jax", "tuple"])
 def test_prompts_of_any_sequence(target, prompts, plain, convert):
     out = generate(target, [convert(prompts[2]), convert(prompts[3])])
@@ -545,6 +548,7 @@ def test_one_trace_per_executable(target, draft, num_prompts, longest):
     } | {key: 1 for key in decoder.traces if key[0] == "mixed"}
 
 
+@pytest.mark.full
 def test_progress_is_told(target):
     shared_decoder.cache_clear()
     reports = []

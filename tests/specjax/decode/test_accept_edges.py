@@ -218,6 +218,8 @@ def test_repeated_siblings_are_tried_once(rule):
     assert set(nodes[repeated.num_accepted == 1].tolist()) == {1, 3}
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_num_tokens_cuts_a_tree(rule):
     """A tree of which the last nodes do not stand is the smaller tree."""

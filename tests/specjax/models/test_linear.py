@@ -13,9 +13,12 @@ def _normal(seed, *shape):
 
 
 LEADING = [(), (1,), (5,), (2, 3), (8,), (9,), (33,), (56,), (64,), (65,), (13, 17)]
+QUICK = [(), (5,), (2, 3), (33,), (13, 17)]
 
 
-@pytest.mark.parametrize("leading", LEADING)
+@pytest.mark.parametrize(
+    "leading", [pytest.param(x, marks=() if x in QUICK else pytest.mark.full) for x in LEADING]
+)
 def test_equals_the_product_with_the_transpose(leading):
     x, weight = _normal(0, *leading, 24), _normal(1, 10, 24)
     out = jax.jit(linear)(x, weight)

@@ -104,7 +104,12 @@ class Cached:
         return [scores[starts[row] :][: counts[row]] for row in range(ROWS)]
 
 
-@pytest.fixture(scope="module", params=SETTINGS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.full if "window" in name else ()) for name in SETTINGS
+    ],
+)
 def case(request):
     """Returns the setting, the weights, random texts and their uncached logits."""
     setting = SETTINGS[request.param]

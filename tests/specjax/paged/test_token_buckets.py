@@ -104,12 +104,14 @@ class Rows:
 
 # One dtype of each in every run, the other nightly.
 OTHERS = [("llama", "bfloat16"), ("gpt2", "float32"), ("window", "float32")]
+QUICK = ("llama", "float32")
+SLOW, FULL = pytest.mark.slow, pytest.mark.full
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(*case, marks=pytest.mark.slow if case in OTHERS else ())
+        case if case == QUICK else pytest.param(*case, marks=SLOW if case in OTHERS else FULL)
         for case in itertools.product(CONFIGS, ("float32", "bfloat16"))
     ],
 )
@@ -122,7 +124,7 @@ def test_bits_at_every_flat_position_and_in_any_chunks(name, dtype):
     if dtype == "float32":
         config = CONFIGS[name]
         whole = uncached_logits(params, config, jnp.asarray(alone.history[1:2]))
-        ours = flat.logits(params, config, jnp.asarray(one_by_one))
+        ours = jax.jit(flat.logits, static_argnums=1)(params, config, jnp.asarray(one_by_one))
         np.testing.assert_allclose(ours, whole[0, :length], atol=1e-4, rtol=1e-4)
     for before in range(BUCKET):
         rows = Rows(name, params, dtype, before + 1)

@@ -54,7 +54,7 @@ def sizes_of(compiled):
     return {name: getattr(analysis, f"{name}_size_in_bytes") for name in names}
 
 
-@pytest.mark.parametrize("num_chips", [1, 2])
+@pytest.mark.parametrize("num_chips", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_a_prefill_from_shapes_is_the_one_that_runs(num_chips):
     mesh = None
     if num_chips > 1:

@@ -163,6 +163,7 @@ def page_bytes(config, drafter):
     return sum(2 * c.num_layers * c.num_kv_heads * c.head_dim * 16 * 4 for c in configs)
 
 
+@pytest.mark.full
 def test_prefills_and_a_burst_of_a_small_shape():
     """The same, of few buckets: what is compiled quickly."""
     config = shape(256, 64, 128, 4, 2, 16)

@@ -25,6 +25,7 @@ from specjax.policy.step_cost import MEMORY, StepCosts
 from specjax.policy.survival import Survival
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32)
+FULL = (pytest.mark.full, pytest.mark.oldest)
 
 
 def best_fixed(workload, costs, depths):
@@ -329,6 +330,8 @@ def test_rows_that_differ_are_drafted_for_differently():
     assert any(b.decision.max_drafts is not None for b in ranked.bursts)
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 def test_k_rises_as_rows_drain():
     rng = np.random.default_rng(5)
     lengths = np.sort((600 * (1 + rng.pareto(1.2, 32))).astype(int).clip(max=9000))
@@ -430,6 +433,8 @@ def test_plain_decoding_is_measured_again_now_and_then():
     assert plain < drafting  # it looked dearer
 
 
+@pytest.mark.oldest
+@pytest.mark.full
 def test_probes_cost_no_more_than_their_share():
     rates = np.full(4, 0.6)
     workload = Workload(np.full(4, 60_000), rates, context=100)
@@ -723,7 +728,10 @@ def test_a_probe_of_drafting_is_as_long_as_catching_up_needs(behind, num_steps):
     assert decision.num_steps == num_steps
 
 
-@pytest.mark.parametrize(("rows", "rate"), [(1, 0.8), (4, 0.5), (16, 0.7), (32, 0.0)])
+@pytest.mark.parametrize(
+    ("rows", "rate"),
+    [(1, 0.8), *(pytest.param(*at, marks=FULL) for at in [(4, 0.5), (16, 0.7), (32, 0.0)])],
+)
 def test_short_generations_on_a_machine_that_others_use_are_never_slower(rows, rate):
     """One policy, three bursts per generation; one in eight takes up to twice as long."""
     workload = Workload(np.full(rows, 96), np.full(rows, rate), context=100)
@@ -741,8 +749,11 @@ def test_short_generations_on_a_machine_that_others_use_are_never_slower(rows, r
     assert min(shares) > 0.86
 
 
-@pytest.mark.parametrize("are_processes", [False, True])
-@pytest.mark.parametrize(("rows", "rate"), [(1, 0.0), (1, 0.8), (8, 0.0), (8, 0.5), (8, 0.9)])
+@pytest.mark.parametrize("are_processes", [False, pytest.param(True, marks=FULL)])
+@pytest.mark.parametrize(
+    ("rows", "rate"),
+    [(1, 0.8), *(pytest.param(*at, marks=FULL) for at in [(1, 0.0), (8, 0.0), (8, 0.5), (8, 0.9)])],
+)
 def test_calls_that_have_a_policy_each_are_never_slower(rows, rate, are_processes):
     """What is known goes from call to call, or through a file; the first runs at two thirds of the
     speed."""

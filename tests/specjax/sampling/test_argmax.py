@@ -21,7 +21,7 @@ from specjax.sampling.seeded_noise import (
 
 LEAST_P_VALUE = 1e-6  # as in test_seeded_noise
 ENGINE = EngineConfig(max_bias_entries=1, max_allowed_tokens=1, max_stop_tokens=1)
-SLOW = pytest.mark.slow
+SLOW, FULL = pytest.mark.slow, pytest.mark.full
 LARGE = 5003  # more than twice FEW blocks, and no multiple of a block
 NUM_TOKENS = 8
 
@@ -155,6 +155,7 @@ def test_looser_bounds_see_more_blocks_and_find_the_same(slack):
     np.testing.assert_array_equal(index, scores.argmax(axis=1))
 
 
+@pytest.mark.full
 def test_the_bound_of_the_noise_sees_few_blocks():
     counts = []
     for seed, kind in itertools.product(range(4), ["flat", "peaked", "equal"]):
@@ -274,7 +275,9 @@ def test_a_nucleus_is_in_the_few_or_not():
 
 @pytest.mark.parametrize("vocab", [LARGE, pytest.param(32_000, marks=SLOW)])
 @pytest.mark.parametrize("kind", ["flat", "peaked", "ties", "masked"])
-@pytest.mark.parametrize("num_rows", [1, 3, NUM_TOKENS])
+@pytest.mark.parametrize(
+    "num_rows", [pytest.param(1, marks=FULL), 3, pytest.param(NUM_TOKENS, marks=FULL)]
+)
 def test_the_cut_of_a_row_is_the_same_bits_among_other_rows(kind, num_rows, vocab):
     values = logits_of(kind, vocab, num_tokens=2 * NUM_TOKENS)
     scaled = jnp.asarray(values - values.max(axis=1, keepdims=True))
@@ -365,6 +368,7 @@ BRANCH_BATCHES = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("batch", ["mixed", pytest.param("greedy and temperatures", marks=SLOW)])
 @pytest.mark.parametrize("kind", ["flat", "peaked"])
 def test_the_branch_of_accelerators_chooses_the_same_tokens(monkeypatch, batch, kind):
@@ -394,6 +398,7 @@ def test_the_branch_of_accelerators_chooses_the_same_tokens(monkeypatch, batch, 
     assert 0 <= there.token_ids[7] < LARGE
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "features",
     [
@@ -434,6 +439,7 @@ def test_bad_logits_of_a_large_vocabulary_are_flagged(features):
     np.testing.assert_allclose(probs.sum(axis=1), 1, rtol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("features", "vocab", "chunk"),
     [
