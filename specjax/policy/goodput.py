@@ -44,7 +44,7 @@ STICKINESS = 0.01  # by which another bucket must be better than the one before
 OPTIMISM = 0.05  # a bucket that was never measured is taken for so much faster
 PROBE_SHARE = 0.004  # of all seconds, lost to learning
 # More of them while a bucket may be better for all that is known; and the most that is
-# saved up for it, in times of the last burst, of PLAIN_PROBE_S at most.
+# saved up for it, in times of a burst of plain decoding, of PLAIN_PROBE_S at most.
 HOPE_SHARE = 0.008
 MOST_HOPE = 2.0
 # Likewise, at least, to begin with: what is learned early serves longest.
@@ -741,7 +741,9 @@ class Goodput:
         seconds, ledger, bucket = outcome.seconds, self.ledger, outcome.bucket
         ledger.late_s = max(ledger.late_s - LATE_SHARE * seconds, 0.0)
         ledger.spend(seconds, is_drafting=bucket.num_speculative_tokens > 0)
-        burst_s = min(self._burst_steps * seconds / outcome.num_steps, PLAIN_PROBE_S)
+        step_s = seconds / outcome.num_steps
+        plain_s = self.costs.seconds(Bucket(bucket.rows, 0), outcome.num_context_tokens)
+        burst_s = min(self._burst_steps * min(step_s, plain_s or step_s), PLAIN_PROBE_S)
         routine = ledger.routine_s + PROBE_SHARE * seconds
         ledger.routine_s = min(routine, MOST_HOPE * burst_s)
         hope = ledger.hope_s + HOPE_SHARE * seconds
