@@ -7,11 +7,12 @@ from helpers import tiny_llama_config
 
 from pallas_kernels.implementations import lowered_for
 from specjax.api.sizing import choose_sizes, page_bytes, power_of_two, standing_sizes
-from specjax.config.engine import EngineConfig
+from specjax.config.engine import KV_CACHE_DTYPES, EngineConfig
 
 TARGET = tiny_llama_config()  # 2 layers of 2 heads of 8 numbers, keys and values
 DRAFT = tiny_llama_config(num_layers=1)
 FLOAT32 = np.dtype(np.float32)
+PAGES_OF_16 = EngineConfig(page_size=16)
 TARGET_BYTES = 2 * 2 * 2 * 8 * 4  # of a token
 DRAFT_BYTES = 2 * 1 * 2 * 8 * 4
 
@@ -36,16 +37,27 @@ def standing(context, configs=(TARGET,), *, num_shards=1, tree_slots=0, **engine
 
 
 def test_a_page_holds_the_keys_and_values_of_all_models():
-    assert page_bytes([TARGET], 16, FLOAT32) == 16 * TARGET_BYTES
-    assert page_bytes([TARGET, DRAFT], 16, FLOAT32) == 16 * (TARGET_BYTES + DRAFT_BYTES)
-    assert page_bytes([TARGET], 16, jnp.dtype(jnp.bfloat16)) == 8 * TARGET_BYTES
+    assert page_bytes([TARGET], PAGES_OF_16, FLOAT32) == 16 * TARGET_BYTES
+    assert page_bytes([TARGET, DRAFT], PAGES_OF_16, FLOAT32) == 16 * (TARGET_BYTES + DRAFT_BYTES)
+    assert page_bytes([TARGET], PAGES_OF_16, jnp.dtype(jnp.bfloat16)) == 8 * TARGET_BYTES
+
+
+@pytest.mark.parametrize("name", KV_CACHE_DTYPES)
+def test_one_byte_pages_are_the_target_s_alone(name):
+    """A draft model's pages keep the dtype of its weights."""
+    engine = EngineConfig(page_size=16, kv_cache_dtype=name)
+    assert page_bytes([TARGET], engine, FLOAT32) == 4 * TARGET_BYTES
+    assert page_bytes([TARGET, DRAFT], engine, FLOAT32) == 4 * TARGET_BYTES + 16 * DRAFT_BYTES
+    given = {"kv_cache_bytes": 80 * 16 * TARGET_BYTES, "max_rows": 32}
+    counts = [standing(512, **given, kv_cache_dtype=each).num_pages for each in (None, name)]
+    assert counts == [80, 320]
 
 
 def test_pages_in_lanes_are_padded_on_each_device():
     """The two heads of 16 numbers fill 128 lanes together, and each does on a device of its own."""
     with lowered_for("tpu", "TPU v5 lite"):
-        together = page_bytes([TARGET, DRAFT], 16, FLOAT32)
-        apart = page_bytes([TARGET, DRAFT], 16, FLOAT32, kv_shards=2)
+        together = page_bytes([TARGET, DRAFT], PAGES_OF_16, FLOAT32)
+        apart = page_bytes([TARGET, DRAFT], PAGES_OF_16, FLOAT32, kv_shards=2)
     of_line = 16 * 128 * 4
     assert together == 2 * (2 + 1) * of_line
     # The draft model's heads are not split.
@@ -54,7 +66,7 @@ def test_pages_in_lanes_are_padded_on_each_device():
 
 @pytest.mark.parametrize("configs", [(TARGET,), (TARGET, DRAFT)])
 def test_pages_take_no_more_bytes_than_they_may(configs):
-    of_page = page_bytes(configs, 16, FLOAT32)
+    of_page = page_bytes(configs, PAGES_OF_16, FLOAT32)
     given = 20 * of_page + of_page - 1
     assert standing(512, configs, kv_cache_bytes=given).num_pages == 20
     sizes, _, _ = chosen([300] * 9, configs, kv_cache_bytes=given)

@@ -115,9 +115,11 @@ def test_row_buckets_by_default():
 def test_every_size_of_the_engine_can_be_given():
     parse = lambda *more: build_parser().parse_args(["plan", "demo", *more])
     engine = plan_command.engine_config(parse())
-    for name in ("page_size", "num_pages", "logit_bytes", "gate"):
+    for name in ("page_size", "num_pages", "logit_bytes", "gate", "kv_cache_dtype"):
         assert getattr(engine, name) == getattr(EngineConfig(), name)
     sizes = ["--page-size", "32", "--num-pages", "500", "--logit-bytes", "1e8"]
+    sizes += ["--kv-cache-dtype", "fp8"]
     engine = plan_command.engine_config(parse(*sizes, "--gate", "worst_case"))
+    assert engine.kv_cache_dtype == "fp8"
     assert (engine.page_size, engine.num_pages) == (32, 500)
     assert (engine.logit_bytes, engine.gate) == (10**8, "worst_case")

@@ -455,6 +455,16 @@ def test_work_of_a_forward_counted_by_hand():
     assert np.dtype(jnp.bfloat16).itemsize == 2
 
 
+def test_keys_and_values_in_one_byte(compiled_by_rule):
+    """Half of bfloat16's bytes of context: a page as counted, and the roofline."""
+    engine = dataclasses.replace(request_of().engine, kv_cache_dtype="fp8", page_size=32)
+    assert plans._page_bytes(request_of(engine=engine)) == (32 * 131_072 // 2, 32 * 4096)
+    plan = plans.make_plan(request_of(engine=engine))
+    assert plan.target_work.context_bytes == 131_072 / 2
+    assert plan_report.to_dict(plan)["kv_cache_dtype"] == "fp8"
+    assert plan_report.to_dict(plans.make_plan(request_of()))["kv_cache_dtype"] == "bfloat16"
+
+
 def test_layers_that_slide_are_charged_their_windows():
     request = request_of()
     windows = (None, 4096) * 16
