@@ -17,6 +17,7 @@ from pallas_kernels.names import PLATFORMS
 from specjax import sharding
 from specjax.api.requests import Refused, make_requests, one_each
 from specjax.api.sizing import (
+    Pooled,
     check_pages,
     check_state,
     choose_sizes,
@@ -133,7 +134,7 @@ class Setup:
         num_shards = sharding.axis_size(self.mesh, sharding.DATA)
         with sharding.lowered(self.mesh):
             check_pages(
-                self._model_configs,
+                self._pooled,
                 self.engine,
                 self._dtype,
                 num_shards,
@@ -304,9 +305,10 @@ class Setup:
         return min(known) if known and len(known) == len(found) else None
 
     @property
-    def _model_configs(self) -> list[Any]:
-        """Of target and draft model, whose pages are allocated together."""
-        return [self.target.config, *self.drafter.configs]
+    def _pooled(self) -> Pooled:
+        """Target and drafter, whose pages are allocated together."""
+        config = self.target.config
+        return Pooled(config, self.drafter.spec.bytes_per_token(config, self._dtype))
 
     @property
     def _weights_in_place(self) -> list[Any]:
@@ -379,10 +381,9 @@ class Setup:
         memory = self.memory
         if memory is None or self.engine.num_pages is not None:
             return self.engine
-        configs = self._model_configs
         kv_shards = sharding.axis_size(self.mesh, sharding.TENSOR)
         with sharding.lowered(self.mesh):
-            of_page = page_bytes(configs, self.engine, self._dtype, kv_shards)
+            of_page = page_bytes(self._pooled, self.engine, self._dtype, kv_shards)
         fitting = memory.num_pages * of_page
         asked = self.engine.kv_cache_bytes
         most = fitting if asked is None else min(fitting, asked)
@@ -391,7 +392,7 @@ class Setup:
     @property
     def _memory_arguments(self) -> tuple[Any, ...]:
         return (
-            self._model_configs,
+            self._pooled,
             self._sized_engine,
             self._dtype,
             sharding.axis_size(self.mesh, sharding.DATA),
@@ -454,7 +455,7 @@ class RunSetup(Setup):
         with sharding.lowered(self.mesh):
             check_state(
                 sizes,
-                self._model_configs,
+                self._pooled,
                 self.engine,
                 sharding.axis_size(self.mesh, sharding.DATA),
                 sharding.axis_size(self.mesh, sharding.TENSOR),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.api.requests import Refused
 from specjax.config.engine import KV_CACHE_BYTES, EngineConfig
@@ -16,9 +16,16 @@ from specjax.runtime.amounts import amount
 MIN_ROW_TOKENS = 256  # smallest bucket of a row's capacity
 
 
+class Pooled(NamedTuple):
+    """The models whose keys and values lie in pages of the same numbers."""
+
+    target: ModelConfig
+    drafter_bytes: int = 0  # per token of a row: `DrafterSpec.bytes_per_token`
+
+
 def choose_sizes(
     requests: Sequence[Request],
-    configs: Sequence[ModelConfig],
+    pooled: Pooled,
     engine: EngineConfig,
     dtype: Any,
     num_shards: int,
@@ -31,13 +38,13 @@ def choose_sizes(
     share their executables.
 
     Args:
-      configs: of target and draft model, whose pages are allocated together.
+      pooled: whose pages are allocated together.
       num_shards: of the mesh's data axis; a request's pages lie in one of them.
       kv_shards: of the mesh's tensor axis.
       tree_slots: what every row needs past its last token.
     """
     size = engine.page_size
-    shard_pages = _pages_per_shard(configs, engine, dtype, num_shards, kv_shards)
+    shard_pages = _pages_per_shard(pooled, engine, dtype, num_shards, kv_shards)
     num_slots = lambda request: request.max_length + tree_slots
     has_room = lambda request: -(-num_slots(request) // size) <= shard_pages
     of_tree = ""
@@ -69,7 +76,7 @@ def choose_sizes(
 
 def standing_sizes(
     context: int,
-    configs: Sequence[ModelConfig],
+    pooled: Pooled,
     engine: EngineConfig,
     dtype: Any,
     num_shards: int,
@@ -84,7 +91,7 @@ def standing_sizes(
     size = engine.page_size
     rows = -(-engine.max_rows // num_shards) * num_shards
     longest = min(context, engine.max_context or context) + tree_slots
-    shard_pages = _pages_per_shard(configs, engine, dtype, num_shards, kv_shards)
+    shard_pages = _pages_per_shard(pooled, engine, dtype, num_shards, kv_shards)
     pages_per_row = min(-(-longest // size), shard_pages)
     layout = rows, pages_per_row, shard_pages, num_shards
     return _sizes(engine, dtype, tree_slots, *layout)
@@ -114,7 +121,7 @@ def _sizes(
 
 
 def _pages_per_shard(
-    configs: Sequence[ModelConfig],
+    pooled: Pooled,
     engine: EngineConfig,
     dtype: Any,
     num_shards: int,
@@ -125,7 +132,7 @@ def _pages_per_shard(
     Raises:
       ValueError: there is not one for each.
     """
-    of_page = page_bytes(configs, engine, dtype, kv_shards)
+    of_page = page_bytes(pooled, engine, dtype, kv_shards)
     limit = engine.num_pages or (engine.kv_cache_bytes or KV_CACHE_BYTES) // of_page
     if limit >= num_shards:
         return limit // num_shards
@@ -141,7 +148,7 @@ def _pages_per_shard(
 
 
 def check_pages(
-    configs: Sequence[ModelConfig],
+    pooled: Pooled,
     engine: EngineConfig,
     dtype: Any,
     num_shards: int = 1,
@@ -151,16 +158,16 @@ def check_pages(
     """Refuses pages that are fewer than one, or more than a device holds; before any compile.
 
     Args:
-      configs, num_shards, kv_shards: as of `choose_sizes`.
+      pooled, num_shards, kv_shards: as of `choose_sizes`.
       device_bytes: of each device; None is not known.
 
     Raises:
       ValueError: it names what to change.
     """
-    shard_pages = _pages_per_shard(configs, engine, dtype, num_shards, kv_shards)
+    shard_pages = _pages_per_shard(pooled, engine, dtype, num_shards, kv_shards)
     if engine.num_pages is None or device_bytes is None:
         return
-    of_page = page_bytes(configs, engine, dtype, kv_shards) // kv_shards
+    of_page = page_bytes(pooled, engine, dtype, kv_shards) // kv_shards
     if shard_pages * of_page > device_bytes:
         raise ValueError(
             f"num_pages={engine.num_pages} take {amount(shard_pages * of_page)} of a device "
@@ -170,7 +177,7 @@ def check_pages(
 
 def check_state(
     sizes: Sizes,
-    configs: Sequence[ModelConfig],
+    pooled: Pooled,
     engine: EngineConfig,
     num_shards: int = 1,
     kv_shards: int = 1,
@@ -183,7 +190,7 @@ def check_state(
     """
     if device_bytes is None:
         return
-    of_page = page_bytes(configs, engine, sizes.dtype, kv_shards) // kv_shards
+    of_page = page_bytes(pooled, engine, sizes.dtype, kv_shards) // kv_shards
     options = 2 * engine.max_bias_entries + engine.max_allowed_tokens
     of_row = sizes.max_length + sizes.pages_per_row + options + engine.max_stop_tokens
     # What a burst reports of each step: tokens, and ids and values of the most likely.
@@ -198,20 +205,16 @@ def check_state(
         )
 
 
-def page_bytes(
-    configs: Sequence[ModelConfig], engine: EngineConfig, dtype: Any, kv_shards: int = 1
-) -> int:
-    """Returns the bytes of one page of keys and values of all models together.
+def page_bytes(pooled: Pooled, engine: EngineConfig, dtype: Any, kv_shards: int = 1) -> int:
+    """Returns the bytes of one page of target and drafter on all devices of a data shard.
 
     Args:
-      configs: the target's first, whose heads are split over `kv_shards` devices.
       dtype: of the weights.
+      kv_shards: devices over which the target's heads are split.
     """
-    target, *drafters = configs
-    own = kv_cache.numbers_per_token(target, kv_shards=kv_shards)
+    own = kv_cache.numbers_per_token(pooled.target, kv_shards=kv_shards)
     own *= kv_cache.pages_dtype(engine.kv_cache_dtype, dtype).itemsize
-    drafted = sum(map(kv_cache.numbers_per_token, drafters)) * dtype.itemsize
-    return (own + drafted) * engine.page_size
+    return (own + pooled.drafter_bytes) * engine.page_size
 
 
 def power_of_two(number: int) -> int:

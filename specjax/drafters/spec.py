@@ -73,7 +73,10 @@ class NgramDrafter(DrafterSpec):
             low, high = (high, high) if is_high_asked else (low, low)
         num_matches = _asked_for(config, "prompt_lookup_matches") or self.num_matches
         num_drafts = config.num_draft_nodes or self.num_drafts
-        return NgramDrafter(low, high, num_matches, num_drafts)
+        # Not NgramDrafter(...): a class derived from it stays what it is.
+        return dataclasses.replace(
+            self, min_match=low, max_match=high, num_matches=num_matches, num_drafts=num_drafts
+        )
 
     def build(self, context: DrafterContext) -> Drafter:
         # Deterministic: rejection runs as delta, the same law.
@@ -119,7 +122,8 @@ class HistoryDrafter(DrafterSpec):
     def configured(self, config: SpeculationConfig) -> HistoryDrafter:
         if config.has_tree:
             raise ValueError(no_tree_message("history"))
-        return HistoryDrafter(
+        return dataclasses.replace(
+            self,
             corpus_tokens=config.corpus_tokens or self.corpus_tokens,
             min_match=_asked_for(config, "prompt_lookup_min") or self.min_match,
             num_matches=_asked_for(config, "prompt_lookup_matches") or self.num_matches,
