@@ -624,7 +624,7 @@ class Decoder:
             drafter = guarded(spec.build(context))
             if spec.takes_text and drafter.remember is None:
                 raise ValueError("the spec says takes_text, and the drafter has no remember")
-        except Exception as error:  # a spec is anybody's code, and may raise any
+        except Exception as error:  # a spec may be third-party code, and raise anything
             raise DrafterError(f"its build raised {error!r}") from error
         return drafter
 
