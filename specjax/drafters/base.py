@@ -126,7 +126,7 @@ class DrafterSpec:
 
     @property
     def configs(self) -> tuple[ModelConfig, ...]:
-        """Configs of the models it runs over the target's pages, to check vocabulary and windows."""
+        """Configs of the models it runs over the target's pages, for checks against the target."""
         return ()
 
     @property

@@ -61,7 +61,7 @@ class Taps:
             self._seen[layer] = x
 
     def results(self, hidden: Array, caches: tuple[LayerCache, ...]) -> Any:
-        """Returns the results of `Family.forward`: hidden, caches, and the taps if there are any."""
+        """Returns the results of `Family.forward`: hidden, caches, and the taps, if any."""
         if self._taps is None:
             return hidden, caches
         seen = self._seen | {self._num_layers: hidden}
