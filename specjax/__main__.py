@@ -1,4 +1,4 @@
-"""`python -m specjax` is `specjax`."""
+"""Runs the `specjax` command for `python -m specjax`."""
 
 import sys
 

@@ -7,17 +7,17 @@ import itertools
 
 import numpy as np
 
-RIDGE = 1e-13  # of normal equations whose diagonal is 1: features may depend on each other
+RIDGE = 1e-13  # added to normal equations with diagonal 1: features may be linearly dependent
 
 
 def fit_nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Returns the coefficients, none below 0, of the least squared error.
+    """Returns the non-negative coefficients of least squared error.
 
-    Every subset of the features is tried, all at once, which is exact for the handful there are.
-    Among equals the subset of fewest features wins, and of those the first. That is why this is
-    not scipy.optimize.nnls, which takes 10 times less time: where features depend on each other,
-    as before many sizes were measured, it ends at any of the solutions, and predictions for
-    other sizes follow from which one.
+    It tries every subset of the features at once, which is exact and fast enough for a few.
+    Among equally good subsets the one of fewest features wins, then the first. For that reason it
+    does not use scipy.optimize.nnls, which takes 10 times less time: where features are linearly
+    dependent, as before many sizes were measured, nnls returns any of the solutions, and
+    predictions for other sizes depend on which one.
 
     Args:
       features: f64[num_values, num_features].
@@ -47,8 +47,8 @@ def fit_nonnegative(features: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 @functools.cache
 def _subsets(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the sizes of all subsets, i64[subsets], the smallest first, and bool[subsets,
-    count]."""
+    """Returns the sizes of all subsets, i64[subsets], the smallest first, and their masks,
+    bool[subsets, count]."""
     chosen = [
         subset for size in range(count + 1) for subset in itertools.combinations(range(count), size)
     ]

@@ -1,6 +1,6 @@
-"""What mesh axis each logical axis is split over, and the logical axes of state.
+"""Maps logical axes to mesh axes, and gives the logical axes of the decode state.
 
-Those of parameters are their family's: see `specjax.models.base.Family`.
+Logical axes of weights are given by their family: see `specjax.models.base.Family`.
 
 A mesh has an axis "data" (rows, and each shard's own pages), an axis "tensor"
 (heads, MLP and the output vocabulary of the target), or both. Everything runs
@@ -37,13 +37,13 @@ RULES = {
     "kv_heads": TENSOR,
     "mlp": TENSOR,
     "vocab": TENSOR,
-    "experts": None,  # whole on every shard, each split along "mlp"
+    "experts": None,  # every shard has all experts, each split along "mlp"
     "embed": None,
     None: None,
 }
 
-# State by field name; of nested ones the outermost named counts. The drafter's own state is
-# described by `Drafter.state_axes`.
+# Logical axes of state by field name; among nested fields the outermost name here applies.
+# `Drafter.state_axes` describes the drafter's own state.
 STATE_AXES: dict[str, tuple[str | None, ...]] = {
     "pages": ("pages", "kv_heads", None, None),
     "block_table": ("rows", None),
@@ -60,23 +60,23 @@ STATE_AXES: dict[str, tuple[str | None, ...]] = {
 
 
 def axis_size(mesh: Mesh | None, name: str) -> int:
-    """Returns how many shards a mesh axis has; 1 without it."""
+    """Returns the size of a mesh axis; 1 if there is none."""
     return mesh.shape.get(name, 1) if mesh is not None else 1
 
 
 def automatic(mesh: Mesh | None) -> Mesh | None:
-    """Returns the mesh with axes that shardings are inferred over, as shard_map takes them.
+    """Returns the mesh with axes of type Auto, as shard_map needs them.
 
-    jax.make_mesh makes axes that are part of an array's type, which is for other programs.
+    jax.make_mesh makes axes of type Explicit, whose shardings are part of an array's type.
     """
     return None if mesh is None else Mesh(mesh.devices, mesh.axis_names)
 
 
 @contextlib.contextmanager
 def lowered(mesh: Mesh | None) -> Iterator[None]:
-    """The context of tracing: ops and page shapes are for a mesh's devices; None: the default.
+    """Context for tracing: ops and page shapes are for the mesh's devices; None: the default.
 
-    Whatever the program has set in jax, steps are those of specjax's own settings.
+    Steps are traced under specjax's own jax settings, not those of the program.
     """
     platform, kind = target_platform(), target_kind()
     if mesh is not None:
@@ -87,14 +87,14 @@ def lowered(mesh: Mesh | None) -> Iterator[None]:
 
 
 def tensor_axis(mesh: Mesh | None) -> str | None:
-    """Returns the mesh axis to sum over, None where heads are not split."""
+    """Returns the mesh axis to sum partial results over, None if heads are not split."""
     return TENSOR if axis_size(mesh, TENSOR) > 1 else None
 
 
 def param_specs(params: Any, mesh: Mesh, config: ModelConfig) -> Any:
     """Returns a PartitionSpec per parameter, by the axes that the config's family gives it.
 
-    A vocabulary that does not divide stays whole.
+    An axis that the mesh axis does not divide evenly stays whole, such as a vocabulary.
 
     Raises:
       ValueError: the family has no such parameter.
@@ -120,16 +120,16 @@ def _axes_by_path(config: ModelConfig) -> list[tuple[Any, tuple[str | None, ...]
 
 
 def replicated_specs(tree: Any) -> Any:
-    """Returns the spec of an array that every shard holds whole, for each leaf."""
+    """Returns a replicated spec for each leaf: every shard holds the whole array."""
     return jax.tree.map(lambda _: PartitionSpec(), tree)
 
 
 def state_specs(state: Any, mesh: Mesh, drafter_axes: Any) -> Any:
-    """Returns a PartitionSpec per leaf of a DecodeState; every field is named above.
+    """Returns a PartitionSpec per leaf of a DecodeState, by STATE_AXES.
 
     Args:
-      drafter_axes: of each leaf of `state.drafter` a PartitionSpec of logical names, as
-        `Drafter.state_axes` returns them.
+      drafter_axes: a PartitionSpec of logical names for each leaf of `state.drafter`, from
+        `Drafter.state_axes`.
     """
 
     def spec(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
@@ -146,7 +146,7 @@ def state_specs(state: Any, mesh: Mesh, drafter_axes: Any) -> Any:
 
 
 def spec_of(axes: tuple[str, ...], mesh: Mesh) -> PartitionSpec:
-    """Returns the spec of leading logical axes whose sizes divide."""
+    """Returns the spec of leading logical axes, whose sizes must divide evenly."""
     names = [RULES[axis] for axis in axes]
     return PartitionSpec(*(n if n in mesh.axis_names else None for n in names))
 
@@ -188,5 +188,5 @@ def _spec(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) -> P
 
 
 def _place(path: Any) -> tuple[str, ...]:
-    """Returns the names and numbers on the way to a leaf."""
+    """Returns the path of a leaf as strings."""
     return tuple(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)

@@ -14,31 +14,31 @@ from pallas_kernels.ragged import rows_of
 from specjax.config.rules import BY_LAW as BY_LAW
 from specjax.config.rules import Rule
 
-# An array that the host makes: numpy until it enters a compiled function.
+# An array made on the host: numpy until it enters a compiled function.
 HostArray = Any
 
-# Why a row ended, as the device reports it; RUNNING is not ended.
+# Why a row ended, as the device reports it; RUNNING: it has not ended.
 RUNNING, STOPPED, OUT_OF_LENGTH, INVALID_LOGITS = range(4)
 
-# What a drafter did wrong, as the device reports it: the gravest has the highest number.
+# Fault of a drafter, as the device reports it; the most serious has the highest number.
 NO_FAULT, OUTSIDE_VOCABULARY, NOT_A_NUMBER = range(3)
 
 NO_PARENT = -1  # the root's entry among parents
-NOT_A_TOKEN = -(2**31)  # what a drafter drafts from logits that hold NaN
+NOT_A_TOKEN = -(2**31)  # draft token id from logits that hold NaN
 
 # Verification rules as per-row numbers.
 GREEDY, SEEDED, DELTA, REJECTION, BLOCK, TRAVERSAL, LENIENT, TYPICAL, SYNTHETIC = Rule
 
 
 def is_by_law(rules: Array) -> Array:
-    """Returns whether each rule of an array is one of BY_LAW."""
+    """Returns whether each rule of an array is in BY_LAW, elementwise."""
     return (rules >= BY_LAW.start) & (rules < BY_LAW.stop)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TokenBatch:
-    """Tokens of several rows laid end to end: what one forward of the flat step takes.
+    """Tokens of several rows laid end to end: the input of one forward.
 
     Row r owns flat indices row_starts[r] to row_starts[r + 1] - 1; those past
     row_starts[-1] are padding, with row_ids == rows and slot_mapping == num_slots.
@@ -51,10 +51,10 @@ class TokenBatch:
     row_starts: Array  # i32[rows + 1]
     lengths: Array  # i32[rows], tokens of the row whose KV is final
     block_table: Array  # i32[rows, pages_per_row]
-    # Only where tokens branch: bit j set where new token j of the row is seen, or
-    # where each token is attended by itself, the way to it.
+    # Only for trees: bit j is set where the token sees new token j of its row.
     ancestor_bits: Array | None = None  # u32[num_tokens, words], see tree_attention
-    num_new_keys: Array | None = None  # i32[rows], likewise
+    num_new_keys: Array | None = None  # i32[rows], see tree_attention
+    # Only for trees with a token bucket: the path to each token.
     path_offsets: Array | None = None  # i32[num_tokens, depths], see path_attention
 
 
@@ -65,7 +65,7 @@ class TokenBatch:
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DraftTree:
-    """Which node each node of a row follows.
+    """The parent and the depth of each node of every row's tree.
 
     Node 0 is the root, the newest committed token; draft token j is node j + 1.
     A parent comes before its children, and siblings come in the order in which they
@@ -77,7 +77,7 @@ class DraftTree:
                                          |   |\\
                                          3   4 5
 
-    Entries past a row's last node mean nothing.
+    Entries past a row's last node are meaningless.
     """
 
     parents: Array  # i32[rows, num_nodes], NO_PARENT at the root
@@ -92,28 +92,28 @@ class DraftTree:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """Draft tokens of every row: chains, or trees where `tree` says so.
+    """Draft tokens of every row: trees if `tree` is set, else chains.
 
     Without a tree, draft token j follows draft token j - 1, and num_drafts is K.
     """
 
-    # i32[rows, num_drafts]; draft token j is node j + 1. NOT_A_TOKEN of NaN logits.
+    # i32[rows, num_drafts]; draft token j is node j + 1. NOT_A_TOKEN for NaN logits.
     token_ids: Array
-    num_tokens: Array  # i32[rows], in [0, num_drafts]: how many of them stand
-    # f32[rows, num_drafts, vocab], the drafter's distribution after node j: what node
-    # j's children were drawn from, without replacement. None: deterministic.
+    num_tokens: Array  # i32[rows], in [0, num_drafts]: how many of them are valid
+    # f32[rows, num_drafts, vocab]; entry j is the distribution that the children of node
+    # j were drawn from, without replacement. None: a deterministic proposal.
     probs: Array | None = None
     tree: DraftTree | None = None
-    # f32[rows, num_drafts] each, how likely draft token j is to stand; None: not known.
-    # The first is a function of what was drawn before j, the path to it included: rules
-    # by law may choose what is verified by it. The second knows token j itself, and is
-    # for `greedy`, `seeded` and `delta` alone.
+    # f32[rows, num_drafts] each, estimated acceptance probability of draft token j and the
+    # path to it; None: unknown. The first depends only on tokens drawn before j, so rules
+    # by law may select drafts for verification by it. The second depends on token j itself,
+    # and is only for `greedy`, `seeded` and `delta`.
     prior_confidence: Array | None = None
     path_probability: Array | None = None
 
     @property
     def num_nodes(self) -> int:
-        """Returns how many nodes a row has at most, with the root."""
+        """Returns the most nodes of a row, including the root."""
         return self.token_ids.shape[1] + 1
 
     @property
@@ -123,23 +123,23 @@ class Proposal:
 
 
 class Acceptance(NamedTuple):
-    """What a verification rule decides."""
+    """The result of a verification rule."""
 
-    # i32[rows, max_depth + 1]: accepted draft tokens, then one of the target's own
+    # i32[rows, max_depth + 1]: accepted draft tokens, then one token of the target's own
     token_ids: Array
     num_accepted: Array  # i32[rows], in [0, max_depth]
-    # i32[rows, max_depth]: the accepted nodes in order, of which the first
-    # num_accepted count; None for chains, where they are 1, 2, ...
+    # i32[rows, max_depth]: the accepted nodes in order; only the first num_accepted
+    # are valid. None for chains, where they are 1, 2, ...
     nodes: Array | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepInfo:
-    """What a step did, for the host; a burst stacks one per step on a leading axis.
+    """Report of a step to the host; a burst stacks those of its steps on a leading axis.
 
-    The first num_committed[row] entries of the token axis were committed, the
-    first num_accepted[row] of them proposed by the drafter.
+    The first num_committed[row] entries of the token axis were committed; the drafter
+    proposed the first num_accepted[row] of them.
     """
 
     token_ids: Array  # i32[rows, K + 1]
@@ -147,7 +147,7 @@ class StepInfo:
     num_accepted: Array  # i32[rows]
     num_drafted: Array  # i32[rows], nodes of a tree
     draft_depth: Array  # i32[rows], tokens on the longest path that was verified
-    proposed_depth: Array  # i32[rows], likewise before the least likely drafts were left out
+    proposed_depth: Array  # i32[rows], the same before unlikely drafts were left out
     finish: Array  # i32[rows], RUNNING or why the row ended in this step
     drafter_lengths: Array  # i32[rows], tokens whose KV is final in the drafter's cache
     drafter_fault: Array  # i32[rows], NO_FAULT .. NOT_A_NUMBER
@@ -157,24 +157,24 @@ class StepInfo:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BurstPlan:
-    """What the host decides for a burst, as dynamic values."""
+    """The host's decisions for a burst, as dynamic values."""
 
     num_steps: HostArray  # i32[], most steps
     stop_when_finished: HostArray  # bool[], end early when a row ends because work waits
     activate: HostArray  # bool[rows], rows whose prompts are prefilled and that decode from now on
     keep: HostArray  # bool[rows], rows that hold a request; others are emptied
     block_table: HostArray  # i32[rows, pages_per_row], room for all that the burst may write
-    draft_caps: HostArray  # i32[rows], most tokens that each may draft
+    draft_caps: HostArray  # i32[rows], most tokens that each row may draft
     # i32[row bucket], the rows that the burst runs, `rows` in unused places: fewer rows
-    # cost less. None is all of them, in order. Under a mesh each shard has its share.
+    # cost less. None: all rows, in order. Under a mesh each shard has its share.
     row_ids: HostArray | None = None
 
 
-Plan = BurstPlan  # its name until 0.1
+Plan = BurstPlan  # the name of BurstPlan until 0.1
 
 
 class DecoderParams(NamedTuple):
-    """Weights, arguments of every call and never donated."""
+    """Weights of target and drafter: an argument of every call, never donated."""
 
     target: Any
     drafter: Any = ()
@@ -185,7 +185,7 @@ def lay_out(counts: Array, num_tokens: int) -> tuple[Array, Array, Array]:
 
     Returns:
       row_starts i32[rows + 1]; row_ids i32[num_tokens], `rows` in padding; and
-      offsets i32[num_tokens], which of its row's tokens each is.
+      offsets i32[num_tokens], the index of each token within its row.
     """
     rows = counts.shape[0]
     row_starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts)])

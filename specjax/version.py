@@ -1,4 +1,4 @@
-"""The version, for whoever writes it down."""
+"""The version of specjax."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Absorb: tells a drafter of the target's hidden states, for every token that was fed.
+"""Absorb: passes the target's hidden states to a drafter, for every token that was fed.
 
-Only where the drafter's spec names `taps`. Token j is told with the token after it, and only
-once both are committed: prompts as they are fed, roots and accepted drafts after commit, and
-steps of K = 0 a window at a time. See `specjax.drafters.base.Drafter`.
+It runs only where the drafter's spec names `taps`. The drafter gets token j together with the
+token after it, and only once both are committed: prompt tokens as they are fed, roots and
+accepted drafts after commit, and the tokens of K = 0 steps a window at a time. See
+`specjax.drafters.base.Drafter`.
 """
 
 from __future__ import annotations
@@ -19,23 +20,27 @@ from specjax.decode.step_spec import StepSpec
 from specjax.paged.forward import make_batch
 from specjax.types import DecoderParams, TokenBatch
 
-WINDOW = 8  # steps of K = 0, at most, whose hidden states wait to be absorbed together
+WINDOW = 8  # most K = 0 steps whose hidden states wait and are absorbed together
 
 
 class Committed(NamedTuple):
-    """What one step fed and committed: each active row's root, and the drafts accepted after it."""
+    """Tokens that one step fed and committed: each active row's root and its accepted drafts."""
 
-    roots: Array  # i32[rows], their positions
-    counts: Array  # i32[rows], tokens committed; as many were fed before them
-    places: Array  # i32[rows, max_depth + 1], of the root and the accepted path in the batch
+    roots: Array  # i32[rows], positions of the roots
+    counts: Array  # i32[rows], tokens committed; the step fed the same number, from the root on
+    places: Array  # i32[rows, max_depth + 1], batch index of the root and of the accepted path
     taps: tuple[Array, ...]  # [num_tokens, hidden_size] each, of the whole batch
-    beside: tuple[Array, ...]  # likewise, of what ran beside it
+    beside: tuple[Array, ...]  # the same for the prompt tokens that ran beside the batch
 
 
 def absorb_committed(
     spec: StepSpec, params: DecoderParams, state: DecodeState, committed: Committed
 ) -> DecodeState:
-    """Tells the drafter of what a step committed; `state` is that after it."""
+    """Returns the state after the drafter absorbed the tokens that a step committed.
+
+    Args:
+      state: the state after that step.
+    """
     # A tree has more nodes than a path can commit.
     num_tokens = min(committed.taps[0].shape[0], committed.places.size)
     batch = _batch(state, committed.roots, committed.counts, num_tokens)
@@ -48,20 +53,20 @@ def absorb_committed(
 
 
 class Waiting(NamedTuple):
-    """Hidden states of the steps of K = 0 since the last were absorbed."""
+    """Hidden states of the K = 0 steps that the drafter has not absorbed yet."""
 
     roots: Array  # i32[rows], positions of the first tokens that wait
     taps: tuple[Array, ...]  # [steps, rows, hidden_size] each
 
 
 def no_waiting(state: DecodeState, committed: Committed, num_steps: int) -> Waiting:
-    """Returns room for so many steps; of `committed` shapes and dtypes are read."""
+    """Returns empty room for num_steps steps; only shapes and dtypes of `committed` are read."""
     taps = [jnp.zeros((num_steps, state.rows, *tap.shape[1:]), tap.dtype) for tap in committed.taps]
     return Waiting(state.cache.lengths, tuple(taps))
 
 
 def wait(waiting: Waiting, step: Array, committed: Committed) -> Waiting:
-    """Adds a step of K = 0, the step-th that waits, i32[]."""
+    """Stores the hidden states of one K = 0 step at index `step`, i32[]."""
     roots = committed.places[:, 0]
     taps = [
         jax.lax.dynamic_update_index_in_dim(own, tap[roots], step, 0)
@@ -73,7 +78,11 @@ def wait(waiting: Waiting, step: Array, committed: Committed) -> Waiting:
 def absorb_waiting(
     spec: StepSpec, params: DecoderParams, state: DecodeState, waiting: Waiting
 ) -> DecodeState:
-    """Tells the drafter of all that waits; `state` is that after the last step."""
+    """Returns the state after the drafter absorbed all waiting hidden states.
+
+    Args:
+      state: the state after the last step.
+    """
     num_steps = waiting.taps[0].shape[0]
     # A row commits one token with each step until it ends.
     counts = state.cache.lengths - waiting.roots
@@ -93,13 +102,15 @@ def absorb(
     row_ids: Array,
     max_tokens_per_row: int,
 ) -> DecodeState:
-    """Tells the drafter of the tokens of a batch, whose rows are places; see `prefill`.
+    """Returns the state after the drafter absorbed the tokens of a batch.
+
+    The batch is laid out by places, not rows; see `prefill`.
 
     Args:
       taps: [num_tokens, hidden_size] each.
-      row_ids: i32[places], the row of each.
+      row_ids: i32[places], the row of each place.
     """
-    # A place that is not used has no tokens.
+    # An unused place has no tokens.
     place = jnp.minimum(batch.row_ids, row_ids.shape[0] - 1)
     row = jnp.minimum(row_ids[place], state.rows - 1)
     following = jnp.minimum(batch.positions + 1, state.history.shape[1] - 1)
@@ -116,7 +127,7 @@ def absorb(
 
 
 def _all_rows(state: DecodeState) -> Array:
-    """Returns the row of each place where all rows are places, i32[rows]."""
+    """Returns row_ids for a batch in which every row has the place of its own index, i32[rows]."""
     return jnp.arange(state.rows, dtype=jnp.int32)
 
 

@@ -1,4 +1,4 @@
-"""Work beside what runs: executables that are compiled while others decode."""
+"""Background threads: executables are compiled while other executables decode."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Make = Callable[[Callable[[], bool]], None]
 
 
 class Background:
-    """Threads that each make one thing, known by its key.
+    """Threads that each make one object, identified by its key.
 
-    A process that ends waits for those under way, which give up where they can.
+    At exit the process waits for running threads, which stop early where they can.
     """
 
     def __init__(self):
         self._coming: dict[Hashable, futures.Future[None]] = {}
         self._failed: list[BaseException] = []
-        # When work began and was done; nobody asks for what lies so many pieces of work back.
+        # Start and end of each finished piece of work; older ones are not queried any more.
         self._spans: collections.deque[tuple[float, float]] = collections.deque(maxlen=MOST_SPANS)
         self._is_ending = False
         _ALL.add(self)
 
     def start(self, key: Hashable, make: Make) -> None:
-        """Begins make(goes_on); goes_on() turns false when the process ends."""
+        """Starts make(goes_on) in a thread; goes_on() turns false when the process ends."""
         done: futures.Future[None] = futures.Future()
         done.begun_at = time.perf_counter()  # type: ignore[attr-defined]
         self._coming[key] = done
@@ -43,27 +43,27 @@ class Background:
         thread.start()
 
     def has(self, key: Hashable) -> bool:
-        """Returns whether something is under way."""
+        """Returns whether the work for this key is running."""
         return key in self._coming
 
     def wait(self, key: Hashable) -> None:
-        """Waits for what is under way, if it is; its error is left to `raise_failed`."""
+        """Waits for the work for this key, if it is running; `raise_failed` raises its error."""
         if (coming := self._coming.get(key)) is not None:
             coming.result()
 
     def raise_failed(self) -> None:
-        """Raises the first error of those that nobody was told of yet."""
+        """Raises the oldest error that was not raised yet, if there is one."""
         if self._failed:
             raise self._failed.pop(0)
 
     def ran_between(self, start: float, end: float) -> bool:
-        """Returns whether anything was under way at some time, as time.perf_counter() says."""
+        """Returns whether any work ran between two values of time.perf_counter()."""
         if any(done.begun_at < end for done in [*self._coming.values()]):  # type: ignore[attr-defined]
             return True
         return any(begun < end and start < done for begun, done in tuple(self._spans))
 
     def end(self) -> None:
-        """Waits for all that is under way."""
+        """Waits for all running work, and asks it to stop early."""
         self._is_ending = True
         for coming in [*self._coming.values()]:
             coming.result()
@@ -85,6 +85,6 @@ _ALL: weakref.WeakSet[Background] = weakref.WeakSet()
 
 @atexit.register
 def _end_all() -> None:
-    # A thread inside the compiler while the interpreter is taken down may crash it.
+    # A thread that is compiling while the interpreter shuts down may crash the process.
     for background in [*_ALL]:
         background.end()

@@ -1,4 +1,4 @@
-"""What a burst is compiled for."""
+"""Buckets: the padded sizes that bursts are compiled for."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ from typing import NamedTuple
 
 
 class Bucket(NamedTuple):
-    """Rows and draft tokens of a step: one executable each."""
+    """Numbers of rows and draft tokens of a step; each bucket has one executable."""
 
     rows: int
     num_speculative_tokens: int  # K; 0 is plain decoding
     # Most draft tokens verified per step over all rows and data shards, those likeliest to
-    # stand; None: as many as DecoderConfig.max_drafts_per_shard allows.
+    # be accepted; None: as many as DecoderConfig.max_drafts_per_shard allows.
     max_drafts: int | None = None
 
     @property
     def num_slots(self) -> int:
-        """Draft tokens that chains have room for, of all rows together."""
+        """Most draft tokens of chains that a step verifies, over all rows."""
         most = self.rows * self.num_speculative_tokens
         return most if self.max_drafts is None else self.max_drafts
 
 
 def standing_row_buckets(rows: int, num_shards: int = 1) -> list[int]:
-    """Returns the row buckets that a policy chooses from where nobody names any, ascending.
+    """Returns the default row buckets of a policy, ascending.
 
-    Powers of two of rows per shard, of all shards together; `rows` itself counts besides.
+    They are the powers of two of rows per shard, times num_shards. The bucket of all `rows`
+    exists besides.
     """
     per_shard = rows // num_shards
     return [num_shards << power for power in range(per_shard.bit_length())]

@@ -20,7 +20,7 @@ from specjax.types import RUNNING, BurstPlan, DecoderParams, StepInfo
 class _Progress(NamedTuple):
     """What a burst carries from step to step."""
 
-    num_steps: Array  # i32[], that ran
+    num_steps: Array  # i32[], steps that ran
     state: DecodeState
     report: StepInfo  # leading [max_steps]
     goes_on: Array  # bool[]
@@ -34,13 +34,13 @@ def burst(
     plan: BurstPlan,
     any_shard: Callable[[Array], Array] = lambda flag: flag,
 ) -> tuple[DecodeState, StepInfo, Array]:
-    """Follows the plan, then runs steps until plan.num_steps, or every row is done, or one is and
-    work waits.
+    """Applies the plan, then runs up to plan.num_steps steps.
+
+    It stops early when no row is active, or, with plan.stop_when_finished, when a row ends.
 
     Args:
-      max_steps: static, rows of the report; plan.num_steps is at most this.
-      any_shard: turns a shard's bool[] into that of all shards, which must agree
-        on when to stop.
+      max_steps: static, length of the report; plan.num_steps is at most this.
+      any_shard: combines the bool[] of all shards by "or", so that all stop at the same step.
 
     Returns:
       The state, StepInfo with a leading [max_steps] axis of which the first
@@ -72,7 +72,7 @@ def burst(
         return noted(at, *step(spec, params, at.state))
 
     def one_window(at: _Progress) -> _Progress:
-        """Runs steps of K = 0, and absorbs all of them at once: a drafter's pass is dear."""
+        """Runs K = 0 steps and absorbs all of them at once, which saves passes of the drafter."""
         num_steps = min(WINDOW, max_steps)
         first = at.num_steps
         assert committed is not None

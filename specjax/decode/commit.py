@@ -1,4 +1,4 @@
-"""Commit: accepted tokens become part of the prefix, as far as stop rules let them."""
+"""Commit: accepted tokens become part of the prefix, up to the first stop condition."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def commit(
     *,
     absorbs: bool = False,
 ) -> tuple[DecodeState, StepInfo]:
-    """Commits num_accepted + 1 tokens per active row, less what a stop rule cuts.
+    """Commits num_accepted + 1 tokens per active row, less those that a stop condition cuts.
 
-    A stop token is committed and ends its row; so does the last token of its
-    length. A row whose logits were NaN ends before the token they would have given.
-    The accepted path of a tree moves to where a chain would have stood.
+    A stop token is committed and ends its row; the token that reaches max_lengths does too.
+    A row whose logits were NaN ends before the token that they would have given.
+    Keys and values of a tree's accepted path move to the slots that a chain would use.
 
     Args:
-      absorbs: whether the drafter is told of all that is committed here.
+      absorbs: whether the drafter absorbs every token that is committed here.
     """
     acceptance, is_invalid = verification.acceptance, verification.is_invalid
     logprobs = verification.logprobs
@@ -58,7 +58,7 @@ def commit(
     finish = jnp.full_like(root, RUNNING)
     finish = jnp.where(num_committed >= room, OUT_OF_LENGTH, finish)
     finish = jnp.where(num_committed == num_before_stop, STOPPED, finish)
-    # What already ended the row left the invalid node unasked.
+    # Invalid logits count only where no stop token or length limit ended the row before them.
     ends_before = jnp.minimum(num_before_stop, room)
     finish = jnp.where(
         (num_before_invalid <= num_accepted) & (num_before_invalid < ends_before),
@@ -74,7 +74,7 @@ def commit(
         state,
         cache=cache,
         history=write_tokens(state.history, root + 1, token_ids, num_committed),
-        # Of rows that wait for their prompts it says what pages they share.
+        # In rows still being prefilled this counts tokens of shared pages: left as it is.
         drafter_lengths=jnp.where(
             state.is_active, jnp.minimum(written, cache.lengths), state.drafter_lengths
         ),
@@ -106,7 +106,7 @@ def _move_path(
     is_accepted = place <= acceptance.num_accepted[:, None]
 
     def moves(offsets: Array) -> tuple[Array, Array]:
-        """From slots `offsets` behind the root, i32[rows, max_depth], to those of a chain."""
+        """Returns source slots, root + offsets i32[rows, max_depth], and those of a chain."""
         is_moved = is_accepted & (offsets != place) & (offsets > 0)
         source, target = (
             _slots(state, jnp.where(is_moved, offset, -1))
@@ -148,7 +148,7 @@ def _kept(draft: Draft, acceptance: Acceptance) -> Array:
 
 
 def _written(draft: Draft, acceptance: Acceptance, lengths: Array) -> Array:
-    """Returns how far the drafter's cache holds what was accepted, i32[rows].
+    """Returns how many tokens of each row have final KV in the drafter's cache, i32[rows].
 
     Args:
       lengths: i32[rows], tokens of the row after the commit.
@@ -174,7 +174,6 @@ def longest_path(proposal: Proposal) -> Array:
 
 
 def _first(mask: Array) -> Array:
-    """Returns the index of the first True along the last axis, i32[rows]; past any index if
-    none."""
+    """Returns the index of the first True along the last axis, i32[rows]; 2**30 if none."""
     index = jnp.arange(mask.shape[1])[None, :]
     return jnp.min(jnp.where(mask, index, 2**30), axis=1).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Who is told that a step is being compiled: the caller whose call waits for it."""
+"""Reports that a step is being compiled, to the caller whose call waits for it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ _on_compile = contextvars.ContextVar("on_compile", default=lambda what: None)
 
 @contextlib.contextmanager
 def telling(on_compile: Callable[[str], None]) -> Iterator[None]:
-    """Has on_compile called with the kind of each step that this thread waits for inside it.
+    """Calls on_compile with the kind of each step whose compilation this context waits for.
 
-    Decoders are shared between loops, and each loop reports to its own caller.
+    Loops share decoders, and each loop reports to its own caller.
     """
     token = _on_compile.set(on_compile)
     try:
@@ -24,5 +24,5 @@ def telling(on_compile: Callable[[str], None]) -> Iterator[None]:
 
 
 def tell(what: str) -> None:
-    """Says that a step is being compiled: "burst", "prefill", "mixed", ..."""
+    """Reports that a step is being compiled: "burst", "prefill", "mixed", ..."""
     _on_compile.get()(what)

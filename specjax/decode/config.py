@@ -1,4 +1,4 @@
-"""What a decoder is compiled for: the one description of its executables."""
+"""The static configuration of a decoder and of its executables."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from specjax.paged import kv_cache
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """Everything static about a decoder. Equal ones share their executables.
+    """Everything static about a decoder. Equal configurations share their executables.
 
-    Its repr names executables on disk, so every field has a repr that tells it from others
-    and is the same in every process; a mesh, or a drafter of other code, is not kept there.
+    Its repr names executables on disk, so the repr of every field is unique to its value and
+    the same in every process. With a mesh, or a drafter from outside specjax, nothing is stored
+    on disk.
 
     Attributes:
       target: the model that is decoded.
-      drafter: what drafts, not built yet: K decides how.
-      sizes: of the decode state, of all shards together.
-      engine: capacities and numerics; sizes win over its sizes.
-      rules: beyond equality, that rows may use.
-      rule_options: numbers of the lossy rules.
+      drafter: spec of the drafter, which is built later, for each K.
+      sizes: sizes of the decode state, over all shards.
+      engine: capacities and numerics; `sizes` takes precedence over its sizes.
+      rules: verification rules beyond equality that rows may use.
+      rule_options: parameters of the lossy rules.
       max_drafts_per_shard: most draft tokens that the rows of one data shard verify per step,
-        those likeliest to stand; None is all of them. Bucket.max_drafts is of all shards.
-      mesh: axes "data" and "tensor"; None is one device.
+        those likeliest to be accepted; None: no limit. Bucket.max_drafts counts all shards.
+      mesh: axes "data" and "tensor"; None: one device.
     """
 
     target: ModelConfig
@@ -50,15 +51,15 @@ class DecoderConfig:
 
     @property
     def num_shards(self) -> int:
-        """Data shards, over which rows and pages are split evenly."""
+        """Number of data shards, over which rows and pages are split evenly."""
         return sharding.axis_size(self.mesh, sharding.DATA)
 
     @property
     def pages_dtype(self) -> np.dtype:
-        """Of the target's keys and values."""
+        """dtype of the target's keys and values."""
         return kv_cache.pages_dtype(self.engine.kv_cache_dtype, self.sizes.dtype)
 
     @property
     def token_bucket(self) -> int | None:
-        """Tokens that are computed at once under invariant numerics; None: all of them."""
+        """Number of tokens computed at once under invariant numerics; None: all of them."""
         return self.engine.token_bucket if self.engine.numerics == "invariant" else None

@@ -48,9 +48,9 @@ from specjax.types import BY_LAW, BurstPlan, DecoderParams
 
 WHOLE = PartitionSpec()
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the text of XLA's errors
-# Of a burst, before one was compiled: some models on a CPU took so long.
+# Assumed seconds to compile a burst before one was measured; as measured for some models on a CPU.
 USUAL_COMPILE_S = 5.0
-# Likewise of a byte of an executable on disk; and the bytes that this guess counts for.
+# Assumed seconds to read a byte of an executable from disk, and the bytes this guess counts as.
 USUAL_READ_S, USUAL_READ_BYTES = 1.5e-7, 10**5
 
 
@@ -58,7 +58,7 @@ class TooLarge(Exception):
     """An executable could not be compiled for lack of memory.
 
     Attributes:
-      key: which: ("burst", K), ("burst", K, row bucket), ("mixed", places, width), ...
+      key: the executable: ("burst", K), ("burst", K, row bucket), ("mixed", places, width), ...
     """
 
     def __init__(self, key: tuple, error: Exception):
@@ -74,17 +74,17 @@ class Signature(NamedTuple):
 
     drafting: tuple  # of bursts that draft
     plain: tuple  # of bursts of K = 0
-    is_plain_own: bool  # whether those are this decoder's own, and not its `plain`'s
+    is_plain_own: bool  # whether bursts of K = 0 are this decoder's own, not those of `plain`
 
 
 class Decoder:
     """init, admit, prefill, mixed and burst for one target, drafter and set of sizes.
 
-    Every executable is compiled ahead of its first call, so that the seconds spent
-    compiling are known apart (`compile_s`), and traced once (`traces` counts them).
-    Weights are arguments of every call; the state is donated. Bursts of K = 0 are those of
-    the decoder without a drafter, `plain`: one executable for both. Only a drafter that
-    absorbs hidden states is told of them at K = 0 too, by bursts of its own decoder.
+    Every executable is compiled ahead of its first call, so that seconds of compilation are
+    measured separately (`compile_s`), and traced once (`traces` counts traces).
+    Weights are arguments of every call; the state is donated. Bursts of K = 0 run on `plain`,
+    the decoder without a drafter, so that both share one executable. The exception is a drafter
+    that absorbs hidden states: it needs them at K = 0 too, so its own decoder runs those bursts.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -98,11 +98,11 @@ class Decoder:
         self.num_shards = config.num_shards
         self.traces: collections.Counter[tuple] = collections.Counter()
         self.compile_s = 0.0
-        self._compile_s: dict[tuple, float] = {}  # of those that were not kept on disk
+        self._compile_s: dict[tuple, float] = {}  # of executables that were not in the store
         self._executables: dict[tuple, Callable] = {}
         self._background = Background()
-        self._kept: dict[tuple, int | None] = {}  # bytes of bursts in the store
-        self._read = np.zeros(2)  # bytes and seconds of all that was read from it
+        self._kept: dict[tuple, int | None] = {}  # size in bytes of each burst in the store
+        self._read = np.zeros(2)  # total bytes read from the store, and seconds that took
         self._makers: dict[bool, Callable[[], DecodeState]] = {}
         self._weights_signature: tuple = ()
         self._signed: DecoderParams | None = None
@@ -116,7 +116,7 @@ class Decoder:
         """Returns a state whose rows are all empty.
 
         Args:
-          has_drafter: False where the drafter was turned off.
+          has_drafter: False if the drafter is turned off.
 
         Raises:
           DrafterError: the drafter's own part raised.
@@ -134,12 +134,12 @@ class Decoder:
             return self._makers[has_drafter]()
 
     def place_params(self, params: DecoderParams) -> DecoderParams:
-        """Puts weights onto the mesh: the target split, the drafter whole on every shard.
+        """Puts weights onto the mesh: the target split, the drafter replicated on every shard.
 
-        Arrays that lie so already are not copied.
+        Arrays that are already placed so are not copied.
 
         Raises:
-          ValueError: there is no mesh, and they lie over several devices.
+          ValueError: there is no mesh, and the weights lie over several devices.
         """
         if self.mesh is None:
             _check_one_device(params)
@@ -147,9 +147,9 @@ class Decoder:
         return sharding.place(params, self._param_specs(params), self.mesh)
 
     def set_kv_scales(self, params: DecoderParams, state: DecodeState) -> DecodeState:
-        """Returns a state whose pages, of int8 or fp8, have the scales of these weights.
+        """Returns a state whose int8 or fp8 pages have the scales of these weights.
 
-        Only while the pages hold nothing. Donates the state.
+        Call it only while the pages are empty. Donates the state.
         """
 
         def run(state, params):
@@ -194,8 +194,8 @@ class Decoder:
         Donates the state.
 
         Returns:
-          The state, and i32[] that is there when the device is done: the state will be
-          donated before anybody can wait for it.
+          The state, and an i32[] to wait for until the device is done: the state itself may
+          be donated to the next call before the caller waits for it.
         """
 
         def run(state, params, block_table, row_ids, counts):
@@ -227,8 +227,8 @@ class Decoder:
         """Runs `specjax.decode.burst.burst`, one executable per bucket. Donates the state.
 
         Args:
-          max_drafts: most draft tokens verified per step over all rows and shards; None
-            is DecoderConfig.max_drafts_per_shard of each shard.
+          max_drafts: most draft tokens verified per step over all rows and shards; None:
+            DecoderConfig.max_drafts_per_shard on each shard.
         """
         if not num_speculative_tokens and self._plain_of(state) is not self:
             return self._plain_burst(params, state, plan)
@@ -245,7 +245,7 @@ class Decoder:
 
     def _burst_function(self, bucket: Bucket, *, absorbs: bool) -> Callable:
         def run(state, params, plan):
-            # Made here: a drafter is built when a step is compiled, and not with every call.
+            # Inside the traced function: a drafter is built once per compilation, not per call.
             depth, most = bucket.num_speculative_tokens, bucket.max_drafts
             spec = self.step_spec(depth, most, absorbs=absorbs)
             steps = self.sizes.burst_steps
@@ -264,18 +264,18 @@ class Decoder:
 
     @functools.cached_property
     def plain(self) -> Decoder:
-        """The decoder of the same sizes that drafts nothing."""
+        """The decoder with the same configuration and no drafter."""
         if not self.drafter.can_draft:
             return self
         plain = dataclasses.replace(self.config, drafter=NoDrafter(), max_drafts_per_shard=None)
         return shared_decoder(plain)
 
     def _absorbs(self, state: DecodeState) -> bool:
-        """Returns whether the drafter is told of the target's hidden states, at K = 0 too."""
+        """Returns whether the drafter absorbs the target's hidden states, at K = 0 too."""
         return bool(self.drafter.taps) and has_drafter(state)
 
     def _plain_of(self, state: DecodeState) -> Decoder:
-        """Returns the decoder whose bursts are those of K = 0."""
+        """Returns the decoder that runs bursts of K = 0."""
         return self if self._absorbs(state) else self.plain
 
     def _plain_burst(self, params: DecoderParams, state: DecodeState, plan: BurstPlan):
@@ -292,16 +292,16 @@ class Decoder:
         return dataclasses.replace(state, drafter=drafter), *results
 
     def _plain_params(self, params: DecoderParams) -> DecoderParams:
-        # The same object for the same weights: their shapes are looked at once.
+        # The same object for the same weights, so that their shapes are read only once.
         signed = self.plain._signed
         if signed is not None and signed.target is params.target:
             return signed
         return DecoderParams(params.target)
 
     def prepare(self, params: DecoderParams, state: DecodeState, bucket: Bucket) -> None:
-        """Begins to compile a burst beside whatever runs; `burst` waits for it where it is early.
+        """Starts to compile a burst in the background; a `burst` call that needs it waits.
 
-        Nothing is donated, and of arguments only shapes are kept. What goes wrong is raised
+        Nothing is donated, and only the shapes of the arguments are kept. Errors are raised
         by `raise_failed`.
         """
         decoder, params, state = self._of_bucket(params, state, bucket)
@@ -310,7 +310,7 @@ class Decoder:
     def _of_bucket(
         self, params: DecoderParams, state: DecodeState, bucket: Bucket
     ) -> tuple[Decoder, DecoderParams, DecodeState]:
-        """Returns who compiles a bucket, and the arguments that it is compiled for."""
+        """Returns the decoder that compiles a bucket, and the weights and state it compiles for."""
         if bucket.num_speculative_tokens or self._plain_of(state) is self:
             return self, params, state
         bare = dataclasses.replace(state, drafter=())
@@ -324,7 +324,7 @@ class Decoder:
         specs = self._burst_specs(params, inputs[2])
         absorbs = self._absorbs(state)
 
-        @in_own_settings  # of the thread that this runs in
+        @in_own_settings  # jax settings are per thread, and this runs in another one
         def make(goes_on: Callable[[], bool]) -> None:
             function = self._burst_function(bucket, absorbs=absorbs)
             self._make(key, function, *inputs, goes_on=goes_on, **specs)
@@ -347,7 +347,7 @@ class Decoder:
         )
 
     def raise_failed(self) -> None:
-        """Raises what went wrong in `prepare`, each time once.
+        """Raises the oldest error of `prepare` that was not raised yet, if there is one.
 
         Raises:
           DrafterError, TooLarge: as `burst`.
@@ -357,11 +357,11 @@ class Decoder:
 
     @property
     def all_traces(self) -> collections.Counter[tuple]:
-        """How often each function was traced, those of `plain` included."""
+        """How often each function was traced, including those of `plain`."""
         return self.traces if self.plain is self else self.traces + self.plain.traces
 
     def signature(self, params: DecoderParams, state: DecodeState) -> Signature:
-        """Returns what of weights and state an executable is compiled for."""
+        """Returns the properties of weights and state that executables are compiled for."""
         own = self._variant_of(params, state)
         plain, params, state = self._of_bucket(params, state, Bucket(self.sizes.rows, 0))
         if plain is self:
@@ -369,32 +369,33 @@ class Decoder:
         return Signature(own, plain._variant_of(params, state), is_plain_own=False)
 
     def is_coming(self, bucket: Bucket, signature: Signature) -> bool:
-        """Returns whether a burst is being compiled beside what runs."""
+        """Returns whether a burst is being compiled in the background."""
         decoder, key = self._key_of(bucket, signature)
         return decoder._background.has(key)
 
     def is_compiled(self, bucket: Bucket, signature: Signature) -> bool:
-        """Returns whether a burst can run at once."""
+        """Returns whether a burst can run without waiting for its compilation."""
         decoder, key = self._key_of(bucket, signature)
         return key in decoder._executables
 
     def _key_of(self, bucket: Bucket, signature: Signature) -> tuple[Decoder, tuple]:
-        """Returns the decoder that holds a burst, and the key of the executable there."""
+        """Returns the decoder that holds a burst's executable, and the executable's key there."""
         if bucket.num_speculative_tokens or signature.is_plain_own:
             return self, (self._burst_key(bucket), signature.drafting)
         return self.plain, (self.plain._burst_key(bucket), signature.plain)
 
     def read_s(self, params: DecoderParams, state: DecodeState, bucket: Bucket) -> float | None:
-        """Returns what reading a burst from the store on disk takes, None where it is not there.
+        """Returns estimated seconds to read a burst from the store on disk, None if not stored.
 
-        By its bytes, and what those took that were read before; prompts come before bursts.
+        The estimate is its size in bytes times the mean seconds per byte of earlier reads, which
+        exist by then: prefill runs before bursts.
         """
         decoder, params, state = self._of_bucket(params, state, bucket)
         key = self._burst_key(bucket), decoder._variant_of(params, state)
         if key not in decoder._kept:
             inputs = state, params, decoder._plan_shapes(bucket)
             name = decoder._store_name(key[0], inputs)
-            # Asked before each burst: whoever writes it from now on is found by `_make`.
+            # Looked up once, as this runs before each burst; `_make` finds files written later.
             decoder._kept[key] = executable_store.size(name)
         num_bytes = decoder._kept[key]
         if num_bytes is None:
@@ -404,10 +405,12 @@ class Decoder:
         return num_bytes * float(seconds / read_bytes)
 
     def compiled_between(self, start: float, end: float) -> bool:
-        """Returns whether compiling slowed down what ran: on a CPU, where it shares the cores.
+        """Returns whether compilation ran in a span of time, on a CPU; elsewhere False.
+
+        On a CPU it slows down decoding, as both use the same cores.
 
         Args:
-          start, end: as time.perf_counter() says.
+          start, end: values of time.perf_counter().
         """
         if jax.default_backend() != "cpu":
             return False
@@ -423,8 +426,10 @@ class Decoder:
         *,
         max_tokens_per_row: int,
     ):
-        """Runs `specjax.decode.mixed.mixed_step`, executables as of `prefill`. Donates the
-        state."""
+        """Runs `specjax.decode.mixed.mixed_step`, one executable per number of places and width.
+
+        Donates the state.
+        """
         run = lambda state, params, plan, row_ids, counts: mixed_step(
             self.step_spec(0, absorbs=self._absorbs(state)),
             self._prompt_spec(state),
@@ -453,9 +458,9 @@ class Decoder:
         )
 
     def remember(self, state: DecodeState, pieces: Pieces) -> DecodeState:
-        """Gives the drafter text that the host knows of, one executable per number of pieces.
+        """Passes pieces of text from the host to the drafter, one executable per number of pieces.
 
-        Donates the state, whose drafter has a use for it.
+        The drafter must take text (`DrafterSpec.takes_text`). Donates the state.
         """
 
         def run(state, pieces):
@@ -480,9 +485,9 @@ class Decoder:
         num_tokens,
         sampling: RowSampling,
     ) -> tuple[DecodeState, Scores]:
-        """Runs `specjax.decode.score.score` on texts of as many rows as there are.
+        """Runs `specjax.decode.score.score` on one text per row of the batch.
 
-        Donates the state, and returns it as it was.
+        Donates the state, and returns it unchanged.
         """
 
         def run(state, params, *texts):
@@ -510,7 +515,7 @@ class Decoder:
         )
 
     def let_go(self, params: DecoderParams | None = None) -> None:
-        """Holds no weights any more, but perhaps these: whoever owns them may want the memory."""
+        """Drops references to all weights but `params`, so that their owner can free the memory."""
         if self._signed is not params:
             self._signed = None
         if self.plain is not self:
@@ -518,7 +523,7 @@ class Decoder:
 
     @property
     def burst_compile_s(self) -> float:
-        """Seconds that compiling a burst took on average; a guess before the first."""
+        """Mean seconds to compile a burst; USUAL_COMPILE_S before the first."""
         compiled = self._compile_s | self.plain._compile_s
         bursts = [s for key, s in compiled.items() if key[0] == "burst"]
         return sum(bursts) / len(bursts) if bursts else USUAL_COMPILE_S
@@ -530,7 +535,7 @@ class Decoder:
         return key if bucket.rows == self.sizes.rows else (*key, bucket.rows)
 
     def compiled_burst(self, num_speculative_tokens: int):
-        """Returns the compiled burst, for its memory_analysis() and text, once called."""
+        """Returns the executable of a burst that has run, for its memory_analysis() and text."""
         key = ("burst", num_speculative_tokens)
         decoder = self if num_speculative_tokens or self.drafter.taps else self.plain
         return next(run for (name, _), run in decoder._executables.items() if name == key)
@@ -542,7 +547,7 @@ class Decoder:
         *,
         absorbs: bool = False,
     ) -> StepSpec:
-        """Returns what the step of a K is compiled for; arguments as of `burst`.
+        """Returns the spec that a step of this K is compiled for; arguments as for `burst`.
 
         Args:
           absorbs: whether the drafter absorbs hidden states at K = 0 too.
@@ -572,7 +577,7 @@ class Decoder:
         return resolve_taps(self.drafter.taps, self.target.num_layers)
 
     def _prompt_spec(self, state: DecodeState) -> StepSpec:
-        """Returns the spec whose drafter sees prompts."""
+        """Returns the spec for feeding prompts, with the drafter unless it is turned off."""
         return self.step_spec(1 if has_drafter(state) else 0)
 
     def _initial_state(self, has_drafter: bool) -> DecodeState:
@@ -619,12 +624,12 @@ class Decoder:
             drafter = guarded(spec.build(context))
             if spec.takes_text and drafter.remember is None:
                 raise ValueError("the spec says takes_text, and the drafter has no remember")
-        except Exception as error:  # a spec is anybody's code, and may raise any
+        except Exception as error:  # a spec may be third-party code, and raise anything
             raise DrafterError(f"its build raised {error!r}") from error
         return drafter
 
     def _state_drafter(self, state: DecodeState) -> Drafter:
-        """Returns the drafter whose state is kept in `state`; none where it was turned off."""
+        """Returns the drafter whose state `state` holds; the empty one where it is turned off."""
         return self._build_drafter(1) if has_drafter(state) else none.drafter()
 
     def _state_specs(self, state: DecodeState) -> DecodeState:
@@ -671,11 +676,11 @@ class Decoder:
         """Runs function(state, *arguments) -> (state, ...), compiled on first use of `key`.
 
         Args:
-          in_specs, out_specs: how arguments, and results after the state, are split
-            over a mesh; the state's own specs are known.
+          in_specs, out_specs: how the arguments, and the results after the state, are split
+            over a mesh; specs of the state itself are added.
 
         Raises:
-          TooLarge: compiling ran out of memory. It and DrafterError leave the state
+          TooLarge: compilation ran out of memory. It and DrafterError leave the state
             as it was.
         """
         params = next((a for a in arguments if isinstance(a, DecoderParams)), None)
@@ -708,14 +713,14 @@ class Decoder:
         out_specs,
         goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Reads an executable from the store, or compiles it and keeps it there.
+        """Reads an executable from the store, or compiles and stores it.
 
         Args:
-          inputs: state and arguments; only shapes are looked at.
-          goes_on: whether it is still worth compiling, once it is traced.
+          inputs: state and arguments; only shapes are read.
+          goes_on: called after tracing; returns whether the executable is still needed.
 
         Raises:
-          TooLarge: compiling ran out of memory.
+          TooLarge: compilation ran out of memory.
         """
         key, _ = compiled_key
         start = time.perf_counter()
@@ -748,10 +753,10 @@ class Decoder:
         self._executables[compiled_key] = run
 
     def _store_name(self, key: tuple, inputs: Any) -> str | None:
-        """Returns the name of an executable in the store; None where it is not kept.
+        """Returns the name of an executable in the store; None where it is not stored.
 
-        Over a mesh, or with code that is not specjax's own (of the drafter, or of a family that
-        was registered), jax's cache has to do.
+        With a mesh, or with code from outside specjax (a drafter, or a registered model family),
+        only jax's own cache is used.
         """
         has_own_code = type(self.drafter).__module__.startswith("specjax.")
         has_own_code &= all(map(is_own, (self.target, *self.drafter.configs)))
@@ -772,10 +777,10 @@ class Decoder:
         out_specs,
         name: str | None = None,
     ) -> jax.stages.Lowered:
-        """Returns what `_call` compiles; of state and arguments only shapes are looked at.
+        """Returns the lowered function for `_call`; only shapes of state and arguments are read.
 
         Args:
-          name: in the store of executables, a part of which names the function.
+          name: name in the store of executables; its first characters name the function.
         """
 
         def traced(*inputs):
@@ -797,7 +802,7 @@ class Decoder:
             return jax.jit(run, donate_argnums=0).lower(state, *arguments)
 
     def _signature_of(self, params: DecoderParams | None) -> tuple:
-        """Returns shapes and dtypes of the weights: other ones need other executables."""
+        """Returns shapes and dtypes of the weights, which are part of an executable's key."""
         if params is not None and params is not self._signed:
             self._weights_signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(params))
             self._signed = params
@@ -805,7 +810,7 @@ class Decoder:
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Returns what compiling looks at of an array: not the memory that it holds."""
+    """Returns the shape, dtype and placement of an array, to compile for without holding it."""
     is_placed = getattr(leaf, "committed", False)
     return jax.ShapeDtypeStruct(
         leaf.shape, leaf.dtype, sharding=leaf.sharding if is_placed else None
@@ -823,8 +828,8 @@ def _check_one_device(params: DecoderParams) -> None:
             )
 
 
-# Twice as many as calls of different sizes that are kept: one with a drafter has a plain one.
+# Room for 16 configurations with a drafter: each also has its plain decoder.
 @functools.lru_cache(maxsize=32)
 def shared_decoder(config: DecoderConfig) -> Decoder:
-    """Returns the decoder of a configuration; the same one for equal ones, with its executables."""
+    """Returns the decoder of a configuration; equal configurations share it and its executables."""
     return Decoder(config)

@@ -28,11 +28,11 @@ def draft(
     vocab_size: int,
     least_root: int = 0,
 ) -> tuple[DecodeState, Draft]:
-    """Asks for drafts; those of a chain are written into `history`.
+    """Runs the drafter, and writes the draft tokens of a chain into `history`.
 
-    A row drafts no deeper than its cap, and no deeper than it may still emit less the
-    one token that the target always adds. Of what a drafter does wrong nothing is
-    verified, and the row drafts no more: see `_without_faults`.
+    The depth of a row's draft is at most its cap, and at most the tokens that the row may
+    still emit less the one that the target always adds. Faulty draft tokens are not
+    verified, and their row drafts no more: see `_without_faults`.
 
     Args:
       depth: static, K.
@@ -86,15 +86,15 @@ def _num_within(proposal: Proposal, caps: Array) -> Array:
 
 
 def _without_faults(proposal: Proposal, vocab_size: int) -> tuple[Proposal, Array]:
-    """Cuts each row before the first token that is none; returns what was wrong, i32[rows].
+    """Cuts each row before its first faulty token; returns the row's fault too, i32[rows].
 
-    Rules by law must not learn from the cut what was drawn at or after it. Whether
+    A cut must tell rules by law nothing about tokens drawn at or after it. Whether
     probabilities hold NaN follows from the path to the node whose children they are
-    for, so that the cut before these is exact, where a cut of the whole row would
-    judge the tokens before by what came of them. An id outside the vocabulary was
-    not drawn from probabilities over the vocabulary, and no rule can be exact for it.
-    It costs one draw at most: the caller drafts no more for the row. Confidences do not
-    cut, since a rule by law may not know the second; `submit` ranks NaN last.
+    for, so that the cut before these children is exact; a cut of the whole row would
+    judge earlier tokens by later ones. An id outside the vocabulary was not drawn from
+    probabilities over the vocabulary, and no rule can be exact for it. It costs one draw
+    at most: the caller drafts no more for the row. NaN in confidences does not cut, since
+    path_probability must not influence a rule by law; `submit` ranks NaN last.
     """
     num_drafts = proposal.token_ids.shape[1]
     place = jnp.arange(num_drafts)[None, :]
@@ -107,7 +107,7 @@ def _without_faults(proposal: Proposal, vocab_size: int) -> tuple[Proposal, Arra
         if proposal.tree is not None:
             above = jnp.clip(proposal.tree.parents[:, 1:], 0, num_drafts - 1)
         is_nan |= jnp.take_along_axis(is_bad_law, above, axis=1)
-        # A rule multiplies by what it does not use, and 0 times NaN is NaN.
+        # A rule multiplies unused probabilities by 0, and 0 times NaN is NaN.
         probs = jnp.where(is_bad_law[:, :, None], 0.0, probs)
     is_outside = (token_ids < 0) | (token_ids >= vocab_size)
     fault = jnp.where(is_outside, OUTSIDE_VOCABULARY, NO_FAULT)

@@ -1,21 +1,21 @@
-"""Compiled steps kept on disk whole: a later process neither traces nor compiles them.
+"""Stores compiled steps on disk, so that a later process neither traces nor compiles them.
 
-jax's own compilation cache spares a second process the compiling, and not the tracing and
-lowering before it, which for a speculative step take seconds of Python. A file here holds
-the loaded form of one executable. Its name is a digest of everything the executable follows
-from: source code, versions, device, compiler flags, jax's settings, the decoder's
+jax's own compilation cache saves a second process the compilation, but not the tracing and
+lowering before it, which take seconds of Python for a speculative step. A file here holds
+the loaded form of one executable. Its name is a digest of everything that determines the
+executable: source code, versions, device, compiler flags, jax's settings, the decoder's
 configuration, and the shapes of the arguments.
 
-What jax's cache handed out must not be kept here: XLA on a CPU does not write such an
-executable whole again (jax 0.10.2 to 0.12: "Function ... not found" once it is run). So the
-functions are named after their files, which makes them new to jax's cache, and what it hands
-out nevertheless is not kept.
+An executable that came from jax's cache must not be stored here: XLA on a CPU does not
+serialise it completely (jax 0.10.2 to 0.12: "Function ... not found" once it is run). So each
+function is named after its file, which makes it new to jax's cache; if jax's cache serves it
+all the same, it is not stored.
 
-A file begins with a digest of the rest: a torn write or a flipped bit could otherwise end the
-process, or decode other tokens without a word. It is no signature.
+A file begins with a digest of the rest, because a torn write or a flipped bit could otherwise
+end the process or silently decode other tokens. The digest is no signature.
 
-Reading such a file executes what it holds, as with jax's cache: only files in a folder that
-nobody else can write are read (`compilation_cache.private_folder`).
+Reading such a file executes its content, as with jax's cache. So files are read only from a
+folder that no other user can write to (`compilation_cache.private_folder`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ import pallas_kernels
 from specjax.runtime import compilation_cache
 
 FORMAT = 2
-DIGEST_BYTES = hashlib.sha256().digest_size  # that a file begins with
-MOST_BYTES = 2**30  # of all files; those that were not read for longest go first
+DIGEST_BYTES = hashlib.sha256().digest_size  # length of the digest at the start of a file
+MOST_BYTES = 2**30  # of all files; the least recently read are deleted first
 COMPILER_FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 FOLDER = "executables"
 # Settings of jax that change no executable.
@@ -48,16 +48,16 @@ _UNRELATED = ("cache", "log", "traceback", "profiler", "explain", "transfer_guar
 
 
 def name_of(description: str, inputs: Any) -> str | None:
-    """Returns the name of an executable, None where it cannot be kept.
+    """Returns the name of an executable, or None where it cannot be stored.
 
     Args:
-      description: of the function and all that it closes over.
-      inputs: its arguments, arrays or their shapes.
+      description: tells the function, and everything it closes over, from others.
+      inputs: arguments of the function: arrays or their shapes.
     """
     if jax.process_count() > 1 or compilation_cache.user_cache_dir(os.environ) is None:
         return None
     leaves, tree = jax.tree.flatten(inputs)
-    # An executable says where it runs: one device here, the default one.
+    # An executable is bound to its device; only those of the default device are stored.
     places = [getattr(leaf, "sharding", None) for leaf in leaves]
     here = {jax.devices()[0]}
     if any(place is not None and place.device_set != here for place in places):
@@ -68,8 +68,10 @@ def name_of(description: str, inputs: Any) -> str | None:
 
 
 def size(name: str | None) -> int | None:
-    """Returns the bytes of a kept executable, None where there is none. As it seems: `load` looks
-    closer."""
+    """Returns the size of a stored executable in bytes, or None where there is none.
+
+    The file is not checked; `load` does that.
+    """
     folder = None if name is None else compilation_cache.own_folder(FOLDER)
     if folder is None:
         return None
@@ -80,7 +82,7 @@ def size(name: str | None) -> int | None:
 
 
 def load(name: str | None, inputs: Any) -> Callable[..., Any] | None:
-    """Returns a kept executable, None where there is none that can be read."""
+    """Returns a stored executable, or None where there is none that can be read."""
     path = _path(name)
     if path is None or not path.exists():
         return None
@@ -95,11 +97,11 @@ def load(name: str | None, inputs: Any) -> Callable[..., Any] | None:
             payload,
             in_tree,
             jax.tree.structure(results),
-            # Else it would be loaded for all devices there are.
+            # The default is all devices of the process.
             execution_devices=jax.devices()[:1],
         )
-    except Exception:  # of another version, cut short, damaged: whatever it is, it is compiled anew
-        with contextlib.suppress(OSError):  # a folder that is only read, as in an image
+    except Exception:  # another version, a truncated or damaged file: the step is compiled again
+        with contextlib.suppress(OSError):  # a read-only folder, as in a container image
             path.unlink(missing_ok=True)
         return None
     with contextlib.suppress(OSError):
@@ -108,7 +110,7 @@ def load(name: str | None, inputs: Any) -> Callable[..., Any] | None:
 
 
 def compile_new(name: str | None, lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
-    """Compiles what was lowered; returns it, and whether it may be kept."""
+    """Compiles a lowered function; returns the executable, and whether it may be stored."""
     _listen()
     _HITS.count = 0
     compiled = lowered.compile()
@@ -116,8 +118,8 @@ def compile_new(name: str | None, lowered: jax.stages.Lowered) -> tuple[jax.stag
 
 
 def save(name: str | None, compiled: jax.stages.Compiled) -> None:
-    """Keeps an executable that was compiled anew, if its backend can and the folder may be
-    written."""
+    """Stores a newly compiled executable, if its backend can serialise it and the folder is
+    writable."""
     path = _path(name, makes=True)
     if path is None:
         return
@@ -125,7 +127,7 @@ def save(name: str | None, compiled: jax.stages.Compiled) -> None:
         payload, _, out_tree = serialize_executable.serialize(compiled)
         results = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
         data = pickle.dumps((payload, results))
-        # Whoever reads meanwhile finds no file or a whole one.
+        # A concurrent reader finds either no file or a complete one.
         new = path.with_suffix(f".{os.getpid()}-{time.monotonic_ns()}.new")
         new.write_bytes(hashlib.sha256(data).digest() + data)
         new.replace(path)
@@ -135,7 +137,7 @@ def save(name: str | None, compiled: jax.stages.Compiled) -> None:
 
 
 class _Hits(threading.local):
-    count = 0  # of jax's cache, in this thread
+    count = 0  # hits of jax's cache in this thread
 
 
 _HITS = _Hits()
@@ -143,7 +145,7 @@ _HITS = _Hits()
 
 @functools.cache
 def _listen() -> None:
-    """Counts what jax's cache hands out: it tells in the thread that asks."""
+    """Counts hits of jax's cache; jax reports each hit in the thread that compiles."""
 
     def note(event: str, **_: Any) -> None:
         if event == "/jax/compilation_cache/cache_hits":
@@ -160,7 +162,7 @@ def _path(name: str | None, *, makes: bool = False) -> Path | None:
 
 
 def _prune(folder: Path) -> None:
-    """Deletes the files that were not read for longest, beyond MOST_BYTES."""
+    """Deletes the least recently read files until the rest take at most MOST_BYTES."""
     files = sorted(
         ((entry.stat().st_mtime, entry) for entry in folder.iterdir()),
         key=lambda each: each[0],
@@ -174,7 +176,7 @@ def _prune(folder: Path) -> None:
 
 
 def _surroundings() -> tuple[Any, ...]:
-    """Returns what every executable follows from besides its own description."""
+    """Returns what determines every executable besides its own description."""
     device = jax.devices()[0]
     settings = sorted(
         (name, str(value))

@@ -28,16 +28,16 @@ def mixed_step(
 ) -> tuple[DecodeState, StepInfo, Array]:
     """Follows the plan, runs one step, and feeds prompt tokens through the same matmuls.
 
-    The weights are read once for both: new requests do not hold up those that decode.
+    The weights are read once for both, so that prefill does not delay decoding rows.
 
     Args:
-      spec: of the step; K = 0, since the prompt's tokens already fill the matmuls.
-      prompt_spec: whose drafter sees the prompt.
-      plan: of all rows.
+      spec: spec of the step; K = 0, since the prompt's tokens already fill the matmuls.
+      prompt_spec: spec for the prompt, with the drafter that is fed it.
+      plan: covers all rows.
       row_ids, counts, max_tokens_per_row: as for `prefill`; none of these rows is active.
 
     Returns:
-      As `burst`, of one step.
+      The same as `burst`, for one step.
     """
     state = follow(state, plan)
     batch = prompt_batch(prompt_spec, state, row_ids, counts, max_tokens_per_row)

@@ -75,11 +75,11 @@ def prompt_batch(
         page_size=cache.page_size,
         num_slots=cache.num_slots,
     )
-    # By the decoder's drafter: it holds where the drafter was turned off since.
+    # The decoder's drafter, not the spec's: this holds after the drafter was turned off too.
     if not spec.decoder.drafter.taps:
         return batch
-    # The last token of shared pages is fed again for its hidden states (see `Scheduler`): others
-    # read its keys and values, which stay as they are.
+    # The last token of shared pages is fed again for its hidden states (see `Scheduler`). Its
+    # keys and values are not written again: other rows read them.
     place = jnp.minimum(batch.row_ids, row_ids.shape[0] - 1)
     is_shared = batch.positions < state.drafter_lengths[row[place]]
     slots = jnp.where(is_shared, cache.num_slots, batch.slot_mapping)
@@ -97,10 +97,11 @@ def take_prompt(
     *,
     taps: tuple[Array, ...] = (),
 ) -> DecodeState:
-    """Feeds a prompt_batch that the target has had to the drafter, and makes it final.
+    """Feeds a batch that the target has processed to the drafter, and advances the lengths.
 
     Args:
-      taps: [num_tokens, hidden_size] each, of spec.taps.
+      batch: from `prompt_batch`.
+      taps: hidden states of the layers spec.taps, [num_tokens, hidden_size] each.
     """
     if spec.taps:
         state = absorb(spec, params, state, batch, taps, row_ids, max_tokens_per_row)

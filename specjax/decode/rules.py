@@ -1,4 +1,4 @@
-"""Which rule decides each row of a step."""
+"""Applies to each row of a step the verification rule that the row uses."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from specjax.types import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RuleOptions:
-    """Numbers of the lossy rules, static."""
+    """Static parameters of the lossy rules."""
 
     lenience: float = 1.0
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
-    synthetic_rates: tuple[float, ...] = ()  # by depth; the last one goes on
+    synthetic_rates: tuple[float, ...] = ()  # by depth; the last holds for all deeper ones
 
 
 NO_OPTIONS = RuleOptions()
 
 
 class Target(NamedTuple):
-    """What the target says after every node."""
+    """The target's choice and distribution after every node."""
 
-    token_ids: Array  # i32[rows, num_nodes], its own choice
+    token_ids: Array  # i32[rows, num_nodes], the target's own choice
     probs: Array  # f32[rows, num_nodes, vocab], rows sum to 1
 
 
@@ -53,13 +53,13 @@ def decide(
     seeds: Array,
     roots: Array,
 ) -> Acceptance:
-    """Returns what one rule makes of every row.
+    """Returns the acceptance of every row under one rule.
 
     Args:
-      rule: static, of types.REJECTION and those after it.
+      rule: static, types.REJECTION or a rule after it.
       seeds: u32[rows, 2]; roots: i32[rows], the root's position. Noise is a function
         of both, and not of each node's own position: a rule that looks at a whole
-        path may refuse it for a draw at its end, and the next step must not meet that
+        path may reject it for a draw at its end, and the next step must not use that
         draw again.
     """
     if rule == TYPICAL:
@@ -90,7 +90,7 @@ def decide(
 
 
 def rule_noise(seeds: Array, roots: Array, num_nodes: int, vocab: int) -> Array:
-    """Returns the noise of rules that compare laws, f32[rows, num_nodes, 1 + num_draws].
+    """Returns the noise of rules that compare distributions, f32[rows, num_nodes, 1 + num_draws].
 
     Args:
       seeds, roots: as for `decide`.
@@ -109,9 +109,9 @@ def rule_noise(seeds: Array, roots: Array, num_nodes: int, vocab: int) -> Array:
 
 
 def is_decided_by(rule: int, rules: Array, temperature: Array) -> Array:
-    """Returns which rows a rule decides, bool[rows].
+    """Returns which rows a rule applies to, bool[rows].
 
-    At temperature 0 a rule by law is equality, and equality does not round.
+    At temperature 0 a rule by law equals equality, which has no rounding error.
     """
     return (rules == rule) & (~is_by_law(rules) | (temperature > 0))
 
@@ -119,7 +119,7 @@ def is_decided_by(rule: int, rules: Array, temperature: Array) -> Array:
 def choose_by_row(
     rules: Array, rule: int, temperature: Array, own: Acceptance, others: Acceptance
 ) -> Acceptance:
-    """Returns `own` in the rows of a rule and `others` elsewhere.
+    """Returns `own` in the rows that `rule` applies to, and `others` elsewhere.
 
     Args:
       rules, temperature: of the rows; see `is_decided_by`.

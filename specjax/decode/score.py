@@ -1,4 +1,4 @@
-"""Score: how likely given text is, by the forward and the sampling that decoding runs."""
+"""Score: log-probabilities of given text, by the forward and the sampling of decoding."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ CHUNK = 64  # tokens of each row that are fed at once
 
 
 class Scores(NamedTuple):
-    """Of every token of a text but the first, at its position; zeros elsewhere.
+    """Log-probabilities of every token of a text but the first, at its position; 0 elsewhere.
 
-    Natural logarithms, f32[rows, max_length] each: see sampling.LogProbs.
+    Natural logarithms, f32[rows, max_length] each; see sampling.LogProbs.
     """
 
     processed: Array
@@ -31,7 +31,7 @@ class Scores(NamedTuple):
 
 
 class _Tokens(NamedTuple):
-    """What is known of flat tokens; leading [num_tokens]."""
+    """Inputs of scoring for flat tokens; leading [num_tokens]."""
 
     hidden: Array
     following: Array
@@ -52,25 +52,25 @@ def score(
 ) -> Scores:
     """Returns the log-probabilities of texts, each token given those before it.
 
-    Pages are made for the call alone: a pool of rows * max_length tokens.
+    The call allocates pages of its own: a pool of rows * max_length tokens.
 
     Args:
       history: i32[rows, max_length], max_length a multiple of page_size.
-      num_tokens: i32[rows], how many of each row's are text.
-      sampling: what the text was, or would be, sampled with.
+      num_tokens: i32[rows], how many tokens of each row are text.
+      sampling: parameters that the text was, or would be, sampled with.
       dtype: of keys and values.
-      num_tensor_shards: over which heads are split, and of which this is one.
+      num_tensor_shards: number of shards that heads are split over; this is one of them.
     """
     rows, max_length = history.shape
     table = kv_cache.own_pages(rows, max_length // page_size)
-    # Heads of one shard alone: the pool is its own.
+    # The pool is this shard's own, and holds only its heads.
     own_heads = spec.config.num_kv_heads // num_tensor_shards
     own = dataclasses.replace(spec.config, num_kv_heads=own_heads)
     pages = kv_cache.init_pages(own, table.size, page_size, dtype)
     flat = round_up(rows * CHUNK, spec.token_bucket)
     size = spec.token_bucket or equal_chunk(flat, spec.logit_bytes // (4 * spec.config.vocab_size))
     flat = round_up(flat, size)
-    # The last token of a text needs not be fed: nothing follows it.
+    # The last token of a text is not fed: nothing follows it.
     num_fed = jnp.maximum(num_tokens - 1, 0)
 
     def describe(nothing: tuple, part: _Tokens) -> tuple[tuple, Scores]:
@@ -111,7 +111,7 @@ def score(
         after = jnp.minimum(batch.positions + 1, max_length - 1)
         tokens = _Tokens(hidden, history[row, after], batch.row_ids, batch.positions)
         told = in_buckets(describe, (), tokens, size, batch.row_starts[-1])[1]
-        # Padding is of no row, and dropped.
+        # Padding has a row id past the last, and is dropped.
         put = lambda whole, new: whole.at[batch.row_ids, after].set(new, mode="drop")
         return pages, Scores(*map(put, scores, told))
 

@@ -1,4 +1,4 @@
-"""What the next step needs, and how requests enter and leave it."""
+"""The state that a step reads and returns, and how requests enter and leave its rows."""
 
 from __future__ import annotations
 
@@ -22,24 +22,21 @@ from specjax.types import BurstPlan, HostArray
 class DecodeState:
     """The rows of a batch. Row r has lengths[r] + 1 committed tokens; the last is its root.
 
-    `history` holds them at their positions. Past them stand a chain's drafts of the
-    step in flight, so that a node's own prefix is history[row, : position + 1]; a
-    tree's are in its proposal.
+    `history` holds them at their positions. A chain's drafts of the current step follow
+    them, so that a node's own prefix is history[row, : position + 1]; a tree's drafts
+    are in its proposal.
     """
 
     cache: PagedKVCache
     drafter: Any  # the drafter's own pytree
-    drafter_lengths: (
-        # i32[rows], tokens whose KV is final in the drafter's cache; at most lengths, or one
-        # more where the last token of shared pages is to be fed again
-        Array
-    )
+    # i32[rows], tokens whose KV is final in the drafter's cache; at most lengths, or one
+    # more where the last token of shared pages is to be fed again
+    drafter_lengths: Array
     history: Array  # i32[rows, max_length]
     sampling: RowSampling
     max_lengths: Array  # i32[rows], tokens, prompt included, at which a row ends
-    draft_caps: (
-        Array  # i32[rows], most tokens to draft for the row; 0 is plain decoding; the plan's
-    )
+    # i32[rows], most tokens to draft for the row, from the plan; 0 is plain decoding
+    draft_caps: Array
     rules: Array  # i32[rows], types.GREEDY .. types.SYNTHETIC
     is_active: Array  # bool[rows], decoding: not empty, not prefilling, not ended
 
@@ -51,28 +48,28 @@ class DecodeState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Requests for some rows; every array leads with [places].
+    """Requests that enter rows; every array leads with [places].
 
     Under a mesh each shard has its share of the places, with row ids of its own.
     """
 
     row_ids: HostArray  # i32, distinct; `rows` for an unused place
-    history: HostArray  # i32[places, max_length], the prompt, and output so far
+    history: HostArray  # i32[places, max_length], the prompt and the output so far
     sampling: RowSampling
     max_lengths: HostArray
     rules: HostArray
-    # Tokens whose keys and values the row's pages hold already: the target's, and the
-    # drafter's, at most as many. Where the last token of shared pages is fed again
-    # (Scheduler.feeds_shared_again) the target's count is one less.
+    # Tokens whose keys and values the row's pages already hold, for the target and for the
+    # drafter. The drafter's count is at most the target's, except that the target's is one
+    # less where the last token of shared pages is fed again (Scheduler.feeds_shared_again).
     lengths: HostArray
     drafter_lengths: HostArray
 
 
 def admit(state: DecodeState, drafter: Drafter, admission: Admission) -> DecodeState:
-    """Lets requests into rows, whatever they held, and tells the drafter.
+    """Puts requests into rows, replacing their content, and notifies the drafter.
 
-    They are not active until a burst's plan activates them: what their pages lack is
-    prefilled first.
+    The rows stay inactive until a burst's plan activates them; the prompt tokens that
+    their pages lack are prefilled before.
     """
 
     def put(old: Array, new: HostArray) -> Array:
@@ -96,8 +93,8 @@ def admit(state: DecodeState, drafter: Drafter, admission: Admission) -> DecodeS
 
 
 def follow(state: DecodeState, plan: BurstPlan) -> DecodeState:
-    """Empties and activates rows as the host says; takes over their pages and draft caps."""
-    # An empty row must not switch on what its last request used.
+    """Empties and activates rows as the plan says; sets their pages and draft caps from it."""
+    # Sampling features of a row's last request must not stay enabled in an empty row.
     sampling = reset_rows(state.sampling, ~plan.keep)
     return dataclasses.replace(
         with_table(state, plan.block_table),
@@ -108,29 +105,29 @@ def follow(state: DecodeState, plan: BurstPlan) -> DecodeState:
 
 
 def with_table(state: DecodeState, block_table: HostArray) -> DecodeState:
-    """Returns the state with the pages that the host says each row has."""
+    """Returns the state with the host's block table."""
     cache = dataclasses.replace(state.cache, block_table=jnp.asarray(block_table))
     return dataclasses.replace(state, cache=cache)
 
 
 def without_drafter(state: DecodeState) -> DecodeState:
-    """Returns the state of rows that nothing is drafted for; the drafter's memory is free."""
+    """Returns the state with the drafter turned off, which frees the drafter's memory."""
     return dataclasses.replace(state, drafter=TurnedOff())
 
 
 def has_drafter(state: DecodeState) -> bool:
-    """Whether the drafter was not turned off."""
+    """Returns whether the drafter is on."""
     return not isinstance(state.drafter, TurnedOff)
 
 
 def remember_text(drafter: Drafter, state: DecodeState, pieces: Any) -> DecodeState:
-    """Gives the drafter text that the host knows of."""
+    """Returns the state after the drafter took in pieces of text from the host."""
     assert drafter.remember is not None, "the drafter has no use for text"
     return dataclasses.replace(state, drafter=drafter.remember(state.drafter, pieces))
 
 
 def take_rows(state: DecodeState, drafter: Drafter, row_ids: Array) -> DecodeState:
-    """Returns the state of rows row_ids i32[n] alone; places past the last row are empty.
+    """Returns the state of only the rows row_ids i32[n]; ids past the last row give empty rows.
 
     All rows share the pages, which are not copied.
     """
@@ -150,7 +147,7 @@ def take_rows(state: DecodeState, drafter: Drafter, row_ids: Array) -> DecodeSta
 def put_rows(
     state: DecodeState, drafter: Drafter, row_ids: Array, part: DecodeState
 ) -> DecodeState:
-    """Returns the state in which rows row_ids are those of `part`, and the pages are its."""
+    """Returns `state` with the rows row_ids and the pages replaced by those of `part`."""
 
     def put(whole: Array, own: Array) -> Array:
         return whole.at[row_ids].set(own, mode="drop")
@@ -167,7 +164,7 @@ def put_rows(
     return dataclasses.replace(state, cache=cache, drafter=drafter_state, **fields)
 
 
-# Fields of DecodeState that lead with rows, but the cache's.
+# Fields of DecodeState, besides the cache and the drafter, whose arrays lead with rows.
 _BY_ROW = (
     "drafter_lengths",
     "history",

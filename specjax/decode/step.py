@@ -41,7 +41,7 @@ def advance(
     state: DecodeState,
     beside: Part | None = None,
 ) -> tuple[DecodeState, StepInfo, Committed | None]:
-    """Does what `step` does but absorb: that is left to the caller where spec.taps are."""
+    """Runs `step` without absorb: with spec.taps the caller absorbs the tokens returned third."""
     drafter = spec.drafter if spec.num_speculative_tokens else none.drafter()
     state, drafted = draft(
         drafter,
@@ -49,7 +49,7 @@ def advance(
         state,
         spec.num_speculative_tokens,
         spec.config.vocab_size,
-        # The token before the root was told with it; before a root at 0 there is none.
+        # Drafting needs the hidden state of the token before the root; a root at 0 has none.
         least_root=1 if spec.taps else 0,
     )
     proposed = drafted.proposal

@@ -14,14 +14,14 @@ from specjax.models.base import ModelConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """A decoder's configuration, and what differs from one of its steps to another.
+    """A decoder's configuration, and the settings that differ between its steps.
 
     Attributes:
-      drafter: built for K, or for K = 1 where K is 0 and it absorbs; none() where K is 0 and it
-        does not.
+      drafter: built for K, or for K = 1 where K is 0 and the drafter absorbs hidden states; the
+        empty drafter where K is 0 and it does not.
       num_speculative_tokens: K; 0 is plain decoding.
       taps: layers of the target whose hidden states the drafter absorbs; () where it absorbs none.
-      max_drafts_per_shard: as in DecoderConfig, or the share of the step's own bucket.
+      max_drafts_per_shard: as in DecoderConfig, or a shard's share of Bucket.max_drafts.
     """
 
     decoder: DecoderConfig
@@ -39,17 +39,17 @@ class StepSpec:
 
     @property
     def config(self) -> ModelConfig:
-        """Of the target."""
+        """Configuration of the target."""
         return self.decoder.target
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """Those beyond equality that rows may use."""
+        """Verification rules beyond equality that rows may use."""
         return self.decoder.rules
 
     @property
     def rule_options(self) -> RuleOptions:
-        """Numbers of the lossy rules."""
+        """Parameters of the lossy rules."""
         return self.decoder.rule_options
 
     @property
@@ -59,15 +59,15 @@ class StepSpec:
 
     @property
     def logit_bytes(self) -> int:
-        """Most that float32 logits of the target take at once."""
+        """Most bytes of float32 logits of the target that exist at once."""
         return self.decoder.engine.logit_bytes
 
     @property
     def token_bucket(self) -> int | None:
-        """Of invariant numerics; None: all tokens at once."""
+        """Number of tokens computed at once under invariant numerics; None: all of them."""
         return self.decoder.token_bucket
 
     @property
     def tensor_axis(self) -> str | None:
-        """Mesh axis that heads and MLP are split over."""
+        """Mesh axis that heads and MLP are split over; None without a mesh."""
         return sharding.tensor_axis(self.decoder.mesh)

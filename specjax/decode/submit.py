@@ -1,4 +1,4 @@
-"""Which draft tokens are verified where not all of them may be: those likeliest to stand."""
+"""Submit: selects the draft tokens likeliest to be accepted, where not all can be verified."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from jax import Array
 
 from specjax.types import Proposal, is_by_law
 
-# A drafter that says nothing of its tokens: each is as likely as not, given its parent.
+# Assumed acceptance probability of a token given its parent, where the drafter reports none.
 _UNKNOWN = 0.5
 
 
 def submit(proposal: Proposal, rules: Array, max_drafts: int) -> Proposal:
-    """Keeps at most max_drafts draft tokens over all rows: the first ones of every row.
+    """Keeps at most max_drafts draft tokens over all rows: a prefix of each row's tokens.
 
     A row under a rule by law is ranked by `prior_confidence`: whether token j is
-    verified then follows from what was drawn before it. Ranked by a figure that knows
-    token j, likely tokens would be verified more often than they are drawn, and the
-    output be biased towards the unlikely ones. Other rows are ranked by
-    `path_probability`. No token ranks above one that stands before it in its row, so
-    that a row's tokens are cut from behind; among equals the lower node comes first,
-    then the lower row.
+    verified then follows from what was drawn before it. If the ranking knew token j,
+    likely tokens would be verified more often than they are drawn, and the output would
+    be biased towards unlikely ones. Other rows are ranked by `path_probability`. No
+    token ranks above an earlier token of its row, so that a row loses its last tokens
+    first; among equals the lower node comes first, then the lower row.
 
     Args:
       rules: i32[rows].
@@ -37,12 +36,12 @@ def submit(proposal: Proposal, rules: Array, max_drafts: int) -> Proposal:
     )
     node = jnp.broadcast_to(jnp.arange(num_drafts)[None, :], (rows, num_drafts))
     stands = node < proposal.num_tokens[:, None]
-    # NaN, of a drafter gone wrong, ranks last.
+    # NaN, from a faulty drafter, ranks last.
     ranked = jnp.where(stands & (ranked >= 0), ranked, -1.0)
-    # The least figure so far.
+    # The minimum over the row's tokens up to this one.
     ranked = jnp.minimum.accumulate(ranked, axis=1)
     order = jnp.lexsort((node.reshape(-1), -ranked.reshape(-1)))
-    # lexsort is stable: equal nodes of equal figures stay in the order of their rows.
+    # lexsort is stable: entries of equal figure and node stay in row order.
     rank = (
         jnp.zeros(rows * num_drafts, jnp.int32)
         .at[order]
@@ -53,7 +52,7 @@ def submit(proposal: Proposal, rules: Array, max_drafts: int) -> Proposal:
 
 
 def _figure(proposal: Proposal, figure: Array | None) -> Array:
-    """Returns how likely each draft token is to stand, f32[rows, num_drafts]."""
+    """Returns each draft token's estimated acceptance probability, f32[rows, num_drafts]."""
     if figure is not None:
         return figure
     depths = jnp.arange(1, proposal.num_nodes)[None, :]

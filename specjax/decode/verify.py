@@ -42,15 +42,15 @@ from specjax.types import Acceptance, Proposal, TokenBatch
 
 
 class Verification(NamedTuple):
-    """What the target says of a proposal."""
+    """The result of verifying a proposal against the target."""
 
     acceptance: Acceptance
-    # bool[rows, max_depth + 1]: the logits that gave this token were NaN, or nothing could be
-    # chosen
+    # bool[rows, max_depth + 1]: the logits behind this token were NaN, or no token could be
+    # chosen from them
     is_invalid: Array
     logprobs: LogProbs  # of acceptance.token_ids, leading [rows, max_depth + 1]
-    # Where spec.taps are: hidden states of all that was fed, and where in the batch the nodes
-    # after which acceptance.token_ids stand are, i32[rows, max_depth + 1].
+    # With spec.taps only: hidden states of all tokens that were fed, and the batch index of
+    # the node before each of acceptance.token_ids, i32[rows, max_depth + 1].
     tapped: Tapped | None = None
     places: Array | None = None
 
@@ -68,7 +68,8 @@ def verify(
       beside: prompt tokens of other rows, to run through the same matmuls.
 
     Returns:
-      The cache with the keys and values of all nodes written, lengths unchanged.
+      The cache with the keys and values of all nodes written and lengths unchanged, and the
+      verification.
     """
     size = _tokens_at_once(spec, proposal, state.rows)
     batch = _make_batch(spec, state, proposal, size)
@@ -100,7 +101,7 @@ def verify(
 
 
 def nodes_on_path(acceptance: Acceptance) -> Array:
-    """Returns the nodes after which acceptance.token_ids stand, i32[rows, max_depth + 1]."""
+    """Returns the node before each of acceptance.token_ids, i32[rows, max_depth + 1]."""
     rows, width = acceptance.token_ids.shape
     if acceptance.nodes is None:
         return jnp.broadcast_to(jnp.arange(width, dtype=jnp.int32), (rows, width))
@@ -108,26 +109,26 @@ def nodes_on_path(acceptance: Acceptance) -> Array:
 
 
 class _Nodes(NamedTuple):
-    """What sampling must know of every node; leading [num_tokens], or [rows, num_nodes]."""
+    """Inputs of sampling for every node; leading [num_tokens], or [rows, num_nodes]."""
 
     hidden: Array  # [..., hidden_size]
     row_ids: Array
     positions: Array
-    # Of trees: see TreeHistory.
+    # For trees only; see TreeHistory.
     roots: Array | None = None
     path_token_ids: Array | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class _Decision:
-    """From hidden states to what the target says, and to what rules accept of it."""
+    """Turns hidden states into the target's choices, and applies the rules to them."""
 
     spec: StepSpec
     params: Params
     state: DecodeState
 
     def choose(self, nodes: _Nodes) -> tuple[Choice, LogProbs]:
-        """Returns the target's own token after each of nodes [num_tokens], and how likely it is."""
+        """Returns the target's own token after each of nodes [num_tokens], and its logprobs."""
         return choose_and_score(
             self.logits(nodes),
             *self.where(nodes),
@@ -135,11 +136,11 @@ class _Decision:
         )
 
     def by_rules_in_chunks(self, proposal: Proposal, nodes: _Nodes, flat: Array) -> Verification:
-        """Decides each row by its own rule, as many at once as spec.logit_bytes allow.
+        """Verifies each row by its own rule, in chunks of rows that fit spec.logit_bytes.
 
         Args:
           nodes: [num_tokens], of all rows.
-          flat: i32[rows, num_nodes], where among them each row's nodes are.
+          flat: i32[rows, num_nodes], index of each row's nodes in `nodes`.
         """
         num_rows, num_nodes = flat.shape
         rows = jnp.arange(num_rows, dtype=jnp.int32)
@@ -160,7 +161,7 @@ class _Decision:
         return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:num_rows], decided)
 
     def by_rules(self, proposal: Proposal, nodes: _Nodes, flat: Array, rows: Array) -> Verification:
-        """Decides the rows i32[n], whose nodes are nodes[flat], flat i32[n, num_nodes]."""
+        """Verifies the rows i32[n], whose nodes are nodes[flat], flat i32[n, num_nodes]."""
         state, where = self.state, self.where(nodes)
         scores = self.logits(nodes)
         processed = process_logits(scores, *where)
@@ -190,12 +191,12 @@ class _Decision:
                 acceptance,
             )
         path = jnp.take_along_axis(flat, nodes_on_path(acceptance), axis=1)
-        # Other rows have no nodes: what stands for theirs is another row's.
+        # Inactive rows have no nodes: their entries of `flat` point at other rows' nodes.
         is_emitted = state.is_active[rows][:, None] & (
             jnp.arange(path.shape[1])[None] <= acceptance.num_accepted[:, None]
         )
         num_tokens = scores.shape[0]
-        # Nodes that nothing follows are asked about token 0, and not read.
+        # Nodes outside the path get the logprob of token 0, which is not read.
         following = jnp.zeros(num_tokens, jnp.int32)
         following = following.at[jnp.where(is_emitted, path, num_tokens)].set(
             acceptance.token_ids, mode="drop"
@@ -214,7 +215,7 @@ class _Decision:
         return logits(self.params, spec.config, nodes.hidden, spec.tensor_axis)
 
     def where(self, nodes: _Nodes) -> tuple[Any, Array, Array, History]:
-        """Returns which row and prefix each of nodes [num_tokens] has, as sampling takes it."""
+        """Returns sampling parameters, row, position and prefix of each of nodes [num_tokens]."""
         history: History = self.state.history
         if nodes.roots is not None and nodes.path_token_ids is not None:
             history = TreeHistory(history, nodes.roots, nodes.path_token_ids)
@@ -224,7 +225,7 @@ class _Decision:
 def _choose(
     decision: _Decision, nodes: _Nodes, size: int | None, num_used: Array
 ) -> tuple[Choice, LogProbs]:
-    """Returns decision.choose of all nodes, `size` at a time where it is not None."""
+    """Returns decision.choose of all nodes, computed in chunks of `size` unless it is None."""
     if size is None:
         return decision.choose(nodes)
     choose = lambda nothing, part: (nothing, decision.choose(part))
@@ -232,7 +233,7 @@ def _choose(
 
 
 def _by_equality(proposal: Proposal, said: tuple[Choice, LogProbs]) -> Verification:
-    """Accepts what the target says itself; `said` is leading [rows, num_nodes]."""
+    """Accepts the drafts that equal the target's choice; `said` is leading [rows, num_nodes]."""
     choice, logprobs = said
     acceptance = accept_by_equality(proposal, choice.token_ids)
     path = nodes_on_path(acceptance)
@@ -267,7 +268,7 @@ def _make_batch(
 
 
 def _nodes(state: DecodeState, proposal: Proposal, batch: TokenBatch, hidden: Array) -> _Nodes:
-    """Returns what sampling must know of every flat token."""
+    """Returns the inputs of sampling for every flat token."""
     nodes = _Nodes(hidden, batch.row_ids, batch.positions)
     if proposal.tree is None:
         return nodes
@@ -279,7 +280,7 @@ def _nodes(state: DecodeState, proposal: Proposal, batch: TokenBatch, hidden: Ar
 
 
 def _num_nodes(spec: StepSpec, proposal: Proposal, num_rows: int) -> int:
-    """Returns how many nodes all rows together have at most."""
+    """Returns the most nodes that all rows together have."""
     num_nodes = proposal.num_nodes * num_rows
     if spec.max_drafts_per_shard is None:
         return num_nodes
@@ -287,13 +288,13 @@ def _num_nodes(spec: StepSpec, proposal: Proposal, num_rows: int) -> int:
 
 
 def _tokens_at_once(spec: StepSpec, proposal: Proposal, num_rows: int) -> int | None:
-    """Returns how many tokens have their logits computed at once; None is all of them."""
+    """Returns how many tokens have their logits computed at once; None means all of them."""
     if spec.token_bucket is not None:
         return spec.token_bucket
     num_nodes = _num_nodes(spec, proposal, num_rows)
-    # Chunks of one size: the forward's batch is laid out in whole ones.
+    # Chunks of equal size: the batch is padded to a multiple of it.
     size = equal_chunk(num_nodes, spec.logit_bytes // (4 * spec.config.vocab_size))
-    # Rules compare rows, and take them in chunks of their own.
+    # Rules need whole rows, and have chunks of their own (by_rules_in_chunks).
     if size == num_nodes or (spec.rules and proposal.max_depth):
         return None
     return size

@@ -1,9 +1,9 @@
-"""What a drafter is: a `DrafterSpec` says which, and builds a `Drafter`, a group of functions.
+"""The drafter contract: a hashable `DrafterSpec` builds a `Drafter`, a group of pure functions.
 
-A drafter proposes; it can never change what is emitted, only how fast. Everything it does
-runs inside the jitted burst: pure functions over a state of its own, any pytree. A drafter
-whose function raises, or that proposes NaN or ids outside the vocabulary, is turned off for
-the run; decoding goes on without it. docs/your-own-drafter.md has an example.
+A drafter proposes tokens. It can never change the output, only the speed. Its functions run
+inside the jitted burst, over a state of its own, which may be any pytree. A drafter whose
+function raises, or that proposes NaN or ids outside the vocabulary, is turned off for the
+run, and decoding continues without it. docs/your-own-drafter.md has an example.
 """
 
 from __future__ import annotations
@@ -31,46 +31,46 @@ if TYPE_CHECKING:
 NOT_KEPT = -1
 
 # Axes of a leaf of the state. They are names of specjax.sharding.RULES, not of a mesh.
-ROWS = PartitionSpec("rows")  # entry r of the first axis is of row r
-PAGES = PartitionSpec("pages")  # entry p of the first axis is of page p
-SHARED = PartitionSpec()  # of all rows; every shard of a mesh holds it whole
+ROWS = PartitionSpec("rows")  # entry r of the first axis belongs to row r
+PAGES = PartitionSpec("pages")  # entry p of the first axis belongs to page p
+SHARED = PartitionSpec()  # belongs to all rows; every shard of a mesh holds the whole leaf
 
 
 class Draft(NamedTuple):
-    """What `Drafter.draft` returns."""
+    """The result of `Drafter.draft`: a proposal and the drafter's new state."""
 
     proposal: Proposal
     state: Any
-    # i32[rows]: positions below it have their keys and values in the drafter's pages, right
-    # as long as the drafted tokens that stand there are accepted. None: the drafter keeps no
-    # keys and values, and has nothing to catch up with.
+    # i32[rows]: the drafter's pages hold keys and values of all positions below this one, valid
+    # as far as the draft tokens among them are accepted. None: the drafter keeps no keys and
+    # values, and has nothing to catch up with.
     written: Array | None = None
-    # Of a tree instead, i32[rows, num_nodes]: node j has its keys and values in the slot of
-    # position root + kept_at[row, j], NOT_KEPT where it was not fed. `written` counts the
-    # root then.
+    # For trees, i32[rows, num_nodes]: the keys and values of node j are in the slot of
+    # position root + kept_at[row, j]; NOT_KEPT if the node was not fed. `written` then
+    # counts up to and with the root.
     kept_at: Array | None = None
-    # i32[rows], of types.NO_FAULT and those after it: the step fills it in.
+    # i32[rows], types.NO_FAULT or a fault after it; set by the step, not by the drafter.
     fault: Array | None = None
 
 
 class DrafterError(Exception):
-    """A drafter's function raised while it was traced; the cause says what."""
+    """A drafter's function raised while it was traced; __cause__ holds its error."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterContext:
-    """What a drafter is built for. All of it is static: one executable each.
+    """Static arguments of `DrafterSpec.build`; a step is compiled for each combination.
 
     Attributes:
-      target: of the model whose text is drafted; the vocabulary is its.
+      target: config of the target, whose vocabulary draft tokens are from.
       num_speculative_tokens: K, at least 1, the most tokens along one path of a proposal.
       dtype: of the pages.
       tensor_axis: the mesh axis that the target's heads and vocabulary are split over, None
         where each device holds the whole target. `DecoderParams.target` is one device's part.
-      keeps_probs: whether a rule in use compares laws. Proposals of a spec that says
-        `has_probs` then come with `Proposal.probs`.
-      says_confidence: whether drafts are ranked over all rows. Proposals of a spec that says
-        `has_probs` then come with `Proposal.prior_confidence` and `path_probability`.
+      keeps_probs: whether a rule in use compares distributions. Proposals of a spec with
+        `has_probs` then set `Proposal.probs`.
+      says_confidence: whether drafts are ranked over all rows. Proposals of a spec with
+        `has_probs` then set `Proposal.prior_confidence` and `path_probability`.
       taps: the spec's taps, as layers of this target.
     """
 
@@ -84,23 +84,21 @@ class DrafterContext:
 
 
 class DrafterSpec:
-    """Which drafter, as a hashable value: part of the key of a compiled step.
+    """Describes a drafter as a hashable value, which is part of the key of a compiled step.
 
-    A drafter of your own is a frozen dataclass that derives from this class and has a
-    `build`: specs with equal fields then share what was compiled. Every other member has a
-    default, which is right for a drafter of chains that runs no model and gives no
-    probabilities.
+    To add a drafter, derive a frozen dataclass from this class and define `build`; specs with
+    equal fields then share their executables. Every other member has a default, which is
+    right for a drafter of chains that runs no model and gives no probabilities.
 
     Attributes:
-      can_draft: False is plain decoding: no step ever asks for drafts.
-      has_probs: whether proposals come with the law that their tokens were drawn from, where
-        the context asks (`keeps_probs`), and with confidences (`says_confidence`).
-      takes_text: whether the engine tells it what rows have written, through
-        `Drafter.remember`.
+      can_draft: False means plain decoding: no step asks for drafts.
+      has_probs: whether proposals set the distribution that their tokens were drawn from, where
+        the context asks for it (`keeps_probs`), and confidences (`says_confidence`).
+      takes_text: whether the engine passes the text of rows to `Drafter.remember`.
       learns: whether the drafts of a row may depend on more than its tokens, sampling
-        parameters and seed: on the text of other rows, or on what came of earlier drafts.
-      is_grown: whether a tree keeps nodes for the tokens that were drawn there. Rules that
-        compare laws would be biased on it and are refused.
+        parameters and seed: on the text of other rows, or on acceptance of earlier drafts.
+      is_grown: whether a tree keeps nodes because of the tokens that were drawn there. Rules
+        that compare distributions would be biased on it and are refused.
     """
 
     can_draft: ClassVar[bool] = True
@@ -109,7 +107,7 @@ class DrafterSpec:
     learns: ClassVar[bool] = False
 
     def build(self, context: DrafterContext) -> Drafter:
-        """Returns the functions of this drafter for a context. Raises what it likes."""
+        """Returns the functions of this drafter for a context. Any exception turns it off."""
         raise NotImplementedError(f"{type(self).__name__} has no build(context).")
 
     @property
@@ -123,17 +121,17 @@ class DrafterSpec:
 
     @property
     def max_depth(self) -> int | None:
-        """Depth of a tree that has a fixed one; None: as deep as K says."""
+        """Depth of a tree of fixed depth; None: the depth is K."""
         return None
 
     @property
     def configs(self) -> tuple[ModelConfig, ...]:
-        """Of the models it runs over the target's pages: vocabulary and windows are checked."""
+        """Configs of the models it runs over the target's pages, for checks against the target."""
         return ()
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """Layers of the target whose hidden states it wants, for every token fed.
+        """Layers of the target whose hidden states it absorbs, for every token fed.
 
         Tap i is the input of layer i; tap num_layers is the normed output of the last.
         Negative numbers count from there: -1 is the normed output. See Drafter.absorb.
@@ -145,23 +143,23 @@ class DrafterSpec:
         return 1 + num_speculative_tokens
 
     def tree_slots(self, num_speculative_tokens: int) -> int:
-        """Returns the slots that a row's nodes take past its root, those that are fed to grow
-        a tree too; 0 for chains."""
+        """Returns the slots that a row's nodes take past its root, with those that are fed to
+        grow a tree; 0 for chains."""
         del num_speculative_tokens
         return 0
 
     def configured(self, config: SpeculationConfig) -> DrafterSpec:
-        """Returns the spec with what a config sets. A field at its default sets nothing.
+        """Returns the spec with a config's settings applied. A field at its default sets nothing.
 
         Raises:
-          ValueError: the config sets what such a drafter has no use for.
+          ValueError: the config sets a field that does not apply to this drafter.
         """
         if config.has_tree and self.can_draft:
             raise ValueError(no_tree_message(type(self).__name__))
         return self
 
     def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
-        """Returns the bytes that its pages take on one device per token of a row."""
+        """Returns the bytes of its pages on one device per token of a row."""
         del target
         numbers = sum(map(kv_cache.numbers_per_token, self.configs))
         return numbers * jnp.dtype(dtype).itemsize
@@ -169,7 +167,7 @@ class DrafterSpec:
     def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
         """Returns shapes and dtypes of its weights, `DecoderParams.drafter`.
 
-        The default is those of the model it runs; () where it runs none.
+        The default is the weights of the first of `configs`; () where there is none.
         """
         del target
         return abstract_weights(self.configs[0], dtype) if self.configs else ()
@@ -177,10 +175,10 @@ class DrafterSpec:
     def work(
         self, target: ModelConfig, dtype: Any, num_weights: int | None = None
     ) -> tuple[ModelWork, ...]:
-        """Returns what one draft token of every row takes on one device: bytes and operations.
+        """Returns the bytes and operations of one draft token per row on one device.
 
-        Plans and the first choices of K are made from it. The default counts one forward of
-        each model it runs.
+        Plans and the first choices of K use it. The default counts one forward of each model
+        it runs.
 
         Args:
           dtype: of its weights.
@@ -207,7 +205,7 @@ def resolve_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
 
 
 def no_tree_message(name: str) -> str:
-    """Returns what is said where a draft model's tree is asked of another drafter."""
+    """Returns the error message for tree settings on a drafter that is not a draft model."""
     return (
         "speculative_token_tree and tree_top_k are for a draft model's tree, and the drafter is "
         f"{name!r}; leave them out. Several n-gram matches make a tree with "
@@ -216,17 +214,17 @@ def no_tree_message(name: str) -> str:
 
 
 def by_row(state: Any) -> Any:
-    """Returns the axes of a state of which every leaf has an entry for each row."""
+    """Returns the axes of a state whose leaves all lead with rows."""
     return jax.tree.map(lambda leaf: ROWS, state)
 
 
 def by_page(state: Any) -> Any:
-    """Returns the axes of a state of which every leaf has an entry for each page."""
+    """Returns the axes of a state whose leaves all lead with pages."""
     return jax.tree.map(lambda leaf: PAGES, state)
 
 
 def by_none(state: Any) -> Any:
-    """Returns the axes of a state of which every leaf belongs to all rows."""
+    """Returns the axes of a state whose leaves are all shared by all rows."""
     return jax.tree.map(lambda leaf: SHARED, state)
 
 
@@ -275,60 +273,59 @@ class Drafter(NamedTuple):
     Attributes:
       draft: (params, state, decode_state, num_tokens i32[rows]) -> Draft. Proposes at most
         num_tokens[row] tokens along a path after each row's root, the newest committed
-        token; none where it is 0. A row that proposes fewer costs less. It reads of
-        `decode_state`, a specjax.decode.state.DecodeState: `history` i32[rows, max_length],
-        the row's tokens by position; `cache.lengths` i32[rows], the root's position;
-        `is_active` bool[rows]; `sampling` and `rules`, the row's request;
+        token; none where it is 0. A row that proposes fewer costs less. It may read these
+        fields of `decode_state`, a specjax.decode.state.DecodeState: `history`
+        i32[rows, max_length], the row's tokens by position; `cache.lengths` i32[rows], the
+        root's position; `is_active` bool[rows]; `sampling` and `rules`, the row's request;
         `drafter_lengths` i32[rows], tokens whose keys and values the drafter has; and
-        `cache.block_table` with `cache.page_size`, where such keys and values lie.
+        `cache.block_table` with `cache.page_size`, which locate these keys and values.
       init: (rows, max_length, num_pages, page_size) -> state. A row holds at most max_length
-        tokens. Keys and values lie under the target's page ids, so that one allocation
-        serves both.
+        tokens. Keys and values use the target's page ids, so that one allocation serves both.
       prefill: (params, state, batch, row_ids, max_tokens_per_row) -> state. Feeds prompt
         tokens, the same flat TokenBatch that the target gets. Its rows are places: place i
-        is row row_ids[i], `rows` where the place is not used.
+        is row row_ids[i]; the id is `rows` for an unused place.
       absorb: (params, state, fed, next_token_ids, taps, row_ids, max_tokens_per_row) -> state.
         See below; only for specs with `taps`.
       enter_rows: (state, row_ids i32[n], drafter_lengths i32[n]) -> state. These rows hold
-        another request from now on, or the same one again after it was preempted;
-        row_ids are distinct, `rows` in unused places. Their pages hold the keys and values
-        of drafter_lengths tokens already, which they share with others. What the state
-        knows of the row before must go.
+        another request from now on, or a preempted request again; row_ids are distinct,
+        `rows` in unused places. Their pages already hold the keys and values of
+        drafter_lengths tokens, in pages shared with other rows. The state must drop what it
+        keeps about the previous request of the row.
       move: (state, source_slots i32[n], target_slots i32[n]) -> state. Moves keys and values
         of accepted nodes of a tree; `num_slots` moves nothing.
-      remember: (state, pieces) -> state, between bursts: text that the host knows of, see
-        specjax.drafters.history. None where the spec does not say `takes_text`.
+      remember: (state, pieces) -> state, between bursts. Takes in text from the host, see
+        specjax.drafters.history. None unless the spec sets `takes_text`.
       state_axes: state -> a tree of the same structure, with the axes of each leaf: ROWS,
         PAGES, SHARED, or a longer PartitionSpec of logical names, as
-        PartitionSpec("pages", "kv_heads"). Row buckets take and put the leaves with an axis
-        "rows" by row. Over a mesh, rows and pages are split over the data axis, heads over
-        the tensor axis. The default says ROWS of every leaf.
+        PartitionSpec("pages", "kv_heads"). With a row bucket, leaves with an axis "rows" are
+        indexed by row. Over a mesh, rows and pages are split over the data axis, heads over
+        the tensor axis. The default is ROWS for every leaf.
       max_positions: positions it was made for; nothing is drafted past them. None: no limit.
-      draws_afresh: whether Proposal.probs are the laws that its tokens were drawn from in
-        this very step, with noise of the step. Probabilities that were stored with the
-        tokens of earlier rollouts are not: given the history such tokens are certain.
+      draws_afresh: whether Proposal.probs are the distributions that its tokens were drawn
+        from in this step, with the step's noise. Probabilities stored with the tokens of
+        earlier rollouts are not: given the history, such tokens are certain.
 
-    **absorb.** A drafter whose spec names `taps` sees every token that the target is fed
+    **absorb.** A drafter whose spec names `taps` gets every token that the target is fed
     (prompts, roots, accepted drafts, tokens of plain steps) with the target's hidden states
     there, in place of `prefill`:
 
-        fed             TokenBatch: flat tokens of rows as of `prefill`, of which positions
-                        and pages say where they lie
-        next_token_ids  i32[num_tokens], the committed token after each of them. The pair
-                        (hidden state of token j, token j + 1) belongs under the slot of token
-                        j + 1: then what a page holds depends on no token after it, and
-                        pages are shared by their tokens
+        fed             TokenBatch: flat tokens of rows as for `prefill`; positions and pages
+                        locate them
+        next_token_ids  i32[num_tokens], the committed token after each of them. Store the pair
+                        (hidden state of token j, token j + 1) in the slot of token j + 1:
+                        then the content of a page depends on no token after it, and pages
+                        can be shared by their tokens
         taps            one array [num_tokens, hidden_size] for each of the spec's taps
-        row_ids         i32[n], as of `prefill`
+        row_ids         i32[n], as for `prefill`
         max_tokens_per_row  static
 
     It is called after commit where K > 0; every few steps at K = 0, with the tokens of all of
-    them; for both parts of a mixed step; and chunk by chunk with prompts. So when `draft` is
-    called it was told of every token before the root, with the root as the last next token:
-    there is nothing to catch up with, `Draft.written` stays None, and what a tree fed needs
-    no `move`. A row whose root is its first token has been told nothing, and is not asked for
-    drafts. Where a row shares the pages of others, the last token of those is fed once more and
-    told again: its pair is the first that lies in a page of the row's own.
+    them; for both parts of a mixed step; and chunk by chunk for prompts. So when `draft` is
+    called, the drafter has absorbed every token before the root, with the root as the last next
+    token: there is nothing to catch up with, `Draft.written` stays None, and the nodes that a
+    tree fed need no `move`. A row whose root is its first token has absorbed nothing, and is not
+    asked for drafts. Where a row shares pages with other rows, the last token of these pages is
+    fed and absorbed again: its pair is the first in a page of the row's own.
     """
 
     draft: Callable[[DecoderParams, Any, Any, Array], Draft]
@@ -347,7 +344,7 @@ FUNCTIONS = "draft", "init", "prefill", "absorb", "enter_rows", "move", "remembe
 
 
 def guarded(drafter: Drafter) -> Drafter:
-    """Returns the drafter, whose functions raise DrafterError whatever they raise."""
+    """Returns the drafter with functions whose exceptions are all raised as DrafterError."""
 
     def guard(name: str) -> Callable[..., Any] | None:
         function = getattr(drafter, name)
@@ -358,7 +355,7 @@ def guarded(drafter: Drafter) -> Drafter:
         def run(*arguments: Any) -> Any:
             try:
                 return function(*arguments)
-            except Exception as error:  # a drafter is anybody's code, and may raise any
+            except Exception as error:  # a drafter may be third-party code, and raise anything
                 raise DrafterError(f"its {name} raised {error!r}") from error
 
         return run
@@ -367,14 +364,14 @@ def guarded(drafter: Drafter) -> Drafter:
 
 
 def take_rows(drafter: Drafter, state: Any, row_ids: Array) -> Any:
-    """Returns the state of some rows; what belongs to no row comes whole."""
+    """Returns the drafter's state for some rows; leaves without a row axis are returned whole."""
     return jax.tree.map(
         lambda leaf, axes: _take(leaf, axes, row_ids), state, drafter.state_axes(state)
     )
 
 
 def put_rows(drafter: Drafter, state: Any, row_ids: Array, part: Any) -> Any:
-    """Returns the state in which some rows are those of `part`; the rest is `part`'s.
+    """Returns the state with some rows, and all leaves without a row axis, taken from `part`.
 
     Args:
       row_ids: i32[n]; ids past the last row are dropped.

@@ -1,9 +1,9 @@
-"""A smaller model of the same vocabulary as the drafter: chains and trees.
+"""A drafter that is a smaller model with the target's vocabulary; drafts chains and trees.
 
-Its keys and values lie under the target's page ids, in arrays of its own. Drafting
-begins by feeding what the drafter has not seen: after full acceptance one token,
-because the last draft token is proposed but never fed. A tree is fed level by level;
-its leaves never are.
+Its keys and values use the target's page ids, in arrays of its own. Drafting first
+feeds committed tokens that the drafter has not seen: after full acceptance one token,
+because the last draft token is proposed but never fed. A tree is fed level by level,
+without its leaves.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from specjax.types import (
     is_by_law,
 )
 
-CATCH_UP_WIDTH = 16  # tokens of each row
-MOST_ONE_BY_ONE = 4  # fewer are not worth a forward padded to so many
+CATCH_UP_WIDTH = 16  # tokens of each row per catch-up forward
+MOST_ONE_BY_ONE = 4  # up to this many, one token per forward beats a forward of CATCH_UP_WIDTH
 
 
 def drafter(
@@ -58,16 +58,17 @@ def drafter(
     """Returns a drafter that samples from a model.
 
     Under `greedy` and `seeded` it draws with the target's own noise, so that equal
-    distributions propose equal tokens; under `delta` its most likely tokens, which
-    is what that rule accepts most; under the other rules with noise of its own.
+    distributions propose equal tokens; under `delta` it proposes its likeliest tokens,
+    which this rule accepts most often; under the other rules it draws with its own noise.
 
     Args:
       keeps_probs: whether the distributions are kept, f32[rows, num_drafts, vocab].
-      shape: of a tree, whose depth is num_speculative_tokens, or how it grows; None
-        drafts chains.
-      says_confidence: whether proposals say how likely their tokens are to stand,
-        which costs some passes over the vocabulary.
-      max_positions: that the model is fed; None is as many as it was made for.
+      shape: shape of a tree, whose depth is num_speculative_tokens, or how it grows;
+        None: chains.
+      says_confidence: whether proposals estimate the acceptance of their tokens, which
+        costs some passes over the vocabulary.
+      max_positions: most positions that the model is fed; None:
+        config.max_position_embeddings.
     """
     model = _DraftModel(config, keeps_probs, says_confidence)
 
@@ -106,8 +107,8 @@ class _Drawn(NamedTuple):
     """Children of some nodes of every row."""
 
     token_ids: Array  # i32[rows, n, count]
-    probs: Array | None = None  # f32[rows, n, vocab]; None where nobody needs them
-    # f32[rows, n, count] each, given the node: see Proposal. None where nobody asks.
+    probs: Array | None = None  # f32[rows, n, vocab]; None without keeps_probs
+    # f32[rows, n, count] each, given the node: see Proposal. None without says_confidence.
     prior_confidence: Array | None = None
     probability: Array | None = None
 
@@ -131,14 +132,14 @@ class _DraftModel:
             num_slots=cache.num_slots,
         )
         hidden, pages = forward(params, self.config, pages, batch, max_tokens_per_row=1)
-        # Rows that are not fed leave no gap among the flat tokens.
+        # Rows that are not fed take no place among the flat tokens.
         return hidden[jnp.minimum(batch.row_starts[:-1], rows - 1)], pages
 
     def catch_up(self, params, pages, decode_state, takes_part):
-        """Feeds what was committed without the drafter seeing it; returns the pages.
+        """Feeds committed tokens that the drafter has not seen; returns the pages.
 
-        One token after full acceptance; more after steps that did not draft, and then
-        CATCH_UP_WIDTH at a time: the weights are read once for them all.
+        After full acceptance that is one token. After steps without drafts it is more, fed
+        CATCH_UP_WIDTH at a time, so that the weights are read once for all of them.
         """
         cache, rows = decode_state.cache, decode_state.rows
         first = decode_state.drafter_lengths
@@ -170,7 +171,7 @@ class _DraftModel:
         return carry[0]
 
     def feed_nodes(self, params, pages, decode_state, token_ids, tree, nodes, takes_part):
-        """Feeds some nodes of every row's tree, whose ancestors were fed before.
+        """Feeds some nodes of every row's tree; their ancestors were fed before.
 
         Args:
           nodes: static, ascending.
@@ -212,11 +213,12 @@ class _DraftModel:
         where = (sampling, row_ids, roots + depth, history)
         by_row = lambda x: x.reshape(rows, width, -1)
         if count == 1 and not (self.keeps_probs or self.says_confidence):
-            # The short paths of choose_tokens: no pass over logits that nobody edits.
+            # choose_tokens has short paths for logits that sampling parameters do not change.
             temperature = jnp.where(rules == DELTA, 0.0, sampling.temperature)
             certain = dataclasses.replace(sampling, temperature=temperature)
             choice = choose_tokens(scores, certain, *where[1:], role=TARGET_TOKEN)
-            # Nothing that could be chosen is the sampling parameters' doing, not the model's.
+            # Where no token could be chosen without NaN, sampling parameters forbid all tokens:
+            # that is no fault of the model.
             is_nan = choice.is_invalid & _has_nan(scores, choice.is_invalid)
             return _Drawn(by_row(jnp.where(is_nan, NOT_A_TOKEN, choice.token_ids)))
         keys = noise_keys(sampling, rules, row_ids, roots + depth, roots, jnp.tile(nodes, rows))
@@ -234,7 +236,7 @@ class _DraftModel:
         if not self.says_confidence:
             return drawn
         processed = process_logits(scores, *where)
-        # By rank alone: the law says how sure the best choice is, the next, ...
+        # By rank, not by token: probabilities of the likeliest token, the next, ...
         prior, _ = jax.lax.top_k(jax.nn.softmax(processed), count)
         probability = jnp.take_along_axis(
             jax.nn.softmax(self._with_noise(processed, decode_state, row_ids, depth)),
@@ -244,7 +246,7 @@ class _DraftModel:
         return drawn._replace(prior_confidence=by_row(prior), probability=by_row(probability))
 
     def _with_noise(self, processed, decode_state, row_ids, depth):
-        """Adds the noise of the target's choice where it decides; f32[num_tokens, vocab]."""
+        """Adds the noise of the target's choice under rules that share it, [num_tokens, vocab]."""
         sampling, rules = decode_state.sampling, decode_state.rules
         positions = decode_state.cache.lengths[row_ids] + depth
         keys = token_keys(sampling.seeds[row_ids], positions + 1, TARGET_TOKEN)
@@ -273,7 +275,7 @@ class _DraftModel:
         scores = process_logits(scores, sampling, row_ids, positions, history)
         scores = self._with_noise(scores, decode_state, row_ids, depth)
         log_probs, token_ids = jax.lax.top_k(jax.nn.log_softmax(scores), count)
-        # To be seen it must rank first.
+        # NaN gets log-probability 0, the highest rank, so that the fault is kept and found.
         token_ids = jnp.where(is_nan, NOT_A_TOKEN, token_ids)
         log_probs = jnp.where(is_nan, 0.0, log_probs)
         shape = rows, width, count
@@ -281,7 +283,7 @@ class _DraftModel:
 
 
 def _has_nan(scores: Array, is_suspect: Array) -> Array:
-    """Returns which logits f32[n, vocab] hold NaN or +inf; a pass over them if any is suspect."""
+    """Returns which logits f32[n, vocab] hold NaN or +inf; they are read only if any is suspect."""
     return jax.lax.cond(
         jnp.any(is_suspect),
         lambda: jnp.any(~(scores < jnp.inf), axis=1),
@@ -346,7 +348,7 @@ def _draft_tree(
     tree = shape.draft_tree(rows)
     token_ids = jnp.zeros((rows, shape.num_drafts), jnp.int32)
     all_probs: list[Any] = [None] * shape.num_drafts
-    # Of the path to each node, the root's first: prior confidence and probability.
+    # Prior confidence and probability of the path to each node, the root's first.
     figures = [jnp.ones((rows, shape.num_nodes))] * 2
     for depth in range(shape.max_depth):
         nodes = shape.parents_at(depth)
@@ -399,11 +401,11 @@ def _draft_dynamic_tree(
     decode_state,
     num_tokens: Array,
 ) -> Draft:
-    """Grows each row's tree where the model is surest, and keeps the best of it.
+    """Grows each row's tree at its likeliest nodes, and keeps the best candidates.
 
-    Fed nodes stand in a tree of their own, `growth.width` per depth; each child's
-    score is the draft model's log-probability of it, noise of the target's choice
-    included: what the target is likely to say, not what is likely in general.
+    Fed nodes form a tree of their own, `growth.width` per depth. The score of a child is
+    the draft model's log-probability of it with the noise of the target's choice: how
+    likely the target is to choose it with this noise, not how likely it is in general.
     """
     rows, root = decode_state.rows, decode_state.cache.lengths
     takes_part = decode_state.is_active & (num_tokens > 0)
@@ -413,7 +415,7 @@ def _draft_dynamic_tree(
     frontier = expanding.root_frontier(rows)
     token_ids = jnp.zeros((rows, num_fed), jnp.int32)
     parents = jnp.zeros((rows, num_fed + 1), jnp.int32).at[:, 0].set(NO_PARENT)
-    # By candidate number, of which 0 is the root.
+    # Indexed by candidate number; candidate 0 is the root.
     kept_at = jnp.full((rows, 1 + growth.num_candidates), NOT_KEPT, jnp.int32)
     for depth in range(growth.max_depth):
         nodes = growth.nodes_at(depth)
@@ -449,7 +451,7 @@ def _draft_dynamic_tree(
         path_probability=grown.path_probability,
     )
     node_kept_at = jnp.take_along_axis(kept_at, grown.candidates, axis=1)
-    # A place that no candidate took names the root.
+    # An unused place has candidate 0, the root.
     node_kept_at = jnp.where(grown.candidates > 0, node_kept_at, NOT_KEPT)
     node_kept_at = jnp.pad(node_kept_at, ((0, 0), (1, 0)))
     node_kept_at = jnp.where(takes_part[:, None], node_kept_at, NOT_KEPT)
@@ -458,7 +460,7 @@ def _draft_dynamic_tree(
 
 
 def _history(decode_state, tree: DraftTree, token_ids: Array, nodes: Sequence[int]) -> History:
-    """Returns what stands before each of some nodes of all rows, as sampling takes it."""
+    """Returns the prefix of each of some nodes of all rows, in the form that sampling reads."""
     if tuple(nodes) == (0,):
         return decode_state.history
     paths = draft_tree.path_token_ids(tree, token_ids)[:, np.array(nodes)]

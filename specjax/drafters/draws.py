@@ -1,4 +1,4 @@
-"""What a drafter that has a distribution draws from it, by the rule of each row."""
+"""Draws draft tokens from a drafter's distribution, by the verification rule of each row."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Siblings(NamedTuple):
     """Draws without replacement from one distribution per node, in draw order."""
 
     token_ids: Array  # i32[num_tokens, count], distinct
-    probs: Array | None  # f32[num_tokens, vocab], the law of the first; None: not kept
+    probs: Array | None  # f32[num_tokens, vocab], distribution of the first; None: not kept
 
 
 def noise_keys(
@@ -40,15 +40,15 @@ def noise_keys(
 ) -> Array:
     """Returns the key of each node's draw, u32[num_tokens, 2].
 
-    `greedy`, `seeded` and `delta` look at the noise with which the target will choose
-    at the next position, the same for all nodes there. A rule that needs the law of
-    the draws gets noise of its own for every node of every step.
+    Under `greedy`, `seeded` and `delta` it is the key of the target's own choice at the
+    next position, the same for all nodes there. Rules by law get noise of their own for
+    every node of every step.
 
     Args:
       rules: i32[rows].
       positions: i32[num_tokens], of the nodes whose children are drawn.
       roots: i32[num_tokens], the root's position.
-      nodes: i32[num_tokens], which node of its row each is.
+      nodes: i32[num_tokens], each node's index in its row.
     """
     is_own = is_by_law(rules[row_ids])
     return token_keys(
@@ -72,13 +72,13 @@ def draw_siblings(
 ) -> Siblings:
     """Draws `count` distinct tokens after each node.
 
-    The largest of log q plus Gumbel noise, then the next: a draw without replacement
-    in the order of the values. Under `delta`, and at temperature 0, the likeliest
-    tokens. Where fewer than `count` tokens have any probability the others are drawn
+    The tokens are the largest values of log q plus Gumbel noise, in descending order: a
+    draw without replacement. Under `delta`, and at temperature 0, they are the likeliest
+    tokens. Where fewer than `count` tokens have positive probability, the others are drawn
     evenly among those left.
 
-    Rows under a rule by law draw from the very float32 probabilities that the rule
-    will be told: a token that underflows there is drawn as one without probability.
+    Rows under a rule by law draw from the same float32 probabilities that the rule
+    reads: a token that underflows there counts as one without probability.
 
     Args:
       logits, sampling, row_ids, positions, history: as for `process_logits`.
@@ -94,7 +94,7 @@ def draw_siblings(
     is_processed = used.edits | used.filters | keeps_probs
     is_random = (sampling.temperature[row_ids] > 0) & (rules[row_ids] != DELTA)
     values = lax.cond(is_processed, process, lambda: logits)
-    # A pass over logits that nobody edits costs as much as the noise.
+    # Unprocessed logits are scaled block by block: a separate pass costs as much as the noise.
     divide = scaler(logits, sampling, row_ids)
     scale = lambda part: jnp.where(is_processed, part, divide(part))
     probs = None
@@ -125,7 +125,7 @@ def draw_siblings(
 
 
 def _filled(token_ids: Array, is_out: Array, values: Array, keys: Array) -> Array:
-    """Returns token_ids i32[n, count] with others in the order of their noise where is_out."""
+    """Returns token_ids i32[n, count], replaced where is_out by other tokens in noise order."""
 
     def fill() -> Array:
         def noise(part: Array, ids: Array) -> Array:

@@ -1,19 +1,19 @@
-"""History drafting: what followed the longest stretch of text like this one, follows again.
+"""History drafting: proposes the tokens that followed the longest match of the row's last tokens.
 
-Text is looked up in the row's own tokens, and in a corpus that all rows share: a ring of
-token ids in which the host lays pieces of what the samples of the same prompt, other
-requests and earlier epochs have written, the oldest overwritten first.
+Matches are searched in the row's own tokens, and in a corpus that all rows share: a ring
+buffer of token ids into which the host writes pieces of text of the same prompt's samples,
+of other requests and of earlier epochs; the oldest are overwritten first.
 
-    corpus    a b c d | x b c e | . . .        '|' is no token: where one piece ends
-    row       ... z b c                        b c stands twice; the later is read on: e
+    corpus    a b c d | x b c e | . . .        '|' is no token: it ends a piece
+    row       ... z b c                        b c occurs twice; the later one proposes: e
 
-How many tokens agree up to each place is kept from step to step, and a new token moves it
-by one place: match[j] = match[j - 1] + 1 where text[j] is the token, else 0. That is one
-vector operation per token, whatever the length of the match, and no loop over it.
+The length of the match that ends at each place is kept from step to step, and a new token
+moves it by one place: match[j] = match[j - 1] + 1 where text[j] is the token, else 0. That is
+one vector operation per token, whatever the length of the match, and no loop over it.
 
 Source: suffix decoding (arXiv:2411.04975) for the longest suffix over own and shared text,
-DAS (arXiv:2511.13841) for rollouts of earlier epochs. Here without counts: the longest match
-wins, and among equals the row's own text, then that of its own prompt, then the latest.
+DAS (arXiv:2511.13841) for rollouts of earlier epochs. Unlike them it keeps no counts: the longest
+match wins, and among equals the row's own text, then text of its own prompt, then the latest.
 """
 
 from __future__ import annotations
@@ -30,31 +30,30 @@ from specjax.drafters.ngram import continuations, tree_budget
 from specjax.trees.merging import merge
 from specjax.types import HostArray, Proposal
 
-SEPARATOR = -1  # no token: no match runs over it
-PIECE_TOKENS = 64  # most of one piece of text
-LONGEST_MATCH = 63  # longer ones count as so long
-WINDOW = 16  # tokens that are matched again for a row that entered, or fell behind
+SEPARATOR = -1  # no token id: a match never crosses it
+PIECE_TOKENS = 64  # most tokens of one piece of text
+LONGEST_MATCH = 63  # longer matches count as this long
+WINDOW = 16  # last tokens matched again for a row that entered or fell behind
 NO_GROUP = -1
-MOST_PLACES = (
-    2**24
-)  # of the corpus and a row's own text: their numbers share 32 bits with the match
+# Most places of the corpus and a row's own text: place and match length share 32 bits.
+MOST_PLACES = 2**24
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HistoryState:
-    """The corpus, and how many of each row's last tokens stand before each place.
+    """The corpus, and the length of the match of each row's last tokens at each place.
 
-    Every place from `head` on, around the ring, is older than those before it.
+    The oldest place is `head`; around the ring from there, places get newer.
     """
 
     corpus: Array  # i32[capacity], SEPARATOR after each piece
-    corpus_groups: Array  # i32[capacity], whose prompt's answer it is; NO_GROUP
-    head: Array  # i32[], where the next piece is laid
+    corpus_groups: Array  # i32[capacity], the prompt that the text answers; NO_GROUP
+    head: Array  # i32[], where the next piece is written
     row_groups: Array  # i32[rows]
-    num_matched: Array  # i32[rows], tokens of the row that the next two know
-    own_match: Array  # u8[rows, max_length], tokens that agree up to and with this one
-    corpus_match: Array  # u8[rows, capacity], likewise
+    num_matched: Array  # i32[rows], tokens of the row that the two match arrays include
+    own_match: Array  # u8[rows, max_length], length of the match that ends at this place
+    corpus_match: Array  # u8[rows, capacity], the same in the corpus
 
     @property
     def capacity(self) -> int:
@@ -64,21 +63,21 @@ class HistoryState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """Text for the corpus, and what the host knows of the rows."""
+    """Text for the corpus, and which rows have a new request."""
 
     token_ids: HostArray  # i32[n, PIECE_TOKENS]
-    counts: HostArray  # i32[n], 0 in an unused place
-    groups: HostArray  # i32[n]
+    counts: HostArray  # i32[n], tokens of each piece; 0 for an unused one
+    groups: HostArray  # i32[n], the prompt that each piece answers
     has_entered: HostArray  # bool[rows], whether the row holds another request than before
     row_groups: HostArray  # i32[rows]
 
 
 class Found(NamedTuple):
-    """What each row reads on in, best first; [rows, num_matches]."""
+    """Continuations of each row's text, best match first; leading [rows, num_matches]."""
 
-    token_ids: Array  # i32[rows, num_matches, depth], that may follow
-    counts: Array  # i32, how many of them there are
-    lengths: Array  # i32, tokens that agree; 0 where nothing was found
+    token_ids: Array  # i32[rows, num_matches, depth], tokens after the match
+    counts: Array  # i32, how many of these tokens are valid
+    lengths: Array  # i32, length of the match; 0 where there is none
 
 
 def drafter(
@@ -92,10 +91,10 @@ def drafter(
     """Returns a drafter without weights.
 
     Args:
-      capacity: tokens of the corpus, of each shard; a piece takes one more than it has.
-      min_match: fewest tokens that must agree.
+      capacity: tokens of the corpus on each shard; a piece takes one more than its tokens.
+      min_match: shortest match, in tokens.
       num_matches: continuations that are drafted; more than one make a tree.
-      num_drafts: most draft tokens of a tree; None is room for all continuations.
+      num_drafts: most draft tokens of a tree; None: room for all continuations.
 
     Cost per step: rows * (max_length + capacity) bytes read and written per new token,
     and rows * (max_length + capacity) read once per match.
@@ -130,7 +129,7 @@ def drafter(
 
 
 def init(rows: int, max_length: int, capacity: int) -> HistoryState:
-    """Returns the state of an empty corpus.
+    """Returns a state with an empty corpus.
 
     Raises:
       ValueError: no piece fits, or there are more places than can be numbered.
@@ -159,11 +158,11 @@ def check_capacity(capacity: int, max_length: int = 0) -> None:
 
 
 def remember(state: HistoryState, pieces: Pieces) -> HistoryState:
-    """Lays pieces into the corpus, over the oldest; rows that entered are matched anew.
+    """Writes pieces over the oldest text of the corpus, and resets the matches of entered rows.
 
-    A piece stands in one stretch: where too little is left before the end, what is left
-    stays as it is, and the piece stands at the beginning. Of a match with what is new
-    only tokens count that come from now on, but for rows that entered.
+    A piece is contiguous: if it does not fit before the end of the ring, it is written at
+    the beginning, and the end keeps its old text. Matches with new text start at 0 and
+    grow with the row's next tokens; rows that entered are matched again from the start.
     """
     width = pieces.token_ids.shape[1] + 1
     place = jnp.arange(width)
@@ -198,7 +197,7 @@ def remember(state: HistoryState, pieces: Pieces) -> HistoryState:
 
 
 def catch_up(state: HistoryState, decode_state: Any, takes_part: Array) -> HistoryState:
-    """Takes in the tokens that were committed since; WINDOW of them where they are more."""
+    """Extends the matches by the tokens committed since, or by the last WINDOW if more."""
     history, length = decode_state.history, decode_state.cache.lengths + 1
     first = jnp.maximum(length - WINDOW, 0)
     is_far = takes_part & (state.num_matched < first)
@@ -244,21 +243,21 @@ def _extended(match: Array, text: Array, token: Array) -> Array:
 def find(
     state: HistoryState, decode_state: Any, min_match: int, num_matches: int, depth: int
 ) -> Found:
-    """Returns what each row reads on in, the best first.
+    """Returns the tokens after each row's longest matches, the best match first.
 
-    A match in the row's own text reads on in itself past its end, as `ngram` does; one in
-    the corpus ends where its piece does.
+    Past the end of the row's own text the draft repeats itself, as in `ngram`; a draft from
+    the corpus ends with its piece.
     """
     history, length = decode_state.history, decode_state.cache.lengths + 1
     max_length, capacity = history.shape[1], state.capacity
     own_place = jnp.arange(max_length, dtype=jnp.int32)[None, :]
     place = jnp.arange(capacity, dtype=jnp.int32)[None, :]
-    # Every place has a number; of two with as long a match that with the higher one is
-    # the better: of own text, then of the own prompt's answers, then the later.
+    # Every place has a number, and the higher number breaks ties between equal lengths: own
+    # text comes first, then answers to the row's prompt, then the later place.
     age = (place - state.head) % capacity
     row_groups = state.row_groups[:, None]
     is_own_group = (state.corpus_groups[None, :] == row_groups) & (row_groups >= 0)
-    is_text = own_place < length[:, None] - 1  # the newest token agrees with itself
+    is_text = own_place < length[:, None] - 1  # without the newest token, which matches itself
 
     def keys(match: Array, number: Array) -> Array:
         key = match.astype(jnp.int32) * (2 * MOST_PLACES) + number
@@ -268,7 +267,7 @@ def find(
     shared = keys(state.corpus_match, age + capacity * is_own_group)
     best: list[Array] = []
     for _ in range(num_matches):
-        # One maximum after the other: XLA's top_k of integers sorts the whole on CPU.
+        # One maximum after the other: on a CPU XLA's top_k of integers sorts the whole array.
         below = best[-1][:, None] if best else jnp.iinfo(jnp.int32).max
         largest = [jnp.max(jnp.where(k < below, k, 0), axis=1) for k in (own, shared)]
         best.append(jnp.maximum(*largest))
@@ -287,8 +286,8 @@ def find(
 
 
 def _read(corpus: Array, starts: Array, depth: int) -> tuple[Array, Array]:
-    """Returns the tokens from each start i32[rows, n] on, i32[rows, n, depth], and how many are of
-    its piece."""
+    """Returns the tokens from each start i32[rows, n] on, i32[rows, n, depth], and how many of
+    them are in its piece."""
     place = starts[:, :, None] + jnp.arange(depth)[None, None, :]
     inside = place < corpus.shape[0]
     tokens = jnp.where(inside, corpus[jnp.minimum(place, corpus.shape[0] - 1)], SEPARATOR)
@@ -297,7 +296,7 @@ def _read(corpus: Array, starts: Array, depth: int) -> tuple[Array, Array]:
 
 
 def enter_rows(state: HistoryState, row_ids: Array, drafter_lengths: Array) -> HistoryState:
-    """Forgets what agreed with the text of rows that changed hands."""
+    """Returns the state with the matches of rows that hold a new request cleared."""
     del drafter_lengths
     clear = lambda leaf: leaf.at[row_ids].set(0, mode="drop")
     return dataclasses.replace(
@@ -309,5 +308,5 @@ def enter_rows(state: HistoryState, row_ids: Array, drafter_lengths: Array) -> H
 
 
 def state_axes(state: HistoryState) -> HistoryState:
-    """Returns the axes of each leaf: every shard has the whole corpus, and its own rows."""
+    """Returns the axes of each leaf: every shard has the whole corpus, and only its own rows."""
     return dataclasses.replace(by_row(state), corpus=SHARED, corpus_groups=SHARED, head=SHARED)

@@ -1,11 +1,11 @@
-"""History where it knows better, a draft model elsewhere, row by row.
+"""Hybrid drafting: each row takes its draft from history or from a draft model.
 
-A match is free, a draft model is not, and each is right more often on other text. So a row
-takes the proposal from which more tokens are expected to be accepted: by what came of earlier
-proposals of that kind, which each next call finds in how far the row has got.
+A match costs nothing and a draft model does, and each is accepted more often on different
+text. So a row takes the proposal with more expected accepted tokens, estimated from earlier
+proposals of the same kind; each call reads their acceptance from the row's new length.
 
-It chooses by the length of the match, which knows the drafted tokens. So its proposals come
-without probabilities, and rules by law run as `delta`: the same law, whoever proposed.
+The choice depends on the length of the match, and so on the drafted tokens. Its proposals
+therefore have no probabilities, and rules by law run as `delta`, with the same output law.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from specjax.drafters.base import Draft, Drafter, by_row
 from specjax.drafters.history import HistoryState
 from specjax.types import Proposal
 
-# Kinds of proposal: matches of 1, 2 and 3, 4 to 7, ... tokens, and the model's.
+# Kinds of proposal: matches of 1, of 2 or 3, of 4 to 7, ... tokens, and the draft model's.
 NUM_MATCH_KINDS = history.LONGEST_MATCH.bit_length()
 MODEL = NUM_MATCH_KINDS
 NO_KIND = -1
-# What is expected before anything was seen, and of how many steps that is worth.
+# Prior of the mean accepted tokens of each kind, and how many observed steps it counts as.
 PRIOR_STEPS = 4.0
 PRIOR_OF_MODEL = 2.0
-PRIOR_OF_MATCH = 0.5  # times the shortest match of the kind, at most the depth
-KEPT = 0.98  # of what was seen, with every step of a row
+PRIOR_OF_MATCH = 0.5  # times the shortest match of the kind; the prior is at most the depth
+KEPT = 0.98  # decay of a row's counts of a kind, per observed proposal of that kind
 
 
 @jax.tree_util.register_dataclass
@@ -38,11 +38,11 @@ KEPT = 0.98  # of what was seen, with every step of a row
 class HybridState:
     history: HistoryState
     pages: Any  # the draft model's
-    # Of the last proposal of each row: which kind, NO_KIND of none, and where its root was.
-    kinds: Array  # i32[rows]
+    # Each row's last proposal: its kind, the root's position, and its number of tokens.
+    kinds: Array  # i32[rows], NO_KIND for none
     roots: Array  # i32[rows]
     num_proposed: Array  # i32[rows]
-    # Of each row's proposals by kind, f32[rows, MODEL + 1]: steps, and tokens accepted.
+    # Decayed counts of each row by kind of proposal, f32[rows, MODEL + 1].
     num_steps: Array
     num_accepted: Array
 
@@ -50,10 +50,10 @@ class HybridState:
 def drafter(
     model: Drafter, *, num_speculative_tokens: int, capacity: int, min_match: int
 ) -> Drafter:
-    """Returns a drafter of chains; arguments as of `history.drafter`.
+    """Returns a drafter of chains; other arguments as for `history.drafter`.
 
     Args:
-      model: a drafter of chains whose state are its pages.
+      model: a drafter of chains whose state is its pages.
     """
     depth = num_speculative_tokens
 
@@ -100,7 +100,7 @@ def drafter(
             roots=decode_state.cache.lengths,
             num_proposed=proposal.num_tokens,
         )
-        # What was matched the model has not seen: it catches up when it drafts again.
+        # The model has not seen the matched tokens: it catches up when it drafts again.
         return Draft(proposal, state, by_model.written)
 
     def move(state: HybridState, source_slots: Array, target_slots: Array):
@@ -140,15 +140,15 @@ def drafter(
 
 
 def _kind_of(lengths: Array) -> Array:
-    """Returns the kind of matches of some lengths, i32: the power of two below each."""
+    """Returns the kind of matches of some lengths, i32: the binary logarithm, rounded down."""
     return jnp.clip(31 - jax.lax.clz(lengths.astype(jnp.int32)), 0, MODEL - 1)
 
 
 def _learn(state: HybridState, decode_state: Any, takes_part: Array) -> HybridState:
-    """Counts what came of each row's last proposal: as far as it has got since, less one.
+    """Adds the acceptance of each row's last proposal: tokens gained since, less one.
 
-    A row that got further than was proposed has decoded without drafts in between, and
-    tells nothing.
+    A row that gained more than was proposed has decoded without drafts in between, and is
+    not counted.
     """
     num_accepted = decode_state.cache.lengths - state.roots - 1
     has_come = takes_part & (state.kinds != NO_KIND) & (num_accepted >= 0)
@@ -164,7 +164,7 @@ def _learn(state: HybridState, decode_state: Any, takes_part: Array) -> HybridSt
 
 
 def _expected(state: HybridState, depth: int) -> Array:
-    """Returns how many tokens are accepted of a proposal of each kind, f32[MODEL + 1]."""
+    """Returns the expected accepted tokens of a proposal of each kind, f32[MODEL + 1]."""
     shortest = 2.0 ** jnp.arange(MODEL)
     prior = jnp.append(PRIOR_OF_MATCH * shortest, PRIOR_OF_MODEL)
     num_steps = jnp.sum(state.num_steps, axis=0)

@@ -1,4 +1,4 @@
-"""From a name, a folder or a model to a drafter."""
+"""Loads a drafter from a name, a folder or a model."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ class LoadedDrafter:
 
     @property
     def has_probs(self) -> bool:
-        """Whether its proposals can come with the law that they were drawn from."""
+        """Whether its proposals can set the distributions that their tokens were drawn from."""
         return self.spec.has_probs
 
     @property
     def is_tree(self) -> bool:
-        """Whether drafts branch."""
+        """Whether drafts are trees."""
         return self.spec.is_tree
 
     @property
     def max_depth(self) -> int | None:
-        """Of the tree it was loaded with; None where drafts may be of any depth."""
+        """Depth of the tree it was loaded with; None: drafts may be of any depth."""
         return self.spec.max_depth
 
     def num_nodes(self, num_speculative_tokens: int) -> int:
@@ -104,10 +104,10 @@ class LoadedDrafter:
             )
 
     def effective_rules(self, rules: Iterable[int]) -> tuple[int, ...]:
-        """Returns those rules that a step must know beyond equality.
+        """Returns the rules among these that a step must implement besides equality.
 
         Without probabilities a proposal is deterministic, and rules by law run as
-        `delta`: the same law.
+        `delta`, which has the same output distribution.
         """
         return tuple(
             sorted(
@@ -121,11 +121,11 @@ class LoadedDrafter:
 
     @property
     def configs(self) -> tuple[ModelConfig, ...]:
-        """Of the models it runs."""
+        """Configs of the models it runs."""
         return self.spec.configs
 
 
-# What is taken wherever a drafter is named.
+# Accepted wherever a caller names a drafter.
 DrafterSource: TypeAlias = DrafterSpec | LoadedDrafter | Model | str | os.PathLike[str] | None
 
 
@@ -141,13 +141,13 @@ def load_drafter(
         name ("org/name") of a draft model, a Model, a DrafterSpec of your own, or a
         LoadedDrafter. A path is always a folder.
       config: prompt_lookup_* and num_draft_nodes of an n-gram drafter, the tree of a
-        draft model. What it sets wins over what a LoadedDrafter was loaded with; a
+        draft model. Its fields override those that a LoadedDrafter was loaded with; a
         field at its default sets nothing.
 
     Raises:
       ValueError: no drafter has that name, the draft model's vocabulary is not the
-        target's, or the config sets what such a drafter has no use for.
-      TypeError: `source` is nothing of this.
+        target's, or the config sets a field that does not apply to this drafter.
+      TypeError: `source` is none of these.
     """
     config = config or SpeculationConfig()
     loaded = _load(source, target)
@@ -156,7 +156,7 @@ def load_drafter(
 
 
 def _load(source: DrafterSource, target: Model) -> LoadedDrafter:
-    """Returns a drafter of a source, without what a config asks for."""
+    """Returns the drafter of a source, before a config is applied."""
     if isinstance(source, DrafterSpec):
         source = LoadedDrafter(type(source).__name__, source)
     if isinstance(source, LoadedDrafter):

@@ -1,9 +1,9 @@
-"""N-gram drafting (prompt lookup): what followed these last few tokens before, follows again.
+"""N-gram drafting (prompt lookup): proposes the tokens that followed the last few tokens before.
 
-Example, n = 2:   history  a b c d a b      the last two tokens, a b, stood at 0
+Example, n = 2:   history  a b c d a b      the last two tokens, a b, are also at 0
                                    ^ root   so the draft is  c d a b c ...
-A draft that runs past the end of the text reads on in itself, so a text that has
-begun to repeat is drafted to any length.
+A draft that reaches the end of the text continues with its own tokens, so a text that
+has begun to repeat is drafted to any length.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def drafter(
 
     Args:
       num_matches: continuations that are drafted; more than one make a tree.
-      num_drafts: most draft tokens of a tree; None is room for all continuations.
+      num_drafts: most draft tokens of a tree; None: room for all continuations.
 
     Source: prompt lookup decoding (Saxena 2023) and vLLM's `ngram`, whose
     prompt_lookup_min and prompt_lookup_max are min_match and max_match. Several
@@ -69,12 +69,12 @@ def drafter(
 
 
 def tree_budget(num_matches: int, depth: int, num_drafts: int | None) -> int:
-    """Returns the most draft tokens of a tree of several matches, each followed to a depth."""
+    """Returns the most draft tokens of a tree of num_matches continuations of `depth` tokens."""
     return min(num_matches * depth, num_drafts or MAX_DRAFT_NODES)
 
 
 def continuations(history: Array, length: Array, starts: Array, depth: int) -> Array:
-    """Returns what stands from each start on, i32[rows, n, depth], reading on in itself.
+    """Returns the tokens from each start on, repeated past the end, i32[rows, n, depth].
 
     Args:
       length: i32[rows], tokens of text; starts: i32[rows, n], below it.

@@ -1,4 +1,4 @@
-"""The drafter that proposes nothing: plain decoding."""
+"""The empty drafter, which proposes nothing: plain decoding."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from specjax.types import Proposal
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TurnedOff:
-    """What stands for the state of a drafter that was turned off: nothing.
+    """The empty state of a drafter that was turned off.
 
-    Told apart from a drafter without state: executables are of one or the other.
+    It differs from the state () of a drafter without state, as their executables differ.
     """
 
 
 def drafter() -> Drafter:
-    """Returns the drafter of K = 0."""
+    """Returns the empty drafter, for K = 0."""
 
     def draft(params, state, decode_state, num_tokens: Array) -> Draft:
         del params
@@ -30,5 +30,5 @@ def drafter() -> Drafter:
         proposal = Proposal(token_ids=nothing, num_tokens=jnp.zeros_like(num_tokens))
         return Draft(proposal, state, decode_state.drafter_lengths)
 
-    # Its state may be that of a drafter that is not asked: rows take no part of it.
+    # At K = 0 the state may belong to another drafter; row buckets must not index it by row.
     return Drafter(draft, state_axes=by_none)

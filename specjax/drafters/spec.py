@@ -32,7 +32,7 @@ class NoDrafter(DrafterSpec):
 
 @dataclasses.dataclass(frozen=True)
 class NgramDrafter(DrafterSpec):
-    """N-gram matching over prompt and output; tokens that must agree, fewest and most.
+    """N-gram matching over prompt and output, by matches of min_match to max_match tokens.
 
     More than one match makes a tree, of at most num_drafts tokens.
     """
@@ -68,7 +68,7 @@ class NgramDrafter(DrafterSpec):
         low = _asked_for(config, "prompt_lookup_min") or self.min_match
         high = _asked_for(config, "prompt_lookup_max") or self.max_match
         if low > high:
-            # One bound alone moves the other out of its way.
+            # A bound set on its own moves the default of the other.
             is_high_asked = _asked_for(config, "prompt_lookup_max") is not None
             low, high = (high, high) if is_high_asked else (low, low)
         num_matches = _asked_for(config, "prompt_lookup_matches") or self.num_matches
@@ -89,14 +89,15 @@ class NgramDrafter(DrafterSpec):
         )
 
 
-CORPUS_TOKENS = 65_536  # where nobody says
+CORPUS_TOKENS = 65_536  # default size of the corpus
 
 
 @dataclasses.dataclass(frozen=True)
 class HistoryDrafter(DrafterSpec):
     """Matching over the row's own text, its siblings', and that of earlier requests and epochs.
 
-    Tokens of the corpus, tokens that must agree at least; trees as of NgramDrafter.
+    The corpus holds corpus_tokens tokens, and a match has at least min_match. Trees are as in
+    NgramDrafter.
     """
 
     corpus_tokens: int = CORPUS_TOKENS
@@ -131,7 +132,7 @@ class HistoryDrafter(DrafterSpec):
         )
 
     def build(self, context: DrafterContext) -> Drafter:
-        # Deterministic, as n-grams are.
+        # Deterministic, as NgramDrafter is.
         return history.drafter(
             num_speculative_tokens=context.num_speculative_tokens,
             capacity=self.corpus_tokens,
@@ -147,11 +148,11 @@ class HistoryDrafter(DrafterSpec):
 
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter(DrafterSpec):
-    """A draft model of the target's vocabulary, and its trees' shape or growth; None is a chain."""
+    """A draft model with the target's vocabulary; `shape` describes its trees, None: chains."""
 
     config: ModelConfig
     shape: TreeShape | Growth | None = None
-    # Positions that it is fed; None is as many as it was made for.
+    # Most positions that it is fed; None: config.max_position_embeddings.
     max_positions: int | None = None
 
     has_probs: ClassVar[bool] = True
@@ -188,10 +189,10 @@ class ModelDrafter(DrafterSpec):
         return HybridDrafter(spec, config.corpus_tokens, config.prompt_lookup_min)
 
     def with_tree(self, config: SpeculationConfig) -> ModelDrafter:
-        """Returns the spec with the tree that a config asks for, or its own.
+        """Returns the spec with the tree of a config, or its own if the config sets none.
 
         Raises:
-          ValueError: the config sets what a draft model has no use for.
+          ValueError: the config sets a field that does not apply to a draft model.
         """
         if config.prompt_lookup_matches > 1:
             raise ValueError(
@@ -239,7 +240,7 @@ class ModelDrafter(DrafterSpec):
 
 @dataclasses.dataclass(frozen=True)
 class HybridDrafter(DrafterSpec):
-    """History where it matches, chains of a draft model elsewhere."""
+    """History drafts where they are expected to be accepted more, else chains of a draft model."""
 
     model: ModelDrafter
     corpus_tokens: int = CORPUS_TOKENS
@@ -278,13 +279,13 @@ class HybridDrafter(DrafterSpec):
 
 
 def _asked_for(config: SpeculationConfig, name: str) -> Any:
-    """Returns a field of a config; None where it has its default."""
+    """Returns a field of a config, or None if it has its default."""
     value = getattr(config, name)
     return None if value == getattr(SpeculationConfig, name) else value
 
 
 def _shape(config: SpeculationConfig) -> TreeShape | Growth:
-    """Returns the shape of the tree that is asked for, or how it grows."""
+    """Returns the shape, or the growth, of the tree that a config asks for."""
     if config.tree_top_k is not None:
         depth, width = config.depth, config.tree_top_k
         return Growth(depth, width, min(depth * width, MAX_DRAFT_NODES)).cut(depth)

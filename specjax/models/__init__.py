@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from specjax.models.base import ForwardWork as ForwardWork
     from specjax.models.families import register as register
 
-# Looked up on first use: a submodule is imported without the others.
+# Imported on first use, so that importing one submodule does not import the others.
 _HOME = {
     "Family": "specjax.models.base",
     "ForwardWork": "specjax.models.base",

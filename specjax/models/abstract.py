@@ -1,4 +1,4 @@
-"""Weights as shapes and dtypes, where nothing is loaded."""
+"""Shapes and dtypes of weights, without loading any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a target or a draft model is: a config, a pytree of weights, a tokenizer."""
+"""Types of a target or draft model: its config, weights, tokenizer and family."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, Self, TypedDict
 import jax
 from jax import Array
 
-# Weights and per-layer caches are plain nested dicts and tuples of arrays: a
-# training loop hands over what it has, and jit sees ordinary pytrees.
+# Weights and per-layer caches are plain nested dicts and tuples of arrays: a training
+# loop passes its weights as they are, and jit sees ordinary pytrees.
 Params = dict[str, Any]
 LayerCache = Any
 
 # attend(layer_index, q [..., heads, head_dim], k, v [..., kv_heads, head_dim], cache)
 #   -> (out [..., heads, head_dim], cache)
-# A family with attention sinks passes sinks=f32[heads] as well. What is static about a
-# layer's attention is in `ModelConfig.attention_options`.
-# The model knows nothing of pages: prefill, decoding, chains, trees and training
-# differ only in the function given here.
+# A family with attention sinks passes sinks=f32[heads] as well. Static options of a
+# layer's attention are in `ModelConfig.attention_options`.
+# The model does not depend on pages: prefill, decoding, chains, trees and training
+# differ only in this function.
 Attend = Callable[..., tuple[Array, LayerCache]]
 
 # The contents of a config.json.
@@ -47,7 +47,7 @@ class RopeConfig:
 
 
 class AttentionOptions(TypedDict):
-    """What is static about the attention of a layer."""
+    """Static options of the attention of a layer."""
 
     scale: float
     window: int | None
@@ -56,7 +56,7 @@ class AttentionOptions(TypedDict):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Static shape and flags of a decoder-only model; hashable, a jit key.
+    """Static sizes and flags of a decoder-only model; hashable, a jit key.
 
     `architecture` names the Family that runs it. A family may subclass this with static
     fields of its own; fields that hold one entry per layer have names that begin `layer_`.
@@ -79,16 +79,16 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    # Tokens a layer sees back, itself included: query i sees keys j with
-    # i - j < window. None is all.
+    # Sliding window of each layer in tokens, the query included: query i sees keys j with
+    # i - j < window. None: no window; (): none in any layer.
     layer_windows: tuple[int | None, ...] = ()
-    # Of each layer, where they differ; None is no rotation. () is `rope` in all of them.
+    # Rope of each layer, where they differ; None: no rotation. (): `rope` in every layer.
     layer_ropes: tuple[RopeConfig | None, ...] = ()
-    # Scores, and logits, become cap * tanh(score / cap); None is no cap.
+    # Scores, and logits, become cap * tanh(score / cap); None: no cap.
     attention_softcap: float | None = None
     logits_softcap: float | None = None
     embedding_multiplier: float = 1.0
-    attention_scale: float | None = None  # None is head_dim ** -0.5
+    attention_scale: float | None = None  # None: head_dim ** -0.5
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
     bos_token_id: int | None = None
@@ -96,15 +96,15 @@ class ModelConfig:
 
     @property
     def scale(self) -> float:
-        """What query-key products are multiplied by."""
+        """Factor of query-key products."""
         return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
 
     def window(self, layer: int) -> int | None:
-        """Returns the sliding window of a layer in tokens, None when it sees all."""
+        """Returns the sliding window of a layer in tokens, None if it has none."""
         return self.layer_windows[layer] if self.layer_windows else None
 
     def rope_of(self, layer: int) -> RopeConfig | None:
-        """Returns how a layer rotates queries and keys, None when it does not."""
+        """Returns the rotary embedding of a layer, None if it has none."""
         return self.layer_ropes[layer] if self.layer_ropes else self.rope
 
     def attention_options(self, layer: int) -> AttentionOptions:
@@ -116,7 +116,7 @@ class ModelConfig:
         }
 
     def first_layers(self, num_layers: int) -> Self:
-        """Returns the config of the first layers alone."""
+        """Returns the config of a model of only the first layers."""
         per_layer = {
             field.name: getattr(self, field.name)[:num_layers]
             for field in dataclasses.fields(self)
@@ -149,7 +149,7 @@ class Model:
 
 
 def parameters(params: Any) -> str:
-    """Returns ", 5.8M parameters, float32" of a pytree of weights; nothing of none."""
+    """Returns text such as ", 5.8M parameters, float32" for a pytree of weights; "" if empty."""
     leaves = [leaf for leaf in jax.tree.leaves(params) if hasattr(leaf, "size")]
     if not leaves:
         return ""
@@ -164,14 +164,15 @@ def parameters(params: Any) -> str:
 
 
 class ForwardWork(NamedTuple):
-    """What one forward of a model does, whatever its dtype and how many chips it is split over.
+    """The work of one forward of a model, over all chips and independent of its dtype.
 
     Attributes:
-      weights_read: numbers read once per forward, however many tokens it has.
+      weights_read: numbers of the weights read once per forward, for any number of tokens.
       token_products: multiply-adds per token in products with weights.
-      context_products: multiply-adds per token and token of its context, in all layers.
-      layer_windows: tokens that each layer sees back, None where all; () is all in every
-        layer. Layers have equal parts of context_products.
+      context_products: multiply-adds per pair of a token and a token of its context, over
+        all layers. Layers have equal parts of it.
+      layer_windows: sliding window of each layer in tokens, None without; (): none in any
+        layer.
     """
 
     weights_read: int
@@ -182,16 +183,16 @@ class ForwardWork(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """The functions of one model file; docs/adding-a-model.md has a whole one.
+    """The functions of one model family; docs/adding-a-model.md has a complete example.
 
     Attributes:
-      name: what `ModelConfig.architecture` says.
-      model_types: each `model_type` of a config.json that the family reads, and the class
-        that `architectures` names beside it.
-      parse: parse(raw) -> config, of a config.json whose model_type is filled in. KeyError
-        for a key that is missing, ValueError for a value that cannot be.
-      sources: sources(config, names) -> tree like params of where each leaf is read from
-        (`specjax.models.weights.Source` and others). names: of the tensors in the file.
+      name: the value of `ModelConfig.architecture`.
+      model_types: each `model_type` of a config.json that the family reads, and its class
+        name in `architectures`.
+      parse: parse(raw) -> config, from a config.json whose model_type is filled in. Raises
+        KeyError for a missing key, ValueError for an impossible value.
+      sources: sources(config, names) -> tree like params that says where each leaf is read
+        from (`specjax.models.weights.Source` and others). names: tensors in the file.
       axes: axes(config) -> tree like params of logical axes, a tuple of names per leaf; see
         `specjax.sharding.RULES`.
       init: init(key, config, dtype) -> params, random, for tests and benchmarks.
@@ -201,11 +202,11 @@ class Family:
         taps: None, or a tuple of layers. Then hidden states come third, an array
           [..., hidden_size] per tap: the input of layer i for tap i, and hidden itself for
           tap num_layers (`specjax.models.blocks.Taps`).
-        is_token: bool[...], which tokens are no padding; None is all of them, or a family
-          without experts.
+        is_token: bool[...], False for padding; None: no padding, or a family without
+          experts.
       logits: logits(params, config, hidden, tensor_axis) -> f32[..., vocab].
       work: work(config, num_weights) -> ForwardWork. num_weights: numbers in all leaves.
-      has_experts: whether forward is told which tokens are padding.
+      has_experts: whether forward needs is_token.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""What forwards of families are made of. Each block is told what is static about it.
+"""Building blocks of model forwards. The static options of a block are its arguments.
 
     x = embedding                           [..., hidden_size]
     each layer:  x = x + out_norm(attention(norm(x)))      out_norm in some families
@@ -35,11 +35,11 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class Taps:
-    """Hidden states that a forward hands out besides the last.
+    """Collects the hidden states that a forward returns besides the last.
 
     Args:
-      taps: layers, each tap i the input of layer i and num_layers the normed output; None
-        where none are asked for.
+      taps: layers; tap i is the input of layer i, tap num_layers the normed output. None:
+        the forward returns no taps.
 
     Raises:
       ValueError: there is no such layer.
@@ -56,12 +56,12 @@ class Taps:
         self._seen: dict[int, Array] = {}
 
     def see(self, layer: int, x: Array) -> None:
-        """Notes the input of a layer."""
+        """Records the input of a layer."""
         if self._taps is not None and layer in self._taps:
             self._seen[layer] = x
 
     def results(self, hidden: Array, caches: tuple[LayerCache, ...]) -> Any:
-        """Returns what `Family.forward` returns: hidden and caches, and taps if asked for."""
+        """Returns the results of `Family.forward`: hidden, caches, and the taps, if any."""
         if self._taps is None:
             return hidden, caches
         seen = self._seen | {self._num_layers: hidden}
@@ -71,7 +71,7 @@ class Taps:
 def rotary_tables(config: ModelConfig, positions: Array) -> list[Array | None]:
     """Returns each layer's table of rotations, as `rotate` takes it; None without rotation.
 
-    Layers that rotate alike share one table.
+    Layers with equal rope share one table.
     """
     tables: dict[Any, Array | None] = {None: None}
     for layer in range(config.num_layers):
@@ -93,7 +93,7 @@ def with_bias(out: Array, layer: Params, name: str) -> Array:
 
 
 def sum_over_shards(partial: Array, tensor_axis: str | None) -> Array:
-    """Returns the sum of what shards hold of a product."""
+    """Returns the sum of the shards' partial products."""
     return partial if tensor_axis is None else jax.lax.psum(partial, tensor_axis)
 
 
@@ -113,9 +113,9 @@ def attend_heads(
     Args:
       x: [..., hidden_size], normed.
       index: the layer's number.
-      table: of rotations, see `rotary_tables`; None is no rotation.
-      head_norm: norms each head of queries and keys, by weights q_norm and k_norm, before
-        they are rotated.
+      table: of rotations, see `rotary_tables`; None: no rotation.
+      head_norm: norm of each head of queries and keys, with weights q_norm and k_norm, before
+        the rotation.
 
     A layer with a weight `sinks` f32[heads] has attention sinks.
     """
@@ -142,7 +142,7 @@ def attention(
     head_norm: Norm | None = None,
     tensor_axis: str | None = None,
 ) -> tuple[Array, LayerCache]:
-    """Returns what attention adds to the hidden states, and the cache; see `attend_heads`."""
+    """Returns attention's output, [..., hidden_size], and the cache; see `attend_heads`."""
     mixed, cache = attend_heads(
         x, layer, attend, index, cache, head_dim=head_dim, table=table, head_norm=head_norm
     )
@@ -150,7 +150,7 @@ def attention(
 
 
 def project_and_sum(x: Array, layer: Params, name: str, tensor_axis: str | None) -> Array:
-    """Like `project` where a shard holds some of the inputs; the bias is added once."""
+    """Returns `project` summed over shards that each hold part of x; the bias is added once."""
     return with_bias(sum_over_shards(linear(x, layer[name]), tensor_axis), layer, name)
 
 
@@ -174,19 +174,19 @@ def experts(
 ) -> Array:
     """Returns the weighted sum of the experts that a router chooses for each token.
 
-    All experts run on all tokens, and those that were not chosen count 0: right for the few
-    tokens of a step, whose time goes into reading weights, and wasteful for long prompts.
+    All experts run on all tokens, and those not chosen have weight 0. That suits the few
+    tokens of a step, whose time is spent reading weights, and is wasteful for long prompts.
 
     Args:
       x: [..., hidden_size], normed.
       layer: router [experts, hidden_size]; experts_gate_proj and experts_up_proj [experts,
         mlp, hidden_size]; experts_down_proj [experts, hidden_size, mlp]. Each may have a
         bias, [experts] of the router and [experts, out] of the others.
-      activate: of gate and up, [..., experts, mlp] each.
-      renormalises: whether the weights of a token's experts sum to 1; else they are their
+      activate: function of gate and up, [..., experts, mlp] each.
+      renormalises: whether the weights of a token's experts sum to 1; otherwise they are
         probabilities among all experts.
-      is_token: bool[...]; tokens that are padding are sent to no expert, and get 0. None is no
-        padding.
+      is_token: bool[...], False for padding, which no expert gets and whose result is 0. None:
+        no padding.
     """
     scores = with_bias(linear(x, layer["router"], jnp.float32), layer, "router")
     best, chosen = jax.lax.top_k(scores, experts_per_token)
@@ -222,7 +222,7 @@ def head(
 ) -> Array:
     """Returns f32[..., vocab] from hidden [..., hidden_size].
 
-    Divided by config.logits_divisor and capped by config.logits_softcap.
+    The logits are divided by config.logits_divisor and capped by config.logits_softcap.
 
     Args:
       weight: [vocab, hidden_size], or a shard of its rows.
@@ -236,17 +236,17 @@ def head(
 
 
 def dense_work(config: ModelConfig, num_weights: int, num_looked_up: int) -> ForwardWork:
-    """Returns the work of a model whose every weight multiplies every token.
+    """Returns the work of a model whose weights, except lookup tables, multiply every token.
 
     Args:
-      num_weights: in all leaves.
-      num_looked_up: of them, those of which a forward reads one row per token.
+      num_weights: numbers in all leaves.
+      num_looked_up: numbers among them in tables of which a forward reads one row per token.
     """
     multiplied = num_weights - num_looked_up
     return ForwardWork(
         weights_read=multiplied,
         token_products=multiplied,
-        # Scores, and the sum of values.
+        # One product for scores, one for the sum of values.
         context_products=2 * config.num_layers * config.num_heads * config.head_dim,
         layer_windows=config.layer_windows,
     )

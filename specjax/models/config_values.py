@@ -1,7 +1,7 @@
-"""Values of a config.json, each checked: what the parse functions of families are made of.
+"""Reads and checks values of a config.json, for the parse functions of families.
 
-A value that is not what its key means raises ValueError; a key that is missing and has no
-default raises KeyError.
+A value that is invalid for its key raises ValueError; a missing key without a default raises
+KeyError.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, TypeGuard
 from specjax.models.base import Json, RopeConfig
 
 MAX_LAYERS = 4096
-MAX_SIZE = 2**31 - 1  # of a dimension, and so of a token id or position
+MAX_SIZE = 2**31 - 1  # largest dimension, and so largest token id or position
 
 
 def rope(raw: Json, max_positions: int) -> RopeConfig:
-    """Rope of `rope_parameters` (5.x), or `rope_scaling` and `rope_theta` (4.x)."""
+    """Returns the rope of `rope_parameters` (5.x), or of `rope_scaling` and `rope_theta` (4.x)."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise ValueError(f"rope_parameters={shown(scaling)} must be an object.")
@@ -29,7 +29,7 @@ def rope(raw: Json, max_positions: int) -> RopeConfig:
         )
     kind = scaling.get("rope_type", scaling.get("type")) or "default"
     holder = raw if scaling.get("rope_theta") is None else scaling
-    # Frequencies are powers of it, and yarn divides by its logarithm.
+    # Frequencies are powers of theta, and yarn divides by its logarithm.
     theta = number(holder, "rope_theta", 10000.0, above=1.0)
     partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1.0):
@@ -80,7 +80,7 @@ def rope(raw: Json, max_positions: int) -> RopeConfig:
 
 
 def _yarn_attention_factor(scaling: Json, factor: float) -> float | None:
-    """The factor on cos and sin, outright or by mscale; None: the paper's rule."""
+    """Returns the factor on cos and sin, given directly or by mscale; None: the paper's rule."""
     if scaling.get("attention_factor") is not None:
         return number(scaling, "attention_factor")
     mscale, mscale_all_dim = (
@@ -98,9 +98,9 @@ def layer_windows(
     """Returns a window per layer, () when no layer has one.
 
     Args:
-      implied_types: "sliding_attention" or "full_attention" for each layer, which holds
-        where the config has no layer_types.
-      default_window: in tokens, where the config has no sliding_window.
+      implied_types: "sliding_attention" or "full_attention" for each layer, used if the
+        config has no layer_types.
+      default_window: in tokens, used if the config has no sliding_window.
     """
     num_layers = len(implied_types)
     window = raw.get("sliding_window", default_window)
@@ -124,7 +124,7 @@ def layer_windows(
 
 
 def require(raw: Json, key: str, allowed: tuple, default: Any) -> None:
-    """Raises ValueError unless a value is one of those that are allowed."""
+    """Raises ValueError unless the value of a key, or its default, is in `allowed`."""
     value = raw.get(key, default)
     if value not in allowed:
         raise ValueError(
@@ -133,7 +133,7 @@ def require(raw: Json, key: str, allowed: tuple, default: Any) -> None:
 
 
 def divide(hidden_size: int, num_heads: int) -> int:
-    """Returns the size of a head where the config does not say it."""
+    """Returns the size of a head, for a config without head_dim."""
     if hidden_size % num_heads:
         raise ValueError(
             f"{hidden_size=} is not a multiple of {num_heads=}; correct the config or "
@@ -143,7 +143,7 @@ def divide(hidden_size: int, num_heads: int) -> int:
 
 
 def token_ids(raw: Json, vocab_size: int) -> tuple[int, ...]:
-    """Returns the eos_token_id of a config, one or several."""
+    """Returns the end-of-sequence token ids of a config, which has one, several or none."""
     value = raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [value]
     checked = [token_id("eos_token_id", each, vocab_size) for each in ids]
@@ -171,7 +171,7 @@ def size(
     most: int = MAX_SIZE,
     is_zero_none: bool = False,
 ) -> int:
-    """Returns a whole number; null is as good as absent where there is a default."""
+    """Returns a whole number; with a default, null counts as a missing key."""
     value = raw[key] if default is None else raw.get(key)
     if default is not None and (value is None or (is_zero_none and value == 0)):
         return default
@@ -191,7 +191,7 @@ def number(
     above: float = 0.0,
     most: float = 1e30,
 ) -> float:
-    """Returns a number that is above a limit, and finite; null as in `_size`."""
+    """Returns a finite number above a limit; with a default, null counts as a missing key."""
     value = raw[key] if default is None else raw.get(key)
     if default is not None and value is None:
         return default
@@ -205,7 +205,7 @@ def number(
 
 
 def flag(raw: Json, key: str, default: bool) -> bool:
-    """Returns true or false; null is as good as absent."""
+    """Returns true or false; null counts as a missing key."""
     value = raw.get(key)
     if value is None:
         return default
@@ -215,12 +215,12 @@ def flag(raw: Json, key: str, default: bool) -> bool:
 
 
 def is_int(value: Any) -> TypeGuard[int]:
-    """Whether a value is a whole number, and no truth value."""
+    """Returns whether a value is an int and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def shown(value: Any) -> str:
-    """Returns a value for a message; a hostile one may be long."""
+    """Returns the text of a value for a message, cut short, since an untrusted one may be long."""
     if isinstance(value, int) and value.bit_length() > 256:
         return "a number of more than 77 digits"
     return reprlib.repr(value)

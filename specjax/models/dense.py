@@ -1,4 +1,4 @@
-"""Whole sequences at once, without a cache: the forward of training."""
+"""Forward over whole sequences without a cache, for training."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def sequence_logits(
     *,
     taps: tuple[int, ...] | None = None,
 ) -> Any:
-    """Returns f32[rows, length, vocab], of what follows each token; differentiable.
+    """Returns the logits after each token, f32[rows, length, vocab]; differentiable.
 
     Args:
       token_ids: i32[rows, length].
-      mask: bool[rows, length], where they are text; None is everywhere. Padding on either
-        side is neither seen nor counted in positions, and its own logits mean nothing.
+      mask: bool[rows, length], True for text, False for padding; None: all text. Padding on
+        either side is neither seen nor counted in positions, and its logits are meaningless.
       taps: static; None, or layers whose hidden states are returned as well: for tap i the
         input of layer i, for tap num_layers the output after the final norm.
 
@@ -55,7 +55,7 @@ def sequence_logits(
       The logits; with taps, the logits and a tuple of [rows, length, hidden_size], one per tap.
 
     Raises:
-      ValueError: a tap is no layer.
+      ValueError: a tap is not between 0 and num_layers.
     """
     if mask is None:
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)

@@ -1,4 +1,4 @@
-"""The families of models that can run: specjax's own, and those that a program registers."""
+"""The registry of model families: specjax's own, and those that a program registers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ FAMILIES: dict[str, Family] = {family.name: family for family in _OWN}
 
 
 def register(family: Family) -> None:
-    """Makes a family known, in this process, to `load_model` and to whatever runs its configs.
+    """Adds a family in this process, so that its models can be loaded and run.
 
     Registering the same object again does nothing. See docs/adding-a-model.md.
 
     Raises:
-      ValueError: its name or one of its model types belongs to another family. What was
-        compiled for that one would go on running under the name; choose another.
+      ValueError: its name or one of its model types belongs to another family. Names cannot be
+        reused, because steps compiled for the other family would run under the name.
     """
     if FAMILIES.get(family.name) is family:
         return
@@ -35,7 +35,7 @@ def family_of(config: ModelConfig) -> Family:
     """Returns the family that runs a config.
 
     Raises:
-      ValueError: there is none of the name that `config.architecture` says.
+      ValueError: no family is named `config.architecture`.
     """
     family = FAMILIES.get(config.architecture)
     if family is None:
@@ -47,18 +47,18 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def is_own(config: ModelConfig) -> bool:
-    """Returns whether specjax's own code runs a config: its version then says what it computes."""
+    """Returns whether specjax's own code runs a config, so that its source digest covers it."""
     return any(family_of(config) is family for family in _OWN)
 
 
 def family_of_type(model_type: str) -> Family | None:
-    """Returns the family that reads a model_type of config.json, None where there is none."""
+    """Returns the family that reads a model_type of config.json, or None."""
     found = (family for family in FAMILIES.values() if model_type in family.model_types)
     return next(found, None)
 
 
 def class_names() -> dict[str, str]:
-    """Returns every model_type that is read, and the class that `architectures` names with it."""
+    """Returns every supported model_type, with its class name in `architectures`."""
     return {
         model_type: class_name
         for family in FAMILIES.values()

@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, a GELU MLP, biases everywhere, a tied head.
 
 Matrices are [out, in], like those of every other model; files store them [in, out].
-`post_attention_norm` is the norm of what the MLP reads, as in the Llama skeleton.
+`post_attention_norm` is the norm before the MLP, as in the Llama skeleton.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def forward(
     taps: tuple[int, ...] | None = None,
     is_token: Array | None = None,
 ) -> Any:
-    """Runs all layers; arguments and results as `specjax.models.llama.forward`."""
+    """Runs all layers; arguments and results as for `specjax.models.llama.forward`."""
     del is_token  # padding is computed and dropped
     tapped = blocks.Taps(taps, config.num_layers)
     norm = lambda x, owner, name: layer_norm(x, owner[name], owner[f"{name}_bias"], config.norm_eps)
 
     def add(x: Array, inner: Array, layer: Params, name: str) -> Array:
-        # The bias after the sum: in the other order bits would differ.
+        # The bias is added last: another order would round differently.
         product = blocks.sum_over_shards(linear(inner, layer[name]), tensor_axis)
         return blocks.with_bias(x + product, layer, name)
 
@@ -93,9 +93,9 @@ def init(
 
 
 def sources(config: ModelConfig, names: Container[str] = ()) -> Any:
-    """Returns where each leaf is read from.
+    """Returns the source of each leaf in a checkpoint.
 
-    Re-saved files carry a prefix, the first published ones do not.
+    Names in re-saved files have a prefix, those in the first published files do not.
     """
     prefix = "" if "wte.weight" in names else "transformer."
     return weights.sources_of(_weights(config, prefix))
@@ -107,7 +107,7 @@ def axes(config: ModelConfig) -> Any:
 
 
 def work(config: ModelConfig, num_weights: int) -> ForwardWork:
-    """Returns what a forward does; positions are looked up, the embedding is the head too."""
+    """Returns the work of a forward; positions are only looked up, the embedding is the head."""
     table = config.max_position_embeddings * config.hidden_size
     return blocks.dense_work(config, num_weights, table)
 
@@ -126,7 +126,7 @@ def _weights(config: ModelConfig, prefix: str = "") -> dict[str, Any]:
 
 def _layer_weights(config: ModelConfig, prefix: str) -> dict[str, Weight]:
     d, f = config.hidden_size, config.intermediate_size
-    # Name in the file, [out, in], their axes, and which third of its columns.
+    # Name in the file, [out, in], axes, and which third of the file's columns; None: all.
     matrices: dict[str, tuple[str, tuple[int, int], Axes, int | None]] = {
         "q_proj": ("attn.c_attn", (d, d), ("heads", "embed"), 0),
         "k_proj": ("attn.c_attn", (d, d), ("kv_heads", "embed"), 1),
@@ -158,7 +158,7 @@ def _norm(key: str, name: str, size: int) -> dict[str, Weight]:
 
 
 def parse(raw: Json) -> ModelConfig:
-    """Returns the config of a config.json."""
+    """Returns the ModelConfig of a config.json."""
     tanh_gelu = ("gelu_new", "gelu_pytorch_tanh")
     require(raw, "activation_function", tanh_gelu, "gelu_new")
     require(raw, "scale_attn_by_inverse_layer_idx", (False,), False)

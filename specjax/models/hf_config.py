@@ -1,4 +1,4 @@
-"""config.json and generation_config.json, of transformers 4 and 5, to a ModelConfig."""
+"""Reads config.json and generation_config.json of transformers 4 and 5 into a ModelConfig."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
 
     Raises:
       FileNotFoundError: there is no config.json.
-      ValueError: a file is not JSON, a value is not what its key means, or the model is
-        not one that specjax runs.
+      ValueError: a file is not JSON, a value is invalid for its key, or specjax does not
+        support the model.
     """
     folder = Path(folder)
     path = find_file(folder, "config.json")
@@ -62,7 +62,7 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
 
 
 def _sampling_defaults(generation: Json) -> dict[str, Any]:
-    """Returns what a generation_config.json says of sampling."""
+    """Returns the sampling parameters that a generation_config.json sets."""
     defaults = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
     if flag(generation, "do_sample", True):
         SamplingParams(
@@ -75,8 +75,8 @@ def parse_config(raw: Json) -> ModelConfig:
     """Returns the ModelConfig that the contents of a config.json describe.
 
     Raises:
-      ValueError: a model_type, option or quantisation that specjax does not run, or a
-        value that is not what its key means.
+      ValueError: a model_type, option or quantisation that specjax does not support, or a
+        value that is invalid for its key.
     """
     model_type = _model_type(raw)
     family = family_of_type(model_type)
@@ -98,7 +98,7 @@ def parse_config(raw: Json) -> ModelConfig:
 
 
 def _model_type(raw: Json) -> str:
-    """Returns the model_type; refuses other heads on a known body (drafters)."""
+    """Returns the model_type; refuses classes other than language models (such as drafters)."""
     architectures = raw.get("architectures") or []
     if not isinstance(architectures, list) or not all(
         isinstance(name, str) for name in architectures

@@ -18,15 +18,15 @@ def along_last_axis(vector: Array, x: Array) -> Array:
     return vector.reshape((1,) * (x.ndim - 1) + vector.shape)
 
 
-# The numbers of tokens that weights are multiplied with from the left on a CPU; fewer are
-# padded to the next. Whole vectors are fast: 14 tokens took 1.2 to 1.6 times as long as 16
-# (x86-64 with AVX-512, jax 0.10.2 and 0.12.0.1; docs/decisions/0002-weights-from-the-left.md).
+# Numbers of tokens for products weight @ x.T on a CPU; other numbers are padded to the next.
+# Full vectors are fast: 14 tokens took 1.2 to 1.6 times as long as 16 (x86-64 with AVX-512,
+# jax 0.10.2 and 0.12.0.1; docs/decisions/0002-weights-from-the-left.md).
 PRODUCT_WIDTHS = (1, 2, 3, 4, 8, 16, 32, 40, 48, 64)
 MOST_TOKENS_FROM_THE_LEFT = PRODUCT_WIDTHS[-1]
 
 
 def product_width(num_tokens: int) -> int:
-    """Returns as how many tokens `linear` multiplies some on a CPU."""
+    """Returns the number of tokens that `linear` pads num_tokens to on a CPU."""
     fits = (width for width in PRODUCT_WIDTHS if width >= num_tokens)
     return next(fits, num_tokens)
 
@@ -34,10 +34,10 @@ def product_width(num_tokens: int) -> int:
 def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
     """Returns x [..., in] times the transpose of weight [out, in], as [..., out].
 
-    Few tokens on a CPU are multiplied as weight @ x.T, padded to one of PRODUCT_WIDTHS.
-    The result [out, tokens] is kept from fusing with the transpose behind it: XLA would
-    turn both into x @ weight.T again, which takes 1.3 to 2 times as long at 2 to 64
-    tokens. At 256 both take the same.
+    On a CPU, up to 64 tokens are multiplied as weight @ x.T, padded to one of
+    PRODUCT_WIDTHS. A barrier keeps XLA from fusing the result [out, tokens] with the
+    transpose after it into x @ weight.T, which takes 1.3 to 2 times as long at 2 to 64
+    tokens. At 256 both take the same time.
 
     Args:
       dtype: of the sums and of the result; by default that of x and weight.
@@ -52,7 +52,7 @@ def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
         return jax.lax.optimization_barrier(out)[:, :num_tokens].T
 
     if tokens.shape[0] <= MOST_TOKENS_FROM_THE_LEFT:
-        # By what is compiled for, which need not be here: see decode/abstract.py.
+        # By the platform compiled for, which need not be this machine's: see decode/abstract.py.
         out = jax.lax.platform_dependent(tokens, weight, cpu=from_the_left, default=whole)
     else:
         out = whole(tokens, weight)
@@ -64,13 +64,13 @@ def rms_norm(
 ) -> Array:
     """Normalises the last axis by its root mean square.
 
-    In float32, cast back before the weight is applied: the order of Llama-type
-    models, visible only in bfloat16.
+    It computes in float32 and casts back before it applies the weight, as Llama-type
+    models do; the order matters only in bfloat16.
 
     Args:
-      offset: is added to the weight; Gemma's norms multiply by 1 + weight.
-      is_wide: whether the weight is applied in float32 too, and the product cast back, as in
-        Gemma and gpt-oss.
+      offset: added to the weight; Gemma's norms multiply by 1 + weight.
+      is_wide: whether the weight is applied in float32 too, before the cast, as in Gemma and
+        gpt-oss.
     """
     wide = x.astype(jnp.float32)
     scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -141,11 +141,11 @@ def _yarn_dimension(rope: RopeConfig, head_dim: int, rotations: float) -> float:
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, positions: Array) -> Array:
-    """Returns the cosines, and behind them the sines, of positions i32[...].
+    """Returns cosines, then sines, for positions i32[...], as f32[..., 1, head_dim].
 
-    f32[..., 1, head_dim]. As one array behind a barrier they are computed once; else XLA
-    fuses them into every layer, which took 2 % of a step on a CPU. Barriers about two arrays
-    hold in jax 0.12.0.1, not in 0.10.2.
+    As one array behind a barrier they are computed once; otherwise XLA fuses them into every
+    layer, which took 2 % of a step on a CPU. A barrier on two arrays works in jax 0.12.0.1,
+    not in 0.10.2.
     """
     frequencies, amplitude = rope_frequencies(rope, head_dim)
     angles = positions[..., None].astype(jnp.float32)
@@ -155,7 +155,11 @@ def rope_tables(rope: RopeConfig, head_dim: int, positions: Array) -> Array:
 
 
 def rotate(x: Array, tables: Array) -> Array:
-    """Rotates the halves of x [..., heads, head_dim] against each other, in float32."""
+    """Applies rotary positions to x [..., heads, head_dim], in float32.
+
+    Args:
+      tables: from `rope_tables`; entry i of the first half is paired with entry i of the second.
+    """
     cos, sin = jnp.split(tables, 2, axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -178,14 +182,14 @@ def dense_causal_attention(
     sinks: Array | None = None,
     key_mask: Array | None = None,
 ) -> Array:
-    """Attention of whole sequences, without a cache: training, and tests' reference.
+    """Returns attention over whole sequences without a cache, for training and as a reference.
 
     Args:
       q: [batch, length, heads, head_dim]; k, v: [batch, length, kv_heads, head_dim].
-      window: how many tokens back a query sees, itself included; None is all.
+      window: number of tokens that a query sees, itself included; None: all.
       softcap: scores become softcap * tanh(score / softcap), after the scale.
-      sinks: f32[heads], the score of one more key of each head, whose value is 0.
-      key_mask: bool[batch, length], which tokens may be seen; each sees itself in any case.
+      sinks: f32[heads], the score of one extra key of each head, whose value is 0.
+      key_mask: bool[batch, length], which tokens may be seen; each token always sees itself.
 
     Returns:
       [batch, length, heads, head_dim], in q's dtype; scores and softmax in float32.
@@ -198,7 +202,7 @@ def dense_causal_attention(
     visible = distance >= 0 if window is None else (distance >= 0) & (distance < window)
     visible = visible[None, None, None]  # [batch, kv_heads, group, query, key]
     if key_mask is not None:
-        # A row of nothing but -inf would be NaN, in its gradient too.
+        # A query that sees no key would give NaN, in its gradient too.
         own = (distance == 0)[None, None, None]
         visible = visible & (key_mask[:, None, None, None, :] | own)
     if softcap is not None:

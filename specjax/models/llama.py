@@ -1,7 +1,7 @@
 """The Llama skeleton: Llama 2/3, Mistral, Qwen2/2.5, Qwen3 and Granite by static flags.
 
 Weights are matrices [out, in] as published, one array per projection and layer. They have the
-published names: `post_attention_norm` is the norm of what the MLP reads.
+published names: `post_attention_norm` is the norm before the MLP.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from specjax.models.weights import Weight, matrix, vector
 
 @dataclasses.dataclass(frozen=True)
 class _Implied:
-    """What a model_type implies where its config.json is silent."""
+    """Defaults that a model_type implies for keys missing in config.json."""
 
     class_name: str
-    num_kv_heads: int | None = None  # None is num_attention_heads
+    num_kv_heads: int | None = None  # None: num_attention_heads
     max_position_embeddings: int = 2048
 
 
@@ -77,7 +77,7 @@ def forward(
 
     Args:
       token_ids, positions: i32[...], any leading shape.
-      attend: what attention means here; called once per layer, in order.
+      attend: computes attention, see `specjax.models.base.Attend`; called per layer, in order.
       caches: one per layer, passed through `attend`.
       taps: see `specjax.models.base.Family`.
 
@@ -127,7 +127,7 @@ def init(
 
 
 def sources(config: ModelConfig, names: Container[str] = ()) -> Any:
-    """Returns where each leaf is read from."""
+    """Returns the source of each leaf in a checkpoint."""
     del names
     return weights.sources_of(_weights(config))
 
@@ -138,7 +138,7 @@ def axes(config: ModelConfig) -> Any:
 
 
 def work(config: ModelConfig, num_weights: int) -> ForwardWork:
-    """Returns what a forward does; an embedding that is no head too is looked up."""
+    """Returns the work of a forward; an untied embedding is only looked up."""
     table = config.vocab_size * config.hidden_size
     return blocks.dense_work(config, num_weights, 0 if config.tie_word_embeddings else table)
 
@@ -161,7 +161,7 @@ def _weights(config: ModelConfig) -> dict[str, Any]:
 def _layer_weights(config: ModelConfig, prefix: str) -> dict[str, Weight]:
     d, f, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q_size, kv_size = config.num_heads * head_dim, config.num_kv_heads * head_dim
-    # Name in the file, [out, in], their axes, and whether there is a bias.
+    # Name in the file, [out, in], axes, and whether there is a bias.
     matrices = {
         "q_proj": ("self_attn.q_proj", (q_size, d), ("heads", "embed"), config.qkv_bias),
         "k_proj": ("self_attn.k_proj", (kv_size, d), ("kv_heads", "embed"), config.qkv_bias),
@@ -188,7 +188,7 @@ def _layer_weights(config: ModelConfig, prefix: str) -> dict[str, Weight]:
 
 
 def parse(raw: Json) -> ModelConfig:
-    """Returns the config of a config.json, whose model_type decides what differs."""
+    """Returns the ModelConfig of a config.json; its model_type selects the differences."""
     family = raw["model_type"]
     require(raw, "hidden_act", ("silu", "swish"), "silu")
     implied = _IMPLIED[family]

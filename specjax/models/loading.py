@@ -1,8 +1,8 @@
-"""A folder in Hugging Face format to a Model.
+"""Loads a folder in Hugging Face format as a Model.
 
 Every name and shape is checked before a weight is read. Each tensor is then
 copied once, from the memory map to its place on the default device, and cast on
-the way. Where each leaf comes from its family says.
+the way. The model's family gives the source of each leaf (`Family.sources`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DTYPE_ALIASES = {
     "float": "float32",
 }
 _LAYER = re.compile(r"^(.*?\.)\d+\.")  # the first number in a tensor's name is its layer's
-# What a layer for multi-token prediction has and others have not.
+# Tensors that only a layer for multi-token prediction has.
 _OF_PREDICTION = {"eh_proj.weight", "enorm.weight", "hnorm.weight"}
 
 
@@ -51,7 +51,7 @@ def load_model(
 ) -> Model:
     """Loads a model of the llama, qwen2, qwen3, mistral, granite or gpt2 family.
 
-    Or of one that `specjax.models.register` made known.
+    It also loads families added with `specjax.models.register`.
 
     Args:
       path: a folder with config.json and safetensors; "demo" or "demo-draft", the
@@ -59,7 +59,7 @@ def load_model(
         needs `specjax[hub]`.
       dtype: of every weight, float32, bfloat16 or float16, or "fp32", "bf16" or "fp16"; by
         default float32 on CPU and bfloat16 elsewhere.
-      name: what messages and reports call the model; by default `path`'s last part.
+      name: name of the model in messages and reports; by default the last part of `path`.
 
     Returns:
       The model, on the default device; `tokenizer` is None without tokenizer.json.
@@ -73,7 +73,7 @@ def load_model(
         dtype = weight_dtype(dtype)
     folder = resolve_folder(path)
     config, generation_defaults = read_config(folder)
-    # Before the weights, which take far longer to read.
+    # Read first, so that its errors come before the slow read of the weights.
     tokenizer = Tokenizer.from_folder(folder)
     return Model(
         config=config,
@@ -90,7 +90,7 @@ def load_params(
     *,
     dtype: DTypeLike | None = None,
 ) -> Params:
-    """Returns a folder's weights as the pytree that `config`'s architecture takes."""
+    """Returns a folder's weights as the pytree of `config`'s family."""
     dtype = default_dtype() if dtype is None else weight_dtype(dtype)
     tensors = open_folder(Path(folder))
     sources = family_of(config).sources(config, tensors)
@@ -130,10 +130,10 @@ def default_dtype() -> np.dtype:
 
 
 def weight_dtype(dtype: Any) -> np.dtype:
-    """Returns the dtype that weights are asked for in, by any of its names.
+    """Returns a dtype for weights, given by any of its names.
 
     Raises:
-      ValueError: weights are not computed with in it.
+      ValueError: weights of this dtype are not supported.
     """
     name = _DTYPE_ALIASES.get(dtype, dtype) if isinstance(dtype, str) else dtype
     try:
@@ -149,7 +149,7 @@ def weight_dtype(dtype: Any) -> np.dtype:
 
 
 def resolve_folder(path: str | os.PathLike[str]) -> Path:
-    """Returns the folder that a path, a demo name or a name on the Hub stands for.
+    """Returns the folder of a path, a demo name or a name on the Hub.
 
     Raises:
       FileNotFoundError: there is no such folder, and it cannot be fetched.
@@ -204,7 +204,7 @@ def _fetch(name: str) -> Path:
 def _check(
     sources: Any, tensors: Mapping[str, np.ndarray], config: ModelConfig, folder: Path
 ) -> None:
-    """Raises ValueError unless the tensors are those that the model needs."""
+    """Raises ValueError unless the file has exactly the tensors that the model needs."""
     needed = dict(each for source in jax.tree.leaves(sources) for each in source.tensors())
     missing = [name for name in needed if name not in tensors]
     if missing:
@@ -245,7 +245,7 @@ def _check(
 def _check_dtypes(
     tensors: Mapping[str, np.ndarray], needed: Mapping[str, Any], folder: Path
 ) -> None:
-    """Raises ValueError where a weight is stored as whole numbers or truth values."""
+    """Raises ValueError where a weight is stored as integers or booleans."""
     wrong = [
         f"{name} is {tensors[name].dtype}"
         for name in needed
@@ -265,10 +265,10 @@ def _check_layers_left_out(
     config: ModelConfig,
     folder: Path,
 ) -> None:
-    """Raises ValueError where the file has whole layers past the config's last.
+    """Raises ValueError where the file has more whole layers than the config.
 
-    Layers for multi-token prediction follow the last one too; they hold a projection
-    of their own beside what a layer has, and do not run.
+    Layers for multi-token prediction also follow the last one; they have an additional
+    projection, are not run, and are accepted.
     """
     parts: dict[str, set[str]] = {}
     for name in tensors:
@@ -297,10 +297,10 @@ def _check_layers_left_out(
 def _unused_in_layers(
     tensors: Mapping[str, np.ndarray], needed: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Yields names in the layers that run, neither needed nor known to be idle.
+    """Yields names of tensors in the layers that run that the model neither needs nor may ignore.
 
-    Rotary tables and GPT-2's causal masks are computed here; scales of a quantised
-    cache do not apply. Layers past the last (multi-token prediction) do not run.
+    It may ignore rotary tables and GPT-2's causal masks, which specjax computes, and scales of
+    a quantised cache. Layers past the last (multi-token prediction) are not run.
     """
     idle = re.compile(r"(rotary_emb\.\w+|attn\.(masked_)?bias|\.[kv]_scale)$")
     layers = {match[0] for name in needed if (match := _LAYER.match(name))}

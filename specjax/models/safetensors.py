@@ -1,9 +1,8 @@
 """Reads safetensors checkpoints through a memory map: no copy until a tensor is used.
 
-A file is an 8-byte little-endian header length, that many bytes of JSON naming
-dtype, shape and byte range of every tensor, then the bytes. Everything the header
-claims is checked before any tensor is handed out: tensors fill the file one after the
-other, without a gap and without overlap.
+A file is an 8-byte little-endian header length, a JSON header of that length with
+dtype, shape and byte range of every tensor, then the data. The whole header is checked
+before any tensor is returned: tensors must fill the file without gap or overlap.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _DTYPES = {
     "U8": np.uint8,
     "BOOL": np.bool_,
 }
-# Of JSON: an index of 160,000 tensors has 20 MB. What claims more is not read.
+# Most bytes of a JSON header; an index of 160,000 tensors has 20 MB. Larger ones are refused.
 MAX_HEADER_BYTES = 32 * 2**20
 _MAX_DIMENSIONS = 8
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
@@ -48,8 +47,8 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 def open_folder(folder: str | Path) -> dict[str, np.ndarray]:
     """Returns every tensor of a checkpoint folder, sharded or not, as read-only views.
 
-    Only what `model.safetensors.index.json` lists is opened when there is an index;
-    else `model.safetensors`.
+    With a `model.safetensors.index.json` only the files that it lists are opened;
+    otherwise `model.safetensors`.
 
     Raises:
       FileNotFoundError: no safetensors in the folder, or a shard is absent.
@@ -78,7 +77,7 @@ def open_file(path: str | Path) -> dict[str, np.ndarray]:
     """Returns the tensors of one file as read-only views of its memory map.
 
     Raises:
-      ValueError: the file is truncated, or its header is not what safetensors writes.
+      ValueError: the file is truncated, or its header is not a safetensors header.
     """
     path = Path(path)
     try:
@@ -198,7 +197,7 @@ def _view(path: Path, name: str, entry: Any, data: np.ndarray) -> np.ndarray:
 
 
 def _fields(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], tuple[int, int], str]:
-    """Returns shape, byte range and dtype of a tensor, each of its own type."""
+    """Returns shape, byte range and dtype of a tensor, after checks of their types."""
     if not isinstance(entry, dict):
         entry = {}
     shape: Any = entry.get("shape")
@@ -225,7 +224,7 @@ def _fields(path: Path, name: str, entry: Any) -> tuple[tuple[int, ...], tuple[i
 
 
 def _are_sizes(values: Any) -> bool:
-    """Whether these are whole numbers that could count bytes of a file."""
+    """Returns whether `values` is a list of whole numbers from 0 to 2**48 - 1."""
     return isinstance(values, list) and all(
         isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**48
         for value in values

@@ -1,7 +1,7 @@
-"""The weights of a family, described once: shape, axes, source, and random values.
+"""Describes the weights of a family in one place: shape, axes, source, and random values.
 
-A family writes one function from its config to a tree like its params with a `Weight` at each
-leaf, and has its `sources`, `axes` and `init` from `sources_of`, `axes_of` and `init_of`.
+A family defines one function from its config to a tree like its params with a `Weight` at each
+leaf; `sources_of`, `axes_of` and `init_of` then give its `sources`, `axes` and `init`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Axes = tuple[str | None, ...]
 
 
 class AnySource(Protocol):
-    """Where a leaf comes from in a checkpoint."""
+    """The place of a leaf in a checkpoint."""
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yields name and shape of every tensor of the file that is read."""
+        """Yields name and shape of every tensor that is read from the file."""
         ...
 
     def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array:
@@ -42,7 +42,7 @@ class Source:
     name: str
     shape: tuple[int, ...]  # in the file
     is_transposed: bool = False  # stored [..., in, out]
-    columns: slice | None = None  # which part of the last axis; None is all
+    columns: slice | None = None  # part of the last axis; None: all of it
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, self.shape
@@ -56,16 +56,16 @@ class Source:
         tensor = self.view(tensors)
         if self.is_transposed or tensor.dtype != dtype:
             return _convert(tensor, self.is_transposed, dtype)
-        # jit and device_put may keep the memory map itself on CPU, where a later
+        # On a CPU, jit and device_put may keep the memory map itself, and a later
         # change of the file would change the model.
         return jnp.array(tensor, copy=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stacked:
-    """Tensors of one shape, stacked along a new first axis: the experts of a layer."""
+    """Tensors of one shape, stacked along a new first axis, such as the experts of a layer."""
 
-    parts: tuple[Source, ...]  # all transposed, or none
+    parts: tuple[Source, ...]  # all transposed, or all not
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for part in self.parts:
@@ -85,28 +85,28 @@ def _convert(tensor: Array, is_transposed: bool, dtype: np.dtype) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """A leaf of params, described."""
+    """Description of a leaf of params."""
 
     shape: tuple[int, ...]
     axes: Axes  # logical, one per axis of shape; see specjax.sharding.RULES
     source: AnySource
-    mean: float = 0.0  # of its random values
+    mean: float = 0.0  # mean of its random values
 
 
 def matrix(name: str, shape: tuple[int, int], axes: Axes) -> Weight:
-    """Returns a matrix [out, in] that a file stores so."""
+    """Returns a matrix [out, in] that the file stores in the same layout."""
     return Weight(shape, axes, Source(name, shape))
 
 
 def vector(name: str, size: int, axis: str | None, mean: float = 0.0) -> Weight:
-    """Returns a bias, or with a mean the weight of a norm."""
+    """Returns a bias; with mean 1, the weight of a norm."""
     return Weight((size,), (axis,), Source(name, (size,)), mean)
 
 
 def map_weights(function: Callable[[Weight], Any], tree: Any) -> Any:
-    """Returns a tree with function(weight) at each leaf, called in the order of writing.
+    """Returns a tree with function(weight) at each leaf, called in insertion order.
 
-    jax.tree.map would go by the sorted names.
+    jax.tree.map would visit dicts in the order of sorted names.
     """
     if isinstance(tree, Mapping):
         return {name: map_weights(function, branch) for name, branch in tree.items()}
@@ -126,7 +126,7 @@ def sources_of(tree: Any) -> Any:
 
 
 def init_of(tree: Any, key: Array, dtype: DTypeLike = jnp.float32, std: float = 0.02) -> Params:
-    """Returns normal values about each leaf's mean, from keys in the order of writing."""
+    """Returns normal random values around each leaf's mean, with keys in insertion order."""
     keys = iter(jax.random.split(key, len(jax.tree.leaves(tree))))
 
     def fill(weight: Weight) -> Array:

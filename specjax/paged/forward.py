@@ -1,4 +1,4 @@
-"""The flat step's forward: attention over pages under any model."""
+"""Forward of any model over flat tokens of several rows, with attention over pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specjax.types import DraftTree, TokenBatch, lay_out
 
 
 class Part(NamedTuple):
-    """Rows that are alike in how many tokens each has."""
+    """A batch, and the most tokens that any of its rows has."""
 
     batch: TokenBatch
     max_tokens_per_row: int
@@ -79,20 +79,20 @@ def make_tree_batch(
     num_new_keys: Array | None = None,
     by_path: bool = False,
 ) -> TokenBatch:
-    """Lays out the first `counts` nodes of each row's tree, or of some of its nodes.
+    """Lays out the first `counts` nodes of each row's tree, or of a subset of its nodes.
 
-    Node j has its key in the slot of position lengths + j, and the rotary position
+    The key of node j is in the slot of position lengths + j; its rotary position is
     lengths + depth.
 
     Args:
-      history: i32[rows, max_length], of which the root is read.
-      counts: i32[rows], nodes with the root.
+      history: i32[rows, max_length]; only the root is read.
+      counts: i32[rows], nodes including the root.
       token_ids: i32[rows, num_nodes - 1], of the nodes after the root.
-      num_tokens: the token bucket; None is the nodes of all rows.
-      nodes: which nodes, static; None is all. Their ancestors were fed before.
+      num_tokens: the token bucket; None: the nodes of all rows.
+      nodes: subset of nodes, static, whose ancestors were fed before; None: all nodes.
       num_new_keys: i32[rows], see tree_attention; needed with `nodes`.
-      by_path: whether attention is told of each node's path, as `forward` with a
-        token_bucket needs it, or of its ancestors' bits.
+      by_path: whether the batch holds each node's path, as `forward` with a token_bucket
+        needs it, instead of its ancestor bits.
     """
     rows, max_length = history.shape
     chosen = jnp.array(tuple(range(tree.num_nodes)) if nodes is None else tuple(nodes))
@@ -128,7 +128,7 @@ def make_tree_batch(
 
 
 def _path_offsets(tree: DraftTree) -> Array:
-    """Returns the nodes on the way from the root to each node, i32[rows, num_nodes, max_depth +
+    """Returns the nodes on the path from the root to each node, i32[rows, num_nodes, max_depth +
     1]."""
     rows, num_nodes = tree.parents.shape
     nodes = draft_tree.paths(tree, jnp.full(rows, num_nodes - 1, jnp.int32))
@@ -136,10 +136,10 @@ def _path_offsets(tree: DraftTree) -> Array:
 
 
 class Tapped(NamedTuple):
-    """Hidden states after some layers, [num_tokens, hidden_size] per tap: of each part."""
+    """Hidden states of some layers, [num_tokens, hidden_size] per tap, for both parts."""
 
     batch: tuple[Array, ...]
-    beside: tuple[Array, ...]  # () where nothing runs beside
+    beside: tuple[Array, ...]  # () without a part `beside`
 
 
 @overload
@@ -193,22 +193,22 @@ def forward(
     updated in place.
 
     Args:
-      token_bucket: so many tokens at a time, each attended by itself: see buckets.
-        The batch is a multiple of it. None: all tokens at once, row by row.
-      beside: tokens of other rows, which run through the same matmuls and are attended
-        apart. Neither reads what the other writes. Not with a token_bucket.
+      token_bucket: number of tokens computed at a time, each with its own attention (see
+        `specjax.paged.token_buckets`); the batch is a multiple of it. None: all at once.
+      beside: tokens of other rows, which run through the same matmuls, with attention of
+        their own. Neither part reads what the other writes. Not with a token_bucket.
       kv_scales: f32[2, layers, kv_heads], `PagedKVCache.scales`. Not with a token_bucket.
       taps: static; layers whose hidden states are returned as well, for every token. Tap i is
-        the input of layer i, tap num_layers the output after the final norm. None is the
-        result without them; () adds an empty `Tapped`, and nothing to what is computed.
+        the input of layer i, tap num_layers the output after the final norm. None returns no
+        `Tapped`; () returns an empty one, without more computation.
 
     Returns:
       hidden [num_tokens, hidden_size] of `batch` after the final norm, and the pages; with
-      taps a `Tapped` besides. Of padding, and of buckets without tokens, hidden states mean
-      nothing.
+      taps, a `Tapped` too. Hidden states of padding, and of buckets without tokens, are
+      meaningless.
 
     Raises:
-      ValueError: a tap is no layer.
+      ValueError: a tap is not between 0 and num_layers.
     """
     model = _Model(params, config, tensor_axis, taps or ())
     if token_bucket is not None:
@@ -250,7 +250,7 @@ def forward(
         return jnp.concatenate(outs), pages
 
     is_token = None
-    if model.family.has_experts:  # each part has row ids of its own
+    if model.family.has_experts:  # row ids are local to each part
         is_token = jnp.concatenate([_is_token(part.batch, part.batch.row_ids) for part in parts])
     hidden, pages, seen = model.run(
         along("token_ids"), along("positions"), attend, pages, is_token=is_token
@@ -265,7 +265,7 @@ def forward(
 
 
 class _Model(NamedTuple):
-    """A model and which of its hidden states are wanted."""
+    """A model, and the layers whose hidden states are returned."""
 
     params: Params
     config: ModelConfig
@@ -299,7 +299,7 @@ class _Model(NamedTuple):
 
 
 def _is_token(batch: TokenBatch, row_ids: Array) -> Array:
-    """Returns which flat tokens belong to a row and are no padding, bool[n]."""
+    """Returns which flat tokens belong to a row, bool[n]; False for padding."""
     return row_ids < batch.lengths.shape[0]
 
 
@@ -309,7 +309,7 @@ def _forward_by_bucket(
     batch: TokenBatch,
     token_bucket: int,
 ) -> tuple[Array, tuple[Pages, ...], tuple[Array, ...]]:
-    """Runs `forward` on one bucket of tokens after the other; ancestors come before."""
+    """Runs `forward` on one bucket of tokens after the other; ancestors come in earlier places."""
     tokens = _BucketTokens(
         batch.token_ids,
         batch.positions,
@@ -354,7 +354,7 @@ def _forward_by_bucket(
 
 
 class _BucketTokens(NamedTuple):
-    """What of a TokenBatch belongs to each token."""
+    """The per-token fields of a TokenBatch."""
 
     token_ids: Array
     positions: Array
@@ -366,11 +366,11 @@ class _BucketTokens(NamedTuple):
 def logits(
     params: Params, config: ModelConfig, hidden: Array, tensor_axis: str | None = None
 ) -> Array:
-    """Returns f32[num_tokens, vocab], token by token in memory.
+    """Returns logits f32[num_tokens, vocab], row-major in memory.
 
-    On a CPU they come turned (see `linear`), and every branch of a lax.cond that reads them
-    would turn them back for itself. Under jax 0.10's automatic partitioning a layout costs a
-    gathering of what is sharded; the programs here are sharded by hand.
+    On a CPU `linear` gives them transposed, and every branch of a lax.cond that reads them
+    would transpose them again. Under jax 0.10's automatic partitioning a layout constraint
+    gathers sharded arrays; the programs here are sharded by hand.
     """
     scores = family_of(config).logits(params, config, hidden, tensor_axis)
     by_token = lambda scores: with_layout_constraint(scores, Layout((0, 1)))

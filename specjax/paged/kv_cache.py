@@ -1,7 +1,7 @@
-"""The paged KV cache: pages of every layer, and which of them each row reads and writes.
+"""The paged KV cache: pages of every layer, and the block table of the pages of each row.
 
-Whose they are is decided on the host, in `specjax.engine.pages`: the device is told by the
-block table that comes with its work.
+The host allocates pages to rows, in `specjax.engine.pages`, and sends the block table to the
+device with each burst.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ Pages = tuple[Array, Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedKVCache:
-    """Key and value pages of every layer, and the table that says whose they are.
+    """Key and value pages of every layer, and the table of the pages of each row.
 
-    Positions at or past `lengths` hold rejected drafts: readers mask them, the
-    next write covers them, nobody clears them. Rejecting a draft costs nothing.
+    Positions at or past `lengths` hold rejected drafts. Readers mask them and the next
+    write overwrites them; they are never cleared, so rejecting a draft costs nothing.
 
     Invariant: a row's table holds its pages in order, then NO_PAGE. Full pages of a
-    prefix may stand in the tables of several rows; nobody writes to them again.
+    prefix may be in the tables of several rows, and are never written again.
     """
 
-    # Per layer, so that a loop writes in place: stacked layers were measured to
-    # copy the whole pool in every step.
+    # One array per layer, so that a loop writes in place: with stacked layers every step
+    # was measured to copy the whole pool.
     pages: tuple[Pages, ...]  # dtype[num_pages, kv_heads, page_size, head_dim] each
     block_table: Array  # i32[rows, pages_per_row]
     lengths: Array  # i32[rows], tokens whose KV is final
-    # Of int8 and fp8 pages, by what keys and values are multiplied once they are read:
-    # f32[2, layers, kv_heads], keys first. None of others.
+    # f32[2, layers, kv_heads], keys first: factors of the keys and values read from int8 and
+    # fp8 pages; None for other dtypes.
     scales: Array | None = None
 
     @property
@@ -67,7 +67,7 @@ def pages_dtype(kv_cache_dtype: str | None, dtype: DTypeLike) -> np.dtype:
     """Returns the dtype of the target's pages.
 
     Args:
-      kv_cache_dtype: of EngineConfig.
+      kv_cache_dtype: EngineConfig.kv_cache_dtype.
       dtype: of the weights.
     """
     return jnp.dtype(dtype if kv_cache_dtype is None else QUANTIZED[kv_cache_dtype])
@@ -76,10 +76,10 @@ def pages_dtype(kv_cache_dtype: str | None, dtype: DTypeLike) -> np.dtype:
 def init_pages(
     config: ModelConfig, num_pages: int, page_size: int, dtype: DTypeLike, *, kv_shards: int = 1
 ) -> tuple[Pages, ...]:
-    """Returns empty pages for every layer of a model, as kernels of the platform read them best.
+    """Returns empty pages for every layer of a model, in the layout of the platform's kernels.
 
     Args:
-      kv_shards: over how many devices of a mesh heads are split.
+      kv_shards: number of devices of a mesh that heads are split over.
     """
     shape = page_shape(config, num_pages, page_size, kv_shards=kv_shards)
     pair = lambda: (jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
@@ -89,7 +89,7 @@ def init_pages(
 def page_shape(
     config: ModelConfig, num_pages: int, page_size: int, *, kv_shards: int = 1
 ) -> tuple[int, int, int, int]:
-    """Returns the shape of the keys of a layer, on all devices together; on a TPU, in lanes."""
+    """Returns the shape of a layer's key pages over all devices; on a TPU, in lanes."""
     _, lines, _, width = layout.page_shape(
         num_pages,
         page_size,
@@ -101,7 +101,7 @@ def page_shape(
 
 
 def numbers_per_token(config: ModelConfig, *, kv_shards: int = 1) -> int:
-    """Returns how many numbers the key and value of a token are, in all layers."""
+    """Returns the numbers in the keys and values of one token, over all layers."""
     return 2 * config.num_layers * math.prod(page_shape(config, 1, 1, kv_shards=kv_shards))
 
 
@@ -118,7 +118,7 @@ def init(
     """Returns a cache in which every row is empty and has no page; scales, if any, are 1.
 
     Args:
-      num_pages: of all shards together; page ids are a shard's own.
+      num_pages: over all shards; page ids are local to a shard.
       kv_shards: as for `init_pages`.
     """
     return PagedKVCache(
@@ -132,9 +132,9 @@ def init(
 
 
 def own_pages(rows: int, pages_per_row: int, num_shards: int = 1) -> np.ndarray:
-    """Returns a block table i32[rows, pages_per_row] by which every row has pages of its own.
+    """Returns a block table i32[rows, pages_per_row] in which every row has its own pages.
 
-    For loops that admit no more than they begin with, and need no allocation.
+    It suits loops that keep the same rows throughout, and need no allocator.
     """
     pages = np.arange(rows // num_shards * pages_per_row, dtype=np.int32)
     return np.tile(pages.reshape(-1, pages_per_row), (num_shards, 1))
@@ -168,12 +168,12 @@ def slots(
 
 
 def num_held(cache: PagedKVCache) -> Array:
-    """Returns how many pages each row holds, i32[rows]."""
+    """Returns the number of pages of each row, i32[rows]."""
     return jnp.sum(cache.block_table != NO_PAGE, axis=1, dtype=jnp.int32)
 
 
 def scales_of(scales: Array | None, layer: int) -> tuple[Array | None, Array | None]:
-    """Returns f32[kv_heads] of a layer's keys and of its values; None of pages without."""
+    """Returns a layer's scales of keys and of values, f32[kv_heads] each; None without scales."""
     return (None, None) if scales is None else (scales[0, layer], scales[1, layer])
 
 
@@ -188,7 +188,7 @@ def write(
     """Writes keys and values [num_tokens, kv_heads, head_dim] of one layer to their slots.
 
     Args:
-      k_scale, v_scale: the layer's, `scales_of`.
+      k_scale, v_scale: the layer's scales, from `scales_of`.
     """
     return write_kv(*pages, k, v, slot_mapping, k_scale=k_scale, v_scale=v_scale)
 

@@ -1,6 +1,6 @@
-"""Tokens a bucket at a time: for invariant numerics, and where not all logits fit at once.
+"""Computes tokens bucket by bucket: for invariant numerics, and where not all logits fit at once.
 
-Under invariant numerics every token is computed in a shape that never changes.
+Under invariant numerics every token is computed in one fixed shape.
 Rounding depends on the shape of a matmul, so a token computed beside seven drafts
 may differ in its last bits from the same token computed alone, and a near-tie flips.
 With a token bucket of 16 all forwards, of prompts, plain decoding and verification,
@@ -9,7 +9,7 @@ run on 16 tokens, however many there are:
     K = 0, one row      [r . . . . . . . . . . . . . . .]
     K = 7, three rows   [r d d d d d d d r d d d d d d d] [r d d d d d d d . . . . . . . .]
 
-and a token's bits follow from its own row: its prefix, its path, its weights.
+A token's bits then depend only on its own prefix, its path and the weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def round_up(num_tokens: int, token_bucket: int | None) -> int:
 
 
 def equal_chunk(num_tokens: int, most: int) -> int:
-    """Returns the size of the fewest equal chunks of at most `most` tokens, at least 1."""
+    """Returns the chunk size, at least 1, for the fewest equal chunks of at most `most` tokens."""
     num_chunks = -(-num_tokens // max(most, 1))
     return -(-num_tokens // num_chunks)
 
@@ -46,14 +46,14 @@ def in_buckets(
     size: int,
     num_used: Array,
 ) -> tuple[Carry, Result]:
-    """Calls run(carry, part) -> (carry, result) on `size` tokens after the other.
+    """Calls run(carry, part) -> (carry, result) on one bucket of `size` tokens after the other.
 
-    A loop whose length the compiler does not know: it cannot unroll one turn into
-    what stands around it and round that differently.
+    The length of the loop is unknown to the compiler, so that it cannot unroll an
+    iteration into the surrounding code and round it differently.
 
     Args:
       tokens: a pytree of arrays [num_tokens, ...], num_tokens a multiple of size.
-      num_used: i32[], tokens that count; results of buckets past them are zeros.
+      num_used: i32[], tokens that are no padding; results of buckets past them are zeros.
 
     Returns:
       The carry, and the results laid end to end, [num_tokens, ...] each.

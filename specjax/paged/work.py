@@ -1,4 +1,4 @@
-"""Bytes and operations of a model's forward over pages, on one device. Nothing runs."""
+"""Computes bytes and operations of a model's forward over pages, on one device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specjax.paged import kv_cache
 
 
 class Peaks(Protocol):
-    """Of one chip; `specjax.configs.devices.DeviceFigures` is one."""
+    """Peak figures of one chip; `specjax.configs.devices.DeviceFigures` implements it."""
 
     @property
     def bytes_per_s(self) -> float: ...
@@ -28,16 +28,16 @@ class Peaks(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelWork:
-    """What one forward of a model does, on one chip.
+    """Costs of a forward of a model on one chip.
 
     Attributes:
-      weight_bytes: read once per forward, however many tokens it has.
+      weight_bytes: bytes of weights, read once per forward for any number of tokens.
       token_flops: operations per token in products with weights.
-      context_bytes: keys and values read per token of context, once per row.
-      context_flops: operations per token and token of its context.
-      layer_windows: tokens that each layer sees back, None where all; () is all in every
+      context_bytes: bytes of keys and values per token of context, read once per row.
+      context_flops: operations per pair of a token and a token of its context.
+      layer_windows: sliding window of each layer in tokens, None without; (): none in any
         layer. Layers have equal parts of context_bytes and context_flops.
-      num_layers: whose operations are launched one by one.
+      num_layers: number of layers; each launches its operations separately.
     """
 
     weight_bytes: float
@@ -48,7 +48,7 @@ class ModelWork:
     num_layers: int = 0
 
     def of(self, rows: int, tokens: int, context: int) -> Work:
-        """Returns what `tokens` tokens of `rows` rows with `context` tokens each take."""
+        """Returns the work of a forward of `tokens` tokens in `rows` rows of `context` tokens."""
         seen = self.seen(context)
         return Work(
             self.weight_bytes + rows * seen * self.context_bytes,
@@ -56,7 +56,7 @@ class ModelWork:
         )
 
     def seen(self, context: int) -> float:
-        """Returns the tokens of a row that a layer sees back, the mean of all layers."""
+        """Returns the tokens of context that a layer reads, as the mean over layers."""
         if not self.layer_windows:
             return context
         clipped = [min(context, window or context) for window in self.layer_windows]
@@ -65,7 +65,7 @@ class ModelWork:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Of one chip."""
+    """Bytes and operations on one chip."""
 
     bytes: float
     flops: float
@@ -76,7 +76,7 @@ class Work:
         return self.flops / self.bytes
 
     def seconds(self, device: Peaks) -> float:
-        """Returns the least that it takes, in s."""
+        """Returns the least seconds that it takes, by the device's peak figures."""
         return max(self.bytes / device.bytes_per_s, self.flops / device.flops_per_s)
 
 
@@ -88,11 +88,11 @@ def model_work(
     num_weights: int | None = None,
     kv_dtype: Any = None,
 ) -> ModelWork:
-    """Returns what a forward does on one chip of those that a model is split over.
+    """Returns the costs of a forward on one of the `chips` that a model is split over.
 
     Args:
-      kv_dtype: of keys and values; None is that of the weights.
-      num_weights: in all leaves, where that is known; counting them takes 0.1 s.
+      kv_dtype: of keys and values; None: that of the weights.
+      num_weights: numbers in all leaves, if known; counting them takes 0.1 s.
     """
     itemsize = jnp.dtype(dtype).itemsize
     count = num_weights

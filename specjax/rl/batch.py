@@ -1,4 +1,4 @@
-"""What a rollout returns: a pytree of arrays, ready for a policy-gradient loss."""
+"""The result of a rollout: a pytree of arrays for a policy-gradient loss."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ UNFINISHED, STOP, LENGTH, ERROR = range(4)
 
 
 class _Beside(NamedTuple):
-    """What a Rollout carries beside its arrays. Any two are equal, as far as jax asks.
+    """Fields of a Rollout that are no arrays. Any two compare equal.
 
-    So two rollouts of different metrics can be mapped over, and those of another step
-    compile no loss anew.
+    So jax can map over two rollouts with different metrics, and a jitted loss is not
+    recompiled for the rollout of another step.
     """
 
     sampling: SamplingParams | None
@@ -43,39 +43,39 @@ class _Beside(NamedTuple):
 class RolloutLogProbs:
     """Natural log-probabilities of the completion's tokens, under the weights that sampled them.
 
-    Each is what one convention of trainers expects; 0 where completion_mask is not set.
+    Trainers differ in which of them they expect. They are 0 outside completion_mask.
 
-        behaviour  of the distribution that was sampled: bias, penalties, temperature, top-k,
-                   top-p and min-p applied. What importance sampling divides by.
-        tempered   of the logits over the temperature, and nothing else: what tunix's own
-                   sampler returns, and what a loss computes again from logits. Where top-k
-                   or top-p cut words off it is below `behaviour`.
+        behaviour  of the sampled distribution: bias, penalties, temperature, top-k, top-p and
+                   min-p applied. Importance sampling divides by it.
+        tempered   of the logits divided by the temperature, and nothing else: the value that
+                   tunix's own sampler returns and that a loss computes from logits. It is
+                   below `behaviour` where top-k or top-p exclude tokens.
         raw        of the model's logits, temperature 1.
 
-    At temperature 0 a token is certain, which no gradient can use: `tempered` is `raw`
-    then, and `behaviour` is of the logits after bias and penalties at temperature 1.
+    At temperature 0 a token is certain, which gives no gradient: there `tempered` equals
+    `raw`, and `behaviour` is of the logits after bias and penalties at temperature 1.
     """
 
     behaviour: Array  # f32[num_samples, completion_width]
-    tempered: Array  # likewise
-    raw: Array  # likewise
+    tempered: Array  # f32[num_samples, completion_width]
+    raw: Array  # f32[num_samples, completion_width]
 
 
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """Samples of a batch of prompts: prompt by prompt, the samples of one beside each other.
+    """Samples of a batch of prompts, in the order of prompts; samples of a prompt are adjacent.
 
-    Prompts end at the right edge of prompt_ids, completions begin at the left edge of
-    completion_ids, so that the two side by side are one text with padding around it. A
-    stop token is part of the completion. Padding is token 0; the masks say where.
+    Prompts end at the right edge of prompt_ids, and completions begin at the left edge of
+    completion_ids, so that the two concatenated are one text with padding around it. A
+    stop token is part of the completion. Padding is token 0; the masks exclude it.
 
-    A rollout that stopped at a budget goes on where it is passed in place of prompts.
+    To continue a rollout that stopped at a budget, pass it in place of prompts.
 
-    Its leaves all lead with num_samples, so that `jax.tree.map` slices, concatenates and
-    reshapes it. What is not about single samples is no leaf: `sampling` and `metrics` stay
-    with the first of the rollouts that are mapped over, and are left out inside jit, which
-    would give back those of the call that it was compiled for.
+    All its leaves lead with num_samples, so that `jax.tree.map` can slice, concatenate and
+    reshape it. `sampling` and `metrics` do not belong to single samples and are no leaves:
+    mapping keeps those of the first rollout, and inside jit they are left out, because jit
+    would return those of the call that it was compiled for.
     """
 
     prompt_ids: Array  # i32[num_samples, prompt_width]
@@ -86,26 +86,26 @@ class Rollout:
     finish_reasons: Array  # i32[num_samples], UNFINISHED, STOP, LENGTH or ERROR
     logprobs: RolloutLogProbs
     # f32[num_samples, completion_width], nats, of the distribution of `behaviour`; None
-    # unless SamplingParams.entropy asks.
+    # unless SamplingParams.entropy is set.
     entropy: Array | None
-    # The most likely tokens under `behaviour`, i32 and f32[num_samples, completion_width, k];
-    # None unless SamplingParams.logprobs asks for k of them.
+    # The k most likely tokens under `behaviour`, i32 and f32[num_samples, completion_width, k],
+    # for k = SamplingParams.logprobs; None unless that is set.
     top_ids: Array | None
     top_logprobs: Array | None
     params_versions: Array  # i32[num_samples, completion_width], of the weights that sampled it
     num_drafted: Array  # i32[num_samples], draft tokens that were verified
-    num_accepted: Array  # i32[num_samples], of them, those that stood
+    num_accepted: Array  # i32[num_samples], draft tokens that were accepted
     num_steps: Array  # i32[num_samples], of the target
     prompt_index: Array  # i32[num_samples]
-    seeds: Array  # u32[num_samples, 2], what the tokens are a function of, with weights and prompt
-    is_exact: bool  # whether these are samples of the policy, and not of a lossy rule
-    # What they were sampled with, without the seed; None inside jit and after it.
+    seeds: Array  # u32[num_samples, 2]; with weights and prompt they determine the tokens
+    is_exact: bool  # whether samples are distributed as the policy; False for a lossy rule
+    # Sampling parameters without the seed; None inside jit and after it.
     sampling: SamplingParams | None = None
     # Numbers by name, for a logger: see docs/rollouts.md. Empty inside jit and after it.
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[bool, _Beside]]:
-        """Returns the arrays by name, and what stands beside them; see jax.tree_util."""
+        """Returns the arrays by name, and the other fields; see jax.tree_util."""
         keys = map(jax.tree_util.GetAttrKey, _ARRAYS)
         arrays = (getattr(self, name) for name in _ARRAYS)
         beside = self.is_exact, _Beside(self.sampling, self.metrics)
@@ -113,7 +113,7 @@ class Rollout:
 
     @classmethod
     def tree_unflatten(cls, beside: tuple[bool, _Beside], arrays: Any) -> Rollout:
-        """Returns a rollout of other arrays."""
+        """Returns a rollout of the given arrays; see jax.tree_util."""
         is_exact, notes = beside
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
             notes = _Beside(None, {})
@@ -137,13 +137,13 @@ class Rollout:
     @property
     @own_arithmetic()
     def is_truncated(self) -> Array:
-        """Which completions did not come to an end of their own, bool[num_samples]."""
+        """Which completions were cut at their length or are unfinished, bool[num_samples]."""
         return (self.finish_reasons == LENGTH) | (self.finish_reasons == UNFINISHED)
 
     @property
     @own_arithmetic()
     def acceptance_rates(self) -> Array:
-        """Accepted of drafted tokens, f32[num_samples]; 0 where nothing was drafted."""
+        """Accepted / drafted tokens, f32[num_samples]; 0 where nothing was drafted."""
         return self.num_accepted / jnp.maximum(1, self.num_drafted)
 
     @property
@@ -154,10 +154,10 @@ class Rollout:
 
     @property
     def token_mask(self) -> Array:
-        """Where token_ids are text, bool likewise."""
+        """Which token_ids are text, not padding; bool of their shape."""
         return jnp.concatenate([self.prompt_mask, self.completion_mask], axis=1)
 
 
-# Fields of Rollout that are leaves, or trees of them.
+# Fields of Rollout that are no leaves; all others are leaves, or trees of them.
 _NO_ARRAYS = ("is_exact", "sampling", "metrics")
 _ARRAYS = tuple(field.name for field in dataclasses.fields(Rollout) if field.name not in _NO_ARRAYS)

@@ -1,4 +1,4 @@
-"""What rollouts run on: settled sizes, compiled steps, pages, and what was learned of speed."""
+"""The decoder of rollouts: its sizes, compiled steps, pages, and learned step costs."""
 
 from __future__ import annotations
 
@@ -34,18 +34,17 @@ from specjax.runtime import compilation_cache
 from specjax.runtime.jax_settings import entrance
 from specjax.types import DecoderParams
 
-MOST_PROMPTS = 100_000  # whose answers' lengths are remembered
-MOST_TOLD = 100_000  # answers of other runs that wait to be told, the newest
-NEWEST_WEIGHT = 0.5  # of a prompt's newest answers in the length that is expected
+MOST_PROMPTS = 100_000  # prompts whose completion lengths are kept
+MOST_TOLD = 100_000  # completions of other runs kept until there is a loop; the oldest go first
+NEWEST_WEIGHT = 0.5  # weight of the newest length in a prompt's expected length
 
 
 class RolloutDecoder:
-    """Made by `build_decoder`, given to every `rollout`; weights are arguments of each.
+    """Runs rollouts; made by `build_decoder`. Weights are an argument of every `rollout`.
 
-    It keeps the executables, the pages, the corpus of a history drafter, and what was
-    learned of step costs, acceptance and lengths. None of that decides a token, only how
-    fast tokens come. Rows and pages are settled by EngineConfig, and made with the first
-    rollout.
+    It keeps the executables, the pages, the corpus of a history drafter, and learned step
+    costs, acceptance and lengths. They affect the speed of a rollout, never its tokens.
+    EngineConfig sets rows and pages; the first rollout allocates them.
     """
 
     def __init__(
@@ -59,24 +58,24 @@ class RolloutDecoder:
         self._mesh = mesh
         self._policy = policy
         self._loop: Loop | None = None
-        self._leaves: tuple[weakref.ref, ...] = ()  # of the weights of the last rollout
-        # Of verification, by its number: see types.
+        self._leaves: tuple[weakref.ref, ...] = ()  # weights of the last rollout
+        # The verification rule as a number of specjax.types.
         self.rule = Rule.of(setup.speculation.verification)
         self._lengths: collections.OrderedDict[int, float] = collections.OrderedDict()
-        # Answers of other runs, until there is a loop that can be told.
+        # Completions of other runs, kept until there is a loop.
         self._told: collections.deque[tuple[list[int], list[int]]]
         self._told = collections.deque(maxlen=MOST_TOLD)
-        # How often weights were handed over that were not those before.
+        # How often the weights changed, or the version that the caller gave.
         self.params_version = 0
 
     @property
     def config(self) -> ModelConfig:
-        """Of the target."""
+        """Configuration of the target."""
         return self._setup.target.config
 
     @property
     def mesh(self) -> Mesh | None:
-        """As it was given, with axes of whatever type."""
+        """The mesh passed to `build_decoder`, with its own axis types."""
         return self._mesh
 
     @property
@@ -86,27 +85,27 @@ class RolloutDecoder:
 
     @property
     def drafter(self) -> str:
-        """Its name."""
+        """Name of the drafter."""
         return self._setup.drafter.name
 
     @property
     def has_draft_weights(self) -> bool:
-        """Whether it drafts with a model, which goes stale as the policy moves."""
+        """Whether the drafter has weights, which go stale as the policy is trained."""
         return len(jax.tree.leaves(self._setup.drafter.params)) > 0
 
     @property
     def decisions(self) -> tuple[BurstRecord, ...]:
-        """The last bursts: which K, why, and what was predicted beside what was measured."""
+        """Records of the last bursts: K, the reason for it, predicted and measured figures."""
         return () if self._loop is None else tuple(self._loop.records)
 
     @property
     def is_exact(self) -> bool:
-        """Whether samples are the target's own: by token under `seeded`, `greedy` and `delta`, else
-        in law."""
+        """Whether samples are the target's own: the same tokens under `seeded`, `greedy` and
+        `delta`, else the same distribution."""
         return self.is_exact_under(self._setup.speculation.verification)
 
     def is_exact_under(self, verification: str) -> bool:
-        """Returns `is_exact` for a rule of a rollout's own."""
+        """Returns `is_exact` for a rollout with the given verification rule."""
         return not self._setup.drafter.can_draft or verification not in LOSSY_RULES
 
     @property
@@ -116,25 +115,26 @@ class RolloutDecoder:
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and completion together, at most."""
+        """Most tokens of prompt and completion together."""
         most = self._setup.engine.max_context or self.config.max_position_embeddings
         return min(most, self.config.max_position_embeddings)
 
     @property
     def num_traces(self) -> int:
-        """How many functions were traced, and so compiled, for its sizes and settings."""
+        """How many functions were traced, and so compiled, for this decoder's configuration."""
         return 0 if self._loop is None else self._loop.decoder.all_traces.total()
 
     def hand_over(self, params: Params | DecoderParams, version: int | None = None) -> Loop:
-        """Returns the loop with these weights: no copy of arrays that lie where they are used.
+        """Returns the loop with these weights; arrays already in place are not copied.
 
-        Pages of earlier weights are forgotten unless these are the very arrays of the last
-        rollout, and `version` is None or that of the last.
+        Cached pages are dropped unless the weights are the same array objects as in the last
+        rollout, and `version` is None or the last version.
 
         Args:
-          params: of the target, or of target and drafter. Arrays of numpy may change in
-            place, so these are new each time, and are copied to the device.
-          version: what the caller calls them; None counts how often they were new.
+          params: weights of the target, or of target and drafter. Numpy arrays may change in
+            place, so they count as new each time, and are copied to the device.
+          version: the caller's version of these weights; None: the last one, plus 1 if they
+            are new.
 
         Raises:
           ValueError: shapes, dtypes or names are not those the decoder was built for.
@@ -150,7 +150,7 @@ class RolloutDecoder:
         is_same = is_lent and len(leaves) == len(self._leaves)
         is_same = is_same and all(ref() is x for ref, x in zip(self._leaves, leaves))
         is_same = is_same and version in (None, self.params_version)
-        # Until weights and pages are one: what raises in between leaves nothing to go on from.
+        # Reset until pages match the weights, so that an exception in between leaves no reuse.
         self._leaves = ()
         if self._loop is None:
             self._loop = self._make_loop(weights)
@@ -160,7 +160,7 @@ class RolloutDecoder:
         if not is_same:
             self.params_version = self.params_version + 1 if version is None else version
         if is_lent:
-            # Not the arrays themselves: the trainer may want their memory.
+            # Weak references, so that the trainer can free the arrays.
             self._leaves = tuple(weakref.ref(leaf) for leaf in leaves)
         if self._told:
             told, self._told = self._told, collections.deque(maxlen=MOST_TOLD)
@@ -168,19 +168,19 @@ class RolloutDecoder:
         return self._loop
 
     def let_go(self) -> None:
-        """Holds no weights until the next rollout; keeps what was learned of step costs."""
+        """Drops the weights until the next rollout, and saves the learned step costs."""
         if self._loop is not None:
             self._setup.keep(self._loop)
             self._loop.let_go()
 
     def placing(self, given: Any, num_samples: int) -> NamedSharding | None:
-        """Returns where results go; None: the default device.
+        """Returns the sharding of results; None: the default device.
 
-        On every device whole where they do not divide evenly.
+        Results that do not divide evenly over the devices are replicated.
 
         Args:
-          given: the sharding of an array that they go beside, over its first axis; where it
-            is not over a mesh, results go over the decoder's as rows do.
+          given: sharding of an array whose first axis results follow; if it is not over a
+            mesh, results are split over the decoder's mesh as rows are.
         """
         mesh, spec = self.mesh, PartitionSpec()
         if isinstance(given, NamedSharding):
@@ -192,7 +192,7 @@ class RolloutDecoder:
         place = NamedSharding(mesh, spec)
         try:
             place.shard_shape((num_samples,))
-        except ValueError:  # how jax says that they do not
+        except ValueError:  # the number of samples does not divide evenly
             return NamedSharding(mesh, PartitionSpec())
         return place
 
@@ -214,10 +214,10 @@ class RolloutDecoder:
         prompts: Sequence[Sequence[int]],
         completions: Sequence[Sequence[int]],
     ) -> None:
-        """Lets a history drafter read on in answers that other runs gave, token ids each.
+        """Adds completions of other runs, as token ids, to the corpus of a history drafter.
 
-        Later rollouts draft from them like from its own earlier ones; one that drafts
-        otherwise has no use for them. The oldest go where the corpus is full.
+        Later rollouts draft from them as from their own earlier ones; other drafters ignore
+        them. When the corpus is full, the oldest are dropped.
 
         Raises:
           ValueError: there are not as many completions as prompts, or ids outside the
@@ -233,8 +233,8 @@ class RolloutDecoder:
         self._told.extend((ids(prompt), ids(answer)) for prompt, answer in pairs if answer)
 
     def forget(self) -> None:
-        """Forgets all text: the corpus, pages, and how long answers were. Nothing is compiled
-        anew."""
+        """Drops all text: the corpus, cached pages and learned lengths. Nothing is
+        recompiled."""
         self._told.clear()
         self._lengths.clear()
         self._leaves = ()
@@ -242,11 +242,11 @@ class RolloutDecoder:
             self._loop.forget()
 
     def expected_length(self, prompt_token_ids: Sequence[int]) -> float:
-        """Returns how many tokens earlier rollouts answered a prompt with; 0 if there were none."""
+        """Returns the expected completion length of a prompt from earlier rollouts; 0 if none."""
         return self._lengths.get(group_of(prompt_token_ids), 0.0)
 
     def learn_length(self, prompt_token_ids: Sequence[int], length: float) -> None:
-        """Takes in how long the answers of one rollout to a prompt were at most, in tokens."""
+        """Records the longest completion of a prompt in one rollout, in tokens."""
         group = group_of(prompt_token_ids)
         known = self._lengths.pop(group, length)
         self._lengths[group] = known + NEWEST_WEIGHT * (length - known)
@@ -257,7 +257,7 @@ class RolloutDecoder:
         target = dataclasses.replace(self._setup.target, params=params.target)
         drafter = dataclasses.replace(self._setup.drafter, params=params.drafter)
         setup = dataclasses.replace(self._setup, target=target, drafter=drafter)
-        # With weights only while memory is looked at: what is kept must not hold them.
+        # The weights are used only to measure memory: the kept setup must not hold them.
         engine = setup.with_reported_memory().engine
         setup = dataclasses.replace(self._setup, engine=engine)
         run = setup.for_run([self.rule], self._policy)
@@ -269,7 +269,7 @@ class RolloutDecoder:
         )
 
     def _complete(self, params: Any) -> DecoderParams:
-        """Returns the weights of target and drafter."""
+        """Returns the weights of target and drafter, the latter from the setup if not given."""
         if isinstance(params, DecoderParams) and len(jax.tree.leaves(params.drafter)):
             return params
         own = params.target if isinstance(params, DecoderParams) else params
@@ -294,25 +294,25 @@ def build_decoder(
     mesh: Mesh | None = None,
     dtype: DTypeLike | None = None,
 ) -> RolloutDecoder:
-    """Returns what `rollout` runs on; compiles nothing yet.
+    """Returns a decoder for `rollout`; compiles nothing yet.
 
     Args:
-      target: the policy's config, or a Model, of which the tokenizer and the dtype are
-        used and the weights are not held.
-      drafter: as of `generate`. "history" reads on in the samples of the same prompt and of
-        earlier epochs, and is never stale; a Model is drafted with whatever weights it was
-        given here, unless a rollout brings newer ones.
+      target: the policy's config, or a Model, whose tokenizer and dtype are used and whose
+        weights are not held.
+      drafter: as for `generate`. "history" drafts from samples of the same prompt and of
+        earlier epochs, and never goes stale; a draft Model keeps the weights given here,
+        unless a rollout passes newer ones.
       verification: "seeded" (default), "greedy" or "delta" give the tokens of plain
-        decoding; others as of `generate`.
-      engine: max_rows samples run at a time; max_context is the most of prompt and
-        completion together, None what the model takes. numerics="invariant" makes rollouts
+        decoding; others as for `generate`.
+      engine: max_rows samples run at a time; max_context is the most tokens of prompt and
+        completion together, None: the model's limit. numerics="invariant" makes rollouts
         equal to the last bit, whatever is drafted.
-      policy: which K before each burst; None is goodput.
+      policy: chooses K before each burst; None: goodput.
       mesh: devices to split over, axes "data" and "tensor".
-      dtype: of the weights that rollouts will bring; None is the Model's, or float32.
+      dtype: of the weights passed to rollouts; None: the Model's, or float32.
 
     Raises:
-      ValueError: the drafter does not fit the target, or a setting means nothing.
+      ValueError: the drafter does not fit the target, or a setting is invalid.
     """
     compilation_cache.enable()
     if isinstance(target, Model):
@@ -372,7 +372,7 @@ def _as_ints(token_ids: Sequence[int]) -> list[int]:
 
 
 def _on_device(leaf: Any) -> jax.Array:
-    """Returns an array that nobody else can change."""
+    """Returns a device array that the caller cannot change in place."""
     return leaf if isinstance(leaf, jax.Array) else jnp.array(leaf, copy=True)
 
 

@@ -1,4 +1,4 @@
-"""rollout(): samples of the current policy, as fast as drafts make them, as arrays.
+"""rollout(): samples completions of the current policy with speculative decoding, as arrays.
 
 prompts, seeds -> requests -> the engine's loop -> arrays
 """
@@ -40,7 +40,7 @@ from specjax.runtime.jax_settings import entrance
 from specjax.types import DecoderParams
 
 _REASONS = {"stop": STOP, "length": LENGTH, "error": ERROR}
-# Under this share of accepted drafts the drafter is said to be stale; and after how many.
+# A warning calls the drafter stale below this acceptance rate, after at least this many drafts.
 ALARM_RATE = 0.2
 ALARM_DRAFTS = 512
 
@@ -64,51 +64,51 @@ def rollout(
 ) -> Rollout:
     """Samples completions of a batch of prompts from the policy with these weights.
 
-    Under `seeded` verification every completion is a function of (params, its prompt,
-    sampling, its seed) alone: not of the drafter, K, the other prompts, their order, or
-    what ran before; to the last bit with EngineConfig(numerics="invariant"), else but for
-    near-ties that rounding decides.
+    Under `seeded` verification every completion depends only on params, its prompt,
+    sampling and its seed, not on the drafter, K, the other prompts, their order, or
+    earlier calls. With EngineConfig(numerics="invariant") that holds to the last bit,
+    otherwise except for near-ties that rounding decides.
 
     Args:
       decoder: from `build_decoder`.
-      params: weights of the policy, or DecoderParams(policy, draft model). Arguments: they
-        are neither donated nor held afterwards, and other weights of the same shapes
-        compile nothing. Copied are arrays of numpy, and over a mesh those that lie
-        otherwise than specjax splits them.
+      params: weights of the policy, or DecoderParams(policy, draft model). They are neither
+        donated nor held after the call, and other weights of the same shapes compile
+        nothing. Numpy arrays are copied, and with a mesh also arrays whose sharding differs
+        from specjax's.
       prompts: lists of token ids of any lengths; i32[num_prompts, width] with prompt_mask;
-        texts, if the decoder has a tokenizer; or an unfinished Rollout, which goes on from
-        the tokens it has.
-      num_samples: completions of each prompt, a group; None is 1. They share its pages.
-      sampling: for all prompts; None is temperature 1 and at most 128 tokens, and for a
-        Rollout that goes on what it began with: others are refused, but for the seed and
-        how much is drafted. Its `n` must be left at 1; `logprobs=k` adds the k most likely
-        tokens, `entropy=True` the entropy.
-      seeds: one per prompt, from which its samples' are derived as `generate` derives them.
+        texts, if the decoder has a tokenizer; or an unfinished Rollout, whose completions
+        are continued.
+      num_samples: completions of each prompt, a group; None: 1. They share its pages.
+      sampling: for all prompts; None: temperature 1 and at most 128 tokens, or for a Rollout
+        its own parameters. For a Rollout, others are refused, except for the seed and the
+        number of drafts. `n` must stay 1; `logprobs=k` adds the k most likely tokens,
+        `entropy=True` the entropy.
+      seeds: one per prompt, from which its samples' seeds are derived as in `generate`.
         None derives them from sampling.seed and the prompt's tokens, so that the order of
-        prompts does not matter; a prompt that comes twice has other samples each time.
-        Without sampling.seed either they are random. Rollout.seeds reports them.
-      prompt_mask: bool[num_prompts, width], where prompts are text, padding on either side.
-      prompt_width: of the result's prompts; None is the width of an array, else the longest.
-        The same in each call keeps a jitted loss from compiling anew.
-      params_version: what the result calls these weights; None counts. Pages are reused from
-        one call to the next only for the very same arrays under the same version.
+        prompts does not matter; a repeated prompt gets different samples each time.
+        Without sampling.seed they are random. Rollout.seeds reports them.
+      prompt_mask: bool[num_prompts, width], True for text; padding may be on either side.
+      prompt_width: width of the result's prompts; None: that of an array, else the longest.
+        The same value in each call keeps a jitted loss from being recompiled.
+      params_version: version of these weights in the result; None: counted. Pages are reused
+        from one call to the next only for the same array objects under the same version.
       token_budget: most tokens that each completion gains in this call.
-      time_budget_s: seconds after which no more is sent to the device; what has not ended
-        is UNFINISHED.
-      expected_lengths: of each prompt's completions, in tokens: the longest go first, and get
-        more of the drafts where slots are handed out. None is what this decoder saw of the
-        same prompts before.
-      alarm_rate: share of accepted drafts below which a warning says that the drafter no
-        longer fits the policy; K = 0 is chosen by itself where drafting does not pay.
+      time_budget_s: seconds after which no more bursts are sent to the device; completions
+        that have not ended are UNFINISHED.
+      expected_lengths: expected tokens of each prompt's completions: the longest start first,
+        and get more of the drafts where a step cannot verify all. None: lengths that this
+        decoder saw for the same prompts.
+      alarm_rate: acceptance rate below which a warning says that the drafter no longer fits
+        the policy. The policy chooses K = 0 by itself where drafting does not pay.
 
     Returns:
-      num_prompts * num_samples completions, on the mesh that the decoder was given, over
-      its data axis; or on that of an array of prompts, as it is over its first axis.
+      num_prompts * num_samples completions, over the data axis of the decoder's mesh; or
+      with the sharding of the first axis of an array of prompts that is on a mesh.
 
     Raises:
-      ValueError: weights of another shape, an empty group or batch, prompts of which none
-        can be served, or weights whose logits are NaN for all of them. What a single
-        prompt lacks is its own ERROR, with a warning.
+      ValueError: weights have another shape, a group or the batch is empty, no prompt can be
+        served, or logits are NaN for all of them. Where only some prompts fail, their
+        samples have finish reason ERROR, and a warning is given.
     """
     begun_at = time.perf_counter()
     is_resumed = isinstance(prompts, Rollout)
@@ -160,7 +160,7 @@ def rollout(
                 break
             loop.step()
     finally:
-        # Whatever an exception left is dropped with the next call.
+        # Requests left by an exception are dropped by the next call.
         decoder.let_go()
     for index, request in requests.items():
         table.fill(index, request, decoder.params_version, most[request])
@@ -179,10 +179,10 @@ def rollout(
 
 
 class _Table:
-    """A Rollout under way: its arrays, of numpy."""
+    """The numpy arrays of a Rollout while it runs."""
 
     def __init__(self, prompts: Sequence[Sequence[int]], width: int, length: int):
-        """Args are the prompt of every sample, and the widths of prompts and completions."""
+        """Makes the arrays for the prompt of every sample, and the widths of both parts."""
         count = len(prompts)
         self.prompt_ids, self.completion_ids, self.params_versions = (
             np.zeros((count, each), np.int32) for each in (width, length, length)
@@ -202,7 +202,7 @@ class _Table:
 
     @classmethod
     def of(cls, batch: Rollout) -> _Table:
-        """Returns what a rollout holds."""
+        """Returns the table of a rollout's arrays."""
         table = cls([()] * batch.num_samples, *_widths(batch))
         for name in _AS_THEY_ARE:
             setattr(table, name, np.array(getattr(batch, name)))
@@ -222,7 +222,7 @@ class _Table:
         return table
 
     def describe(self, sampling: SamplingParams) -> None:
-        """Makes room for what is asked of every token."""
+        """Allocates arrays for the per-token values that `sampling` asks for."""
         count, length = self.completion_ids.shape
         self.has_entropy |= sampling.entropy
         if sampling.logprobs and self.top_ids is None:
@@ -231,10 +231,10 @@ class _Table:
             self.top = np.zeros(shape, np.float32)
 
     def fill(self, index: int, request: Request, version: int, most: int) -> None:
-        """Takes in what a request gained.
+        """Adds the tokens and counts that a request gained.
 
         Args:
-          most: tokens of prompt and completion at which it would have ended by itself.
+          most: tokens of prompt and completion at which it ends without a token budget.
         """
         first, end = request.num_resumed, len(request.output_token_ids)
         self.completion_ids[index, :end] = request.output_token_ids
@@ -256,10 +256,10 @@ class _Table:
         self.num_steps[index] += request.counts.num_steps
 
     def placed(self, place: NamedSharding | None, **beside: Any) -> Rollout:
-        """Returns the rollout, its arrays on the device.
+        """Returns the rollout with its arrays on the device.
 
         Args:
-          beside: the fields that are no arrays.
+          beside: fields that are no arrays.
         """
         put = jnp.asarray if place is None else lambda x: jax.device_put(x, place)
         behaviour, tempered, raw, entropy = np.moveaxis(self.scores, -1, 0)
@@ -277,7 +277,7 @@ class _Table:
         )
 
 
-# Fields of Rollout that a table has under the same name.
+# Fields of Rollout that _Table has under the same name.
 _AS_THEY_ARE = (
     "prompt_ids",
     "prompt_mask",
@@ -297,7 +297,7 @@ def _widths(batch: Rollout) -> tuple[int, int]:
     return batch.prompt_ids.shape[1], batch.completion_ids.shape[1]
 
 
-# Before
+# Before the rollout.
 
 
 def _check(
@@ -306,7 +306,7 @@ def _check(
     time_budget_s: float | None,
     sampling: SamplingParams,
 ) -> None:
-    """Raises ValueError for numbers that mean nothing."""
+    """Raises ValueError for invalid numbers."""
     for name, value in (("num_samples", num_samples), ("token_budget", token_budget)):
         is_whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
         if value is not None and (not is_whole or value < 1):
@@ -324,7 +324,7 @@ def _rule(decoder: RolloutDecoder, sampling: SamplingParams) -> str:
     """Returns the rule that drafts are verified by.
 
     Raises:
-      ValueError: it is neither one of equality, which always are there, nor the decoder's.
+      ValueError: it is neither a rule by equality, which every decoder has, nor the decoder's.
     """
     rule = sampling.verification or decoder.verification
     if rule not in ("greedy", "seeded", "delta", decoder.verification):
@@ -338,7 +338,7 @@ def _rule(decoder: RolloutDecoder, sampling: SamplingParams) -> str:
 def _as_rows(
     decoder: RolloutDecoder, prompts: Any, prompt_mask: Any
 ) -> tuple[list[Any], int | None]:
-    """Returns the prompts as they are, one by one, and the width of the array they came in."""
+    """Returns the prompts as a list, and the width of the array if they came in one."""
     if not hasattr(prompts, "ndim"):
         if prompt_mask is not None:
             raise ValueError("prompt_mask goes with an array of prompts, not with lists.")
@@ -365,10 +365,10 @@ def _as_rows(
 def _seeded(
     sampling: SamplingParams, rows: Sequence[Sequence[int]], seeds: Any
 ) -> list[SamplingParams]:
-    """Returns the sampling parameters of every prompt, with a seed of its own."""
+    """Returns the sampling parameters of every prompt, each with its own seed."""
     sampling.validate()
     if seeds is not None:
-        # Not through an array: of numbers above 2**63 and others it makes floats.
+        # Without an array: numpy turns a mix of numbers below and above 2**63 into floats.
         given = [_checked_seed(seed) for seed in seeds]
         if len(given) != len(rows):
             raise ValueError(
@@ -407,7 +407,7 @@ def _begun(
     seeds: Any,
     width: int | None,
 ) -> tuple[_Table, dict[int, Request]]:
-    """Returns the table of a new rollout, and its requests by their places in it."""
+    """Returns the table of a new rollout, and its requests by sample index."""
     asked = dataclasses.replace(sampling, n=num_samples, logprobs=sampling.logprobs or 0)
     known = [decoder.tokenized(row) for row in rows]
     ids = [() if row is None else row for row in known]
@@ -449,7 +449,7 @@ def _begun(
 def _resumed(
     decoder: RolloutDecoder, batch: Rollout, sampling: SamplingParams, rule: str
 ) -> tuple[_Table, dict[int, Request]]:
-    """Returns the table of a rollout that goes on, and the requests that have not ended."""
+    """Returns the table of a continued rollout, and its unfinished requests by sample index."""
     if batch.sampling is not None:
         _check_same(_recorded(sampling, rule), batch.sampling)
     table = _Table.of(batch)
@@ -485,19 +485,19 @@ def _resumed(
     return table, requests
 
 
-# How much is drafted is a matter of speed, and seeds are the rollout's own.
+# The number of drafts affects only speed, and seeds are taken from the rollout.
 _MAY_DIFFER = ("seed", "num_speculative_tokens", "speculate")
 
 
 def _recorded(sampling: SamplingParams, rule: str) -> SamplingParams:
-    """Returns what a rollout says of how it was sampled: nothing that later calls may change."""
+    """Returns the sampling parameters to record in a rollout, without those that may differ."""
     return copy.deepcopy(
         dataclasses.replace(sampling, seed=None, verification=rule, logprobs=sampling.logprobs or 0)
     )
 
 
 def _check_same(given: SamplingParams, own: SamplingParams) -> None:
-    """Raises ValueError for parameters that are not those of the rollout that goes on."""
+    """Raises ValueError where parameters differ from those of the continued rollout."""
     for field in dataclasses.fields(SamplingParams):
         value, wanted = (getattr(params, field.name) for params in (given, own))
         if field.name == "stop":
@@ -507,13 +507,13 @@ def _check_same(given: SamplingParams, own: SamplingParams) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value of SamplingParams as one that compares by what is in it."""
+    """Returns a value of SamplingParams in a form that compares by content."""
     is_list = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str)
     return tuple(value) if is_list else value
 
 
 class _NotTheSame(ValueError):
-    """A rollout was to go on with other sampling parameters."""
+    """A rollout cannot be continued with other sampling parameters."""
 
     def __init__(self, name: str, value: Any, own: Any):
         super().__init__(
@@ -525,7 +525,7 @@ class _NotTheSame(ValueError):
 def _expect(
     decoder: RolloutDecoder, table: _Table, requests: dict[int, Request], expected: Any
 ) -> None:
-    """Tells requests how long their completions are expected to be; 0 where nobody knows."""
+    """Sets the expected completion length of each request, in tokens; 0 if unknown."""
     given = None
     if expected is not None:
         given = np.asarray(expected, float).reshape(-1)
@@ -542,19 +542,19 @@ def _expect(
 
 
 def _longest_first(requests: dict[int, Request]) -> list[int]:
-    """Returns the places of requests in the order in which they are let in.
+    """Returns the sample indices of requests in order of admission.
 
-    Those that take longest begin first, lest one of them begins last and all wait for it;
-    samples of one prompt stay together, which share its pages.
+    The longest start first, so that the rollout does not end with a long request alone.
+    Samples of one prompt stay together, because they share its pages.
     """
     return sorted(requests, key=lambda index: (-requests[index].expected_length, index))
 
 
-# After
+# After the rollout.
 
 
 def _refuse_nonsense(table: _Table, requests: dict[int, Request]) -> None:
-    """Raises ValueError where not one sample could be drawn, and warns where some could not."""
+    """Raises ValueError if every sample failed, and warns if some did."""
     failed = [request for request in requests.values() if request.finish_reason == "error"]
     if not failed:
         return
@@ -570,8 +570,7 @@ def _refuse_nonsense(table: _Table, requests: dict[int, Request]) -> None:
 
 
 def _learn_lengths(decoder: RolloutDecoder, table: _Table, requests: dict[int, Request]) -> None:
-    """Tells the decoder how long the longest completion was, of prompts whose last has now
-    ended."""
+    """Records in the decoder the longest completion of each prompt whose samples all ended."""
     prompts = {
         int(table.prompt_index[index]): request.prompt_token_ids
         for index, request in requests.items()
@@ -584,7 +583,7 @@ def _learn_lengths(decoder: RolloutDecoder, table: _Table, requests: dict[int, R
 
 
 class _Run:
-    """What the loop had counted before a rollout."""
+    """Counters of the loop at the start of a rollout."""
 
     def __init__(self, loop: Loop, handed_at: float):
         self._loop = loop
@@ -599,7 +598,7 @@ class _Run:
         requests: dict[int, Request],
         begun_at: float,
     ) -> dict[str, Any]:
-        """Returns numbers for a logger: docs/rollouts.md says what they are."""
+        """Returns metrics for a logger; docs/rollouts.md describes them."""
         loop, counts, num_tokens = self._loop, AcceptanceCounts(), 0
         for request in requests.values():
             counts.merge(request.counts)
@@ -632,7 +631,7 @@ class _Run:
 
 
 def _alarm(metrics: dict[str, Any], decoder: RolloutDecoder, rate: float) -> None:
-    """Warns where so few drafts were accepted that the drafter no longer fits the policy."""
+    """Warns if the acceptance rate shows that the drafter no longer fits the policy."""
     is_judged = decoder.has_draft_weights and metrics["num_drafted"] >= ALARM_DRAFTS
     if not is_judged or metrics["acceptance_rate"] >= rate:
         return

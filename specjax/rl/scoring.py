@@ -1,4 +1,4 @@
-"""How likely given text is under the current policy, and how far two such answers lie apart."""
+"""Log-probabilities of given text under a policy, and the gap between two sets of them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Texts(NamedTuple):
     """Prompts and completions to score; padding may stand anywhere."""
 
     prompt_ids: Any  # i32[num_samples, prompt_width]
-    prompt_mask: Any  # bool likewise
+    prompt_mask: Any  # bool[num_samples, prompt_width]
     completion_ids: Any  # i32[num_samples, completion_width]
-    completion_mask: Any  # bool likewise
+    completion_mask: Any  # bool[num_samples, completion_width]
 
 
 @entrance("specjax.score")
@@ -38,22 +38,22 @@ def score(
     sampling: SamplingParams | None = None,
     params_version: int | None = None,
 ) -> RolloutLogProbs:
-    """Returns the log-probabilities of completions under some weights, as a rollout reports them.
+    """Returns the log-probabilities of completions under given weights, as a rollout reports them.
 
-    What other libraries call get_per_token_logps, by the forward that samples: the same
+    Other libraries call this get_per_token_logps. It uses the forward that samples: the same
     kernels, pages and rounding. Under EngineConfig(numerics="invariant") a rollout's own
-    weights give its own log-probabilities.
+    weights give exactly its own log-probabilities.
 
     Args:
-      params: as of `rollout`.
-      params_version: as of `rollout`.
+      params: as for `rollout`.
+      params_version: as for `rollout`.
       batch: a Rollout, or any texts.
-      sampling: what they were sampled with, which `behaviour` and `tempered` depend on; None
-        is what a Rollout says of itself, else temperature 1.
+      sampling: parameters that the texts were sampled with, which `behaviour` and `tempered`
+        depend on; None: those of a Rollout, else temperature 1.
 
     Returns:
-      f32[num_samples, completion_width] each, beside completion_ids or where a rollout
-      lies; 0 outside completion_mask.
+      f32[num_samples, completion_width] each, 0 outside completion_mask; with the sharding of
+      completion_ids over its first axis if it is on a mesh, else on the decoder's mesh.
 
     Raises:
       ValueError: a text has no prompt or is longer than the decoder's rows.
@@ -70,7 +70,7 @@ def score(
         sizes, engine = loop.decoder.sizes, loop.decoder.engine_config
         prompts = masks[0].sum(axis=1)
         lengths = prompts + masks[1].sum(axis=1)
-        # What has no completion, as a sample that was refused, has nothing to be scored.
+        # Samples without a completion, such as refused ones, are not scored.
         scored = np.flatnonzero(masks[1].any(axis=1))
         _check(prompts, lengths, scored, sizes.max_length)
         columns = [np.zeros(masks[1].shape, np.float32) for _ in range(3)]
@@ -110,7 +110,7 @@ def score(
 
 
 def _check_ids(texts: Texts, masks: Sequence[np.ndarray], vocab_size: int) -> None:
-    """Raises ValueError for arrays that do not belong together, or hold no token ids."""
+    """Raises ValueError for arrays of different shapes, or ids outside the vocabulary."""
     parts = (
         ("prompt", texts.prompt_ids, masks[0]),
         ("completion", texts.completion_ids, masks[1]),
@@ -143,22 +143,22 @@ def _check(prompts: np.ndarray, lengths: np.ndarray, scored: np.ndarray, most: i
 
 
 def logprob_gap(behaviour: Array, other: Array, mask: Array) -> dict[str, Array]:
-    """Returns how far log-probabilities of the same tokens lie apart; pure, for jit.
+    """Returns the gap between two sets of log-probabilities of the same tokens; pure, for jit.
 
-    A trainer's forward rounds otherwise than the sampler's, and what is left of the gap is
-    what importance sampling has to correct.
+    A trainer's forward rounds differently from the sampler's; importance sampling has to
+    correct this gap.
 
     Args:
-      behaviour: f32[num_samples, width], of the sampler.
-      other: likewise, of the trainer.
-      mask: bool likewise, which tokens count.
+      behaviour: f32[num_samples, width], from the sampler.
+      other: f32[num_samples, width], from the trainer.
+      mask: bool[num_samples, width], which tokens count.
 
     Returns:
       f32[] each: `mean_gap` and `largest_gap` of |other - behaviour|; `mean_ratio` of the
       weights exp(other - behaviour), which is near 1; `kl` of the sampler from the trainer,
       estimated as the mean of ratio - 1 - log ratio, which is never negative.
     """
-    # Its few constants are sent to the device, whatever the program's transfer guard says.
+    # A few constants are sent to the device even if the program's transfer guard forbids it.
     with jax.transfer_guard("allow"):
         # A trainer may compute in 64 bits, or in 16.
         behaviour, other = (jnp.asarray(x, jnp.float32) for x in (behaviour, other))

@@ -1,7 +1,7 @@
-"""Compiled steps kept on disk, so that a second start does not compile.
+"""Sets up folders of compiled steps on disk, so that a second start does not compile.
 
-What is in the folder is executed: whoever may write to it, or put another folder in its
-place, runs code as the user. A folder that others could change is therefore not used.
+Files in the folder are executed: any user with the right to write to it, or to replace it,
+could run code as this user. A folder that other users could change is therefore not used.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import jax
 
-# Every executable is kept: loading a model compiles dozens of small ones.
+# Every executable is stored: loading a model compiles dozens of small ones.
 MIN_COMPILE_TIME_S = 0.0
 ENVIRONMENT_VARIABLE = "SPECJAX_CACHE_DIR"
 _OFF = ("0", "off")
@@ -34,14 +34,14 @@ _OPTIONS = {
 def enable() -> Path | None:
     """Turns on jax's persistent compilation cache, unless the user has set it up.
 
-    Where the user set its directory or its minimum compile time, through jax.config
-    or the environment, both are left alone. May be called at any time and repeatedly;
-    what was compiled before is not kept.
+    If the user set its directory or its minimum compile time, through jax.config or the
+    environment, both stay as they are. It may be called at any time and repeatedly;
+    functions compiled before are not stored.
 
     Returns:
-      The folder in use, None when this function changed nothing: the user's own
-      setting, SPECJAX_CACHE_DIR=off, a folder that cannot be written, or one that
-      others could change, which is said once in a warning.
+      The folder in use, or None when this function changed nothing: the user's own
+      setting, SPECJAX_CACHE_DIR=off, a folder that is not writable, or one that other
+      users could change, for which it warns once.
     """
     folder = cache_folder()
     if folder is None:
@@ -66,7 +66,7 @@ def is_set_by_user() -> bool:
 
 
 def cache_folder(environment: Mapping[str, str] | None = None) -> Path | None:
-    """Returns where compiled steps are kept, None where SPECJAX_CACHE_DIR says "off".
+    """Returns the folder of compiled steps, or None with SPECJAX_CACHE_DIR=off.
 
     One folder per kind of processor: code compiled for one may not run on another,
     and home directories are shared.
@@ -75,8 +75,8 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path | None:
 
 
 def own_folder(name: str, environment: Mapping[str, str] | None = None) -> Path | None:
-    """Returns where a folder of this kind of processor lies; None where SPECJAX_CACHE_DIR says
-    "off"."""
+    """Returns the path of a folder for this kind of processor; None with
+    SPECJAX_CACHE_DIR=off."""
     root = user_cache_dir(os.environ if environment is None else environment)
     return None if root is None else root / name / processor()
 
@@ -84,11 +84,11 @@ def own_folder(name: str, environment: Mapping[str, str] | None = None) -> Path 
 def private_folder(name: str, *, makes: bool = False) -> Path | None:
     """Returns a folder of specjax's own for files that are executed, one per kind of processor.
 
-    None where SPECJAX_CACHE_DIR says "off", where it is missing or cannot be written, and
-    where others could change it, which is said once in a warning.
+    It returns None with SPECJAX_CACHE_DIR=off, if the folder is missing or not writable, and
+    if other users could change it, for which it warns once.
 
     Args:
-      makes: whether to make it where it is missing.
+      makes: whether to create a missing folder.
     """
     folder = own_folder(name)
     if folder is None or not (_is_writable(folder) if makes else folder.is_dir()):
@@ -100,7 +100,7 @@ def private_folder(name: str, *, makes: bool = False) -> Path | None:
 
 
 def user_cache_dir(environment: Mapping[str, str]) -> Path | None:
-    """Returns specjax's folder in the user's cache directory, by the platform's custom."""
+    """Returns specjax's folder in the platform's cache directory of the user."""
     chosen = environment.get(ENVIRONMENT_VARIABLE, "").strip()
     if chosen.lower() in _OFF:
         return None
@@ -137,14 +137,14 @@ def processor() -> str:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Makes the folder; only its owner may write, because what it holds is executed."""
+    """Creates the folder, writable only by its owner; returns whether it can be written."""
     missing = []
     try:
         for each in (folder, *folder.parents):
             if each.exists():
                 break
             missing.append(each)
-        # One by one: `parents=True` would make all but the last as the umask says.
+        # One by one: with `parents=True` the parents would get the mode of the umask.
         for each in reversed(missing):
             each.mkdir(mode=0o700, exist_ok=True)
     except OSError:
@@ -153,18 +153,18 @@ def _is_writable(folder: Path) -> bool:
 
 
 def _danger(folder: Path) -> str | None:
-    """Returns how others could change what is in the folder, None where they cannot.
+    """Returns how other users could change files in the folder, or None if they cannot.
 
-    The folder must be the user's own and writable by nobody else. Folders above it must
-    belong to the user or to the system, and be writable by nobody else either, or sticky
-    as /tmp is, where only its owner may rename what is in it. Links are looked at on
-    both ends.
+    The folder must belong to the user, and no other user may write to it. Its parents must
+    belong to the user or to the system; other users may write to them only if they are sticky
+    like /tmp, where only the owner of an entry may rename it. Both ends of a link are
+    checked.
     """
     if os.name != "posix":
-        return None  # the user's folder of such systems is the user's own
+        return None  # on such systems the user's cache folder is private
     user = os.geteuid()
     try:
-        # In a container the system's files may belong to a user of no name.
+        # In a container the system's files may belong to an unnamed user.
         trusted = {user, 0, os.stat("/").st_uid}
         for path in dict.fromkeys(_with_parents(folder)):
             info = path.stat()
@@ -193,7 +193,7 @@ def _others_may_write(info: os.stat_result) -> bool:
 
 
 def _is_own_group(group: int) -> bool:
-    """Whether a group has no member but the user: many systems give each user one."""
+    """Returns whether a group has no member but the user: many systems give each user one."""
     import grp
     import pwd
 

@@ -1,4 +1,4 @@
-"""What the program around specjax has set in jax, and what holds while specjax runs."""
+"""Isolates specjax from jax settings of the surrounding program."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 @contextlib.contextmanager
 def own_settings() -> Iterator[None]:
-    """The context in which steps are traced, called and read back, in this thread.
+    """Context in which steps are traced, called and read back, in this thread.
 
-    A program may ask jax for 64-bit numbers, for strict promotion, for calls that are not
-    compiled, for arrays over a mesh, or to stop at a transfer or at a NaN. That is about the
-    program's own arrays: steps are 32-bit, lie over the mesh that specjax is given, mean their
-    transfers, and report NaN by request. Settings that leave a step what it is, as
-    jax_default_matmul_precision, stay the program's.
+    A program may set jax to 64-bit numbers, strict promotion, disabled jit, a mesh, or errors
+    at transfers or NaN. These settings are for the program's own arrays: steps are 32-bit, use
+    the mesh that specjax is given, transfer on purpose, and report NaN by request. Other
+    settings, such as jax_default_matmul_precision, apply to steps too.
 
-    Not inside a transformation.
+    It cannot be used inside a jax transformation.
     """
     with (
         own_arithmetic(),
@@ -38,7 +37,7 @@ def own_settings() -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_arithmetic() -> Iterator[None]:
-    """The part of `own_settings` that a few operations need, inside a transformation too."""
+    """Context with the part of `own_settings` that also works inside a jax transformation."""
     with (
         jax.enable_x64(False),
         jax.numpy_dtype_promotion("standard"),
@@ -59,13 +58,13 @@ def in_own_settings(function: Function) -> Function:
 
 
 def entrance(name: str) -> Callable[[Function], Function]:
-    """Makes of a function one that users may call from any program.
+    """Returns a decorator for public functions, which may be called from any program.
+
+    The function runs under `own_settings`, and raises RuntimeError inside a jax
+    transformation.
 
     Args:
-      name: of what they call, for messages.
-
-    Returns:
-      A decorator: under `own_settings`, and RuntimeError inside a jax transformation.
+      name: public name of the function, for messages.
     """
 
     def decorate(function: Function) -> Function:
@@ -84,7 +83,7 @@ def check_not_traced(name: str) -> None:
     """Raises RuntimeError inside jit, grad, vmap, scan or another transformation of jax.
 
     Args:
-      name: of what was called.
+      name: public name of the called function, for the message.
     """
     if get_opaque_trace_state(convention="flax") != _state_outside():
         raise RuntimeError(
@@ -97,7 +96,7 @@ def check_not_traced(name: str) -> None:
 @functools.cache
 def _state_outside() -> Any:
     """Returns the trace state outside every transformation."""
-    # Each thread begins outside. This one may be inside when it is first asked.
+    # A new thread is outside every transformation; the calling thread may be inside one.
     found: list[Any] = []
     look = lambda: found.append(get_opaque_trace_state(convention="flax"))
     thread = threading.Thread(target=look)

@@ -1,4 +1,4 @@
-"""Small JSON files that one process keeps for the next: read with care, written whole."""
+"""Small JSON files that persist between processes: checked when read, written atomically."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ MOST_BYTES = 8 * 2**20
 
 
 def read_json(path: Path | Traversable) -> Any:
-    """Returns what a file holds.
+    """Returns the content of a JSON file.
 
     Raises:
-      OSError: it cannot be read, or is no file: a pipe, a device, a folder.
-      ValueError: it is too large, too deep, no JSON, or has a key twice.
+      OSError: it cannot be read, or is a pipe, a device or a folder.
+      ValueError: it is too large, nested too deep, not JSON, or has a duplicate key.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file.")
@@ -33,15 +33,15 @@ def read_json(path: Path | Traversable) -> Any:
 
 
 def write_json(path: Path, document: Any) -> bool:
-    """Writes a file that others find old or new, and whole; returns whether it could.
+    """Writes a JSON file atomically; returns whether it succeeded.
 
-    Threads and processes may write the same one: the last one stays.
+    Threads and processes may write the same file: the last write wins.
     """
     text = json.dumps(document, indent=1)
     new = None
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A name of its own in the same folder: moving it within one is atomic.
+        # A unique name in the same folder: a rename within a folder is atomic.
         handle, new = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=".new", dir=path.parent)
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)

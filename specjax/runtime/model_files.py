@@ -1,4 +1,4 @@
-"""The files of a model's folder: which may be opened, and JSON that may be hostile."""
+"""Finds and reads files of a model's folder, which may be untrusted."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-# JSON is read into Python objects, which take many times its size: of the text, of its
-# objects and lists, and of the values in them.
+# Limits of JSON, which becomes Python objects of many times its size: bytes of the text, its
+# objects and lists, and the values in them.
 MAX_JSON_BYTES = 64 * 2**20
 MAX_JSON_CONTAINERS = 4_000_000
 MAX_JSON_VALUES = 8_000_000
 
 
 def find_file(folder: Path, name: str) -> Path | None:
-    """Returns a file of a folder, None when there is no such file.
+    """Returns the path of a file in a folder, or None if there is none.
 
     A symbolic link may lead anywhere below the folder and, in a snapshot of the Hugging
-    Face cache, anywhere below the folder of its repository (where `blobs` lies). The
+    Face cache, anywhere below the folder of its repository (which holds `blobs`). The
     folder itself may be a link.
 
     Raises:
-      ValueError: it is a link that leads elsewhere, or to nothing, or is no file.
+      ValueError: it is a link that leads elsewhere or is broken, or it is not a file.
     """
     path = folder / name
     try:
@@ -54,7 +54,7 @@ def find_file(folder: Path, name: str) -> Path | None:
 
 
 def read_bytes(path: Path, max_bytes: int) -> bytes:
-    """Returns what is in a file; ValueError where it cannot be read or is larger."""
+    """Returns the content of a file; ValueError if it is unreadable or above max_bytes."""
     try:
         with path.open("rb") as file:
             content = file.read(max_bytes + 1)
@@ -97,7 +97,7 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
     try:
         value = json.loads(text, object_pairs_hook=_without_duplicates)
     except RecursionError:
-        # Not chained: a traceback of a thousand lines says no more.
+        # Not chained: the traceback of a thousand lines adds no information.
         raise ValueError(
             f"{source} is JSON that is nested too deep; fetch the file again."
         ) from None
@@ -111,7 +111,8 @@ def parse_object(text: bytes, source: str) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Which of two values counts differs between readers, so neither does."""
+    """Returns the pairs as a dict; ValueError for a duplicate key, which JSON readers treat
+    differently."""
     value = dict(pairs)
     if len(value) < len(pairs):
         seen: set[str] = set()

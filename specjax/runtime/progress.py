@@ -1,4 +1,4 @@
-"""Progress of long work: bars on stderr, or a function of the caller's."""
+"""Progress of long work: bars on stderr, or calls of the caller's function."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import TypeAlias
 
 from tqdm import tqdm
 
-# Told what is under way, how many units are done, and of how many: 0 where nobody knows.
+# Report(name of the work, units done, units in total or 0 if unknown).
 Report: TypeAlias = Callable[[str, int, int], None]
 
-# Counted work that is over sooner shows nothing.
+# Counted work that ends within this time shows no bar.
 QUIET_S = 1.0
 
 
 class Progress:
     """Passes reports on, or shows them as one bar at a time, or drops them.
 
-    What reports is work of others: a function that raises, or a bar that cannot be drawn,
-    is dropped with one warning, and the work goes on. An interrupt is passed on.
+    A function that raises, or a bar that cannot be drawn, is dropped with one warning, and
+    the work continues. A KeyboardInterrupt is passed on.
     """
 
     def __init__(self, show: bool | Report):
@@ -29,7 +29,7 @@ class Progress:
         self._what = ""
 
     def report(self, what: str, done: int, total: int) -> None:
-        """Says that `done` of `total` units of `what` are done."""
+        """Reports that `done` of `total` units of `what` are done."""
         try:
             if self._report is not None:
                 self._report(what, done, total)
@@ -46,7 +46,7 @@ class Progress:
             self._drop(error)
 
     def _drop(self, error: Exception) -> None:
-        """Reports no more; says why."""
+        """Stops reporting, with a warning that gives the error."""
         what = "progress bars" if self._has_bars else "the progress function"
         self._report, self._has_bars, self._bar = None, False, None
         warnings.warn(

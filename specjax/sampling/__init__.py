@@ -1,6 +1,6 @@
-"""Logits to the distribution that is sampled, the tokens drawn from it, and their logprobs.
+"""Sampling: from logits to the sampled distribution, the tokens drawn, and their logprobs.
 
-One path for plain decoding, drafting and verifying: every function takes flat
+Plain decoding, drafting and verification share one path: every function takes flat
 tokens (nodes), each with its own row and its own prefix.
 """
 

@@ -1,4 +1,4 @@
-"""The first of the largest: of values, of scores, and of scores that a cheap bound precedes."""
+"""Argmax with the lowest index on ties: of values, of scores, and of scores with a cheap bound."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from jax import Array, lax
 
 BLOCK = 128  # 64 to 256 cost the same on x86-64 with jax 0.10.2
 
-# Up to this many values all scores are computed: there is little to leave out, and the
-# code for leaving it out is compiled in every step.
+# Up to this many values all scores are computed: little could be skipped, and the code to
+# skip it is compiled in every step.
 SMALL = 4 * BLOCK
 
-# Of the blocks with the largest values, or with any at all: how many are worth
-# gathering, and how wide they are. Enough for top_k = 50, whose tokens lie in 50 blocks
-# at most; other sizes were not compared. What filters cost with these is measured by
-# specjax.bench.noise, on x86-64 with jax 0.10.2 and 0.12.0: docs/benchmarks/seeded-noise.md.
+# Number and width of the blocks that are gathered, those with the largest values or with any
+# above -inf. Enough for top_k = 50, whose tokens are in at most 50 blocks; other sizes were
+# not compared. specjax.bench.noise measures the cost of filters with these, on x86-64 with
+# jax 0.10.2 and 0.12.0: docs/benchmarks/seeded-noise.md.
 FEW, FEW_BLOCK = 64, 32
 
-# Values f32[n, m] and their indices i32[n or 1, m] to scores f32[n, m]; elementwise,
-# and -inf for -inf.
+# Score(values f32[n, m], indices i32[n or 1, m]) -> scores f32[n, m]; elementwise, and
+# -inf for a value of -inf.
 Score: TypeAlias = Callable[[Array, Array], Array]
 
 
 def as_it_is(values: Array, index: Array | None = None) -> Array:
-    """Returns the values: the score of an argmax of what is there."""
+    """Returns the values unchanged: the score function of a plain argmax."""
     return values
 
 
 def first_argmax(values: Array, score: Score = as_it_is) -> tuple[Array, Array]:
     """Returns the lowest index of each row's best score, i32[n], and the score, f32[n].
 
-    The best of each block, then an argmax over blocks and one inside the best
-    block: a plain maximum is vectorised on CPU and jnp.argmax is not. Scores are
+    It takes the maximum of each block, then an argmax over blocks and one inside the
+    best block: a plain maximum is vectorised on CPU and jnp.argmax is not. Scores are
     computed in the pass that takes the maximum and again for the one block, never
     stored. NaN counts as +inf.
 
@@ -43,18 +43,18 @@ def first_argmax(values: Array, score: Score = as_it_is) -> tuple[Array, Array]:
     """
     largest = block_maxima(values, _nan_as_inf(score))
     block = jnp.argmax(largest, axis=1).astype(jnp.int32)
-    # No comparison with the maximum found before: what is computed again may differ
-    # from it in the last bit.
+    # Not compared with the maximum found before: recomputed scores may differ from it in the
+    # last bit.
     return _argmax_inside(values, block, score)
 
 
 class _Search(NamedTuple):
-    """The best score seen, and what the blocks not yet seen could still hold."""
+    """The best score so far, and the bounds of blocks not searched yet."""
 
-    bounds: Array  # f32[n, num_blocks], -inf where a block was seen
-    next_block: Array  # i32[n], the first with the largest bound
+    bounds: Array  # f32[n, num_blocks], -inf for a searched block
+    next_block: Array  # i32[n], the first block with the largest bound
     next_bound: Array  # f32[n]
-    index: Array  # i32[n], the lowest of the best score
+    index: Array  # i32[n], the lowest index of the best score
     best: Array  # f32[n]
 
     @property
@@ -62,17 +62,17 @@ class _Search(NamedTuple):
         """Whether the next block could hold a better score, or an equal one before it."""
         is_before = BLOCK * self.next_block < self.index
         is_equal = self.next_bound == self.best
-        # Once all are seen every bound is -inf: nothing can keep the search going.
+        # Once all blocks are searched every bound is -inf, and the search ends.
         is_left = self.next_bound > -jnp.inf
         return is_left & ((self.next_bound > self.best) | (is_equal & is_before))
 
 
 def bounded_argmax(values: Array, score: Score, bound: Score) -> tuple[Array, Array]:
-    """`first_argmax` that computes scores only in the blocks that can still win.
+    """Returns `first_argmax`, computing scores only in blocks that can still win.
 
-    Blocks are seen in the order of their largest bounds until none that is left can
-    reach the best score so far. A tight bound needs one block, or two; one that is
-    no help sees them all, and nothing but time is lost.
+    Blocks are searched in descending order of their bounds until none that is left can
+    reach the best score so far. With a tight bound that takes one or two blocks; with a
+    loose one it searches all, which costs only time.
 
     Args:
       values: f32[n, size].
@@ -84,12 +84,12 @@ def bounded_argmax(values: Array, score: Score, bound: Score) -> tuple[Array, Ar
 
 
 def block_bounds(values: Array, bound: Score) -> Array:
-    """Returns what no score of a block exceeds, f32[n, num_blocks]; +inf for NaN."""
+    """Returns an upper bound of the scores of each block, f32[n, num_blocks]; +inf for NaN."""
     return block_maxima(values, _nan_as_inf(bound))
 
 
 def search_blocks(bounds: Array, values: Array, score: Score) -> tuple[Array, Array]:
-    """`bounded_argmax`, given the bounds of the blocks."""
+    """Returns `bounded_argmax`, given the bounds of the blocks."""
     index = jnp.full(values.shape[0], values.shape[1], jnp.int32)
     start = _Search(bounds, *first_argmax(bounds), index, jnp.full_like(bounds[:, 0], -jnp.inf))
 
@@ -108,20 +108,20 @@ def search_blocks(bounds: Array, values: Array, score: Score) -> tuple[Array, Ar
         )
 
     end = lax.while_loop(lambda search: jnp.any(search.is_open), see, start)
-    # Nothing was seen of a row of -inf: all of it is the best there is.
+    # In a row of only -inf no block is searched, and index 0 is among the best.
     return jnp.where(end.best == -jnp.inf, 0, end.index), end.best
 
 
 def sparse_argmax(
     values: Array, score: Score, otherwise: Callable[[Array], tuple[Array, Array]]
 ) -> tuple[Array, Array]:
-    """`first_argmax` that computes scores for the few blocks with anything but -inf.
+    """Returns `first_argmax`, computing scores only in the few blocks with a value above -inf.
 
-    NaN in a block of -inf may go unseen.
+    NaN in a block of -inf may be missed.
 
     Args:
       values: f32[n, size].
-      otherwise: values to indices and scores, where some row has more than FEW such
+      otherwise: maps values to indices and scores; used if some row has more than FEW such
         blocks of FEW_BLOCK.
     """
     if is_short(values):
@@ -138,7 +138,7 @@ def sparse_argmax(
 
 
 def empty_blocks(values: Array) -> Array:
-    """Returns which blocks of FEW_BLOCK hold nothing but -inf, bool[n, num_blocks]."""
+    """Returns which blocks of FEW_BLOCK hold only -inf, bool[n, num_blocks]."""
     return block_maxima(values, width=FEW_BLOCK) == -jnp.inf
 
 
@@ -149,9 +149,9 @@ def are_few(is_empty: Array) -> Array:
 
 
 def indices_of_few(is_empty: Array, size: int) -> Array:
-    """Returns the indices inside FEW blocks that hold all that is not -inf, ascending.
+    """Returns the indices of FEW blocks that hold all values above -inf.
 
-    In the order of their indices, so that the first of equals is the lowest.
+    They are ascending, so that the first of equal scores has the lowest index.
     """
     num_blocks = is_empty.shape[1]
     place = num_blocks - jnp.arange(num_blocks, dtype=jnp.float32)[None, :]
@@ -160,15 +160,15 @@ def indices_of_few(is_empty: Array, size: int) -> Array:
 
 
 def is_short(values: Array) -> bool:
-    """Whether few blocks would be most of a row."""
+    """Returns whether FEW blocks are at least half of a row."""
     return values.shape[1] <= 2 * FEW * FEW_BLOCK
 
 
 def top_few(values: Array) -> tuple[Array, Array]:
     """Returns the FEW largest of each row, in order, and their indices.
 
-    The barrier keeps XLA from slicing the result before it has recognised what it
-    has a routine for: it would sort everything, which takes ten times as long.
+    The barrier keeps XLA from slicing the result before it recognises a top_k: it would
+    sort all values instead, which takes ten times as long.
     """
     return lax.optimization_barrier(tuple(lax.top_k(values, FEW)))
 
@@ -178,7 +178,7 @@ def block_indices(blocks: Array, size: int) -> Array:
 
     Args:
       blocks: i32[n, count].
-      size: past the last index; the last block repeats the last one.
+      size: length of a row; indices past its end are replaced by the last one.
     """
     index = FEW_BLOCK * blocks[:, :, None] + jnp.arange(FEW_BLOCK)[None, None, :]
     return jnp.minimum(index, size - 1).reshape(blocks.shape[0], -1)
@@ -206,11 +206,11 @@ def _argmax_inside(values: Array, block: Array, score: Score) -> tuple[Array, Ar
 
 
 def _nan_as_inf(score: Score) -> Score:
-    """Keeps NaN in sight: a maximum of more than some thousand values on CPU drops it.
+    """Returns the score with NaN as +inf: on a CPU a maximum of many values may drop NaN.
 
-    (jax 0.10.2 to 0.12.0, whose library for reductions has a maximum of its own. The
-    select also keeps XLA from handing the reduction to that library and storing the
-    scores for it, which takes twice as long for a bound.)
+    (More than some thousand values, jax 0.10.2 to 0.12.0, whose reduction library has its
+    own maximum. The select also keeps XLA from passing the reduction to that library and
+    storing the scores for it, which takes twice as long for a bound.)
     """
 
     def without_nan(values: Array, index: Array) -> Array:

@@ -1,4 +1,4 @@
-"""Which token each node samples."""
+"""Chooses the token that each node samples."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from specjax.sampling.seeded_noise import (
     token_keys,
 )
 
-# Values, scores and a bound of them to the index and the score of the best.
+# Search(values, score, bound) -> index and score of the best.
 Search: TypeAlias = Callable[[Array, Score, Score], tuple[Array, Array]]
 
 
@@ -41,7 +41,7 @@ class Choice(NamedTuple):
     """The token each node samples."""
 
     token_ids: Array  # i32[num_tokens], inside the vocabulary even where invalid
-    is_invalid: Array  # bool[num_tokens]: the logits held NaN or +inf, or nothing could be chosen
+    is_invalid: Array  # bool[num_tokens]: logits held NaN or +inf, or no token could be chosen
 
 
 def choose_tokens(
@@ -56,18 +56,18 @@ def choose_tokens(
 ) -> Choice:
     """Draws a token per node by argmax of processed logits plus seeded Gumbel noise.
 
-    The noise belongs to (row's seed, position of the new token, role), so the same
-    logits give the same token in whatever batch, step or draft they appear. Rows of
-    temperature 0 take the argmax; the lowest id wins a tie.
+    The noise is a function of (row's seed, position of the new token, role), so the same
+    logits give the same token in any batch, step or draft. Rows of temperature 0 take
+    the argmax; the lowest id wins a tie.
 
-    A batch in which no row uses a feature pays for an argmax only; one with
-    temperatures alone for argmax and noise, and on a TPU for one read of the logits.
+    A batch in which no row uses a feature costs only an argmax. With temperatures alone it
+    costs argmax and noise, and on a TPU one read of the logits.
 
     Args:
       logits: f32[num_tokens, vocab].
       row_ids, positions, history: as for `process_logits`.
-      role: whose draw this is, of `seeded_noise`; i32[] or i32[num_tokens].
-      processed: `process_logits` of the same arguments, if there already.
+      role: purpose of the draw, from `seeded_noise`; i32[] or i32[num_tokens].
+      processed: `process_logits` of the same arguments, if already computed.
     """
     return choose_and(
         lambda choice, processed: choice,
@@ -92,11 +92,11 @@ def choose_and(
     role: int | Array = TARGET_TOKEN,
     processed: Array | None = None,
 ) -> Any:
-    """`choose_tokens`, and what `describe` makes of the choice where it is made.
+    """Returns describe(choice, processed logits), called in the branch that makes the choice.
 
     Args:
-      describe: given the choice, and the processed logits or None where the batch
-        needed none (`is_plain` of all); the same shapes either way.
+      describe: gets the choice of `choose_tokens`, and the processed logits, or None where
+        all tokens are plain; returns the same shapes either way.
     """
     check_shapes(logits, sampling, row_ids, positions, history)
     row = jnp.minimum(row_ids, sampling.rows - 1)
@@ -105,7 +105,7 @@ def choose_and(
     def race(values: Array, scale: Callable[[Array], Array], search: Search) -> Choice:
         keys = token_keys(sampling.seeds[row], positions + 1, role)
         temperature = sampling.temperature[row]
-        # A factor, as XLA's code for a select over logarithms is slow on CPU.
+        # A factor instead of a select: XLA's code for a select over logarithms is slow on CPU.
         is_random = (temperature > 0).astype(jnp.float32)[:, None]
 
         def score(part: Array, token_ids: Array) -> Array:
@@ -115,12 +115,12 @@ def choose_and(
             return scale(part) + is_random * gumbel_bound(keys, token_ids)
 
         def by_kernel() -> Choice:
-            # What is scaled already has its largest at 0, and temperature 1 keeps it.
+            # Scaled logits have their largest at 0; temperature 1 leaves them unchanged.
             own = is_random[:, 0] if scale is as_it_is else temperature
             sample = seeded_sample(values, keys, own, implementation="mosaic_tpu")
             return Choice(sample.token_ids, sample.is_invalid)
 
-        # Two logarithms per token take most of the time of a race on CPU only.
+        # Only on a CPU do two logarithms per token take most of the time.
         def by_xla() -> Choice:
             return _choice(
                 *lax.platform_dependent(
@@ -130,7 +130,7 @@ def choose_and(
                 )
             )
 
-        # Both paths below take the same one: a token must not depend on which it is.
+        # Both paths below use the same implementation, so that tokens do not depend on the path.
         races = {"mosaic_tpu": needs_platform("tpu", by_kernel), "xla": by_xla}
         return call_best(races, named_for("seeded_sample", None))
 
@@ -152,7 +152,7 @@ def choose_and(
 
         choice = lax.cond(
             used.temperature,
-            # A filter may have hidden it, or a maximum over blocks that drops NaN.
+            # A filter, or a maximum over blocks that drops NaN, may have hidden a NaN or +inf.
             lambda: checked(race(values, as_it_is, _few_or_bounded)),
             greedy,
         )
@@ -171,7 +171,7 @@ def choose_and(
 
 
 def _few_or_bounded(values: Array, score: Score, bound: Score) -> tuple[Array, Array]:
-    """Draws noise only for what can be chosen, where a filter has left little."""
+    """Draws noise only for tokens that can be chosen, where a filter has left few."""
     return sparse_argmax(values, score, lambda values: bounded_argmax(values, score, bound))
 
 
@@ -184,10 +184,10 @@ def _choice(token_ids: Array, largest: Array) -> Choice:
 
 
 def target_probs(processed: Array, sampling: RowSampling, row_ids: Array) -> Array:
-    """Returns the distribution that is sampled, f32[num_tokens, vocab], rows sum to 1.
+    """Returns the sampled distribution, f32[num_tokens, vocab], rows sum to 1.
 
-    One-hot at the argmax for temperature 0, and where the logits are invalid: no
-    NaN reaches a verification rule.
+    It is one-hot at the argmax for temperature 0, and where the logits are invalid, so
+    that no NaN reaches a verification rule.
     """
     row = jnp.minimum(row_ids, sampling.rows - 1)
     token_ids, best = first_argmax(processed)

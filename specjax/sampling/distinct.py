@@ -1,4 +1,4 @@
-"""The best few scores of a row, each of another index."""
+"""Finds the best few scores of a row, at distinct indices."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ from specjax.sampling.argmax import (
 
 NOT_FOUND = -1
 
-# Indices found so far, i32[n, count], to the best index that is not among them and its
-# score.
+# Next(indices found so far, i32[n, count]) -> the best of the other indices, and its score.
 Next: TypeAlias = Callable[[Array], tuple[Array, Array]]
 
 
@@ -34,24 +33,24 @@ def best_distinct(
     *,
     may_be_sparse: Array,
 ) -> tuple[Array, Array]:
-    """Returns the indices of the `count` best scores in order, i32[n, count], and these.
+    """Returns the indices of the `count` best scores in order, i32[n, count], and the scores.
 
-    Of equal scores the lowest index comes first; where a score is -inf the index means
-    nothing. NaN counts as +inf. On CPU bounds are computed once for all and scores
-    only where they can win, or only for what is not -inf where that is little.
+    Of equal scores the lowest index comes first; the index of a score of -inf is
+    meaningless. NaN counts as +inf. On a CPU bounds are computed once, and scores only
+    where they can win, or only for values above -inf if these are few.
 
     Args:
       values: f32[n, size].
       score: as for `bounded_argmax`.
       bounds: computes the `block_bounds`.
-      may_be_sparse: bool[], whether to look for how much is not -inf.
+      may_be_sparse: bool[], whether to check if few values are above -inf.
     """
 
     def all_scores(values: Array) -> tuple[Array, Array]:
         return _in_turn(lambda found: first_argmax(values, without(score, found)))
 
     def bounded(values: Array) -> tuple[Array, Array]:
-        # Bounds of what is found stand: its blocks are seen again, in vain.
+        # Bounds include indices already found: their blocks are searched again, needlessly.
         of_blocks = bounds()
         return _in_turn(lambda found: search_blocks(of_blocks, values, without(score, found)))
 
@@ -99,7 +98,7 @@ def best_distinct(
 
 
 def without(score: Score, found: Array) -> Score:
-    """Returns the score that is -inf at the indices found, i32[n, count]."""
+    """Returns a score function that gives -inf at the indices found, i32[n, count]."""
 
     def of_others(values: Array, index: Array) -> Array:
         is_found = jnp.any(index[:, :, None] == found[:, None, :], axis=2)

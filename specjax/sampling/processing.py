@@ -1,4 +1,4 @@
-"""Logits to processed logits: bias, masks, penalties, temperature, min_p, top_k, top_p."""
+"""Processes logits: bias, masks, penalties, temperature, min_p, top_k, top_p."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from specjax.sampling.row_sampling import RowSampling
 
 
 class TreeHistory(NamedTuple):
-    """What stands before each node of a tree, where siblings share a position."""
+    """The prefix of each node of a tree, in which siblings share a position."""
 
     token_ids: Array  # i32[rows, max_length], committed tokens by position
     roots: Array  # i32[num_tokens], the root's position; the node's path follows it
     path_token_ids: Array  # i32[num_tokens, max_depth], ancestors after the root, and itself
 
     def prefixes(self, row: Array) -> Array:
-        """Returns i32[num_tokens, max_length], right up to each node's own position."""
+        """Returns prefixes i32[num_tokens, max_length], valid up to each node's own position."""
         committed = self.token_ids[row]
         depth = self.path_token_ids.shape[1]
         ahead = jnp.arange(committed.shape[1])[None, :] - self.roots[:, None] - 1
@@ -35,12 +35,12 @@ class TreeHistory(NamedTuple):
         return jnp.where((ahead >= 0) & (ahead < depth), drafted, committed)
 
 
-# i32[rows, max_length], tokens by position, drafts of a chain included; or a tree's.
+# i32[rows, max_length], tokens by position, drafts of a chain included; or a TreeHistory.
 History: TypeAlias = Array | TreeHistory
 
 
 class Usage(NamedTuple):
-    """Whether a token, or any of the batch, needs a feature, bool[num_tokens] or bool[] each."""
+    """Which features each token, or any of the batch, needs; bool[num_tokens] or bool[] each."""
 
     allowed: Array
     bias: Array
@@ -67,8 +67,8 @@ class Usage(NamedTuple):
     def masks(self) -> Array:
         """Whether a NaN or +inf among the logits may be gone after processing.
 
-        All but what adds or multiplies, which leaves them NaN or +inf (+inf less inf is NaN);
-        a feature to come counts at first.
+        True for every feature except those that add or multiply, which keep NaN or +inf (+inf
+        less inf is NaN). A new feature counts by default.
         """
         keeps = {"bias", "repetition", "presence", "frequency"}
         hides = [used for name, used in self._asdict().items() if name not in keeps]
@@ -76,13 +76,13 @@ class Usage(NamedTuple):
 
 
 def usage(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
-    """Returns which features the rows that have tokens in a batch use."""
+    """Returns the features used by rows with tokens in the batch, bool[] each."""
     by_token = _usage_by_token(sampling, row_ids, positions)
     return Usage(*jnp.any(jnp.stack(by_token), axis=1))
 
 
 def is_plain(sampling: RowSampling, row_ids: Array, positions: Array) -> Array:
-    """Returns which tokens nothing but the temperature decides, bool[num_tokens]; padding is
+    """Returns which tokens use no feature but the temperature, bool[num_tokens]; padding is
     plain."""
     used = _usage_by_token(sampling, row_ids, positions)
     return ~(used.edits | used.filters)
@@ -109,8 +109,8 @@ def _usage_by_token(sampling: RowSampling, row_ids: Array, positions: Array) -> 
 
 
 def own_rows(sampling: RowSampling, row_ids: Array) -> tuple[Array, Array]:
-    """Returns the row of each token, inside the batch, and whether it is one: padding is no
-    row's."""
+    """Returns the row of each token, clamped to the batch, and whether the token is no
+    padding."""
     return _clamp(row_ids, sampling), row_ids < sampling.rows
 
 
@@ -121,15 +121,16 @@ def process_logits(
     positions: Array,
     history: History,
 ) -> Array:
-    """Returns logits whose softmax is what each node samples, f32[num_tokens, vocab].
+    """Returns logits whose softmax each node samples from, f32[num_tokens, vocab].
 
-    In this order: allowed ids, bad ids and logit_bias, min_tokens, repetition,
-    frequency and presence penalty; then, unless the row's temperature is 0, the
-    temperature, min_p, top_k and top_p, each over what the one before left. -inf is
-    what cannot be chosen. Tokens equal to the last one kept are kept too, and the
-    most likely token always is. With a temperature the largest logit is 0.
+    The order is: allowed ids, bad ids and logit_bias, min_tokens, repetition, frequency
+    and presence penalty; then, unless the row's temperature is 0, the temperature,
+    min_p, top_k and top_p, each over the tokens that the one before kept. Tokens that
+    cannot be chosen get -inf. Tokens equal to the last one kept are kept too, and the most
+    likely token always is. With a temperature the largest logit is 0.
 
-    A row with NaN has NaN or -inf there, anything elsewhere, and touches no other row.
+    A NaN logit becomes NaN or -inf; other logits of its row are arbitrary then, and other
+    rows are not affected.
 
     Args:
       logits: f32[num_tokens, vocab], of the token at positions + 1.
@@ -156,13 +157,13 @@ def process_logits(
 
 
 def scaler(logits: Array, sampling: RowSampling, row: Array) -> Callable[[Array], Array]:
-    """Returns what divides by the temperature, largest logit 0, except where it is 0.
+    """Returns a function that shifts the largest logit to 0 and divides by the temperature.
 
-    Subtracting the maximum first keeps precision for the tokens that matter, and no
-    temperature can make it overflow to +inf.
+    It changes nothing where the temperature is 0. Subtracting the maximum first keeps
+    precision for the likely tokens, and no temperature can overflow to +inf.
 
     Args:
-      logits: f32[num_tokens, vocab], of which the maximum is taken.
+      logits: f32[num_tokens, vocab], whose maximum is subtracted.
       row: i32[num_tokens], inside the batch.
     """
     temperature = sampling.temperature[row][:, None]
@@ -180,7 +181,7 @@ def check_shapes(
     positions: Array,
     history: History,
 ) -> None:
-    """Raises ValueError for arguments that do not belong together."""
+    """Raises ValueError for arguments of inconsistent shapes or dtypes."""
     num_tokens = logits.shape[0]
     if logits.ndim != 2 or logits.dtype != jnp.float32:
         raise ValueError(
@@ -199,7 +200,7 @@ def _clamp(row_ids: Array, sampling: RowSampling) -> Array:
 
 
 def _is_early(sampling: RowSampling, row: Array, positions: Array) -> Array:
-    """Whether a stop token is not yet allowed at the next position, bool[num_tokens]."""
+    """Returns where a stop token is not yet allowed at the next position, bool[num_tokens]."""
     num_output = positions + 1 - sampling.prompt_lengths[row]
     return num_output < sampling.min_tokens[row]
 
@@ -216,7 +217,7 @@ def _edit(
     positions: Array,
     history: History,
 ) -> Array:
-    """Everything before the temperature, f32[num_tokens, vocab]."""
+    """Applies all features before the temperature, f32[num_tokens, vocab]."""
     vocab = logits.shape[1]
     token = jnp.arange(logits.shape[0])[:, None]
 
@@ -250,10 +251,10 @@ def _edit(
 def _penalise(
     logits: Array, sampling: RowSampling, row: Array, positions: Array, history: History
 ) -> Array:
-    """Repetition, frequency and presence penalties, without a [rows, vocab] count.
+    """Applies repetition, frequency and presence penalties without a [rows, vocab] count.
 
-    The history says where to change the logits: a penalty that counts a token once
-    gathers, recomputes and sets, so that duplicates set the same value.
+    The tokens of the history index the logits to change. A penalty that counts a token
+    once gathers, recomputes and sets, so that duplicates set the same value.
     """
     vocab = logits.shape[1]
     token = jnp.arange(logits.shape[0])[:, None]
@@ -280,7 +281,7 @@ def _penalise(
 
 
 def _filter(scaled: Array, used: Usage, sampling: RowSampling, row: Array) -> Array:
-    """min_p, top_k and top_p as one threshold: cuts from below compose by maximum."""
+    """Applies min_p, top_k and top_p as one threshold, the maximum of their cuts."""
     is_random = sampling.temperature[row] > 0
     min_p = jnp.where(is_random, sampling.min_p[row], 0.0)
     top_k = jnp.where(is_random, sampling.top_k[row], 0)
@@ -307,7 +308,7 @@ def _cut(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> Array:
 
 
 def _cut_few_first(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> Array:
-    """`_cut`, from the largest logits alone for the tokens where they are enough."""
+    """Returns `_cut`, from only the blocks of largest logits for tokens where these suffice."""
     if is_short(scaled):
         return _cut_one_by_one(scaled, min_p, top_k, top_p)
     cut, is_enough = _cut_few(scaled, min_p, top_k, top_p)
@@ -324,15 +325,15 @@ def _cut_few_first(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> A
 
 
 def _cut_one_by_one(*batch: Array) -> Array:
-    """`_cut` for one token at a time, whose logits stay in a CPU's cache for all passes."""
+    """Returns `_cut`, one token at a time: its logits stay in a CPU's cache for all passes."""
     return lax.map(lambda token: _cut(*(x[None] for x in token))[0], batch)
 
 
 def _cut_few(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> tuple[Array, Array]:
     """Looks for the cut in the FEW blocks with the largest maxima.
 
-    No other block holds more than the least of these maxima, the floor: above it
-    the few are all there is.
+    The least of these maxima is the floor: no other block holds a larger logit, so these
+    blocks hold all logits above it.
 
     Returns:
       cut f32[num_tokens], and whether it is that of `_cut`, bool[num_tokens].
@@ -353,7 +354,7 @@ def _cut_few(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> tuple[A
 
     def nucleus() -> tuple[Array, Array]:
         enough = top_p * _mass(scaled, cut)
-        # Of equal weights either all are in the few, or they are not above the floor.
+        # Equal weights are either all in these blocks, or not above the floor.
         is_above = jnp.exp(few) > jnp.exp(floor)[:, None]
         above = _mass(jnp.where(is_above, few, -jnp.inf), cut)
         return _top_p_cut(few, top_p, enough, cut), (top_p >= 1) | (above >= enough)
@@ -363,7 +364,7 @@ def _cut_few(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> tuple[A
 
 
 def _mass(scaled: Array, cut: Array) -> Array:
-    """Returns the sum of the weights of all that is not cut, f32[num_tokens]."""
+    """Returns the sum of the weights of tokens that are not cut, f32[num_tokens]."""
     return jnp.sum(jnp.where(scaled >= cut[:, None], jnp.exp(scaled), 0.0), axis=1)
 
 
@@ -401,14 +402,13 @@ def _top_p_cut(scaled: Array, top_p: Array, enough: Array, cut: Array) -> Array:
 
 
 def _largest_level(holds: Callable[[Array], Array], low: Array, high: Array) -> Array:
-    """Bisects float keys: holds(low) is true, holds(high) is taken to be false.
+    """Bisects float keys; holds(low) must be true, and holds(high) is assumed false.
 
-    At most 32 passes over the logits find the exact float, where a sort would move
-    them all.
+    At most 32 passes over the logits find the exact float; a sort would move them all.
 
     Args:
       holds: f32[num_tokens] -> bool[num_tokens], true up to some level.
-      low: u32[num_tokens], keys; high likewise.
+      low, high: u32[num_tokens], keys.
 
     Returns:
       f32[num_tokens], the largest level for which `holds`.
@@ -427,14 +427,14 @@ def _largest_level(holds: Callable[[Array], Array], low: Array, high: Array) -> 
 
 
 def _key(values: Array) -> Array:
-    """Maps f32 to u32 so that the order stays."""
+    """Maps f32 to u32 in the same order."""
     bits = lax.bitcast_convert_type(values, jnp.uint32)
     sign = jnp.uint32(1 << 31)
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
 def _level(keys: Array) -> Array:
-    """The inverse of `_key`."""
+    """Maps keys back to f32, the inverse of `_key`."""
     sign = jnp.uint32(1 << 31)
     bits = jnp.where(keys >= sign, keys ^ sign, ~keys)
     return lax.bitcast_convert_type(bits, jnp.float32)

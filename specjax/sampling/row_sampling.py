@@ -14,20 +14,20 @@ from jax import Array
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 
-# Past every vocabulary: a scatter with mode="drop" drops it. -1 would wrap.
+# Larger than any vocabulary: a scatter with mode="drop" drops it. -1 would wrap around.
 DROPPED_ID = 2**30
-NO_STOP_ID = -1  # equals no token
+NO_STOP_ID = -1  # equals no token id
 
-# Below this the division by the temperature leaves nothing but the argmax.
+# Lower temperatures are treated as 0: they leave only the argmax.
 MIN_TEMPERATURE = 1e-5
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowSampling:
-    """How each row is sampled: `SamplingParams` as dynamic values.
+    """`SamplingParams` of each row as dynamic values.
 
-    A feature runs for the whole batch when any row that has tokens in it asks for it.
+    A feature runs for the whole batch when any row with tokens in the batch uses it.
     """
 
     temperature: Array  # f32[rows], 0 is greedy
@@ -45,9 +45,9 @@ class RowSampling:
     min_tokens: Array  # i32[rows], output tokens before which no stop token is chosen
     prompt_lengths: Array  # i32[rows]: the output starts at this position
     seeds: Array  # u32[rows, 2]
-    num_logprobs: Array  # i32[rows]: -1 none, 0 the chosen token's, k also of the k most likely
-    has_entropy: Array  # bool[rows], whether the entropy of every draw is asked for
-    is_checked: Array  # bool[rows], whether the row's draws are held against their law
+    num_logprobs: Array  # i32[rows]: -1 none, 0 the chosen token's, k also the k most likely
+    has_entropy: Array  # bool[rows], whether the entropy of every draw is reported
+    is_checked: Array  # bool[rows], whether draws are tested against their distribution
 
     @property
     def rows(self) -> int:
@@ -139,7 +139,7 @@ def reset_rows(sampling: RowSampling, mask: Array) -> RowSampling:
     return dataclasses.replace(sampling, **changes)
 
 
-# What each entry of an empty row holds.
+# Values of the fields in an empty row.
 _EMPTY: dict[str, Any] = {
     "temperature": np.float32(0),
     "top_k": np.int32(0),

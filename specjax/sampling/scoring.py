@@ -23,18 +23,18 @@ from specjax.sampling.row_sampling import RowSampling
 class LogProbs(NamedTuple):
     """Natural log-probabilities; zeros when no row of the batch asks for any.
 
-    `raw` is of the model's logits as they came: temperature 1, no bias, no filter.
-    `tempered` is of these divided by the row's temperature, and nothing else: what a
-    policy-gradient loss can compute again from logits alone.
-    `processed` is of the distribution that is sampled. For a row of temperature 0 it
-    is of the logits after bias and penalties at temperature 1, and `tempered` is `raw`. The
-    top entries are computed when any row of the batch has num_logprobs > 0, most likely
+    `raw` is of the model's unchanged logits: temperature 1, no bias, no filter.
+    `tempered` is of these logits divided by the row's temperature, and nothing else: a
+    policy-gradient loss can compute it from logits alone.
+    `processed` is of the sampled distribution. For a row of temperature 0 it is of the
+    logits after bias and penalties at temperature 1, and `tempered` equals `raw`. The top
+    entries are computed when any row of the batch has num_logprobs > 0, most likely
     first; a filter may leave fewer than max_logprobs, then the rest are -inf. `entropy` is
-    of rows with has_entropy, over the distribution of `processed`; 0 of others.
+    of the distribution of `processed`, for rows with has_entropy; 0 for others.
 
-    `surplus` and `variance` are of rows that check themselves, 0 at temperature 0:
-    the log-probability of the chosen token over what a draw has on average, and the
-    mean square of that. Surpluses of exact draws add up to a martingale.
+    `surplus` and `variance` are for rows with is_checked, 0 at temperature 0: the
+    log-probability of the chosen token less its expectation over draws, and the expected
+    square of that. Sums of the surplus of exact draws are a martingale.
     """
 
     raw: Array  # f32[num_tokens], of the chosen token
@@ -58,7 +58,7 @@ class _Scores(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Of a distribution: what belongs to no token of it; as in LogProbs."""
+    """Entropy, surplus and variance of a distribution, as in LogProbs."""
 
     entropy: Array
     surplus: Array
@@ -66,12 +66,12 @@ class _Shape(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """What the rows of a batch ask for, by token."""
+    """The log-probabilities that the rows of a batch ask for, by token."""
 
-    num_logprobs: Array  # i32[num_tokens], -1 is none
+    num_logprobs: Array  # i32[num_tokens], -1: none
     has_entropy: Array  # bool[num_tokens]
-    is_checked: Array  # bool[num_tokens]: random draws of rows that check themselves
-    is_plain: Array  # bool[num_tokens], of processing
+    is_checked: Array  # bool[num_tokens]: random draws of rows with is_checked
+    is_plain: Array  # bool[num_tokens], from processing.is_plain
 
     @property
     def anything(self) -> Array:
@@ -110,7 +110,7 @@ def token_logprobs(
     Args:
       logits, row_ids, positions, history: as for `process_logits`.
       max_logprobs: EngineConfig.max_logprobs; a vocabulary may be smaller.
-      processed: `process_logits` of the same arguments, if there already.
+      processed: `process_logits` of the same arguments, if already computed.
     """
     asked = _asked(sampling, row_ids, positions)
 
@@ -141,10 +141,10 @@ def choose_and_score(
     *,
     max_logprobs: int,
 ) -> tuple[Choice, LogProbs]:
-    """`choose_tokens` and their `token_logprobs`, processing the logits once for both.
+    """Returns `choose_tokens` and `token_logprobs` of the tokens, processing the logits once.
 
-    Where no row edits or filters them they are not stored again: the short paths of
-    choose_tokens, and sums over the logits as they are.
+    Where no row edits or filters logits, no processed copy is stored: choose_tokens takes
+    its short paths, and sums are over the logits themselves.
     """
     asked = _asked(sampling, row_ids, positions)
     size = logits.shape[0], max_logprobs
@@ -171,7 +171,7 @@ def choose_and_score(
 def _of_edited(
     processed: Array, token_ids: Array, asked: _Asked, max_logprobs: int
 ) -> tuple[_Scores, _Shape]:
-    """Returns what there is to say of processed logits; of tokens that are not plain."""
+    """Returns the scores under processed logits, for tokens that are not plain."""
     most = jnp.max(asked.num_logprobs)
     scores = lax.cond(
         most >= 0,
@@ -190,9 +190,9 @@ def _together(
     own: _Scores,
     own_shape: _Shape,
 ) -> LogProbs:
-    """Returns all of it; own is `_of_edited`, and taken for tokens that are not plain.
+    """Returns all LogProbs; `own`, from `_of_edited`, is used for tokens that are not plain.
 
-    The others have `tempered`, whoever else is in the batch: their bits do not depend on it.
+    Plain tokens use `tempered`, so that their bits do not depend on other rows of the batch.
     """
     row, is_own = own_rows(sampling, row_ids)
     temperature = sampling.temperature[row]
@@ -204,7 +204,7 @@ def _together(
 
     def scores() -> tuple[_Scores, _Scores, Array]:
         raw = of(logits, most > 0)
-        # The most likely after the temperature are asked for where that is all.
+        # The top tokens after the temperature are needed only for plain tokens.
         needs_top = (most > 0) & jnp.any(is_divided & asked.is_plain)
         tempered = lax.cond(
             jnp.any(is_divided),
@@ -227,10 +227,10 @@ def _choose(mask: Array, one: Any, other: Any) -> Any:
 
 
 def _shape(make: Callable[[], Array], token_ids: Array, asked: _Asked, mask: Array) -> _Shape:
-    """Returns the _Shape of some logits, for tokens in mask; 0 for what is not asked.
+    """Returns the _Shape of some logits for tokens in mask; 0 where it is not asked for.
 
     Args:
-      make: returns f32[num_tokens, vocab], called where they are needed.
+      make: returns the logits f32[num_tokens, vocab]; called only if they are needed.
     """
     nothing = _no_shape(token_ids.shape[0])
     has_entropy, is_checked = asked.has_entropy & mask, asked.is_checked & mask
@@ -251,7 +251,7 @@ def _entropy(processed: Array) -> Array:
     """Returns the entropies f32[num_tokens] of some logits, in nats."""
     log_probs = jax.nn.log_softmax(processed, axis=1)
     probs = jnp.exp(log_probs)
-    # 0 * -inf: what cannot be drawn adds nothing.
+    # Tokens of probability 0 add nothing; 0 * -inf would be NaN.
     return -jnp.sum(probs * jnp.where(probs > 0, log_probs, 0.0), axis=1)
 
 
@@ -259,7 +259,7 @@ def _surplus(processed: Array, token_ids: Array, is_checked: Array) -> tuple[Arr
     """Returns surplus and variance f32[num_tokens], 0 where not is_checked."""
     log_probs = jax.nn.log_softmax(processed, axis=1)
     probs = jnp.exp(log_probs)
-    # 0 * -inf: what cannot be drawn adds nothing.
+    # Tokens of probability 0 add nothing; 0 * -inf would be NaN.
     finite = jnp.where(probs > 0, log_probs, 0.0)
     mean = jnp.sum(probs * finite, axis=1, keepdims=True)
     variance = jnp.sum(probs * (finite - mean) ** 2, axis=1)

@@ -1,7 +1,7 @@
-"""Noise as a function of (seed, position, role, token id): no key to carry, no state.
+"""Noise as a function of (seed, position, role, token id), without keys or state to carry.
 
-What a step draws depends on where a token stands, never on the step, the batch or
-the draft, so that plain decoding and every speculation see the same draws.
+A draw depends on the position of its token, never on the step, the batch or the
+draft, so that plain decoding and speculative decoding use the same draws.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pallas_kernels import counter_noise
 from pallas_kernels.counter_noise import BOUND_SLACK as BOUND_SLACK
 from pallas_kernels.counter_noise import random_bits as random_bits
 
-# What a draw decides. Draws of one (seed, position) under two roles are independent.
-# TARGET_TOKEN is shared on purpose by the target and a drafter that imitates it.
+# Purpose of a draw. Draws of one (seed, position) under two roles are independent.
+# The target and a drafter that imitates it share TARGET_TOKEN on purpose.
 TARGET_TOKEN, ACCEPT, RECOVER, DRAFT = range(4)
 NUM_ROLES = 4
 
 
 def node_role(role: int, node: int | Array) -> int | Array:
-    """Returns a role of its own for each node of a draft, among draws of one position."""
+    """Returns a distinct role for each node of a draft, for draws at one position."""
     return role + NUM_ROLES * node
 
 
@@ -32,7 +32,7 @@ def token_keys(seeds: Array, positions: Array, role: int | Array) -> Array:
     Args:
       seeds: u32[num_tokens, 2].
       positions: i32[num_tokens].
-      role: one of the module's roles, or i32[num_tokens]; of a node by `node_role`.
+      role: one of the module's roles, or i32[num_tokens]; for a node from `node_role`.
     """
     roles = jnp.broadcast_to(jnp.asarray(role, jnp.int32), positions.shape)
     counts = jnp.stack([positions, roles], axis=-1).astype(jnp.uint32)
@@ -57,5 +57,5 @@ def gumbel_noise(keys: Array, token_ids: int | Array) -> Array:
 
 
 def gumbel_bound(keys: Array, token_ids: int | Array) -> Array:
-    """Returns f32[num_tokens, n] above `gumbel_noise` of the same ids, with no logarithm."""
+    """Returns upper bounds of `gumbel_noise` of the same ids, f32[num_tokens, n], cheaper."""
     return counter_noise.gumbel_bound(random_bits(keys, token_ids))

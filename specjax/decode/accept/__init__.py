@@ -1,4 +1,4 @@
-"""Verification rules: which draft tokens stand, and what follows them. One per file.
+"""Verification rules: which draft tokens are accepted, and the token after them. One per file.
 
 | rule | drafts | output | noise |
 |---|---|---|---|
@@ -10,8 +10,8 @@
 | `accept_typical` | chains, trees | lossy | in the choices |
 | `accept_synthetic` | chains, trees | made up | f32[rows, max_depth] |
 
-`num_draws` is of the vocabulary: how many numbers draw one token.
-Rules are pure functions of arrays, row by row: a NaN in one row changes no other.
+`num_draws(vocab)` is how many uniform numbers it takes to draw one token.
+Rules are pure functions of arrays, and rows are independent: NaN in one row changes no other.
 """
 
 from specjax.decode.accept.block import accept_by_blocks as accept_by_blocks

@@ -1,4 +1,4 @@
-"""Block verification: the drafts of a chain decided together."""
+"""Block verification: accepts a prefix of a chain by the joint probability of its tokens."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from specjax.types import Acceptance, Proposal
 
 
 def accept_by_blocks(noise: Array, proposal: Proposal, target_probs: Array) -> Acceptance:
-    """Accepts a prefix of each chain, of the greatest expected length there is, in law.
+    """Accepts a prefix of each chain, of optimal expected length, distributed as the target.
 
     The prefix of i draft tokens has the joint survival P_i = min(1, P_{i-1} target(x_i)
-    / draft(x_i)); a prefix of low survival may stand for the sake of a longer one. The
-    longest prefix whose own draw accepts it stands. Never accepts fewer tokens in
-    expectation than `accept_by_rejection`, and the output is distributed as the target.
+    / draft(x_i)); a prefix of low survival may be accepted as part of a longer one. The
+    longest prefix that its own draw accepts is the result. The expected number of
+    accepted tokens is never below that of `accept_by_rejection`.
 
-    Whether a draft token stands among num_tokens may depend on what was drawn before
-    it, never on itself or on what was drawn later.
+    Whether num_tokens includes a draft token may depend on tokens drawn before it,
+    never on itself or on tokens drawn later.
 
     Args:
       noise, proposal, target_probs: as for `accept_by_rejection`; noise [j, 0]
-        decides the prefix that ends in draft token j.
+        accepts or rejects the prefix that ends in draft token j.
 
     Raises:
       ValueError: the proposal is a tree (see `accept_by_traversal`), has no probs, or
@@ -57,7 +57,7 @@ def is_prefix_accepted(draw: Array, excess: Array, survival: Array) -> Array:
 
 
 def capped_ratio(survival: Array, target_prob: Array, draft_prob: Array) -> Array:
-    """Returns min(1, survival * target / draft); 0 where the target cannot say it."""
+    """Returns min(1, survival * target / draft); 0 where the target's probability is 0."""
     scaled = survival * target_prob
     is_surely = (scaled >= draft_prob) & (scaled > 0)
     ratio = scaled / jnp.where(draft_prob > 0, draft_prob, 1.0)

@@ -1,4 +1,4 @@
-"""Equality: draft tokens stand where they are what the target chooses."""
+"""Equality: accepts draft tokens that are the target's own choice."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from specjax.types import Acceptance, Proposal
 
 
 def accept_by_equality(proposal: Proposal, target_token_ids: Array) -> Acceptance:
-    """Accepts the longest path from the root that equals what the target chooses.
+    """Accepts the longest path from the root that equals the target's own choices.
 
-    `greedy`, `seeded` and `delta` are this one rule; they differ in how the target
+    `greedy`, `seeded` and `delta` are all this rule; they differ in how the target
     chooses (argmax, or argmax of log p plus noise that depends on seed and position
-    alone) and in whether the drafter looks at the same noise. Whatever was drafted,
-    the tokens emitted are those that plain decoding would have chosen. Among equal
-    siblings the one of the lowest index stands.
+    alone) and in whether the drafter uses the same noise. Whatever is drafted, the
+    emitted tokens are those that plain decoding would choose. Among equal siblings
+    the one of the lowest index is accepted.
 
     Args:
       target_token_ids: i32[rows, num_nodes], the target's choice after each node; entry
@@ -45,7 +45,7 @@ def accept_by_equality(proposal: Proposal, target_token_ids: Array) -> Acceptanc
 
 
 def _equality_in_tree(proposal: Proposal, target_token_ids: Array) -> Acceptance:
-    """Goes from the root to the child that the target chooses while there is one."""
+    """Applies equality to trees: descends to the child that the target chooses, while it exists."""
     parents = parents_of(proposal)
     root = jnp.zeros(parents.shape[0], jnp.int32)
     chosen = jnp.take_along_axis(target_token_ids, jnp.maximum(parents, 0), axis=1)

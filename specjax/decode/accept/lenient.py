@@ -1,4 +1,4 @@
-"""Rejection with lenience: longer acceptance, bounded distortion. Lossy."""
+"""Rejection with lenience: more accepted tokens, at a bounded distortion. Lossy."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from specjax.types import Acceptance, Proposal
 def accept_leniently(
     noise: Array, proposal: Proposal, target_probs: Array, lenience: Array
 ) -> Acceptance:
-    """Accepts as `accept_by_rejection` does with every draft probability made smaller.
+    """Accepts as `accept_by_rejection` does, with draft probabilities multiplied by lenience.
 
-    Draft token x survives with probability min(1, target(x) / (lenience * draft(x))).
-    The output is not distributed as the target: no token is emitted with more than
-    target(x) / lenience, and nothing bounds it from below. At 1 it is rejection.
+    Draft token x is accepted with probability min(1, target(x) / (lenience * draft(x))).
+    The output is not distributed as the target: the probability of a token is at most
+    target(x) / lenience, and has no lower bound. Lenience 1 is `accept_by_rejection`.
 
     Args:
       noise, proposal, target_probs: as for `accept_by_rejection`.

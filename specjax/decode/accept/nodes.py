@@ -1,8 +1,8 @@
-"""Nodes of a draft: which stand, which follow, what each was drawn from.
+"""Nodes of a draft: which may be tried, their children, and the law each was drawn from.
 
-A rule that walks a tree tries one node per row and round. Node indices alone say
-where a row is: a parent comes before its children and siblings come in the order in
-which they were drawn, so the next node to try is the first child past the last tried.
+A rule that walks a tree tries one node per row and round. The last node tried is all
+that a walk must remember: a parent comes before its children and siblings come in the
+order in which they were drawn, so the next node to try is the first child past it.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def at_token(values: Array, token_ids: Array) -> Array:
 
 
 def node_tokens(proposal: Proposal) -> Array:
-    """Returns the token of each node, i32[rows, num_nodes]; that of the root is not known."""
+    """Returns the token of each node, i32[rows, num_nodes]; 0 for the root."""
     return jnp.pad(proposal.token_ids, ((0, 0), (1, 0)))
 
 
 def parents_of(proposal: Proposal) -> Array:
-    """Returns i32[rows, num_nodes]; a chain's are -1, 0, 1, ..."""
+    """Returns the parent of each node, i32[rows, num_nodes]; -1, 0, 1, ... for a chain."""
     if proposal.tree is not None:
         return proposal.tree.parents
     rows, num_drafts = proposal.token_ids.shape
@@ -66,7 +66,7 @@ def parents_of(proposal: Proposal) -> Array:
 
 
 def depths_of(proposal: Proposal) -> Array:
-    """Returns i32[rows, num_nodes], edges to the root."""
+    """Returns the edges from each node to the root, i32[rows, num_nodes]."""
     if proposal.tree is not None:
         return proposal.tree.depths
     rows, num_drafts = proposal.token_ids.shape
@@ -82,8 +82,8 @@ def standing(proposal: Proposal) -> Array:
 def first_of_their_kind(proposal: Proposal) -> Array:
     """Returns which nodes equal no earlier sibling, bool[rows, num_nodes].
 
-    To skip the others is exact, also for siblings drawn with replacement: one that
-    differs from those before it was drawn from what they left.
+    Skipping repeated siblings is exact, also for siblings drawn with replacement: a sibling
+    that differs from those before it was drawn from the rest of the distribution.
     """
     parents, token_ids = parents_of(proposal), node_tokens(proposal)
     index = jnp.arange(parents.shape[1])
@@ -111,8 +111,7 @@ def next_child(parents: Array, may_follow: Array, at: Array, after: Array) -> Ar
 
 
 def accepted_up_to(proposal: Proposal, last: Array, token_ids: Array) -> Acceptance:
-    """Returns the acceptance of the path to node `last`, i32[rows], and token_ids i32[rows] after
-    it."""
+    """Returns the acceptance of the path to node `last` i32[rows], then token_ids i32[rows]."""
     depth = proposal.max_depth
     if proposal.tree is None:
         nodes, num_accepted = None, last
@@ -144,20 +143,20 @@ def path_to(proposal: Proposal, last: Array) -> Array:
 
 
 def renormalise(weights: Array) -> Array:
-    """Returns weights f32[rows, vocab] scaled to sum 1; all zero where they are."""
+    """Returns weights f32[rows, vocab] scaled to sum 1; rows of zeros stay zero."""
     total = jnp.sum(weights, axis=1, keepdims=True)
     return weights / jnp.where(total > 0, total, 1.0)
 
 
 def without_replacement(probs: Array, token_ids: Array, is_drawn: Array) -> Array:
-    """Returns the law of a draw after others, f32[rows, vocab].
+    """Returns the distribution of the next draw without replacement, f32[rows, vocab].
 
-    Zero at what was drawn, and renormalised; uniform over the rest where probs leave
-    it nothing (Sequoia). Untouched where nothing was drawn.
+    It is zero at drawn tokens, and renormalised; uniform over the other tokens where
+    they have no probability (Sequoia). Rows without a drawn token keep probs.
 
     Args:
-      probs: f32[rows, vocab], the law of the first draw.
-      token_ids: i32[rows, n], of which those with is_drawn, bool[rows, n], were drawn.
+      probs: f32[rows, vocab], the distribution of the first draw.
+      token_ids: i32[rows, n], tokens that were drawn where is_drawn, bool[rows, n].
 
     Source: Chen et al. 2024 (arXiv:2402.12374), which also has the uniform draw.
     """
@@ -173,7 +172,7 @@ def without_replacement(probs: Array, token_ids: Array, is_drawn: Array) -> Arra
 
 
 def law_of_draft(proposal: Proposal, parents: Array, nodes: Array) -> Array:
-    """Returns the law that each row's node, i32[rows], was drawn from, f32[rows, vocab]."""
+    """Returns the distribution that each row's node i32[rows] was drawn from, f32[rows, vocab]."""
     assert proposal.probs is not None
     probs = at_node(proposal.probs, at_node(parents, nodes))
     if proposal.tree is None:

@@ -1,4 +1,4 @@
-"""Rejection: a draft token stands with the ratio of its two probabilities."""
+"""Rejection sampling: accepts a draft token with probability target(x) / draft(x), at most 1."""
 
 from __future__ import annotations
 
@@ -27,26 +27,25 @@ from specjax.types import Acceptance, Proposal
 def accept_by_rejection(noise: Array, proposal: Proposal, target_probs: Array) -> Acceptance:
     """Accepts a path of each draft so that the output is distributed as the target.
 
-    Draft token x survives with probability min(1, target(x) / draft(x)). Where it
-    does not, what it had in common with the target is subtracted from the target
-    and its next sibling is tried against the rest; siblings are drawn without
-    replacement. When none is left, a recovered token is drawn from the rest; a path
-    accepted to its end is followed by a bonus token from the target. Temperature,
-    top-k and top-p are already applied.
+    Draft token x is accepted with probability min(1, target(x) / draft(x)). Where it is
+    rejected, its draft distribution is subtracted from the target, and its next sibling
+    is tried against the rest; siblings are drawn without replacement. When none is left,
+    a recovered token is drawn from the rest; a path accepted to its end is followed by a
+    bonus token from the target. Temperature, top-k and top-p are already applied.
 
-    Whether a draft token stands among num_tokens may depend on what was drawn before
-    it, never on itself or on what was drawn later.
+    Whether num_tokens includes a draft token may depend on tokens drawn before it,
+    never on itself or on tokens drawn later.
 
     Args:
       noise: f32[rows, num_nodes, 1 + num_draws(vocab)], uniform in (0, 1); entry
-        [j, 0] decides draft token j, which is node j + 1, and [j, 1:] draw the token
-        after node j. An argument so that tests can enumerate it.
-      proposal: with probs f32[rows, num_nodes - 1, vocab], rows sum to 1, what the
-        first child of node j was drawn from.
+        [j, 0] accepts or rejects draft token j, which is node j + 1, and [j, 1:] draw
+        the token after node j. An argument so that tests can enumerate it.
+      proposal: with probs f32[rows, num_nodes - 1, vocab], rows sum to 1; entry j is the
+        distribution that the first child of node j was drawn from.
       target_probs: f32[rows, num_nodes, vocab], rows sum to 1; entry j follows node j.
 
     Returns:
-      token_ids i32[rows, max_depth + 1], right up to and including entry num_accepted.
+      token_ids i32[rows, max_depth + 1], valid up to and including entry num_accepted.
 
     Raises:
       ValueError: the proposal has no probs, or shapes do not fit.
@@ -75,10 +74,10 @@ def accept_by_rejection(noise: Array, proposal: Proposal, target_probs: Array) -
 
 
 def padded_draft_probs(proposal: Proposal) -> Array:
-    """Returns what stands after each node of a chain, f32[rows, K + 1, vocab].
+    """Returns the draft distribution after each node of a chain, f32[rows, K + 1, vocab].
 
-    No draft stands at or past num_tokens, so its probability is zero there and the
-    residual is the target itself: a bonus token is a recovered token with nothing to
+    There is no draft token at or past num_tokens, so the probabilities are zero there and
+    the residual is the target itself: a bonus token is a recovered token with nothing to
     subtract.
     """
     assert proposal.probs is not None
@@ -88,26 +87,29 @@ def padded_draft_probs(proposal: Proposal) -> Array:
 
 
 def is_accepted(draw: Array, target_prob: Array, draft_prob: Array) -> Array:
-    """Strict and without division: never accepts what the target cannot say."""
+    """Returns whether draw < target_prob / draft_prob, by a product instead of a division.
+
+    The comparison is strict: a token of target probability 0 is never accepted.
+    """
     return draw * draft_prob < target_prob
 
 
 def subtract_draft(target: Array, draft: Array) -> Array:
-    """Returns max(target - draft, 0), f32[rows, vocab]; the target where nothing is left.
+    """Returns max(target - draft, 0), f32[rows, vocab]; the target where that is all zero.
 
-    Where both agree to rounding, nothing is left to recover from: a branch of
-    probability zero that float32 does reach.
+    It is all zero where both agree to rounding: a rejection there has probability zero,
+    but float32 does reach it.
     """
     rest = jnp.maximum(target - draft, 0.0)
     return jnp.where(jnp.sum(rest, axis=1, keepdims=True) > 0, rest, target)
 
 
 class _Walk(NamedTuple):
-    """Where each row is in its tree."""
+    """Each row's place in its tree."""
 
     at: Array  # i32[rows], the last accepted node
     trying: Array  # i32[rows], a child of it; num_nodes where no more are left
-    rest: Array  # f32[rows, vocab], the target after `at` less what rejected siblings had in common
+    rest: Array  # f32[rows, vocab], the target after `at` less the drafts of rejected children
 
 
 def reject_in_tree(
@@ -116,10 +118,10 @@ def reject_in_tree(
     target_probs: Array,
     lenience: Array | None = None,
 ) -> Acceptance:
-    """The rule on trees: each round tries one node of every row that has one left.
+    """Applies rejection to trees: each round tries one node of every row that has one left.
 
     Args:
-      lenience: f32[rows], what draft probabilities are multiplied by; None: nothing.
+      lenience: f32[rows], factor of the draft probabilities; None: 1.
     """
     parents, token_ids = parents_of(proposal), node_tokens(proposal)
     num_nodes = parents.shape[1]

@@ -1,4 +1,4 @@
-"""Made-up acceptance, for measuring speed with weights that mean nothing. Lossy."""
+"""Synthetic acceptance at given rates, to measure speed with random weights. Lossy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from specjax.types import Acceptance, Proposal
 def accept_synthetic(
     noise: Array, proposal: Proposal, target_token_ids: Array, rates: Array
 ) -> Acceptance:
-    """Accepts draft tokens at given rates, whatever they are.
+    """Accepts draft tokens at given rates, whatever the tokens are.
 
-    The draft token at depth d + 1 is accepted with rates[d] given that those before it
-    were; in a tree the path is that of first children. What follows is the target's
-    own choice. The output is not the target's.
+    The draft token at depth d + 1 is accepted with probability rates[d], given that those
+    before it were; in a tree the path is that of first children. The token after the path
+    is the target's own choice. The output is not distributed as the target.
 
     Args:
       noise: f32[rows, max_depth], uniform in (0, 1).

@@ -1,4 +1,4 @@
-"""Traversal verification: a tree decided from its leaves to its root."""
+"""Traversal verification: accepts or rejects a tree's nodes from the leaves to the root."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ from specjax.types import Acceptance, Proposal
 
 
 def accept_by_traversal(noise: Array, proposal: Proposal, target_probs: Array) -> Acceptance:
-    """Accepts a path of each draft, deepest first, so that the output is as the target's.
+    """Accepts a path of each draft, deepest first, so that the output is distributed as the target.
 
-    A node survives with min(1, survival of its parent * target(x) / draft(x)). The
-    first leaf stands with its survival, and with it the path to it; otherwise it is
-    deleted: what it had in common with the target is subtracted from the target after
-    its parent, whose survival falls, and the traversal goes on to the parent's next
-    child or, when none is left, to the parent itself. The root always stands. After
-    the accepted node a token is drawn from what is left of the target there.
+    The survival of a node is min(1, survival of its parent * target(x) / draft(x)). The
+    first leaf is accepted with a probability of its survival, together with the path to
+    it. Otherwise it is deleted: its draft distribution is subtracted from the target after
+    its parent, whose survival falls, and the traversal goes on to the parent's next child
+    or, when none is left, to the parent itself. The root is always accepted. The token
+    after the accepted node is drawn from the remainder of the target there.
 
     On a chain this is block verification, which is proven to accept at least as many
-    tokens as `accept_by_rejection` in expectation (arXiv:2403.10444). On trees that is
-    not proven; exact enumeration of small ones has found no counterexample
+    tokens as `accept_by_rejection` in expectation (arXiv:2403.10444). On trees this is
+    not proven; exact enumeration of small trees has found no counterexample
     (tests/specjax/decode/test_accept_in_law.py).
 
-    Whether a draft token stands among num_tokens may depend on what was drawn before
-    it, never on itself or on what was drawn later.
+    Whether num_tokens includes a draft token may depend on tokens drawn before it,
+    never on itself or on tokens drawn later.
 
     Args:
-      noise, proposal, target_probs: as for `accept_by_rejection`, and noise [j, 0]
-        decides draft token j when it has become a leaf.
+      noise, proposal, target_probs: as for `accept_by_rejection`; noise [j, 0] accepts
+        or deletes draft token j once it is a leaf.
 
     Raises:
       ValueError: the proposal has no probs, or shapes do not fit.
@@ -58,7 +58,7 @@ def accept_by_traversal(noise: Array, proposal: Proposal, target_probs: Array) -
     may_follow = standing(proposal) & first_of_their_kind(proposal)
 
     def visit(walk: _Traversal) -> _Traversal:
-        """Enters a child of the node, or decides the node where it has none left."""
+        """Enters the node's next child, or accepts or deletes the node where none is left."""
         is_entering = ~walk.is_done & (walk.child < num_nodes)
         node = jnp.where(is_entering, walk.child, walk.at)
         parent = jnp.maximum(at_node(parents, node), 0)
@@ -73,7 +73,7 @@ def accept_by_traversal(noise: Array, proposal: Proposal, target_probs: Array) -
         entered = capped_ratio(survival, at_token(target, token), at_token(draft, token))
         rest, excess = subtract_deleted(survival, target, draft)
 
-        # One past the end where nothing changes: dropped.
+        # num_nodes, one past the end, where nothing changes: the write is dropped.
         changed = jnp.where(is_entering, node, jnp.where(is_deleted, parent, num_nodes))
         left = survival_after_deletion(excess, survival)
         new_survival = jnp.where(is_entering, entered, left)
@@ -102,19 +102,19 @@ def accept_by_traversal(noise: Array, proposal: Proposal, target_probs: Array) -
 
 
 class _Traversal(NamedTuple):
-    """Where each row is in its tree, and what deleted nodes have left."""
+    """Each row's place in its tree, with survivals and target updated for deleted nodes."""
 
-    at: Array  # i32[rows]; the accepted node where is_done
+    at: Array  # i32[rows], the current node; the accepted one where is_done
     child: Array  # i32[rows], its first child not deleted; num_nodes where none is left
-    survival: Array  # f32[rows, num_nodes], right on the path to `at`
-    target_probs: Array  # f32[rows, num_nodes, vocab], likewise
+    survival: Array  # f32[rows, num_nodes], valid on the path to `at`
+    target_probs: Array  # f32[rows, num_nodes, vocab], valid on the path to `at`
     is_done: Array  # bool[rows]
 
 
 def subtract_deleted(survival: Array, target: Array, draft: Array) -> tuple[Array, Array]:
     """Returns norm(max(survival * target - draft, 0)), f32[rows, vocab], and its mass, f32[rows].
 
-    The target itself where nothing is left.
+    Where the mass is 0 the distribution is the target itself.
     """
     rest = jnp.maximum(survival[:, None] * target - draft, 0.0)
     excess = jnp.sum(rest, axis=1)

@@ -1,4 +1,4 @@
-"""Typical acceptance: draft tokens stand where the target finds them likely enough. Lossy."""
+"""Typical acceptance: accepts draft tokens of high enough target probability. Lossy."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ def accept_typical(
     """Accepts the longest path of tokens that are typical of the target.
 
     A token is typical if target(x) > min(epsilon, delta * exp(-H(target))): likely, or
-    not much less likely than an average token where the target is unsure. The output is
-    not distributed as the target. Among the longest paths, the one whose last node has
-    the lowest index stands.
+    not much less likely than an average token where the target is uncertain. The output
+    is not distributed as the target. Among the longest paths, the one whose last node has
+    the lowest index is accepted.
 
-    Medusa differs in the token that goes on from there: it decodes the first token of
-    a step greedily and accepts it unconditionally. Here the token after the path is
-    the row's own sampled choice, and every draft token is held against the threshold.
+    Medusa differs: it decodes the first token of a step greedily and accepts it
+    unconditionally. Here the token after the path is the row's own sampled choice, and
+    every draft token is compared with the threshold.
 
     Args:
       target_probs: f32[rows, num_nodes, vocab], rows sum to 1; entry j follows node j.
       target_token_ids: i32[rows, num_nodes], the target's own choice after each node,
         which follows the accepted path.
-      epsilon: the hard threshold; never asks for more.
-      delta: the fraction of the average likelihood, exp(-entropy).
+      epsilon: upper bound of the threshold.
+      delta: the threshold as a fraction of the average likelihood, exp(-entropy).
 
     Raises:
       ValueError: shapes do not fit.
@@ -62,7 +62,7 @@ def accept_typical(
 
 
 def _deepest(proposal: Proposal, parents: Array, stands: Array) -> Array:
-    """Returns the first of the deepest nodes that stand with all their ancestors, i32[rows]."""
+    """Returns the first of the deepest nodes with `stands` true up to the root, i32[rows]."""
     is_root = jnp.arange(parents.shape[1])[None, :] == 0
     is_reached = jnp.broadcast_to(is_root, parents.shape)
 
