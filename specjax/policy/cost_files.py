@@ -1,8 +1,7 @@
 """Step costs and acceptance kept from one run to the next, in the user's cache directory.
 
-A file belongs to one device kind, models, dtypes, mesh and versions; any other gets
-nothing from it. Shipped ones, in configs/coefficients/, are read where the user's own
-is missing.
+A file is read only for the device kind, models, dtypes, mesh and versions that wrote it. Where
+the user has none, a shipped file in configs/coefficients/ is read.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from specjax.runtime import compilation_cache, kept_files
 from specjax.version import __version__
 
 FORMAT = 2
-MOST_CATCH_UP_S = 1e3  # per token, that means anything
-MOST_BURST_S = 10.0  # beside its steps, that means anything
-MOST_KINDS = 16  # of sampling, whose acceptance and ledger a file holds
-# What reading a file that is damaged or hostile may raise, beside OSError.
+MOST_CATCH_UP_S = 1e3  # largest valid catch-up per token
+MOST_BURST_S = 10.0  # largest valid fixed time of a burst
+MOST_KINDS = 16  # most kinds of sampling in a file, each with its acceptance and ledger
+# Exceptions that reading a damaged or hostile file may raise, beside OSError.
 UNREADABLE = (
     ValueError,
     KeyError,
@@ -47,10 +46,9 @@ SHIPPED = "specjax.configs.coefficients"
 
 
 def key_of(decoder: Decoder) -> dict[str, Any]:
-    """Returns what step costs belong to, readable and as a digest of the rest.
+    """Returns the key of step costs: readable fields, and a digest of the models and settings.
 
-    How many rows and tokens there is room for is no part of it: costs are by bucket and
-    context.
+    The capacity in rows and tokens is not part of it: costs are stored by bucket and context.
     """
     device = jax.devices()[0]
     config = decoder.config
@@ -84,33 +82,33 @@ def key_of(decoder: Decoder) -> dict[str, Any]:
 
 
 def path_of(key: dict[str, Any]) -> Path | None:
-    """Returns where the user's own file of a key lies; None where nothing is to be kept."""
+    """Returns the path of the user's file for a key; None if there is no cache directory."""
     root = compilation_cache.user_cache_dir(os.environ)
     return None if root is None else root / "step_costs" / _name(key)
 
 
 @dataclasses.dataclass
 class Known:
-    """What is known of a pair's speed: step costs, and acceptance and a ledger by kind of
+    """Learned speed of a target and drafter: step costs; acceptance and ledger by kind of
     sampling."""
 
     costs: StepCosts
     acceptance: dict[str, dict[str, list[float]]] = dataclasses.field(
         default_factory=dict
     )  # Survival.to_record
-    ledgers: dict[str, Ledger] = dataclasses.field(default_factory=dict)  # likewise
+    ledgers: dict[str, Ledger] = dataclasses.field(default_factory=dict)  # by kind of sampling
 
     def copy(self) -> Known:
-        """Returns one that is added to apart from this."""
+        """Returns an independent copy."""
         ledgers = {kind: own.copy() for kind, own in self.ledgers.items()}
         return Known(self.costs.copy(), {**self.acceptance}, ledgers)
 
     def take(self, other: Known, kinds: Collection[str] = ()) -> None:
-        """Takes over what another knows and this lacks, or knows less of.
+        """Adds what another knows and this one lacks, or measured less of.
 
         Args:
-          kinds: of sampling, of which this has learned since the two were the same; their
-            ledgers stay (Ledger.take).
+          kinds: kinds of sampling that this one learned about since the two were equal; it keeps
+            their acceptance and ledgers (Ledger.take).
         """
         self.costs.take(other.costs)
         for kind, record in other.acceptance.items():
@@ -121,10 +119,10 @@ class Known:
                 self.ledgers[kind] = ledger.copy()
 
     def add(self, document: Mapping[str, Any]) -> None:
-        """Takes in what `to_document` returned.
+        """Adds what `to_document` returned.
 
         Raises:
-          ValueError, KeyError, TypeError: it means nothing; nothing is taken in.
+          ValueError, KeyError, TypeError: a field is missing or invalid; nothing was added.
         """
         kinds = dict(document.get("acceptance", {})), dict(document.get("ledgers", {}))
         if max(map(len, kinds)) > MOST_KINDS:
@@ -140,7 +138,7 @@ class Known:
             Survival.of_record(record, 1)
         ledgers = {kind: Ledger.of_record(record) for kind, record in ledgers.items()}
         steps, bursts = document["steps"], document.get("bursts", [])
-        StepCosts().add_records(steps, bursts=bursts)  # all of them, or none
+        StepCosts().add_records(steps, bursts=bursts)  # validates: all are added, or none
         self.costs.add_records(steps, bursts=bursts)
         self.costs.catch_up_s = catch_up_s
         self.costs.start_burst(burst_s)
@@ -148,7 +146,7 @@ class Known:
         self.ledgers |= ledgers
 
     def to_document(self) -> dict[str, Any]:
-        """Returns it for JSON."""
+        """Returns everything known, for JSON."""
         catch_up_s = self.costs.catch_up_s
         return {
             "catch_up_s": catch_up_s
@@ -163,15 +161,15 @@ class Known:
 
 
 def load(decoder: Decoder, known: Known) -> bool:
-    """Adds what was kept of earlier runs; returns whether there was anything.
+    """Adds the file of earlier runs to `known`; returns whether there was one.
 
-    A file that cannot be read is named in a warning, and counts as none.
+    A file that cannot be read is skipped with a warning.
     """
     return read(key_of(decoder), known)
 
 
 def read(key: dict[str, Any], known: Known) -> bool:
-    """Does what `load` does, from the file of a key."""
+    """Like `load`, from the file of a key."""
     own = path_of(key)
     for source in (own, resources.files(SHIPPED) / _name(key)):
         if source is None or not source.is_file():
@@ -193,13 +191,13 @@ def read(key: dict[str, Any], known: Known) -> bool:
 
 
 def save(decoder: Decoder, known: Known) -> Path | None:
-    """Keeps what is known for later runs; returns the file, None where none may be written."""
+    """Writes what is known for later runs; returns the file, or None if none was written."""
     key = key_of(decoder)
     return write(key, path_of(key), known)
 
 
 def write(key: dict[str, Any], path: Path | None, known: Known) -> Path | None:
-    """Does what `save` does, to the file of a key."""
+    """Like `save`, to the file of a key."""
     if path is None or not known.costs.measured:
         return None
     document = {
@@ -212,7 +210,7 @@ def write(key: dict[str, Any], path: Path | None, known: Known) -> Path | None:
 
 
 def _described(drafter: Any) -> str:
-    """Returns what tells one drafter from another, in another process too."""
+    """Returns a string that identifies a drafter across processes."""
     kind = f"{type(drafter).__module__}.{type(drafter).__qualname__}"
     return f"{kind} {drafter!r}" if dataclasses.is_dataclass(drafter) else kind
 

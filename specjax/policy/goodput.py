@@ -1,25 +1,24 @@
-"""Goodput: the K of the most expected tokens per second. No jax.
+"""Goodput: chooses the bucket with the most expected tokens per second. No jax.
 
     rate(bucket) = (rows + expected accepted draft tokens) / seconds of its step
 
-for every bucket that holds the rows: a number of rows, a K, and, where some rows are
-likelier to have their drafts accepted than others, fewer slots than K for each row, which
-go to the likeliest. Seconds come from StepCosts, acceptance from Survival. Both are
-learned in service:
+A candidate is every bucket that holds the rows: a number of rows, a K and, where acceptance
+differs between rows, fewer draft slots than rows * K, which go to the likeliest draft tokens.
+Seconds come from StepCosts, acceptance from Survival. Both are learned in service:
 
-- Drafting has to earn its place. Where plain decoding or the best K was never measured,
-  the likelier one of the two runs, plain decoding unless more is known, while the other
-  is compiled beside it; a run that may be short waits for that halfway, where that is a small
-  share of what is left, so that its second half measures both, and the next run knows.
-- A process begins with what is compiled or kept on disk.
-- Any other bucket is compiled, beside what runs, once what was lost without it, as far as
-  is known, comes to what compiling it takes, or reading it where it is kept on disk (ski
-  rental). The loss adds up over the runs of a pair (`ledger`).
-- PROBE_SHARE of the time, and PLAIN_SHARE of drafting, go into learning again what plain
-  decoding costs; ASK_SHARE of plain decoding into what is accepted now. HOPE_SHARE more, and
-  GAIN_SHARE of what drafting saves, go into what little is known of, as long as it may well
-  be better.
-- Leaving K = 0 takes a margin, and must repay the drafter's catching up.
+- Drafting has to earn its place. While plain decoding or the best K was never measured, one
+  of the two runs (plain decoding, unless drafting is known to be better) and the other is
+  compiled in the background. A run that may be short waits for the compilation at its half,
+  if the wait is a small fraction of what is left: its second half then measures both.
+- A process begins with a bucket that is compiled or kept on disk.
+- Any other bucket is compiled in the background once the regret of not having it reaches the
+  seconds of compiling it, or of reading it from disk (ski rental). Regret accumulates over
+  the runs of a pair of target and drafter (`ledger`).
+- Probes have budgets. PROBE_SHARE of all seconds and PLAIN_SHARE of drafting seconds pay for
+  measuring plain decoding again, ASK_SHARE of plain decoding for measuring acceptance again.
+  HOPE_SHARE more, and GAIN_SHARE of the seconds that drafting saves, pay for buckets that were
+  measured too little to rule out.
+- Leaving K = 0 takes a margin, and must repay the drafter's catch-up.
 """
 
 from __future__ import annotations
@@ -39,59 +38,61 @@ from specjax.policy.ranked_slots import RankedSlots
 from specjax.policy.step_cost import LEAST_DOUBT, StepCosts
 from specjax.policy.survival import Survival
 
-MARGIN = 0.03  # by which drafting must be better than K = 0 to begin
-STICKINESS = 0.01  # by which another bucket must be better than the one before
-OPTIMISM = 0.05  # a bucket that was never measured is taken for so much faster
-PROBE_SHARE = 0.004  # of all seconds, lost to learning
-# More of them while a bucket may be better for all that is known; and the most that is
-# saved up for it, in times of a burst of plain decoding, of PLAIN_PROBE_S at most.
+MARGIN = 0.03  # relative gain in rate over K = 0 that drafting needs to begin
+STICKINESS = 0.01  # relative gain in rate that a change of bucket needs
+OPTIMISM = 0.05  # fraction taken off the predicted seconds of an unmeasured bucket
+PROBE_SHARE = 0.004  # fraction of all seconds that routine probes may lose
+# Extra probe budget, a fraction of all seconds, for buckets that were measured too little to
+# rule out.
 HOPE_SHARE = 0.008
+# Cap of either probe budget, in bursts of plain decoding, each of PLAIN_PROBE_S at most.
 MOST_HOPE = 2.0
-# Likewise, at least, to begin with: what is learned early serves longest.
+# Least extra budget of a new pair, in bursts: what is learned early serves longest.
 FIRST_HOPE = 0.5
-GAIN_SHARE = 0.05  # likewise, of what drafting saved against plain decoding
+GAIN_SHARE = 0.05  # fraction of the seconds saved by drafting that joins the extra budget
 ENOUGH_MEASURED = 3  # measurements after which a bucket may run for more than a probe
-# At K = 0 drafts are asked for as often as this, as long as asking, with the catching up
-# that it takes, costs no more than such a share of the time.
+# Seconds of plain decoding after which a probe that drafts is due, and the fraction of plain
+# decoding that it may lose, drafter catch-up included.
 ASK_EVERY_S, ASK_SHARE = 4.0, 0.015
-# So many times as late they may cost such a share of LATE_S, whatever share of the time since
-# the last that is: what catching up takes may be less than is thought. It is saved up anew by
-# as much of all seconds.
+# After ASK_LATE * ASK_EVERY_S of plain decoding such a probe may lose LATE_SHARE * LATE_S
+# seconds instead: catch-up may cost less than predicted. LATE_SHARE of all seconds refills
+# this budget.
 ASK_LATE, LATE_SHARE, LATE_S = 4, 0.03, 30.0
-LEAST_APART_S = 0.25  # of plain decoding between two that ask with nothing to hope for
-PLAIN_SHARE = 0.005  # likewise, of drafting, to measure plain decoding again
-# A burst that drafts takes no longer: what it drafts may be worth nothing by now.
+LEAST_APART_S = 0.25  # plain decoding between routine probes that draft
+PLAIN_SHARE = 0.005  # fraction of drafting seconds that a probe of plain decoding may lose
+# Longest burst that drafts: acceptance may fall while it runs.
 MOST_DRAFTING_S = 0.25
-# Of its seconds, what a probe is charged at least: what is thought may be wrong.
+# Least charge for a probe, as a fraction of the seconds that its steps would take in the best
+# bucket: the prediction may be wrong.
 LEAST_LOST = 0.12
-# Times what it was thought to lose, that a probe is charged at most: the machine may have
-# been busy with something else.
+# Largest charge for a probe, in multiples of its predicted loss: the machine may have been
+# busy with something else.
 MOST_CHARGED = 4.0
-# Bursts apart, at most, of two of one bucket that are compared by their number of steps; and the
-# share of a burst that its steps take at least.
+# Most bursts between two of one bucket whose number of steps and seconds are compared.
+# LEAST_OF_STEPS: the smallest fraction of a burst's seconds that counts as its steps.
 BURSTS_NEAR, LEAST_OF_STEPS = 3, 0.5
-PROBE_STEPS = 8  # of a burst that only measures
+PROBE_STEPS = 8  # of a probe
 LEAST_STEPS = 2  # of any burst
-# Seconds after which a burst that only measures ends, however few its steps; likewise one of
-# plain decoding that measures it again; and from which on few steps are told well.
+# PROBE_S: longest probe. PLAIN_PROBE_S: longest probe of plain decoding, or of a bucket that
+# may be worth leaving K = 0 for. TIMED_S: seconds from which a burst of few steps is timed well.
 PROBE_S, PLAIN_PROBE_S, TIMED_S = 0.25, 1.0, 0.1
-# Of a step, what catching up with one token costs, before it was measured.
+# Predicted drafter catch-up per token before it was measured, as a fraction of a step.
 CATCH_UP_SHARE = 0.01
-LEAST_CATCH_UP = 0.25  # of that, that it is thought to cost at least
-MOST_IDLE_S = 1.0  # before a burst that is still compared with the one before
-USUAL_K = 3  # that is tried first where nothing is known
-# Drafting runs before plain decoding was measured only where it is expected to be better by
-# so much, and its acceptance is known from so many drafts.
+LEAST_CATCH_UP = 0.25  # least catch-up that is deducted, as a fraction of that prediction
+MOST_IDLE_S = 1.0  # longest idle time between two bursts that are compared
+USUAL_K = 3  # first K tried where nothing is known
+# Relative gain, and number of drafts that tell the acceptance rate, with which drafting may run
+# before plain decoding was measured.
 SURE_GAIN, SURE_TRIALS = 0.15, 16.0
-MOST_WAIT = 0.25  # of what is left of a run, that it waits for what is compiled
-LEAST_SHARED = 4  # probes that a run must be long for, to wait for what is compiled
-ENOUGH_STEPS = 10_000  # of an endless run, that repay any compiling
-SMALL_CATCH_UP = 0.05  # of a burst: what is left tells what its steps cost
-EXPLORED = 3  # times that plain decoding and a K are measured in turns: one may be disturbed
+MOST_WAIT = 0.25  # fraction of the rest of a run that it may wait for a compilation
+LEAST_SHARED = 4  # shortest run that waits for a compilation, in probes of PROBE_STEPS
+ENOUGH_STEPS = 10_000  # most remaining steps that count towards repaying a compilation
+SMALL_CATCH_UP = 0.05  # fraction of a burst below which catch-up does not hide its steps' cost
+EXPLORED = 3  # alternating measurements of plain decoding and a K: one may be disturbed
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """Returns the numbers that are tried up to `most`: 1, 2, 3, 4, 6, 8, 12, ..., and itself."""
+    """Returns the values of K to try up to `most`: 1, 2, 3, 4, 6, 8, 12, ..., and `most`."""
     powers = [2**power for power in range(most.bit_length())]
     between = [3 * power for power in powers]
     return tuple(sorted({n for n in (*powers, *between, most) if 0 < n <= most}))
@@ -102,30 +103,31 @@ class _Candidate(NamedTuple):
     tokens: float  # expected per step, of all rows
     seconds: float
     rate: float  # tokens per second
-    doubt: float  # by which its seconds may be less than is thought
+    doubt: float  # fraction by which its seconds may be less than predicted
     slots: RankedSlots
 
     def hoped_rate(self, more: float, least_s: Mapping[int, float]) -> float:
-        """Returns the rate if it is as good as it may be in its seconds, as in `most_rate`, and in
-        its tokens, `more` times as many: two errors that know nothing of each other."""
+        """Returns an optimistic rate: fewer seconds as in `most_rate` and `more` times the tokens.
+
+        The two errors are independent, so their logarithms add in quadrature."""
         faster = self.most_rate(least_s) / self.rate
         return self.rate * math.exp(math.hypot(math.log(faster), math.log(more)))
 
     def most_rate(self, least_s: Mapping[int, float]) -> float:
-        """Returns the rate if a step is as fast as it may be, and no faster than least_s of its
-        rows."""
+        """Returns the rate if a step takes as little as `doubt` allows, and no less than
+        least_s[rows]."""
         least = min(least_s.get(self.bucket.rows, 0.0), self.seconds)
         return self.rate * self.seconds / max(self.seconds * (1 - self.doubt), least)
 
 
 @dataclasses.dataclass
 class _Exploration:
-    """What is measured beside what; `other` is None where nothing is, or no longer."""
+    """Two buckets that are measured in turns; `other` is None before and after that."""
 
     first: Bucket | None = None
     other: Bucket | None = None
-    num_steps: int = 0  # left when it began
-    # When its first burst was sent, by the policy's clock, and the steps left then.
+    num_steps: int = 0  # steps left in the run when it began
+    # Time of its first burst by the policy's clock, and the steps left at that time.
     begun_at: float | None = None
     steps_then: int = 0
     turns: list[Bucket] = dataclasses.field(default_factory=list)
@@ -133,20 +135,20 @@ class _Exploration:
 
 @dataclasses.dataclass
 class _Charge:
-    """What a probe took from a pot of the ledger before it ran, to be set right after it."""
+    """Predicted loss of a probe, charged to a budget before it runs and corrected after it."""
 
     bucket: Bucket
-    pot: str  # Ledger's attribute
-    lost: float  # seconds, as was thought
-    rate: float  # of what ran before, tokens per second
-    spent: float = 0.0  # seconds beyond what its tokens would have taken at that rate
+    pot: str  # the Ledger attribute that holds the budget
+    lost: float  # predicted loss, seconds
+    rate: float  # tokens per second of the bucket that ran before
+    spent: float = 0.0  # measured loss: seconds beyond those of its tokens at that rate
 
     def add(self, outcome: Outcome) -> None:
         assert outcome.seconds is not None
         self.spent += outcome.seconds - float(np.sum(outcome.num_committed)) / self.rate
 
     def too_little(self) -> float:
-        """Returns the seconds by which too little was taken."""
+        """Returns the seconds still to be charged, up to MOST_CHARGED times the prediction."""
         return min(max(self.spent - self.lost, 0.0), (MOST_CHARGED - 1) * self.lost)
 
 
@@ -161,18 +163,18 @@ def _of_bucket(bucket: Bucket, reason: str, **more: Any) -> Decision:
 
 
 class Goodput:
-    """Chooses the bucket of the most expected tokens per second.
+    """Chooses the bucket with the most expected tokens per second.
 
     Args:
       max_speculative_tokens: the largest K.
-      costs: what is known; it learns.
-      depths: the values of K above 0 that may be compiled; None is `ladder`.
-      ranks: whether slots may be handed to the likeliest rows: Bucket.max_drafts.
-      knows_confidence: whether the drafter says how sure it is of each token: the device
-        ranks by that then, and otherwise by what is known of the rows here.
-      ledger: of earlier runs of the pair, which this one goes on with; None begins anew.
-      survival: what is known of acceptance; it learns. None is nothing.
-      clock: seconds; how long a run has taken.
+      costs: step costs known so far; updated by `observe`.
+      depths: the values of K above 0 that may be compiled; by default those of `ladder`.
+      ranks: whether fewer slots than rows * K may go to the likeliest tokens: Bucket.max_drafts.
+      knows_confidence: whether the drafter returns a confidence per token. The device ranks
+        slots by it; without it the policy ranks them by the rows' acceptance rates.
+      ledger: budgets and regret of earlier runs of the pair; by default empty.
+      survival: acceptance known so far; updated by `observe`. By default empty.
+      clock: returns seconds; times the run.
     """
 
     chooses_rows: ClassVar[bool] = True
@@ -193,7 +195,7 @@ class Goodput:
         self.costs = costs or StepCosts()
         self.costs.begin_run()
         self.survival = survival or Survival(max_speculative_tokens)
-        self.seconds_lost = 0.0  # to probes, as far as is known
+        self.seconds_lost = 0.0  # to probes, estimated
         self._depths = ladder(max_speculative_tokens) if depths is None else depths
         self._ranks = ranks
         self._knows_confidence = knows_confidence
@@ -202,18 +204,18 @@ class Goodput:
         self.ledger = Ledger() if ledger is None else ledger
         self._exploration: _Exploration | None = None
         self._was_probe = False
-        self._again: Bucket | None = None  # that a probe runs once more
+        self._again: Bucket | None = None  # probed once more in the next burst
         self._charge: _Charge | None = None
-        # Of each bucket its last burst: how many came before it, its steps and its seconds.
+        # The last burst of each bucket: its number, steps and seconds.
         self._last_of: dict[Bucket, tuple[int, int, float]] = {}
         self._num_observed = 0
-        self._burst_steps = 1  # that a burst may have
+        self._burst_steps = 1  # most steps of a burst
         self._buckets_of: dict[int, tuple[Bucket, ...]] = {}  # by rows
-        self._rates: dict[Bucket, float] = {}  # of the candidates of the last choice
-        self._missing: set[Bucket] = set()  # those of them that are not compiled
+        self._rates: dict[Bucket, float] = {}  # tokens per second of the last candidates
+        self._missing: set[Bucket] = set()  # candidates that are not compiled
 
     def choose(self, load: Load) -> Decision:
-        """Returns the best bucket of those that are compiled, and what to compile beside it."""
+        """Returns the best compiled bucket, and the bucket to compile in the background, if any."""
         self._burst_steps = max(load.num_probe_steps, 1)
         decision = self._explore(load)
         if decision is not None:
@@ -241,16 +243,16 @@ class Goodput:
             return self._decide(load, best, load.limited_by)
         again, self._again = self._again, None
         if (other := next((c for c in allowed if c.bucket == again), None)) is not None:
-            # The drafter has caught up: what this burst takes is its steps' alone.
+            # The drafter has caught up: this burst's seconds are those of its steps alone.
             return self._measure(load, other, _num_steps(PROBE_STEPS, other.seconds))
         if self._was_probe:
-            # What ran before runs again: whether the machine changed its speed in between
-            # tells whether the probe tells anything.
+            # The bucket before the probe runs again: it shows whether the machine's speed
+            # changed meanwhile, which would spoil the measurement.
             best = next((c for c in allowed if c.bucket == self._last), best)
             self._was_probe = False
             num_steps = _num_steps(PROBE_STEPS, best.seconds)
             return self._decide(load, best, "goodput", num_steps=num_steps)
-        # What is better by now runs first.
+        # A change to a better bucket comes before probes.
         probe = self._probe(best, allowed, load) if best.bucket == self._last else None
         if probe is not None:
             return probe
@@ -258,7 +260,7 @@ class Goodput:
         return self._decide(load, best, "goodput", prepare=prepare)
 
     def observe(self, outcome: Outcome) -> None:
-        """Learns what was accepted, what a step cost, and what is lost without other buckets."""
+        """Learns acceptance and step cost from a burst, and the regret of uncompiled buckets."""
         bucket = outcome.bucket
         self.survival.forget_others(outcome.requests)
         self.ledger.note(bucket)
@@ -272,7 +274,7 @@ class Goodput:
                 outcome.asked_depth,
             )
         if not outcome.seconds or not outcome.num_steps:
-            self.costs.begin_run()  # what follows is no neighbour of what came before
+            self.costs.begin_run()  # the next burst is not compared with earlier ones
             return
         if outcome.idle_s > MOST_IDLE_S:
             self.costs.begin_run()
@@ -282,10 +284,10 @@ class Goodput:
         self._count_regret(outcome)
         self._observe_cost(outcome)
 
-    # What there is to choose from
+    # Candidates
 
     def _candidates(self, load: Load, row_buckets: Sequence[int] | None = None) -> list[_Candidate]:
-        """Returns what every bucket is expected to do; nothing where costs are not known."""
+        """Returns every bucket with its expected tokens and seconds; [] if no costs are known."""
         slots = RankedSlots(
             self.survival,
             load.requests,
@@ -310,7 +312,8 @@ class Goodput:
         return candidates
 
     def _shapes(self, load: Load) -> Iterator[Bucket]:
-        """Yields what to look at: all of the fewest rows, and of more what is compiled instead."""
+        """Yields every bucket of the smallest row bucket, and compiled larger ones of its missing
+        K."""
         rows = [r for r in load.row_buckets if not load.is_dropped(Bucket(r, 0))]
         fewest, *larger = rows or load.row_buckets
         yield from self.buckets([fewest])
@@ -322,7 +325,7 @@ class Goodput:
                 yield bucket
 
     def buckets(self, row_buckets: Iterable[int]) -> Iterator[Bucket]:
-        """Yields all that may be compiled for some numbers of rows."""
+        """Yields all buckets that may be compiled for the given row buckets."""
         for rows in row_buckets:
             if rows not in self._buckets_of:
                 self._buckets_of[rows] = tuple(self._all_buckets(rows))
@@ -341,10 +344,10 @@ class Goodput:
     def _first(
         self, candidates: Sequence[_Candidate], load: Load
     ) -> tuple[_Candidate, Bucket | None]:
-        """Returns what runs where nothing ran yet, and what is compiled beside it, if anything.
+        """Returns the first bucket to run, and the one to compile in the background, if any.
 
-        What is compiled or kept on disk runs, if anything is, and plain decoding otherwise, which
-        compiles sooner: the run does not wait for what would end it first.
+        A bucket that is compiled or kept on disk runs, otherwise plain decoding, which compiles
+        sooner. The run does not wait for the bucket that would end it first.
         """
         there = [c for c in candidates if load.is_there(c.bucket)]
         plain = [c for c in candidates if not c.bucket.num_speculative_tokens]
@@ -354,7 +357,10 @@ class Goodput:
         return first, None if is_coming or soonest is first else soonest.bucket
 
     def _soonest_done(self, candidates: Sequence[_Candidate], load: Load) -> _Candidate:
-        """Returns what ends the run first where nothing can run yet; plain decoding if in doubt."""
+        """Returns the candidate with which the run ends first, waiting for it included.
+
+        Plain decoding wins where it is within MARGIN.
+        """
 
         def seconds(c: _Candidate) -> float:
             tokens = min(load.num_steps_left, ENOUGH_STEPS) * load.num_decoding_rows
@@ -366,10 +372,10 @@ class Goodput:
         return min(close or [best], key=seconds)
 
     def _trusted(self, candidates: Sequence[_Candidate]) -> Sequence[_Candidate]:
-        """Returns what may be run for more than a probe.
+        """Returns the candidates that may run for more than a probe.
 
-        Of buckets for as many rows, plain decoding and those that were measured often enough
-        that one burst that was disturbed does not matter, if there are any.
+        For each number of rows: plain decoding and the buckets that were measured so often that
+        one disturbed burst does not matter; all of them where none was measured that often.
         """
         rows = {c.bucket.rows for c in candidates if self._is_trusted(c)}
         return [
@@ -386,7 +392,7 @@ class Goodput:
     def _missed(
         self, best: _Candidate, candidates: Sequence[_Candidate], load: Load
     ) -> Bucket | None:
-        """Returns the bucket that was missed for longer than it takes to have it, if any."""
+        """Returns the best bucket whose regret repays compiling or reading it, if any."""
         missed = [
             c
             for c in candidates
@@ -394,7 +400,7 @@ class Goodput:
             and (c.rate > best.rate or not self.costs.count(c.bucket))
             and not load.is_compiled(c.bucket)
         ]
-        # Asks the file system: the best first, and no more than it takes.
+        # `_repays` asks the file system: the best come first, and the search stops at a hit.
         missed.sort(key=lambda c: c.rate, reverse=True)
         most = next((c for c in missed if self._repays(c.bucket, load)), None)
         if most is None or any(load.is_coming(c.bucket) for c in candidates):
@@ -402,13 +408,16 @@ class Goodput:
         return most.bucket
 
     def _repays(self, bucket: Bucket, load: Load) -> bool:
-        """Returns whether as much was lost without a bucket as it takes to have it."""
+        """Returns whether the regret of a bucket reaches the seconds of compiling or reading it."""
         read_s = load.read_s(bucket)
         needed_s = load.compile_s if read_s is None else read_s
         return self.ledger.lost_s(bucket, is_kept=read_s is not None) >= needed_s
 
     def _best(self, candidates: Sequence[_Candidate], load: Load) -> _Candidate:
-        """Returns the candidate of the highest rate, loath to change and to leave K = 0."""
+        """Returns the candidate of the highest rate, with hysteresis against changes.
+
+        Leaving K = 0 takes MARGIN and must repay the catch-up; other changes take STICKINESS.
+        """
         plain = [c for c in candidates if not c.bucket.num_speculative_tokens]
         best = max(candidates, key=lambda c: c.rate)
         best_plain = max(plain, key=lambda c: c.rate, default=None)
@@ -446,13 +455,13 @@ class Goodput:
             **more,
         )
 
-    # Before both were measured
+    # Before plain decoding and a K were measured
 
     def _plain(self, load: Load, reason: str, **more: Any) -> Decision:
-        """Returns plain decoding of the fewest rows that is compiled, or else of all rows."""
+        """Returns plain decoding in the smallest compiled row bucket, else in the largest."""
         rows = [r for r in load.row_buckets if not load.is_dropped(Bucket(r, 0))]
         *smaller, most = rows or load.row_buckets
-        # A bucket for all rows will do whoever comes.
+        # The largest row bucket also holds requests that are admitted later.
         ready = (r for r in smaller if load.is_compiled(Bucket(r, 0)))
         return Decision(
             num_speculative_tokens=0,
@@ -462,10 +471,10 @@ class Goodput:
         )
 
     def _explore(self, load: Load) -> Decision | None:
-        """Returns what to run while plain decoding or the best K was never measured; None after.
+        """Returns a burst while plain decoding or the best K was never measured; None after.
 
-        The first bursts of a policy decide: what is compiled beside them is run and measured
-        in turns with what ran, as soon as it is there.
+        The policy's first bursts run one of the two and compile the other in the background. Once
+        that is compiled, the two run and are measured in turns.
         """
         if not load.limit(self.max_speculative_tokens):
             return None
@@ -491,17 +500,17 @@ class Goodput:
         step_s = self.costs.seconds(bucket, _midway(load, load.num_decoding_rows)) or 0.0
         plain_s = self.costs.seconds(Bucket(rows, 0), _midway(load, load.num_decoding_rows)) or 0.0
         if not found.turns or (bucket == found.first and LEAST_STEPS * plain_s > PROBE_S):
-            # Of steps that take so long, one that is disturbed is hardly noticed.
+            # In steps this long a disturbance hardly shows: one turn is enough.
             self._exploration = _Exploration()
         reason = "probe" if bucket == found.other else "nothing measured yet"
         return _of_bucket(bucket, reason, num_steps=_num_steps(PROBE_STEPS, step_s))
 
     def _is_short_wait(self, found: _Exploration, load: Load) -> bool:
-        """Returns whether what is compiled beside a run is there soon, beside what is left to
+        """Returns whether the wait for the other bucket is a small fraction of the rest of the
         run."""
         assert found.other is not None
         if found.begun_at is None:
-            # The first burst may have been compiled before.
+            # Timed from here: the first burst may have waited for its own compilation.
             found.begun_at, found.steps_then = self._clock(), load.num_steps_left
         passed_s = self._clock() - found.begun_at
         num_run = found.steps_then - load.num_steps_left
@@ -511,7 +520,8 @@ class Goodput:
         return load.ready_s(found.other) - passed_s <= MOST_WAIT * left_s
 
     def _exploration_of(self, load: Load) -> _Exploration:
-        """Returns what to measure beside what, if anything is unknown and may pay."""
+        """Returns the two buckets to measure in turns, if one is unmeasured and drafting may
+        pay."""
         plain = self._plain(load, "")
         assert plain.row_bucket is not None
         rows = plain.row_bucket
@@ -544,10 +554,11 @@ class Goodput:
     def _most_promising(
         self, drafting: Sequence[_Candidate], plain_rate: float, load: Load
     ) -> _Candidate:
-        """Returns what drafting is to be measured first.
+        """Returns the drafting candidate to measure first.
 
-        Plain decoding runs where it turns out to be better, so it is the best mean, over what
-        acceptance may be, of the better of the two. A K above USUAL_K waits until more is known.
+        Plain decoding runs if it turns out to be better. So each candidate is rated by the mean,
+        over plausible acceptance rates, of the larger of its rate and the plain one. A K above
+        USUAL_K waits until more is known of acceptance.
         """
         usual = [c for c in drafting if c.bucket.num_speculative_tokens <= USUAL_K]
         if self._knows_no_acceptance:
@@ -564,18 +575,18 @@ class Goodput:
     def _probe(
         self, best: _Candidate, allowed: Sequence[_Candidate], load: Load
     ) -> Decision | None:
-        """Returns a burst that learns something again, if there are seconds for it."""
+        """Returns a burst that probes another bucket, if a budget allows it."""
         if not load.num_probe_steps:
             return None
         is_plain = not best.bucket.num_speculative_tokens
         ready = [c for c in allowed if c.bucket not in self._missing and c is not best]
         drafting = [c for c in ready if c.bucket.num_speculative_tokens]
         plain = [c for c in ready if not c.bucket.num_speculative_tokens]
-        # None that runs as many rows is faster than plain decoding.
+        # No step is faster than plain decoding of as many rows.
         least_s = {c.bucket.rows: c.seconds for c in allowed if not c.bucket.num_speculative_tokens}
         hopeful = self._hopeful(best, drafting, load, least_s) if is_plain else None
         promising = self._promising(best, plain if is_plain else ready, least_s)
-        # The cheapest K that learns what is accepted; or plain decoding, what it costs.
+        # At K = 0 the cheapest K measures acceptance; while drafting, plain decoding is timed.
         routine = min(drafting if is_plain else plain, key=lambda c: c.seconds, default=None)
         other = hopeful or promising or routine
         if other is None:
@@ -584,18 +595,18 @@ class Goodput:
         catch_up = self._catch_up(load, best.seconds) if begins else 0.0
         few = num_steps = _num_steps(PROBE_STEPS, other.seconds)
         if other is hopeful:
-            # In fewer, catching up would hide what they cost.
+            # In fewer steps, catch-up would hide their cost.
             least = catch_up / (SMALL_CATCH_UP * other.seconds)
             most = _num_steps(load.num_probe_steps, other.seconds, PLAIN_PROBE_S)
             num_steps = max(num_steps, min(math.ceil(least) + 1, most))
         elif other is not promising and not is_plain:
             num_steps = _num_steps(load.num_probe_steps, other.seconds, PLAIN_PROBE_S)
         elif other is not promising:
-            # It asks what is accepted, and many rows tell as much in fewer steps.
+            # It measures acceptance: many rows tell as much in fewer steps.
             num_steps = min(num_steps, math.ceil(PROBE_STEPS / load.num_decoding_rows))
             num_steps = max(num_steps, LEAST_STEPS)
         num_steps = min(num_steps, load.num_probe_steps)
-        # Where catching up hides what its steps cost, the same ones run once more, at once.
+        # Where catch-up hides the steps' cost, the bucket runs once more right after.
         is_hidden = catch_up > SMALL_CATCH_UP * (catch_up + num_steps * other.seconds)
         again = few if is_hidden and not self._is_trusted(other) else 0
         lost = (num_steps + again) * other.seconds * (1 - other.rate / best.rate) + catch_up
@@ -608,13 +619,13 @@ class Goodput:
             ask_s = max(ask_s, LATE_SHARE * LATE_S - ledger.late_s)
         share = 0.0 if is_plain else PLAIN_SHARE
         if is_due and lost <= ask_s:
-            if lost > ASK_SHARE * ledger.plain_s:  # else it is its own share
+            if lost > ASK_SHARE * ledger.plain_s:  # else ASK_SHARE covers it
                 ledger.late_s += lost
         elif lost <= ledger.routine_s and not is_soon:
             ledger.routine_s -= lost
             self._charge = _Charge(other.bucket, "routine_s", lost, best.rate)
         elif other in plain and lost <= share * ledger.drafting_s:
-            pass  # likewise
+            pass  # PLAIN_SHARE covers it: drafting_s restarts at 0
         elif (hopeful or promising) and lost <= ledger.hope_s:
             ledger.hope_s -= lost
             self._charge = _Charge(other.bucket, "hope_s", lost, best.rate)
@@ -626,7 +637,7 @@ class Goodput:
         return self._measure(load, other, num_steps)
 
     def _measure(self, load: Load, other: _Candidate, num_steps: int) -> Decision:
-        """Returns a burst of a bucket that does not become the one that runs."""
+        """Returns a probe: a burst of a bucket that does not become the current one."""
         last, self._was_probe = self._last, True
         decision = self._decide(load, other, "probe", num_steps=num_steps)
         self._last = last
@@ -638,8 +649,8 @@ class Goodput:
         others: Sequence[_Candidate],
         least_s: Mapping[int, float],
     ) -> _Candidate | None:
-        """Returns the best of what was hardly measured, and may be better than is thought."""
-        # Plain decoding first: whether drafting pays at all hangs on what it costs.
+        """Returns the best candidate that was measured little and may be better than predicted."""
+        # Plain decoding first: whether drafting pays at all depends on its cost.
         is_plain = lambda c: not c.bucket.num_speculative_tokens
         promising = [
             c
@@ -657,22 +668,22 @@ class Goodput:
         load: Load,
         least_s: Mapping[int, float],
     ) -> _Candidate | None:
-        """Returns the cheapest of what may well be worth leaving K = 0 for, if anything is.
+        """Returns the cheapest candidate that may be worth leaving K = 0 for, if any.
 
-        Too little may be known of acceptance, and of what a step costs.
+        Uncertain acceptance and uncertain step costs both count in its favour.
         """
         hoped = lambda c: c.hoped_rate(self._optimism(c, load), least_s)
         hopeful = [c for c in others if hoped(c) > best.rate * (1 + MARGIN)]
         return min(hopeful, key=lambda c: c.seconds, default=None)
 
     def _optimism(self, c: _Candidate, load: Load, deviations: float = 2.0) -> float:
-        """Returns how many times more tokens a step may bring than is expected."""
+        """Returns the factor by which a step's tokens may exceed those expected."""
         rows = load.num_decoding_rows
         more = self.survival.optimism(deviations)[c.bucket.num_speculative_tokens - 1]
         return (rows + (c.tokens - rows) * more) / c.tokens
 
     def _catch_up(self, load: Load, plain_s: float) -> float:
-        """Returns the seconds that the drafter takes to see what it has not seen yet."""
+        """Returns the seconds of drafter catch-up: feeding it the tokens it has not seen."""
         behind = np.asarray(load.num_behind)[np.asarray(load.draft_caps) > 0]
         return self._catch_up_s(int(behind.max(initial=1)) - 1, plain_s)
 
@@ -691,11 +702,11 @@ class Goodput:
         if behind > 0:
             plain_s = self.costs.seconds(Bucket(bucket.rows, 0), context)
             usual_s = plain_s or seconds / num_steps
-            # No less than a part of the guess: what was learned may be far too low.
+            # No less than a fraction of the guess: the learned value may be far too low.
             least = LEAST_CATCH_UP * CATCH_UP_SHARE * usual_s * behind
             catch_up = max(self._catch_up_s(behind, usual_s), least)
             if catch_up > SMALL_CATCH_UP * seconds:
-                # Learned apart, once the steps are known.
+                # Catch-up is learned separately, once the steps' cost is known.
                 expected = self.costs.seconds(bucket, context)
                 if is_known and expected is not None:
                     extra = seconds - num_steps * expected
@@ -708,11 +719,11 @@ class Goodput:
         self._compare_with_last(bucket, num_steps, seconds)
         seconds = max(seconds - self.costs.burst_s, LEAST_OF_STEPS * seconds)
         if is_known and outcome.is_short and seconds < TIMED_S:
-            return  # sending it weighs more than in others
+            return  # sending the burst is too large a part of its seconds
         self.costs.observe(bucket, context, seconds / num_steps)
 
     def _compare_with_last(self, bucket: Bucket, num_steps: int, seconds: float) -> None:
-        """Learns what a burst takes beside its steps, from two of one bucket near each other."""
+        """Learns the fixed seconds of a burst from two bursts of one bucket close together."""
         self._num_observed += 1
         before, steps, took = self._last_of.get(bucket, (-BURSTS_NEAR, 0, 0.0))
         self._last_of[bucket] = self._num_observed, num_steps, seconds
@@ -722,7 +733,7 @@ class Goodput:
             self.costs.observe_burst(few, many)
 
     def _settle(self, outcome: Outcome) -> None:
-        """Charges a probe what it took: its bursts, and the one after it, which is short too."""
+        """Charges a probe its measured loss: its bursts, and the short one right after it."""
         charge = self._charge
         if charge is None:
             return
@@ -736,7 +747,7 @@ class Goodput:
         setattr(ledger, charge.pot, left)
 
     def _save_up(self, outcome: Outcome) -> None:
-        """Takes a share of a burst's seconds, and of what drafting saved, for learning."""
+        """Adds fractions of a burst's seconds, and of those drafting saved, to probe budgets."""
         assert outcome.seconds is not None
         seconds, ledger, bucket = outcome.seconds, self.ledger, outcome.bucket
         ledger.late_s = max(ledger.late_s - LATE_SHARE * seconds, 0.0)
@@ -758,11 +769,11 @@ class Goodput:
         ledger.hope_s = min(hope, MOST_HOPE * burst_s)
 
     def _count_regret(self, outcome: Outcome) -> None:
-        """Adds up what the burst would have saved in each bucket that is not compiled."""
+        """Adds the seconds that each uncompiled bucket would have saved to its regret."""
         assert outcome.seconds is not None
         own = self._rates.get(outcome.bucket)
         if own is None:
-            return  # nothing was compared, or the rows have changed since
+            return  # no candidates were compared, or the rows have changed since
         for bucket, rate in self._rates.items():
             if rate > own * (1 + MARGIN) and bucket in self._missing:
                 self.ledger.miss(bucket, (1 - own / rate) * outcome.seconds)
@@ -773,12 +784,12 @@ class Goodput:
 
 
 def _num_steps(most: int, step_s: float, most_s: float = PROBE_S) -> int:
-    """Returns the steps of a burst that is to take no more than some seconds."""
+    """Returns `most` steps, or the fewer (LEAST_STEPS at least) that fit into `most_s`."""
     return most if most * step_s <= most_s else max(int(most_s / step_s), LEAST_STEPS)
 
 
 def _midway(load: Load, tokens_per_step: float) -> float:
-    """Returns the context tokens of all rows in the middle of a burst."""
+    """Returns the context tokens of all rows in the middle of the next burst."""
     steps_left = load.num_steps_left * load.num_decoding_rows / tokens_per_step
     num_steps = min(load.num_probe_steps, steps_left)
     return load.num_context_tokens + num_steps * tokens_per_step / 2

@@ -1,4 +1,7 @@
-"""Which K: what to draft in the next burst. Host side, no jax."""
+"""The interface of speculation policies, which choose K before each burst; and the simple ones.
+
+Host side, no jax.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +13,38 @@ from typing import Any, ClassVar, Protocol
 from specjax.config.batch_size_table import Entry, look_up
 from specjax.decode.bucket import Bucket
 
-LEAST_TIMED_STEPS = 4  # of a burst: in fewer, sending and reading it weighs too much
+LEAST_TIMED_STEPS = 4  # in bursts of fewer steps, sending and reading take too large a part
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Load:
-    """What a policy sees before a burst. Arrays lead with [rows that decode]; prompts do not
-    count."""
+    """What a policy sees before a burst.
+
+    Arrays lead with [rows that decode]; rows that still read their prompt do not count.
+    """
 
     num_decoding_rows: int
     num_waiting: int = 0
-    # What may be drafted at most now, whoever decides, and why no more than that.
+    # Largest K that any policy may choose now, and the reason of this limit.
     most_speculative_tokens: int | None = None
     limited_by: str = ""
-    row_buckets: Sequence[int] = ()  # numbers of rows that can hold these, ascending
-    requests: Any = ()  # i64, of each row a number of its own, never used again
-    draft_caps: Any = ()  # i64, most tokens that each may draft
-    num_behind: Any = ()  # i64, tokens of each that the drafter has not seen
+    row_buckets: Sequence[int] = ()  # row buckets that hold these rows, ascending
+    requests: Any = ()  # i64, the request number of each row, never used again
+    draft_caps: Any = ()  # i64, most tokens that each row may draft
+    num_behind: Any = ()  # i64, tokens of each row that the drafter has not seen
     num_context_tokens: int = 0  # of all rows together
     num_steps_left: int = 1  # until no row is left, at one token per step
-    # i64, most tokens that each may gain; empty where rows that end are followed by others.
+    # i64, most tokens that each row may gain; empty if rows that end are refilled.
     tokens_left: Any = ()
-    # f64, how much a token gained by each brings the end of all nearer; empty: alike.
+    # f64, how much a token of each row brings the end of the run nearer; empty if all are equal.
     urgency: Any = ()
-    num_probe_steps: int = 0  # that a burst may have
-    compile_s: float = 0.0  # what compiling a bucket takes
+    num_probe_steps: int = 0  # most steps of a burst
+    compile_s: float = 0.0  # seconds to compile a bucket
     is_compiled: Callable[[Bucket], bool] = lambda bucket: True
-    is_coming: Callable[[Bucket], bool] = lambda bucket: False  # compiled beside
-    # What reading one takes that is kept on disk; None where it is not.
+    is_coming: Callable[[Bucket], bool] = lambda bucket: False  # compiled in the background now
+    # Seconds to read a bucket that is kept on disk; None for others.
     read_s: Callable[[Bucket], float | None] = lambda bucket: None
-    is_dropped: Callable[[Bucket], bool] = lambda bucket: False  # did not fit
+    is_dropped: Callable[[Bucket], bool] = lambda bucket: False  # did not fit into memory
 
     def ready_s(self, bucket: Bucket) -> float:
         """Returns the seconds until a bucket can run."""
@@ -53,7 +58,7 @@ class Load:
         return self.is_compiled(bucket) or self.read_s(bucket) is not None
 
     def limit(self, num_speculative_tokens: int) -> int:
-        """Returns a K, or what is allowed of it."""
+        """Returns a K, lowered to the largest one allowed now."""
         most = self.most_speculative_tokens
         return num_speculative_tokens if most is None else min(num_speculative_tokens, most)
 
@@ -64,15 +69,14 @@ class Decision:
 
     num_speculative_tokens: int  # K; 0 is plain decoding
     reason: str
-    # Row bucket; None is the smallest that holds the rows.
-    row_bucket: int | None = None
+    row_bucket: int | None = None  # by default the smallest that holds the rows
     max_drafts: int | None = None  # as in Bucket
-    # i64[rows that decode], most tokens that each drafts; None: what its request allows.
+    # i64[rows that decode], most tokens that each drafts; by default its request's limit.
     draft_caps: Any = None
     predicted_step_s: float | None = None
     predicted_tokens: float | None = None  # per step, of all rows together
-    num_steps: int | None = None  # most steps of the burst; None: as many as ever
-    # What is to be compiled beside this burst and those after it.
+    num_steps: int | None = None  # most steps of the burst; by default the usual number
+    # Bucket to compile in the background during this burst and those after it.
     prepare: Bucket | None = None
 
 
@@ -83,17 +87,17 @@ class Outcome:
     decision: Decision
     bucket: Bucket
     num_rows: int  # of the burst when it was sent
-    seconds: float | None  # of the device, catching up included; None is not known
+    seconds: float | None  # device seconds, catch-up included; None if not measured
     idle_s: float = 0.0  # since the last burst that was learned from
     num_context_tokens: float  # of all rows, midway
-    num_behind: int  # tokens that the drafter had to catch up with first, of the row with most
-    is_short: bool  # too few steps to tell their seconds well
+    num_behind: int  # maximum over rows: tokens that the drafter had to catch up with first
+    is_short: bool  # too few steps to time them well
     requests: Any  # i64[rows]
     asked_depth: Any  # i64[rows], tokens that each was asked to draft
     num_committed: Any
     num_accepted: Any
     draft_depth: Any  # tokens on the longest path that was verified
-    proposed_depth: Any  # that the drafter proposed, before some were left out
+    proposed_depth: Any  # tokens that the drafter proposed, before some were left out
 
     @property
     def num_steps(self) -> int:
@@ -101,10 +105,11 @@ class Outcome:
 
 
 class SpeculationPolicy(Protocol):
-    """Chooses K before each burst and learns from what came of it."""
+    """Chooses K before each burst and learns from its outcome."""
 
     max_speculative_tokens: int
-    # Whether it says which row bucket; else it is the smallest of EngineConfig.row_buckets.
+    # Whether it chooses the row bucket; otherwise the smallest of EngineConfig.row_buckets that
+    # holds the rows.
     chooses_rows: ClassVar[bool]
 
     def choose(self, load: Load) -> Decision:
@@ -112,7 +117,7 @@ class SpeculationPolicy(Protocol):
         ...
 
     def observe(self, outcome: Outcome) -> None:
-        """Takes in what a burst did."""
+        """Learns from a burst."""
         ...
 
 
@@ -125,7 +130,7 @@ class _LearnsNothing:
 
 @dataclasses.dataclass
 class Fixed(_LearnsNothing):
-    """The same K always, as far as the load allows."""
+    """Always the same K, as far as the load allows."""
 
     max_speculative_tokens: int
 
@@ -138,7 +143,7 @@ class Table(_LearnsNothing):
     """K by the number of rows that decode.
 
     After a change K stays for dwell_s: a load that flickers at a threshold changes it
-    once in that time, not with every burst. Each change may mean another executable.
+    once in that time, not with every burst. Each change may need another executable.
     """
 
     table: tuple[Entry, ...]

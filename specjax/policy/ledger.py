@@ -1,4 +1,4 @@
-"""What choosing K has lost and may spend; outlives the run that wrote it. No jax."""
+"""Regret of missing buckets and budgets of probes, kept from run to run. No jax."""
 
 from __future__ import annotations
 
@@ -10,28 +10,26 @@ from typing import Any
 
 from specjax.decode.bucket import Bucket
 
-MOST_S = 1e6  # that any figure counts
+MOST_S = 1e6  # cap of every figure
 MOST_KEPT = 512  # buckets in a file
 
 
 @dataclasses.dataclass
 class Ledger:
-    """The seconds that were lost without buckets, and those that learning may take.
+    """Seconds lost for lack of compiled buckets (regret), and seconds that probes may lose.
 
-    Runs may be short: what one of them saves up, or loses without an executable, the next
-    one goes on with. An executable that is compiled is there for all processes to come;
-    each of them reads it anew.
+    Runs may be short, so budgets and regret carry over to the next run. A compiled executable
+    stays on disk for later processes; each of them has to read it once.
 
     Attributes:
-      missed_s: by bucket that was not compiled, lost without it, beside what ran.
-      missed_before_s: likewise, what of that earlier processes lost.
+      missed_s: regret by uncompiled bucket: seconds it would have saved against what ran.
+      missed_before_s: the part of missed_s that earlier processes lost.
       ran: buckets that ran in this process.
-      routine_s: that may be spent on measuring again what was measured long ago; below 0 where
-        more was spent.
-      hope_s: likewise on what may be better than is known.
-      plain_s: of plain decoding, since something was drafted.
-      drafting_s: of drafting, since plain decoding ran.
-      late_s: that asking for drafts took beyond its share and is not saved up again.
+      routine_s: budget for measuring again what was measured long ago; below 0 if overspent.
+      hope_s: budget for buckets that may be better than predicted; below 0 if overspent.
+      plain_s: seconds of plain decoding since a burst drafted.
+      drafting_s: seconds of drafting since plain decoding ran.
+      late_s: seconds that probes of drafting lost beyond ASK_SHARE, not yet saved up again.
     """
 
     missed_s: dict[Bucket, float] = dataclasses.field(default_factory=dict)
@@ -42,14 +40,14 @@ class Ledger:
     drafting_s: float = 0.0
     late_s: float = 0.0
     missed_before_s: dict[Bucket, float] = dataclasses.field(default_factory=dict)
-    # missed_s, when other runs of this process last knew it.
+    # missed_s when it was last shared with other runs of this process.
     shared_s: dict[Bucket, float] = dataclasses.field(default_factory=dict, compare=False)
 
     def note(self, bucket: Bucket) -> None:
-        """Takes in that a bucket ran: what is lost without others is lost beside it from now on.
+        """Records that a bucket ran: regret of other buckets is relative to it from now on.
 
-        Others of its rows were lost over the same bursts: what they would have saved beyond it
-        still stands against them, in whichever process that was.
+        Buckets of as many rows were missed in the same bursts. Each keeps only the regret beyond
+        that of this bucket, and so does its part of earlier processes.
         """
         self.ran.add(bucket)
         for missed_s in (self.missed_s, self.missed_before_s):
@@ -60,21 +58,21 @@ class Ledger:
                     del missed_s[other]
 
     def miss(self, bucket: Bucket, seconds: float) -> None:
-        """Takes in that so many seconds were lost without a bucket, which is not compiled."""
+        """Adds seconds to the regret of a bucket that is not compiled."""
         self.missed_s[bucket] = min(self.missed_s.get(bucket, 0.0) + seconds, MOST_S)
 
     def spend(self, seconds: float, *, is_drafting: bool) -> None:
-        """Takes in that drafting, or plain decoding, ran for so many seconds."""
+        """Records seconds of drafting or of plain decoding, and resets those of the other."""
         if is_drafting:
             self.plain_s, self.drafting_s = 0.0, min(self.drafting_s + seconds, MOST_S)
         else:
             self.plain_s, self.drafting_s = min(self.plain_s + seconds, MOST_S), 0.0
 
     def take(self, other: Ledger, since: Mapping[Bucket, float]) -> None:
-        """Takes over what another has lost without buckets since the two were the same.
+        """Adds the regret that another ledger gained since the two were equal.
 
         Args:
-          since: missed_s of both then.
+          since: missed_s of both at that time.
         """
         for bucket, seconds in other.missed_s.items():
             more = seconds - since.get(bucket, 0.0)
@@ -83,16 +81,16 @@ class Ledger:
                     missed_s[bucket] = min(missed_s.get(bucket, 0.0) + more, MOST_S)
 
     def lost_s(self, bucket: Bucket, *, is_kept: bool) -> float:
-        """Returns the seconds that stand against having a bucket.
+        """Returns the regret of a bucket that counts towards compiling or reading it.
 
         Args:
-          is_kept: whether it only has to be read, for this process alone.
+          is_kept: whether it only has to be read from disk; then only this process's part counts.
         """
         lost = self.missed_s.get(bucket, 0.0)
         return lost - is_kept * self.missed_before_s.get(bucket, 0.0)
 
     def copy(self) -> Ledger:
-        """Returns one that is written apart from this."""
+        """Returns an independent copy."""
         return dataclasses.replace(
             self,
             missed_s={**self.missed_s},
@@ -102,7 +100,7 @@ class Ledger:
         )
 
     def to_record(self) -> dict[str, Any]:
-        """Returns what the next process goes on with, for JSON."""
+        """Returns the figures that the next process starts with, for JSON."""
         missed = sorted(self.missed_s.items(), key=lambda found: -found[1])
         return {
             "missed": [[*bucket, seconds] for bucket, seconds in missed[:MOST_KEPT]],
@@ -115,10 +113,10 @@ class Ledger:
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any]) -> Ledger:
-        """Returns what `to_record` said.
+        """Returns the ledger of a `to_record` result.
 
         Raises:
-          ValueError: figures that mean nothing.
+          ValueError: a figure is missing or out of range.
         """
         try:
             missed = {_bucket_of(key): float(s) for *key, s in record["missed"]}

@@ -1,4 +1,4 @@
-"""The draft slots of a batch, handed to the tokens that are likeliest to stand."""
+"""Hands the draft slots of a batch to the tokens that are likeliest to be accepted."""
 
 from __future__ import annotations
 
@@ -12,27 +12,26 @@ import numpy as np
 from specjax.decode.bucket import Bucket
 from specjax.policy.survival import Survival
 
-MOST_RANKED = 32  # rows that stand for more, where only their sum is asked for
+MOST_RANKED = 32  # rows sampled from larger batches where only sums are needed
 
 
 def _expected_maximum(count: np.ndarray) -> np.ndarray:
-    """Returns the expected largest of so many standard normal draws."""
+    """Returns the expected maximum of `count` standard normal draws."""
     known = np.array([0.0, 0.564, 1.029, 1.424, 1.766, 2.070, 2.344, 2.594, 2.822])
     return np.interp(np.log2(np.maximum(count, 1)), np.arange(len(known)), known)
 
 
 class RankedSlots:
-    """The draft slots of all rows, and in the order of how likely they are to stand.
+    """The draft slots of all rows, ranked by the probability that their tokens are accepted.
 
-    What is expected of many rows is told by some of them.
+    Sums over more than MOST_RANKED rows are estimated from a sample of them.
 
     Args:
-      requests: i64[rows].
+      requests: i64[rows], request numbers.
       caps: i64[rows], most tokens that each may draft.
-      depths: values of K that slots are handed out at.
-      left: i64[rows], most tokens that each may gain; empty where that does not matter.
-      urgency: f64[rows], by which a row's slots go before those of others that are as
-        likely to stand; empty where all are alike.
+      depths: values of K for which slots are ranked.
+      left: i64[rows], most tokens that each may gain; empty if rows that end are refilled.
+      urgency: f64[rows], factor on a row's probabilities in the ranking; empty for all 1.
     """
 
     def __init__(
@@ -50,7 +49,7 @@ class RankedSlots:
         self._depths = list(depths)
         some = slice(None)
         if len(self._rates) > MOST_RANKED:
-            # One of each of so many parts, from the row that does worst to the best.
+            # The middle row of each of MOST_RANKED equal parts, ordered by acceptance rate.
             middles = np.arange(MOST_RANKED) + 0.5
             places = (middles * (len(self._rates) / MOST_RANKED)).astype(int)
             some = self._rates.argsort()[places]
@@ -61,17 +60,17 @@ class RankedSlots:
         self._by_depth = [0.0, *gained.tolist()]
 
     def _slots(self, rows: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Returns of some rows how likely each token is to stand, and how often it takes a slot.
+        """Returns the survival of each token of some rows, and how often it takes a slot.
 
         f64[rows, depth] each.
         """
         by_place = self._of_rates(self._rates[rows])
         is_allowed = np.arange(by_place.shape[1]) < self._caps[rows][:, None]
-        # A token of no row that drafts takes no slot.
+        # A token that is not proposed takes no slot.
         return by_place * is_allowed, is_allowed * self._presence
 
     def expected(self, bucket: Bucket) -> float:
-        """Returns the draft tokens that a step is expected to accept."""
+        """Returns the expected accepted draft tokens of a step."""
         return self.all_expected([bucket])[0]
 
     def all_expected(self, buckets: Sequence[Bucket]) -> list[float]:
@@ -89,27 +88,26 @@ class RankedSlots:
         ]
 
     def _gains(self, depth: int, slots: Sequence[float]) -> list[float]:
-        """Returns what so many of the likeliest slots gain; the one on the edge counts in part."""
+        """Returns the expected accepted tokens in the likeliest `slots`, interpolated."""
         at = self._depths.index(depth)
         _, masses, gains = self._ranked
         return (np.interp(slots, masses[at], gains[at]) / self._share).tolist()
 
     def together(self, bucket: Bucket) -> float:
-        """Returns by how much the luck of rows that are not refilled delays the last of them, 0 to
-        1.
+        """Returns the factor, 0 to 1, by which uneven luck of rows slows a batch not refilled.
 
-        Rows that draft end at different steps, be they alike: while the last one runs, a
-        step costs as much as ever.
+        Rows that draft end at different steps even if they are alike, and a step costs as much
+        as before while only the last row runs.
         """
         depth = bucket.num_speculative_tokens
         return self._togetherness[depth - 1] if depth and len(self._left) else 1.0
 
     @functools.cached_property
     def _togetherness(self) -> list[float]:
-        """Of each K from 1: steps expected of the row with most, over those of the last row."""
+        """By K from 1: largest expected steps of a row over expected steps of the last row."""
         survival, mass = self._slots(slice(None))
         stand = survival * mass
-        tokens = 1 + stand.cumsum(axis=1)  # of a step, a mean
+        tokens = 1 + stand.cumsum(axis=1)  # expected per step
         odd = 1 + 2 * np.arange(stand.shape[1])
         variance = (stand * odd).cumsum(axis=1) - (tokens - 1) ** 2
         steps = self._left[:, None] / tokens
@@ -117,13 +115,13 @@ class RankedSlots:
         most = steps.argmax(axis=0), np.arange(stand.shape[1])
         is_close = steps > steps[most] - spread[most]
         last = _expected_maximum(is_close.sum(axis=0))
-        # The last step of a row may give more than it needed.
+        # The last step of a row may commit more tokens than it needed.
         needless = (variance / tokens**2 + 1 - 1 / tokens) / 2
         late = last * spread[most] + needless[most]
         return (steps[most] / (steps[most] + late)).tolist()
 
     def likeliest(self, bucket: Bucket) -> np.ndarray:
-        """Returns how many draft tokens of each row have one of a bucket's slots, i64[rows]."""
+        """Returns the number of a bucket's slots that each row gets, i64[rows]."""
         assert bucket.max_drafts is not None
         depth = bucket.num_speculative_tokens
         values, masses, _ = self._ranked
@@ -135,11 +133,12 @@ class RankedSlots:
 
     @functools.cached_property
     def _ranked(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Slots, the likeliest to stand first, where all rows are as urgent.
+        """Slots ranked by survival times urgency, the largest first.
 
         Returns:
-          What each is ordered by, f64[slots]; and what the first ones take and gain together,
-          f64[depths, from none of them on], those behind a depth left out.
+          The value by which each is ranked, f64[slots]; and two cumulative sums over the first
+          0, 1, ... slots, f64[depths, slots + 1]: slots taken and tokens gained. Slots beyond a
+          depth add nothing.
         """
         order = (-self._order_of).ravel().argsort()
         survival, mass = self._survival.ravel()[order], self._mass.ravel()[order]

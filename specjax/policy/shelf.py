@@ -1,4 +1,4 @@
-"""What a process keeps of a pair's speed between calls, and writes for later processes."""
+"""Learned speed of a target and drafter, kept between calls and written for later processes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from specjax.policy.cost_files import Known
 from specjax.policy.goodput import Goodput
 from specjax.policy.step_cost import StepCosts
 
-# What was learned of speed is written as often as this at most, and when a process ends.
+# Least seconds between two writes of a file; the last write is at the end of the process.
 SAVE_EVERY_S = 10.0
 
 
 class Shelf:
-    """What this process knows of one pair's speed.
+    """What this process knows of the speed of one target and drafter.
 
     Args:
-      key: cost_files.key_of; its file, if there is one, is read when something is first asked.
+      key: cost_files.key_of; its file, if there is one, is read by the first call of `known`.
     """
 
     def __init__(self, key: dict[str, Any]):
@@ -33,13 +33,13 @@ class Shelf:
         self._key = key
         self._lock = threading.RLock()
         self._known: Known | None = None  # before the first run
-        self._kinds: set[str] = set()  # of sampling, that this process learned of
-        self._in_file: dict[str, dict[Bucket, float]] = {}  # missed_s, by kind
+        self._kinds: set[str] = set()  # kinds of sampling that this process learned about
+        self._in_file: dict[str, dict[Bucket, float]] = {}  # missed_s in the file, by kind
         self._is_unsaved = False
         self._saved_at = -math.inf  # time.monotonic()
 
     def known(self) -> Known:
-        """Returns a copy of what this process and earlier ones learned."""
+        """Returns a copy of everything learned by this process and earlier ones."""
         with self._lock:
             if self._known is None:
                 self._known = Known(StepCosts())
@@ -52,13 +52,13 @@ class Shelf:
             return known
 
     def keep(self, policy: Goodput, kind: str) -> None:
-        """Keeps what a run learned, for the next in this process and for later ones.
+        """Keeps what a run learned, for the next run and for later processes.
 
-        Another run of the same pair may have been kept since this one began: what that one
-        knows and this one does not stays.
+        Another run of the same pair may have been kept since this one began; what only that one
+        knows stays.
 
         Args:
-          kind: of sampling; what is known of acceptance, and the ledger, are by it.
+          kind: kind of sampling; acceptance and the ledger are kept by it.
         """
         if not policy.costs.measured:
             return
@@ -80,7 +80,7 @@ class Shelf:
                 self.save()
 
     def save(self) -> None:
-        """Writes what the file lacks, if anything, beside what other processes wrote there."""
+        """Writes what was learned since the last write, merged with other processes' writes."""
         with self._lock:
             if not self._is_unsaved or self._known is None:
                 return
@@ -98,7 +98,7 @@ class Shelf:
                 self._note_file()
 
     def _note_file(self) -> None:
-        """Remembers what the file says was lost, to know what other processes add to it."""
+        """Remembers the regret in the file, to tell later what other processes added to it."""
         assert self._known is not None
         ledgers = self._known.ledgers
         self._in_file = {kind: {**ledger.missed_s} for kind, ledger in ledgers.items()}
@@ -115,7 +115,7 @@ def shelf_of(decoder: Decoder) -> Shelf:
 
 @atexit.register
 def save_all() -> None:
-    """Writes what the files of all shelves lack; one that cannot is named, and stops no other."""
+    """Saves every shelf; one that fails gives a warning and does not stop the others."""
     for shelf in [*_SHELVES.values()]:
         try:
             shelf.save()

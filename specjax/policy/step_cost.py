@@ -1,21 +1,22 @@
-"""Seconds of a step: measured by bucket, predicted where not yet measured. No jax.
+"""Seconds of a step: measured by bucket, predicted for buckets not yet measured. No jax.
 
     seconds = (base(bucket, about this context) + slope(K) * context tokens) * drift
 
-base is what was measured of a bucket, beside what ran just before and after it, and near
+base comes from measurements of the bucket, compared with those right before and after it. It
+is drawn towards
 
     c0 + c1 * verified tokens + c2 * drafted tokens + c3 * draft forwards
 
-with no coefficient below 0, which all buckets share (`step_ratios`): the less was measured of
-a bucket, the more that sum tells. While few buckets were measured, the others are what bytes
-and operations say (`step_prior`), times what was measured of those like them over what they
-say of them. The slope is s0 + s1 * K, none below 0:
-each draft forward reads the drafter's keys and values as verifying reads the target's.
+whose coefficients, none below 0, all buckets share (`step_ratios`): the fewer measurements a
+bucket has, the more this sum counts. While few buckets were measured, the others are predicted
+from bytes and operations (`step_prior`), times the ratio of measured to predicted seconds of
+similar buckets. The slope is s0 + s1 * K, neither below 0: each draft forward reads the
+drafter's keys and values as verification reads the target's.
 
-The drift is how much slower everything runs just now than when it was measured: shared
-machines and hot chips slow down all buckets alike. It scales what is predicted to the
-present, and is no part of how two buckets compare. Only what was measured often at about
-a context tells it: at others it may be the context that takes longer.
+The drift is how much slower every bucket runs now than when it was measured: shared machines
+and hot chips slow down all buckets alike. It scales predictions to the present and cancels
+when two buckets are compared. Only contexts with several measurements update it: elsewhere
+the context itself may explain the difference.
 """
 
 from __future__ import annotations
@@ -46,49 +47,50 @@ from specjax.policy.step_ratios import (
 Prior = Callable[[Bucket, float], float]
 
 # Chosen by the short generations of bench.scheduling, docs/benchmarks/scheduling.md.
-MEMORY = 16  # measurements that are remembered, of a bucket at about one context
-OF_BEFORE = 3  # measurements of an earlier run, of a bucket at about one context
-DRIFT_MEMORY = 3  # measurements that tell the drift
-# Share of its logarithm that counts as the steps' own: else a drift and steps as much too slow
-# would explain each other.
+MEMORY = 16  # latest measurements kept per sample: one bucket at about one context
+OF_BEFORE = 3  # most measurements of an earlier run that count per sample
+DRIFT_MEMORY = 3  # latest measurements whose median is the drift
+# DRIFT_LEAK: fraction of the log drift that is put down to the steps; otherwise a drift and
+# equally overrated steps could cancel. MOST_DRIFT: largest factor, either way.
 DRIFT_LEAK, MOST_DRIFT = 0.02, 50.0
-TELLS_DRIFT = 3  # measurements at about one context, before the next tells of the drift
-NEAR = 2  # places apart, at which a measurement counts for half
-# Of a burst's steps, by how much they may be off beside catching up, a standard deviation;
-# and the share of what was known of it that is remembered.
-PLACE_WIDTH = math.log(1.25)  # of contexts that share a sample
+TELLS_DRIFT = 3  # measurements of a sample before the next one updates the drift
+NEAR = 2  # distance in places at which a measurement has half its weight
+PLACE_WIDTH = math.log(1.25)  # of log contexts that share a sample
+# Relative standard deviation of a burst's predicted steps, which blurs its catch-up; and the
+# factor by which earlier weights decay with each burst that measures catch-up.
 CATCH_UP_DOUBT, CATCH_UP_MEMORY = 0.4, 0.9
-BURST_MEMORY = 16  # pairs of bursts that tell what one takes beside its steps
-SLOPES_AFTER = 16  # measurements, at most, that the slopes are kept for
-SLOPE_ROUNDS = 4  # of weighing what tells of the slope
-# What is measured of a slope outweighs that it may be 0 once squares of contexts, relative
-# to their mean and off it, add up to the square of this.
+BURST_MEMORY = 16  # latest pairs of bursts that tell the fixed seconds of a burst
+SLOPES_AFTER = 16  # most measurements between two fits of the slopes
+SLOPE_ROUNDS = 4  # rounds of reweighting in the fit of the slopes
+# Weight of the prior that slopes are 0: measurements outweigh it once the squared deviations of
+# contexts from their mean, relative to it, sum to more than the square of this.
 SLOPE_PRIOR = 0.5
-SMALL_MISS = 0.05  # of a step's seconds: what misses the slope by more weighs less
-# Buckets that one problem holds, those of the rows in question and of the nearest ones; and
-# that are remembered at all: of more, the one that ran longest ago is forgotten.
+SMALL_MISS = 0.05  # residual of the slope, relative to a step, above which weights fall
+# MOST_FITTED: buckets in one least-squares problem, the nearest in rows. MOST_BUCKETS: buckets
+# remembered; beyond it the least recently used one is forgotten.
 MOST_FITTED, MOST_BUCKETS = 64, 512
-FEW = 4  # measured buckets: of fewer the prior predicts the others
-# Seconds of a step may be less than is thought by so many standard errors, and no less
-# than such a share; by how much where nothing like it was measured, and where nothing was.
+FEW = 4  # with fewer measured buckets the prior predicts the others
+# Doubt: fraction by which a step may take less than predicted. That of a measured bucket is
+# DOUBT_ERRORS standard errors, at least LEAST_DOUBT. MUCH_DOUBT is that of an unmeasured bucket,
+# PRIOR_DOUBT that before any measurement.
 DOUBT_ERRORS, LEAST_DOUBT = 2.0, 0.04
 MUCH_DOUBT, PRIOR_DOUBT = 0.2, 0.5
-# How far the drift is off its mean on average, before it is known, measurements that this counts
-# for, the share of the others that is remembered with each, and the most that one tells.
+# Mean absolute deviation of the log drift: its prior, the prior's weight in measurements, the
+# decay of earlier measurements with each new one, and the largest deviation that counts.
 USUAL_WANDER, WANDER_TRIALS, WANDER_MEMORY, MOST_WANDER = 0.2, 8.0, 0.99, 0.7
-# Rows, draft tokens and seconds of a record that means something; and records of a bucket.
+# Limits of a valid record: seconds and drift, rows and K; and the most records of a bucket.
 LEAST_KNOWN, MOST_KNOWN = 1e-9, 10**6
 MOST_ROWS, MOST_DEPTH, MOST_RECORDS = 2**16, 2**10, 128
-LEAST_SHARE = 0.25  # of what was measured, that a step is predicted to take
-OUTLIER = 3.0  # a measurement counts as at most this many times what was expected
+LEAST_SHARE = 0.25  # least prediction, as a fraction of the seconds it is derived from
+OUTLIER = 3.0  # measurements are clipped to within this factor of the expected seconds
 
 
 class Sample:
     """Measurements of one bucket at about one context; seconds without the drift."""
 
     def __init__(self):
-        self.context = 0.0  # tokens of all rows, a mean
-        self.seconds = 0.0  # their median
+        self.context = 0.0  # context tokens of all rows, a mean
+        self.seconds = 0.0  # median seconds per step
         self._latest: list[tuple[float, float]] = []  # context and seconds
         self.is_own = False  # whether any was measured in this process
 
@@ -98,11 +100,11 @@ class Sample:
 
     @property
     def weight(self) -> tuple[bool, int]:
-        """What two samples of one bucket are compared by: the larger is known better."""
+        """Sort key by which the better measured of two samples is the larger."""
         return self.is_own, self.count
 
     def times(self, factor: float) -> Sample:
-        """Returns one of so many times the seconds."""
+        """Returns a copy with its seconds multiplied by a factor."""
         scaled = copy.copy(self)
         scaled._latest = [(context, factor * seconds) for context, seconds in self._latest]
         scaled.seconds = factor * self.seconds
@@ -116,13 +118,13 @@ class Sample:
 
 @dataclasses.dataclass
 class _Fit:
-    """What is known of steps at about one context."""
+    """Fitted step costs at about one context."""
 
-    # Seconds per context token: of K = 0, and more for each K.
+    # Seconds per context token: at K = 0, and extra per draft token.
     slopes: tuple[float, float]
-    bases: dict[Bucket, float]  # seconds without context, of those that were measured
+    bases: dict[Bucket, float]  # seconds without context, of measured buckets
     compared: Bases
-    # Of others, once asked for: likewise, or by how many times the prior is off.
+    # Caches of unmeasured buckets: predicted bases, and measured over prior seconds.
     guessed: dict[Bucket, float] = dataclasses.field(default_factory=dict)
     off: dict[Bucket, float] = dataclasses.field(default_factory=dict)
 
@@ -135,13 +137,12 @@ class _Fit:
 
 
 class StepCosts:
-    """What steps cost, as far as is known.
+    """Step costs, learned from measurements and predicted for unmeasured buckets.
 
     Args:
-      nodes_per_row: the nodes that a row verifies at each K, root included; None is
-        1 + K, of chains.
-      prior: predicts the seconds of a bucket at a context before any was measured; None is
-        nothing.
+      nodes_per_row: nodes that a row verifies at each K, root included; by default 1 + K,
+        that of chains.
+      prior: predicts the seconds of a bucket at a context while few buckets were measured.
     """
 
     def __init__(
@@ -149,26 +150,27 @@ class StepCosts:
         nodes_per_row: Mapping[int, int] | None = None,
         prior: Prior | None = None,
     ):
-        # Per token that the drafter has not seen, of the row with most; None: not known.
+        # Seconds per token that the drafter has not seen, counted in the row with most of them;
+        # None before any measurement.
         self.catch_up_s: float | None = None
-        self.num_caught_up = 0  # bursts that told it in this process
-        self.burst_s = 0.0  # that a burst takes beside its steps, however many
-        self._burst_told = [0.0] * (BURST_MEMORY // 4)  # what it is the median of; at first, none
-        self._caught_up = np.zeros(2)  # weights of what tells it, and their sum with it
+        self.num_caught_up = 0  # bursts that measured catch_up_s in this process
+        self.burst_s = 0.0  # fixed seconds of a burst beside those of its steps
+        self._burst_told = [0.0] * (BURST_MEMORY // 4)  # burst_s is their median; begins at 0
+        self._caught_up = np.zeros(2)  # of catch_up_s: sum of weights, sum of weighted values
         self.nodes_per_row = nodes_per_row or {}
         self.prior = prior
         self.drift = 1.0
         self._last: Burst | None = None
-        # Logarithms of what the drift is the median of; one measurement tells of none.
+        # Latest log drifts, whose median is the drift: a single measurement cannot change it.
         self._slower = [0.0] * DRIFT_MEMORY
-        # Measurements; of the drift's logarithm the sum, and how far it was off the mean, a sum.
+        # Decaying sums: measurements, log drift, and its absolute deviation from its mean.
         self._wandered = WANDER_TRIALS, 0.0, WANDER_TRIALS * USUAL_WANDER
         self._samples: dict[Bucket, dict[int, Sample]] = {}
         self._counts: dict[Bucket, int] = {}
-        self._used_at: dict[Bucket, int] = {}  # measurements before the last of each
+        self._used_at: dict[Bucket, int] = {}  # number of each bucket's last measurement
         self._ratios = StepRatios()
-        # By place, and rows where there are too many buckets for one; forgotten with every
-        # measurement.
+        # By place, and by rows if there are too many buckets for one fit; cleared by
+        # measurements.
         self._fits: dict[tuple[int, int], _Fit] = {}
         self._known_slopes: tuple[float, float] | None = None
         self._num_measured = self._num_since_slopes = self._num_alone = 0
@@ -178,11 +180,11 @@ class StepCosts:
         return list(self._samples)
 
     def count(self, bucket: Bucket) -> int:
-        """Returns how many measurements of a bucket are remembered."""
+        """Returns the number of remembered measurements of a bucket."""
         return self._counts.get(bucket, 0)
 
     def copy(self) -> StepCosts:
-        """Returns one that learns apart from this; without the prior."""
+        """Returns an independent copy without the prior."""
         own = copy.copy(self)
         own.prior, own._fits, own._counts = None, dict(self._fits), dict(self._counts)
         own._used_at = dict(self._used_at)
@@ -194,16 +196,16 @@ class StepCosts:
         return own
 
     def take(self, other: StepCosts) -> None:
-        """Takes over what another measured and this did not, or measured less of.
+        """Adds the samples of another that this one lacks or has fewer measurements of.
 
-        What either measured in this process counts for more than what both may have read.
+        Measurements of this process rank above those read from a file.
         """
         new = other._samples.keys() - self._samples.keys()
         for bucket, samples in other._samples.items():
             for place, sample in samples.items():
                 own = self._samples.get(bucket, {}).get(place)
                 if own is None or sample.weight > own.weight:
-                    # Without this one's drift, as `to_records` says what is usual.
+                    # Rescaled from the other's drift to this one's.
                     taken = sample.times(other.drift / self.drift)
                     self._samples.setdefault(bucket, {})[place] = taken
                     self._counted(bucket)
@@ -217,19 +219,19 @@ class StepCosts:
             self.burst_s, self._burst_told = other.burst_s, other._burst_told
 
     def begin_run(self) -> None:
-        """Says that what is measured next does not follow what was measured last."""
+        """Marks a gap: the next measurement is not compared with earlier ones."""
         self._ratios.begin_run()
 
     def estimate(self, bucket: Bucket, context: float) -> tuple[float | None, float]:
-        """Returns `seconds` and `doubt`."""
+        """Returns `seconds` and `doubt` of a bucket."""
         if not self._samples:
             return self.prior and self.prior(bucket, context), PRIOR_DOUBT
         fit = self._fit(context, bucket.rows)
         return self._seconds(bucket, context, fit), self._doubt(bucket, fit)
 
     def doubt(self, bucket: Bucket, context: float) -> float:
-        """Returns by which share a bucket may take less than is thought, beside the one that ran
-        last, or beside plain decoding of as many rows where none of these ran yet."""
+        """Returns the fraction by which a bucket may take less than predicted, relative to the
+        bucket that ran last or, if that does not compare, to plain decoding of as many rows."""
         return self.estimate(bucket, context)[1]
 
     def _doubt(self, bucket: Bucket, fit: _Fit) -> float:
@@ -237,7 +239,7 @@ class StepCosts:
             return MUCH_DOUBT
         other = Bucket(bucket.rows, 0) if self._last is None else self._last.bucket
         if other not in fit.bases:
-            # What ran is of far fewer or more rows, or nothing compares with this.
+            # The last bucket has far fewer or more rows and is not part of this fit.
             other = Bucket(bucket.rows, 0)
         if other not in fit.bases:
             return MUCH_DOUBT
@@ -245,10 +247,10 @@ class StepCosts:
         return max(1 - math.exp(-DOUBT_ERRORS * deviation), LEAST_DOUBT)
 
     def observe(self, bucket: Bucket, context: float, seconds: float) -> None:
-        """Takes in one measurement: seconds per step, context tokens of all rows.
+        """Adds one measurement: seconds per step, context tokens of all rows.
 
         Raises:
-          ValueError: the seconds are no positive number.
+          ValueError: the seconds are not positive and finite.
         """
         if not 0 < seconds < math.inf:
             raise ValueError(f"{seconds=} of a step must be above 0 and finite.")
@@ -265,8 +267,8 @@ class StepCosts:
             self._slower = [*self._slower[1:], slower]
             drift = math.exp((1 - DRIFT_LEAK) * _median(self._slower))
             self.drift = min(max(drift, 1 / MOST_DRIFT), MOST_DRIFT)
-        # Where nothing else ran near it, one more tells of the machine, and next to nothing of
-        # the bucket: fits last until there are as many more of it.
+        # With no other bucket near it, a measurement tells of the machine and hardly of the
+        # bucket: fits are kept until its measurements have doubled.
         if count >= TELLS_DRIFT and self._ratios.is_alone and self._num_alone < count:
             self._num_alone += 1
             fits = self._fits
@@ -279,11 +281,11 @@ class StepCosts:
         count, total, off = (WANDER_MEMORY * each for each in self._wandered)
         missed = min(abs(slower - total / count), MOST_WANDER)
         self._wandered = count + 1, total + slower, off + missed
-        # Now, and not when the next burst is planned.
+        # Fitted now rather than while the next burst is planned.
         self._ratios.spread = self._fit(context, bucket.rows).compared.spread
 
     def seconds(self, bucket: Bucket, context: float) -> float | None:
-        """Returns the seconds of a step just now; None where nothing is known."""
+        """Returns the seconds of a step at the present drift; None if nothing is known."""
         if not self._samples:
             return self.prior and self.prior(bucket, context)
         return self._seconds(bucket, context, self._fit(context, bucket.rows))
@@ -293,17 +295,17 @@ class StepCosts:
         return (base + fit.slope(bucket) * context) * self.drift
 
     def start_burst(self, seconds: float) -> None:
-        """Begins with what an earlier run learned of a burst beside its steps."""
+        """Sets the fixed seconds of a burst as an earlier run learned them."""
         self.burst_s, self._burst_told = seconds, [seconds] * (BURST_MEMORY // 4)
 
     def observe_burst(self, few: tuple[int, float], many: tuple[int, float]) -> None:
-        """Takes in two bursts of one bucket near each other, the second of more steps.
+        """Learns burst_s from two bursts of one bucket near each other, the second of more steps.
 
         Sending a burst and reading it back takes the host's time, and a device that shares its
         processors is slower meanwhile: the same steps take longer in short bursts.
 
         Args:
-          few, many: steps, and seconds of all of them.
+          few, many: number of steps, and seconds of the burst.
         """
         extra = few[1] / few[0] - many[1] / many[0]
         told = extra / (1 / few[0] - 1 / many[0])
@@ -313,13 +315,13 @@ class StepCosts:
     def observe_catch_up(
         self, tokens: float, seconds: float, *, steps_s: float, usual_s: float
     ) -> None:
-        """Takes in what a burst took beyond its steps because the drafter had to catch up.
+        """Learns catch_up_s from a burst in which the drafter had to catch up.
 
         Args:
-          tokens: above 0.
-          seconds: below 0 where the steps were faster than thought; many bursts make a mean.
-          steps_s: of its steps, as thought: what they are off by is no catching up.
-          usual_s: per token, as it was thought before; above 0.
+          tokens: tokens that the drafter had not seen; above 0.
+          seconds: of the burst beyond its predicted steps; below 0 if the steps were faster.
+          steps_s: predicted seconds of the steps; their error blurs the measurement.
+          usual_s: seconds per token as predicted before; above 0.
         """
         if not self._caught_up.any():
             self._caught_up = np.array([1.0, usual_s]) / usual_s**2
@@ -330,7 +332,7 @@ class StepCosts:
         self.num_caught_up += 1
 
     def fit_error(self) -> float:
-        """Returns the largest relative error of the fit over what was measured; 0 of nothing."""
+        """Returns the largest relative error of the shared sum over measured buckets, or 0."""
         if not self._samples:
             return 0.0
         context = 0.0 if self._last is None else self._last.context
@@ -343,10 +345,10 @@ class StepCosts:
     # Files
 
     def to_records(self) -> list[dict[str, Any]]:
-        """Returns all that is known, for JSON; seconds as they are just now."""
+        """Returns all samples for JSON, their seconds at the present drift."""
         if not self._samples:
             return []
-        # One for all contexts: a fit at each would take long.
+        # One context for all: a fit at each would take long.
         context = 0.0 if self._last is None else self._last.context
 
         def seconds(bucket: Bucket, sample: Sample) -> float:
@@ -365,15 +367,15 @@ class StepCosts:
         ]
 
     def to_bursts(self) -> list[list[Any]]:
-        """Returns the bursts that tell how buckets compare, for JSON.
+        """Returns the bursts by which buckets are compared, for JSON.
 
-        [place in the run, rows, num_speculative_tokens, max_drafts, context tokens, seconds of a
-        step, the machine's part] of each.
+        Each is [place in the run, rows, num_speculative_tokens, max_drafts, context tokens,
+        seconds of a step, the machine's part].
         """
         return [
             [
                 *(place, *burst.bucket, round(burst.context, 1), burst.seconds),
-                burst.slower / self.drift,  # as `to_records` has what is usual
+                burst.slower / self.drift,  # relative to the present drift, as in `to_records`
             ]
             for place, burst in self._ratios.bursts()
         ]
@@ -385,13 +387,13 @@ class StepCosts:
         *,
         bursts: Iterable[Sequence[Any]] = (),
     ) -> None:
-        """Takes in what `to_records` and `to_bursts` returned, in this run or an earlier one.
+        """Adds what `to_records` and `to_bursts` returned, in this run or an earlier one.
 
         Args:
-          most_measurements: that a record counts for; what is measured now counts for more.
+          most_measurements: most that a record counts for, so that new measurements outweigh it.
 
         Raises:
-          ValueError: a record or burst that lacks something, or means nothing.
+          ValueError: a record or burst has missing or invalid fields, or there are too many.
         """
         remembered = [_burst_of(burst) for burst in bursts]
         places = [place for place, _ in remembered]
@@ -421,7 +423,7 @@ class StepCosts:
         for burst, count in found:
             most = min(count, most_measurements)
             self._add(burst.bucket, burst.context, burst.seconds, most)
-            # Bursts tell again what came of them.
+            # The bursts contain these measurements a second time.
             most = OF_BEFORE if burst.bucket in in_bursts else MEMORY
             self._ratios.add_record(burst, min(count, most))
         remembered = [found for found in remembered if found[1].bucket in self._samples]
@@ -445,7 +447,7 @@ class StepCosts:
             self._known_slopes, self._num_since_slopes = None, 0
 
     def _counted(self, bucket: Bucket) -> None:
-        """Counts a bucket's measurements; forgets another one where there are too many."""
+        """Updates a bucket's count; forgets the least recently used of too many buckets."""
         self._counts[bucket] = sum(sample.count for sample in self._samples[bucket].values())
         self._num_measured += 1
         self._used_at[bucket] = self._num_measured
@@ -464,7 +466,7 @@ class StepCosts:
         return np.array([1.0, rows + drafts, rows * depth, depth])
 
     def _base(self, bucket: Bucket, fit: _Fit, context: float) -> float:
-        """Returns the seconds of a bucket without context: measured, or as the fit has it."""
+        """Returns the seconds of a bucket without context, measured or predicted."""
         measured = fit.bases.get(bucket)
         if measured is not None:
             return measured
@@ -476,7 +478,7 @@ class StepCosts:
         return fit.guessed[bucket]
 
     def _by_prior(self, bucket: Bucket, fit: _Fit, context: float) -> float:
-        """Returns what the prior says, as far off as it is of the buckets that were measured."""
+        """Returns the prior's seconds without context, corrected by measured buckets."""
         assert self.prior is not None
         if bucket not in fit.off:
             fit.off[bucket] = self._off_prior(bucket, fit, context)
@@ -484,7 +486,7 @@ class StepCosts:
         return max(said - fit.slope(bucket) * context, LEAST_SHARE * said)
 
     def _off_prior(self, bucket: Bucket, fit: _Fit, context: float) -> float:
-        """Returns how many times what the prior says buckets take, a mean of those like one."""
+        """Returns the mean ratio of measured to prior seconds, weighted by similarity."""
         assert self.prior is not None
         off, weights = 0.0, 0.0
         for other, base in fit.bases.items():
@@ -498,8 +500,8 @@ class StepCosts:
         return math.exp(off / weights)
 
     def _fit(self, context: float, rows: int) -> _Fit:
-        """Returns what is known at about a context, of buckets for about so many rows."""
-        # One for every so many places, whatever was asked before.
+        """Returns the fit at about a context, of buckets with about so many rows."""
+        # Places are rounded to a fixed grid: the result does not depend on earlier calls.
         place = NEAR * round(_place(context) / NEAR)
         key = place, rows if len(self._samples) > MOST_FITTED else 0
         if key not in self._fits:
@@ -507,7 +509,10 @@ class StepCosts:
         return self._fits[key]
 
     def _fitted(self, rows: int) -> Iterable[Bucket]:
-        """Returns the buckets that tell what those for some rows cost: these and the nearest."""
+        """Returns the buckets to fit for a number of rows: those with these rows and the nearest.
+
+        All buckets if `rows` is 0.
+        """
         if not rows:
             return self._samples
         apart = {bucket: abs(math.log2(bucket.rows / rows)) for bucket in self._samples}
@@ -536,8 +541,7 @@ class StepCosts:
         return _Fit(slopes, bases, compared)
 
     def _slopes(self) -> np.ndarray:
-        """Returns what buckets gain with context, over all that were measured at several,
-        f64[2]."""
+        """Returns the slopes s0 and s1, f64[2], fitted to buckets measured at several contexts."""
         several = [
             (bucket, list(samples.values()))
             for bucket, samples in self._samples.items()
@@ -551,14 +555,14 @@ class StepCosts:
         sizes = [len(samples) for _, samples in several]
         own = np.repeat(np.arange(len(sizes)), sizes)  # the bucket of each
         depths = np.array([bucket.num_speculative_tokens for bucket, _ in several])
-        # Relative to the bucket's own cost: dear steps must not rule.
+        # Relative to the bucket's own cost: expensive steps must not dominate.
         seconds_of = np.bincount(own, seconds) / np.array(sizes)
         seconds = seconds / seconds_of[own]
         per_token = np.stack([np.ones(len(depths)), depths], 1)[own]
         per_token = per_token / seconds_of[own, None]
         features = contexts[:, None] * per_token
-        # Little is known at first, and a slope too steep misleads more than none. What was
-        # measured at contexts close to each other says nothing of those far off.
+        # A slope too steep misleads more than none, and measurements at contexts close to each
+        # other tell little of contexts far away: a prior draws the slopes towards 0.
         reach = np.sqrt((contexts**2).mean())
         prior = SLOPE_PRIOR * np.diag(reach * np.sqrt((per_token**2).mean(axis=0)))
         slopes, weights = np.zeros(2), counts
@@ -591,7 +595,7 @@ def _measured(kept: Any, figures: Sequence[Any]) -> Burst:
     """Returns one measurement of a file: the fields of a bucket, then those of a burst.
 
     Raises:
-      ValueError: it means nothing; `kept` is named.
+      ValueError: a figure is invalid; the message shows `kept`.
     """
     try:
         rows, depth, most, context, seconds, *slower = figures
@@ -612,7 +616,7 @@ def _measured(kept: Any, figures: Sequence[Any]) -> Burst:
 
 
 def _log(columns: Columns, slopes: tuple[float, float]) -> np.ndarray:
-    """Returns the logarithms of what bursts' steps took, without what their contexts take."""
+    """Returns log seconds of bursts' steps without the cost of their contexts."""
     usual = columns.seconds / columns.slower
     own = usual - (slopes[0] + slopes[1] * columns.depths) * columns.contexts
     # A slope too steep must not make a step free.
@@ -625,7 +629,7 @@ def _usual(
     place: int,
     log: Callable[[Columns], np.ndarray],
 ) -> float:
-    """Returns the logarithm of what a bucket took about a place, whatever ran beside it."""
+    """Returns the median log seconds of a bucket about a place, whatever ran near it."""
     own = list(samples.values())
     contexts, seconds, counts = np.array(
         [(sample.context, sample.seconds, sample.count) for sample in own]
@@ -637,30 +641,30 @@ def _usual(
 
 
 def _nearness(place: int, other: np.ndarray) -> np.ndarray:
-    """Returns what measurements at other places count for at one, 0 to 1."""
+    """Returns the weight at one place of measurements at others, 0 to 1."""
     return 1 / (1 + ((place - other) / NEAR) ** 2)
 
 
 def _off(values: np.ndarray, groups: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Returns how far values are from the weighted mean of their group."""
+    """Returns the deviations of values from the weighted mean of their group."""
     means = np.bincount(groups, weights * values) / np.bincount(groups, weights)
     return values - means[groups]
 
 
 def _median(values: Sequence[float]) -> float:
-    """Returns the median; of two in the middle the smaller."""
+    """Returns the median; the smaller of two in the middle."""
     return sorted(values)[(len(values) - 1) // 2]
 
 
 def _weighted_median(weighed: Sequence[tuple[float, float]]) -> float:
-    """Returns the median of (value, weight); of two in the middle the smaller."""
+    """Returns the weighted median of (value, weight); the smaller of two in the middle."""
     weighed = sorted(weighed)
     weights = list(itertools.accumulate(weight for _, weight in weighed))
     return weighed[bisect.bisect_left(weights, weights[-1] / 2)][0]
 
 
 def _place(context: float) -> int:
-    """Returns which sample a context counts to: those within a quarter of each other share one."""
+    """Returns the sample that a context belongs to; those within about 25 % share one."""
     return round(math.log(context + 64) / PLACE_WIDTH)
 
 

@@ -1,18 +1,17 @@
-"""How the steps of buckets compare, from bursts that follow one another. No jax.
+"""Relative step costs of buckets, from bursts close to each other in time. No jax.
 
     log seconds(burst) = base(bucket) + machine(now) + noise
-    base(bucket)       = log(features(bucket) @ coefficients) + what is special about it
+    base(bucket)       = log(features(bucket) @ coefficients) + the bucket's own residual
 
-A machine that others share changes its speed from one second to the next: what a bucket
-took a minute ago compares with nothing that runs now. Two bursts near each other do: their
-difference is free of the machine's part. One least-squares problem holds all that is known:
-these differences, what each bucket took whatever ran beside it, and that what a step costs
-is near a sum of parts that buckets share. What is far off weighs less (Huber 1964, "Robust
-Estimation of a Location Parameter").
+A shared machine changes its speed from one second to the next, so seconds measured a minute
+apart do not compare. Two bursts near each other do: their difference is free of the machine's
+part. One least-squares problem holds these differences, the usual seconds of each bucket, and
+the assumption that a step's cost is near a sum of parts that buckets share. Outliers weigh less
+(Huber 1964, "Robust Estimation of a Location Parameter").
 
-    bursts       A  A  X  A  A          X is compared with three on either side; where two as
-                 |  +--+--+  |          far from it, before and after, are of one bucket and
-                 +-----+-----+          differ by more than JUMP, neither of them is
+    bursts       A  A  X  A  A          X is compared with three on either side; if the two at
+                 |  +--+--+  |          one distance before and after it are of one bucket and
+                 +-----+-----+          differ by more than JUMP, neither is compared with X
 """
 
 from __future__ import annotations
@@ -28,36 +27,36 @@ import numpy as np
 from specjax.decode.bucket import Bucket
 from specjax.least_squares import fit_nonnegative
 
-NEIGHBOURS = 3  # bursts on either side, with which one is compared
-MOST_BURSTS = 256  # that are remembered; those with another bucket near them
-# Standard deviation of a burst's logarithm before it is known, and differences that it counts for.
+NEIGHBOURS = 3  # bursts on either side with which a burst is compared
+MOST_BURSTS = 256  # bursts remembered: those near a burst of another bucket
+# Prior standard deviation of a burst's log seconds, and its weight in differences.
 USUAL_SPREAD, SPREAD_TRIALS = 0.1, 8.0
-# Standard deviations in a median of absolute values, of a normal distribution.
+# Standard deviation of a normal distribution over its median absolute value.
 OF_MEDIAN = 1.4826
 LEAST_SPREAD = 0.01
-# Standard deviation, besides, of the only burst of a bucket: it may have been disturbed.
+# Extra standard deviation of a bucket's only burst: it may have been disturbed.
 DISTURBED = 0.4
-LEAST_NEAR = 1e-3  # what a measurement counts for at the least, however far its context
-OUTWEIGHED = 12.0  # differences, that halve what records of earlier runs count for
-# Standard deviations: of a bucket's base beside what the parts that buckets share add up to,
-# and of what may have changed since earlier runs.
+LEAST_NEAR = 1e-3  # least weight of a measurement, however far its context
+OUTWEIGHED = 12.0  # differences that halve the weight of earlier runs' records
+# SPECIAL: standard deviation of a bucket's base from the sum of its shared parts.
+# SINCE_THEN: standard deviation of changes since earlier runs.
 SPECIAL, SINCE_THEN = 0.1, 0.04
-ROUNDS = 4  # of weighing what is far off, at most
-SETTLED = 1e-4  # logarithm, by which no base changes in the last of them
-LEAST_SUM = 0.25  # of its base, that the parts of a bucket add up to
-MOST_CHANGE = 4.0  # times, of a coefficient from one round to the next
-# Logarithm of how much longer or less a bucket takes than just before, where it is the
-# machine's doing; and of contexts that are near each other.
+ROUNDS = 4  # most rounds of reweighting
+SETTLED = 1e-4  # change of log seconds below which the rounds end
+LEAST_SUM = 0.25  # least sum of a bucket's parts, as a fraction of its base
+MOST_CHANGE = 4.0  # largest factor by which a coefficient changes in one round
+# JUMP: change in log seconds of one bucket that is put down to the machine.
+# NEAR_CONTEXTS: difference of log contexts up to which a change counts as a jump.
 JUMP, NEAR_CONTEXTS = 0.26, 0.4
 
 
 class Burst(NamedTuple):
-    """One measurement."""
+    """One measured burst."""
 
     bucket: Bucket
-    context: float  # tokens of all rows, midway
-    seconds: float  # of a step
-    slower: float = 1.0  # the machine's part, as it was thought then
+    context: float  # context tokens of all rows, midway
+    seconds: float  # per step
+    slower: float = 1.0  # the machine's part, as estimated at that time
 
 
 class Columns(NamedTuple):
@@ -70,16 +69,16 @@ class Columns(NamedTuple):
 
 
 class Bases(NamedTuple):
-    """What buckets take, the machine's part and that of their context left out."""
+    """Base costs of buckets, without the machine's part and that of the context."""
 
-    logs: dict[Bucket, float]  # of seconds
-    index: dict[Bucket, int]
+    logs: dict[Bucket, float]  # log seconds
+    index: dict[Bucket, int]  # place in `covariance`
     covariance: np.ndarray  # f64[buckets, buckets]
     coefficients: np.ndarray  # f64[features], seconds, none below 0
-    spread: float  # standard deviation of a burst's logarithm
+    spread: float  # standard deviation of a burst's log seconds
 
     def deviation(self, bucket: Bucket, other: Bucket) -> float:
-        """Returns the standard deviation of what one takes beside the other, a logarithm."""
+        """Returns the standard deviation of the log ratio of two buckets' seconds."""
         if bucket == other:
             return 0.0
         i, j, own = self.index[bucket], self.index[other], self.covariance
@@ -87,54 +86,54 @@ class Bases(NamedTuple):
 
 
 class StepRatios:
-    """Bursts that had others near them, and the bases that explain them.
+    """Bursts near bursts of other buckets, and the base costs that explain them.
 
     Attributes:
-      spread: standard deviation of a burst's logarithm, as far as is known.
+      spread: estimated standard deviation of a burst's log seconds.
     """
 
     def __init__(self):
         self.spread = USUAL_SPREAD
         self._bursts: list[tuple[int, Burst]] = []  # with their places, which rise
-        self._next = 0  # place
-        self._paired: _Paired | None = None  # what `_pairs` says of them, until they change
-        # Of an earlier run, and how often each was measured there.
+        self._next = 0  # place of the next burst
+        self._paired: _Paired | None = None  # cached `_pairs`; None after a change
+        # Records of an earlier run, and the number of measurements behind each.
         self._records: list[tuple[Burst, int]] = []
 
     def copy(self) -> StepRatios:
-        """Returns one that learns apart from this."""
+        """Returns an independent copy."""
         own = copy.copy(self)
         own._bursts, own._records = list(self._bursts), list(self._records)
         return own
 
     @property
     def is_alone(self) -> bool:
-        """Whether the last burst is compared with nothing, so far."""
+        """Whether the last burst has no burst of another bucket near it so far."""
         near = self._bursts[-1 - NEIGHBOURS :]
         first = self._next - 1 - NEIGHBOURS
         return len({burst.bucket for place, burst in near if place >= first}) == 1
 
     def begin_run(self) -> None:
-        """Says that the next burst does not follow those before."""
+        """Marks a gap: the next burst is not compared with earlier ones."""
         for place in range(self._next - NEIGHBOURS, self._next):
             self._forget_alone(place)
         self._next += NEIGHBOURS
 
     def take(self, other: StepRatios, slower: float, buckets: Collection[Bucket]) -> None:
-        """Takes over what another remembered and this does not, as from before all of its own.
+        """Adds the bursts and records of another, placed before its own bursts.
 
         Args:
-          slower: times that the machine's part is more, as this has it.
-          buckets: whose records are taken; this one knew none of them.
+          slower: factor from the other's estimate of the machine's part to this one's.
+          buckets: buckets new to this one, whose records are added.
         """
-        # Written ones are rounded but for their seconds.
+        # Bursts read from a file are rounded, except for their seconds.
         own = {(burst.bucket, burst.seconds) for _, burst in self._bursts}
         found = [
             (place, burst._replace(slower=burst.slower * slower))
             for place, burst in other._bursts
             if (burst.bucket, burst.seconds) not in own
         ]
-        # Those compare with one another alone.
+        # The gap keeps them from being compared with this one's bursts.
         gap = self._bursts[0][0] if self._bursts else self._next
         shift = gap - NEIGHBOURS - 1 - (found[-1][0] if found else 0)
         before = [(place + shift, burst) for place, burst in found]
@@ -149,12 +148,11 @@ class StepRatios:
         self._paired = None
 
     def add_record(self, burst: Burst, count: int) -> None:
-        """Takes in what was measured so many times in an earlier run, beside all else of that
-        run."""
+        """Adds a record of an earlier run: one measurement that counts `count` times."""
         self._records.append((burst, count))
 
     def add(self, burst: Burst) -> None:
-        """Takes in what was measured right after what came before it in this run."""
+        """Adds a burst that ran right after the last one added."""
         self._paired = None
         self._bursts.append((self._next, burst))
         self._next += 1
@@ -163,7 +161,7 @@ class StepRatios:
             del self._bursts[0]
 
     def bursts(self) -> list[tuple[int, Burst]]:
-        """Returns what is remembered, the first at place 0; `add_bursts` takes it."""
+        """Returns the remembered bursts with places from 0, as `add_bursts` takes them."""
         found, place, last = [], 0, None
         for at, burst in self._bursts:
             place += 0 if last is None else min(at - last, 1 + NEIGHBOURS)
@@ -172,7 +170,7 @@ class StepRatios:
         return found
 
     def add_bursts(self, bursts: Sequence[tuple[int, Burst]]) -> None:
-        """Takes in what an earlier run remembered; their places rise."""
+        """Adds the bursts of an earlier run, in ascending order of their places."""
         self._paired = None
         first = self._next
         for place, burst in bursts[-MOST_BURSTS:]:
@@ -182,8 +180,7 @@ class StepRatios:
         self._next += NEIGHBOURS
 
     def _forget_alone(self, place: int) -> None:
-        """Forgets the burst at a place if those near it are of its bucket: nothing compares with
-        it."""
+        """Forgets the burst at a place if all bursts near it are of the same bucket."""
         at = bisect.bisect_left(self._bursts, place, key=lambda found: found[0])
         if at == len(self._bursts) or self._bursts[at][0] != place:
             return
@@ -202,19 +199,16 @@ class StepRatios:
         features: np.ndarray,
         counts: np.ndarray,
     ) -> Bases:
-        """Returns the logarithm of what each bucket takes.
+        """Returns the base cost of each bucket of `usual`, in log seconds.
 
         Args:
-          log: of bursts' seconds, without what their contexts take.
-          usual: likewise of each bucket that is asked for, by what it took whatever ran beside
-            it; bursts of others are left out.
-          wander: standard deviation of the machine's part, by which that may be off.
-          nearness: by contexts, what was measured there counts for, 0 to 1.
-          features: f64[buckets, features], in the order of `usual`; what their steps do.
-          counts: i64[buckets], how often each was measured altogether.
-
-        Returns:
-          Figures of every bucket of `usual`.
+          log: maps bursts to log seconds without the cost of their contexts.
+          usual: the same of each bucket to solve for, over all its measurements and whatever ran
+            near them; bursts of other buckets are left out.
+          wander: standard deviation of the machine's part, which `usual` contains.
+          nearness: maps contexts to the weight of measurements there, 0 to 1.
+          features: f64[buckets, features], in the order of `usual`; the work of a step.
+          counts: i64[buckets], number of measurements of each.
         """
         index = {bucket: place for place, bucket in enumerate(usual)}
         if self._paired is None:
@@ -224,8 +218,8 @@ class StepRatios:
         is_asked = (own[before] >= 0) & (own[after] >= 0)
         before, after, share = before[is_asked], after[is_asked], share[is_asked]
         num_compared = np.bincount(np.concatenate([own[before], own[after]]), minlength=len(index))
-        lone = DISTURBED**2 * (counts == 1)  # variance, besides
-        # Bursts of other buckets are in no pair.
+        lone = DISTURBED**2 * (counts == 1)  # extra variance
+        # Index -1 stands for other buckets, whose bursts are in no pair.
         in_pairs = (lone * num_compared)[own]
         logs, near = log(columns), nearness(columns.contexts)
         apart = _Apart(
@@ -259,12 +253,12 @@ class StepRatios:
         nearness: Callable[[np.ndarray], np.ndarray],
         num_pairs: int,
     ) -> _Known:
-        """Returns what records tell; the less, the more differences tell since."""
+        """Returns the terms of records; their weight falls with the number of differences."""
         records = [found for found in self._records if found[0].bucket in index]
         columns = _columns([burst for burst, _ in records])
         places = np.array([index[burst.bucket] for burst, _ in records], int)
         counts = np.array([count for _, count in records], float)
-        # What has changed since is common to all contexts.
+        # Changes since that run are common to all contexts of a bucket.
         contexts = np.bincount(places, minlength=len(index))[places]
         variances = contexts * (self.spread**2 / counts + SINCE_THEN**2)
         fade = 1 + num_pairs / OUTWEIGHED
@@ -272,7 +266,7 @@ class StepRatios:
         return _Known(places, log(columns), variances)
 
     def _pairs(self) -> _Paired:
-        """Returns which bursts to compare."""
+        """Returns the pairs of bursts to compare."""
         index = {bucket: place for place, bucket in enumerate({b.bucket for _, b in self._bursts})}
         own = np.array([index[burst.bucket] for _, burst in self._bursts], int)
         columns = _columns([burst for _, burst in self._bursts])
@@ -281,7 +275,7 @@ class StepRatios:
         num, num_near = len(places), np.zeros(len(places))
         pairs: list[np.ndarray] = []
         for lag in range(1, NEIGHBOURS + 1):
-            # The index of the burst that came so many after each; num where there is none.
+            # The index of the burst `lag` places after each; `num` if there is none.
             later = np.searchsorted(places, places + lag)
             later[np.append(places, -1)[later] != places + lag] = num
             first = np.flatnonzero(later < num)
@@ -296,36 +290,36 @@ class StepRatios:
             tells &= ~np.isin(first, np.concatenate([a[jumps], b[jumps]]))
             pairs.append(np.stack([first[tells], second[tells]]))
         before, after = np.concatenate(pairs, axis=1)
-        # All differences between m bursts tell as much as the m bursts.
+        # All differences between m bursts hold no more information than the m bursts.
         share = 1 + (num_near[before] + num_near[after]) / 2
         return _Paired(list(index), own, columns, before, after, share)
 
 
 class _Paired(NamedTuple):
-    """The bursts that are remembered, and which of them to compare."""
+    """The remembered bursts, and the pairs of them to compare."""
 
     buckets: list[Bucket]
-    own: np.ndarray  # i64[bursts], the place of each one's bucket
+    own: np.ndarray  # i64[bursts], place of each burst's bucket in `buckets`
     columns: Columns
     before: np.ndarray  # i64[pairs], the earlier burst
     after: np.ndarray  # i64[pairs], the later one
-    share: np.ndarray  # f64[pairs], variances of a burst in that of a difference
+    share: np.ndarray  # f64[pairs], variance of a difference over that of a burst
 
 
 class _Known(NamedTuple):
-    """What is known of buckets by themselves; first of every bucket, in order."""
+    """Terms of single buckets; the first ones are of every bucket, in order."""
 
     places: np.ndarray  # of the bucket
-    aims: np.ndarray
+    aims: np.ndarray  # log seconds
     variances: np.ndarray
 
 
 class _Apart(NamedTuple):
-    """What is known of two buckets beside each other, arrays of as many."""
+    """Terms of pairs of buckets, arrays of one length."""
 
-    before: np.ndarray  # places of the two
-    after: np.ndarray
-    aims: np.ndarray  # of the second less the first
+    before: np.ndarray  # place of the first bucket
+    after: np.ndarray  # place of the second
+    aims: np.ndarray  # log seconds of the second less those of the first
     variances: np.ndarray
 
 
@@ -333,20 +327,20 @@ class _Solution(NamedTuple):
     logs: np.ndarray  # f64[buckets]
     covariance: np.ndarray  # f64[buckets, buckets]
     coefficients: np.ndarray  # f64[features]
-    missed: np.ndarray  # f64[pairs], by how much each is missed
+    missed: np.ndarray  # f64[pairs], absolute residuals
 
 
 def _solve(features: np.ndarray, known: _Known, apart: _Apart) -> _Solution:
     """Returns the robust least-squares solution.
 
-    The unknowns are the buckets' logarithms, and by what share each coefficient differs from
-    where the sum of parts is made linear, which is done anew in each round; a coefficient changes
-    by MOST_CHANGE at most from one to the next. Sums by place, and no product of large matrices:
-    threads of a BLAS would spin beside the device's.
+    The unknowns are the buckets' log seconds and the relative change of each coefficient. Every
+    round linearises the sum of parts anew; a coefficient changes by a factor of MOST_CHANGE at
+    most per round. The normal equations are summed by place, without products of large matrices:
+    BLAS threads would spin beside the device's.
 
     Args:
       features: f64[buckets, features], none below 0.
-      known: every bucket at least once, so that the problem has one solution.
+      known: has every bucket at least once, so that the solution is unique.
     """
     count, size = len(features), sum(features.shape)
     ends = (apart.before, apart.after), (apart.after, apart.before)
@@ -356,7 +350,7 @@ def _solve(features: np.ndarray, known: _Known, apart: _Apart) -> _Solution:
     logs, diagonal = known.aims[:count], np.arange(count)
     coefficients = np.zeros(features.shape[1])
     for number in range(ROUNDS):
-        if number % 2 == 0:  # which parts are 0 may change
+        if number % 2 == 0:  # refit: the set of zero coefficients may change
             relative = features / np.exp(logs)[:, None]
             coefficients = fit_nonnegative(relative, np.ones(count))
         parts = features * coefficients
@@ -378,7 +372,7 @@ def _solve(features: np.ndarray, known: _Known, apart: _Apart) -> _Solution:
         normal[:count, count:], normal[count:, :count] = -weighed, -weighed.T
         right[count:] -= (weighed * aims[:, None]).sum(axis=0)
         normal[count:, count:] = (shares[:, :, None] * weighed[:, None]).sum(axis=0)
-        normal[count:, count:] += np.eye(size - count)  # no part of nothing changes
+        normal[count:, count:] += np.eye(size - count)  # keeps coefficients of 0 determined
         found = np.linalg.solve(normal, right)
         moved = abs(found[:count] - logs).max()
         logs, change = found[:count], found[count:]
@@ -396,8 +390,8 @@ def _solve(features: np.ndarray, known: _Known, apart: _Apart) -> _Solution:
 
 
 def _spread_of(missed: np.ndarray) -> float:
-    """Returns the standard deviation of a burst's logarithm, told by what differences miss."""
-    trials = len(missed) / (1 + NEIGHBOURS)  # differences of one burst are missed alike
+    """Returns the standard deviation of a burst's log seconds, from residuals of differences."""
+    trials = len(missed) / (1 + NEIGHBOURS)  # residuals of one burst are correlated
     told = float(np.median(missed)) * OF_MEDIAN / math.sqrt(2) if trials else 0.0
     told = (SPREAD_TRIALS * USUAL_SPREAD + trials * told) / (SPREAD_TRIALS + trials)
     return max(told, LEAST_SPREAD)

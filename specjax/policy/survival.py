@@ -1,13 +1,13 @@
-"""How likely draft tokens are to stand: by row and position. No jax.
+"""Acceptance probabilities of draft tokens, by row and position. No jax.
 
 The survival of a row's draft token j is the probability that it and all before it are
 accepted, the product of conditional acceptance rates
 
     rate(row, j) = rate of the row * profile of position j
 
-both averages that forget. Taken from all rows alike, deep positions would look better
-than they are for a row: only rows whose first tokens stand get there. A position that was
-never tried is like the one before it, a row that was little tried like the others.
+both exponential averages. One rate per position over all rows would overrate deep positions:
+only rows whose first tokens are accepted reach them. A position that was never tried takes
+the rate of the one before it, a row with few trials that of the other rows.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from typing import Any
 
 import numpy as np
 
-PRIOR_RATE = 0.7  # before anything is known
-PRIOR_TRIALS = 4.0  # that the prior rate counts for
-PROFILE_TRIALS = 16.0  # that a position's likeness to the one before it counts for
-ROW_TRIALS = 8.0  # that a row's likeness to the others counts for
+PRIOR_RATE = 0.7  # acceptance rate before any trial
+PRIOR_TRIALS = 4.0  # weight of the prior rate
+PROFILE_TRIALS = 16.0  # weight of the previous position's profile in that of a position
+ROW_TRIALS = 8.0  # weight of the mean rate of all rows in that of a row
 WINDOW = 1024.0  # trials that averages over all rows remember
-ROW_WINDOW = 256.0  # likewise of a row
+ROW_WINDOW = 256.0  # trials that the averages of one row remember
 MOST_RATE = 0.999
-# A burst of which so many standard deviations more or less stood than was likely tells of
-# other text; what was known before counts for so many trials then.
+# A burst whose accepted tokens are SURPRISE standard deviations off the expectation means that
+# the text changed; what was known before then counts for LEFT_TRIALS trials.
 SURPRISE, LEFT_TRIALS = 4.0, 4.0
-MOST_TRIALS, MOST_DEPTH = 1e9, 2**10  # that a record may hold
-KEPT_TRIALS = 64.0  # that what was learned in an earlier run counts for
+MOST_TRIALS, MOST_DEPTH = 1e9, 2**10  # limits of a record
+KEPT_TRIALS = 64.0  # weight of an earlier run's acceptance
 
 
 class Survival:
-    """Exponential averages of what was accepted.
+    """Exponential averages of accepted draft tokens.
 
     Args:
       depth: most draft tokens on one path.
     """
 
     def __init__(self, depth: int):
-        # By position: tokens that stood, and as many as the rates of their rows say.
+        # By position: accepted tokens, and how many the rates of their rows predicted.
         self._stood, self._expected = np.zeros((2, depth))
-        # Steps that asked for a token at each depth, and those to which one was proposed.
+        # By depth: steps that asked for a token, and steps for which one was proposed.
         self._asked, self._proposed = np.zeros((2, depth))
-        # Of all rows, and of each: trials, weighted by profile, and those that stood.
+        # Trials weighted by profile, and accepted tokens: of all rows, and by request.
         self._all = np.zeros(2)
         self._by_request = _ByRequest()
 
     def to_record(self) -> dict[str, list[float]]:
-        """Returns what is known of all rows, for JSON."""
+        """Returns the averages over all rows, for JSON."""
         record = {name: getattr(self, f"_{name}").tolist() for name in _KEPT}
         tried, stood = record["all"]
-        # Trials are weighted by profile: a lucky burst may leave fewer of them.
+        # Trials are weighted by profile, so accepted tokens may exceed them after a lucky burst.
         return record | {"all": [tried, min(stood, tried)]}
 
     @classmethod
     def of_record(cls, record: Mapping[str, Any], depth: int) -> Survival:
-        """Returns what `to_record` said of an earlier run; what is seen now counts for more.
+        """Returns the averages of an earlier run's record, scaled down to KEPT_TRIALS trials.
 
         Raises:
-          ValueError: figures that mean nothing.
+          ValueError: a figure is missing or out of range.
         """
         survival = cls(depth)
         try:
@@ -92,7 +92,7 @@ class Survival:
         proposed_depth: Any,
         asked_depth: Any,
     ) -> None:
-        """Takes in a burst that drafted; arrays as of Outcome."""
+        """Adds a burst that drafted; arrays as in Outcome."""
         ran = num_committed > 0
         num_accepted = np.where(ran, np.minimum(num_accepted, draft_depth), 0)
         draft_depth = np.where(ran, draft_depth, 0)
@@ -118,7 +118,7 @@ class Survival:
             average += new
 
     def _notice_change(self, requests: Any, tried: Any, stood: Any) -> None:
-        """Forgets most of what is known where a burst is too unlike it: the text has changed.
+        """Forgets most averages if a burst contradicts them: the text has changed.
 
         Args:
           tried, stood: f64[positions, rows].
@@ -133,7 +133,7 @@ class Survival:
         self._by_request = _ByRequest()
 
     def profile(self) -> np.ndarray:
-        """Returns how each position's rate compares with that of its rows, f64[depth]."""
+        """Returns each position's rate relative to that of its rows, f64[depth]."""
         profile, before = [], 1.0
         for stood, expected in zip(self._stood.tolist(), self._expected.tolist()):
             before = (stood + PROFILE_TRIALS * before) / (expected + PROFILE_TRIALS)
@@ -148,32 +148,32 @@ class Survival:
         return (stood + ROW_TRIALS * mean) / (tried + ROW_TRIALS)
 
     def of_rates(self, rates: np.ndarray) -> np.ndarray:
-        """Returns the survival of draft tokens of rows with such acceptance rates."""
+        """Returns the survival of draft tokens for given row rates, f64[rows, depth]."""
         by_place = rates * self.profile()[:, None]
         return np.minimum(by_place, MOST_RATE).cumprod(axis=0).T
 
     @property
     def num_trials(self) -> float:
-        """Drafts that tell the mean rate of all rows, weighted by profile."""
+        """Draft tokens behind the mean rate of all rows, weighted by profile."""
         return float(self._all[0])
 
     @property
     def num_told(self) -> float:
-        """Drafts, and steps for which the drafter had none: both tell what a step gains."""
+        """`num_trials` plus steps without a proposal: both tell what a step gains."""
         in_vain = self._asked[0] - self._proposed[0] if len(self._asked) else 0.0
         return float(self._all[0] + max(in_vain, 0.0))
 
     def presence(self) -> np.ndarray:
-        """Returns how often a token is proposed at each depth that is asked for, f64[depth]."""
+        """Returns the fraction of steps asking for each depth that get a token, f64[depth]."""
         presence = (self._proposed + PRIOR_TRIALS) / (self._asked + PRIOR_TRIALS)
         return np.minimum.accumulate(np.minimum(presence, 1.0))
 
     def optimism(self, deviations: float = 2.0) -> np.ndarray:
-        """Returns how many times more draft tokens may stand than is thought, f64[depth].
+        """Returns the factor by which accepted tokens may exceed the expected ones, f64[depth].
 
         Args:
-          deviations: by so many standard deviations of the mean rate of all rows; below 0 it is
-            how many times as few.
+          deviations: standard deviations added to the mean rate of all rows; below 0 they lower
+            it, and the factor is below 1.
         """
         tried, stood = self._all
         trials = tried + PRIOR_TRIALS
@@ -183,17 +183,17 @@ class Survival:
         return hoped / thought
 
     def forget_others(self, requests: Any) -> None:
-        """Forgets the requests that are over, once there are many of them."""
+        """Forgets finished requests once there are many of them."""
         if len(self._by_request) > 4 * len(requests) + 64:
             trials = self._by_request.get(requests)
             self._by_request = _ByRequest()
             self._by_request.set(requests, trials)
 
     def _observe_rows(self, requests: Any, tried: Any, stood: Any, num_steps: int) -> None:
-        """Takes in the weighted trials of each row, f64[rows], and those that stood.
+        """Adds the weighted trials and accepted tokens of each row, f64[rows].
 
-        A row that was not asked becomes like the others again: or one that once did badly
-        would never be asked again.
+        The averages of a row that was not asked for drafts decay towards those of the others:
+        otherwise a row that once did badly would never be asked again.
         """
         new = np.stack([tried, stood], axis=1)
         total = new.sum(axis=0)
@@ -207,10 +207,10 @@ _KEPT = ("stood", "expected", "asked", "proposed", "all")
 
 
 class _ByRequest:
-    """Two figures of each request, 0 where there are none; all of a batch are looked up at once."""
+    """Two figures per request, 0 for unknown ones; looked up for a whole batch at once."""
 
     def __init__(self):
-        # Ascending; the last is above all numbers of requests.
+        # Request numbers, ascending; the last is a sentinel above all of them.
         self._numbers = np.array([np.iinfo(np.int64).max])
         self._figures = np.zeros((1, 2))
 
@@ -224,7 +224,7 @@ class _ByRequest:
         return self._figures.take(places, axis=0) * is_known[:, None]
 
     def set(self, requests: Any, figures: np.ndarray) -> None:
-        """Takes over the figures of some requests, f64[requests, 2]."""
+        """Sets the figures of some requests, f64[requests, 2]."""
         others = ~np.isin(self._numbers, requests)
         numbers = np.concatenate([self._numbers[others], requests])
         order = numbers.argsort()
