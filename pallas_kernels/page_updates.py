@@ -31,7 +31,7 @@ MOST_PAGES_UNDER_WAY = 16
 BYTES_UNDER_WAY = 2 << 20
 MOST_TOKENS = 512  # of a chunk
 VMEM_BYTES = 12 << 20  # of 16 MiB, the least of all generations
-SMEM_BYTES = 1_000_000  # of 1 MiB, likewise
+SMEM_BYTES = 1_000_000  # of 1 MiB, the least of all generations
 
 
 def check_pages(pages: Array) -> None:
@@ -333,7 +333,7 @@ def _write_kernel(*refs: Any, call: _Call, count: int) -> None:
 
     copies.start_first()
     _for_each(updates.num_pages, of_page)
-    # Those that nobody waited for yet: the next chunk may read their pages.
+    # Waits for the last writes: the next chunk may read their pages.
     first = jnp.maximum(updates.num_pages - call.pages_under_way, 0)
     _for_each(updates.num_pages, writes.wait, first)
 

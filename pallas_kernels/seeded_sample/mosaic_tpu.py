@@ -196,7 +196,7 @@ class _Refs(NamedTuple):
     # Scratch.
     values: Any  # f32[rows, num_tiles * tile], logits and bias
     largest: Any  # f32[rows, width], of the block that is read
-    is_bad: Any  # i32[rows, width], likewise: NaN or +inf was seen
+    is_bad: Any  # i32[rows, width], of the same block: whether it has NaN or +inf
     row_largest: Any  # f32[rows, 1], of the block that is scored
     row_is_bad: Any  # i32[rows, 1]
     best: Any  # f32[rows, width], the best score

@@ -129,7 +129,7 @@ def tree_attention_mosaic_tpu(
     """See `tree_attention`.
 
     Args:
-      block_sizes: None is what was measured on the device, or the default.
+      block_sizes: None: those measured on the device, or the default.
 
     Raises:
       NotImplementedError: a size that no tile fits.
@@ -436,7 +436,7 @@ class _Sums:
     k_tiles: Any
     v_tiles: Any
     top: Any  # f32[kv_heads, query_rows, LANES], equal in all lanes
-    total: Any  # likewise
+    total: Any  # f32[kv_heads, query_rows, LANES], equal in all lanes
     acc: Any  # f32[kv_heads, query_rows, head_dim]
     shape: _Shape
 

@@ -110,11 +110,11 @@ def measure_costs(
 
 
 def costs_of(measured: dict[str, Any], most_context: int | None = None) -> tuple[Costs, StepCosts]:
-    """Returns what a replay charges, and the same for a policy to know beforehand.
+    """Returns the costs of a replay, and the same costs as a policy knows them beforehand.
 
     Args:
-      most_context: of a row, beyond which its tokens cost nothing more; None is the longest
-        that was measured.
+      most_context: tokens of a row beyond which more context costs nothing; None: the longest
+        context that was measured.
     """
     lines: dict[Bucket, Any] = {}
     for record in measured["steps"]:

@@ -62,7 +62,7 @@ SPARE_TOKENS = 256  # tunix/cli/grpo_main.py adds them to the longest prompt and
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of the model and of the calls."""
+    """Sizes of the model and of the calls."""
 
     num_layers: int = 8
     vocab_size: int = 32000
