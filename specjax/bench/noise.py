@@ -1,4 +1,4 @@
-"""What drawing tokens costs beside a step: `python -m specjax.bench.noise`.
+"""Measures the cost of drawing tokens beside a step: `python -m specjax.bench.noise`.
 
 Choosing the tokens of 8 nodes by `seeded` verification, with and without filters,
 against taking the argmax, next to a step of the 60M-parameter model: all in one

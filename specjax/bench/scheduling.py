@@ -1,4 +1,4 @@
-"""What the choice of K brings: replays of measured step costs, and wall time beside them.
+"""Measures the gain of choosing K: replays of measured step costs, and wall time beside them.
 
     python -m specjax.bench.scheduling --out docs/benchmarks
 
