@@ -233,7 +233,7 @@ _WORDS_AROUND = TILE_TOKENS // 32 + 1
 
 
 class _Visible(NamedTuple):
-    """Which keys are fetched, seen and safe, by position in the row."""
+    """Keys that are fetched, seen and free of NaN, by position in the row."""
 
     row: Array  # i32[blocks]
     length: Array  # i32[blocks], position of the row's new token 0
@@ -279,7 +279,7 @@ def _visible(
     window: int | None,
     shape: _Shape,
 ) -> _Visible:
-    """Returns what the kernel fetches, masks and cleans."""
+    """Returns the keys that the kernel fetches, masks and cleans."""
     length, in_order = lengths[blocks.row], in_order[blocks.row]
     seen = seen[blocks.row]
     own = blocks.first[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)[None]
@@ -458,12 +458,12 @@ class _Queries(NamedTuple):
 
     @property
     def rows(self) -> Any:
-        """Which of all queries they are."""
+        """The rows of these queries among all queries."""
         return _rows(self.matrix)
 
 
 class _Sums(NamedTuple):
-    """What 64 queries know of the keys they saw, in registers."""
+    """Running softmax of 64 queries over the keys so far, in registers."""
 
     acc: Array  # f32[64, head_dim]
     top: Array  # f32[64], the largest score in powers of two

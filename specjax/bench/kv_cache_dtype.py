@@ -63,7 +63,7 @@ def log_distributions(
 
 
 def compare(model: Model, token_ids: np.ndarray, name: str) -> dict[str, float]:
-    """Returns what pages of a dtype change over texts i32[rows, length].
+    """Returns the effect of a dtype of pages on texts i32[rows, length].
 
     Returns:
       mean_kl, percentile_99_kl and most_kl in nats, same_likeliest as a share of all tokens,

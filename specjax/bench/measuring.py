@@ -87,7 +87,7 @@ def read_bandwidth(num_bytes: int = 2**30) -> Callable[[], Any]:
 
 
 def environment() -> dict[str, str]:
-    """Returns what the figures belong to."""
+    """Returns the machine and versions of the figures."""
     return {
         "device": jax.devices()[0].device_kind,
         "machine": platform.machine(),

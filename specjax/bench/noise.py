@@ -134,7 +134,7 @@ def chooser(choose: Callable[..., Any], logits: Array, sampling: RowSampling) ->
 
 
 def contenders(vocab: int) -> dict[str, Callable[[], Any]]:
-    """Returns what is timed, by "kind of logits/sampling"."""
+    """Returns the timed functions, by "kind of logits/sampling"."""
     found = {}
     for kind, logits in all_logits(vocab).items():
         for name, params in SAMPLINGS.items():

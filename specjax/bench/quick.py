@@ -104,7 +104,7 @@ class Decoding:
 
     @property
     def temp_bytes(self) -> int:
-        """Returns what XLA says the compiled burst needs beside its arguments and results."""
+        """Returns the bytes that XLA reports for the burst besides arguments and results."""
         return self.decoder.compiled_burst(self.depth).memory_analysis().temp_size_in_bytes
 
     def _prefilled(self, rows: int, context: int) -> DecodeState:

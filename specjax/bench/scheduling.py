@@ -71,7 +71,7 @@ LONG_CONTEXT = 440  # within what is measured
 def measure_costs(
     target: Any, drafter: Any, row_buckets: Sequence[int], rounds: int
 ) -> dict[str, Any]:
-    """Returns what the steps of a pair cost, and plain ones with no drafter loaded."""
+    """Returns the step costs of a pair, and of plain decoding with no drafter loaded."""
     config = EngineConfig(max_rows=row_buckets[-1], max_context=512)
     sampling = SamplingParams(temperature=1.0, ignore_eos=True)
     timers = {}

@@ -307,7 +307,7 @@ def warm_up(contenders: dict[str, Contender]) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Returns what the figures belong to."""
+    """Returns the machine and versions of the figures."""
     versions = {
         name: importlib.metadata.version(package)
         for name, package in (("tunix", "google-tunix"), ("flax", "flax"))

@@ -584,7 +584,7 @@ class _Check:
         )
 
     def check_no_anticipation(self, rows: Sequence[Proposal]) -> None:
-        """What is verified depends on nothing drawn at or after it: rows with equal draws agree."""
+        """Checks that verified tokens do not depend on draws at or after them."""
         num_drafts = rows[0].token_ids.shape[0]
         for place in range(num_drafts):
             seen: dict[tuple[int, ...], tuple[bool, float]] = {}

@@ -128,7 +128,7 @@ def _template(source: str) -> jinja2.Template:
         )
     try:
         return _compiled(source)
-    except Exception as error:  # Of jinja, or of Python for what jinja wrote.
+    except Exception as error:  # From jinja, or from Python for the code that jinja generated.
         raise ValueError(
             f"the chat template failed to compile: {type(error).__name__}: "
             f"{_short(error)}; {_ADVICE}"
@@ -481,7 +481,7 @@ def _checked_arguments(
     """Returns the arguments of a call; SecurityError where it may not be made."""
     owner = getattr(obj, "__self__", None)
     if owner is None or not isinstance(owner, _BUILTIN_TYPES):
-        # Of jinja, of this module, or the caller's own.
+        # A function of jinja, of this module, or of the caller.
         return args
     if any(value is obj for value in budget.variables.values()):
         return args
