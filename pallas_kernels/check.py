@@ -1,16 +1,16 @@
-"""Whether every kernel compiles for a TPU, and for a GPU, with none at hand.
+"""Checks that every kernel compiles for a TPU and for a GPU, without such a device.
 
     python -m pallas_kernels.check --tpu v5e:2x2 v6e:2x2
 
 compiles every op ahead of time for the shapes of some models, on one chip and split over
-four, and prints what each takes. It needs libtpu: pip install "jax[tpu]".
+four, and prints the memory of each. It needs libtpu: pip install "jax[tpu]".
 
     python -m pallas_kernels.check --gpu h100
 
-compiles attention for a GPU and prints what ptxas says: registers, and bytes of them that are
-spilled. It fails where wgmma is serialized. It needs the CUDA plugin: pip install
-"jax[cuda12]"; without it attention is lowered alone, and each line says so. That nvdisasm is
-missing is jaxlib's to say, and does not matter. Of neither option, both are run in full.
+compiles attention for a GPU and prints the report of ptxas: registers, and bytes of spilled
+registers. It fails where wgmma is serialized. It needs the CUDA plugin: pip install
+"jax[cuda12]"; without it attention is only lowered, and each line says so. A message of jaxlib
+that nvdisasm is missing does not matter. Without options, both checks run in full.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-# What libtpu asks of the machine it runs on; none of it is used.
+# Settings that libtpu asks of its machine; none of them is used.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody takes a chip
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used
     "JAX_PLATFORMS": "cpu",
 }
 GPUS = {"h100": "NVIDIA H100 80GB HBM3"}  # as the driver calls them
@@ -121,7 +121,7 @@ SAMPLED = 1, 64, 512  # tokens
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What compiling one op came to."""
+    """The result of compiling one op."""
 
     op: str
     shape: str
@@ -131,8 +131,8 @@ class Result:
     vmem_bytes: int | None  # as the op counts it, of what it keeps there
     temp_bytes: int | None  # of HBM, what surrounds the kernel included
     error: str | None
-    is_compiled: bool = True  # or lowered alone
-    # Of a thread on a GPU, as ptxas says: not for a kernel that it compiled before.
+    is_compiled: bool = True  # False: only lowered
+    # Per thread on a GPU, as ptxas reports; None for a kernel that it compiled before.
     registers: int | None = None
     spill_bytes: int | None = None
 
@@ -148,7 +148,7 @@ class _Case:
 
 
 def cases(chips: int) -> Iterator[_Case]:
-    """Yields every op at every shape, as one of so many chips sees it."""
+    """Yields every op at every shape of one chip, of `chips` that share the heads."""
     for model, step in itertools.product(MODELS, STEPS):
         if MODELS[model].kv_heads % chips:
             continue
@@ -279,10 +279,10 @@ def _sampling_cases() -> Iterator[_Case]:
 
 
 def check(topology: str, chips: int, only: Sequence[str] = ("",)) -> Iterator[Result]:
-    """Yields what compiling each op for one or more chips of a topology comes to.
+    """Yields the result of compiling each op for one or more chips of a topology.
 
     Args:
-      only: texts of which the name of an op and its shape must hold one.
+      only: an op is compiled if its name and shape contain one of these texts.
 
     Raises:
       ValueError: libtpu knows no such topology, or is not installed.
@@ -339,10 +339,10 @@ def check(topology: str, chips: int, only: Sequence[str] = ("",)) -> Iterator[Re
 
 
 def check_gpu(name: str, only: Sequence[str] = ("",)) -> Iterator[Result]:
-    """Yields what compiling attention for a GPU comes to, at every shape it covers.
+    """Yields the result of compiling attention for a GPU, at every shape it covers.
 
     Args:
-      name: of `GPUS`.
+      name: a key of `GPUS`.
       only: as for `check`.
     """
     for model, step in itertools.product(MODELS, STEPS):

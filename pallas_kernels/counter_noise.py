@@ -1,6 +1,6 @@
-"""Noise from counters: words of (key, token id), and Gumbel draws of words.
+"""Counter-based noise: random words from (key, token id), and Gumbel draws from words.
 
-Nothing but integer and float32 arithmetic, elementwise: the same inside a kernel as
+It uses only elementwise integer and float32 arithmetic, the same inside a kernel as
 outside, so that both draw the same bits.
 """
 

@@ -1,4 +1,4 @@
-"""How an op picks among its implementations."""
+"""Picks the implementation of an op."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -8,7 +8,7 @@ import jax
 
 Result = TypeVar("Result")
 
-# Part of the key of jit's caches: what was traced for one platform is not run for another.
+# Part of the key of jit's caches: code traced for one platform is not run on another.
 _platform = jax.make_user_context(default_value=None)
 
 
@@ -18,11 +18,11 @@ _is_looped = jax.make_user_context(default_value=False)
 
 @contextlib.contextmanager
 def in_a_loop() -> Iterator[None]:
-    """Ops traced within lie in a loop that carries their pages.
+    """Context in which ops are traced inside a loop that carries their pages.
 
-    There kernels keep pages in HBM, of which XLA would take an array that fits into VMEM there and
-    back in every step (jax 0.10.2, libtpu 0.0.42). Outside of loops, where an argument of the
-    program is written, libtpu refuses to be told so.
+    There kernels keep pages in HBM: otherwise XLA would copy an array that fits into VMEM there
+    and back in every step (jax 0.10.2, libtpu 0.0.42). Outside of loops, where an argument of the
+    program is written, libtpu refuses this constraint.
     """
     with _is_looped(True):
         yield
@@ -34,48 +34,48 @@ _named = jax.make_user_context(default_value=())
 
 @contextlib.contextmanager
 def by_name(named: Iterable[tuple[str, str]]) -> Iterator[None]:
-    """Ops traced within, and called without `implementation`, are run by the one named here.
+    """Context that sets the implementation of ops called without `implementation`.
 
     Args:
-      named: pairs of an op and an implementation, of `pallas_kernels.names`. Other ops pick the
-        best for their case.
+      named: pairs of an op and an implementation, from `pallas_kernels.names`. Other ops pick
+        the best for their case.
     """
     with _named(tuple(sorted(named))):
         yield
 
 
 def named_for(op: str, name: str | None) -> str | None:
-    """Returns `name`, or where it is None the implementation that `by_name` says, if any."""
+    """Returns `name`, or if it is None the implementation that `by_name` sets, if any."""
     return dict(_named.value).get(op) if name is None else name
 
 
 def is_in_a_loop() -> bool:
-    """Returns whether `in_a_loop` surrounds what is traced."""
+    """Returns whether the code is traced inside `in_a_loop`."""
     return _is_looped.value
 
 
 @contextlib.contextmanager
 def lowered_for(platform: str, device_kind: str | None = None) -> Iterator[None]:
-    """Ops traced within are for a platform, "cpu", "gpu" or "tpu", whatever this process runs on.
+    """Context that traces ops for a platform, "cpu", "gpu" or "tpu", not for this process's own.
 
-    For compiling ahead of time: an op picks its implementation when it is traced.
+    It is for ahead-of-time compilation: an op picks its implementation when it is traced.
 
     Args:
-      device_kind: as jax names devices; by it measured block sizes are chosen.
+      device_kind: jax's name of the device, by which measured block sizes are chosen.
     """
     with _platform((platform, device_kind)):
         yield
 
 
 def target_kind() -> str | None:
-    """Returns the kind of device that ops are traced for, where it is known."""
+    """Returns the kind of device that ops are traced for, or None if unknown."""
     if _platform.value is not None:
         return _platform.value[1]
     return jax.devices()[0].device_kind if target_platform() == "tpu" else None
 
 
 def target_platform() -> str:
-    """Returns what ops are traced for now: as `lowered_for` says, or jax's default device is."""
+    """Returns the platform that ops are traced for: of `lowered_for`, or of jax's default."""
     if _platform.value is not None:
         return _platform.value[0]
     device = getattr(jax.config, "jax_default_device")  # noqa: B009 (jax adds it when it runs)
@@ -85,12 +85,12 @@ def target_platform() -> str:
 
 
 def needs_platform(platform: str, call: Callable[[], Result]) -> Callable[[], Result]:
-    """Returns a call that raises NotImplementedError unless it is traced for a platform."""
+    """Returns `call`, which then raises NotImplementedError if traced for another platform."""
 
     def checked() -> Result:
         if (own := target_platform()) != platform:
             raise NotImplementedError(f"runs on {platform}, and this is {own}.")
-        # Kernels count in 32 bits and mix them as jax does, whatever the program around them.
+        # Kernels use 32-bit types and standard promotion, whatever the program sets in jax.
         with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
             return call()
 
@@ -98,7 +98,7 @@ def needs_platform(platform: str, call: Callable[[], Result]) -> Callable[[], Re
 
 
 def if_named(candidate: str, name: str | None, call: Callable[[], Result]) -> Callable[[], Result]:
-    """Returns a call that raises NotImplementedError unless it is asked for by name."""
+    """Returns `call`, which then raises NotImplementedError unless `name` is `candidate`."""
 
     def checked() -> Result:
         if name != candidate:

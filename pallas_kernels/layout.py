@@ -1,23 +1,23 @@
-"""The shape of a page, in one place: callers make and measure pages here.
+"""The layout of pages: creates pages and reads their sizes.
 
 Keys and values of a layer are two arrays, dtype[num_pages, kv_heads, page_size,
-head_dim]. docs/decisions/0001-cache-layout.md says why.
+head_dim]. docs/decisions/0001-cache-layout.md gives the reasons.
 
-On a TPU heads that are not of whole lanes are stored in lanes: as many beside each other
-as fill a line of 128, or one with zeros behind it. Attention over such a line is that of
-one head whose queries are zero where other heads lie.
+On a TPU heads whose size is no multiple of 128 are stored in lanes: several heads side by
+side that fill a line of 128, or one head padded with zeros. Attention over such a line is
+that of one head whose queries are zero in the places of other heads.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
-NO_PAGE = -1  # in a block table: no page stands here
+NO_PAGE = -1  # in a block table: no page
 KV_HEADS_AXIS = 1  # of a page array; tensor parallelism splits it
 LANES = 128  # of a TPU's tiles
 
-# Dtypes of pages that hold numbers to be multiplied by a scale of their key head, and the
-# largest of each.
+# Dtypes of quantised pages, whose numbers are multiplied by a scale per key head, and the
+# largest number of each.
 LARGEST = {jnp.dtype(jnp.int8): 127.0, jnp.dtype(jnp.float8_e4m3fn): 448.0}
 
 
@@ -57,7 +57,7 @@ def page_shape(
 
 
 def heads_per_line(kv_heads: int, head_dim: int) -> int:
-    """Returns how many key heads lie beside each other in lanes: 2 of 64, 4 of 32, 1 of 80."""
+    """Returns the number of key heads per line: 2 of size 64, 4 of 32, 1 of 80."""
     count = LANES // head_dim if head_dim < LANES and LANES % head_dim == 0 else 1
     while kv_heads % count:
         count -= 1
@@ -65,9 +65,9 @@ def heads_per_line(kv_heads: int, head_dim: int) -> int:
 
 
 def to_lines(new: Array, pages: Array) -> Array:
-    """Turns keys or values [num_tokens, kv_heads, head_dim] to those of pages in lanes.
+    """Converts keys or values [num_tokens, kv_heads, head_dim] to the layout in lanes.
 
-    dtype[num_tokens, lines, width], a reshape where lines are full.
+    Returns dtype[num_tokens, lines, width], a reshape if lines are full.
     """
     lines, width = kv_heads(pages), head_dim(pages)
     new = new.reshape(new.shape[0], lines, -1)
@@ -90,8 +90,8 @@ def in_lines(q: Array, num_kv_heads: int, k_pages: Array, v_pages: Array) -> Arr
 
 
 def queries_in_lines(q: Array, num_kv_heads: int, pages: Array) -> Array:
-    """Turns q [num_tokens, heads, head_dim] to [num_tokens, heads, width]: zero where others
-    lie."""
+    """Converts q [num_tokens, heads, head_dim] to [num_tokens, heads, width], zero in the places
+    of other heads."""
     num_tokens, heads, size = q.shape
     lines = kv_heads(pages)
     count, width = num_kv_heads // lines, head_dim(pages)
@@ -104,7 +104,7 @@ def queries_in_lines(q: Array, num_kv_heads: int, pages: Array) -> Array:
 
 
 def from_lines(out: Array, num_kv_heads: int, size: int, pages: Array) -> Array:
-    """Undoes `queries_in_lines` for what attention returned: [num_tokens, heads, head_dim]."""
+    """Undoes `queries_in_lines` for attention's result: [num_tokens, heads, head_dim]."""
     num_tokens, heads, width = out.shape
     lines = kv_heads(pages)
     count = num_kv_heads // lines
@@ -138,7 +138,7 @@ def head_dim(pages: Array) -> int:
 
 
 def num_slots(pages: Array) -> int:
-    """Returns num_pages * page_size, which as a slot means dropped."""
+    """Returns num_pages * page_size; a token with this slot is dropped."""
     return num_pages(pages) * page_size(pages)
 
 
@@ -152,15 +152,15 @@ def read_slots(pages: Array, slots: Array) -> Array:
 
 
 def is_quantized(pages: Array | jax.ShapeDtypeStruct) -> bool:
-    """Returns whether what the pages hold is to be multiplied by scales: int8 and fp8 (e4m3)."""
+    """Returns whether pages are quantised and need scales: int8 and fp8 (e4m3)."""
     return jnp.dtype(pages.dtype) in LARGEST
 
 
 def quantize(new: Array, scale: Array, dtype: jnp.dtype) -> Array:
-    """Turns keys or values [num_tokens, kv_heads, head_dim] to what pages of a dtype hold.
+    """Quantises keys or values [num_tokens, kv_heads, head_dim] to the dtype of pages.
 
-    The nearest number to new / scale, ties to even, and the largest where it is beyond. NaN
-    stays NaN in fp8; int8 has none, and what it becomes there means nothing.
+    It rounds new / scale to the nearest number, ties to even, and clips it to the largest. NaN
+    stays NaN in fp8; int8 has no NaN, and gives an arbitrary number.
 
     Args:
       scale: f32[kv_heads], above 0.
@@ -176,7 +176,7 @@ def quantize(new: Array, scale: Array, dtype: jnp.dtype) -> Array:
 def validate_scales(
     k_scale: Array | None, v_scale: Array | None, num_kv_heads: int, k_pages: Array
 ) -> None:
-    """Raises ValueError unless there are f32[kv_heads] scales, or none, as the pages need."""
+    """Raises ValueError unless quantised pages have f32[kv_heads] scales, and others none."""
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         if (scale is not None) != is_quantized(k_pages):
             raise ValueError(
@@ -206,7 +206,7 @@ def validate_page_arrays(k_pages: Array, v_pages: Array) -> None:
 
 
 def validate_lines(num_kv_heads: int, size: int, k_pages: Array) -> None:
-    """Raises ValueError unless the pages hold so many key heads of a size, in lanes or not."""
+    """Raises ValueError unless the pages hold num_kv_heads heads of this size, in lanes or not."""
     lines, width = kv_heads(k_pages), head_dim(k_pages)
     if num_kv_heads % lines or num_kv_heads // lines * size > width:
         raise ValueError(
@@ -226,7 +226,7 @@ def validate_queries(q: Array, k_pages: Array) -> None:
 
 
 def validate_int32(**arrays: Array) -> None:
-    """Raises ValueError unless all are int32; callers name them."""
+    """Raises ValueError unless all arrays are int32; keywords name them in the message."""
     for name, array in arrays.items():
         if array.dtype != jnp.int32:
             raise ValueError(f"{name} is {array.dtype}, must be int32.")

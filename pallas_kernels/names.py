@@ -1,4 +1,4 @@
-"""The ops and their implementations, by name. No jax: whatever checks a config reads it."""
+"""Names of the ops and their implementations. It imports no jax, so that configs can check them."""
 
 from __future__ import annotations
 

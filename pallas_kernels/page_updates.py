@@ -31,7 +31,7 @@ MOST_PAGES_UNDER_WAY = 16
 BYTES_UNDER_WAY = 2 << 20
 MOST_TOKENS = 512  # of a chunk
 VMEM_BYTES = 12 << 20  # of 16 MiB, the least of all generations
-SMEM_BYTES = 1_000_000  # of 1 MiB, likewise
+SMEM_BYTES = 1_000_000  # of 1 MiB, the least of all generations
 
 
 def check_pages(pages: Array) -> None:
@@ -55,7 +55,7 @@ def sublanes_of(dtype: jnp.dtype) -> int:
 
 
 def token_bytes(pages: Any) -> int:
-    """Returns what a token of one array takes where it is held, in whole tiles."""
+    """Returns the bytes of a token of one array, in whole tiles."""
     sublanes = sublanes_of(pages.dtype)
     kv_heads = -(-layout.kv_heads(pages) // sublanes) * sublanes
     return kv_heads * layout.head_dim(pages) * pages.dtype.itemsize
@@ -74,9 +74,9 @@ def read_tokens(
     *,
     interpret: Any = False,
 ) -> Array:
-    """Returns what lies at the slots, dtype[arrays, num_tokens or more, kv_heads, head_dim].
+    """Returns the tokens at the slots, dtype[arrays, num_tokens or more, kv_heads, head_dim].
 
-    What stands for a slot that does not exist, and past the last one, means nothing.
+    Values for slots that do not exist, and past the last token, are meaningless.
     """
     call = _Call.of(arrays[0], slots.shape[0])
     size = call.num_chunks * call.chunk
@@ -194,12 +194,12 @@ class _Call:
         return min(MOST_PAGES_UNDER_WAY, max(2, BYTES_UNDER_WAY // page))
 
     def vmem_bytes(self) -> int:
-        """Returns what a grid step keeps in VMEM: tokens twice, and pages under way."""
+        """Returns the bytes of VMEM of a grid step: tokens twice, and pages under way."""
         page = math.prod(self.page_shape) * self.dtype.itemsize
         return 2 * self.chunk * self.token_bytes + self.pages_under_way * page
 
     def smem_bytes(self) -> int:
-        """Returns what the tokens' places take there."""
+        """Returns the bytes of SMEM that the tokens' places take."""
         return 4 * self.num_chunks * (4 * self.chunk + 2)
 
     def token_spec(self) -> pl.BlockSpec:
@@ -333,7 +333,7 @@ def _write_kernel(*refs: Any, call: _Call, count: int) -> None:
 
     copies.start_first()
     _for_each(updates.num_pages, of_page)
-    # Those that nobody waited for yet: the next chunk may read their pages.
+    # Waits for the last writes: the next chunk may read their pages.
     first = jnp.maximum(updates.num_pages - call.pages_under_way, 0)
     _for_each(updates.num_pages, writes.wait, first)
 

@@ -2,7 +2,7 @@
 
 Every implementation written for XLA sums its keys by these three functions. A tile
 that a query does not see changes none of the query's bits: the largest score stays,
-what there is is multiplied by exp(0), and 0 is added.
+the sums are multiplied by exp(0), and 0 is added.
 """
 
 from typing import NamedTuple
@@ -14,7 +14,7 @@ _MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
 
 
 class RunningSoftmax(NamedTuple):
-    """What queries [...] know of the keys they saw."""
+    """Running sums of queries [...] over the keys so far."""
 
     top: Array  # f32[..., 1], the largest score
     total: Array  # f32[..., 1], the sum of exp(score - top)
@@ -35,9 +35,9 @@ def start(shape: tuple[int, ...], sinks: Array | None = None) -> RunningSoftmax:
 
 
 def precision_of(dtype: jnp.dtype) -> lax.Precision:
-    """Returns how products are made for queries of a dtype: of float32 with all of its bits.
+    """Returns the precision of products for queries of a dtype: full precision for float32.
 
-    Matters on accelerators, where DEFAULT rounds factors to bfloat16 or TF32.
+    It matters on accelerators, where DEFAULT rounds factors to bfloat16 or TF32.
     """
     return lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
@@ -55,8 +55,8 @@ def add_tile(
     Args:
       equation: the einsum of weights, which are laid out as scores are, and v.
       scores: f32[..., keys].
-      is_visible: bool, which broadcasts to scores; what is not visible has weight 0.
-      v: values; what no query of the product sees must be finite, for 0 * NaN is NaN.
+      is_visible: bool, broadcasts to scores; invisible keys have weight 0.
+      v: values; those that no query sees must be finite, because 0 * NaN is NaN.
     """
     scores = jnp.where(is_visible, scores, _MASKED)
     top = jnp.maximum(state.top, scores.max(-1, keepdims=True))
@@ -70,5 +70,5 @@ def add_tile(
 
 
 def finish(state: RunningSoftmax) -> Array:
-    """Returns f32[..., head_dim]: the mean of values, and 0 where nothing was seen."""
+    """Returns the weighted mean of values f32[..., head_dim]; 0 for a query without keys."""
     return state.values / jnp.where(state.total == 0.0, 1.0, state.total)

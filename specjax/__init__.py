@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 from specjax.version import __version__ as __version__
 
-# The public surface: what is not named here may change with any version.
+# The public surface: names that are not listed here may change with any version.
 __all__ = [
     "Chunk",
     "Completion",
@@ -72,7 +72,7 @@ __all__ = [
     "stream",
 ]
 
-# Looked up on first use: `specjax --help` need not wait for jax.
+# Imported on first use, so that `specjax --help` does not wait for jax.
 _HOME = {
     "EngineConfig": "specjax.config",
     "SamplingParams": "specjax.config",
@@ -115,5 +115,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Returns the public names, and nothing that is imported for their sake."""
+    """Returns the public names, without modules that are imported for them."""
     return sorted(__all__)

@@ -25,16 +25,16 @@ def move_kv(
     """Returns the pages with the key and value of each source slot at its target slot.
 
     All sources are read before any target is written, so that the accepted path of
-    a tree may move over nodes that are themselves about to move. Of each array it reads
-    and writes n * kv_heads * head_dim numbers (on a TPU the whole pages that they lie in),
-    whatever the pool's size, in place as `write_kv` is.
+    a tree may move over nodes that are themselves about to move. It reads and writes
+    n * kv_heads * head_dim numbers of each array (on a TPU their whole pages), whatever
+    the pool's size, and updates in place like `write_kv`.
 
     Args:
-      pages: keys and values of all layers, as layout.init_pages makes them, in any
-        structure; every array has as many slots.
-      source_slots: a slot that does not exist gives zeros or anything.
-      target_slots: no slot twice; `num_slots`, and any other that does not exist, is
-        dropped.
+      pages: keys and values of all layers, from layout.init_pages, in any structure; all
+        arrays have the same number of slots.
+      source_slots: a slot that does not exist gives arbitrary values.
+      target_slots: without duplicates; `num_slots`, and any other slot that does not exist,
+        is dropped.
       implementation: "mosaic_tpu", "xla" or "reference"; None picks the best for this case.
 
     Raises:

@@ -47,6 +47,6 @@ def move_kv_mosaic_tpu(
 
 
 def _arrays_at_once(pages: Array, slots: Array) -> int:
-    """Returns of how many arrays the tokens under way take no more than HELD_BYTES."""
+    """Returns how many arrays to move at once, so that tokens take at most HELD_BYTES."""
     held = slots.shape[0] * page_updates.token_bytes(pages)
     return max(HELD_BYTES // max(held, 1), 1)

@@ -13,11 +13,11 @@ from pallas_kernels.ngram_match.xla import ngram_match_xla
 
 
 class NgramMatches(NamedTuple):
-    """Where each row's last tokens stood before, best first; i32 and bool [rows, num_matches]."""
+    """Earlier occurrences of each row's last tokens, best first; [rows, num_matches] each."""
 
-    starts: Array  # i32, what follows the occurrence stands here; 0 where there is none
-    lengths: Array  # i32, tokens that agree; 0 where there is none, and never above 0 after 0
-    in_corpus: Array  # bool: whether `starts` is a place in the corpus
+    starts: Array  # i32, index of the token after the occurrence; 0 where there is none
+    lengths: Array  # i32, length of the match; 0 where there is none, which come last
+    in_corpus: Array  # bool: whether `starts` is an index into the corpus
 
 
 def ngram_match(
@@ -31,23 +31,23 @@ def ngram_match(
     num_matches: int = 1,
     implementation: str | None = None,
 ) -> NgramMatches:
-    """Finds where the last tokens of each row stand earlier in its text, or in a corpus.
+    """Finds earlier occurrences of each row's last tokens, in its own text or in a corpus.
 
-    The longest occurrence is the best; among equals one of the row's own text, and of
-    those the latest. Occurrences differ in where they end; what follows them may be the same.
+    The longest occurrence is the best; among equals the row's own text comes first, then the
+    latest. Occurrences differ in where they end; the tokens after them may be the same.
 
     Work: history and corpus are read once per num_matches, (rows * max_length + corpus_length)
     * 4 bytes, and rows * (max_length + corpus_length) * (max_match + num_matches) comparisons.
 
     Args:
-      history: token ids; a negative number is none, and agrees with nothing.
-      num_tokens: how many of each row's history are text.
-      corpus: text of all rows, which none of them wrote. Where one sequence ends and
-        another begins a number that is no token must stand, lest a match run over it.
-      num_corpus_tokens: how many of it are text. Together with corpus.
-      min_match: fewest tokens that must agree.
+      history: token ids; a negative number is no token, and matches nothing.
+      num_tokens: how many entries of each row's history are text.
+      corpus: text that all rows share, besides their own. Sequences must be separated by a
+        negative number, so that no match spans two of them.
+      num_corpus_tokens: how many entries of corpus are text. Together with corpus.
+      min_match: shortest match, in tokens.
       max_match: most tokens that are compared.
-      num_matches: how many to look for.
+      num_matches: number of occurrences to find.
       implementation: "xla" or "reference"; None picks the best for this case.
 
     Raises:

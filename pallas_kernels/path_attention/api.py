@@ -14,7 +14,7 @@ from pallas_kernels.path_attention.xla import path_attention_xla
 def path_attention(
     q: Array,  # dtype[num_tokens, heads, head_dim]
     k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim], or in lanes
-    v_pages: Array,  # likewise
+    v_pages: Array,  # same shape as k_pages
     block_table: Array,  # i32[rows, pages_per_row], NO_PAGE = -1 where none
     row_ids: Array,  # i32[num_tokens]
     lengths: Array,  # i32[rows]
@@ -28,31 +28,31 @@ def path_attention(
     window: int | None = None,
     implementation: str | None = None,
 ) -> Array:
-    """Attends every token to its prefix and to its own path, in path order.
+    """Returns attention of every token over its prefix and its own path, in path order.
 
-    Token t of row r sees the keys of positions 0 to positions[t]. Those below
-    lengths[r] lie where they belong. Those of the path, lengths[r] + i, lie in the
-    slot of position lengths[r] + path_offsets[t, i], or where they belong too if
-    there are no offsets: a chain. All of them are written already.
+    Token t of row r sees the keys of positions 0 to positions[t]. Keys of positions below
+    lengths[r] are in their own slots. Keys of the path, lengths[r] + i, are in the slot of
+    position lengths[r] + path_offsets[t, i], or without offsets, for a chain, in their own
+    slots. All of them are already written.
 
-    What `tree_attention` computes row by row this computes token by token, reading a
-    row's keys once per token: a token's sums have one shape and one order, whatever
-    its row, its neighbours, the number of drafts, and the place of its ancestors in
-    a tree. Softmax and sums are float32; on the XLA path keys are summed in tiles
-    of 64 positions, in order.
+    It computes the same as `tree_attention`, but token by token, reading a row's keys once
+    per token: a token's sums have one shape and one order, whatever its row, its
+    neighbours, the number of drafts, and the places of its ancestors in a tree. Softmax
+    and sums are float32; on the XLA path keys are summed in tiles of 64 positions, in
+    order.
 
     Args:
-      block_table: a row may hold any pages in any order; slots that hold no key of
-        the path are not read into the result and may hold NaN.
-      row_ids: whose token each is; `rows` or more is padding, whose output is 0.
+      block_table: a row may hold any pages in any order; slots without a key of the
+        path do not affect the result and may hold NaN.
+      row_ids: the row of each token; `rows` or more is padding, whose output is 0.
       lengths: tokens whose keys and values were final before this step.
-      num_kv_heads: key heads, where pages lie in lanes; None: as many as pages say.
-      path_offsets: entry i is that of the ancestor at depth i of the tree whose root
-        is at position lengths[r]; the token's own stands at its depth.
-      sinks: of each head, the score of one more key, whose value is 0: see `tree_attention`.
+      num_kv_heads: key heads, for pages stored in lanes; None: the number in the pages.
+      path_offsets: entry i is the offset of the ancestor at depth i of the tree whose root
+        is at position lengths[r]; the token's own offset is at its depth.
+      sinks: for each head, the score of one extra key, whose value is 0: see `tree_attention`.
       scale: multiplies the scores; usually head_dim ** -0.5.
       softcap: scores become softcap * tanh(score / softcap), after the scale (Gemma 2).
-      window: keys a token sees, itself included.
+      window: number of keys that a token sees, itself included.
       implementation: "xla" or "reference"; None picks the best for this case.
 
     Returns:

@@ -24,23 +24,23 @@ def seeded_sample(
 ) -> Sample:
     """Draws a token per row by argmax of processed logits plus Gumbel noise.
 
-    Of a row with logits x, bias b and temperature t > 0 the processed logits are
-    (x + b - max(x + b)) / t, of which the largest is 0; at t = 0, the argmax, they are
-    x + b, and there is no noise. What lies below the row's threshold cannot be chosen.
+    For a row with logits x, bias b and temperature t > 0 the processed logits are
+    (x + b - max(x + b)) / t, whose largest is 0; at t = 0, the argmax, they are
+    x + b, and there is no noise. Tokens below the row's threshold cannot be chosen.
     The noise is a function of the key and the token id (`counter_noise`), so it does not
-    depend on the other rows. The lowest id wins a tie.
+    depend on other rows. The lowest id wins a tie.
 
-    Every implementation draws from the same random bits. Their logarithms are within 2
-    units in the last place, so where two tokens are as close as that they may differ.
+    All implementations use the same random bits. Their logarithms agree within 2 units in
+    the last place, so they may choose differently between two tokens that close.
 
     Args:
-      keys: as `counter_noise.random_bits` takes them; one for each draw.
-      temperature: at or above 0.
+      keys: one key per draw, as for `counter_noise.random_bits`.
+      temperature: at least 0.
       bias: added to the logits; -inf forbids a token.
-      thresholds: of processed logits; -inf, and None, keep all. That of min_p is
-        log(min_p) where the temperature is above 0, and -inf where it is 0, whose argmax
-        min_p never cuts; those of top-k and top-p take passes of their own. One above the
-        largest leaves nothing.
+      thresholds: lower bounds of processed logits; -inf, or None, keeps all tokens. For min_p
+        it is log(min_p) where the temperature is above 0, and -inf where it is 0, as min_p
+        never cuts the argmax; those of top-k and top-p take passes of their own. A threshold
+        above the largest logit leaves no token.
       implementation: "mosaic_tpu", "xla" or "reference"; None picks the best for this case.
 
     Returns:

@@ -75,7 +75,7 @@ class _Shape:
 
     @property
     def chunk(self) -> int:
-        """What a loop takes at once."""
+        """Logits of a row that a loop iteration processes."""
         return min(max(self.vocab // self.width, 1), UNROLLED) * self.width
 
     @property
@@ -87,7 +87,7 @@ class _Shape:
         return -(-self.vocab // self.tile)
 
     def vmem_bytes(self) -> int:
-        """Returns what a grid step keeps in VMEM: rows, tiles twice, what is carried."""
+        """Returns the bytes of VMEM of a grid step: rows, tiles twice, carried values."""
         kept = 4 * self.num_tiles * self.tile
         copied = 2 * (self.itemsize + 4 * self.has_bias) * self.tile
         carried = 4 * (10 * self.width + 2 * LANES)
@@ -196,7 +196,7 @@ class _Refs(NamedTuple):
     # Scratch.
     values: Any  # f32[rows, num_tiles * tile], logits and bias
     largest: Any  # f32[rows, width], of the block that is read
-    is_bad: Any  # i32[rows, width], likewise: NaN or +inf was seen
+    is_bad: Any  # i32[rows, width], of the same block: whether it has NaN or +inf
     row_largest: Any  # f32[rows, 1], of the block that is scored
     row_is_bad: Any  # i32[rows, 1]
     best: Any  # f32[rows, width], the best score
@@ -380,7 +380,7 @@ def _end_scores(refs: _Refs) -> None:
 
 
 class _Scaling(NamedTuple):
-    """What a block's rows are scaled by, [rows, 1] each."""
+    """Values that scale the rows of a block, [rows, 1] each."""
 
     is_random: Array
     shift: Array

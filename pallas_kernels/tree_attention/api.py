@@ -16,7 +16,7 @@ from pallas_kernels.tree_attention.xla import tree_attention_xla
 def tree_attention(
     q: Array,  # dtype[num_tokens, heads, head_dim]
     k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim], or in lanes
-    v_pages: Array,  # likewise
+    v_pages: Array,  # same shape as k_pages
     block_table: Array,  # i32[rows, pages_per_row], NO_PAGE = -1 where none
     row_starts: Array,  # i32[rows + 1]
     lengths: Array,  # i32[rows]
@@ -27,56 +27,56 @@ def tree_attention(
     num_new_keys: Array | None = None,  # i32[rows]
     sinks: Array | None = None,  # f32[heads]
     k_scale: Array | None = None,  # f32[kv_heads]
-    v_scale: Array | None = None,  # likewise
+    v_scale: Array | None = None,  # f32[kv_heads]
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
     max_tokens_per_row: int,
     implementation: str | None = None,
 ) -> Array:
-    """Attends every new token to its row's prefix and to new tokens before it.
+    """Returns attention of every new token over its row's prefix and the new tokens before it.
 
     Row r owns the flat tokens row_starts[r] up to row_starts[r + 1] - 1, possibly
-    none. Its new token i has its key and value at absolute position lengths[r] + i,
+    none. The key and value of its new token i are at absolute position lengths[r] + i,
     already written: one call serves prefill, decoding, chains and trees. A tree may
-    also be attended level by level: then the bits of this call's tokens name nodes
-    that were written before, and `num_new_keys` counts them all.
+    also be computed level by level: then the bits of this call's tokens include nodes
+    that were written before, and `num_new_keys` counts all nodes.
 
     Without `ancestor_bits`, new token i sees positions up to lengths[r] + i, and with
-    a window w only those above lengths[r] + i - w. With them it sees the prefix,
-    positions below lengths[r], and the new tokens j of its row whose bit j it has.
+    a window w only those above lengths[r] + i - w. With bits it sees the prefix,
+    positions below lengths[r], and the new tokens j of its row whose bit j is set.
 
     Softmax and sums are float32. On the XLA path keys are summed in blocks of 64 at
-    absolute positions, in page order: a token's result follows from its own keys.
+    absolute positions, in page order, so that a token's result depends only on its keys.
 
     Args:
       q: queries of all rows, laid end to end.
-      k_pages: keys, as layout.init_pages makes them.
-      v_pages: values, likewise.
+      k_pages: keys, from layout.init_pages.
+      v_pages: values, from layout.init_pages.
       block_table: a row may hold any pages in any order. Pages and slots past the
-        tokens written are not read into the result and may hold NaN.
-      row_starts: non-decreasing. Flat tokens from row_starts[-1] on are padding,
-        their output is finite and means nothing.
+        tokens written do not affect the result and may hold NaN.
+      row_starts: non-decreasing. Flat tokens from row_starts[-1] on are padding, whose
+        output is finite and meaningless.
       lengths: tokens whose keys and values were final before this step.
-      num_kv_heads: key heads, where pages lie in lanes; None: as many as pages say.
-      ancestor_bits: bit j of word w stands for new token 32 * w + j of the row; a
+      num_kv_heads: key heads, for pages stored in lanes; None: the number in the pages.
+      ancestor_bits: bit j of word w stands for new token 32 * w + j of the row; each
         token has its own bit set.
-      is_causal: rows whose new tokens see each other in order, as if there were no bits:
-        prompts beside trees. None, where there are bits: no row. Only together with them.
-      num_new_keys: keys of a row from lengths[r] on that bits may name; where it is
-        None, those of its new tokens. Keys among them that no bit names may hold NaN.
-        Only together with ancestor_bits.
-      sinks: of each head, the score of one more key, whose value is 0 (Xiao et al. 2023,
-        "Efficient Streaming Language Models with Attention Sinks", as gpt-oss has them).
-      k_scale: by what the keys of int8 or fp8 (e4m3) pages are multiplied, each head's;
-        `layout.quantize` divides by it. Not with other pages.
-      v_scale: likewise of values.
+      is_causal: rows whose new tokens see each other in order, ignoring their bits, such as
+        prompts beside trees. None: no row. Only together with ancestor_bits.
+      num_new_keys: keys of a row from lengths[r] on that bits may refer to; None: those of
+        its new tokens. Keys among them without a bit may hold NaN. Only together with
+        ancestor_bits.
+      sinks: for each head, the score of one extra key, whose value is 0 (Xiao et al. 2023,
+        "Efficient Streaming Language Models with Attention Sinks", as in gpt-oss).
+      k_scale: factor of each head's keys in int8 or fp8 (e4m3) pages; `layout.quantize`
+        divides by it. Not for other pages.
+      v_scale: the same for values.
       scale: multiplies the scores; usually head_dim ** -0.5.
       softcap: scores become softcap * tanh(score / softcap), after the scale (Gemma 2).
-      window: keys a token sees, itself included. A node of a tree counts from its depth;
-        then the window must be wider than 32 * words.
-      max_tokens_per_row: static bound on any row's new tokens; what lies past it is
-        not computed.
+      window: number of keys that a token sees, itself included. A node of a tree counts from
+        its depth; then the window must be wider than 32 * words.
+      max_tokens_per_row: static bound on any row's new tokens; tokens past it are not
+        computed.
       implementation: "mosaic_tpu", "mosaic_gpu", "xla" or "reference"; None picks the best
         for this case, and never "mosaic_gpu", which has not been run on hardware yet.
 

@@ -1,4 +1,4 @@
-"""What attention over pages reaches of a device's bandwidth.
+"""Measures the share of a device's bandwidth that attention over pages reaches.
 
     python -m pallas_kernels.tree_attention.bench --rows 1 8 --context 2048 --nodes 1 8
 

@@ -1,4 +1,4 @@
-"""How much the TPU kernel takes at once: as measured on a device, or a default.
+"""Block sizes of the TPU kernel: measured on a device, or a default.
 
 `python -m pallas_kernels.tree_attention.bench --tune` measures and writes the table,
 block_sizes.json: a list of documents like `Entry`. Results differ by the order of sums alone.
@@ -16,10 +16,10 @@ PATH = Path(__file__).with_suffix(".json")
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Of one call.
+    """Block sizes of one call.
 
     Attributes:
-      queries: new tokens of a row that share one read of its pages, at most.
+      queries: most new tokens of a row that share one read of its pages.
       tile_tokens: keys that are copied and multiplied at once; a multiple of the page size,
         or one page.
     """
@@ -36,7 +36,7 @@ CANDIDATES = tuple(BlockSizes(q, t) for q in (16, 32, 64, 128) for t in (128, 25
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """What was the fastest of CANDIDATES for a shape on a device."""
+    """The fastest of CANDIDATES for a shape on a device."""
 
     device_kind: str  # as jax names it
     head_dim: int  # of a line, where heads lie in lanes
@@ -55,9 +55,9 @@ def choose(
     rows: int,
     context: int,
 ) -> BlockSizes:
-    """Returns the sizes of the device's nearest entry, or DEFAULT where it has none.
+    """Returns the sizes of the device's nearest entry, or DEFAULT if it has none.
 
-    Nearest in tokens per row, among equals in rows, then in context.
+    Entries are compared by tokens per row, then by rows, then by context.
     """
     own = [
         entry
@@ -74,7 +74,7 @@ def choose(
 
 @functools.cache
 def table() -> tuple[Entry, ...]:
-    """Returns what block_sizes.json holds."""
+    """Returns the entries of block_sizes.json."""
     documents = json.loads(PATH.read_text(encoding="utf-8"))
     return tuple(
         Entry(**{**document, "sizes": BlockSizes(**document["sizes"])}) for document in documents
@@ -82,7 +82,7 @@ def table() -> tuple[Entry, ...]:
 
 
 def write(entries: list[Entry], path: Path = PATH) -> None:
-    """Writes entries, in place of those of the same shapes and devices."""
+    """Writes entries, replacing those of the same shapes and devices."""
     shape = lambda entry: dataclasses.astuple(entry)[:-1]
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     measured = [dataclasses.asdict(entry) for entry in entries]

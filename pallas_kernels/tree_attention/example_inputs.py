@@ -22,9 +22,9 @@ class Example:
     page_size: int = 16
     window: int | None = None
     parents: tuple[int, ...] | None = None  # one tree for all rows that have tokens
-    # Of the tree, those that are new; the others were written before: its levels.
+    # New nodes of the tree; the others were written before, as in a tree fed level by level.
     nodes: tuple[int, ...] | None = None
-    causal: tuple[int, ...] = ()  # rows whose tokens are no tree beside those that are
+    causal: tuple[int, ...] = ()  # rows whose tokens are in order, beside rows of trees
     softcap: float | None = None
     has_sinks: bool = False
     padding: int = 0  # flat tokens past the last row
@@ -147,7 +147,7 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
         tree = pack_ancestors(example.parents)
         if example.nodes is not None:
             tree = tree[list(example.nodes)]
-        # Those of rows that are no trees are not read.
+        # Bits of causal rows are not read.
         nobody = np.full((max(example.num_new), tree.shape[1]), 0xF0F0F0F0, np.uint32)
         bits = [
             (nobody if row in example.causal else tree)[:count]

@@ -49,9 +49,9 @@ MOST_QUERIES = 64  # tokens of a block
 TILE_TOKENS = 64  # keys that are fetched and multiplied at once
 MATRIX_ROWS = 64  # of queries in one product: the M of a wgmma
 MOST_MATRICES = {64: 4, 128: 4, 256: 2}  # by head_dim: sums are kept in registers
-# Each has one or two matrices of queries. Of 65,536 registers a thread gets at most 255, and
-# two matrices take nearly all. A third warpgroup, to fetch, would leave 168 to each thread:
-# ptxas ignores `setmaxnreg` in what XLA links, as that of jax 0.12 does.
+# Each has one or two matrices of queries. A thread gets at most 255 of 65,536 registers, and
+# two matrices take nearly all. A third warpgroup, to fetch, would leave 168 per thread:
+# ptxas ignores `setmaxnreg` in code that XLA links, as in jax 0.12.
 MOST_WARPGROUPS = 2
 SMEM_BYTES = 220 << 10  # of 227 KiB
 MOST_STAGES = 4  # buffers of a tile of keys and one of values
@@ -233,7 +233,7 @@ _WORDS_AROUND = TILE_TOKENS // 32 + 1
 
 
 class _Visible(NamedTuple):
-    """Which keys are fetched, seen and safe, by position in the row."""
+    """Keys that are fetched, seen and free of NaN, by position in the row."""
 
     row: Array  # i32[blocks]
     length: Array  # i32[blocks], position of the row's new token 0
@@ -279,7 +279,7 @@ def _visible(
     window: int | None,
     shape: _Shape,
 ) -> _Visible:
-    """Returns what the kernel fetches, masks and cleans."""
+    """Returns the keys that the kernel fetches, masks and cleans."""
     length, in_order = lengths[blocks.row], in_order[blocks.row]
     seen = seen[blocks.row]
     own = blocks.first[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)[None]
@@ -308,7 +308,7 @@ def _visible(
         oldest = length + jnp.where(in_order, blocks.first, 0) - window + 1
         oldest = jnp.maximum(oldest, 0)
     last_tile = jnp.where(blocks.count > 0, -(-newest // TILE_TOKENS), 0)
-    # Rows of no token see nothing, and need no mask: nobody reads them.
+    # Query rows without a token need no mask: their results are not read.
     masked_tile = (length + jnp.where(in_order, blocks.first + 1, 0)) // TILE_TOKENS
     around = (_WORDS_AROUND, _WORDS_AROUND)
     rows = by_query_row(words, shape).transpose(0, 2, 1)
@@ -458,12 +458,12 @@ class _Queries(NamedTuple):
 
     @property
     def rows(self) -> Any:
-        """Which of all queries they are."""
+        """The rows of these queries among all queries."""
         return _rows(self.matrix)
 
 
 class _Sums(NamedTuple):
-    """What 64 queries know of the keys they saw, in registers."""
+    """Running softmax of 64 queries over the keys so far, in registers."""
 
     acc: Array  # f32[64, head_dim]
     top: Array  # f32[64], the largest score in powers of two
@@ -509,8 +509,8 @@ class _Block:
         lax.fori_loop(self.first, ahead, fetch, None)
         plgpu.barrier_wait(scratch.q_arrived.at[warpgroup])
         sums = tuple(self._start(own) for own in queries)
-        # One loop for all tiles, masked or not. Of two around the same products ptxas 12.8.61
-        # to 12.9.41 addresses those of the second by registers that only the first sets.
+        # One loop for all tiles, masked or not. With two loops around the same products, ptxas
+        # 12.8.61 to 12.9.41 addresses the second's by registers that only the first sets.
         add = functools.partial(self._add, warpgroup, queries)
         sums = lax.fori_loop(self.first, self.last, add, sums)
         for own, own_sums in zip(queries, sums, strict=True):
@@ -635,7 +635,7 @@ class _Block:
                 pl.when(~is_masked)(wait_for_values)
             result.append(self._softmax(sums[place], scores, scratch.v.at[stage]))
 
-        @pl.when(tile + self.shape.stages < self.last)  # somebody waits for it
+        @pl.when(tile + self.shape.stages < self.last)  # only if a later fetch waits for it
         def _():
             plgpu.barrier_arrive(scratch.used.at[stage])
 

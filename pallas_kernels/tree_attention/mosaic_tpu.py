@@ -85,13 +85,13 @@ class _Shape:
         return self.pages_per_tile * self.page_size
 
     def smem_bytes(self, rows: int) -> int:
-        """Returns what the scalars take: of arrays of two axes whole lines of 128."""
+        """Returns the bytes of the scalars in SMEM; arrays of two axes take whole lines of 128."""
         lines = -(-self.pages_per_row // LANES) + (-(-self.words // LANES) if self.words else 0)
         whole_rows = -(-rows // 8) * 8
         return 4 * (whole_rows * lines * LANES + 3 * self.num_blocks + 3 * rows + 8 * LANES)
 
     def vmem_bytes(self) -> int:
-        """Returns what a grid step keeps in VMEM: tiles twice, queries and results twice, sums."""
+        """Returns the bytes of VMEM of a grid step: tiles, queries and results twice, sums."""
         size = jnp.dtype(self.dtype).itemsize
         tile = self.tile_tokens * self.head_dim
         tiles = 2 * 2 * self.kv_heads * tile * jnp.dtype(self.page_dtype).itemsize
@@ -129,7 +129,7 @@ def tree_attention_mosaic_tpu(
     """See `tree_attention`.
 
     Args:
-      block_sizes: None is what was measured on the device, or the default.
+      block_sizes: None: those measured on the device, or the default.
 
     Raises:
       NotImplementedError: a size that no tile fits.
@@ -305,7 +305,7 @@ def _scratch_shapes(shape: _Shape) -> list:
 
 
 class _Scalars(NamedTuple):
-    """What is prefetched: refs in SMEM."""
+    """Prefetched scalars: refs in SMEM."""
 
     table: Any  # i32[rows, pages_per_row]
     row: Any  # i32[blocks]
@@ -436,7 +436,7 @@ class _Sums:
     k_tiles: Any
     v_tiles: Any
     top: Any  # f32[kv_heads, query_rows, LANES], equal in all lanes
-    total: Any  # likewise
+    total: Any  # f32[kv_heads, query_rows, LANES], equal in all lanes
     acc: Any  # f32[kv_heads, query_rows, head_dim]
     shape: _Shape
 

@@ -84,7 +84,7 @@ def by_query_row(values: Array, sizes: Sizes) -> Array:
 def union_bits(bits: Array | None, row_starts: Array) -> Array:
     """Returns the new tokens that any of a row's tokens sees, i32[rows, words].
 
-    Where there are no bits, one zero that nobody reads.
+    Without bits, a placeholder i32[1, 1] that is not read.
     """
     rows = row_starts.shape[0] - 1
     if bits is None:

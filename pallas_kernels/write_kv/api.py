@@ -13,32 +13,32 @@ from pallas_kernels.write_kv.xla import write_kv_xla
 
 def write_kv(
     k_pages: Array,  # dtype[num_pages, kv_heads, page_size, head_dim], or in lanes
-    v_pages: Array,  # likewise
+    v_pages: Array,  # same shape as k_pages
     k: Array,  # dtype[num_tokens, kv_heads, head_dim]
-    v: Array,  # likewise
+    v: Array,  # same shape as k
     slot_mapping: Array,  # i32[num_tokens]
     *,
     k_scale: Array | None = None,  # f32[kv_heads]
-    v_scale: Array | None = None,  # likewise
+    v_scale: Array | None = None,  # f32[kv_heads]
     implementation: str | None = None,
 ) -> tuple[Array, Array]:
     """Returns the pages with the key and value of each token written at its slot.
 
-    A slot is page * page_size + offset. `num_slots`, one past the last, means dropped;
-    so does any other slot that does not exist.
+    A slot is page * page_size + offset. Tokens with slot `num_slots`, one past the last, or
+    any other slot that does not exist, are dropped.
 
-    The pages are updated in place where the caller donates them, or carries them
-    through a loop with one array per layer and reads them only after this write.
+    The pages are updated in place if the caller donates them, or carries them through a
+    loop with one array per layer and reads them only after this write.
 
     Args:
-      k_pages: keys, as layout.init_pages makes them.
-      v_pages: values, likewise.
+      k_pages: keys, from layout.init_pages.
+      v_pages: values, from layout.init_pages.
       k: new keys, cast to the dtype of the pages.
-      v: new values, likewise.
-      slot_mapping: no slot twice.
-      k_scale: what keys are divided by before they are rounded to int8 or fp8 (e4m3); of
-        such pages only.
-      v_scale: likewise of values.
+      v: new values, cast to the dtype of the pages.
+      slot_mapping: without duplicate slots.
+      k_scale: each head's keys are divided by it before they are rounded to int8 or fp8
+        (e4m3). Only for such pages.
+      v_scale: the same for values.
       implementation: "mosaic_tpu", "xla" or "reference"; None picks the best for this case.
 
     Raises:

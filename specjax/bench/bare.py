@@ -1,4 +1,4 @@
-"""What a step cannot avoid, run bare: the yardsticks of the benchmark."""
+"""Runs only the unavoidable work of a step, as the yardstick of the benchmark."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def matmul_chain(
 
     Args:
       params: of a Llama with an untied head and no biases.
-      form: "plain" is what anyone would write, `x @ weight` with copies of the
-        weights as [in, out], made here; "linear" is what the models call.
+      form: "plain" is `x @ weight` with copies of the weights as [in, out], made here;
+        "linear" is the function that the models call.
     """
     matrices = {
         "layers": [

@@ -1,8 +1,8 @@
-"""`specjax bench --calibrate`: what the steps of a pair cost here, bucket by bucket.
+"""`specjax bench --calibrate`: measures the step costs of a pair on this machine, by bucket.
 
 Every bucket that the goodput policy may choose is compiled and timed at a short and a
-long context, all of them in turn, so that a machine that slows down slows all. What comes
-of it is kept in the user's cache directory, where `generate` and `Engine` look for it.
+long context, all of them in turn, so that a machine that slows down slows all. The costs
+are kept in the user's cache directory, where `generate` and `Engine` look for them.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Calibration:
     """Seconds by round, of every bucket and context."""
 
     seconds: dict[tuple[Bucket, int], list[float]]
-    catch_up_s: float  # per token that the drafter has not seen, of the row with most
+    catch_up_s: float  # per token that the drafter has not seen, in the row with most of them
 
     def records(self) -> list[dict[str, Any]]:
         """Returns the medians as StepCosts keeps them."""

@@ -85,7 +85,7 @@ def in_one_process(options: argparse.Namespace) -> list[dict[str, float]]:
     caller = Caller(options)
     rounds = []
     for number in range(options.rounds):
-        # The reverse order every second time: nobody always comes after the same one.
+        # Every second round is in reverse order: no contender always follows the same one.
         order = options.contenders[:: 1 if number % 2 else -1]
         found = {contender: caller.call(contender) for contender in order}
         rounds.append({contender: seconds for contender, (seconds, _) in found.items()})

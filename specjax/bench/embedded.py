@@ -1,4 +1,4 @@
-"""What speculation brings on the embedded pair: held-out Python files, batch 1."""
+"""Measures the gain of speculation on the embedded pair: held-out Python files, batch 1."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def continue_prompts(
     """Continues the prompts one by one; returns seconds and mean acceptance length.
 
     Args:
-      config: None is plain decoding.
+      config: None: plain decoding.
     """
     counts = AcceptanceCounts()
     seconds = 0.0

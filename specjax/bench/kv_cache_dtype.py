@@ -1,9 +1,9 @@
-"""What int8 and fp8 keys and values change: distributions of the next token, beside exact ones.
+"""Measures how int8 and fp8 keys and values change the distribution of the next token.
 
     python -m specjax.bench.kv_cache_dtype
 
-The embedded model reads held-out text, every token through pages of each dtype. Of every token
-the distribution of what follows is compared with that of pages in the weights' dtype: the
+The embedded model reads held-out text through pages of each dtype. After every token the
+distribution of the next one is compared with that of pages in the weights' dtype: the
 Kullback-Leibler divergence of the second from the first, in nats, at temperature 1, and whether
 the likeliest token is the same.
 """
@@ -63,7 +63,7 @@ def log_distributions(
 
 
 def compare(model: Model, token_ids: np.ndarray, name: str) -> dict[str, float]:
-    """Returns what pages of a dtype change over texts i32[rows, length].
+    """Returns the effect of a dtype of pages on texts i32[rows, length].
 
     Returns:
       mean_kl, percentile_99_kl and most_kl in nats, same_likeliest as a share of all tokens,

@@ -25,9 +25,9 @@ def interleaved(
 ) -> dict[Any, list[float]]:
     """Returns seconds per call, by contender and round.
 
-    Rounds go through all contenders in turn, so a machine that slows down slows all; each
-    in an order drawn for it, or the reverse of the one before, so nobody always comes after
-    the same one and of any two each is the first as often.
+    Rounds go through all contenders in turn, so a machine that slows down slows all. The order
+    of a round is random, or the reverse of the one before: no contender always follows the same
+    one, and of any two each comes first equally often.
 
     Args:
       warms_up: whether each runs once before it counts.
@@ -87,7 +87,7 @@ def read_bandwidth(num_bytes: int = 2**30) -> Callable[[], Any]:
 
 
 def environment() -> dict[str, str]:
-    """Returns what the figures belong to."""
+    """Returns the machine and versions of the figures."""
     return {
         "device": jax.devices()[0].device_kind,
         "machine": platform.machine(),

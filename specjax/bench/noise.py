@@ -1,4 +1,4 @@
-"""What drawing tokens costs beside a step: `python -m specjax.bench.noise`.
+"""Measures the cost of drawing tokens beside a step: `python -m specjax.bench.noise`.
 
 Choosing the tokens of 8 nodes by `seeded` verification, with and without filters,
 against taking the argmax, next to a step of the 60M-parameter model: all in one
@@ -134,7 +134,7 @@ def chooser(choose: Callable[..., Any], logits: Array, sampling: RowSampling) ->
 
 
 def contenders(vocab: int) -> dict[str, Callable[[], Any]]:
-    """Returns what is timed, by "kind of logits/sampling"."""
+    """Returns the timed functions, by "kind of logits/sampling"."""
     found = {}
     for kind, logits in all_logits(vocab).items():
         for name, params in SAMPLINGS.items():

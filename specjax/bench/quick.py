@@ -1,7 +1,6 @@
-"""`specjax bench --quick`: what decoding costs beyond what it cannot avoid, in a few minutes.
+"""`specjax bench --quick`: measures the overhead of decoding in a few minutes.
 
-Every figure is a ratio of medians within this run; see the README for what each
-is held to.
+Every figure is a ratio of medians within this run; the README gives the target of each.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class Decoding:
 
     @property
     def temp_bytes(self) -> int:
-        """Returns what XLA says the compiled burst needs beside its arguments and results."""
+        """Returns the bytes that XLA reports for the burst besides arguments and results."""
         return self.decoder.compiled_burst(self.depth).memory_analysis().temp_size_in_bytes
 
     def _prefilled(self, rows: int, context: int) -> DecodeState:
@@ -223,7 +222,7 @@ def pool_size(params: llama.Params, rounds: int) -> dict[str, float]:
 
 
 def wrong_drafts(params: llama.Params, rounds: int) -> dict[str, float]:
-    """What speculation costs when nothing is ever accepted, against its verification alone."""
+    """Speculation with no accepted draft token, against its verification alone."""
     plain = Decoding(params, rows=1, context=128)
     wrong = Decoding(
         params,

@@ -1,8 +1,8 @@
-"""Measured step costs, replayed: what a policy would do, without the noise of a clock.
+"""Replays measured step costs to evaluate a policy without the noise of a clock.
 
 Everything but the device is real: the policy sees loads and outcomes as in service, and
-time is what its steps cost by the table. Whether a draft token stands depends on the row
-and the token's place in the text alone, so that every policy meets the same luck.
+time advances by the table's cost of each step. Whether a draft token is accepted depends only
+on the row and the token's place in the text, so that every policy has the same luck.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Workload:
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What the device takes.
+    """Costs of the device.
 
     Args:
-      step_s: seconds of a step of a bucket, at so many context tokens of all rows.
-      catch_up_s: seconds per token that the drafter has not seen, of the row with most.
+      step_s: seconds of a step of a bucket, given the context tokens of all rows.
+      catch_up_s: seconds per token that the drafter has not seen, in the row with most of them.
     """
 
     step_s: Callable[[Bucket, float], float]
@@ -59,7 +59,7 @@ class Clock:
 
     Args:
       noise: standard deviation of the factor's logarithm.
-      wander: likewise of a part that changes slowly, over some ten bursts.
+      wander: standard deviation of a part that changes slowly, over some ten bursts.
       disturbed: share of the bursts that take 1.2 to 2.2 times as long besides.
     """
 
@@ -80,7 +80,7 @@ class Clock:
 
 @dataclasses.dataclass(frozen=True)
 class Burst:
-    """What one burst of a replay did."""
+    """Record of one burst of a replay."""
 
     at_s: float  # when it began
     num_rows: int
@@ -197,7 +197,7 @@ class Replay:
         seconds = num_steps * self.costs.step_s(bucket, context)
         num_behind = int(behind.max())
         if depth:
-            # Of tokens that it lacks but one, which every step of a chain feeds it.
+            # All missing tokens but one, which every step of a chain feeds.
             seconds += self.costs.catch_up_s * (num_behind - 1)
             self._drafter_gained[rows] = self._gained[rows]
         seconds *= self._slow_at(self._now_s)
@@ -250,10 +250,10 @@ class Replay:
 
 
 class Oracle:
-    """The K of most tokens per second just now, by a workload's own rates and costs.
+    """Chooses the K of most tokens per second by the workload's true rates and costs.
 
-    No policy knows those. It learns nothing, probes nothing, and looks one burst ahead; its
-    replay's first request is 0.
+    Real policies do not know these. It learns nothing, never probes, and looks one burst ahead;
+    its replay's first request must be 0.
     """
 
     chooses_rows: ClassVar[bool] = True
@@ -280,7 +280,7 @@ class Oracle:
 
 
 def _cut(proposed: np.ndarray, max_drafts: int) -> np.ndarray:
-    """Returns how much of each row's draft is verified: first tokens before second ones."""
+    """Returns the draft tokens verified of each row: first tokens of all rows, then second ones."""
     depth = int(proposed.max(initial=0))
     stands = np.arange(depth)[:, None] < proposed[None, :]  # [depth, rows]
     kept = (stands.cumsum().reshape(stands.shape) <= max_drafts) & stands

@@ -1,4 +1,4 @@
-"""What the choice of K brings: replays of measured step costs, and wall time beside them.
+"""Measures the gain of choosing K: replays of measured step costs, and wall time beside them.
 
     python -m specjax.bench.scheduling --out docs/benchmarks
 
@@ -71,7 +71,7 @@ LONG_CONTEXT = 440  # within what is measured
 def measure_costs(
     target: Any, drafter: Any, row_buckets: Sequence[int], rounds: int
 ) -> dict[str, Any]:
-    """Returns what the steps of a pair cost, and plain ones with no drafter loaded."""
+    """Returns the step costs of a pair, and of plain decoding with no drafter loaded."""
     config = EngineConfig(max_rows=row_buckets[-1], max_context=512)
     sampling = SamplingParams(temperature=1.0, ignore_eos=True)
     timers = {}
@@ -110,11 +110,11 @@ def measure_costs(
 
 
 def costs_of(measured: dict[str, Any], most_context: int | None = None) -> tuple[Costs, StepCosts]:
-    """Returns what a replay charges, and the same for a policy to know beforehand.
+    """Returns the costs of a replay, and the same costs as a policy knows them beforehand.
 
     Args:
-      most_context: of a row, beyond which its tokens cost nothing more; None is the longest
-        that was measured.
+      most_context: tokens of a row beyond which more context costs nothing; None: the longest
+        context that was measured.
     """
     lines: dict[Bucket, Any] = {}
     for record in measured["steps"]:

@@ -110,7 +110,7 @@ def _ranks(
 
 
 def configurations(conditional: np.ndarray) -> dict[str, SpeculationConfig | None]:
-    """Returns what is compared, by name; None is plain decoding."""
+    """Returns the compared configurations by name; None: plain decoding."""
     fixed: dict[str, Any] = {"policy": "fixed"}
     model: dict[str, Any] = fixed | {"method": "draft_model", "model": "demo"}
     found: dict[str, SpeculationConfig | None] = {"plain": None}

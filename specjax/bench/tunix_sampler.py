@@ -62,7 +62,7 @@ SPARE_TOKENS = 256  # tunix/cli/grpo_main.py adds them to the longest prompt and
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of the model and of the calls."""
+    """Sizes of the model and of the calls."""
 
     num_layers: int = 8
     vocab_size: int = 32000
@@ -307,7 +307,7 @@ def warm_up(contenders: dict[str, Contender]) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Returns what the figures belong to."""
+    """Returns the machine and versions of the figures."""
     versions = {
         name: importlib.metadata.version(package)
         for name, package in (("tunix", "google-tunix"), ("flax", "flax"))

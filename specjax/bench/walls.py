@@ -50,7 +50,7 @@ class Contest:
     """One pair, one batch: the same requests for every contender.
 
     Args:
-      acceptance: how often drafts stand, made up; None is the pair's own.
+      acceptance: synthetic acceptance rate; None: the pair's own.
       drains: most requests are short, a few very long.
     """
 
@@ -82,7 +82,7 @@ class Contest:
             SamplingParams(temperature=0.8, max_tokens=int(length), ignore_eos=True, seed=0)
             for length in lengths
         ]
-        # Who names none has them where the policy chooses rows, and else all rows only.
+        # Explicit row buckets: by default only a policy that chooses rows has smaller ones.
         row_buckets = tuple(standing_row_buckets(MOST_ROWS)) if drains else None
         self._engine = EngineConfig(max_rows=MOST_ROWS, row_buckets=row_buckets)
         self._options: dict[str, Any] = {}

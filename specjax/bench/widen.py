@@ -1,9 +1,9 @@
-"""The same function by more weights: for speed at sizes of which nothing trained is at hand.
+"""Widens a model to more weights that compute the same function, to measure speed at that size.
 
-A small trained model says what text is like, and a large one what a step costs. Padding the
-small one with zeros joins the two: the same logits but for rounding, from as many bytes and
-operations as a real model of that size takes. Zeros are read and multiplied like any other
-numbers; neither CPUs, GPUs nor TPUs skip them.
+A small trained model gives realistic text, and a large one realistic step costs. Padding the
+small one with zeros gives both: the same logits up to rounding, with the bytes and operations
+of a real model of that size. Zeros are read and multiplied like any other numbers; neither
+CPUs, GPUs nor TPUs skip them.
 
     hidden states   [x, 0]                  embeddings, and what layers add, end in zeros
     RMS norm        divides by the mean over more entries: its weight shrinks by
@@ -30,13 +30,13 @@ LAYERS_PER_HIDDEN = 1 / 128  # 8 layers at 1,024, as models of that size have ab
 
 
 def widen(model: Model, num_parameters: float) -> Model:
-    """Returns a model of about so many parameters that computes what `model` does.
+    """Returns a model of about num_parameters parameters that computes the same as `model`.
 
-    Its logits are those of `model` but for rounding. Heads keep their size, and queries
-    their share of keys and values.
+    Its logits equal those of `model` up to rounding. Heads keep their size, and the number of
+    query heads per key head stays.
 
     Args:
-      num_parameters: at least those it has.
+      num_parameters: at least those of `model`.
 
     Raises:
       ValueError: it has more already.

@@ -1,1 +1,1 @@
-"""The command line. jax is imported only once the arguments are known to be right."""
+"""The command line. jax is imported only after the arguments are checked."""

@@ -121,7 +121,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Generates what the arguments ask for; returns the exit code."""
+    """Runs the command; returns the exit code."""
     entries = prompts.collect(arguments.prompts, arguments.prompts_file, is_chat=arguments.chat)
     speculation = speculation_config(arguments)
     engine = engine_config(arguments)
@@ -133,10 +133,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
-    """Returns vLLM's JSON with the options on top.
+    """Returns the config of vLLM's JSON, overridden by the options.
 
     Raises:
-      ValueError: no JSON, an unknown method, or a value out of range.
+      ValueError: invalid JSON, an unknown method, or a value out of range.
     """
     given = SpeculationConfig()
     if arguments.speculative_config is not None:
@@ -159,7 +159,7 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
 
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
-    """Returns the sizes given, and the defaults of the rest."""
+    """Returns the engine config of the arguments, with defaults for the rest."""
     names = [*_ENGINE_OPTIONS, "kv_cache_dtype", "numerics"]
     given = {name: getattr(arguments, name) for name in names}
     return EngineConfig(**{k: value for k, value in given.items() if value is not None})
@@ -230,7 +230,7 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig):
 def _sampling(arguments, entries, target: Model) -> list[Any]:
     """Returns each prompt's parameters: the model's, then the options, then its own.
 
-    In place of a line's that are wrong, why: its prompt fails alone.
+    For a line with invalid parameters it returns the error instead: only its prompt fails.
     """
     from specjax.api.requests import default_sampling
 
@@ -311,7 +311,7 @@ def _write_tokens(writer: terminal.TextWriter, part, *, has_text: bool) -> None:
 
 
 def _namer(target: Model) -> Callable[[int], str]:
-    """Returns what shows a token: its id, and its text where there is a tokenizer."""
+    """Returns a function that formats a token: its id, and its text if there is a tokenizer."""
     tokenizer = target.tokenizer
     if tokenizer is None:
         return str
@@ -320,7 +320,7 @@ def _namer(target: Model) -> Callable[[int], str]:
 
 
 def _report(arguments, entries, sampling, result: Generation) -> int:
-    """Says on stderr what failed and what was measured; returns the exit code."""
+    """Writes failures and measurements to stderr; returns the exit code."""
     failed = [completion for completion in result if completion.error is not None]
     for completion in failed:
         message = _with_source(f"{completion.error}", entries, completion.prompt_index)
@@ -336,7 +336,7 @@ def _report(arguments, entries, sampling, result: Generation) -> int:
 
 
 def _warn_of_cuts(sampling, result: Generation) -> None:
-    """Says which texts ended with the context, before their max_tokens."""
+    """Warns of texts that ended at the context limit, before their max_tokens."""
     cut = [
         completion
         for completion in result
@@ -359,7 +359,7 @@ def _warn_of_cuts(sampling, result: Generation) -> None:
 
 
 def _with_source(message: str, entries, index: int | None = None) -> str:
-    """Returns an error with the line of the prompt that it speaks of."""
+    """Returns an error message with the line of its prompt."""
     named = re.match(r"prompt (\d+): ", message)
     if named is not None and len(entries) == 1:
         message = message[named.end() :]

@@ -1,4 +1,4 @@
-"""specjax COMMAND ...: which command, and how it ends."""
+"""specjax COMMAND ...: runs a command and sets the exit code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from specjax.cli import generate_command, plan_command
 from specjax.cli.parser import EXIT_BAD_INPUT, Parser
 
-# Commands that read their own arguments: module with main(argv), and what it does.
+# Commands that parse their own arguments: module with main(argv), and help text.
 DELEGATED = {
     "bench": (
         "specjax.bench.command",
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader has gone; Python would complain once more when it flushes at exit.
+        # The pipe is closed; Python would raise again when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_BROKEN_PIPE
     except (ValueError, NotImplementedError, OSError) as error:
@@ -111,7 +111,7 @@ def _show_warning(message, category, filename, lineno, file=None, line=None) -> 
 
 
 def _worded(error: Exception) -> str:
-    """Returns what an error says; of the system's, the file and why without its number."""
+    """Returns an error's message; for an OSError the file and the reason, without its number."""
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{os.fspath(error.filename)}: {error.strerror[:1].lower()}{error.strerror[1:]}."
     return str(error)

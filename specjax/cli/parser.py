@@ -1,4 +1,4 @@
-"""An argument parser whose errors are one line, and say what may have been meant."""
+"""An argument parser with one-line errors that suggest the intended option."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _BAD_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """Its errors are one line, like all errors of this program.
+    """Parser with one-line errors, like all errors of this program.
 
-    What is misspelt is told by the parser of the command that it was given to.
+    Each command's parser reports the options that it does not know.
     """
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None):
@@ -27,7 +27,7 @@ class Parser(argparse.ArgumentParser):
         return arguments
 
     def described(self, unknown: Sequence[str]) -> str:
-        """Returns arguments that are unknown, each option with what it may have meant."""
+        """Returns the unknown arguments as text, each option with the closest known one."""
         options = [name for action in self._actions for name in action.option_strings]
         shown = []
         for argument in unknown:
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(least: int):
-    """Returns what parses a whole number that is at least `least`."""
+    """Returns a function that parses a whole number of at least `least`."""
 
     def parse(text: str) -> int:
         try:

@@ -1,4 +1,4 @@
-"""specjax plan: what a model, a drafter and a device come to, without running anything."""
+"""specjax plan: memory, rows and K of a model, a drafter and a device, without running them."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def run(arguments: argparse.Namespace) -> int:
     engine = engine_config(arguments)
     import jax
 
-    # A described device needs no real one, and a TPU that is there is not to be taken.
+    # A described device needs no real one, and a present TPU must stay free.
     jax.config.update("jax_platforms", "cpu")
     from specjax.cli import plan_report
     from specjax.planning import plan_request, plans

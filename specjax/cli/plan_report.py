@@ -24,9 +24,9 @@ from specjax.policy import cost_files
 
 
 def to_dict(plan: FullPlan) -> dict[str, Any]:
-    """Returns the figures by name, ready for JSON; None where a figure is not known.
+    """Returns the figures by name, ready for JSON; None for an unknown figure.
 
-    Bytes are of all chips together, but `buckets`, `per_chip` and `device_figures`.
+    Bytes are totals over all chips, except in `buckets`, `per_chip` and `device_figures`.
     """
     request, memory = plan.request, plan.memory
     chips, engine = request.device.count, request.engine
@@ -79,7 +79,7 @@ def to_dict(plan: FullPlan) -> dict[str, Any]:
 
 
 def render(plan: FullPlan) -> str:
-    """Returns the tables that a person reads."""
+    """Returns the plan as text tables."""
     document = to_dict(plan)
     chips = f"{document['num_chips']} chip" + "s" * (document["num_chips"] > 1)
     parts = [
@@ -203,7 +203,7 @@ def _bucket(plan: FullPlan, memory: BucketMemory) -> dict[str, Any]:
 
 
 def _compiled(plan: FullPlan) -> dict[str, Any]:
-    """Says what was compiled, and what follows from it by a line."""
+    """Returns which steps were compiled, and which figures are extrapolated from them."""
     compiled, request = plan.compiled, plan.request
     return {
         "num_executables": compiled.num_executables,
@@ -257,7 +257,7 @@ def _notes(plan: FullPlan) -> list[str]:
 
 
 def _notes_on_speed(plan: FullPlan) -> list[str]:
-    """Returns where seconds and K come from, and what they leave out."""
+    """Returns notes on the source of seconds and K, and on what they leave out."""
     device, dtype = plan.request.device, jnp.dtype(plan.request.dtype).name
     if device.figures is None:
         return [
@@ -314,7 +314,7 @@ def _smallest_decoder(request: PlanRequest) -> AbstractDecoder:
 
 
 def _notes_on_compiled(plan: FullPlan) -> list[str]:
-    """Returns what was compiled, how far off the fit is, and what is copied."""
+    """Returns notes on the compiled steps, the error of the fit, and copies of the pool."""
     compiled, request = plan.compiled, plan.request
     fitted = len(compiled.buckets) - len(compiled.samples)
     notes = [

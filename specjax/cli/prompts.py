@@ -1,4 +1,4 @@
-"""What to continue: the prompts of the command line and of a --prompts file."""
+"""Reads the prompts of the command line and of a --prompts file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specjax.cli import sampling_arguments
 
 
 class PromptEntry(NamedTuple):
-    """One prompt and where it was given."""
+    """One prompt, its sampling parameters and its source."""
 
     prompt: str | list[int] | list[dict[str, Any]]
     sampling: dict[str, Any]  # fields of SamplingParams that it sets itself

@@ -11,7 +11,7 @@ from typing import Any
 from specjax.config.sampling import SamplingParams
 
 DEFAULTS = SamplingParams()
-# What generation_config.json may say; the same as hf_config.SAMPLING_KEYS, without jax.
+# Sampling keys of generation_config.json; equals hf_config.SAMPLING_KEYS, without importing jax.
 OF_MODEL = (
     "temperature",
     "top_p",

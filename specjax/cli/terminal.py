@@ -1,4 +1,4 @@
-"""What a person sees: text by who proposed it, a status line, a summary."""
+"""Terminal output: text coloured by target or drafter, a status line, a summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 DIM, DRAFT, BOLD, RESET = "\x1b[2m", "\x1b[32m", "\x1b[1m", "\x1b[0m"
 _CLEAR_LINE = "\r\x1b[K"
-# A model may write what a terminal would obey.
+# Control characters that a terminal would act on; generated text may contain them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -41,19 +41,19 @@ class TextWriter:
 
     @property
     def shows_prompts(self) -> bool:
-        """On a terminal the text reads on from its prompt; in a file it stands alone."""
+        """Whether prompts are written before their text: on a terminal, or with colour."""
         return self._is_terminal or self._has_color
 
     def prompt(self, text: str) -> None:
         self._write(text, DIM)
 
     def header(self, text: str) -> None:
-        """Writes a line that says what follows."""
+        """Writes a header line."""
         self.end()
         self._write(f"=== {text} ===\n", BOLD)
 
     def pieces(self, pieces: Iterable[TextPiece]) -> None:
-        """Writes text; what the drafter had proposed in another colour."""
+        """Writes text, with accepted draft tokens in another colour."""
         for is_draft, run in itertools.groupby(pieces, lambda piece: piece.is_draft):
             self._write("".join(piece.text for piece in run), DRAFT if is_draft else "")
         self._stream.flush()
@@ -141,7 +141,7 @@ def legend() -> str:
 
 
 def summary(stats: GenerationStats) -> str:
-    """Returns what was measured, in one line."""
+    """Returns a one-line summary of the measurements."""
     parts = [
         f"{_count(stats.num_output_tokens, 'token')} in {_seconds(stats.run_s)} "
         f"({stats.tokens_per_second:.0f} tokens/s)",

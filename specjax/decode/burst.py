@@ -18,7 +18,7 @@ from specjax.types import RUNNING, BurstPlan, DecoderParams, StepInfo
 
 
 class _Progress(NamedTuple):
-    """What a burst carries from step to step."""
+    """Values that a burst carries from step to step."""
 
     num_steps: Array  # i32[], steps that ran
     state: DecodeState

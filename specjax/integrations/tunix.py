@@ -1,4 +1,4 @@
-"""SpecjaxRollout: what tunix's GRPO trainer samples with, instead of its own sampler.
+"""SpecjaxRollout: a sampler for tunix's GRPO trainer, in place of its own.
 
 prompts -> token ids -> specjax.rollout under the trainer's weights -> RolloutOutput
 """
@@ -48,11 +48,10 @@ _TUNIX_TENSOR = "tp"  # the axis of tunix's meshes that heads are split over
 class SpecjaxRollout(base_rollout.BaseRollout):
     """A rollout engine for tunix: ClusterConfig(rollout_engine=SpecjaxRollout).
 
-    Options go through functools.partial(SpecjaxRollout, drafter=...). Drafts change no
-    sample, only how fast samples come. docs/tunix.md says what is as in tunix's own
-    ("vanilla") engine and what is not.
+    Options are set by functools.partial(SpecjaxRollout, drafter=...). Drafts change only the
+    speed, no sample. docs/tunix.md compares it with tunix's own ("vanilla") engine.
 
-    tunix makes one, and calls it from a thread of its own; calls wait for each other.
+    tunix makes one instance and calls it from its own thread; calls run one at a time.
     """
 
     def __init__(
@@ -73,31 +72,31 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         lora_alpha: float | None = None,
         rope_theta: float = ROPE_THETA,
     ):
-        """The first four are what tunix passes.
+        """Makes a rollout engine; tunix passes the first four arguments.
 
         Args:
           rollout_actor: the policy, Qwen3 or Llama3; tunix passes the model that it trains.
           mesh: devices to sample on: axis "tp" splits heads, all others rows.
-          rollout_config: that of training, for the temperature of get_per_token_logps and
+          rollout_config: the one of training, for the temperature of get_per_token_logps and
             the tokens of a row.
-          drafter, verification, num_speculative_tokens, speculative_config: as of
-            `specjax.build_decoder`. `as_model` makes a draft model of a tunix one.
+          drafter, verification, num_speculative_tokens, speculative_config: as for
+            `specjax.build_decoder`. `as_model` converts a tunix model to a draft model.
           draft_params: newer weights of a draft model; the attribute of this name may be set
             at any time.
           engine: rows, pages, numerics. Its max_context is the most tokens of prompt and
-            completion; None is what rollout_config allows for.
-          shares_weights: True: the weights of rollout_actor are read anew in every generate,
-            and tunix synchronises nothing. False: they are those of the last update_params,
-            which tunix calls after every global step. None: True where rollout_actor lies on
-            this mesh.
-          keeps_eos: whether completions hold the end-of-sequence token, as vLLM's do;
-            tunix's own engine strips it.
-          lora_alpha: of the policy's low-rank adapters, which are merged before sampling.
-          rope_theta: of tunix's forward, which does not read the config's.
+            completion; None: the limit of rollout_config.
+          shares_weights: True: every generate reads the current weights of rollout_actor, and
+            tunix synchronises nothing. False: generate uses the weights of the last
+            update_params, which tunix calls after every global step. None: True if
+            rollout_actor is on this mesh.
+          keeps_eos: whether completions include the end-of-sequence token, as in tunix's vLLM
+            engine; tunix's own engine strips it.
+          lora_alpha: scale of the policy's low-rank adapters, which are merged before sampling.
+          rope_theta: theta of tunix's forward, which does not read the config's.
 
         Raises:
-          NotImplementedError: another family of models than Qwen3 and Llama3, or experts.
-          ValueError: a setting means nothing, or adapters without lora_alpha.
+          NotImplementedError: a model family other than Qwen3 and Llama3, or experts.
+          ValueError: a setting is invalid, or adapters come without lora_alpha.
         """
         if not isinstance(tokenizer, tokenizer_adapter.TokenizerAdapter):
             tokenizer = tokenizer_adapter.TokenizerAdapter(tokenizer)
@@ -141,12 +140,12 @@ class SpecjaxRollout(base_rollout.BaseRollout):
 
     @property
     def decoder(self) -> RolloutDecoder:
-        """What it runs on: num_traces, drafter, num_speculative_tokens."""
+        """The decoder that it runs: num_traces, drafter, num_speculative_tokens."""
         return self._decoder
 
     @property
     def num_conversions(self) -> int:
-        """How often weights were brought into specjax's layout: once per new weights."""
+        """How often weights were converted to specjax's layout: once per new weights."""
         return self._convert.num_conversions
 
     def generate(
@@ -155,11 +154,11 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         rollout_config: base_rollout.RolloutConfig,
         **kwargs: Any,
     ) -> base_rollout.RolloutOutput:
-        """Samples one completion of every prompt; one that comes twice gets two.
+        """Samples one completion of every prompt; repeated prompts get different ones.
 
-        The samples of a call are a function of the weights, the prompts, rollout_config and
-        how many calls there were before: every call has noise of its own, derived from
-        rollout_config.seed (None is 0), and the same training run again has the same.
+        The samples are a function of the weights, the prompts, rollout_config and the number
+        of earlier calls: each call's noise is derived from rollout_config.seed (None: 0) and
+        that number, so that a repeated training run gets the same samples.
 
         Returns:
           text and tokens without the end-of-sequence token (see keeps_eos); prompts padded
@@ -194,13 +193,13 @@ class SpecjaxRollout(base_rollout.BaseRollout):
     ) -> Array:
         """Returns the log-probabilities of given completions, by tunix's own forward.
 
-        Over the temperature, as `generate` reports them and the trainer computes them.
+        Logits are divided by the temperature, as in `generate` and in the trainer.
 
         Args:
-          completion_mask: not used, as by tunix 0.1.7; earlier ones pass it.
+          completion_mask: not used, as in tunix 0.1.7; earlier versions pass it.
 
         Returns:
-          f32[rows, completion width], what stands behind padding included.
+          f32[rows, completion width], with values at padding too.
         """
         del completion_mask
         with self._lock:
@@ -220,12 +219,12 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         )
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Samples from other weights from now on: all of them, or adapters alone.
+        """Sets the weights to sample from: all of them, or only adapters.
 
-        They are neither copied nor donated where they lie on this mesh.
+        Weights on this mesh are neither copied nor donated.
 
         Raises:
-          ValueError: no weights, unknown ones, or, where weights are shared, others than
+          ValueError: no weights, unknown ones, or, if weights are shared, arrays that are not
             the actor's own.
         """
         del filter_types
@@ -255,7 +254,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         return self._tokenizer.eos_id()
 
     def model(self) -> nnx.Module | None:
-        """Returns the trained model where weights are shared, so that tunix leaves them alone."""
+        """Returns the trained model if weights are shared, so that tunix does not copy them."""
         return self._actor if self._snapshot is None else None
 
     # Weights
@@ -271,7 +270,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         return DecoderParams(params, self.draft_params)
 
     def _placed(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns weights on the mesh that is sampled on, split as they were."""
+        """Returns weights on the rollout mesh, with the same partition specs."""
         mesh = self._mesh
         if mesh is None or _lies_on(arrays.values(), mesh):
             return dict(arrays)
@@ -291,10 +290,10 @@ class SpecjaxRollout(base_rollout.BaseRollout):
                 "rollout shares; pass shares_weights=False."
             )
 
-    # From tunix's terms, and back
+    # Conversions from and to tunix's types
 
     def _tokenized(self, prompt: str) -> list[int]:
-        """Returns token ids as tunix's sampler makes them: begun, once, by the bos token."""
+        """Returns token ids as tunix's sampler does: with exactly one bos token at the start."""
         bos = self._tokenizer.bos_id()
         ids = [*([bos] if bos else []), *self._tokenizer.encode(prompt)]
         return list(map(int, self._tokenizer.dedup_bos_ids(ids)))
@@ -326,7 +325,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
     def _sampling(self, config: base_rollout.RolloutConfig) -> SamplingParams:
         """Returns specjax's sampling parameters for a call."""
         stops, pad = self._stop_token_ids(config), self.pad_id()
-        # The trainer takes what equals pad for padding. Where pad is eos it ends the text.
+        # The trainer treats every pad id as padding. If pad is eos, it ends the text.
         vocab_size = self._decoder.config.vocab_size
         forbids_pad = pad not in stops and 0 <= pad < vocab_size
         return SamplingParams(
@@ -345,7 +344,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         rows: Sequence[list[int]],
         config: base_rollout.RolloutConfig,
     ) -> base_rollout.RolloutOutput:
-        """Returns what tunix expects of samples."""
+        """Returns the samples in tunix's format."""
         ids, scores, lengths, reasons = map(
             np.asarray,
             (
@@ -368,7 +367,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         logprobs = [row[:end] for row, end in zip(scores, ends)]
         return base_rollout.RolloutOutput(
             text=[self._tokenizer.decode(row[:end].tolist()) for row, end in zip(ids, texts_end)],
-            logits=[],  # as tunix's own where none were asked for
+            logits=[],  # as in tunix's own engine when logits are not requested
             tokens=[row[:end] for row, end in zip(ids, ends)],
             left_padded_prompt_tokens=prompts,
             logprobs=logprobs if config.return_logprobs else None,
@@ -381,7 +380,7 @@ def _temperature(config: base_rollout.RolloutConfig) -> float:
 
 
 def _with_context(engine: EngineConfig, config: base_rollout.RolloutConfig) -> EngineConfig:
-    """Returns an engine's config whose rows hold what a RolloutConfig allows for."""
+    """Returns the engine's config with rows long enough for a RolloutConfig."""
     asked = config.max_prompt_length + config.max_tokens_to_generate
     context = engine.max_context or max(config.kv_cache_size, asked)
     return dataclasses.replace(engine, max_context=context)
@@ -410,7 +409,7 @@ def _own_mesh(mesh: Mesh | None) -> Mesh | None:
 
 
 def _lies_on(arrays: Any, mesh: Mesh | None) -> bool:
-    """Returns whether all arrays lie on a mesh's devices, split over it or its only one."""
+    """Returns whether all arrays are on a mesh, sharded over it or on its only device."""
     if mesh is None:
         return True
     for array in arrays:
@@ -424,7 +423,7 @@ def _lies_on(arrays: Any, mesh: Mesh | None) -> bool:
 
 
 def _with_arrays(state: Any, arrays: Mapping[str, Any]) -> Any:
-    """Returns a copy of an nnx state with other weights, by their names."""
+    """Returns a copy of an nnx state with the named weights replaced."""
     flat = [
         (path, variable.replace(arrays.get(name, variable.get_value())))
         for path, variable in nnx.to_flat_state(state)

@@ -1,4 +1,4 @@
-"""tunix's Qwen3 and Llama3 as specjax has them: the config, and the weights as published.
+"""Converts configs and weights of tunix's Qwen3 and Llama3 to those of specjax.
 
 nnx state -> arrays by tunix's names -> one jitted transposition -> specjax's tree
 """
@@ -26,21 +26,21 @@ except ImportError as error:
         "specjax.integrations.tunix needs google-tunix: pip install 'specjax[tunix]'."
     ) from error
 
-# Both models of tunix 0.1.7 turn heads by powers of a million: apply_rope is called without
-# ModelConfig.rope_theta, and knows nothing of Llama 3.1's scaling. The policy is what the
-# trainer's forward computes, so that is what is sampled, whatever the config says.
+# Both models of tunix 0.1.7 use theta 1e6: they call apply_rope without
+# ModelConfig.rope_theta, and it does not implement Llama 3.1's scaling. The policy is the
+# trainer's forward, so specjax samples with the same theta, whatever the config says.
 ROPE_THETA = 1e6
 
-# Of a layer: specjax's name, and tunix's.
+# Weights of a layer: specjax's name -> tunix's name.
 _OF_LAYER = {
     "input_norm": "input_layernorm.w",
     "q_proj": "attn.q_proj.w",  # [hidden, heads, head_dim]
     "k_proj": "attn.k_proj.w",  # [hidden, kv_heads, head_dim]
-    "v_proj": "attn.v_proj.w",  # likewise
+    "v_proj": "attn.v_proj.w",  # [hidden, kv_heads, head_dim]
     "o_proj": "attn.o_proj.w",  # [heads, head_dim, hidden]
     "post_attention_norm": "post_attention_layernorm.w",
     "gate_proj": "mlp.gate_proj.kernel",  # [hidden, mlp]
-    "up_proj": "mlp.up_proj.kernel",  # likewise
+    "up_proj": "mlp.up_proj.kernel",  # [hidden, mlp]
     "down_proj": "mlp.down_proj.kernel",  # [mlp, hidden]
 }
 _NORMS_OF_HEADS = {"q_norm": "attn.q_norm.w", "k_norm": "attn.k_norm.w"}
@@ -165,9 +165,9 @@ def dtype_of(module: nnx.Module) -> Any:
 
 
 class Converter:
-    """Converts weights, and only when they are other arrays than the last time.
+    """Converts weights, only if the arrays differ from those of the last call.
 
-    Of tunix's arrays it holds weak references: the trainer may let go of them.
+    It holds weak references to tunix's arrays, so that the trainer can free them.
     """
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, lora_alpha: float | None):
@@ -190,7 +190,7 @@ class Converter:
         return params
 
     def _is_last(self, arrays: Arrays) -> bool:
-        # Arrays of numpy may have changed in place.
+        # Numpy arrays may have changed in place, so they always count as new.
         return len(self._seen) == len(arrays) and all(
             ref() is array and isinstance(array, jax.Array)
             for ref, array in zip(self._seen, arrays.values())
@@ -198,7 +198,7 @@ class Converter:
 
 
 def _layout(config: ModelConfig) -> Params:
-    """Returns specjax's tree of weights, at each leaf tunix's name of it."""
+    """Returns specjax's tree of weights with tunix's name at each leaf."""
     of_layer = _OF_LAYER | (_NORMS_OF_HEADS if config.qk_norm else {})
     layout: Params = {
         "embed_tokens": "embedder.input_embedding",
@@ -239,7 +239,7 @@ def _merged(arrays: Arrays, name: str, lora_alpha: float | None) -> Array:
 
 
 def _check_names(arrays: Arrays, wanted: list[str], lora_alpha: float | None) -> None:
-    """Raises ValueError where weights are missing, unknown, or adapters nobody scales."""
+    """Raises ValueError for missing or unknown weights, or adapters without lora_alpha."""
     adapters = [name for name in arrays if name.endswith(_LORA)]
     if adapters and lora_alpha is None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Tests for code that others write against specjax."""
+"""Tests for third-party code that extends specjax."""
 
 from specjax.testing.drafter_checks import check_drafter
 

@@ -1,8 +1,8 @@
-"""What every drafter must hold: a test that any of them can be run through.
+"""Checks the contract that every drafter must satisfy.
 
-Drafts never change what is emitted, so a drafter with a mistake is not wrong but slow, and no
-output shows it. The check looks at the drafts themselves: those of a row that was
-prefilled, drafted, preempted and reused must be those of a fresh row with the same tokens.
+Drafts never change the output, so a faulty drafter is slow, not wrong, and its output does
+not reveal the fault. The check compares the drafts themselves: those of a row that was
+prefilled, drafted, preempted and reused must equal those of a fresh row with the same tokens.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ from specjax.types import GREEDY, NOT_A_TOKEN, REJECTION, SEEDED, BurstPlan, Dec
 ROWS, PAGE_SIZE, BURST_STEPS = 4, 8, 2
 WIDTH = 16  # prompt tokens of a row that are fed at once
 BUCKET = 2  # rows of the smaller row bucket
-NUM_DRAWS = 64  # drafts of four rows each, of which laws are looked at
-# A sum of independent draws lies further from its mean once in two million times.
+NUM_DRAWS = 64  # drafts of four rows each, to test distributions
+# A sum of independent draws deviates by more standard errors once in two million times.
 STANDARD_ERRORS = 5
 # Laws of equal texts differ by the rounding of other shapes.
 LAW_RTOL, LAW_ATOL = 1e-3, 1e-4
@@ -80,11 +80,11 @@ PROMPTS = (
 def check_drafter(
     drafter: DrafterSource, target: Model, *, num_speculative_tokens: int = 3
 ) -> None:
-    """Runs a drafter through all that happens to rows, and compares its drafts.
+    """Runs a drafter through everything that can happen to rows, and compares its drafts.
 
-    Prompts are prefilled in chunks and beside decoding rows; rows draft, decode at K = 0, draft
-    again, in two row buckets; one is preempted and enters another row; others are reused; one reads
-    pages that another filled.
+    Prompts are prefilled in chunks and beside decoding rows; rows draft, decode at K = 0 and draft
+    again, in two row buckets; one request is preempted and continues in another row; rows are
+    reused; one row reads pages that another filled.
 
     - Every function returns a state of one structure, and is traced once per bucket.
     - Greedy and seeded output equals plain decoding token for token.
@@ -137,10 +137,10 @@ class _Rows:
     def enter(
         self, occupants: dict[int, _Occupant], *, pages_of: tuple[int, int] | None = None
     ) -> None:
-        """Lets requests into rows, whatever they held, and feeds nothing yet.
+        """Puts requests into rows, replacing their content, without feeding any token.
 
         Args:
-          pages_of: a row whose first pages they read, and how many; None is none.
+          pages_of: a row whose first pages the requests share, and how many; None: no sharing.
         """
         num_shared = 0
         own = own_pages(ROWS, self.table.shape[1])
@@ -204,11 +204,11 @@ class _Rows:
         rows: Sequence[int] | None = None,
         caps: Sequence[int] | None = None,
     ) -> None:
-        """Runs a burst; all prompts are fed.
+        """Runs a burst, after all prompts were fed.
 
         Args:
-          rows: of a smaller row bucket; None is all.
-          caps: most tokens that each row drafts; None is K.
+          rows: rows of a smaller row bucket; None: all rows.
+          caps: most tokens that each row drafts; None: K.
         """
         if self._feed is not None and num_speculative_tokens:
             while (pieces := self._feed.next_pieces(self._entered)) is not None:
@@ -584,7 +584,7 @@ class _Check:
         )
 
     def check_no_anticipation(self, rows: Sequence[Proposal]) -> None:
-        """What is verified depends on nothing drawn at or after it: rows with equal draws agree."""
+        """Checks that verified tokens do not depend on draws at or after them."""
         num_drafts = rows[0].token_ids.shape[0]
         for place in range(num_drafts):
             seen: dict[tuple[int, ...], tuple[bool, float]] = {}
@@ -609,7 +609,7 @@ class _Check:
 
 
 def _check_proposal(name: str, proposal: Proposal, caps: np.ndarray, vocab_size: int) -> None:
-    """Raises AssertionError for a proposal of numpy arrays that nobody may make."""
+    """Raises AssertionError for a proposal of numpy arrays that breaks the contract."""
     tokens, counts = np.asarray(proposal.token_ids), np.asarray(proposal.num_tokens)
     num_drafts = tokens.shape[1]
     most = caps if proposal.tree is None else np.where(caps > 0, num_drafts, 0)

@@ -1,10 +1,10 @@
 """Renders chat templates, which come with the weights and are not trusted.
 
-A template runs inside jinja2's sandbox, which keeps it from reaching the program. What
-the sandbox does not limit is counted here: every value that a template makes, every
-turn of a loop and every call passes through a `_Budget`, and what would grow beyond it
-is refused before it is computed. Only operations whose cost is known from their
-arguments are allowed, so that nothing has to be interrupted.
+A template runs inside jinja2's sandbox, which keeps it from reaching the program. The
+sandbox does not limit time and memory, so this module counts them: every value that a
+template makes, every iteration and every call passes through a `_Budget`, and an operation
+that would exceed it is refused before it runs. Only operations whose cost is known from
+their arguments are allowed, so that none has to be interrupted.
 
     source -> parse -> wrap loops, literals, `~`, comparisons -> compile (kept) -> render
 """
@@ -36,10 +36,10 @@ import jinja2.visitor
 
 MAX_SOURCE_CHARS = 128 * 1024
 MAX_OUTPUT_CHARS = 1_000_000
-MAX_CPU_S = 1.5  # of the thread that renders; waiting does not count
-# What one value may take, what is inside it included, beside what the caller passed.
+MAX_CPU_S = 1.5  # processor time of the rendering thread
+# Most bytes of one value with its content, on top of the caller's own values.
 MAX_VALUE_BYTES = 4 * 2**20
-# What all values made by one rendering may take together, freed ones included.
+# Most bytes of all values made by one rendering, freed ones included.
 MAX_TOTAL_BYTES = 512 * 2**20
 _MAX_CALL_DEPTH = 100
 _MAX_WIDTH = 10_000  # of a padded field, in characters
@@ -47,7 +47,7 @@ _MAX_INT_BITS = 20_000
 _MAX_COMPARISONS = 200_000_000  # of characters, in one search
 _MAX_ERROR_CHARS = 500
 _ADVICE = "use the template that the model's authors published, or pass the prompt as text."
-# Less is not worth looking into: numbers, roles, separators.
+# Smaller values are not inspected: numbers, roles, separators.
 _SMALL_BYTES = 4096
 
 _FILTERS = """
@@ -56,7 +56,7 @@ _FILTERS = """
     reject rejectattr replace reverse round safe select selectattr slice sort string sum
     title tojson trim truncate unique upper urlencode wordcount
 """
-# Methods whose result is hardly larger than what they are called on.
+# Methods whose result is hardly larger than their object.
 _TEXT_METHODS = """
     capitalize casefold count endswith find index isalnum isalpha isascii isdecimal
     isdigit isidentifier islower isnumeric isprintable isspace istitle isupper lower
@@ -76,7 +76,7 @@ _BUILTIN_TYPES = (
     type({}.items()),
 )  # fmt: skip
 _CONTAINERS = frozenset((list, tuple, dict))
-# Methods that take as long as text and argument multiplied.
+# Methods that take time proportional to the product of the lengths of text and argument.
 _SLOW_SEARCHES = frozenset(("strip", "lstrip", "rstrip", "rfind", "rindex", "rpartition", "rsplit"))
 _PADDING = frozenset(("center", "ljust", "rjust", "zfill"))
 _PRINTF = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d*)(?:\.(\*|\d*))?")
@@ -92,12 +92,11 @@ def render(source: str, messages: Sequence[Mapping[str, Any]], variables: Mappin
     Args:
       source: the template, from any model's folder.
       messages: dicts with "role" and "content".
-      variables: what else the template may read.
+      variables: other variables of the template.
 
     Raises:
-      ValueError: the template is not valid, fails on the messages, does what chat
-        templates may not do, or exceeds MAX_OUTPUT_CHARS, MAX_CPU_S or a limit of
-        memory.
+      ValueError: the template is not valid, fails on the messages, uses a forbidden
+        operation, or exceeds MAX_OUTPUT_CHARS, MAX_CPU_S or a limit of memory.
     """
     template = _template(source)
     try:
@@ -129,7 +128,7 @@ def _template(source: str) -> jinja2.Template:
         )
     try:
         return _compiled(source)
-    except Exception as error:  # Of jinja, or of Python for what jinja wrote.
+    except Exception as error:  # From jinja, or from Python for the code that jinja generated.
         raise ValueError(
             f"the chat template failed to compile: {type(error).__name__}: "
             f"{_short(error)}; {_ADVICE}"
@@ -137,7 +136,7 @@ def _template(source: str) -> jinja2.Template:
 
 
 class _Budget:
-    """What one rendering has used, and may still use."""
+    """Time and memory that one rendering has used, checked against the limits."""
 
     def __init__(self, variables: Mapping[str, Any]):
         self.variables = variables
@@ -176,7 +175,7 @@ class _Budget:
         """Returns a value that the template made, after counting it.
 
         Args:
-          is_deep: whether what is inside it is new as well.
+          is_deep: whether the values inside it are new as well.
         """
         self.tick()
         kind = type(value)
@@ -198,7 +197,7 @@ class _Budget:
         return value
 
     def size(self, value: Any) -> int:
-        """Returns the bytes of a value as it would be written out, shared parts often."""
+        """Returns the bytes of a value written out, counting shared parts each time."""
         total = sys.getsizeof(value)
         if type(value) not in _CONTAINERS:
             return total
@@ -228,7 +227,7 @@ class _Budget:
 
     @functools.cached_property
     def _most_bytes(self) -> int:
-        """What one value may take: the caller's own are not held against the template."""
+        """Most bytes of one value: the limit plus the size of the caller's own values."""
         return MAX_VALUE_BYTES + 2 * self.size(dict(self.variables))
 
 
@@ -333,7 +332,7 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Wrapper(jinja2.visitor.NodeTransformer):
-    """Sends through the budget what jinja compiles to plain Python."""
+    """Passes operations that jinja compiles to plain Python through the budget."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
         self.generic_visit(node)
@@ -396,7 +395,7 @@ def _compiled(source: str) -> jinja2.Template:
 
 @functools.cache
 def _environment() -> _Environment:
-    """Returns where templates run: they may neither write nor call out."""
+    """Returns the environment of templates, which may neither write nor call out."""
     environment = _Environment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -423,7 +422,7 @@ def _environment() -> _Environment:
 
 @jinja2.pass_context
 def _finalize(context: Any, value: Any) -> Any:
-    """Returns the text of what is written.
+    """Returns the text of an output value.
 
     It takes the context so that jinja computes no output while compiling.
     """
@@ -449,7 +448,7 @@ def _made(context: Any, value: Any) -> Any:
 
 @jinja2.pass_context
 def _concat(context: Any, parts: Sequence[Any]) -> str:
-    """What `~` does."""
+    """Implements `~`, the concatenation of values as text."""
     del context
     budget = _current.get()
     texts = [part if type(part) is str else str(part) for part in parts]
@@ -482,7 +481,7 @@ def _checked_arguments(
     """Returns the arguments of a call; SecurityError where it may not be made."""
     owner = getattr(obj, "__self__", None)
     if owner is None or not isinstance(owner, _BUILTIN_TYPES):
-        # Of jinja, of this module, or the caller's own.
+        # A function of jinja, of this module, or of the caller.
         return args
     if any(value is obj for value in budget.variables.values()):
         return args
@@ -508,7 +507,7 @@ def _checked_arguments(
 
 
 def _is_getter(obj: Any) -> bool:
-    """Whether a call returns what was there already."""
+    """Returns whether a call returns an existing value."""
     return getattr(obj, "__name__", "") in ("get", "copy", "keys", "values", "dict")
 
 
@@ -545,7 +544,7 @@ def _check_printf(budget: _Budget, pattern: str, args: Any) -> None:
 
 
 def _check_fields(budget: _Budget, num_fields: int, pattern: str, args: Any) -> None:
-    """Each field may hold the largest argument, padded as far as may be."""
+    """Checks the size of a format: each field may hold the largest argument at full padding."""
     width = _MAX_WIDTH if re.search(r"\d", pattern) or num_fields > 20 else 0
     budget.check_size(len(pattern) + num_fields * (width + budget.size(args)))
 
@@ -640,7 +639,7 @@ _CHECKED_FILTERS: dict[str, Callable[..., None]] = {
 
 @jinja2.pass_environment
 def _join(environment: Any, value: Any, d: str = "", attribute: Any = None) -> str:
-    """jinja's filter without its rules for HTML."""
+    """Implements jinja's filter without its rules for HTML."""
     if attribute is not None:
         get = jinja2.filters.make_attrgetter(environment, attribute)
         value = map(get, value)
@@ -664,7 +663,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as it stands; jinja's own filter escapes HTML."""
+    """Returns plain JSON; jinja's own filter escapes HTML."""
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii,
         indent=indent,

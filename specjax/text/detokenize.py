@@ -1,4 +1,4 @@
-"""Token ids to text as they arrive: only text that later tokens cannot change.
+"""Converts token ids to text as they arrive, showing only text that later tokens cannot change.
 
     tokens   "Hel"  "lo, "  E4  BD  A0  " ST"  "OP"     with stop string "STOP"
     shown     Hel    lo,_   -   -   你   _     - and stopped; "OP" is the last used
@@ -22,24 +22,23 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Fed(NamedTuple):
-    """What one call of `feed` brought."""
+    """The result of one call of `feed`."""
 
     text: str  # may be shown now
-    num_tokens_used: int  # how many of the tokens given belong to the output
+    num_tokens_used: int  # how many of the given tokens belong to the output
     stopped_by: str | None  # the stop string that ended the output
 
 
 class IncrementalText:
     """The text of one growing sequence, ended by the first stop string that completes.
 
-    Held back until more is known: bytes of an unfinished character, and a suffix
-    that may be the beginning of a stop string. Of stop strings that complete at
-    the same character the longest counts. The text ends before the stop string
-    and the tokens with the one that completed it; how tokens are grouped into
-    calls makes no difference.
+    It holds back bytes of an unfinished character, and a suffix that may be the
+    beginning of a stop string. Among stop strings that complete at the same character
+    the longest counts. The text ends before the stop string, and the tokens end with
+    the one that completed it; the grouping of tokens into calls does not matter.
 
-    The cost per token does not grow with the sequence: the last few tokens are
-    decoded, never all.
+    The cost per token does not grow with the sequence: only the last few tokens are
+    decoded.
     """
 
     def __init__(
@@ -77,11 +76,11 @@ class IncrementalText:
     def feed(self, token_ids: int | Iterable[int], *, may_stop: bool = True) -> Fed:
         """Takes the next tokens and returns the text that they make final.
 
-        After a stop string, tokens are taken and none is used.
+        After a stop string, tokens are ignored.
 
         Args:
           may_stop: whether a stop string that one of these tokens completes ends the
-            output; one that they only begin does either way.
+            output; one that they only begin ends it later in either case.
         """
         if self.stopped_by is not None:
             return Fed("", 0, self.stopped_by)
@@ -98,7 +97,7 @@ class IncrementalText:
         return Fed("".join(pieces), len(ids), None)
 
     def finish(self) -> str:
-        """Returns what was held back; an unfinished character becomes U+FFFD."""
+        """Returns the text held back; an unfinished character becomes U+FFFD."""
         if self.stopped_by is not None:
             return ""
         rest = self._held + self._decode(self._window)[self._num_settled :]
@@ -106,7 +105,7 @@ class IncrementalText:
         return rest
 
     def _append(self, ids: Sequence[int]) -> None:
-        """Adds the tokens that decoding would not leave out."""
+        """Adds the tokens, except those that decoding leaves out."""
         special = self._tokenizer.special_ids if self._skip_special_tokens else ()
         for token_id in map(int, ids):
             token = self._tokenizer.backend.id_to_token(token_id)
@@ -143,7 +142,7 @@ class IncrementalText:
             self._window, self._num_settled = window, num_settled
 
     def _match(self, settled: str, may_stop: bool) -> str:
-        """Returns what may be shown of held and new text; notices a stop string."""
+        """Returns the part of held and new text that may be shown; detects stop strings."""
         text = self._held + settled
         # An open run of byte tokens that is text so far can complete a stop string:
         # nothing follows it then that could make the run invalid.
@@ -167,9 +166,9 @@ class IncrementalText:
 
 
 def _first_stop(text: str, stop_strings: Sequence[str], num_exempt: int) -> tuple[int, str] | None:
-    """Returns where the stop string that ends first begins, and it; longest wins.
+    """Returns the stop string that ends first, the longest on ties, and where it begins.
 
-    Only those count that end after the first num_exempt characters.
+    Stop strings that end within the first num_exempt characters do not count.
     """
     found = [
         (begin + len(stop), begin, stop)

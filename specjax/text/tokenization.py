@@ -1,4 +1,4 @@
-"""Text to token ids and back, from the files of a Hugging Face folder."""
+"""Converts text to token ids and back, with the files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Tokenizer:
         """Wraps a tokenizer.
 
         Args:
-          tokenizer: changed here: padding and truncation are switched off.
-          special_tokens: from "bos_token", "eos_token", ... to the token's text.
-          chat_template: a jinja template over `messages`, None when there is none.
+          tokenizer: modified: padding and truncation are turned off.
+          special_tokens: maps "bos_token", "eos_token", ... to the token's text.
+          chat_template: a jinja template over `messages`, or None.
         """
         tokenizer.no_padding()
         tokenizer.no_truncation()
@@ -56,8 +56,8 @@ class Tokenizer:
         """Returns the tokenizer of a folder, None when it holds no tokenizer.json.
 
         Raises:
-          ValueError: a file is corrupt, or more than the tokenizers library may be
-            given (see `specjax.text.tokenizer_json`).
+          ValueError: a file is corrupt, or unsafe for the tokenizers library (see
+            `specjax.text.tokenizer_json`).
         """
         folder = Path(path)
         tokenizer_path = find_file(folder, "tokenizer.json")
@@ -184,7 +184,7 @@ class Tokenizer:
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Returns the template: of chat_template.jinja, .json, or else the config."""
+    """Returns the template from chat_template.jinja, else from the .json, else the config."""
     if path := find_file(folder, "chat_template.jinja"):
         content = read_bytes(path, 4 * chat_template.MAX_SOURCE_CHARS)
         try:

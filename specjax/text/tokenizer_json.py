@@ -1,8 +1,8 @@
-"""Loads a tokenizer.json, of which the `tokenizers` library trusts too much.
+"""Loads a tokenizer.json after checks that the `tokenizers` library does not make.
 
-The library is written in Rust. Most of what it cannot use it reports; some of it panics,
-which Python sees as an exception outside Exception; and some of it takes the memory or
-the process. What does the last is looked for here before the library sees the file.
+The library is written in Rust. It reports most invalid content; some content makes it panic,
+which Python sees as an exception outside Exception; and some exhausts memory or ends the
+process. This module looks for the last kind before the library sees the file.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import tokenizers
 
 from specjax.runtime.model_files import MAX_JSON_BYTES, parse_object, read_bytes
 
-# Times as many characters as a text has, at most, after every stage of a pipeline. The
-# longest published ones stay below 200 (NFKC writes one character as up to 18).
+# Most times that a pipeline may lengthen a text, after every stage. Published pipelines
+# stay below 200 (NFKC writes one character as up to 18).
 MAX_GROWTH = 2**14
 _MAX_STAGES = 256
 _MAX_SPECIAL_TOKENS = 1024  # that a post-processor adds to one text
 _MAX_PREPENDED_CHARS = 256
 
-# The lists that hold the stages of a pipeline, and by how much one stage may lengthen a
-# text; stages of other types write about as much as they read.
+# Keys of the lists of a pipeline's stages, and the factor by which a type of stage may
+# lengthen a text; stages of other types write about as much as they read.
 _STAGE_LISTS = ("normalizers", "pretokenizers", "decoders", "processors")
 _GROWTH = {
     "NFKC": 18, "NFKD": 18, "NFC": 4, "NFD": 4, "Lowercase": 2, "BertNormalizer": 24,
@@ -54,7 +54,7 @@ def load(path: Path) -> tokenizers.Tokenizer:
 
 @contextlib.contextmanager
 def errors_as_value_error(what: str) -> Iterator[None]:
-    """Raises ValueError for whatever the library raises, panics included."""
+    """Context that turns all errors of the library, panics included, into ValueError."""
     try:
         yield
     except BaseException as error:
@@ -66,7 +66,7 @@ def errors_as_value_error(what: str) -> Iterator[None]:
 
 
 def is_library_error(error: BaseException) -> bool:
-    """Whether this is an error or a panic, and not a request to end."""
+    """Returns whether this is an error or a panic, not a request to exit."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
@@ -96,7 +96,7 @@ def check(document: dict[str, Any], source: str) -> None:
 
 
 def _stages(stage: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """Yields the stages of a pipeline in their order, those of nested ones too."""
+    """Yields the stages of a pipeline in order, including those of nested pipelines."""
     if not isinstance(stage, dict):
         return  # the library says what it expects
     if depth > 64:
@@ -109,7 +109,7 @@ def _stages(stage: Any, depth: int = 0) -> Iterator[dict[str, Any]]:
 
 
 def _growth(stage: dict[str, Any]) -> float:
-    """Returns how many times longer a stage may make a text."""
+    """Returns the factor by which a stage may lengthen a text."""
     kind = stage.get("type")
     # Old files name no types, and the library guesses.
     growth = _GROWTH.get(kind, 1) if isinstance(kind, str) else max(_GROWTH.values())
@@ -172,7 +172,7 @@ def _as_list(value: Any) -> list[Any]:
 def _probe(tokenizer: tokenizers.Tokenizer, text: str, path: Path) -> None:
     """Raises ValueError where the tokenizer panics on any text.
 
-    An error is none: a vocabulary need not cover what is tried here.
+    An ordinary error is accepted: a vocabulary need not cover the tried text.
     """
     try:
         tokenizer.decode(tokenizer.encode(text).ids)

@@ -1,10 +1,10 @@
-"""Draft trees: what follows from their parents, and the ways to choose them.
+"""Draft trees: their derived properties, and ways to choose their shape.
 
 draft_tree      depths, ancestor bits, paths, leaves of any tree
 static_shapes   shapes fixed beforehand; best_static: the best one for its cost
-expanding       grown by a draft model, depth by depth
-best_first      the best of known marginals, at once
-merging         continuations of one text, their beginnings shared
+expanding       trees grown by a draft model, depth by depth
+best_first      the best tree of known marginals, at once
+merging         a tree of several continuations of one text, with shared beginnings
 """
 
 from specjax.trees.best_static import BestTree as BestTree

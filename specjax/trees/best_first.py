@@ -1,8 +1,8 @@
-"""The best tree when every position's distribution is known at once: parallel drafters.
+"""Finds the best tree for parallel drafters, which give every position's distribution at once.
 
-A path's probability is then the product of its tokens' marginals, whatever came
-before, so the tree of n nodes with the highest expected length is the n paths of
-the largest products; a heap would pop them one by one.
+The probability of a path is then the product of its tokens' marginals, so the tree of n
+nodes with the highest expected length consists of the n paths of the largest products; a
+heap would pop them one by one.
 
     position 1:  a .7  b .3     paths  a .7  ac .42  b .3  ad .28  bc .18  bd .12
     position 2:  c .6  d .4
@@ -27,10 +27,10 @@ from specjax.trees.ranking import best_nodes
 def best_first(probs: Array, token_ids: Array, *, num_drafts: int) -> GrownTree:
     """Returns the num_drafts nodes of the largest path products, exactly, on the device.
 
-    The likeliest comes first, so parents precede children, siblings stand likeliest
-    first, and cutting num_tokens down leaves the best smaller tree. Ties go to the
-    lower depth, then to the child of the parent that comes first, then to the lower
-    rank. Nodes of probability 0 are left out: num_tokens may be below num_drafts.
+    Nodes are in order of probability, the likeliest first, so parents precede children,
+    and lowering num_tokens gives the best smaller tree. Ties go to the lower depth, then
+    to the child of the parent that comes first, then to the lower rank. Nodes of
+    probability 0 are left out: num_tokens may be below num_drafts.
 
     Args:
       probs: f32[rows, max_depth, m], the m largest probabilities at each position,
@@ -46,7 +46,7 @@ def best_first(probs: Array, token_ids: Array, *, num_drafts: int) -> GrownTree:
     Raises:
       ValueError: shapes disagree, an axis is empty, or num_drafts is below 1.
 
-    Source: OPT-Tree (arXiv:2406.17276), whose algorithm 1 likewise takes the best
+    Source: OPT-Tree (arXiv:2406.17276), whose algorithm 1 also takes the best
     num_drafts of each layer and then the best num_drafts of all; DDTree
     (arXiv:2604.12989), which pops the same nodes from a heap.
     """
@@ -82,13 +82,13 @@ def best_first(probs: Array, token_ids: Array, *, num_drafts: int) -> GrownTree:
 def _undominated(
     depth: int, size: int, num_ranks: int, num_drafts: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns parents and ranks of the nodes that are not surely behind num_drafts others.
+    """Returns parents and ranks of the nodes that may be among the best num_drafts.
 
-    In the order that settles ties: parent by parent, then by rank.
+    They are in the order that breaks ties: by parent, then by rank.
 
     Args:
-      depth: of the parents, 0 for the root, which is no draft itself.
-      size: how many parents there are.
+      depth: depth of the parents; 0 for the root, which is no draft token.
+      size: number of parents.
     """
     above, ranks = np.divmod(np.arange(size * num_ranks, dtype=np.int32), num_ranks)
     num_before = (above + 1) * (ranks + 1) - 1 + (above + 1) * (depth > 0)

@@ -1,13 +1,13 @@
-"""The best fixed tree for measured acceptance, and how large it should be; host side.
+"""Finds the best fixed tree, and its size, for measured acceptance; host side.
 
-What is measured: conditional[i], how often sibling number i is accepted where the
+The measurement is conditional[i]: how often sibling number i is accepted where the
 earlier ones were rejected, on real traffic at the temperature served. A node is
-reached when its path is accepted, and its i-th child is then taken with probability
+reached when its path is accepted, and its i-th child is then accepted with probability
 
     taken[i] = (1 - conditional[0]) * ... * (1 - conditional[i - 1]) * conditional[i]
 
-so a tree commits 1 + (sum over nodes of the product of `taken` on the way) tokens
-on average, and the nodes worth adding are found depth by depth from the bottom.
+so a tree commits 1 + (sum over nodes of the product of `taken` on the path) tokens
+on average, and the best nodes are found depth by depth from the bottom.
 
 Source: Sequoia (arXiv:2402.12374), tree construction and the hardware-aware choice;
 its acceptance vector is `taken`.
@@ -25,19 +25,19 @@ from specjax.trees.static_shapes import TreeShape, from_rank_paths
 
 
 class BestTree(NamedTuple):
-    """A shape, and what it is expected to give."""
+    """A shape, and its expected committed tokens and step time."""
 
     shape: TreeShape
     num_committed: float  # expected tokens per step, the target's own included
-    step_s: float | None = None  # where costs were given: draft and verify, seconds
+    step_s: float | None = None  # seconds to draft and verify; None without given costs
 
 
 def taken_probabilities(conditional: ArrayLike, max_depth: int) -> np.ndarray:
-    """Returns f64[max_depth, num_siblings]: how often each child of a reached node is taken.
+    """Returns f64[max_depth, num_siblings]: acceptance probability of each child of a reached node.
 
     Args:
-      conditional: [num_siblings], or [depths, num_siblings] where acceptance differs
-        by depth; the last depth given also stands for those below it.
+      conditional: [num_siblings], or [depths, num_siblings] if acceptance differs by
+        depth; deeper nodes use the last depth given.
 
     Raises:
       ValueError: not one or two axes, an axis is empty, or a value is outside [0, 1].
@@ -62,7 +62,7 @@ def taken_probabilities(conditional: ArrayLike, max_depth: int) -> np.ndarray:
 def expected_committed(shape: TreeShape, conditional: ArrayLike) -> float:
     """Returns the tokens a step with this tree commits on average, at least 1.
 
-    Siblings past those measured are never taken.
+    Siblings past those measured count as never accepted.
     """
     taken = taken_probabilities(conditional, shape.max_depth)
     reached = [1.0]
@@ -76,8 +76,8 @@ def expected_committed(shape: TreeShape, conditional: ArrayLike) -> float:
 def best_tree(conditional: ArrayLike, *, num_nodes: int, max_depth: int) -> BestTree:
     """Returns the tree of at most num_nodes that commits the most tokens on average.
 
-    A node that adds nothing is left out, so it may have fewer. No node has more
-    children than siblings were measured.
+    Nodes of no gain are left out, so it may have fewer. No node has more children than
+    siblings were measured.
 
     Args:
       conditional: as for `taken_probabilities`.
@@ -110,10 +110,10 @@ def best_tree_for_costs(
 
     Args:
       budgets: numbers of nodes, root included, whose verification was timed: the
-        edges of compiled buckets.
-      verify_s: seconds to verify each; a tree pays for its budget, padding and all.
-      draft_s: seconds per depth drafted. A parallel drafter, whose seconds do not
-        depend on depth: 0, and its seconds added to verify_s of budgets above 1.
+        sizes of compiled buckets.
+      verify_s: seconds to verify each budget; a tree costs its whole budget, with padding.
+      draft_s: seconds per depth drafted. For a parallel drafter, whose seconds do not
+        depend on depth, pass 0 and add its seconds to verify_s of budgets above 1.
 
     Cost: that of `best_tree` for the largest budget, for each depth.
 
@@ -146,7 +146,7 @@ def _checked(conditional: ArrayLike, num_nodes: int, max_depth: int) -> np.ndarr
 
 
 class _Splits(NamedTuple):
-    """Of a node at depth d that spends n nodes on its children from rank r on."""
+    """Best splits of n nodes among the children, from rank r on, of a node at depth d."""
 
     values: np.ndarray  # f64[d, r, n], expected accepted tokens below it
     sizes: np.ndarray  # i64[d, r, n], nodes in child r's subtree; 0: no more children
@@ -163,7 +163,7 @@ def _best_splits(taken: np.ndarray, num_drafts: int) -> _Splits:
     sizes = np.zeros(values.shape, np.int64)
     for depth in reversed(range(max_depth)):
         for rank in reversed(range(num_siblings)):
-            # Entry y - 1: child and all below it, of y nodes.
+            # Entry y - 1: the child's subtree of y nodes.
             child = taken[depth, rank] * (1 + values[depth + 1, 0, :-1])
             rest = values[depth, rank + 1]
             for n in range(1, num_drafts + 1):
@@ -176,7 +176,7 @@ def _best_splits(taken: np.ndarray, num_drafts: int) -> _Splits:
 
 
 def _read_tree(taken: np.ndarray, splits: _Splits, num_drafts: int) -> BestTree:
-    """Reads the tree of num_drafts off the table."""
+    """Returns the tree of num_drafts draft tokens from the table."""
     rank_paths: list[tuple[int, ...]] = []
     open_nodes: list[tuple[tuple[int, ...], int]] = [((), num_drafts)]
     while open_nodes:

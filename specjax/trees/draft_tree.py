@@ -1,4 +1,4 @@
-"""What follows from `parents`: depths, ancestors, paths, leaves, siblings.
+"""Computes properties of a tree from `parents`: depths, ancestors, paths, leaves, siblings.
 
     parents = [-1, 0, 0, 1, 2, 2]      0          paths, max_depth 2:
                                       / \\         node 0: -1 -1     node 3:  1  3
@@ -6,8 +6,8 @@
                                      |   |\\       node 2:  2 -1     node 5:  2  5
                                      3   4 5
 
-Every function takes all rows at once. Node j > 0 stands in a row when
-j <= num_tokens[row], the root always; what is said of other nodes means nothing.
+Every function takes all rows at once. Node j > 0 is valid ("stands") in a row when
+j <= num_tokens[row], the root always; results for other nodes are meaningless.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ BITS_PER_WORD = 32
 
 
 class GrownTree(NamedTuple):
-    """Draft tokens and how they hang together: a Proposal's fields, and what ranked them."""
+    """Draft tokens with their tree, as in Proposal, and the figures that ranked them."""
 
     token_ids: Array  # i32[rows, num_drafts]; draft token j is node j + 1
-    num_tokens: Array  # i32[rows], in [0, num_drafts]: how many of them stand
+    num_tokens: Array  # i32[rows], in [0, num_drafts]: how many of them are valid
     tree: DraftTree  # num_drafts + 1 nodes
-    # f32[rows, num_drafts], 0 past num_tokens; None where no drafter gave probabilities.
-    # It has seen the tokens: for `greedy`, `seeded` and `delta` only.
+    # f32[rows, num_drafts], 0 past num_tokens; None without probabilities of a drafter.
+    # It depends on the tokens: for `greedy`, `seeded` and `delta` only.
     path_probability: Array | None = None
-    # i32[rows, num_drafts], which candidate each draft token was; where it was grown
-    # from candidates.
+    # i32[rows, num_drafts], the candidate of each draft token; None unless the tree was
+    # grown from candidates.
     candidates: Array | None = None
 
 
@@ -44,8 +44,8 @@ def from_parents(parents: Array, max_depth: int, *, rows: int = 1) -> DraftTree:
     Args:
       parents: i32[rows, num_nodes], or i32[num_nodes] for one shape in all `rows`.
         NO_PARENT at node 0; a parent comes before its children.
-      max_depth: static; no node lies deeper. A node that does, is given max_depth.
-      rows: used where parents has no rows of its own.
+      max_depth: static bound on depth; a deeper node gets depth max_depth.
+      rows: number of rows if parents is i32[num_nodes].
 
     Cost: max_depth gathers of rows * num_nodes.
 
@@ -80,8 +80,8 @@ def chain(rows: int, num_drafts: int) -> DraftTree:
 def ancestor_bits(tree: DraftTree) -> Array:
     """Returns u32[rows, num_nodes, words]: bit j is set when node j is the node or its ancestor.
 
-    Bit j % 32 of word j // 32 stands for node j; words = ceil(num_nodes / 32). A
-    row's nodes laid end to end are what `tree_attention` takes.
+    Bit j % 32 of word j // 32 stands for node j; words = ceil(num_nodes / 32). Laid end to
+    end, the nodes of all rows are the ancestor_bits of `tree_attention`.
 
     Cost: max_depth + 1 passes over rows * num_nodes * words.
     """
@@ -90,7 +90,7 @@ def ancestor_bits(tree: DraftTree) -> Array:
     bits = jnp.zeros((rows, num_nodes, words.shape[0]), jnp.uint32)
     for node in _upwards(tree):
         bit = (jnp.uint32(1) << (node % BITS_PER_WORD).astype(jnp.uint32))[:, :, None]
-        # Above the root is NO_PARENT: its word is -1, which is none.
+        # The parent of the root is NO_PARENT: its word is -1, which matches no word.
         is_word = (node // BITS_PER_WORD)[:, :, None] == words[None, None, :]
         bits |= jnp.where(is_word, bit, jnp.uint32(0))
     return bits
@@ -99,11 +99,10 @@ def ancestor_bits(tree: DraftTree) -> Array:
 def paths(tree: DraftTree, num_tokens: Array) -> Array:
     """Returns i32[rows, num_nodes, max_depth]: a node's ancestors from depth 1, then itself.
 
-    NO_NODE after the node, and throughout for the root and for nodes that do not
-    stand.
+    NO_NODE after the node, and everywhere for the root and for invalid nodes.
 
     Args:
-      num_tokens: i32[rows], draft tokens that stand.
+      num_tokens: i32[rows], valid draft tokens.
 
     Cost: max_depth + 1 gathers of rows * num_nodes, and one of max_depth times that.
     """
@@ -119,8 +118,8 @@ def paths(tree: DraftTree, num_tokens: Array) -> Array:
 def path_token_ids(tree: DraftTree, token_ids: Array) -> Array:
     """Returns i32[rows, num_nodes, max_depth]: the draft tokens on the path to each node.
 
-    The node's own token comes last, then NO_NODE. The root's path is empty: its
-    token is no draft.
+    The node's own token comes last, then NO_NODE. The root's path is empty, as its token
+    is no draft token.
 
     Args:
       token_ids: i32[rows, num_nodes - 1]; draft token j is node j + 1.
@@ -136,7 +135,7 @@ def path_token_ids(tree: DraftTree, token_ids: Array) -> Array:
         )
     everywhere = jnp.full(rows, num_nodes - 1, jnp.int32)
     nodes = paths(tree, everywhere)
-    # Entry 0 is never read but makes a node's index its token's, with a chain of none too.
+    # Entry 0 is never read; it makes a node's index that of its token.
     of_node = jnp.pad(token_ids, ((0, 0), (1, 0)))
     read = jnp.maximum(nodes, 0).reshape(rows, -1)
     found = jnp.take_along_axis(of_node, read, axis=1).reshape(nodes.shape)
@@ -149,7 +148,7 @@ def is_standing(tree: DraftTree, num_tokens: Array) -> Array:
 
 
 def is_leaf(tree: DraftTree, num_tokens: Array) -> Array:
-    """Returns bool[rows, num_nodes]: nodes that stand and that no standing node follows.
+    """Returns bool[rows, num_nodes]: valid nodes without a valid child.
 
     Cost: rows * num_nodes ** 2.
     """
@@ -208,7 +207,7 @@ def validate_values(
     """Checks a tree's values on the host, for tests and debugging; reads the arrays back.
 
     Args:
-      num_tokens: i32[rows], how many draft tokens stand; None: all.
+      num_tokens: i32[rows], valid draft tokens; None: all.
       token_ids: i32[rows, num_nodes - 1]; where given, siblings must be distinct.
 
     Raises:
@@ -273,7 +272,7 @@ def _validate_row(
 
 def _follow(parents: Array, nodes: Array) -> Array:
     """Returns the parent of each node, NO_PARENT of NO_PARENT."""
-    # What stands past a row's last node may be any number: it is kept inside.
+    # Entries past a row's last node may be any number, and are clipped.
     inside = jnp.clip(nodes, 0, parents.shape[1] - 1)
     return jnp.where(nodes < 0, NO_PARENT, jnp.take_along_axis(parents, inside, axis=1))
 

@@ -1,4 +1,4 @@
-"""Trees grown by a draft model, depth by depth: expand the likeliest nodes, then rerank all.
+"""Grows trees with a draft model, depth by depth: expands the likeliest nodes, then reranks all.
 
     candidates, frontier = init(...), root_frontier(rows)
     for depth in range(max_depth):
@@ -14,8 +14,8 @@ width 2, top_k 2; path probabilities below, expanded nodes in brackets:
               /   \\        /    \\
         [aa .30] ab .24 [ba .36] bb .04        ba before aa: it is the likelier
 
-Ranking has seen the tokens: `rejection`, which a token dropped because of itself
-would bias, must not be run on what it keeps. `greedy`, `seeded` and `delta` may.
+The ranking depends on the drawn tokens, which would bias `rejection` and other rules by
+law: the tree is only for `greedy`, `seeded` and `delta`.
 
 Source: EAGLE-2 (arXiv:2406.16858), the expansion and the reranking phase.
 """
@@ -60,14 +60,14 @@ class Candidates:
 
 @dataclasses.dataclass(frozen=True)
 class Growth:
-    """How far a tree grows, as a hashable constant: part of the key of a compiled step.
+    """Limits of a grown tree, as a hashable constant: part of the key of a compiled step.
 
-    The nodes that the draft model is run on are numbered depth by depth: the root,
-    then `width` for each depth that has children.
+    The nodes that are fed to the draft model are numbered depth by depth: the root,
+    then `width` nodes for each depth that has children.
     """
 
     max_depth: int
-    width: int  # nodes expanded per depth, and children looked at of each: EAGLE's top-k
+    width: int  # nodes expanded per depth, and candidate children of each: EAGLE's top-k
     num_drafts: int  # draft tokens kept
 
     @property
@@ -77,7 +77,7 @@ class Growth:
 
     @property
     def num_fed(self) -> int:
-        """Returns the draft tokens that the draft model is run on."""
+        """Returns the number of draft tokens that are fed to the draft model."""
         return (self.max_depth - 1) * self.width
 
     @property
@@ -91,23 +91,23 @@ class Growth:
         return tuple(range(first, first + self.width)) if depth else (0,)
 
     def cut(self, max_depth: int) -> Growth:
-        """Returns a growth no deeper than max_depth, with no more drafts than it looks at."""
+        """Returns the growth limited to max_depth, with at most as many drafts as candidates."""
         depth = max(min(self.max_depth, max_depth), 1)
         most = self.width + (depth - 1) * self.width**2
         return Growth(depth, self.width, min(self.num_drafts, most))
 
 
 class Frontier(NamedTuple):
-    """The nodes to run the draft model on next, the likeliest first."""
+    """The nodes to feed to the draft model next, the likeliest first."""
 
     nodes: Array  # i32[rows, size], node numbers among the candidates
-    token_ids: Array  # i32[rows, size]; of the root none, 0
+    token_ids: Array  # i32[rows, size]; 0 for the root
     log_probs: Array  # f32[rows, size], of the path; -inf for an entry that is no node
-    origins: Array  # i32[rows, size], the entry of the frontier before that it follows
+    origins: Array  # i32[rows, size], the parent's entry in the previous frontier
 
 
 def init(rows: int, *, max_depth: int, width: int, top_k: int) -> Candidates:
-    """Returns no candidates, with room for all that max_depth expansions give."""
+    """Returns an empty set of candidates, with room for those of max_depth expansions."""
     shape = rows, max_depth, width, top_k
     if min(shape) < 1:
         raise ValueError(f"{rows=}, {max_depth=}, {width=}, {top_k=} must be at least 1.")
@@ -119,7 +119,7 @@ def init(rows: int, *, max_depth: int, width: int, top_k: int) -> Candidates:
 
 
 def root_frontier(rows: int, *, size: int = 1) -> Frontier:
-    """Returns the root, with entries that are no node after it where size is above 1."""
+    """Returns a frontier of the root; if size is above 1, the other entries are no nodes."""
     nothing = jnp.zeros((rows, size), jnp.int32)
     log_probs = jnp.full((rows, size), -jnp.inf, jnp.float32).at[:, 0].set(0.0)
     return Frontier(nothing, nothing, log_probs, nothing)
@@ -178,10 +178,10 @@ def expand(
 def rerank(candidates: Candidates, *, num_drafts: int) -> GrownTree:
     """Returns the num_drafts candidates of the highest path probability as a tree.
 
-    The likeliest comes first, so parents precede children, siblings stand likeliest
-    first, and cutting num_tokens down leaves the best smaller tree. Ties go to the
-    lower depth, then to the candidate that comes first. Where there are fewer
-    candidates, num_tokens says so.
+    Nodes are in order of probability, the likeliest first, so parents precede children,
+    and lowering num_tokens gives the best smaller tree. Ties go to the lower depth, then
+    to the candidate that comes first. With fewer candidates, num_tokens is below
+    num_drafts.
 
     Cost: a top_k of num_drafts among max_depth * width * top_k, and num_drafts ** 2
     comparisons per row.
@@ -199,7 +199,7 @@ def rerank(candidates: Candidates, *, num_drafts: int) -> GrownTree:
 
 
 def _next_frontier(scores: Array, tokens: Array, depth: int | Array) -> Frontier:
-    """Returns the best `width` of the children [rows, width, top_k] at a depth's end."""
+    """Returns the best `width` of the children [rows, width, top_k] at a depth."""
     rows, width, top_k = scores.shape
     best, chosen = lax.top_k(scores.reshape(rows, -1), width)
     return Frontier(

@@ -1,4 +1,4 @@
-"""Several continuations of one text become one tree that shares their beginnings.
+"""Merges several continuations of one text into a tree that shares their beginnings.
 
     to be or | not to be               0
              | sleep in         _______|_______
@@ -23,15 +23,15 @@ from specjax.trees.draft_tree import GrownTree, from_parents
 def merge(continuations: Array, lengths: Array, *, num_drafts: int) -> GrownTree:
     """Merges each row's continuations into a tree, the preferred first.
 
-    Continuations are added one after the other, each from its first token on, until
-    num_drafts tokens stand: a token whose whole path stands already is shared. So a
-    parent comes before its children, siblings stand in order of preference with
-    distinct tokens, and cutting num_tokens down leaves the tree of a smaller budget.
+    Continuations are added one after the other, each from its first token on, until the
+    tree has num_drafts tokens; a token whose whole path is already in the tree is shared.
+    So a parent comes before its children, siblings are in order of preference with
+    distinct tokens, and lowering num_tokens gives the tree of a smaller budget.
 
     Args:
       continuations: i32[rows, num_continuations, max_depth], in order of preference.
-      lengths: i32[rows, num_continuations], in [0, max_depth]: how many tokens of
-        each count. What stands past them does not matter.
+      lengths: i32[rows, num_continuations], in [0, max_depth]: valid tokens of each; the
+        rest is ignored.
       num_drafts: most draft tokens of a row, at least 0.
 
     Returns:
@@ -45,7 +45,7 @@ def merge(continuations: Array, lengths: Array, *, num_drafts: int) -> GrownTree
       ValueError: shapes disagree or num_drafts is negative.
 
     Source: the trie of REST (arXiv:2311.08252), which keeps the most frequent
-    branches; this one the preferred.
+    branches; this one keeps the preferred.
     """
     _validate(continuations, lengths, num_drafts)
     rows, _, max_depth = continuations.shape
@@ -79,7 +79,8 @@ def merge(continuations: Array, lengths: Array, *, num_drafts: int) -> GrownTree
 def _first_with_same_beginning(continuations: Array, lengths: Array) -> Array:
     """Returns i32[rows, n, max_depth]: the first continuation that agrees up to each token.
 
-    Itself where none before it does; past a continuation's length it means nothing.
+    That is the continuation itself if none before it agrees; past its length the value is
+    meaningless.
     """
     num_continuations, max_depth = continuations.shape[1:]
     ahead = jnp.arange(max_depth)[None, None, None, :]

@@ -1,4 +1,4 @@
-"""The best of many candidate nodes, as a tree."""
+"""Selects the best of many candidate nodes as a tree."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def best_nodes(
 ) -> GrownTree:
     """Keeps the num_drafts candidates of the highest score, renumbered in that order.
 
-    Candidate c is node c + 1 and `parents` are such numbers, 0 for the root. No
+    Candidate c is node c + 1, and `parents` holds node numbers, 0 for the root. No
     candidate scores above its parent or has a lower number, and equal scores are
-    ranked by number: so whatever is kept has its parent kept before it, and any
-    beginning of the result is the best tree of its size.
+    ranked by number: so the parent of every kept candidate is kept before it, and any
+    prefix of the result is the best tree of its size.
 
     Returns:
-      num_tokens counts real candidates; there may be fewer than num_drafts. Entries
-      past it are token 0 under the root. path_probability holds the scores, -inf
-      past num_tokens; candidates the numbers, 0 past it.
+      num_tokens counts real candidates, possibly fewer than num_drafts. Entries past it
+      are token 0 under the root. path_probability holds the scores, -inf past num_tokens;
+      candidates holds the node numbers, 0 past num_tokens.
 
     Cost: a top_k of num_drafts among num_candidates and num_drafts ** 2 comparisons
     per row, max_depth gathers of num_drafts.

@@ -1,4 +1,4 @@
-"""Tree shapes fixed before anything is drafted; host side, plain numbers.
+"""Tree shapes that are fixed before drafting; host side, plain numbers.
 
     from_widths((2, 1))      0        from_rank_paths([(0,), (1,), (0, 0)])     0
                             / \\                                               / \\
@@ -22,7 +22,7 @@ from specjax.types import NO_PARENT, DraftTree
 class TreeShape:
     """A tree's parents as a hashable constant: a jit static argument, a key of compiled steps.
 
-    Siblings stand in draw order, so the rank of a node among them follows.
+    Siblings are in draw order, which determines the rank of each node.
 
     Raises:
       ValueError: node 0 has a parent, or a parent does not come before its children.
@@ -52,7 +52,7 @@ class TreeShape:
 
     @functools.cached_property
     def ranks(self) -> tuple[int, ...]:
-        """Returns which draw among its siblings each node is, from 0; 0 at the root."""
+        """Returns each node's index in draw order among its siblings, from 0; 0 for the root."""
         before = [0] * self.num_nodes
         ranks = [0]
         for parent in self.parents[1:]:
@@ -97,7 +97,7 @@ class TreeShape:
 
     @functools.cached_property
     def rank_paths(self) -> tuple[tuple[int, ...], ...]:
-        """Returns the ranks on the way to each node; the root's is empty."""
+        """Returns the ranks on the path to each node; empty for the root."""
         paths: list[tuple[int, ...]] = [()]
         for parent, rank in zip(self.parents[1:], self.ranks[1:]):
             paths.append((*paths[parent], rank))
@@ -133,10 +133,10 @@ def from_widths(widths: Sequence[int]) -> TreeShape:
 
 
 def from_rank_paths(rank_paths: Iterable[Sequence[int]]) -> TreeShape:
-    """Returns the tree of listed nodes, each given by the ranks on the way to it.
+    """Returns the tree of listed nodes, each given by the ranks on the path to it.
 
     (0, 2) is the third child of the root's first child. Nodes come breadth first
-    and siblings by rank, whatever the order of the list; the root may be left out.
+    and siblings by rank, in any order of the list; the root may be left out.
 
     Raises:
       ValueError: a path is listed twice, or its parent or an earlier sibling is not
