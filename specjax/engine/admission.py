@@ -1,4 +1,4 @@
-"""Lets waiting requests into rows."""
+"""Admits waiting requests to rows."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from specjax.sampling import RowSampling, empty_row_values
 
 
 def admit(run: RunState, growth: int) -> None:
-    """Lets in as many requests as rows and pages allow.
+    """Admits as many requests as rows and pages allow.
 
     Args:
-      growth: tokens that each row gains with one burst at most.
+      growth: most tokens that a row gains in one burst.
     """
     admitted = run.scheduler.admit(growth)
     run.prompts.num_tokens += sum(row.num_to_prefill for row in admitted)
@@ -29,7 +29,7 @@ def admit(run: RunState, growth: int) -> None:
 
 
 def _enter(run: RunState, admission: Admission) -> None:
-    """Lets requests into rows; a drafter that raises as it hears of them is turned off."""
+    """Writes requests into rows of the device's state; a drafter that raises is turned off."""
     try:
         run.device_state = run.decoder.admit(run.device_state, admission)
     except DrafterError as error:
@@ -38,7 +38,7 @@ def _enter(run: RunState, admission: Admission) -> None:
 
 
 def make_admissions(decoder: Decoder, rows: Sequence[Row]) -> Iterator[Admission]:
-    """Yields what lets requests into rows: PLACES of each shard at once, or one."""
+    """Yields the admissions of rows, in groups of PLACES per shard, or of one."""
     by_shard = [[row for row in rows if row.shard == shard] for shard in range(decoder.num_shards)]
     most = max(map(len, by_shard))
     places = 1 if most == 1 else min(PLACES, decoder.sizes.rows // decoder.num_shards)
@@ -47,7 +47,7 @@ def make_admissions(decoder: Decoder, rows: Sequence[Row]) -> Iterator[Admission
 
 
 def make_admission(decoder: Decoder, by_shard: Sequence[Sequence[Row]], places: int) -> Admission:
-    """Returns the arrays that let requests into rows, at most `places` of each shard."""
+    """Returns the arrays that admit requests to rows, at most `places` per shard."""
     sizes, num_shards = decoder.sizes, decoder.num_shards
     rows_per_shard = sizes.rows // num_shards
     count = num_shards * places

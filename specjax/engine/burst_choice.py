@@ -1,4 +1,4 @@
-"""Which burst comes next: its K, its rows, its steps, and the pages that it needs."""
+"""Chooses the next burst: its K, rows and steps, and reserves its pages."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from specjax.engine.flight import Flight
 from specjax.engine.run_state import RunState
 from specjax.policy.interface import LEAST_TIMED_STEPS, Decision, Load, SpeculationPolicy
 
-ENDLESS = 10**6  # steps to come while requests wait
-# Of a row that should have ended by now: how many tokens more are expected, at least.
+ENDLESS = 10**6  # remaining steps assumed while requests wait
+# Least tokens that a row is expected to gain still, even past its expected end.
 LEAST_LEFT = 8
 BESIDE_PROMPTS = Decision(num_speculative_tokens=0, reason="prompts")
 DROPPED = Decision(num_speculative_tokens=0, reason="dropped")
 
 
 class BurstChoice:
-    """Asks the policy, holds its answer against what is possible, and takes the pages."""
+    """Asks the policy, limits its decision to what is possible, and takes the pages."""
 
     def __init__(self, run: RunState, policy: SpeculationPolicy):
         self._run = run
         self.policy = policy
 
     def next_burst(self, rows: np.ndarray, max_burst_steps: int | None) -> Flight | None:
-        """Returns a burst of these rows, pages reserved; None where pages are short for now.
+        """Returns a burst of these rows, pages reserved; None while pages are short.
 
         Args:
           rows: i64[rows that decode], their indices; at least one.
-          max_burst_steps: most steps; None is Sizes.burst_steps.
+          max_burst_steps: most steps; by default Sizes.burst_steps.
         """
         decoder = self._run.decoder
         most_steps = decoder.sizes.burst_steps
@@ -52,7 +52,7 @@ class BurstChoice:
         # Rows that draft nothing in this burst need no drafter catch-up.
         flight.num_behind = int(load.num_behind[load.draft_caps > 0].max(initial=1))
         if len(flight.own) == len(rows) and flight.decision is decision:
-            # Otherwise a row was preempted, or pages allow no drafts: all of them may.
+            # Otherwise a row was preempted, or pages allow no drafts: request limits apply.
             depth = decision.num_speculative_tokens
             flight.asked_depth = np.minimum(load.draft_caps, depth)
             if decision.draft_caps is not None:
@@ -67,15 +67,15 @@ class BurstChoice:
         return flight
 
     def reserve(self, rows: np.ndarray, num_steps: int, decision: Decision) -> Flight | None:
-        """Takes the pages for a burst of at most num_steps; None where there are none now.
+        """Takes the pages for a burst of at most num_steps; None if there are none now.
 
-        Where pages are short, what was sent is read back first, and then fewer steps are
+        If pages are short, sent bursts are read back first (None); then fewer steps are
         planned, then no drafts, and last a row is preempted.
         """
         run, scheduler = self._run, self._run.scheduler
         while len(rows):
             width = 1 + decision.num_speculative_tokens
-            # A burst may end with the first step in which a row does.
+            # A burst may end with the first step in which a row ends.
             least = 1 if len(scheduler.waiting) else num_steps
             lacking = scheduler.reserve(rows, num_steps * width, least)
             if not np.any(lacking):
@@ -93,7 +93,7 @@ class BurstChoice:
         return None
 
     def _preempt(self, rows: np.ndarray, shard: int) -> np.ndarray:
-        """Preempts the row of a shard that came last; returns the others of `rows`."""
+        """Preempts a shard's last row by priority and arrival; returns the others of `rows`."""
         scheduler = self._run.scheduler
         own = [row for row in scheduler.occupied if row.shard == shard]
         row = scheduler.last_in(own)
@@ -102,14 +102,14 @@ class BurstChoice:
         return rows[rows != row.index]
 
     def _possible(self, decision: Decision, load: Load) -> Decision:
-        """Returns a decision, or what the load and dropped executables leave of it."""
+        """Returns a decision, limited by the load and by dropped executables."""
         depth = load.limit(decision.num_speculative_tokens)
         if depth < decision.num_speculative_tokens:
             decision = Decision(num_speculative_tokens=depth, reason=load.limited_by)
         return self._available(decision, load.row_buckets)
 
     def _available(self, decision: Decision, row_buckets: Sequence[int]) -> Decision:
-        """Returns a decision with its row bucket, or what is left of it by what was dropped."""
+        """Returns a decision with its row bucket; plain decoding if its buckets were dropped."""
         least = decision.row_bucket or 0
         for each in (decision, DROPPED):
             shape = each.num_speculative_tokens, each.max_drafts
@@ -119,7 +119,7 @@ class BurstChoice:
         raise AssertionError("plain decoding of all rows is never dropped")
 
     def _load(self, rows: np.ndarray, usual_steps: int) -> Load:
-        """Returns what the policy is to know before a burst of these rows."""
+        """Returns the policy's input before a burst of these rows."""
         run, scheduler, decoder = self._run, self._run.scheduler, self._run.decoder
         most, limited_by = self._limit(rows)
         table, tokens = scheduler.table, scheduler.table.least[rows]
@@ -150,14 +150,14 @@ class BurstChoice:
     def _num_behind(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """Returns the tokens of each row that the drafter has not seen, i64[rows]."""
         flights, scheduler = self._run.flights, self._run.scheduler
-        # A burst in flight that drafts catches up; one that does not falls behind.
+        # A drafting burst in flight lets the drafter catch up; after a plain one it is behind.
         drafts_already = bool(flights and flights[-1].depth)
         if drafts_already or not scheduler.needs_drafter:
             return np.ones_like(tokens)
         return tokens - scheduler.table.num_drafter_final[rows]
 
     def _limit(self, rows: np.ndarray) -> tuple[int | None, str]:
-        """Returns the most that may be drafted now, None where all may, and what says so."""
+        """Returns the largest K allowed now, None for no limit, and the reason of the limit."""
         if self._run.faults.is_drafter_off:
             return 0, "drafter off"
         if not np.any(self._run.scheduler.table.draft_cap[rows]):
@@ -166,7 +166,7 @@ class BurstChoice:
         return (0, closed_by) if closed_by else (None, "")
 
     def _weighed_tokens(self) -> int:
-        """Returns the tokens of all rows: that they can have after the work sent, or ever."""
+        """Returns the most tokens of all rows, after the work sent so far or in the worst case."""
         table = self._run.scheduler.table
         if self._run.decoder.engine_config.gate == "worst_case":
             return int(table.max_length.sum())
@@ -174,7 +174,7 @@ class BurstChoice:
 
     @functools.cached_property
     def _row_buckets(self) -> Sequence[int]:
-        """Numbers of rows that bursts may be compiled for, ascending, besides all of them."""
+        """Row buckets below all rows that bursts may be compiled for, ascending."""
         decoder = self._run.decoder
         asked = decoder.engine_config.row_buckets
         if asked is not None:
@@ -187,7 +187,7 @@ class BurstChoice:
 def urgency(expected_end: np.ndarray, tokens: np.ndarray) -> Any:
     """Returns how much a token gained by each row brings the end of the batch nearer, 0 to 1.
 
-    The square of its share of what the row with most has left; () where lengths are not known.
+    It is the square of a row's expected rest over the longest rest; () if a length is unknown.
     """
     if not np.all(expected_end):
         return ()

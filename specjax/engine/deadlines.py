@@ -1,4 +1,4 @@
-"""The requests that have a deadline, the earliest first."""
+"""A heap of the requests that have a deadline, the earliest first."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import time
 
 from specjax.engine.request import Request
 
-MOST_STALE = 64  # entries of requests that ended, beyond as many as wait
+MOST_STALE = 64  # stale entries tolerated beyond twice the waiting requests
 
 
 class Deadlines:
-    """A heap of requests by their deadlines; those that ended may stay in it for a while."""
+    """A heap of requests by deadline; finished requests may stay in it for a while."""
 
     def __init__(self):
         self._heap: list[tuple[float, int, Request]] = []
@@ -20,10 +20,10 @@ class Deadlines:
         return len(self._heap)
 
     def push(self, request: Request, num_waiting: int) -> None:
-        """Takes in a request that was queued, if it has a deadline.
+        """Adds a queued request if it has a deadline.
 
         Args:
-          num_waiting: requests in the queue, which bounds the entries that are kept.
+          num_waiting: number of requests in the queue, which bounds the stale entries.
         """
         if request.deadline is None or request.arrival is None:
             return
@@ -33,7 +33,7 @@ class Deadlines:
         heapq.heappush(self._heap, (request.deadline, request.arrival, request))
 
     def pop_overdue(self) -> Request | None:
-        """Takes out a request whose deadline has passed; None: there is none."""
+        """Removes and returns a request whose deadline has passed, if there is one."""
         if self._heap and self._heap[0][0] <= time.perf_counter():
             return heapq.heappop(self._heap)[-1]
         return None

@@ -1,4 +1,4 @@
-"""What a run goes on without, once it failed: the drafter, a K, a row bucket, mixed steps."""
+"""Tracks what failed and is no longer used: the drafter, a K, a row bucket, mixed steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specjax.decode.decoder import TooLarge
 from specjax.drafters.base import DrafterError
 from specjax.types import NOT_A_NUMBER, OUTSIDE_VOCABULARY
 
-# Of a step that was not sent: the device's state is as it was before.
+# Raised before a step is sent: the device's state is unchanged.
 RECOVERABLE = (DrafterError, TooLarge)
 _WHAT_IT_PROPOSED = {
     OUTSIDE_VOCABULARY: "it proposed token ids outside the vocabulary",
@@ -32,7 +32,7 @@ class LostWeights(RuntimeError):
 
 
 def lost_weights(params: Any, part: str) -> list[str]:
-    """Returns the names of the weights that were deleted, of a part of DecoderParams."""
+    """Returns the names of the deleted weights in a part of DecoderParams."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(getattr(params, part, None))
     return [
         jax.tree_util.keystr(path)
@@ -48,20 +48,20 @@ def _were_deleted(names: list[str]) -> str:
 
 @dataclasses.dataclass
 class Faults:
-    """What was dropped, each with one warning.
+    """Parts that a run no longer uses, each dropped with one warning.
 
-    Whoever plans a burst asks `is_dropped` what is left.
+    Code that plans a burst asks `is_dropped` for each bucket.
     """
 
     drafter: str  # its name
     num_rows: int  # of the decoder
     is_drafter_off: bool = False
     has_mixed: bool = True  # whether prompts may be fed beside rows that decode
-    _unsaid: str | None = None  # why the drafter is off, while no request asked for drafts
+    _unsaid: str | None = None  # reason for the drafter's absence, not yet given in a warning
     _dropped: set[Bucket] = dataclasses.field(default_factory=set)
 
     def is_dropped(self, bucket: Bucket) -> bool:
-        """Returns whether a bucket did not fit, or one of as many rows that does no more."""
+        """Returns whether a bucket, or one of the same rows with no more work, did not fit."""
         if self.is_drafter_off and bucket.num_speculative_tokens:
             return True
         return bool(self._dropped) and any(
@@ -72,11 +72,11 @@ class Faults:
         )
 
     def lose_drafter(self, names: list[str], *, is_missed: bool) -> None:
-        """Drafts nothing from now on, since weights of the drafter were deleted.
+        """Turns the drafter off because its weights were deleted.
 
         Args:
           names: of the weights.
-          is_missed: whether a request asks for drafts. If not, the first that does is told.
+          is_missed: whether a request asks for drafts. If not, the warning waits for one.
         """
         if is_missed:
             self.turn_drafter_off(_were_deleted(names))
@@ -84,12 +84,12 @@ class Faults:
             self.is_drafter_off, self._unsaid = True, _were_deleted(names)
 
     def miss_drafter(self) -> None:
-        """Says why the drafter is off, if that was not said: a request asks for drafts."""
+        """Warns that the drafter is off, if not done yet, because a request asks for drafts."""
         if self._unsaid is not None:
             self._say_drafter_is_off(self._unsaid)
 
     def turn_drafter_off(self, reason: str) -> None:
-        """Drafts nothing from now on; says so the first time."""
+        """Turns the drafter off; warns the first time."""
         if self.is_drafter_off:
             return
         self.is_drafter_off = True
@@ -104,10 +104,10 @@ class Faults:
         )
 
     def drop(self, error: TooLarge) -> None:
-        """Does without an executable from now on.
+        """Drops an executable for the rest of the run, with a warning.
 
         Raises:
-          TooLarge: nothing else could do its work.
+          TooLarge: no other executable can do its work.
         """
         match error.key:
             case ("burst", int(depth), *more) if depth or more:
@@ -129,5 +129,5 @@ class Faults:
 
 
 def what_it_proposed(fault: int) -> str:
-    """Returns what a drafter did, from the number that the device reports."""
+    """Returns the description of a drafter's fault, from the number that the device reports."""
     return _WHAT_IT_PROPOSED[fault]

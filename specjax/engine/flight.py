@@ -1,4 +1,4 @@
-"""A burst from its reservation until it is read back, and the record that stays of it."""
+"""A burst from its reservation until it is read back, and the record kept of it."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from specjax.types import StepInfo
 
 @dataclasses.dataclass
 class Flight:
-    """A burst that was sent and not read back, or is about to be sent."""
+    """A burst that is about to be sent, or was sent and not read back."""
 
     own: np.ndarray  # i64[rows], their indices, ascending
     decision: Decision
     num_steps: int  # at most
-    least: int  # tokens that each row gains, unless it ends
+    least: int  # least tokens that each row gains, unless it ends
     asked_depth: Any = None  # i64[rows], most tokens that each drafts
     num_behind: int = 0  # maximum over rows: committed tokens that the drafter has not seen
     context_tokens: int = 0
-    least_timed: int = 1  # steps of which the seconds are told by one burst
+    least_timed: int = 1  # least steps with which its seconds are well measured
     is_learned_from: bool = True  # by the policy
-    # From here on: set when it is sent.
+    # The fields below are set when it is sent.
     bucket: Bucket | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
-    places: Any = ()  # i64[rows], in the report
+    places: Any = ()  # i64[rows], place of each row in the report
     report: StepInfo | None = None
     num_steps_run: Any = None  # i32[], on the device
     sent_at: float = 0.0  # time.perf_counter()
     done_at: futures.Future[float] | None = None  # time.perf_counter()
-    # When the device was done with the prompts that were sent before, if any were.
+    # Time at which the device finished the prompts sent before it, if there were any.
     prompts_done_at: futures.Future[float] | None = None
 
     @property
@@ -46,17 +46,17 @@ class Flight:
 
     @property
     def growth(self) -> int:
-        """Tokens that each row gains at most."""
+        """Most tokens that each row gains."""
         return self.num_steps * (1 + self.depth)
 
 
 def record_of(flight: Flight, num_steps: int, seconds: float, num_tokens: int) -> BurstRecord:
-    """Returns what is remembered of a burst that was read back.
+    """Returns the record of a burst that was read back.
 
     Args:
-      num_steps: that ran, at least 1.
-      seconds: of the device, for all of them.
-      num_tokens: that all rows gained.
+      num_steps: steps that ran, at least 1.
+      seconds: device seconds of all of them.
+      num_tokens: tokens that all rows gained.
     """
     decision = flight.decision
     assert flight.bucket is not None

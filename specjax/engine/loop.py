@@ -1,4 +1,4 @@
-"""The loop: admit -> send -> read back, one burst ahead of what was read."""
+"""The loop: admit -> send -> read back, with one burst in flight while the last is read."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Loop:
     """Runs requests on the rows of one decoder.
 
     While the device runs a burst the next one is planned and sent; then the first is
-    read back. Rows that ended meanwhile do nothing in the second.
+    read back. Rows that ended in the first do nothing in the second.
 
-    Its parts share a RunState: `BurstChoice` says which burst, `Sender` sends it, `Reader`
-    reads it back, `Recovery` begins again after an error.
+    Its parts share a RunState: `BurstChoice` chooses a burst, `Sender` sends it, `Reader`
+    reads it back, `Recovery` restarts after an error.
 
     Args:
       gate: the largest batch that speculates.
-      most_tokens: tokens of all rows together above which no other request is let in; None
-        is any number.
-      fewer_pages: returns a decoder like another for a device with less memory than was
-        thought; None where there is none.
-      drafter_name: what warnings call the drafter.
+      most_tokens: tokens of all rows together above which no other request is admitted; by
+        default unlimited.
+      fewer_pages: returns a decoder like another with fewer pages, for a device with less
+        memory than planned; None if there is none.
+      drafter_name: name of the drafter in warnings.
 
     Attributes:
       compile_s, run_s: seconds in `step`: compiling, and all else.
@@ -73,7 +73,7 @@ class Loop:
 
     @property
     def decoder(self) -> Decoder:
-        """The compiled functions; others of fewer pages once memory ran out."""
+        """The compiled functions; replaced by those of fewer pages once memory runs out."""
         return self._run.decoder
 
     @property
@@ -83,7 +83,7 @@ class Loop:
 
     @property
     def policy(self) -> SpeculationPolicy:
-        """What chooses K."""
+        """The policy that chooses K."""
         return self._bursts.policy
 
     @property
@@ -93,7 +93,7 @@ class Loop:
 
     @property
     def faults(self) -> Faults:
-        """What the run goes on without."""
+        """Parts that failed and are no longer used."""
         return self._run.faults
 
     @property
@@ -103,17 +103,17 @@ class Loop:
 
     @property
     def records(self) -> Sequence[BurstRecord]:
-        """What the last bursts drafted, why, and what came of it."""
+        """Records of the last bursts: K, the reason, predicted and measured figures."""
         return self._reader.records
 
     @property
     def num_prefilled(self) -> int:
-        """Prompt tokens that were fed, those found in pages left out."""
+        """Prompt tokens that were fed, without those found in the prefix cache."""
         return self._run.num_prefilled
 
     @property
     def num_preemptions(self) -> int:
-        """How often a row lost its pages to others."""
+        """Number of times that a row was preempted."""
         return self._run.num_preemptions
 
     @property
@@ -147,7 +147,7 @@ class Loop:
         self._run.deadlines.push(request, len(self.scheduler.waiting))
 
     def abort(self, request: Request, reason: str = "abort") -> bool:
-        """Ends a request with the tokens it has; its pages are free at once.
+        """Ends a request with the tokens it has, and frees its pages.
 
         Returns:
           Whether it was still waiting or running.
@@ -164,21 +164,21 @@ class Loop:
         return True
 
     def run(self, *, max_burst_steps: int | None = None) -> Iterator[list[Request]]:
-        """Runs until nothing is left; after each step yields the requests that moved."""
+        """Runs until no work is left; after each step yields the requests that advanced."""
         while self.has_work:
             check_not_traced("decoding")
             yield self.step(max_burst_steps)
 
     @in_own_settings
     def step(self, max_burst_steps: int | None = None) -> list[Request]:
-        """Admits, sends what there is to do, and reads back the burst before it.
+        """Admits requests, sends the next work, and reads back the burst before it.
 
         Returns:
-          The requests that were advanced or ended.
+          The requests that advanced or ended.
 
         Raises:
-          Exception: what could not be mended. Every request that waited or ran has ended
-            with "error" then, and new ones may come.
+          Exception: an error without recovery. Every request that waited or ran has ended
+            with "error" then, and new ones may be added.
         """
         decoder, start = self.decoder, time.perf_counter()
         compiled_before = decoder.compile_s
@@ -196,7 +196,7 @@ class Loop:
         return list(dict.fromkeys(moved))
 
     def _advance(self, moved: list[Request], max_burst_steps: int | None) -> None:
-        """Does a step's work; adds the requests it advanced or ended to `moved`."""
+        """Does a step's work; adds the requests that advanced or ended to `moved`."""
         self._run.ensure_state()
         moved += self._end_overdue()
         self._admit()
@@ -217,7 +217,7 @@ class Loop:
         self._reader.read(moved)
 
     def _end_overdue(self) -> list[Request]:
-        """Ends the requests whose time is over."""
+        """Ends the requests whose deadline has passed."""
         ended = []
         while (request := self._run.deadlines.pop_overdue()) is not None:
             if self.abort(request, "deadline"):
@@ -225,7 +225,7 @@ class Loop:
         return ended
 
     def _end_unfit(self) -> list[Request]:
-        """Ends the requests that wait and will never fit, where pages have become fewer."""
+        """Ends the waiting requests that no longer fit since the pool was made smaller."""
         ended = []
         for request in list(self.scheduler.waiting.all()):
             try:
@@ -238,19 +238,19 @@ class Loop:
         return ended
 
     def _drop_deadlines(self) -> None:
-        """Drops the deadlines of requests that ended in time, once no other request has one."""
+        """Drops stale deadlines once no request waits or runs."""
         if not len(self.scheduler.waiting) and not self.scheduler.occupied:
             self._run.deadlines.clear()
 
     # Between runs
 
     def take_params(self, params: DecoderParams, *, is_new: bool = True) -> None:
-        """Goes on with other weights; no request finds what earlier ones left in the pages.
+        """Replaces the weights and clears the prefix cache; only while no request runs.
 
-        A drafter that was turned off has another chance. Only while no request runs.
+        A drafter that was turned off is tried again.
 
         Args:
-          is_new: False for the very weights that the pages were filled with.
+          is_new: False if the pages were filled with these same weights.
         """
         run = self._run
         assert not run.scheduler.occupied, "rows hold keys and values of other weights"
@@ -266,11 +266,11 @@ class Loop:
                 pool.forget()
 
     def abandon(self) -> None:
-        """Drops the requests that wait or run, as an interruption may have left them."""
+        """Ends the requests that an interrupted call left waiting or running."""
         self._recovery.abandon(RuntimeError("an earlier call was interrupted"))
 
     def forget(self) -> None:
-        """Empties rows, pages and the drafter's state; keeps what was learned of speed."""
+        """Empties rows, pages and the drafter's state; keeps the learned speed."""
         if self.has_work:
             self.abandon()
         self.faults.is_drafter_off = False
@@ -282,11 +282,11 @@ class Loop:
         self.decoder.let_go()
 
     def pause(self) -> list[Request]:
-        """Reads back what was sent, and lets all requests go with the tokens they have.
+        """Reads back all bursts in flight, and releases all requests with the tokens they have.
 
         Returns:
-          The requests that have not ended; their full pages can be found by their tokens
-          as long as no other request needs the room.
+          The requests that have not ended; their full pages stay in the prefix cache until
+          other requests need the room.
         """
         run = self._run
         try:
@@ -307,8 +307,9 @@ class Loop:
         return [*running, *waiting]
 
     def score(self, history: Any, num_tokens: Any, sampling: RowSampling) -> Scores:
-        """Returns how likely texts are; arguments as of Decoder.score. Rows that run are not
-        touched."""
+        """Returns the log-probabilities of texts; arguments as of Decoder.score.
+
+        Running rows are not changed."""
         run = self._run
         run.ensure_state()
         try:
@@ -322,7 +323,7 @@ class Loop:
         return scores
 
     def remember(self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> None:
-        """Tells a drafter that reads on in text what was answered to prompts elsewhere."""
+        """Gives answers from elsewhere to a drafter that matches text."""
         run = self._run
         if run.feed is None:
             return

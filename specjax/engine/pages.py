@@ -1,8 +1,8 @@
-"""Whose the pages are: free, held by rows, or kept because their prefix may come again.
+"""The page pool: pages that are free, held by rows, or kept for the prefix cache.
 
-The host decides it, before work is sent to the device. The device runs what it is sent in
-order, so a page may be given away as soon as its row has ended: whoever writes to it
-was sent before whoever reads it next.
+The host allocates pages before work is sent to the device. The device runs work in the order
+in which it was sent, so a page can be reused as soon as its row has ended: the old row's work
+precedes the new row's.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ ROOT = 0  # the prefix of no tokens
 class Prefix:
     """A full page of tokens after another prefix, and the page that holds its keys and values.
 
-    `is_ready` is false until the work that fills the page was sent to the device.
-    `has_drafter` says that the drafter's keys and values are there as well.
+    `is_ready` is false until the work that fills the page is sent to the device.
+    `has_drafter` is true if the page also holds the drafter's keys and values.
     """
 
     id: int
@@ -34,22 +34,22 @@ class Prefix:
 
 
 class PagePool:
-    """The pages of one shard, and the prefixes of which some hold keys and values.
+    """The pages of one shard, and the prefix cache over them.
 
-    Invariant: every page is free, or kept with its prefix, or held, and counted once.
-    A prefix is looked up by its tokens themselves, so none is taken for another.
+    Invariant: every page is exactly one of free, kept with its prefix, and held.
+    Prefixes are looked up by their tokens, not by a hash alone, so none is mistaken for another.
     """
 
     def __init__(self, num_pages: int, page_size: int):
         self.num_pages = num_pages
         self.page_size = page_size
-        # A stack, of which the first `_num_stacked` count: bursts of many rows take
-        # thousands of pages at once. Page 0 on top, so that small examples read in order.
+        # A stack as an array, of which the first `_num_stacked` entries count: bursts of many
+        # rows take thousands of pages at once. Page 0 is on top, for readable examples.
         self._free = np.arange(num_pages)[::-1].copy()
         self._num_stacked = num_pages
         self._num_holders = np.zeros(num_pages, np.int64)
         self._has_prefix = np.zeros(num_pages, bool)
-        # Held by nobody, the least recently used first.
+        # Pages that no row holds but the prefix cache keeps, the least recently used first.
         self._kept: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._prefixes: dict[tuple[int, tuple[int, ...]], Prefix] = {}
         self._prefix_of: dict[int, Prefix] = {}  # by page
@@ -57,7 +57,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages that can be taken, those kept with a prefix included."""
+        """Pages that can be taken, including those kept with a prefix."""
         return self._num_stacked + len(self._kept)
 
     @property
@@ -70,7 +70,7 @@ class PagePool:
         return self.take_array(count).tolist()
 
     def take_array(self, count: int) -> np.ndarray:
-        """Returns `count` pages with one holder each, i64; the least recently used prefixes go.
+        """Returns `count` pages with one holder each, i64; evicts least recently used prefixes.
 
         Raises:
           ValueError: fewer are free.
@@ -97,16 +97,16 @@ class PagePool:
         self._num_stacked = end
 
     def hold(self, pages: Iterable[int]) -> None:
-        """Counts one more holder of pages that somebody holds, or that are kept."""
+        """Adds one holder to pages that are held or kept."""
         for page in pages:
             self._kept.pop(page, None)
             self._num_holders[page] += 1
 
     def give_back(self, pages: Sequence[int] | np.ndarray) -> None:
-        """Counts one holder less of a row's pages, in the order of the row.
+        """Removes one holder from a row's pages, given in the order of the row.
 
-        What nobody holds is free, or kept if it has a prefix: the row's first page the
-        longest, because a prefix without what comes before it cannot be found.
+        A page without holders becomes free, or is kept if it has a prefix. The row's first page
+        is evicted last, because a prefix cannot be found without those before it.
         """
         given = np.asarray(pages, np.int64)[::-1]
         self._num_holders[given] -= 1
@@ -119,11 +119,11 @@ class PagePool:
             if self._prefix_of[page].is_ready:
                 self._kept[page] = None
             else:
-                self._forget(page)  # what would have filled it was never sent
+                self._forget(page)  # the work that would have filled it was never sent
                 self._free_again([page])
 
     def find(self, token_ids: Sequence[int]) -> list[Prefix]:
-        """Returns the longest known prefix of some tokens, page by page."""
+        """Returns the longest cached prefix of some tokens, page by page."""
         found, before = [], ROOT
         for start in range(0, len(token_ids) - self.page_size + 1, self.page_size):
             key = before, tuple(token_ids[start : start + self.page_size])
@@ -143,10 +143,10 @@ class PagePool:
         is_ready: bool = True,
         has_drafter: bool = True,
     ) -> Prefix:
-        """Makes a held page findable by the page_size tokens whose keys and values it holds.
+        """Adds a held page to the prefix cache, under its page_size tokens.
 
         Returns:
-          Its prefix; another page's where that is known already.
+          Its prefix; that of another page if the tokens are cached already.
         """
         key = before, tuple(token_ids)
         prefix = self._prefixes.get(key)
@@ -159,7 +159,7 @@ class PagePool:
             prefix.is_ready |= is_ready
             prefix.has_drafter |= has_drafter
         elif is_ready and has_drafter and not prefix.has_drafter:
-            # The better page takes its place.
+            # This page replaces the cached one, which lacks the drafter's keys and values.
             self._prefix_of[page] = prefix
             del self._prefix_of[prefix.page]
             self._has_prefix[[page, prefix.page]] = True, False
@@ -170,7 +170,7 @@ class PagePool:
         return prefix
 
     def forget(self, pages: Iterable[int] | None = None) -> None:
-        """Makes pages unfindable by what they hold; None is all, as new weights demand."""
+        """Removes pages from the prefix cache; by default all, as new weights require."""
         for page in list(self._prefix_of) if pages is None else pages:
             if page in self._prefix_of:
                 self._forget(page)

@@ -1,4 +1,4 @@
-"""Reads back what bursts did: tokens to requests, figures to the policy, pages to the pool."""
+"""Reads back bursts: tokens go to requests, figures to the policy, pages to the pool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from specjax.engine.run_state import RunState
 from specjax.policy.interface import Outcome, SpeculationPolicy
 from specjax.types import StepInfo
 
-MOST_RECORDS = 10_000  # of bursts that are remembered
+MOST_RECORDS = 10_000  # bursts that are remembered
 # StepInfo's fields that a policy learns from.
 LEARNED = ("num_committed", "num_accepted", "draft_depth", "proposed_depth")
 
@@ -32,7 +32,7 @@ class Reader:
     """Reads back bursts in the order in which they were sent.
 
     Attributes:
-      records: what the last bursts drafted, why, and what came of it.
+      records: the last bursts: K, the reason, predicted and measured figures.
     """
 
     def __init__(self, run: RunState, policy: SpeculationPolicy):
@@ -52,7 +52,7 @@ class Reader:
         if flight.prompts_done_at is not None:
             begun_at = max(begun_at, flight.prompts_done_at.result())
         run.clock.done_at = done_at
-        # Others were aborted or preempted since.
+        # Rows that were not aborted or preempted since.
         rows = {
             place: row
             for place, row in zip(flight.places.tolist(), flight.rows, strict=True)
@@ -62,7 +62,7 @@ class Reader:
         scheduler.land(own, flight.growth, flight.least)
         requests = {place: row.request for place, row in rows.items()}
         collect(flight.report, num_steps, requests)
-        moved += requests.values()  # before what may fail: some have ended by now
+        moved += requests.values()  # before code that may raise: some have ended by now
         if num_steps:
             drafter_lengths = np.asarray(flight.report.drafter_lengths)[num_steps - 1]
             for place, row in rows.items():
@@ -73,7 +73,7 @@ class Reader:
             run.turn_drafter_off(what_it_proposed(int(fault)))
 
     def _update(self, row: Row, drafter_length: int) -> None:
-        """Takes over what its request has by now."""
+        """Updates a row with the new tokens of its request; releases it if that has ended."""
         request, run = row.request, self._run
         num_known = len(row.token_ids) - len(request.prompt_token_ids)
         new = request.output_token_ids[num_known:]
@@ -88,10 +88,10 @@ class Reader:
     def _observe(
         self, flight: Flight, rows: dict[int, Row], num_steps: int, begun_at: float
     ) -> None:
-        """Tells the policy what a burst did, and writes it down.
+        """Passes a burst's outcome to the policy, and records it.
 
         Args:
-          rows: by their places; those that were still running.
+          rows: rows that were still running, by their places.
           begun_at: time.perf_counter() when the device began; it was done at `clock.done_at`.
         """
         if not num_steps:
@@ -116,12 +116,12 @@ class Reader:
         seconds: float,
         begun_at: float,
     ) -> Outcome:
-        """Returns what the policy is told of a burst; `figures` are those of LEARNED."""
+        """Returns the outcome of a burst for the policy; `figures` are those of LEARNED."""
         clock, num_committed = self._run.clock, figures["num_committed"]
         assert flight.bucket is not None
         asked = np.zeros(flight.bucket.rows, np.int64)
         asked[flight.places] = flight.asked_depth
-        # The processors may have compiled beside it.
+        # A compilation at the same time may have slowed the burst.
         is_slowed = self._run.decoder.compiled_between(flight.sent_at, clock.done_at)
         return Outcome(
             decision=flight.decision,
@@ -141,7 +141,7 @@ class Reader:
 def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> None:
     """Hands each row's tokens of a burst to its request."""
     names = ("num_committed", "num_accepted", "num_drafted", "draft_depth", "finish")
-    # [rows, steps, names]: plain numbers are read faster one row at a time.
+    # [rows, steps, names]: converting one row at a time to plain numbers is fastest.
     figures = np.stack(
         [np.asarray(getattr(report, name))[:num_steps] for name in names], axis=-1
     ).swapaxes(0, 1)

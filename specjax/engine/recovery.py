@@ -1,4 +1,4 @@
-"""What an error leaves: fewer pages, no drafter, or the end of every request."""
+"""Recovery from errors: with fewer pages, without the drafter, or by ending every request."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ INTERRUPTED = "the engine was interrupted: {error!r}."  # Request.error
 
 
 class Recovery:
-    """Begins a run again after an error of the device, or ends it.
+    """Restarts a run after an error of the device, or ends it.
 
     Args:
-      fewer_pages: returns a decoder like another with fewer pages, None where there is none.
+      fewer_pages: returns a decoder like another with fewer pages, None if there is none.
     """
 
     def __init__(self, run: RunState, fewer_pages: Callable[[Decoder], Decoder | None]):
@@ -30,8 +30,8 @@ class Recovery:
         """Makes the run ready for the next step after an error in one.
 
         Raises:
-          BaseException: the error, or LostWeights in its place, where nothing helps. Every
-            request has ended with "error" then.
+          BaseException: the error, or LostWeights in its place, if there is no recovery.
+            Every request has ended with "error" then.
         """
         goes_on = False
         try:
@@ -46,7 +46,7 @@ class Recovery:
             raise error
 
     def restart(self) -> None:
-        """Empties all rows and pages; the requests that ran wait."""
+        """Empties all rows and pages; the requests that ran go back to the queue."""
         run = self._run
         waiting, deadlines = run.scheduler.waiting, run.deadlines
         running = [row.request for row in run.scheduler.occupied]
@@ -60,27 +60,27 @@ class Recovery:
                     waiting.push(request)
 
     def abandon(self, error: BaseException) -> None:
-        """Ends every request after an exception, and starts afresh: the device's state is lost.
+        """Ends every request after an exception, and makes a new device state.
 
-        Where the device cannot give a new one either, the next step asks for it again.
+        If the device cannot allocate one either, the next step tries again.
         """
         for request in self._run.requests:
             if not request.is_finished:
                 request.error = INTERRUPTED.format(error=error)
                 request.end("error")
-        # What follows must not hide the first error.
+        # A second error must not hide the first.
         with contextlib.suppress(Exception):
             self._run.begin()
 
     def _begin_again(self, error: BaseException) -> bool:
-        """After an error of the device, which took its state along.
+        """Restarts after an error that lost the device's state; returns whether that worked.
 
-        Where memory ran out there are fewer pages from now on; else the drafter may be why,
-        and there is none: its weights may have been deleted. Requests go on from the tokens
+        If memory ran out, pages are made fewer. Otherwise the drafter may be the cause (its
+        weights may have been deleted), and it is turned off. Requests go on from the tokens
         that were read, as after a preemption.
 
         Returns:
-          False where neither helps, or the error is not the device's.
+          False if neither helps, or the error is not the device's.
         """
         run = self._run
         lost = lost_weights(run.params, "drafter")
@@ -99,7 +99,7 @@ class Recovery:
         return True
 
     def _lose_drafter(self, lost: list[str]) -> None:
-        """Begins again without the drafter, some of whose weights were deleted."""
+        """Restarts without the drafter after some of its weights were deleted."""
         run = self._run
         is_missed = any(request.draft_cap for request in run.requests)
         run.faults.lose_drafter(lost, is_missed=is_missed)
@@ -107,7 +107,7 @@ class Recovery:
         self.restart()
 
     def _begin_with_fewer_pages(self) -> bool:
-        """Begins again with fewer pages; returns False where even the fewest do not fit."""
+        """Restarts with fewer pages; returns False if even the fewest do not fit."""
         run = self._run
         while (decoder := self._fewer_pages(run.decoder)) is not None:
             share = decoder.sizes.num_pages / run.decoder.sizes.num_pages

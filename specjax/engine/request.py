@@ -1,4 +1,4 @@
-"""One sampled sequence on the host: what was asked, what has come of it."""
+"""One sampled sequence on the host: its parameters, output and counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specjax.config.sampling import SamplingParams
 from specjax.text.detokenize import IncrementalText
 from specjax.types import INVALID_LOGITS, OUT_OF_LENGTH, STOPPED
 
-# StepInfo.finish, as users read it.
+# StepInfo.finish to the finish_reason that users read.
 FINISH_REASONS = {STOPPED: "stop", OUT_OF_LENGTH: "length", INVALID_LOGITS: "error"}
 INVALID_LOGITS_ERROR = (
     "the model's logits were NaN, or every token was forbidden, at output position {position}; "
@@ -27,12 +27,12 @@ INVALID_LOGITS_ERROR = (
 class TokenLogProbs:
     """Natural logarithms of one output token's probability.
 
-    `processed` is under the distribution that was sampled; at temperature 0, where
-    that is certain, under the logits after bias and penalties. `raw` is under the
-    model's own logits at temperature 1, `tempered` under these divided by the
-    temperature and not edited otherwise (at temperature 0 it is `raw`). The two lists hold
-    (token id, log-probability) of the most likely tokens. `entropy`, in nats, is of the
-    distribution of `processed`, where SamplingParams.entropy asks for it.
+    `processed` is under the distribution that was sampled; at temperature 0, where that has
+    one token, under the logits after bias and penalties. `raw` is under the model's own logits
+    at temperature 1. `tempered` is under the raw logits divided by the temperature, with no
+    other edit (at temperature 0 it is `raw`). The two lists hold (token id, log-probability)
+    of the most likely tokens. `entropy`, in nats, is that of the distribution of `processed`,
+    if SamplingParams.entropy asks for it.
     """
 
     token_id: int
@@ -44,12 +44,12 @@ class TokenLogProbs:
     entropy: float | None = None
 
 
-# What TokenScores.columns holds, by the names of sampling.LogProbs.
+# The columns of TokenScores.columns, by the names of sampling.LogProbs.
 SCORE_COLUMNS = ("processed", "tempered", "raw", "entropy")
 
 
 class TokenScores(NamedTuple):
-    """What TokenLogProbs says of one token, as arrays that are read many at once."""
+    """The figures of TokenLogProbs for one token as arrays, to convert many at once."""
 
     columns: np.ndarray  # f32[4], SCORE_COLUMNS
     top_ids: np.ndarray  # i32[max_logprobs], the most likely under `processed`
@@ -68,11 +68,11 @@ Piece = TextPiece  # its name until 0.1
 
 @dataclasses.dataclass
 class AcceptanceCounts:
-    """What drafting brought, counted over steps whose tokens were kept.
+    """Counts of drafted and accepted tokens, over steps whose tokens were kept.
 
-    `num_accepted` counts draft tokens that were committed. A step that a stop rule
-    cut may end in a draft token, with none of the target's own; the averages count
-    one more token for it all the same.
+    `num_accepted` counts draft tokens that were committed. A step that a stop rule cut may
+    end in a draft token, without one of the target's own; the averages still count one more
+    token for it.
     """
 
     num_steps: int = 0
@@ -86,7 +86,7 @@ class AcceptanceCounts:
     )  # [j]: of those, that accepted more than j
 
     def add(self, num_drafted: int, num_accepted: int, draft_depth: int | None = None) -> None:
-        """Counts one step of one row; a chain is as deep as it is long."""
+        """Adds one step of one row; the depth of a chain is its number of drafted tokens."""
         depth = num_drafted if draft_depth is None else draft_depth
         self.num_steps += 1
         self.num_drafted += num_drafted
@@ -111,12 +111,12 @@ class AcceptanceCounts:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted of drafted tokens; 0 when nothing was drafted."""
+        """Accepted over drafted tokens; 0 if no token was drafted."""
         return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens per step, 1 + accepted / steps: the target's own counted, as the field does.
+        """Tokens per step, 1 + accepted / steps: the target's own token counts, as usual.
 
         A step that ends in an accepted stop token counts one more than it committed,
         once per sequence at most.
@@ -125,19 +125,19 @@ class AcceptanceCounts:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """How often draft token j stood, of the steps that drafted one there."""
+        """Fraction of the steps that drafted a token j in which it was accepted."""
         return [accepted / drafted for accepted, drafted in zip(self.accepted_at, self.drafted_at)]
 
 
 @dataclasses.dataclass
 class SelfCheck:
-    """Whether drawn tokens were as likely as draws from their distributions are.
+    """Tests whether drawn tokens are as likely as exact draws from their distributions.
 
-    Under exact sampling log p(token) + H(p), summed over tokens, is a martingale, so
-    its sum over the root of its summed variances is near a standard normal after
-    some hundred tokens: |z_score| above 4 is an alarm. It sees draws that are too
-    likely or too unlikely (drafts accepted too often, a wrong temperature), not a
-    bias that leaves the mean log-probability as it is.
+    Under exact sampling log p(token) + H(p), summed over tokens, is a martingale, so its sum
+    over the root of its summed variances is near a standard normal after some hundred tokens:
+    |z_score| above 4 is an alarm. The test detects draws that are too likely or too unlikely
+    (drafts accepted too often, a wrong temperature), but no bias that keeps the mean
+    log-probability.
     """
 
     num_tokens: int = 0
@@ -145,7 +145,7 @@ class SelfCheck:
     variance: float = 0.0  # sum of the variances of log p
 
     def add(self, surplus: float, variance: float) -> None:
-        """Counts one token."""
+        """Adds one token."""
         self.num_tokens += 1
         self.surplus += surplus
         self.variance += variance
@@ -154,9 +154,9 @@ class SelfCheck:
     def of_all(cls, checks: Sequence[SelfCheck], seeds: Sequence[Any]) -> SelfCheck:
         """Returns the check of several requests together.
 
-        Requests of different seeds are independent. Those of one seed share their noise,
-        and may be one text many times over: their deviations are added as if they were,
-        so that the score is never too high for it.
+        Requests of different seeds are independent. Those of one seed share their noise and
+        may be the same text: their standard deviations are added as if they were, so that
+        repetition does not raise the score.
         """
         total = cls()
         deviation_of: dict[Any, float] = {}
@@ -169,9 +169,9 @@ class SelfCheck:
 
     @property
     def z_score(self) -> float | None:
-        """Standard deviations from what exact sampling has on average; None where all was certain.
+        """Standard deviations from the mean of exact sampling; None if every token was certain.
 
-        Infinite where a token came that could not.
+        Infinite if a token of probability 0 was drawn.
         """
         if self.variance > 0:
             return self.surplus / self.variance**0.5
@@ -204,19 +204,19 @@ class Request:
     counts: AcceptanceCounts = dataclasses.field(default_factory=AcceptanceCounts)
     self_check: SelfCheck = dataclasses.field(default_factory=SelfCheck)
     finish_reason: str | None = None
-    # What ended it where that is "stop": the stop string, or the id of the stop token.
+    # With finish_reason "stop": the stop string, or the id of the stop token, that ended it.
     stop_reason: int | str | None = None
     error: str | None = None
     shown: list[TextPiece] = dataclasses.field(default_factory=list)  # text that may be shown
     first_token_at: float | None = None  # time.perf_counter()
     priority: int = 0  # the lowest goes first
-    deadline: float | None = None  # time.perf_counter() at which it is given up
+    deadline: float | None = None  # time.perf_counter() at which it is ended
     number: int = dataclasses.field(default_factory=itertools.count().__next__)
     arrival: int | None = None  # its number in the queue, once it was there
     num_preemptions: int = 0
     keeps_scores: bool = False  # `logprobs` are TokenScores
-    expected_length: int = 0  # output tokens that it may come to; 0 is not known
-    num_resumed: int = 0  # output tokens that it came with, of an earlier run
+    expected_length: int = 0  # expected number of output tokens; 0 if unknown
+    num_resumed: int = 0  # output tokens from an earlier run
 
     @property
     def is_finished(self) -> bool:
@@ -224,7 +224,7 @@ class Request:
 
     @property
     def token_ids(self) -> list[int]:
-        """Returns prompt and output so far."""
+        """Prompt and output so far."""
         return [*self.prompt_token_ids, *self.output_token_ids]
 
     def end(self, reason: str) -> None:
@@ -243,14 +243,13 @@ class Request:
         draft_depth: int | None = None,
         surpluses: Sequence[tuple[float, float]] = (),
     ) -> None:
-        """Takes in what one step committed for this row.
+        """Adds the tokens that one step committed for this row.
 
-        A stop string is decided here: what the burst ran past it is discarded and
+        Stop strings are matched here: tokens that the burst ran past one are discarded and
         not counted.
 
         Args:
-          surpluses: LogProbs.surplus and .variance by token, where the request
-            checks itself.
+          surpluses: LogProbs.surplus and .variance by token, if the request has a self-check.
         """
         if self.is_finished:
             return
@@ -275,10 +274,10 @@ class Request:
                 self.shown.append(TextPiece(self.text.finish(), False))
 
     def _show(self, token_ids: Sequence[int], num_accepted: int, ends_in_stop_token: bool) -> int:
-        """Adds to `shown` what may be shown.
+        """Adds the text that may be shown to `shown`.
 
         Returns:
-          How many tokens belong to the output.
+          The number of tokens that belong to the output.
         """
         if self.text is None:
             return len(token_ids)

@@ -1,4 +1,4 @@
-"""The rows of a batch: each for itself, and what planning a burst asks of all at once. No jax."""
+"""The rows of a batch: one by one, and as arrays for planning bursts. No jax."""
 
 from __future__ import annotations
 
@@ -16,42 +16,42 @@ class Row:
     index: int
     shard: int
     request: Request
-    token_ids: list[int]  # prompt and output, as far as they were read back
-    # Tokens whose keys and values are there after the work sent so far; all but the
-    # last of token_ids once the row decodes.
+    token_ids: list[int]  # prompt and output read back so far
+    # Tokens with keys and values after the work sent so far; all of token_ids but the last
+    # once the row decodes.
     num_prefilled: int
-    num_drafter_final: int  # of them, those that the drafter has too
-    # Ids of the prefixes of its first pages: these can be found by their tokens.
+    num_drafter_final: int  # the same for the drafter's keys and values
+    # Ids of the cached prefixes of its first pages.
     prefixes: list[int] = dataclasses.field(default_factory=list)
-    num_drafter_remembered: int = 0  # of them, with the drafter's keys and values
+    num_drafter_remembered: int = 0  # cached prefixes that hold the drafter's keys and values
 
     @property
     def num_to_prefill(self) -> int:
-        """Tokens to feed before it can decode: the last one is the first step's root."""
+        """Tokens to feed before it can decode; the last token is the first step's root."""
         return len(self.token_ids) - 1 - self.num_prefilled
 
 
 class RowTable:
-    """Figures of every row by its index, i64[rows] or bool[rows]; 0 in an empty one.
+    """Figures of every row by its index, i64[rows] or bool[rows]; 0 for an empty row.
 
-    A plan that looked at hundreds of rows one by one would take as long as a step.
+    Planning with a Python loop over hundreds of rows would take as long as a step.
     """
 
     def __init__(self, num_rows: int):
-        # Of the request.
+        # Copied from the request by `enter`.
         self.request_number, self.draft_cap, self.max_length = self._zeros(3, num_rows)
-        self.expected_end = np.zeros(num_rows, np.int64)  # tokens; 0 is not known
-        # Of the row: as `update` found them.
+        self.expected_end = np.zeros(num_rows, np.int64)  # tokens; 0 if unknown
+        # Copied from the row by `update`.
         self.num_tokens, self.num_drafter_final = self._zeros(2, num_rows)
         self.is_prefilled = np.zeros(num_rows, bool)  # and occupied
-        # Kept here alone: tokens that the work sent and not read back adds, at most, and
-        # at least unless the row ends; pages; whether it has begun to decode.
+        # Kept only here: the most tokens that the work in flight adds, and the least unless the
+        # row ends; its pages; whether it has begun to decode.
         self.flying_most, self.flying_least = self._zeros(2, num_rows)
         self.num_pages = np.zeros(num_rows, np.int64)
         self.is_occupied, self.is_decoding = np.zeros((2, num_rows), bool)
 
     def enter(self, row: Row) -> None:
-        """Takes in a row that was empty."""
+        """Fills the entries of a newly occupied row."""
         self.clear(row.index)
         request = row.request
         self.request_number[row.index] = request.number
@@ -64,24 +64,24 @@ class RowTable:
         self.update(row)
 
     def update(self, row: Row) -> None:
-        """Takes over what a row knows of itself."""
+        """Copies a row's own figures."""
         self.num_tokens[row.index] = len(row.token_ids)
         self.num_drafter_final[row.index] = row.num_drafter_final
         self.is_prefilled[row.index] = not row.num_to_prefill
 
     def clear(self, index: int) -> None:
-        """Empties a row."""
+        """Zeroes the entries of a row."""
         for figures in vars(self).values():
             figures[index] = 0
 
     @property
     def most(self) -> np.ndarray:
-        """Tokens that each can have after the work sent so far, i64[rows]."""
+        """Most tokens that each row can have after the work sent so far, i64[rows]."""
         return np.minimum(self.num_tokens + self.flying_most, self.max_length)
 
     @property
     def least(self) -> np.ndarray:
-        """Tokens that each will have after the work sent so far unless it ends, i64[rows]."""
+        """Least tokens that each row has after the work sent so far unless it ends, i64[rows]."""
         return self.num_tokens + self.flying_least
 
     @staticmethod

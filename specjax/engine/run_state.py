@@ -1,4 +1,4 @@
-"""What a loop holds while requests run, shared by its parts."""
+"""The state of a loop while requests run, shared by its parts."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from specjax.types import DecoderParams
 
 @dataclasses.dataclass
 class PromptProgress:
-    """How far prompts are."""
+    """Progress of prefills."""
 
-    num_tokens: int = 0  # of the rows that are being prefilled
+    num_tokens: int = 0  # prompt tokens of the rows that are being prefilled
     was_sent_last: bool = False  # prompts take turns with bursts
-    # When the prompts that were sent since the last burst are fed.
+    # Time at which the prompts sent since the last burst are fed.
     done_at: futures.Future[float] | None = None
 
 
 class RunState:
-    """Decoder, weights, the state on the device, rows and pages, and the work that was sent.
+    """Decoder, weights, device state, rows and pages, and the work in flight.
 
-    `begin` empties it. Decoder, weights, faults and counters outlive that.
+    `begin` empties it, except for decoder, weights, faults and counters.
     """
 
     def __init__(
@@ -50,18 +50,22 @@ class RunState:
         drafter_name: str | None,
     ):
         self.decoder = decoder
-        # What this run goes on without.
+        # Parts that failed and are no longer used.
         self.faults = Faults(drafter_name or type(decoder.drafter).__name__, decoder.sizes.rows)
         self.params = decoder.place_params(self._usable(params))
         self.gate = gate
-        # Tokens of all rows together above which no other request is let in; None: any number.
+        # Tokens of all rows together above which no other request is admitted; None: no limit.
         self.most_tokens = most_tokens
-        self.num_prefilled = 0  # prompt tokens that were fed, not those found in pages
+        self.num_prefilled = 0  # prompt tokens fed, without those found in the prefix cache
         self.num_preemptions = 0
         self.begin()
 
     def _usable(self, params: DecoderParams) -> DecoderParams:
-        """Returns weights to begin with; none of a drafter that has lost its own."""
+        """Returns the weights to begin with, without those of a drafter that lost some.
+
+        Raises:
+          LostWeights: weights of the target were deleted.
+        """
         if lost := lost_weights(params, "target"):
             raise LostWeights(lost)
         if lost := lost_weights(params, "drafter"):
@@ -71,9 +75,9 @@ class RunState:
 
     def begin(self) -> None:
         """Empties all rows and pages."""
-        # There may be no room for the old state and the new one.
+        # Dropped first: there may be no room for both the old state and the new one.
         self.device_state: Any = None
-        self.has_scales = False  # of the weights; asked of int8 and fp8 pages alone
+        self.has_scales = False  # whether scales are set from the weights, for int8 and fp8 pages
         self.flights: collections.deque[Flight] = collections.deque()
         engine_config = self.decoder.engine_config
         self.scheduler = Scheduler(
@@ -90,11 +94,11 @@ class RunState:
         self.feed: TextFeed | None = None
         if self.decoder.drafter.takes_text:
             self.feed = TextFeed(self.decoder.sizes.rows)
-        # Last, because the device may fail: the tables of the host are in order then.
+        # Last, because the device may fail: the host's tables must be valid then.
         self.ensure_state()
 
     def ensure_state(self) -> None:
-        """Makes the device's state where there is none: at the start, or after an error took it."""
+        """Makes the device's state if there is none, and sets its scales if they are missing."""
         if self.device_state is None:
             self.device_state, self.has_scales = self._new_state(), False
             drafter = jax.tree.leaves(self.device_state.drafter)
@@ -102,7 +106,7 @@ class RunState:
             self.scheduler.feeds_shared_again = bool(drafter and self.decoder.drafter.taps)
         is_quantized = self.device_state.cache.scales is not None
         if is_quantized and not self.has_scales and self.params.target is not None:
-            state, self.device_state = self.device_state, None  # which the call donates
+            state, self.device_state = self.device_state, None  # the call donates it
             self.device_state = self.decoder.set_kv_scales(self.params, state)
             self.has_scales = True
 
@@ -118,17 +122,17 @@ class RunState:
 
     @property
     def requests(self) -> list[Request]:
-        """Those that run, then those that wait."""
+        """Running requests, then waiting ones."""
         running = [row.request for row in self.scheduler.occupied]
         return [*running, *self.scheduler.waiting.all()]
 
     def row_of(self, request: Request) -> Row | None:
-        """Returns the row that a request runs in, if it does."""
+        """Returns the row of a running request; None for any other."""
         rows = self.scheduler.occupied
         return next((row for row in rows if row.request is request), None)
 
     def turn_drafter_off(self, reason: str) -> None:
-        """Goes on without the drafter, whose weights and pages this run no longer needs."""
+        """Turns the drafter off, and drops its weights and pages."""
         if self.faults.is_drafter_off:
             return
         self.params = DecoderParams(self.params.target)
@@ -138,30 +142,34 @@ class RunState:
         self.faults.turn_drafter_off(reason)
 
     def do_without(self, error: Exception) -> None:
-        """Drops what a step failed for that was not sent; raises where nothing is left."""
+        """Turns off the drafter, or drops the executable, for which sending a step failed.
+
+        Raises:
+          TooLarge: no other executable can do its work.
+        """
         if isinstance(error, DrafterError) or self._is_of_drafter(error):
             self.turn_drafter_off(str(error))
         elif isinstance(error, TooLarge):
             self.faults.drop(error)
 
     def _is_of_drafter(self, error: Exception) -> bool:
-        """Returns whether a step fits without the drafter, perhaps, and is needed."""
+        """Returns whether a needed step did not fit, and might fit without the drafter."""
         if not isinstance(error, TooLarge):
             return False
-        # What a drafter absorbs it makes something of, beside prompts and plain steps too.
+        # A drafter that absorbs hidden states also runs in prefills and plain steps.
         absorbs = self.decoder.drafter.taps and not self.faults.is_drafter_off
         needed = error.key[:2] == ("burst", 0) or error.key[0] == "prefill"
         return error.key[0] == "remember" or bool(absorbs and needed)
 
     def notice_failed(self) -> None:
-        """Goes on without what could not be compiled beside what ran."""
+        """Drops executables whose compilation in the background failed."""
         try:
             self.decoder.raise_failed()
         except RECOVERABLE as error:
             self.do_without(error)
 
     def tell_drafter(self) -> None:
-        """Gives a drafter that reads on in text what was written since it drafted last."""
+        """Gives a drafter that matches text the tokens written since it last drafted."""
         if self.feed is None or self.faults.is_drafter_off:
             return
         while (pieces := self.feed.next_pieces(self.scheduler.rows)) is not None:

@@ -1,8 +1,8 @@
-"""Who runs where: requests to rows, rows to pages, prompts to chunks. No jax, no waiting.
+"""The scheduler: assigns requests to rows, pages to rows, prompts to chunks. No jax, no waiting.
 
-It knows the work that was sent to the device and not yet read back only by what it can
-do at most: a row's `most` tokens. Pages are taken for that, before work is sent, so that a
-burst cannot run dry; what turned out not to be needed goes back when it was read.
+For work in flight it assumes the most that the work can do: a row's `most` tokens. Pages for
+these are taken before the work is sent, so that a burst cannot run out of them; pages that
+were not needed are given back when the burst is read.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from specjax.engine.rows import Row, RowTable
 from specjax.engine.waiting import WaitingQueue
 from specjax.paged.kv_cache import NO_PAGE
 
-MOST_POSTPONED = 8  # requests that let others pass
+MOST_POSTPONED = 8  # requests that may be passed over in one admission
 
 
 def _order(row: Row) -> tuple[int, int]:
-    """Returns what says who goes before whom: the lowest first."""
+    """Returns the sort key of a row's request: priority, then arrival, the lowest first."""
     assert row.request.arrival is not None
     return row.request.priority, row.request.arrival
 
 
 class PromptChunk(NamedTuple):
-    """Prompt tokens for one call; arrays lead with [places], each shard's own ones in a run."""
+    """Prompt tokens for one call; arrays are [places], those of one shard side by side."""
 
-    row_ids: np.ndarray  # i32, of the shard; its number of rows in an unused place
-    counts: np.ndarray  # i32
+    row_ids: np.ndarray  # i32, row within the shard; rows_per_shard in an unused place
+    counts: np.ndarray  # i32, tokens of each place
     width: int  # most tokens of a place
 
 
@@ -42,18 +42,18 @@ class Scheduler:
 
     Args:
       num_shards: of the mesh's data axis: rows and pages are split over it evenly.
-      counts_worst_case: whether a request waits until there are pages for all that it and
-        the rows that run may ever have: then nobody is preempted.
-      most_batch_tokens: tokens of all rows together, by the work that was sent or, where the
-        worst case counts, ever, above which a request waits unless it is alone; None is
-        however many.
-      shares_prefixes: whether rows may read pages that others filled.
-      prefill_tokens: most prompt tokens of one call, of each shard.
-      needs_drafter: whether such pages must hold the drafter's keys and values too.
+      counts_worst_case: whether a request waits until the pages suffice for the full length
+        of it and of all running rows; then no row is ever preempted.
+      most_batch_tokens: limit on the tokens of all rows together, counted after the work sent
+        or, with counts_worst_case, at full length. Above it a request waits unless it is
+        alone; by default there is no limit.
+      shares_prefixes: whether rows may read pages that other rows filled.
+      prefill_tokens: most prompt tokens per call and shard.
+      needs_drafter: whether shared pages must hold the drafter's keys and values too.
 
     Attributes:
-      feeds_shared_again: whether a row feeds the last token of the pages it shares once more,
-        for its hidden states: a drafter that absorbs them pairs each with the next token.
+      feeds_shared_again: whether a row feeds the last token of its shared pages again to get
+        its hidden states: a drafter that absorbs them pairs each with the next token.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Scheduler:
             PagePool(sizes.num_pages // num_shards, sizes.page_size) for _ in range(num_shards)
         ]
         self.block_table = np.full((sizes.rows, sizes.pages_per_row), NO_PAGE, np.int32)
-        # Prompt tokens a row gets per call: several rows at once, or one long row.
+        # Prompt tokens of a row per call: if several rows are fed, and if one long one is.
         self._narrow, self._wide = chunk_widths(prefill_tokens)
         self._counts_worst_case = counts_worst_case
         self._most_batch_tokens = most_batch_tokens
@@ -93,13 +93,13 @@ class Scheduler:
         return [row for row in self.rows if row is not None]
 
     def at(self, indices: np.ndarray) -> list[Row]:
-        """Returns the rows of some indices, none of them empty."""
+        """Returns the rows at some indices, leaving out empty ones."""
         rows = self.rows
         return [row for index in indices.tolist() if (row := rows[index]) is not None]
 
     @property
     def decoding(self) -> np.ndarray:
-        """Rows whose prompts are fed by the work sent so far, and that may have tokens left.
+        """Rows whose prompts are fed by the work sent so far, and that may not have ended.
 
         Returns:
           Their indices, i64[rows that decode], ascending.
@@ -113,12 +113,12 @@ class Scheduler:
 
     @property
     def tokens_per_chunk(self) -> int:
-        """Prompt tokens of one call, of each shard."""
+        """Prompt tokens per call and shard."""
         return min(PLACES, self.rows_per_shard) * self._narrow
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of prompt and output that one request may have at most."""
+        """Most tokens of prompt and output that one request may have."""
         pool = self.pools[0]
         slots = min(self.sizes.max_length, pool.num_pages * pool.page_size)
         return slots - self.sizes.tree_slots
@@ -126,11 +126,11 @@ class Scheduler:
     # Rows
 
     def admit(self, growth: int) -> list[Row]:
-        """Lets waiting requests into rows, in their order, until one has to wait.
+        """Admits waiting requests to rows, in their order, until one has to wait.
 
         A request waits for a row, and for pages that hold its tokens and the `growth` of one
-        burst, without taking those that the running rows need to grow likewise. One
-        that could share pages which are about to be filled lets a few others pass.
+        burst, beside those that the running rows need for the same growth. A request that could
+        share pages which are about to be filled is passed over by a few others.
         """
         if not len(self.waiting) or self.table.is_occupied.all():
             return []
@@ -162,7 +162,7 @@ class Scheduler:
         """Empties a row; its pages can be taken at once.
 
         Args:
-          forgets: nobody is to read what it wrote.
+          forgets: removes its pages from the prefix cache.
         """
         assert self.rows[row.index] is row
         self.rows[row.index] = None
@@ -176,21 +176,21 @@ class Scheduler:
             self._prefilling.remove(row)
 
     def preempt(self, row: Row) -> None:
-        """Empties a row whose request goes on later, from the tokens it has."""
+        """Empties a row and queues its request, which later goes on from the tokens it has."""
         self.release(row)
         row.request.num_preemptions += 1
         self.waiting.push(row.request)
 
     def last_in(self, rows: Iterable[Row]) -> Row:
-        """Returns whom to preempt: the lowest priority, and among those the latest."""
+        """Returns the row to preempt: the last by priority, and among equals by arrival."""
         return max(rows, key=_order)
 
     def row_buckets(self, rows: np.ndarray, buckets: Sequence[int]) -> list[int]:
-        """Returns those of some numbers of rows that hold these, ascending, and all rows last.
+        """Returns the row buckets that hold some rows, ascending, and all rows last.
 
         Args:
           rows: i64[any], indices.
-          buckets: numbers of rows, of all shards together, ascending.
+          buckets: row buckets to choose from, of all shards together, ascending.
         """
         num_shards = len(self.pools)
         most = int(np.bincount(rows // self.rows_per_shard).max())
@@ -208,7 +208,7 @@ class Scheduler:
           rows: i64[any], indices, ascending.
 
         Returns:
-          i32[bucket], as Plan.row_ids, None where these are all rows; and the places.
+          i32[bucket], as Plan.row_ids, None if the bucket holds all rows; and the places.
         """
         if bucket == len(self.rows):
             return None, rows
@@ -224,25 +224,25 @@ class Scheduler:
     # Pages
 
     def table_now(self) -> np.ndarray:
-        """Returns a copy of the block table, which work that is sent may read later."""
-        # Not by `copy`, which is memcpy: 12 times as slow on AMD's Zen where the two lie
-        # a few bytes beyond a multiple of 4096 apart, as neighbours in memory do.
+        """Returns a copy of the block table, which the work sent may read later."""
+        # Not by `copy`: memcpy is 12 times as slow on AMD's Zen if the two arrays lie a few
+        # bytes beyond a multiple of 4096 apart, as neighbours in memory do.
         return np.positive(self.block_table)
 
     def pages(self, row: Row) -> list[int]:
-        """Returns the pages that a row holds, in their order."""
+        """Returns the pages that a row holds, in order."""
         num_pages = self.table.num_pages[row.index]
         return self.block_table[row.index, :num_pages].tolist()
 
     def reserve(self, rows: np.ndarray, growth: int, least: int = 0) -> np.ndarray:
-        """Takes the pages that rows need to gain at most `growth` tokens by work that is sent now.
+        """Takes the pages that rows need to gain up to `growth` tokens in the next burst.
 
         Args:
           rows: i64[any], indices, ascending.
-          least: tokens they gain unless they end.
+          least: least tokens that a row gains unless it ends.
 
         Returns:
-          How many pages each shard lacks, i64[shards]; if any does nothing was taken.
+          The number of pages that each shard lacks, i64[shards]; if any, no page was taken.
         """
         counts, wanted = self._wanted(rows, growth)
         lacking = wanted - [pool.num_free for pool in self.pools]
@@ -252,7 +252,7 @@ class Scheduler:
         pages = np.concatenate(taken)
         counts = counts.clip(0)
         before = self.table.num_pages[rows]
-        # Of each page the row, and its place among those that the row gets.
+        # For each page: the row that gets it, and its place among the row's new pages.
         owners = np.repeat(np.arange(len(rows)), counts)
         nth = np.arange(len(pages)) - (counts.cumsum() - counts)[owners]
         self.block_table[rows[owners], before[owners] + nth] = pages
@@ -262,12 +262,12 @@ class Scheduler:
         return np.zeros_like(wanted)
 
     def land(self, rows: np.ndarray, growth: int, least: int) -> None:
-        """Takes back what `reserve` counted: the work was read back, or never sent."""
+        """Undoes the counts of `reserve` once the work was read back, or if it was never sent."""
         self.table.flying_most[rows] -= growth
         self.table.flying_least[rows] -= least
 
     def shrink(self, row: Row) -> None:
-        """Gives back the pages that a row cannot need."""
+        """Gives back the pages that a row no longer needs."""
         num_pages = self._num_pages(int(self.table.most[row.index]))
         surplus = self.block_table[row.index, num_pages : self.table.num_pages[row.index]]
         if len(surplus):
@@ -278,10 +278,12 @@ class Scheduler:
     # Prompts
 
     def next_chunk(self, most_places: int = PLACES) -> PromptChunk:
-        """Returns the next prompt tokens to send, of which there are some, and counts them as sent.
+        """Returns the next prompt tokens to send, and counts them as sent.
+
+        There must be tokens to prefill.
 
         Args:
-          most_places: rows that get some, of each shard.
+          most_places: most rows to feed, per shard.
         """
         by_shard = [
             [row for row in self._prefilling if row.shard == shard]
@@ -306,10 +308,10 @@ class Scheduler:
         self._prefilling = [row for row in self._prefilling if row.num_to_prefill]
         return PromptChunk(row_ids.reshape(-1), counts.reshape(-1), width)
 
-    # What was read back
+    # Reading back
 
     def take_tokens(self, row: Row, token_ids: Sequence[int], drafter_length: int) -> None:
-        """Takes in tokens of a decoding row, and how many of all its drafter has."""
+        """Adds tokens to a decoding row, and sets how many of all its tokens its drafter has."""
         row.token_ids += token_ids
         row.num_prefilled = len(row.token_ids) - 1
         row.num_drafter_final = drafter_length
@@ -317,7 +319,7 @@ class Scheduler:
         self._note_prefixes(row)
 
     def check(self) -> None:
-        """Asserts that every page is accounted for, and every figure right; for tests."""
+        """Asserts that every page is accounted for and every figure is right; for tests."""
         held = [set() for _ in self.pools]
         expected = RowTable(len(self.rows))
         for row in self.occupied:
@@ -336,14 +338,14 @@ class Scheduler:
             assert pool.num_held == len(pages), "a page is held by nobody"
 
     def _num_pages(self, tokens: Any) -> Any:
-        """Returns the pages that so many tokens of a row need, beside a draft's slots."""
+        """Returns the pages that a row's tokens need, including its tree slots."""
         return -(-(tokens + self.sizes.tree_slots) // self.sizes.page_size)
 
     def _wanted(self, rows: np.ndarray, growth: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns how many pages rows want to gain tokens (below 0: they have too many).
+        """Returns the pages that rows lack to grow, below 0 for a surplus.
 
         Returns:
-          i64[rows], and those that are above 0 together, i64[shards].
+          i64[rows], and the sum of those above 0 by shard, i64[shards].
         """
         table = self.table
         tokens = table.num_tokens[rows] + table.flying_most[rows] + growth
@@ -354,9 +356,9 @@ class Scheduler:
         return counts, wanted.astype(np.int64)
 
     def _candidates(self, request: Request) -> list[tuple[int, list[Prefix]]] | None:
-        """Returns empty rows and the prefixes whose pages a request could read there, best first.
+        """Returns empty rows and the cached prefixes that a request could read there, best first.
 
-        None where it could share pages that are about to be filled.
+        None if it could share pages that are about to be filled.
         """
         candidates = []
         for shard, pool in enumerate(self.pools):
@@ -369,7 +371,7 @@ class Scheduler:
             first = shard * self.rows_per_shard
             own = self.rows[first : first + self.rows_per_shard]
             num_rows = sum(row is not None for row in own)
-            # Every shard waits for the fullest: a row more weighs as much as a chunk.
+            # Every shard waits for the fullest: one more row counts as much as a chunk.
             gain = len(shared) * self.sizes.page_size - num_rows * self._narrow
             candidates.append((-gain, -pool.num_free, index, shared))
         candidates.sort(key=lambda candidate: candidate[:3])
@@ -382,11 +384,10 @@ class Scheduler:
         growth: int,
         wanted: np.ndarray,
     ) -> Row | None:
-        """Puts a request into a row and returns it, with the pages of its tokens; None where it
-        must wait.
+        """Puts a request into a row with pages for its tokens; returns None if it must wait.
 
         Args:
-          wanted: i64[shards], pages that the running rows want to grow; its own are added.
+          wanted: i64[shards], pages that running rows need to grow; those of the new row are added.
         """
         token_ids = request.token_ids
         for index, shared in candidates:
@@ -397,7 +398,7 @@ class Scheduler:
                 continue
             pages = [prefix.page for prefix in shared]
             pool.hold(pages)
-            # Alone it gets what there is: nothing else could be waited for.
+            # If no other row holds pages, waiting would not free any: it gets what there is.
             is_alone = pool.num_held == len(pages)
             most = len(token_ids) + (0 if is_alone else growth)
             count = self._num_pages(min(most, request.max_length)) - len(pages)
@@ -425,7 +426,7 @@ class Scheduler:
         return None
 
     def _is_too_heavy(self, request: Request, growth: int) -> bool:
-        """Returns whether the rows that run leave no weight for a request."""
+        """Returns whether a request would exceed the limit on the tokens of all rows."""
         most, table = self._most_batch_tokens, self.table
         if most is None or not table.is_occupied.any():
             return False
@@ -435,7 +436,7 @@ class Scheduler:
         return int(table.most.sum()) + own > most
 
     def _fits_for_good(self, request: Request, shard: int) -> bool:
-        """Returns whether a shard has pages for all that its rows and a request may ever have."""
+        """Returns whether a shard has pages for the full length of its rows and a request."""
         size = self.sizes.page_size
         most = [row.request.max_length for row in self.occupied if row.shard == shard]
         slots = [tokens + self.sizes.tree_slots for tokens in (*most, request.max_length)]
@@ -447,7 +448,7 @@ class Scheduler:
         return next((index for index in own if self.rows[index] is None), None)
 
     def _shareable(self, pool: PagePool, token_ids: Sequence[int]) -> list[Prefix] | None:
-        """Returns the prefixes whose pages a new row can read; None where some are on their way."""
+        """Returns the cached prefixes that a new row can read; None if some are being filled."""
         if not self._shares_prefixes:
             return []
         found = pool.find(token_ids[:-1])
@@ -459,8 +460,9 @@ class Scheduler:
         return found
 
     def _announce_prefixes(self, row: Row) -> None:
-        """Makes the full pages of a prompt findable before they are filled: who shares them
-        waits."""
+        """Adds a prompt's full pages to the prefix cache before they are filled.
+
+        Requests that could share them wait."""
         if not self._shares_prefixes:
             return
         size = self.sizes.page_size
@@ -469,15 +471,15 @@ class Scheduler:
             before = self._remember(row, place, before, is_ready=False).id
 
     def _note_prefixes(self, row: Row) -> None:
-        """Makes the pages that are filled by now findable."""
+        """Adds the pages that are filled by now to the prefix cache."""
         if not self._shares_prefixes:
             return
         size, num_known = self.sizes.page_size, len(row.prefixes)
         num_filled = num_drafted = row.num_prefilled // size
         if self.needs_drafter:
             num_drafted = min(row.num_drafter_final // size, num_filled)
-        # Known pages that the drafter has caught up with, and new ones; no page otherwise:
-        # a row of plain decoding would look at all of its own with every burst.
+        # Only cached pages that the drafter has caught up with, and new ones: otherwise a row
+        # of plain decoding would visit all of its pages with every burst.
         caught_up = range(row.num_drafter_remembered, min(num_drafted, num_known))
         for place in (*caught_up, *range(num_known, num_filled)):
             before = row.prefixes[place - 1] if place else ROOT

@@ -21,16 +21,16 @@ from specjax.engine.timing import Stopwatch
 from specjax.runtime.progress import Report
 from specjax.types import BurstPlan, StepInfo
 
-# Calls of prompt chunks that rows wait for, which could decode already but have not yet
-# begun: a batch that starts together then needs no mixed step.
+# Prompt chunks for which rows that are ready but have not begun to decode wait: a batch that
+# starts together then needs no mixed step.
 PATIENCE = 8
 
-# The state after the steps, what they report, and how many ran.
+# The state after the steps, their report, and how many ran.
 Sent = tuple[DecodeState, StepInfo, Any]
 
 
 class Sender:
-    """Sends what there is to do, at most one burst or prompt chunk at a time."""
+    """Sends work, at most one burst or prompt chunk at a time."""
 
     def __init__(self, run: RunState, bursts: BurstChoice, on_progress: Report):
         self._run = run
@@ -39,7 +39,7 @@ class Sender:
         self._stopwatch = Stopwatch()
 
     def send(self, max_burst_steps: int | None) -> None:
-        """Sends the next chunk of prompts, a burst, or both, if there is anything to send."""
+        """Sends the next chunk of prompts, a burst, or both, if there is work."""
         run, scheduler = self._run, self._run.scheduler
         rows = scheduler.decoding
         if not scheduler.num_to_prefill:
@@ -48,7 +48,7 @@ class Sender:
         shares = self._shares_with_prompts(rows)
         if shares and self._mixes:
             if self._send_beside_prompts(rows) or run.flights:
-                return  # there may be room once they are read
+                return  # pages may be free once the bursts in flight are read
         elif shares and run.prompts.was_sent_last:
             run.prompts.was_sent_last = False  # take turns
             self._send_burst(rows, max_burst_steps)
@@ -59,7 +59,7 @@ class Sender:
         self._prefill(self._next_chunk())
 
     def _shares_with_prompts(self, rows: np.ndarray) -> bool:
-        """Returns whether rows decode while prompts are fed, or wait for the prompts."""
+        """Returns whether rows decode while prompts are fed, rather than wait for them."""
         scheduler = self._run.scheduler
         has_begun = bool(scheduler.table.is_decoding[rows].any())
         is_long = scheduler.num_to_prefill > PATIENCE * scheduler.tokens_per_chunk
@@ -73,7 +73,7 @@ class Sender:
         return mixes and config.numerics != "invariant"
 
     def _send_beside_prompts(self, rows: np.ndarray) -> bool:
-        """Sends a step of rows with prompts beside it; returns whether pages allowed it."""
+        """Sends a step of rows with prompts beside it; returns whether pages sufficed."""
         flight = self._bursts.beside_prompts(rows)
         if flight is None:
             return False
@@ -125,7 +125,7 @@ class Sender:
                 scheduler.shrink(row)
             raise
         compiled_s = run.decoder.compile_s - compiled_before
-        # Another engine may have compiled meanwhile with the same decoder.
+        # compile_s may include another engine that shares the decoder: not later than now.
         flight.sent_at = min(start + compiled_s, time.perf_counter())
         flight.done_at = self._stopwatch.done_at(flight.num_steps_run)
         flight.prompts_done_at, run.prompts.done_at = run.prompts.done_at, None
@@ -133,7 +133,7 @@ class Sender:
         run.flights.append(flight)
 
     def _plan(self, flight: Flight) -> BurstPlan:
-        """Returns the arrays of a burst; settles its bucket and its rows' places."""
+        """Returns the arrays of a burst; sets its bucket and its rows' places."""
         scheduler, own = self._run.scheduler, flight.own
         table, num_rows = scheduler.table, len(scheduler.rows)
         activate = np.zeros(num_rows, bool)
@@ -198,12 +198,12 @@ class Sender:
             return mixed()
         except RECOVERABLE as error:
             run.do_without(error)
-        # The rest of the two: calls of their own also do without the drafter.
+        # Mixed steps were dropped, or the drafter: two separate calls do the same work.
         self._prefill(chunk)
         return self._plain(plan)
 
     def _next_chunk(self, most_places: int = PLACES) -> PromptChunk:
-        """Returns the next prompt tokens to send, and says how far prompts are."""
+        """Returns the next prompt tokens to send, and reports the progress of prompts."""
         run, scheduler = self._run, self._run.scheduler
         total = run.prompts.num_tokens
         self._on_progress("prefill", total - scheduler.num_to_prefill, total)

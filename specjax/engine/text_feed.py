@@ -1,4 +1,4 @@
-"""What the host tells a drafter that reads on in text: what rows have written, in pieces."""
+"""Feeds the output of rows, in pieces, to a drafter that matches text."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from specjax.drafters.history import NO_GROUP, PIECE_TOKENS, WINDOW, Pieces
 from specjax.engine.request import Request
 from specjax.engine.rows import Row
 
-NEW_TOKENS = PIECE_TOKENS - WINDOW  # of a piece; the others stand before them in the text
-MOST_PIECES = 32  # of one call
-MOST_WAITING = 4096  # the oldest are dropped
+NEW_TOKENS = PIECE_TOKENS - WINDOW  # new tokens of a piece; the rest repeat those before them
+MOST_PIECES = 32  # most pieces per call
+MOST_WAITING = 4096  # most pieces in the queue; the oldest are dropped
 
 
 class FedTokens(NamedTuple):
-    """A run of tokens that the drafter is told of at once."""
+    """A piece: tokens that the drafter gets at once, and the group of their prompt."""
 
     token_ids: Sequence[int]
     group: int
 
 
 def group_of(prompt_token_ids: Sequence[int]) -> int:
-    """Returns the number by which samples of one prompt find each other, at least 0."""
+    """Returns the number, at least 0, that samples of one prompt share."""
     return zlib.crc32(np.asarray(prompt_token_ids, np.int64).tobytes()) & 0x7FFFFFFF
 
 
 class TextFeed:
-    """Cuts the output of requests into pieces, and knows which rows the drafter thinks of.
+    """Cuts the output of requests into pieces, and tracks the rows known to the drafter.
 
-    A piece begins WINDOW tokens before what is new in it, so that a match runs on from one
+    A piece begins WINDOW tokens before its new tokens, so that a match can continue from one
     piece to the next, and from the prompt into the answer.
     """
 
@@ -42,17 +42,17 @@ class TextFeed:
         self._rows: list[Row | None] = [None] * num_rows
         self._groups = np.full(num_rows, NO_GROUP, np.int32)
         self._waiting: collections.deque[FedTokens] = collections.deque(maxlen=MOST_WAITING)
-        # Output tokens of each request that stand in a piece.
+        # Number of output tokens of each request that are already in pieces.
         self._num_cut: weakref.WeakKeyDictionary[Request, int]
         self._num_cut = weakref.WeakKeyDictionary()
 
     @property
     def num_waiting(self) -> int:
-        """Pieces that the drafter was not told."""
+        """Number of pieces that the drafter has not been given."""
         return len(self._waiting)
 
     def note(self, request: Request, *, is_over: bool = False) -> None:
-        """Cuts what a request has written, to its end if it has ended or is over for now."""
+        """Cuts a request's new output into pieces, to its end if it has ended or `is_over`."""
         self._num_cut[request] = self.cut(
             request.prompt_token_ids,
             request.output_token_ids,
@@ -68,10 +68,10 @@ class TextFeed:
         *,
         is_over: bool = True,
     ) -> int:
-        """Cuts an answer from its token num_cut on into pieces, whole ones unless it is over.
+        """Cuts an answer from its token num_cut on into pieces, only full ones unless `is_over`.
 
         Returns:
-          How many of its tokens stand in pieces now.
+          The number of its tokens that are in pieces now.
         """
         while True:
             count = min(len(output) - num_cut, NEW_TOKENS)
@@ -85,7 +85,7 @@ class TextFeed:
             num_cut += count
 
     def next_pieces(self, rows: Sequence[Row | None]) -> Pieces | None:
-        """Returns what the drafter is to know before it drafts for these rows; None: nothing
+        """Returns the drafter's input before it drafts for these rows; None if there is nothing
         new."""
         has_entered = np.array(
             [own is not None and own is not old for own, old in zip(rows, self._rows)]
@@ -98,7 +98,7 @@ class TextFeed:
             self._groups[index] = group_of(row.request.prompt_token_ids)
         self._rows = list(rows)
         count = min(len(self._waiting), MOST_PIECES)
-        # Few sizes, because each is an executable of its own.
+        # Only two sizes, because each needs its own executable.
         places = 4 if count <= 4 else MOST_PIECES
         token_ids = np.zeros((places, PIECE_TOKENS), np.int32)
         counts, groups = np.zeros((2, places), np.int32)

@@ -1,4 +1,4 @@
-"""When the device was done with a burst, whatever the host did meanwhile."""
+"""Measures when the device finishes a burst, independently of the host's work."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import jax
 
 
 class Stopwatch:
-    """Waits for results beside the loop that sends the work.
+    """Waits for results in a thread of its own.
 
-    The host may compile, or do a user's own work, while a burst runs and after it is done:
-    when the host reads the result says little about when it was there.
+    The host may compile, or run a user's code, while a burst runs and after it: the time at
+    which it reads the result is no measure of when the result was ready.
     """
 
     def __init__(self):
         self._waiter = futures.ThreadPoolExecutor(1, thread_name_prefix="specjax-timing")
 
     def done_at(self, result: Any) -> futures.Future[float]:
-        """Returns when arrays will be there, as time.perf_counter() says."""
+        """Returns a future of the time.perf_counter() at which arrays are ready."""
         return self._waiter.submit(_wait, result)
 
 
@@ -32,7 +32,7 @@ def _wait(result: Any) -> float:
 
 @dataclasses.dataclass
 class DeviceClock:
-    """When the device was done with the bursts that were read back, as time.perf_counter() says."""
+    """When the device finished the bursts that were read back, in time.perf_counter()."""
 
-    done_at: float = 0.0  # with the last one
-    told_at: float = 0.0  # with the last one that the policy learned from
+    done_at: float = 0.0  # of the last burst
+    told_at: float = 0.0  # of the last burst that the policy learned from

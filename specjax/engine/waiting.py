@@ -1,4 +1,4 @@
-"""Requests that wait for a row: by priority, then by arrival."""
+"""The queue of requests that wait for a row, by priority, then by arrival."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import heapq
 
 from specjax.engine.request import Request
 
-# Entries of requests that have gone elsewhere are dropped when they are this many more
-# than those that wait.
+# Stale entries tolerated beyond twice the waiting requests before the heap is rebuilt.
 MOST_STALE = 64
 
 
 class WaitingQueue:
     """Requests in the order in which they are admitted; every operation takes O(log n).
 
-    The lowest `priority` comes first, and among equals who came first. A request that
-    was preempted keeps its arrival, and so stands before those that came after it.
+    The lowest `priority` comes first; equal priorities are ordered by arrival. A preempted
+    request keeps its arrival, and so precedes requests that arrived later.
     """
 
     def __init__(self):
         self._heap: list[tuple[int, int, Request]] = []
-        self._waiting: set[int] = set()  # arrivals; others in the heap have gone
+        self._waiting: set[int] = set()  # arrivals; other heap entries are stale
         self._num_arrived = 0
 
     def __len__(self) -> int:
@@ -35,22 +34,22 @@ class WaitingQueue:
         heapq.heappush(self._heap, (request.priority, request.arrival, request))
 
     def first(self) -> Request | None:
-        """Returns who comes next, and leaves it in the queue."""
+        """Returns the next request, which stays in the queue; None if it is empty."""
         while self._heap and self._heap[0][1] not in self._waiting:
             heapq.heappop(self._heap)
         return self._heap[0][2] if self._heap else None
 
     def remove(self, request: Request) -> bool:
-        """Takes a request out, wherever it stands; returns whether it was there."""
+        """Removes a request from any place in the queue; returns whether it was there."""
         if request.arrival not in self._waiting:
             return False
         self._waiting.remove(request.arrival)
-        self.first()  # whoever was admitted may be pushed again, and must not be here twice
+        self.first()  # drops stale heads: an admitted request may be pushed a second time
         if len(self._heap) > 2 * len(self._waiting) + MOST_STALE:
             self._heap = [entry for entry in self._heap if entry[1] in self._waiting]
             heapq.heapify(self._heap)
         return True
 
     def all(self) -> list[Request]:
-        """Returns everybody, in no order."""
+        """Returns all waiting requests, in no order."""
         return [entry[2] for entry in self._heap if entry[1] in self._waiting]

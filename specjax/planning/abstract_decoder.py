@@ -1,4 +1,4 @@
-"""Steps compiled from shapes alone: no weights, no state, and no device that is there."""
+"""Compiles steps from shapes alone: without weights, state or a present device."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from specjax.decode.state import DecodeState
 from specjax.models.abstract import abstract_weights as abstract_weights
 from specjax.types import DecoderParams
 
-# What the TPU compiler asks a machine that has no TPU; without it waits for an answer.
+# Variables that the TPU compiler reads; without them it waits for an answer from a TPU host.
 _TPU_ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # nobody takes a chip: let others compile, too
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used, so several processes may compile
 }
-# What is never run need not be fast: buffers are assigned before machine code is made, so
-# memory_analysis() says the same, in half the time.
+# These executables never run, so their code need not be fast. Buffers are assigned before code
+# generation: memory_analysis() returns the same bytes, in half the time.
 _CPU_OPTIONS = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
@@ -39,11 +39,10 @@ _CPU_OPTIONS = {
 class AbstractDecoder(Decoder):
     """A decoder that compiles its steps and runs none.
 
-    With a mesh of devices that are only described (`described_mesh`) steps are compiled for
-    those.
+    A mesh of described devices (`described_mesh`) makes it compile for those.
 
     Args:
-      drafter_dtype: of the drafter's weights; None is that of the pages.
+      drafter_dtype: of the drafter's weights; by default that of the pages.
     """
 
     def __init__(self, config: DecoderConfig, *, drafter_dtype: Any = None):
@@ -52,13 +51,13 @@ class AbstractDecoder(Decoder):
 
     @property
     def plain(self) -> Decoder:
-        """Itself: beside a drafter plain decoding takes the same memory as without one."""
+        """Itself: plain decoding takes the same memory with and without a drafter."""
         return self
 
     def compile_burst(
         self, num_speculative_tokens: int, num_rows: int | None = None
     ) -> jax.stages.Compiled:
-        """Returns the burst of a K, of a row bucket or of all rows."""
+        """Returns the compiled burst of a K, for a row bucket or all rows."""
         rows = self.sizes.rows if num_rows is None else num_rows
         result: Any = self.burst(
             self.abstract_params,
@@ -70,7 +69,7 @@ class AbstractDecoder(Decoder):
         return self._compile(lowered)
 
     def compile_prefill(self, num_places: int, width: int) -> jax.stages.Compiled:
-        """Returns the prefill of `num_places` prompts, `width` tokens of each."""
+        """Returns the compiled prefill of `num_places` prompts, `width` tokens of each."""
         places = _integers(num_places)
         table = self._plan_shapes(self._all_rows).block_table
         result: Any = self.prefill(
@@ -85,7 +84,7 @@ class AbstractDecoder(Decoder):
         return self._compile(lowered)
 
     def compile_mixed(self, num_places: int, width: int) -> jax.stages.Compiled:
-        """Returns the step of all rows with a prefill beside it."""
+        """Returns the compiled step of all rows with a prefill beside it."""
         places = _integers(num_places)
         (lowered,) = self.mixed(
             self.abstract_params,
@@ -107,7 +106,7 @@ class AbstractDecoder(Decoder):
 
     @property
     def device(self) -> Any:
-        """The first that steps are compiled for."""
+        """The first device that steps are compiled for."""
         return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
 
     @property
@@ -118,7 +117,7 @@ class AbstractDecoder(Decoder):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """As many as of the whole target: of its first layers those that are there."""
+        """As many layers as the drafter taps in the whole target, clipped to those present."""
         most = self.target.num_layers
         named = (tap if tap >= 0 else tap + most + 1 for tap in self.drafter.taps)
         return tuple(min(max(tap, 0), most) for tap in named)
@@ -139,9 +138,9 @@ class AbstractDecoder(Decoder):
         in_specs: Any,
         out_specs: Any,
     ) -> tuple[jax.stages.Lowered]:
-        """Returns what would be compiled and run."""
+        """Returns the lowered step instead of running it."""
         if self.mesh is not None:
-            # Where arguments lie decides what the compiler must move or copy.
+            # The compiler's copies depend on the sharding of the arguments.
             state = _lay(state, self._state_specs(state), self.mesh)
             arguments = tuple(
                 _lay(argument, specs, self.mesh)
@@ -154,7 +153,7 @@ class AbstractDecoder(Decoder):
 
 
 def described_mesh(topology: str, num_chips: int) -> Mesh:
-    """Returns a mesh of chips that are described and need not be there, all on the tensor axis.
+    """Returns a mesh of described chips, which need not be present, all on the tensor axis.
 
     Args:
       topology: of TPUs, as "v5e:2x2"; compiling for them takes libtpu.
@@ -197,7 +196,7 @@ def _has_libtpu() -> bool:
 
 
 def _lay(values: Any, specs: Any, mesh: Mesh) -> Any:
-    """Returns shapes with where they lie; `specs` may stand for whole subtrees."""
+    """Returns shapes with their shardings; a spec may stand for a whole subtree."""
 
     def of_subtree(spec: PartitionSpec, subtree: Any) -> Any:
         place = jax.sharding.NamedSharding(mesh, spec)

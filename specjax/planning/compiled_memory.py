@@ -1,4 +1,4 @@
-"""Which steps an engine runs, what some of them need as compiled, and so what all need."""
+"""Estimates the memory of every step by compiling a few and extrapolating."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ from specjax.planning.workspace_fit import (
     fit_workspaces,
 )
 
-# Layers that are compiled in place of more: what a step needs beside its arguments grows
-# by the same with each.
+# Layers compiled in place of a deeper target: a step's bytes beside its arguments grow linearly
+# with the layers.
 FEW_LAYERS, MORE_LAYERS = 2, 4
-# Pages of the pools that steps are compiled for: many enough that no pool fits into a
-# chip's fast memory, where steps would be other ones.
+# Pages of the pools that steps are compiled for: too many to fit into a chip's fast memory,
+# where the compiler would produce other steps.
 FEW_PAGES, MORE_PAGES = 4096, 8192
 
 
 def burst_bucket(
     decoder: AbstractDecoder, num_speculative_tokens: int, num_rows: int | None = None
 ) -> StepShape:
-    """Returns the sizes of a burst; None is all rows."""
+    """Returns the sizes of a burst, by default of all rows."""
     sizes, engine = decoder.sizes, decoder.engine_config
     rows = num_rows or sizes.rows
     num_nodes = decoder.drafter.num_nodes(num_speculative_tokens)
@@ -113,11 +113,11 @@ def engine_buckets(
 
 
 def sampled_buckets(buckets: Sequence[StepShape]) -> list[StepShape]:
-    """Returns those to compile.
+    """Returns the buckets to compile.
 
-    Bursts with fewest and most rows, at K = 0 and at the largest K, but none of one row,
-    which is laid out otherwise than more; every prefill, which is quick and differs by more
-    than its tokens; of mixed steps the largest.
+    They are: bursts with the fewest and the most rows, at the smallest and the largest K (not
+    those of one row, whose layout differs); every prefill, because they compile quickly and
+    differ by more than their tokens; the largest mixed step.
     """
     bursts = [b for b in buckets if b.kind == BURST]
     ends = lambda values: {min(values), max(values)}
@@ -130,7 +130,7 @@ def sampled_buckets(buckets: Sequence[StepShape]) -> list[StepShape]:
 
 
 def compile_bucket(decoder: AbstractDecoder, bucket: StepShape) -> BucketMemory:
-    """Compiles one step and returns what it needs."""
+    """Compiles one step and returns its memory."""
     return BucketMemory.of(bucket, compiled(decoder, bucket).memory_analysis())
 
 
@@ -146,14 +146,14 @@ def compiled(decoder: AbstractDecoder, bucket: StepShape) -> jax.stages.Compiled
 
 @dataclasses.dataclass(frozen=True)
 class CompiledMemory:
-    """What the steps of a decoder need, in bytes of one chip.
+    """Memory of a decoder's steps, in bytes of one chip.
 
     Attributes:
-      samples: as compiled, for `compiled_layers` layers of the target and FEW_PAGES pages.
-      buckets: all, predicted for all layers; without what is proportional to the pool.
+      samples: steps as compiled, with `compiled_layers` layers of the target and FEW_PAGES pages.
+      buckets: every step, predicted for all layers, without copies of the pool.
       pages_ratio: bytes of pages as compiled / as counted, at least 1.
-      copies: what steps copy of the pool while they run.
-      scratch_per_layer, code_per_layer: what a layer adds to every step.
+      copies: bytes of the pool that steps copy while they run.
+      scratch_per_layer, code_per_layer: bytes that a layer adds to every step.
     """
 
     samples: tuple[BucketMemory, ...]
@@ -177,14 +177,14 @@ def compile_memory(
     *,
     chooses_rows: bool = False,
 ) -> CompiledMemory:
-    """Compiles some steps of few layers, and says what all steps of all layers need.
+    """Compiles some steps of few layers, and extrapolates to every step with all layers.
 
     Args:
       make_decoder: (layers of the target, pages) to a decoder.
       num_layers: of the target.
-      page_bytes: of a page on one chip as counted, of one layer of the target and of all
-        of the drafter.
-      depths: each K that may be chosen, 0 included.
+      page_bytes: bytes of a page on one chip as counted: of one layer of the target, and of
+        the whole drafter.
+      depths: every K that may be chosen, 0 included.
       chooses_rows: as of `engine_buckets`.
     """
     is_few = num_layers <= MORE_LAYERS
@@ -211,10 +211,10 @@ def compile_memory(
     warnings: list[str] = []
     ratio = pages_ratio(found * page_size, of_layer * layers + of_drafter, warnings)
     seen = {PLAIN: seen_per_page(first, again, more_pages)}
-    array_bytes = of_layer * ratio / 2  # of a page: keys, or values, of a layer
+    array_bytes = of_layer * ratio / 2  # a page's keys, or its values, of one layer
     copied = whole_arrays(seen[PLAIN], array_bytes)
     for few in kinds_to_compile_twice(samples):
-        # On CPU pools are updated in place by all steps or none; elsewhere each burst tells.
+        # On CPU all steps update the pool in place, or none does; elsewhere bursts may differ.
         is_first_look = step_kind(few.bucket) == SPECULATING and not _is_cpu(decoder)
         if is_first_look or any(whole_arrays(s, array_bytes) for s in seen.values()):
             many = compile_one(larger, few.bucket, " for a larger pool")
@@ -255,11 +255,11 @@ def compile_memory(
 
 
 class _Layer(NamedTuple):
-    """What one layer more adds to a step, in bytes."""
+    """Bytes that one more layer adds to a step."""
 
     scratch: float = 0.0  # without copies of the pool
     code: float = 0.0
-    copied: float | None = None  # per page; None is not known
+    copied: float | None = None  # per page; None if not measured
 
 
 def _added_by_layer(
@@ -271,10 +271,10 @@ def _added_by_layer(
     """Compiles a step of MORE_LAYERS, and returns what each layer beyond FEW_LAYERS added.
 
     Args:
-      compile_deeper: (pages, what to say of it) to the bytes of that step.
-      first: of FEW_LAYERS.
+      compile_deeper: (pages, suffix of the progress message) to the bytes of that step.
+      first: the same step with FEW_LAYERS.
       copied: bytes per page that `first` copies of the pool.
-      array_bytes: of a page, of one array.
+      array_bytes: bytes of a page in one array.
     """
     more = MORE_LAYERS - FEW_LAYERS
     deeper, deep_copied = compile_deeper(FEW_PAGES, ""), 0.0
@@ -292,9 +292,9 @@ def _added_by_layer(
 
 
 def never_below_smaller(memories: Sequence[BucketMemory]) -> list[BucketMemory]:
-    """Returns steps of which none takes less than a smaller one of its kind.
+    """Returns the steps, each raised to the largest smaller step of its kind.
 
-    What a smaller step needs, a larger one needs, too; less is a fit's error.
+    A larger step needs at least the bytes of a smaller one; less is an error of the fit.
     """
     raised = []
     for memory in memories:
@@ -304,7 +304,7 @@ def never_below_smaller(memories: Sequence[BucketMemory]) -> list[BucketMemory]:
 
 
 def _is_within(small: StepShape, large: StepShape) -> bool:
-    """Returns whether one step is another of no more rows, tokens and drafts."""
+    """Returns whether a step is of the same kind as another and no larger in any size."""
     sizes = lambda b: (
         b.rows,
         b.tokens,
@@ -324,7 +324,7 @@ def _predicted(
     more_scratch: float,
     more_code: float,
 ) -> BucketMemory:
-    """Returns a bucket's bytes: its own where it was compiled, else those of the fit."""
+    """Returns a bucket's bytes, as compiled if it was, else predicted by the fit."""
     scratch = fit.scratch(bucket) if sample is None else sample.scratch_bytes
     code = fit.code_bytes.get(bucket.kind, 0) if sample is None else sample.code_bytes
     return BucketMemory(
@@ -338,7 +338,7 @@ def _predicted(
 
 
 def _known_bend(decoder: AbstractDecoder) -> float | None:
-    """Returns up to how many tokens products are laid out otherwise, where that is known."""
+    """Returns the number of tokens up to which products have another layout, if known."""
     return MOST_TOKENS_FROM_THE_LEFT if _is_cpu(decoder) else None
 
 
@@ -359,6 +359,6 @@ def _logit_tokens(tokens: int, vocab_size: int, engine: EngineConfig) -> int:
 
 
 def _law_tokens(rows: int, num_nodes: int, vocab_size: int, engine: EngineConfig) -> int:
-    """Returns the nodes that rules decide at once: those of whole rows."""
+    """Returns the number of nodes that rules decide at once, a multiple of those of a row."""
     at_once = max(engine.logit_bytes // (4 * vocab_size * num_nodes), 1)
     return equal_chunk(rows, at_once) * num_nodes

@@ -1,4 +1,4 @@
-"""What devices say of their memory: how much there is, who holds it, what steps take."""
+"""Memory that devices report: in total, available, and used by steps."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of Linux
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of one device; None where it does not say."""
+    """Bytes of one device; None for figures that it does not report."""
 
     limit_bytes: int | None
     in_use_bytes: int | None
-    peak_bytes: int | None  # the most that were ever in use
+    peak_bytes: int | None  # most that was ever in use
 
 
 def read_memory(device: Any) -> DeviceMemory:
-    """Returns what a device says now; CPUs say nothing."""
+    """Returns the figures that a device reports now; CPUs report none."""
     stats = device.memory_stats() or {}
     names = "bytes_limit", "bytes_in_use", "peak_bytes_in_use"
     return DeviceMemory(*(None if n not in stats else int(stats[n]) for n in names))
 
 
 def total_bytes(device: Any) -> int | None:
-    """Returns the bytes that a device has; None where it does not say.
+    """Returns the bytes that a device has; None if it does not report them.
 
-    A CPU has those of its machine, or of the container that the program runs in.
+    For a CPU they are those of its machine, or of the program's container if less.
     """
     if getattr(device, "platform", None) != "cpu":
         return read_memory(device).limit_bytes
@@ -46,10 +46,12 @@ def total_bytes(device: Any) -> int | None:
 
 
 def available_bytes(device: Any, own_bytes: int = 0) -> int | None:
-    """Returns the bytes of a device that others do not hold; None where it does not say.
+    """Returns the bytes of a device that other programs and arrays do not hold.
+
+    None if the device does not report them.
 
     Args:
-      own_bytes: held already by whoever asks, and not to be counted twice.
+      own_bytes: bytes in use that the caller holds, which count as available.
     """
     memory = read_memory(device)
     if memory.limit_bytes is None:
@@ -71,27 +73,26 @@ def bytes_on(device: Any, arrays: Any) -> int:
 
 
 class MemoryWatch:
-    """Says what steps take on devices that report it, and warns where it was not planned.
+    """Measures the memory of steps on devices that report it, and warns above the plan.
 
-    What compiling takes there and what anybody else allocates meanwhile counts, too: nobody
-    can tell it apart.
+    Memory that compiling or other code allocates meanwhile is included: the device reports
+    only their sum.
 
     Args:
-      devices: on which weights and state lie by now.
+      devices: devices that already hold weights and state.
       planned_workspace: bytes of one device that steps may take beside them.
     """
 
     def __init__(self, devices: Sequence[Any], planned_workspace: float):
         self.planned_workspace = planned_workspace
-        self.measured_workspace: int | None = None  # the most seen; None is nothing yet
+        self.measured_workspace: int | None = None  # largest so far; None before any
         self._placed = [(device, read_memory(device)) for device in devices]
         self._has_warned = False
 
     def look(self) -> int | None:
-        """Returns the most bytes that steps were seen to take beside weights and state.
+        """Returns the most bytes that steps took beside weights and state so far.
 
-        None until they take more than was ever in use: a device tells its peak alone,
-        and loading may have taken more.
+        None until the peak in use exceeds that of loading: a device reports only its peak.
         """
         for device, placed in self._placed:
             peak = read_memory(device).peak_bytes

@@ -1,4 +1,4 @@
-"""How many pages there can be, how heavy a batch may get, and up to where it speculates.
+"""Plans memory: the number of pages, the weight limit of a batch, and the speculation gate.
 
 All bytes are of one chip; every chip of a mesh holds and does the same amount.
 
@@ -6,7 +6,7 @@ All bytes are of one chip; every chip of a mesh holds and does the same amount.
     weight       n1 x tokens of the batch: its pages, and its share of what steps take
     weight limit (1 - batch_safety_margin) x free: the most a batch may weigh
     gate         speculation_weight_fraction x weight limit: the most it may weigh to speculate;
-                 of the pool, where that holds fewer tokens and not all that rows can have
+                 the same fraction of the pool, if that is less and cannot hold all full rows
 
 docs/decisions/0004-recommended-margin.md derives the formulas. No jax.
 """
@@ -28,16 +28,17 @@ from specjax.planning.workspace_fit import (
     fewest_nonnegative,
 )
 
-# Prefill bytes are proportional to tokens up to where they are above by more than this.
+# Prefill bytes count as proportional to tokens up to the bend, where they exceed the line by
+# more than this fraction.
 BEND_TOLERANCE = 0.02
-# Points of margin for what no figure shows: an allocator's gaps, other programs.
+# Percentage points of margin for unmodelled memory: fragmentation, other programs.
 SAFETY_POINTS = 5
 MOST_MARGIN = 95
 
 
 @dataclasses.dataclass(frozen=True)
 class PrefillCoefficients:
-    """Bytes that prefilling takes by its tokens, pages and workspace together.
+    """Bytes of a prefill as a function of its tokens, pages and workspace together.
 
     `linear` x tokens up to `bend` tokens; from there on the larger of it and
     quadratic[0] x tokens + quadratic[1] x tokens squared.
@@ -46,7 +47,7 @@ class PrefillCoefficients:
     linear: float
     quadratic: tuple[float, float] = (0.0, 0.0)
     bend: int | None = None
-    error: float = 0.0  # most that a sample was missed by, as a fraction of it
+    error: float = 0.0  # largest relative error over the samples
 
     def __call__(self, tokens: float) -> float:
         first, second = self.quadratic
@@ -85,7 +86,7 @@ def fit_prefill(tokens: Sequence[int], bytes_used: Sequence[float]) -> PrefillCo
 
 
 def _straight_samples(size: np.ndarray, used: np.ndarray) -> int:
-    """Returns how many of the first samples a line through the origin does not fall short of."""
+    """Returns the number of first samples that a line through the origin fits."""
     for count in range(len(size), 1, -1):
         line = fewest_nonnegative(size[:count, None], used[:count])[0]
         if used[count - 1] <= (1 + BEND_TOLERANCE) * line * size[count - 1]:
@@ -111,13 +112,13 @@ def bytes_per_token(few: BucketMemory, many: BucketMemory, *, more_tokens: int) 
 
 
 def larger_of(compiled: float, measured: float | None) -> float:
-    """Returns the larger of what XLA says and what a device was seen to use; None is not seen."""
+    """Returns the larger of the bytes by XLA and those measured on a device, if any."""
     return compiled if measured is None else max(compiled, measured)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryLimits:
-    """What is given: bytes of one chip, and what the user asks for."""
+    """Inputs of a memory plan: bytes of one chip, and the user's settings."""
 
     free_bytes: int  # after target and drafter are loaded
     page_size: int  # tokens
@@ -125,8 +126,8 @@ class MemoryLimits:
     max_context: int  # tokens that a row can have
     batch_safety_margin: float = 20.0  # percent of the free bytes
     speculation_weight_fraction: float = 0.75  # of the weight limit
-    num_pages: int | None = None  # asked for: overrides all
-    tree_slots: int = 0  # tokens that a row needs past its last, for nodes of a tree
+    num_pages: int | None = None  # the user's number of pages, which overrides the plan's
+    tree_slots: int = 0  # slots that a row needs past its last token, for nodes of a tree
 
     @property
     def pages_per_row(self) -> int:
@@ -134,7 +135,7 @@ class MemoryLimits:
 
     @property
     def waste_per_row(self) -> int:
-        """Most tokens of its pages that a row leaves empty: of the last one, and a tree's."""
+        """Most slots of its pages that a row leaves empty: in the last page, and a tree's."""
         return self.page_size - 1 + self.tree_slots
 
     def __post_init__(self):
@@ -157,31 +158,31 @@ class MemoryLimits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """What follows: figures of one chip, tokens and pages of a shard's pool."""
+    """A memory plan: bytes of one chip, tokens and pages of a shard's pool."""
 
     bytes_per_token: float
-    copied_per_token: float  # what steps take per token of the pool, where they copy it
-    next_token_input: float  # n0: bytes that a token of context takes by lying there
-    next_token: float  # n1: the same, and its share of the largest decoding step
+    copied_per_token: float  # bytes per token of the pool that steps take if they copy it
+    next_token_input: float  # n0: bytes that a token of context takes in its page
+    next_token: float  # n1: n0 plus a token's share of the largest decoding step
     prefill: PrefillCoefficients
     free_bytes: int
     weight_limit: int  # bytes
     num_pages: int
     page_size: int
-    tree_slots: int  # tokens that a row needs past its last
+    tree_slots: int  # slots that a row needs past its last token
     gate_tokens: int  # most tokens of a batch that speculates
     workspace_bytes: int  # of the largest step, copies of the pool left out, and the code of all
     batch_safety_margin: float
     recommended_batch_safety_margin: int
     warnings: tuple[str, ...] = ()
-    # Bytes that steps were seen to take on the device; None: it does not say, or not yet.
+    # Bytes that steps took on the device; None if it does not report them, or not yet.
     measured_workspace: int | None = None
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of a batch of the weight limit; never more than the pool holds.
+        """Most tokens of a batch within the weight limit and the pool.
 
-        Where rows leave parts of their pages empty it holds fewer: `rows_of_context`.
+        Rows that leave parts of their pages empty lower it: see `rows_of_context`.
         """
         by_weight = math.floor(self.weight_limit / self.next_token * (1 + 1e-12))
         return min(by_weight, self.num_pages * self.page_size)
@@ -199,9 +200,9 @@ class MemoryPlan:
         return not SpeculationGate(max_tokens=self.gate_tokens).closed_by(1, tokens)
 
     def rows_of_context(self, context: int, most_rows: int) -> int:
-        """Returns how many rows of `context` tokens each fit within the weight limit.
+        """Returns how many rows of `context` tokens fit into the weight limit and the pool.
 
-        And into the pool, in whole pages and with room for a tree.
+        In the pool rows take whole pages, with slots for a tree.
         """
         pages = -(-(context + self.tree_slots) // self.page_size)
         return min(self.most_tokens // context, self.num_pages // pages, most_rows)
@@ -215,8 +216,8 @@ def next_token_coefficient(
 ) -> float:
     """Returns n1, bytes per token of a batch: its page and its share of a decoding step.
 
-    A burst shares its workspace among the most tokens that it can meet: those of its rows
-    when they are full, or those whose pages fit beside it. The dearest burst counts.
+    A burst's workspace is divided by the most tokens that it can meet: those of its full rows,
+    or those whose pages fit beside it. The burst with the largest share counts.
     """
     most = max(memory.workspace_bytes for memory in bursts)
     dearest = 0.0
@@ -239,7 +240,7 @@ def recommended_margin(
     limits: MemoryLimits,
     num_pages: int,
 ) -> int:
-    """Returns the least margin, in percent of the free bytes, that keeps the weight limit true.
+    """Returns the least margin, in percent of the free bytes, at which the weight limit holds.
 
     A batch of the weight limit must find pages though every row leaves part of its last one
     empty, and room for a tree, and the largest prefill must find its workspace beside the
@@ -260,10 +261,10 @@ def recommended_margin(
         least = 1 - next_token * usable / free
     left = free - num_pages * limits.page_size * bytes_per_token
     pages_of_prefill = bytes_per_token / prefill.linear
-    # At a ratio of 1 prefills take nothing but their pages: any margin will do.
+    # At a ratio of 1 prefills take only their pages: any margin will do.
     if prefill_workspace > left and pages_of_prefill < 1:
         least = max(least, 1 - left / free / (1 - pages_of_prefill))
-    # A hair below a whole percent is rounding.
+    # Rounding errors must not add a percent.
     percent = SAFETY_POINTS + math.ceil(100 * max(least, 0.0) - 1e-9)
     return min(percent, MOST_MARGIN)
 
@@ -280,9 +281,9 @@ def plan_memory(
 
     Args:
       bytes_per_token: of target and drafter together, on this chip.
-      copied_per_token: bytes that a step takes per token of the pool, where it copies it.
-      buckets: every step that may run, compiled or predicted; some of them bursts.
-      measured_workspace: bytes that steps were seen to take on the device, if they were.
+      copied_per_token: bytes per token of the pool that a step takes if it copies the pool.
+      buckets: every step that may run, compiled or predicted; at least one is a burst.
+      measured_workspace: bytes that steps took on the device, if measured.
 
     Raises:
       ValueError: no bursts, or steps leave no room for a single page.
@@ -337,7 +338,7 @@ def plan_memory(
 def pages_ratio(compiled: float, counted: float, warnings: list[str]) -> float:
     """Returns the bytes of pages as compiled over those counted, at least 1.
 
-    No page holds less than its keys and values: says so where less was found.
+    A smaller ratio is impossible and adds a warning.
     """
     ratio = compiled / counted
     if ratio < 1 - 1e-6:
@@ -355,11 +356,11 @@ def _num_pages(
     workspace: float,
     warnings: list[str],
 ) -> int:
-    """Returns the pages that n1 allows, that leave every step its workspace, and that rows can
-    hold."""
+    """Returns the number of pages: the least of what n1 allows, what leaves every step its
+    workspace, and what full rows hold."""
     room = limits.free_bytes - workspace
     page_bytes = bytes_per_token * limits.page_size
-    # Quotients of floats are a hair off: a page that fits exactly, fits.
+    # The factor absorbs rounding errors: a page that fits exactly counts.
     by_weight = limits.free_bytes / next_token * (1 + 1e-12)
     fitting = int(min(by_weight, room / bytes_per_token) / limits.page_size)
     if limits.num_pages is not None:
@@ -381,7 +382,7 @@ def _num_pages(
 def _prefill_coefficients(
     bytes_per_token: float, prefills: Sequence[BucketMemory]
 ) -> PrefillCoefficients:
-    """Returns the coefficients of compiled prefills; of none, those of pages alone."""
+    """Returns the coefficients of compiled prefills; without any, those of pages alone."""
     if not prefills:
         return PrefillCoefficients(bytes_per_token)
     tokens = [memory.bucket.tokens for memory in prefills]

@@ -1,4 +1,4 @@
-"""What is to be planned: a model, a drafter and a device, by name, none of them loaded."""
+"""The inputs of a plan: a model, a drafter and a device, found by name and not loaded."""
 
 from __future__ import annotations
 
@@ -47,31 +47,31 @@ _TOPOLOGY = re.compile("[1-9][0-9]*(x[1-9][0-9]*){1,2}")  # chips along two or t
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """Where a plan is for: `count` chips of one kind, on the tensor axis."""
+    """The device of a plan: `count` chips of one kind, on the tensor axis."""
 
-    name: str  # as it was asked for
+    name: str  # as the user wrote it
     count: int
-    figures: DeviceFigures | None  # of one device; None is not known
-    mesh: Mesh | None  # to compile for; None is one CPU
-    is_compiled_for: bool = True  # else the steps were compiled for CPU
+    figures: DeviceFigures | None  # of one device; None if unknown
+    mesh: Mesh | None  # to compile for; None for one CPU
+    is_compiled_for: bool = True  # otherwise the steps are compiled for CPU
 
     @property
     def platform(self) -> str:
-        """What steps are compiled for: "cpu" or "tpu"."""
+        """The platform that steps are compiled for: "cpu" or "tpu"."""
         return "cpu" if self.mesh is None else self.mesh.devices.flat[0].platform
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """What is to be planned.
+    """The inputs of a plan.
 
     Attributes:
       engine: its max_rows, row_buckets, max_context, page_size, margins and memory_bytes (of
-        one device) count.
-      acceptance_rate: how often a draft token stands, assumed where K is chosen.
-      rules, rule_options: that steps verify by, beyond equality.
+        one device) are used.
+      acceptance_rate: the probability, assumed to choose K, that a draft token is accepted.
+      rules, rule_options: verification rules of the steps, beyond equality.
       max_drafts_per_shard: as in DecoderConfig.
-      drafter_dtype: of the drafter's weights; None is that of the target and of the pages.
+      drafter_dtype: of the drafter's weights; by default that of the target and the pages.
       chooses_rows: whether the policy chooses row buckets where the engine names none.
     """
 
@@ -112,7 +112,7 @@ class PlanRequest:
 
     @property
     def draft_config(self) -> ModelConfig | None:
-        """Of the model that drafts, if one does."""
+        """The config of the draft model, if there is one."""
         return next(iter(self.drafter.configs), None)
 
     @property
@@ -125,7 +125,7 @@ class PlanRequest:
         return self.drafter.tree_slots(self.most_drafted)
 
     def decoder_config(self, num_layers: int, num_pages: int) -> DecoderConfig:
-        """Returns what a decoder of the first layers of the target is compiled for."""
+        """Returns the config of a decoder with the first layers of the target."""
         engine = self.engine
         slots = self.max_context + self.tree_slots
         return DecoderConfig(
@@ -149,7 +149,7 @@ class PlanRequest:
 
     @property
     def limits_memory(self) -> int | None:
-        """Bytes of one device that all may take; None is not known."""
+        """Bytes of one device that weights, state, pages and steps share; None if unknown."""
         if self.engine.memory_bytes is not None:
             return self.engine.memory_bytes
         figures = self.device.figures
@@ -160,11 +160,11 @@ def find_device(name: str, num_chips: int | None = None) -> Device:
     """Returns the device of a name: "cpu", "tpu:v5e:2x2", "gpu:h100".
 
     Args:
-      num_chips: over which the target is split; None is all of a topology, else 1.
+      num_chips: over which the target is split; by default all of a topology, else 1.
 
     Raises:
       ValueError: the name is unknown, or the chips are fewer than 1.
-      NotImplementedError: a TPU, and its compiler is not installed.
+      NotImplementedError: the device is a TPU, and its compiler is not installed.
     """
     if num_chips is not None and num_chips < 1:
         raise ValueError(
@@ -187,7 +187,7 @@ def find_device(name: str, num_chips: int | None = None) -> Device:
 
 
 def _figures(name: str, kind: str, generation: str, shape: str) -> DeviceFigures:
-    """Returns the figures of a chip; raises ValueError where the parts of `name` are no device."""
+    """Returns the figures of a chip; raises ValueError if the parts of `name` name no device."""
     figures, is_gpu = DEVICES.get(generation), kind == "gpu"
     if figures is None or figures.vendor != _VENDORS.get(kind) or (is_gpu and shape):
         raise ValueError(
@@ -211,10 +211,10 @@ def find_config(source: str | os.PathLike[str], also: Sequence[str] = (DEMO,)) -
     """Returns the config of a folder, a demo name, or a name in `specjax.configs.models`.
 
     Args:
-      also: names beside folders and shapes, that an error lists.
+      also: names that an error lists beside folders and shapes.
 
     Raises:
-      FileNotFoundError: there is none.
+      FileNotFoundError: no config has this name.
     """
     name = os.fspath(source)
     shape = known_shape(name)
@@ -230,7 +230,7 @@ def find_config(source: str | os.PathLike[str], also: Sequence[str] = (DEMO,)) -
 
 
 def known_shape(name: str) -> str | None:
-    """Returns the module in `specjax.configs.models` of a name, None where there is none."""
+    """Returns the name of the module in `specjax.configs.models` for a model, if there is one."""
     shape = name.replace("-", "_").replace(".", "_")
     return shape if shape in _shapes() else None
 
@@ -252,7 +252,7 @@ def find_drafter(source: str | os.PathLike[str] | None) -> DrafterSpec:
 
 
 def _local_mesh(count: int) -> Mesh | None:
-    """Returns a mesh of CPU devices; None for one."""
+    """Returns a mesh of `count` CPU devices; None for one."""
     if count == 1:
         return None
     devices = jax.devices("cpu")

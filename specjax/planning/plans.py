@@ -1,4 +1,4 @@
-"""What a model, a drafter and a device come to, before anything is loaded or run."""
+"""Plans the memory and speed of a model, a drafter and a device without loading them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from specjax.planning.roofline import (
 )
 from specjax.runtime.amounts import amount
 
-TABLE_CONTEXT = 2048  # tokens that each row has where K is told by batch size alone
+TABLE_CONTEXT = 2048  # tokens of each row in the table of K by batch size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FullPlan:
-    """All figures; bytes are of one chip where a name does not say otherwise."""
+    """All figures of a plan; bytes are of one chip unless noted otherwise."""
 
     request: PlanRequest
     weights_bytes: int  # of target and drafter, each parameter once
@@ -47,7 +47,7 @@ class FullPlan:
     target_bytes_per_token: float
     drafter_bytes_per_token: float
     compiled: CompiledMemory
-    memory: MemoryPlan | None  # None where no memory figure is known
+    memory: MemoryPlan | None  # None if the device's memory is unknown
     target_work: ModelWork
     drafter_work: ModelWork | None
     notes: tuple[str, ...] = ()
@@ -71,9 +71,9 @@ class FullPlan:
         )
 
     def choose(self, rows: int, context: int) -> int | None:
-        """Returns the K of most expected tokens per second, 0 above the gate.
+        """Returns the K with the most expected tokens per second, 0 above the gate.
 
-        None where the device's figures are not known.
+        None if the device's figures are unknown.
         """
         request = self.request
         if request.device.figures is None:
@@ -85,7 +85,7 @@ class FullPlan:
         return choose_num_speculative_tokens(seconds, request.acceptance_rate)
 
     def batch_size_table(self, context: int) -> list[list[int]] | None:
-        """Returns K by batch size as vLLM writes it, of rows with `context` tokens each."""
+        """Returns K by batch size in vLLM's format, for rows of `context` tokens each."""
         entries: list[list[int]] = []
         for rows in range(1, self.request.engine.max_rows + 1):
             k = self.choose(rows, context)
@@ -100,7 +100,7 @@ class FullPlan:
 
     @property
     def contexts(self) -> list[int]:
-        """Tokens of a row to tabulate for: powers of four from 512 on, and the most."""
+        """Tokens per row for which to tabulate: 512 times powers of 4, and the most."""
         most = self.request.max_context
         return [c for c in (4**i * 512 for i in range(12)) if c < most] + [most]
 
@@ -115,7 +115,7 @@ class FullPlan:
         return None if figures is None else compute_bound_tokens(self.target_work, figures)
 
     def intensity(self, rows: int, num_speculative_tokens: int, context: int) -> float:
-        """Returns the operations per byte of verifying."""
+        """Returns the operations per byte of verification."""
         work = verify_work(self.target_work, rows, num_speculative_tokens, context)
         return work.intensity
 
@@ -127,13 +127,13 @@ def make_plan(
     request: PlanRequest,
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> FullPlan:
-    """Compiles a few steps from shapes and returns what follows from them.
+    """Compiles a few steps from shapes and returns the plan that follows from them.
 
-    No weights are read and nothing is run.
+    No weights are read and no step is run.
 
     Raises:
-      ValueError: the model cannot be split over the device's chips, or does not fit; where
-        shapes alone say so, before anything is compiled.
+      ValueError: the model cannot be split over the device's chips, or does not fit. Where
+        shapes alone show it, this is raised before the first compilation.
     """
     device = request.device
     if device.mesh is not None:
@@ -144,12 +144,12 @@ def make_plan(
 
 
 def check_memory(request: PlanRequest) -> None:
-    """Refuses memory that weights, state, a page and a step's least cannot share.
+    """Raises if memory cannot hold weights, state, one page and the least bytes of a step.
 
-    From shapes alone: nothing is compiled, which takes a minute and would say no more.
+    It uses shapes alone: compiling takes a minute and would not tell more.
 
     Raises:
-      ValueError: it names the bytes that are needed.
+      ValueError: memory is too small; the message names the bytes that are needed.
     """
     total = request.limits_memory
     if total is None:
@@ -175,9 +175,9 @@ def _resident_bytes(whole: AbstractDecoder) -> int:
 
 
 def _least_step_bytes(request: PlanRequest, whole: AbstractDecoder) -> int:
-    """Returns bytes of one chip that the largest step cannot do without.
+    """Returns a lower bound of the largest step's bytes on one chip.
 
-    Its float32 logits, or what its tokens become inside a layer, where that is more.
+    It is the larger of its float32 logits and its activations inside a layer.
     """
     depths = range(request.most_drafted + 1)
     buckets = engine_buckets(whole, depths, chooses_rows=request.chooses_rows)
@@ -219,14 +219,14 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
         target_work=model_work(
             request.target, request.dtype, device.count, kv_dtype=_kept_dtype(request)
         ),
-        # A plan's roofline knows one model that drafts.
+        # The roofline of a plan supports one draft model.
         drafter_work=next(iter(request.drafter.work(request.target, request.dtype)), None),
         notes=(*_context_notes(request), *compiled.warnings, *notes),
     )
 
 
 def _context_notes(request: PlanRequest) -> list[str]:
-    """Returns what is to be said where the model takes fewer tokens than are asked for."""
+    """Returns a note if max_context is above the model's own limit."""
     asked, most = request.engine.max_context, request.max_context
     if asked is None or asked <= most:
         return []
@@ -243,7 +243,7 @@ def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractD
 
 
 def _kept_dtype(request: PlanRequest) -> np.dtype:
-    """Returns what the target's pages hold."""
+    """Returns the dtype of the target's pages."""
     return kv_cache.pages_dtype(request.engine.kv_cache_dtype, request.dtype)
 
 
@@ -278,7 +278,7 @@ def _bytes(leaf: Any) -> int:
 def _memory(
     request: PlanRequest, c: float, compiled: CompiledMemory, resident: int
 ) -> tuple[MemoryPlan | None, list[str]]:
-    """Returns limits where memory is known, and what is to be said."""
+    """Returns the memory plan, None if the device's memory is unknown; and notes for the user."""
     total, engine = request.limits_memory, request.engine
     if total is None:
         return None, [

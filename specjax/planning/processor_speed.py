@@ -1,4 +1,4 @@
-"""What this CPU does, measured in less than a second, and kept."""
+"""Measures the speed of this CPU in less than a second, and keeps it on disk."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ from specjax.runtime import compilation_cache, kept_files
 TOKENS = (1, 2, 4, 8, 16, 32)
 LAYERS, HIDDEN, WIDE = 4, 512, 2048  # 32 MB of weights
 REPEATS = 12
-# Of a processor: bytes per second, and seconds of the smallest operation.
+# Limits of a valid measurement: bytes per second, and seconds of the smallest operation.
 SLOWEST, FASTEST, SLOWEST_LAUNCH_S = 1e6, 1e15, 1.0
 EXPIRES_S = 30 * 24 * 3600.0  # after which a processor is measured again
-NUM_SMALL = 200  # operations that hang on one another
+NUM_SMALL = 200  # operations, each of which depends on the one before
 
 
 @functools.cache
 def processor_speed() -> ProcessorSpeed:
-    """Returns what was measured of this processor before, or now."""
+    """Returns the speed of this processor, from disk or measured now."""
     root = compilation_cache.user_cache_dir(os.environ)
     path = root and root / f"processor-{compilation_cache.processor()}.json"
     if path is not None and (kept := _read(path)) is not None:
         return kept
     speed = measure()
     if path is not None:
-        # Where it cannot be written, the next process measures again.
+        # If the file cannot be written, the next process measures again.
         kept_files.write_json(path, dataclasses.asdict(speed))
     return speed
 
 
 def _read(path: Path) -> ProcessorSpeed | None:
-    """Returns what an earlier process measured; None of a file that means nothing."""
+    """Returns the speed that an earlier process measured; None if the file is invalid or old."""
     try:
         if abs(time.time() - path.stat().st_mtime) > EXPIRES_S:
-            return None  # one that was disturbed must not rule for ever
+            return None  # a disturbed measurement must not last for ever
         kept = kept_files.read_json(path)
         factors = tuple((int(n), float(factor)) for n, factor in kept["factors"])
         speed = ProcessorSpeed(float(kept["bytes_per_s"]), factors, float(kept["launch_s"]))
@@ -59,7 +59,7 @@ def _read(path: Path) -> ProcessorSpeed | None:
 
 
 def measure() -> ProcessorSpeed:
-    """Times products with few tokens, and small operations."""
+    """Measures matrix products with few tokens, and small operations."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: jax.device_put(rng.normal(size=shape).astype(np.float32))
     weights = [(draw(HIDDEN, WIDE), draw(WIDE, HIDDEN)) for _ in range(LAYERS)]
@@ -84,7 +84,7 @@ def measure() -> ProcessorSpeed:
     seconds = _least_s(runs | {0: functools.partial(small, draw(8))})
     factors, most = [], 1.0
     for count in TOKENS:
-        # More tokens take no less, and no more than one at a time would.
+        # More tokens take no less time, and no more than one at a time would.
         most = max(most, min(seconds[count] / seconds[1], float(count)))
         factors.append((count, most))
     return ProcessorSpeed(
@@ -95,9 +95,9 @@ def measure() -> ProcessorSpeed:
 
 
 def _least_s(runs: Mapping[int, Callable[[], Any]]) -> dict[int, float]:
-    """Returns the least seconds of each call, compiling left out.
+    """Returns the minimum seconds of each call, without compiling.
 
-    In turns, and the least: whatever else the machine does only makes them longer.
+    Calls take turns; the minimum counts because other load can only lengthen them.
     """
     for run in runs.values():
         jax.block_until_ready(run())

@@ -1,6 +1,6 @@
-"""Seconds of a step from what it must read and compute, where nothing was measured.
+"""Predicts the seconds of a step from the bytes it reads and the operations it computes.
 
-The larger of bytes / bandwidth and operations / peak, for each forward: a lower bound.
+Each forward takes the larger of bytes / bandwidth and operations / peak: a lower bound.
 Collectives, sampling and the time to launch are left out.
 """
 
@@ -14,7 +14,7 @@ from specjax.paged.work import Work as Work
 
 
 def verify_work(target: ModelWork, rows: int, k: int, context: int) -> Work:
-    """Returns the work of verifying K drafts of each row, its root included."""
+    """Returns the work of verifying K draft tokens per row, the root included."""
     return target.of(rows, rows * (1 + k), context)
 
 
@@ -30,7 +30,7 @@ def roofline_step_s(
     """Returns the least seconds of a step: K forwards of the drafter, one of the target.
 
     Args:
-      drafter: None where drafting runs no model.
+      drafter: None if drafting runs no model.
       context: tokens that each row has.
     """
     k = num_speculative_tokens
@@ -50,7 +50,7 @@ def compute_bound_tokens(
       tokens_per_row: K + 1.
 
     Returns:
-      None where it never does: what a token adds takes longer to read than to compute.
+      None if it never does: the keys and values of a token take longer to read than to compute.
     """
     # bytes / bandwidth = flops / peak, both linear in tokens.
     ridge = device.flops_per_s / device.bytes_per_s
@@ -63,12 +63,12 @@ def compute_bound_tokens(
 
 
 def expected_tokens(acceptance_rate: float, num_speculative_tokens: int) -> float:
-    """Returns the tokens of a step per row where every draft stands with one probability."""
+    """Returns the expected tokens per step and row at one acceptance rate for all positions."""
     return sum(acceptance_rate**i for i in range(num_speculative_tokens + 1))
 
 
 def choose_num_speculative_tokens(step_s: Sequence[float], acceptance_rate: float) -> int:
-    """Returns the K of most expected tokens per second; of equal ones the smallest.
+    """Returns the K with the most expected tokens per second; the smallest of equal ones.
 
     Args:
       step_s: seconds of a step at K = 0, 1, ...

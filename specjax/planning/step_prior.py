@@ -1,11 +1,11 @@
-"""Seconds of a step before any was measured: by bytes, operations and launches. No jax.
+"""Predicts the seconds of a step from bytes, operations and launches. No jax.
 
     forward(tokens) = (weights + keys and values) / bandwidth * factor(tokens) + launches * launch
     step(rows, K)   = target forward of rows * (1 + K) tokens + K drafter forwards of rows tokens
 
-on a CPU, whose factor says how much longer a product with so many tokens takes than with one;
-elsewhere the roofline, max(bytes / bandwidth, operations / peak), takes the first summand's
-place. What is predicted only decides what runs first, and what is not worth compiling.
+on a CPU, where factor(tokens) is the time of a product with these tokens over that with one.
+Elsewhere the roofline, max(bytes / bandwidth, operations / peak), replaces the first summand.
+The prediction only decides which bucket runs first, and which are not worth compiling.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from specjax.planning.roofline import ModelWork, Peaks
 
 # Operations that XLA launches one by one, counted in compiled steps of Llama shapes.
 LAUNCHES_PER_STEP, LAUNCHES_PER_LAYER = 150, 40
-LAUNCHES_PER_DRAFT = 40  # of drawing a token, or looking for a match
-LAUNCH_S = 2e-6  # of an accelerator
+LAUNCHES_PER_DRAFT = 40  # to sample a draft token, or to look up a match
+LAUNCH_S = 2e-6  # seconds per launch on an accelerator
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessorSpeed:
-    """What a CPU was measured to do.
+    """Measured speed of a CPU.
 
     Attributes:
-      bytes_per_s: of weights in products with one token.
+      bytes_per_s: bytes of weights read per second in products with one token.
       factors: (tokens, seconds of a product with so many over seconds with one), ascending.
       launch_s: seconds that one small operation takes.
     """
@@ -39,7 +39,7 @@ class ProcessorSpeed:
     launch_s: float
 
     def factor(self, tokens: int) -> float:
-        """Returns how much longer than one token so many take; beyond what was measured a line."""
+        """Returns the time of some tokens over that of one, extrapolated in proportion."""
         counts, factors = np.array(self.factors).T
         if tokens > counts[-1]:
             return float(factors[-1] * tokens / counts[-1])
@@ -54,7 +54,7 @@ class ProcessorSpeed:
 
 @dataclasses.dataclass(frozen=True)
 class Accelerator:
-    """The same by the figures of its maker."""
+    """Speed of an accelerator by its maker's peak figures."""
 
     peaks: Peaks
     launch_s: float = LAUNCH_S
@@ -72,7 +72,7 @@ def step_prior(
     """Returns a function that predicts the seconds of a bucket's step at a context.
 
     Args:
-      target, drafters: the work of each model, and how many layers it has.
+      target, drafters: the work and number of layers of each model.
     """
 
     def forward_s(model: tuple[ModelWork, int], rows: int, tokens: int, context: int) -> float:

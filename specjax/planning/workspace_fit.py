@@ -1,13 +1,13 @@
-"""Bytes of steps that were not compiled, predicted from those that were. No jax.
+"""Predicts the memory of uncompiled steps from compiled ones. No jax.
 
-XLA says exactly what a compiled step needs beside its arguments. What it needs is, to a
-good approximation, the larger of two things that do not live at the same time:
+XLA reports exactly the bytes that a compiled step needs beside its arguments. They are, to a
+good approximation, the larger of two parts that do not live at the same time:
 
     the head   arrays of [tokens, vocabulary] while tokens are chosen   bursts, mixed steps
     the body   activations of [tokens, width] inside a layer            prefills, mixed steps
 
-and each is a line in its tokens, with a step where the compiler changes its mind (a
-product of few tokens is laid out otherwise than one of many).
+and each is linear in its tokens, with a step where the compiler changes the layout (that of
+a product of few tokens differs from that of many).
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ import numpy as np
 BURST, PREFILL, MIXED = "burst", "prefill", "mixed"
 KINDS = (BURST, PREFILL, MIXED)
 
-# A line that misses no sample by more is taken as it is; else a bend is looked for.
+# Largest relative error with which one line is accepted; above it a bend is searched for.
 LINE_TOLERANCE = 0.02
-# The fewest features that come so near are preferred to more that come nearer.
+# Largest relative error with which fewer features are preferred to a closer fit.
 FEATURE_TOLERANCE = 0.002
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepShape:
-    """What a step is compiled for: its static sizes, of one shard."""
+    """Static sizes of one compiled step, per shard."""
 
     kind: str  # BURST, PREFILL or MIXED
-    rows: int  # rows that decode in it; of a prefill, prompts
+    rows: int  # rows that decode, or prompts of a prefill
     tokens: int  # flat tokens of the target's forward
-    logit_tokens: int = 0  # of them, those whose logits exist at once
-    law_tokens: int = 0  # of those, the ones that rules compare laws of
-    # Rows of a burst that runs fewer than there are: their state is taken out and put back.
+    logit_tokens: int = 0  # tokens whose logits exist at once
+    law_tokens: int = 0  # tokens whose distributions rules compare at once
+    # Rows of a burst of fewer than all rows: their state is copied out and back.
     copied_rows: int = 0
     num_speculative_tokens: int = 0  # K of a burst
 
@@ -54,13 +54,13 @@ class StepShape:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketMemory:
-    """What XLA's memory_analysis() says of a compiled bucket, in bytes of one chip."""
+    """Memory of a compiled bucket by XLA's memory_analysis(), in bytes of one chip."""
 
     bucket: StepShape
     argument_bytes: int
     output_bytes: int
     temp_bytes: int
-    alias_bytes: int  # of the output, those that lie in donated arguments
+    alias_bytes: int  # bytes of the output that lie in donated arguments
     code_bytes: int
 
     @classmethod
@@ -78,12 +78,12 @@ class BucketMemory:
 
     @property
     def scratch_bytes(self) -> int:
-        """What is taken while it runs, and free again once its report is read."""
+        """Bytes taken while it runs, and free again once its report is read."""
         return self.temp_bytes + self.output_bytes - self.alias_bytes
 
     @property
     def workspace_bytes(self) -> int:
-        """What it needs beside its arguments."""
+        """Bytes that it needs beside its arguments."""
         return self.scratch_bytes + self.code_bytes
 
 
@@ -91,14 +91,14 @@ Bucket = StepShape  # its name until 0.1
 
 
 def combined_bytes(memories: Sequence[BucketMemory]) -> int:
-    """Returns what some executables need together: one runs at a time, all are loaded."""
+    """Returns the bytes of several executables: all are loaded, one runs at a time."""
     most = max((m.scratch_bytes for m in memories), default=0)
     return most + sum(m.code_bytes for m in memories)
 
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """Bytes over some sizes, at least 0 each, on a range of the first size."""
+    """Bytes as a linear function of sizes, on a range of the first size."""
 
     first: float
     last: float
@@ -113,7 +113,7 @@ class Lines:
     """One or two lines; between their ranges the higher one counts."""
 
     lines: tuple[Line, ...]
-    error: float  # most that a sample was missed by, as a fraction of it
+    error: float  # largest relative error over the samples
 
     def __call__(self, sizes: Sequence[float]) -> float:
         size = sizes[0]
@@ -125,7 +125,7 @@ class Lines:
 
     @property
     def bend(self) -> float | None:
-        """The first size from which on the second line counts alone, if there is one."""
+        """The first size from which the second line counts alone, if there is one."""
         return self.lines[-1].first if len(self.lines) > 1 else None
 
 
@@ -135,13 +135,13 @@ def fit_lines(
     *,
     known_bend: float | None = None,
 ) -> Lines:
-    """Returns the smallest form that meets the samples, and lies below none of them.
+    """Returns one line, or two where one does not fit, that lie below no sample.
 
     Args:
-      sizes: one row of features per sample; the first is what a bend is looked for in.
+      sizes: one row of features per sample; a bend is searched for in the first one.
       targets: bytes, above 0.
-      known_bend: the largest first size of the first line, where that is known and one
-        line will not do.
+      known_bend: the largest first size of the first line, if known; used if one line does
+        not fit.
 
     Raises:
       ValueError: no samples.
@@ -169,12 +169,12 @@ def fit_lines(
 
 
 def fewest_nonnegative(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Returns coefficients, none below 0, of the fewest features that meet the samples.
+    """Returns coefficients, none below 0, of the fewest features that fit the samples.
 
-    Every subset of the features is fitted by relative least squares, of which there are few.
-    The smallest that misses no sample by more than FEATURE_TOLERANCE is taken, else the one
-    whose largest miss is least. Plain non-negative least squares (`specjax.least_squares`)
-    says something else: it takes whatever features lower the sum of squares.
+    Every subset of the few features is fitted by relative least squares. The smallest subset
+    whose largest error is at most FEATURE_TOLERANCE is taken, else the one with the least
+    largest error. Plain non-negative least squares (`specjax.least_squares`) differs: it uses
+    every feature that lowers the sum of squares.
 
     Args:
       features: f64[samples, n].
@@ -191,7 +191,7 @@ def fewest_nonnegative(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
             if np.any(found < 0):
                 continue
             missed = float(np.abs(columns @ found - ones).max())
-            # Of what fits equally the first: a slope rather than a constant.
+            # The first of equal fits is kept: a slope rather than a constant.
             if missed < least - 1e-9:
                 best, least = np.zeros(num_features), missed
                 best[list(subset)] = found
@@ -201,7 +201,7 @@ def fewest_nonnegative(features: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
 
 def _splits(first_sizes: np.ndarray, known_bend: float | None) -> list[int]:
-    """Returns the places where samples may be parted, two on either side."""
+    """Returns the places where samples may be split, with at least two on either side."""
     places = range(1, len(first_sizes))
     splits = [i for i in places if first_sizes[i] > first_sizes[i - 1]]
     if known_bend is not None:
@@ -212,7 +212,7 @@ def _splits(first_sizes: np.ndarray, known_bend: float | None) -> list[int]:
 
 
 def _at_bend(lines: tuple[Line, ...], bend: float, following: float) -> tuple[Line, ...]:
-    """Returns two lines that meet at a bend which is known to lie between their samples."""
+    """Returns two lines that meet at a known bend between their samples."""
     if bend >= following:
         return lines
     below, above = lines
@@ -234,7 +234,7 @@ def _error(line: Line, features: np.ndarray, targets: np.ndarray) -> float:
 
 
 def _raised(lines: Lines, features: np.ndarray, targets: np.ndarray) -> Lines:
-    """Returns lines that no sample lies above: too much memory is safe, too little is not."""
+    """Returns lines raised so that no sample lies above: an underestimate is not safe."""
     raised = []
     for line in lines.lines:
         own = (features[:, 0] >= line.first) & (features[:, 0] <= line.last)
@@ -255,9 +255,9 @@ class WorkspaceFit:
 
     Attributes:
       head, body: bytes of scratch while tokens are chosen, and inside a layer.
-      beside: bytes by which mixed steps were above the larger of both.
-      code_bytes: by kind, the most of a compiled bucket.
-      error: most that a sample of any kind is missed by, as a fraction of its scratch.
+      beside: largest excess of a mixed step over the larger of head and body, in bytes.
+      code_bytes: by kind, the largest of the compiled buckets.
+      error: largest relative error of scratch over all samples.
     """
 
     head: Lines | None
@@ -267,7 +267,7 @@ class WorkspaceFit:
     error: float
 
     def scratch(self, bucket: StepShape) -> float:
-        """Returns bytes without code."""
+        """Returns the scratch bytes of a bucket, without code."""
         head = self.head(_head_sizes(bucket)) if self.head else 0.0
         body = self.body(_body_sizes(bucket)) if self.body else 0.0
         if bucket.kind == BURST:
@@ -285,10 +285,10 @@ class WorkspaceFit:
 def fit_workspaces(
     samples: Sequence[BucketMemory], *, known_bend: float | None = None
 ) -> WorkspaceFit:
-    """Fits the buckets of one decoder that were compiled.
+    """Returns the fit to the compiled buckets of one decoder.
 
     Args:
-      known_bend: tokens up to which products are laid out otherwise, where known.
+      known_bend: number of tokens up to which products have another layout, if known.
 
     Raises:
       ValueError: no samples.
@@ -328,7 +328,8 @@ def _head_sizes(bucket: StepShape) -> tuple[float, ...]:
 
 
 def _body_sizes(bucket: StepShape) -> tuple[float, ...]:
-    # A single prompt is laid out otherwise than several: more per token in small models.
+    # The layout of a single prompt differs from that of several: more bytes per token in
+    # small models.
     alone = bucket.tokens if bucket.rows == 1 else 0
     if bucket.kind == MIXED:
         alone = bucket.tokens - bucket.rows
