@@ -1,4 +1,4 @@
-"""What a call or an engine is set up from: target, drafter, rules, compiled functions."""
+"""Sets up a call or an engine: target, drafter, rules, sizes, compiled functions."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ from specjax.runtime.amounts import amount
 from specjax.runtime.progress import Report
 from specjax.types import DecoderParams
 
-DEFAULT_POLICY = "goodput"  # "goodput" or "fixed", where the config names none
-# Kinds of sampling, as acceptance goes.
+DEFAULT_POLICY = "goodput"  # "goodput" or "fixed", used if the config names none
+# Kinds of sampling, for which acceptance is learned separately.
 GREEDY, SAMPLED, MIXED = "greedy", "sampled", "mixed"
-FEWER_PAGES = 0.75  # of those that did not fit
+FEWER_PAGES = 0.75  # fraction of the pages to try next after they did not fit
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What is loaded and asked for, before anybody knows which requests come.
+    """Loaded models and settings, before the requests are known.
 
     `of` makes it; `for_run` makes a RunSetup of it, and only that makes a loop.
     """
@@ -79,10 +79,10 @@ class Setup:
     speculation: SpeculationConfig
     engine: EngineConfig
     mesh: Mesh | None
-    rules: tuple[int, ...] = ()  # beyond equality, that memory is planned for
-    # Whether memory is planned for a policy that chooses row buckets; None: the config's.
+    rules: tuple[int, ...] = ()  # rules beyond equality that memory is planned for
+    # Whether memory is planned for a policy that chooses row buckets; by default the config's.
     chooses_rows: bool | None = None
-    # Of requests whose drafts are accepted alike, as far as their sampling says.
+    # Kind of sampling, by which learned acceptance is kept.
     acceptance_kind: str = MIXED
 
     @classmethod
@@ -97,7 +97,7 @@ class Setup:
         engine: EngineConfig | Mapping[str, Any] | None = None,
         mesh: Mesh | None = None,
     ) -> Setup:
-        """Loads what is to be loaded; arguments as `generate` takes them."""
+        """Loads target and drafter and returns the setup; arguments as of `generate`."""
         model = _load_target(target)
         if mesh is not None and not isinstance(mesh, Mesh):
             raise ValueError(
@@ -119,7 +119,7 @@ class Setup:
         return setup
 
     def _check_kernels(self) -> None:
-        """Refuses implementations of another platform than the one that steps run on."""
+        """Raises if a kernel's implementation is for another platform than that of the steps."""
         with sharding.lowered(self.mesh):
             own = target_platform()
         for op, name in dict(self.engine.kernels).items():
@@ -130,7 +130,7 @@ class Setup:
                 )
 
     def _check_budgets(self) -> None:
-        """Refuses bytes and pages that cannot be, before anything is compiled."""
+        """Raises if memory or page settings are impossible, before compiling."""
         num_shards = sharding.axis_size(self.mesh, sharding.DATA)
         with sharding.lowered(self.mesh):
             check_pages(
@@ -157,11 +157,11 @@ class Setup:
         policy: SpeculationPolicy | None = None,
         acceptance_kind: str = MIXED,
     ) -> RunSetup:
-        """Returns a setup whose memory is planned for some rules and a policy; None: the config's.
+        """Returns a setup whose memory is planned for some rules and a policy.
 
         Args:
-          acceptance_kind: GREEDY, SAMPLED or MIXED: what is remembered of acceptance is that
-            of runs of the same kind.
+          acceptance_kind: GREEDY, SAMPLED or MIXED; acceptance is learned from runs of the same
+            kind.
         """
         chooses_rows = None
         if policy is not None:
@@ -180,7 +180,7 @@ class Setup:
         return DecoderParams(self.target.params, self.drafter.params)
 
     def policy(self, decoder: Decoder) -> SpeculationPolicy:
-        """Returns what chooses K: the config's table, goodput, or a fixed K."""
+        """Returns the policy that chooses K: the config's table, goodput, or a fixed K."""
         config, kind = self.speculation, self._policy_kind(decoder.config.rules)
         table, most = config.num_speculative_tokens_per_batch_size, config.depth
         if kind is Table:
@@ -195,8 +195,8 @@ class Setup:
             known.costs,
             survival=Survival.of_record(kept, most) if kept else None,
             depths=(most,) if self.drafter.is_tree else None,
-            # Rows of rules by law would read one another's draws; a tree's slots are
-            # counted by node.
+            # Ranked slots would make rows depend on each other's draws under rules that compare
+            # distributions; slots of trees are counted by node.
             ranks=not (
                 self.drafter.is_tree
                 or decoder.config.rules
@@ -207,7 +207,7 @@ class Setup:
         )
 
     def _known(self, decoder: Decoder, most: int) -> Known:
-        """Returns what this process and earlier ones learned of a pair's speed."""
+        """Returns the learned speed of target and drafter, with this setup's prior."""
         known = shelf_of(decoder).known()
         known.costs.nodes_per_row = {k: self.drafter.num_nodes(k) for k in range(most + 1)}
         known.costs.prior = self._prior
@@ -215,10 +215,10 @@ class Setup:
 
     @functools.cached_property
     def _prior(self) -> Prior | None:
-        """What a step takes by bytes and operations; None on a device that is not known."""
+        """The prediction of a step's seconds by bytes and operations; None on unknown devices."""
         device = self._devices[0]
         is_known = of_kind(device.device_kind) is not None or device.platform == "cpu"
-        # Where steps were measured before it is not asked for: what it needs takes 0.1 s.
+        # Lazy: its inputs take 0.1 s, and it is not called where steps were measured before.
         return (lambda *of: self._predicted(*of)) if is_known else None
 
     @functools.cached_property
@@ -237,16 +237,16 @@ class Setup:
         return step_prior(speed, (target, self.target.config.num_layers), drafters)
 
     def keep(self, loop: Loop) -> None:
-        """Keeps what a run learned of speed, for the next in this process and for later ones."""
+        """Keeps the speed that a run learned, for later runs and processes."""
         if isinstance(loop.policy, Goodput):
             shelf_of(loop.decoder).keep(loop.policy, self.acceptance_kind)
 
     def _policy_kind(self, rules: Sequence[int]) -> type[Table | Fixed | Goodput]:
-        """Returns which policy the config asks for, for steps that know some rules."""
+        """Returns the class of the config's policy, for steps with the given rules."""
         config = self.speculation
         has_table = config.num_speculative_tokens_per_batch_size is not None
-        # Under rules by law the text depends on K: the same seed gives it again only if
-        # K does not follow the clock.
+        # Under rules that compare distributions the text depends on K: a seed reproduces it
+        # only if K does not depend on timing.
         policy = config.policy or ("fixed" if rules else DEFAULT_POLICY)
         is_fixed = policy == "fixed"
         if has_table and config.depth and not config.policy:
@@ -268,15 +268,15 @@ class Setup:
         )
 
     def standing_sizes(self) -> Sizes:
-        """Returns sizes that no request has asked for: what EngineConfig and the model say."""
+        """Returns sizes that depend only on EngineConfig and the model, not on requests."""
         context = self.target.config.max_position_embeddings
         with sharding.lowered(self.mesh):
             return standing_sizes(context, *self._memory_arguments)
 
     def with_reported_memory(self) -> Setup:
-        """Returns a setup whose memory_bytes are those of the device that nobody else holds.
+        """Returns a setup with memory_bytes set to the device's bytes that are not in use.
 
-        The fewest of a mesh's; none where a device does not say how many it has.
+        Of a mesh, the smallest; unset if a device does not report its memory.
         """
         num_shards = sharding.axis_size(self.mesh, sharding.DATA)
         if self.engine.memory_bytes is not None or num_shards > 1:
@@ -293,13 +293,13 @@ class Setup:
 
     @property
     def _devices(self) -> list[Any]:
-        """Of this process, those that it runs on."""
+        """The devices of this process that it runs on."""
         mesh = self.mesh
         return jax.local_devices()[:1] if mesh is None else list(mesh.local_devices)
 
     @property
     def _device_bytes(self) -> int | None:
-        """Of the smallest device; None where one does not say."""
+        """Bytes of the smallest device; None if one does not report them."""
         found = list(map(total_bytes, self._devices))
         known = [number for number in found if number is not None]
         return min(known) if known and len(known) == len(found) else None
@@ -312,7 +312,7 @@ class Setup:
 
     @property
     def _weights_in_place(self) -> list[Any]:
-        """The weights that lie where they are used: others are copied there and stay beside."""
+        """The weights that already lie on their devices; others are copied and stay as well."""
         leaves, mesh = jax.tree.leaves(self.params), self.mesh
         if mesh is None:
             return leaves
@@ -321,13 +321,13 @@ class Setup:
 
     @functools.cached_property
     def memory(self) -> MemoryPlan | None:
-        """What fits into memory_bytes beside the weights; None where they are not given.
+        """The plan of memory_bytes beside the weights; None if memory_bytes is not given.
 
-        None over a mesh's data axis, too, where num_pages or kv_cache_bytes count; says so.
-        Compiles some of the steps from shapes, which the compilation cache keeps.
+        None, with a warning, over a mesh's data axis too, where num_pages or kv_cache_bytes
+        count. Compiles some of the steps from shapes, which the compilation cache keeps.
 
         Raises:
-          ValueError: nothing fits.
+          ValueError: not even one page fits.
         """
         num_shards = sharding.axis_size(self.mesh, sharding.DATA)
         if self.engine.memory_bytes is None:
@@ -347,7 +347,7 @@ class Setup:
 
     @property
     def _plan_request(self) -> plan_request.PlanRequest:
-        """What is planned for: this setup on the devices that are here."""
+        """The plan's input: this setup on the present devices."""
         chips = sharding.axis_size(self.mesh, sharding.TENSOR)
         return plan_request.PlanRequest(
             target=self.target.config,
@@ -377,7 +377,7 @@ class Setup:
 
     @property
     def _sized_engine(self) -> EngineConfig:
-        """The engine's config with as many bytes for pages as fit, or fewer that were asked for."""
+        """The engine's config with kv_cache_bytes lowered to the bytes that fit."""
         memory = self.memory
         if memory is None or self.engine.num_pages is not None:
             return self.engine
@@ -403,12 +403,12 @@ class Setup:
     def sizes(
         self, requests: Sequence[Request]
     ) -> tuple[Sizes | None, list[Request], list[Refused]]:
-        """Returns sizes that serve the requests that can be served, those, and the others."""
+        """Returns sizes, the requests that they can serve, and the refused ones."""
         with sharding.lowered(self.mesh):
             return choose_sizes(requests, *self._memory_arguments)
 
     def decoder(self, sizes: Sizes, rules: Iterable[int]) -> Decoder:
-        """Returns the compiled functions for requests of some rules, perhaps built before."""
+        """Returns the compiled functions for requests of some rules, reused if built before."""
         config = DecoderConfig(
             target=self.target.config,
             drafter=self.drafter.spec,
@@ -422,7 +422,7 @@ class Setup:
         return shared_decoder(config)
 
     def _max_drafts_per_shard(self, rows: int) -> int | None:
-        """Returns how many draft tokens a shard's rows verify per step; None is all of them."""
+        """Returns the most draft tokens that a shard verifies per step; None for all of them."""
         config = self.speculation
         return _drafts_per_shard(
             config.max_drafts_per_step, self.drafter, config.depth, rows, self.mesh
@@ -433,7 +433,7 @@ class Setup:
 class RunSetup(Setup):
     """A setup that knows the rules and the policy of its run, and so its memory."""
 
-    given_policy: SpeculationPolicy | None = None  # None: the config's
+    given_policy: SpeculationPolicy | None = None  # by default the config's
 
     def loop(
         self,
@@ -443,13 +443,13 @@ class RunSetup(Setup):
         on_progress: Report,
         params: DecoderParams | None = None,
     ) -> Loop:
-        """Returns what runs requests of some rules.
+        """Returns the loop that runs requests of some rules.
 
-        Where the device has less memory than was thought, there are fewer pages; says so.
+        If the device has less memory than planned, it makes pages fewer, with a warning.
 
         Args:
-          rules: of those that memory is planned for, the ones that requests use.
-          params: weights; None is the setup's own.
+          rules: the rules that requests use, among those that memory is planned for.
+          params: weights; by default the setup's own.
         """
         rules = tuple(rules)
         with sharding.lowered(self.mesh):
@@ -478,7 +478,7 @@ class RunSetup(Setup):
                 decoder = fewer
 
     def _fewer_pages(self, sizes: Sizes) -> Sizes | None:
-        """Returns sizes of fewer pages, and says so; None where no row could be filled then."""
+        """Returns sizes with fewer pages, with a warning; None if a full row would not fit."""
         fewer = int(FEWER_PAGES * sizes.num_pages)
         fewer -= fewer % sharding.axis_size(self.mesh, sharding.DATA)
         if fewer < sizes.pages_per_row:
@@ -514,7 +514,7 @@ class RunSetup(Setup):
         most_rows, memory = self.speculation.speculation_max_rows, self.memory
         if memory is None:
             return SpeculationGate(max_rows=most_rows)
-        # Fewer pages than were planned may have fitted, or been asked for.
+        # The pool may be smaller than planned: fewer pages fitted, or num_pages is set.
         has_all = sizes.num_pages >= sizes.rows * sizes.pages_per_row
         pool_tokens = None if has_all else sizes.num_pages * sizes.page_size
         fraction = self.engine.speculation_weight_fraction
@@ -522,14 +522,14 @@ class RunSetup(Setup):
         return SpeculationGate(max_rows=most_rows, max_tokens=min(most, memory.gate_tokens))
 
     def _most_tokens(self, sizes: Sizes) -> int | None:
-        """Returns the most tokens of a batch that others may join; None: however many."""
+        """Returns the tokens of a batch above which no request is admitted; None for no limit."""
         if self.memory is None or self.engine.num_pages is not None:
-            return None  # who says how many pages has the last word
+            return None  # an explicit num_pages overrides the plan
         share = min(sizes.num_pages / self.memory.num_pages, 1.0)
         return int(self.memory.most_tokens * share)
 
     def memory_watch(self, loop: Loop) -> MemoryWatch | None:
-        """Returns what looks at the devices of a loop whose state is placed; None without a
+        """Returns the memory watch of a loop whose state is on the devices; None without a
         plan."""
         if self.memory is None:
             return None
@@ -538,7 +538,7 @@ class RunSetup(Setup):
 
 
 def acceptance_kind(requests: Iterable[Request]) -> str:
-    """Returns what requests are remembered as."""
+    """Returns the kind of sampling of some requests: GREEDY, SAMPLED or MIXED."""
     kinds = {r.params.temperature == 0 for r in requests}
     return MIXED if len(kinds) != 1 else GREEDY if kinds.pop() else SAMPLED
 
@@ -547,7 +547,7 @@ def _engine_config(given: Any) -> EngineConfig:
     """Returns a config from one, from a mapping of its fields, or from nothing.
 
     Raises:
-      ValueError: it is something else, or a key is no field.
+      ValueError: `given` is none of these, or a key is no field.
     """
     if isinstance(given, EngineConfig):
         return given
@@ -569,7 +569,7 @@ def _engine_config(given: Any) -> EngineConfig:
 
 
 def _warn_of_context(target: Model, engine: EngineConfig) -> None:
-    """Says that a model takes fewer tokens than max_context asks for."""
+    """Warns if max_context is above the model's own limit."""
     most, asked = target.config.max_position_embeddings, engine.max_context
     if asked is not None and asked > most:
         warnings.warn(
@@ -592,7 +592,7 @@ def _load_target(target: Any) -> Model:
 def _speculation(
     given: Any, verification: str | None, num_speculative_tokens: int | None
 ) -> SpeculationConfig:
-    """Returns one config from vLLM's JSON and the arguments, which win."""
+    """Returns the config of vLLM's JSON, overridden by the arguments."""
     if given is None:
         config = SpeculationConfig()
     elif isinstance(given, SpeculationConfig):
@@ -609,10 +609,10 @@ def _speculation(
 def _choose_drafter(
     target: Model, drafter: Any, config: SpeculationConfig
 ) -> tuple[LoadedDrafter, SpeculationConfig]:
-    """Returns the drafter of a call, and the config with the K that it drafts with.
+    """Returns the drafter of a call, and the config with its K.
 
     Args:
-      drafter: as `generate` takes it; it wins over what the config names.
+      drafter: as of `generate`; it overrides that of the config.
     """
     source = drafter
     if source is None:
@@ -627,7 +627,7 @@ def _choose_drafter(
 
 
 def _with_depth(config: SpeculationConfig, drafter: LoadedDrafter) -> SpeculationConfig:
-    """Returns the config with the K that the call drafts with, and no tree where it drafts none."""
+    """Returns the config with the call's K, and without a tree if the drafter cannot draft."""
     if not drafter.can_draft:
         return dataclasses.replace(
             config,
@@ -637,19 +637,19 @@ def _with_depth(config: SpeculationConfig, drafter: LoadedDrafter) -> Speculatio
         )
     depth = config.depth
     if drafter.max_depth is not None:
-        # A tree that the drafter was loaded with bounds K, and is K where nobody says.
+        # The tree that the drafter was loaded with bounds K; its depth is the default K.
         is_asked_for = config.num_speculative_tokens is not None or config.has_tree
         depth = min(depth, drafter.max_depth) if is_asked_for else drafter.max_depth
     return dataclasses.replace(config, num_speculative_tokens=depth)
 
 
 def _num_weights(params: Any) -> int | None:
-    """Returns how many numbers a tree holds; None of one that is not there."""
+    """Returns the number of weights in a pytree; None if there is none."""
     return sum(leaf.size for leaf in jax.tree.leaves(params)) or None
 
 
 def _dtype_of(params: Any) -> Any:
-    """Returns the dtype of weights, None where there are none."""
+    """Returns the dtype of weights; None if there are none."""
     leaves = jax.tree.leaves(params)
     return leaves[0].dtype if leaves else None
 
@@ -670,10 +670,10 @@ def _drafts_per_shard(
     rows: int,
     mesh: Mesh | None,
 ) -> int | None:
-    """Returns how many draft tokens a shard's rows verify per step; None is all of them.
+    """Returns the most draft tokens that a shard verifies per step; None for all of them.
 
     Raises:
-      ValueError: there are fewer than shards.
+      ValueError: max_drafts_per_step is below the number of shards.
     """
     if most is None:
         return None

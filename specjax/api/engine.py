@@ -45,10 +45,10 @@ class Engine:
                 for chunk in engine.step():
                     print(chunk.text, end="")
 
-    Its rows and pages are settled once, by EngineConfig: `max_rows` requests run at a
-    time, others wait, by priority and then by arrival. Prompts are fed beside rows that
-    decode; prompts that begin alike share pages; when pages run out the latest request
-    is preempted, and goes on later from the tokens it has.
+    Its rows and pages are fixed by EngineConfig: `max_rows` requests run at a time, others
+    wait, by priority and then by arrival. Prompts are fed beside rows that decode; prompts
+    with a common prefix share pages; when pages run out the latest request is preempted, and
+    goes on later from the tokens it has.
 
     Methods may be called from several threads.
     """
@@ -68,12 +68,12 @@ class Engine:
         mesh: Mesh | None = None,
         progress: bool | Report = False,
     ):
-        """Loads the models and makes room for their pages; arguments as `generate`.
+        """Loads the models and allocates their pages; arguments as `generate`.
 
         Args:
-          other_verifications: rules beside `verification` that requests may ask for by
-            SamplingParams.verification: they are compiled in. "greedy", "seeded" and
-            "delta" always are.
+          other_verifications: rules beside `verification` to compile, so that requests can
+            choose them by SamplingParams.verification. "greedy", "seeded" and "delta" are
+            always available.
         """
         compilation_cache.enable()
         self._progress = Progress(progress)
@@ -102,8 +102,8 @@ class Engine:
         self._started_at = time.perf_counter()
         self._stepper = futures.ThreadPoolExecutor(1)  # of asyncio's streams
         self._turns = Turns(lambda: bool(self._to_end), self._take_in)
-        # The tables: requests and chunks, what was added since the last step, and what is
-        # to end after it. Only the last may be written to without holding them.
+        # The tables: requests and chunks, requests added since the last step, and requests to
+        # end after it. Only the last may be written to without holding the tables.
         self._outbox = Outbox()
         self._new: collections.deque[Request] = collections.deque()
         self._to_end: collections.deque[_Ending] = collections.deque()
@@ -121,33 +121,33 @@ class Engine:
         """Queues a prompt.
 
         Args:
-          sampling: None is what the model's generation_config.json says.
-          priority: the lowest goes first; among equals, who came first.
-          deadline_s: seconds from now after which it ends with what it has.
+          sampling: by default that of the model's generation_config.json.
+          priority: the lowest goes first; equal priorities are served by arrival.
+          deadline_s: seconds from now after which it ends with the tokens it has.
 
         Returns:
           Its id: the `prompt_index` of its chunks.
 
         Raises:
-          ValueError: it cannot be served; others are not touched.
+          ValueError: the request cannot be served; other requests are not affected.
         """
         return self._add(prompt, sampling, priority, deadline_s=deadline_s, is_streamed=False)
 
     def step(self, *, max_burst_steps: int | None = None) -> list[Chunk]:
-        """Advances what runs by one burst; returns what requests gained.
+        """Advances running requests by one burst; returns the chunks of text they gained.
 
-        The last chunk of a sample has a finish_reason, and its `completion`. Requests
-        that are streamed have their chunks there.
+        The last chunk of a sample has a finish_reason and its `completion`. Chunks of
+        streamed requests go to their streams instead.
 
         Args:
-          max_burst_steps: most speculative steps that the device runs on its own, from 1;
-            fewer for text that appears more steadily. None is EngineConfig.burst_steps.
+          max_burst_steps: most speculative steps that the device runs without the host, from 1;
+            fewer make text appear more steadily. By default EngineConfig.burst_steps.
 
         Raises:
-          ValueError: max_burst_steps is no such number; requests are not touched.
+          ValueError: max_burst_steps is no such number; requests are not affected.
           RuntimeError: the engine is closed, or this is called from within a step.
-          Exception: what went wrong on the device. All requests end with "error" then,
-            and the engine takes new ones.
+          Exception: an error of the device. All requests end with "error" then, and the
+            engine accepts new ones.
         """
         if max_burst_steps is not None and not (is_int(max_burst_steps) and max_burst_steps >= 1):
             raise ValueError(
@@ -166,13 +166,13 @@ class Engine:
             return self._outbox.has_work
 
     def abort(self, request_id: int) -> bool:
-        """Ends a request with what it has; its pages are free at once, or after the step under way.
+        """Ends a request with the tokens it has; frees its pages at once, or after a running step.
 
         Returns:
-          Whether it was still under way. Its last chunks come with the next step.
+          Whether it had not ended yet. Its last chunks come with the next step.
 
         Raises:
-          ValueError: the id is no whole number.
+          ValueError: the id is not a whole number.
         """
         if not is_int(request_id):
             raise ValueError(f"request_id={request_id!r:.200} must be an id that `add` returned.")
@@ -188,13 +188,13 @@ class Engine:
     ) -> Iterator[Chunk]:
         """Yields the chunks of a prompt, stepping as needed; arguments as `add`.
 
-        The prompt is added when the first chunk is asked for. Closing the iterator, or
-        losing it, aborts it. Other requests are advanced beside it; their chunks come from
-        `step`, or from streams of their own.
+        The prompt is added when the first chunk is asked for. Closing or dropping the iterator
+        aborts the request. Other requests advance in the same steps; their chunks come from
+        `step`, or from their own streams.
 
         Raises:
-          Exception: as of `step`, where the step was this stream's. Other streams end with
-            a chunk that says so.
+          Exception: as of `step`, if this stream called it. Other streams end with a chunk
+            whose completion has the error.
         """
         request_id = self._add(prompt, sampling, is_streamed=True, **arguments)
         try:
@@ -210,8 +210,8 @@ class Engine:
     async def astream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, **arguments: Any
     ) -> AsyncIterator[Chunk]:
-        """As `stream`, for asyncio: a thread of the engine's own steps for all streams."""
-        # In a thread of its own: neither the event loop nor the steps wait for it.
+        """Like `stream`, for asyncio: one thread of the engine runs the steps of all streams."""
+        # In another thread: neither the event loop nor the steps wait for tokenising.
         loop = asyncio.get_running_loop()
         prompt = await loop.run_in_executor(None, self._token_ids, prompt)
         request_id = self._add(prompt, sampling, is_streamed=True, **arguments)
@@ -230,7 +230,7 @@ class Engine:
 
     @property
     def stats(self) -> GenerationStats:
-        """Figures over all requests that are over."""
+        """Figures over all finished requests."""
         with self._turns.tables():
             setup, totals = self._setup, self._totals
             return GenerationStats(
@@ -251,9 +251,9 @@ class Engine:
 
     @property
     def memory(self) -> MemoryPlan | None:
-        """Pages, weight limit and gate that were planned, and what steps were seen to take.
+        """The planned pages, weight limit and gate, and the measured memory of steps.
 
-        None without memory_bytes, on a device that does not say how many it has.
+        None if memory_bytes is not set and the device does not report its memory.
         """
         plan, watch = self._setup.memory, self._memory_watch
         if plan is None or watch is None:
@@ -261,9 +261,9 @@ class Engine:
         return dataclasses.replace(plan, measured_workspace=watch.measured_workspace)
 
     def close(self) -> None:
-        """Ends all requests and gives the memory of the pages back. May be called twice.
+        """Ends all requests and frees the memory of the pages. May be called twice.
 
-        Streams under way end with what their requests have. A step under way is waited for.
+        Open streams end with the tokens their requests have. A running step is waited for.
 
         Raises:
           RuntimeError: this is called from within a step.
@@ -296,14 +296,14 @@ class Engine:
         return self._loop
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
-        """Returns the ids of a prompt; a text or a chat template may take a while."""
+        """Returns the token ids of a prompt; tokenising may take a while."""
         try:
             return token_ids(self._setup.target, prompt)
         except TypeError as error:
             raise ValueError(str(error)) from error
 
     def _made(self, prompt: Prompt, sampling: SamplingParams | None) -> list[Request]:
-        """Returns the samples of one prompt, every one of which can be served."""
+        """Returns the samples of one prompt; raises ValueError if one cannot be served."""
         requests, refused = self._setup.requests([prompt], sampling, num_before=self._num_added)
         if refused:
             raise ValueError(refused[0].error.removeprefix("prompt 0: "))
@@ -348,7 +348,7 @@ class Engine:
 
     @entrance("a step of specjax.Engine")
     def _advance(self, max_burst_steps: int | None) -> None:
-        """Steps once, if there is anything to do; in a turn."""
+        """Steps once, if there is work; the caller holds the turn."""
         with self._turns.tables():
             loop = self._running_loop
             self._take_in()
@@ -372,21 +372,23 @@ class Engine:
             self._memory_watch.look()
 
     def _advance_for(self, request_id: int) -> None:
-        """Steps once, unless a streamed request has news: others may have stepped for it."""
+        """Steps once, unless another thread's step has already made chunks for the request."""
         has_news = lambda: self._outbox.has_news(request_id)
         with self._turns.turn(unless=has_news) as has_come:
             if has_come:
                 self._advance(None)
 
     def _advance_beside(self, request_id: int) -> futures.Future[None] | None:
-        """Does so in the engine's own thread; None once the engine is closed."""
+        """Like `_advance_for`, in the engine's own thread; None once the engine is closed."""
         with self._turns.tables():
             if self._loop is None:
                 return None
             return self._stepper.submit(self._advance_for, request_id)
 
     def _take_in(self) -> None:
-        """Takes in what was added and what is to end; holds the tables, while nobody steps."""
+        """Queues added requests and ends those to end.
+
+        The caller holds the tables, and no thread is stepping."""
         loop = self._loop
         while self._new:
             request = self._new.popleft()
@@ -401,14 +403,14 @@ class Engine:
                 self._outbox.leave(request_id)
 
     def _hand_out(self, moved: Iterable[Request]) -> None:
-        """Makes chunks of what requests gained, for their streams or for `step`."""
+        """Makes chunks of the requests' new text, for their streams or for `step`."""
         for samples in self._outbox.hand_out(moved):
             self._totals.add(samples, self._started_at)
 
     def _end_lost(self, error: str) -> None:
-        """Ends the requests that the loop no longer has, after an exception, and hands them out.
+        """Ends the requests that the loop lost in an exception, and hands out their last chunks.
 
-        Nobody is to wait for what does not come.
+        Otherwise their streams would wait for ever.
         """
         waiting = set(self._new)
         lost = [each for each in self._outbox.unended() if each not in waiting]
@@ -424,20 +426,20 @@ class Engine:
             return self._outbox.take_mail(request_id)
 
     def _leave(self, request_id: int) -> None:
-        """Ends a stream that nobody reads any more; may be called at any point of the program."""
+        """Ends a stream that is no longer read; may be called at any point of the program."""
         self._to_end.append(_Ending(request_id, is_left=True))
         self._turns.tidy()
 
 
 class _Ending(NamedTuple):
-    """A request that somebody wants to end."""
+    """A request that is to be ended."""
 
     request_id: int
-    is_left: bool = False  # and nobody reads what it still has to say
+    is_left: bool = False  # whether its remaining chunks are dropped
 
 
 class _Totals:
-    """Figures of requests that are over."""
+    """Sums over finished requests."""
 
     def __init__(self):
         self.num_prompts = self.num_prompt_tokens = self.num_output_tokens = 0
@@ -459,7 +461,7 @@ class _Totals:
 
 
 def _is_added(loop: Loop, request: Request) -> bool:
-    """Queues a request, or ends it where pages have become too few for it meanwhile."""
+    """Queues a request, or ends it if the pool is too small by now; returns whether it queued."""
     try:
         loop.add(request)
     except ValueError as error:

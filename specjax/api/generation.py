@@ -51,39 +51,39 @@ def generate(
     mesh: Mesh | None = None,
     progress: bool | Report = False,
 ) -> Generation:
-    """Generates text, with or without speculation: the same text either way.
+    """Generates text; speculation does not change it.
 
-    Token for token under `greedy`, `seeded` and `delta`, in law under `rejection`,
-    `block` and `traversal`, and not at all under the lossy rules.
+    It is the same token for token under `greedy`, `seeded` and `delta`, and in distribution
+    under `rejection`, `block` and `traversal`. Under the lossy rules it differs.
 
     Args:
       target: a Model, a folder in Hugging Face format, a hub name, or "demo".
       prompts: one prompt or many, of any lengths: text, chat messages, or token ids.
       drafter: None, "ngram", "demo", a folder, a Model, a DrafterSpec of your own, or what
         load_drafter returned.
-      sampling: for all prompts, or one per prompt; None is what the model's
-        generation_config.json says. Output ends where the context does, with
+      sampling: for all prompts, or one per prompt; by default that of the model's
+        generation_config.json. Output that reaches the end of the context stops there, with
         finish_reason "length" and fewer than max_tokens.
       verification: "seeded" (default), "greedy", "delta", "rejection", "block" or
         "traversal"; "lenient", "typical" and "synthetic" are lossy, and results say so.
-        Where a drafter has no probabilities (n-gram), a rule by law runs as `delta`.
+        For a drafter without probabilities (n-gram), `rejection` to `lenient` run as `delta`.
       num_speculative_tokens: K, the most tokens drafted per step; 0 is plain decoding.
       speculative_config: vLLM's --speculative-config, as JSON or a mapping; the
-        arguments above win over it.
-      engine: sizes, or a mapping of them; chosen from the requests where None.
-      policy: which K before each burst; None is what speculative_config says, else
-        goodput: the K of most expected tokens per second, up to num_speculative_tokens.
+        arguments above override it.
+      engine: sizes, or a mapping of them; by default chosen from the requests.
+      policy: chooses K before each burst; by default that of speculative_config, else
+        goodput: the K with the most expected tokens per second, up to num_speculative_tokens.
       mesh: devices to split over, axes "data" and "tensor".
-      progress: True shows on stderr what takes long; a function is told instead,
-        as report(what, done, total), with total 0 where nobody knows.
+      progress: True shows long operations on stderr; a function is called instead, as
+        report(what, done, total), with total 0 if it is unknown.
 
     Returns:
       The completions in the order of the prompts, n for each, with `stats`. A
       request that is invalid, or whose logits turn NaN, has finish_reason "error"
-      and says why in `error`; the others complete.
+      and the reason in `error`; the others complete.
 
     Raises:
-      ValueError: the call itself is wrong, or every request is; before any compile.
+      ValueError: the call itself or every request is invalid; raised before any compilation.
     """
     stream_ = Stream(
         target,
@@ -120,7 +120,7 @@ def stream(
 
 
 class Stream:
-    """A generation under way."""
+    """A running generation."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class Stream:
         self._setup.keep(self._loop)
 
     def result(self) -> Generation:
-        """Returns what `generate` would; runs what is left to run."""
+        """Returns what `generate` returns, after running the rest."""
         for _ in self._chunks:
             pass
         done = [completion_of(request) for request in self._requests] + self._failed

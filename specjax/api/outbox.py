@@ -1,4 +1,4 @@
-"""What requests gained, kept until it is fetched: by a stream of their own, or by `step`."""
+"""Keeps the chunks of requests until their stream, or `step`, fetches them."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from specjax.engine.request import Request
 
 
 class Outbox:
-    """The requests of an engine that are not over, and the chunks that nobody fetched.
+    """The open requests of an engine, and the chunks that were not fetched yet.
 
-    A request is its samples, n of them, known by one id. It is over once the last chunk of
-    each of them was handed out: several may end in one step, and are handed out one by one.
+    A request is a group of n samples with one id. It is over once the last chunk of each
+    sample was handed out: several may end in one step, and are handed out one by one.
 
-    Not for several threads at once.
+    Not thread-safe.
     """
 
     def __init__(self):
         self._writer = ChunkWriter()
         self._samples: dict[int, list[Request]] = {}
-        # Of these, the samples whose last chunk was not handed out.
+        # The samples of each request whose last chunk was not handed out.
         self._unended: dict[int, set[Request]] = {}
-        self._mail: dict[int, list[Chunk]] = {}  # of requests that are streamed
-        self._left: set[int] = set()  # streams that nobody reads any more, not yet over
+        self._mail: dict[int, list[Chunk]] = {}  # chunks of streamed requests
+        self._left: set[int] = set()  # open requests whose streams are no longer read
         self._unclaimed: list[Chunk] = []
 
     @property
@@ -32,18 +32,18 @@ class Outbox:
         return bool(self._samples or self._unclaimed)
 
     def open(self, request_id: int, samples: list[Request], *, is_streamed: bool) -> None:
-        """Takes in the samples of a new request."""
+        """Adds the samples of a new request."""
         self._samples[request_id] = samples
         self._unended[request_id] = set(samples)
         if is_streamed:
             self._mail[request_id] = []
 
     def ids(self) -> list[int]:
-        """Returns the requests that are not over."""
+        """Returns the ids of requests that are not over."""
         return list(self._samples)
 
     def samples(self, request_id: int) -> list[Request]:
-        """Returns the samples of a request that is not over; of any other there are none."""
+        """Returns the samples of a request that is not over; [] for any other."""
         return self._samples.get(request_id, [])
 
     def unended(self) -> Iterator[Request]:
@@ -52,7 +52,7 @@ class Outbox:
             yield from list(samples)
 
     def hand_out(self, moved: Iterable[Request]) -> list[list[Request]]:
-        """Makes chunks of what samples gained; none of one whose last was made already.
+        """Makes chunks of the samples' new text, except for samples that had their last chunk.
 
         Returns:
           The samples of each request that is over now.
@@ -89,13 +89,13 @@ class Outbox:
         return bool(self._mail.get(request_id)) or request_id not in self._samples
 
     def leave(self, request_id: int) -> None:
-        """Drops the chunks of a streamed request, and those to come: nobody reads them."""
+        """Drops the chunks of a stream that is no longer read, present and future ones."""
         self._mail.pop(request_id, None)
         if request_id in self._samples:
             self._left.add(request_id)
 
     def check_is_empty(self) -> None:
-        """Asserts that nothing is kept, as when every request is over and every chunk fetched."""
+        """Asserts that it is empty, as when every request is over and every chunk fetched."""
         for name, table in vars(self).items():
             assert name == "_writer" or not table, f"{name} holds {table!r}"
         assert not self._writer.num_open, "a chunk writer remembers requests"

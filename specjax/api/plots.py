@@ -1,4 +1,4 @@
-"""Pictures, for whoever has matplotlib installed."""
+"""Plots of a call's decisions; needs matplotlib."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def draw_decisions(decisions: Sequence[BurstRecord], path: str | os.PathLike[str
 
 
 def whole_ticks(axis: Any) -> None:
-    """Lets an axis of a whole number, as K is, have its ticks at whole numbers only."""
+    """Sets an axis to ticks at whole numbers only, as for K."""
     axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 

@@ -1,4 +1,4 @@
-"""From what a user passes to requests for the engine; whatever is wrong is said here."""
+"""Makes requests for the engine from a user's arguments, and reports errors in them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def as_list(prompts: Any) -> list[Any]:
     """Returns a list of prompts from one prompt or many.
 
     Raises:
-      ValueError: there is none, or what was given is no prompt.
+      ValueError: there is no prompt, or a value is not one.
     """
     if isinstance(prompts, str):
         return [prompts]
@@ -93,12 +93,12 @@ def make_requests(
     *,
     num_before: int = 0,
 ) -> tuple[list[Request], list[Refused]]:
-    """Returns the valid requests, n per prompt, and those refused.
+    """Returns the valid requests, n per prompt, and the refused ones.
 
     Args:
-      sampling: one per prompt; in place of parameters that could not be made, why.
-      num_before: prompts that share rows with these and came earlier: where prompts of one
-        seed need noise of their own, prompt i has that of number num_before + i.
+      sampling: one per prompt; an error stands in for parameters that could not be made.
+      num_before: earlier prompts that share rows with these: if prompts of one seed need
+        separate noise, prompt i has that of number num_before + i.
     """
     requests: list[Request] = []
     refused: list[Refused] = []
@@ -165,7 +165,7 @@ def _of_prompt(
     number = Rule.of(rule)
     cap = _draft_cap(params, speculation)
     if cap == 0 or not drafter.effective_rules([number]):
-        # Nothing is drafted for it, or nothing that has a law: the target's own draws.
+        # Without drafts, or without draft distributions, its tokens are the target's own draws.
         number = min(number, DELTA)
     elif engine_config.numerics == "invariant":
         raise ValueError(
@@ -188,8 +188,8 @@ def _of_prompt(
     seed = int(params.seed) if params.seed is not None else secrets.randbits(63)
     own_seed = seed
     if speculation.max_drafts_per_step is not None and number in BY_LAW:
-        # What is verified of a row follows from its neighbours' draws, which must not be
-        # its own: a seed that prompts share gives each of them noise of its own.
+        # The draft tokens verified for a row depend on other rows' draws, which must be
+        # independent of its own: prompts that share a seed get separate noise.
         own_seed = derive_seed(seed, noise_number)
     return [
         Request(

@@ -1,4 +1,4 @@
-"""What comes out: completions, the statistics of a call, and chunks of a stream."""
+"""The results of a call: completions, statistics, and chunks of a stream."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Completion:
     # the same drafter and K, and without max_drafts_per_step.
     seed: int
     acceptance: AcceptanceCounts
-    pieces: list[TextPiece]  # the text by token, and who proposed each
+    pieces: list[TextPiece]  # the text by token, and whether the drafter proposed it
     prompt_token_ids: list[int]
     lossy: str | None = None  # the rule, where the text need not be the target's
     self_check: SelfCheck | None = None  # where SamplingParams.self_check asks for it
@@ -60,7 +60,7 @@ class Completion:
 
 @dataclasses.dataclass(frozen=True)
 class GenerationStats:
-    """What a call did; seconds are wall time."""
+    """Statistics of a call; seconds are wall time."""
 
     num_prompts: int
     num_prompt_tokens: int
@@ -74,9 +74,9 @@ class GenerationStats:
     verification: str
     lossy: tuple[str, ...] = ()  # rules used under which text is not the target's
     self_check: SelfCheck | None = None  # over all requests that check themselves
-    # The last bursts: which K, why, and what was predicted beside what was measured.
+    # The last bursts: K, the reason, predicted beside measured figures.
     decisions: tuple[BurstRecord, ...] = ()
-    num_preemptions: int = 0  # how often a request gave its pages up and went on later
+    num_preemptions: int = 0  # number of times that a request was preempted
 
     def __repr__(self) -> str:
         parts = [
@@ -107,12 +107,12 @@ class GenerationStats:
 
     @property
     def num_bursts_by_k(self) -> dict[int, int]:
-        """Of `decisions`, how many drafted how many tokens."""
+        """The number of `decisions` by K."""
         counts = collections.Counter(d.num_speculative_tokens for d in self.decisions)
         return dict(sorted(counts.items()))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws which K was chosen when, and what was predicted beside what came, as PNG.
+        """Draws the chosen K over time, and predicted beside measured figures, as PNG.
 
         Raises:
           ValueError: no burst was run.
@@ -164,7 +164,7 @@ class Generation(Sequence[Completion]):
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """What one request gained since its last chunk."""
+    """The text and tokens that one request gained since its last chunk."""
 
     prompt_index: int
     sample_index: int
@@ -186,18 +186,18 @@ class Chunk:
 
 
 class ChunkWriter:
-    """Tells what each request gained since it was last asked about."""
+    """Makes chunks: the output of each request since its last chunk."""
 
     def __init__(self):
         self._seen: dict[Request, tuple[int, int]] = {}  # tokens, pieces
 
     @property
     def num_open(self) -> int:
-        """Requests of which it made a chunk and not the last."""
+        """Number of requests with a chunk but not the last one."""
         return len(self._seen)
 
     def chunk(self, request: Request) -> Chunk:
-        """Returns what a request gained."""
+        """Returns the next chunk of a request."""
         first_token, first_piece = self._seen.get(request, (0, 0))
         self._seen[request] = len(request.output_token_ids), len(request.shown)
         if request.is_finished:

@@ -32,7 +32,7 @@ def choose_sizes(
     tree_slots: int = 0,
     kv_shards: int = 1,
 ) -> tuple[Sizes | None, list[Request], list[Refused]]:
-    """Returns sizes that serve the requests that can be served, those, and the others.
+    """Returns sizes, the requests that they can serve, and the refused ones.
 
     Rows, and the tokens of a row, are powers of two, so that calls of similar size
     share their executables.
@@ -106,7 +106,7 @@ def _sizes(
     shard_pages: int,
     num_shards: int,
 ) -> Sizes:
-    """Returns sizes with no more pages than rows can hold, unless they were asked for."""
+    """Returns sizes with no more pages than rows can hold, unless num_pages is set."""
     if engine.num_pages is None:
         shard_pages = min(shard_pages, rows // num_shards * pages_per_row)
     return Sizes(

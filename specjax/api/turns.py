@@ -1,4 +1,4 @@
-"""Threads that share an engine: short looks at its tables, and long steps, one at a time."""
+"""Locks of threads that share an engine: short access to its tables, and long steps in turn."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from collections.abc import Callable, Iterator
 
 
 class Turns:
-    """A lock for tables, and turns for steps, in the order in which they were asked for.
+    """A lock for tables, and turns for steps, in the order of their requests.
 
     A step may take long, compiling included, and does not hold the tables meanwhile.
 
-    Some work comes from where nothing may be waited for: the garbage collector closes a
-    stream in the middle of anything, in a thread that may hold the tables or be stepping.
-    Such work is written down elsewhere, and `tidy` has it done, at once or by whoever
-    holds the tables or steps, once these are let go.
+    Some work must not wait for a lock: the garbage collector may close a stream at any point,
+    in a thread that holds the tables or is stepping. Such work is queued elsewhere. `tidy` does
+    it at once or, if another thread holds the tables or steps, leaves it to that thread.
 
     Args:
-      has_rest: whether such work is left.
-      do_rest: does it; called with the tables held, and while nobody steps.
+      has_rest: returns whether such work is left.
+      do_rest: does it; called with the tables held, while no thread is stepping.
     """
 
     def __init__(self, has_rest: Callable[[], bool], do_rest: Callable[[], None]):
@@ -55,10 +54,11 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self, unless: Callable[[], bool] = lambda: False) -> Iterator[bool]:
-        """Waits until nobody else steps.
+        """Waits until no other thread steps.
 
         Args:
-          unless: gives up the turn; asked with the tables held, whenever somebody has stepped.
+          unless: returns whether to give up the turn; called with the tables held, at first and
+            after each step of another thread.
 
         Yields:
           Whether the turn came.
@@ -84,9 +84,9 @@ class Turns:
                 self._changed.notify_all()
 
     def tidy(self) -> None:
-        """Has the rest done now, or by whoever holds the tables or steps; waits for nobody."""
-        # Of two threads of which one writes work down and the other lets go, either sees
-        # what the other has done, and does the work.
+        """Does the queued work now, or leaves it to the thread that holds the lock; never waits."""
+        # If one thread queues work while another releases the lock, at least one of them sees
+        # both, and does the work.
         while self._has_rest() and not self._line and self._lock.acquire(blocking=False):
             try:
                 self._holder = threading.get_ident()

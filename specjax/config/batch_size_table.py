@@ -1,9 +1,9 @@
-"""Which K at which batch size, as vLLM's `num_speculative_tokens_per_batch_size` says it.
+"""K by batch size, in the format of vLLM's `num_speculative_tokens_per_batch_size`.
 
     [[1, 64, 3], [65, 128, 1], [129, 512, 0]]      K = 3 up to 64 rows, 1 up to 128, then none
 
-Entries are [first, last, K], both ends included. A gap takes the K before it, and
-what is past the last entry takes the last K.
+Entries are [first, last, K], both ends included. A gap takes the K before it; batch sizes
+past the last entry take the last K.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def parse(table: Any) -> tuple[Entry, ...]:
 
     Raises:
       ValueError: not a list of [first, last, K]; a size below 1 or a K below 0; an entry
-        that ends before it begins; two that overlap; or none that begins at 1.
+        that ends before it begins; two that overlap; or no entry that begins at 1.
 
     Source: the rules of vLLM's dynamic speculative decoding.
     """

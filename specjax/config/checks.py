@@ -1,4 +1,4 @@
-"""What a value that a user gives is."""
+"""Checks of the type of a user's value."""
 
 from __future__ import annotations
 

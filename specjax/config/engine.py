@@ -12,24 +12,24 @@ from specjax.config.checks import is_int, is_number
 
 NUMERICS = ("fast", "invariant")
 
-# Of each op, what may run it. References are for tests: they are slow.
+# Implementations by op. References are left out: they are slow and for tests.
 KERNELS = {op: names[:-1] for op, names in IMPLEMENTATIONS.items()}
 
-# What pages may hold instead of the weights' dtype, and other names of the same.
+# Dtypes that pages may have instead of the weights' dtype, and aliases of them.
 KV_CACHE_DTYPES = ("int8", "fp8")
 _SAME_DTYPES = {"auto": None, "fp8_e4m3": "fp8", "float8_e4m3fn": "fp8"}
 
-GATES = ("current", "worst_case")  # which tokens of a batch weigh
+GATES = ("current", "worst_case")  # which tokens count towards a batch's weight
 
-KV_CACHE_BYTES = 2**30  # of pages, where nobody says how many
+KV_CACHE_BYTES = 2**30  # default bytes of all pages
 
 MOST_BYTES = 2**53  # 9 petabytes: more than all devices of a program together have
 
 _MOST_SLOTS = 2**31 - 1  # tokens of a pool, numbered by an int32
 
-# Of EngineConfig: the most that each size may be. Beyond it no step could be compiled or its
-# arrays held, whatever the model; what a model needs is held against the device when it is
-# known.
+# Largest value of each size in EngineConfig. Above it no step could be compiled, or no device
+# could hold its arrays, whatever the model; a model's own needs are checked against the device
+# later.
 _MOST = {
     "page_size": 2**12,
     "num_pages": _MOST_SLOTS,
@@ -52,65 +52,65 @@ _MOST = {
 class EngineConfig:
     """Sizes of the compiled executables and of the page pool; None is chosen from the requests.
 
-    A capacity is what a row's arrays hold, declared because shapes are static;
-    a request beyond one fails alone with an error that names it.
+    A capacity (`max_...`) is the size of a row's arrays, declared because shapes are static.
+    A request beyond a capacity fails alone, with an error that names it.
     """
 
     page_size: int = 16
     num_pages: int | None = None
     max_rows: int = 32
-    # Numbers of rows below max_rows that bursts are compiled for, the first time each is
-    # used: one with few rows left costs less in a small bucket. () is max_rows alone; None
-    # leaves it to the policy: powers of two, as they pay, or none of them.
+    # Row buckets below max_rows, each compiled when it is first used: a burst with few rows
+    # left costs less in a small bucket. () uses max_rows alone. By default the policy chooses:
+    # powers of two where they pay, or none.
     row_buckets: tuple[int, ...] | None = None
     burst_steps: int = 32
     max_context: int | None = (
-        None  # tokens of prompt and output together; None is the model's own limit
+        None  # tokens of prompt and output together; by default the model's own limit
     )
-    # Most the pages of all devices may take when num_pages is None; None is what memory_bytes
+    # Most bytes of all devices for pages if num_pages is None; by default what memory_bytes
     # leaves, else KV_CACHE_BYTES.
     kv_cache_bytes: int | None = None
-    # What weights, pages and steps may take together, of each device. None is, for an Engine,
-    # what others leave of what the device reports; where it reports nothing, as on CPU, in
-    # generate() and over a mesh's data axis only kv_cache_bytes counts.
+    # Bytes of each device for weights, pages and steps together. By default an Engine takes
+    # what the device reports as not in use by others. Where the device reports nothing, as on
+    # CPU, in generate() and over a mesh's data axis only kv_cache_bytes counts.
     memory_bytes: int | None = None
-    # Percent of the memory left beside the weights that a batch's weight stays below.
+    # Percent of the memory left beside the weights that batches leave free.
     batch_safety_margin: float = 20.0
-    # Of the weight limit, up to where a batch speculates.
+    # Fraction of the weight limit up to which a batch speculates.
     speculation_weight_fraction: float = 0.75
-    # Which tokens weigh: "current", those that rows have or may get by what is being sent, or
-    # "worst_case", all that they may ever have: nobody is admitted then who might have to
-    # be preempted.
+    # Tokens that count towards the weight of a batch. "current": those that rows have, or may
+    # gain by the work being sent. "worst_case": the full length of every row, so that no
+    # admitted request is ever preempted.
     gate: str = "current"
     max_bias_entries: int = 64  # logit_bias and bad_token_ids together
     max_allowed_tokens: int = 256
     max_stop_tokens: int = 16
     max_logprobs: int = 20
-    # Most that float32 logits take while drafts are verified: what is beyond it waits for
-    # the next chunk. Under rules by law a chunk is one row at least, and holds up to six
-    # arrays of that size (processed logits, both laws, their difference); under
-    # invariant numerics it is token_bucket.
+    # Most bytes of float32 logits during verification; more tokens are split into chunks. Under
+    # rules that compare distributions a chunk is one row at least, and holds up to six arrays
+    # of that size (processed logits, both distributions, their difference); under invariant
+    # numerics a chunk is token_bucket tokens.
     logit_bytes: int = 10**9
-    # "fast", or "invariant": the bits of every token follow from its own row, whatever
-    # is drafted and decoded beside it, at the price of computing token_bucket tokens
-    # where one would do. docs/invariant-numerics.md.
+    # "fast", or "invariant": the bits of every token depend on its own row alone, whatever else
+    # is drafted and decoded, at the cost of computing token_bucket tokens where one would do.
+    # docs/invariant-numerics.md.
     numerics: str = "fast"
     token_bucket: int = 16
-    # Whether requests read pages that others filled with the same tokens before.
+    # Whether requests read pages that earlier requests filled with the same tokens.
     prefix_caching: bool = True
-    # Most prompt tokens that one call feeds, of each data shard: an eighth of them for each of
-    # eight rows, or half for a long prompt alone, as beside rows that decode.
+    # Most prompt tokens per call and data shard: an eighth of them for each of eight rows, or
+    # half for a single long prompt, as beside rows that decode.
     max_prefill_tokens: int = 512
-    # Whether prompts are prefilled beside rows that decode, in the same matmuls, or in calls
-    # of their own; those it is under invariant numerics.
+    # Whether prompts are prefilled in the same matmuls as rows that decode, or in separate
+    # calls, as always under invariant numerics.
     mixed_prefill: bool = True
-    # Which implementation runs an op, by the op's name: {"tree_attention": "mosaic_gpu"}. Any
-    # mapping is taken; what is kept are pairs, so that the config is hashable. An op that is not
-    # named runs the best implementation for its case.
+    # Implementations by op: {"tree_attention": "mosaic_gpu"}. Any mapping is accepted and kept
+    # as pairs, so that the config is hashable. An op that is not named uses the best
+    # implementation for its case.
     kernels: Mapping[str, str] | tuple[tuple[str, str], ...] = ()
-    # What the target's keys and values are kept as: "int8", "fp8" (e4m3), or None, the weights'
-    # dtype. Each key head of each layer has a scale, which is measured on the weights in use.
-    # Texts are those of this cache, with and without speculation. docs/guides/memory.md.
+    # Dtype of the target's cached keys and values: "int8", "fp8" (e4m3), or None for the
+    # weights' dtype. Each key head of each layer has a scale, measured on the weights in use.
+    # Text is that of this cache, with and without speculation. docs/guides/memory.md.
     kv_cache_dtype: str | None = None
 
     def __post_init__(self):
@@ -146,7 +146,7 @@ class EngineConfig:
         object.__setattr__(self, "kv_cache_dtype", kept)
 
     def _check_size(self, name: str, most: int) -> None:
-        """Refuses a size that is no whole number, or that nothing could hold."""
+        """Raises if a size is not a whole number from 1 to `most`."""
         value: Any = getattr(self, name)
         if value is None and type(self).__dataclass_fields__[name].default is None:
             return
@@ -154,11 +154,11 @@ class EngineConfig:
             raise ValueError(
                 f"EngineConfig.{name}={value!r} must be a whole number from 1 to {most:,}."
             )
-        # Of numpy it may have few bits, and products of sizes are large.
+        # A numpy integer may have few bits, and products of sizes are large.
         object.__setattr__(self, name, operator.index(value))
 
     def _check_slots(self) -> None:
-        """Refuses pools whose slots are more than an int32 numbers."""
+        """Raises if an int32 cannot number the slots of the pool."""
         if self.num_pages is not None and self.num_pages * self.page_size > _MOST_SLOTS:
             raise ValueError(
                 f"EngineConfig.num_pages={self.num_pages} pages of {self.page_size} tokens are "
@@ -199,7 +199,7 @@ def _named_kernels(given: Any) -> tuple[tuple[str, str], ...]:
     """Returns pairs of an op and an implementation, in order.
 
     Raises:
-      ValueError: there is no such op, or none of its implementations has the name.
+      ValueError: an op is unknown, or has no implementation of that name.
     """
     try:
         named = dict(given)

@@ -1,4 +1,4 @@
-"""Names that users write: what they may have meant, and which drafters there are."""
+"""The names of drafters, and suggestions for misspelt names."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 NO_DRAFTER, DEMO = "none", "demo"
 MATCHING = ("ngram", "history")  # drafters that need no weights
 DRAFTERS = (NO_DRAFTER, *MATCHING, DEMO)
-_SIMILARITY = 0.6  # of names, from 0 to 1, to ask whether one is the other
+_SIMILARITY = 0.6  # similarity of names, 0 to 1, from which one is suggested for the other
 
 
 def closest(name: str, known: Iterable[str], similarity: float = _SIMILARITY) -> str | None:
-    """Returns the known name that one is a misspelling of, None where it is none."""
+    """Returns the known name that `name` misspells, or None."""
     found = difflib.get_close_matches(name, list(known), 1, similarity)
     return found[0] if found else None
 
@@ -26,16 +26,16 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def check_drafter(name: str | os.PathLike[str]) -> None:
-    """Refuses the name of a drafter that is none of DRAFTERS, no folder and no hub name.
+    """Raises unless a name is one of DRAFTERS, a folder, or a hub name.
 
-    A hub name is "org/name": nothing else is asked for on the network.
+    A hub name is "org/name": no other name is looked up on the network.
 
     Raises:
-      ValueError: it lists what there is.
+      ValueError: the name is unknown; the message lists the known ones.
     """
     text = os.fspath(name)
     known = (*DRAFTERS, "demo-draft")
-    # Whatever has a separator is a path or a hub name, for `load_model` to find.
+    # A name with a separator is a path or a hub name, for `load_model` to find.
     if text in known or os.path.basename(text) != text:
         return
     if not isinstance(name, str) or Path(text).expanduser().exists():

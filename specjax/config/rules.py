@@ -38,11 +38,11 @@ class Rule(enum.IntEnum):
 
 VERIFICATION_RULES = tuple(rule.label for rule in Rule)
 
-# They compare the laws of draft and target, so that drafts need noise of their own. A run of
-# numbers, because compiled steps ask by comparing with its ends.
+# Rules that compare the distributions of draft and target, so that drafts need noise of their
+# own. They are a range because compiled steps test membership by comparing with its ends.
 BY_LAW = range(Rule.REJECTION, Rule.LENIENT + 1)
 
-# Output under these is not the target's.
+# Rules under which the output is not the target's.
 LOSSY_RULES = tuple(rule.label for rule in (Rule.LENIENT, Rule.TYPICAL, Rule.SYNTHETIC))
 
 

@@ -1,4 +1,4 @@
-"""How the tokens of a request are drawn, and when it ends."""
+"""Sampling parameters of a request, and the rules by which it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specjax.config.rules import VERIFICATION_RULES, unknown_rule
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. The meaning and order of vLLM's parameters.
+    """Sampling parameters of one request, with the meaning and order of vLLM's.
 
     Logits pass: allowed ids, bad ids, min_tokens, logit_bias, penalties,
     temperature, min_p, top_k, top_p. All of them work with speculation.
@@ -24,13 +24,12 @@ class SamplingParams:
     begins among them and is completed by a later token does.
 
     `seed`, from 0 to 2**64 - 1, makes the text a function of (weights, prompt, these
-    parameters, seed); under the rules that keep the law alone (`rejection` and those after it) of
-    what is drafted
-    too. Without one fresh entropy is drawn, and reported in the result. Sample i of n uses
-    a seed derived from (seed, i).
+    parameters, seed). Under the rules that keep only the distribution (`rejection` and those
+    after it) the text also depends on what is drafted. Without a seed, fresh entropy is drawn,
+    and reported in the result. Sample i of n uses a seed derived from (seed, i).
 
     Raises:
-      ValueError: a value that means nothing, or two that contradict; when it is made.
+      ValueError: at construction, if a value is invalid or two contradict.
     """
 
     temperature: float = 1.0  # 0 is greedy
@@ -43,7 +42,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     bad_token_ids: Sequence[int] = ()
     allowed_token_ids: Sequence[int] | None = None
-    min_tokens: int = 0  # so many are no stop token and complete no stop string
+    min_tokens: int = 0  # the first so many tokens neither stop nor complete a stop string
     max_tokens: int = 128
     stop_token_ids: Sequence[int] = ()
     stop: str | Sequence[str] | None = ()  # stop strings, cut from the text
@@ -51,14 +50,14 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     logprobs: int | None = None  # k: of the chosen token and the k most likely; 0: chosen only
-    # The entropy of the distribution that each token was drawn from; with logprobs.
+    # Whether to return the entropy of each token's distribution; needs logprobs.
     entropy: bool = False
     num_speculative_tokens: int | None = None  # this request's own K; 0 is off
     # False is plain decoding for this request alone, whatever num_speculative_tokens says:
     # the same text under `greedy`, `seeded` and `delta`.
     speculate: bool = True
-    verification: str | None = None  # this request's own rule; None is the call's
-    self_check: bool = False  # holds the draws against their law, see specjax.SelfCheck
+    verification: str | None = None  # this request's own rule; by default the call's
+    self_check: bool = False  # tests draws against their distribution, see specjax.SelfCheck
 
     def __post_init__(self):
         self.validate()
@@ -68,16 +67,16 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     def validate(self, vocab_size: int | None = None, eos_token_ids: Sequence[int] = ()) -> None:
-        """Refuses values that mean nothing or contradict, naming the parameter.
+        """Raises if a value is invalid or two contradict, naming the parameter.
 
-        Called when parameters are made, and with the model's arguments when a request is.
+        Called when parameters are made, and with the model's arguments when a request is made.
 
         Args:
-          vocab_size: token ids are held against it when given.
+          vocab_size: token ids must be below it, if given.
           eos_token_ids: stop tokens of the model, unless `ignore_eos`.
 
         Raises:
-          ValueError: a value of the wrong type too.
+          ValueError: a value is out of range or of the wrong type.
         """
         for name, low, high in _RANGES:
             value: Any = getattr(self, name)
@@ -129,7 +128,7 @@ class SamplingParams:
             self._validate_allowed(self.allowed_token_ids, eos_token_ids)
 
     def _validate_allowed(self, allowed: Sequence[int], eos_token_ids: Sequence[int]) -> None:
-        """Refuses allowed_token_ids of which nothing is left."""
+        """Raises if the other parameters forbid every one of allowed_token_ids."""
         left = set(map(int, allowed))
         if not left:
             raise ValueError(

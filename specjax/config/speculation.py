@@ -1,4 +1,4 @@
-"""Which drafter, how many tokens, verified how."""
+"""The configuration of speculation: the drafter, K, and the verification rule."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_DEPTH = 63
 
 
 def _check_lossy(config: SpeculationConfig) -> None:
-    """Refuses numbers of the lossy rules that mean nothing; makes the rates a tuple."""
+    """Raises if a number of the lossy rules is invalid; makes the rates a tuple."""
     for name, low in (("lenience", 0), ("typical_epsilon", 0), ("typical_delta", 0)):
         value: Any = getattr(config, name)
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -49,7 +49,7 @@ def _check_lossy(config: SpeculationConfig) -> None:
 
 
 def _rank_paths(tree: Any) -> tuple[tuple[int, ...], ...] | None:
-    """Returns a tree's nodes by their ranks, from any of the forms that users write."""
+    """Returns a tree's nodes as paths of ranks, from any of the forms that users write."""
     if tree is None:
         return None
     given = tree
@@ -57,7 +57,7 @@ def _rank_paths(tree: Any) -> tuple[tuple[int, ...], ...] | None:
         if isinstance(given, str):
             given = ast.literal_eval(given)
         if all(is_int(width) and width >= 1 for width in given):
-            # One more than may be is enough to be refused by name.
+            # One node above the limit is enough for the error below.
             ranks = [range(min(width, MAX_DRAFT_NODES + 1)) for width in given]
             paths = [
                 path
@@ -88,49 +88,50 @@ def _rank_paths(tree: Any) -> tuple[tuple[int, ...], ...] | None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SpeculationConfig:
-    """Which drafter, how many tokens, verified how.
+    """The configuration of speculation: the drafter, K, and the verification rule.
 
-    The keys of vLLM's `--speculative-config`. A drafter that is passed beside this
+    Fields are the keys of vLLM's `--speculative-config`. A drafter that is passed beside this
     needs neither `method` nor `model`.
     """
 
     method: str | None = None  # None, "ngram", "history" or "draft_model"
     model: str | None = None  # a folder, a hub name, or "demo"
-    # Most draft tokens along one path, as it was asked for; `depth` is what comes of it.
+    # Most draft tokens along one path, as the user gives it; `depth` resolves the default.
     num_speculative_tokens: int | None = None
     # K by the number of rows that decode: [[first, last, K], ...], see batch_size_table.
     num_speculative_tokens_per_batch_size: Any = None  # tuple[Entry, ...], once made
-    # "goodput": the K of the most expected tokens per second, up to num_speculative_tokens;
-    # "fixed": that K always. None is goodput, or the table above where there is one.
+    # "goodput": the K with the most expected tokens per second, up to num_speculative_tokens;
+    # "fixed": always that K. By default the table above if there is one, else goodput.
     policy: str | None = None
-    # Most decoding rows with which drafts are made; None is no limit.
+    # Most decoding rows with which a batch drafts; by default unlimited.
     speculation_max_rows: int | None = None
-    # Positions that a draft model is fed; None is as many as it was made for.
+    # Most positions fed to a draft model; by default its own limit.
     max_model_len: int | None = None
     verification: str = "seeded"
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     prompt_lookup_matches: int = 1  # continuations; more than one are drafted as a tree
-    # Most tokens of such a tree, or of one grown with tree_top_k. None: all of them, or
+    # Most tokens of such a tree, or of one grown with tree_top_k. By default all of them, or
     # tree_top_k per depth.
     num_draft_nodes: int | None = None
-    # Of method "history": tokens of the text that rows share, their own prompts' answers and
-    # earlier ones; beside a draft model: that drafts where nothing better is found there. None
-    # is drafters.spec.CORPUS_TOKENS for the former, and none for the latter.
+    # Tokens of the text that rows share: earlier answers, to their own prompts and to others.
+    # Method "history" drafts from it, by default drafters.spec.CORPUS_TOKENS. A draft model
+    # drafts only where no better match is found in it, by default without such text.
     corpus_tokens: int | None = None
-    # A draft model's tree, each node by the ranks on the way to it: "[(0,), (1,), (0, 0)]",
-    # the same as a list, or the children per depth, (2, 1). None drafts chains.
+    # Static tree of a draft model, each node as the ranks on the path to it:
+    # "[(0,), (1,), (0, 0)]", the same as a list, or the children per depth, (2, 1). By default
+    # chains are drafted.
     speculative_token_tree: Any = None  # tuple[tuple[int, ...], ...], once made
-    # A draft model's tree, grown where the model is surest (EAGLE-2's top-k): so many
-    # nodes expanded per depth, so many children looked at of each.
+    # Dynamic tree of a draft model (EAGLE-2's top-k): the number of most probable nodes
+    # expanded per depth, and of children considered for each.
     tree_top_k: int | None = None
-    # Most draft tokens verified per step over all rows, those likeliest to stand; None: all
-    # that are drafted.
+    # Most draft tokens verified per step over all rows, the likeliest to be accepted; by default
+    # all drafted ones.
     max_drafts_per_step: int | None = None
-    lenience: float = 0.5  # of "lenient": draft probabilities are multiplied by it
-    typical_epsilon: float = 0.09  # of "typical": its thresholds
+    lenience: float = 0.5  # "lenient": factor on draft probabilities
+    typical_epsilon: float = 0.09  # "typical": thresholds
     typical_delta: float = 0.3
-    # Of "synthetic": how often a draft token at each depth stands, the last going on.
+    # "synthetic": acceptance rate at each depth; the last one applies to all deeper ones.
     synthetic_acceptance_rates: Any = None  # tuple[float, ...], once made
 
     def __post_init__(self):
@@ -199,8 +200,8 @@ class SpeculationConfig:
 
     @property
     def depth(self) -> int:
-        """Most draft tokens along one path: what was asked for, else a tree's depth, else the
-        default."""
+        """Most draft tokens along one path: num_speculative_tokens, else the table's largest K, a
+        tree's depth, or the default."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         table = self.num_speculative_tokens_per_batch_size
@@ -211,11 +212,11 @@ class SpeculationConfig:
 
     @property
     def has_tree(self) -> bool:
-        """Whether it says what tree a draft model is to draft."""
+        """Whether it sets the tree of a draft model."""
         return self.speculative_token_tree is not None or self.tree_top_k is not None
 
     def _set_table(self) -> None:
-        """Checks num_speculative_tokens_per_batch_size, and warns of what it cannot have."""
+        """Parses num_speculative_tokens_per_batch_size; lowers K above the limit with a warning."""
         if self.num_speculative_tokens_per_batch_size is None:
             return
         table = batch_size_table.parse(self.num_speculative_tokens_per_batch_size)
@@ -230,7 +231,7 @@ class SpeculationConfig:
         object.__setattr__(self, batch_size_table.NAME, table)
 
     def _check_growth(self) -> None:
-        """Refuses a tree_top_k that means nothing or contradicts."""
+        """Raises if tree_top_k is invalid or contradicts other fields."""
         top_k, depth = self.tree_top_k, self.depth
         if top_k is None:
             return
@@ -250,10 +251,10 @@ class SpeculationConfig:
 
     @classmethod
     def from_json(cls, text_or_mapping: str | Mapping[str, Any]) -> SpeculationConfig:
-        """Reads vLLM's `--speculative-config`, JSON or what JSON was read to.
+        """Returns the config of vLLM's `--speculative-config`, as JSON text or a mapping.
 
-        A warning names the keys of vLLM that have no use here and why; another one keys
-        that are unknown and like no other. The table is in docs/speculative-config.md.
+        One warning names vLLM's keys that have no effect here, and why; another names unknown
+        keys that resemble no known one. docs/speculative-config.md lists all keys.
 
         Raises:
           ValueError: not a JSON object, a method that specjax does not have, a key that is

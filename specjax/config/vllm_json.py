@@ -1,4 +1,4 @@
-"""vLLM's `--speculative-config` to fields of SpeculationConfig.
+"""Converts vLLM's `--speculative-config` to fields of SpeculationConfig.
 
 docs/speculative-config.md has the table: which key means what here, and which has no
 use and why.
@@ -16,14 +16,14 @@ from specjax.config.names import closest, suggestion
 
 METHODS = ("ngram", "history", "draft_model")
 _NAME = "speculative_config"
-_SAME_KEY = 0.75  # similarity from which an unknown key is a misspelt one, not a newer one
+_SAME_KEY = 0.75  # similarity from which an unknown key counts as misspelt rather than new
 
 
 class Reading(NamedTuple):
-    """What a JSON says."""
+    """The result of reading a JSON config."""
 
     fields: dict[str, Any]  # of SpeculationConfig
-    warnings: tuple[str, ...]  # what of it has no effect
+    warnings: tuple[str, ...]  # about keys that have no effect
 
 
 def read(given: str | Mapping[str, Any], defaults: Mapping[str, Any]) -> Reading:
@@ -51,7 +51,7 @@ def read(given: str | Mapping[str, Any], defaults: Mapping[str, Any]) -> Reading
     if left.get("method") in ("ngram", "history"):
         useless["max_model_len"] = "matching has no context of its own"
     fields = {key: left.pop(key) for key in list(left) if key in defaults.keys() - useless.keys()}
-    # A switch that is off asks for nothing.
+    # A switch that is off needs no warning.
     reasons = [
         f"{key} ({useless[key]})"
         for key in sorted(left.keys() & useless.keys())
@@ -68,7 +68,7 @@ def read(given: str | Mapping[str, Any], defaults: Mapping[str, Any]) -> Reading
 
 
 def _refuse_misspelt(unknown: Sequence[str], known: Collection[str]) -> None:
-    """Raises ValueError for keys that are nearly others; what is like none may be newer."""
+    """Raises ValueError for keys that resemble known ones; others may be new in vLLM."""
     meant = {key: closest(key, known, _SAME_KEY) for key in unknown}
     wrong = [f"{key!r} (did you mean {name!r}?)" for key, name in meant.items() if name]
     if wrong:
@@ -134,7 +134,7 @@ def _set_method(left: dict[str, Any]) -> None:
 
 
 def _set_rule(left: dict[str, Any]) -> None:
-    """Turns how vLLM says that drafts are sampled and accepted into `verification`."""
+    """Turns vLLM's keys for sampling and accepting drafts into `verification`."""
     how = _choice(left, "draft_sample_method", ("greedy", "probabilistic"))
     method = _choice(left, "rejection_sample_method", tuple(_RULES))
     method = _choice(left, "acceptance_method", tuple(_OLD_RULES)) or method
@@ -145,11 +145,11 @@ def _set_rule(left: dict[str, Any]) -> None:
                 "set that, or leave it out."
             )
         if how is not None:
-            left["draft_sample_method"] = how  # for nothing
+            left["draft_sample_method"] = how  # left over: it has no effect
         return
     rule = (_RULES | _OLD_RULES)[method]
     if how == "greedy" and rule in ("rejection", "block"):
-        # A draft without a law of its own: both rules come to the same there.
+        # Without a draft distribution both rules are the same.
         rule = "delta"
     elif how is not None and rule == "seeded":
         left["draft_sample_method"] = how
@@ -163,7 +163,7 @@ def _set_rule(left: dict[str, Any]) -> None:
 
 
 def _set_synthetic_rates(left: dict[str, Any]) -> None:
-    """Turns vLLM's unconditional rates, or a mean length, into rates given the token before."""
+    """Turns vLLM's unconditional rates, or a mean length, into conditional rates by depth."""
     given = left.pop("synthetic_acceptance_rates", None)
     length = left.pop("synthetic_acceptance_length", None)
     if (given is None) == (length is None):
@@ -209,7 +209,7 @@ def _checked(rates: Any, depth: Any) -> list[float]:
 
 
 def _set_lookup(left: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """One bound of an n-gram alone moves the other's default out of its way."""
+    """Sets the missing one of two n-gram bounds so that its default does not contradict."""
     low, high = left.get("prompt_lookup_min"), left.get("prompt_lookup_max")
     if low is None and _is_count(high):
         left["prompt_lookup_min"] = min(high, defaults["prompt_lookup_min"])
@@ -218,7 +218,7 @@ def _set_lookup(left: dict[str, Any], defaults: Mapping[str, Any]) -> None:
 
 
 def _choice(left: dict[str, Any], key: str, allowed: tuple[str, ...]) -> str | None:
-    """Takes a key out that has one of some values; None where it is not given."""
+    """Removes and returns a key that must have one of some values; None if it is absent."""
     value = left.pop(key, None)
     if value is not None and value not in allowed:
         raise ValueError(
@@ -256,7 +256,7 @@ _OTHER_NAMES = {
     "posterior_threshold": "typical_epsilon",
     "posterior_alpha": "typical_delta",
 }
-# Read on the way to fields, or refused with a reason of their own.
+# Keys that are converted to fields, or refused with their own message.
 _ALSO_READ = (
     "rejection_sample_method",
     "acceptance_method",
