@@ -214,7 +214,8 @@ def page_bytes(pooled: Pooled, engine: EngineConfig, dtype: Any, kv_shards: int 
     """
     own = kv_cache.numbers_per_token(pooled.target, kv_shards=kv_shards)
     own *= kv_cache.pages_dtype(engine.kv_cache_dtype, dtype).itemsize
-    return (own + pooled.drafter_bytes) * engine.page_size
+    # A drafter is whole on every device.
+    return (own + pooled.drafter_bytes * kv_shards) * engine.page_size
 
 
 def power_of_two(number: int) -> int:

@@ -24,7 +24,7 @@ from specjax.decode.bucket import Bucket
 from specjax.decode.burst import burst
 from specjax.decode.compiling import tell
 from specjax.decode.config import DecoderConfig
-from specjax.decode.kv_scales import measure_kv_scales
+from specjax.decode.kv_scales import kv_scales_of
 from specjax.decode.mixed import mixed_step
 from specjax.decode.prefill import prefill
 from specjax.decode.score import Scores, score
@@ -146,26 +146,19 @@ class Decoder:
             return params
         return sharding.place(params, self._param_specs(params), self.mesh)
 
-    def set_kv_scales(self, params: DecoderParams, state: DecodeState) -> DecodeState:
+    @in_own_settings
+    def with_kv_scales(self, params: DecoderParams, state: DecodeState) -> DecodeState:
         """Returns a state whose int8 or fp8 pages have the scales of these weights.
 
-        Call it only while the pages are empty. Donates the state.
+        Call it only while the pages are empty.
         """
-
-        def run(state, params):
-            scales = measure_kv_scales(
-                params.target,
-                self.target,
-                self.config.pages_dtype,
-                tensor_axis=sharding.tensor_axis(self.mesh),
-            )
-            return (
-                dataclasses.replace(state, cache=dataclasses.replace(state.cache, scales=scales)),
-            )
-
-        in_specs = (self._param_specs(params),)
-        (state,) = self._call(("kv_scales",), run, state, params, in_specs=in_specs, out_specs=())
-        return state
+        dtype = self.config.pages_dtype
+        with sharding.lowered(self.mesh):
+            # A copy: steps donate the state.
+            scales = jnp.array(kv_scales_of(params.target, self.target, dtype))
+        if self.mesh is not None and state.cache.scales is not None:
+            scales = jax.device_put(scales, state.cache.scales.sharding)
+        return dataclasses.replace(state, cache=dataclasses.replace(state.cache, scales=scales))
 
     def admit(self, state: DecodeState, admission: Admission) -> DecodeState:
         """Runs `specjax.decode.state.admit`, one executable per number of places. Donates the
@@ -496,7 +489,8 @@ class Decoder:
                 params.target,
                 *texts,
                 page_size=self.sizes.page_size,
-                dtype=self.sizes.dtype,
+                dtype=self.config.pages_dtype,
+                kv_scales=state.cache.scales,
                 num_tensor_shards=sharding.axis_size(self.mesh, sharding.TENSOR),
             )
             return state, scores

@@ -48,6 +48,7 @@ def score(
     *,
     page_size: int,
     dtype,
+    kv_scales: Array | None = None,
     num_tensor_shards: int = 1,
 ) -> Scores:
     """Returns the log-probabilities of texts, each token given those before it.
@@ -59,6 +60,7 @@ def score(
       num_tokens: i32[rows], how many tokens of each row are text.
       sampling: parameters that the text was, or would be, sampled with.
       dtype: of keys and values.
+      kv_scales: of int8 and fp8 pages, `PagedKVCache.scales`.
       num_tensor_shards: number of shards that heads are split over; this is one of them.
     """
     rows, max_length = history.shape
@@ -106,6 +108,7 @@ def score(
             max_tokens_per_row=CHUNK,
             token_bucket=spec.token_bucket,
             tensor_axis=spec.tensor_axis,
+            kv_scales=kv_scales,
         )
         row = jnp.minimum(batch.row_ids, rows - 1)
         after = jnp.minimum(batch.positions + 1, max_length - 1)

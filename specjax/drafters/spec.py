@@ -262,7 +262,8 @@ class HybridDrafter(DrafterSpec):
         return self.model.configs
 
     def configured(self, config: SpeculationConfig) -> HybridDrafter:
-        return HybridDrafter(
+        return dataclasses.replace(
+            self,
             model=self.model.with_tree(config),
             corpus_tokens=config.corpus_tokens or self.corpus_tokens,
             min_match=_asked_for(config, "prompt_lookup_min") or self.min_match,

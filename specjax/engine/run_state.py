@@ -106,8 +106,7 @@ class RunState:
             self.scheduler.feeds_shared_again = bool(drafter and self.decoder.drafter.taps)
         is_quantized = self.device_state.cache.scales is not None
         if is_quantized and not self.has_scales and self.params.target is not None:
-            state, self.device_state = self.device_state, None  # the call donates it
-            self.device_state = self.decoder.set_kv_scales(self.params, state)
+            self.device_state = self.decoder.with_kv_scales(self.params, self.device_state)
             self.has_scales = True
 
     def _new_state(self) -> DecodeState:

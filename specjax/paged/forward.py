@@ -229,6 +229,10 @@ def forward(
     ) -> tuple[Array, Pages]:
         k_scale, v_scale = kv_cache.scales_of(kv_scales, layer)
         pages = kv_cache.write(pages, k, v, slot_mapping, k_scale, v_scale)
+        if kv_scales is not None:
+            # int8 has no NaN: a token whose key or value is not finite is NaN itself instead.
+            is_finite = jnp.isfinite(k).all((1, 2)) & jnp.isfinite(v).all((1, 2))
+            q = jnp.where(is_finite[:, None, None], q, jnp.nan)
         outs = [
             tree_attention(
                 queries,

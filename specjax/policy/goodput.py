@@ -142,6 +142,8 @@ class _Charge:
     lost: float  # predicted loss, seconds
     rate: float  # tokens per second of the bucket that ran before
     spent: float = 0.0  # measured loss: seconds beyond those of its tokens at that rate
+    has_run: bool = False
+    num_before: int = 0  # outcomes of bursts that were sent before it
 
     def add(self, outcome: Outcome) -> None:
         assert outcome.seconds is not None
@@ -306,7 +308,7 @@ class Goodput:
                 return []
             if not self.costs.count(bucket):
                 seconds *= 1 - OPTIMISM
-            seconds += self.costs.burst_s / max(load.num_probe_steps, 1)
+            seconds += self.costs.burst_s / _usual_steps(bucket, seconds, load)
             rate = slots.together(bucket) * tokens / seconds
             candidates.append(_Candidate(bucket, tokens, seconds, rate, doubt, slots))
         return candidates
@@ -576,8 +578,8 @@ class Goodput:
         self, best: _Candidate, allowed: Sequence[_Candidate], load: Load
     ) -> Decision | None:
         """Returns a burst that probes another bucket, if a budget allows it."""
-        if not load.num_probe_steps:
-            return None
+        if not load.num_probe_steps or self._charge is not None:
+            return None  # the probe before it is not read back yet
         is_plain = not best.bucket.num_speculative_tokens
         ready = [c for c in allowed if c.bucket not in self._missing and c is not best]
         drafting = [c for c in ready if c.bucket.num_speculative_tokens]
@@ -709,7 +711,7 @@ class Goodput:
                 # Catch-up is learned separately, once the steps' cost is known.
                 expected = self.costs.seconds(bucket, context)
                 if is_known and expected is not None:
-                    extra = seconds - num_steps * expected
+                    extra = seconds - self.costs.burst_s - num_steps * expected
                     usual = catch_up / behind
                     self.costs.observe_catch_up(
                         behind, extra, steps_s=num_steps * expected, usual_s=usual
@@ -737,9 +739,17 @@ class Goodput:
         charge = self._charge
         if charge is None:
             return
-        charge.add(outcome)
         if outcome.bucket == charge.bucket:
+            charge.has_run = True
+            charge.add(outcome)
             return  # it may run once more
+        if not charge.has_run:
+            # Bursts are read back after the next one is sent.
+            charge.num_before += 1
+            if charge.num_before > BURSTS_NEAR:
+                self._charge = None  # it never ran
+            return
+        charge.add(outcome)
         self._charge, ledger = None, self.ledger
         more = charge.too_little()
         self.seconds_lost += more
@@ -786,6 +796,14 @@ class Goodput:
 def _num_steps(most: int, step_s: float, most_s: float = PROBE_S) -> int:
     """Returns `most` steps, or the fewer (LEAST_STEPS at least) that fit into `most_s`."""
     return most if most * step_s <= most_s else max(int(most_s / step_s), LEAST_STEPS)
+
+
+def _usual_steps(bucket: Bucket, step_s: float, load: Load) -> int:
+    """Returns the steps of a burst that is no probe."""
+    steps = max(load.num_probe_steps, 1)
+    if not bucket.num_speculative_tokens:
+        return steps
+    return min(steps, max(int(MOST_DRAFTING_S / step_s), LEAST_STEPS))
 
 
 def _midway(load: Load, tokens_per_step: float) -> float:

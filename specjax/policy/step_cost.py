@@ -156,8 +156,9 @@ class StepCosts:
         self.num_caught_up = 0  # bursts that measured catch_up_s in this process
         self.burst_s = 0.0  # fixed seconds of a burst beside those of its steps
         self._burst_told = [0.0] * (BURST_MEMORY // 4)  # burst_s is their median; begins at 0
+        self._num_told_burst = 0  # pairs of bursts that told it in this process
         self._caught_up = np.zeros(2)  # of catch_up_s: sum of weights, sum of weighted values
-        self.nodes_per_row = nodes_per_row or {}
+        self._nodes_per_row = dict(nodes_per_row or {})
         self.prior = prior
         self.drift = 1.0
         self._last: Burst | None = None
@@ -174,6 +175,15 @@ class StepCosts:
         self._fits: dict[tuple[int, int], _Fit] = {}
         self._known_slopes: tuple[float, float] | None = None
         self._num_measured = self._num_since_slopes = self._num_alone = 0
+
+    @property
+    def nodes_per_row(self) -> Mapping[int, int]:
+        return self._nodes_per_row
+
+    @nodes_per_row.setter
+    def nodes_per_row(self, nodes_per_row: Mapping[int, int]) -> None:
+        if nodes_per_row != self._nodes_per_row:
+            self._nodes_per_row, self._fits = dict(nodes_per_row), {}
 
     @property
     def measured(self) -> list[Bucket]:
@@ -215,8 +225,9 @@ class StepCosts:
         if self.catch_up_s is None or other.num_caught_up > self.num_caught_up:
             self.catch_up_s, self.num_caught_up = other.catch_up_s, other.num_caught_up
             self._caught_up = other._caught_up.copy()
-        if len(other._burst_told) > len(self._burst_told):
+        if other._num_told_burst > self._num_told_burst or not self._num_told_burst:
             self.burst_s, self._burst_told = other.burst_s, other._burst_told
+            self._num_told_burst = other._num_told_burst
 
     def begin_run(self) -> None:
         """Marks a gap: the next measurement is not compared with earlier ones."""
@@ -310,6 +321,7 @@ class StepCosts:
         extra = few[1] / few[0] - many[1] / many[0]
         told = extra / (1 / few[0] - 1 / many[0])
         self._burst_told = [*self._burst_told, min(max(told, -few[1]), few[1])][-BURST_MEMORY:]
+        self._num_told_burst += 1
         self.burst_s = max(_median(self._burst_told), 0.0)
 
     def observe_catch_up(
@@ -460,7 +472,7 @@ class StepCosts:
 
     def _features(self, bucket: Bucket) -> np.ndarray:
         depth, rows = bucket.num_speculative_tokens, bucket.rows
-        drafts = rows * (self.nodes_per_row.get(depth, 1 + depth) - 1)
+        drafts = rows * (self._nodes_per_row.get(depth, 1 + depth) - 1)
         if bucket.max_drafts is not None:
             drafts = min(drafts, bucket.max_drafts)
         return np.array([1.0, rows + drafts, rows * depth, depth])

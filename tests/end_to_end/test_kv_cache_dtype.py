@@ -21,6 +21,7 @@ from pallas_kernels import layout
 from specjax.bench import kv_cache_dtype
 from specjax.config.engine import KV_CACHE_DTYPES, EngineConfig
 from specjax.decode import kv_scales
+from specjax.decode.decoder import shared_decoder
 from specjax.drafters.spec import NgramDrafter
 from specjax.models.dense import sequence_logits
 from specjax.models.families import family_of
@@ -153,7 +154,8 @@ def test_scales_follow_from_the_weights(target):
         scales = scales_of(target, name)
         assert scales.shape == (2, config.num_layers, config.num_kv_heads)
         expected = kv_scales.HEADROOM / largest * np.array(found[0])
-        np.testing.assert_allclose(scales[:, 0], expected, rtol=1e-5)
+        # Rounded to as many bits as bfloat16 has.
+        np.testing.assert_allclose(scales[:, 0], expected, rtol=2**-8)
     assert len(np.unique(scales)) == scales.size
 
 
@@ -163,12 +165,91 @@ def test_scales_of_each_family_are_sound(make):
     assert np.all(np.isfinite(scales) & (scales > 0))
 
 
-def test_scales_of_weights_without_keys_or_with_nan_are_sound(target):
+def test_scales_of_weights_without_keys_are_sound(target):
     zero = jax.tree.map(jnp.zeros_like, target.params)
-    broken = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), target.params)
-    for params in (zero, broken):
-        scales = scales_of(dataclasses.replace(target, params=params), "int8")
-        assert np.all(np.isfinite(scales) & (scales > 0))
+    scales = scales_of(dataclasses.replace(target, params=zero), "int8")
+    assert np.all(np.isfinite(scales) & (scales > 0))
+
+
+@pytest.mark.parametrize("name", KV_CACHE_DTYPES)
+def test_weights_whose_keys_are_nan_give_errors_and_no_text(target, name):
+    """int8 has no NaN: its pages would hold zeros, and texts would look sound."""
+    first, *others = target.params["layers"]
+    first = first | {"k_proj": jnp.full_like(first["k_proj"], jnp.nan)}
+    params = target.params | {"layers": (first, *others)}
+    broken = dataclasses.replace(target, params=params)
+    found = specjax.generate(broken, [[1, 2, 3]], sampling=GREEDY, engine=engine_of(name))
+    assert found[0].finish_reason == "error"
+    assert not found[0].token_ids
+
+
+def test_weights_that_are_nan_for_one_token_give_errors_and_no_text(target):
+    """int8 would hold a zero for it, and the text of a prompt that has it would look sound."""
+    table = target.params["embed_tokens"]
+    params = target.params | {"embed_tokens": table.at[50].set(jnp.nan)}
+    broken = dataclasses.replace(target, params=params)
+    found = specjax.generate(broken, [[1, 50, 3, 4]], sampling=GREEDY, engine=engine_of("int8"))
+    assert found[0].finish_reason == "error"
+
+
+def test_scales_are_measured_once_for_the_same_weights(target, monkeypatch):
+    measured = []
+    real = kv_scales._measure
+    monkeypatch.setattr(kv_scales, "_measure", lambda *given: measured.append(1) or real(*given))
+    monkeypatch.setattr(kv_scales, "_KNOWN", {})
+    dtype = np.dtype(np.int8)
+    first = kv_scales.kv_scales_of(target.params, target.config, dtype)
+    assert kv_scales.kv_scales_of(target.params, target.config, dtype) is first
+    other = jax.tree.map(lambda x: x + 0, target.params)
+    kv_scales.kv_scales_of(other, target.config, dtype)
+    assert len(measured) == 2
+    of_numpy = jax.tree.map(np.asarray, target.params)
+    for _ in range(2):
+        np.testing.assert_array_equal(kv_scales.kv_scales_of(of_numpy, target.config, dtype), first)
+    assert len(measured) == 4
+
+
+def test_a_new_state_has_the_scales_again(target):
+    """After a restart, without the drafter, with fewer pages, and after `forget`."""
+    expected = scales_of(target, "int8")
+    with specjax.Engine(target, drafter=DRAFTERS["chains"], engine=engine_of("int8")) as engine:
+        run, loop = engine._loop._run, engine._loop
+
+        def holds():
+            np.testing.assert_array_equal(run.device_state.cache.scales, expected)
+            return True
+
+        assert holds()
+        loop.forget()
+        assert holds()
+        with pytest.warns(UserWarning, match="is turned off for this run: a test"):
+            run.turn_drafter_off("a test")
+        assert holds()
+        run.begin()
+        assert holds()
+        run.decoder = with_half_the_pages(run.decoder)
+        run.begin()
+        assert holds()
+
+
+def with_half_the_pages(decoder):
+    sizes = dataclasses.replace(decoder.sizes, num_pages=decoder.sizes.num_pages // 2)
+    return shared_decoder(dataclasses.replace(decoder.config, sizes=sizes))
+
+
+@pytest.mark.full
+def test_scores_are_those_of_the_cache_that_samples(target):
+    """So that the log-probabilities of rollouts and of `score` agree."""
+    largest = {}
+    for name in (None, "int8"):
+        decoder = specjax.build_decoder(target, engine=engine_of(name))
+        batch = specjax.rollout(decoder, target.params, PROMPTS, sampling=WARM)
+        again = specjax.score(decoder, target.params, batch)
+        both = batch.logprobs.raw, again.raw
+        largest[name] = float(specjax.logprob_gap(*both, batch.completion_mask)["largest_gap"])
+    # Rounding to int8 turns last bits into a step of its grid, seldom.
+    assert largest[None] < 1e-4
+    assert largest["int8"] < 5e-3
 
 
 @pytest.mark.full
@@ -220,7 +301,7 @@ def test_what_is_lost_is_little_and_something(name, most):
     found = kv_cache_dtype.compare(model, ids, name)
     assert 0 < found["mean_kl"] < most
     assert found["mean_kl"] <= found["percentile_99_kl"] <= found["most_kl"]
-    assert 0.9 < found["same_likeliest"] <= 1
+    assert 0.85 < found["same_likeliest"] <= 1
     exact = np.asarray(
         kv_cache_dtype.log_distributions(model.params, model.config, jnp.asarray(ids), None)
     )

@@ -70,8 +70,8 @@ def test_pages_in_lanes_are_padded_on_each_device():
         apart = page_bytes(both, PAGES_OF_16, FLOAT32, kv_shards=2)
     of_line = 16 * 128 * 4
     assert together == 2 * (2 + 1) * of_line
-    # The draft model's heads are not split.
-    assert apart == 2 * (2 * 2 + 1) * of_line
+    # The draft model's heads are not split: both devices hold them all.
+    assert apart == 2 * (2 * 2 + 2 * 1) * of_line
 
 
 @pytest.mark.parametrize("pooled", [ALONE, BOTH])
