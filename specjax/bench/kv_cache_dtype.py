@@ -87,10 +87,13 @@ def compare(model: Model, token_ids: np.ndarray, name: str) -> dict[str, float]:
 
 
 def same_texts(model: Model, name: str | None, texts: np.ndarray, new_tokens: int) -> float:
-    """Returns the share of texts, sampled after prompts cut from `texts`, that are the same with and without drafts.
+    """Returns the share of sampled texts that are the same with and without drafts.
 
-    Not all are: rounding depends on the shape of a matmul, and two tokens may be nearly tied. A key
-    that rounds to another number of the pages differs by more than its last bit.
+    A text may differ: rounding depends on the shape of a matmul, and two tokens may be nearly tied.
+    A key that rounds to another number of the pages differs by more than its last bit.
+
+    Args:
+      texts: i32[rows, length], cut into prompts.
     """
     prompts = texts.reshape(-1, PROMPT_TOKENS).tolist()
     given: dict[str, Any] = {
