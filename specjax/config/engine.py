@@ -129,6 +129,13 @@ class EngineConfig:
         self._check_row_buckets()
         self._check_slots()
         object.__setattr__(self, "kernels", _named_kernels(self.kernels))
+        named = dict(self.kernels).get("tree_attention")
+        if self.kv_cache_dtype is not None and named == "mosaic_gpu":
+            raise ValueError(
+                f"EngineConfig.kv_cache_dtype={self.kv_cache_dtype!r} does not go with "
+                "kernels={'tree_attention': 'mosaic_gpu'}, which reads no quantised pages; leave "
+                "one of them out."
+            )
 
     def _check_kv_cache_dtype(self) -> None:
         given: Any = self.kv_cache_dtype

@@ -293,6 +293,11 @@ def test_invariant_numerics_are_refused_with_it():
         EngineConfig(kv_cache_dtype="int8", numerics="invariant")
 
 
+def test_a_kernel_that_reads_no_such_pages_is_refused_with_it():
+    with pytest.raises(ValueError, match="does not go with kernels="):
+        EngineConfig(kv_cache_dtype="fp8", kernels={"tree_attention": "mosaic_gpu"})
+
+
 @pytest.mark.parametrize(("name", "most"), [("int8", 2e-3), ("fp8", 1e-2)])
 def test_what_is_lost_is_little_and_something(name, most):
     """Of a random model; docs/guides/memory.md has the figures of a real one."""
