@@ -104,7 +104,7 @@ class RunState:
             drafter = jax.tree.leaves(self.device_state.drafter)
             self.scheduler.needs_drafter = bool(drafter)
             self.scheduler.feeds_shared_again = bool(drafter and self.decoder.drafter.taps)
-        is_quantized = self.device_state.cache.scales is not None
+        is_quantized = self.decoder.engine_config.kv_cache_dtype is not None
         if is_quantized and not self.has_scales and self.params.target is not None:
             self.device_state = self.decoder.with_kv_scales(self.params, self.device_state)
             self.has_scales = True
