@@ -1034,3 +1034,52 @@ def test_what_is_drafted_first_is_best_over_all_that_acceptance_may_be(seconds, 
     decision = policy.choose(now)
     assert decision.num_speculative_tokens == 0
     assert decision.prepare == Bucket(1, expected)
+
+
+def test_a_probe_is_charged_though_the_burst_before_it_is_read_back_later():
+    """An engine sends a burst before it reads back the one before."""
+    policy, now = trained(accepted=1, most=1), load(row_buckets=[1])
+    policy._charge = goodput._Charge(Bucket(1, 1), "hope_s", lost=0.1, rate=100.0)
+    plain = Decision(num_speculative_tokens=0, reason="test", row_bucket=1)
+    probe = dataclasses.replace(plain, num_speculative_tokens=1, reason="probe")
+    lost_s = policy.seconds_lost
+    policy.observe(outcome(now, plain, seconds=5.0, steps=32))  # before it, and disturbed
+    assert policy.seconds_lost == lost_s
+    assert policy.choose(now).reason != "probe"  # one at a time
+    policy.observe(outcome(now, probe, accepted=1, seconds=0.16 + 0.25, steps=8))
+    policy.observe(outcome(now, plain, seconds=0.08, steps=8))
+    assert policy.seconds_lost - lost_s == pytest.approx(0.15)
+
+
+def test_a_probe_that_never_ran_is_charged_no_more_and_keeps_no_other_from_running():
+    policy, now = trained(accepted=1, most=1), load(row_buckets=[1])
+    policy._charge = goodput._Charge(Bucket(1, 1), "hope_s", lost=0.1, rate=100.0)
+    plain = Decision(num_speculative_tokens=0, reason="test", row_bucket=1)
+    lost_s = policy.seconds_lost
+    for _ in range(goodput.BURSTS_NEAR + 1):
+        policy.observe(outcome(now, plain, seconds=5.0, steps=32))
+    assert policy._charge is None
+    assert policy.seconds_lost == lost_s
+
+
+def test_catching_up_is_learned_without_what_a_burst_takes_anyway():
+    policy, now = trained(accepted=1, most=1), load(row_buckets=[1])
+    for _ in range(8):
+        policy.costs.observe_burst((8, 8 * 1e-3 + 0.05), (32, 32 * 1e-3 + 0.05))
+    assert policy.costs.burst_s == pytest.approx(0.05)
+    drafting = Decision(num_speculative_tokens=1, reason="test", row_bucket=1)
+    for _ in range(30):
+        steps_s = 32 * policy.costs.seconds(Bucket(1, 1), 100)
+        seconds = 0.05 + steps_s + 1000 * 1e-4
+        policy.observe(outcome(now, drafting, accepted=1, seconds=seconds, behind=1001))
+    assert policy.costs.catch_up_s == pytest.approx(1e-4, rel=0.1)
+
+
+def test_what_another_process_learned_of_bursts_is_not_lost():
+    learned, knows_nothing = StepCosts(), StepCosts()
+    for _ in range(8):
+        learned.observe_burst((8, 8 * 1e-3 + 0.05), (32, 32 * 1e-3 + 0.05))
+    knows_nothing.take(learned)
+    assert knows_nothing.burst_s == learned.burst_s > 0
+    learned.take(StepCosts())
+    assert learned.burst_s > 0
