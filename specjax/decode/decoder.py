@@ -377,15 +377,20 @@ class Decoder:
             return self, (self._burst_key(bucket), signature.drafting)
         return self.plain, (self.plain._burst_key(bucket), signature.plain)
 
-    def read_s(self, params: DecoderParams, state: DecodeState, bucket: Bucket) -> float | None:
+    def read_s(
+        self, params: DecoderParams, state: DecodeState, bucket: Bucket, signature: Signature
+    ) -> float | None:
         """Returns estimated seconds to read a burst from the store on disk, None if not stored.
 
         The estimate is its size in bytes times the mean seconds per byte of earlier reads, which
         exist by then: prefill runs before bursts.
+
+        Args:
+          signature: that of the weights and state.
         """
-        decoder, params, state = self._of_bucket(params, state, bucket)
-        key = self._burst_key(bucket), decoder._variant_of(params, state)
+        decoder, key = self._key_of(bucket, signature)
         if key not in decoder._kept:
+            _, params, state = self._of_bucket(params, state, bucket)
             inputs = state, params, decoder._plan_shapes(bucket)
             name = decoder._store_name(key[0], inputs)
             # Looked up once, as this runs before each burst; `_make` finds files written later.

@@ -143,7 +143,7 @@ class BurstChoice:
             compile_s=decoder.burst_compile_s,
             is_compiled=lambda bucket: decoder.is_compiled(bucket, signature),
             is_coming=lambda bucket: decoder.is_coming(bucket, signature),
-            read_s=lambda bucket: decoder.read_s(run.params, run.device_state, bucket),
+            read_s=lambda bucket: decoder.read_s(run.params, run.device_state, bucket, signature),
             is_dropped=run.faults.is_dropped,
         )
 

@@ -11,6 +11,7 @@ The prediction only decides which bucket runs first, and which are not worth com
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -40,10 +41,14 @@ class ProcessorSpeed:
 
     def factor(self, tokens: int) -> float:
         """Returns the time of some tokens over that of one, extrapolated in proportion."""
-        counts, factors = np.array(self.factors).T
+        counts, factors = self._points
         if tokens > counts[-1]:
             return float(factors[-1] * tokens / counts[-1])
         return float(np.interp(tokens, counts, factors))
+
+    @functools.cached_property
+    def _points(self) -> np.ndarray:
+        return np.array(self.factors).T
 
     def forward_s(self, work: ModelWork, rows: int, tokens: int, context: int) -> float:
         """Returns the seconds of one forward without its launches."""

@@ -364,14 +364,13 @@ class Goodput:
         Plain decoding wins where it is within MARGIN.
         """
 
-        def seconds(c: _Candidate) -> float:
-            tokens = min(load.num_steps_left, ENOUGH_STEPS) * load.num_decoding_rows
-            return load.ready_s(c.bucket) + tokens / c.rate
-
-        best = min(candidates, key=seconds)
+        tokens = min(load.num_steps_left, ENOUGH_STEPS) * load.num_decoding_rows
+        seconds = {c.bucket: load.ready_s(c.bucket) + tokens / c.rate for c in candidates}
+        of = lambda c: seconds[c.bucket]
+        best = min(candidates, key=of)
         plain = [c for c in candidates if not c.bucket.num_speculative_tokens]
-        close = [c for c in plain if seconds(c) <= (1 + MARGIN) * seconds(best)]
-        return min(close or [best], key=seconds)
+        close = [c for c in plain if of(c) <= (1 + MARGIN) * of(best)]
+        return min(close or [best], key=of)
 
     def _trusted(self, candidates: Sequence[_Candidate]) -> Sequence[_Candidate]:
         """Returns the candidates that may run for more than a probe.

@@ -225,8 +225,12 @@ class _ByRequest:
 
     def set(self, requests: Any, figures: np.ndarray) -> None:
         """Sets the figures of some requests, f64[requests, 2]."""
-        others = ~np.isin(self._numbers, requests)
-        numbers = np.concatenate([self._numbers[others], requests])
+        places = self._numbers.searchsorted(requests)
+        is_known = self._numbers.take(places) == requests
+        self._figures[places[is_known]] = figures[is_known]
+        if is_known.all():
+            return
+        numbers = np.concatenate([self._numbers, requests[~is_known]])
         order = numbers.argsort()
         self._numbers = numbers[order]
-        self._figures = np.concatenate([self._figures[others], figures])[order]
+        self._figures = np.concatenate([self._figures, figures[~is_known]])[order]

@@ -114,7 +114,7 @@ class FakeDecoder:
     def is_coming(self, bucket, signature):
         return False
 
-    def read_s(self, params, state, bucket):
+    def read_s(self, params, state, bucket, signature):
         return 0.0
 
     def prepare(self, params, state, bucket):
