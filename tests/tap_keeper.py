@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax.api.engine import Engine
 from specjax.drafters.base import Drafter, DrafterContext, DrafterSpec, by_none, by_page
-from specjax.models.base import Model
+from specjax.models.base import Model, ModelConfig
 from specjax.models.dense import sequence_logits
 from specjax.paged import kv_cache
 from specjax.paged.kv_cache import NO_PAGE
@@ -42,6 +42,10 @@ class TapKeeper(DrafterSpec):
 
     def tree_slots(self, num_speculative_tokens: int) -> int:
         return self.inner.tree_slots(num_speculative_tokens)
+
+    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
+        del dtype  # float32, whatever the target's is
+        return 4 * (len(self.layers) * target.hidden_size + 1)
 
     def build(self, context: DrafterContext) -> Drafter:
         inner = self.inner.build(context)

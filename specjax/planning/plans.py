@@ -15,7 +15,6 @@ import numpy as np
 from pallas_kernels.implementations import lowered_for
 from specjax import sharding
 from specjax.config import batch_size_table
-from specjax.decode.state import without_drafter
 from specjax.paged import kv_cache
 from specjax.paged.work import ModelWork, model_work
 from specjax.planning.abstract_decoder import AbstractDecoder
@@ -170,8 +169,16 @@ def _resident_bytes(whole: AbstractDecoder) -> int:
     """Returns the bytes of weights and state of one chip, pages left out."""
     state = whole.abstract_state
     cache = dataclasses.replace(state.cache, pages=())
-    state = dataclasses.replace(without_drafter(state), cache=cache)
+    drafter = jax.tree.map(_without_pages, state.drafter, whole.drafter_axes(state))
+    state = dataclasses.replace(state, drafter=drafter, cache=cache)
     return _chip_bytes(whole, whole.abstract_params, state)
+
+
+def _without_pages(leaf: Any, axes: Any) -> Any:
+    """Returns the shape of a leaf of a drafter's state with no pages."""
+    names = [*axes, *[None] * (len(leaf.shape) - len(axes))]
+    sizes = zip(leaf.shape, names)
+    return leaf.update(shape=tuple(0 if name == "pages" else size for size, name in sizes))
 
 
 def _least_step_bytes(request: PlanRequest, whole: AbstractDecoder) -> int:

@@ -585,7 +585,7 @@ class StepCosts:
                 np.concatenate([root[:, None] * columns, prior]),
                 np.concatenate([root * values, np.zeros(2)]),
             )
-            missed = np.abs(values - columns @ slopes)
+            missed = np.abs(values - (columns * slopes).sum(axis=1))
             # Outliers count in part (Huber, "Robust Estimation of a Location Parameter").
             weights = counts / np.maximum(missed / SMALL_MISS, 1)
         return slopes

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,6 +89,7 @@ def check_drafter(
 
     - Every function returns a state of one structure, and is traced once per bucket.
     - Greedy and seeded output equals plain decoding token for token.
+    - The pages of the state take `DrafterSpec.bytes_per_token`.
     - No proposal holds NaN, a token outside the vocabulary, or more tokens than were asked for.
     - Drafts of a row equal those of a fresh row with the same tokens, unless the spec says that
       it `learns`.
@@ -308,6 +310,7 @@ class _Check:
         state, drafter = rows.state, self.drafter
         expected = jax.eval_shape(lambda: state.drafter)
         self.check_axes(expected)
+        self.check_bytes(expected)
         told = self.decoder.step_spec(0, absorbs=bool(self.spec.taps))
         spec = dataclasses.replace(told, drafter=drafter)
         ids = jnp.arange(ROWS, dtype=jnp.int32)
@@ -348,6 +351,18 @@ class _Check:
             assert len(tuple(names)) <= len(leaf.shape), (
                 f"state_axes of drafter {self.name!r} names {names} of shape {leaf.shape}."
             )
+
+    def check_bytes(self, state: Any) -> None:
+        """The spec says how many bytes the drafter's pages take: memory is planned by it."""
+        leaves = jax.tree.leaves(state), jax.tree.leaves(self.drafter.state_axes(state))
+        paged = [leaf for leaf, names in zip(*leaves) if "pages" in tuple(names)]
+        held = sum(leaf.size * leaf.dtype.itemsize for leaf in paged)
+        per_token = held / (self.sizes.num_pages * PAGE_SIZE)
+        said = self.spec.bytes_per_token(self.target.config, self.sizes.dtype)
+        assert math.isclose(said, per_token), (
+            f"bytes_per_token of drafter {self.name!r} says {said}, and its pages take "
+            f"{per_token:g} bytes per token; memory is planned by what it says."
+        )
 
     # What happens to rows
 

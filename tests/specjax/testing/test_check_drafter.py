@@ -67,7 +67,7 @@ def check(spec: DrafterSpec) -> None:
 
 
 # What the quick set runs of these tests; each compiles steps of its own.
-QUICK = ("none", "ngram", "changes its state", "calls its pages rows", "raises")
+QUICK = ("none", "ngram", "changes its state", "calls its pages rows", "keeps more than it says", "raises")
 
 
 def in_sets(names):
@@ -270,6 +270,16 @@ WRONG = {
             ),
         ),
         "state_axes .* says 'rows' of an axis of",
+    ),
+    "keeps more than it says": (
+        WrongWithoutLaws(
+            NgramDrafter(1, 3),
+            lambda right: right._replace(
+                init=lambda rows, max_length, num_pages, page_size: jnp.zeros((num_pages, 3)),
+                state_axes=by_page,
+            ),
+        ),
+        "says 0, and its pages take 1.5 bytes per token",
     ),
     "raises": (WrongWithoutLaws(NgramDrafter(1, 3), fails), r"its enter_rows raised KeyError"),
 }
