@@ -108,8 +108,10 @@ def if_named(candidate: str, name: str | None, call: Callable[[], Result]) -> Ca
     return checked
 
 
-def call_best(implementations: Mapping[str, Callable[[], Result]], name: str | None) -> Result:
-    """Calls the named implementation, or the first that covers the case.
+def call_best(
+    op: str, implementations: Mapping[str, Callable[[], Result]], name: str | None
+) -> Result:
+    """Calls the named implementation of an op, or the first that covers the case.
 
     Args:
       implementations: by name, best first; each raises NotImplementedError for a case
@@ -122,12 +124,18 @@ def call_best(implementations: Mapping[str, Callable[[], Result]], name: str | N
     """
     if name is not None:
         if name not in implementations:
-            raise ValueError(f"implementation={name!r}; have {list(implementations)}.")
-        return implementations[name]()
+            raise ValueError(
+                f"{op} has no implementation={name!r}; expected one of "
+                f"{', '.join(implementations)}."
+            )
+        try:
+            return implementations[name]()
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{op} by implementation={name!r}: {error}") from error
     reasons = []
     for candidate, call in implementations.items():
         try:
             return call()
         except NotImplementedError as error:
             reasons.append(f"{candidate}: {error}")
-    raise NotImplementedError("No implementation covers this. " + " ".join(reasons))
+    raise NotImplementedError(f"No implementation of {op} covers this. " + " ".join(reasons))

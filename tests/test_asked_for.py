@@ -13,7 +13,6 @@ from progress import Progress
         (("full",), ["full", "full or not full", "file"], ["", "slow"]),
         (("slow",), ["slow", "slow or tunix"], ["", "full", "full or not full", "file"]),
         (("full", "slow"), ["slow"], ["", "full", "full or not full", "file"]),
-        (("full", "oldest"), ["(full or not full) and not oldest"], [""]),
         (("tunix",), ["tunix"], ["", "slow", "notebook", "file"]),
     ],
 )

@@ -60,4 +60,4 @@ def move_kv(
         "xla": functools.partial(move_kv_xla, *arguments),
         "reference": functools.partial(move_kv_reference, *arguments),
     }
-    return call_best(implementations, implementation)
+    return call_best("move_kv", implementations, implementation)

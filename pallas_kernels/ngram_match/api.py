@@ -86,4 +86,4 @@ def ngram_match(
         "xla": functools.partial(ngram_match_xla, *arguments, **options),
         "reference": functools.partial(ngram_match_reference, *arguments, **options),
     }
-    return NgramMatches(*call_best(implementations, implementation))
+    return NgramMatches(*call_best("ngram_match", implementations, implementation))

@@ -96,7 +96,7 @@ def path_attention(
         "xla": functools.partial(path_attention_xla, *arguments, **options),
         "reference": functools.partial(path_attention_reference, *arguments, **options),
     }
-    out = call_best(implementations, implementation)
+    out = call_best("path_attention", implementations, implementation)
     if num_kv_heads is not None:
         out = layout.from_lines(out, num_kv_heads, size, k_pages)
     return out

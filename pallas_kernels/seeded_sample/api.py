@@ -64,7 +64,7 @@ def seeded_sample(
         "xla": functools.partial(seeded_sample_xla, *arguments),
         "reference": functools.partial(seeded_sample_reference, *arguments),
     }
-    return call_best(implementations, implementation)
+    return call_best("seeded_sample", implementations, implementation)
 
 
 def _validate(

@@ -133,7 +133,7 @@ def tree_attention(
         "xla": functools.partial(tree_attention_xla, *arguments, **options),
         "reference": functools.partial(tree_attention_reference, *arguments, **options),
     }
-    out = call_best(implementations, implementation)
+    out = call_best("tree_attention", implementations, implementation)
     if num_kv_heads is not None:
         out = layout.from_lines(out, num_kv_heads, size, k_pages)
     return out

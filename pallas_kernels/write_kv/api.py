@@ -72,4 +72,4 @@ def write_kv(
         "xla": functools.partial(write_kv_xla, *arguments),
         "reference": functools.partial(write_kv_reference, *arguments),
     }
-    return call_best(implementations, implementation)
+    return call_best("write_kv", implementations, implementation)

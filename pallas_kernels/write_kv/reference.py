@@ -21,9 +21,8 @@ def write_kv_reference(
             slot = slot_mapping[token]
             page, offset = slot // size, slot % size
             is_kept = (slot >= 0) & (slot < layout.num_slots(pages))
-            old = pages[page, :, offset]
-            kept = jnp.where(is_kept, new[token].astype(pages.dtype), old)
             page = jnp.clip(page, 0, layout.num_pages(pages) - 1)
+            kept = jnp.where(is_kept, new[token].astype(pages.dtype), pages[page, :, offset])
             return pages.at[page, :, offset].set(kept)
 
         return lax.fori_loop(0, slot_mapping.shape[0], write_token, pages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -9,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.implementations import call_best, named_for, needs_platform
+from pallas_kernels.implementations import call_best, named_for
+from pallas_kernels.names import IMPLEMENTATIONS
 from pallas_kernels.seeded_sample import seeded_sample
 from specjax.sampling.argmax import (
     Score,
@@ -114,10 +116,10 @@ def choose_and(
         def bound(part: Array, token_ids: Array) -> Array:
             return scale(part) + is_random * gumbel_bound(keys, token_ids)
 
-        def by_kernel() -> Choice:
+        def by_op(name: str) -> Choice:
             # Scaled logits have their largest at 0; temperature 1 leaves them unchanged.
             own = is_random[:, 0] if scale is as_it_is else temperature
-            sample = seeded_sample(values, keys, own, implementation="mosaic_tpu")
+            sample = seeded_sample(values, keys, own, implementation=name)
             return Choice(sample.token_ids, sample.is_invalid)
 
         # Only on a CPU do two logarithms per token take most of the time.
@@ -131,8 +133,9 @@ def choose_and(
             )
 
         # Both paths below use the same implementation, so that tokens do not depend on the path.
-        races = {"mosaic_tpu": needs_platform("tpu", by_kernel), "xla": by_xla}
-        return call_best(races, named_for("seeded_sample", None))
+        *names, _ = IMPLEMENTATIONS["seeded_sample"]  # the last is the reference
+        races = {name: functools.partial(by_op, name) for name in names} | {"xla": by_xla}
+        return call_best("seeded_sample", races, named_for("seeded_sample", None))
 
     def scale_and_race() -> Choice:
         return race(logits, scaler(logits, sampling, row), bounded_argmax)

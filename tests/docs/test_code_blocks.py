@@ -53,12 +53,6 @@ PYTHON = {
 }
 # Pages whose blocks run in the quick set; others compile steps of their own.
 QUICK = {"README.md", "docs/guides/adding-a-kernel.md", "docs/tunix.md"}
-# Pages that compile for several drafters or engines, half of the time of all pages: on one jax.
-LONG = {
-    "docs/guides/choosing-a-drafter.md",
-    "docs/guides/serving.md",
-    "docs/invariant-numerics.md",
-}
 COMMAND_LINES = [
     (name, block, command)
     for name, blocks in BLOCKS.items()
@@ -67,11 +61,6 @@ COMMAND_LINES = [
     for command in (block.text.replace("\\\n", " ").split("\n"))
     if block.language == "sh" or command.startswith(COMMANDS)
 ]
-
-
-def marks_of(name: str) -> list[pytest.MarkDecorator]:
-    """Returns the marks of a page that is not in the quick set."""
-    return [pytest.mark.full, *([pytest.mark.oldest] if name in LONG else [])]
 
 
 def placed(text: str) -> str:
@@ -100,7 +89,7 @@ def setting():
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=marks_of(name)) for name in PYTHON],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in PYTHON],
 )
 def test_python_blocks_run(name, setting, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -17,6 +17,8 @@ from specjax.drafters.spec import NgramDrafter
 from specjax.engine import run_state
 from specjax.policy.interface import Decision
 
+pytestmark = pytest.mark.full
+
 PAGE_SIZE, MAX_LENGTH = 4, 64
 ENGINE = EngineConfig(
     page_size=PAGE_SIZE,
@@ -138,7 +140,7 @@ def script(target, plain):
     return ScriptedDrafter(tuple(texts), (2, 0, 3, 1), target.config.vocab_size)
 
 
-@pytest.mark.parametrize("kind", ["chain", pytest.param("tree", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_a_drafter_is_told_of_every_token(target, plain, script, kind):
     """Prompts, shared prefixes, reused rows, drafts that are rejected, K = 0 between them."""
     policy = InTurn(3, 0, 0, 2)
@@ -151,8 +153,6 @@ def test_a_drafter_is_told_of_every_token(target, plain, script, kind):
     assert loop.num_prefilled <= num_fed_without_sharing() - 3 * (2 * PAGE_SIZE - 1)
 
 
-@pytest.mark.oldest
-@pytest.mark.full
 @pytest.mark.parametrize(
     "how",
     [
@@ -177,8 +177,6 @@ def test_whatever_happens_to_rows(target, plain, script, how):
         assert tokens == plain
 
 
-@pytest.mark.oldest
-@pytest.mark.full
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)], ids=str)
 def test_over_a_mesh(target, plain, script, shape):
     mesh = jax.make_mesh(shape, ("data", "tensor"), devices=jax.devices()[: shape[0] * shape[1]])
@@ -216,8 +214,6 @@ def test_shared_pages_are_never_written_again(target, script, turns_off):
     assert run.faults.is_drafter_off == turns_off
 
 
-@pytest.mark.oldest
-@pytest.mark.full
 def test_ranked_drafts(target, plain, script):
     """Fewer nodes are verified than rows may draft."""
     policy = InTurn(3, 0, 3, max_drafts=6)
@@ -241,8 +237,6 @@ class Failing(TapKeeper):
         return right._replace(absorb=absorb)
 
 
-@pytest.mark.oldest
-@pytest.mark.full
 def test_a_drafter_that_cannot_absorb_is_turned_off(target, plain):
     """In mid-run, with rows that were admitted and share pages: their prompts go on."""
     engine = dataclasses.replace(ENGINE, row_buckets=())
@@ -325,8 +319,6 @@ def lost_beside(monkeypatch):
     monkeypatch.setattr(mixed, "take_prompt", wrong)
 
 
-@pytest.mark.oldest
-@pytest.mark.full
 @pytest.mark.parametrize(
     "mistake", [shifted, of_rejected_nodes, lost_at_k_0, of_the_row_before, lost_beside]
 )

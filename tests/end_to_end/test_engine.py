@@ -81,7 +81,6 @@ def test_requests_that_come_and_go_and_are_preempted_change_no_text(make, plain)
     assert stats.mean_acceptance_length > 1.2
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_preemption_changes_no_bit_under_invariant_numerics(make):
     sampling = dataclasses.replace(SAMPLING, logprobs=0)
@@ -100,6 +99,7 @@ def test_preemption_changes_no_bit_under_invariant_numerics(make):
         assert engine._loop.num_preemptions == preempted
 
 
+@pytest.mark.full
 def test_samples_share_their_prompt(make, target):
     (prompt,) = np.random.default_rng(0).integers(0, 61, (1, 70)).tolist()
     with make() as engine:
@@ -117,6 +117,7 @@ def test_samples_share_their_prompt(make, target):
     assert [sample.token_ids for sample in samples] == alone
 
 
+@pytest.mark.full
 def test_a_conversation_goes_on_from_its_pages(make, plain):
     (prompt,) = np.random.default_rng(1).integers(0, 61, (1, 60)).tolist()
     with make() as engine:
@@ -406,7 +407,6 @@ def test_an_interrupt_in_a_progress_function_is_one(make):
         assert_engine_is_empty(engine)
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_a_stream_that_waits_for_a_row_holds_no_other_up(make):
     """Chunks come as bursts are over, not once the other has got something."""
@@ -572,7 +572,6 @@ def test_what_cannot_be_served_says_why_and_touches_nobody(make, plain):
     engine.close()
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_rules_by_request(make):
     with make(other_verifications=["rejection"]) as engine:
@@ -585,7 +584,6 @@ def test_rules_by_request(make):
         assert done[request][0].acceptance.num_drafted > 0
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_row_buckets_change_no_text(make, plain):
     sampling = [dataclasses.replace(SAMPLING, max_tokens=count) for count in (60, 9, 25, 14)]
@@ -600,7 +598,6 @@ def test_row_buckets_change_no_text(make, plain):
         assert done[request][0].token_ids == plain(prompt, asked)
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_k_by_batch_size_changes_no_text(target, draft, plain):
     config = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 1], [3, 9, 0]]}
@@ -623,7 +620,6 @@ def test_k_by_batch_size_changes_no_text(target, draft, plain):
     assert out.stats.num_speculative_tokens == 3
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_priorities(make):
     with make(dataclasses.replace(ENGINE, max_rows=1)) as engine:
@@ -652,7 +648,6 @@ class PlainFirst:
             self.behind.append(outcome.num_behind)
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize("num_plain", [1, 3], ids=["one by one", "many at a time"])
 def test_a_drafter_catches_up_with_what_it_has_not_seen(target, num_plain):
@@ -673,7 +668,6 @@ def test_a_drafter_catches_up_with_what_it_has_not_seen(target, num_plain):
     assert max(policy.behind) == (num_plain * engine.burst_steps + 1)
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.goodput
 def test_a_queue_that_never_ends_teaches_what_drafts_cost(target, draft):

@@ -23,7 +23,7 @@ import specjax
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 
-pytestmark = [pytest.mark.full, pytest.mark.oldest]
+pytestmark = pytest.mark.full
 
 # Pages for two rows of four: requests are preempted.
 FEW_PAGES = EngineConfig(page_size=8, max_rows=4, burst_steps=4, max_context=160, num_pages=24)

@@ -133,6 +133,7 @@ def test_stop_string_inside_a_draft(target, prompts, plain):
     assert undrafted[5].acceptance.num_steps == 8
 
 
+@pytest.mark.full
 def test_own_number_of_speculative_tokens(target, draft, prompts, plain):
     off = dataclasses.replace(GREEDY, num_speculative_tokens=0)
     one = dataclasses.replace(GREEDY, num_speculative_tokens=1)

@@ -14,7 +14,7 @@ from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 
-pytestmark = [pytest.mark.full, pytest.mark.oldest]
+pytestmark = pytest.mark.full
 
 ENGINE = EngineConfig(numerics="invariant", token_bucket=8, page_size=8, max_rows=4, burst_steps=4)
 DTYPES = ("float32", "bfloat16")

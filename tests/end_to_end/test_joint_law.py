@@ -40,7 +40,7 @@ from specjax.types import (
     DecoderParams,
 )
 
-pytestmark = [pytest.mark.full, pytest.mark.oldest]
+pytestmark = pytest.mark.full
 
 NUM_SAMPLES = 100_000
 FEW_SAMPLES = 2_000  # enough for the mistakes that triple a cell

@@ -36,7 +36,7 @@ ENGINE = EngineConfig(
     page_size=4, max_rows=4, burst_steps=4, max_context=64, max_prefill_tokens=16, row_buckets=()
 )
 # Every other case of a product beside the quick set: they compile steps of their own.
-LONG = (pytest.mark.full, pytest.mark.oldest)
+LONG = pytest.mark.full
 
 
 def engine_of(name, **fields):
@@ -80,8 +80,8 @@ DRAFTERS = {
 @pytest.mark.parametrize(
     ("name", "drafter"),
     [
-        ("int8", "trees"),
-        pytest.param("fp8", "chains", marks=pytest.mark.full),
+        pytest.param("int8", "trees", marks=LONG),
+        pytest.param("fp8", "chains", marks=LONG),
         pytest.param("int8", "chains", marks=LONG),
         pytest.param("fp8", "trees", marks=LONG),
     ],
@@ -90,7 +90,6 @@ def test_texts_are_the_same_with_and_without_speculation(target, plain, name, dr
     assert texts(target, name, DRAFTERS[drafter]) == plain(name)
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize("name", KV_CACHE_DTYPES)
 def test_preemption_chunks_and_shared_pages_change_no_text(target, plain, name):
@@ -99,7 +98,6 @@ def test_preemption_chunks_and_shared_pages_change_no_text(target, plain, name):
     assert texts(target, name, prefix_caching=False, mixed_prefill=False) == plain(name)
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_a_draft_model_and_all_or_nothing_accepted(target, plain):
     """The draft model's own pages keep the dtype of its weights."""
@@ -117,7 +115,7 @@ def test_the_cache_is_not_that_of_the_weights(plain):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shape", [(1, 2), pytest.param((2, 2), marks=pytest.mark.oldest)])
+@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
 def test_over_a_mesh(target, shape):
     devices = jax.devices()[: shape[0] * shape[1]]
     mesh = jax.make_mesh(shape, ("data", "tensor"), devices=devices)
@@ -171,7 +169,7 @@ def test_scales_of_weights_without_keys_are_sound(target):
     assert np.all(np.isfinite(scales) & (scales > 0))
 
 
-@pytest.mark.parametrize("name", KV_CACHE_DTYPES)
+@pytest.mark.parametrize("name", ["int8", pytest.param("fp8", marks=LONG)])
 def test_weights_whose_keys_are_nan_give_errors_and_no_text(target, name):
     """int8 has no NaN: its pages would hold zeros, and texts would look sound."""
     first, *others = target.params["layers"]

@@ -18,7 +18,7 @@ from lossless import (
 import specjax
 from specjax.config.engine import EngineConfig
 
-pytestmark = [pytest.mark.full, pytest.mark.oldest]
+pytestmark = pytest.mark.full
 
 # What a compiled step is made for; each runs under both ways of sampling.
 FACTORS = {

@@ -31,6 +31,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20)
 SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=5, max_tokens=20, logprobs=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("make", [tiny_llama, pytest.param(tiny_gpt2, marks=pytest.mark.slow)])
 def test_same_tokens_on_four_devices(mesh, make):
     target = make(0)

@@ -51,7 +51,6 @@ def test_rules_side_by_side_in_one_batch(target, draft, prompts):
     assert out[7].token_ids == greedy[0].token_ids
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize("tree", [None, pytest.param((2, 1, 1), marks=pytest.mark.slow)])
 def test_synthetic_accepts_at_its_rates_and_says_so(target, draft, prompts, tree):

@@ -12,7 +12,7 @@ from specjax.api.generation import Stream
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 
-pytestmark = [pytest.mark.full, pytest.mark.oldest]
+pytestmark = pytest.mark.full
 
 VOCAB = 61
 SAMPLED = SamplingParams(

@@ -62,6 +62,7 @@ def config_of(tree, **changes):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("sampling", SAMPLING)
 @pytest.mark.parametrize(
     "tree", ["uneven", *(pytest.param(t, marks=SLOW) for t in TREES if t != "uneven")]

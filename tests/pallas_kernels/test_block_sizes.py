@@ -91,6 +91,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(bench, "ROUNDS", 3)
 
 
+@pytest.mark.full
 def test_the_bench_says_what_must_move_and_how_fast_it_did(quick, capsys):
     shape = "--rows 3 --context 40 --nodes 1 5 --heads 4 --kv-heads 2 --head-dim 64"
     assert bench.main([*shape.split(), "--dtype", "float32", "--json"]) == 0
@@ -107,6 +108,7 @@ def test_the_bench_says_what_must_move_and_how_fast_it_did(quick, capsys):
     assert "1 rows,     40 tokens,   1 nodes" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_bench_attends_to_its_tree(quick):
     shape = bench.Shape(2, 30, 6, heads=4, kv_heads=2, head_dim=64, dtype="float32")
     q, attend, arrays = bench.make_call(shape)

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from pallas_kernels import check
+from pallas_kernels.names import IMPLEMENTATIONS
 
 
 def result(ok, error=None):
@@ -42,6 +43,11 @@ def test_one_refusal_is_a_failure(compiled, capsys):
         *("vmem_bytes", "temp_bytes", "error"),
         *("is_compiled", "registers", "spill_bytes"),
     }
+
+
+def test_every_kernel_for_a_tpu_is_compiled():
+    kernels = {op for op, names in IMPLEMENTATIONS.items() if "mosaic_tpu" in names}
+    assert {case.op for case in check.cases(1)} == kernels
 
 
 def test_nothing_compiled_is_a_failure(compiled, capsys):

@@ -62,15 +62,15 @@ def test_what_no_kernel_covers_runs_anywhere():
 def test_a_platform_holds_within_its_block_alone():
     call = needs_platform("tpu", lambda: "kernel")
     other = {"mosaic_tpu": call, "xla": lambda: "xla"}
-    assert call_best(other, None) == "xla"
+    assert call_best("other", other, None) == "xla"
     with lowered_for("tpu"):
-        assert call_best(other, None) == "kernel"
+        assert call_best("other", other, None) == "kernel"
         with lowered_for("gpu"):
-            assert call_best(other, None) == "xla"
-        assert call_best(other, None) == "kernel"
+            assert call_best("other", other, None) == "xla"
+        assert call_best("other", other, None) == "kernel"
     with pytest.raises(ValueError, match="stop"), lowered_for("tpu"):
         raise ValueError("stop")
-    assert call_best(other, None) == "xla"
+    assert call_best("other", other, None) == "xla"
 
 
 @pytest.mark.parametrize("in_64_bits", [False, True])

@@ -90,6 +90,7 @@ def check(implementation, drawn, seed):
     np.testing.assert_array_equal(out, again)
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(drawn=st.lists(rows, max_size=ROWS), seed=st.integers(0, 99))
 def test_xla(drawn, seed):

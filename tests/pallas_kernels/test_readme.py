@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FOLDER = Path(__file__).resolve().parents[2] / "pallas_kernels"
 OPS = [path.name for path in FOLDER.iterdir() if (path / "api.py").exists()]
 OTHERS = "absl flax optax orbax chex specjax tokenizers jinja2 pytest hypothesis"
@@ -22,6 +24,7 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
+@pytest.mark.full
 def test_every_op_has_an_example_that_runs_alone():
     text = (FOLDER / "README.md").read_text(encoding="utf-8")
     examples = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)

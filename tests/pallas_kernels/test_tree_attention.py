@@ -344,7 +344,7 @@ def in_lanes(pages, kv_heads, head_dim):
 
 HEADS = [(4, 64), (2, 64), (1, 64), (3, 64), (4, 32), (4, 80)]
 HEADS_OF_EXAMPLES = [
-    pytest.param(name, *heads, marks=() if (i + j) % 3 == 0 else pytest.mark.slow)
+    pytest.param(name, *heads, marks=pytest.mark.full if (i + j) % 3 == 0 else pytest.mark.slow)
     for i, name in enumerate(["tree", "ragged", "head_80", "sinks", "int8"])
     for j, heads in enumerate(HEADS)
 ]

@@ -33,11 +33,14 @@ def test_writes_are_read_back_and_the_rest_stays(implementation, num_tokens, dty
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 def test_slots_that_do_not_exist_are_dropped(implementation):
-    pages = layout.init_pages(2, 8, 1, 8, jnp.float32)
-    slots = jnp.array([-1, 16, 17, 1000], jnp.int32)
-    new = jnp.ones((4, 1, 8))
-    for after in write_kv(*pages, new, new, slots, implementation=implementation):
-        assert not after.any()
+    rng = np.random.default_rng(0)
+    shape = layout.init_pages(2, 8, 1, 8, jnp.float32)[0].shape
+    pages = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for _ in range(2)]
+    slots = jnp.array([-1, -17, 16, 17, 1000], jnp.int32)
+    new = jnp.ones((5, 1, 8))
+    found = write_kv(*pages, new, new, slots, implementation=implementation)
+    for before, after in zip(pages, found, strict=True):
+        np.testing.assert_array_equal(after, before)
 
 
 @pytest.mark.parametrize(

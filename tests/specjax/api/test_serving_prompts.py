@@ -60,6 +60,7 @@ def test_add_and_stream_hold_no_lock(engine):
     assert sum(len(chunk.token_ids) for chunk in chunks) == 2
 
 
+@pytest.mark.full
 def test_a_stream_of_asyncio_leaves_the_loop_to_others(engine, template):
     template.threads.clear()
 

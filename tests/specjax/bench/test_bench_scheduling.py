@@ -52,7 +52,6 @@ def short(monkeypatch):
         monkeypatch.setattr(scheduling, name, value)
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_the_page_says_what_the_document_holds(costs, short, tmp_path):
     document = {"environment": {"device": "made up"}}
@@ -99,7 +98,6 @@ def test_an_oracle_is_no_slower_than_any_k(costs):
             assert oracle.seconds < 1.01 * fixed.seconds
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_batches_that_drain_take_what_each_takes(costs, monkeypatch):
     lengths, rates = next(iter(scheduling.SERIES_LENGTHS)), "half 0.05, half 0.95"

@@ -30,7 +30,7 @@ MACHINES = {
     [
         (1, "steady"),
         *(
-            pytest.param(rows, machine, marks=(pytest.mark.full, pytest.mark.oldest))
+            pytest.param(rows, machine, marks=pytest.mark.full)
             for rows, machine in [
                 (8, "steady"),
                 (1, "every second"),

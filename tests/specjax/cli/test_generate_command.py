@@ -88,7 +88,9 @@ def test_json_document(run):
     assert document["stats"]["num_output_tokens"] == 24
 
 
-@pytest.mark.parametrize("prompts", [["w5 w6"], ["w5 w6", "w7"]])
+@pytest.mark.parametrize(
+    "prompts", [["w5 w6"], pytest.param(["w5 w6", "w7"], marks=pytest.mark.full)]
+)
 def test_logprobs_follow_the_text(run, prompts):
     _, plain, _ = run(*prompts)
     code, out, _ = run(*prompts, "--logprobs", "2")

@@ -18,7 +18,7 @@ from specjax.decode.accept import (
     accept_typical,
 )
 
-FULL = (pytest.mark.full, pytest.mark.oldest)
+FULL = pytest.mark.full
 VOCAB, ROWS = 5, 512  # one size, so that rules are compiled once
 CHAIN, TREE = chain(3), Shape((-1, 0, 0, 1, 1, 2))
 IN_LAW = {
@@ -87,7 +87,6 @@ def test_no_drafts_at_all(is_tree):
 
 
 @pytest.mark.full
-@pytest.mark.oldest
 @pytest.mark.parametrize("shape", [CHAIN, pytest.param(TREE, marks=pytest.mark.slow)], ids=str)
 def test_no_rows_draft(shape):
     """num_tokens = 0 in shapes that have draft slots; what stands there is NaN."""
@@ -218,7 +217,6 @@ def test_repeated_siblings_are_tried_once(rule):
     assert set(nodes[repeated.num_accepted == 1].tolist()) == {1, 3}
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize("rule", ["rejection", "traversal"])
 def test_num_tokens_cuts_a_tree(rule):
@@ -254,7 +252,6 @@ def test_a_tree_of_one_row_is_not_that_of_another():
             assert np.array_equal(some, other)
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_nothing_left_to_recover_falls_back_to_the_target():
     # The target is nowhere above the draft, as when both agree to rounding.

@@ -57,7 +57,7 @@ QUICK = [
     ("traversal", "2,1"),
     ("traversal", "by branch"),
 ]
-FULL = (pytest.mark.full, pytest.mark.oldest)
+FULL = pytest.mark.full
 
 
 def full_but(quick, cases):
@@ -82,7 +82,6 @@ def test_four_tokens_have_the_target_law(rule):
     assert distance(rule, chain(2), random_law(1), drafter, 4) < LAW_TOLERANCE
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize(
     "rule, shape",
@@ -99,7 +98,6 @@ def test_the_law_over_four_tokens_of_vocabulary(rule, shape):
     assert distance(rule, shape, random_law(2, 4), drafter) < LAW_TOLERANCE
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize("vocab", [3, 4])
 @pytest.mark.parametrize(

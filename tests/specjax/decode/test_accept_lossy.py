@@ -30,7 +30,7 @@ from specjax.decode.accept import (
 
 SHAPES = [chain(3), tree(2, 2), Shape((-1, 0, 0, 1, 3, 2))]
 ids = str
-FULL = (pytest.mark.full, pytest.mark.oldest)
+FULL = pytest.mark.full
 
 
 def lenient_by(lenience: float):

@@ -118,7 +118,6 @@ RULE_MISTAKES = {
 }
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize("mistake", RULE_MISTAKES)
 def test_the_enumeration_notices_a_wrong_rule(mistake, monkeypatch):
@@ -130,7 +129,6 @@ def test_the_enumeration_notices_a_wrong_rule(mistake, monkeypatch):
     assert gap > NOTICED
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_the_enumeration_notices_what_is_subtracted_though_it_does_not_stand(
     monkeypatch,
@@ -147,7 +145,6 @@ def test_the_enumeration_notices_what_is_subtracted_though_it_does_not_stand(
     assert gap > NOTICED
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize("shared", [(0, 1), (1, 2)])
 def test_the_enumeration_notices_one_draw_for_two_purposes(shared, monkeypatch):
@@ -170,7 +167,6 @@ DRAWING_MISTAKES = {
 }
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize("mistake", DRAWING_MISTAKES)
 def test_the_enumeration_notices_a_wrong_part(mistake, monkeypatch):
@@ -285,7 +281,6 @@ DRAFTER_MISTAKES = {
 }
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize("mistake", DRAFTER_MISTAKES)
 def test_the_enumeration_notices_a_drafter_that_misleads(mistake):

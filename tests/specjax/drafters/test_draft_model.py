@@ -139,6 +139,7 @@ def races(state, paths):
     return [np.asarray(x).reshape(ROWS, MOST_NODES, *x.shape[1:]) for x in found]
 
 
+@pytest.mark.full
 def test_a_chain_is_what_the_target_would_say():
     state, found = drafted("chain")
     proposal = found.proposal

@@ -93,6 +93,7 @@ def test_a_missing_expert_is_named(tmp_path, write_safetensors):
         load_model(tmp_path)
 
 
+@pytest.mark.full
 def test_an_example_generates_what_its_logits_say(model):
     prompts = [[1, 2, 3, 1, 2], [7, 8, 9]]
     sampling = specjax.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)

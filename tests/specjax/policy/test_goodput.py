@@ -25,7 +25,7 @@ from specjax.policy.step_cost import MEMORY, StepCosts
 from specjax.policy.survival import Survival
 
 ROW_BUCKETS = (1, 2, 4, 8, 16, 32)
-FULL = (pytest.mark.full, pytest.mark.oldest)
+FULL = pytest.mark.full
 
 
 def best_fixed(workload, costs, depths):
@@ -330,7 +330,6 @@ def test_rows_that_differ_are_drafted_for_differently():
     assert any(b.decision.max_drafts is not None for b in ranked.bursts)
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_k_rises_as_rows_drain():
     rng = np.random.default_rng(5)
@@ -433,7 +432,6 @@ def test_plain_decoding_is_measured_again_now_and_then():
     assert plain < drafting  # it looked dearer
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_probes_cost_no_more_than_their_share():
     rates = np.full(4, 0.6)

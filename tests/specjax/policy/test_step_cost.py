@@ -302,7 +302,6 @@ def test_contexts_near_each_other_say_nothing_of_those_far_off():
         assert costs.seconds(Bucket(1, 1), 20_000) < 6e-3
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_a_drift_does_not_run_away_with_the_slope():
     """Contexts that grow on a machine that takes twice as long every second."""

@@ -96,6 +96,7 @@ def moved(params, by=0.05, seed=0):
 # What it returns
 
 
+@pytest.mark.full
 def test_prompts_end_where_completions_begin():
     batch = expected()
     assert batch.prompt_ids.shape == (8, 18)
@@ -274,6 +275,7 @@ def test_a_prompt_that_comes_twice_has_samples_of_its_own():
     np.testing.assert_array_equal(twice.completion_ids[:2], expected().completion_ids[:2])
 
 
+@pytest.mark.full
 def test_seeds_are_those_of_generate():
     batch = roll("plain", seeds=[5, 6, 7, 8])
     sampling = [SamplingParams(temperature=0.8, max_tokens=40, seed=s, n=2) for s in (5, 6, 7, 8)]

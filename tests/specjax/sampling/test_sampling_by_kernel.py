@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.implementations import lowered_for
+from pallas_kernels.implementations import by_name, lowered_for
 from pallas_kernels.seeded_sample import api
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
-from specjax.sampling import Choice, RowSampling, choose_tokens, row_values
+from specjax.sampling import Choice, RowSampling, choose_tokens, choosing, row_values
 
 NUM_TOKENS, VOCAB = 9, 700
 PLAIN = [
@@ -51,6 +51,22 @@ def rows_of(params):
     return RowSampling(
         **{name: jnp.asarray(np.stack([f[name] for f in fields])) for name in fields[0]}
     )
+
+
+def test_any_implementation_of_the_op_can_be_asked_for(monkeypatch):
+    def mine(logits, keys, temperature, *, implementation):
+        raise NotImplementedError(f"{implementation} covers nothing.")
+
+    names = {"seeded_sample": ("mine", "xla", "reference")}
+    monkeypatch.setattr(choosing, "IMPLEMENTATIONS", names)
+    monkeypatch.setattr(choosing, "seeded_sample", mine)
+    logits = jnp.zeros((NUM_TOKENS, VOCAB))
+    expected = pytest.raises(
+        NotImplementedError, match="seeded_sample by implementation='mine': mine covers nothing"
+    )
+    with by_name([("seeded_sample", "mine")]), expected:
+        chosen(logits, PLAIN)
+    chosen(logits, PLAIN)  # the next one is taken
 
 
 def chosen(logits, params) -> Choice:

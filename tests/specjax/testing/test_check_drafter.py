@@ -67,11 +67,17 @@ def check(spec: DrafterSpec) -> None:
 
 
 # What the quick set runs of these tests; each compiles steps of its own.
-QUICK = ("none", "ngram", "changes its state", "calls its pages rows", "keeps more than it says", "raises")
+QUICK = (
+    "ngram",
+    "changes its state",
+    "calls its pages rows",
+    "keeps more than it says",
+    "raises",
+)
 
 
 def in_sets(names):
-    marks = pytest.mark.full, pytest.mark.oldest
+    marks = pytest.mark.full
     return [n if n in QUICK else pytest.param(n, marks=marks) for n in names]
 
 
@@ -93,7 +99,6 @@ def example() -> dict[str, Any]:
     return names
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_the_example_of_the_docs_drafts(example):
     acceptance = example["out"].stats.acceptance
@@ -106,7 +111,6 @@ def test_the_example_of_the_docs_drafts(example):
     assert example["out"][0].token_ids == plain[0].token_ids
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_the_example_of_the_docs_holds(example):
     exec(example["test"], example)
@@ -292,7 +296,6 @@ def test_a_drafter_with_a_mistake_is_found(name):
         check(spec)
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -333,7 +336,6 @@ class TapReader(TapKeeper):
         return keeper._replace(draft=draft)
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_a_drafter_that_reads_hidden_states(monkeypatch):
     check(TapReader(NgramDrafter()))
