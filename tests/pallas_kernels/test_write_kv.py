@@ -70,7 +70,7 @@ def test_refusals():
         write_kv(*pages, *[jnp.ones((3, 2, 8))] * 2, slots)
     with pytest.raises(ValueError, match="int32"):
         write_kv(*pages, new, new, slots.astype(jnp.float32))
-    with pytest.raises(ValueError, match="have"):
+    with pytest.raises(ValueError, match="no implementation='cuda'; expected one of"):
         write_kv(*pages, new, new, slots, implementation="cuda")
 
 
