@@ -37,6 +37,8 @@ def test_they_are_those_of_the_targets_own_forward(tied, fields):
     logits, (embedded, hidden) = run(model.params, model.config, IDS, taps=(0, -1))
     context, params = context_of(model), DecoderParams(model.params)
     np.testing.assert_array_equal(context.target_embedding(params, IDS), embedded)
+    by_hand = model.params["embed_tokens"][IDS] * fields.get("embedding_multiplier", 1.0)
+    np.testing.assert_array_equal(embedded, by_hand)
     found = context.target_logits(params, hidden)
     assert (found.shape, found.dtype) == ((1, 7, 61), jnp.float32)
     np.testing.assert_allclose(found, logits, rtol=1e-5, atol=1e-6)
