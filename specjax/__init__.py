@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 from specjax.version import __version__ as __version__
 
-# The public surface: names that are not listed here may change with any version.
+# The public surface. What authors of drafters import besides is listed at the end of
+# docs/your-own-drafter.md; other names may change with any version.
 __all__ = [
     "Chunk",
     "Completion",

@@ -94,7 +94,8 @@ class DraftTree:
 class Proposal:
     """Draft tokens of every row: trees if `tree` is set, else chains.
 
-    Without a tree, draft token j follows draft token j - 1, and num_drafts is K.
+    Without a tree, draft token j follows draft token j - 1, and num_drafts is K. A row's
+    entries at and past its num_tokens may hold anything: ids outside the vocabulary, NaN.
     """
 
     # i32[rows, num_drafts]; draft token j is node j + 1. NOT_A_TOKEN for NaN logits.

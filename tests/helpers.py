@@ -22,6 +22,8 @@ from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
 from specjax.paged.kv_cache import NO_PAGE
 from specjax.sampling.seeded_noise import gumbel_noise
+from specjax.testing.tiny_models import random_model as random_model
+from specjax.testing.tiny_models import tiny_config
 from specjax.trees.best_first import best_first
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import Proposal
@@ -29,25 +31,10 @@ from specjax.types import Proposal
 # Of whoever needs no other: tests of one engine share compiled steps between files.
 ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=8)
 
-# Large enough that attention and logits depend on the text.
-WEIGHT_STD = 0.2
-
 
 def tiny_llama_config(**overrides) -> ModelConfig:
     """Returns a Llama of two layers with grouped queries, fields replaced."""
-    fields = {
-        "architecture": "llama",
-        "family": "llama",
-        "vocab_size": 61,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 8,
-        "max_position_embeddings": 512,
-    }
-    return ModelConfig(**(fields | overrides))
+    return tiny_config(**overrides)
 
 
 def tiny_gpt2_config(**overrides) -> ModelConfig:
@@ -77,23 +64,6 @@ def tiny_llama(seed: int, **overrides) -> Model:
 def tiny_gpt2(seed: int, **overrides) -> Model:
     """Returns a random GPT-2, no tokenizer; overrides are fields of its config."""
     return random_model(tiny_gpt2_config(**overrides), seed)
-
-
-def random_model(config: ModelConfig, seed: int) -> Model:
-    """Returns a model of normal weights, and norms near one; compiles nothing."""
-    rng = np.random.default_rng(seed)
-
-    def fill(path, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        name = path[-1].key
-        values = WEIGHT_STD * rng.standard_normal(leaf.shape)
-        if name.endswith("norm"):
-            values += 1
-        return jnp.asarray(values, leaf.dtype)
-
-    init = lambda key: family_of(config).init(key, config)
-    shapes = jax.eval_shape(init, jax.random.key(0))
-    params = jax.tree_util.tree_map_with_path(fill, shapes)
-    return Model(config=config, params=params, name=f"tiny-{config.family}-{seed}")
 
 
 def first_layer(target: Model) -> Model:

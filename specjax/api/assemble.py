@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from pallas_kernels.implementations import target_platform
@@ -649,9 +650,12 @@ def _num_weights(params: Any) -> int | None:
 
 
 def _dtype_of(params: Any) -> Any:
-    """Returns the dtype of weights; None if there are none."""
-    leaves = jax.tree.leaves(params)
-    return leaves[0].dtype if leaves else None
+    """Returns the dtype of the first leaf of floating-point numbers; None if there is none.
+
+    A drafter may keep token ids among its weights.
+    """
+    dtypes = (leaf.dtype for leaf in jax.tree.leaves(params))
+    return next((dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)), None)
 
 
 def _rule_options(config: SpeculationConfig) -> RuleOptions:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import jax
@@ -21,8 +21,11 @@ from jax.sharding import PartitionSpec
 from specjax.config.speculation import SpeculationConfig
 from specjax.models.abstract import abstract_weights
 from specjax.models.base import ModelConfig
-from specjax.paged import kv_cache
-from specjax.paged.work import ModelWork, model_work
+from specjax.models.base import resolve_taps as resolve_taps
+from specjax.models.families import family_of
+from specjax.paged import forward, kv_cache
+from specjax.paged.work import ModelWork as ModelWork
+from specjax.paged.work import model_work
 from specjax.types import DecoderParams, Proposal, TokenBatch
 
 if TYPE_CHECKING:
@@ -64,14 +67,15 @@ class DrafterContext:
     Attributes:
       target: config of the target, whose vocabulary draft tokens are from.
       num_speculative_tokens: K, at least 1, the most tokens along one path of a proposal.
-      dtype: of the pages.
+      dtype: of the target's weights and hidden states, and of the pages of a drafter that keeps
+        keys and values; EngineConfig.kv_cache_dtype is for the target's pages alone.
       tensor_axis: the mesh axis that the target's heads and vocabulary are split over, None
         where each device holds the whole target. `DecoderParams.target` is one device's part.
       keeps_probs: whether a rule in use compares distributions. Proposals of a spec with
         `has_probs` then set `Proposal.probs`.
       says_confidence: whether drafts are ranked over all rows. Proposals of a spec with
         `has_probs` then set `Proposal.prior_confidence` and `path_probability`.
-      taps: the spec's taps, as layers of this target.
+      taps: the spec's taps as layers of this target, counted from 0.
     """
 
     target: ModelConfig
@@ -81,6 +85,36 @@ class DrafterContext:
     keeps_probs: bool = False
     says_confidence: bool = False
     taps: tuple[int, ...] = ()
+
+    def target_logits(self, params: DecoderParams, hidden: Array) -> Array:
+        """Returns the logits that the target's head gives for hidden states.
+
+        It is the whole head, as the target's own forward ends with it: a tied or an untied
+        matrix, the divisor and the softcap, over all shards of the vocabulary.
+
+        Args:
+          hidden: [..., hidden_size], as the last tap has it, after the final norm. It is cast to
+            `dtype`.
+
+        Returns:
+          f32[..., vocab].
+        """
+        flat = hidden.reshape(-1, hidden.shape[-1]).astype(self.dtype)
+        scores = forward.logits(params.target, self.target, flat, self.tensor_axis)
+        return scores.reshape(*hidden.shape[:-1], scores.shape[-1])
+
+    def target_embedding(self, params: DecoderParams, token_ids: Array) -> Array:
+        """Returns the target's embeddings of tokens, with its embedding multiplier.
+
+        Embeddings of positions, as GPT-2 adds them, are left out.
+
+        Args:
+          token_ids: i32[...], any shape.
+
+        Returns:
+          dtype[..., hidden_size].
+        """
+        return family_of(self.target).embed(params.target, self.target, token_ids)
 
 
 class DrafterSpec:
@@ -159,15 +193,25 @@ class DrafterSpec:
         return self
 
     def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
-        """Returns the bytes of its pages on one device per token of a row."""
+        """Returns the bytes of its pages on one device per token of a row, an int.
+
+        The default counts keys and values of the models it runs.
+
+        Args:
+          dtype: of the pages, `DrafterContext.dtype`.
+        """
         del target
         numbers = sum(map(kv_cache.numbers_per_token, self.configs))
         return numbers * jnp.dtype(dtype).itemsize
 
     def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
-        """Returns shapes and dtypes of its weights, `DecoderParams.drafter`.
+        """Returns its weights, `DecoderParams.drafter`, as a tree of jax.ShapeDtypeStruct.
 
-        The default is the weights of the first of `configs`; () where there is none.
+        Plans compile with it. The default is the weights of the first of `configs`; () where
+        there is none.
+
+        Args:
+          dtype: of the weights.
         """
         del target
         return abstract_weights(self.configs[0], dtype) if self.configs else ()
@@ -177,8 +221,8 @@ class DrafterSpec:
     ) -> tuple[ModelWork, ...]:
         """Returns the bytes and operations of one draft token per row on one device.
 
-        Plans and the first choices of K use it. The default counts one forward of each model
-        it runs.
+        Plans and the first choices of K add up the entries. The default counts one forward of
+        each model it runs: a drafter without `configs` counts as free.
 
         Args:
           dtype: of its weights.
@@ -187,21 +231,6 @@ class DrafterSpec:
         del target
         count = num_weights if len(self.configs) == 1 else None
         return tuple(model_work(config, dtype, 1, count) for config in self.configs)
-
-
-def resolve_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
-    """Returns taps counted from the first layer; those below 0 count from the normed output.
-
-    Raises:
-      ValueError: there is no such layer.
-    """
-    resolved = tuple(tap + num_layers + 1 if tap < 0 else tap for tap in taps)
-    if any(not 0 <= tap <= num_layers for tap in resolved):
-        raise ValueError(
-            f"taps={tuple(taps)} must lie from {-num_layers - 1} to {num_layers}, for a target of "
-            f"{num_layers} layers."
-        )
-    return resolved
 
 
 def no_tree_message(name: str) -> str:
@@ -267,8 +296,9 @@ class Drafter(NamedTuple):
     """A group of pure functions over one state. Each is traced, and returns a state of the
     same structure, shapes and dtypes. Under a mesh each shard runs them on its own rows.
 
-    `params` is always a `DecoderParams`: the target's weights and the drafter's. A drafter
-    that is a head over the target reads the embedding and the head in `params.target`.
+    `params` is always a `DecoderParams`: the target's weights and the drafter's. A head over the
+    target reads its embedding and its head by `DrafterContext.target_embedding` and
+    `target_logits`.
 
     Attributes:
       draft: (params, state, decode_state, num_tokens i32[rows]) -> Draft. Proposes at most

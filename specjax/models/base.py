@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypedDict
 
 import jax
@@ -181,6 +181,19 @@ class ForwardWork(NamedTuple):
     layer_windows: tuple[int | None, ...] = ()
 
 
+def embed_tokens(params: Params, config: ModelConfig, token_ids: Array) -> Array:
+    """Returns the rows of params["embed_tokens"] times config.embedding_multiplier.
+
+    Args:
+      token_ids: i32[...], any shape.
+
+    Returns:
+      [..., hidden_size], in the dtype of the weights.
+    """
+    x = params["embed_tokens"][token_ids]
+    return x if config.embedding_multiplier == 1.0 else x * config.embedding_multiplier
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
     """The functions of one model family; docs/adding-a-model.md has a complete example.
@@ -207,6 +220,8 @@ class Family:
       logits: logits(params, config, hidden, tensor_axis) -> f32[..., vocab].
       work: work(config, num_weights) -> ForwardWork. num_weights: numbers in all leaves.
       has_experts: whether forward needs is_token.
+      embed: embed(params, config, token_ids) -> [..., hidden_size], what tokens add to the input
+        of the first layer wherever they stand. The default suits weights with `embed_tokens`.
     """
 
     name: str
@@ -219,3 +234,19 @@ class Family:
     logits: Callable[..., Array]
     work: Callable[[Any, int], ForwardWork]
     has_experts: bool = False
+    embed: Callable[[Params, Any, Array], Array] = embed_tokens
+
+
+def resolve_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
+    """Returns taps counted from the first layer; those below 0 count from the normed output.
+
+    Raises:
+      ValueError: there is no such layer.
+    """
+    resolved = tuple(tap + num_layers + 1 if tap < 0 else tap for tap in taps)
+    if any(not 0 <= tap <= num_layers for tap in resolved):
+        raise ValueError(
+            f"taps={tuple(taps)} must lie from {-num_layers - 1} to {num_layers}, for a target of "
+            f"{num_layers} layers."
+        )
+    return resolved

@@ -7,7 +7,7 @@ from typing import Any, overload
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.models.base import LayerCache, ModelConfig, Params
+from specjax.models.base import LayerCache, ModelConfig, Params, resolve_taps
 from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
 
@@ -49,13 +49,14 @@ def sequence_logits(
       mask: bool[rows, length], True for text, False for padding; None: all text. Padding on
         either side is neither seen nor counted in positions, and its logits are meaningless.
       taps: static; None, or layers whose hidden states are returned as well: for tap i the
-        input of layer i, for tap num_layers the output after the final norm.
+        input of layer i, for tap num_layers the output after the final norm. Negative numbers
+        count from there, as in `DrafterSpec.taps`: -1 is the normed output.
 
     Returns:
       The logits; with taps, the logits and a tuple of [rows, length, hidden_size], one per tap.
 
     Raises:
-      ValueError: a tap is not between 0 and num_layers.
+      ValueError: there is no such layer.
     """
     if mask is None:
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
@@ -77,7 +78,7 @@ def sequence_logits(
         positions,
         attend,
         caches,
-        taps=taps,
+        taps=None if taps is None else resolve_taps(taps, config.num_layers),
         is_token=mask if family.has_experts else None,
     )
     logits = family.logits(params, config, hidden)

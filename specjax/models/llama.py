@@ -25,6 +25,7 @@ from specjax.models.base import (
     LayerCache,
     ModelConfig,
     Params,
+    embed_tokens,
 )
 from specjax.models.config_values import (
     MAX_LAYERS,
@@ -94,9 +95,7 @@ def forward(
         head_norm=norm if config.qk_norm else None,
         tensor_axis=tensor_axis,
     )
-    x = params["embed_tokens"][token_ids]
-    if config.embedding_multiplier != 1.0:
-        x = x * config.embedding_multiplier
+    x = embed_tokens(params, config, token_ids)
     tables = blocks.rotary_tables(config, positions)
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):

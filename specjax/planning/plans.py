@@ -48,7 +48,7 @@ class FullPlan:
     compiled: CompiledMemory
     memory: MemoryPlan | None  # None if the device's memory is unknown
     target_work: ModelWork
-    drafter_work: ModelWork | None
+    drafter_works: tuple[ModelWork, ...]  # of each model that the drafter runs
     notes: tuple[str, ...] = ()
 
     def step_s(self, rows: int, num_speculative_tokens: int, context: int) -> float:
@@ -62,7 +62,7 @@ class FullPlan:
             raise ValueError(f"no figures are known for {device.name}.")
         return roofline_step_s(
             self.target_work,
-            self.drafter_work,
+            self.drafter_works,
             device.figures,
             rows=rows,
             num_speculative_tokens=num_speculative_tokens,
@@ -226,8 +226,9 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
         target_work=model_work(
             request.target, request.dtype, device.count, kv_dtype=_kept_dtype(request)
         ),
-        # The roofline of a plan supports one draft model.
-        drafter_work=next(iter(request.drafter.work(request.target, request.dtype)), None),
+        drafter_works=tuple(
+            request.drafter.work(request.target, request.drafter_dtype or request.dtype)
+        ),
         notes=(*_context_notes(request), *compiled.warnings, *notes),
     )
 

@@ -20,23 +20,21 @@ def verify_work(target: ModelWork, rows: int, k: int, context: int) -> Work:
 
 def roofline_step_s(
     target: ModelWork,
-    drafter: ModelWork | None,
+    drafters: Sequence[ModelWork],
     device: Peaks,
     *,
     rows: int,
     num_speculative_tokens: int,
     context: int,
 ) -> float:
-    """Returns the least seconds of a step: K forwards of the drafter, one of the target.
+    """Returns the least seconds of a step: K forwards of each drafter, one of the target.
 
     Args:
-      drafter: None if drafting runs no model.
+      drafters: work of each model that drafting runs, one after the other.
       context: tokens that each row has.
     """
     k = num_speculative_tokens
-    draft_s = 0.0
-    if drafter is not None:
-        draft_s = k * drafter.of(rows, rows, context).seconds(device)
+    draft_s = k * sum(drafter.of(rows, rows, context).seconds(device) for drafter in drafters)
     return verify_work(target, rows, k, context).seconds(device) + draft_s
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import ENGINE, tiny_llama
@@ -16,6 +17,8 @@ from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
 from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import Decoder
+from specjax.drafters.loading import LoadedDrafter
+from specjax.drafters.spec import NgramDrafter
 from specjax.planning import compiled_memory, plans
 from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.compiled_memory import burst_bucket, compile_bucket
@@ -314,6 +317,19 @@ def test_weights_of_a_setup_count_once_and_where_they_are_used():
     mesh = Mesh(np.array([first, second]), ("tensor",))
     split = Setup.of(model, mesh=mesh)
     assert bytes_on(first, split._weights_in_place) == 0
+
+
+def test_token_ids_among_weights_are_not_their_dtype():
+    model = tiny_llama(0)
+    table = jnp.zeros(61, jnp.int32)
+    narrow = jnp.zeros((4, 4), jnp.bfloat16)
+    for params, expected in (
+        ({"a_table": table, "weight": narrow}, narrow.dtype),
+        ({"a_table": table}, None),
+        ((), None),
+    ):
+        drafter = LoadedDrafter("mine", NgramDrafter(), params)
+        assert Setup.of(model, drafter=drafter)._plan_request.drafter_dtype == expected
 
 
 def test_an_engine_says_what_its_steps_took(monkeypatch):

@@ -138,6 +138,17 @@ def tokens(*ids):
         ({"path_probability": FIGURES.at[0, 1].set(jnp.nan)}, 3, NOT_A_NUMBER),
         # Nobody was asked for the third.
         (tokens(0, 1, -1) | {"num_tokens": jnp.full(ROWS, 2)}, 2, NO_FAULT),
+        (
+            {
+                "token_ids": jnp.full((ROWS, DEPTH), NOT_A_TOKEN).at[:, 0].set(7),
+                "probs": EVEN.at[:, 1:].set(jnp.nan),
+                "prior_confidence": FIGURES.at[:, 1:].set(jnp.nan),
+                "path_probability": FIGURES.at[:, 1:].set(-jnp.inf),
+                "num_tokens": jnp.full(ROWS, 1),
+            },
+            1,
+            NO_FAULT,
+        ),
         ({"num_tokens": jnp.full(ROWS, -4)}, 0, NO_FAULT),
     ],
 )

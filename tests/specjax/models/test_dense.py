@@ -79,3 +79,16 @@ def test_sines_and_cosines_are_computed_once_for_all_layers():
     text = run.trace(model.params, model.config, shape).lower().compile().as_text()
     for operation in ("cosine", "sine"):
         assert text.count(f" {operation}(") == 1
+
+
+def test_taps_count_from_the_normed_output_too():
+    model = tiny_llama(0)
+    ids = jnp.arange(8)[None]
+    run = jax.jit(sequence_logits, static_argnames=("config", "taps"))
+    _, from_the_first = run(model.params, model.config, ids, taps=(2, 1, 0))
+    _, from_the_last = run(model.params, model.config, ids, taps=(-1, -2, -3))
+    for ours, theirs in zip(from_the_last, from_the_first, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for tap in (3, -4):
+        with pytest.raises(ValueError, match=r"must lie from -3 to 2, for a target of 2 layers"):
+            sequence_logits(model.params, model.config, ids, taps=(tap,))

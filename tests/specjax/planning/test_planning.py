@@ -115,8 +115,24 @@ def test_a_drafter_counts_in_its_own_dtype(compiled_by_rule):
     wider = plans.make_plan(request_of(drafter_dtype="float32"))
     assert wider.weights_bytes == alike.weights_bytes + 2 * 743_452_672
     assert wider.resident_bytes == alike.resident_bytes + 2 * 743_452_672
+    assert wider.drafter_works[0].weight_bytes == 2 * alike.drafter_works[0].weight_bytes
     # Its pages are of the target's dtype.
     assert wider.drafter_bytes_per_token == alike.drafter_bytes_per_token
+
+
+class TwoModels(ModelDrafter):
+    """Runs its model twice for each draft token."""
+
+    def work(self, *arguments):
+        return 2 * super().work(*arguments)
+
+
+def test_models_that_a_drafter_runs_add_up(compiled_by_rule):
+    one = plans.make_plan(request_of())
+    two = plans.make_plan(request_of(drafter=TwoModels(one.request.drafter.config)))
+    (work,) = one.drafter_works
+    drafted_s = 3 * work.of(8, 8, 1000).seconds(one.request.device.figures)
+    assert two.step_s(8, 3, 1000) == pytest.approx(one.step_s(8, 3, 1000) + drafted_s)
 
 
 def test_trees_are_planned_with_their_slots(compiled_by_rule):

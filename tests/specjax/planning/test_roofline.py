@@ -19,9 +19,9 @@ TARGET = ModelWork(weight_bytes=1000, token_flops=1000, context_bytes=2, context
 DRAFT = ModelWork(weight_bytes=100, token_flops=100, context_bytes=1, context_flops=0)
 
 
-def step_s(rows, k, context=0, drafter=DRAFT):
+def step_s(rows, k, context=0, drafters=(DRAFT,)):
     return roofline_step_s(
-        TARGET, drafter, DEVICE, rows=rows, num_speculative_tokens=k, context=context
+        TARGET, drafters, DEVICE, rows=rows, num_speculative_tokens=k, context=context
     )
 
 
@@ -33,7 +33,8 @@ def test_reading_weights_bounds_few_tokens_and_arithmetic_many():
 
 def test_drafting_reads_the_drafter_once_per_token():
     assert step_s(1, 3) == pytest.approx(10 + 3)
-    assert step_s(1, 3, drafter=None) == pytest.approx(10)
+    assert step_s(1, 3, drafters=()) == pytest.approx(10)
+    assert step_s(1, 3, drafters=(DRAFT, DRAFT)) == pytest.approx(10 + 2 * 3)
 
 
 def test_context_is_read_once_per_row_whatever_k_is():

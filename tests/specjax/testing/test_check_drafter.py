@@ -90,9 +90,10 @@ def test_a_drafter_that_comes_with_specjax_holds(name):
 def example() -> dict[str, Any]:
     """What the example of the docs defines and prints; its prompt runs through the demo target."""
     text = DOCS.read_text()
-    code, test = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    code, head, _, test = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     names: dict[str, Any] = {"__name__": "example"}
     exec(compile(code, str(DOCS), "exec", dont_inherit=True), names)
+    exec(compile(head, str(DOCS), "exec", dont_inherit=True), names)
     # Of the test all but the line that loads a target.
     lines = [line for line in test.splitlines() if not line.startswith("target = ")]
     names |= {"test": "\n".join(lines), "target": TARGET}
@@ -114,6 +115,14 @@ def test_the_example_of_the_docs_drafts(example):
 @pytest.mark.full
 def test_the_example_of_the_docs_holds(example):
     exec(example["test"], example)
+
+
+@pytest.mark.oldest
+@pytest.mark.full
+def test_the_head_of_the_docs_holds(example):
+    weight = 0.3 * np.random.default_rng(0).standard_normal((32, 16), np.float32)
+    head = LoadedDrafter("head", example["LinearHead"](), {"weight": weight})
+    check_drafter(head, TARGET, num_speculative_tokens=K)
 
 
 @dataclasses.dataclass(frozen=True)
