@@ -1,4 +1,4 @@
-"""Families that nobody published: the one of docs/adding-a-model.md, and one of experts."""
+"""Families that nobody published: that of docs/adding-a-model.md, and one of experts."""
 
 from __future__ import annotations
 
@@ -89,6 +89,8 @@ def _heron_weights(config: ModelConfig) -> dict:
             "q_proj": matrix(f"{at}q.weight", (q_size, d), ("heads", "embed")),
             "k_proj": matrix(f"{at}k.weight", (kv_size, d), ("kv_heads", "embed")),
             "v_proj": matrix(f"{at}v.weight", (kv_size, d), ("kv_heads", "embed")),
+            "q_norm": vector(f"{at}q_norm.weight", q_size, "heads", 1.0),
+            "k_norm": vector(f"{at}k_norm.weight", kv_size, "kv_heads", 1.0),
             "o_proj": matrix(f"{at}o.weight", (d, q_size), ("embed", "heads")),
             "sinks": vector(f"{at}sinks", config.num_heads, "heads"),
             "mlp_norm": vector(f"{at}norm_2.weight", d, "embed", 1.0),
@@ -121,6 +123,9 @@ def _heron_forward(
 ):
     tapped = blocks.Taps(taps, config.num_layers)
     norm = functools.partial(rms_norm, eps=config.norm_eps)
+    head_norm = functools.partial(
+        blocks.rms_norm_across_heads, eps=config.norm_eps, tensor_axis=tensor_axis
+    )
     x = params["embed_tokens"][token_ids]
     tables = blocks.rotary_tables(config, positions)
     new_caches = []
@@ -134,6 +139,7 @@ def _heron_forward(
             cache,
             head_dim=config.head_dim,
             table=tables[index],
+            head_norm=head_norm,
             tensor_axis=tensor_axis,
         )
         new_caches.append(cache)

@@ -60,6 +60,14 @@ class ModelConfig:
 
     `architecture` names the Family that runs it. A family may subclass this with static
     fields of its own; fields that hold one entry per layer have names that begin `layer_`.
+
+    The library itself reads the sizes (`hidden_size` apart), `max_position_embeddings`,
+    `eos_token_ids`, and what is static about attention: `attention_scale`, `layer_windows` and
+    `attention_softcap`. `blocks.rotary_tables` reads `rope` and `layer_ropes`; `blocks.head`
+    reads `logits_softcap` and `logits_divisor`. All other fields have an effect only where the
+    code of the family reads them: `norm_eps`, `tie_word_embeddings`, the biases, `qk_norm`,
+    `embedding_multiplier` and `residual_multiplier`. A family leaves those that it does not
+    have at their defaults.
     """
 
     architecture: str  # the name of its Family: "llama", "gpt2", or a registered one

@@ -1,14 +1,17 @@
 """Building blocks of model forwards. The static options of a block are its arguments.
 
     x = embedding                           [..., hidden_size]
-    each layer:  x = x + out_norm(attention(norm(x)))      out_norm in some families
+    each layer:  x = x + out_norm(attention(norm(x)))      families have norm, out_norm or both
                  x = x + out_norm(mlp(norm(x)))            or experts instead of the MLP
     logits = head(norm(x))
 
 A block finds the weights of a layer by their names: q_proj, k_proj, v_proj, o_proj, gate_proj,
 up_proj and down_proj are matrices [out, in], and each may have a bias, `{name}_bias`. Under a
 mesh every block may run on a shard of the heads and of the MLP; `tensor_axis` names the mesh
-axis over which partial sums are added.
+axis over which partial sums are added. Shards have equally many heads.
+
+A block does not norm its input or its output: a family puts norms where they belong, before a
+branch, after it, or both.
 """
 
 from __future__ import annotations
@@ -22,9 +25,17 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.models.base import Attend, ForwardWork, LayerCache, ModelConfig, Params
-from specjax.models.layers import along_last_axis, linear, rope_tables, rotate, soft_cap
+from specjax.models.layers import (
+    along_last_axis,
+    linear,
+    rms_norm,
+    rope_tables,
+    rotate,
+    soft_cap,
+)
 
-Norm = Callable[[Array, Array], Array]  # of x and a weight, over the last axis
+# head_norm(q or k [..., own heads, head_dim], its weight) -> the same shape, normed
+Norm = Callable[[Array, Array], Array]
 Activation = Callable[[Array], Array]
 
 ACTIVATIONS: dict[str, Activation] = {
@@ -97,6 +108,31 @@ def sum_over_shards(partial: Array, tensor_axis: str | None) -> Array:
     return partial if tensor_axis is None else jax.lax.psum(partial, tensor_axis)
 
 
+def rms_norm_across_heads(
+    x: Array,
+    weight: Array,
+    eps: float,
+    *,
+    tensor_axis: str | None = None,
+    is_wide: bool = False,
+) -> Array:
+    """Normalises queries or keys by the root mean square of all their heads, as OLMo-2 does.
+
+    Under a tensor axis the mean of squares is that of all shards.
+
+    Args:
+      x: [..., own heads, head_dim].
+      weight: [own heads * head_dim]. Its logical axis is "heads" for queries and "kv_heads" for
+        keys, so that a shard gets the part of its own heads.
+      is_wide: as for `rms_norm`.
+
+    Returns:
+      The shape and dtype of x.
+    """
+    flat = x.reshape(*x.shape[:-2], -1)
+    return rms_norm(flat, weight, eps, is_wide=is_wide, tensor_axis=tensor_axis).reshape(x.shape)
+
+
 def attend_heads(
     x: Array,
     layer: Params,
@@ -111,11 +147,13 @@ def attend_heads(
     """Returns the heads' outputs side by side, [..., heads * head_dim], and the cache.
 
     Args:
-      x: [..., hidden_size], normed.
+      x: [..., hidden_size], the branch's input, normed if the family norms it.
       index: the layer's number.
+      head_dim: size of a head; the matrices say how many heads this shard has.
       table: of rotations, see `rotary_tables`; None: no rotation.
-      head_norm: norm of each head of queries and keys, with weights q_norm and k_norm, before
-        the rotation.
+      head_norm: norm of queries and of keys before the rotation, a function of q or k
+        [..., own heads, head_dim] and its weight, layer["q_norm"] or layer["k_norm"]. `rms_norm`
+        norms each head, `rms_norm_across_heads` all heads together. None: no norm.
 
     A layer with a weight `sinks` f32[heads] has attention sinks.
     """
@@ -157,7 +195,12 @@ def project_and_sum(x: Array, layer: Params, name: str, tensor_axis: str | None)
 def gated_mlp(
     x: Array, layer: Params, activation: Activation, tensor_axis: str | None = None
 ) -> Array:
-    """Returns activation(x @ gate) * (x @ up) @ down, of x [..., hidden_size], normed."""
+    """Returns (activation(x @ gate.T) * (x @ up.T)) @ down.T, [..., hidden_size].
+
+    Args:
+      x: [..., hidden_size], the branch's input, normed if the family norms it.
+      layer: gate_proj and up_proj [mlp, hidden_size], down_proj [hidden_size, mlp].
+    """
     gated = activation(project(x, layer, "gate_proj")) * project(x, layer, "up_proj")
     return project_and_sum(gated, layer, "down_proj", tensor_axis)
 
@@ -178,7 +221,7 @@ def experts(
     tokens of a step, whose time is spent reading weights, and is wasteful for long prompts.
 
     Args:
-      x: [..., hidden_size], normed.
+      x: [..., hidden_size], the branch's input, normed if the family norms it.
       layer: router [experts, hidden_size]; experts_gate_proj and experts_up_proj [experts,
         mlp, hidden_size]; experts_down_proj [experts, hidden_size, mlp]. Each may have a
         bias, [experts] of the router and [experts, out] of the others.
@@ -240,7 +283,8 @@ def dense_work(config: ModelConfig, num_weights: int, num_looked_up: int) -> For
 
     Args:
       num_weights: numbers in all leaves.
-      num_looked_up: numbers among them in tables of which a forward reads one row per token.
+      num_looked_up: numbers among them in tables of which a forward reads one row per token:
+        vocab_size * hidden_size where the head is untied, 0 where it is the embedding.
     """
     multiplied = num_weights - num_looked_up
     return ForwardWork(

@@ -204,6 +204,20 @@ def number(
     return float(value)
 
 
+def optional_number(
+    raw: Json,
+    key: str,
+    default: float | None = None,
+    *,
+    above: float = 0.0,
+    most: float = 1e30,
+) -> float | None:
+    """Returns a finite number above a limit; null gives None, a missing key the default."""
+    if raw.get(key, default) is None:
+        return None
+    return number(raw, key, default, above=above, most=most)
+
+
 def flag(raw: Json, key: str, default: bool) -> bool:
     """Returns true or false; null counts as a missing key."""
     value = raw.get(key)

@@ -111,8 +111,8 @@ def _model_type(raw: Json) -> str:
     if not isinstance(model_type, str) or model_type not in known:
         raise ValueError(
             f"model_type={shown(model_type)} with architectures={shown(architectures)} is not "
-            f"supported; expected one of "
-            f"{supported}."
+            f"supported; expected one of {supported}. A program adds a family of its own with "
+            "specjax.models.register; docs/adding-a-model.md says how."
         )
     if architectures and known[model_type] not in architectures:
         raise ValueError(

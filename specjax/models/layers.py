@@ -60,7 +60,13 @@ def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
 
 
 def rms_norm(
-    x: Array, weight: Array, eps: float, *, offset: float = 0.0, is_wide: bool = False
+    x: Array,
+    weight: Array,
+    eps: float,
+    *,
+    offset: float = 0.0,
+    is_wide: bool = False,
+    tensor_axis: str | None = None,
 ) -> Array:
     """Normalises the last axis by its root mean square.
 
@@ -71,9 +77,14 @@ def rms_norm(
       offset: added to the weight; Gemma's norms multiply by 1 + weight.
       is_wide: whether the weight is applied in float32 too, before the cast, as in Gemma and
         gpt-oss.
+      tensor_axis: mesh axis over which the last axis of x is split into equal parts; None: x
+        holds the whole axis.
     """
     wide = x.astype(jnp.float32)
-    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    mean = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    if tensor_axis is not None:
+        mean = jax.lax.pmean(mean, tensor_axis)
+    scaled = wide * jax.lax.rsqrt(mean + eps)
     if is_wide:
         weight = weight.astype(jnp.float32)
     else:

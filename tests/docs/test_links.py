@@ -10,6 +10,7 @@ import pytest
 from pages import DOCS, PAGES, ROOT, name_of
 
 import specjax
+import specjax.models
 import specjax.testing
 
 PAGES = [*PAGES, ROOT / "pallas_kernels" / "README.md", ROOT / "specjax" / "demo" / "README.md"]
@@ -99,6 +100,8 @@ def test_every_public_name_is_in_the_reference():
     public = {f"specjax.{name}" for name in dir(specjax)} - {"specjax.__version__"}
     public |= {f"specjax.testing.{name}" for name in specjax.testing.__all__}
     public |= FOR_DRAFTERS
+    family = (*specjax.models._HOME, "blocks", "config_values", "weights")
+    public |= {f"specjax.models.{name}" for name in family}
     assert public == {name for name in named if name.startswith("specjax.")}
     ops = {path.parent.name for path in (ROOT / "pallas_kernels").glob("*/api.py")}
     assert {f"pallas_kernels.{op}.{op}" for op in ops} <= set(named)

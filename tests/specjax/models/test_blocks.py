@@ -1,10 +1,13 @@
 """Blocks against the same written out, one number or one expert at a time."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_llama_config
+from jax.sharding import Mesh, PartitionSpec
 
 from specjax.models import blocks
 from specjax.models.base import RopeConfig
@@ -71,6 +74,36 @@ def test_norms_of_gemma_multiply_by_one_more_in_float32():
     np.testing.assert_array_equal(actual, expected)
     narrow = rms_norm(x, weight, 1e-6, offset=1.0)
     assert (narrow != expected).any(), "rounding before the product must show"
+
+
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_norms_across_heads_are_of_all_shards(num_shards):
+    x, weight = normal(3, 8, 4), normal(32)
+    flat = x.reshape(3, 32)
+    expected = flat / np.sqrt((flat**2).mean(-1, keepdims=True) + 1e-6) * weight
+    norm = functools.partial(
+        blocks.rms_norm_across_heads,
+        eps=1e-6,
+        tensor_axis="tensor" if num_shards > 1 else None,
+    )
+    split = jax.shard_map(
+        norm,
+        mesh=Mesh(np.array(jax.devices()[:num_shards]), ("tensor",)),
+        in_specs=(PartitionSpec(None, "tensor"), PartitionSpec("tensor")),
+        out_specs=PartitionSpec(None, "tensor"),
+    )
+    actual = jax.jit(split)(x, weight)
+    np.testing.assert_allclose(actual, expected.reshape(3, 8, 4), rtol=1e-5, atol=1e-6)
+
+
+def test_norms_across_heads_are_norms_of_flat_rows():
+    x = jnp.asarray(normal(3, 8, 4), jnp.bfloat16)
+    weight = jnp.asarray(normal(32), jnp.bfloat16)
+    for is_wide in (False, True):
+        flat = rms_norm(x.reshape(3, 32), weight, 1e-6, is_wide=is_wide)
+        actual = blocks.rms_norm_across_heads(x, weight, 1e-6, is_wide=is_wide)
+        assert actual.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(actual, flat.reshape(3, 8, 4))
 
 
 def test_dense_attention_with_caps_and_sinks_written_out():

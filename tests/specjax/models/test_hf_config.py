@@ -5,6 +5,7 @@ import json
 import pytest
 
 from specjax.models.base import RopeConfig
+from specjax.models.config_values import optional_number
 from specjax.models.hf_config import parse_config, read_config
 
 LLAMA = {
@@ -214,10 +215,22 @@ def test_gpt2():
     assert parse_config(GPT2 | {"scale_attn_weights": False}).scale == 1.0
 
 
+def test_a_number_that_may_be_null():
+    cap = lambda raw, **options: optional_number(raw, "cap", 50.0, **options)
+    assert (cap({}), cap({"cap": None}), cap({"cap": 30})) == (50.0, None, 30.0)
+    assert optional_number({}, "cap") is None
+    for value in (0, "30", True):
+        with pytest.raises(ValueError, match=r"cap=.* must be a number above 0"):
+            cap({"cap": value})
+    with pytest.raises(ValueError, match="at most 20"):
+        cap({"cap": 30}, most=20.0)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         (LLAMA | {"model_type": "mamba"}, "'mamba'.*expected one of llama"),
+        (LLAMA | {"model_type": "mamba"}, "specjax.models.register.*adding-a-model.md"),
         ({}, "expected one of llama"),
         (LLAMA | {"architectures": ["LlamaForCausalLMEagle3"]}, "load_drafter"),
         (LLAMA | {"architectures": ["LlamaForTokenClassification"]}, "not supported"),

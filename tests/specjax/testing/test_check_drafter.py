@@ -117,7 +117,6 @@ def test_the_example_of_the_docs_holds(example):
     exec(example["test"], example)
 
 
-@pytest.mark.oldest
 @pytest.mark.full
 def test_the_head_of_the_docs_holds(example):
     weight = 0.3 * np.random.default_rng(0).standard_normal((32, 16), np.float32)
