@@ -9,8 +9,8 @@ import time
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Meshes are tested on devices that share this one; all else runs on the first.
 FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
-# Most of a test's time is compiling, which takes a third less at this level. .ci/run tests one
-# of its two versions of jax at the level that users have.
+# Most of a test's time is compiling, which takes a quarter less at this level. .ci/run has
+# the quick set so on one version of jax, and all else at the level that users have.
 QUICKLY_COMPILED = "--xla_backend_optimization_level=0"
 # Of a flag given twice the last one counts: whoever runs the tests may ask for others.
 flags = FOUR_DEVICES, QUICKLY_COMPILED, os.environ.get("XLA_FLAGS", "")
