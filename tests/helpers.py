@@ -168,6 +168,10 @@ class AlternatingDrafter(DrafterSpec):
     is_tree: ClassVar[bool] = True
 
     @property
+    def configs(self) -> tuple[ModelConfig, ...]:
+        return (self.config,)
+
+    @property
     def max_depth(self) -> int:
         return self.shape.max_depth
 

@@ -62,7 +62,7 @@ SPECS = {
 
 
 def check(spec: DrafterSpec) -> None:
-    params = DRAFT.params if spec.configs or isinstance(spec, AlternatingDrafter) else ()
+    params = DRAFT.params if spec.configs else ()
     check_drafter(LoadedDrafter("mine", spec, params), TARGET, num_speculative_tokens=K)
 
 
