@@ -47,8 +47,7 @@ RAMP = """## A batch that drains
 acceptance, and takes the best K of the next burst: about what choosing K can bring on these costs,
 but for slots handed out by rank.
 
-| drafts that stand | goodput against the best K above 0 | the oracle | goodput against the best K |
-the oracle |
+| drafts that stand | goodput against the best K above 0 | the oracle | goodput against the best K | the oracle |
 |---|---|---|---|---|
 {rows}
 """
