@@ -4,16 +4,22 @@ import gc
 import os
 import pathlib
 import time
+from importlib import metadata
 
 # Before jax starts: it reads the platform once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Meshes are tested on devices that share this one; all else runs on the first.
 FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
-# Most of a test's time is compiling, which takes a quarter less at this level. .ci/run has
-# the quick set so on one version of jax, and all else at the level that users have.
-QUICKLY_COMPILED = "--xla_backend_optimization_level=0"
+# Most of a test's time is compiling, which takes half as long so. .ci/run has the quick set of
+# one version of jax at the level that users have, and a nightly run has all tests so.
+QUICKLY_COMPILED = (
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+)
+if metadata.version("jaxlib").startswith("0.10."):  # later ones know one kind of emitters
+    QUICKLY_COMPILED = (*QUICKLY_COMPILED, "--xla_cpu_use_fusion_emitters=false")
 # Of a flag given twice the last one counts: whoever runs the tests may ask for others.
-flags = FOUR_DEVICES, QUICKLY_COMPILED, os.environ.get("XLA_FLAGS", "")
+flags = FOUR_DEVICES, *QUICKLY_COMPILED, os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
 # What steps cost in earlier runs would choose K, and tests would depend on each other.
@@ -29,6 +35,8 @@ import pytest
 def pytest_configure(config):
     """Settings that hold from collection on, since modules may compile at import."""
     progress.register(config)
+    # Tracing makes many objects that live on: looking for garbage among them takes a third of it.
+    gc.set_threshold(100_000, 50, 100)
     # [3] + [2, 3] is a mistake more often than a wish: write the axis.
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ and hasattr(config, "cache"):

@@ -356,7 +356,9 @@ def run(costs: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m specjax.bench.scheduling")
-    parser.add_argument("--out", type=Path, required=True, help="a folder, made where it is missing")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="a folder, made where it is missing"
+    )
     parser.add_argument("--costs", type=Path, help="a scheduling.json of before")
     parser.add_argument("--pairs", nargs="+", choices=PAIRS, default=list(PAIRS))
     parser.add_argument("--rounds", type=int, default=9)

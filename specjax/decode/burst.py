@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,9 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.implementations import in_a_loop
-from specjax.decode.absorb import WINDOW, absorb_waiting, no_waiting, wait
+from specjax.decode.absorb import WINDOW, absorb_committed, absorb_waiting, no_waiting, wait
 from specjax.decode.state import DecodeState, follow, put_rows, take_rows
-from specjax.decode.step import advance, step
+from specjax.decode.step import advance
 from specjax.decode.step_spec import StepSpec
 from specjax.types import RUNNING, BurstPlan, DecoderParams, StepInfo
 
@@ -49,7 +50,10 @@ def burst(
     whole = state = follow(state, plan)
     if plan.row_ids is not None:
         state = take_rows(whole, spec.drafter, plan.row_ids)
-    info, committed = jax.eval_shape(lambda s: advance(spec, params, s)[1:], state)
+    # jit keeps its trace: the shapes of the report and the loops take one trace together.
+    advance_once = jax.jit(functools.partial(advance, spec), inline=True)
+    with in_a_loop():
+        info, committed = jax.eval_shape(lambda s: advance_once(params, s)[1:], state)
     report = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), info)
 
     def proceeds(at: _Progress) -> Array:
@@ -69,7 +73,10 @@ def burst(
         return _Progress(at.num_steps + 1, state, report, goes_on)
 
     def one_step(at: _Progress) -> _Progress:
-        return noted(at, *step(spec, params, at.state))
+        state, info, committed = advance_once(params, at.state)
+        if committed is not None:
+            state = absorb_committed(spec, params, state, committed)
+        return noted(at, state, info)
 
     def one_window(at: _Progress) -> _Progress:
         """Runs K = 0 steps and absorbs all of them at once, which saves passes of the drafter."""
@@ -79,7 +86,7 @@ def burst(
 
         def body(carry):
             at, waiting = carry
-            state, info, new = advance(spec, params, at.state)
+            state, info, new = advance_once(params, at.state)
             assert new is not None
             waiting = wait(waiting, at.num_steps - first, new)
             return noted(at, state, info), waiting

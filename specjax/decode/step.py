@@ -1,4 +1,4 @@
-"""One speculative step: draft -> verify -> accept -> commit, and absorb."""
+"""One speculative step: draft -> verify -> accept -> commit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from specjax.decode.absorb import Committed, absorb_committed
+from specjax.decode.absorb import Committed
 from specjax.decode.commit import commit, longest_path
 from specjax.decode.draft import draft
 from specjax.decode.state import DecodeState
@@ -18,30 +18,20 @@ from specjax.paged.forward import Part
 from specjax.types import DecoderParams, StepInfo
 
 
-def step(
-    spec: StepSpec,
-    params: DecoderParams,
-    state: DecodeState,
-    beside: Part | None = None,
-) -> tuple[DecodeState, StepInfo]:
-    """Advances every active row by 1 to K + 1 tokens; the drafter absorbs them.
-
-    Args:
-      beside: prompt tokens of rows that are not active, for the target to take along.
-    """
-    state, info, committed = advance(spec, params, state, beside)
-    if committed is not None:
-        state = absorb_committed(spec, params, state, committed)
-    return state, info
-
-
 def advance(
     spec: StepSpec,
     params: DecoderParams,
     state: DecodeState,
     beside: Part | None = None,
 ) -> tuple[DecodeState, StepInfo, Committed | None]:
-    """Runs `step` without absorb: with spec.taps the caller absorbs the tokens returned third."""
+    """Advances every active row by 1 to K + 1 tokens.
+
+    Args:
+      beside: prompt tokens of rows that are not active, for the target to take along.
+
+    Returns:
+      The state, a report, and with spec.taps what was committed, for the caller to absorb.
+    """
     drafter = spec.drafter if spec.num_speculative_tokens else none.drafter()
     state, drafted = draft(
         drafter,

@@ -62,6 +62,9 @@ def in_buckets(
     if num_tokens % size:
         raise ValueError(f"{num_tokens=} must be a multiple of the bucket {size=}.")
 
+    # jit keeps its trace: the shapes of the results and the loop take one trace together.
+    run = jax.jit(run, inline=True)
+
     def take(index: Array | int) -> Part:
         part = lambda leaf: lax.dynamic_slice_in_dim(leaf, index * size, size)
         return jax.tree.map(part, tokens)

@@ -11,7 +11,7 @@ from tap_keeper import TapKeeper, Told
 import specjax
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
-from specjax.decode import absorb, burst, mixed, step
+from specjax.decode import absorb, burst, mixed
 from specjax.decode.decoder import shared_decoder
 from specjax.drafters.spec import NgramDrafter
 from specjax.engine import run_state
@@ -285,7 +285,7 @@ def shifted(monkeypatch):
 def of_rejected_nodes(monkeypatch):
     """Hidden states are those of other nodes than the accepted ones."""
     monkeypatch.setattr(
-        step,
+        burst,
         "absorb_committed",
         lambda spec, params, state, committed: absorb.absorb_committed(
             spec, params, state, committed._replace(places=committed.places[:, ::-1])

@@ -26,7 +26,7 @@ from specjax.config.sampling import SamplingParams
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
-from specjax.decode.step import step
+from specjax.decode.step import advance
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
 from specjax.engine.request import Request
 from specjax.sampling import RowSampling, process_logits, row_values, target_probs
@@ -210,7 +210,7 @@ class Sampler:
                 sampling=dataclasses.replace(state.sampling, seeds=own),
                 is_active=jnp.ones_like(state.is_active),
             )
-            state, info = step(self.decoder.step_spec(2), params, state)
+            state, info, _ = advance(self.decoder.step_spec(2), params, state)
             is_done = state.cache.lengths - self._begun >= NUM_TOKENS
             first = len(PROMPT)
             tokens = state.history[:, first : first + NUM_TOKENS]
