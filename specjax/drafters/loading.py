@@ -147,11 +147,20 @@ def load_drafter(
     Raises:
       ValueError: no drafter has that name, the draft model's vocabulary is not the
         target's, or the config sets a field that does not apply to this drafter.
-      TypeError: `source` is none of these.
+      TypeError: `source` is none of these, or a class derived from a drafter of specjax cannot be
+        made with that drafter's fields.
     """
     config = config or SpeculationConfig()
     loaded = _load(source, target)
-    spec = loaded.spec.configured(config)
+    try:
+        spec = loaded.spec.configured(config)
+    except TypeError as error:
+        name = type(loaded.spec).__name__
+        raise TypeError(
+            f"{name}.configured(config) raised TypeError({str(error)!r}). A class derived from a "
+            "drafter of specjax must be a dataclass whose __init__ takes that drafter's fields by "
+            "name, or define configured(config) itself."
+        ) from error
     return loaded if spec == loaded.spec else dataclasses.replace(loaded, spec=spec)
 
 

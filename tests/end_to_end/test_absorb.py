@@ -268,6 +268,68 @@ def test_k_0_without_taps_is_one_executable_for_all(target):
         assert decoder.step_spec(3).taps == ()
 
 
+def stopping(target, plain):
+    """Returns parameters by which every request stops at a token of its own in mid-text."""
+    return [
+        dataclasses.replace((SAMPLING, GREEDY)[i % 2], ignore_eos=False, stop_token_ids=(text[7],))
+        for i, text in enumerate(plain)
+    ]
+
+
+@pytest.mark.goodput
+def test_rows_that_stop_in_mid_draft_under_the_default_policy(target, plain, script):
+    told = Told(target, (2, 0), MAX_LENGTH)
+    with specjax.Engine(
+        target, drafter=TapKeeper(script), num_speculative_tokens=3, engine=ENGINE
+    ) as engine:
+        ids = [engine.add(*each) for each in zip(PROMPTS, stopping(target, plain))]
+        tokens = drain(engine, ids, lambda: told.check(engine))
+        assert_engine_is_empty(engine)
+    assert tokens == [text[: text.index(text[7]) + 1] for text in plain]
+    assert told.num_compared > 100
+
+
+def test_a_row_whose_logits_are_nan(target, script):
+    """It ends with an error, and its neighbours' drafter goes on being told."""
+    embedding = target.params["embed_tokens"]
+    params = {**target.params, "embed_tokens": embedding.at[50].set(np.nan)}
+    poisoned = dataclasses.replace(target, params=params)
+    told = Told(target, (2, 0), MAX_LENGTH)
+    arguments = dict(num_speculative_tokens=3, engine=ENGINE, policy=InTurn(3, 0, 2))
+    with specjax.Engine(poisoned, drafter=TapKeeper(script), **arguments) as engine:
+        first = engine.add([3, 50, 7], SAMPLING)
+        errors = []
+        engine.add(PROMPTS[0], SAMPLING)
+        while engine.has_work:
+            errors += [chunk.prompt_index for chunk in engine.step() if chunk.error]
+            if engine.has_work and errors:
+                told.check(engine)
+        assert_engine_is_empty(engine)
+    assert errors == [first]
+    assert told.num_compared > 20
+
+
+def test_rollouts_with_new_weights(target, script):
+    """Tokens are those of plain decoding under each call's weights, and are scored so."""
+    newer = jax.tree.map(lambda leaf: leaf * 1.03, target.params)
+    sampling = dataclasses.replace(SAMPLING, max_tokens=12)
+    made = {}
+    for name, drafter in (("plain", None), ("taps", TapKeeper(script))):
+        decoder = specjax.build_decoder(
+            target, drafter=drafter, num_speculative_tokens=3 * bool(drafter), engine=ENGINE
+        )
+        made[name] = [
+            specjax.rollout(decoder, params, PROMPTS[:4], num_samples=2, sampling=sampling)
+            for params in (target.params, newer, target.params)
+        ]
+        scored = specjax.score(decoder, newer, made[name][1])
+        mask = np.asarray(made[name][1].completion_mask)
+        own = np.asarray(made[name][1].logprobs.tempered)[mask]
+        np.testing.assert_allclose(np.asarray(scored.tempered)[mask], own, atol=1e-4)
+    for ours, theirs in zip(made["taps"], made["plain"], strict=True):
+        np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
+
+
 # What a mistake in telling would look like, each made in one place.
 
 

@@ -148,3 +148,15 @@ def test_a_spec_that_does_not_say_drafts_chains():
     drafter = LoadedDrafter("own", DrafterSpec())
     assert (drafter.is_tree, drafter.max_depth) == (False, None)
     assert (drafter.num_nodes(3), drafter.tree_slots(3)) == (4, 0)
+
+
+class Whole(NgramDrafter):
+    """Made from one number of its own: no config can be applied to its fields."""
+
+    def __init__(self, length):
+        super().__init__(length, length)
+
+
+def test_a_derived_drafter_that_takes_no_fields_says_so(target):
+    with pytest.raises(TypeError, match=r"Whole\.configured\(config\) raised .* by name, or def"):
+        load_drafter(Whole(3), target)
