@@ -25,6 +25,7 @@ from specjax.api.sizing import (
     page_bytes,
     standing_sizes,
 )
+from specjax.config.checks import is_int
 from specjax.config.engine import EngineConfig
 from specjax.config.gate import SpeculationGate, gate_tokens
 from specjax.config.names import MATCHING, suggestion
@@ -163,9 +164,13 @@ class Setup:
         Args:
           acceptance_kind: GREEDY, SAMPLED or MIXED; acceptance is learned from runs of the same
             kind.
+
+        Raises:
+          TypeError: `policy` is no SpeculationPolicy.
         """
         chooses_rows = None
         if policy is not None:
+            _check_policy(policy)
             chooses_rows = getattr(policy, "chooses_rows", False)
         rules = self.drafter.effective_rules(rules)
         own = {field.name: getattr(self, field.name) for field in dataclasses.fields(Setup)}
@@ -309,7 +314,7 @@ class Setup:
     def _pooled(self) -> Pooled:
         """Target and drafter, whose pages are allocated together."""
         config = self.target.config
-        return Pooled(config, self.drafter.spec.bytes_per_token(config, self._dtype))
+        return Pooled(config, self.drafter.bytes_per_token(config, self._dtype))
 
     @property
     def _weights_in_place(self) -> list[Any]:
@@ -642,6 +647,19 @@ def _with_depth(config: SpeculationConfig, drafter: LoadedDrafter) -> Speculatio
         is_asked_for = config.num_speculative_tokens is not None or config.has_tree
         depth = min(depth, drafter.max_depth) if is_asked_for else drafter.max_depth
     return dataclasses.replace(config, num_speculative_tokens=depth)
+
+
+def _check_policy(policy: Any) -> None:
+    """Raises TypeError for what is no SpeculationPolicy."""
+    lacks = [name for name in ("choose", "observe") if not callable(getattr(policy, name, None))]
+    if not is_int(getattr(policy, "max_speculative_tokens", None)):
+        lacks.append("max_speculative_tokens")
+    if lacks:
+        raise TypeError(
+            f"policy={policy!r:.100} has no {' and no '.join(lacks)}; expected a "
+            "specjax.policy.interface.SpeculationPolicy. Policies of specjax are named in "
+            'speculative_config, as {"policy": "fixed"}.'
+        )
 
 
 def _num_weights(params: Any) -> int | None:

@@ -140,7 +140,7 @@ class EngineConfig:
     def _check_kv_cache_dtype(self) -> None:
         given: Any = self.kv_cache_dtype
         kept = _SAME_DTYPES.get(given, given) if isinstance(given, str) else given
-        if kept is not None and kept not in KV_CACHE_DTYPES:
+        if kept is not None and not (isinstance(kept, str) and kept in KV_CACHE_DTYPES):
             raise ValueError(
                 f"EngineConfig.kv_cache_dtype={given!r:.100} must be one of "
                 f"{', '.join(KV_CACHE_DTYPES)}, or None for the dtype of the weights."
@@ -157,7 +157,7 @@ class EngineConfig:
         value: Any = getattr(self, name)
         if value is None and type(self).__dataclass_fields__[name].default is None:
             return
-        if not is_int(value) or not 1 <= value <= most:
+        if not is_int(value) or not 1 <= operator.index(value) <= most:
             raise ValueError(
                 f"EngineConfig.{name}={value!r} must be a whole number from 1 to {most:,}."
             )

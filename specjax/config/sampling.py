@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -97,7 +98,7 @@ class SamplingParams:
             if value is not None and (not is_int(value) or value < 0):
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 0, or None.")
         seed = self.seed
-        if seed is not None and not (is_int(seed) and 0 <= seed < 2**64):
+        if seed is not None and not (is_int(seed) and 0 <= operator.index(seed) < 2**64):
             raise ValueError(f"seed={seed!r} must be a whole number from 0 to 2**64 - 1, or None.")
         if self.verification not in (None, *VERIFICATION_RULES):
             raise ValueError(unknown_rule(self.verification))

@@ -31,13 +31,8 @@ from specjax.decode.score import Scores, score
 from specjax.decode.state import Admission, DecodeState, has_drafter, remember_text
 from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
-from specjax.drafters.base import (
-    Drafter,
-    DrafterContext,
-    DrafterError,
-    guarded,
-    resolve_taps,
-)
+from specjax.drafters.base import Drafter, DrafterContext, resolve_taps
+from specjax.drafters.guard import DrafterError, guarded
 from specjax.drafters.history import Pieces
 from specjax.drafters.spec import NoDrafter
 from specjax.models.families import is_own
@@ -620,11 +615,12 @@ class Decoder:
                 says_confidence=is_ranked,
                 taps=self.taps,
             )
-            drafter = guarded(spec.build(context))
-            if spec.takes_text and drafter.remember is None:
-                raise ValueError("the spec says takes_text, and the drafter has no remember")
+            built = spec.build(context)
         except Exception as error:  # a spec may be third-party code, and raise anything
             raise DrafterError(f"its build raised {error!r}") from error
+        drafter = guarded(built, self.target.vocab_size)
+        if spec.takes_text and drafter.remember is None:
+            raise DrafterError("its spec says takes_text, and its build returned no remember")
         return drafter
 
     def _state_drafter(self, state: DecodeState) -> Drafter:
@@ -727,14 +723,20 @@ class Decoder:
         run = executable_store.load(name, inputs)
         if run is None:
             try:
-                lowered = self._lower(
-                    key,
-                    function,
-                    *inputs,
-                    in_specs=in_specs,
-                    out_specs=out_specs,
-                    name=name,
-                )
+                try:
+                    lowered = self._lower(
+                        key,
+                        function,
+                        *inputs,
+                        in_specs=in_specs,
+                        out_specs=out_specs,
+                        name=name,
+                    )
+                except Exception as error:
+                    if self._has_own_drafter or isinstance(error, DrafterError):
+                        raise
+                    # Whatever the guard of its functions did not see: plain decoding goes on.
+                    raise DrafterError(f"a step with it could not be traced: {error!r}") from error
                 if not goes_on():
                     return
                 run, is_new = executable_store.compile_new(name, lowered)
@@ -757,11 +759,16 @@ class Decoder:
         With a mesh, or with code from outside specjax (a drafter, or a registered model family),
         only jax's own cache is used.
         """
-        has_own_code = type(self.drafter).__module__.startswith("specjax.")
+        has_own_code = self._has_own_drafter
         has_own_code &= all(map(is_own, (self.target, *self.drafter.configs)))
         if self.mesh is not None or not has_own_code:
             return None
         return executable_store.name_of(repr((key, self.config)), inputs)
+
+    @property
+    def _has_own_drafter(self) -> bool:
+        """Whether the drafter's class comes with specjax."""
+        return type(self.drafter).__module__.startswith("specjax.")
 
     def _variant_of(self, params: DecoderParams | None, state: DecodeState) -> tuple:
         return self._signature_of(params), jax.tree.structure(state.drafter)

@@ -37,9 +37,6 @@ def draft(
     Args:
       depth: static, K.
       least_root: static; rows whose root stands before this position draft nothing.
-
-    Raises:
-      ValueError: probabilities come with a proposal that was not drawn from them.
     """
     root = state.cache.lengths
     room = state.max_lengths - root - 2
@@ -52,13 +49,6 @@ def draft(
     caps = jnp.minimum(jnp.minimum(state.draft_caps, depth), room)
     drafted = drafter.draft(params, state.drafter, state, caps)
     proposal = drafted.proposal
-    if proposal.probs is not None and not drafter.draws_afresh:
-        raise ValueError(
-            "the drafter's proposal has probs, and the drafter does not say draws_afresh; "
-            "expected the law that its tokens were drawn from in this step. Verification "
-            "by probabilities stored with earlier rollouts would be biased: give probs=None, "
-            "and rules by law run as delta, which is exact for tokens however chosen."
-        )
     # A node without a slot would read another's key.
     num_slots = kv_cache.num_held(state.cache) * state.cache.page_size
     most = jnp.minimum(_num_within(proposal, caps), num_slots - root - 1)

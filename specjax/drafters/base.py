@@ -2,14 +2,13 @@
 
 A drafter proposes tokens. It can never change the output, only the speed. Its functions run
 inside the jitted burst, over a state of its own, which may be any pytree. A drafter whose
-function raises, or that proposes NaN or ids outside the vocabulary, is turned off for the
-run, and decoding continues without it. docs/your-own-drafter.md has an example.
+function raises or returns something else, or that proposes NaN or ids outside the vocabulary, is
+turned off for the run, and decoding continues without it. docs/your-own-drafter.md has an example.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -54,10 +53,6 @@ class Draft(NamedTuple):
     kept_at: Array | None = None
     # i32[rows], types.NO_FAULT or a fault after it; set by the step, not by the drafter.
     fault: Array | None = None
-
-
-class DrafterError(Exception):
-    """A drafter's function raised while it was traced; __cause__ holds its error."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -368,29 +363,6 @@ class Drafter(NamedTuple):
     state_axes: Callable[[Any], Any] = by_row
     max_positions: int | None = None
     draws_afresh: bool = False
-
-
-FUNCTIONS = "draft", "init", "prefill", "absorb", "enter_rows", "move", "remember", "state_axes"
-
-
-def guarded(drafter: Drafter) -> Drafter:
-    """Returns the drafter with functions whose exceptions are all raised as DrafterError."""
-
-    def guard(name: str) -> Callable[..., Any] | None:
-        function = getattr(drafter, name)
-        if function is None:
-            return None
-
-        @functools.wraps(function)
-        def run(*arguments: Any) -> Any:
-            try:
-                return function(*arguments)
-            except Exception as error:  # a drafter may be third-party code, and raise anything
-                raise DrafterError(f"its {name} raised {error!r}") from error
-
-        return run
-
-    return drafter._replace(**{name: guard(name) for name in FUNCTIONS})
 
 
 def take_rows(drafter: Drafter, state: Any, row_ids: Array) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+from specjax.config.checks import is_int
 from specjax.config.names import NO_DRAFTER, check_drafter
 from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
@@ -38,6 +40,7 @@ class LoadedDrafter:
                 f"spec is {self.spec!r:.200}, which is not hashable ({error}); make its class a "
                 "dataclass(frozen=True) with hashable fields: it is part of the key of every step."
             ) from None
+        _check_members(self.spec)
 
     def __repr__(self) -> str:
         kind = type(self.spec).__name__
@@ -124,6 +127,20 @@ class LoadedDrafter:
         """Configs of the models it runs."""
         return self.spec.configs
 
+    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
+        """Returns the bytes of its pages on one device per token of a row.
+
+        Raises:
+          TypeError: the spec says something else than an int of at least 0.
+        """
+        said = self.spec.bytes_per_token(target, dtype)
+        if not is_int(said) or said < 0:
+            raise TypeError(
+                f"bytes_per_token of drafter {self.name!r} returned {said!r:.100}; expected an "
+                "int of at least 0."
+            )
+        return said
+
 
 # Accepted wherever a caller names a drafter.
 DrafterSource: TypeAlias = DrafterSpec | LoadedDrafter | Model | str | os.PathLike[str] | None
@@ -162,6 +179,28 @@ def load_drafter(
             "name, or define configured(config) itself."
         ) from error
     return loaded if spec == loaded.spec else dataclasses.replace(loaded, spec=spec)
+
+
+def _check_members(spec: DrafterSpec) -> None:
+    """Raises TypeError for a member of a spec that is of another kind than DrafterSpec says."""
+
+    def is_tuple_of(kind: Any, value: Any) -> bool:
+        return isinstance(value, tuple) and all(isinstance(each, kind) for each in value)
+
+    checks: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "configs": (functools.partial(is_tuple_of, ModelConfig), "a tuple of ModelConfig"),
+        "taps": (functools.partial(is_tuple_of, int), "a tuple of ints"),
+        "max_depth": (lambda value: value is None or is_int(value), "an int or None"),
+    }
+    flags = "can_draft", "has_probs", "takes_text", "learns", "is_tree", "is_grown"
+    checks |= {name: (lambda value: isinstance(value, bool), "a bool") for name in flags}
+    for name, (is_right, expected) in checks.items():
+        value = getattr(spec, name)
+        if not is_right(value):
+            hint = "; make it a property" if callable(value) else ""
+            raise TypeError(
+                f"{type(spec).__name__}.{name} is {value!r:.100}; expected {expected}{hint}."
+            )
 
 
 def _load(source: DrafterSource, target: Model) -> LoadedDrafter:

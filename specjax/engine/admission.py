@@ -10,7 +10,7 @@ import numpy as np
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import PLACES
 from specjax.decode.state import Admission
-from specjax.drafters.base import DrafterError
+from specjax.drafters.guard import DrafterError
 from specjax.engine.rows import Row
 from specjax.engine.run_state import RunState
 from specjax.sampling import RowSampling, empty_row_values

@@ -10,7 +10,7 @@ import jax
 
 from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import TooLarge
-from specjax.drafters.base import DrafterError
+from specjax.drafters.guard import DrafterError
 from specjax.types import NOT_A_NUMBER, OUTSIDE_VOCABULARY
 
 # Raised before a step is sent: the device's state is unchanged.

@@ -12,7 +12,7 @@ import jax
 from specjax.config.gate import SpeculationGate
 from specjax.decode.decoder import Decoder, TooLarge
 from specjax.decode.state import DecodeState, without_drafter
-from specjax.drafters.base import DrafterError
+from specjax.drafters.guard import DrafterError
 from specjax.engine.deadlines import Deadlines
 from specjax.engine.faults import RECOVERABLE, Faults, LostWeights, lost_weights
 from specjax.engine.flight import Flight

@@ -80,6 +80,12 @@ def row_values(
         parameters that `SamplingParams.validate` refuses.
     """
     params.validate(eos_token_ids=eos_token_ids)
+    if params.logprobs is not None and params.logprobs > engine_config.max_logprobs:
+        raise ValueError(
+            f"logprobs={params.logprobs} exceeds "
+            f"EngineConfig.max_logprobs={engine_config.max_logprobs!r}; "
+            "lower the one or raise the other."
+        )
     values = _empty_values((), engine_config)
     temperature = params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0
     scalars = {
@@ -99,12 +105,6 @@ def row_values(
     }
     for name, value in scalars.items():
         values[name][...] = value
-    if values["num_logprobs"] > engine_config.max_logprobs:
-        raise ValueError(
-            f"logprobs={params.logprobs} exceeds "
-            f"EngineConfig.max_logprobs={engine_config.max_logprobs!r}; "
-            "lower the one or raise the other."
-        )
     bias = _bias(params)
     _fill(values["bias_token_ids"], list(bias), "bias", "max_bias_entries")
     values["bias_values"][: len(bias)] = list(bias.values())

@@ -32,10 +32,9 @@ from specjax.drafters.base import (
     Draft,
     Drafter,
     DrafterContext,
-    DrafterError,
-    guarded,
     resolve_taps,
 )
+from specjax.drafters.guard import DrafterError, guarded
 from specjax.drafters.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.drafters.spec import NoDrafter
 from specjax.engine.admission import make_admission
@@ -270,7 +269,7 @@ class _Check:
         self.decoder = Decoder(
             DecoderConfig(target=target.config, drafter=self.spec, sizes=self.sizes, engine=ENGINE)
         )
-        self.drafter = guarded(self._build())
+        self.drafter = self._build()
 
     def _sizes(self, pages_per_row: int) -> Sizes:
         leaves = jax.tree.leaves(self.params.target)
@@ -284,16 +283,18 @@ class _Check:
         )
 
     def _build(self, *, keeps_probs: bool = False, says_confidence: bool = False) -> Drafter:
-        return self.spec.build(
+        config = self.target.config
+        built = self.spec.build(
             DrafterContext(
-                target=self.target.config,
+                target=config,
                 num_speculative_tokens=max(self.depth, 1),
                 dtype=self.sizes.dtype,
-                taps=resolve_taps(self.spec.taps, self.target.config.num_layers),
+                taps=resolve_taps(self.spec.taps, config.num_layers),
                 keeps_probs=keeps_probs,
                 says_confidence=says_confidence,
             )
         )
+        return guarded(built, config.vocab_size)
 
     def run(self) -> None:
         self.check_structure()
@@ -535,7 +536,7 @@ class _Check:
     def check_draws(self) -> None:
         """Laws, and what depends on draws, over many seeds of two texts."""
         drafter = self.drafter
-        self.drafter = guarded(self._build(keeps_probs=self.compares_laws, says_confidence=True))
+        self.drafter = self._build(keeps_probs=self.compares_laws, says_confidence=True)
         rows = _Rows(self.decoder, self.params)
         rule = REJECTION if self.compares_laws else SEEDED
         texts = [self.occupant(number).token_ids for number in (0, 2, 0, 2)]

@@ -14,6 +14,7 @@ from specjax.decode.draft import draft
 from specjax.decode.sizes import Sizes
 from specjax.drafters import none
 from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.guard import DrafterError, guarded
 from specjax.drafters.spec import NoDrafter
 from specjax.trees import draft_tree
 from specjax.types import (
@@ -103,10 +104,10 @@ def test_nothing_is_drafted_past_the_positions_a_drafter_was_made_for(state):
 
 def test_probabilities_that_tokens_were_not_drawn_from_are_refused(state):
     stored = jnp.full((ROWS, DEPTH, VOCAB), 1 / VOCAB)
-    with pytest.raises(ValueError, match="stored with earlier rollouts"):
-        draft(proposing(probs=stored), PARAMS, state, DEPTH, VOCAB)
+    with pytest.raises(DrafterError, match="stored with earlier rollouts"):
+        draft(guarded(proposing(probs=stored), VOCAB), PARAMS, state, DEPTH, VOCAB)
     fresh = proposing(probs=stored)._replace(draws_afresh=True)
-    draft(fresh, PARAMS, state, DEPTH, VOCAB)
+    draft(guarded(fresh, VOCAB), PARAMS, state, DEPTH, VOCAB)
 
 
 EVEN = jnp.full((ROWS, DEPTH, VOCAB), 1 / VOCAB)

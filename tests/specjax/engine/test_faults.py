@@ -9,7 +9,7 @@ from test_loop import check, finish, make_request, start
 
 from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import TooLarge
-from specjax.drafters.base import DrafterError
+from specjax.drafters.guard import DrafterError
 from specjax.drafters.none import TurnedOff
 from specjax.drafters.spec import NoDrafter
 from specjax.engine.faults import Faults

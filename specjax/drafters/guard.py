@@ -1,0 +1,190 @@
+"""Turns whatever is wrong with a drafter's functions into a `DrafterError` while they are traced.
+
+What a function returns is checked here, since elsewhere a wrong shape would end the step that
+uses it, and every request with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.drafters.base import Draft, Drafter
+from specjax.types import DraftTree, Proposal
+
+
+class DrafterError(Exception):
+    """A drafter's function raised or returned something else; __cause__ holds its error."""
+
+
+# The functions of a Drafter, and which of their arguments is the state that they return anew.
+_STATE_ARGUMENT = {"draft": 1, "prefill": 1, "absorb": 1, "enter_rows": 0, "move": 0, "remember": 0}
+_FUNCTIONS = (*_STATE_ARGUMENT, "init", "state_axes")
+
+
+def guarded(drafter: Drafter, vocab_size: int) -> Drafter:
+    """Returns the drafter with functions that raise DrafterError alone.
+
+    It stands for their own exceptions, and for results of another kind than `Drafter` says.
+
+    Raises:
+      DrafterError: `drafter` is no Drafter, or one of its fields is of another kind.
+    """
+    if not isinstance(drafter, Drafter):
+        raise DrafterError(f"its build returned {_kind(drafter)}; expected a specjax.Drafter")
+    most = drafter.max_positions
+    if not (most is None or isinstance(most, int | np.integer)):
+        raise DrafterError(f"its max_positions is {most!r:.100}; expected an int or None")
+
+    def guard(name: str) -> Callable[..., Any] | None:
+        function = getattr(drafter, name)
+        if function is None and name == "remember":
+            return None
+        if not callable(function):
+            raise DrafterError(f"its {name} is {_kind(function)}; expected a function")
+
+        @functools.wraps(function)
+        def run(*arguments: Any) -> Any:
+            try:
+                result = function(*arguments)
+            except Exception as error:  # a drafter may be third-party code, and raise anything
+                raise DrafterError(f"its {name} raised {error!r}") from error
+            if name == "init":
+                _check_leaves(result)
+            elif name == "state_axes":
+                _check_axes(result, arguments[0])
+            elif name == "draft":
+                result = _checked(result, arguments[3].shape[0], vocab_size, drafter.draws_afresh)
+                _check_state(name, result.state, arguments[1])
+            else:
+                _check_state(name, result, arguments[_STATE_ARGUMENT[name]])
+            return result
+
+        return run
+
+    return drafter._replace(**{name: guard(name) for name in _FUNCTIONS})
+
+
+def _checked(draft: Any, rows: int, vocab_size: int, draws_afresh: bool) -> Draft:
+    """Returns what `draft` returned, its integers as int32."""
+    if not isinstance(draft, Draft):
+        raise DrafterError(f"its draft returned {_kind(draft)}; expected a specjax.Draft")
+    proposal = draft.proposal
+    if not isinstance(proposal, Proposal):
+        raise DrafterError(
+            f"its draft returned a Draft whose proposal is {_kind(proposal)}; expected a "
+            "specjax.Proposal"
+        )
+    shape = np.shape(proposal.token_ids)
+    if len(shape) != 2 or shape[0] != rows:
+        raise DrafterError(
+            f"its draft returned token_ids of {_described(proposal.token_ids)}; expected "
+            f"int32[{rows}, num_drafts]"
+        )
+    if proposal.probs is not None and not draws_afresh:
+        raise DrafterError(
+            "its draft returned probs, and the drafter does not say draws_afresh; expected the "
+            "distributions that its tokens were drawn from in this step. Verification by "
+            "probabilities stored with earlier rollouts would be biased: give probs=None, and "
+            "rules by law run as delta, which is exact for tokens however chosen"
+        )
+    by_draft, by_node = shape, (rows, shape[1] + 1)
+    tree = proposal.tree
+    if tree is not None:
+        if not isinstance(tree, DraftTree) or not isinstance(tree.max_depth, int):
+            raise DrafterError(
+                f"its draft returned a tree that is {tree!r:.100}; expected a specjax DraftTree "
+                "with an int max_depth, or None"
+            )
+        tree = dataclasses.replace(
+            tree,
+            parents=_integers("tree.parents", tree.parents, by_node),
+            depths=_integers("tree.depths", tree.depths, by_node),
+        )
+    for name in ("prior_confidence", "path_probability"):
+        _check_numbers(name, getattr(proposal, name), by_draft)
+    _check_numbers("probs", proposal.probs, (*by_draft, vocab_size))
+    proposal = dataclasses.replace(
+        proposal,
+        token_ids=_integers("token_ids", proposal.token_ids, by_draft),
+        num_tokens=_integers("num_tokens", proposal.num_tokens, (rows,)),
+        tree=tree,
+    )
+    written, kept_at = draft.written, draft.kept_at
+    return draft._replace(
+        proposal=proposal,
+        written=None if written is None else _integers("written", written, (rows,)),
+        kept_at=None if kept_at is None else _integers("kept_at", kept_at, by_node),
+    )
+
+
+def _integers(name: str, found: Any, shape: tuple[int, ...]) -> jax.Array:
+    if not _is_of(found, shape, jnp.integer):
+        raise DrafterError(
+            f"its draft returned {name} of {_described(found)}; expected int32{list(shape)}"
+        )
+    return jnp.asarray(found).astype(jnp.int32)
+
+
+def _check_numbers(name: str, found: Any, shape: tuple[int, ...]) -> None:
+    if found is not None and not _is_of(found, shape, jnp.floating):
+        raise DrafterError(
+            f"its draft returned {name} of {_described(found)}; expected float32{list(shape)} "
+            "or None"
+        )
+
+
+def _is_of(found: Any, shape: tuple[int, ...], kind: Any) -> bool:
+    return _is_array(found) and found.shape == shape and bool(jnp.issubdtype(found.dtype, kind))
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic)
+
+
+def _check_leaves(state: Any) -> None:
+    for leaf in jax.tree.leaves(state):
+        if not _is_array(leaf):
+            raise DrafterError(
+                f"its init returned a state with a leaf that is {_kind(leaf)}; expected arrays"
+            )
+
+
+def _check_state(name: str, state: Any, before: Any) -> None:
+    if _structure(state) != _structure(before):
+        raise DrafterError(
+            f"its {name} returned a state of other structure, shapes or dtypes than it was given: "
+            f"{_structure(state):.300}; expected {_structure(before):.300}"
+        )
+
+
+def _check_axes(axes: Any, state: Any) -> None:
+    is_spec = lambda leaf: isinstance(leaf, jax.sharding.PartitionSpec)
+    found = jax.tree.structure(axes, is_leaf=is_spec)
+    kinds = all(map(is_spec, jax.tree.leaves(axes, is_leaf=is_spec)))
+    if found != jax.tree.structure(state) or not kinds:
+        raise DrafterError(
+            f"its state_axes returned another structure than its state: {axes!r:.200}; expected "
+            "a PartitionSpec in place of each leaf"
+        )
+
+
+def _structure(state: Any) -> str:
+    """Returns a description that is equal for states that one loop may carry."""
+    return str(jax.tree.map(_described, state))
+
+
+def _described(found: Any) -> str:
+    if not _is_array(found):
+        return _kind(found)
+    return f"{found.dtype}{list(found.shape)}"
+
+
+def _kind(found: Any) -> str:
+    return "None" if found is None else f"a {type(found).__name__}"

@@ -1,0 +1,43 @@
+"""Arguments of another kind: one clear error, and other requests go on."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax.testing import tiny_model
+
+ENGINE = specjax.EngineConfig(max_rows=2, max_context=32, burst_steps=4, row_buckets=())
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_model(num_layers=1, vocab_size=31)
+
+
+@pytest.mark.parametrize("logprobs", [21, 2**31, 2**70])
+def test_too_many_logprobs_end_their_own_request(target, logprobs):
+    sampling = [specjax.SamplingParams(max_tokens=4, logprobs=asked) for asked in (None, logprobs)]
+    fine, refused = specjax.generate(target, [[1, 2, 3], [4]], sampling=sampling, engine=ENGINE)
+    assert len(fine.token_ids) == 4
+    assert f"logprobs={logprobs} exceeds EngineConfig.max_logprobs=20" in refused.error
+
+
+@pytest.mark.parametrize("policy", ["fixed", 5, {}, lambda load: None], ids=str)
+def test_a_policy_is_one(target, policy):
+    with pytest.raises(
+        TypeError, match=r"policy=.* has no .*; expected a specjax.policy.interface"
+    ):
+        specjax.generate(target, [[1, 2]], drafter="ngram", policy=policy, engine=ENGINE)
+
+
+def test_a_dtype_is_no_name_of_one():
+    with pytest.raises(ValueError, match=r"kv_cache_dtype=dtype\('int8'\)"):
+        specjax.EngineConfig(kv_cache_dtype=np.dtype("int8"))
+
+
+def test_whole_numbers_of_jax_are_whole_numbers():
+    three = jnp.int32(3)
+    assert specjax.SamplingParams(seed=three).seed == 3
+    for name in ("memory_bytes", "kv_cache_bytes", "logit_bytes"):
+        assert getattr(specjax.EngineConfig(**{name: three}), name) == 3

@@ -1,0 +1,184 @@
+"""A drafter whose functions return something else is turned off, and no request notices."""
+
+import dataclasses
+import warnings
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax.decode import step
+from specjax.drafters.base import Draft, Drafter, DrafterSpec
+from specjax.drafters.guard import DrafterError, guarded
+from specjax.testing import tiny_model
+from specjax.types import Proposal
+
+K, VOCAB = 2, 31
+ENGINE = specjax.EngineConfig(max_rows=2, max_context=32, burst_steps=4, row_buckets=())
+ARGUMENTS = dict(num_speculative_tokens=K, engine=ENGINE)
+SAMPLING = specjax.SamplingParams(temperature=0, max_tokens=6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Returning(DrafterSpec):
+    """Its draft, or another function of it, returns what it is made with."""
+
+    what: str = ""
+
+    def build(self, context):
+        if self.what == "build":
+            return None
+        wrong = {"max_positions": "x"} if self.what == "max_positions" else {}
+        if self.what in _STATES:
+            name, returned = _STATES[self.what]
+            wrong[name] = lambda *arguments: returned
+
+        def draft(params, state, decode_state, num_tokens):
+            rows = num_tokens.shape[0]
+            fields = {"token_ids": jnp.ones((rows, K), jnp.int32), "num_tokens": num_tokens}
+            if self.what in _FIELDS:
+                fields |= _FIELDS[self.what](rows)
+            drafted = Draft(Proposal(**fields), state)
+            return _DRAFTS[self.what](drafted) if self.what in _DRAFTS else drafted
+
+        return Drafter(draft, **wrong)
+
+
+# By what is wrong: changed fields of a proposal, what stands in place of a Draft, and what other
+# functions return.
+_FIELDS = {
+    "num_tokens of floats": lambda rows: {"num_tokens": jnp.ones(rows)},
+    "num_tokens None": lambda rows: {"num_tokens": None},
+    "token_ids of one axis": lambda rows: {"token_ids": jnp.ones(rows, jnp.int32)},
+    "token_ids of fewer rows": lambda rows: {"token_ids": jnp.ones((rows - 1, K), jnp.int32)},
+    "token_ids a list": lambda rows: {"token_ids": [[1] * K] * rows},
+    "token_ids of floats": lambda rows: {"token_ids": jnp.ones((rows, K))},
+    "tree a text": lambda rows: {"tree": "x"},
+    "confidence of rows": lambda rows: {"path_probability": jnp.ones(rows)},
+    "probs not drawn from": lambda rows: {"probs": jnp.ones((rows, K, VOCAB))},
+}
+_DRAFTS = {
+    "draft None": lambda draft: None,
+    "draft a proposal": lambda draft: draft.proposal,
+    "proposal None": lambda draft: draft._replace(proposal=None),
+    "another state": lambda draft: draft._replace(state={"more": jnp.zeros(3)}),
+    "written of floats": lambda draft: draft._replace(written=jnp.zeros(2)),
+}
+_STATES = {
+    "init a text": ("init", "x"),
+    "enter_rows 5": ("enter_rows", 5),
+    "prefill another": ("prefill", {"more": np.zeros(3)}),
+}
+MESSAGES = {
+    "build": "its build returned None; expected a specjax.Drafter",
+    "max_positions": "its max_positions is 'x'; expected an int or None",
+    "num_tokens of floats": r"num_tokens of float32\[2\]; expected int32\[2\]",
+    "num_tokens None": "num_tokens of None; expected",
+    "token_ids of one axis": r"token_ids of int32\[2\]; expected int32\[2, num_drafts\]",
+    "token_ids of fewer rows": r"token_ids of int32\[1, 2\]; expected int32\[2, num_drafts\]",
+    "token_ids a list": "token_ids of a list; expected",
+    "token_ids of floats": "token_ids of float32",
+    "tree a text": "a tree that is 'x'",
+    "confidence of rows": r"path_probability of float32\[2\]; expected float32\[2, 2\] or None",
+    "probs not drawn from": "stored with earlier rollouts",
+    "draft None": "its draft returned None; expected a specjax.Draft",
+    "draft a proposal": "its draft returned a Proposal",
+    "proposal None": "a Draft whose proposal is None",
+    "another state": "its draft returned a state of other structure",
+    "written of floats": "written of float32",
+    "init a text": "its init returned a state with a leaf that is a str",
+    "enter_rows 5": "its enter_rows returned a state of other structure",
+    "prefill another": "its prefill returned a state of other structure",
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_model(num_layers=1, vocab_size=VOCAB)
+
+
+def run(target, spec):
+    """Returns the tokens of two requests, one of which does not speculate, and what warned."""
+    tokens = {}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with specjax.Engine(target, drafter=spec, **ARGUMENTS) as engine:
+            for prompt, speculates in (([1, 2, 3], True), ([4], False)):
+                own = dataclasses.replace(SAMPLING, speculate=speculates)
+                tokens[engine.add(prompt, own)] = []
+            while engine.has_work:
+                for chunk in engine.step():
+                    assert chunk.error is None
+                    tokens[chunk.prompt_index] += chunk.token_ids
+    return list(tokens.values()), [str(warning.message) for warning in told]
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    return run(target, None)[0]
+
+
+@pytest.mark.parametrize("what", MESSAGES)
+def test_it_is_turned_off_and_says_why(target, plain, what):
+    tokens, told = run(target, Returning(what))
+    assert tokens == plain
+    assert len(told) == 1
+    with pytest.raises(UserWarning, match=MESSAGES[what]):
+        raise UserWarning(told[0])
+
+
+def test_axes_of_another_structure_are_refused():
+    drafter = guarded(Drafter(lambda *arguments: None, state_axes=lambda state: None), VOCAB)
+    with pytest.raises(DrafterError, match="its state_axes returned another structure"):
+        drafter.state_axes({"kept": jnp.zeros(3)})
+
+
+def test_integers_of_another_width_are_right(target, plain):
+    """8 bits have no room for the number that stands for NaN."""
+    _FIELDS["small"] = lambda rows: {"token_ids": jnp.ones((rows, K), jnp.int8)}
+    tokens, told = run(target, Returning("small"))
+    assert (tokens, told) == (plain, [])
+
+
+def test_what_no_check_sees_turns_it_off_too(target, plain, monkeypatch):
+    right = step.draft
+
+    def fails(drafter, params, state, depth, *rest, **more):
+        if depth:
+            raise ZeroDivisionError("in the step")
+        return right(drafter, params, state, depth, *rest, **more)
+
+    monkeypatch.setattr(step, "draft", fails)
+    tokens, told = run(target, Returning("nothing"))
+    assert tokens == plain
+    assert len(told) == 1
+    assert "could not be traced: ZeroDivisionError" in told[0]
+
+
+class Odd(DrafterSpec):
+    configs: object = 5
+
+
+class Method(DrafterSpec):
+    def max_depth(self):
+        return 3
+
+
+class Bytes(Returning):
+    def bytes_per_token(self, target, dtype):
+        return "x"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (Odd(), r"Odd.configs is 5; expected a tuple of ModelConfig\."),
+        (Method(), "Method.max_depth is .*; expected an int or None; make it a property"),
+        (Bytes(), "bytes_per_token of drafter 'Bytes' returned 'x'; expected an int"),
+    ],
+    ids=["configs", "max_depth", "bytes"],
+)
+def test_a_member_of_another_kind_is_refused_at_once(target, spec, message):
+    with pytest.raises(TypeError, match=message):
+        specjax.Engine(target, drafter=spec, **ARGUMENTS)
