@@ -15,9 +15,14 @@ def register(family: Family) -> None:
     Registering the same object again does nothing. See docs/adding-a-model.md.
 
     Raises:
+      TypeError: it is no Family.
       ValueError: its name or one of its model types belongs to another family. Names cannot be
         reused, because steps compiled for the other family would run under the name.
     """
+    if not isinstance(family, Family):
+        raise TypeError(
+            f"family is {family!r:.100}; expected an instance of specjax.models.Family."
+        )
     if FAMILIES.get(family.name) is family:
         return
     if family.name in FAMILIES:

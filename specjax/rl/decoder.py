@@ -282,6 +282,14 @@ class RolloutDecoder:
 
 
 @entrance("specjax.build_decoder")
+def check_decoder(decoder: Any) -> None:
+    """Raises TypeError for what is no RolloutDecoder."""
+    if not isinstance(decoder, RolloutDecoder):
+        raise TypeError(
+            f"decoder is {decoder!r:.100}; expected what specjax.build_decoder returns."
+        )
+
+
 def build_decoder(
     target: ModelConfig | Model,
     *,

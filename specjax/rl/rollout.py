@@ -35,7 +35,7 @@ from specjax.rl.batch import (
     Rollout,
     RolloutLogProbs,
 )
-from specjax.rl.decoder import RolloutDecoder
+from specjax.rl.decoder import RolloutDecoder, check_decoder
 from specjax.runtime.jax_settings import entrance
 from specjax.types import DecoderParams
 
@@ -111,10 +111,16 @@ def rollout(
         samples have finish reason ERROR, and a warning is given.
     """
     begun_at = time.perf_counter()
+    check_decoder(decoder)
     is_resumed = isinstance(prompts, Rollout)
     if sampling is None:
         own = prompts.sampling if is_resumed else None
         sampling = own or SamplingParams()
+    if not isinstance(sampling, SamplingParams):
+        raise TypeError(
+            f"sampling is {sampling!r:.100}; expected one SamplingParams: all samples of a rollout "
+            "are drawn alike."
+        )
     _check(num_samples, token_budget, time_budget_s, sampling)
     if not (is_number(alarm_rate) and 0 <= alarm_rate <= 1):
         raise ValueError(f"{alarm_rate=!r} must be a share of accepted drafts, from 0 to 1.")

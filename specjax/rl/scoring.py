@@ -14,7 +14,7 @@ from jax import Array
 from specjax.config.sampling import SamplingParams
 from specjax.models.base import Params
 from specjax.rl.batch import Rollout, RolloutLogProbs
-from specjax.rl.decoder import RolloutDecoder
+from specjax.rl.decoder import RolloutDecoder, check_decoder
 from specjax.runtime.jax_settings import entrance
 from specjax.sampling import RowSampling, empty_row_values, row_values
 from specjax.types import DecoderParams
@@ -58,6 +58,9 @@ def score(
     Raises:
       ValueError: a text has no prompt or is longer than the decoder's rows.
     """
+    check_decoder(decoder)
+    if not isinstance(batch, Rollout | Texts):
+        raise TypeError(f"batch is {batch!r:.100}; expected a Rollout or specjax.Texts.")
     if sampling is None:
         own = batch.sampling if isinstance(batch, Rollout) else None
         sampling = own or SamplingParams()

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import specjax
+from specjax.models import Family
 from specjax.testing import tiny_model
 
 ENGINE = specjax.EngineConfig(max_rows=2, max_context=32, burst_steps=4, row_buckets=())
@@ -23,7 +24,9 @@ def test_too_many_logprobs_end_their_own_request(target, logprobs):
     assert f"logprobs={logprobs} exceeds EngineConfig.max_logprobs=20" in refused.error
 
 
-@pytest.mark.parametrize("policy", ["fixed", 5, {}, lambda load: None], ids=str)
+@pytest.mark.parametrize(
+    "policy", ["fixed", 5, {}, print], ids=["text", "number", "dict", "function"]
+)
 def test_a_policy_is_one(target, policy):
     with pytest.raises(
         TypeError, match=r"policy=.* has no .*; expected a specjax.policy.interface"
@@ -41,3 +44,23 @@ def test_whole_numbers_of_jax_are_whole_numbers():
     assert specjax.SamplingParams(seed=three).seed == 3
     for name in ("memory_bytes", "kv_cache_bytes", "logit_bytes"):
         assert getattr(specjax.EngineConfig(**{name: three}), name) == 3
+
+
+def test_rollouts_name_what_they_are_given():
+    model = tiny_model(num_layers=1, vocab_size=31)
+    decoder = specjax.build_decoder(model, engine=ENGINE)
+    sampling = specjax.SamplingParams(max_tokens=2)
+    with pytest.raises(TypeError, match=r"sampling is \[.*; expected one SamplingParams"):
+        specjax.rollout(decoder, model.params, [[1]], sampling=[sampling])
+    with pytest.raises(TypeError, match="decoder is 5; expected what specjax.build_decoder"):
+        specjax.rollout(5, model.params, [[1]], sampling=sampling)
+    with pytest.raises(TypeError, match="batch is 5; expected a Rollout"):
+        specjax.score(decoder, model.params, 5)
+
+
+@pytest.mark.parametrize(
+    "family", [None, 5, "llama", Family], ids=["none", "number", "text", "class"]
+)
+def test_what_is_no_family_is_not_registered(family):
+    with pytest.raises(TypeError, match="expected an instance of specjax.models.Family"):
+        specjax.models.register(family)
