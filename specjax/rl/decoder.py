@@ -281,7 +281,6 @@ class RolloutDecoder:
         _check_same(params.drafter, self._setup.drafter.params, "the drafter's params")
 
 
-@entrance("specjax.build_decoder")
 def check_decoder(decoder: Any) -> None:
     """Raises TypeError for what is no RolloutDecoder."""
     if not isinstance(decoder, RolloutDecoder):
@@ -290,6 +289,7 @@ def check_decoder(decoder: Any) -> None:
         )
 
 
+@entrance("specjax.build_decoder")
 def build_decoder(
     target: ModelConfig | Model,
     *,
