@@ -157,10 +157,11 @@ def _check_leaves(state: Any) -> None:
 
 
 def _check_state(name: str, state: Any, before: Any) -> None:
-    if _structure(state) != _structure(before):
+    found, expected = structure(state), structure(before)
+    if found != expected:
         raise DrafterError(
             f"its {name} returned a state of other structure, shapes or dtypes than it was given: "
-            f"{_structure(state):.300}; expected {_structure(before):.300}"
+            f"{found!s:.300}; expected {expected!s:.300}"
         )
 
 
@@ -175,9 +176,10 @@ def _check_axes(axes: Any, state: Any) -> None:
         )
 
 
-def _structure(state: Any) -> str:
-    """Returns a description that is equal for states that one loop may carry."""
-    return str(jax.tree.map(_described, state))
+def structure(state: Any) -> tuple[Any, list[str]]:
+    """Returns a value that is equal for states that one loop may carry."""
+    leaves, tree = jax.tree.flatten(state)
+    return tree, [_described(leaf) for leaf in leaves]
 
 
 def _described(found: Any) -> str:

@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -132,6 +133,26 @@ def test_axes_of_another_structure_are_refused():
     drafter = guarded(Drafter(lambda *arguments: None, state_axes=lambda state: None), VOCAB)
     with pytest.raises(DrafterError, match="its state_axes returned another structure"):
         drafter.state_axes({"kept": jnp.zeros(3)})
+
+
+@jax.tree_util.register_pytree_node_class
+class Box:
+    """A state whose repr is another for each object."""
+
+    def __init__(self, held):
+        self.held = held
+
+    def tree_flatten(self):
+        return (self.held,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, held):
+        return cls(*held)
+
+
+def test_equal_states_of_a_class_are_equal():
+    right = Drafter(lambda *arguments: None, move=lambda state, *slots: Box(state.held + 1))
+    assert guarded(right, VOCAB).move(Box(jnp.zeros(3)), None, None).held.tolist() == [1, 1, 1]
 
 
 def test_integers_of_another_width_are_right(target, plain):
