@@ -32,7 +32,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from specjax.decode.bucket import Bucket
-from specjax.policy.interface import Decision, Load, Outcome
+from specjax.policy.interface import LEAST_TIMED_STEPS, Decision, Load, Outcome
 from specjax.policy.ledger import Ledger
 from specjax.policy.ranked_slots import RankedSlots
 from specjax.policy.step_cost import LEAST_DOUBT, StepCosts
@@ -127,6 +127,7 @@ class _Exploration:
     first: Bucket | None = None
     other: Bucket | None = None
     num_steps: int = 0  # steps left in the run when it began
+    is_second_look: bool = False  # at `other` alone, which was measured once
     # Time of its first burst by the policy's clock, and the steps left at that time.
     begun_at: float | None = None
     steps_then: int = 0
@@ -299,11 +300,12 @@ class Goodput:
             np.asarray(load.urgency),
         )
         candidates = []
+        about = _midway(load, load.num_decoding_rows)
         shapes = self._shapes(load) if row_buckets is None else self.buckets(row_buckets)
         buckets = list(shapes)
         for bucket, gained in zip(buckets, slots.all_expected(buckets)):
             tokens = load.num_decoding_rows + gained
-            seconds, doubt = self.costs.estimate(bucket, _midway(load, tokens))
+            seconds, doubt = self.costs.estimate(bucket, _midway(load, tokens), about)
             if seconds is None:
                 return []
             if not self.costs.count(bucket):
@@ -496,15 +498,19 @@ class Goodput:
             waits = self._is_short_wait(found, load) and waits
             if not load.is_compiled(found.other) and not waits:
                 return _of_bucket(found.first, "nothing measured yet", prepare=found.other)
-            found.turns += [found.other, found.first] * EXPLORED
+            if found.is_second_look:
+                found.turns.append(found.other)
+            else:
+                found.turns += [found.other, found.first] * EXPLORED
         bucket = found.turns.pop(0)
         step_s = self.costs.seconds(bucket, _midway(load, load.num_decoding_rows)) or 0.0
         plain_s = self.costs.seconds(Bucket(rows, 0), _midway(load, load.num_decoding_rows)) or 0.0
-        if not found.turns or (bucket == found.first and LEAST_STEPS * plain_s > PROBE_S):
-            # In steps this long a disturbance hardly shows: one turn is enough.
+        is_long = bucket == found.first and _is_long(plain_s)
+        if not found.turns or is_long:
             self._exploration = _Exploration()
         reason = "probe" if bucket == found.other else "nothing measured yet"
-        return _of_bucket(bucket, reason, num_steps=_num_steps(PROBE_STEPS, step_s))
+        most = LEAST_TIMED_STEPS if found.is_second_look else PROBE_STEPS
+        return _of_bucket(bucket, reason, num_steps=_num_steps(most, step_s))
 
     def _is_short_wait(self, found: _Exploration, load: Load) -> bool:
         """Returns whether the wait for the other bucket is a small fraction of the rest of the
@@ -532,10 +538,16 @@ class Goodput:
             for depth in self._depths
             if not load.is_dropped(Bucket(rows, depth)) and depth == load.limit(depth)
         ]
-        count = self.costs.count
-        is_known = count(bucket) and any(count(other) for other in drafting)
-        if not drafting or load.is_dropped(bucket) or is_known:
+        if not drafting or load.is_dropped(bucket):
             return _Exploration()
+        count = self.costs.count
+        if count(bucket) and any(map(count, drafting)):
+            # The only measurement may be disturbed, as the first run of a new executable is.
+            once = max(drafting, key=count)
+            plain_s = self.costs.seconds(bucket, _midway(load, load.num_decoding_rows)) or 0.0
+            if sum(map(count, drafting)) > 1 or _is_long(plain_s):
+                return _Exploration()
+            return _Exploration(bucket, once, load.num_steps_left, is_second_look=True)
         candidates = {c.bucket: c for c in self._candidates(load, [rows])}
         if not candidates:
             usual = min(drafting, key=lambda b: abs(b.num_speculative_tokens - USUAL_K))
@@ -612,6 +624,8 @@ class Goodput:
         again = few if is_hidden and not self._is_trusted(other) else 0
         lost = (num_steps + again) * other.seconds * (1 - other.rate / best.rate) + catch_up
         lost = max(lost, LEAST_LOST * (num_steps + again) * best.seconds)
+        # It cuts a burst short, and so does the short one after it.
+        lost += 2 * self.costs.burst_s
         ledger = self.ledger
         is_due = begins and ledger.plain_s >= ASK_EVERY_S
         is_soon = begins and other is not hopeful and ledger.plain_s < LEAST_APART_S
@@ -795,6 +809,11 @@ class Goodput:
 def _num_steps(most: int, step_s: float, most_s: float = PROBE_S) -> int:
     """Returns `most` steps, or the fewer (LEAST_STEPS at least) that fit into `most_s`."""
     return most if most * step_s <= most_s else max(int(most_s / step_s), LEAST_STEPS)
+
+
+def _is_long(plain_s: float) -> bool:
+    """Returns whether plain steps take so long that a disturbance hardly shows in a burst."""
+    return LEAST_STEPS * plain_s > PROBE_S
 
 
 def _usual_steps(bucket: Bucket, step_s: float, load: Load) -> int:

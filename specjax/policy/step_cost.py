@@ -60,9 +60,12 @@ PLACE_WIDTH = math.log(1.25)  # of log contexts that share a sample
 # factor by which earlier weights decay with each burst that measures catch-up.
 CATCH_UP_DOUBT, CATCH_UP_MEMORY = 0.4, 0.9
 BURST_MEMORY = 16  # latest pairs of bursts that tell the fixed seconds of a burst
+# Measurements after which the bases are fitted again, as a fraction of the bucket's own, and the
+# most of them.
+FIT_AFTER, MOST_UNFITTED = 0.25, 4
 SLOPES_AFTER = 16  # most measurements between two fits of the slopes
 SLOPE_ROUNDS = 4  # rounds of reweighting in the fit of the slopes
-# Weight of the prior that slopes are 0: measurements outweigh it once the squared deviations of
+# Weight of the prior's slopes: measurements outweigh them once the squared deviations of
 # contexts from their mean, relative to it, sum to more than the square of this.
 SLOPE_PRIOR = 0.5
 SMALL_MISS = 0.05  # residual of the slope, relative to a step, above which weights fall
@@ -174,7 +177,7 @@ class StepCosts:
         # measurements.
         self._fits: dict[tuple[int, int], _Fit] = {}
         self._known_slopes: tuple[float, float] | None = None
-        self._num_measured = self._num_since_slopes = self._num_alone = 0
+        self._num_measured = self._num_since_slopes = self._num_unfitted = 0
 
     @property
     def nodes_per_row(self) -> Mapping[int, int]:
@@ -233,11 +236,18 @@ class StepCosts:
         """Marks a gap: the next measurement is not compared with earlier ones."""
         self._ratios.begin_run()
 
-    def estimate(self, bucket: Bucket, context: float) -> tuple[float | None, float]:
-        """Returns `seconds` and `doubt` of a bucket."""
+    def estimate(
+        self, bucket: Bucket, context: float, about: float | None = None
+    ) -> tuple[float | None, float]:
+        """Returns `seconds` and `doubt` of a bucket.
+
+        Args:
+          about: context near which measurements count most; by default `context`. Buckets that
+            are compared with each other are estimated about one context: by the same fit.
+        """
         if not self._samples:
             return self.prior and self.prior(bucket, context), PRIOR_DOUBT
-        fit = self._fit(context, bucket.rows)
+        fit = self._fit(context if about is None else about, bucket.rows)
         return self._seconds(bucket, context, fit), self._doubt(bucket, fit)
 
     def doubt(self, bucket: Bucket, context: float) -> float:
@@ -278,13 +288,18 @@ class StepCosts:
             self._slower = [*self._slower[1:], slower]
             drift = math.exp((1 - DRIFT_LEAK) * _median(self._slower))
             self.drift = min(max(drift, 1 / MOST_DRIFT), MOST_DRIFT)
+        # A fit takes the host a millisecond, and one more measurement of many changes it little.
         # With no other bucket near it, a measurement tells of the machine and hardly of the
         # bucket: fits are kept until its measurements have doubled.
-        if count >= TELLS_DRIFT and self._ratios.is_alone and self._num_alone < count:
-            self._num_alone += 1
-            fits = self._fits
+        if count < TELLS_DRIFT:
+            most = 0
+        elif self._ratios.is_alone:
+            most = count
         else:
-            self._num_alone, fits = 0, {}
+            most = min(int(FIT_AFTER * self.count(bucket)), MOST_UNFITTED)
+        is_kept = self._num_unfitted < most
+        self._num_unfitted = self._num_unfitted + 1 if is_kept else 0
+        fits = self._fits if is_kept else {}
         self._add(bucket, context, seconds / self.drift)
         self._samples[bucket][_place(context)].is_own = True
         self._fits = fits
@@ -553,14 +568,19 @@ class StepCosts:
         return _Fit(slopes, bases, compared)
 
     def _slopes(self) -> np.ndarray:
-        """Returns the slopes s0 and s1, f64[2], fitted to buckets measured at several contexts."""
+        """Returns the slopes s0 and s1, f64[2], fitted to buckets measured at several contexts.
+
+        They are drawn towards those of the prior times a common factor: where K was measured at
+        several contexts and plain decoding at one, the prior tells how the two differ.
+        """
         several = [
             (bucket, list(samples.values()))
             for bucket, samples in self._samples.items()
             if len(samples) > 1
         ]
+        said = self._said_slopes()
         if not several:
-            return np.zeros(2)
+            return said
         contexts, seconds, counts = np.array(
             [(s.context, s.seconds, s.count) for _, samples in several for s in samples]
         ).T
@@ -574,21 +594,49 @@ class StepCosts:
         per_token = per_token / seconds_of[own, None]
         features = contexts[:, None] * per_token
         # A slope too steep misleads more than none, and measurements at contexts close to each
-        # other tell little of contexts far away: a prior draws the slopes towards 0.
+        # other tell little of contexts far away: hence the weight of the prior.
         reach = np.sqrt((contexts**2).mean())
         prior = SLOPE_PRIOR * np.diag(reach * np.sqrt((per_token**2).mean(axis=0)))
         slopes, weights = np.zeros(2), counts
         for _ in range(SLOPE_ROUNDS):
             columns = np.stack([_off(column, own, weights) for column in features.T], 1)
             values, root = _off(seconds, own, weights), np.sqrt(weights)
+            told, aims = root[:, None] * columns, root * values
+            if said.any():
+                # The factor is drawn to 1.
+                along = np.concatenate([told, prior]) @ said
+                off = np.concatenate([aims, prior @ said])
+                factor = max(float(along @ off) / float(along @ along), 0.0)
+            else:
+                factor = 0.0
             slopes = fit_nonnegative(
-                np.concatenate([root[:, None] * columns, prior]),
-                np.concatenate([root * values, np.zeros(2)]),
+                np.concatenate([told, prior]),
+                np.concatenate([aims, prior @ (factor * said)]),
             )
             missed = np.abs(values - (columns * slopes).sum(axis=1))
             # Outliers count in part (Huber, "Robust Estimation of a Location Parameter").
             weights = counts / np.maximum(missed / SMALL_MISS, 1)
         return slopes
+
+    def _said_slopes(self) -> np.ndarray:
+        """Returns the slopes of the prior, f64[2], as much slower as steps were measured to be."""
+        if self.prior is None:
+            return np.zeros(2)
+        deepest = max(self._samples, key=lambda bucket: bucket.num_speculative_tokens)
+        rows, depth = deepest.rows, max(deepest.num_speculative_tokens, 1)
+        context = max(sample.context for sample in self._samples[deepest].values()) + 1.0
+        per_token = [
+            (self.prior(Bucket(rows, k), 2 * context) - self.prior(Bucket(rows, k), context))
+            / context
+            for k in (0, depth)
+        ]
+        slower = [
+            sample.seconds / self.prior(bucket, sample.context)
+            for bucket, samples in self._samples.items()
+            for sample in samples.values()
+        ]
+        at_0 = max(per_token[0], 0.0)
+        return _median(slower) * np.array([at_0, max(per_token[1] - at_0, 0.0) / depth])
 
 
 def _burst_of(kept: Sequence[Any]) -> tuple[int, Burst]:

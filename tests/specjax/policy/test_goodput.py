@@ -18,7 +18,7 @@ from specjax.policy.goodput import (
     Goodput,
     ladder,
 )
-from specjax.policy.interface import Decision, Fixed, Load, Outcome
+from specjax.policy.interface import LEAST_TIMED_STEPS, Decision, Fixed, Load, Outcome
 from specjax.policy.ledger import Ledger
 from specjax.policy.ranked_slots import RankedSlots
 from specjax.policy.step_cost import MEMORY, StepCosts
@@ -90,7 +90,7 @@ def outcome(policy_load, decision, *, accepted=0, seconds=1.0, steps=32, behind=
 def trained(*, accepted, most=4, rows=1):
     """Returns a policy that knows COSTS of some rows, and what is accepted."""
     policy = Goodput(most)
-    for bucket in policy.buckets([rows]):
+    for bucket in [*policy.buckets([rows])] * 2:  # a bucket measured once would be looked at again
         policy.costs.observe(bucket, 100 * rows, step_s(bucket, 100 * rows))
     now = load(rows)
     first = dataclasses.replace(
@@ -128,6 +128,29 @@ def cold(rows=1, compiled=(), **fields):
 
 def shape_of(decision):
     return Bucket(decision.row_bucket, decision.num_speculative_tokens, decision.max_drafts)
+
+
+@pytest.mark.parametrize("second_s", [9e-3, 25e-3])
+def test_what_drafts_is_looked_at_twice_before_it_is_left(second_s):
+    """The call ended after one measurement, and that took three times too long."""
+    policy = Goodput(4)
+    plain, drafting = Bucket(8, 0), Bucket(8, 3)
+    policy.costs.observe(plain, 800, 4e-3)
+    policy.costs.observe(drafting, 800, 25e-3)
+    now, _ = cold(8, {plain, drafting})
+    look = policy.choose(now)
+    assert shape_of(look) == drafting
+    assert look.num_steps == LEAST_TIMED_STEPS
+    steps = look.num_steps
+    done = outcome(now, look, accepted=3, steps=steps, seconds=steps * second_s)
+    policy.observe(done)
+    for _ in range(3):
+        decision = policy.choose(now)
+        depth = decision.num_speculative_tokens
+        if decision.reason != "probe":
+            assert (depth == 3) == (second_s == 9e-3)
+        seconds = 32 * (second_s if depth else 4e-3)
+        policy.observe(outcome(now, decision, accepted=3, seconds=seconds))
 
 
 def test_plain_decoding_runs_while_what_drafts_is_compiled_beside_it():

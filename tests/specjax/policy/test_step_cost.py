@@ -412,7 +412,8 @@ def test_what_a_burst_solves_does_not_grow_with_all_that_was_ever_measured(monke
             for other in (0, 1, 2, 4):
                 costs.seconds(Bucket(32, other), 100)
     assert max(sizes) <= MOST_FITTED < 183 / 2
-    assert len(sizes) == 4 * 3  # before the first, which nothing is beside, and after each other
+    # Before the first, and after each until a bucket has four measurements.
+    assert 4 < len(sizes) < 4 * 3
     for depth in (0, 1, 4):
         said = costs.seconds(Bucket(32, depth), 100)
         assert said == pytest.approx(true_seconds(Bucket(32, depth), 100), rel=0.01)
@@ -452,3 +453,44 @@ def test_the_bucket_that_ran_longest_ago_is_forgotten_beyond_a_bound():
     assert Bucket(1, 0) in costs.measured
     assert Bucket(2, 0) not in costs.measured
     assert costs.count(Bucket(2, 0)) == 0
+
+
+def test_the_prior_tells_how_slopes_differ_where_plain_decoding_ran_at_one_context():
+    """The prior says half of all seconds."""
+    plain, drafting = Bucket(8, 0), Bucket(8, 2)
+    true = lambda bucket, context: (
+        3e-3 * (1 + 0.6 * bucket.num_speculative_tokens)
+        + 1e-6 * context * (1 + 0.1 * bucket.num_speculative_tokens)
+    )
+
+    def learned(prior):
+        costs = StepCosts(prior=prior)
+        for _ in range(4):
+            for bucket, context in ((drafting, 500), (plain, 1500), (drafting, 1500)):
+                costs.observe(bucket, context, true(bucket, context))
+        return costs
+
+    ratio = lambda costs, context: costs.seconds(drafting, context) / costs.seconds(plain, context)
+    with_prior = learned(lambda bucket, context: 0.5 * true(bucket, context))
+    for context in (500, 1000, 1500, 2000):
+        expected = true(drafting, context) / true(plain, context)
+        assert ratio(with_prior, context) == pytest.approx(expected, rel=0.02)
+    expected = true(drafting, 500) / true(plain, 500)
+    assert ratio(learned(None), 500) < 0.9 * expected  # what this test is about
+
+
+def test_buckets_that_are_compared_are_estimated_by_one_fit(monkeypatch):
+    costs, solve, num_solved = StepCosts(), step_ratios._solve, [0]
+    for _ in range(4):
+        for depth in (0, 2):
+            costs.observe(Bucket(8, depth), 400, true_seconds(Bucket(8, depth), 400))
+
+    def counted(*arguments):
+        num_solved[0] += 1
+        return solve(*arguments)
+
+    monkeypatch.setattr(step_ratios, "_solve", counted)
+    for depth, context in ((0, 1e5), (2, 2e5), (1, 3e5)):
+        seconds, _ = costs.estimate(Bucket(8, depth), context, 1e5)
+        assert seconds is not None
+    assert num_solved[0] == 1
