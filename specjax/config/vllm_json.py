@@ -77,12 +77,14 @@ def _refuse_misspelt(unknown: Sequence[str], known: Collection[str]) -> None:
 
 def check_method(method: Any) -> None:
     """Raises ValueError for a method that specjax does not have, and says what to use."""
-    if method is None or method in METHODS:
+    if method is None:
         return
-    is_mtp = isinstance(method, str) and method.endswith("_mtp")
-    instead = _INSTEAD.get("mtp" if is_mtp else method, "")
-    if not instead and isinstance(method, str):
-        instead = suggestion(method, (*METHODS, "suffix", "ngram_gpu"))
+    instead = ""
+    if isinstance(method, str):
+        if method in METHODS:
+            return
+        instead = _INSTEAD.get("mtp" if method.endswith("_mtp") else method, "")
+        instead = instead or suggestion(method, (*METHODS, "suffix", "ngram_gpu"))
     raise ValueError(
         f"method={method!r} is not available{instead}; this version has 'ngram' and 'history', "
         "which need no weights, and 'draft_model', a smaller model of the target's vocabulary."

@@ -6,6 +6,7 @@ from specjax.models import gpt2, llama
 from specjax.models.base import Family, ModelConfig
 
 _OWN = llama.FAMILY, gpt2.FAMILY
+_FUNCTIONS = "parse", "sources", "axes", "init", "forward", "logits", "work", "embed"
 FAMILIES: dict[str, Family] = {family.name: family for family in _OWN}
 
 
@@ -15,7 +16,7 @@ def register(family: Family) -> None:
     Registering the same object again does nothing. See docs/adding-a-model.md.
 
     Raises:
-      TypeError: it is no Family.
+      TypeError: it is no Family, or a member that must be a function is none.
       ValueError: its name or one of its model types belongs to another family. Names cannot be
         reused, because steps compiled for the other family would run under the name.
     """
@@ -23,6 +24,11 @@ def register(family: Family) -> None:
         raise TypeError(
             f"family is {family!r:.100}; expected an instance of specjax.models.Family."
         )
+    for name in _FUNCTIONS:
+        if not callable(member := getattr(family, name)):
+            raise TypeError(
+                f"{name}={member!r:.100} of family {family.name!r:.100} is no function."
+            )
     if FAMILIES.get(family.name) is family:
         return
     if family.name in FAMILIES:

@@ -280,6 +280,7 @@ def test_from_json_names_the_keys_it_ignores():
         (None, "must be a JSON object, got NoneType"),
         ({"method": "medusa"}, "'medusa' is not available.*ngram.*draft_model"),
         ({"method": 3}, "3 is not available"),
+        ({"method": ["ngram"]}, "'ngram'.* is not available"),
         ({"method": "draft_model"}, "needs 'model'"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1"),
         ({"num_speculative_tokens": "4"}, "num_speculative_tokens='4'"),

@@ -148,6 +148,8 @@ def test_registering():
         register(dataclasses.replace(HERON))
     with pytest.raises(ValueError, match="'llama' is read by the family 'llama' already"):
         register(dataclasses.replace(HERON, name="egret", model_types={"llama": "Egret"}))
+    with pytest.raises(TypeError, match=r"work=None of family 'egret' is no function"):
+        register(dataclasses.replace(HERON, name="egret", model_types={}, work=None))
     assert "egret" not in FAMILIES
     with pytest.raises(ValueError, match="architecture='egret' is none of llama, gpt2"):
         family_of(tiny_llama_config(architecture="egret"))
