@@ -32,10 +32,10 @@ from specjax.decode.state import Admission, DecodeState, has_drafter, remember_t
 from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
 from specjax.drafters.base import Drafter, DrafterContext, resolve_taps
-from specjax.drafters.guard import DrafterError, guarded
+from specjax.drafters.guard import DrafterError, guarded, is_own
 from specjax.drafters.history import Pieces
 from specjax.drafters.spec import NoDrafter
-from specjax.models.families import is_own
+from specjax.models import families
 from specjax.paged import kv_cache
 from specjax.runtime.jax_settings import in_own_settings
 from specjax.sampling import RowSampling
@@ -618,7 +618,7 @@ class Decoder:
             built = spec.build(context)
         except Exception as error:  # a spec may be third-party code, and raise anything
             raise DrafterError(f"its build raised {error!r}") from error
-        drafter = guarded(built, self.target.vocab_size)
+        drafter = guarded(built, spec, context)
         if spec.takes_text and drafter.remember is None:
             raise DrafterError("its spec says takes_text, and its build returned no remember")
         return drafter
@@ -753,16 +753,11 @@ class Decoder:
         With a mesh, or with code from outside specjax (a drafter, or a registered model family),
         only jax's own cache is used.
         """
-        has_own_code = self._has_own_drafter
-        has_own_code &= all(map(is_own, (self.target, *self.drafter.configs)))
+        has_own_code = is_own(self.drafter)
+        has_own_code &= all(map(families.is_own, (self.target, *self.drafter.configs)))
         if self.mesh is not None or not has_own_code:
             return None
         return executable_store.name_of(repr((key, self.config)), inputs)
-
-    @property
-    def _has_own_drafter(self) -> bool:
-        """Whether the drafter's class comes with specjax."""
-        return type(self.drafter).__module__.startswith("specjax.")
 
     def _variant_of(self, params: DecoderParams | None, state: DecodeState) -> tuple:
         return self._signature_of(params), jax.tree.structure(state.drafter)
@@ -784,7 +779,7 @@ class Decoder:
         """
 
         # Steps that draft are not needed once the drafter is off: plain decoding goes on.
-        may_blame_drafter = key[0] == "burst" and key[1] > 0 and not self._has_own_drafter
+        may_blame_drafter = key[0] == "burst" and key[1] > 0 and not is_own(self.drafter)
 
         def traced(*inputs):
             self.traces[key] += 1

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.drafters.base import Draft, Drafter
-from specjax.types import DraftTree, Proposal
+from specjax.config.checks import is_int
+from specjax.drafters.base import Draft, Drafter, DrafterContext, DrafterSpec
+from specjax.trees import draft_tree
+from specjax.types import NO_PARENT, DraftTree, Proposal
 
 
 class DrafterError(Exception):
@@ -28,10 +30,19 @@ _STATE_ARGUMENT = {"draft": 1, "prefill": 1, "absorb": 1, "enter_rows": 0, "move
 _FUNCTIONS = (*_STATE_ARGUMENT, "init", "state_axes")
 
 
-def guarded(drafter: Drafter, vocab_size: int) -> Drafter:
+def is_own(spec: DrafterSpec) -> bool:
+    """Whether a drafter's class comes with specjax."""
+    return type(spec).__module__.startswith("specjax.")
+
+
+def guarded(drafter: Drafter, spec: DrafterSpec, context: DrafterContext) -> Drafter:
     """Returns the drafter with functions that raise DrafterError alone.
 
     It stands for their own exceptions, and for results of another kind than `Drafter` says.
+    The depths of a tree are computed from its parents: the target takes positions from them.
+
+    Args:
+      drafter: what `spec.build(context)` returned.
 
     Raises:
       DrafterError: `drafter` is no Drafter, or one of its fields is of another kind.
@@ -60,7 +71,8 @@ def guarded(drafter: Drafter, vocab_size: int) -> Drafter:
             elif name == "state_axes":
                 _check_axes(result, arguments[0])
             elif name == "draft":
-                result = _checked(result, arguments[3].shape[0], vocab_size, drafter.draws_afresh)
+                rows, draws_afresh = arguments[3].shape[0], drafter.draws_afresh
+                result = _checked(result, rows, spec, context, draws_afresh)
                 _check_state(name, result.state, arguments[1])
             else:
                 _check_state(name, result, arguments[_STATE_ARGUMENT[name]])
@@ -71,7 +83,9 @@ def guarded(drafter: Drafter, vocab_size: int) -> Drafter:
     return drafter._replace(**{name: guard(name) for name in _FUNCTIONS})
 
 
-def _checked(draft: Any, rows: int, vocab_size: int, draws_afresh: bool) -> Draft:
+def _checked(
+    draft: Any, rows: int, spec: DrafterSpec, context: DrafterContext, draws_afresh: bool
+) -> Draft:
     """Returns what `draft` returned, its integers as int32."""
     if not isinstance(draft, Draft):
         raise DrafterError(f"its draft returned {_kind(draft)}; expected a specjax.Draft")
@@ -97,19 +111,10 @@ def _checked(draft: Any, rows: int, vocab_size: int, draws_afresh: bool) -> Draf
     by_draft, by_node = shape, (rows, shape[1] + 1)
     tree = proposal.tree
     if tree is not None:
-        if not isinstance(tree, DraftTree) or not isinstance(tree.max_depth, int):
-            raise DrafterError(
-                f"its draft returned a tree that is {tree!r:.100}; expected a specjax DraftTree "
-                "with an int max_depth, or None"
-            )
-        tree = dataclasses.replace(
-            tree,
-            parents=_integers("tree.parents", tree.parents, by_node),
-            depths=_integers("tree.depths", tree.depths, by_node),
-        )
+        tree = _checked_tree(tree, by_node, has_depths=is_own(spec))
     for name in ("prior_confidence", "path_probability"):
         _check_numbers(name, getattr(proposal, name), by_draft)
-    _check_numbers("probs", proposal.probs, (*by_draft, vocab_size))
+    _check_numbers("probs", proposal.probs, (*by_draft, context.target.vocab_size))
     proposal = dataclasses.replace(
         proposal,
         token_ids=_integers("token_ids", proposal.token_ids, by_draft),
@@ -122,6 +127,25 @@ def _checked(draft: Any, rows: int, vocab_size: int, draws_afresh: bool) -> Draf
         written=None if written is None else _integers("written", written, (rows,)),
         kept_at=None if kept_at is None else _integers("kept_at", kept_at, by_node),
     )
+
+
+def _checked_tree(tree: Any, shape: tuple[int, ...], *, has_depths: bool) -> DraftTree:
+    """Returns a tree whose depths are those of its parents.
+
+    Args:
+      has_depths: whether they are so already. The drafters of specjax make theirs by
+        `from_parents` or from one shape: another computation would cost each step.
+    """
+    if not isinstance(tree, DraftTree) or not is_int(tree.max_depth) or tree.max_depth < 0:
+        raise DrafterError(
+            f"its draft returned a tree that is {tree!r:.100}; expected a specjax DraftTree "
+            "with an int max_depth of at least 0, or None"
+        )
+    parents = _integers("tree.parents", tree.parents, shape)
+    depths = _integers("tree.depths", tree.depths, shape)
+    if has_depths:
+        return dataclasses.replace(tree, parents=parents, depths=depths)
+    return draft_tree.from_parents(parents.at[:, 0].set(NO_PARENT), int(tree.max_depth))
 
 
 def _integers(name: str, found: Any, shape: tuple[int, ...]) -> jax.Array:

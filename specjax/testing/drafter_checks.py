@@ -284,17 +284,15 @@ class _Check:
 
     def _build(self, *, keeps_probs: bool = False, says_confidence: bool = False) -> Drafter:
         config = self.target.config
-        built = self.spec.build(
-            DrafterContext(
-                target=config,
-                num_speculative_tokens=max(self.depth, 1),
-                dtype=self.sizes.dtype,
-                taps=resolve_taps(self.spec.taps, config.num_layers),
-                keeps_probs=keeps_probs,
-                says_confidence=says_confidence,
-            )
+        context = DrafterContext(
+            target=config,
+            num_speculative_tokens=max(self.depth, 1),
+            dtype=self.sizes.dtype,
+            taps=resolve_taps(self.spec.taps, config.num_layers),
+            keeps_probs=keeps_probs,
+            says_confidence=says_confidence,
         )
-        return guarded(built, config.vocab_size)
+        return guarded(self.spec.build(context), self.spec, context)
 
     def run(self) -> None:
         self.check_structure()

@@ -13,7 +13,7 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.draft import draft
 from specjax.decode.sizes import Sizes
 from specjax.drafters import none
-from specjax.drafters.base import Draft, Drafter
+from specjax.drafters.base import Draft, Drafter, DrafterContext, DrafterSpec
 from specjax.drafters.guard import DrafterError, guarded
 from specjax.drafters.spec import NoDrafter
 from specjax.trees import draft_tree
@@ -44,6 +44,13 @@ def proposing(**fields):
         return Draft(proposal, state, decode_state.cache.lengths)
 
     return Drafter(propose)
+
+
+def guard(drafter):
+    context = DrafterContext(
+        target=tiny_llama_config(), num_speculative_tokens=DEPTH, dtype=jnp.dtype("float32")
+    )
+    return guarded(drafter, DrafterSpec(), context)
 
 
 @pytest.fixture(scope="module")
@@ -105,9 +112,9 @@ def test_nothing_is_drafted_past_the_positions_a_drafter_was_made_for(state):
 def test_probabilities_that_tokens_were_not_drawn_from_are_refused(state):
     stored = jnp.full((ROWS, DEPTH, VOCAB), 1 / VOCAB)
     with pytest.raises(DrafterError, match="stored with earlier rollouts"):
-        draft(guarded(proposing(probs=stored), VOCAB), PARAMS, state, DEPTH, VOCAB)
+        draft(guard(proposing(probs=stored)), PARAMS, state, DEPTH, VOCAB)
     fresh = proposing(probs=stored)._replace(draws_afresh=True)
-    draft(guarded(fresh, VOCAB), PARAMS, state, DEPTH, VOCAB)
+    draft(guard(fresh), PARAMS, state, DEPTH, VOCAB)
 
 
 EVEN = jnp.full((ROWS, DEPTH, VOCAB), 1 / VOCAB)

@@ -10,10 +10,10 @@ import pytest
 
 import specjax
 from specjax.decode import step
-from specjax.drafters.base import Draft, Drafter, DrafterSpec
+from specjax.drafters.base import Draft, Drafter, DrafterContext, DrafterSpec
 from specjax.drafters.guard import DrafterError, guarded
 from specjax.testing import tiny_model
-from specjax.types import Proposal
+from specjax.types import DraftTree, Proposal
 
 K, VOCAB = 2, 31
 ENGINE = specjax.EngineConfig(max_rows=2, max_context=32, burst_steps=4, row_buckets=())
@@ -99,6 +99,13 @@ def target():
     return tiny_model(num_layers=1, vocab_size=VOCAB)
 
 
+def guarding(target, drafter):
+    context = DrafterContext(
+        target=target.config, num_speculative_tokens=K, dtype=jnp.dtype("float32")
+    )
+    return guarded(drafter, Returning(), context)
+
+
 def run(target, spec):
     """Returns the tokens of two requests, one of which does not speculate, and what warned."""
     tokens = {}
@@ -129,8 +136,66 @@ def test_it_is_turned_off_and_says_why(target, plain, what):
         raise UserWarning(told[0])
 
 
-def test_axes_of_another_structure_are_refused():
-    drafter = guarded(Drafter(lambda *arguments: None, state_axes=lambda state: None), VOCAB)
+@dataclasses.dataclass(frozen=True)
+class Branching(DrafterSpec):
+    """Drafts what it knows to follow, as a chain of three nodes that it calls a tree."""
+
+    text: tuple[int, ...]  # by position
+    parents: tuple[int, ...]
+    depths: tuple[int, ...]
+    is_tree: bool = True
+
+    def num_nodes(self, num_speculative_tokens):
+        return 4
+
+    def tree_slots(self, num_speculative_tokens):
+        return 3
+
+    def build(self, context):
+        def draft(params, state, decode_state, num_tokens):
+            ahead = decode_state.cache.lengths[:, None] + jnp.arange(1, 4)[None]
+            nodes = lambda values: jnp.tile(jnp.array(values), (len(num_tokens), 1))
+            proposal = Proposal(
+                token_ids=jnp.array(self.text)[ahead],
+                num_tokens=jnp.where(num_tokens > 0, 3, 0),
+                tree=DraftTree(parents=nodes(self.parents), depths=nodes(self.depths), max_depth=3),
+            )
+            return Draft(proposal, state)
+
+        return Drafter(draft)
+
+
+@pytest.fixture(scope="module")
+def long_text(target):
+    return tokens_of_one(target, None, max_tokens=24)
+
+
+def tokens_of_one(target, drafter, max_tokens):
+    out = specjax.generate(
+        target,
+        [[1, 2, 3]],
+        drafter=drafter,
+        engine=ENGINE,
+        speculative_config={"policy": "fixed", "num_speculative_tokens": 3},
+        sampling=dataclasses.replace(SAMPLING, max_tokens=max_tokens),
+    )
+    assert drafter is None or out.stats.acceptance.num_accepted > 0
+    return out[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("parents", "depths"),
+    [((-1, 0, 1, 2), (0, 1, 1, 1)), ((-1, 0, 1, 2), (0, 0, 0, 0)), ((0, 0, 1, 2), (0, 1, 2, 3))],
+    ids=["depths of siblings", "no depths", "a root with a parent"],
+)
+def test_positions_follow_from_the_parents_of_a_tree(target, long_text, parents, depths):
+    text = (1, 2, 3, *long_text, *[0] * 8)
+    assert tokens_of_one(target, Branching(text, parents, depths), max_tokens=24) == long_text
+
+
+def test_axes_of_another_structure_are_refused(target):
+    wrong = Drafter(lambda *arguments: None, state_axes=lambda state: None)
+    drafter = guarding(target, wrong)
     with pytest.raises(DrafterError, match="its state_axes returned another structure"):
         drafter.state_axes({"kept": jnp.zeros(3)})
 
@@ -150,9 +215,9 @@ class Box:
         return cls(*held)
 
 
-def test_equal_states_of_a_class_are_equal():
+def test_equal_states_of_a_class_are_equal(target):
     right = Drafter(lambda *arguments: None, move=lambda state, *slots: Box(state.held + 1))
-    assert guarded(right, VOCAB).move(Box(jnp.zeros(3)), None, None).held.tolist() == [1, 1, 1]
+    assert guarding(target, right).move(Box(jnp.zeros(3)), None, None).held.tolist() == [1, 1, 1]
 
 
 def test_integers_of_another_width_are_right(target, plain):
