@@ -42,6 +42,7 @@ from specjax.engine.request import Request
 from specjax.models.base import Model
 from specjax.models.loading import load_model
 from specjax.paged import kv_cache
+from specjax.paged.work import ModelWork
 from specjax.planning import plan_request, plans
 from specjax.planning.device_memory import (
     MemoryWatch,
@@ -116,6 +117,7 @@ class Setup:
         mesh = sharding.automatic(mesh)
         setup = cls(model, loaded, speculation, _engine_config(engine), mesh)
         setup._check_kernels()
+        setup._check_drafter()
         setup._check_budgets()
         _warn_of_context(model, setup.engine)
         return setup
@@ -130,6 +132,13 @@ class Setup:
                     f"EngineConfig.kernels[{op!r}]={name!r} runs on {needed}, and this is {own}; "
                     "leave it out, or name another."
                 )
+
+    def _check_drafter(self) -> None:
+        """Raises TypeError for figures that the drafter's spec cannot mean, at any K."""
+        for depth in range(1, self.speculation.depth + 1):
+            self.drafter.num_nodes(depth)
+            self.drafter.tree_slots(depth)
+        self._drafter_works()
 
     def _check_budgets(self) -> None:
         """Raises if memory or page settings are impossible, before compiling."""
@@ -236,11 +245,13 @@ class Setup:
         count = _num_weights(self.target.params)
         kept = kv_cache.pages_dtype(self.engine.kv_cache_dtype, self._dtype)
         target = plans.model_work(self.target.config, self._dtype, chips, count, kept)
-        own = _dtype_of(self.drafter.params) or self._dtype
-        spec, count = self.drafter.spec, _num_weights(self.drafter.params)
-        works = spec.work(self.target.config, own, count)
-        drafters = [(work, work.num_layers) for work in works]
+        drafters = [(work, work.num_layers) for work in self._drafter_works()]
         return step_prior(speed, (target, self.target.config.num_layers), drafters)
+
+    def _drafter_works(self) -> tuple[ModelWork, ...]:
+        """Returns the work of each model that runs for a draft token."""
+        own = _dtype_of(self.drafter.params) or self._dtype
+        return self.drafter.work(self.target.config, own, _num_weights(self.drafter.params))
 
     def keep(self, loop: Loop) -> None:
         """Keeps the speed that a run learned, for later runs and processes."""

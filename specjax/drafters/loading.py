@@ -12,7 +12,7 @@ from specjax.config.checks import is_int
 from specjax.config.names import NO_DRAFTER, check_drafter
 from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters.base import DrafterSpec
+from specjax.drafters.base import DrafterSpec, ModelWork
 from specjax.drafters.spec import HistoryDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.base import Model, ModelConfig, parameters
 from specjax.models.loading import check_same_vocabulary, load_model
@@ -66,12 +66,24 @@ class LoadedDrafter:
         return self.spec.max_depth
 
     def num_nodes(self, num_speculative_tokens: int) -> int:
-        """Returns the nodes verified per row, root included."""
-        return self.spec.num_nodes(num_speculative_tokens)
+        """Returns the nodes verified per row, root included.
+
+        Raises:
+          TypeError: the spec says something else than an int of at least 1.
+        """
+        said = self.spec.num_nodes(num_speculative_tokens)
+        return self._int_from("num_nodes", said, 1)
 
     def tree_slots(self, num_speculative_tokens: int) -> int:
-        """Returns the slots that a row's nodes take past its root; 0 for chains."""
-        return self.spec.tree_slots(num_speculative_tokens)
+        """Returns the slots that a row's nodes take past its root; 0 for chains.
+
+        Raises:
+          TypeError: the spec says something else than an int of at least 0, or of a tree less
+            than the nodes behind its root.
+        """
+        said = self.spec.tree_slots(num_speculative_tokens)
+        least = self.num_nodes(num_speculative_tokens) - 1 if self.is_tree else 0
+        return self._int_from("tree_slots", said, least)
 
     def check_windows(self, target: ModelConfig, num_speculative_tokens: int) -> None:
         """Raises ValueError where a sliding window might hide a node from its own tree."""
@@ -133,11 +145,30 @@ class LoadedDrafter:
         Raises:
           TypeError: the spec says something else than an int of at least 0.
         """
-        said = self.spec.bytes_per_token(target, dtype)
-        if not is_int(said) or said < 0:
+        return self._int_from("bytes_per_token", self.spec.bytes_per_token(target, dtype), 0)
+
+    def work(
+        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
+    ) -> tuple[ModelWork, ...]:
+        """Returns the bytes and operations of one draft token, see DrafterSpec.work.
+
+        Raises:
+          TypeError: the spec says something else than a tuple of ModelWork.
+        """
+        said = self.spec.work(target, dtype, num_weights)
+        if not _is_tuple_of(ModelWork, said):
             raise TypeError(
-                f"bytes_per_token of drafter {self.name!r} returned {said!r:.100}; expected an "
-                "int of at least 0."
+                f"work of drafter {self.name!r} returned {said!r:.100}; expected a tuple of "
+                "ModelWork."
+            )
+        return said
+
+    def _int_from(self, name: str, said: Any, least: int) -> int:
+        """Returns what a function of the spec returned, if it is an int of at least `least`."""
+        if not is_int(said) or said < least:
+            raise TypeError(
+                f"{name} of drafter {self.name!r} returned {said!r:.100}; expected an int of at "
+                f"least {least}."
             )
         return said
 
@@ -181,15 +212,16 @@ def load_drafter(
     return loaded if spec == loaded.spec else dataclasses.replace(loaded, spec=spec)
 
 
+def _is_tuple_of(kind: Any, value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(each, kind) for each in value)
+
+
 def _check_members(spec: DrafterSpec) -> None:
     """Raises TypeError for a member of a spec that is of another kind than DrafterSpec says."""
 
-    def is_tuple_of(kind: Any, value: Any) -> bool:
-        return isinstance(value, tuple) and all(isinstance(each, kind) for each in value)
-
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
-        "configs": (functools.partial(is_tuple_of, ModelConfig), "a tuple of ModelConfig"),
-        "taps": (functools.partial(is_tuple_of, int), "a tuple of ints"),
+        "configs": (functools.partial(_is_tuple_of, ModelConfig), "a tuple of ModelConfig"),
+        "taps": (functools.partial(_is_tuple_of, int), "a tuple of ints"),
         "max_depth": (lambda value: value is None or is_int(value), "an int or None"),
     }
     flags = "can_draft", "has_probs", "takes_text", "learns", "is_tree", "is_grown"

@@ -254,6 +254,7 @@ class _Rows:
 
 class _Check:
     def __init__(self, loaded: LoadedDrafter, target: Model, num_speculative_tokens: int):
+        self.loaded = loaded
         self.spec = loaded.spec
         self.name = loaded.name
         self.target = target
@@ -263,7 +264,7 @@ class _Check:
         self.max_length = max(map(len, PROMPTS)) + MOST_STEPS * (1 + num_speculative_tokens)
         self.params = DecoderParams(target.params, loaded.params)
         self.compares_laws = self.spec.has_probs and not self.spec.is_grown
-        slots = self.spec.tree_slots(self.depth)
+        slots = loaded.tree_slots(self.depth)
         self.sizes = self._sizes(-(-(self.max_length + slots) // PAGE_SIZE))
         # A decoder of its own: what it traces is counted.
         self.decoder = Decoder(
@@ -474,7 +475,7 @@ class _Check:
         proposal = jax.tree.map(np.asarray, draft.proposal)
         _check_proposal(self.name, proposal, np.array(caps), self.target.config.vocab_size)
         num_drafts = proposal.token_ids.shape[1]
-        expected = self.spec.num_nodes(self.depth) - 1
+        expected = self.loaded.num_nodes(self.depth) - 1
         assert num_drafts == expected, (
             f"drafter {self.name!r} proposes {num_drafts} nodes; its spec's num_nodes says "
             f"{expected}."

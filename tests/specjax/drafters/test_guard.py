@@ -251,9 +251,10 @@ class Method(DrafterSpec):
         return 3
 
 
-class Bytes(Returning):
-    def bytes_per_token(self, target, dtype):
-        return "x"
+def saying(name, returned, **more):
+    """Returns a spec one of whose functions returns something else."""
+    members = {name: lambda self, *arguments: returned, **more}
+    return type("Saying", (Returning,), members)()
 
 
 @pytest.mark.parametrize(
@@ -261,9 +262,14 @@ class Bytes(Returning):
     [
         (Odd(), r"Odd.configs is 5; expected a tuple of ModelConfig\."),
         (Method(), "Method.max_depth is .*; expected an int or None; make it a property"),
-        (Bytes(), "bytes_per_token of drafter 'Bytes' returned 'x'; expected an int"),
+        (saying("bytes_per_token", "x"), "bytes_per_token of drafter 'Saying' returned 'x'"),
+        (saying("num_nodes", "x"), "num_nodes of drafter 'Saying' returned 'x'; expected an int"),
+        (saying("num_nodes", 0), "returned 0; expected an int of at least 1"),
+        (saying("tree_slots", -5), "tree_slots .* returned -5; expected an int of at least 0"),
+        (saying("tree_slots", 1, is_tree=True), "returned 1; expected an int of at least 2"),
+        (saying("work", None), "work of drafter 'Saying' returned None; expected a tuple"),
     ],
-    ids=["configs", "max_depth", "bytes"],
+    ids=["configs", "max_depth", "bytes", "nodes", "no nodes", "slots", "few slots", "work"],
 )
 def test_a_member_of_another_kind_is_refused_at_once(target, spec, message):
     with pytest.raises(TypeError, match=message):
