@@ -111,7 +111,7 @@ class Recovery:
         run = self._run
         while (decoder := self._fewer_pages(run.decoder)) is not None:
             share = decoder.sizes.num_pages / run.decoder.sizes.num_pages
-            run.decoder = decoder
+            run.use(decoder)
             run.gate = run.gate.of_share(share)
             if run.most_tokens is not None:
                 run.most_tokens = int(run.most_tokens * share)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import weakref
 from concurrent import futures
 from typing import Any
 
@@ -49,7 +50,7 @@ class RunState:
         most_tokens: int | None,
         drafter_name: str | None,
     ):
-        self.decoder = decoder
+        self.use(decoder)
         # Parts that failed and are no longer used.
         self.faults = Faults(drafter_name or type(decoder.drafter).__name__, decoder.sizes.rows)
         self.params = decoder.place_params(self._usable(params))
@@ -59,6 +60,12 @@ class RunState:
         self.num_prefilled = 0  # prompt tokens fed, without those found in the prefix cache
         self.num_preemptions = 0
         self.begin()
+
+    def use(self, decoder: Decoder) -> None:
+        """Runs on a decoder from now on. It lets go of all weights when this run is gone:
+        decoders are kept for later runs."""
+        self.decoder = decoder
+        weakref.finalize(self, decoder.let_go).atexit = False
 
     def _usable(self, params: DecoderParams) -> DecoderParams:
         """Returns the weights to begin with, without those of a drafter that lost some.

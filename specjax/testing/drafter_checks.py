@@ -399,6 +399,7 @@ class _Check:
         self.check_drafts(rows, "after drafting in a row that reads the pages of another")
         self.check_output(texts)
         self.check_traces()
+        self.decoder.let_go()
 
     def occupant(self, number: int) -> _Occupant:
         """Returns a request; some are greedy, some sampled."""
@@ -452,6 +453,7 @@ class _Check:
                     f"with drafter {self.name!r} a text is {text.token_ids}; plain decoding "
                     f"gives {expected}."
                 )
+        decoder.let_go()
 
     def check_traces(self) -> None:
         again = {key: count for key, count in self.decoder.traces.items() if count > 1}

@@ -1,6 +1,8 @@
 """generate() and stream() on tiny random models: what users may pass, and what they get."""
 
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -427,6 +429,28 @@ def test_weights_of_another_dtype_are_compiled_anew(target, prompts):
     for params in (target.params, mixed, target.params):
         model = dataclasses.replace(target, params=params)
         assert len(generate(model, prompts[:3])) == 3
+
+
+def generate_once(target):
+    specjax.generate(target, [[1, 2, 3]], sampling=GREEDY, engine=ENGINE)
+
+
+def run_an_engine(target):
+    """Runs one request, and drops the engine without closing it."""
+    engine = specjax.Engine(target, drafter="ngram", engine=ENGINE)
+    engine.add([1, 2, 3], GREEDY)
+    while engine.has_work:
+        engine.step()
+
+
+@pytest.mark.parametrize("run", [generate_once, run_an_engine], ids=["generate", "engine"])
+def test_weights_are_freed_with_the_model(run):
+    target = tiny_llama(3)
+    weight = weakref.ref(jax.tree.leaves(target.params)[0])
+    run(target)
+    del target
+    gc.collect()
+    assert weight() is None
 
 
 @pytest.mark.full

@@ -78,6 +78,9 @@ class FakeDecoder:
     def place_params(self, params):
         return params
 
+    def let_go(self):
+        pass
+
     def init(self, *, has_drafter=True):
         return FakeState(self.version)
 
