@@ -778,8 +778,9 @@ class Decoder:
           name: name in the store of executables; its first characters name the function.
         """
 
-        # Steps that draft are not needed once the drafter is off: plain decoding goes on.
-        may_blame_drafter = key[0] == "burst" and key[1] > 0 and not is_own(self.drafter)
+        # None is needed in this form once the drafter is off: plain decoding goes on.
+        holds_drafter = has_drafter(state) and key[0] != "score"
+        may_blame_drafter = holds_drafter and not is_own(self.drafter)
 
         def traced(*inputs):
             self.traces[key] += 1

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax import sharding
 from specjax.config.checks import is_int
 from specjax.drafters.base import Draft, Drafter, DrafterContext, DrafterSpec
 from specjax.trees import draft_tree
@@ -53,10 +54,8 @@ def guarded(drafter: Drafter, spec: DrafterSpec, context: DrafterContext) -> Dra
     if not (most is None or isinstance(most, int | np.integer)):
         raise DrafterError(f"its max_positions is {most!r:.100}; expected an int or None")
 
-    def guard(name: str) -> Callable[..., Any] | None:
+    def guard(name: str) -> Callable[..., Any]:
         function = getattr(drafter, name)
-        if function is None and name == "remember":
-            return None
         if not callable(function):
             raise DrafterError(f"its {name} is {_kind(function)}; expected a function")
 
@@ -68,6 +67,9 @@ def guarded(drafter: Drafter, spec: DrafterSpec, context: DrafterContext) -> Dra
                 raise DrafterError(f"its {name} raised {error!r}") from error
             if name == "init":
                 _check_leaves(result)
+                rows, _, num_pages, _ = arguments
+                sizes = {"rows": rows, "pages": num_pages}
+                _check_sizes(guard("state_axes")(result), result, sizes)
             elif name == "state_axes":
                 _check_axes(result, arguments[0])
             elif name == "draft":
@@ -80,7 +82,8 @@ def guarded(drafter: Drafter, spec: DrafterSpec, context: DrafterContext) -> Dra
 
         return run
 
-    return drafter._replace(**{name: guard(name) for name in _FUNCTIONS})
+    names = (name for name in _FUNCTIONS if (name, getattr(drafter, name)) != ("remember", None))
+    return drafter._replace(**{name: guard(name) for name in names})
 
 
 def _checked(
@@ -198,6 +201,25 @@ def _check_axes(axes: Any, state: Any) -> None:
             f"its state_axes returned another structure than its state: {axes!r:.200}; expected "
             "a PartitionSpec in place of each leaf"
         )
+
+
+def _check_sizes(axes: Any, state: Any, sizes: dict[str, int]) -> None:
+    """Raises DrafterError for axes that a leaf of a new state has not."""
+    is_spec = lambda leaf: isinstance(leaf, jax.sharding.PartitionSpec)
+    specs = jax.tree.leaves(axes, is_leaf=is_spec)
+    for leaf, names in zip(jax.tree.leaves(state), map(tuple, specs), strict=True):
+        shape = np.shape(leaf)
+        said = f"its state_axes says {names} of a leaf of shape {shape} that its init returned"
+        if len(names) > len(shape):
+            raise DrafterError(f"{said}; expected at most {len(shape)} axes")
+        for name, size in zip(names, shape):
+            if name not in sharding.RULES:
+                known = ", ".join(repr(one) for one in sharding.RULES if one is not None)
+                raise DrafterError(f"{said}; expected names among {known}")
+            if sizes.get(name, size) != size:
+                raise DrafterError(
+                    f"{said}; expected {sizes[name]} entries, as there are {sizes[name]} {name}"
+                )
 
 
 def structure(state: Any) -> tuple[Any, list[str]]:

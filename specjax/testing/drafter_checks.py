@@ -309,7 +309,6 @@ class _Check:
         rows.occupants[0] = self.occupant(0)
         state, drafter = rows.state, self.drafter
         expected = jax.eval_shape(lambda: state.drafter)
-        self.check_axes(expected)
         self.check_bytes(expected)
         told = self.decoder.step_spec(0, absorbs=bool(self.spec.taps))
         spec = dataclasses.replace(told, drafter=drafter)
@@ -333,20 +332,6 @@ class _Check:
             assert _described(found) == _described(expected), (
                 f"{name} of drafter {self.name!r} returns a state of other structure, shapes or "
                 f"dtypes than init: {_described(found)}; expected {_described(expected)}."
-            )
-
-    def check_axes(self, state: Any) -> None:
-        """The axes that the drafter names are of sizes that rows and pages have."""
-        sizes = {"rows": ROWS, "pages": self.sizes.num_pages}
-        axes = self.drafter.state_axes(state)
-        for leaf, names in zip(jax.tree.leaves(state), jax.tree.leaves(axes), strict=True):
-            for size, name in zip(leaf.shape, tuple(names)):
-                assert sizes.get(name, size) == size, (
-                    f"state_axes of drafter {self.name!r} says {name!r} of an axis of {size} "
-                    f"entries, shape {leaf.shape}; there are {sizes[name]} {name}."
-                )
-            assert len(tuple(names)) <= len(leaf.shape), (
-                f"state_axes of drafter {self.name!r} names {names} of shape {leaf.shape}."
             )
 
     def check_bytes(self, state: Any) -> None:

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import specjax
-from specjax.decode import step
-from specjax.drafters.base import Draft, Drafter, DrafterContext, DrafterSpec
+from specjax.decode import burst, step
+from specjax.drafters.base import Draft, Drafter, DrafterContext, DrafterSpec, by_page, by_row
 from specjax.drafters.guard import DrafterError, guarded
 from specjax.testing import tiny_model
 from specjax.types import DraftTree, Proposal
@@ -106,13 +107,16 @@ def guarding(target, drafter):
     return guarded(drafter, Returning(), context)
 
 
-def run(target, spec):
-    """Returns the tokens of two requests, one of which does not speculate, and what warned."""
+PROMPTS = ([1, 2, 3], True), ([4], False)  # and whether the request speculates
+
+
+def run(target, spec, prompts=PROMPTS):
+    """Returns the tokens of requests, and what warned."""
     tokens = {}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         with specjax.Engine(target, drafter=spec, **ARGUMENTS) as engine:
-            for prompt, speculates in (([1, 2, 3], True), ([4], False)):
+            for prompt, speculates in prompts:
                 own = dataclasses.replace(SAMPLING, speculate=speculates)
                 tokens[engine.add(prompt, own)] = []
             while engine.has_work:
@@ -200,6 +204,28 @@ def test_axes_of_another_structure_are_refused(target):
         drafter.state_axes({"kept": jnp.zeros(3)})
 
 
+def spec_of(*names):
+    return lambda state: jax.tree.map(lambda leaf: PartitionSpec(*names), state)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "message"),
+    [
+        ((), by_row, r"says \('rows',\) of a leaf of shape \(\) .* expected at most 0 axes"),
+        ((3, 2), by_row, "expected 4 entries, as there are 4 rows"),
+        ((5, 4), by_page, "expected 6 entries, as there are 6 pages"),
+        ((2, 5), spec_of(None, "pages"), "expected 6 entries"),
+        ((4,), spec_of("row"), "expected names among 'rows', 'pages',"),
+    ],
+    ids=["scalar", "rows", "pages", "second", "unknown"],
+)
+def test_a_state_has_the_axes_that_it_is_said_to_have(target, shape, axes, message):
+    made = lambda *sizes: {"kept": jnp.zeros(shape)}
+    drafter = guarding(target, Drafter(lambda *arguments: None, init=made, state_axes=axes))
+    with pytest.raises(DrafterError, match=message):
+        drafter.init(4, 32, 6, 8)
+
+
 @jax.tree_util.register_pytree_node_class
 class Box:
     """A state whose repr is another for each object."""
@@ -238,6 +264,22 @@ def test_what_no_check_sees_turns_it_off_too(target, plain, monkeypatch):
     monkeypatch.setattr(step, "draft", fails)
     tokens, told = run(target, Returning("nothing"))
     assert tokens == plain
+    assert len(told) == 1
+    assert "could not be traced: ZeroDivisionError" in told[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Absorbing(Returning):
+    taps: tuple[int, ...] = (-1,)
+
+
+def test_what_no_check_sees_where_it_does_not_draft_turns_it_off_too(target, plain, monkeypatch):
+    def fails(*arguments):
+        raise ZeroDivisionError("in the step")
+
+    monkeypatch.setattr(burst, "absorb_waiting", fails)  # a part of steps of K = 0 alone
+    tokens, told = run(target, Absorbing("nothing"), prompts=(([4], False),))
+    assert tokens == plain[1:]
     assert len(told) == 1
     assert "could not be traced: ZeroDivisionError" in told[0]
 

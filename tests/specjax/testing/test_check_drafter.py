@@ -281,7 +281,7 @@ WRONG = {
                 state_axes=lambda state: jax.tree.map(lambda leaf: ROWS, state)
             ),
         ),
-        "state_axes .* says 'rows' of an axis of",
+        r"state_axes says \('rows',\) of a leaf of shape .* expected 4 entries",
     ),
     "keeps more than it says": (
         WrongWithoutLaws(
@@ -311,7 +311,7 @@ def test_a_drafter_with_a_mistake_is_found(name):
         # It keeps what it counted in the row before.
         (lambda right: right._replace(enter_rows=lambda state, *_: state), "not those of a fresh"),
         # Row buckets take all of its rows, and put back the bucket's.
-        (lambda right: right._replace(state_axes=by_page), "says 'pages' of an axis of 4"),
+        (lambda right: right._replace(state_axes=by_page), r"says \('pages',\) of a leaf of"),
     ],
 )
 def test_a_mistake_in_the_example_is_found(example, change, message):
