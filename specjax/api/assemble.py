@@ -7,7 +7,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, shared_decoder
 from specjax.decode.rules import RuleOptions
 from specjax.decode.sizes import Sizes
+from specjax.drafters.guard import DrafterError
 from specjax.drafters.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
@@ -68,6 +69,9 @@ DEFAULT_POLICY = "goodput"  # "goodput" or "fixed", used if the config names non
 # Kinds of sampling, for which acceptance is learned separately.
 GREEDY, SAMPLED, MIXED = "greedy", "sampled", "mixed"
 FEWER_PAGES = 0.75  # fraction of the pages to try next after they did not fit
+
+
+Planned = TypeVar("Planned")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +164,7 @@ class Setup:
                 f"memory_bytes={given} is more than the {amount(there)} that the device has; "
                 "lower it, or leave it out."
             )
-        plans.check_memory(self._plan_request)
+        self._with_or_without_drafter(plans.check_memory)
 
     def for_run(
         self,
@@ -346,21 +350,36 @@ class Setup:
         Raises:
           ValueError: not even one page fits.
         """
+        return self._planned[0]
+
+    @functools.cached_property
+    def _planned(self) -> tuple[MemoryPlan | None, str | None]:
+        """The plan of memory, and why it is without the drafter; None if it is with it."""
         num_shards = sharding.axis_size(self.mesh, sharding.DATA)
         if self.engine.memory_bytes is None:
-            return None
+            return None, None
         if num_shards > 1:
             warnings.warn(
                 f"memory_bytes={self.engine.memory_bytes} has no effect over the mesh's "
                 f"{num_shards} data shards: nothing is planned for them yet. Say num_pages or "
                 "kv_cache_bytes.",
-                stacklevel=2,
+                stacklevel=3,
             )
-            return None
-        plan = plans.make_plan(self._plan_request)
+            return None, None
+        plan, fault = self._with_or_without_drafter(plans.make_plan)
         for warning in plan.notes:
-            warnings.warn(warning, stacklevel=2)
-        return plan.memory
+            warnings.warn(warning, stacklevel=3)
+        return plan.memory, fault
+
+    def _with_or_without_drafter(
+        self, plan: Callable[[plan_request.PlanRequest], Planned]
+    ) -> tuple[Planned, str | None]:
+        """Returns a plan, and what is wrong with the drafter if it had to be left out."""
+        request = self._plan_request
+        try:
+            return plan(request), None
+        except DrafterError as error:
+            return plan(request.without_drafter()), str(error)
 
     @property
     def _plan_request(self) -> plan_request.PlanRequest:
@@ -379,8 +398,13 @@ class Setup:
             rule_options=_rule_options(self.speculation),
             max_drafts_per_shard=self._max_drafts_per_shard(self.engine.max_rows),
             drafter_dtype=_dtype_of(self.drafter.params),
+            drafter_params=self.drafter.params if self._has_drafter_params else None,
             chooses_rows=self._plans_row_buckets,
         )
+
+    @property
+    def _has_drafter_params(self) -> bool:
+        return bool(jax.tree.leaves(self.drafter.params))
 
     @property
     def _plans_row_buckets(self) -> bool:
@@ -523,6 +547,7 @@ class RunSetup(Setup):
             most_tokens=self._most_tokens(decoder.sizes),
             fewer_pages=fewer_pages,
             drafter_name=self.drafter.name,
+            drafter_fault=self._planned[1],
             on_progress=on_progress,
         )
 

@@ -44,6 +44,7 @@ class Loop:
       fewer_pages: returns a decoder like another with fewer pages, for a device with less
         memory than planned; None if there is none.
       drafter_name: name of the drafter in warnings.
+      drafter_fault: the reason why the drafter is turned off from the first; None: it is on.
 
     Attributes:
       compile_s, run_s: seconds in `step`: compiling, and all else.
@@ -59,10 +60,16 @@ class Loop:
         most_tokens: int | None = None,
         fewer_pages: Callable[[Decoder], Decoder | None] = lambda decoder: None,
         drafter_name: str | None = None,
+        drafter_fault: str | None = None,
         on_progress: Report = lambda what, done, total: None,
     ):
         self._run = RunState(
-            decoder, params, gate=gate, most_tokens=most_tokens, drafter_name=drafter_name
+            decoder,
+            params,
+            gate=gate,
+            most_tokens=most_tokens,
+            drafter_name=drafter_name,
+            drafter_fault=drafter_fault,
         )
         self._bursts = BurstChoice(self._run, policy)
         self._sender = Sender(self._run, self._bursts, on_progress)

@@ -49,10 +49,13 @@ class RunState:
         gate: SpeculationGate,
         most_tokens: int | None,
         drafter_name: str | None,
+        drafter_fault: str | None = None,
     ):
         self.use(decoder)
         # Parts that failed and are no longer used.
         self.faults = Faults(drafter_name or type(decoder.drafter).__name__, decoder.sizes.rows)
+        if drafter_fault is not None:
+            self.faults.turn_drafter_off(drafter_fault)
         self.params = decoder.place_params(self._usable(params))
         self.gate = gate
         # Tokens of all rows together above which no other request is admitted; None: no limit.
@@ -68,13 +71,15 @@ class RunState:
         weakref.finalize(self, decoder.let_go).atexit = False
 
     def _usable(self, params: DecoderParams) -> DecoderParams:
-        """Returns the weights to begin with, without those of a drafter that lost some.
+        """Returns the weights to begin with, without those of a drafter that is off or lost some.
 
         Raises:
           LostWeights: weights of the target were deleted.
         """
         if lost := lost_weights(params, "target"):
             raise LostWeights(lost)
+        if self.faults.is_drafter_off:
+            return DecoderParams(params.target)
         if lost := lost_weights(params, "drafter"):
             self.faults.lose_drafter(lost, is_missed=False)
             return DecoderParams(params.target)

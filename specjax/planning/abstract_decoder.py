@@ -18,6 +18,7 @@ from specjax.decode.bucket import Bucket
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState
+from specjax.drafters.guard import DrafterError
 from specjax.models.abstract import abstract_weights as abstract_weights
 from specjax.types import DecoderParams
 
@@ -43,11 +44,16 @@ class AbstractDecoder(Decoder):
 
     Args:
       drafter_dtype: of the drafter's weights; by default that of the pages.
+      drafter_params: the drafter's weights or their shapes; by default `abstract_params` of its
+        spec.
     """
 
-    def __init__(self, config: DecoderConfig, *, drafter_dtype: Any = None):
+    def __init__(
+        self, config: DecoderConfig, *, drafter_dtype: Any = None, drafter_params: Any = None
+    ):
         super().__init__(config)
         self._drafter_dtype = drafter_dtype
+        self._drafter_params = drafter_params
 
     @property
     def plain(self) -> Decoder:
@@ -128,10 +134,20 @@ class AbstractDecoder(Decoder):
 
     @property
     def abstract_params(self) -> DecoderParams:
-        """Shapes and dtypes of the weights of target and drafter."""
+        """Shapes and dtypes of the weights of target and drafter.
+
+        Raises:
+          DrafterError: the drafter's `abstract_params` raised.
+        """
         dtype = self.sizes.dtype
-        drafter = self.drafter.abstract_params(self.target, self._drafter_dtype or dtype)
-        return DecoderParams(abstract_weights(self.target, dtype), drafter)
+        target = abstract_weights(self.target, dtype)
+        if self._drafter_params is not None:
+            return DecoderParams(target, jax.eval_shape(lambda own: own, self._drafter_params))
+        try:
+            drafter = self.drafter.abstract_params(self.target, self._drafter_dtype or dtype)
+        except Exception as error:  # a spec may be third-party code, and raise anything
+            raise DrafterError(f"its abstract_params raised {error!r}") from error
+        return DecoderParams(target, drafter)
 
     def _call(
         self,

@@ -72,6 +72,8 @@ class PlanRequest:
       rules, rule_options: verification rules of the steps, beyond equality.
       max_drafts_per_shard: as in DecoderConfig.
       drafter_dtype: of the drafter's weights; by default that of the target and the pages.
+      drafter_params: the drafter's weights or their shapes; by default `abstract_params` of its
+        spec.
       chooses_rows: whether the policy chooses row buckets where the engine names none.
     """
 
@@ -88,6 +90,7 @@ class PlanRequest:
     rule_options: RuleOptions = NO_OPTIONS
     max_drafts_per_shard: int | None = None
     drafter_dtype: Any = None
+    drafter_params: Any = None
     chooses_rows: bool = True
 
     def __post_init__(self):
@@ -104,6 +107,13 @@ class PlanRequest:
                     f"target and drafter have vocabularies of {self.target.vocab_size} and "
                     f"{config.vocab_size} tokens; expected equal sizes."
                 )
+
+    def without_drafter(self) -> PlanRequest:
+        """Returns the request of the same engine for plain decoding."""
+        nothing = dict(drafter_dtype=None, drafter_params=None, max_drafts_per_shard=None)
+        return dataclasses.replace(
+            self, drafter=NoDrafter(), num_speculative_tokens=0, rules=(), **nothing
+        )
 
     @property
     def max_context(self) -> int:

@@ -133,6 +133,7 @@ def make_plan(
     Raises:
       ValueError: the model cannot be split over the device's chips, or does not fit. Where
         shapes alone show it, this is raised before the first compilation.
+      DrafterError: a step with the drafter cannot be traced; see `PlanRequest.without_drafter`.
     """
     device = request.device
     if device.mesh is not None:
@@ -149,6 +150,7 @@ def check_memory(request: PlanRequest) -> None:
 
     Raises:
       ValueError: memory is too small; the message names the bytes that are needed.
+      DrafterError: as `make_plan`.
     """
     total = request.limits_memory
     if total is None:
@@ -247,7 +249,9 @@ def _context_notes(request: PlanRequest) -> list[str]:
 def _decoder(request: PlanRequest, num_layers: int, num_pages: int) -> AbstractDecoder:
     """Returns a decoder of the first layers of the target."""
     config = request.decoder_config(num_layers, num_pages)
-    return AbstractDecoder(config, drafter_dtype=request.drafter_dtype)
+    return AbstractDecoder(
+        config, drafter_dtype=request.drafter_dtype, drafter_params=request.drafter_params
+    )
 
 
 def _kept_dtype(request: PlanRequest) -> np.dtype:

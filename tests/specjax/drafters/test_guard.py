@@ -110,12 +110,12 @@ def guarding(target, drafter):
 PROMPTS = ([1, 2, 3], True), ([4], False)  # and whether the request speculates
 
 
-def run(target, spec, prompts=PROMPTS):
+def run(target, spec, prompts=PROMPTS, **changes):
     """Returns the tokens of requests, and what warned."""
     tokens = {}
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        with specjax.Engine(target, drafter=spec, **ARGUMENTS) as engine:
+        with specjax.Engine(target, drafter=spec, **ARGUMENTS | changes) as engine:
             for prompt, speculates in prompts:
                 own = dataclasses.replace(SAMPLING, speculate=speculates)
                 tokens[engine.add(prompt, own)] = []
@@ -282,6 +282,38 @@ def test_what_no_check_sees_where_it_does_not_draft_turns_it_off_too(target, pla
     assert tokens == plain[1:]
     assert len(told) == 1
     assert "could not be traced: ZeroDivisionError" in told[0]
+
+
+WITH_BYTES = dataclasses.replace(ENGINE, memory_bytes=10**8)
+
+
+@pytest.mark.full
+def test_memory_is_planned_without_a_drafter_that_cannot_be(target, plain):
+    tokens, told = run(target, Returning("build"), engine=WITH_BYTES)
+    assert tokens == plain
+    assert len(told) == 1
+    assert "'Returning' is turned off for this run: its build returned None" in told[0]
+
+
+class Weighing(Returning):
+    """It reads weights of which its spec says nothing."""
+
+    def build(self, context):
+        right = super().build(context)
+
+        def draft(params, *arguments):
+            drafted = right.draft(params, *arguments)
+            token_ids = drafted.proposal.token_ids + params.drafter["more"]
+            proposal = dataclasses.replace(drafted.proposal, token_ids=token_ids)
+            return drafted._replace(proposal=proposal)
+
+        return right._replace(draft=draft)
+
+
+@pytest.mark.full
+def test_memory_is_planned_with_the_weights_at_hand(target, plain):
+    drafter = specjax.LoadedDrafter("weighing", Weighing(), {"more": np.int32([[2]])})
+    assert run(target, drafter, engine=WITH_BYTES) == (plain, [])
 
 
 class Odd(DrafterSpec):
