@@ -111,6 +111,11 @@ def _checked(
             "probabilities stored with earlier rollouts would be biased: give probs=None, and "
             "rules by law run as delta, which is exact for tokens however chosen"
         )
+    if proposal.probs is None and spec.has_probs and context.keeps_probs:
+        raise DrafterError(
+            "its spec says has_probs, and its draft gave no probs where context.keeps_probs asks "
+            "for them"
+        )
     by_draft, by_node = shape, (rows, shape[1] + 1)
     tree = proposal.tree
     if tree is not None:

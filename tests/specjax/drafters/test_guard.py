@@ -253,6 +253,18 @@ def test_integers_of_another_width_are_right(target, plain):
     assert (tokens, told) == (plain, [])
 
 
+class WithoutLaws(Returning):
+    has_probs = True
+
+
+def test_laws_that_were_promised_are_missed(target):
+    arguments = dict(prompts=PROMPTS[:1], verification="rejection")
+    tokens, told = run(target, WithoutLaws(), **arguments)
+    assert tokens == run(target, None, **arguments)[0]
+    assert len(told) == 1
+    assert "its spec says has_probs, and its draft gave no probs where context.keeps" in told[0]
+
+
 def test_what_no_check_sees_turns_it_off_too(target, plain, monkeypatch):
     right = step.draft
 

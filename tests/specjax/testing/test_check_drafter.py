@@ -253,7 +253,7 @@ WRONG = {
     "gives half a law": (Wrong(CHAIN, proposing(halve)), "expected 1"),
     "has no laws": (
         Wrong(CHAIN, proposing(lambda p, _: {"probs": None})),
-        "says has_probs, and its proposals have none",
+        "says has_probs, and its draft gave no probs",
     ),
     "proposes no token": (
         WrongWithoutLaws(NgramDrafter(1, 3), proposing(spoil(31, since=9))),
