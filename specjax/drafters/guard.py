@@ -117,9 +117,22 @@ def _checked(
             "for them"
         )
     by_draft, by_node = shape, (rows, shape[1] + 1)
+    depth = context.num_speculative_tokens
+    most = spec.num_nodes(depth) - 1
+    if shape[1] > most:
+        raise DrafterError(
+            f"its draft returned {shape[1]} draft tokens a row at K = {depth}; expected at most "
+            f"the {most} that its spec's num_nodes leaves beside the root"
+        )
     tree = proposal.tree
     if tree is not None:
-        tree = _checked_tree(tree, by_node, has_depths=is_own(spec))
+        tree = _checked_tree(tree, by_node, depth, has_depths=is_own(spec))
+    if (tree is not None) != spec.is_tree:
+        found, expected = ("a tree", "None") if tree is not None else ("no tree", "a tree")
+        raise DrafterError(
+            f"its draft returned {found}; expected {expected}, as its spec says is_tree="
+            f"{spec.is_tree}"
+        )
     for name in ("prior_confidence", "path_probability"):
         _check_numbers(name, getattr(proposal, name), by_draft)
     _check_numbers("probs", proposal.probs, (*by_draft, context.target.vocab_size))
@@ -137,17 +150,21 @@ def _checked(
     )
 
 
-def _checked_tree(tree: Any, shape: tuple[int, ...], *, has_depths: bool) -> DraftTree:
+def _checked_tree(tree: Any, shape: tuple[int, ...], depth: int, *, has_depths: bool) -> DraftTree:
     """Returns a tree whose depths are those of its parents.
 
     Args:
       has_depths: whether they are so already. The drafters of specjax make theirs by
         `from_parents` or from one shape: another computation would cost each step.
     """
-    if not isinstance(tree, DraftTree) or not is_int(tree.max_depth) or tree.max_depth < 0:
+    if not isinstance(tree, DraftTree) or not is_int(tree.max_depth):
         raise DrafterError(
             f"its draft returned a tree that is {tree!r:.100}; expected a specjax DraftTree "
-            "with an int max_depth of at least 0, or None"
+            "with an int max_depth"
+        )
+    if not 0 <= tree.max_depth <= depth:
+        raise DrafterError(
+            f"its draft returned a tree of max_depth={tree.max_depth}; expected 0 to K = {depth}"
         )
     parents = _integers("tree.parents", tree.parents, shape)
     depths = _integers("tree.depths", tree.depths, shape)

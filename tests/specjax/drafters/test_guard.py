@@ -100,11 +100,11 @@ def target():
     return tiny_model(num_layers=1, vocab_size=VOCAB)
 
 
-def guarding(target, drafter):
+def guarding(target, drafter, spec=None):
     context = DrafterContext(
         target=target.config, num_speculative_tokens=K, dtype=jnp.dtype("float32")
     )
-    return guarded(drafter, Returning(), context)
+    return guarded(drafter, spec or Returning(), context)
 
 
 PROMPTS = ([1, 2, 3], True), ([4], False)  # and whether the request speculates
@@ -167,6 +167,38 @@ class Branching(DrafterSpec):
             return Draft(proposal, state)
 
         return Drafter(draft)
+
+
+class Tree(Returning):
+    is_tree = True
+
+    def num_nodes(self, num_speculative_tokens):
+        return 4
+
+
+def chain(max_depth):
+    parents = jnp.tile(jnp.arange(-1, K), (2, 1))
+    return DraftTree(parents=parents, depths=parents + 1, max_depth=max_depth)
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_drafts", "tree", "message"),
+    [
+        (Returning(), 40, None, "40 draft tokens a row at K = 2; expected at most the 2 that its"),
+        (Returning(), 2, chain(2), "returned a tree; expected None, .* is_tree=False"),
+        (Tree(), 2, None, "returned no tree; expected a tree, .* is_tree=True"),
+        (Tree(), 2, chain(3), "a tree of max_depth=3; expected 0 to K = 2"),
+        (Tree(), 2, chain(-1), "a tree of max_depth=-1; expected"),
+    ],
+    ids=["columns", "a tree", "no tree", "too deep", "no depth"],
+)
+def test_a_proposal_has_the_form_that_the_spec_says(target, spec, num_drafts, tree, message):
+    proposal = Proposal(
+        token_ids=jnp.ones((2, num_drafts), jnp.int32), num_tokens=jnp.ones(2, jnp.int32), tree=tree
+    )
+    drafter = guarding(target, Drafter(lambda *arguments: Draft(proposal, ())), spec)
+    with pytest.raises(DrafterError, match=message):
+        drafter.draft(None, (), None, proposal.num_tokens)
 
 
 @pytest.fixture(scope="module")
