@@ -630,8 +630,11 @@ class Decoder:
     def _state_specs(self, state: DecodeState) -> DecodeState:
         """Returns how each leaf of a state is split over the mesh."""
         assert self.mesh is not None
-        axes = self._state_drafter(state).state_axes(state.drafter)
-        return sharding.state_specs(state, self.mesh, axes)
+        return sharding.state_specs(state, self.mesh, self.drafter_axes(state))
+
+    def drafter_axes(self, state: DecodeState) -> Any:
+        """Returns the axes of each leaf of the drafter's part of a state; `Drafter.state_axes`."""
+        return self._state_drafter(state).state_axes(state.drafter)
 
     @property
     def _plan_specs(self) -> BurstPlan:

@@ -121,10 +121,6 @@ class AbstractDecoder(Decoder):
         with sharding.lowered(self.mesh):
             return jax.eval_shape(functools.partial(self._initial_state, True))
 
-    def drafter_axes(self, state: DecodeState) -> Any:
-        """Returns the axes of each leaf of the drafter's part of a state; `Drafter.state_axes`."""
-        return self._state_drafter(state).state_axes(state.drafter)
-
     @property
     def taps(self) -> tuple[int, ...]:
         """As many layers as the drafter taps in the whole target, clipped to those present."""

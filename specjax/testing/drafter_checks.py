@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -122,12 +123,20 @@ class _Occupant:
 
 
 class _Rows:
-    """A decoder's state, driven by hand: what is in which row."""
+    """A decoder's state, driven by hand: what is in which row.
 
-    def __init__(self, decoder: Decoder, params: DecoderParams):
+    Args:
+      seed: of the numbers that the drafter's pages hold, as pages do that others had before.
+    """
+
+    def __init__(self, decoder: Decoder, params: DecoderParams, seed: int = 0):
         self.decoder = decoder
         self.params = params
-        self.state = decoder.init()
+        state = decoder.init()
+        rng = np.random.default_rng(seed)
+        used = lambda leaf, axes: _used(leaf, rng) if "pages" in tuple(axes) else leaf
+        drafter = jax.tree.map(used, state.drafter, decoder.drafter_axes(state))
+        self.state = dataclasses.replace(state, drafter=drafter)
         self.table = own_pages(ROWS, decoder.sizes.pages_per_row)
         self.occupants: list[_Occupant | None] = [None] * ROWS
         self._entered: list[Row | None] = [None] * ROWS
@@ -266,6 +275,7 @@ class _Check:
         self.compares_laws = self.spec.has_probs and not self.spec.is_grown
         slots = loaded.tree_slots(self.depth)
         self.sizes = self._sizes(-(-(self.max_length + slots) // PAGE_SIZE))
+        self._seeds = itertools.count()
         # A decoder of its own: what it traces is counted.
         self.decoder = Decoder(
             DecoderConfig(target=target.config, drafter=self.spec, sizes=self.sizes, engine=ENGINE)
@@ -301,11 +311,15 @@ class _Check:
             self.check_draws()  # before what compiles more
         self.check_rows()
 
+    def new_rows(self) -> _Rows:
+        """Returns empty rows, with other numbers in the drafter's pages than any before."""
+        return _Rows(self.decoder, self.params, next(self._seeds))
+
     # One structure
 
     def check_structure(self) -> None:
         """Every function returns a state of the structure, shapes and dtypes of `init`."""
-        rows = _Rows(self.decoder, self.params)
+        rows = self.new_rows()
         rows.occupants[0] = self.occupant(0)
         state, drafter = rows.state, self.drafter
         expected = jax.eval_shape(lambda: state.drafter)
@@ -352,7 +366,7 @@ class _Check:
         """A script of all that happens to rows, and a look at the drafts between its steps."""
         depth, some = self.depth, [2, 0]
         texts = [self.occupant(number) for number in range(len(PROMPTS))]
-        rows = _Rows(self.decoder, self.params)
+        rows = self.new_rows()
         rows.enter({0: texts[0], 1: texts[1], 2: texts[2]})
         rows.feed()
         rows.decode(depth, 2)
@@ -483,8 +497,10 @@ class _Check:
         message = (
             f"drafter {self.name!r}, {when}: its drafts are not those of a fresh row with the "
             "same tokens. Its state may keep the row before (enter_rows), miss tokens (prefill, "
-            "written, num_tokens at K = 0), or be taken and put wrongly (state_axes, move). If it "
-            "is to learn from other rows, let its spec say `learns`."
+            "written, num_tokens at K = 0), or be taken and put wrongly (state_axes, move). It may "
+            "read slots that nothing of the row was written to, which hold anything: of a drafter "
+            "with taps slot 0 is one. If it is to learn from other rows, let its spec say "
+            "`learns`."
         )
         same = functools.partial(np.testing.assert_array_equal, err_msg=message)
         close = functools.partial(
@@ -505,7 +521,7 @@ class _Check:
 
     def fresh(self, rows: _Rows) -> DecodeState:
         """Returns a state that was never used, with the same texts in the same rows."""
-        fresh = _Rows(self.decoder, self.params)
+        fresh = self.new_rows()
         present = {row: own for row, own in enumerate(rows.occupants) if own is not None}
         fresh.enter({row: _Occupant(o.request, [*o.token_ids]) for row, o in present.items()})
         fresh.feed()
@@ -520,7 +536,7 @@ class _Check:
         """Laws, and what depends on draws, over many seeds of two texts."""
         drafter = self.drafter
         self.drafter = self._build(keeps_probs=self.compares_laws, says_confidence=True)
-        rows = _Rows(self.decoder, self.params)
+        rows = self.new_rows()
         rule = REJECTION if self.compares_laws else SEEDED
         texts = [self.occupant(number).token_ids for number in (0, 2, 0, 2)]
         requests = [self.request(text, 0.6, 0, rule) for text in texts]
@@ -644,6 +660,13 @@ def _check_proposal(name: str, proposal: Proposal, caps: np.ndarray, vocab_size:
         assert np.allclose(sums, 1, atol=1e-3), (
             f"probs of drafter {name!r} sum to {sums.tolist()}; expected 1."
         )
+
+
+def _used(pages: Array, rng: np.random.Generator) -> Array:
+    """Returns pages of the same shape and dtype with numbers at random."""
+    if jnp.issubdtype(pages.dtype, jnp.floating):
+        return jnp.asarray(10 * rng.standard_normal(pages.shape)).astype(pages.dtype)
+    return jnp.asarray(rng.integers(0, 2, pages.shape)).astype(pages.dtype)
 
 
 def _row(proposal: Proposal, row: int) -> Proposal:

@@ -231,6 +231,38 @@ def flatten(proposal, decode_state):
     return {"probs": jnp.full_like(proposal.probs, 1 / proposal.probs.shape[-1])}
 
 
+@dataclasses.dataclass(frozen=True)
+class TapReader(TapKeeper):
+    """Drafts by all that it was told of a row's tokens, in its pages.
+
+    Attributes:
+      first: slot that it reads first; nothing is written to slot 0.
+      beyond: slots behind the root's that it reads, too.
+    """
+
+    first: int = 1
+    beyond: int = 0
+
+    def build(self, context):
+        keeper = super().build(context)
+        width = len(context.taps) * context.target.hidden_size
+        vocab_size, depth = context.target.vocab_size, context.num_speculative_tokens
+        weights = np.random.default_rng(0).normal(size=(width, depth * vocab_size))
+
+        def draft(params, state, decode_state, num_tokens):
+            cache, kept = decode_state.cache, state["kept"]
+            own = kept[jnp.maximum(cache.block_table, 0)][..., :width]
+            own = own.reshape(own.shape[0], -1, width)
+            place = jnp.arange(own.shape[1])[None, :]
+            is_read = (place >= self.first) & (place <= cache.lengths[:, None] + self.beyond)
+            read = jnp.where(is_read[..., None], own, 0.0).sum(axis=1)
+            scores = (read @ jnp.asarray(weights, read.dtype)).reshape(-1, depth, vocab_size)
+            token_ids = jnp.argmax(scores, axis=2).astype(jnp.int32)
+            return Draft(Proposal(token_ids=token_ids, num_tokens=num_tokens), state)
+
+        return keeper._replace(draft=draft)
+
+
 WRONG = {
     "tells more tokens than it was asked for": (
         Wrong(CHAIN, proposing(lambda p, _: {"num_tokens": jnp.full_like(p.num_tokens, K)})),
@@ -293,6 +325,14 @@ WRONG = {
         ),
         "says 0, and its pages take 1.5 bytes per token",
     ),
+    "reads a slot before its first": (
+        TapReader(NgramDrafter(), first=0),
+        "not those of a fresh row .* slots that nothing of the row was written to",
+    ),
+    "reads a slot behind its last": (
+        TapReader(NgramDrafter(), beyond=1),
+        "not those of a fresh row",
+    ),
     "raises": (WrongWithoutLaws(NgramDrafter(1, 3), fails), r"its enter_rows raised KeyError"),
 }
 
@@ -318,30 +358,6 @@ def test_a_mistake_in_the_example_is_found(example, change, message):
     right = example["FrequentFollower"]()
     with pytest.raises(AssertionError, match=message):
         check(WrongWithoutLaws(right, change))
-
-
-@dataclasses.dataclass(frozen=True)
-class TapReader(TapKeeper):
-    """Drafts by all that it was told of a row's tokens, in its pages."""
-
-    def build(self, context):
-        keeper = super().build(context)
-        width = len(context.taps) * context.target.hidden_size
-        vocab_size, depth = context.target.vocab_size, context.num_speculative_tokens
-        weights = np.random.default_rng(0).normal(size=(width, depth * vocab_size))
-
-        def draft(params, state, decode_state, num_tokens):
-            cache, kept = decode_state.cache, state["kept"]
-            own = kept[jnp.maximum(cache.block_table, 0)][..., :width]
-            own = own.reshape(own.shape[0], -1, width)
-            place = jnp.arange(own.shape[1])[None, :]
-            is_read = (place >= 1) & (place <= cache.lengths[:, None])
-            read = jnp.where(is_read[..., None], own, 0.0).sum(axis=1)
-            scores = (read @ jnp.asarray(weights, read.dtype)).reshape(-1, depth, vocab_size)
-            token_ids = jnp.argmax(scores, axis=2).astype(jnp.int32)
-            return Draft(Proposal(token_ids=token_ids, num_tokens=num_tokens), state)
-
-        return keeper._replace(draft=draft)
 
 
 @pytest.mark.full
