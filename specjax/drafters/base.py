@@ -61,7 +61,9 @@ class DrafterContext:
 
     Attributes:
       target: config of the target, whose vocabulary draft tokens are from.
-      num_speculative_tokens: K, at least 1, the most tokens along one path of a proposal.
+      num_speculative_tokens: K, at least 1, the most tokens along one path of a proposal. Only
+        `draft` may depend on it: a drafter is built for each K in use, and its state, which
+        a build for K = 1 makes and feeds with prompts, serves them all.
       dtype: of the target's weights and hidden states, and of the pages of a drafter that keeps
         keys and values; EngineConfig.kv_cache_dtype is for the target's pages alone.
       tensor_axis: the mesh axis that the target's heads and vocabulary are split over, None
@@ -289,7 +291,8 @@ def move_nothing(state: Any, source_slots: Array, target_slots: Array) -> Any:
 
 class Drafter(NamedTuple):
     """A group of pure functions over one state. Each is traced, and returns a state of the
-    same structure, shapes and dtypes. Under a mesh each shard runs them on its own rows.
+    same structure, shapes and dtypes, which are the same for every K: see
+    DrafterContext.num_speculative_tokens. Under a mesh each shard runs them on its own rows.
 
     `params` is always a `DecoderParams`: the target's weights and the drafter's. A head over the
     target reads its embedding and its head by `DrafterContext.target_embedding` and

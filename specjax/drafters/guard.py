@@ -210,7 +210,8 @@ def _check_state(name: str, state: Any, before: Any) -> None:
     if found != expected:
         raise DrafterError(
             f"its {name} returned a state of other structure, shapes or dtypes than it was given: "
-            f"{found!s:.300}; expected {expected!s:.300}"
+            f"{found!s:.300}; expected {expected!s:.300}. A state may not depend on K: its init is "
+            "of a build for K = 1, and serves every K"
         )
 
 

@@ -131,6 +131,24 @@ def plain(target):
     return run(target, None)[0]
 
 
+class KeepingDrafts(Returning):
+    """Its state has room for the tokens that it drafted last."""
+
+    def build(self, context):
+        depth = context.num_speculative_tokens
+
+        def draft(params, state, decode_state, num_tokens):
+            token_ids = jnp.ones((len(num_tokens), depth), jnp.int32)
+            return Draft(Proposal(token_ids=token_ids, num_tokens=num_tokens), token_ids)
+
+        return Drafter(draft, init=lambda rows, *sizes: jnp.zeros((rows, depth), jnp.int32))
+
+
+def test_a_state_that_depends_on_the_depth_is_told_apart(target):
+    _, (told,) = run(target, KeepingDrafts(), prompts=PROMPTS[:1])
+    assert "A state may not depend on K: its init is of a build for K = 1" in told
+
+
 @pytest.mark.parametrize("what", MESSAGES)
 def test_it_is_turned_off_and_says_why(target, plain, what):
     tokens, told = run(target, Returning(what))
