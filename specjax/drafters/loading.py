@@ -221,8 +221,14 @@ def _check_members(spec: DrafterSpec) -> None:
 
     checks: dict[str, tuple[Callable[[Any], bool], str]] = {
         "configs": (functools.partial(_is_tuple_of, ModelConfig), "a tuple of ModelConfig"),
-        "taps": (functools.partial(_is_tuple_of, int), "a tuple of ints"),
-        "max_depth": (lambda value: value is None or is_int(value), "an int or None"),
+        "taps": (
+            lambda taps: isinstance(taps, tuple) and all(map(is_int, taps)),
+            "a tuple of ints",
+        ),
+        "max_depth": (
+            lambda depth: depth is None or (is_int(depth) and depth >= 1),
+            "an int of at least 1, or None",
+        ),
     }
     flags = "can_draft", "has_probs", "takes_text", "learns", "is_tree", "is_grown"
     checks |= {name: (lambda value: isinstance(value, bool), "a bool") for name in flags}

@@ -397,7 +397,15 @@ def saying(name, returned, **more):
     ("spec", "message"),
     [
         (Odd(), r"Odd.configs is 5; expected a tuple of ModelConfig\."),
-        (Method(), "Method.max_depth is .*; expected an int or None; make it a property"),
+        (
+            Method(),
+            "Method.max_depth is .*; expected an int of at least 1, or None; make it a property",
+        ),
+        (saying("num_nodes", 3, max_depth=0), "Saying.max_depth is 0; expected an int of at least"),
+        (
+            saying("num_nodes", 3, taps=(True,)),
+            r"Saying.taps is \(True,\); expected a tuple of ints",
+        ),
         (saying("bytes_per_token", "x"), "bytes_per_token of drafter 'Saying' returned 'x'"),
         (saying("num_nodes", "x"), "num_nodes of drafter 'Saying' returned 'x'; expected an int"),
         (saying("num_nodes", 0), "returned 0; expected an int of at least 1"),
@@ -405,7 +413,18 @@ def saying(name, returned, **more):
         (saying("tree_slots", 1, is_tree=True), "returned 1; expected an int of at least 2"),
         (saying("work", None), "work of drafter 'Saying' returned None; expected a tuple"),
     ],
-    ids=["configs", "max_depth", "bytes", "nodes", "no nodes", "slots", "few slots", "work"],
+    ids=[
+        "configs",
+        "max_depth",
+        "no depth",
+        "taps",
+        "bytes",
+        "nodes",
+        "no nodes",
+        "slots",
+        "few slots",
+        "work",
+    ],
 )
 def test_a_member_of_another_kind_is_refused_at_once(target, spec, message):
     with pytest.raises(TypeError, match=message):
