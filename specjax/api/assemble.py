@@ -138,11 +138,19 @@ class Setup:
                 )
 
     def _check_drafter(self) -> None:
-        """Raises TypeError for figures that the drafter's spec cannot mean, at any K."""
+        """Raises if the drafter's spec says figures that cannot be, or other weights than it has.
+
+        A setup of shapes alone may get the drafter's weights later.
+        """
         for depth in range(1, self.speculation.depth + 1):
             self.drafter.num_nodes(depth)
             self.drafter.tree_slots(depth)
         self._drafter_works()
+        leaves = jax.tree.leaves(self.target.params)
+        is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
+        if self._has_drafter_params or not is_abstract:
+            own = _dtype_of(self.drafter.params) or self._dtype
+            self.drafter.check_params(self.target.config, own)
 
     def _check_budgets(self) -> None:
         """Raises if memory or page settings are impossible, before compiling."""

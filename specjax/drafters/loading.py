@@ -8,12 +8,15 @@ import os
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+import jax
+
 from specjax.config.checks import is_int
 from specjax.config.names import NO_DRAFTER, check_drafter
 from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.base import DrafterSpec, ModelWork
 from specjax.drafters.spec import HistoryDrafter, ModelDrafter, NgramDrafter, NoDrafter
+from specjax.models.abstract import shape_difference, tree_difference
 from specjax.models.base import Model, ModelConfig, parameters
 from specjax.models.loading import check_same_vocabulary, load_model
 from specjax.types import BY_LAW, DELTA, SYNTHETIC, TYPICAL
@@ -84,6 +87,38 @@ class LoadedDrafter:
         said = self.spec.tree_slots(num_speculative_tokens)
         least = self.num_nodes(num_speculative_tokens) - 1 if self.is_tree else 0
         return self._int_from("tree_slots", said, least)
+
+    def check_params(self, target: ModelConfig, dtype: Any) -> None:
+        """Raises ValueError where its weights are not of the names and shapes that its spec says.
+
+        Where the spec says nothing, any will do; a drafter that runs models has some.
+
+        Args:
+          dtype: of its weights, or of the target's.
+
+        Raises:
+          TypeError: `abstract_params` raised.
+        """
+        has_own = type(self.spec).abstract_params is not DrafterSpec.abstract_params
+        if not has_own and (jax.tree.leaves(self.params) or not self.configs):
+            return
+        try:
+            expected = self.spec.abstract_params(target, dtype)
+        except Exception as error:  # a spec may be third-party code, and raise anything
+            raise TypeError(
+                f"abstract_params of drafter {self.name!r} raised {error!r}; expected a tree of "
+                "jax.ShapeDtypeStruct."
+            ) from error
+        if not jax.tree.leaves(expected):
+            return
+        difference = tree_difference(self.params, expected)
+        difference = difference or shape_difference(self.params, expected)
+        if difference:
+            raise ValueError(
+                f"the weights of drafter {self.name!r} are not those that abstract_params of its "
+                f"spec says: {difference}; pass specjax.LoadedDrafter(name, spec, params) with "
+                "weights of that tree, or mend abstract_params."
+            )
 
     def check_windows(self, target: ModelConfig, num_speculative_tokens: int) -> None:
         """Raises ValueError where a sliding window might hide a node from its own tree."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 
 from specjax.models.base import ModelConfig
 from specjax.models.families import family_of
@@ -14,3 +15,28 @@ def abstract_weights(config: ModelConfig, dtype: Any) -> Any:
     """Returns shapes and dtypes of a model's weights."""
     init = family_of(config).init
     return jax.eval_shape(lambda key: init(key, config, dtype), jax.random.key(0))
+
+
+def tree_difference(given: Any, expected: Any) -> str | None:
+    """Returns how the names of two trees of weights differ; None where they do not."""
+    if jax.tree.structure(given) == jax.tree.structure(expected):
+        return None
+    names, wanted = map(_names, (given, expected))
+    missing, others = sorted(wanted - names), sorted(names - wanted)
+    if missing or others:
+        return f"missing {missing[:3]}, not expected {others[:3]}"
+    return f"got {jax.tree.structure(given)}"[:200]
+
+
+def shape_difference(given: Any, expected: Any) -> str | None:
+    """Returns how the first weight of another shape differs, of two trees with the same names."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(given)
+    for (path, leaf), wanted in zip(leaves, jax.tree.leaves(expected), strict=True):
+        if np.shape(leaf) != wanted.shape:
+            return f"{jax.tree_util.keystr(path)} is of {np.shape(leaf)}, not {wanted.shape}"
+    return None
+
+
+def _names(tree: Any) -> set[str]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path) for path, _ in leaves}

@@ -27,8 +27,8 @@ from specjax.engine.loop import Loop
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import Request
 from specjax.engine.text_feed import group_of
+from specjax.models.abstract import abstract_weights, tree_difference
 from specjax.models.base import Model, ModelConfig, Params
-from specjax.planning.abstract_decoder import abstract_weights
 from specjax.policy.interface import SpeculationPolicy
 from specjax.runtime import compilation_cache
 from specjax.runtime.jax_settings import entrance
@@ -91,7 +91,16 @@ class RolloutDecoder:
     @property
     def has_draft_weights(self) -> bool:
         """Whether the drafter has weights, which go stale as the policy is trained."""
-        return len(jax.tree.leaves(self._setup.drafter.params)) > 0
+        return len(jax.tree.leaves(self._draft_weights)) > 0
+
+    @functools.cached_property
+    def _draft_weights(self) -> Any:
+        """The drafter's weights that the decoder was built with, or their shapes."""
+        setup = self._setup
+        if jax.tree.leaves(setup.drafter.params):
+            return setup.drafter.params
+        dtype = jax.tree.leaves(setup.target.params)[0].dtype
+        return setup.drafter.spec.abstract_params(setup.target.config, dtype)
 
     @property
     def decisions(self) -> tuple[BurstRecord, ...]:
@@ -277,8 +286,19 @@ class RolloutDecoder:
 
     def _validate(self, params: DecoderParams) -> None:
         """Raises ValueError where weights are not of the shapes that steps are compiled for."""
-        _check_same(params.target, self._setup.target.params, "params")
-        _check_same(params.drafter, self._setup.drafter.params, "the drafter's params")
+        _check_same(
+            params.target,
+            self._setup.target.params,
+            "params",
+            "the tree of specjax.load_model(...).params for the same config",
+        )
+        _check_same(
+            params.drafter,
+            self._draft_weights,
+            "the drafter's params",
+            "the tree of the weights that the drafter was loaded with, or of its abstract_params, "
+            "as DecoderParams(policy, draft)",
+        )
 
 
 def check_decoder(decoder: Any) -> None:
@@ -345,17 +365,12 @@ def build_decoder(
     return RolloutDecoder(setup, policy, mesh)
 
 
-def _check_same(given: Any, expected: Any, what: str) -> None:
+def _check_same(given: Any, expected: Any, what: str, tree: str) -> None:
     """Raises ValueError at the first difference of names, shapes or dtypes."""
-    if jax.tree.structure(given) != jax.tree.structure(expected):
-        names, wanted = (_names(tree) for tree in (given, expected))
-        missing, others = sorted(wanted - names), sorted(names - wanted)
-        detail = f"missing {missing[:3]}, not expected {others[:3]}"
-        if not missing and not others:
-            detail = f"got {jax.tree.structure(given)}"[:200]
+    if difference := tree_difference(given, expected):
         raise ValueError(
-            f"{what} is not the tree of weights that the decoder was built for: {detail}; "
-            "expected the tree of specjax.load_model(...).params for the same config."
+            f"{what} is not the tree of weights that the decoder was built for: {difference}; "
+            f"expected {tree}."
         )
     pairs = zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True)
     for index, (leaf, wanted) in enumerate(pairs):
@@ -382,8 +397,3 @@ def _as_ints(token_ids: Sequence[int]) -> list[int]:
 def _on_device(leaf: Any) -> jax.Array:
     """Returns a device array that the caller cannot change in place."""
     return leaf if isinstance(leaf, jax.Array) else jnp.array(leaf, copy=True)
-
-
-def _names(tree: Any) -> set[str]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return {jax.tree_util.keystr(path) for path, _ in leaves}

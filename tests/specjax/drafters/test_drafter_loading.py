@@ -3,8 +3,11 @@
 import dataclasses
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
+import specjax
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.base import DrafterSpec
 from specjax.drafters.loading import LoadedDrafter, load_drafter
@@ -48,6 +51,54 @@ def test_a_loaded_drafter_of_another_vocabulary_is_refused(target):
     message = f"draft 'other' have vocabularies of {size} and {size + 1} tokens"
     with pytest.raises(ValueError, match=message):
         load_drafter(drafter, target)
+
+
+@dataclasses.dataclass(frozen=True)
+class Head(DrafterSpec):
+    says: str = "weight"
+
+    def abstract_params(self, target, dtype):
+        weights = {"weight": jax.ShapeDtypeStruct((2, 3), dtype)}
+        return {} if self.says == "nothing" else {self.says: weights[self.says]}
+
+
+WEIGHTS = {"weight": np.zeros((2, 3), np.float32)}
+
+
+def test_weights_are_those_that_the_spec_says(target):
+    for drafter in (
+        LoadedDrafter("mine", Head(), WEIGHTS),
+        LoadedDrafter("mine", Head("nothing"), WEIGHTS),
+        LoadedDrafter("mine", DrafterSpec(), WEIGHTS),
+        load_drafter("ngram", target),
+        load_drafter(target, target),
+    ):
+        drafter.check_params(target.config, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "error", "message"),
+    [
+        (Head(), ValueError, r"drafter 'Head' are not .*: missing \[\"\['weight'\]\"\]"),
+        (
+            LoadedDrafter("mine", Head(), {"w": np.zeros(1)} | WEIGHTS),
+            ValueError,
+            r"not expected .*'w'",
+        ),
+        (
+            LoadedDrafter("mine", Head(), {"weight": np.zeros(5)}),
+            ValueError,
+            r"\['weight'\] is of \(5,\), not \(2, 3\)",
+        ),
+        (Head("more"), TypeError, r"abstract_params of drafter 'Head' raised KeyError\('more'\)"),
+        ("bare", ValueError, "'ModelDrafter' are not .* missing"),
+    ],
+    ids=["none", "another", "shape", "raises", "no model"],
+)
+def test_other_weights_are_refused_at_once(target, drafter, error, message):
+    drafter = ModelDrafter(target.config) if drafter == "bare" else drafter
+    with pytest.raises(error, match=message):
+        specjax.Engine(target, drafter=drafter)
 
 
 @pytest.mark.parametrize("source", [3, b"ngram", ["ngram"], {}])

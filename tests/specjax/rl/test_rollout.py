@@ -18,6 +18,7 @@ from helpers import first_layer, tiny_llama, uncached_logits
 
 import specjax
 from specjax import DecoderParams, EngineConfig, SamplingParams, sharding
+from specjax.drafters.spec import ModelDrafter
 from specjax.rl.batch import ERROR, LENGTH, STOP, UNFINISHED
 from specjax.rl.rollout import _expect as expect
 from specjax.rl.rollout import _longest_first as longest_first
@@ -366,6 +367,22 @@ def test_a_draft_model_may_be_renewed_with_the_policy():
     params = DecoderParams(target().params, jax.tree.map(lambda x: x * 1.0, draft))
     assert_same(roll("hybrid", params), expected())
     assert_same(roll("plain", DecoderParams(target().params)), expected())
+
+
+@pytest.mark.full
+def test_the_weights_of_a_drafter_may_come_with_the_policy():
+    draft = first_layer(target())
+    bare = specjax.build_decoder(
+        target(), drafter=ModelDrafter(draft.config), engine=ENGINE, speculative_config=FIXED
+    )
+    run = lambda params: specjax.rollout(bare, params, PROMPTS, num_samples=2, sampling=SAMPLING)
+    with pytest.raises(
+        ValueError, match=r"the drafter's params is not .* or of its abstract_params"
+    ):
+        run(target().params)
+    found = run(DecoderParams(target().params, draft.params))
+    assert_same(found, expected())
+    assert found.metrics["num_accepted"] > 0
 
 
 @pytest.mark.full
