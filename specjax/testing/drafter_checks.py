@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from specjax.config.checks import is_int
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import MAX_DEPTH
@@ -91,8 +92,9 @@ def check_drafter(
     - Greedy and seeded output equals plain decoding token for token.
     - The pages of the state take `DrafterSpec.bytes_per_token`.
     - No proposal holds NaN, a token outside the vocabulary, or more tokens than were asked for.
-    - Drafts of a row equal those of a fresh row with the same tokens, unless the spec says that
-      it `learns`.
+    - Drafts of a row equal those of a fresh row with the same tokens. Where the spec says that it
+      `learns`, they equal those of the same rows when all is run again.
+    - Its weights are those that `abstract_params` says, and `work` is a tuple of ModelWork.
     - Laws (`Proposal.probs`) sum to 1, and the first draft is drawn from its law.
     - `prior_confidence`, and how many tokens are proposed, depend on nothing drawn later
       (non-anticipation), where laws are compared.
@@ -101,12 +103,18 @@ def check_drafter(
       drafter: as `generate` takes it.
       target: a small model with float32 weights, of at least 10 tokens: some ten functions are
         compiled for it. Laws are told apart only where its texts and the drafter's laws differ.
-      num_speculative_tokens: K.
+      num_speculative_tokens: K, at least 1.
 
     Raises:
       AssertionError: it says which of these does not hold.
-      ValueError, TypeError: as of `load_drafter`.
+      ValueError, TypeError: as of `load_drafter`; weights, `work` or the numbers of nodes and
+        slots are none that can be; K is 0, where nothing is drafted.
     """
+    if not is_int(num_speculative_tokens) or num_speculative_tokens < 1:
+        raise ValueError(
+            f"num_speculative_tokens={num_speculative_tokens!r} must be a whole number of at "
+            "least 1: without drafts there is nothing to check."
+        )
     loaded = load_drafter(drafter, target)
     try:
         _Check(loaded, target, num_speculative_tokens).run()
@@ -273,9 +281,15 @@ class _Check:
         self.max_length = max(map(len, PROMPTS)) + MOST_STEPS * (1 + num_speculative_tokens)
         self.params = DecoderParams(target.params, loaded.params)
         self.compares_laws = self.spec.has_probs and not self.spec.is_grown
+        dtype = jax.tree.leaves(target.params)[0].dtype
+        loaded.check_params(target.config, dtype)
+        loaded.work(target.config, dtype)
         slots = loaded.tree_slots(self.depth)
         self.sizes = self._sizes(-(-(self.max_length + slots) // PAGE_SIZE))
         self._seeds = itertools.count()
+        # Proposals of a drafter that learns: of the script played before, and played now.
+        self._before: list[Proposal] = []
+        self._now: list[Proposal] = []
         # A decoder of its own: what it traces is counted.
         self.decoder = Decoder(
             DecoderConfig(target=target.config, drafter=self.spec, sizes=self.sizes, engine=ENGINE)
@@ -363,7 +377,17 @@ class _Check:
     # What happens to rows
 
     def check_rows(self) -> None:
-        """A script of all that happens to rows, and a look at the drafts between its steps."""
+        """Drafts along a script of all that happens to rows, and the texts that come of it."""
+        texts = self.play()
+        if self.spec.learns:
+            self._before, self._now = self._now, []
+            self.play()
+        self.check_output(texts)
+        self.check_traces()
+        self.decoder.let_go()
+
+    def play(self) -> list[_Occupant]:
+        """Plays the script, looks at the drafts between its steps, and returns the texts."""
         depth, some = self.depth, [2, 0]
         texts = [self.occupant(number) for number in range(len(PROMPTS))]
         rows = self.new_rows()
@@ -396,9 +420,7 @@ class _Check:
         self.check_drafts(rows, "after a row came to read the pages of another")
         rows.decode(depth, 1)
         self.check_drafts(rows, "after drafting in a row that reads the pages of another")
-        self.check_output(texts)
-        self.check_traces()
-        self.decoder.let_go()
+        return texts
 
     def occupant(self, number: int) -> _Occupant:
         """Returns a request; some are greedy, some sampled."""
@@ -484,7 +506,7 @@ class _Check:
         return proposal, np.arange(num_drafts)[None] < proposal.num_tokens[:, None]
 
     def check_drafts(self, rows: _Rows, when: str) -> None:
-        """The drafts of rows are those of fresh rows with the same tokens."""
+        """The drafts of rows are those of fresh rows with the same tokens, or of the last time."""
         if not self.depth:
             return
         caps = [self.depth if occupant else 0 for occupant in rows.occupants]
@@ -492,16 +514,24 @@ class _Check:
         state = dataclasses.replace(rows.state, is_active=is_active)
         found, stands = self.drafts(state, caps)
         if self.spec.learns:
-            return
-        expected, _ = self.drafts(self.fresh(rows), caps)
-        message = (
-            f"drafter {self.name!r}, {when}: its drafts are not those of a fresh row with the "
-            "same tokens. Its state may keep the row before (enter_rows), miss tokens (prefill, "
-            "written, num_tokens at K = 0), or be taken and put wrongly (state_axes, move). It may "
-            "read slots that nothing of the row was written to, which hold anything: of a drafter "
-            "with taps slot 0 is one. If it is to learn from other rows, let its spec say "
-            "`learns`."
-        )
+            self._now.append(found)
+            if len(self._now) > len(self._before):
+                return
+            expected = self._before[len(self._now) - 1]
+            what = (
+                "its drafts are others when all is played again. They may depend on what pages "
+                "held before they were the row's, or on the host."
+            )
+        else:
+            expected, _ = self.drafts(self.fresh(rows), caps)
+            what = (
+                "its drafts are not those of a fresh row with the same tokens. Its state may keep "
+                "the row before (enter_rows), miss tokens (prefill, written, num_tokens at K = 0), "
+                "or be taken and put wrongly (state_axes, move). It may read slots that nothing of "
+                "the row was written to, which hold anything: of a drafter with taps slot 0 is "
+                "one. If it is to learn from other rows, let its spec say `learns`."
+            )
+        message = f"drafter {self.name!r}, {when}: {what}"
         same = functools.partial(np.testing.assert_array_equal, err_msg=message)
         close = functools.partial(
             np.testing.assert_allclose, err_msg=message, rtol=LAW_RTOL, atol=LAW_ATOL

@@ -263,6 +263,10 @@ class TapReader(TapKeeper):
         return keeper._replace(draft=draft)
 
 
+class LearningTapReader(TapReader):
+    learns: ClassVar[bool] = True
+
+
 WRONG = {
     "tells more tokens than it was asked for": (
         Wrong(CHAIN, proposing(lambda p, _: {"num_tokens": jnp.full_like(p.num_tokens, K)})),
@@ -333,6 +337,10 @@ WRONG = {
         TapReader(NgramDrafter(), beyond=1),
         "not those of a fresh row",
     ),
+    "learns from such a slot": (
+        LearningTapReader(NgramDrafter(), first=0),
+        "its drafts are others when all is played again",
+    ),
     "raises": (WrongWithoutLaws(NgramDrafter(1, 3), fails), r"its enter_rows raised KeyError"),
 }
 
@@ -367,6 +375,29 @@ def test_a_drafter_that_reads_hidden_states(monkeypatch):
     monkeypatch.setattr(burst, "absorb_waiting", lambda spec, params, state, waiting: state)
     with pytest.raises(AssertionError, match="after steps at K = 0: its drafts are not those"):
         check(TapReader(NgramDrafter(), layers=(1,)))
+
+
+@pytest.mark.parametrize("number", [0, True])
+def test_a_check_drafts(number):
+    with pytest.raises(ValueError, match="without drafts there is nothing to check"):
+        check_drafter("ngram", TARGET, num_speculative_tokens=number)
+
+
+class Saying(NgramDrafter):
+    """Its spec says of its work and weights what is not so."""
+
+    def work(self, *arguments):
+        return None
+
+    def abstract_params(self, target, dtype):
+        return {"weight": jax.ShapeDtypeStruct((2,), dtype)}
+
+
+def test_what_a_spec_says_of_weights_and_work_is_checked():
+    with pytest.raises(ValueError, match=r"not those that abstract_params .* missing"):
+        check_drafter(Saying(), TARGET)
+    with pytest.raises(TypeError, match="work of drafter 'mine' returned None"):
+        check_drafter(LoadedDrafter("mine", Saying(), {"weight": np.zeros(2)}), TARGET)
 
 
 def test_a_spec_is_one():
