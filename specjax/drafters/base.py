@@ -1,9 +1,10 @@
 """The drafter contract: a hashable `DrafterSpec` builds a `Drafter`, a group of pure functions.
 
-A drafter proposes tokens. It can never change the output, only the speed. Its functions run
-inside the jitted burst, over a state of its own, which may be any pytree. A drafter whose
-function raises or returns something else, or that proposes NaN or ids outside the vocabulary, is
-turned off for the run, and decoding continues without it. docs/your-own-drafter.md has an example.
+A drafter proposes tokens. It changes the speed and not the output, except that under rules by law
+`Proposal.probs` must be true: `specjax.testing.check_drafter` tests it. Its functions run inside
+the jitted burst, over a state of its own, which may be any pytree. A drafter whose function raises
+or returns something else, or that proposes NaN or ids outside the vocabulary, is turned off for
+the run, and decoding continues without it. docs/your-own-drafter.md has an example.
 """
 
 from __future__ import annotations
@@ -342,7 +343,8 @@ class Drafter(NamedTuple):
         next_token_ids  i32[num_tokens], the committed token after each of them. Store the pair
                         (hidden state of token j, token j + 1) in the slot of token j + 1:
                         then the content of a page depends on no token after it, and pages
-                        can be shared by their tokens
+                        can be shared by their tokens. Slot 0 of a row then holds what
+                        the page's last owner left: mask it where slots are read, or write to it
         taps            one array [num_tokens, hidden_size] for each of the spec's taps
         row_ids         i32[n], as for `prefill`
         max_tokens_per_row  static
