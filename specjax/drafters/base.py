@@ -33,6 +33,18 @@ if TYPE_CHECKING:
 
 NOT_KEPT = -1
 
+# Fields of a SpeculationConfig that say how a drafter drafts; see DrafterSpec.configured.
+DRAFTER_FIELDS = (
+    "max_model_len",
+    "prompt_lookup_min",
+    "prompt_lookup_max",
+    "prompt_lookup_matches",
+    "num_draft_nodes",
+    "corpus_tokens",
+    "speculative_token_tree",
+    "tree_top_k",
+)
+
 # Axes of a leaf of the state. They are names of specjax.sharding.RULES, not of a mesh.
 ROWS = PartitionSpec("rows")  # entry r of the first axis belongs to row r
 PAGES = PartitionSpec("pages")  # entry p of the first axis belongs to page p
@@ -183,11 +195,21 @@ class DrafterSpec:
     def configured(self, config: SpeculationConfig) -> DrafterSpec:
         """Returns the spec with a config's settings applied. A field at its default sets nothing.
 
+        The default takes none of DRAFTER_FIELDS. A drafter that takes some applies them itself.
+
         Raises:
           ValueError: the config sets a field that does not apply to this drafter.
         """
+        name = type(self).__name__
         if config.has_tree and self.can_draft:
-            raise ValueError(no_tree_message(type(self).__name__))
+            raise ValueError(no_tree_message(name))
+        default = SpeculationConfig
+        asked = [f for f in DRAFTER_FIELDS if getattr(config, f) != getattr(default, f)]
+        if asked and self.can_draft:
+            raise ValueError(
+                f"the drafter is {name!r}, which takes none of {', '.join(asked)}; leave them out, "
+                f"or apply them in {name}.configured(config)."
+            )
         return self
 
     def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:

@@ -211,3 +211,22 @@ class Whole(NgramDrafter):
 def test_a_derived_drafter_that_takes_no_fields_says_so(target):
     with pytest.raises(TypeError, match=r"Whole\.configured\(config\) raised .* by name, or def"):
         load_drafter(Whole(3), target)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_model_len": 9},
+        {"prompt_lookup_min": 3, "num_draft_nodes": 3},
+        {"prompt_lookup_max": 9},
+        {"prompt_lookup_matches": 2},
+        {"corpus_tokens": 512},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_drafter_of_ones_own_takes_no_settings_of_others(target, settings):
+    with pytest.raises(ValueError, match=f"'DrafterSpec', which takes none of .*{[*settings][-1]}"):
+        load_drafter(DrafterSpec(), target, SpeculationConfig(**settings))
+    same = SpeculationConfig(num_speculative_tokens=2, policy="fixed", max_drafts_per_step=3)
+    load_drafter(DrafterSpec(), target, same)
+    load_drafter(None, target, SpeculationConfig(**settings))
