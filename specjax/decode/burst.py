@@ -11,7 +11,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.implementations import in_a_loop
-from specjax.decode.absorb import WINDOW, absorb_committed, absorb_waiting, no_waiting, wait
+from specjax.decode.absorb import (
+    WINDOW,
+    Waiting,
+    absorb_committed,
+    absorb_waiting,
+    no_waiting,
+    wait,
+)
 from specjax.decode.state import DecodeState, follow, put_rows, take_rows
 from specjax.decode.step import advance
 from specjax.decode.step_spec import StepSpec
@@ -84,7 +91,7 @@ def burst(
         first = at.num_steps
         assert committed is not None
 
-        def body(carry):
+        def body(carry: tuple[_Progress, Waiting]) -> tuple[_Progress, Waiting]:
             at, waiting = carry
             state, info, new = advance_once(params, at.state)
             assert new is not None

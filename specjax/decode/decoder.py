@@ -39,7 +39,7 @@ from specjax.models import families
 from specjax.paged import kv_cache
 from specjax.runtime.jax_settings import in_own_settings
 from specjax.sampling import RowSampling
-from specjax.types import BY_LAW, BurstPlan, DecoderParams
+from specjax.types import BY_LAW, BurstPlan, DecoderParams, HostArray, StepInfo
 
 WHOLE = PartitionSpec()
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"  # in the text of XLA's errors
@@ -159,7 +159,7 @@ class Decoder:
         """Runs `specjax.decode.state.admit`, one executable per number of places. Donates the
         state."""
 
-        def run(state, admission):
+        def run(state: DecodeState, admission: Admission) -> tuple:
             return (decode_state.admit(state, self._state_drafter(state), admission),)
 
         key = ("admit", len(admission.row_ids))
@@ -170,9 +170,9 @@ class Decoder:
         self,
         params: DecoderParams,
         state: DecodeState,
-        block_table,
-        row_ids,
-        counts,
+        block_table: HostArray,
+        row_ids: HostArray,
+        counts: HostArray,
         *,
         max_tokens_per_row: int,
     ) -> tuple[DecodeState, Array]:
@@ -186,7 +186,13 @@ class Decoder:
           be donated to the next call before the caller waits for it.
         """
 
-        def run(state, params, block_table, row_ids, counts):
+        def run(
+            state: DecodeState,
+            params: DecoderParams,
+            block_table: HostArray,
+            row_ids: HostArray,
+            counts: HostArray,
+        ) -> tuple:
             state = prefill(
                 self._prompt_spec(state),
                 params,
@@ -211,7 +217,7 @@ class Decoder:
         *,
         num_speculative_tokens: int,
         max_drafts: int | None = None,
-    ):
+    ) -> tuple[DecodeState, StepInfo, Array]:
         """Runs `specjax.decode.burst.burst`, one executable per bucket. Donates the state.
 
         Args:
@@ -232,7 +238,7 @@ class Decoder:
         )
 
     def _burst_function(self, bucket: Bucket, *, absorbs: bool) -> Callable:
-        def run(state, params, plan):
+        def run(state: DecodeState, params: DecoderParams, plan: BurstPlan) -> tuple:
             # Inside the traced function: a drafter is built once per compilation, not per call.
             depth, most = bucket.num_speculative_tokens, bucket.max_drafts
             spec = self.step_spec(depth, most, absorbs=absorbs)
@@ -266,18 +272,20 @@ class Decoder:
         """Returns the decoder that runs bursts of K = 0."""
         return self if self._absorbs(state) else self.plain
 
-    def _plain_burst(self, params: DecoderParams, state: DecodeState, plan: BurstPlan):
+    def _plain_burst(
+        self, params: DecoderParams, state: DecodeState, plan: BurstPlan
+    ) -> tuple[DecodeState, StepInfo, Array]:
         """Runs a burst of K = 0 beside the drafter's state, which it does not touch."""
         plain = self.plain
         before = plain.compile_s
         drafter, state = state.drafter, dataclasses.replace(state, drafter=())
         try:
-            state, *results = plain.burst(
+            state, report, num_run = plain.burst(
                 self._plain_params(params), state, plan, num_speculative_tokens=0
             )
         finally:
             self.compile_s += plain.compile_s - before
-        return dataclasses.replace(state, drafter=drafter), *results
+        return dataclasses.replace(state, drafter=drafter), report, num_run
 
     def _plain_params(self, params: DecoderParams) -> DecoderParams:
         # The same object for the same weights, so that their shapes are read only once.
@@ -414,11 +422,11 @@ class Decoder:
         params: DecoderParams,
         state: DecodeState,
         plan: BurstPlan,
-        row_ids,
-        counts,
+        row_ids: HostArray,
+        counts: HostArray,
         *,
         max_tokens_per_row: int,
-    ):
+    ) -> tuple[DecodeState, StepInfo, Array]:
         """Runs `specjax.decode.mixed.mixed_step`, one executable per number of places and width.
 
         Donates the state.
@@ -456,7 +464,7 @@ class Decoder:
         The drafter must take text (`DrafterSpec.takes_text`). Donates the state.
         """
 
-        def run(state, pieces):
+        def run(state: DecodeState, pieces: Pieces) -> tuple:
             return (remember_text(self._build_drafter(1), state, pieces),)
 
         key = ("remember", len(pieces.counts))
@@ -474,8 +482,8 @@ class Decoder:
         self,
         params: DecoderParams,
         state: DecodeState,
-        history,
-        num_tokens,
+        history: HostArray,
+        num_tokens: HostArray,
         sampling: RowSampling,
     ) -> tuple[DecodeState, Scores]:
         """Runs `specjax.decode.score.score` on one text per row of the batch.
@@ -483,7 +491,7 @@ class Decoder:
         Donates the state, and returns it unchanged.
         """
 
-        def run(state, params, *texts):
+        def run(state: DecodeState, params: DecoderParams, *texts) -> tuple:
             scores = score(
                 self.step_spec(0),
                 params.target,
@@ -528,7 +536,7 @@ class Decoder:
             return *key, bucket.rows, bucket.max_drafts
         return key if bucket.rows == self.sizes.rows else (*key, bucket.rows)
 
-    def compiled_burst(self, num_speculative_tokens: int):
+    def compiled_burst(self, num_speculative_tokens: int) -> Any:
         """Returns the executable of a burst that has run, for its memory_analysis() and text."""
         key = ("burst", num_speculative_tokens)
         decoder = self if num_speculative_tokens or self.drafter.taps else self.plain
@@ -648,12 +656,12 @@ class Decoder:
             draft_caps=rows,
         )
 
-    def _any_shard(self, flag):
+    def _any_shard(self, flag: Array) -> Array:
         if self.num_shards == 1:
             return flag
         return jax.lax.pmax(flag.astype(jnp.int32), sharding.DATA) > 0
 
-    def _param_specs(self, params: DecoderParams):
+    def _param_specs(self, params: DecoderParams) -> DecoderParams | None:
         if self.mesh is None:
             return None
         return DecoderParams(
@@ -668,9 +676,9 @@ class Decoder:
         function: Callable,
         state: DecodeState,
         *arguments,
-        in_specs,
-        out_specs,
-    ):
+        in_specs: Any,
+        out_specs: Any,
+    ) -> Any:
         """Runs function(state, *arguments) -> (state, ...), compiled on first use of `key`.
 
         Args:
@@ -707,8 +715,8 @@ class Decoder:
         compiled_key: tuple,
         function: Callable,
         *inputs: Any,
-        in_specs,
-        out_specs,
+        in_specs: Any,
+        out_specs: Any,
         goes_on: Callable[[], bool] = lambda: True,
     ) -> None:
         """Reads an executable from the store, or compiles and stores it.
@@ -771,8 +779,8 @@ class Decoder:
         function: Callable,
         state: DecodeState,
         *arguments,
-        in_specs,
-        out_specs,
+        in_specs: Any,
+        out_specs: Any,
         name: str | None = None,
     ) -> jax.stages.Lowered:
         """Returns the lowered function for `_call`; only shapes of state and arguments are read.
@@ -785,7 +793,7 @@ class Decoder:
         holds_drafter = has_drafter(state) and key[0] != "score"
         may_blame_drafter = holds_drafter and not is_own(self.drafter)
 
-        def traced(*inputs):
+        def traced(*inputs) -> tuple:
             self.traces[key] += 1
             try:
                 return function(*inputs)

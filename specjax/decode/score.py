@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -47,7 +47,7 @@ def score(
     sampling: RowSampling,
     *,
     page_size: int,
-    dtype,
+    dtype: Any,
     kv_scales: Array | None = None,
     num_tensor_shards: int = 1,
 ) -> Scores:
@@ -88,7 +88,7 @@ def score(
         )
         return nothing, Scores(told.processed, told.tempered, told.raw, told.entropy)
 
-    def feed(index: Array, carry):
+    def feed(index: Array, carry: tuple[Any, ...]) -> tuple[Any, Scores]:
         pages, scores = carry
         first = jnp.minimum(index * CHUNK, num_fed)
         batch = make_batch(

@@ -22,7 +22,7 @@ from pallas_kernels.move_kv import move_kv
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters.base import NOT_KEPT, Draft, Drafter, by_page
 from specjax.drafters.draws import draw_siblings, noise_keys
-from specjax.models.base import ModelConfig
+from specjax.models.base import ModelConfig, Params
 from specjax.paged import kv_cache
 from specjax.paged.forward import forward, logits, make_batch, make_tree_batch
 from specjax.sampling import TreeHistory, choose_tokens, process_logits
@@ -38,18 +38,21 @@ from specjax.types import (
     DecoderParams,
     DraftTree,
     Proposal,
+    TokenBatch,
     is_by_law,
 )
 
 CATCH_UP_WIDTH = 16  # tokens of each row per catch-up forward
 MOST_ONE_BY_ONE = 4  # up to this many, one token per forward beats a forward of CATCH_UP_WIDTH
 
+_Pages = tuple[kv_cache.Pages, ...]  # of every layer
+
 
 def drafter(
     config: ModelConfig,
     *,
     num_speculative_tokens: int,
-    dtype,
+    dtype: Any,
     keeps_probs: bool,
     shape: TreeShape | Growth | None = None,
     says_confidence: bool = False,
@@ -72,11 +75,17 @@ def drafter(
     """
     model = _DraftModel(config, keeps_probs, says_confidence)
 
-    def init(rows: int, max_length: int, num_pages: int, page_size: int):
+    def init(rows: int, max_length: int, num_pages: int, page_size: int) -> _Pages:
         del rows, max_length
         return kv_cache.init_pages(config, num_pages, page_size, dtype)
 
-    def prefill(params: DecoderParams, state, batch, row_ids, max_tokens_per_row: int):
+    def prefill(
+        params: DecoderParams,
+        state: _Pages,
+        batch: TokenBatch,
+        row_ids: Array,
+        max_tokens_per_row: int,
+    ) -> _Pages:
         del row_ids  # pages are found by the batch's block table
         weights = params.drafter
         _, state = forward(weights, config, state, batch, max_tokens_per_row=max_tokens_per_row)
@@ -89,7 +98,7 @@ def drafter(
     else:
         propose = functools.partial(_draft_tree, model, shape)
 
-    def draft(params: DecoderParams, state, decode_state, num_tokens: Array) -> Draft:
+    def draft(params: DecoderParams, state: _Pages, decode_state: Any, num_tokens: Array) -> Draft:
         return propose(params.drafter, state, decode_state, num_tokens)
 
     return Drafter(
@@ -119,7 +128,15 @@ class _DraftModel:
     keeps_probs: bool
     says_confidence: bool
 
-    def feed(self, params, pages, decode_state, history, positions, is_fed):
+    def feed(
+        self,
+        params: Params,
+        pages: _Pages,
+        decode_state: Any,
+        history: Array,
+        positions: Array,
+        is_fed: Array,
+    ) -> tuple[Array, _Pages]:
         """Feeds one token per row of is_fed; returns hidden [rows, hidden_size] and the pages."""
         cache, rows = decode_state.cache, decode_state.rows
         batch = make_batch(
@@ -135,7 +152,9 @@ class _DraftModel:
         # Rows that are not fed take no place among the flat tokens.
         return hidden[jnp.minimum(batch.row_starts[:-1], rows - 1)], pages
 
-    def catch_up(self, params, pages, decode_state, takes_part):
+    def catch_up(
+        self, params: Params, pages: _Pages, decode_state: Any, takes_part: Array
+    ) -> _Pages:
         """Feeds committed tokens that the drafter has not seen; returns the pages.
 
         After full acceptance that is one token. After steps without drafts it is more, fed
@@ -145,7 +164,7 @@ class _DraftModel:
         first = decode_state.drafter_lengths
         num_behind = jnp.where(takes_part, cache.lengths - first, 0)
 
-        def feed(width, carry):
+        def feed(width: int, carry: tuple[_Pages, Array]) -> tuple[_Pages, Array]:
             pages, num_fed = carry
             counts = jnp.clip(num_behind - num_fed, 0, width)
             batch = make_batch(
@@ -160,7 +179,7 @@ class _DraftModel:
             _, pages = forward(params, self.config, pages, batch, max_tokens_per_row=width)
             return pages, num_fed + counts
 
-        def lacks(most, carry):
+        def lacks(most: int, carry: tuple[_Pages, Array]) -> Array:
             return jnp.max(num_behind - carry[1], initial=0) > most
 
         carry = pages, jnp.zeros_like(num_behind)
@@ -170,7 +189,16 @@ class _DraftModel:
             )
         return carry[0]
 
-    def feed_nodes(self, params, pages, decode_state, token_ids, tree, nodes, takes_part):
+    def feed_nodes(
+        self,
+        params: Params,
+        pages: _Pages,
+        decode_state: Any,
+        token_ids: Array,
+        tree: DraftTree,
+        nodes: Sequence[int],
+        takes_part: Array,
+    ) -> tuple[Array, _Pages]:
         """Feeds some nodes of every row's tree; their ancestors were fed before.
 
         Args:
@@ -197,7 +225,16 @@ class _DraftModel:
         flat = tokens_of(batch.row_starts, rows * len(nodes), len(nodes))
         return hidden[flat], pages
 
-    def draw(self, params, hidden, decode_state, nodes, depth, history, count):
+    def draw(
+        self,
+        params: Params,
+        hidden: Array,
+        decode_state: Any,
+        nodes: Array,
+        depth: int | Array,
+        history: History,
+        count: int,
+    ) -> _Drawn:
         """Draws the children of some nodes of every row, all at one depth.
 
         Args:
@@ -245,7 +282,9 @@ class _DraftModel:
         )
         return drawn._replace(prior_confidence=by_row(prior), probability=by_row(probability))
 
-    def _with_noise(self, processed, decode_state, row_ids, depth):
+    def _with_noise(
+        self, processed: Array, decode_state: Any, row_ids: Array, depth: int | Array
+    ) -> Array:
         """Adds the noise of the target's choice under rules that share it, [num_tokens, vocab]."""
         sampling, rules = decode_state.sampling, decode_state.rules
         positions = decode_state.cache.lengths[row_ids] + depth
@@ -258,7 +297,15 @@ class _DraftModel:
         )
         return processed + jnp.where(is_shared[row_ids][:, None], noise, 0.0)
 
-    def rank(self, params, hidden, decode_state, depth, history, count):
+    def rank(
+        self,
+        params: Params,
+        hidden: Array,
+        decode_state: Any,
+        depth: int | Array,
+        history: History,
+        count: int,
+    ) -> tuple[Array, Array]:
         """Returns the likeliest children of some nodes of every row, all at one depth.
 
         Arguments as for `draw`.
@@ -292,13 +339,18 @@ def _has_nan(scores: Array, is_suspect: Array) -> Array:
 
 
 def _draft_chain(
-    model: _DraftModel, depth: int, params, state, decode_state, num_tokens: Array
+    model: _DraftModel,
+    depth: int,
+    params: Params,
+    state: _Pages,
+    decode_state: Any,
+    num_tokens: Array,
 ) -> Draft:
     rows, root = decode_state.rows, decode_state.cache.lengths
     takes_part = decode_state.is_active & (num_tokens > 0)
     pages = model.catch_up(params, state, decode_state, takes_part)
 
-    def propose(index, carry):
+    def propose(index: Array, carry: tuple[_Pages, Array, _Drawn]) -> tuple[_Pages, Array, _Drawn]:
         """Feeds the root or the last draft token; proposes draft token number `index`."""
         pages, history, drawn = carry
         is_drafted = index < num_tokens
@@ -337,9 +389,9 @@ def _draft_chain(
 def _draft_tree(
     model: _DraftModel,
     shape: TreeShape,
-    params,
-    state,
-    decode_state,
+    params: Params,
+    state: _Pages,
+    decode_state: Any,
     num_tokens: Array,
 ) -> Draft:
     rows, root = decode_state.rows, decode_state.cache.lengths
@@ -396,9 +448,9 @@ def _draft_tree(
 def _draft_dynamic_tree(
     model: _DraftModel,
     growth: Growth,
-    params,
-    state,
-    decode_state,
+    params: Params,
+    state: _Pages,
+    decode_state: Any,
     num_tokens: Array,
 ) -> Draft:
     """Grows each row's tree at its likeliest nodes, and keeps the best candidates.
@@ -459,7 +511,7 @@ def _draft_dynamic_tree(
     return Draft(proposal, pages, written, node_kept_at)
 
 
-def _history(decode_state, tree: DraftTree, token_ids: Array, nodes: Sequence[int]) -> History:
+def _history(decode_state: Any, tree: DraftTree, token_ids: Array, nodes: Sequence[int]) -> History:
     """Returns the prefix of each of some nodes of all rows, in the form that sampling reads."""
     if tuple(nodes) == (0,):
         return decode_state.history

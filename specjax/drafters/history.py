@@ -28,7 +28,7 @@ from jax import Array, lax
 from specjax.drafters.base import SHARED, Draft, Drafter, by_row
 from specjax.drafters.ngram import continuations, tree_budget
 from specjax.trees.merging import merge
-from specjax.types import HostArray, Proposal
+from specjax.types import DecoderParams, HostArray, Proposal
 
 SEPARATOR = -1  # no token id: a match never crosses it
 PIECE_TOKENS = 64  # most tokens of one piece of text
@@ -102,7 +102,9 @@ def drafter(
     depth = num_speculative_tokens
     budget = tree_budget(num_matches, depth, num_drafts)
 
-    def draft(params, state: HistoryState, decode_state, num_tokens: Array) -> Draft:
+    def draft(
+        params: DecoderParams, state: HistoryState, decode_state: Any, num_tokens: Array
+    ) -> Draft:
         del params
         state = catch_up(state, decode_state, num_tokens > 0)
         found = find(state, decode_state, min_match, num_matches, depth)
@@ -115,7 +117,7 @@ def drafter(
         proposal = Proposal(token_ids=grown.token_ids, num_tokens=grown.num_tokens, tree=grown.tree)
         return Draft(proposal, state, written)
 
-    def begin(rows: int, max_length: int, num_pages: int, page_size: int):
+    def begin(rows: int, max_length: int, num_pages: int, page_size: int) -> HistoryState:
         del num_pages, page_size
         return init(rows, max_length, capacity)
 
@@ -208,11 +210,11 @@ def catch_up(state: HistoryState, decode_state: Any, takes_part: Array) -> Histo
         jnp.where(again, 0, state.corpus_match).astype(jnp.uint8),
     )
 
-    def lacks(carry) -> Array:
+    def lacks(carry: tuple[Any, ...]) -> Array:
         num_matched, _ = carry
         return jnp.any(takes_part & (num_matched < length))
 
-    def take(carry):
+    def take(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         num_matched, (own, corpus) = carry
         is_new = takes_part & (num_matched < length)
         place = jnp.minimum(num_matched, history.shape[1] - 1)

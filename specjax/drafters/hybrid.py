@@ -20,7 +20,7 @@ from jax import Array
 from specjax.drafters import history
 from specjax.drafters.base import Draft, Drafter, by_row
 from specjax.drafters.history import HistoryState
-from specjax.types import Proposal
+from specjax.types import DecoderParams, Proposal, TokenBatch
 
 # Kinds of proposal: matches of 1, of 2 or 3, of 4 to 7, ... tokens, and the draft model's.
 NUM_MATCH_KINDS = history.LONGEST_MATCH.bit_length()
@@ -69,11 +69,19 @@ def drafter(
             num_accepted=counts,
         )
 
-    def prefill(params, state: HybridState, batch, row_ids, max_tokens_per_row: int):
+    def prefill(
+        params: DecoderParams,
+        state: HybridState,
+        batch: TokenBatch,
+        row_ids: Array,
+        max_tokens_per_row: int,
+    ) -> HybridState:
         pages = model.prefill(params, state.pages, batch, row_ids, max_tokens_per_row)
         return dataclasses.replace(state, pages=pages)
 
-    def draft(params, state: HybridState, decode_state, num_tokens: Array) -> Draft:
+    def draft(
+        params: DecoderParams, state: HybridState, decode_state: Any, num_tokens: Array
+    ) -> Draft:
         takes_part = num_tokens > 0
         state = _learn(state, decode_state, takes_part)
         known = history.catch_up(state.history, decode_state, takes_part)
@@ -103,7 +111,7 @@ def drafter(
         # The model has not seen the matched tokens: it catches up when it drafts again.
         return Draft(proposal, state, by_model.written)
 
-    def move(state: HybridState, source_slots: Array, target_slots: Array):
+    def move(state: HybridState, source_slots: Array, target_slots: Array) -> HybridState:
         pages = model.move(state.pages, source_slots, target_slots)
         return dataclasses.replace(state, pages=pages)
 

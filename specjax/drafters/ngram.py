@@ -8,6 +8,8 @@ has begun to repeat is drafted to any length.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -15,7 +17,7 @@ from pallas_kernels.ngram_match import ngram_match
 from specjax.config.speculation import MAX_DRAFT_NODES
 from specjax.drafters.base import Draft, Drafter
 from specjax.trees.merging import merge
-from specjax.types import Proposal
+from specjax.types import DecoderParams, Proposal
 
 
 def drafter(
@@ -39,7 +41,7 @@ def drafter(
     depth = num_speculative_tokens
     budget = tree_budget(num_matches, depth, num_drafts)
 
-    def draft(params, state, decode_state, num_tokens: Array) -> Draft:
+    def draft(params: DecoderParams, state: Any, decode_state: Any, num_tokens: Array) -> Draft:
         del params
         history, length = decode_state.history, decode_state.cache.lengths + 1
         found = ngram_match(

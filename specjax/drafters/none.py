@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from specjax.drafters.base import Draft, Drafter, by_none
-from specjax.types import Proposal
+from specjax.types import DecoderParams, Proposal
 
 
 @jax.tree_util.register_dataclass
@@ -24,7 +25,7 @@ class TurnedOff:
 def drafter() -> Drafter:
     """Returns the empty drafter, for K = 0."""
 
-    def draft(params, state, decode_state, num_tokens: Array) -> Draft:
+    def draft(params: DecoderParams, state: Any, decode_state: Any, num_tokens: Array) -> Draft:
         del params
         nothing = jnp.zeros((decode_state.rows, 0), jnp.int32)
         proposal = Proposal(token_ids=nothing, num_tokens=jnp.zeros_like(num_tokens))

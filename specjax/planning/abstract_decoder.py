@@ -92,7 +92,7 @@ class AbstractDecoder(Decoder):
     def compile_mixed(self, num_places: int, width: int) -> jax.stages.Compiled:
         """Returns the compiled step of all rows with a prefill beside it."""
         places = _integers(num_places)
-        (lowered,) = self.mixed(
+        result: Any = self.mixed(
             self.abstract_params,
             self.abstract_state,
             self._plan_shapes(self._all_rows),
@@ -100,6 +100,7 @@ class AbstractDecoder(Decoder):
             places,
             max_tokens_per_row=width,
         )
+        (lowered,) = result
         return self._compile(lowered)
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
