@@ -165,7 +165,7 @@ class DrafterSpec:
 
     @property
     def max_depth(self) -> int | None:
-        """Depth of a tree of fixed depth; None: the depth is K."""
+        """Depth of a tree of fixed depth, at least 1; None: the depth is K."""
         return None
 
     @property
@@ -227,8 +227,9 @@ class DrafterSpec:
     def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
         """Returns its weights, `DecoderParams.drafter`, as a tree of jax.ShapeDtypeStruct.
 
-        Plans compile with it. The default is the weights of the first of `configs`; () where
-        there is none.
+        A spec that defines it is loaded with weights of these names and shapes alone, and plans
+        without weights compile with it. The default is the weights of the first of `configs`;
+        () where there is none.
 
         Args:
           dtype: of the weights.
