@@ -11,9 +11,11 @@ import jax
 from specjax.config.engine import EngineConfig
 from specjax.decode.bucket import standing_row_buckets
 from specjax.decode.sizes import PLACES, chunk_widths
+from specjax.models.base import ModelConfig
 from specjax.models.layers import MOST_TOKENS_FROM_THE_LEFT
 from specjax.paged.token_buckets import equal_chunk, round_up
 from specjax.planning.abstract_decoder import AbstractDecoder
+from specjax.planning.layer_pattern import LayerCounts, layers_to_compile
 from specjax.planning.memory_model import bytes_per_token, pages_ratio
 from specjax.planning.pool_copies import (
     PLAIN,
@@ -35,9 +37,6 @@ from specjax.planning.workspace_fit import (
     fit_workspaces,
 )
 
-# Layers compiled in place of a deeper target: a step's bytes beside its arguments grow linearly
-# with the layers.
-FEW_LAYERS, MORE_LAYERS = 2, 4
 # Pages of the pools that steps are compiled for: too many to fit into a chip's fast memory,
 # where the compiler would produce other steps.
 FEW_PAGES, MORE_PAGES = 4096, 8192
@@ -170,7 +169,7 @@ class CompiledMemory:
 
 def compile_memory(
     make_decoder: Callable[[int, int], AbstractDecoder],
-    num_layers: int,
+    target: ModelConfig,
     page_bytes: tuple[float, float],
     depths: Sequence[int],
     on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
@@ -181,14 +180,15 @@ def compile_memory(
 
     Args:
       make_decoder: (layers of the target, pages) to a decoder.
-      num_layers: of the target.
+      target: the whole model. A step's bytes beside its arguments grow linearly with the periods
+        of its layers' pattern (`layers_to_compile`).
       page_bytes: bytes of a page on one chip as counted: of one layer of the target, and of
         the whole drafter.
       depths: every K that may be chosen, 0 included.
       chooses_rows: as of `engine_buckets`.
     """
-    is_few = num_layers <= MORE_LAYERS
-    layers = num_layers if is_few else FEW_LAYERS
+    num_layers, counts = target.num_layers, layers_to_compile(target)
+    layers, is_few = counts.few, counts.few == target.num_layers
     decoder, larger = make_decoder(layers, FEW_PAGES), make_decoder(layers, MORE_PAGES)
     buckets = engine_buckets(decoder, depths, chooses_rows=chooses_rows)
     chosen = sampled_buckets(buckets)
@@ -222,9 +222,9 @@ def compile_memory(
     layer = _Layer()
     if not is_few:
         compile_deeper = lambda num_pages, why: compile_one(
-            make_decoder(MORE_LAYERS, num_pages), first.bucket, f" of more layers{why}"
+            make_decoder(counts.more, num_pages), first.bucket, f" of more layers{why}"
         )
-        layer = _added_by_layer(compile_deeper, first, copied, array_bytes)
+        layer = _added_by_layer(compile_deeper, counts, first, copied, array_bytes)
     copies = pool_copies(
         seen,
         layer_bytes=of_layer * ratio,
@@ -246,7 +246,7 @@ def compile_memory(
         fit=fit,
         pages_ratio=ratio,
         copies=copies,
-        compiled_layers=(layers,) if is_few else (FEW_LAYERS, MORE_LAYERS),
+        compiled_layers=(layers,) if is_few else tuple(counts),
         num_executables=done,
         scratch_per_layer=layer.scratch,
         code_per_layer=layer.code,
@@ -264,19 +264,21 @@ class _Layer(NamedTuple):
 
 def _added_by_layer(
     compile_deeper: Callable[[int, str], BucketMemory],
+    counts: LayerCounts,
     first: BucketMemory,
     copied: float,
     array_bytes: float,
 ) -> _Layer:
-    """Compiles a step of MORE_LAYERS, and returns what each layer beyond FEW_LAYERS added.
+    """Compiles a step of more layers, and returns what each layer beyond the few added.
 
     Args:
       compile_deeper: (pages, suffix of the progress message) to the bytes of that step.
-      first: the same step with FEW_LAYERS.
+      counts: the layers of that step, `more`, and of `first`, `few`.
+      first: the same step with few layers.
       copied: bytes per page that `first` copies of the pool.
       array_bytes: bytes of a page in one array.
     """
-    more = MORE_LAYERS - FEW_LAYERS
+    more = counts.more - counts.few
     deeper, deep_copied = compile_deeper(FEW_PAGES, ""), 0.0
     if copied:
         many = compile_deeper(MORE_PAGES, " and a larger pool")

@@ -206,7 +206,7 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
     layers = request.target.num_layers
     compiled = compile_memory(
         make,
-        layers,
+        request.target,
         (target_page / layers, drafter_page),
         depths,
         on_progress,
