@@ -29,7 +29,15 @@ from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.demo.checkpoint_files import write_safetensors
 from specjax.models.abstract import abstract_weights
-from specjax.models.base import Family, Json, LayerCache, Model, ModelConfig, Params
+from specjax.models.base import (
+    Family,
+    ForwardWork,
+    Json,
+    LayerCache,
+    Model,
+    ModelConfig,
+    Params,
+)
 from specjax.models.families import family_of, register
 from specjax.models.hf_config import parse_config
 from specjax.models.layers import dense_causal_attention
@@ -61,6 +69,9 @@ def check_family(config: ModelConfig | Mapping[str, Any], family: Family | None 
     - A folder that holds the tensors of `sources` is read as the weights that were written.
     - Tap i is the input of layer i: it depends on the weights of all layers before i and of no
       other. The last tap is the hidden state that `forward` returns.
+    - `embed` returns what tokens add to tap 0 wherever they stand.
+    - `work` reads some of the weights and no more than there are, multiplies by some, and has the
+      windows of config.
     - Logits over two shards of a tensor axis equal those of one device. That takes two devices;
       with one, a warning says what to set.
     - Logits over pages, fed in two parts with padding, equal those of whole sequences.
@@ -173,11 +184,13 @@ class _Check:
         with self.naming("init"):
             self.shapes = abstract_weights(self.config, jnp.float32)
         self.check_structure()
+        self.check_work()
         self.params = self.random_params()
         self.check_folder()
         self.token_ids = self.random_tokens(ROWS, LENGTH)
         with jax.default_matmul_precision("highest"):
             self.check_taps()
+            self.check_embed()
             self.check_shards()
             self.check_pages()
         self.check_drafted()
@@ -216,6 +229,27 @@ class _Check:
                 )
         with self.naming("sources"):
             _check_tree(self.family.sources(self.config, ()), self.shapes)
+
+    def check_work(self) -> None:
+        """The counts of `work` are possible."""
+        config = self.config
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.shapes))
+        with self.naming("work"):
+            work = self.family.work(config, count)
+            assert isinstance(work, ForwardWork), (
+                f"it returns a {type(work).__name__}; expected a ForwardWork."
+            )
+            assert 0 < work.weights_read <= count, (
+                f"weights_read={work.weights_read}; expected from 1 to {count}, the numbers in "
+                "all weights."
+            )
+            for field in ("token_products", "context_products"):
+                value = getattr(work, field)
+                assert value > 0, f"{field}={value} must be above 0."
+            windows = tuple(map(config.window, range(config.num_layers)))
+            assert work.layer_windows in ((), windows), (
+                f"layer_windows={work.layer_windows}; expected those of config, {windows}, or ()."
+            )
 
     def random_params(self) -> Params:
         """Returns weights around the means of init's, large enough that each of them counts."""
@@ -291,6 +325,7 @@ class _Check:
             assert np.array_equal(tapped[0], hidden), (
                 f"tap {last} is not the hidden state after the final norm."
             )
+            self.first_input = np.asarray(tapped[1])
             leaves, tree = jax.tree.flatten(self.params)
             for index, (place, layer) in enumerate(self.layer_of_each_leaf().items()):
                 if layer is None:
@@ -308,6 +343,21 @@ class _Check:
                         f"{'depends' if changes else 'does not depend'} on {place}, a weight of "
                         f"layer {layer}. Call `see(index, x)` where each layer begins."
                     )
+
+    def check_embed(self) -> None:
+        """The input of layer 0 is what tokens add, and what their positions add if they do."""
+        with self.naming("embed"):
+            found = self.family.embed(self.params, self.config, jnp.asarray(self.token_ids))
+            expected = self.first_input
+            assert (found.shape, found.dtype) == (expected.shape, expected.dtype), (
+                f"it returns {found.dtype}{list(found.shape)}; expected "
+                f"{expected.dtype}{list(expected.shape)}, as tap 0 is."
+            )
+            # Rows have the same positions and other tokens.
+            by_position = expected[:1] - np.asarray(found)[:1]
+            if np.ptp(by_position, axis=1).max() < ATOL:  # positions add nothing
+                by_position = 0.0
+            _check_close(found + by_position, expected, "tap 0, less what positions add")
 
     def layer_of_each_leaf(self) -> dict[str, int | None]:
         """Returns the layer of each weight, None for those that belong to no single layer."""

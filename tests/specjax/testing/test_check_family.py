@@ -113,6 +113,61 @@ def test_trees_that_differ_are_seen(name):
         check_family(wrong(name, **functions))
 
 
+def raising(*arguments):
+    raise RuntimeError("broken")
+
+
+def work_with(**fields):
+    return lambda config, count: HERON.work(config, count)._replace(**fields)
+
+
+WRONG_WORK = {
+    "work that raises": (raising, "RuntimeError: broken"),
+    "work of another kind": (lambda config, count: (count, count, 1), "returns a tuple"),
+    "work that reads nothing": (work_with(weights_read=0), "weights_read=0; expected from 1 to"),
+    "work that reads more than there is": (
+        lambda config, count: HERON.work(config, 2 * count),
+        r"weights_read=\d+; expected from 1 to \d+, the numbers",
+    ),
+    "work without products": (work_with(token_products=0), "token_products=0 must be above 0"),
+    "work with a window too few": (
+        work_with(layer_windows=(9,)),
+        r"layer_windows=\(9,\); expected those of config, \(9, None\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_WORK)
+def test_work_that_cannot_be_is_seen(name):
+    function, message = WRONG_WORK[name]
+    with pytest.raises(AssertionError, match=f"family '{name}': work.* {message}"):
+        check_family(wrong(name, work=function))
+
+
+WRONG_EMBED = {
+    "embed that raises": (raising, "RuntimeError: broken"),
+    "embed of another shape": (
+        lambda params, config, token_ids: HERON.embed(params, config, token_ids)[..., :-1],
+        r"returns float32\[2, 24, 31\]; expected float32\[2, 24, 32\]",
+    ),
+    "embed in half": (
+        lambda *arguments: HERON.embed(*arguments).astype(jnp.bfloat16),
+        r"returns bfloat16\[2, 24, 32\]",
+    ),
+    "embed of another scale": (lambda *arguments: 2 * HERON.embed(*arguments), "off tap 0"),
+    "embed with one more": (lambda *arguments: 1 + HERON.embed(*arguments), "off tap 0"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_EMBED)
+def test_an_embed_that_is_not_what_layers_get_is_seen(name, monkeypatch):
+    function, message = WRONG_EMBED[name]
+    # Changing every weight is another test's.
+    monkeypatch.setattr(family_checks._Check, "layer_of_each_leaf", lambda self: {})
+    with pytest.raises(AssertionError, match=f"family '{name}': embed.* {message}"):
+        check_family(wrong(name, embed=function))
+
+
 def test_a_norm_of_each_shard_alone_is_seen(monkeypatch):
     right = blocks.rms_norm_across_heads
     alone = lambda *arguments, tensor_axis=None, **options: right(*arguments, **options)
@@ -149,7 +204,7 @@ def test_a_tap_that_comes_too_late_is_seen(monkeypatch):
 def test_statistics_over_the_batch_are_seen():
     def forward(params, config, token_ids, *arguments, **options):
         mean = jnp.mean(params["embed_tokens"][token_ids], axis=range(token_ids.ndim))
-        params = params | {"embed_tokens": params["embed_tokens"] - mean[None]}
+        params = params | {"norm": params["norm"] - mean}
         return HERON.forward(params, config, token_ids, *arguments, **options)
 
     with pytest.raises(AssertionError, match=r"logits over pages: they are .* off those of whole"):
@@ -222,7 +277,7 @@ def test_sources_of_other_classes(tmp_path, monkeypatch):
     config = wrong("doubled", sources=changed_leaf(HERON.sources, "sinks", double))
     with pytest.raises(NotImplementedError, match="a source of class Doubled is not written"):
         save_model(tmp_path, Model(config, random_model(config, 0).params), {})
-    for check in ("check_taps", "check_shards", "check_pages", "check_drafted"):
+    for check in ("check_taps", "check_embed", "check_shards", "check_pages", "check_drafted"):
         monkeypatch.setattr(family_checks._Check, check, lambda self: None)
     check_family(config)
     short = functools.partial(Source, "sinks")
