@@ -217,8 +217,9 @@ def experts(
 ) -> Array:
     """Returns the weighted sum of the experts that a router chooses for each token.
 
-    All experts run on all tokens, and those not chosen have weight 0. That suits the few
-    tokens of a step, whose time is spent reading weights, and is wasteful for long prompts.
+    All experts run on all tokens, and the results of those not chosen are left out. That suits
+    the few tokens of a step, whose time is spent reading weights, and is wasteful for long
+    prompts.
 
     Args:
       x: [..., hidden_size], the branch's input, normed if the family norms it.
@@ -251,7 +252,10 @@ def experts(
         return out if bias is None else out + bias.reshape(*(1,) * (x.ndim - 1), *bias.shape)
 
     active = activate(widened("experts_gate_proj"), widened("experts_up_proj"))
-    out = jnp.einsum("...ef,edf->...d", active * weights[..., None], layer["experts_down_proj"])
+    own = weights[..., None]
+    # A product with 0 would be NaN where an expert that was not chosen overflows.
+    shared = jnp.where(own != 0, active * own, jnp.zeros_like(active))
+    out = jnp.einsum("...ef,edf->...d", shared, layer["experts_down_proj"])
     out = sum_over_shards(out, tensor_axis)
     bias = layer.get("experts_down_proj_bias")
     return out if bias is None else out + jnp.einsum("...e,ed->...d", weights, bias)

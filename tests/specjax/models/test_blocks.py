@@ -63,6 +63,34 @@ def test_experts_are_a_loop_over_tokens_and_their_choices(renormalises):
         np.testing.assert_allclose(out[place], expected * is_token[place], rtol=1e-4, atol=1e-5)
 
 
+def test_an_expert_that_overflows_counts_only_where_it_is_chosen():
+    num_experts, d, f, large = 4, 32, 16, 2
+    half = lambda x: jnp.asarray(x, jnp.float16)
+    layer = {
+        "router": half(np.zeros((num_experts, d))),
+        "router_bias": half([0, 0, -9, -9]),
+        "experts_gate_proj": half(normal(num_experts, f, d)),
+        "experts_up_proj": half(normal(num_experts, f, d)),
+        "experts_down_proj": half(normal(num_experts, d, f)),
+    }
+    x = half(normal(3, d))
+    run = lambda layer: blocks.experts(
+        x,
+        layer,
+        experts_per_token=2,
+        activate=lambda gate, up: gate * up,
+        renormalises=True,
+        is_token=jnp.array([True, True, False]),
+    )
+    expected = run(layer)
+    assert np.isfinite(expected).all()
+    overflows = {
+        name: matrices if name.startswith("router") else matrices.at[large].set(200)
+        for name, matrices in layer.items()
+    }
+    np.testing.assert_array_equal(run(overflows), expected)
+
+
 def test_norms_of_gemma_multiply_by_one_more_in_float32():
     x = jnp.asarray(normal(4, 64), jnp.bfloat16)
     weight = jnp.asarray(0.1 * normal(64), jnp.bfloat16)
