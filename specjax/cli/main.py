@@ -28,6 +28,8 @@ EXIT_BROKEN_PIPE = 141
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code.
 
+    With argv None the process is the command's own: `plan` then leaves accelerators alone.
+
     0 is success, 1 a request that failed among others, 2 bad input. Messages go to
     stderr, results to stdout.
     """
@@ -38,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
-            code = _run(arguments)
+            code = _run(arguments, owns_process=argv is None)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_BAD_INPUT
 
 
-def _run(argv: list[str]) -> int:
+def _run(argv: list[str], owns_process: bool) -> int:
     if argv and argv[0] in DELEGATED:
         return _delegate(argv[0], argv[1:])
     parser = build_parser()
@@ -62,6 +64,7 @@ def _run(argv: list[str]) -> int:
     if "run" not in arguments:
         parser.print_help()
         return 0
+    arguments.owns_process = owns_process
     return arguments.run(arguments)
 
 

@@ -157,8 +157,15 @@ def run(arguments: argparse.Namespace) -> int:
     engine = engine_config(arguments)
     import jax
 
-    # A described device needs no real one, and a present TPU must stay free.
-    jax.config.update("jax_platforms", "cpu")
+    if arguments.owns_process:
+        # A described device needs no real one, and a present TPU must stay free.
+        jax.config.update("jax_platforms", "cpu")
+    # A program that calls the command keeps its devices.
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        return _plan(arguments, engine)
+
+
+def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
     from specjax.cli import plan_report
     from specjax.planning import plan_request, plans
 

@@ -114,7 +114,10 @@ class AbstractDecoder(Decoder):
     @property
     def device(self) -> Any:
         """The first device that steps are compiled for."""
-        return jax.devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        if self.mesh is not None:
+            return self.mesh.devices.flat[0]
+        default = getattr(jax.config, "jax_default_device")  # noqa: B009 (jax adds it)
+        return jax.devices(default)[0] if default is None or isinstance(default, str) else default
 
     @property
     def abstract_state(self) -> DecodeState:

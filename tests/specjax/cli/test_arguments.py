@@ -151,7 +151,7 @@ def test_each_command_suggests_its_own_options(command, capsys):
 
 
 def test_errors_of_the_system_have_no_number(monkeypatch, capsys):
-    def fail(argv):
+    def fail(argv, owns_process):
         raise PermissionError(13, "Permission denied", "some/file")
 
     monkeypatch.setattr("specjax.cli.main._run", fail)

@@ -201,7 +201,7 @@ def test_bad_input_before_any_compile(run, argv, message):
 
 
 def test_broken_pipe_is_quiet(monkeypatch, tmp_path):
-    def broken(argv):
+    def broken(argv, owns_process):
         raise BrokenPipeError
 
     monkeypatch.setattr(cli, "_run", broken)
@@ -221,7 +221,7 @@ def test_interrupt_is_quiet(run, monkeypatch):
 def test_terminal_without_utf8(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    monkeypatch.setattr(cli, "_run", lambda argv: print("\N{MIDDLE DOT}") or 0)
+    monkeypatch.setattr(cli, "_run", lambda argv, owns_process: print("\N{MIDDLE DOT}") or 0)
     assert main([]) == 0
     assert raw.getvalue() == b"\\xb7\n"
 

@@ -3,6 +3,7 @@
 import json
 import sys
 
+import jax
 import pytest
 
 from specjax.cli import plan_command
@@ -53,6 +54,45 @@ def test_a_plan_from_compiled_steps(folder, capsys):
     assert {b["kind"] for b in document["buckets"]} == {"burst", "prefill", "mixed"}
     assert all(b["workspace_bytes"] > 0 for b in document["buckets"])
     assert document["compiled"]["layers_compiled"] == [LAYERS]
+
+
+@pytest.fixture
+def any_platform():
+    """As in a program that has named no platforms."""
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
+    yield
+    jax.config.update("jax_platforms", before)
+
+
+@pytest.fixture
+def devices_of_plans(monkeypatch):
+    """The default devices under which plans are made; none is compiled."""
+    seen = []
+
+    def make_plan(request, on_progress):
+        seen.append(jax.config.jax_default_device)
+        raise ValueError("not planned")
+
+    monkeypatch.setattr(plans, "make_plan", make_plan)
+    return seen
+
+
+def test_a_program_that_plans_keeps_its_devices(any_platform, devices_of_plans):
+    jax.config.update("jax_default_device", accelerator := jax.devices()[-1])
+    try:
+        assert main(["plan", "demo"]) == 2
+        assert jax.config.jax_default_device == accelerator
+    finally:
+        jax.config.update("jax_default_device", None)
+    assert jax.config.jax_platforms is None
+    assert devices_of_plans == [jax.local_devices(backend="cpu")[0]]
+
+
+def test_the_command_leaves_accelerators_alone(any_platform, devices_of_plans, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["specjax", "plan", "demo"])
+    assert main() == 2
+    assert jax.config.jax_platforms == "cpu"
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,14 @@ def test_a_prefill_from_shapes_is_the_one_that_runs(num_chips):
     assert sizes_of(ours)["temp"] > 0
 
 
+@pytest.mark.parametrize("is_named", [False, True])
+def test_steps_are_compiled_for_the_default_device(is_named):
+    last = jax.devices()[-1]
+    with jax.default_device("cpu" if is_named else last):
+        assert make(AbstractDecoder).device == (jax.devices()[0] if is_named else last)
+    assert make(AbstractDecoder).device == jax.devices()[0]
+
+
 def test_nothing_is_run_or_counted_as_a_call():
     decoder = make(AbstractDecoder)
     sizes = sizes_of(decoder.compile_prefill(1, 16))
