@@ -17,20 +17,31 @@ MAX_LAYERS = 4096
 MAX_SIZE = 2**31 - 1  # largest dimension, and so largest token id or position
 
 
-def rope(raw: Json, max_positions: int) -> RopeConfig:
-    """Returns the rope of `rope_parameters` (5.x), or of `rope_scaling` and `rope_theta` (4.x)."""
+def rope(
+    raw: Json,
+    max_positions: int,
+    layer_type: str | None = None,
+    *,
+    default_theta: float = 10000.0,
+) -> RopeConfig:
+    """Returns the rope of `rope_parameters` (5.x), or of `rope_scaling` and `rope_theta` (4.x).
+
+    Args:
+      max_positions: for the forms that fall back on it.
+      layer_type: "sliding_attention" or "full_attention": whose rope to read where
+        `rope_parameters` has an object per layer type, as Gemma 3 has. Without such objects the
+        one rope holds for every type. None: a family whose layers all rotate alike.
+      default_theta: used if the config has no rope_theta.
+    """
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     if not isinstance(scaling, dict):
         raise ValueError(f"rope_parameters={shown(scaling)} must be an object.")
     if any(isinstance(value, dict) for value in scaling.values()):
-        raise ValueError(
-            f"rope_parameters per layer type ({', '.join(scaling)}) are not supported; "
-            "expected one set for all layers."
-        )
+        scaling = _of_layer_type(scaling, layer_type)
     kind = scaling.get("rope_type", scaling.get("type")) or "default"
     holder = raw if scaling.get("rope_theta") is None else scaling
     # Frequencies are powers of theta, and yarn divides by its logarithm.
-    theta = number(holder, "rope_theta", 10000.0, above=1.0)
+    theta = number(holder, "rope_theta", default_theta, above=1.0)
     partial = scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if partial not in (None, 1.0):
         raise ValueError(f"partial_rotary_factor={shown(partial)} is not supported; expected 1.0.")
@@ -77,6 +88,21 @@ def rope(raw: Json, max_positions: int) -> RopeConfig:
     raise ValueError(
         f"rope type {kind!r} is not supported; expected default, linear, llama3 or yarn.{hint}"
     )
+
+
+def _of_layer_type(by_type: Json, layer_type: str | None) -> Json:
+    """Returns the rope parameters of a layer type."""
+    if layer_type is None:
+        raise ValueError(
+            f"rope_parameters per layer type ({', '.join(by_type)}) are not supported; "
+            "expected one set for all layers."
+        )
+    own = by_type.get(layer_type)
+    if not isinstance(own, dict):
+        raise ValueError(
+            f"rope_parameters has {', '.join(by_type)} and no object {layer_type!r}; add it."
+        )
+    return own
 
 
 def _yarn_attention_factor(scaling: Json, factor: float) -> float | None:

@@ -51,6 +51,11 @@ def test_what_a_config_says():
     left_out = {key: STILT_JSON[key] for key in STILT_JSON if "softcapping" not in key}
     usual = parse_config(left_out)
     assert (usual.attention_softcap, usual.logits_softcap) == (50.0, 30.0)
+    old = parse_config(STILT_JSON | {"rope_scaling": {"type": "linear", "factor": 8.0}})
+    assert [rope.factor for rope in old.layer_ropes] == [1.0, 8.0]
+    new = {"sliding_attention": {"rope_theta": 500}, "full_attention": {"rope_theta": 7e5}}
+    new = parse_config(STILT_JSON | {"rope_parameters": new})
+    assert [rope.theta for rope in new.layer_ropes] == [500, 7e5]
     with pytest.raises(ValueError, match="key 'head_dim' is missing, which every stilt config"):
         parse_config({key: STILT_JSON[key] for key in STILT_JSON if key != "head_dim"})
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specjax.models.base import RopeConfig
-from specjax.models.config_values import optional_number
+from specjax.models.config_values import optional_number, rope
 from specjax.models.hf_config import parse_config, read_config
 
 LLAMA = {
@@ -47,10 +47,10 @@ def _as_version_4(config):
     old.pop("layer_types", None)
     old["torch_dtype"] = config["dtype"]
     if "rope_parameters" in config:
-        rope = dict(config["rope_parameters"])
-        old["rope_theta"] = rope.pop("rope_theta")
-        rope["type"] = rope.pop("rope_type")
-        old["rope_scaling"] = None if rope["type"] == "default" else rope
+        scaling = dict(config["rope_parameters"])
+        old["rope_theta"] = scaling.pop("rope_theta")
+        scaling["type"] = scaling.pop("rope_type")
+        old["rope_scaling"] = None if scaling["type"] == "default" else scaling
     return old
 
 
@@ -193,17 +193,36 @@ def test_windows_that_make_no_sense(options):
 def test_yarn():
     """The rule of the paper unless a factor or mscale is given; old and new keys."""
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
-    rope = parse_config(LLAMA | {"rope_scaling": yarn, "rope_theta": 1e6}).rope
-    assert (rope.kind, rope.factor, rope.theta) == ("yarn", 4.0, 1e6)
-    assert rope.attention_factor is None
-    assert (rope.beta_fast, rope.beta_slow, rope.truncate) == (32.0, 1.0, True)
+    found = parse_config(LLAMA | {"rope_scaling": yarn, "rope_theta": 1e6}).rope
+    assert (found.kind, found.factor, found.theta) == ("yarn", 4.0, 1e6)
+    assert found.attention_factor is None
+    assert (found.beta_fast, found.beta_slow, found.truncate) == (32.0, 1.0, True)
     given = parse_config(LLAMA | {"rope_scaling": yarn | {"attention_factor": 0.5}})
     assert given.rope.attention_factor == 0.5
     mscale = {"mscale": 1.0, "mscale_all_dim": 1.0}
     assert parse_config(LLAMA | {"rope_scaling": yarn | mscale}).rope.attention_factor == 1
     stretched = {"rope_type": "yarn", "factor": None} | {"original_max_position_embeddings": 1024}
-    rope = parse_config(LLAMA | {"rope_parameters": stretched}).rope
-    assert rope.factor == 2.0
+    assert parse_config(LLAMA | {"rope_parameters": stretched}).rope.factor == 2.0
+
+
+GEMMA3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "factor": 8.0},
+}
+
+
+def test_a_rope_per_layer_type():
+    raw = {"rope_parameters": GEMMA3_ROPES}
+    of_type = lambda layer_type, **more: rope(raw, 64, layer_type, **more)
+    assert of_type("sliding_attention", default_theta=1e6) == RopeConfig(theta=1e4)
+    linear = RopeConfig(theta=1e6, kind="linear", factor=8.0)
+    assert of_type("full_attention", default_theta=1e6) == linear
+    with pytest.raises(ValueError, match=r"per layer type \(sliding_attention, full_attention\)"):
+        of_type(None)
+    with pytest.raises(ValueError, match="and no object 'chunked_attention'; add it"):
+        of_type("chunked_attention")
+    raw = {"rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
+    assert of_type("sliding_attention") == of_type("full_attention") == linear
 
 
 def test_gpt2():
