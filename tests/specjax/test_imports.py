@@ -1,7 +1,9 @@
 """What modules may import, beyond what `lint-imports` holds: that imports go down the rooms."""
 
 import ast
+import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,6 +145,19 @@ def _is_standard(root: str) -> bool:
 def _may_need(name: str, root: str) -> bool:
     is_edge = any(covers(prefix, name) for prefix in MAY_NEED_OPTIONAL)
     return is_edge or (name, root) in GUARDED
+
+
+def test_what_is_installed_is_imported():
+    """Neither more nor less than the modules import, beside what is an extra's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    others = {"orbax-checkpoint": "orbax", "absl-py": "absl"}
+    names = [re.match(r"[\w-]+", line)[0] for line in project["dependencies"]]
+    installed = {others.get(name, name) for name in names}
+    roots = {target.partition(".")[0] for name in MODULES for target, _ in imports(name)}
+    of_jax = {"absl"}  # Pallas imports it, and jax does not ask for it
+    assert installed - of_jax <= roots
+    optional = {"torch", "transformers", "tunix", "huggingface_hub", "matplotlib"}
+    assert {r for r in roots if not _is_standard(r)} - {*PACKAGES} <= installed | optional
 
 
 @pytest.mark.parametrize("name", MODULES)
