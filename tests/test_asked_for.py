@@ -1,7 +1,9 @@
 """Which tests a run asks for, and how far it says it is."""
 
+from pathlib import Path
+
 import pytest
-from asked_for import is_asked_for
+from asked_for import ON_DEMAND, is_asked_for
 from progress import Progress
 
 
@@ -21,6 +23,12 @@ def test_what_is_asked_for(markers, asked, not_asked):
         return is_asked_for(set(markers), "" if how == "file" else how, how == "file")
 
     assert [how for how in (*asked, *not_asked) if runs(how)] == asked
+
+
+@pytest.mark.parametrize("marker", ON_DEMAND)
+def test_a_job_runs_what_is_run_on_demand(marker):
+    jobs = Path(__file__).parents[1] / ".github" / "workflows" / "ci.yml"
+    assert f"run: pytest -m {marker} -n 0\n" in jobs.read_text()
 
 
 class Terminal:
