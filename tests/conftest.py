@@ -46,14 +46,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keeps what is asked for; tests marked `device` run only where there is an accelerator."""
+    """Keeps what is asked for."""
     asked_for.deselect(config, items)
-    if jax.default_backend() != "cpu":
-        return
-    skip = pytest.mark.skip(reason="needs an accelerator; JAX_PLATFORMS=tpu or cuda")
-    for item in items:
-        if "device" in item.keywords:
-            item.add_marker(skip)
 
 
 # A process may hold 65,530 maps of memory on Linux, and what was compiled for a CPU lies in a

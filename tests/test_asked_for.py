@@ -1,5 +1,7 @@
 """Which tests a run asks for, and how far it says it is."""
 
+import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -25,10 +27,22 @@ def test_what_is_asked_for(markers, asked, not_asked):
     assert [how for how in (*asked, *not_asked) if runs(how)] == asked
 
 
+ROOT = Path(__file__).parents[1]
+
+
 @pytest.mark.parametrize("marker", ON_DEMAND)
 def test_a_job_runs_what_is_run_on_demand(marker):
-    jobs = Path(__file__).parents[1] / ".github" / "workflows" / "ci.yml"
-    assert f"run: pytest -m {marker} -n 0\n" in jobs.read_text()
+    jobs = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert f"run: pytest -m {marker} -n 0\n" in jobs
+
+
+def test_every_marker_marks_a_test():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    listed = {line.partition(":")[0] for line in options["markers"]}
+    used = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        used |= set(re.findall(r"pytest\.mark\.(\w+)", path.read_text(encoding="utf-8")))
+    assert listed <= used
 
 
 class Terminal:
