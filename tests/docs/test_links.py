@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import pytest
-from pages import DOCS, PAGES, ROOT, name_of
+from pages import DOCS, PAGES, ROOT, blocks_of, name_of
 
 import specjax
 import specjax.models
@@ -91,15 +94,68 @@ FOR_DRAFTERS = {
 }
 
 
-def test_every_public_name_is_in_the_reference():
-    named = [
+FOR_FAMILIES = {"specjax.models.base.RopeConfig", "specjax.models.layers.rms_norm"}
+FOR_POLICIES = {
+    "specjax.decode.bucket.Bucket",
+    "specjax.policy.interface.Decision",
+    "specjax.policy.interface.Load",
+    "specjax.policy.interface.Outcome",
+    "specjax.policy.interface.SpeculationPolicy",
+}
+
+
+def reference() -> list[str]:
+    """Returns every name that the API reference describes."""
+    return [
         name
-        for page in (DOCS / "api").glob("*.md")
+        for page in sorted((DOCS / "api").glob("*.md"))
         for name in _DIRECTIVE.findall(page.read_text(encoding="utf-8"))
     ]
+
+
+def found_under(name: str) -> object:
+    """Returns what a dotted name stands for: a module, or a name of one."""
+    parent, _, own = name.rpartition(".")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return getattr(importlib.import_module(parent), own)
+
+
+def imports_of(page: Path) -> set[str]:
+    """Returns the dotted names that a page's Python takes from the insides of specjax."""
+    names = set()
+    for block in blocks_of(page.read_text(encoding="utf-8")):
+        tree = ast.parse(block.text) if block.language == "python" else ast.Module([], [])
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("specjax."):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+@pytest.mark.parametrize("page", ["adding-a-model.md", "your-own-drafter.md"])
+def test_what_a_guide_imports_is_in_the_reference(page):
+    described = [*map(found_under, reference())]
+    modules = {getattr(each, "__module__", None) for each in described}
+
+    def is_described(name: str) -> bool:
+        value = found_under(name)
+        if any(value is each for each in described):
+            return True
+        if isinstance(value, ModuleType):  # some of its names are, each by its own
+            return value.__name__ in modules
+        return any(found_under(name.rpartition(".")[0]) is each for each in described)
+
+    imported = imports_of(DOCS / page)
+    assert imported
+    assert {name for name in imported if not is_described(name)} == set()
+
+
+def test_every_public_name_is_in_the_reference():
+    named = reference()
     public = {f"specjax.{name}" for name in dir(specjax)} - {"specjax.__version__"}
     public |= {f"specjax.testing.{name}" for name in specjax.testing.__all__}
-    public |= FOR_DRAFTERS
+    public |= FOR_DRAFTERS | FOR_FAMILIES | FOR_POLICIES
     family = (*specjax.models._HOME, "blocks", "config_values", "weights")
     public |= {f"specjax.models.{name}" for name in family}
     assert public == {name for name in named if name.startswith("specjax.")}
