@@ -184,6 +184,24 @@ def test_generation_commands_run(name, capsys):
     assert capsys.readouterr().out.strip()
 
 
+NUMBER = re.compile(r"\d[\d,.]*")
+
+
+@pytest.mark.full
+def test_a_plan_prints_what_its_guide_shows(capsys):
+    name = "docs/guides/memory.md"
+    command = next(line for page, _, line in COMMAND_LINES if page == name)
+    ((_, *arguments),) = commands_in(command)
+    assert command_line.main(arguments) == 0
+    printed = {NUMBER.sub("#", line): line for line in capsys.readouterr().out.splitlines()}
+    shown = next(block for block in BLOCKS[name] if block.language == "text").text.splitlines()
+    numbers = lambda line: [float(each.replace(",", "")) for each in NUMBER.findall(line)]
+    for line in shown:
+        same = printed[NUMBER.sub("#", line)]
+        # Bytes of steps differ between versions of XLA.
+        assert numbers(same) == pytest.approx(numbers(line), rel=0.01), same
+
+
 def test_a_block_is_found_with_its_reason_and_line():
     text = "a\n\n<!-- not run: needs a TPU -->\n```python\nx\n```\n"
     text += "\n    specjax plan\n\n- b\n\n    c\n"
