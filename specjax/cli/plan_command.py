@@ -50,7 +50,8 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="of weights, keys and values (default float32 on CPU, bfloat16 elsewhere)",
+        help="of weights, and of keys and values without --kv-cache-dtype (default float32 on "
+        "CPU, bfloat16 elsewhere)",
     )
     parser.add_argument(
         "--num-speculative-tokens",

@@ -1,7 +1,9 @@
 """`specjax plan`: a small model's plan end to end, and what is refused."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -163,3 +165,18 @@ def test_every_size_of_the_engine_can_be_given():
     assert engine.kv_cache_dtype == "fp8"
     assert (engine.page_size, engine.num_pages) == (32, 500)
     assert (engine.logit_bytes, engine.gate) == (10**8, "worst_case")
+
+
+def test_the_page_has_every_option():
+    page = Path(__file__).parents[3] / "docs" / "planning.md"
+    table = page.read_text(encoding="utf-8").partition("## Options")[2].partition("\n## ")[0]
+    listed = [
+        option
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for option in re.findall(r"`(--[\w-]+)", line.split("|")[1])
+    ]
+    parser = build_parser().parse_args(["plan", "demo"]).command_parser
+    options = {name for name in parser._option_string_actions if name.startswith("--")}
+    assert set(listed) == options - {"--help"}
+    assert len(listed) == len(set(listed))
