@@ -52,7 +52,8 @@ def linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
         return jax.lax.optimization_barrier(out)[:, :num_tokens].T
 
     if tokens.shape[0] <= MOST_TOKENS_FROM_THE_LEFT:
-        # By the platform compiled for, which need not be this machine's: see decode/abstract.py.
+        # By the platform compiled for, which need not be this machine's, as
+        # planning/abstract_decoder.py has it.
         out = jax.lax.platform_dependent(tokens, weight, cpu=from_the_left, default=whole)
     else:
         out = whole(tokens, weight)

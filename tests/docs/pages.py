@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import re
 from pathlib import Path
 
@@ -32,6 +33,15 @@ class Block:
 def name_of(page: Path) -> str:
     """Returns a page's path as tests show it."""
     return page.relative_to(ROOT).as_posix()
+
+
+def found_under(name: str) -> object:
+    """Returns what a dotted name stands for: a module, or a name of one."""
+    parent, _, own = name.rpartition(".")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        return getattr(importlib.import_module(parent), own)
 
 
 def blocks_of(text: str) -> list[Block]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import re
 import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from pages import DOCS, PAGES, ROOT, blocks_of, name_of
+from pages import DOCS, PAGES, ROOT, blocks_of, found_under, name_of
 
 import specjax
 import specjax.models
@@ -111,15 +110,6 @@ def reference() -> list[str]:
         for page in sorted((DOCS / "api").glob("*.md"))
         for name in _DIRECTIVE.findall(page.read_text(encoding="utf-8"))
     ]
-
-
-def found_under(name: str) -> object:
-    """Returns what a dotted name stands for: a module, or a name of one."""
-    parent, _, own = name.rpartition(".")
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError:
-        return getattr(importlib.import_module(parent), own)
 
 
 def imports_of(page: Path) -> set[str]:
