@@ -54,7 +54,6 @@ OPTIONAL = (
 )
 MAY_NEED_OPTIONAL = (
     "specjax.integrations",
-    "specjax.training",
     "specjax.demo",
     "specjax.bench",
     "specjax.examples",
@@ -185,6 +184,11 @@ def test_no_import_cycles():
 
     for name in graph:
         visit(name)
+
+
+def test_rules_are_of_modules_that_are_there():
+    edges = {*MAY_IMPORT_SPECJAX, *MAY_NEED_OPTIONAL, *(name for name, _ in GUARDED)}
+    assert {*edges, *FORBIDDEN, *ALLOWED} <= {*MODULES}
 
 
 def test_rules_see_a_violation(monkeypatch, tmp_path):
