@@ -107,8 +107,8 @@ class Proposal:
     tree: DraftTree | None = None
     # f32[rows, num_drafts] each, estimated acceptance probability of draft token j and the
     # path to it; None: unknown. The first depends only on tokens drawn before j, so rules
-    # by law may select drafts for verification by it. The second depends on token j itself,
-    # and is only for `greedy`, `seeded` and `delta`.
+    # that compare distributions may select drafts for verification by it. The second depends
+    # on token j itself, and is only for `greedy`, `seeded` and `delta`.
     prior_confidence: Array | None = None
     path_probability: Array | None = None
 

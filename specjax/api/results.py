@@ -35,8 +35,8 @@ class Completion:
     finish_reason: str  # "stop", "length", "error"; "abort" or "deadline" from outside
     error: str | None
     logprobs: list[TokenLogProbs] | None
-    # Pass it as SamplingParams.seed to get the same text again; under rules by law, with
-    # the same drafter and K, and without max_drafts_per_step.
+    # Pass it as SamplingParams.seed to get the same text again; under rules that compare
+    # distributions, with the same drafter and K, and without max_drafts_per_step.
     seed: int
     acceptance: AcceptanceCounts
     pieces: list[TextPiece]  # the text by token, and whether the drafter proposed it

@@ -115,7 +115,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--self-check",
         action="store_true",
         default=argparse.SUPPRESS,
-        help="report how far the draws are from what their law has on average",
+        help="report how far the draws are from what their distribution has on average",
     )
     group.add_argument(
         "--entropy",

@@ -38,8 +38,9 @@ class Rule(enum.IntEnum):
 
 VERIFICATION_RULES = tuple(rule.label for rule in Rule)
 
-# Rules that compare the distributions of draft and target, so that drafts need noise of their
-# own. They are a range because compiled steps test membership by comparing with its ends.
+# Rules that compare the distributions of draft and target ("rules by law"), so that drafts need
+# noise of their own. They are a range because compiled steps test membership by comparing with
+# its ends.
 BY_LAW = range(Rule.REJECTION, Rule.LENIENT + 1)
 
 # Rules under which the output is not the target's.

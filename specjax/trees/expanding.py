@@ -14,8 +14,8 @@ width 2, top_k 2; path probabilities below, expanded nodes in brackets:
               /   \\        /    \\
         [aa .30] ab .24 [ba .36] bb .04        ba before aa: it is the likelier
 
-The ranking depends on the drawn tokens, which would bias `rejection` and other rules by
-law: the tree is only for `greedy`, `seeded` and `delta`.
+The ranking depends on the drawn tokens, which would bias `rejection` and other rules that
+compare distributions: the tree is only for `greedy`, `seeded` and `delta`.
 
 Source: EAGLE-2 (arXiv:2406.16858), the expansion and the reranking phase.
 """
