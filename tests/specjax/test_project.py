@@ -4,6 +4,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import re
 import tomllib
 from pathlib import Path
 
@@ -37,7 +38,23 @@ def names_in(package):
 
 def test_one_version():
     assert PROJECT["project"]["version"] == specjax.__version__
-    assert specjax.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_changelog_can_be_released():
+    """One heading per version, the topmost that of this one: a date makes it what is checked."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## .*$", text, re.MULTILINE)
+    versions = [re.match(r"## \[(.+?)\] - (.+)$", heading).groups() for heading in headings]
+    assert versions[0][0] == specjax.__version__
+    assert len({version for version, _ in versions}) == len(versions)
+    for version, date in versions:
+        is_out = date != "not yet released"
+        leads_to = f"releases/tag/v{version}" if is_out else "commits/main"
+        assert f"\n[{version}]: https://github.com/specjax/specjax/{leads_to}\n" in text
+    workflow = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    (checked,) = re.findall(r'grep -Eq "(.+)" CHANGELOG.md', workflow)
+    dated = headings[0].replace("not yet released", "2026-01-02")
+    assert re.search(checked.replace("$version", re.escape(specjax.__version__)), dated)
 
 
 @pytest.mark.parametrize("name", names_in(specjax.configs.models))
