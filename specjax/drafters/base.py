@@ -1,10 +1,11 @@
 """The drafter contract: a hashable `DrafterSpec` builds a `Drafter`, a group of pure functions.
 
-A drafter proposes tokens. It changes the speed and not the output, except that under rules by law
-`Proposal.probs` must be true: `specjax.testing.check_drafter` tests it. Its functions run inside
-the jitted burst, over a state of its own, which may be any pytree. A drafter whose function raises
-or returns something else, or that proposes NaN or ids outside the vocabulary, is turned off for
-the run, and decoding continues without it. docs/your-own-drafter.md has an example.
+A drafter proposes tokens. It changes the speed and not the output, except that under rules that
+compare distributions `Proposal.probs` must be true: `specjax.testing.check_drafter` tests it. Its
+functions run inside the jitted burst, over a state of its own, which may be any pytree. A drafter
+whose function raises or returns something else, or that proposes NaN or ids outside the
+vocabulary, is turned off for the run, and decoding continues without it.
+docs/your-own-drafter.md has an example.
 """
 
 from __future__ import annotations

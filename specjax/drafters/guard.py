@@ -109,7 +109,8 @@ def _checked(
             "its draft returned probs, and the drafter does not say draws_afresh; expected the "
             "distributions that its tokens were drawn from in this step. Verification by "
             "probabilities stored with earlier rollouts would be biased: give probs=None, and "
-            "rules by law run as delta, which is exact for tokens however chosen"
+            "rules that compare distributions run as delta, which is exact for tokens however "
+            "chosen"
         )
     if proposal.probs is None and spec.has_probs and context.keeps_probs:
         raise DrafterError(

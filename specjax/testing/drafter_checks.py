@@ -1,9 +1,10 @@
 """Checks the contract that every drafter must satisfy.
 
-A faulty drafter is slow, not wrong, and its output does not reveal the fault; under rules by law
-laws (`Proposal.probs`) that are not true change it, and only many draws reveal that. The check
-compares the drafts themselves: those of a row that was prefilled, drafted, preempted and reused
-must equal those of a fresh row with the same tokens, and laws must be those of what was drawn.
+A faulty drafter is slow, not wrong, and its output does not reveal the fault. Under rules that
+compare distributions, probabilities (`Proposal.probs`) that are not true change the output, and
+only many draws reveal that. The check compares the drafts themselves: those of a row that was
+prefilled, drafted, preempted and reused must equal those of a fresh row with the same tokens, and
+probabilities must be those of what was drawn.
 """
 
 from __future__ import annotations
