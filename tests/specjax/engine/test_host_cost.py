@@ -41,6 +41,9 @@ class IdleDecoder:
     def place_params(self, params):
         return params
 
+    def let_go(self):
+        pass
+
     def init(self):
         return self
 
