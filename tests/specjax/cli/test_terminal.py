@@ -1,11 +1,13 @@
 """What a person sees: colours, control characters, the summary."""
 
+import dataclasses
 import io
 
 import pytest
 
 from specjax.api.generation import GenerationStats
 from specjax.cli import json_document, terminal
+from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import AcceptanceCounts, TextPiece
 
 
@@ -84,6 +86,29 @@ def test_summary_without_speculation():
     assert "no speculation" in terminal.summary(stats(drafter="none", acceptance=none))
     assert "no speculation" in terminal.summary(stats(num_speculative_tokens=0, acceptance=none))
     assert "proposed nothing" in terminal.summary(stats(acceptance=none))
+
+
+@pytest.mark.parametrize(
+    ("depths", "reason", "expected"),
+    [
+        ((0, 0), "goodput", "· no drafts: plain decoding is faster here ·"),
+        (
+            (0,),
+            "nothing measured yet",
+            "· no drafts: the step that drafts was not compiled in time",
+        ),
+        ((0,), "memory gate", "· no drafts: memory gate ·"),
+        ((3, 0), "goodput", "proposed nothing"),
+    ],
+)
+def test_summary_says_why_nothing_was_drafted(depths, reason, expected):
+    figures = dict.fromkeys((field.name for field in dataclasses.fields(BurstRecord)), 0)
+    decisions = tuple(
+        BurstRecord(**(figures | {"num_speculative_tokens": depth, "reason": reason}))
+        for depth in depths
+    )
+    none = AcceptanceCounts(num_steps=128)
+    assert expected in terminal.summary(stats(acceptance=none, decisions=decisions))
 
 
 def test_status_is_silent_away_from_a_terminal():
