@@ -619,7 +619,8 @@ class StepCosts:
         return slopes
 
     def _said_slopes(self) -> np.ndarray:
-        """Returns the slopes of the prior, f64[2], as much slower as steps were measured to be."""
+        """Returns the slopes of the prior, f64[2], times measured over predicted seconds of the
+        deepest bucket: one alone, so that the work does not grow with all that was measured."""
         if self.prior is None:
             return np.zeros(2)
         deepest = max(self._samples, key=lambda bucket: bucket.num_speculative_tokens)
@@ -631,9 +632,8 @@ class StepCosts:
             for k in (0, depth)
         ]
         slower = [
-            sample.seconds / self.prior(bucket, sample.context)
-            for bucket, samples in self._samples.items()
-            for sample in samples.values()
+            sample.seconds / self.prior(deepest, sample.context)
+            for sample in self._samples[deepest].values()
         ]
         at_0 = max(per_token[0], 0.0)
         return _median(slower) * np.array([at_0, max(per_token[1] - at_0, 0.0) / depth])

@@ -494,3 +494,25 @@ def test_buckets_that_are_compared_are_estimated_by_one_fit(monkeypatch):
         seconds, _ = costs.estimate(Bucket(8, depth), context, 1e5)
         assert seconds is not None
     assert num_solved[0] == 1
+
+
+def test_the_prior_is_asked_no_more_often_the_more_was_measured():
+    asked = [0]
+
+    def prior(bucket, context):
+        asked[0] += 1
+        return true_seconds(bucket, context)
+
+    def most_asked(num_rows):
+        costs = StepCosts(prior=prior)
+        for bucket in [Bucket(rows, depth) for rows in range(1, num_rows) for depth in (0, 1, 4)]:
+            for context in (100, 200):
+                costs.observe(bucket, context, true_seconds(bucket, context))
+        found = []
+        for _ in range(20):
+            asked[0] = 0
+            costs.observe(Bucket(1, 0), 100, true_seconds(Bucket(1, 0), 100))
+            found.append(asked[0])
+        return max(found)
+
+    assert 0 < most_asked(40) <= most_asked(4)
