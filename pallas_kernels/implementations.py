@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -71,17 +71,27 @@ def target_kind() -> str | None:
     """Returns the kind of device that ops are traced for, or None if unknown."""
     if _platform.value is not None:
         return _platform.value[1]
-    return jax.devices()[0].device_kind if target_platform() == "tpu" else None
+    return default_device().device_kind if target_platform() == "tpu" else None
 
 
 def target_platform() -> str:
     """Returns the platform that ops are traced for: of `lowered_for`, or of jax's default."""
     if _platform.value is not None:
         return _platform.value[0]
-    device = getattr(jax.config, "jax_default_device")  # noqa: B009 (jax adds it when it runs)
-    if device is None:
-        return jax.default_backend()
+    device = _default_device()
     return device if isinstance(device, str) else device.platform
+
+
+def default_device() -> Any:
+    """Returns the jax.Device that jax runs on where nothing else is said."""
+    device = _default_device()
+    return jax.devices(device)[0] if isinstance(device, str) else device
+
+
+def _default_device() -> Any:
+    """Returns the same, or the name of its platform where jax was given no more than that."""
+    device = getattr(jax.config, "jax_default_device")  # noqa: B009 (jax adds it when it runs)
+    return jax.devices()[0] if device is None else device
 
 
 def needs_platform(platform: str, call: Callable[[], Result]) -> Callable[[], Result]:

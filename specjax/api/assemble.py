@@ -393,6 +393,7 @@ class Setup:
     def _plan_request(self) -> plan_request.PlanRequest:
         """The plan's input: this setup on the present devices."""
         chips = sharding.axis_size(self.mesh, sharding.TENSOR)
+        shapes = jax.eval_shape(lambda weights: weights, self.drafter.params)
         return plan_request.PlanRequest(
             target=self.target.config,
             target_name=self.target.name,
@@ -406,7 +407,7 @@ class Setup:
             rule_options=_rule_options(self.speculation),
             max_drafts_per_shard=self._max_drafts_per_shard(self.engine.max_rows),
             drafter_dtype=_dtype_of(self.drafter.params),
-            drafter_params=self.drafter.params if self._has_drafter_params else None,
+            drafter_params=shapes if self._has_drafter_params else None,
             chooses_rows=self._plans_row_buckets,
         )
 

@@ -18,6 +18,7 @@ import numpy as np
 from specjax import sharding
 from specjax.config.checks import is_int
 from specjax.drafters.base import Draft, Drafter, DrafterContext, DrafterSpec
+from specjax.models.base import ModelConfig
 from specjax.trees import draft_tree
 from specjax.types import NO_PARENT, DraftTree, Proposal
 
@@ -29,6 +30,18 @@ class DrafterError(Exception):
 # The functions of a Drafter, and which of their arguments is the state that they return anew.
 _STATE_ARGUMENT = {"draft": 1, "prefill": 1, "absorb": 1, "enter_rows": 0, "move": 0, "remember": 0}
 _FUNCTIONS = (*_STATE_ARGUMENT, "init", "state_axes")
+
+
+def abstract_drafter_params(spec: DrafterSpec, target: ModelConfig, dtype: Any) -> Any:
+    """Returns shapes and dtypes of a drafter's weights, as its spec says.
+
+    Raises:
+      DrafterError: its `abstract_params` raised.
+    """
+    try:
+        return spec.abstract_params(target, dtype)
+    except Exception as error:  # a spec may be third-party code, and raise anything
+        raise DrafterError(f"its abstract_params raised {error!r}") from error
 
 
 def is_own(spec: DrafterSpec) -> bool:

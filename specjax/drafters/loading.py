@@ -15,6 +15,7 @@ from specjax.config.names import NO_DRAFTER, check_drafter
 from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.base import DrafterSpec, ModelWork
+from specjax.drafters.guard import DrafterError, abstract_drafter_params
 from specjax.drafters.spec import HistoryDrafter, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.abstract import shape_difference, tree_difference
 from specjax.models.base import Model, ModelConfig, parameters
@@ -103,11 +104,10 @@ class LoadedDrafter:
         if not has_own and (jax.tree.leaves(self.params) or not self.configs):
             return
         try:
-            expected = self.spec.abstract_params(target, dtype)
-        except Exception as error:  # a spec may be third-party code, and raise anything
+            expected = abstract_drafter_params(self.spec, target, dtype)
+        except DrafterError as error:
             raise TypeError(
-                f"abstract_params of drafter {self.name!r} raised {error!r}; expected a tree of "
-                "jax.ShapeDtypeStruct."
+                f"drafter {self.name!r}: {error}; expected a tree of jax.ShapeDtypeStruct."
             ) from error
         if not jax.tree.leaves(expected):
             return

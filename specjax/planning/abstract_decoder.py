@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from pallas_kernels.implementations import default_device
 from specjax import sharding
 from specjax.decode.bucket import Bucket
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState
-from specjax.drafters.guard import DrafterError
+from specjax.drafters.guard import abstract_drafter_params
 from specjax.models.abstract import abstract_weights as abstract_weights
 from specjax.types import DecoderParams
 
@@ -44,8 +45,7 @@ class AbstractDecoder(Decoder):
 
     Args:
       drafter_dtype: of the drafter's weights; by default that of the pages.
-      drafter_params: the drafter's weights or their shapes; by default `abstract_params` of its
-        spec.
+      drafter_params: shapes of the drafter's weights; by default `abstract_params` of its spec.
     """
 
     def __init__(
@@ -114,10 +114,7 @@ class AbstractDecoder(Decoder):
     @property
     def device(self) -> Any:
         """The first device that steps are compiled for."""
-        if self.mesh is not None:
-            return self.mesh.devices.flat[0]
-        default = getattr(jax.config, "jax_default_device")  # noqa: B009 (jax adds it)
-        return jax.devices(default)[0] if default is None or isinstance(default, str) else default
+        return default_device() if self.mesh is None else self.mesh.devices.flat[0]
 
     @property
     def abstract_state(self) -> DecodeState:
@@ -140,14 +137,11 @@ class AbstractDecoder(Decoder):
           DrafterError: the drafter's `abstract_params` raised.
         """
         dtype = self.sizes.dtype
-        target = abstract_weights(self.target, dtype)
-        if self._drafter_params is not None:
-            return DecoderParams(target, jax.eval_shape(lambda own: own, self._drafter_params))
-        try:
-            drafter = self.drafter.abstract_params(self.target, self._drafter_dtype or dtype)
-        except Exception as error:  # a spec may be third-party code, and raise anything
-            raise DrafterError(f"its abstract_params raised {error!r}") from error
-        return DecoderParams(target, drafter)
+        drafter = self._drafter_params
+        if drafter is None:
+            own = self._drafter_dtype or dtype
+            drafter = abstract_drafter_params(self.drafter, self.target, own)
+        return DecoderParams(abstract_weights(self.target, dtype), drafter)
 
     def _call(
         self,

@@ -72,8 +72,7 @@ class PlanRequest:
       rules, rule_options: verification rules of the steps, beyond equality.
       max_drafts_per_shard: as in DecoderConfig.
       drafter_dtype: of the drafter's weights; by default that of the target and the pages.
-      drafter_params: the drafter's weights or their shapes; by default `abstract_params` of its
-        spec.
+      drafter_params: shapes of the drafter's weights; by default `abstract_params` of its spec.
       chooses_rows: whether the policy chooses row buckets where the engine names none.
     """
 

@@ -90,7 +90,7 @@ def test_weights_are_those_that_the_spec_says(target):
             ValueError,
             r"\['weight'\] is of \(5,\), not \(2, 3\)",
         ),
-        (Head("more"), TypeError, r"abstract_params of drafter 'Head' raised KeyError\('more'\)"),
+        (Head("more"), TypeError, r"drafter 'Head': its abstract_params raised KeyError\('more'\)"),
         ("bare", ValueError, "'ModelDrafter' are not .* missing"),
     ],
     ids=["none", "another", "shape", "raises", "no model"],
