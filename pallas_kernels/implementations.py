@@ -1,12 +1,49 @@
 """Picks the implementation of an op."""
 
 import contextlib
+import contextvars
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 Result = TypeVar("Result")
+
+
+class NotForThis(NotImplementedError):
+    """An implementation is for another platform, or has to be asked for by name."""
+
+
+class Taken(NamedTuple):
+    """The implementation that an op took when it was traced.
+
+    Attributes:
+      reasons: why each better one for this platform does not cover the case; () if none is.
+    """
+
+    op: str
+    implementation: str
+    reasons: tuple[str, ...] = ()
+
+
+_recorded: contextvars.ContextVar[list[Taken] | None] = contextvars.ContextVar(
+    "recorded", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Taken]]:
+    """Context that records, in the list that it yields, what ops take when they are traced.
+
+    Each entry stands once, in the order in which it was first taken.
+    """
+    found: list[Taken] = []
+    token = _recorded.set(found)
+    try:
+        yield found
+    finally:
+        _recorded.reset(token)
+
 
 # Part of the key of jit's caches: code traced for one platform is not run on another.
 _platform = jax.make_user_context(default_value=None)
@@ -99,7 +136,7 @@ def needs_platform(platform: str, call: Callable[[], Result]) -> Callable[[], Re
 
     def checked() -> Result:
         if (own := target_platform()) != platform:
-            raise NotImplementedError(f"runs on {platform}, and this is {own}.")
+            raise NotForThis(f"runs on {platform}, and this is {own}.")
         # Kernels use 32-bit types and standard promotion, whatever the program sets in jax.
         with jax.enable_x64(False), jax.numpy_dtype_promotion("standard"):
             return call()
@@ -112,7 +149,7 @@ def if_named(candidate: str, name: str | None, call: Callable[[], Result]) -> Ca
 
     def checked() -> Result:
         if name != candidate:
-            raise NotImplementedError("is taken only where it is asked for by name.")
+            raise NotForThis("is taken only where it is asked for by name.")
         return call()
 
     return checked
@@ -139,13 +176,26 @@ def call_best(
                 f"{', '.join(implementations)}."
             )
         try:
-            return implementations[name]()
+            result = implementations[name]()
         except NotImplementedError as error:
-            raise NotImplementedError(f"{op} by implementation={name!r}: {error}") from error
-    reasons = []
+            raise type(error)(f"{op} by implementation={name!r}: {error}") from error
+        _record(Taken(op, name))
+        return result
+    reasons, own = [], []
     for candidate, call in implementations.items():
         try:
-            return call()
+            result = call()
         except NotImplementedError as error:
             reasons.append(f"{candidate}: {error}")
+            if not isinstance(error, NotForThis):
+                own.append(reasons[-1])
+            continue
+        _record(Taken(op, candidate, tuple(own)))
+        return result
     raise NotImplementedError(f"No implementation of {op} covers this. " + " ".join(reasons))
+
+
+def _record(taken: Taken) -> None:
+    found = _recorded.get()
+    if found is not None and taken not in found:
+        found.append(taken)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from pallas_kernels.implementations import target_platform
+from pallas_kernels.implementations import Taken, target_platform
 from pallas_kernels.names import PLATFORMS
 from specjax import sharding
 from specjax.api.requests import Refused, make_requests, one_each
@@ -43,6 +43,7 @@ from specjax.engine.request import Request
 from specjax.models.base import Model
 from specjax.models.loading import load_model
 from specjax.paged import kv_cache
+from specjax.paged.page_sizes import with_page_size
 from specjax.paged.work import ModelWork
 from specjax.planning import plan_request, plans
 from specjax.planning.device_memory import (
@@ -119,7 +120,15 @@ class Setup:
             _speculation(speculative_config, verification, num_speculative_tokens),
         )
         mesh = sharding.automatic(mesh)
-        setup = cls(model, loaded, speculation, _engine_config(engine), mesh)
+        kv_shards = sharding.axis_size(mesh, sharding.TENSOR)
+        with sharding.lowered(mesh):
+            own = with_page_size(
+                _engine_config(engine),
+                model.config,
+                _dtype_of(model.params) or jnp.float32,
+                kv_shards=kv_shards,
+            )
+        setup = cls(model, loaded, speculation, own, mesh)
         setup._check_kernels()
         setup._check_drafter()
         setup._check_budgets()
@@ -379,6 +388,13 @@ class Setup:
             warnings.warn(warning, stacklevel=3)
         return plan.memory, fault
 
+    @functools.cached_property
+    def kernels(self) -> tuple[Taken, ...]:
+        """The implementation of each op in the steps of these settings."""
+        if self.memory is not None:
+            return self.memory.kernels
+        return self._with_or_without_drafter(plans.kernels_in_use)[0]
+
     def _with_or_without_drafter(
         self, plan: Callable[[plan_request.PlanRequest], Planned]
     ) -> tuple[Planned, str | None]:
@@ -399,7 +415,7 @@ class Setup:
             target_name=self.target.name,
             drafter=self.drafter.spec,
             drafter_name=self.drafter.name,
-            device=plan_request.Device("here", chips, None, self.mesh),
+            device=plan_request.Device(plan_request.HERE, chips, None, self.mesh),
             dtype=self._dtype,
             num_speculative_tokens=self.speculation.depth,
             engine=self.engine,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+from pallas_kernels.implementations import Taken
 from specjax.api.assemble import Setup
 from specjax.api.outbox import Outbox
 from specjax.api.requests import Prompt, token_ids
@@ -259,6 +260,14 @@ class Engine:
         if plan is None or watch is None:
             return None
         return dataclasses.replace(plan, measured_workspace=watch.measured_workspace)
+
+    @property
+    def kernels(self) -> tuple[Taken, ...]:
+        """The implementation that each op takes in this engine's steps, and why no better one.
+
+        The first call traces the steps, for a second or so, unless memory was planned.
+        """
+        return self._setup.kernels
 
     def close(self) -> None:
         """Ends all requests and frees the memory of the pages. May be called twice.

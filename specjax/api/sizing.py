@@ -43,7 +43,7 @@ def choose_sizes(
       kv_shards: of the mesh's tensor axis.
       tree_slots: what every row needs past its last token.
     """
-    size = engine.page_size
+    size = engine.chosen_page_size
     shard_pages = _pages_per_shard(pooled, engine, dtype, num_shards, kv_shards)
     num_slots = lambda request: request.max_length + tree_slots
     has_room = lambda request: -(-num_slots(request) // size) <= shard_pages
@@ -88,7 +88,7 @@ def standing_sizes(
     Args:
       context: tokens that the model takes; engine.max_context may ask for fewer.
     """
-    size = engine.page_size
+    size = engine.chosen_page_size
     rows = -(-engine.max_rows // num_shards) * num_shards
     longest = min(context, engine.max_context or context) + tree_slots
     shard_pages = _pages_per_shard(pooled, engine, dtype, num_shards, kv_shards)
@@ -111,7 +111,7 @@ def _sizes(
         shard_pages = min(shard_pages, rows // num_shards * pages_per_row)
     return Sizes(
         rows=rows,
-        page_size=engine.page_size,
+        page_size=engine.chosen_page_size,
         num_pages=shard_pages * num_shards,
         pages_per_row=pages_per_row,
         burst_steps=engine.burst_steps,
@@ -142,8 +142,8 @@ def _pages_per_shard(
     given = "" if engine.kv_cache_bytes else " (the default)"
     raise ValueError(
         f"kv_cache_bytes={engine.kv_cache_bytes or KV_CACHE_BYTES}{given} holds no page"
-        f"{shards}: a page of {engine.page_size} tokens takes {of_page:,} bytes. Raise it, or "
-        "lower page_size."
+        f"{shards}: a page of {engine.chosen_page_size} tokens takes {of_page:,} bytes. Raise "
+        "it, or lower page_size."
     )
 
 
@@ -215,7 +215,7 @@ def page_bytes(pooled: Pooled, engine: EngineConfig, dtype: Any, kv_shards: int 
     own = kv_cache.numbers_per_token(pooled.target, kv_shards=kv_shards)
     own *= kv_cache.pages_dtype(engine.kv_cache_dtype, dtype).itemsize
     # A drafter is whole on every device.
-    return (own + pooled.drafter_bytes * kv_shards) * engine.page_size
+    return (own + pooled.drafter_bytes * kv_shards) * engine.chosen_page_size
 
 
 def power_of_two(number: int) -> int:

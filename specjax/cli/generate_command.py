@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "demo"
 _ENGINE_OPTIONS = {
-    "page_size": "tokens per page of keys and values",
+    "page_size": "tokens per page of keys and values (default: chosen by device and model)",
     "num_pages": "pages in all (default: what the prompts need)",
     "max_rows": "prompts decoded at a time; the others wait",
     "burst_steps": "steps on the device between looks of the host",

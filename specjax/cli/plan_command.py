@@ -102,8 +102,7 @@ def _add_memory_options(group: Any, default: EngineConfig) -> None:
         "--page-size",
         type=int,
         metavar="N",
-        default=default.page_size,
-        help="tokens of a page (default %(default)s)",
+        help="tokens of a page (default: chosen by device and model)",
     )
     group.add_argument(
         "--kv-cache-dtype",

@@ -45,7 +45,7 @@ def to_dict(plan: FullPlan) -> dict[str, Any]:
         },
         "coefficients": _coefficients(plan),
         "num_pages": memory.num_pages if memory else engine.num_pages,
-        "page_size": engine.page_size,
+        "page_size": engine.chosen_page_size,
         "weight_limit": memory and memory.weight_limit * chips,
         "logit_bytes": engine.logit_bytes,
         "gate": engine.gate,
@@ -60,6 +60,7 @@ def to_dict(plan: FullPlan) -> dict[str, Any]:
         },
         "buckets": [_bucket(plan, bucket) for bucket in plan.compiled.buckets],
         "compiled": _compiled(plan),
+        "kernels": [taken._asdict() for taken in plan.kernels],
         "ridge_flops_per_byte": request.device.figures and request.device.figures.ridge,
         "compute_bound_tokens": plan.compute_bound_tokens,
         "acceptance_rate_assumed": request.acceptance_rate,
@@ -89,6 +90,7 @@ def render(plan: FullPlan) -> str:
         "What each step needs beside weights and pages, MB of each chip:",
         _table(*_bucket_rows(document)),
     ]
+    parts += ["Implementation of each op:", _table(("op", ""), _kernel_rows(plan))]
     choices = document["num_speculative_tokens_by_batch_and_context"]
     if document["largest_batch_by_context"]:
         parts += ["Largest batch by context:", _table(*_batch_rows(document))]
@@ -102,6 +104,14 @@ def render(plan: FullPlan) -> str:
             f'"{TABLE_NAME}": {document[TABLE_NAME]}',
         ]
     return "\n\n".join(parts + [f"Note: {note}" for note in document["notes"]])
+
+
+def _kernel_rows(plan: FullPlan) -> list[tuple[str, str]]:
+    """Returns each op with its implementations; some cases of one op may need another."""
+    by_op: dict[str, list[str]] = {}
+    for taken in plan.kernels:
+        by_op.setdefault(taken.op, []).append(taken.implementation)
+    return [(op, ", ".join(dict.fromkeys(names))) for op, names in by_op.items()]
 
 
 def draw(plan: FullPlan, path: str | os.PathLike[str]) -> None:
@@ -297,7 +307,7 @@ def _smallest_decoder(request: PlanRequest) -> AbstractDecoder:
     """Returns a decoder whose step costs are those of the plan's: they know no rooms."""
     sizes = Sizes(
         rows=1,
-        page_size=request.engine.page_size,
+        page_size=request.engine.chosen_page_size,
         num_pages=1,
         pages_per_row=1,
         burst_steps=1,

@@ -56,7 +56,9 @@ class EngineConfig:
     A request beyond a capacity fails alone, with an error that names it.
     """
 
-    page_size: int = 16
+    # Tokens of a page. By default 16 on a CPU and 64 to 256 on a TPU or GPU, by the bytes of a
+    # token, max_rows and max_context. docs/guides/memory.md.
+    page_size: int | None = None
     num_pages: int | None = None
     max_rows: int = 32
     # Row buckets below max_rows, each compiled when it is first used: a burst with few rows
@@ -137,6 +139,17 @@ class EngineConfig:
                 "one of them out."
             )
 
+    @property
+    def chosen_page_size(self) -> int:
+        """page_size, where it is given or was chosen.
+
+        Raises:
+          ValueError: it is still to be chosen; see `specjax.paged.page_sizes`.
+        """
+        if self.page_size is None:
+            raise ValueError("EngineConfig.page_size=None is chosen once the model is known.")
+        return self.page_size
+
     def _check_kv_cache_dtype(self) -> None:
         given: Any = self.kv_cache_dtype
         kept = _SAME_DTYPES.get(given, given) if isinstance(given, str) else given
@@ -166,7 +179,9 @@ class EngineConfig:
 
     def _check_slots(self) -> None:
         """Raises if an int32 cannot number the slots of the pool."""
-        if self.num_pages is not None and self.num_pages * self.page_size > _MOST_SLOTS:
+        if self.num_pages is None or self.page_size is None:
+            return
+        if self.num_pages * self.page_size > _MOST_SLOTS:
             raise ValueError(
                 f"EngineConfig.num_pages={self.num_pages} pages of {self.page_size} tokens are "
                 f"more than the {_MOST_SLOTS:,} tokens that a pool may have; lower it."

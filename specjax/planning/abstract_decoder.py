@@ -64,6 +64,12 @@ class AbstractDecoder(Decoder):
         self, num_speculative_tokens: int, num_rows: int | None = None
     ) -> jax.stages.Compiled:
         """Returns the compiled burst of a K, for a row bucket or all rows."""
+        return self._compile(self.lower_burst(num_speculative_tokens, num_rows))
+
+    def lower_burst(
+        self, num_speculative_tokens: int, num_rows: int | None = None
+    ) -> jax.stages.Lowered:
+        """Returns what `compile_burst` compiles."""
         rows = self.sizes.rows if num_rows is None else num_rows
         result: Any = self.burst(
             self.abstract_params,
@@ -71,11 +77,14 @@ class AbstractDecoder(Decoder):
             self._plan_shapes(Bucket(rows, num_speculative_tokens)),
             num_speculative_tokens=num_speculative_tokens,
         )
-        (lowered,) = result
-        return self._compile(lowered)
+        return result[0]
 
     def compile_prefill(self, num_places: int, width: int) -> jax.stages.Compiled:
         """Returns the compiled prefill of `num_places` prompts, `width` tokens of each."""
+        return self._compile(self.lower_prefill(num_places, width))
+
+    def lower_prefill(self, num_places: int, width: int) -> jax.stages.Lowered:
+        """Returns what `compile_prefill` compiles."""
         places = _integers(num_places)
         table = self._plan_shapes(self._all_rows).block_table
         result: Any = self.prefill(
@@ -86,8 +95,7 @@ class AbstractDecoder(Decoder):
             places,
             max_tokens_per_row=width,
         )
-        (lowered,) = result
-        return self._compile(lowered)
+        return result[0]
 
     def compile_mixed(self, num_places: int, width: int) -> jax.stages.Compiled:
         """Returns the compiled step of all rows with a prefill beside it."""

@@ -37,9 +37,9 @@ from specjax.planning.workspace_fit import (
     fit_workspaces,
 )
 
-# Pages of the pools that steps are compiled for: too many to fit into a chip's fast memory,
+# Tokens of the pools that steps are compiled for: too many to fit into a chip's fast memory,
 # where the compiler would produce other steps.
-FEW_PAGES, MORE_PAGES = 4096, 8192
+FEW_TOKENS, MORE_TOKENS = 65_536, 131_072
 
 
 def burst_bucket(
@@ -148,7 +148,8 @@ class CompiledMemory:
     """Memory of a decoder's steps, in bytes of one chip.
 
     Attributes:
-      samples: steps as compiled, with `compiled_layers` layers of the target and FEW_PAGES pages.
+      samples: steps as compiled, with `compiled_layers` layers of the target
+        and pages of FEW_TOKENS in all.
       buckets: every step, predicted for all layers, without copies of the pool.
       pages_ratio: bytes of pages as compiled / as counted, at least 1.
       copies: bytes of the pool that steps copy while they run.
@@ -189,7 +190,9 @@ def compile_memory(
     """
     num_layers, counts = target.num_layers, layers_to_compile(target)
     layers, is_few = counts.few, counts.few == target.num_layers
-    decoder, larger = make_decoder(layers, FEW_PAGES), make_decoder(layers, MORE_PAGES)
+    page_size = make_decoder(layers, 1).sizes.page_size
+    few_pages, most_pages = FEW_TOKENS // page_size, MORE_TOKENS // page_size
+    decoder, larger = make_decoder(layers, few_pages), make_decoder(layers, most_pages)
     buckets = engine_buckets(decoder, depths, chooses_rows=chooses_rows)
     chosen = sampled_buckets(buckets)
     done, total = 0, len(chosen) + (1 if is_few else 2)
@@ -204,8 +207,7 @@ def compile_memory(
     # A burst of K = 0 compiles quickly, and passes the drafter's pages through.
     first = samples[0]
     again = compile_one(larger, first.bucket, " for a larger pool")
-    more_pages = MORE_PAGES - FEW_PAGES
-    page_size = decoder.sizes.page_size
+    more_pages = most_pages - few_pages
     found = bytes_per_token(first, again, more_tokens=more_pages * page_size)
     of_layer, of_drafter = page_bytes
     warnings: list[str] = []
@@ -224,7 +226,8 @@ def compile_memory(
         compile_deeper = lambda num_pages, why: compile_one(
             make_decoder(counts.more, num_pages), first.bucket, f" of more layers{why}"
         )
-        layer = _added_by_layer(compile_deeper, counts, first, copied, array_bytes)
+        pools = few_pages, most_pages
+        layer = _added_by_layer(compile_deeper, counts, pools, first, copied, array_bytes)
     copies = pool_copies(
         seen,
         layer_bytes=of_layer * ratio,
@@ -234,7 +237,7 @@ def compile_memory(
         added_by_layer=layer.copied,
     )
     on_progress("compiled", done, done)
-    beside = [copies.without(sample, FEW_PAGES) for sample in samples]
+    beside = [copies.without(sample, few_pages) for sample in samples]
     fit = fit_workspaces(beside, known_bend=_known_bend(decoder))
     by_bucket = {sample.bucket: sample for sample in beside}
     more_layers = num_layers - layers
@@ -265,6 +268,7 @@ class _Layer(NamedTuple):
 def _added_by_layer(
     compile_deeper: Callable[[int, str], BucketMemory],
     counts: LayerCounts,
+    pools: tuple[int, int],
     first: BucketMemory,
     copied: float,
     array_bytes: float,
@@ -274,20 +278,22 @@ def _added_by_layer(
     Args:
       compile_deeper: (pages, suffix of the progress message) to the bytes of that step.
       counts: the layers of that step, `more`, and of `first`, `few`.
+      pools: pages of the smaller pool, that of `first`, and of the larger one.
       first: the same step with few layers.
       copied: bytes per page that `first` copies of the pool.
       array_bytes: bytes of a page in one array.
     """
     more = counts.more - counts.few
-    deeper, deep_copied = compile_deeper(FEW_PAGES, ""), 0.0
+    few, many = pools
+    deeper, deep_copied = compile_deeper(few, ""), 0.0
     if copied:
-        many = compile_deeper(MORE_PAGES, " and a larger pool")
-        per_page = seen_per_page(deeper, many, MORE_PAGES - FEW_PAGES)
+        larger = compile_deeper(many, " and a larger pool")
+        per_page = seen_per_page(deeper, larger, many - few)
         deep_copied = whole_arrays(per_page, array_bytes)
     added = max(deep_copied - copied, 0.0) / more
     grown = (deeper.scratch_bytes - first.scratch_bytes) / more
     return _Layer(
-        scratch=max(grown - added * FEW_PAGES, 0.0),
+        scratch=max(grown - added * few, 0.0),
         code=max(deeper.code_bytes - first.code_bytes, 0) / more,
         copied=added,
     )

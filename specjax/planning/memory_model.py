@@ -19,6 +19,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pallas_kernels.implementations import Taken
 from specjax.config.gate import SpeculationGate, gate_tokens
 from specjax.planning.workspace_fit import (
     BURST,
@@ -175,6 +176,8 @@ class MemoryPlan:
     batch_safety_margin: float
     recommended_batch_safety_margin: int
     warnings: tuple[str, ...] = ()
+    # The implementation of each op in the steps that were compiled.
+    kernels: tuple[Taken, ...] = ()
     # Bytes that steps took on the device; None if it does not report them, or not yet.
     measured_workspace: int | None = None
 

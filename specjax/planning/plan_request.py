@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from pallas_kernels.implementations import default_device, lowered_for
 from specjax import sharding
 from specjax.config.engine import EngineConfig
 from specjax.config.names import DEMO, DRAFTERS, MATCHING, NO_DRAFTER, suggestion
@@ -37,11 +38,13 @@ from specjax.drafters.spec import (
 from specjax.models.base import ModelConfig
 from specjax.models.hf_config import read_config
 from specjax.models.loading import resolve_folder
+from specjax.paged.page_sizes import with_page_size
 from specjax.planning.abstract_decoder import described_mesh
 
 DEMO_NAMES = {"demo": "demo-draft"}
 NGRAM, HISTORY = MATCHING
 _VENDORS = {"tpu": GOOGLE, "gpu": NVIDIA}
+HERE = "here"  # the device that this process runs on
 _TOPOLOGY = re.compile("[1-9][0-9]*(x[1-9][0-9]*){1,2}")  # chips along two or three axes
 
 
@@ -57,8 +60,23 @@ class Device:
 
     @property
     def platform(self) -> str:
-        """The platform that steps are compiled for: "cpu" or "tpu"."""
-        return "cpu" if self.mesh is None else self.mesh.devices.flat[0].platform
+        """The platform that steps are compiled for: "cpu", "gpu" or "tpu"."""
+        if self.mesh is not None:
+            return self.mesh.devices.flat[0].platform
+        return default_device().platform if self.name == HERE else "cpu"
+
+    @property
+    def kind(self) -> str | None:
+        """What jax calls the devices that steps are compiled for; None for a CPU."""
+        if self.mesh is not None:
+            return self.mesh.devices.flat[0].device_kind
+        return default_device().device_kind if self.name == HERE else None
+
+    @property
+    def runs_on(self) -> str:
+        """The platform that steps are planned for, and compiled for where its compiler is."""
+        vendor = None if self.figures is None else self.figures.vendor
+        return next((name for name, own in _VENDORS.items() if own == vendor), self.platform)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,6 +124,11 @@ class PlanRequest:
                     f"target and drafter have vocabularies of {self.target.vocab_size} and "
                     f"{config.vocab_size} tokens; expected equal sizes."
                 )
+        with lowered_for(self.device.runs_on):
+            engine = with_page_size(
+                self.engine, self.target, self.dtype, kv_shards=self.device.count
+            )
+        object.__setattr__(self, "engine", engine)
 
     def without_drafter(self) -> PlanRequest:
         """Returns the request of the same engine for plain decoding."""
@@ -142,9 +165,9 @@ class PlanRequest:
             drafter=self.drafter,
             sizes=Sizes(
                 rows=engine.max_rows,
-                page_size=engine.page_size,
+                page_size=engine.chosen_page_size,
                 num_pages=num_pages,
-                pages_per_row=-(-slots // engine.page_size),
+                pages_per_row=-(-slots // engine.chosen_page_size),
                 burst_steps=engine.burst_steps,
                 tree_slots=self.tree_slots,
                 dtype=jnp.dtype(self.dtype),

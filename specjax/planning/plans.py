@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.implementations import lowered_for
+from pallas_kernels.implementations import Taken, lowered_for, recorded
 from specjax import sharding
 from specjax.config import batch_size_table
+from specjax.decode.sizes import chunk_widths
 from specjax.paged import kv_cache
 from specjax.paged.work import ModelWork, model_work
 from specjax.planning.abstract_decoder import AbstractDecoder
@@ -23,6 +24,7 @@ from specjax.planning.compiled_memory import (
     compile_memory,
     engine_buckets,
 )
+from specjax.planning.layer_pattern import layers_to_compile
 from specjax.planning.memory_model import MemoryLimits, MemoryPlan, plan_memory
 from specjax.planning.plan_request import PlanRequest
 from specjax.planning.roofline import (
@@ -49,6 +51,7 @@ class FullPlan:
     memory: MemoryPlan | None  # None if the device's memory is unknown
     target_work: ModelWork
     drafter_works: tuple[ModelWork, ...]  # of each model that the drafter runs
+    kernels: tuple[Taken, ...]  # the implementation of each op in the compiled steps
     notes: tuple[str, ...] = ()
 
     def step_s(self, rows: int, num_speculative_tokens: int, context: int) -> float:
@@ -138,7 +141,7 @@ def make_plan(
     device = request.device
     if device.mesh is not None:
         sharding.validate(request.target, device.mesh)
-    with lowered_for(device.platform):
+    with lowered_for(device.platform, device.kind):
         check_memory(request)
         return _plan(request, on_progress)
 
@@ -204,19 +207,25 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
     make = functools.partial(_decoder, request)
     target_page, drafter_page = _page_bytes(request)
     layers = request.target.num_layers
-    compiled = compile_memory(
-        make,
-        request.target,
-        (target_page / layers, drafter_page),
-        depths,
-        on_progress,
-        chooses_rows=request.chooses_rows,
-    )
+    with recorded() as taken:
+        compiled = compile_memory(
+            make,
+            request.target,
+            (target_page / layers, drafter_page),
+            depths,
+            on_progress,
+            chooses_rows=request.chooses_rows,
+        )
+    kernels = tuple(sorted(taken))
     ratio = compiled.pages_ratio
-    target_c, drafter_c = (page * ratio / engine.page_size for page in (target_page, drafter_page))
+    target_c, drafter_c = (
+        page * ratio / engine.chosen_page_size for page in (target_page, drafter_page)
+    )
     whole = make(layers, 1)
     weights, resident = whole.abstract_params, _resident_bytes(whole)
     memory, notes = _memory(request, target_c + drafter_c, compiled, resident)
+    if memory is not None:
+        memory = dataclasses.replace(memory, kernels=kernels)
     return FullPlan(
         request=request,
         weights_bytes=sum(_bytes(leaf) for leaf in jax.tree.leaves(weights)),
@@ -231,8 +240,38 @@ def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) ->
         drafter_works=tuple(
             request.drafter.work(request.target, request.drafter_dtype or request.dtype)
         ),
-        notes=(*_context_notes(request), *compiled.warnings, *notes),
+        kernels=kernels,
+        notes=(*_context_notes(request), *_kernel_notes(kernels), *compiled.warnings, *notes),
     )
+
+
+def kernels_in_use(request: PlanRequest) -> tuple[Taken, ...]:
+    """Returns the implementation of each op in plain, speculative and prompt steps.
+
+    It traces the steps of the first layers from shapes, and compiles none.
+
+    Raises:
+      DrafterError: as `make_plan`.
+    """
+    device = request.device
+    _, width = chunk_widths(request.engine.max_prefill_tokens)
+    with lowered_for(device.platform, device.kind), recorded() as taken:
+        decoder = _decoder(request, layers_to_compile(request.target).few, 1)
+        for depth in sorted({0, request.most_drafted}):
+            decoder.lower_burst(depth)
+        decoder.lower_prefill(1, width)
+    return tuple(sorted(taken))
+
+
+def _kernel_notes(kernels: tuple[Taken, ...]) -> list[str]:
+    """Returns a note for each op that the platform's kernel does not cover."""
+    return [
+        f"{taken.op} runs as {taken.implementation}, which is slower here: "
+        f"{'; '.join(taken.reasons)} Raise EngineConfig.page_size, or lower max_rows or "
+        "max_context."
+        for taken in kernels
+        if taken.reasons
+    ]
 
 
 def _context_notes(request: PlanRequest) -> list[str]:
@@ -261,11 +300,11 @@ def _kept_dtype(request: PlanRequest) -> np.dtype:
 
 def _page_bytes(request: PlanRequest) -> tuple[int, int]:
     """Returns the bytes of a page on one chip, of target and of drafter, as counted."""
-    scale = _kept_dtype(request).itemsize * request.engine.page_size
+    scale = _kept_dtype(request).itemsize * request.engine.chosen_page_size
     count = request.device.count
     numbers = kv_cache.numbers_per_token(request.target, kv_shards=count) // count
     drafted = request.drafter.bytes_per_token(request.target, request.dtype)
-    return numbers * scale, drafted * request.engine.page_size
+    return numbers * scale, drafted * request.engine.chosen_page_size
 
 
 def _chip_bytes(decoder: AbstractDecoder, params: Any, state: Any) -> int:
@@ -299,7 +338,7 @@ def _memory(
         ]
     limits = MemoryLimits(
         free_bytes=total - resident,
-        page_size=engine.page_size,
+        page_size=engine.chosen_page_size,
         rows=engine.max_rows,
         max_context=request.max_context,
         batch_safety_margin=engine.batch_safety_margin,
@@ -311,6 +350,6 @@ def _memory(
         limits,
         c,
         compiled.buckets,
-        copied_per_token=compiled.copies.most_per_page / engine.page_size,
+        copied_per_token=compiled.copies.most_per_page / engine.chosen_page_size,
     )
     return memory, list(memory.warnings)

@@ -6,10 +6,13 @@ import pytest
 
 from pallas_kernels import layout
 from pallas_kernels.implementations import (
+    Taken,
     call_best,
+    if_named,
     in_a_loop,
     lowered_for,
     needs_platform,
+    recorded,
     target_platform,
 )
 from pallas_kernels.move_kv import move_kv
@@ -109,3 +112,44 @@ def test_the_platform_is_that_of_the_default_device():
         assert target_platform() == "cpu"
         with lowered_for("tpu"):
             assert target_platform() == "tpu"
+
+
+def test_what_an_op_takes_is_recorded():
+    def small():
+        raise NotImplementedError("pages of 8 are too small.")
+
+    on_tpu = {"mosaic_tpu": needs_platform("tpu", small), "xla": lambda: "xla"}
+    with recorded() as taken:
+        call_best("op", on_tpu, None)
+        with lowered_for("tpu"):
+            call_best("op", on_tpu, None)
+            call_best("op", on_tpu, None)
+        call_best("other", on_tpu, "xla")
+    call_best("op", on_tpu, "xla")  # outside of the block
+    refused = "mosaic_tpu: pages of 8 are too small."
+    assert taken == [Taken("op", "xla"), Taken("op", "xla", (refused,)), Taken("other", "xla")]
+
+
+def test_an_op_that_takes_nothing_records_nothing():
+    with recorded() as taken, pytest.raises(NotImplementedError, match="covers this"):
+        call_best("op", {"mosaic_tpu": needs_platform("tpu", lambda: 1)}, None)
+    assert taken == []
+
+
+def test_a_kernel_that_has_to_be_named_is_no_reason():
+    implementations = {"kernel": if_named("kernel", None, lambda: 1), "xla": lambda: 2}
+    with recorded() as taken:
+        assert call_best("op", implementations, None) == 2
+    assert taken == [Taken("op", "xla")]
+
+
+def test_kernels_that_cover_a_case_have_no_reasons():
+    with lowered_for("tpu"), recorded() as taken:
+        traced()
+    by_op = {one.op: one for one in taken}
+    assert by_op["tree_attention"] == Taken("tree_attention", "mosaic_tpu")
+    with lowered_for("tpu"), recorded() as taken:
+        traced(head_dim=64)
+    by_op = {one.op: one for one in taken}
+    assert by_op["tree_attention"].implementation == "xla"
+    assert "must be a multiple of 128" in by_op["tree_attention"].reasons[0]

@@ -322,7 +322,7 @@ def test_engine_config_leaves_to_the_requests_what_is_none():
     assert hash(EngineConfig()) == hash(EngineConfig())
 
 
-@pytest.mark.parametrize("name", ["page_size", "max_rows", "burst_steps"])
+@pytest.mark.parametrize("name", ["max_rows", "burst_steps"])
 def test_engine_config_refuses_none_where_a_size_must_be(name):
     with pytest.raises(ValueError, match=name):
         EngineConfig(**{name: None})

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from pallas_kernels.implementations import Taken
 from specjax.cli import plan_report
 from specjax.config import batch_size_table
 from specjax.config.engine import EngineConfig
@@ -141,7 +142,7 @@ def test_trees_are_planned_with_their_slots(compiled_by_rule):
         target=find_config("demo"),
         drafter=ModelDrafter(find_config("demo-draft"), shape=shape),
         num_speculative_tokens=2,
-        engine=EngineConfig(max_rows=4, max_context=64, row_buckets=()),
+        engine=EngineConfig(max_rows=4, max_context=64, row_buckets=(), page_size=16),
     )
     assert request.tree_slots == 6
     memory = plans.make_plan(request).memory
@@ -487,3 +488,47 @@ def test_layers_that_slide_are_charged_their_windows():
     target = dataclasses.replace(request.target, layer_windows=windows)
     work = plans.model_work(target, request.dtype, 1)
     assert work.seen(8192) == (8192 + 4096) / 2
+
+
+def test_a_plan_has_pages_for_its_device():
+    engine = EngineConfig(max_rows=32, max_context=131_072)
+    assert request_of("cpu", engine=engine).engine.page_size == 16
+    assert request_of("gpu:h100", engine=engine).engine.page_size == 64
+    assert request_of("gpu:h100", engine=EngineConfig(page_size=32)).engine.page_size == 32
+
+
+def test_kernels_in_use_are_those_of_the_platform():
+    small = find_config("demo").first_layers(1)
+    request = request_of("cpu", "ngram", target=small, dtype="float32", engine=EngineConfig())
+    taken = {one.op: one for one in plans.kernels_in_use(request)}
+    assert set(taken) == {"tree_attention", "write_kv", "seeded_sample", "ngram_match"}
+    assert all(one == Taken(op, "xla") for op, one in taken.items())
+    assert plans._kernel_notes(tuple(taken.values())) == []
+
+
+def test_a_kernel_that_cannot_be_used_is_named_with_its_setting():
+    pytest.importorskip("libtpu")
+    device = find_device("tpu:v5e:2x2")
+    target = find_config("llama-3.1-8b").first_layers(2)
+    context = EngineConfig(max_rows=32, max_context=131_072)
+    request = PlanRequest(
+        target=target,
+        target_name="llama",
+        drafter=find_drafter(None),
+        drafter_name="none",
+        device=device,
+        dtype="bfloat16",
+        num_speculative_tokens=0,
+        engine=context,
+    )
+    assert request.engine.page_size == 128
+    ops = ("seeded_sample", "tree_attention", "write_kv")
+    assert plans.kernels_in_use(request) == tuple(Taken(op, "mosaic_tpu") for op in ops)
+    small = dataclasses.replace(request, engine=dataclasses.replace(context, page_size=8))
+    (note,) = [
+        note
+        for note in plans._kernel_notes(plans.kernels_in_use(small))
+        if note.startswith("tree_attention")
+    ]
+    assert "runs as xla" in note
+    assert "page_size" in note
