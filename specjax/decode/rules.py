@@ -12,6 +12,7 @@ from jax import Array
 
 from specjax.decode import accept
 from specjax.sampling.seeded_noise import ACCEPT, RECOVER, node_role, uniforms
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.types import (
     BLOCK,
     LENIENT,
@@ -42,7 +43,8 @@ class Target(NamedTuple):
     """The target's choice and distribution after every node."""
 
     token_ids: Array  # i32[rows, num_nodes], the target's own choice
-    probs: Array  # f32[rows, num_nodes, vocab], rows sum to 1
+    probs: Array  # f32[rows, num_nodes, vocab], rows sum to 1; or this device's slice of them
+    vocabulary: Vocabulary = WHOLE  # how probs are split; proposal.probs are split alike
 
 
 def decide(
@@ -69,6 +71,7 @@ def decide(
             target.token_ids,
             epsilon=options.typical_epsilon,
             delta=options.typical_delta,
+            vocabulary=target.vocabulary,
         )
     if rule == SYNTHETIC:
         rates = options.synthetic_rates
@@ -76,17 +79,18 @@ def decide(
         noise = uniforms(seeds, roots, ACCEPT, proposal.max_depth)
         rates = jnp.asarray(rates, jnp.float32)[place]
         return accept.accept_synthetic(noise, proposal, target.token_ids, rates)
-    noise = rule_noise(seeds, roots, proposal.num_nodes, target.probs.shape[2])
+    vocabulary = target.vocabulary
+    noise = rule_noise(seeds, roots, proposal.num_nodes, vocabulary.size(target.probs.shape[2]))
     arguments = noise, proposal, target.probs
     if rule == LENIENT:
         lenience = jnp.full(roots.shape, options.lenience)
-        return accept.accept_leniently(*arguments, lenience)
+        return accept.accept_leniently(*arguments, lenience, vocabulary=vocabulary)
     by_law: dict[int, Callable[..., Acceptance]] = {
         REJECTION: accept.accept_by_rejection,
         BLOCK: accept.accept_by_blocks,
         TRAVERSAL: accept.accept_by_traversal,
     }
-    return by_law[rule](*arguments)
+    return by_law[rule](*arguments, vocabulary=vocabulary)
 
 
 def rule_noise(seeds: Array, roots: Array, num_nodes: int, vocab: int) -> Array:

@@ -11,7 +11,7 @@ from jax import Array, lax
 from specjax.decode.step_spec import StepSpec
 from specjax.models.base import Params
 from specjax.paged import kv_cache
-from specjax.paged.forward import forward, logits, make_batch
+from specjax.paged.forward import forward, make_batch, own_logits
 from specjax.paged.token_buckets import equal_chunk, in_buckets, round_up
 from specjax.sampling import RowSampling, token_logprobs
 
@@ -76,7 +76,7 @@ def score(
     num_fed = jnp.maximum(num_tokens - 1, 0)
 
     def describe(nothing: tuple, part: _Tokens) -> tuple[tuple, Scores]:
-        scores = logits(params, spec.config, part.hidden, spec.tensor_axis)
+        scores, vocabulary = own_logits(params, spec.config, part.hidden, spec.tensor_axis)
         told = token_logprobs(
             scores,
             part.following,
@@ -85,6 +85,7 @@ def score(
             part.positions,
             history,
             max_logprobs=1,
+            vocabulary=vocabulary,
         )
         return nothing, Scores(told.processed, told.tempered, told.raw, told.entropy)
 

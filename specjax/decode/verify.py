@@ -20,9 +20,9 @@ from specjax.paged.forward import (
     Part,
     Tapped,
     forward,
-    logits,
     make_batch,
     make_tree_batch,
+    own_logits,
 )
 from specjax.paged.kv_cache import PagedKVCache
 from specjax.paged.token_buckets import equal_chunk, in_buckets, round_up
@@ -37,6 +37,7 @@ from specjax.sampling import (
     token_logprobs,
 )
 from specjax.sampling.processing import History
+from specjax.sampling.vocabulary import Vocabulary
 from specjax.trees import draft_tree
 from specjax.types import Acceptance, Proposal, TokenBatch
 
@@ -129,10 +130,12 @@ class _Decision:
 
     def choose(self, nodes: _Nodes) -> tuple[Choice, LogProbs]:
         """Returns the target's own token after each of nodes [num_tokens], and its logprobs."""
+        scores, vocabulary = self.logits(nodes)
         return choose_and_score(
-            self.logits(nodes),
+            scores,
             *self.where(nodes),
             max_logprobs=self.spec.max_logprobs,
+            vocabulary=vocabulary,
         )
 
     def by_rules_in_chunks(self, proposal: Proposal, nodes: _Nodes, flat: Array) -> Verification:
@@ -163,9 +166,9 @@ class _Decision:
     def by_rules(self, proposal: Proposal, nodes: _Nodes, flat: Array, rows: Array) -> Verification:
         """Verifies the rows i32[n], whose nodes are nodes[flat], flat i32[n, num_nodes]."""
         state, where = self.state, self.where(nodes)
-        scores = self.logits(nodes)
-        processed = process_logits(scores, *where)
-        choice = choose_tokens(scores, *where, processed=processed)
+        scores, vocabulary = self.logits(nodes)
+        processed = process_logits(scores, *where, vocabulary=vocabulary)
+        choice = choose_tokens(scores, *where, processed=processed, vocabulary=vocabulary)
         seeds, roots = state.sampling.seeds[rows], state.cache.lengths[rows]
         rules, temperature = state.rules[rows], state.sampling.temperature[rows]
         has_rule = [
@@ -174,10 +177,11 @@ class _Decision:
         ]
         probs = lax.cond(
             functools.reduce(jnp.logical_or, has_rule),
-            lambda: target_probs(processed, state.sampling, nodes.row_ids),
+            lambda: target_probs(processed, state.sampling, nodes.row_ids, vocabulary),
             lambda: jnp.zeros_like(processed),
         )
-        target = Target(choice.token_ids[flat], probs[flat])
+        target = Target(choice.token_ids[flat], probs[flat], vocabulary)
+        proposal = _of_slices(proposal, probs.shape[1], vocabulary)
         acceptance = accept_by_equality(proposal, target.token_ids)
         for rule, is_used in zip(self.spec.rules, has_rule):
             own = functools.partial(
@@ -207,12 +211,13 @@ class _Decision:
             *where,
             max_logprobs=self.spec.max_logprobs,
             processed=processed,
+            vocabulary=vocabulary,
         )
         return Verification(acceptance, choice.is_invalid[path], _at(logprobs, path))
 
-    def logits(self, nodes: _Nodes) -> Array:
+    def logits(self, nodes: _Nodes) -> tuple[Array, Vocabulary]:
         spec = self.spec
-        return logits(self.params, spec.config, nodes.hidden, spec.tensor_axis)
+        return own_logits(self.params, spec.config, nodes.hidden, spec.tensor_axis)
 
     def where(self, nodes: _Nodes) -> tuple[Any, Array, Array, History]:
         """Returns sampling parameters, row, position and prefix of each of nodes [num_tokens]."""
@@ -220,6 +225,13 @@ class _Decision:
         if nodes.roots is not None and nodes.path_token_ids is not None:
             history = TreeHistory(history, nodes.roots, nodes.path_token_ids)
         return self.state.sampling, nodes.row_ids, nodes.positions, history
+
+
+def _of_slices(proposal: Proposal, width: int, vocabulary: Vocabulary) -> Proposal:
+    """Returns the proposal with this device's slice of its probabilities, as the target's are."""
+    if proposal.probs is None:
+        return proposal
+    return dataclasses.replace(proposal, probs=vocabulary.slice_of(proposal.probs, width))
 
 
 def _choose(

@@ -225,7 +225,9 @@ class Family:
           tap num_layers (`specjax.models.blocks.Taps`).
         is_token: bool[...], False for padding; None: no padding, or a family without
           experts.
-      logits: logits(params, config, hidden, tensor_axis) -> f32[..., vocab].
+      logits: logits(params, config, hidden, tensor_axis) -> f32[..., vocab]. tensor_axis: the
+        mesh axis to gather them over where params hold a slice of the vocabulary; None: the
+        logits of that slice.
       work: work(config, num_weights) -> ForwardWork. num_weights: numbers in all leaves.
       has_experts: whether forward needs is_token.
       embed: embed(params, config, token_ids) -> [..., hidden_size], what tokens add to the input

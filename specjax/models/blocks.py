@@ -273,6 +273,8 @@ def head(
 
     Args:
       weight: [vocab, hidden_size], or a shard of its rows.
+      tensor_axis: mesh axis to gather the logits over, where weight is a shard; None: the logits
+        of that shard, f32[..., its rows].
     """
     out = linear(hidden, weight, jnp.float32)
     if tensor_axis is not None and out.shape[-1] != config.vocab_size:

@@ -18,6 +18,7 @@ from specjax.models.families import family_of
 from specjax.paged import kv_cache
 from specjax.paged.kv_cache import Pages
 from specjax.paged.token_buckets import in_buckets
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.trees import draft_tree
 from specjax.types import DraftTree, TokenBatch, lay_out
 
@@ -372,10 +373,29 @@ def logits(
 ) -> Array:
     """Returns logits f32[num_tokens, vocab], row-major in memory.
 
+    Over a tensor axis that splits the vocabulary, they are gathered to every device.
+    """
+    return _by_token(family_of(config).logits(params, config, hidden, tensor_axis))
+
+
+def own_logits(
+    params: Params, config: ModelConfig, hidden: Array, tensor_axis: str | None = None
+) -> tuple[Array, Vocabulary]:
+    """Returns this device's slice of `logits`, f32[num_tokens, width], and how they are split.
+
+    A vocabulary that the tensor axis does not divide is whole on every device.
+    """
+    scores = family_of(config).logits(params, config, hidden)
+    is_split = scores.shape[-1] != config.vocab_size
+    return _by_token(scores), Vocabulary(tensor_axis) if is_split else WHOLE
+
+
+def _by_token(scores: Array) -> Array:
+    """Returns scores [num_tokens, n] with each token's in a row of memory.
+
     On a CPU `linear` gives them transposed, and every branch of a lax.cond that reads them
     would transpose them again. Under jax 0.10's automatic partitioning a layout constraint
     gathers sharded arrays; the programs here are sharded by hand.
     """
-    scores = family_of(config).logits(params, config, hidden, tensor_axis)
     by_token = lambda scores: with_layout_constraint(scores, Layout((0, 1)))
     return lax.platform_dependent(scores, cpu=by_token, default=lambda same: same)

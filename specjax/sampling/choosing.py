@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -34,6 +33,7 @@ from specjax.sampling.seeded_noise import (
     gumbel_noise,
     token_keys,
 )
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
 
 # Search(values, score, bound) -> index and score of the best.
 Search: TypeAlias = Callable[[Array, Score, Score], tuple[Array, Array]]
@@ -55,19 +55,20 @@ def choose_tokens(
     *,
     role: int | Array = TARGET_TOKEN,
     processed: Array | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Choice:
     """Draws a token per node by argmax of processed logits plus seeded Gumbel noise.
 
-    The noise is a function of (row's seed, position of the new token, role), so the same
-    logits give the same token in any batch, step or draft. Rows of temperature 0 take
-    the argmax; the lowest id wins a tie.
+    The noise is a function of (row's seed, position of the new token, role, token id), so the
+    same logits give the same token in any batch, step or draft, and over slices of a
+    vocabulary. Rows of temperature 0 take the argmax; the lowest id wins a tie.
 
     A batch in which no row uses a feature costs only an argmax. With temperatures alone it
     costs argmax and noise, and on a TPU one read of the logits.
 
     Args:
-      logits: f32[num_tokens, vocab].
-      row_ids, positions, history: as for `process_logits`.
+      logits: f32[num_tokens, vocab], or this device's slice of them.
+      row_ids, positions, history, vocabulary: as for `process_logits`.
       role: purpose of the draw, from `seeded_noise`; i32[] or i32[num_tokens].
       processed: `process_logits` of the same arguments, if already computed.
     """
@@ -80,6 +81,7 @@ def choose_tokens(
         history,
         role=role,
         processed=processed,
+        vocabulary=vocabulary,
     )
 
 
@@ -93,6 +95,7 @@ def choose_and(
     *,
     role: int | Array = TARGET_TOKEN,
     processed: Array | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Any:
     """Returns describe(choice, processed logits), called in the branch that makes the choice.
 
@@ -103,6 +106,8 @@ def choose_and(
     check_shapes(logits, sampling, row_ids, positions, history)
     row = jnp.minimum(row_ids, sampling.rows - 1)
     used = usage(sampling, row_ids, positions)
+    width = logits.shape[1]
+    best_of = functools.partial(_best_of, vocabulary)
 
     def race(values: Array, scale: Callable[[Array], Array], search: Search) -> Choice:
         keys = token_keys(sampling.seeds[row], positions + 1, role)
@@ -110,13 +115,17 @@ def choose_and(
         # A factor instead of a select: XLA's code for a select over logarithms is slow on CPU.
         is_random = (temperature > 0).astype(jnp.float32)[:, None]
 
-        def score(part: Array, token_ids: Array) -> Array:
+        def score_of(part: Array, token_ids: Array) -> Array:
             return scale(part) + is_random * gumbel_noise(keys, token_ids)
 
-        def bound(part: Array, token_ids: Array) -> Array:
+        def bound_of(part: Array, token_ids: Array) -> Array:
             return scale(part) + is_random * gumbel_bound(keys, token_ids)
 
+        score, bound = (vocabulary.by_index(of_ids, width) for of_ids in (score_of, bound_of))
+
         def by_op(name: str) -> Choice:
+            if vocabulary.is_split:
+                raise NotImplementedError(f"{name} takes a whole vocabulary")
             # Scaled logits have their largest at 0; temperature 1 leaves them unchanged.
             own = is_random[:, 0] if scale is as_it_is else temperature
             sample = seeded_sample(values, keys, own, implementation=name)
@@ -124,12 +133,13 @@ def choose_and(
 
         # Only on a CPU do two logarithms per token take most of the time.
         def by_xla() -> Choice:
-            return _choice(
-                *lax.platform_dependent(
+            return best_of(
+                lambda values: lax.platform_dependent(
                     values,
                     cpu=lambda values: search(values, score, bound),
                     default=lambda values: first_argmax(values, score),
-                )
+                ),
+                values,
             )
 
         # Both paths below use the same implementation, so that tokens do not depend on the path.
@@ -138,19 +148,21 @@ def choose_and(
         return call_best("seeded_sample", races, named_for("seeded_sample", None))
 
     def scale_and_race() -> Choice:
-        return race(logits, scaler(logits, sampling, row), bounded_argmax)
+        return race(logits, scaler(logits, sampling, row, vocabulary), bounded_argmax)
 
     def process_and_race() -> Any:
         values = processed
         if values is None:
-            values = process_logits(logits, sampling, row_ids, positions, history)
+            values = process_logits(
+                logits, sampling, row_ids, positions, history, vocabulary=vocabulary
+            )
 
         def checked(choice: Choice) -> Choice:
-            is_bad = jnp.any(~(logits < jnp.inf), axis=1)
+            is_bad = vocabulary.any(jnp.any(~(logits < jnp.inf), axis=1))
             return choice._replace(is_invalid=choice.is_invalid | is_bad)
 
         def greedy() -> Choice:
-            choice = _greedy(values)
+            choice = best_of(first_argmax, values)
             return lax.cond(used.masks, lambda: checked(choice), lambda: choice)
 
         choice = lax.cond(
@@ -166,7 +178,7 @@ def choose_and(
     return lax.switch(
         jnp.where(is_plain, jnp.where(is_greedy, 0, 1), 2),
         [
-            lambda: describe(_greedy(logits), None),
+            lambda: describe(best_of(first_argmax, logits), None),
             lambda: describe(scale_and_race(), None),
             process_and_race,
         ],
@@ -178,22 +190,29 @@ def _few_or_bounded(values: Array, score: Score, bound: Score) -> tuple[Array, A
     return sparse_argmax(values, score, lambda values: bounded_argmax(values, score, bound))
 
 
-def _greedy(values: Array) -> Choice:
-    return _choice(*first_argmax(values))
-
-
-def _choice(token_ids: Array, largest: Array) -> Choice:
+def _best_of(
+    vocabulary: Vocabulary, search: Callable[[Array], tuple[Array, Array]], values: Array
+) -> Choice:
+    """Returns the choice of what `search` finds in values [num_tokens, width]: index and score."""
+    token_ids, largest = vocabulary.best(*search(values), values.shape[1])
     return Choice(token_ids, ~jnp.isfinite(largest))
 
 
-def target_probs(processed: Array, sampling: RowSampling, row_ids: Array) -> Array:
+def target_probs(
+    processed: Array, sampling: RowSampling, row_ids: Array, vocabulary: Vocabulary = WHOLE
+) -> Array:
     """Returns the sampled distribution, f32[num_tokens, vocab], rows sum to 1.
 
     It is one-hot at the argmax for temperature 0, and where the logits are invalid, so
     that no NaN reaches a verification rule.
+
+    Args:
+      processed: from `process_logits`; this device's slice of it if the vocabulary is split,
+        as the result is.
     """
     row = jnp.minimum(row_ids, sampling.rows - 1)
-    token_ids, best = first_argmax(processed)
+    width = processed.shape[1]
+    token_ids, best = vocabulary.best(*first_argmax(processed), width)
     is_certain = (sampling.temperature[row] == 0) | ~jnp.isfinite(best)
-    one_hot = jax.nn.one_hot(token_ids, processed.shape[1], dtype=jnp.float32)
-    return jnp.where(is_certain[:, None], one_hot, jax.nn.softmax(processed, axis=1))
+    one_hot = vocabulary.one_hot(token_ids, width)
+    return jnp.where(is_certain[:, None], one_hot, vocabulary.softmax(processed))

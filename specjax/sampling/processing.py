@@ -17,6 +17,11 @@ from specjax.sampling.argmax import (
     top_few,
 )
 from specjax.sampling.row_sampling import RowSampling
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
+
+# How many parts a pass over the logits splits a search's range into. A CPU computes as long as
+# it reads, so that more comparisons per pass save nothing there.
+WAYS, WAYS_ON_CPU = 8, 2
 
 
 class TreeHistory(NamedTuple):
@@ -120,6 +125,8 @@ def process_logits(
     row_ids: Array,
     positions: Array,
     history: History,
+    *,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Array:
     """Returns logits whose softmax each node samples from, f32[num_tokens, vocab].
 
@@ -132,12 +139,17 @@ def process_logits(
     A NaN logit becomes NaN or -inf; other logits of its row are arbitrary then, and other
     rows are not affected.
 
+    Over slices of a vocabulary the result equals that of the whole to the last bit, but for
+    top_p: its sums of probabilities are added in another order.
+
     Args:
-      logits: f32[num_tokens, vocab], of the token at positions + 1.
+      logits: f32[num_tokens, vocab], of the token at positions + 1; this device's slice of
+        them if the vocabulary is split.
       row_ids: i32[num_tokens]; padding may hold numbers past the last row.
       positions: i32[num_tokens], of the node's own token: its prefix is
         history[row, : position + 1], drafted ancestors included.
       history: i32[rows, max_length], or a TreeHistory.
+      vocabulary: how logits and result are split over devices.
 
     Source: the order and meaning of vLLM's sampling parameters.
     """
@@ -146,17 +158,21 @@ def process_logits(
     row = _clamp(row_ids, sampling)
     edited = _when(
         used.edits,
-        lambda values: _edit(values, used, sampling, row, positions, history),
+        lambda values: _edit(values, used, sampling, row, positions, history, vocabulary),
         logits,
     )
     return _when(
         used.temperature,  # no filter without one
-        lambda values: _filter(scaler(values, sampling, row)(values), used, sampling, row),
+        lambda values: _filter(
+            scaler(values, sampling, row, vocabulary)(values), used, sampling, row, vocabulary
+        ),
         edited,
     )
 
 
-def scaler(logits: Array, sampling: RowSampling, row: Array) -> Callable[[Array], Array]:
+def scaler(
+    logits: Array, sampling: RowSampling, row: Array, vocabulary: Vocabulary = WHOLE
+) -> Callable[[Array], Array]:
     """Returns a function that shifts the largest logit to 0 and divides by the temperature.
 
     It changes nothing where the temperature is 0. Subtracting the maximum first keeps
@@ -168,7 +184,7 @@ def scaler(logits: Array, sampling: RowSampling, row: Array) -> Callable[[Array]
     """
     temperature = sampling.temperature[row][:, None]
     is_random = temperature > 0
-    largest = jnp.max(logits, axis=1, keepdims=True)
+    largest = vocabulary.max(jnp.max(logits, axis=1, keepdims=True))
     shift = jnp.where(is_random & jnp.isfinite(largest), largest, 0.0)
     divisor = jnp.where(is_random, temperature, 1.0)
     return lambda values: (values - shift) / divisor
@@ -216,26 +232,28 @@ def _edit(
     row: Array,
     positions: Array,
     history: History,
+    vocabulary: Vocabulary,
 ) -> Array:
     """Applies all features before the temperature, f32[num_tokens, vocab]."""
     vocab = logits.shape[1]
     token = jnp.arange(logits.shape[0])[:, None]
+    own = lambda token_ids: vocabulary.index(token_ids, vocab)
 
     def allow(values: Array) -> Array:
-        ids = sampling.allowed_token_ids[row]
+        ids = own(sampling.allowed_token_ids[row])
         kept = jnp.full_like(values, -jnp.inf)
         allowed = jnp.take_along_axis(values, jnp.minimum(ids, vocab - 1), axis=1)
         kept = kept.at[token, ids].set(allowed, mode="drop")
         return jnp.where(sampling.has_allowed[row][:, None], kept, values)
 
     def bias(values: Array) -> Array:
-        ids = sampling.bias_token_ids[row]
+        ids = own(sampling.bias_token_ids[row])
         return values.at[token, ids].add(sampling.bias_values[row], mode="drop")
 
     def forbid_stop(values: Array) -> Array:
         ids = sampling.stop_token_ids[row]
         is_early = _is_early(sampling, row, positions)[:, None] & (ids >= 0)
-        ids = jnp.where(is_early, ids, vocab)
+        ids = jnp.where(is_early, own(ids), vocab)
         return values.at[token, ids].set(-jnp.inf, mode="drop")
 
     logits = _when(used.allowed, allow, logits)
@@ -243,13 +261,18 @@ def _edit(
     logits = _when(used.min_tokens, forbid_stop, logits)
     return _when(
         used.repetition | used.presence | used.frequency,
-        lambda values: _penalise(values, sampling, row, positions, history),
+        lambda values: _penalise(values, sampling, row, positions, history, vocabulary),
         logits,
     )
 
 
 def _penalise(
-    logits: Array, sampling: RowSampling, row: Array, positions: Array, history: History
+    logits: Array,
+    sampling: RowSampling,
+    row: Array,
+    positions: Array,
+    history: History,
+    vocabulary: Vocabulary,
 ) -> Array:
     """Applies repetition, frequency and presence penalties without a [rows, vocab] count.
 
@@ -263,6 +286,7 @@ def _penalise(
     place = jnp.arange(ids.shape[1])[None, :]
     is_prefix = (place <= positions[:, None]) & (ids >= 0)
     is_output = is_prefix & (place >= sampling.prompt_lengths[row][:, None])
+    ids = vocabulary.index(ids, vocab)
     readable = jnp.clip(ids, 0, vocab - 1)
     prefix_ids = jnp.where(is_prefix, ids, vocab)
     output_ids = jnp.where(is_output, ids, vocab)
@@ -280,31 +304,48 @@ def _penalise(
     return logits.at[token, output_ids].set(current - presence, mode="drop")
 
 
-def _filter(scaled: Array, used: Usage, sampling: RowSampling, row: Array) -> Array:
+def _filter(
+    scaled: Array, used: Usage, sampling: RowSampling, row: Array, vocabulary: Vocabulary
+) -> Array:
     """Applies min_p, top_k and top_p as one threshold, the maximum of their cuts."""
     is_random = sampling.temperature[row] > 0
     min_p = jnp.where(is_random, sampling.min_p[row], 0.0)
     top_k = jnp.where(is_random, sampling.top_k[row], 0)
     top_p = jnp.where(is_random, sampling.top_p[row], 1.0)
-    cut = lax.cond(
-        used.filters,
-        lambda: lax.platform_dependent(
-            scaled, min_p, top_k, top_p, cpu=_cut_few_first, default=_cut
-        ),
-        lambda: jnp.full(scaled.shape[0], -jnp.inf),
-    )
-    return jnp.where(scaled < cut[:, None], -jnp.inf, scaled)
+    cut_of_slices = functools.partial(_cut, vocabulary=vocabulary)
+
+    def cut() -> Array:
+        limits = scaled, min_p, top_k, top_p
+        # What a CPU does first may differ between slices, which must search together.
+        if vocabulary.is_split:
+            return cut_of_slices(*limits)
+        return lax.platform_dependent(*limits, cpu=_cut_few_first, default=_cut)
+
+    nothing = lambda: jnp.full(scaled.shape[0], -jnp.inf)
+    return jnp.where(scaled < lax.cond(used.filters, cut, nothing)[:, None], -jnp.inf, scaled)
 
 
-def _cut(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> Array:
+def _cut(
+    scaled: Array,
+    min_p: Array,
+    top_k: Array,
+    top_p: Array,
+    vocabulary: Vocabulary = WHOLE,
+    ways: int = WAYS,
+) -> Array:
     """Returns the least logit that is kept, f32[num_tokens]."""
     cut = jnp.log(min_p)  # the largest logit is 0; log(0) = -inf is off
-    cut = lax.cond(jnp.any(top_k > 0), lambda: _top_k_cut(scaled, top_k, cut), lambda: cut)
-    return lax.cond(
-        jnp.any(top_p < 1),
-        lambda: _top_p_cut(scaled, top_p, top_p * _mass(scaled, cut), cut),
+    cut = lax.cond(
+        jnp.any(top_k > 0),
+        lambda: _top_k_cut(scaled, top_k, cut, vocabulary, ways),
         lambda: cut,
     )
+
+    def nucleus() -> Array:
+        enough = top_p * _mass(scaled, cut, vocabulary)
+        return _top_p_cut(scaled, top_p, enough, cut, vocabulary, ways)
+
+    return lax.cond(jnp.any(top_p < 1), nucleus, lambda: cut)
 
 
 def _cut_few_first(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> Array:
@@ -315,7 +356,7 @@ def _cut_few_first(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> A
 
     def finish(token: tuple[Array, ...]) -> Array:
         *batch, cut, is_enough = (x[None] for x in token)
-        return lax.cond(is_enough[0], lambda: cut, lambda: _cut(*batch))[0]
+        return lax.cond(is_enough[0], lambda: cut, lambda: _cut(*batch, ways=WAYS_ON_CPU))[0]
 
     return lax.cond(
         jnp.all(is_enough),
@@ -326,7 +367,8 @@ def _cut_few_first(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> A
 
 def _cut_one_by_one(*batch: Array) -> Array:
     """Returns `_cut`, one token at a time: its logits stay in a CPU's cache for all passes."""
-    return lax.map(lambda token: _cut(*(x[None] for x in token))[0], batch)
+    cut_one = lambda token: _cut(*(x[None] for x in token), ways=WAYS_ON_CPU)[0]
+    return lax.map(cut_one, batch)
 
 
 def _cut_few(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> tuple[Array, Array]:
@@ -349,81 +391,129 @@ def _cut_few(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> tuple[A
     has_top_k = (top_k > 0) & (top_k < scaled.shape[1])
     num_above = jnp.sum((few >= floor[:, None]).astype(jnp.float32), axis=1)
     has_enough = ~has_top_k | ((num_above >= top_k) & (top_k < few.shape[1]))
+    search = WHOLE, WAYS_ON_CPU
     cut = jnp.log(min_p)
-    cut = lax.cond(jnp.any(top_k > 0), lambda: _top_k_cut(few, top_k, cut), lambda: cut)
+    cut = lax.cond(jnp.any(top_k > 0), lambda: _top_k_cut(few, top_k, cut, *search), lambda: cut)
 
     def nucleus() -> tuple[Array, Array]:
         enough = top_p * _mass(scaled, cut)
         # Equal weights are either all in these blocks, or not above the floor.
         is_above = jnp.exp(few) > jnp.exp(floor)[:, None]
         above = _mass(jnp.where(is_above, few, -jnp.inf), cut)
-        return _top_p_cut(few, top_p, enough, cut), (top_p >= 1) | (above >= enough)
+        has_mass = (top_p >= 1) | (above >= enough)
+        return _top_p_cut(few, top_p, enough, cut, *search), has_mass
 
     cut, has_mass = lax.cond(jnp.any(top_p < 1), nucleus, lambda: (cut, jnp.ones_like(has_enough)))
     return cut, has_enough & has_mass
 
 
-def _mass(scaled: Array, cut: Array) -> Array:
+def _mass(scaled: Array, cut: Array, vocabulary: Vocabulary = WHOLE) -> Array:
     """Returns the sum of the weights of tokens that are not cut, f32[num_tokens]."""
-    return jnp.sum(jnp.where(scaled >= cut[:, None], jnp.exp(scaled), 0.0), axis=1)
+    return vocabulary.sum(jnp.sum(jnp.where(scaled >= cut[:, None], jnp.exp(scaled), 0.0), axis=1))
 
 
-def _top_k_cut(scaled: Array, top_k: Array, cut: Array) -> Array:
+def _top_k_cut(scaled: Array, top_k: Array, cut: Array, vocabulary: Vocabulary, ways: int) -> Array:
     """Returns the larger of `cut` and the top_k-th largest logit of each token."""
-    is_on = (top_k > 0) & (top_k < scaled.shape[1])
+    is_on = (top_k > 0) & (top_k < vocabulary.size(scaled.shape[1]))
 
-    def holds(level: Array) -> Array:
-        is_kept = scaled >= level[:, None]
-        # Exact up to 2**24, and vectorised where a sum of integers is not.
-        return jnp.sum(is_kept.astype(jnp.float32), axis=1) >= top_k
+    def measure(level: Array) -> tuple[Array, Array]:
+        count = _count(scaled >= level[:, None])
+        return count, count
 
-    low = _key(jnp.full_like(cut, -jnp.inf))
-    high = _key(jnp.zeros_like(cut)) + jnp.uint32(1)
-    level = _largest_level(holds, low, jnp.where(is_on, high, low + jnp.uint32(1)))
-    return jnp.where(is_on, jnp.maximum(cut, level), cut)
+    search = _Search(measure, top_k.astype(jnp.float32), vocabulary, ways)
+    level = search.run(is_on, jnp.full_like(cut, -jnp.inf), jnp.zeros_like(cut))
+    least = jnp.min(jnp.where(scaled >= level[:, None], scaled, jnp.inf), axis=1)
+    return jnp.where(is_on, jnp.maximum(cut, vocabulary.min(least)), cut)
 
 
-def _top_p_cut(scaled: Array, top_p: Array, enough: Array, cut: Array) -> Array:
+def _top_p_cut(
+    scaled: Array, top_p: Array, enough: Array, cut: Array, vocabulary: Vocabulary, ways: int
+) -> Array:
     """Returns the least logit of the smallest set, most likely first, with mass `enough`."""
     is_on = top_p < 1
     is_left = scaled >= cut[:, None]
     weights = jnp.where(is_left, jnp.exp(scaled), 0.0)
 
-    def holds(level: Array) -> Array:
+    def measure(level: Array) -> tuple[Array, Array]:
         is_kept = weights >= level[:, None]
-        return jnp.sum(jnp.where(is_kept, weights, 0.0), axis=1) >= enough
+        return jnp.sum(jnp.where(is_kept, weights, 0.0), axis=1), _count(is_kept)
 
-    low = _key(jnp.zeros_like(cut))
-    high = _key(jnp.ones_like(cut)) + jnp.uint32(1)
-    level = _largest_level(holds, low, jnp.where(is_on, high, low + jnp.uint32(1)))
+    search = _Search(measure, enough, vocabulary, ways)
+    level = search.run(is_on, jnp.zeros_like(cut), jnp.ones_like(cut))
     is_kept = is_left & (weights >= level[:, None])
     least = jnp.min(jnp.where(is_kept, scaled, jnp.inf), axis=1)
-    return jnp.where(is_on, least, cut)
+    return jnp.where(is_on, vocabulary.min(least), cut)
 
 
-def _largest_level(holds: Callable[[Array], Array], low: Array, high: Array) -> Array:
-    """Bisects float keys; holds(low) must be true, and holds(high) is assumed false.
+def _count(is_kept: Array) -> Array:
+    """Returns how many of each row are set, f32[n]: exact up to 2**24, and vectorised where a
+    sum of integers is not."""
+    return jnp.sum(is_kept.astype(jnp.float32), axis=1)
 
-    At most 32 passes over the logits find the exact float; a sort would move them all.
 
-    Args:
-      holds: f32[num_tokens] -> bool[num_tokens], true up to some level.
-      low, high: u32[num_tokens], keys.
+class _Range(NamedTuple):
+    """Where a level lies: the level `low` leaves enough, `high` does not."""
 
-    Returns:
-      f32[num_tokens], the largest level for which `holds`.
+    low: Array  # u32[num_tokens], a key
+    high: Array  # u32[num_tokens]
+    num_at_low: Array  # f32[num_tokens], numbers that `low` leaves
+    num_at_high: Array  # f32[num_tokens]
+
+
+class _Search(NamedTuple):
+    """A search for the highest level that leaves enough of some numbers, those at or above it.
+
+    A pass over the numbers compares them with ways - 1 levels and leaves one part of the
+    range in `ways`. 31 bits of a float's key thus take 11 passes of 8 ways at most. The search ends
+    as soon as the two ends differ by a single number, which is the one that is looked for:
+    after some 5 to 8 passes for logits of language models. A sort would move all numbers.
     """
 
-    def halve(bounds: tuple[Array, Array]) -> tuple[Array, Array]:
-        low, high = bounds
-        middle = low + (high - low) // 2
-        does_hold = holds(_level(middle))
-        return jnp.where(does_hold, middle, low), jnp.where(does_hold, high, middle)
+    # f32[num_tokens] -> what a level leaves of a device's numbers, which must not rise with
+    # the level, and how many numbers it leaves; f32[num_tokens] each.
+    measure: Callable[[Array], tuple[Array, Array]]
+    enough: Array  # f32[num_tokens]
+    vocabulary: Vocabulary
+    ways: int
 
-    def is_open(bounds: tuple[Array, Array]) -> Array:
-        return jnp.any(bounds[1] - bounds[0] > 1)
+    def run(self, is_on: Array, lowest: Array, largest: Array) -> Array:
+        """Returns a level that leaves just the numbers wanted, f32[num_tokens].
 
-    return _level(lax.while_loop(is_open, halve, (low, high))[0])
+        Args:
+          is_on: bool[num_tokens]; others get `lowest`.
+          lowest: f32[num_tokens], a level that leaves enough.
+          largest: f32[num_tokens], no number is above it.
+        """
+        low = _key(lowest)
+        high = jnp.where(is_on, _key(largest), low) + jnp.uint32(1)
+        start = _Range(low, high, jnp.full_like(lowest, jnp.inf), jnp.zeros_like(lowest))
+        return _level(lax.while_loop(_is_open, self._narrowed, start).low)
+
+    def _narrowed(self, at: _Range) -> _Range:
+        part, rest = jnp.divmod(at.high - at.low, jnp.uint32(self.ways))
+        ends = range(1, self.ways)
+        keys = [at.low + part * jnp.uint32(i) + rest * jnp.uint32(i) // self.ways for i in ends]
+        measured = jnp.stack([jnp.stack(self.measure(_level(key))) for key in keys])
+        sums, counts = jnp.moveaxis(self.vocabulary.sum(measured), 1, 0)  # [ways - 1, num_tokens]
+        is_enough = jnp.ones_like(at.low, bool)
+        low, high = at.low, at.high
+        num_at_low, num_at_high = at.num_at_low, at.num_at_high
+        for key, left, count in zip(keys, sums, counts):
+            was_enough, is_enough = is_enough, is_enough & (left >= self.enough)
+            low, num_at_low = (
+                jnp.where(is_enough, new, old) for new, old in ((key, low), (count, num_at_low))
+            )
+            is_first_short = was_enough & ~is_enough
+            high, num_at_high = (
+                jnp.where(is_first_short, new, old)
+                for new, old in ((key, high), (count, num_at_high))
+            )
+        return _Range(low, high, num_at_low, num_at_high)
+
+
+def _is_open(at: _Range) -> Array:
+    """Returns whether the ends of any range differ by more than one number, bool[]."""
+    return jnp.any((at.high - at.low > 1) & (at.num_at_low - at.num_at_high > 1))
 
 
 def _key(values: Array) -> Array:

@@ -18,6 +18,7 @@ from specjax.sampling.processing import (
     scaler,
 )
 from specjax.sampling.row_sampling import RowSampling
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
 
 
 class LogProbs(NamedTuple):
@@ -104,11 +105,12 @@ def token_logprobs(
     *,
     max_logprobs: int,
     processed: Array | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> LogProbs:
     """Returns the log-probabilities of token_ids i32[num_tokens], one per node.
 
     Args:
-      logits, row_ids, positions, history: as for `process_logits`.
+      logits, row_ids, positions, history, vocabulary: as for `process_logits`.
       max_logprobs: EngineConfig.max_logprobs; a vocabulary may be smaller.
       processed: `process_logits` of the same arguments, if already computed.
     """
@@ -117,8 +119,10 @@ def token_logprobs(
     def edited() -> tuple[_Scores, _Shape]:
         values = processed
         if values is None:
-            values = process_logits(logits, sampling, row_ids, positions, history)
-        return _of_edited(values, token_ids, asked, max_logprobs)
+            values = process_logits(
+                logits, sampling, row_ids, positions, history, vocabulary=vocabulary
+            )
+        return _of_edited(values, token_ids, asked, max_logprobs, vocabulary)
 
     def told() -> LogProbs:
         own = lax.cond(
@@ -126,7 +130,7 @@ def token_logprobs(
             lambda: _nothing(token_ids.shape[0], max_logprobs),
             edited,
         )
-        return _together(logits, token_ids, sampling, row_ids, asked, *own)
+        return _together(logits, token_ids, sampling, row_ids, asked, *own, vocabulary)
 
     nothing = no_logprobs(token_ids.shape[0], max_logprobs)
     return lax.cond(asked.anything, told, lambda: nothing)
@@ -140,6 +144,7 @@ def choose_and_score(
     history: History,
     *,
     max_logprobs: int,
+    vocabulary: Vocabulary = WHOLE,
 ) -> tuple[Choice, LogProbs]:
     """Returns `choose_tokens` and `token_logprobs` of the tokens, processing the logits once.
 
@@ -154,31 +159,37 @@ def choose_and_score(
             return choice, _nothing(*size)
         own = lax.cond(
             asked.anything,
-            lambda: _of_edited(processed, choice.token_ids, asked, max_logprobs),
+            lambda: _of_edited(processed, choice.token_ids, asked, max_logprobs, vocabulary),
             lambda: _nothing(*size),
         )
         return choice, own
 
-    choice, own = choose_and(describe, logits, sampling, row_ids, positions, history)
+    choice, own = choose_and(
+        describe, logits, sampling, row_ids, positions, history, vocabulary=vocabulary
+    )
     told = lax.cond(
         asked.anything,
-        lambda: _together(logits, choice.token_ids, sampling, row_ids, asked, *own),
+        lambda: _together(logits, choice.token_ids, sampling, row_ids, asked, *own, vocabulary),
         lambda: no_logprobs(*size),
     )
     return choice, told
 
 
 def _of_edited(
-    processed: Array, token_ids: Array, asked: _Asked, max_logprobs: int
+    processed: Array,
+    token_ids: Array,
+    asked: _Asked,
+    max_logprobs: int,
+    vocabulary: Vocabulary,
 ) -> tuple[_Scores, _Shape]:
     """Returns the scores under processed logits, for tokens that are not plain."""
     most = jnp.max(asked.num_logprobs)
     scores = lax.cond(
         most >= 0,
-        lambda: _scores(processed, token_ids, most > 0, max_logprobs),
+        lambda: _scores(processed, token_ids, most > 0, max_logprobs, vocabulary),
         lambda: _no_scores(token_ids.shape[0], max_logprobs),
     )
-    return scores, _shape(lambda: processed, token_ids, asked, ~asked.is_plain)
+    return scores, _shape(lambda: processed, token_ids, asked, ~asked.is_plain, vocabulary)
 
 
 def _together(
@@ -189,6 +200,7 @@ def _together(
     asked: _Asked,
     own: _Scores,
     own_shape: _Shape,
+    vocabulary: Vocabulary,
 ) -> LogProbs:
     """Returns all LogProbs; `own`, from `_of_edited`, is used for tokens that are not plain.
 
@@ -199,8 +211,8 @@ def _together(
     is_divided = is_own & (temperature > 0) & (temperature != 1)
     most = jnp.max(asked.num_logprobs)
     max_logprobs = own.top.shape[1]
-    of = lambda values, needs_top: _scores(values, token_ids, needs_top, max_logprobs)
-    scaled = lambda: scaler(logits, sampling, row)(logits)
+    of = lambda values, needs_top: _scores(values, token_ids, needs_top, max_logprobs, vocabulary)
+    scaled = lambda: scaler(logits, sampling, row, vocabulary)(logits)
 
     def scores() -> tuple[_Scores, _Scores, Array]:
         raw = of(logits, most > 0)
@@ -215,7 +227,7 @@ def _together(
 
     none = _no_scores(token_ids.shape[0], max_logprobs)
     raw, processed, tempered = lax.cond(most >= 0, scores, lambda: (none, none, none.chosen))
-    plain_shape = _shape(scaled, token_ids, asked, asked.is_plain)
+    plain_shape = _shape(scaled, token_ids, asked, asked.is_plain, vocabulary)
     shape = _choose(asked.is_plain, plain_shape, own_shape)
     return LogProbs._make([*raw, *processed, tempered, *shape])
 
@@ -226,7 +238,13 @@ def _choose(mask: Array, one: Any, other: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(along(a), a, b), one, other)
 
 
-def _shape(make: Callable[[], Array], token_ids: Array, asked: _Asked, mask: Array) -> _Shape:
+def _shape(
+    make: Callable[[], Array],
+    token_ids: Array,
+    asked: _Asked,
+    mask: Array,
+    vocabulary: Vocabulary,
+) -> _Shape:
     """Returns the _Shape of some logits for tokens in mask; 0 where it is not asked for.
 
     Args:
@@ -236,54 +254,72 @@ def _shape(make: Callable[[], Array], token_ids: Array, asked: _Asked, mask: Arr
     has_entropy, is_checked = asked.has_entropy & mask, asked.is_checked & mask
     entropy = lax.cond(
         jnp.any(has_entropy),
-        lambda: jnp.where(has_entropy, _entropy(make()), 0.0),
+        lambda: jnp.where(has_entropy, _entropy(make(), vocabulary), 0.0),
         lambda: nothing.entropy,
     )
     check = lax.cond(
         jnp.any(is_checked),
-        lambda: _surplus(make(), token_ids, is_checked),
+        lambda: _surplus(make(), token_ids, is_checked, vocabulary),
         lambda: (nothing.surplus, nothing.variance),
     )
     return _Shape(entropy, *check)
 
 
-def _entropy(processed: Array) -> Array:
+def _entropy(processed: Array, vocabulary: Vocabulary) -> Array:
     """Returns the entropies f32[num_tokens] of some logits, in nats."""
-    log_probs = jax.nn.log_softmax(processed, axis=1)
+    log_probs = vocabulary.log_softmax(processed)
     probs = jnp.exp(log_probs)
     # Tokens of probability 0 add nothing; 0 * -inf would be NaN.
-    return -jnp.sum(probs * jnp.where(probs > 0, log_probs, 0.0), axis=1)
+    return -vocabulary.sum(jnp.sum(probs * jnp.where(probs > 0, log_probs, 0.0), axis=1))
 
 
-def _surplus(processed: Array, token_ids: Array, is_checked: Array) -> tuple[Array, Array]:
+def _surplus(
+    processed: Array, token_ids: Array, is_checked: Array, vocabulary: Vocabulary
+) -> tuple[Array, Array]:
     """Returns surplus and variance f32[num_tokens], 0 where not is_checked."""
-    log_probs = jax.nn.log_softmax(processed, axis=1)
+    log_probs = vocabulary.log_softmax(processed)
     probs = jnp.exp(log_probs)
     # Tokens of probability 0 add nothing; 0 * -inf would be NaN.
     finite = jnp.where(probs > 0, log_probs, 0.0)
-    mean = jnp.sum(probs * finite, axis=1, keepdims=True)
-    variance = jnp.sum(probs * (finite - mean) ** 2, axis=1)
-    chosen = jnp.take_along_axis(log_probs, token_ids[:, None], axis=1)
+    mean = vocabulary.sum(jnp.sum(probs * finite, axis=1, keepdims=True))
+    variance = vocabulary.sum(jnp.sum(probs * (finite - mean) ** 2, axis=1))
+    chosen = vocabulary.take(log_probs, token_ids[:, None])
     surplus = (chosen - mean)[:, 0]
     keep = lambda values: jnp.where(is_checked, values, 0.0)
     return keep(surplus), keep(variance)
 
 
-def _scores(logits: Array, token_ids: Array, needs_top: Array, max_logprobs: int) -> _Scores:
+def _scores(
+    logits: Array,
+    token_ids: Array,
+    needs_top: Array,
+    max_logprobs: int,
+    vocabulary: Vocabulary,
+) -> _Scores:
     """Returns the log-probabilities of token_ids and of the most likely tokens."""
-    largest = jnp.max(logits, axis=1, keepdims=True)
-    total = largest + jnp.log(jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True))
-    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1) - total
+    width = logits.shape[1]
+    largest = vocabulary.max(jnp.max(logits, axis=1, keepdims=True))
+    weights = jnp.sum(jnp.exp(logits - largest), axis=1, keepdims=True)
+    total = largest + jnp.log(vocabulary.sum(weights))
+    chosen = vocabulary.take(logits, token_ids[:, None]) - total
 
     def top() -> tuple[Array, Array]:
-        count = min(max_logprobs, logits.shape[1])
-        values, ids = lax.top_k(logits, count)
+        count = min(max_logprobs, vocabulary.size(width))
+        values, ids = _top(logits, count, vocabulary)
         missing = ((0, 0), (0, max_logprobs - count))
         padded = jnp.pad(values - total, missing, constant_values=-jnp.inf)
         return jnp.pad(ids, missing), padded
 
     none = _no_scores(logits.shape[0], max_logprobs)
     return _Scores(chosen[:, 0], *lax.cond(needs_top, top, lambda: none[1:]))
+
+
+def _top(logits: Array, count: int, vocabulary: Vocabulary) -> tuple[Array, Array]:
+    """Returns the `count` largest logits in order, f32[num_tokens, count], and their ids."""
+    width = logits.shape[1]
+    values, index = lax.top_k(logits, min(count, width))
+    ids, values = vocabulary.best_few(index, values, width, count)
+    return values, ids
 
 
 def _no_scores(num_tokens: int, max_logprobs: int) -> _Scores:

@@ -8,10 +8,17 @@ from jax import Array, lax
 from specjax.decode.accept.drawing import draw_token
 from specjax.decode.accept.nodes import accepted_up_to, at_node, check_probs
 from specjax.decode.accept.rejection import padded_draft_probs, subtract_draft
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.types import Acceptance, Proposal
 
 
-def accept_by_blocks(noise: Array, proposal: Proposal, target_probs: Array) -> Acceptance:
+def accept_by_blocks(
+    noise: Array,
+    proposal: Proposal,
+    target_probs: Array,
+    *,
+    vocabulary: Vocabulary = WHOLE,
+) -> Acceptance:
     """Accepts a prefix of each chain, of optimal expected length, distributed as the target.
 
     The prefix of i draft tokens has the joint survival P_i = min(1, P_{i-1} target(x_i)
@@ -23,7 +30,7 @@ def accept_by_blocks(noise: Array, proposal: Proposal, target_probs: Array) -> A
     never on itself or on tokens drawn later.
 
     Args:
-      noise, proposal, target_probs: as for `accept_by_rejection`; noise [j, 0]
+      noise, proposal, target_probs, vocabulary: as for `accept_by_rejection`; noise [j, 0]
         accepts or rejects the prefix that ends in draft token j.
 
     Raises:
@@ -34,20 +41,23 @@ def accept_by_blocks(noise: Array, proposal: Proposal, target_probs: Array) -> A
     """
     if proposal.tree is not None:
         raise ValueError("block verification takes chains; accept_by_traversal takes trees.")
-    check_probs(noise, proposal, target_probs)
+    check_probs(noise, proposal, target_probs, vocabulary)
     draft_probs = padded_draft_probs(proposal)
-    survival = _prefix_survival(proposal, target_probs, draft_probs)  # [rows, K + 1]
+    survival = _prefix_survival(proposal, target_probs, draft_probs, vocabulary)  # [rows, K + 1]
     # After the last draft nothing is subtracted, so that h below is the survival itself.
     excess = jnp.maximum(survival[:, :, None] * target_probs - draft_probs, 0.0)
-    stands = is_prefix_accepted(noise[:, :-1, 0], jnp.sum(excess, axis=2)[:, 1:], survival[:, 1:])
+    excess = vocabulary.sum(jnp.sum(excess, axis=2))
+    stands = is_prefix_accepted(noise[:, :-1, 0], excess[:, 1:], survival[:, 1:])
     length = jnp.arange(1, survival.shape[1])[None, :]
     stands &= length <= proposal.num_tokens[:, None]
     num_accepted = jnp.max(jnp.where(stands, length, 0), axis=1, initial=0)
     scale = at_node(survival, num_accepted)[:, None]
     rest = subtract_draft(
-        scale * at_node(target_probs, num_accepted), at_node(draft_probs, num_accepted)
+        scale * at_node(target_probs, num_accepted),
+        at_node(draft_probs, num_accepted),
+        vocabulary,
     )
-    token_ids = draw_token(at_node(noise[:, :, 1:], num_accepted), rest)
+    token_ids = draw_token(at_node(noise[:, :, 1:], num_accepted), rest, vocabulary)
     return accepted_up_to(proposal, num_accepted, token_ids)
 
 
@@ -64,12 +74,13 @@ def capped_ratio(survival: Array, target_prob: Array, draft_prob: Array) -> Arra
     return jnp.where(is_surely, 1.0, ratio)
 
 
-def _prefix_survival(proposal: Proposal, target_probs: Array, draft_probs: Array) -> Array:
+def _prefix_survival(
+    proposal: Proposal, target_probs: Array, draft_probs: Array, vocabulary: Vocabulary
+) -> Array:
     """Returns P_0 = 1 to P_K, f32[rows, K + 1]."""
     drafted = proposal.token_ids[:, :, None]
     p, q = (
-        jnp.take_along_axis(probs[:, :-1], drafted, axis=2)[:, :, 0].T
-        for probs in (target_probs, draft_probs)
+        vocabulary.take(probs[:, :-1], drafted)[:, :, 0].T for probs in (target_probs, draft_probs)
     )
 
     def extend(survival: Array, at: tuple[Array, Array]) -> tuple[Array, Array]:

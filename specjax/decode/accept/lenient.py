@@ -9,11 +9,17 @@ from jax import Array
 
 from specjax.decode.accept.nodes import check_probs
 from specjax.decode.accept.rejection import accept_by_rejection, reject_in_tree
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.types import Acceptance, Proposal
 
 
 def accept_leniently(
-    noise: Array, proposal: Proposal, target_probs: Array, lenience: Array
+    noise: Array,
+    proposal: Proposal,
+    target_probs: Array,
+    lenience: Array,
+    *,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Acceptance:
     """Accepts as `accept_by_rejection` does, with draft probabilities multiplied by lenience.
 
@@ -22,7 +28,7 @@ def accept_leniently(
     target(x) / lenience, and has no lower bound. Lenience 1 is `accept_by_rejection`.
 
     Args:
-      noise, proposal, target_probs: as for `accept_by_rejection`.
+      noise, proposal, target_probs, vocabulary: as for `accept_by_rejection`.
       lenience: f32[rows], in (0, 1].
 
     Raises:
@@ -30,12 +36,12 @@ def accept_leniently(
 
     Source: Leviathan et al. 2023 (arXiv:2211.17192), appendix A.5.
     """
-    check_probs(noise, proposal, target_probs)
+    check_probs(noise, proposal, target_probs, vocabulary)
     lenience = jnp.asarray(lenience, target_probs.dtype)
     if lenience.shape != proposal.num_tokens.shape:
         raise ValueError(f"{lenience.shape=}; expected one per row, {proposal.num_tokens.shape}.")
     if proposal.tree is not None:
-        return reject_in_tree(noise, proposal, target_probs, lenience)
+        return reject_in_tree(noise, proposal, target_probs, vocabulary, lenience)
     assert proposal.probs is not None
     smaller = dataclasses.replace(proposal, probs=lenience[:, None, None] * proposal.probs)
-    return accept_by_rejection(noise, smaller, target_probs)
+    return accept_by_rejection(noise, smaller, target_probs, vocabulary=vocabulary)

@@ -11,10 +11,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from specjax.decode.accept.drawing import num_draws
+from specjax.sampling.vocabulary import Vocabulary
 from specjax.types import Acceptance, Proposal
 
 
-def check_probs(noise: Array, proposal: Proposal, target_probs: Array) -> None:
+def check_probs(
+    noise: Array, proposal: Proposal, target_probs: Array, vocabulary: Vocabulary
+) -> None:
     """Raises ValueError unless the arguments of a rule that compares laws fit each other."""
     if proposal.probs is None:
         raise ValueError(
@@ -26,7 +29,7 @@ def check_probs(noise: Array, proposal: Proposal, target_probs: Array) -> None:
         raise ValueError(
             f"{target_probs.shape=} does not fit {proposal.probs.shape=}; {expected=}."
         )
-    expected = (rows, num_drafts + 1, 1 + num_draws(vocab))
+    expected = (rows, num_drafts + 1, 1 + num_draws(vocabulary.size(vocab)))
     if noise.shape != expected:
         raise ValueError(f"{noise.shape=} does not fit the proposal; {expected=}.")
 
@@ -47,9 +50,9 @@ def at_node(values: Array, nodes: Array) -> Array:
     return values[jnp.arange(values.shape[0]), nodes]
 
 
-def at_token(values: Array, token_ids: Array) -> Array:
+def at_token(values: Array, token_ids: Array, vocabulary: Vocabulary) -> Array:
     """Returns each row's entry of values [rows, vocab] at its token, i32[rows]."""
-    return jnp.take_along_axis(values, token_ids[:, None], axis=1)[:, 0]
+    return vocabulary.take(values, token_ids[:, None])[:, 0]
 
 
 def node_tokens(proposal: Proposal) -> Array:
@@ -142,13 +145,15 @@ def path_to(proposal: Proposal, last: Array) -> Array:
     return jnp.flip(nodes, axis=0).T
 
 
-def renormalise(weights: Array) -> Array:
+def renormalise(weights: Array, vocabulary: Vocabulary) -> Array:
     """Returns weights f32[rows, vocab] scaled to sum 1; rows of zeros stay zero."""
-    total = jnp.sum(weights, axis=1, keepdims=True)
+    total = vocabulary.sum(jnp.sum(weights, axis=1, keepdims=True))
     return weights / jnp.where(total > 0, total, 1.0)
 
 
-def without_replacement(probs: Array, token_ids: Array, is_drawn: Array) -> Array:
+def without_replacement(
+    probs: Array, token_ids: Array, is_drawn: Array, vocabulary: Vocabulary
+) -> Array:
     """Returns the distribution of the next draw without replacement, f32[rows, vocab].
 
     It is zero at drawn tokens, and renormalised; uniform over the other tokens where
@@ -161,17 +166,17 @@ def without_replacement(probs: Array, token_ids: Array, is_drawn: Array) -> Arra
     Source: Chen et al. 2024 (arXiv:2402.12374), which also has the uniform draw.
     """
     rows, vocab = probs.shape
-    where = jnp.where(is_drawn, token_ids, vocab)
+    where = jnp.where(is_drawn, vocabulary.index(token_ids, vocab), vocab)
     is_gone = jnp.zeros((rows, vocab), bool)
     is_gone = is_gone.at[jnp.arange(rows)[:, None], where].set(True, mode="drop")
     left = jnp.where(is_gone, 0.0, probs)
-    has_mass = jnp.sum(left, axis=1, keepdims=True) > 0
+    has_mass = vocabulary.sum(jnp.sum(left, axis=1, keepdims=True)) > 0
     left = jnp.where(has_mass, left, (~is_gone).astype(left.dtype))
     is_first = ~jnp.any(is_drawn, axis=1, keepdims=True)
-    return jnp.where(is_first, probs, renormalise(left))
+    return jnp.where(is_first, probs, renormalise(left, vocabulary))
 
 
-def law_of_draft(proposal: Proposal, parents: Array, nodes: Array) -> Array:
+def law_of_draft(proposal: Proposal, parents: Array, nodes: Array, vocabulary: Vocabulary) -> Array:
     """Returns the distribution that each row's node i32[rows] was drawn from, f32[rows, vocab]."""
     assert proposal.probs is not None
     probs = at_node(proposal.probs, at_node(parents, nodes))
@@ -180,4 +185,4 @@ def law_of_draft(proposal: Proposal, parents: Array, nodes: Array) -> Array:
     index = jnp.arange(parents.shape[1])[None, :]
     is_sibling = parents == at_node(parents, nodes)[:, None]
     is_drawn = is_sibling & (index > 0) & (index < nodes[:, None])
-    return without_replacement(probs, node_tokens(proposal), is_drawn)
+    return without_replacement(probs, node_tokens(proposal), is_drawn, vocabulary)

@@ -21,10 +21,17 @@ from specjax.decode.accept.nodes import (
     renormalise,
     standing,
 )
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.types import Acceptance, Proposal
 
 
-def accept_by_rejection(noise: Array, proposal: Proposal, target_probs: Array) -> Acceptance:
+def accept_by_rejection(
+    noise: Array,
+    proposal: Proposal,
+    target_probs: Array,
+    *,
+    vocabulary: Vocabulary = WHOLE,
+) -> Acceptance:
     """Accepts a path of each draft so that the output is distributed as the target.
 
     Draft token x is accepted with probability min(1, target(x) / draft(x)). Where it is
@@ -43,6 +50,7 @@ def accept_by_rejection(noise: Array, proposal: Proposal, target_probs: Array) -
       proposal: with probs f32[rows, num_nodes - 1, vocab], rows sum to 1; entry j is the
         distribution that the first child of node j was drawn from.
       target_probs: f32[rows, num_nodes, vocab], rows sum to 1; entry j follows node j.
+      vocabulary: how proposal.probs and target_probs are split over devices, both alike.
 
     Returns:
       token_ids i32[rows, max_depth + 1], valid up to and including entry num_accepted.
@@ -55,21 +63,23 @@ def accept_by_rejection(noise: Array, proposal: Proposal, target_probs: Array) -
     against what is left of the target; Jeon et al. 2024 (arXiv:2402.14160) and Chen et
     al. 2024 (arXiv:2402.12374) for siblings without replacement.
     """
-    check_probs(noise, proposal, target_probs)
+    check_probs(noise, proposal, target_probs, vocabulary)
     if proposal.tree is not None:
-        return reject_in_tree(noise, proposal, target_probs)
+        return reject_in_tree(noise, proposal, target_probs, vocabulary)
     drafted = jnp.pad(proposal.token_ids, ((0, 0), (0, 1)))
     position = jnp.arange(drafted.shape[1])[None, :]
     is_drafted = position < proposal.num_tokens[:, None]  # [rows, K + 1]
     draft_probs = padded_draft_probs(proposal)
     p, q = (
-        jnp.take_along_axis(probs, drafted[:, :, None], axis=2)[:, :, 0]
+        vocabulary.take(probs, drafted[:, :, None])[:, :, 0]
         for probs in (target_probs, draft_probs)
     )
     survives = is_accepted(noise[:, :, 0], p, q) & is_drafted
     num_accepted = jnp.sum(jnp.cumprod(survives, axis=1), axis=1, dtype=jnp.int32)
-    rest = subtract_draft(at_node(target_probs, num_accepted), at_node(draft_probs, num_accepted))
-    token_ids = draw_token(at_node(noise[:, :, 1:], num_accepted), rest)
+    rest = subtract_draft(
+        at_node(target_probs, num_accepted), at_node(draft_probs, num_accepted), vocabulary
+    )
+    token_ids = draw_token(at_node(noise[:, :, 1:], num_accepted), rest, vocabulary)
     return accepted_up_to(proposal, num_accepted, token_ids)
 
 
@@ -94,14 +104,15 @@ def is_accepted(draw: Array, target_prob: Array, draft_prob: Array) -> Array:
     return draw * draft_prob < target_prob
 
 
-def subtract_draft(target: Array, draft: Array) -> Array:
+def subtract_draft(target: Array, draft: Array, vocabulary: Vocabulary) -> Array:
     """Returns max(target - draft, 0), f32[rows, vocab]; the target where that is all zero.
 
     It is all zero where both agree to rounding: a rejection there has probability zero,
     but float32 does reach it.
     """
     rest = jnp.maximum(target - draft, 0.0)
-    return jnp.where(jnp.sum(rest, axis=1, keepdims=True) > 0, rest, target)
+    total = vocabulary.sum(jnp.sum(rest, axis=1, keepdims=True))
+    return jnp.where(total > 0, rest, target)
 
 
 class _Walk(NamedTuple):
@@ -116,6 +127,7 @@ def reject_in_tree(
     noise: Array,
     proposal: Proposal,
     target_probs: Array,
+    vocabulary: Vocabulary,
     lenience: Array | None = None,
 ) -> Acceptance:
     """Applies rejection to trees: each round tries one node of every row that has one left.
@@ -130,15 +142,15 @@ def reject_in_tree(
     def try_one(walk: _Walk) -> _Walk:
         node = jnp.minimum(walk.trying, num_nodes - 1)
         is_trying = walk.trying < num_nodes
-        draft = law_of_draft(proposal, parents, node)
+        draft = law_of_draft(proposal, parents, node, vocabulary)
         draft = draft if lenience is None else lenience[:, None] * draft
         token = at_node(token_ids, node)
         survives = is_trying & is_accepted(
             at_node(noise[:, :, 0], node - 1),
-            at_token(walk.rest, token),
-            at_token(draft, token),
+            at_token(walk.rest, token, vocabulary),
+            at_token(draft, token, vocabulary),
         )
-        rejected = renormalise(subtract_draft(walk.rest, draft))
+        rejected = renormalise(subtract_draft(walk.rest, draft, vocabulary), vocabulary)
         rest = jnp.where(is_trying[:, None], rejected, walk.rest)
         rest = jnp.where(survives[:, None], at_node(target_probs, node), rest)
         at = jnp.where(survives, node, walk.at)
@@ -151,5 +163,5 @@ def reject_in_tree(
         try_one,
         _Walk(root, first, target_probs[:, 0]),
     )
-    token = draw_token(at_node(noise[:, :, 1:], walk.at), walk.rest)
+    token = draw_token(at_node(noise[:, :, 1:], walk.at), walk.rest, vocabulary)
     return accepted_up_to(proposal, walk.at, token)

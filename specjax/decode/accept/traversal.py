@@ -21,10 +21,17 @@ from specjax.decode.accept.nodes import (
     parents_of,
     standing,
 )
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.types import Acceptance, Proposal
 
 
-def accept_by_traversal(noise: Array, proposal: Proposal, target_probs: Array) -> Acceptance:
+def accept_by_traversal(
+    noise: Array,
+    proposal: Proposal,
+    target_probs: Array,
+    *,
+    vocabulary: Vocabulary = WHOLE,
+) -> Acceptance:
     """Accepts a path of each draft, deepest first, so that the output is distributed as the target.
 
     The survival of a node is min(1, survival of its parent * target(x) / draft(x)). The
@@ -43,7 +50,7 @@ def accept_by_traversal(noise: Array, proposal: Proposal, target_probs: Array) -
     never on itself or on tokens drawn later.
 
     Args:
-      noise, proposal, target_probs: as for `accept_by_rejection`; noise [j, 0] accepts
+      noise, proposal, target_probs, vocabulary: as for `accept_by_rejection`; noise [j, 0] accepts
         or deletes draft token j once it is a leaf.
 
     Raises:
@@ -51,7 +58,7 @@ def accept_by_traversal(noise: Array, proposal: Proposal, target_probs: Array) -
 
     Source: Weng et al. 2025 (arXiv:2505.12398).
     """
-    check_probs(noise, proposal, target_probs)
+    check_probs(noise, proposal, target_probs, vocabulary)
     parents, token_ids = parents_of(proposal), node_tokens(proposal)
     rows, num_nodes = parents.shape
     row = jnp.arange(rows)
@@ -62,7 +69,8 @@ def accept_by_traversal(noise: Array, proposal: Proposal, target_probs: Array) -
         is_entering = ~walk.is_done & (walk.child < num_nodes)
         node = jnp.where(is_entering, walk.child, walk.at)
         parent = jnp.maximum(at_node(parents, node), 0)
-        draft, token = law_of_draft(proposal, parents, node), at_node(token_ids, node)
+        draft = law_of_draft(proposal, parents, node, vocabulary)
+        token = at_node(token_ids, node)
         target = at_node(walk.target_probs, parent)
         survival = at_node(walk.survival, parent)
 
@@ -70,8 +78,9 @@ def accept_by_traversal(noise: Array, proposal: Proposal, target_probs: Array) -
         stands = (node == 0) | (draw < at_node(walk.survival, node))
         is_done = walk.is_done | (~is_entering & stands)
         is_deleted = ~is_entering & ~is_done
-        entered = capped_ratio(survival, at_token(target, token), at_token(draft, token))
-        rest, excess = subtract_deleted(survival, target, draft)
+        p, q = (at_token(probs, token, vocabulary) for probs in (target, draft))
+        entered = capped_ratio(survival, p, q)
+        rest, excess = subtract_deleted(survival, target, draft, vocabulary)
 
         # num_nodes, one past the end, where nothing changes: the write is dropped.
         changed = jnp.where(is_entering, node, jnp.where(is_deleted, parent, num_nodes))
@@ -97,7 +106,7 @@ def accept_by_traversal(noise: Array, proposal: Proposal, target_probs: Array) -
     )
     walk = lax.while_loop(lambda walk: ~jnp.all(walk.is_done), visit, start)
     rest = at_node(walk.target_probs, walk.at)
-    token = draw_token(at_node(noise[:, :, 1:], walk.at), rest)
+    token = draw_token(at_node(noise[:, :, 1:], walk.at), rest, vocabulary)
     return accepted_up_to(proposal, walk.at, token)
 
 
@@ -111,13 +120,15 @@ class _Traversal(NamedTuple):
     is_done: Array  # bool[rows]
 
 
-def subtract_deleted(survival: Array, target: Array, draft: Array) -> tuple[Array, Array]:
+def subtract_deleted(
+    survival: Array, target: Array, draft: Array, vocabulary: Vocabulary
+) -> tuple[Array, Array]:
     """Returns norm(max(survival * target - draft, 0)), f32[rows, vocab], and its mass, f32[rows].
 
     Where the mass is 0 the distribution is the target itself.
     """
     rest = jnp.maximum(survival[:, None] * target - draft, 0.0)
-    excess = jnp.sum(rest, axis=1)
+    excess = vocabulary.sum(jnp.sum(rest, axis=1))
     has_rest = (excess > 0)[:, None]
     return jnp.where(has_rest, rest / excess[:, None], target), excess
 

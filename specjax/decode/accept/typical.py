@@ -15,6 +15,7 @@ from specjax.decode.accept.nodes import (
     parents_of,
     standing,
 )
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.types import Acceptance, Proposal
 
 
@@ -25,6 +26,7 @@ def accept_typical(
     *,
     epsilon: float = 0.09,
     delta: float = 0.3,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Acceptance:
     """Accepts the longest path of tokens that are typical of the target.
 
@@ -43,6 +45,7 @@ def accept_typical(
         which follows the accepted path.
       epsilon: upper bound of the threshold.
       delta: the threshold as a fraction of the average likelihood, exp(-entropy).
+      vocabulary: how target_probs are split over devices.
 
     Raises:
       ValueError: shapes do not fit.
@@ -52,10 +55,15 @@ def accept_typical(
     check_choices(proposal, target_token_ids)
     if target_probs.shape[:2] != target_token_ids.shape:
         raise ValueError(f"{target_probs.shape=} does not fit {target_token_ids.shape=}.")
-    entropy = jnp.sum(entr(target_probs), axis=2)  # [rows, num_nodes]
+    entropy = vocabulary.sum(jnp.sum(entr(target_probs), axis=2))  # [rows, num_nodes]
     threshold = jnp.minimum(epsilon, delta * jnp.exp(-entropy))
     parents = jnp.maximum(parents_of(proposal), 0)
-    likelihood = target_probs[jnp.arange(parents.shape[0])[:, None], parents, node_tokens(proposal)]
+    row = jnp.arange(parents.shape[0])[:, None]
+    likelihood = vocabulary.read(
+        lambda index: target_probs[row, parents, index],
+        node_tokens(proposal),
+        target_probs.shape[2],
+    )
     is_typical = standing(proposal) & (likelihood > jnp.take_along_axis(threshold, parents, axis=1))
     last = _deepest(proposal, parents, is_typical)
     return accepted_up_to(proposal, last, at_node(target_token_ids, last))

@@ -46,11 +46,11 @@ in_blocks = compiled(accept_by_blocks)
 # Mistakes inside a rule: a named step of it replaced.
 
 
-def resume_from_target(target, draft):
+def resume_from_target(target, draft, vocabulary):
     return target
 
 
-def leave_as_it_is(weights):
+def leave_as_it_is(weights, vocabulary):
     return weights
 
 
@@ -68,7 +68,7 @@ RULE_MISTAKES = {
         (accept_by_traversal, tree(2, 1), bottom_up),
     ),
     "q of the first sibling for all": (
-        (nodes, "without_replacement", lambda probs, token_ids, is_drawn: probs),
+        (nodes, "without_replacement", lambda probs, token_ids, is_drawn, vocabulary: probs),
         (accept_by_rejection, tree(2, 1), top_down),
     ),
     "residual not updated between siblings": (
@@ -112,7 +112,7 @@ RULE_MISTAKES = {
         (accept_by_rejection, chain(2), top_down),
     ),
     "absolute difference": (
-        (rejection, "subtract_draft", lambda target, draft: abs(target - draft)),
+        (rejection, "subtract_draft", lambda target, draft, vocabulary: abs(target - draft)),
         (accept_by_rejection, chain(2), top_down),
     ),
 }
