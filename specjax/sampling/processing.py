@@ -355,8 +355,8 @@ def _cut_few_first(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> A
     cut, is_enough = _cut_few(scaled, min_p, top_k, top_p)
 
     def finish(token: tuple[Array, ...]) -> Array:
-        *batch, cut, is_enough = (x[None] for x in token)
-        return lax.cond(is_enough[0], lambda: cut, lambda: _cut(*batch, ways=WAYS_ON_CPU))[0]
+        *limits, cut, is_enough = (x[None] for x in token)
+        return lax.cond(is_enough[0], lambda: cut, lambda: _cut_on_cpu(*limits))[0]
 
     return lax.cond(
         jnp.all(is_enough),
@@ -365,10 +365,14 @@ def _cut_few_first(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> A
     )
 
 
+def _cut_on_cpu(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> Array:
+    return _cut(scaled, min_p, top_k, top_p, ways=WAYS_ON_CPU)
+
+
 def _cut_one_by_one(*batch: Array) -> Array:
     """Returns `_cut`, one token at a time: its logits stay in a CPU's cache for all passes."""
-    cut_one = lambda token: _cut(*(x[None] for x in token), ways=WAYS_ON_CPU)[0]
-    return lax.map(cut_one, batch)
+    limits = lambda token: (x[None] for x in token)
+    return lax.map(lambda token: _cut_on_cpu(*limits(token))[0], batch)
 
 
 def _cut_few(scaled: Array, min_p: Array, top_k: Array, top_p: Array) -> tuple[Array, Array]:

@@ -130,7 +130,7 @@ def token_logprobs(
             lambda: _nothing(token_ids.shape[0], max_logprobs),
             edited,
         )
-        return _together(logits, token_ids, sampling, row_ids, asked, *own, vocabulary)
+        return _together(logits, token_ids, sampling, row_ids, asked, *own, vocabulary=vocabulary)
 
     nothing = no_logprobs(token_ids.shape[0], max_logprobs)
     return lax.cond(asked.anything, told, lambda: nothing)
@@ -169,7 +169,9 @@ def choose_and_score(
     )
     told = lax.cond(
         asked.anything,
-        lambda: _together(logits, choice.token_ids, sampling, row_ids, asked, *own, vocabulary),
+        lambda: _together(
+            logits, choice.token_ids, sampling, row_ids, asked, *own, vocabulary=vocabulary
+        ),
         lambda: no_logprobs(*size),
     )
     return choice, told
@@ -200,6 +202,7 @@ def _together(
     asked: _Asked,
     own: _Scores,
     own_shape: _Shape,
+    *,
     vocabulary: Vocabulary,
 ) -> LogProbs:
     """Returns all LogProbs; `own`, from `_of_edited`, is used for tokens that are not plain.

@@ -1,11 +1,12 @@
 """Several devices: the same tokens through the same code, and no page crosses the mesh."""
 
+import dataclasses
 import re
 
 import jax
 import numpy as np
 import pytest
-from helpers import tiny_gpt2, tiny_llama
+from helpers import first_layer, tiny_gpt2, tiny_llama
 from jax.sharding import Mesh
 
 import specjax
@@ -116,6 +117,68 @@ def test_trees_and_rules_on_four_devices(mesh, rule):
     split = specjax.generate(target, prompts, mesh=mesh, **arguments)
     assert [c.token_ids for c in split] == [c.token_ids for c in single]
     assert split.stats.acceptance.num_drafted > 0
+
+
+VOCAB = 1024  # halves in the tensor axis; with 61 tokens it stays whole
+RULES = ("seeded", "rejection", "block", "typical", "traversal", "delta", "lenient")
+
+
+def divided_arguments(**sampling):
+    """Returns a target whose vocabulary is split, prompts, and arguments with every rule."""
+    target = tiny_llama(0, vocab_size=VOCAB)
+    rng = np.random.default_rng(4)
+    # The eighth row is greedy under a rule by law.
+    prompts = [rng.integers(0, VOCAB, size).tolist() for size in (3, 9, 17, 2, 8, 30, 5, 4)]
+    drawn = SamplingParams(temperature=0.9, seed=7, max_tokens=12, logprobs=2, **sampling)
+    rows = [dataclasses.replace(drawn, verification=rule) for rule in RULES]
+    rows += [dataclasses.replace(drawn, temperature=0, verification="rejection")]
+    return {
+        "target": target,
+        "prompts": prompts,
+        "drafter": first_layer(target),
+        "sampling": rows,
+        "engine": EngineConfig(page_size=PAGE_SIZE, max_rows=8),
+    }
+
+
+def assert_same_completions(split, single):
+    for ours, theirs in zip(split, single, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert (one.processed, one.raw) == pytest.approx((other.processed, other.raw), abs=1e-5)
+            assert [token for token, _ in one.top_raw] == [token for token, _ in other.top_raw]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("sampling", "tree"),
+    [
+        ({"top_k": 600, "top_p": 0.9, "logit_bias": {511: 3.0, 512: 3.0}}, None),
+        pytest.param({}, (2, 1), marks=pytest.mark.slow),
+    ],
+    ids=["chain", "tree"],
+)
+def test_every_rule_over_halves_of_the_vocabulary(mesh, sampling, tree):
+    arguments = divided_arguments(**sampling)
+    shape = {"speculative_token_tree": list(tree)} if tree else {"num_speculative_tokens": 2}
+    if tree:  # block verification takes chains
+        arguments["sampling"] = [
+            dataclasses.replace(row, verification="traversal")
+            if row.verification == "block"
+            else row
+            for row in arguments["sampling"]
+        ]
+    arguments["speculative_config"] = shape
+    single = specjax.generate(**arguments)
+    stream = Stream(mesh=mesh, **arguments)
+    assert_same_completions(stream.result(), single)
+    assert single.stats.acceptance.num_accepted > 0
+
+    # No collective of logits: the widest array is one sum per 16 tokens, of the draws.
+    text = stream._loop.decoder.compiled_burst(2).as_text()
+    sizes = re.findall(r"\w+\[([\d,]*)\]", " ".join(COLLECTIVE.findall(text)))
+    widest = max(int(size) for sizes_of in sizes for size in sizes_of.split(",") if size)
+    assert widest < VOCAB // 2, widest
 
 
 def test_models_that_do_not_divide_are_refused(mesh):
