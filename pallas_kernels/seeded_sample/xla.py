@@ -36,7 +36,7 @@ def seeded_sample_xla(
     scores = jnp.where(is_random, kept + noise, kept)
     # What is NaN stays so up to here, whatever the bias and the threshold.
     scores = jnp.where(scores < jnp.inf, scores, jnp.inf)
-    best, token_ids, chosen = _first_best(scores, kept)
+    best, token_ids, chosen = first_best(scores, kept)
     top = jnp.where(is_random | ~has_largest, 0.0, largest)
     total = jnp.sum(jnp.exp(kept - top), axis=1)
     return finish(token_ids, chosen, top[:, 0], total, best == jnp.inf)
@@ -61,10 +61,14 @@ def finish(
     )
 
 
-def _first_best(scores: Array, values: Array) -> tuple[Array, Array, Array]:
-    """Returns each row's best score f32[n], its lowest index i32[n], and its value f32[n].
+def first_best(scores: Array, *values: Array) -> tuple[Array, ...]:
+    """Returns each row's best score f32[n], its lowest index i32[n], and its values f32[n] each.
 
     One reduction of all: a score computed a second time may differ in its last bit.
+
+    Args:
+      scores: f32[n, size], never NaN.
+      values: f32[n, size] each.
     """
     ids = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
 
@@ -73,6 +77,5 @@ def _first_best(scores: Array, values: Array) -> tuple[Array, Array, Array]:
         return tuple(jnp.where(is_first, *pair) for pair in zip(one, other))
 
     lowest = jnp.float32(-jnp.inf)
-    start = lowest, jnp.int32(jnp.iinfo(jnp.int32).max), lowest
-    best, index, value = lax.reduce((scores, ids, values), start, better, (1,))
-    return best, index, value
+    start = lowest, jnp.int32(jnp.iinfo(jnp.int32).max), *[lowest] * len(values)
+    return tuple(lax.reduce((scores, ids, *values), start, better, (1,)))

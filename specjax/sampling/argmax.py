@@ -8,6 +8,8 @@ from typing import NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.seeded_sample.xla import first_best
+
 BLOCK = 128  # 64 to 256 cost the same on x86-64 with jax 0.10.2
 
 # Up to this many values all scores are computed: little could be skipped, and the code to
@@ -33,19 +35,37 @@ def as_it_is(values: Array, index: Array | None = None) -> Array:
 def first_argmax(values: Array, score: Score = as_it_is) -> tuple[Array, Array]:
     """Returns the lowest index of each row's best score, i32[n], and the score, f32[n].
 
-    It takes the maximum of each block, then an argmax over blocks and one inside the
-    best block: a plain maximum is vectorised on CPU and jnp.argmax is not. Scores are
-    computed in the pass that takes the maximum and again for the one block, never
-    stored. NaN counts as +inf.
+    Scores are computed in the pass that compares them and never stored. NaN counts as +inf.
 
     Args:
       values: f32[n, size].
+    """
+    return lax.platform_dependent(
+        values,
+        cpu=lambda values: _argmax_of_blocks(values, score),
+        default=lambda values: _argmax_in_one_pass(values, score),
+    )
+
+
+def _argmax_of_blocks(values: Array, score: Score) -> tuple[Array, Array]:
+    """Returns `first_argmax` as a CPU is fast at it.
+
+    It takes the maximum of each block, then an argmax over blocks and one inside the
+    best block: a plain maximum is vectorised on CPU and an argmax is not.
     """
     largest = block_maxima(values, _nan_as_inf(score))
     block = jnp.argmax(largest, axis=1).astype(jnp.int32)
     # Not compared with the maximum found before: recomputed scores may differ from it in the
     # last bit.
     return _argmax_inside(values, block, score)
+
+
+def _argmax_in_one_pass(values: Array, score: Score) -> tuple[Array, Array]:
+    """Returns `first_argmax` as accelerators are fast at it: each score is computed once, and no
+    copy of the values is laid out in blocks."""
+    scores = _nan_as_inf(score)(values, jnp.arange(values.shape[1])[None, :])
+    best, index = first_best(scores)
+    return index, best
 
 
 class _Search(NamedTuple):

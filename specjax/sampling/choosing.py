@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.implementations import call_best, named_for
+from pallas_kernels.implementations import NotForThis, call_best, named_for
 from pallas_kernels.names import IMPLEMENTATIONS
 from pallas_kernels.seeded_sample import seeded_sample
 from specjax.sampling.argmax import (
@@ -125,7 +125,7 @@ def choose_and(
 
         def by_op(name: str) -> Choice:
             if vocabulary.is_split:
-                raise NotImplementedError(f"{name} takes a whole vocabulary")
+                raise NotForThis(f"{name} takes a whole vocabulary, not slices of a tensor axis.")
             # Scaled logits have their largest at 0; temperature 1 leaves them unchanged.
             own = is_random[:, 0] if scale is as_it_is else temperature
             sample = seeded_sample(values, keys, own, implementation=name)
