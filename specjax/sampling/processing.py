@@ -473,9 +473,10 @@ class _Search(NamedTuple):
     """A search for the highest level that leaves enough of some numbers, those at or above it.
 
     A pass over the numbers compares them with ways - 1 levels and leaves one part of the
-    range in `ways`. 31 bits of a float's key thus take 11 passes of 8 ways at most. The search ends
-    as soon as the two ends differ by a single number, which is the one that is looked for:
-    after some 5 to 8 passes for logits of language models. A sort would move all numbers.
+    range in `ways`: at most 11 passes of 8 ways for the 32 bits of a float. The search ends as
+    soon as the two ends differ by a single number, which is the one that is looked for: after
+    6 to 9 such passes over normally distributed logits of 32,000 and 128,256 tokens, for
+    top_k=50 and top_p=0.95. A sort would move all numbers.
     """
 
     # f32[num_tokens] -> what a level leaves of a device's numbers, which must not rise with

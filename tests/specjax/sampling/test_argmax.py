@@ -472,3 +472,39 @@ def test_choices_follow_their_distribution(features, vocab, chunk):
     observed = grouped(counts)
     observed *= 40_000 / observed.sum()
     assert stats.chisquare(observed, expected).pvalue > LEAST_P_VALUE
+
+
+@pytest.mark.parametrize("size", [1, 5, argmax.BLOCK, 3 * argmax.BLOCK + 7])
+@pytest.mark.parametrize("special", [0.0, np.nan, np.inf, -np.inf])
+def test_one_pass_finds_what_blocks_find(size, special):
+    rng = np.random.default_rng(size)
+    values = np.round(rng.normal(0, 2, (6, size))).astype(np.float32)  # with ties
+    values[::2, rng.integers(size)] = special
+    values[5] = -np.inf
+    index, best = argmax._argmax_in_one_pass(jnp.asarray(values), argmax.as_it_is)
+    expected, largest = argmax._argmax_of_blocks(jnp.asarray(values), argmax.as_it_is)
+    np.testing.assert_array_equal(index, expected)
+    np.testing.assert_array_equal(best, largest)
+    counted = np.where(np.isnan(values), np.inf, values)
+    np.testing.assert_array_equal(index, counted.argmax(axis=1))
+
+
+@pytest.mark.parametrize("ways", [2, 8, 16])
+@pytest.mark.parametrize(("kind", "most_passes"), [("flat", 9), ("ties", 11)])
+def test_a_search_finds_the_level_in_few_passes(monkeypatch, ways, kind, most_passes):
+    values = np.random.default_rng(0).normal(0, 3, (3, 4000)).astype(np.float32)
+    values -= values.max(axis=1, keepdims=True)
+    if kind == "ties":
+        values = np.round(values)
+    passes, narrowed = [], processing._Search._narrowed
+    monkeypatch.setattr(
+        processing._Search, "_narrowed", lambda *search: passes.append(1) or narrowed(*search)
+    )
+    top_k = jnp.array([1, 50, 3999])
+    with jax.disable_jit():  # each pass is a call then
+        cut = processing._top_k_cut(
+            jnp.asarray(values), top_k, jnp.full(3, -jnp.inf), processing.WHOLE, ways
+        )
+    np.testing.assert_array_equal(cut, -np.sort(-values)[np.arange(3), top_k - 1])
+    assert len(passes) <= most_passes or ways == 2
+    assert len(passes) > 2

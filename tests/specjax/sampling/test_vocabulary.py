@@ -1,6 +1,7 @@
 """Sampling over slices of a vocabulary gives what one device gives over the whole of it."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -229,3 +230,25 @@ def test_ids_outside_of_the_vocabulary_are_in_no_slice():
     num_owners, taken = over_slices(find)(values, (ids,))
     np.testing.assert_array_equal(num_owners, [[0, 1, 1, 1, 0, 0]])
     np.testing.assert_array_equal(taken, [[0, 1, WIDTH + 1, VOCAB, 0, 0]])
+
+
+COLLECTIVE = re.compile(
+    r"= (.+?) (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
+)
+
+
+def score_few(vocabulary, logits, *where):
+    return sampling_lib.choose_and_score(logits, *where, max_logprobs=2, vocabulary=vocabulary)
+
+
+@pytest.mark.parametrize("function", [choose, score_few, probs])
+def test_no_collective_carries_logits(function):
+    logits, where = make_case(OPTIONS["all"])
+    run = over_slices(function, SLICES if function is probs else SAME)
+    shapes = COLLECTIVE.findall(run.lower(logits, where).compile().as_text())
+    assert shapes
+    numbers = [
+        int(np.prod([int(size) for size in shape.split(",") if size]))
+        for shape in re.findall(r"\w\[([\d,]*)\]", " ".join(shapes))
+    ]
+    assert max(numbers) < NUM_TOKENS * WIDTH  # not even of one slice
