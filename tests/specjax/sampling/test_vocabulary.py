@@ -128,7 +128,13 @@ def draw(vocabulary, weights, draws):
 
 def both(function, wide, others, out_specs=SAME):
     """Returns what slices give, and what the whole gives."""
-    return over_slices(function, out_specs)(wide, others), over_the_whole(function)(wide, *others)
+    split = over_slices(function, out_specs)(wide, others)
+    if out_specs == SAME:  # then every device has the whole result
+        for leaf in jax.tree.leaves(split):
+            first, *rest = (shard.data for shard in leaf.addressable_shards)
+            for other in rest:
+                np.testing.assert_array_equal(first, other)
+    return split, over_the_whole(function)(wide, *others)
 
 
 @options
@@ -187,7 +193,7 @@ def test_the_lowest_id_wins_a_tie_across_slices(tokens):
 
 @pytest.mark.parametrize("name", ["greedy", "temperature", "top_k", "top_p", "allowed"])
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("place", [0, LAST, VOCAB - 1, slice(WIDTH, 2 * WIDTH)], ids=str)
+@pytest.mark.parametrize("place", [0, LAST, LAST + 1, VOCAB - 1, slice(WIDTH, 2 * WIDTH)], ids=str)
 def test_numbers_that_are_not_finite_in_one_slice(name, bad, place):
     logits, where = make_case(OPTIONS[name], seed=1)
     logits = logits.at[1::2, place].set(bad)
