@@ -334,7 +334,7 @@ def _cut(
     vocabulary: Vocabulary = WHOLE,
     ways: int = WAYS,
 ) -> Array:
-    """Returns the least logit that is kept, f32[num_tokens]."""
+    """Returns the least logit that is kept, f32[num_tokens]; of this device's slice, if split."""
     cut = jnp.log(min_p)  # the largest logit is 0; log(0) = -inf is off
     cut = lax.cond(
         jnp.any(top_k > 0),
@@ -428,7 +428,7 @@ def _top_k_cut(scaled: Array, top_k: Array, cut: Array, vocabulary: Vocabulary, 
     search = _Search(measure, top_k.astype(jnp.float32), vocabulary, ways)
     level = search.run(is_on, jnp.full_like(cut, -jnp.inf), jnp.zeros_like(cut))
     least = jnp.min(jnp.where(scaled >= level[:, None], scaled, jnp.inf), axis=1)
-    return jnp.where(is_on, jnp.maximum(cut, vocabulary.min(least)), cut)
+    return jnp.where(is_on, jnp.maximum(cut, least), cut)
 
 
 def _top_p_cut(
@@ -451,7 +451,7 @@ def _top_p_cut(
     level = search.run(is_on, jnp.zeros_like(cut), jnp.ones_like(cut))
     is_kept = is_left & (weights >= level[:, None])
     least = jnp.min(jnp.where(is_kept, scaled, jnp.inf), axis=1)
-    return jnp.where(is_on, vocabulary.min(least), cut)
+    return jnp.where(is_on, least, cut)
 
 
 def _count(is_kept: Array) -> Array:

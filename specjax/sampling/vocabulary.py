@@ -74,10 +74,6 @@ class Vocabulary:
         """Returns the maximum over shards of what each found in its slice; NaN may be lost."""
         return partial if self.axis is None else lax.pmax(partial, self.axis)
 
-    def min(self, partial: Array) -> Array:
-        """Returns the minimum over shards of what each found in its slice; NaN may be lost."""
-        return partial if self.axis is None else lax.pmin(partial, self.axis)
-
     def any(self, partial: Array) -> Array:
         """Returns whether any shard's flag is set, bool like partial."""
         return partial if self.axis is None else lax.pmax(partial.astype(jnp.int32), self.axis) > 0
