@@ -6,11 +6,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import layout
-from pallas_kernels.implementations import call_best, if_named, named_for, needs_platform
+from pallas_kernels.implementations import (
+    call_best,
+    if_named,
+    named_for,
+    needs_platform,
+    target_platform,
+)
 from pallas_kernels.tree_attention.mosaic_gpu import tree_attention_mosaic_gpu
 from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
 from pallas_kernels.tree_attention.reference import tree_attention_reference
 from pallas_kernels.tree_attention.xla import tree_attention_xla
+from pallas_kernels.tree_attention.xla_gpu import tree_attention_xla_gpu
 
 
 def tree_attention(
@@ -126,11 +133,12 @@ def tree_attention(
     )
     mosaic_tpu = functools.partial(tree_attention_mosaic_tpu, *arguments, **options)
     mosaic_gpu = functools.partial(tree_attention_mosaic_gpu, *arguments, **options)
+    xla = tree_attention_xla_gpu if target_platform() == "gpu" else tree_attention_xla
     implementation = named_for("tree_attention", implementation)
     implementations = {
         "mosaic_tpu": needs_platform("tpu", mosaic_tpu),
         "mosaic_gpu": if_named("mosaic_gpu", implementation, needs_platform("gpu", mosaic_gpu)),
-        "xla": functools.partial(tree_attention_xla, *arguments, **options),
+        "xla": functools.partial(xla, *arguments, **options),
         "reference": functools.partial(tree_attention_reference, *arguments, **options),
     }
     out = call_best("tree_attention", implementations, implementation)
