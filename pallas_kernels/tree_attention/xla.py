@@ -66,7 +66,9 @@ def tree_attention_xla(
         v = jnp.where(is_used[:, None, :, None], gather_tile(v_pages, ids, jnp.float32), 0.0)
         group = queries.shape[2] // max_tokens_per_row
         is_visible = jnp.tile(is_visible[:, None], (1, 1, group, 1))
-        scores = jnp.einsum("rhqd,rhkd->rhqk", queries, gather_tile(k_pages, ids, jnp.float32), precision=precision)
+        scores = jnp.einsum(
+            "rhqd,rhkd->rhqk", queries, gather_tile(k_pages, ids, jnp.float32), precision=precision
+        )
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         return running_softmax.add_tile(state, "rhqk,rhkd->rhqd", scores, is_visible, v, precision)
