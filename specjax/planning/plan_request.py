@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from pallas_kernels.implementations import default_device, lowered_for
+from pallas_kernels.gpu_targets import described_devices
 from specjax import sharding
 from specjax.config.engine import EngineConfig
 from specjax.config.names import DEMO, DRAFTERS, MATCHING, NO_DRAFTER, suggestion
@@ -73,10 +74,10 @@ class Device:
         return default_device().device_kind if self.name == HERE else None
 
     @property
-    def runs_on(self) -> str:
-        """The platform that steps are planned for, and compiled for where its compiler is."""
-        vendor = None if self.figures is None else self.figures.vendor
-        return next((name for name, own in _VENDORS.items() if own == vendor), self.platform)
+    def traced_for(self) -> str:
+        """The platform whose implementations of ops steps use: the GPU's also where the CPU's
+        compiler stands in."""
+        return self.platform if self.is_compiled_for else self.name.partition(":")[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -124,11 +125,25 @@ class PlanRequest:
                     f"target and drafter have vocabularies of {self.target.vocab_size} and "
                     f"{config.vocab_size} tokens; expected equal sizes."
                 )
-        with lowered_for(self.device.runs_on):
+        with lowered_for(self.device.traced_for):
             engine = with_page_size(
                 self.engine, self.target, self.dtype, kv_shards=self.device.count
             )
         object.__setattr__(self, "engine", engine)
+
+    def as_compiled(self) -> PlanRequest:
+        """Returns the request whose steps are compiled: this one, or one for a stand-in.
+
+        A CPU computes bfloat16 and float16 in float32, and its compiler would widen all weights
+        at once, for a whole burst. Where it stands in for a GPU's, weights and pages are
+        float32 from the start: activations then count twice, and weights are not copied.
+        """
+        if self.device.is_compiled_for:
+            return self
+        params = jax.tree.map(_widened, self.drafter_params)
+        engine = dataclasses.replace(self.engine, kernels=())  # which no CPU could run
+        wide = dict(dtype="float32", drafter_dtype="float32", drafter_params=params)
+        return dataclasses.replace(self, engine=engine, **wide)
 
     def without_drafter(self) -> PlanRequest:
         """Returns the request of the same engine for plain decoding."""
@@ -210,6 +225,10 @@ def find_device(name: str, num_chips: int | None = None) -> Device:
     figures = _figures(name, kind, generation, shape)
     if kind == "gpu":
         count = num_chips or 1
+        devices = described_devices(generation, count)
+        if devices is not None:
+            mesh = Mesh(np.array(devices), (sharding.TENSOR,))
+            return Device(name, count, figures.per_device(), mesh)
         mesh = _local_mesh(count)
         return Device(name, count, figures.per_device(), mesh, is_compiled_for=False)
     if num_chips is None:
@@ -281,6 +300,12 @@ def find_drafter(source: str | os.PathLike[str] | None) -> DrafterSpec:
         return HistoryDrafter()
     name = os.fspath(source)
     return ModelDrafter(find_config(DEMO_NAMES.get(name, name), DRAFTERS))
+
+
+def _widened(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a weight, in float32 where it is a float of fewer bits."""
+    is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 2
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.float32 if is_narrow else leaf.dtype)
 
 
 def _local_mesh(count: int) -> Mesh | None:
