@@ -425,7 +425,7 @@ def _compile(device: Any, function: Callable[..., Any], arguments: Any) -> dict[
     with lowered_for("gpu"), _reports_of_ptxas() as reports:
         compiled = step.lower(arguments).compile()
         found = said_by_ptxas("".join(reports()))
-    found["launches"] = launches_of_a_turn(compiled.as_text())
+    found["launches"] = launches_of_a_turn(compiled.as_text() or "")
     if (analysis := compiled.memory_analysis()) is not None:
         found["temp_bytes"] = analysis.temp_size_in_bytes
     return found

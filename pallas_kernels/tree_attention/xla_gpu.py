@@ -25,7 +25,7 @@ Keys and values keep their dtype in products, whose sums are float32; softmax is
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -153,10 +153,11 @@ def tree_attention_xla_gpu(
 
     start = running_softmax.start((shape.num_lanes, *queries.shape[1:]))
     lanes = lax.fori_loop(0, work.num_turns, turn, start)
+    first_keys: Any = None
     if sinks is not None:
-        sinks = _by_query_row(sinks.astype(jnp.float32)[None, :, None], shape)
+        first_keys = _by_query_row(sinks.astype(jnp.float32)[None, :, None], shape)
     by_block = lambda sums: sums.reshape(shape.num_blocks, shape.lanes, *sums.shape[1:])
-    merged = running_softmax.merge(jax.tree.map(by_block, lanes), 1, sinks)
+    merged = running_softmax.merge(jax.tree.map(by_block, lanes), 1, first_keys)
     out = lay_flat(running_softmax.finish(merged), num_new, row_starts, q, shape)
     return (out * by_query_head(v_scale, q)).astype(q.dtype)
 
@@ -291,7 +292,7 @@ def _tiles_of(block_table: Array, shape: _Shape) -> Array:
 
 def _by_query_row(by_head: Array | float, shape: _Shape) -> Array | float:
     """Turns a number of each query head, f32[1, heads, 1], to f32[1, kv_heads, query_rows, 1]."""
-    if isinstance(by_head, float):
+    if not isinstance(by_head, Array):
         return by_head
     by_head = by_head.reshape(1, shape.kv_heads, shape.group)
     return jnp.tile(by_head, (1, 1, shape.queries))[..., None]

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.implementations import by_name
+from pallas_kernels.implementations import by_name, trusting
 from specjax import sharding
 from specjax.decode import executable_store
 from specjax.decode import state as decode_state
@@ -813,7 +813,8 @@ class Decoder:
                 out_specs=(own, *out_specs),
                 check_vma=False,  # the loop's carries are replicated or split by construction
             )
-        with sharding.lowered(self.mesh), by_name(dict(self.engine_config.kernels).items()):
+        named = by_name(dict(self.engine_config.kernels).items())
+        with sharding.lowered(self.mesh), named, trusting(self.config.trusted_kernels):
             return jax.jit(run, donate_argnums=0).lower(state, *arguments)
 
     def _signature_of(self, params: DecoderParams | None) -> tuple:

@@ -93,6 +93,7 @@ class PlanRequest:
       drafter_dtype: of the drafter's weights; by default that of the target and the pages.
       drafter_params: shapes of the drafter's weights; by default `abstract_params` of its spec.
       chooses_rows: whether the policy chooses row buckets where the engine names none.
+      trusted_kernels: as in DecoderConfig.
     """
 
     target: ModelConfig
@@ -110,6 +111,7 @@ class PlanRequest:
     drafter_dtype: Any = None
     drafter_params: Any = None
     chooses_rows: bool = True
+    trusted_kernels: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
         if not 0 <= self.acceptance_rate <= 1:
@@ -192,6 +194,7 @@ class PlanRequest:
             rule_options=self.rule_options,
             max_drafts_per_shard=self.max_drafts_per_shard,
             mesh=self.device.mesh,
+            trusted_kernels=self.trusted_kernels,
         )
 
     @property
