@@ -51,6 +51,7 @@ def tree_attention_xla(
     queries = _queries_by_head(scaled[token], kv_heads)
     bits = None if ancestor_bits is None else ancestor_bits[token]
     own = jnp.arange(max_tokens_per_row)[None]
+    is_token = own < num_new[:, None]
     padding = -pages_per_row % pages_per_block
     table = jnp.pad(jnp.maximum(block_table, 0), ((0, 0), (0, padding)))
 
@@ -62,7 +63,8 @@ def tree_attention_xla(
         # past the end, and where a level of a tree skips nodes.
         is_used = positions < ends[:, None]
         if bits is not None:
-            is_used &= jnp.any(is_visible, axis=1)
+            # Places past a row's tokens hold the next row's bits.
+            is_used &= jnp.any(is_visible & is_token[:, :, None], axis=1)
         v = jnp.where(is_used[:, None, :, None], gather_tile(v_pages, ids, jnp.float32), 0.0)
         group = queries.shape[2] // max_tokens_per_row
         is_visible = jnp.tile(is_visible[:, None], (1, 1, group, 1))

@@ -31,9 +31,9 @@ def small(monkeypatch):
     monkeypatch.setattr(xla_gpu, "MOST_ENTRIES", 3)
 
 
-def attend(arguments, options):
-    """Returns what a GPU's program makes of the arguments; traced anew in each call."""
-    with lowered_for("gpu"):
+def attend(arguments, options, platform="gpu"):
+    """Returns what a platform's program makes of the arguments; traced anew in each call."""
+    with lowered_for(platform):
         run = jax.jit(functools.partial(tree_attention, **options, implementation="xla"))
         return run(*arguments)
 
@@ -81,6 +81,25 @@ def test_what_lies_before_a_window_may_hold_nan(small):
     k, v = (pages.at[table[0, 5]].set(jnp.nan) for pages in (k, v))  # positions 80 to 95
     table = table.at[0, :5].set(layout.NO_PAGE)
     actual = attend((q, k, v, table, *rest), options)
+    np.testing.assert_allclose(actual, expected, 0, TOLERANCE["float32"])
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_bits_of_the_next_row_use_no_keys_of_this_one(platform, small):
+    """A block's places past its tokens hold the next row's bits, which name other nodes."""
+    example = EXAMPLES["tree"]  # 6 nodes in each of the first three rows
+    (q, k, v, table, _, lengths), options = make_inputs(example)
+    tokens = jnp.array([3, 9, 10, 11, 15])  # node 3 of row 0, nodes 3, 4, 5 of row 1, 3 of row 2
+    options["ancestor_bits"] = options["ancestor_bits"][tokens]
+    options |= dict(num_new_keys=jnp.array([6, 6, 6, 0], jnp.int32), max_tokens_per_row=3)
+    at = np.asarray(lengths)[0] + np.array([2, 4, 5])  # nodes that node 3 does not follow
+    page, offset = np.asarray(table)[0, at // 16], at % 16
+    k, v = (pages.at[page, :, offset].set(jnp.nan) for pages in (k, v))
+    starts = jnp.array([0, 1, 4, 5, 5], jnp.int32)
+    arguments = (q[tokens], k, v, table, starts, lengths)
+    expected = tree_attention(*arguments, **options, implementation="reference")
+    assert np.isfinite(expected).all()
+    actual = attend(arguments, options, platform)
     np.testing.assert_allclose(actual, expected, 0, TOLERANCE["float32"])
 
 
