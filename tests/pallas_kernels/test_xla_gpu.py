@@ -183,6 +183,22 @@ def test_turns_follow_each_rows_own_length():
     assert equal.num_turns == 32 * 128 / 32
 
 
+def test_each_block_has_its_own_first_and_last_key():
+    """Two blocks of a prompt in order, beside a tree, whose nodes count from its root."""
+    ints = lambda *values: jnp.array(values, jnp.int32)
+    blocks = Blocks(ints(0, 0, 1), ints(0, 8, 0), ints(8, 2, 6))
+    bits, is_causal = jnp.zeros((16, 1), jnp.uint32), jnp.array([True, False])
+    arguments = (blocks, ints(100, 30), ints(10, 6), ints(10, 9))
+    beside = xla_gpu._keys_of(*arguments, bits, is_causal)
+    assert beside.oldest_query.tolist() == [0, 8, 0]
+    assert beside.end.tolist() == [108, 110, 39]
+    trees = xla_gpu._keys_of(*arguments, bits, None)
+    assert (trees.oldest_query.tolist(), trees.end.tolist()) == ([0, 0, 0], [110, 110, 39])
+    chains = xla_gpu._keys_of(blocks, ints(100, 30), ints(10, 6), None, None, None)
+    assert chains.oldest_query.tolist() == [0, 8, 0]
+    assert chains.end.tolist() == [108, 110, 36]
+
+
 def shape_of(rows, width, context, *, heads=32, kv_heads=8, page_size=16):
     of = jax.ShapeDtypeStruct
     q = of((rows * width, heads, 128), jnp.bfloat16)
