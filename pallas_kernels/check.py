@@ -11,7 +11,8 @@ compiles attention for a GPU. Of the kernel for Hopper it prints the report of p
 and bytes of spilled registers; it fails where wgmma is serialized. Of XLA's attention, which runs
 on other GPUs, it prints the operations that a turn of its loop launches. It needs the CUDA plugin:
 pip install "jax[cuda12]"; without it attention is only lowered, and each line says so. A message
-of jaxlib that nvdisasm is missing does not matter. Without options, it compiles for every TPU and for h100.
+of jaxlib that nvdisasm is missing does not matter. Without options, it compiles for every TPU and
+for h100.
 """
 
 from __future__ import annotations
