@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from pallas_kernels.implementations import default_device, lowered_for
 from pallas_kernels.gpu_targets import described_devices
+from pallas_kernels.implementations import default_device, lowered_for
 from specjax import sharding
 from specjax.config.engine import EngineConfig
 from specjax.config.names import DEMO, DRAFTERS, MATCHING, NO_DRAFTER, suggestion

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from pallas_kernels.implementations import Taken
 from pallas_kernels.gpu_targets import TARGETS
+from pallas_kernels.implementations import Taken
 from specjax.cli import plan_report
 from specjax.config import batch_size_table
 from specjax.config.engine import EngineConfig
