@@ -17,7 +17,7 @@ def test_a_right_implementation_passes():
 
 def test_a_kernel_that_cannot_run_is_a_fault():
     fault = self_test.find_fault()
-    assert fault.startswith("decoding: NotImplementedError: ")
+    assert fault.startswith("decoding: NotForThis: ")
     assert "runs on gpu, and this is cpu" in fault
 
 
