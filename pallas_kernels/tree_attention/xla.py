@@ -6,6 +6,7 @@ from jax import Array, lax
 from pallas_kernels import layout, running_softmax
 from pallas_kernels.ragged import rows_of, tokens_of
 from pallas_kernels.running_softmax import RunningSoftmax
+from pallas_kernels.tree_attention import pieces
 from pallas_kernels.tree_attention.reference import check_window, depths
 
 # Keys are summed in blocks of this many tokens at absolute positions, whatever the
@@ -32,8 +33,16 @@ def tree_attention_xla(
     window: int | None = None,
     max_tokens_per_row: int,
 ) -> Array:
-    """See `tree_attention`. Work follows the longest row's pages in use."""
+    """See `tree_attention`. Work follows the longest row's pages in use; rows with many new
+    tokens are cut into pieces, of which it follows the longest at hand."""
     check_window(window, ancestor_bits)
+    if ancestor_bits is None and pieces.pays(lengths.shape[0], max_tokens_per_row):
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        keys = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks, **scales}
+        attend = lambda q, *rows, width: tree_attention_xla(
+            q, k_pages, v_pages, *rows, max_tokens_per_row=width, **keys
+        )
+        return pieces.in_pieces(attend, q, block_table, row_starts, lengths)
     precision = running_softmax.precision_of(q.dtype)
     pages_per_row = block_table.shape[1]
     kv_heads = layout.kv_heads(k_pages)

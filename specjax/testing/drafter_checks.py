@@ -193,7 +193,7 @@ class _Rows:
         """Feeds all prompt tokens of rows that entered, in chunks."""
         while (chunk := self._next_chunk()) is not None:
             self.state, _ = self.decoder.prefill(
-                self.params, self.state, self.table, *chunk, max_tokens_per_row=WIDTH
+                self.params, self.state, self.table, *chunk, num_tokens=ROWS * WIDTH
             )
 
     def feed_beside(self) -> None:
@@ -202,7 +202,7 @@ class _Rows:
         assert chunk is not None
         plan = self._plan(1, activates=False)
         self.state, report, _ = self.decoder.mixed(
-            self.params, self.state, plan, *chunk, max_tokens_per_row=WIDTH
+            self.params, self.state, plan, *chunk, num_tokens=ROWS * WIDTH
         )
         self._take(report, 1, range(ROWS))
 
@@ -345,7 +345,7 @@ class _Check:
         ids = jnp.arange(ROWS, dtype=jnp.int32)
         row = Row(0, 0, self.occupant(0).request, PROMPTS[0], 0, 0)
         admission = make_admission(self.decoder, [[row]], ROWS)
-        feed = functools.partial(prefill, spec, max_tokens_per_row=WIDTH)
+        feed = functools.partial(prefill, spec, num_tokens=ROWS * WIDTH)
         some, table = ids[:BUCKET], jnp.asarray(rows.table)
         prefilled = lambda state: feed(self.params, state, table, ids, ids).drafter
         calls = {
