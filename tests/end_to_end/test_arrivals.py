@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax.numpy as jnp
 import pytest
 from helpers import assert_engine_is_empty, first_layer, scripted_drafter, tiny_llama
 
@@ -109,8 +110,8 @@ def test_prompts_that_arrive_at_any_phase_change_no_text(target, plain, name):
             assert not mixed
             return
         assert {record.num_speculative_tokens for record in mixed} == {K}
-        if name == "scripted":  # rows gained drafts beside prompts, not one token each
-            assert sum(r.measured_tokens for r in mixed) > sum(r.num_rows for r in mixed)
+        if name == "scripted":  # more than one token for each row: drafts were accepted
+            assert any(r.measured_tokens > r.num_rows for r in mixed)
         buckets = {record.row_bucket for record in mixed}
         assert buckets == ({4} if name == "all rows" else {2, 4})
         decoder = running._loop.decoder
@@ -157,14 +158,17 @@ def test_a_drafter_catches_up_beside_prompts(target, plain, drafter):
 
 
 @pytest.mark.full
-def test_requests_without_drafts_and_one_without_a_possible_token_beside_prompts(target, plain):
-    """Per-request K holds in mixed steps; a row whose logits are invalid ends alone."""
+def test_a_row_of_nan_and_limits_of_single_requests_beside_prompts(target, plain):
+    """Per-request K holds in mixed steps; a row whose logits are NaN ends alone."""
+    others = [*PROMPTS[:4], PROMPTS[5], *plain[:4], plain[5]]
+    poison = next(each for each in PROMPTS[4] if all(each not in text for text in others))
+    table = target.params["embed_tokens"].at[poison].set(jnp.nan)
+    poisoned = dataclasses.replace(target, params={**target.params, "embed_tokens": table})
     sampling = [*SAMPLING]
     sampling[0] = dataclasses.replace(GREEDY, speculate=False)
     sampling[3] = dataclasses.replace(SEEDED, num_speculative_tokens=1)
-    sampling[4] = dataclasses.replace(GREEDY, allowed_token_ids=[5], bad_token_ids=[5])
     with specjax.Engine(
-        target,
+        poisoned,
         drafter=NgramDrafter(1, 3),
         num_speculative_tokens=K,
         engine=ENGINE,
@@ -172,23 +176,8 @@ def test_requests_without_drafts_and_one_without_a_possible_token_beside_prompts
     ) as running:
         for every in (1, 2):
             found, errors = run(running, every, sampling=sampling)
-            assert found[4] == []
-            assert "every token was forbidden" in errors.pop(4)
+            assert found.pop(4) == []
+            assert "NaN" in errors.pop(4)
             assert set(errors) == {None}
-            others = [0, 1, 2, 3, 5]
-            assert [found[i] for i in others] == [plain[i] for i in others]
+            assert found == [*plain[:4], plain[5]]
         assert mixed_of(running)
-
-
-@pytest.mark.full
-def test_where_pages_are_short_a_mixed_step_is_plain_and_then_a_row_is_preempted(target, plain):
-    engine = dataclasses.replace(ENGINE, num_pages=14, row_buckets=())
-    with specjax.Engine(
-        target, drafter=NgramDrafter(1, 3), num_speculative_tokens=K, engine=engine, policy=Fixed(K)
-    ) as running:
-        for every in (1, 2, 3):
-            assert run(running, every)[0] == plain
-        short = [r for r in mixed_of(running) if r.reason == "pages"]
-        assert short
-        assert {r.num_speculative_tokens for r in short} == {0}
-        assert running._loop.num_preemptions

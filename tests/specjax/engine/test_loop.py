@@ -11,6 +11,7 @@ from fake_decoder import PAGE_SIZE, FakeDecoder, continuation
 from specjax.config.gate import SpeculationGate
 from specjax.config.sampling import SamplingParams
 from specjax.decode.bucket import Bucket
+from specjax.decode.sizes import PromptSizes
 from specjax.engine import burst_choice, deadlines, loop, sending, timing
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
@@ -249,6 +250,20 @@ def test_new_prompts_are_fed_beside_rows_that_decode():
     assert [sum(counts) for _, _, counts in decoder.mixed_calls] == [64, 64, 21]
     assert {k for k, _, _ in decoder.mixed_calls} == {2}
     assert len(decoder.prefills) == 1
+
+
+def test_where_pages_are_short_beside_prompts_drafts_go_first_and_then_a_row():
+    """A long prompt is fed in many steps, in which the others outgrow what was kept for them."""
+    decoder = FakeDecoder(rows=3, num_pages=50, prefix_caching=False)
+    decoder.prompt_sizes = PromptSizes((4,), 16)
+    prompts = [4, 4, 120]
+    engine, requests = start(decoder, [70, 70, 9], prompts=prompts, policy=Fixed(3))
+    finish(engine, requests)
+    short = [r for r in engine.records if r.reason == "pages" and r.prompt_tokens]
+    assert short
+    assert {r.num_speculative_tokens for r in short} == {0}
+    assert [request.num_preemptions for request in requests] == [0, 0, 1]
+    assert {k for k, _, _ in decoder.mixed_calls} == {0, 3}
 
 
 def test_under_invariant_numerics_prompts_have_calls_of_their_own():
