@@ -116,7 +116,8 @@ def test_the_8b_counted_by_hand(compiled_by_rule):
     assert plan.memory.free_bytes == 80 * 10**9 - plan.resident_bytes
     step = 2_000_000 * 64 * 5 + 5000 * 32
     code = 1000 * 32 * len(plan.compiled.buckets)
-    assert plan.memory.workspace_bytes == pytest.approx(step + code, rel=1e-6)
+    # The largest step has prompts beside drafts; those not compiled are fitted.
+    assert plan.memory.workspace_bytes == pytest.approx(step + code, rel=1e-3)
 
 
 def test_a_drafter_counts_in_its_own_dtype(compiled_by_rule):
@@ -199,7 +200,7 @@ def test_copies_of_the_pool_are_counted_with_its_tokens(compiled_by_rule, monkey
     for part in (
         "a plain burst 48% of it",
         "a prefill 0% of it",
-        "a mixed step 48% of it",
+        "a mixed step 50% of it",
         "a speculating burst 50% of it",
     ):
         assert part in text
@@ -225,7 +226,7 @@ def test_every_step_of_an_engine_is_planned_and_few_are_compiled(compiled_by_rul
     kinds = [memory.bucket.kind for memory in compiled.buckets]
     assert kinds.count(BURST) == 2 * 5
     assert kinds.count(PREFILL) == 3
-    assert kinds.count(MIXED) == 2
+    assert kinds.count(MIXED) == 3 * 5
     assert len(compiled.samples) == 4 + 3 + 1
 
 
