@@ -73,7 +73,7 @@ class PromptSizes:
         """
         ridge = ridge_tokens(device.platform, device.device_kind, jnp.dtype(dtype).itemsize)
         if max_tokens is None:
-            max_tokens = min(max(1 << (2 * ridge - 1).bit_length(), 256), MOST_DEFAULT_TOKENS)
+            max_tokens = default_tokens(ridge)
         smaller = (max_tokens // BUCKET_RATIO**power for power in range(1, MOST_BUCKETS))
         kept = (bucket for bucket in smaller if bucket >= LEAST_BUCKET)
         return cls((*reversed([*kept]), max_tokens), ridge)
@@ -106,6 +106,11 @@ class PromptSizes:
         return max(bucket, self.ridge_tokens) + LAUNCH_TOKENS
 
 
+def default_tokens(ridge: int) -> int:
+    """Returns the largest prompt bucket of a device, by the result of `ridge_tokens`."""
+    return min(max(1 << (2 * ridge - 1).bit_length(), 256), MOST_DEFAULT_TOKENS)
+
+
 def ridge_tokens(platform: str, device_kind: str, itemsize: int) -> int:
     """Returns the tokens at which a forward's products take as long as reading its weights.
 
@@ -117,4 +122,9 @@ def ridge_tokens(platform: str, device_kind: str, itemsize: int) -> int:
     if platform == "cpu":
         return CPU_RIDGE_TOKENS
     figures = devices.of_kind(device_kind)
-    return USUAL_RIDGE_TOKENS if figures is None else round(figures.ridge * itemsize / 2)
+    return USUAL_RIDGE_TOKENS if figures is None else ridge_of(figures, itemsize)
+
+
+def ridge_of(figures: devices.DeviceFigures, itemsize: int) -> int:
+    """Returns `ridge_tokens` of a device by its figures."""
+    return round(figures.ridge * itemsize / 2)

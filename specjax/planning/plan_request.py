@@ -28,7 +28,7 @@ from specjax.configs import models
 from specjax.configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
 from specjax.decode.config import DecoderConfig
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
-from specjax.decode.sizes import Sizes
+from specjax.decode.sizes import Sizes, default_tokens, ridge_of
 from specjax.drafters.spec import (
     DrafterSpec,
     HistoryDrafter,
@@ -177,6 +177,11 @@ class PlanRequest:
         """Returns the config of a decoder with the first layers of the target."""
         engine = self.engine
         slots = self.max_context + self.tree_slots
+        dtype, figures = jnp.dtype(self.dtype), self.device.figures
+        if engine.max_prefill_tokens is None and figures is not None:
+            # A device that is not compiled for has the prompt buckets of its own figures.
+            most = default_tokens(ridge_of(figures, dtype.itemsize))
+            engine = dataclasses.replace(engine, max_prefill_tokens=most)
         return DecoderConfig(
             target=self.target.first_layers(num_layers),
             drafter=self.drafter,
@@ -187,7 +192,7 @@ class PlanRequest:
                 pages_per_row=-(-slots // engine.chosen_page_size),
                 burst_steps=engine.burst_steps,
                 tree_slots=self.tree_slots,
-                dtype=jnp.dtype(self.dtype),
+                dtype=dtype,
             ),
             engine=engine,
             rules=tuple(map(Rule, self.rules)),
