@@ -15,7 +15,6 @@ import numpy as np
 from pallas_kernels.implementations import Taken, lowered_for, recorded
 from specjax import sharding
 from specjax.config import batch_size_table
-from specjax.decode.sizes import chunk_widths
 from specjax.paged import kv_cache
 from specjax.paged.work import ModelWork, model_work
 from specjax.planning.abstract_decoder import AbstractDecoder
@@ -252,12 +251,12 @@ def kernels_in_use(request: PlanRequest) -> tuple[Taken, ...]:
       DrafterError: as `make_plan`.
     """
     device = request.device
-    _, width = chunk_widths(request.engine.max_prefill_tokens)
     with lowered_for(device.traced_for, device.kind), recorded() as taken:
         decoder = _decoder(request, layers_to_compile(request.target).few, 1)
         for depth in sorted({0, request.most_drafted}):
             decoder.lower_burst(depth)
-        decoder.lower_prefill(1, width)
+        prompts = decoder.prompt_sizes.shapes(decoder.sizes.rows)[-1]
+        decoder.lower_prefill(prompts.places, prompts.num_tokens)
     return tuple(sorted(taken))
 
 
