@@ -20,8 +20,9 @@ class DeviceFigures:
     vendor: str  # GOOGLE makes TPUs, NVIDIA GPUs
     memory_bytes: int
     bytes_per_s: float  # of its memory
-    flops_per_s: float  # bfloat16 products with sums in float32, dense
+    flops_per_s: float  # bfloat16 products with sums in float32, dense; else those of float16
     source: str
+    has_bfloat16: bool = True  # otherwise bfloat16 is computed in float32
     # Devices that a program sees of one chip; memory and speed are shared evenly.
     devices_per_chip: int = 1
 
@@ -81,6 +82,28 @@ DEVICES = {
         source='"TPU7x (Ironwood)", ' + _CLOUD_TPU + "tpu7x",
         devices_per_chip=2,
     ),
+    "t4": DeviceFigures(
+        vendor=NVIDIA,
+        memory_bytes=16 * 10**9,
+        bytes_per_s=320e9,
+        flops_per_s=65e12,
+        source='"NVIDIA T4", ' + _NVIDIA + "tesla-t4",
+        has_bfloat16=False,
+    ),
+    "l4": DeviceFigures(
+        vendor=NVIDIA,
+        memory_bytes=24 * 10**9,
+        bytes_per_s=300e9,
+        flops_per_s=121e12,  # half of the figure with sparsity
+        source='"NVIDIA L4 Tensor Core GPU", ' + _NVIDIA + "l4",
+    ),
+    "a100-40gb": DeviceFigures(  # SXM
+        vendor=NVIDIA,
+        memory_bytes=40 * 10**9,
+        bytes_per_s=1555e9,
+        flops_per_s=312e12,
+        source='"NVIDIA A100 Tensor Core GPU", datasheet, ' + _NVIDIA + "a100",
+    ),
     "a100": DeviceFigures(  # 80 GB, SXM
         vendor=NVIDIA,
         memory_bytes=80 * 10**9,
@@ -102,19 +125,33 @@ DEVICES = {
         flops_per_s=989.4e12,
         source='"NVIDIA H200 Tensor Core GPU", ' + _NVIDIA + "h200",
     ),
+    "b200": DeviceFigures(  # of an HGX B200
+        vendor=NVIDIA,
+        memory_bytes=180 * 10**9,
+        bytes_per_s=8000e9,
+        flops_per_s=2250e12,  # half of the figure with sparsity
+        source='"NVIDIA HGX Platform", ' + _NVIDIA + "hgx",
+    ),
 }
 
 # By what jax calls a device, or the beginning of it.
-_KINDS = {
+_KINDS: dict[str, str | None] = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
     "TPU v5e": "v5e",
     "TPU v5": "v5p",
     "TPU v6": "v6e",
     "TPU7x": "tpu7x",
+    "Tesla T4": "t4",
+    "NVIDIA T4": "t4",
+    "NVIDIA L40": None,
+    "NVIDIA L4": "l4",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-PCIE-40GB": "a100-40gb",
     "NVIDIA A100": "a100",
     "NVIDIA H100": "h100",
     "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
 }
 
 
@@ -122,5 +159,5 @@ def of_kind(device_kind: str) -> DeviceFigures | None:
     """Returns the figures of a device by its `device_kind`, or None if they are not known."""
     for kind, name in _KINDS.items():
         if device_kind.startswith(kind):
-            return DEVICES[name]
+            return None if name is None else DEVICES[name]
     return None

@@ -7,10 +7,12 @@ four, and prints the memory of each. It needs libtpu: pip install "jax[tpu]".
 
     python -m pallas_kernels.check --gpu h100
 
-compiles attention for a GPU and prints the report of ptxas: registers, and bytes of spilled
-registers. It fails where wgmma is serialized. It needs the CUDA plugin: pip install
-"jax[cuda12]"; without it attention is only lowered, and each line says so. A message of jaxlib
-that nvdisasm is missing does not matter. Without options, both checks run in full.
+compiles attention for a GPU. Of the kernel for Hopper it prints the report of ptxas: registers,
+and bytes of spilled registers; it fails where wgmma is serialized. Of XLA's attention, which runs
+on other GPUs, it prints the operations that a turn of its loop launches. It needs the CUDA plugin:
+pip install "jax[cuda12]"; without it attention is only lowered, and each line says so. A message
+of jaxlib that nvdisasm is missing does not matter. Without options, it compiles for every TPU and
+for h100.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from pallas_kernels.gpu_targets import TARGETS, described_devices
+
 # Settings that libtpu asks of its machine; none of them is used.
 _NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -39,35 +43,6 @@ _NO_TPU = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no chip is used
     "JAX_PLATFORMS": "cpu",
-}
-GPUS = {"h100": "NVIDIA H100 80GB HBM3"}  # as the driver calls them
-# What XLA asks of a GPU, as a GpuTargetConfigProto: NVIDIA's H100 datasheet (SXM), and compute
-# capability 9.0 in the CUDA programming guide.
-_GPU_TARGETS = {
-    "h100": """
-        platform_name: "CUDA"
-        device_description_str: "NVIDIA H100 80GB HBM3"
-        gpu_device_info {
-          cuda_compute_capability { major: 9 minor: 0 }
-          core_count: 132
-          fpus_per_core: 128
-          clock_rate_ghz: 1.98
-          memory_bandwidth: 3350000000000
-          device_memory_size: 80000000000
-          l2_cache_size: 52428800
-          threads_per_warp: 32
-          threads_per_block_limit: 1024
-          threads_per_core_limit: 2048
-          block_dim_limit_x: 2147483647
-          block_dim_limit_y: 65535
-          block_dim_limit_z: 65535
-          registers_per_core_limit: 65536
-          registers_per_block_limit: 65536
-          shared_memory_per_core: 233472
-          shared_memory_per_block: 49152
-          shared_memory_per_block_optin: 232448
-        }
-    """
 }
 TOPOLOGIES = ("v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
@@ -135,6 +110,7 @@ class Result:
     # Per thread on a GPU, as ptxas reports; None for a kernel that it compiled before.
     registers: int | None = None
     spill_bytes: int | None = None
+    launches: int | None = None  # of a turn of the loop of XLA's attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,15 +321,17 @@ def check_gpu(name: str, only: Sequence[str] = ("",)) -> Iterator[Result]:
       name: a key of `GPUS`.
       only: as for `check`.
     """
-    for model, step in itertools.product(MODELS, STEPS):
-        shape = f"{model}, {step}, 1 chip"
-        # Pages with scales are not covered.
+    implementations = ("mosaic_gpu", "xla") if TARGETS[name].capability[0] == 9 else ("xla",)
+    for model, step, implementation in itertools.product(MODELS, STEPS, implementations):
+        shape = f"{model}, {step}, 1 chip, {implementation}"
         is_asked = any(text in f"tree_attention, {shape}" for text in only)
-        if is_asked and MODELS[model].page_dtype == "bfloat16":
-            yield _check_on_gpu(name, model, step, shape)
+        # The kernel does not cover pages with scales.
+        is_covered = implementation == "xla" or MODELS[model].page_dtype == "bfloat16"
+        if is_asked and is_covered:
+            yield _check_on_gpu(name, model, step, shape, implementation)
 
 
-def _check_on_gpu(name: str, model: str, step: str, shape: str) -> Result:
+def _check_on_gpu(name: str, model: str, step: str, shape: str, implementation: str) -> Result:
     import jax
     import jax.numpy as jnp
 
@@ -378,6 +356,9 @@ def _check_on_gpu(name: str, model: str, step: str, shape: str) -> Result:
         arguments["is_causal"] = of((new.rows,), jnp.bool_)
     if own.has_sinks:
         arguments["sinks"] = of((own.heads,), jnp.float32)
+    if layout.is_quantized(pages):
+        scale = of((own.kv_heads,), jnp.float32)
+        arguments |= {"k_scale": scale, "v_scale": scale}
 
     def attend(arguments: dict[str, Any]) -> Any:
         return tree_attention.tree_attention(
@@ -386,14 +367,16 @@ def _check_on_gpu(name: str, model: str, step: str, shape: str) -> Result:
             num_kv_heads=own.kv_heads,
             scale=own.head_dim**-0.5,
             max_tokens_per_row=new.width,
-            implementation="mosaic_gpu",
+            implementation=implementation,
         )
 
     device, start = gpu_to_compile_for(name), time.perf_counter()
     found: dict[str, Any] = {"temp_bytes": None, "error": None}
     try:
         if device is None:
-            _lower(name, attend, arguments)
+            text = _lowered(name, attend, arguments)
+            is_kernel = implementation == "mosaic_gpu"
+            assert ("mosaic_gpu" in text) == is_kernel, "another implementation was lowered."
         else:
             found |= _compile(device, attend, arguments)
     # As above: of any kind.
@@ -411,33 +394,24 @@ def _check_on_gpu(name: str, model: str, step: str, shape: str) -> Result:
     )
 
 
-@functools.cache
 def gpu_to_compile_for(name: str) -> Any:
     """Returns the device that jax describes, or None where its CUDA plugin is not installed."""
-    from jax.experimental import topologies
-
-    try:
-        described = topologies.get_topology_desc(
-            name, platform="cuda", target_config=_GPU_TARGETS[name], topology="1x1x1"
-        )
-    except NotImplementedError:
-        return None
-    return described.devices[0]
+    devices = described_devices(name)
+    return None if devices is None else devices[0]
 
 
-def _lower(name: str, function: Callable[..., Any], arguments: Any) -> None:
-    """Lowers a function for a GPU, as far as jax goes without its compiler."""
+def _lowered(name: str, function: Callable[..., Any], arguments: Any) -> str:
+    """Lowers a function for a GPU, as far as jax goes without its compiler; returns the text."""
     import jax
     from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
     from pallas_kernels.implementations import lowered_for
 
-    device = AbstractDevice(GPUS[name], None, "cuda")
+    device = AbstractDevice(TARGETS[name].kind, None, "cuda")
     mesh = AbstractMesh((1,), ("x",), abstract_device=device)
     with lowered_for("gpu"), use_abstract_mesh(mesh):
         traced = jax.jit(function).trace(arguments)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert "mosaic_gpu" in text, "no kernel is in what was lowered."
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 def _compile(device: Any, function: Callable[..., Any], arguments: Any) -> dict[str, Any]:
@@ -452,6 +426,7 @@ def _compile(device: Any, function: Callable[..., Any], arguments: Any) -> dict[
     with lowered_for("gpu"), _reports_of_ptxas() as reports:
         compiled = step.lower(arguments).compile()
         found = said_by_ptxas("".join(reports()))
+    found["launches"] = launches_of_a_turn(compiled.as_text() or "")
     if (analysis := compiled.memory_analysis()) is not None:
         found["temp_bytes"] = analysis.temp_size_in_bytes
     return found
@@ -489,10 +464,26 @@ def said_by_ptxas(text: str) -> dict[str, Any]:
     }
 
 
+def launches_of_a_turn(text: str) -> int | None:
+    """Returns the operations that the body of a program's only loop launches, if it has a loop.
+
+    Args:
+      text: an optimised program of XLA for a GPU, where each fusion, copy and call of a library
+        is launched by itself.
+    """
+    body = re.search(r" while\(.*body=%?([\w.-]+)", text)
+    if body is None:
+        return None
+    lines = re.search(rf"^%?{re.escape(body[1])} .*\{{\n((?:  .*\n)*)", text, re.MULTILINE)
+    assert lines is not None, f"the program has no computation {body[1]}."
+    launched = r" = .*\b(fusion|custom-call|copy|sort|scatter|gather|dot)\("
+    return sum(re.search(launched, line) is not None for line in lines[1].splitlines())
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pallas_kernels.check")
     parser.add_argument("--tpu", nargs="+", default=[], metavar="NAME")
-    parser.add_argument("--gpu", nargs="+", default=[], choices=GPUS)
+    parser.add_argument("--gpu", nargs="+", default=[], choices=TARGETS)
     parser.add_argument(
         "--only", nargs="+", default=[""], metavar="TEXT", help="names with one of them"
     )
@@ -502,7 +493,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, value in _NO_TPU.items():
         os.environ.setdefault(name, value)
     if not options.tpu and not options.gpu:
-        options.tpu, options.gpu = TOPOLOGIES, tuple(GPUS)
+        options.tpu, options.gpu = TOPOLOGIES, ("h100",)
     work: list[tuple] = [
         (check, topology, chips, options.only)
         for topology, chips in itertools.product(options.tpu, (1, 4))
@@ -551,9 +542,11 @@ def _line(result: Result) -> str:
     on_chip = f"VMEM {sizes[0]:>9}"
     if not result.is_compiled:
         on_chip = "lowered, not compiled"
+    elif result.launches is not None:
+        on_chip = f"{result.launches} launches a turn"
     elif result.registers is not None:
         on_chip = f"{result.registers} registers, {result.spill_bytes:3} bytes spilled"
-    elif result.device.lower() in GPUS:
+    elif result.device.lower() in TARGETS:
         on_chip = "a kernel that was compiled before"
     return (
         f"{result.device:14} {result.op:15} {result.shape:50} {result.seconds:6.1f} s  "

@@ -86,6 +86,28 @@ def named_for(op: str, name: str | None) -> str | None:
     return dict(_named.value).get(op) if name is None else name
 
 
+# Pairs of an op and an implementation; part of the key of jit's caches.
+_trusted = jax.make_user_context(default_value=())
+
+
+@contextlib.contextmanager
+def trusting(kernels: Iterable[tuple[str, str]]) -> Iterator[None]:
+    """Context in which kernels that are otherwise taken only by name are tried for their ops.
+
+    Where one does not cover a case, the next implementation is taken, as by default.
+
+    Args:
+      kernels: pairs of an op and an implementation that agreed with the reference on the device.
+    """
+    with _trusted(tuple(sorted(kernels))):
+        yield
+
+
+def trusted_for(op: str) -> str | None:
+    """Returns the implementation of an op that `trusting` names, if any."""
+    return dict(_trusted.value).get(op)
+
+
 def is_in_a_loop() -> bool:
     """Returns whether the code is traced inside `in_a_loop`."""
     return _is_looped.value
@@ -149,7 +171,7 @@ def if_named(candidate: str, name: str | None, call: Callable[[], Result]) -> Ca
 
     def checked() -> Result:
         if name != candidate:
-            raise NotForThis("is taken only where it is asked for by name.")
+            raise NotForThis("is taken only where it is named or trusted.")
         return call()
 
     return checked

@@ -56,7 +56,8 @@ def add_tile(
       equation: the einsum of weights, which are laid out as scores are, and v.
       scores: f32[..., keys].
       is_visible: bool, broadcasts to scores; invisible keys have weight 0.
-      v: values; those that no query sees must be finite, because 0 * NaN is NaN.
+      v: values; those that no query sees must be finite, because 0 * NaN is NaN. Weights are
+        rounded to their dtype for the product, whose sums are float32.
     """
     scores = jnp.where(is_visible, scores, _MASKED)
     top = jnp.maximum(state.top, scores.max(-1, keepdims=True))
@@ -65,8 +66,31 @@ def add_tile(
     return RunningSoftmax(
         top,
         state.total * decay + weights.sum(-1, keepdims=True),
-        state.values * decay + jnp.einsum(equation, weights, v, precision=precision),
+        state.values * decay
+        + jnp.einsum(
+            equation,
+            weights.astype(v.dtype),
+            v,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        ),
     )
+
+
+def merge(parts: RunningSoftmax, axis: int, sinks: Array | None = None) -> RunningSoftmax:
+    """Returns the state over the keys of all parts, which lie along an axis.
+
+    Args:
+      sinks: f32, broadcasts to [..., 1] without that axis: the score of a key whose value is 0.
+    """
+    top = parts.top.max(axis)
+    if sinks is not None:
+        top = jnp.maximum(top, sinks)
+    weights = jnp.exp(parts.top - jnp.expand_dims(top, axis))
+    total = jnp.sum(parts.total * weights, axis)
+    if sinks is not None:
+        total += jnp.exp(sinks - top)
+    return RunningSoftmax(top, total, jnp.sum(parts.values * weights, axis))
 
 
 def finish(state: RunningSoftmax) -> Array:

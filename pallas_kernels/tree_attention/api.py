@@ -6,11 +6,19 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels import layout
-from pallas_kernels.implementations import call_best, if_named, named_for, needs_platform
+from pallas_kernels.implementations import (
+    call_best,
+    if_named,
+    named_for,
+    needs_platform,
+    target_platform,
+    trusted_for,
+)
 from pallas_kernels.tree_attention.mosaic_gpu import tree_attention_mosaic_gpu
 from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
 from pallas_kernels.tree_attention.reference import tree_attention_reference
 from pallas_kernels.tree_attention.xla import tree_attention_xla
+from pallas_kernels.tree_attention.xla_gpu import tree_attention_xla_gpu
 
 
 def tree_attention(
@@ -46,8 +54,9 @@ def tree_attention(
     a window w only those above lengths[r] + i - w. With bits it sees the prefix,
     positions below lengths[r], and the new tokens j of its row whose bit j is set.
 
-    Softmax and sums are float32. On the XLA path keys are summed in blocks of 64 at
-    absolute positions, in page order, so that a token's result depends only on its keys.
+    Softmax and sums are float32. On the XLA path keys are summed in tiles at absolute
+    positions, in page order, so that a token's result depends only on its keys: tiles of 64,
+    and of 512 or more on a GPU, where keys and values are multiplied in their own dtype.
 
     Args:
       q: queries of all rows, laid end to end.
@@ -78,7 +87,8 @@ def tree_attention(
       max_tokens_per_row: static bound on any row's new tokens; tokens past it are not
         computed.
       implementation: "mosaic_tpu", "mosaic_gpu", "xla" or "reference"; None picks the best
-        for this case, and never "mosaic_gpu", which has not been run on hardware yet.
+        for this case. "mosaic_gpu", which was not run on hardware yet, is among them only
+        within `implementations.trusting`, which is for devices where `self_test` passed.
 
     Returns:
       dtype[num_tokens, heads, head_dim].
@@ -126,11 +136,13 @@ def tree_attention(
     )
     mosaic_tpu = functools.partial(tree_attention_mosaic_tpu, *arguments, **options)
     mosaic_gpu = functools.partial(tree_attention_mosaic_gpu, *arguments, **options)
+    xla = tree_attention_xla_gpu if target_platform() == "gpu" else tree_attention_xla
     implementation = named_for("tree_attention", implementation)
+    tried = implementation or trusted_for("tree_attention")
     implementations = {
         "mosaic_tpu": needs_platform("tpu", mosaic_tpu),
-        "mosaic_gpu": if_named("mosaic_gpu", implementation, needs_platform("gpu", mosaic_gpu)),
-        "xla": functools.partial(tree_attention_xla, *arguments, **options),
+        "mosaic_gpu": if_named("mosaic_gpu", tried, needs_platform("gpu", mosaic_gpu)),
+        "xla": functools.partial(xla, *arguments, **options),
         "reference": functools.partial(tree_attention_reference, *arguments, **options),
     }
     out = call_best("tree_attention", implementations, implementation)

@@ -28,6 +28,7 @@ class Example:
     softcap: float | None = None
     has_sinks: bool = False
     padding: int = 0  # flat tokens past the last row
+    most_new: int | None = None  # max_tokens_per_row; None: the most that any row has
     spare_pages: int = 3  # pages that no row holds
     dtype: str = "float32"
     page_dtype: str | None = None  # int8 or float8_e4m3fn with scales; None: dtype
@@ -40,6 +41,10 @@ EXAMPLES = {
     "nothing_new": Example(lengths=(9, 0), num_new=(0, 0), padding=2),
     "prefill": Example(lengths=(0,), num_new=(100,)),
     "mixed": Example(lengths=(70, 12, 0), num_new=(1, 64, 90), padding=1),
+    # Prompts that share a bucket: long beside short ones, an unused place, more than fit a piece.
+    "shared_bucket": Example(
+        lengths=(0, 70, 9, 0, 12), num_new=(130, 1, 20, 0, 64), padding=41, most_new=256
+    ),
     "page_8": Example(lengths=(7, 8, 71), num_new=(2, 1, 9), page_size=8),
     "page_32_multi_query": Example(
         lengths=(31, 32), num_new=(4, 1), page_size=32, kv_heads=1, heads=4
@@ -185,7 +190,7 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
         scale=example.head_dim**-0.5,
         softcap=example.softcap,
         window=example.window,
-        max_tokens_per_row=max(*example.num_new, 1),
+        max_tokens_per_row=example.most_new or max(*example.num_new, 1),
     )
     return arguments, options
 

@@ -6,6 +6,7 @@ from jax import Array, lax
 from pallas_kernels import layout, running_softmax
 from pallas_kernels.ragged import rows_of, tokens_of
 from pallas_kernels.running_softmax import RunningSoftmax
+from pallas_kernels.tree_attention import pieces
 from pallas_kernels.tree_attention.reference import check_window, depths
 
 # Keys are summed in blocks of this many tokens at absolute positions, whatever the
@@ -32,8 +33,16 @@ def tree_attention_xla(
     window: int | None = None,
     max_tokens_per_row: int,
 ) -> Array:
-    """See `tree_attention`. Work follows the longest row's pages in use."""
+    """See `tree_attention`. Work follows the longest row's pages in use; rows with many new
+    tokens are cut into pieces, of which it follows the longest at hand."""
     check_window(window, ancestor_bits)
+    if ancestor_bits is None and pieces.pays(lengths.shape[0], max_tokens_per_row):
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        keys = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks, **scales}
+        attend = lambda q, *rows, width: tree_attention_xla(
+            q, k_pages, v_pages, *rows, max_tokens_per_row=width, **keys
+        )
+        return pieces.in_pieces(attend, q, block_table, row_starts, lengths)
     precision = running_softmax.precision_of(q.dtype)
     pages_per_row = block_table.shape[1]
     kv_heads = layout.kv_heads(k_pages)
@@ -47,25 +56,30 @@ def tree_attention_xla(
     ends = jnp.where(num_new > 0, lengths + seen, 0)
     token = tokens_of(row_starts, q.shape[0], max_tokens_per_row)
     # A key's scale multiplies its scores, a value's the result: pages are read as they are.
-    scaled = q.astype(jnp.float32) * scale * _by_query_head(k_scale, q)
+    scaled = q.astype(jnp.float32) * scale * by_query_head(k_scale, q)
     queries = _queries_by_head(scaled[token], kv_heads)
     bits = None if ancestor_bits is None else ancestor_bits[token]
+    own = jnp.arange(max_tokens_per_row)[None]
+    is_token = own < num_new[:, None]
     padding = -pages_per_row % pages_per_block
     table = jnp.pad(jnp.maximum(block_table, 0), ((0, 0), (0, padding)))
 
     def body(block: Array, state: RunningSoftmax) -> RunningSoftmax:
         ids = lax.dynamic_slice_in_dim(table, block * pages_per_block, pages_per_block, 1)
         positions = block * block_tokens + jnp.arange(block_tokens)[None]
-        is_visible = _visible(positions, lengths, ends, bits, is_causal, window, max_tokens_per_row)
+        is_visible = visible(positions, lengths, ends, own, bits, is_causal, window)
         # A masked value has weight 0, but 0 * NaN is NaN, and unwritten slots may be:
         # past the end, and where a level of a tree skips nodes.
         is_used = positions < ends[:, None]
         if bits is not None:
-            is_used &= jnp.any(is_visible, axis=1)
-        v = jnp.where(is_used[:, None, :, None], _gather(v_pages, ids), 0.0)
+            # Places past a row's tokens hold the next row's bits.
+            is_used &= jnp.any(is_visible & is_token[:, :, None], axis=1)
+        v = jnp.where(is_used[:, None, :, None], gather_tile(v_pages, ids, jnp.float32), 0.0)
         group = queries.shape[2] // max_tokens_per_row
         is_visible = jnp.tile(is_visible[:, None], (1, 1, group, 1))
-        scores = jnp.einsum("rhqd,rhkd->rhqk", queries, _gather(k_pages, ids), precision=precision)
+        scores = jnp.einsum(
+            "rhqd,rhkd->rhqk", queries, gather_tile(k_pages, ids, jnp.float32), precision=precision
+        )
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
         return running_softmax.add_tile(state, "rhqk,rhkd->rhqd", scores, is_visible, v, precision)
@@ -81,11 +95,11 @@ def tree_attention_xla(
         sinks = jnp.repeat(sinks, max_tokens_per_row, axis=1)[..., None]
     state = running_softmax.start(queries.shape, sinks)
     out = running_softmax.finish(lax.fori_loop(first, last, body, state))
-    out = _lay_flat(out, row_starts, q) * _by_query_head(v_scale, q)
+    out = _lay_flat(out, row_starts, q) * by_query_head(v_scale, q)
     return out.astype(q.dtype)
 
 
-def _by_query_head(scale: Array | None, q: Array) -> Array | float:
+def by_query_head(scale: Array | None, q: Array) -> Array | float:
     """Returns the scale of each query head's key head, f32[1, heads, 1]; 1 without."""
     if scale is None:
         return 1.0
@@ -116,28 +130,28 @@ def _lay_flat(out: Array, row_starts: Array, q: Array) -> Array:
     return jnp.where(is_token[:, None, None], out[row, own], 0.0)
 
 
-def _gather(pages: Array, ids: Array) -> Array:
-    """Returns pages ids [rows, n] as f32[rows, kv_heads, n * page_size, head_dim]."""
+def gather_tile(pages: Array, ids: Array, dtype: jnp.dtype) -> Array:
+    """Returns pages ids [rows, n] as dtype[rows, kv_heads, n * page_size, head_dim]."""
     kv_heads, head_dim = layout.kv_heads(pages), layout.head_dim(pages)
     # One index per page and head puts each head's tokens in order as it copies.
     by_head = pages.reshape(-1, layout.page_size(pages), head_dim)
     by_head_ids = ids[:, None] * kv_heads + jnp.arange(kv_heads)[None, :, None]
     block = by_head.at[by_head_ids].get(mode="promise_in_bounds")
-    return block.reshape(ids.shape[0], kv_heads, -1, head_dim).astype(jnp.float32)
+    return block.reshape(ids.shape[0], kv_heads, -1, head_dim).astype(dtype)
 
 
-def _visible(
-    positions: Array,  # i32[1, block]
-    lengths: Array,
-    ends: Array,  # i32[rows], lengths and new keys; 0 in a row without any
+def visible(
+    positions: Array,  # i32[rows or 1, block]
+    lengths: Array,  # i32[rows]
+    ends: Array,  # i32[rows], one past a row's last key; 0 in a row without any
+    own: Array,  # i32[rows or 1, T], which new token of its row each query is
     bits: Array | None,  # u32[rows, T, words]
     is_causal: Array | None,  # bool[rows]
     window: int | None,
-    max_tokens_per_row: int,
 ) -> Array:
     """Returns which positions each new token sees, bool[rows, T, block]."""
     new = positions - lengths[:, None]  # [rows, block]
-    own = jnp.arange(max_tokens_per_row)[None, :, None]
+    own = own[:, :, None]
     is_visible = new[:, None] <= own
     if bits is not None:
         is_tree = True if is_causal is None else ~is_causal[:, None, None]

@@ -17,6 +17,7 @@ from pallas_kernels.implementations import Taken, target_platform
 from pallas_kernels.names import PLATFORMS
 from specjax import sharding
 from specjax.api.requests import Refused, make_requests, one_each
+from specjax.api.self_tests import trusted_kernels
 from specjax.api.sizing import (
     Pooled,
     check_pages,
@@ -92,6 +93,12 @@ class Setup:
     chooses_rows: bool | None = None
     # Kind of sampling, by which learned acceptance is kept.
     acceptance_kind: str = MIXED
+
+    @functools.cached_property
+    def trusted_kernels(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of an op and a kernel that passed its self-test on the devices, which may run now:
+        a minute or so, once per kind of device and version."""
+        return trusted_kernels(self.engine, self._devices, self._dtype)
 
     @classmethod
     def of(
@@ -425,6 +432,7 @@ class Setup:
             drafter_dtype=_dtype_of(self.drafter.params),
             drafter_params=shapes if self._has_drafter_params else None,
             chooses_rows=self._plans_row_buckets,
+            trusted_kernels=self.trusted_kernels,
         )
 
     @property
@@ -484,6 +492,7 @@ class Setup:
             rule_options=_rule_options(self.speculation),
             max_drafts_per_shard=self._max_drafts_per_shard(sizes.rows),
             mesh=self.mesh,
+            trusted_kernels=self.trusted_kernels,
         )
         return shared_decoder(config)
 

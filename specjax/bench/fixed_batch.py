@@ -49,7 +49,7 @@ def begin(decoder: Decoder, params: DecoderParams, requests: Sequence[Request]) 
             counts[row.index] = min(row.num_to_prefill, CHUNK)
             row.num_prefilled += int(counts[row.index])
         state, _ = decoder.prefill(
-            params, state, table, row_ids, counts.copy(), max_tokens_per_row=CHUNK
+            params, state, table, row_ids, counts.copy(), num_tokens=sizes.rows * CHUNK
         )
     caps = np.zeros(sizes.rows, np.int32)
     caps[: len(requests)] = [request.draft_cap for request in requests]

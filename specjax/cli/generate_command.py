@@ -86,7 +86,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="of the weights (default float32 on CPU, bfloat16 elsewhere)",
+        help="of the weights (default float32 on CPU and T4, bfloat16 elsewhere)",
     )
 
 

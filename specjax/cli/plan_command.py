@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:
         "--dtype",
         choices=DTYPES,
         help="of weights, and of keys and values without --kv-cache-dtype (default float32 on "
-        "CPU, bfloat16 elsewhere)",
+        "CPU and T4, bfloat16 elsewhere)",
     )
     parser.add_argument(
         "--num-speculative-tokens",
@@ -172,14 +172,14 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
     device = plan_request.find_device(arguments.device, arguments.tensor_parallel)
     if arguments.plot:
         plan_report.check_can_draw(device, arguments.plot)
-    on_cpu = device.figures is None
+    has_bfloat16 = device.figures is not None and device.figures.has_bfloat16
     request = plan_request.PlanRequest(
         target=plan_request.find_config(arguments.model),
         target_name=arguments.model,
         drafter=plan_request.find_drafter(arguments.drafter),
         drafter_name=arguments.drafter,
         device=device,
-        dtype=arguments.dtype or ("float32" if on_cpu else "bfloat16"),
+        dtype=arguments.dtype or ("bfloat16" if has_bfloat16 else "float32"),
         num_speculative_tokens=arguments.num_speculative_tokens,
         engine=engine,
         acceptance_rate=arguments.acceptance_rate,

@@ -255,7 +255,9 @@ def _notes(plan: FullPlan) -> list[str]:
     device, notes = plan.request.device, _notes_on_speed(plan)
     if not device.is_compiled_for:
         notes.append(
-            f"no compiler for {device.name} is here: workspaces are those that XLA says for CPU."
+            f"no compiler for {device.name} is here: a CPU's stands in, with weights, pages and "
+            "activations in float32. A step's activations count twice what they take in 16 bits. "
+            'pip install "jax[cuda12]" compiles for the GPU; it need not be there.'
         )
     if plan.request.engine.gate == "worst_case":
         notes.append(
@@ -279,9 +281,10 @@ def _notes_on_speed(plan: FullPlan) -> list[str]:
         "seconds and K are by roofline, a bound from the device's published peaks "
         f"({device.figures.source}); collectives, sampling and launching are left out."
     ]
-    if dtype != "bfloat16":
+    fastest = "bfloat16" if device.figures.has_bfloat16 else "float16"
+    if dtype != fastest:
         notes.append(
-            f"operations are counted at the peak of bfloat16: none of {dtype} is known here, "
+            f"operations are counted at the peak of {fastest}: none of {dtype} is known here, "
             "whose products may take longer, so seconds may be too few and K too large."
         )
     return notes

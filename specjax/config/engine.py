@@ -100,11 +100,13 @@ class EngineConfig:
     token_bucket: int = 16
     # Whether requests read pages that earlier requests filled with the same tokens.
     prefix_caching: bool = True
-    # Most prompt tokens per call and data shard: an eighth of them for each of eight rows, or
-    # half for a single long prompt, as beside rows that decode.
-    max_prefill_tokens: int = 512
-    # Whether prompts are prefilled in the same matmuls as rows that decode, or in separate
-    # calls, as always under invariant numerics.
+    # Most prompt tokens per call and data shard, which prompts share as they need them; smaller
+    # token buckets of a quarter and a sixteenth serve few and short prompts. By default chosen
+    # by the device: 256 on a CPU, 512 to 4,096 where reading the weights takes as long as the
+    # products of some hundred tokens.
+    max_prefill_tokens: int | None = None
+    # Whether prompts are prefilled in the same matmuls as rows that decode and draft, or in
+    # separate calls, as always under invariant numerics.
     mixed_prefill: bool = True
     # Implementations by op: {"tree_attention": "mosaic_gpu"}. Any mapping is accepted and kept
     # as pairs, so that the config is hashable. An op that is not named uses the best

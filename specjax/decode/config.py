@@ -35,6 +35,7 @@ class DecoderConfig:
       max_drafts_per_shard: most draft tokens that the rows of one data shard verify per step,
         those likeliest to be accepted; None: no limit. Bucket.max_drafts counts all shards.
       mesh: axes "data" and "tensor"; None: one device.
+      trusted_kernels: pairs of an op and a kernel that passed its self-test on the devices.
     """
 
     target: ModelConfig
@@ -45,6 +46,7 @@ class DecoderConfig:
     rule_options: RuleOptions = NO_OPTIONS
     max_drafts_per_shard: int | None = None
     mesh: Mesh | None = None
+    trusted_kernels: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "rules", tuple(map(Rule, self.rules)))

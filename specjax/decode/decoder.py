@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from pallas_kernels.implementations import by_name
+from pallas_kernels.implementations import by_name, default_device, trusting
 from specjax import sharding
 from specjax.decode import executable_store
 from specjax.decode import state as decode_state
@@ -28,6 +28,7 @@ from specjax.decode.kv_scales import kv_scales_of
 from specjax.decode.mixed import mixed_step
 from specjax.decode.prefill import prefill
 from specjax.decode.score import Scores, score
+from specjax.decode.sizes import PromptShape, PromptSizes
 from specjax.decode.state import Admission, DecodeState, has_drafter, remember_text
 from specjax.decode.step_spec import StepSpec
 from specjax.drafters import none
@@ -53,7 +54,8 @@ class TooLarge(Exception):
     """An executable could not be compiled for lack of memory.
 
     Attributes:
-      key: the executable: ("burst", K), ("burst", K, row bucket), ("mixed", places, width), ...
+      key: the executable: ("burst", K), ("burst", K, row bucket), ("prefill", places, tokens),
+        ("mixed", places, tokens, K), ("mixed", places, tokens, K, row bucket), ...
     """
 
     def __init__(self, key: tuple, error: Exception):
@@ -174,9 +176,9 @@ class Decoder:
         row_ids: HostArray,
         counts: HostArray,
         *,
-        max_tokens_per_row: int,
+        num_tokens: int,
     ) -> tuple[DecodeState, Array]:
-        """Runs `specjax.decode.prefill.prefill`, one executable per number of places and width.
+        """Runs `specjax.decode.prefill.prefill`, one executable per number of places and tokens.
 
         Under a mesh each shard has its share of the places, with row ids of its own.
         Donates the state.
@@ -200,11 +202,11 @@ class Decoder:
                 block_table,
                 row_ids,
                 counts,
-                max_tokens_per_row=max_tokens_per_row,
+                num_tokens=num_tokens,
             )
             return state, jnp.int32(0)
 
-        key = ("prefill", len(row_ids), max_tokens_per_row)
+        key = ("prefill", len(row_ids), num_tokens)
         arguments = params, block_table, row_ids, counts
         in_specs = (self._param_specs(params), *[self._rows] * 3)
         return self._call(key, run, state, *arguments, in_specs=in_specs, out_specs=(WHOLE,))
@@ -294,38 +296,75 @@ class Decoder:
             return signed
         return DecoderParams(params.target)
 
-    def prepare(self, params: DecoderParams, state: DecodeState, bucket: Bucket) -> None:
+    def prepare(
+        self,
+        params: DecoderParams,
+        state: DecodeState,
+        bucket: Bucket,
+        beside: PromptShape | None = None,
+    ) -> None:
         """Starts to compile a burst in the background; a `burst` call that needs it waits.
 
         Nothing is donated, and only the shapes of the arguments are kept. Errors are raised
         by `raise_failed`.
+
+        Args:
+          beside: the prompts beside it, for a step of `mixed`; None: a burst.
         """
-        decoder, params, state = self._of_bucket(params, state, bucket)
-        decoder._prepare(params, state, bucket)
+        decoder, params, state = self._of_bucket(params, state, bucket, beside)
+        decoder._prepare(params, state, bucket, beside)
 
     def _of_bucket(
-        self, params: DecoderParams, state: DecodeState, bucket: Bucket
+        self,
+        params: DecoderParams,
+        state: DecodeState,
+        bucket: Bucket,
+        beside: PromptShape | None = None,
     ) -> tuple[Decoder, DecoderParams, DecodeState]:
         """Returns the decoder that compiles a bucket, and the weights and state it compiles for."""
-        if bucket.num_speculative_tokens or self._plain_of(state) is self:
+        # Prompts are fed to the drafter too.
+        if beside or bucket.num_speculative_tokens or self._plain_of(state) is self:
             return self, params, state
         bare = dataclasses.replace(state, drafter=())
         return self.plain, self._plain_params(params), bare
 
-    def _prepare(self, params: DecoderParams, state: DecodeState, bucket: Bucket) -> None:
-        key = self._burst_key(bucket), self._variant_of(params, state)
+    def _prepare(
+        self,
+        params: DecoderParams,
+        state: DecodeState,
+        bucket: Bucket,
+        beside: PromptShape | None,
+    ) -> None:
+        key = self._step_key(bucket, beside), self._variant_of(params, state)
         if key in self._executables or self._background.has(key):
             return
-        inputs = jax.tree.map(_shape_of, (state, params, self._plan_shapes(bucket)))
-        specs = self._burst_specs(params, inputs[2])
-        absorbs = self._absorbs(state)
+        inputs = jax.tree.map(_shape_of, self._step_inputs(params, state, bucket, beside))
+        if beside is None:
+            specs = self._burst_specs(params, inputs[2])
+            function = self._burst_function(bucket, absorbs=self._absorbs(state))
+        else:
+            specs = self._mixed_specs(params, inputs[2])
+            function = self._mixed_function(bucket, beside, state)
 
         @in_own_settings  # jax settings are per thread, and this runs in another one
         def make(goes_on: Callable[[], bool]) -> None:
-            function = self._burst_function(bucket, absorbs=absorbs)
             self._make(key, function, *inputs, goes_on=goes_on, **specs)
 
         self._background.start(key, make)
+
+    def _step_inputs(
+        self,
+        params: DecoderParams,
+        state: DecodeState,
+        bucket: Bucket,
+        beside: PromptShape | None,
+    ) -> tuple:
+        """Returns state, weights, and the shapes of the other arguments of a step."""
+        inputs = state, params, self._plan_shapes(bucket)
+        if beside is None:
+            return inputs
+        places = jax.ShapeDtypeStruct((beside.places * self.num_shards,), jnp.int32)
+        return *inputs, places, places
 
     def _plan_shapes(self, bucket: Bucket) -> BurstPlan:
         """Returns the shapes of a burst's plan."""
@@ -364,24 +403,36 @@ class Decoder:
             return Signature(own, own, is_plain_own=True)
         return Signature(own, plain._variant_of(params, state), is_plain_own=False)
 
-    def is_coming(self, bucket: Bucket, signature: Signature) -> bool:
-        """Returns whether a burst is being compiled in the background."""
-        decoder, key = self._key_of(bucket, signature)
+    def is_coming(
+        self, bucket: Bucket, signature: Signature, beside: PromptShape | None = None
+    ) -> bool:
+        """Returns whether a step is being compiled in the background; arguments as `prepare`."""
+        decoder, key = self._key_of(bucket, signature, beside)
         return decoder._background.has(key)
 
-    def is_compiled(self, bucket: Bucket, signature: Signature) -> bool:
-        """Returns whether a burst can run without waiting for its compilation."""
-        decoder, key = self._key_of(bucket, signature)
+    def is_compiled(
+        self, bucket: Bucket, signature: Signature, beside: PromptShape | None = None
+    ) -> bool:
+        """Returns whether a step can run without waiting for its compilation; arguments as
+        `prepare`."""
+        decoder, key = self._key_of(bucket, signature, beside)
         return key in decoder._executables
 
-    def _key_of(self, bucket: Bucket, signature: Signature) -> tuple[Decoder, tuple]:
-        """Returns the decoder that holds a burst's executable, and the executable's key there."""
-        if bucket.num_speculative_tokens or signature.is_plain_own:
-            return self, (self._burst_key(bucket), signature.drafting)
-        return self.plain, (self.plain._burst_key(bucket), signature.plain)
+    def _key_of(
+        self, bucket: Bucket, signature: Signature, beside: PromptShape | None
+    ) -> tuple[Decoder, tuple]:
+        """Returns the decoder that holds a step's executable, and the executable's key there."""
+        if beside or bucket.num_speculative_tokens or signature.is_plain_own:
+            return self, (self._step_key(bucket, beside), signature.drafting)
+        return self.plain, (self.plain._step_key(bucket, None), signature.plain)
 
     def read_s(
-        self, params: DecoderParams, state: DecodeState, bucket: Bucket, signature: Signature
+        self,
+        params: DecoderParams,
+        state: DecodeState,
+        bucket: Bucket,
+        signature: Signature,
+        beside: PromptShape | None = None,
     ) -> float | None:
         """Returns estimated seconds to read a burst from the store on disk, None if not stored.
 
@@ -391,10 +442,10 @@ class Decoder:
         Args:
           signature: that of the weights and state.
         """
-        decoder, key = self._key_of(bucket, signature)
+        decoder, key = self._key_of(bucket, signature, beside)
         if key not in decoder._kept:
-            _, params, state = self._of_bucket(params, state, bucket)
-            inputs = state, params, decoder._plan_shapes(bucket)
+            _, params, state = self._of_bucket(params, state, bucket, beside)
+            inputs = decoder._step_inputs(params, state, bucket, beside)
             name = decoder._store_name(key[0], inputs)
             # Looked up once, as this runs before each burst; `_make` finds files written later.
             decoder._kept[key] = executable_store.size(name)
@@ -425,38 +476,60 @@ class Decoder:
         row_ids: HostArray,
         counts: HostArray,
         *,
-        max_tokens_per_row: int,
+        num_tokens: int,
+        num_speculative_tokens: int = 0,
+        max_drafts: int | None = None,
     ) -> tuple[DecodeState, StepInfo, Array]:
-        """Runs `specjax.decode.mixed.mixed_step`, one executable per number of places and width.
+        """Runs `specjax.decode.mixed.mixed_step`, one executable per bucket and prompt shape.
 
         Donates the state.
+
+        Args:
+          row_ids, counts, num_tokens: as for `prefill`.
+          num_speculative_tokens, max_drafts: as for `burst`.
         """
-        run = lambda state, params, plan, row_ids, counts: mixed_step(
-            self.step_spec(0, absorbs=self._absorbs(state)),
-            self._prompt_spec(state),
-            params,
-            state,
-            plan,
-            row_ids,
-            counts,
-            max_tokens_per_row=max_tokens_per_row,
-        )
+        rows = self.sizes.rows if plan.row_ids is None else len(plan.row_ids)
+        bucket = Bucket(rows, num_speculative_tokens, max_drafts)
+        beside = PromptShape(len(row_ids) // self.num_shards, num_tokens)
         return self._call(
-            ("mixed", len(row_ids), max_tokens_per_row),
-            run,
+            self._step_key(bucket, beside),
+            self._mixed_function(bucket, beside, state),
             state,
             params,
             plan,
             row_ids,
             counts,
-            in_specs=(
-                self._param_specs(params),
-                self._plan_specs,
-                self._rows,
-                self._rows,
-            ),
-            out_specs=(self._report, WHOLE),
+            **self._mixed_specs(params, plan),
         )
+
+    def _mixed_function(self, bucket: Bucket, beside: PromptShape, state: DecodeState) -> Callable:
+        """Returns the traced function of a mixed step; only the state's structure is read."""
+        absorbs, has_drafts = self._absorbs(state), has_drafter(state)
+
+        def run(
+            state: DecodeState,
+            params: DecoderParams,
+            plan: BurstPlan,
+            row_ids: HostArray,
+            counts: HostArray,
+        ) -> tuple:
+            depth, most = bucket.num_speculative_tokens, bucket.max_drafts
+            return mixed_step(
+                self.step_spec(depth, most, absorbs=absorbs),
+                self.step_spec(1 if has_drafts else 0),
+                params,
+                state,
+                plan,
+                row_ids,
+                counts,
+                num_tokens=beside.num_tokens,
+            )
+
+        return run
+
+    def _mixed_specs(self, params: DecoderParams, plan: BurstPlan) -> dict[str, Any]:
+        burst_specs = self._burst_specs(params, plan)
+        return burst_specs | {"in_specs": (*burst_specs["in_specs"], self._rows, self._rows)}
 
     def remember(self, state: DecodeState, pieces: Pieces) -> DecodeState:
         """Passes pieces of text from the host to the drafter, one executable per number of pieces.
@@ -530,6 +603,13 @@ class Decoder:
         bursts = [s for key, s in compiled.items() if key[0] == "burst"]
         return sum(bursts) / len(bursts) if bursts else USUAL_COMPILE_S
 
+    def _step_key(self, bucket: Bucket, beside: PromptShape | None) -> tuple:
+        """Returns the name of a burst, or of a mixed step with prompts beside it."""
+        if beside is None:
+            return self._burst_key(bucket)
+        _, *sizes = self._burst_key(bucket)
+        return "mixed", beside.places * self.num_shards, beside.num_tokens, *sizes
+
     def _burst_key(self, bucket: Bucket) -> tuple:
         key: tuple = "burst", bucket.num_speculative_tokens
         if bucket.max_drafts is not None:
@@ -581,6 +661,17 @@ class Decoder:
     def _prompt_spec(self, state: DecodeState) -> StepSpec:
         """Returns the spec for feeding prompts, with the drafter unless it is turned off."""
         return self.step_spec(1 if has_drafter(state) else 0)
+
+    @functools.cached_property
+    def prompt_sizes(self) -> PromptSizes:
+        """Token buckets of prompts, by EngineConfig.max_prefill_tokens or the device."""
+        most = self.engine_config.max_prefill_tokens
+        return PromptSizes.of(most, self.device, self.sizes.dtype)
+
+    @property
+    def device(self) -> Any:
+        """The first device that steps are compiled for."""
+        return default_device() if self.mesh is None else self.mesh.devices.flat[0]
 
     def _initial_state(self, has_drafter: bool) -> DecodeState:
         sizes = self.sizes
@@ -813,7 +904,8 @@ class Decoder:
                 out_specs=(own, *out_specs),
                 check_vma=False,  # the loop's carries are replicated or split by construction
             )
-        with sharding.lowered(self.mesh), by_name(dict(self.engine_config.kernels).items()):
+        named = by_name(dict(self.engine_config.kernels).items())
+        with sharding.lowered(self.mesh), named, trusting(self.config.trusted_kernels):
             return jax.jit(run, donate_argnums=0).lower(state, *arguments)
 
     def _signature_of(self, params: DecoderParams | None) -> tuple:

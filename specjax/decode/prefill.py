@@ -26,24 +26,24 @@ def prefill(
     row_ids: Array,
     counts: Array,
     *,
-    max_tokens_per_row: int,
+    num_tokens: int,
 ) -> DecodeState:
     """Feeds the next counts[i] tokens of row row_ids[i] to the target and to the drafter.
 
     Args:
       block_table: i32[rows, pages_per_row].
       row_ids: i32[n], distinct; `rows` for an unused place.
-      counts: i32[n], at most max_tokens_per_row; 0 for an unused place.
-      max_tokens_per_row: static; the token bucket is n times this.
+      counts: i32[n], num_tokens in all at most; 0 for an unused place.
+      num_tokens: static; the token bucket, which the rows share in any proportion.
     """
     state = with_table(state, block_table)
-    batch = prompt_batch(spec, state, row_ids, counts, max_tokens_per_row)
+    batch = prompt_batch(spec, state, row_ids, counts, num_tokens)
     _, pages, tapped = forward(
         params.target,
         spec.config,
         state.cache.pages,
         batch,
-        max_tokens_per_row=max_tokens_per_row,
+        max_tokens_per_row=num_tokens,
         token_bucket=spec.token_bucket,
         tensor_axis=spec.tensor_axis,
         kv_scales=state.cache.scales,
@@ -51,9 +51,7 @@ def prefill(
     )
     cache = dataclasses.replace(state.cache, pages=pages)
     state = dataclasses.replace(state, cache=cache)
-    return take_prompt(
-        spec, params, state, batch, row_ids, counts, max_tokens_per_row, taps=tapped.batch
-    )
+    return take_prompt(spec, params, state, batch, row_ids, counts, num_tokens, taps=tapped.batch)
 
 
 def prompt_batch(
@@ -61,9 +59,9 @@ def prompt_batch(
     state: DecodeState,
     row_ids: Array,
     counts: Array,
-    max_tokens_per_row: int,
+    num_tokens: int,
 ) -> TokenBatch:
-    """Lays out the next counts[i] tokens of row row_ids[i]."""
+    """Lays out the next counts[i] tokens of row row_ids[i], in num_tokens flat places."""
     cache = state.cache
     row = jnp.minimum(row_ids, state.rows - 1)
     batch = make_batch(
@@ -71,7 +69,7 @@ def prompt_batch(
         cache.block_table[row],
         cache.lengths[row],
         counts,
-        num_tokens=round_up(row_ids.shape[0] * max_tokens_per_row, spec.token_bucket),
+        num_tokens=round_up(num_tokens, spec.token_bucket),
         page_size=cache.page_size,
         num_slots=cache.num_slots,
     )

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from specjax.decode.bucket import Bucket, standing_row_buckets
+from specjax.decode.sizes import PromptShape
 from specjax.engine.flight import Flight
 from specjax.engine.run_state import RunState
 from specjax.policy.interface import LEAST_TIMED_STEPS, Decision, Load, SpeculationPolicy
@@ -17,7 +18,6 @@ from specjax.policy.interface import LEAST_TIMED_STEPS, Decision, Load, Speculat
 ENDLESS = 10**6  # remaining steps assumed while requests wait
 # Least tokens that a row is expected to gain still, even past its expected end.
 LEAST_LEFT = 8
-BESIDE_PROMPTS = Decision(num_speculative_tokens=0, reason="prompts")
 DROPPED = Decision(num_speculative_tokens=0, reason="dropped")
 
 
@@ -28,23 +28,30 @@ class BurstChoice:
         self._run = run
         self.policy = policy
 
-    def next_burst(self, rows: np.ndarray, max_burst_steps: int | None) -> Flight | None:
+    def next_burst(
+        self,
+        rows: np.ndarray,
+        max_burst_steps: int | None,
+        *,
+        beside: PromptShape | None = None,
+    ) -> Flight | None:
         """Returns a burst of these rows, pages reserved; None while pages are short.
 
         Args:
           rows: i64[rows that decode], their indices; at least one.
           max_burst_steps: most steps; by default Sizes.burst_steps.
+          beside: the prompts in the same step, of which there is one.
         """
         decoder = self._run.decoder
         most_steps = decoder.sizes.burst_steps
         usual_steps = min(most_steps, max_burst_steps or most_steps)
-        load = self._load(rows, usual_steps)
+        load = self._load(rows, usual_steps, beside)
         decision = self.policy.choose(load)
         if decision.prepare is not None:
-            decoder.prepare(self._run.params, self._run.device_state, decision.prepare)
-        decision = self._possible(decision, load)
+            decoder.prepare(self._run.params, self._run.device_state, decision.prepare, beside)
+        decision = self._possible(decision, load, beside)
         num_steps = min(usual_steps, decision.num_steps or usual_steps, load.num_steps_left)
-        flight = self.reserve(rows, num_steps, decision)
+        flight = self.reserve(rows, num_steps, decision, beside)
         if flight is None:
             return None
         flight.least_timed = min(LEAST_TIMED_STEPS, usual_steps)
@@ -59,14 +66,13 @@ class BurstChoice:
                 flight.asked_depth = np.minimum(flight.asked_depth, decision.draft_caps)
         return flight
 
-    def beside_prompts(self, rows: np.ndarray) -> Flight | None:
-        """Returns one step of these rows without drafts, from which the policy learns nothing."""
-        flight = self.reserve(rows, 1, BESIDE_PROMPTS)
-        if flight is not None:
-            flight.is_learned_from = False
-        return flight
-
-    def reserve(self, rows: np.ndarray, num_steps: int, decision: Decision) -> Flight | None:
+    def reserve(
+        self,
+        rows: np.ndarray,
+        num_steps: int,
+        decision: Decision,
+        beside: PromptShape | None = None,
+    ) -> Flight | None:
         """Takes the pages for a burst of at most num_steps; None if there are none now.
 
         If pages are short, sent bursts are read back first (None); then fewer steps are
@@ -79,15 +85,17 @@ class BurstChoice:
             least = 1 if len(scheduler.waiting) else num_steps
             lacking = scheduler.reserve(rows, num_steps * width, least)
             if not np.any(lacking):
-                return Flight(rows, decision, num_steps, least)
+                return Flight(rows, decision, num_steps, least, prompts=beside)
             if run.flights:
                 return None
             if num_steps > 1:
                 num_steps //= 2
             elif decision.num_speculative_tokens:
                 plain = Decision(num_speculative_tokens=0, reason="pages")
-                fitting = scheduler.row_buckets(rows, self._row_buckets)
-                decision = self._available(plain, fitting)
+                # Beside prompts plain steps of all rows are compiled first.
+                smaller = self._row_buckets if beside is None else ()
+                fitting = scheduler.row_buckets(rows, smaller)
+                decision = self._available(plain, fitting, beside)
             else:
                 rows = self._preempt(rows, int(lacking.argmax()))
         return None
@@ -101,24 +109,28 @@ class BurstChoice:
         self._run.num_preemptions += 1
         return rows[rows != row.index]
 
-    def _possible(self, decision: Decision, load: Load) -> Decision:
+    def _possible(self, decision: Decision, load: Load, beside: PromptShape | None) -> Decision:
         """Returns a decision, limited by the load and by dropped executables."""
         depth = load.limit(decision.num_speculative_tokens)
         if depth < decision.num_speculative_tokens:
             decision = Decision(num_speculative_tokens=depth, reason=load.limited_by)
-        return self._available(decision, load.row_buckets)
+        return self._available(decision, load.row_buckets, beside)
 
-    def _available(self, decision: Decision, row_buckets: Sequence[int]) -> Decision:
+    def _available(
+        self, decision: Decision, row_buckets: Sequence[int], beside: PromptShape | None
+    ) -> Decision:
         """Returns a decision with its row bucket; plain decoding if its buckets were dropped."""
         least = decision.row_bucket or 0
         for each in (decision, DROPPED):
             shape = each.num_speculative_tokens, each.max_drafts
             for rows in row_buckets:
-                if rows >= least and not self._run.faults.is_dropped(Bucket(rows, *shape)):
+                if rows < least:
+                    continue
+                if not self._run.faults.is_dropped(Bucket(rows, *shape), beside):
                     return dataclasses.replace(each, row_bucket=rows)
         raise AssertionError("plain decoding of all rows is never dropped")
 
-    def _load(self, rows: np.ndarray, usual_steps: int) -> Load:
+    def _load(self, rows: np.ndarray, usual_steps: int, beside: PromptShape | None) -> Load:
         """Returns the policy's input before a burst of these rows."""
         run, scheduler, decoder = self._run, self._run.scheduler, self._run.decoder
         most, limited_by = self._limit(rows)
@@ -140,11 +152,14 @@ class BurstChoice:
             tokens_left=() if is_refilled else tokens_left,
             urgency=() if is_refilled else urgency(table.expected_end[rows], tokens),
             num_probe_steps=usual_steps,
+            prompt_tokens=0 if beside is None else beside.num_tokens,
             compile_s=decoder.burst_compile_s,
-            is_compiled=lambda bucket: decoder.is_compiled(bucket, signature),
-            is_coming=lambda bucket: decoder.is_coming(bucket, signature),
-            read_s=lambda bucket: decoder.read_s(run.params, run.device_state, bucket, signature),
-            is_dropped=run.faults.is_dropped,
+            is_compiled=lambda bucket: decoder.is_compiled(bucket, signature, beside),
+            is_coming=lambda bucket: decoder.is_coming(bucket, signature, beside),
+            read_s=lambda bucket: decoder.read_s(
+                run.params, run.device_state, bucket, signature, beside
+            ),
+            is_dropped=lambda bucket: run.faults.is_dropped(bucket, beside),
         )
 
     def _num_behind(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:

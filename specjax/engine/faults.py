@@ -10,6 +10,7 @@ import jax
 
 from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import TooLarge
+from specjax.decode.sizes import PromptShape
 from specjax.drafters.guard import DrafterError
 from specjax.types import NOT_A_NUMBER, OUTSIDE_VOCABULARY
 
@@ -58,18 +59,33 @@ class Faults:
     is_drafter_off: bool = False
     has_mixed: bool = True  # whether prompts may be fed beside rows that decode
     _unsaid: str | None = None  # reason for the drafter's absence, not yet given in a warning
-    _dropped: set[Bucket] = dataclasses.field(default_factory=set)
+    # With the prompt tokens beside them; 0 for bursts.
+    _dropped: set[tuple[Bucket, int]] = dataclasses.field(default_factory=set)
 
-    def is_dropped(self, bucket: Bucket) -> bool:
-        """Returns whether a bucket, or one of the same rows with no more work, did not fit."""
+    def is_dropped(self, bucket: Bucket, beside: PromptShape | None = None) -> bool:
+        """Returns whether a step, or one of the same rows with no more work, did not fit.
+
+        Args:
+          beside: the prompts in the same step.
+        """
         if self.is_drafter_off and bucket.num_speculative_tokens:
             return True
+        prompt_tokens = 0 if beside is None else beside.num_tokens
         return bool(self._dropped) and any(
             bucket.rows == dropped.rows
             and bucket.num_speculative_tokens >= dropped.num_speculative_tokens
             and bucket.num_slots >= dropped.num_slots
-            for dropped in self._dropped
+            and prompt_tokens >= tokens
+            for dropped, tokens in self._dropped
         )
+
+    def _drop(
+        self, prompt_tokens: int, depth: int, rows: int | None = None, most: int | None = None
+    ) -> Bucket:
+        """Drops a step by the sizes of its key; returns its bucket."""
+        bucket = Bucket(self.num_rows if rows is None else rows, depth, most)
+        self._dropped.add((bucket, prompt_tokens))
+        return bucket
 
     def lose_drafter(self, names: list[str], *, is_missed: bool) -> None:
         """Turns the drafter off because its weights were deleted.
@@ -111,11 +127,13 @@ class Faults:
         """
         match error.key:
             case ("burst", int(depth), *more) if depth or more:
-                rows = more[0] if more else self.num_rows
-                most = more[1] if len(more) > 1 else None
-                self._dropped.add(Bucket(rows, depth, most))
-                what = f"a burst of {rows} rows at K = {depth}"
+                bucket = self._drop(0, depth, *more)
+                what = f"a burst of {bucket.rows} rows at K = {depth}"
                 instead = "other sizes, or K = 0"
+            case ("mixed", int(), int(tokens), int(depth), *more) if depth or more:
+                bucket = self._drop(tokens, depth, *more)
+                what = f"a step of {bucket.rows} rows at K = {depth} beside {tokens} prompt tokens"
+                instead = "other sizes, or K = 0 beside prompts"
             case ("mixed", *_) if self.has_mixed:
                 self.has_mixed = False
                 what, instead = "steps with prompts beside", "steps of their own"

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from specjax.decode.bucket import Bucket
+from specjax.decode.sizes import PromptShape
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.rows import Row
 from specjax.policy.interface import Decision
@@ -28,6 +29,7 @@ class Flight:
     context_tokens: int = 0
     least_timed: int = 1  # least steps with which its seconds are well measured
     is_learned_from: bool = True  # by the policy
+    prompts: PromptShape | None = None  # prompt tokens in the same step; None: a burst alone
     # The fields below are set when it is sent.
     bucket: Bucket | None = None
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -72,4 +74,5 @@ def record_of(flight: Flight, num_steps: int, seconds: float, num_tokens: int) -
         measured_step_s=seconds / num_steps,
         predicted_tokens=decision.predicted_tokens,
         measured_tokens=num_tokens / num_steps,
+        prompt_tokens=0 if flight.prompts is None else flight.prompts.num_tokens,
     )

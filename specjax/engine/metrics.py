@@ -12,8 +12,8 @@ class BurstRecord:
     `reason` names the policy: "goodput" (also "probe" or "nothing measured yet"), "fixed" or
     "table"; or the limit that lowered K: "memory gate", "pages", "rows"
     (speculation_max_rows), "user" (no row wants drafts), "drafter off" (it failed),
-    "dropped" (the burst did not fit when it was compiled). "prompts" is a step with prompt
-    tokens beside it, which does not draft.
+    "dropped" (the burst did not fit when it was compiled). "prompts" is a step that the goodput
+    policy lets run plainly because of the prompt tokens beside it.
     """
 
     num_speculative_tokens: int
@@ -27,3 +27,4 @@ class BurstRecord:
     measured_step_s: float  # device seconds, including prompt tokens in the same step
     predicted_tokens: float | None  # per step, of all rows
     measured_tokens: float
+    prompt_tokens: int = 0  # token bucket of the prompts in the same step; 0: none

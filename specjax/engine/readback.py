@@ -104,7 +104,8 @@ class Reader:
         }
         if flight.is_learned_from:
             self._policy.observe(self._outcome(flight, rows, figures, seconds, begun_at))
-            clock.told_at = clock.done_at
+            if flight.prompts is None:
+                clock.told_at = clock.done_at
         num_tokens = int(figures["num_committed"].sum())
         self.records.append(record_of(flight, num_steps, seconds, num_tokens))
 
@@ -123,11 +124,15 @@ class Reader:
         asked[flight.places] = flight.asked_depth
         # A compilation at the same time may have slowed the burst.
         is_slowed = self._run.decoder.compiled_between(flight.sent_at, clock.done_at)
+        measured_s = seconds if seconds > 0 and not is_slowed else None
+        has_prompts = flight.prompts is not None
         return Outcome(
             decision=flight.decision,
             bucket=flight.bucket,
             num_rows=len(flight.rows),
-            seconds=seconds if seconds > 0 and not is_slowed else None,
+            seconds=None if has_prompts else measured_s,
+            mixed_s=measured_s if has_prompts else None,
+            prompt_tokens=0 if flight.prompts is None else flight.prompts.num_tokens,
             idle_s=begun_at - clock.told_at if clock.told_at else 0.0,
             num_context_tokens=flight.context_tokens + int(num_committed.sum()) / 2,
             num_behind=flight.num_behind,

@@ -95,7 +95,7 @@ class RunState:
         self.scheduler = Scheduler(
             self.decoder.sizes,
             self.decoder.num_shards,
-            prefill_tokens=engine_config.max_prefill_tokens,
+            prompt_sizes=self.decoder.prompt_sizes,
             counts_worst_case=engine_config.gate == "worst_case",
             most_batch_tokens=self.most_tokens,
             shares_prefixes=engine_config.prefix_caching,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from specjax.decode.sizes import PLACES, Sizes, chunk_widths
+from specjax.decode.sizes import PromptShape, PromptSizes, Sizes
 from specjax.engine.pages import ROOT, PagePool, Prefix
 from specjax.engine.request import Request
 from specjax.engine.rows import Row, RowTable
@@ -21,6 +21,10 @@ from specjax.engine.waiting import WaitingQueue
 from specjax.paged.kv_cache import NO_PAGE
 
 MOST_POSTPONED = 8  # requests that may be passed over in one admission
+# Shared prompt tokens that outweigh one more row in a shard: every shard waits for the fullest.
+TOKENS_OF_A_ROW = 64
+# Prompt buckets of a scheduler that was given none.
+USUAL_PROMPTS = PromptSizes((64, 256), 16)
 
 
 def _order(row: Row) -> tuple[int, int]:
@@ -34,7 +38,7 @@ class PromptChunk(NamedTuple):
 
     row_ids: np.ndarray  # i32, row within the shard; rows_per_shard in an unused place
     counts: np.ndarray  # i32, tokens of each place
-    width: int  # most tokens of a place
+    num_tokens: int  # the token bucket: most tokens of all places of a shard
 
 
 class Scheduler:
@@ -48,7 +52,7 @@ class Scheduler:
         or, with counts_worst_case, at full length. Above it a request waits unless it is
         alone; by default there is no limit.
       shares_prefixes: whether rows may read pages that other rows filled.
-      prefill_tokens: most prompt tokens per call and shard.
+      prompt_sizes: token buckets of prompts, per call and shard.
       needs_drafter: whether shared pages must hold the drafter's keys and values too.
 
     Attributes:
@@ -61,7 +65,7 @@ class Scheduler:
         sizes: Sizes,
         num_shards: int = 1,
         *,
-        prefill_tokens: int = 512,
+        prompt_sizes: PromptSizes = USUAL_PROMPTS,
         shares_prefixes: bool = True,
         counts_worst_case: bool = False,
         most_batch_tokens: int | None = None,
@@ -75,8 +79,7 @@ class Scheduler:
             PagePool(sizes.num_pages // num_shards, sizes.page_size) for _ in range(num_shards)
         ]
         self.block_table = np.full((sizes.rows, sizes.pages_per_row), NO_PAGE, np.int32)
-        # Prompt tokens of a row per call: if several rows are fed, and if one long one is.
-        self._narrow, self._wide = chunk_widths(prefill_tokens)
+        self.prompt_sizes = prompt_sizes
         self._counts_worst_case = counts_worst_case
         self._most_batch_tokens = most_batch_tokens
         self._shares_prefixes = shares_prefixes
@@ -110,11 +113,6 @@ class Scheduler:
     @property
     def num_to_prefill(self) -> int:
         return sum(row.num_to_prefill for row in self._prefilling)
-
-    @property
-    def tokens_per_chunk(self) -> int:
-        """Prompt tokens per call and shard."""
-        return min(PLACES, self.rows_per_shard) * self._narrow
 
     @property
     def most_tokens(self) -> int:
@@ -277,36 +275,46 @@ class Scheduler:
 
     # Prompts
 
-    def next_chunk(self, most_places: int = PLACES) -> PromptChunk:
-        """Returns the next prompt tokens to send, and counts them as sent.
+    def next_prompts(self) -> PromptShape:
+        """Returns the shape of the call that feeds the next prompt tokens; some must wait."""
+        sizes, rows = self.prompt_sizes, self.rows_per_shard
+        most = sizes.places(sizes.most_tokens, rows)
+        waiting = max(
+            sum(row.num_to_prefill for row in own[:most]) for own in self._prefilling_by_shard()
+        )
+        bucket = sizes.best(waiting)
+        return PromptShape(sizes.places(bucket, rows), bucket)
 
-        There must be tokens to prefill.
+    def next_chunk(self, shape: PromptShape) -> PromptChunk:
+        """Returns the next prompt tokens to send, and counts them as sent; some must wait.
 
-        Args:
-          most_places: most rows to feed, per shard.
+        Each prompt takes what it needs of the token bucket, in the order of requests: the first
+        ones begin to decode soonest.
         """
-        by_shard = [
-            [row for row in self._prefilling if row.shard == shard]
-            for shard in range(len(self.pools))
-        ]
-        is_single = min(max(map(len, by_shard)), most_places) == 1
-        places = 1 if is_single else min(PLACES, self.rows_per_shard)
-        fed = [row for rows in by_shard for row in rows[:places]]
-        longest = max(row.num_to_prefill for row in fed)
-        is_long = is_single and longest >= 2 * self._narrow
-        width = self._wide if is_long else self._narrow
-        row_ids = np.full((len(self.pools), places), self.rows_per_shard, np.int32)
+        row_ids = np.full((len(self.pools), shape.places), self.rows_per_shard, np.int32)
         counts = np.zeros_like(row_ids)
-        for shard, rows in enumerate(by_shard):
-            for place, row in enumerate(rows[:places]):
+        for shard, rows in enumerate(self._prefilling_by_shard()):
+            left = shape.num_tokens
+            for place, row in enumerate(rows[: shape.places]):
+                count = min(left, row.num_to_prefill)
+                if not count:
+                    break
+                left -= count
                 row_ids[shard, place] = row.index % self.rows_per_shard
-                counts[shard, place] = min(width, row.num_to_prefill)
-                row.num_prefilled += int(counts[shard, place])
+                counts[shard, place] = count
+                row.num_prefilled += count
                 row.num_drafter_final = row.num_prefilled
                 self.table.update(row)
                 self._note_prefixes(row)
         self._prefilling = [row for row in self._prefilling if row.num_to_prefill]
-        return PromptChunk(row_ids.reshape(-1), counts.reshape(-1), width)
+        return PromptChunk(row_ids.reshape(-1), counts.reshape(-1), shape.num_tokens)
+
+    def _prefilling_by_shard(self) -> list[list[Row]]:
+        """Returns the rows of each shard that have prompt tokens to feed, in order."""
+        by_shard: list[list[Row]] = [[] for _ in self.pools]
+        for row in self._prefilling:
+            by_shard[row.shard].append(row)
+        return by_shard
 
     # Reading back
 
@@ -371,8 +379,7 @@ class Scheduler:
             first = shard * self.rows_per_shard
             own = self.rows[first : first + self.rows_per_shard]
             num_rows = sum(row is not None for row in own)
-            # Every shard waits for the fullest: one more row counts as much as a chunk.
-            gain = len(shared) * self.sizes.page_size - num_rows * self._narrow
+            gain = len(shared) * self.sizes.page_size - num_rows * TOKENS_OF_A_ROW
             candidates.append((-gain, -pool.num_free, index, shared))
         candidates.sort(key=lambda candidate: candidate[:3])
         return [(index, shared) for _, _, index, shared in candidates]

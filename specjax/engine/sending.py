@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from specjax.decode.bucket import Bucket
-from specjax.decode.sizes import PLACES
+from specjax.decode.sizes import PLACES, PromptShape
 from specjax.decode.state import DecodeState
 from specjax.engine.burst_choice import BurstChoice
 from specjax.engine.faults import RECOVERABLE
@@ -21,9 +20,9 @@ from specjax.engine.timing import Stopwatch
 from specjax.runtime.progress import Report
 from specjax.types import BurstPlan, StepInfo
 
-# Prompt chunks for which rows that are ready but have not begun to decode wait: a batch that
-# starts together then needs no mixed step.
-PATIENCE = 8
+# Prompt tokens for which rows that are ready but have not begun to decode wait, in calls of the
+# largest bucket for each of PLACES rows: a batch that starts together then needs no mixed step.
+PATIENCE = 2
 
 # The state after the steps, their report, and how many ran.
 Sent = tuple[DecodeState, StepInfo, Any]
@@ -47,7 +46,7 @@ class Sender:
             return
         shares = self._shares_with_prompts(rows)
         if shares and self._mixes:
-            if self._send_beside_prompts(rows) or run.flights:
+            if self._send_beside_prompts(rows, scheduler.next_prompts()) or run.flights:
                 return  # pages may be free once the bursts in flight are read
         elif shares and run.prompts.was_sent_last:
             run.prompts.was_sent_last = False  # take turns
@@ -56,13 +55,14 @@ class Sender:
         if not scheduler.num_to_prefill:
             return
         run.prompts.was_sent_last = True
-        self._prefill(self._next_chunk())
+        self._prefill(self._next_chunk(scheduler.next_prompts()))
 
     def _shares_with_prompts(self, rows: np.ndarray) -> bool:
         """Returns whether rows decode while prompts are fed, rather than wait for them."""
         scheduler = self._run.scheduler
         has_begun = bool(scheduler.table.is_decoding[rows].any())
-        is_long = scheduler.num_to_prefill > PATIENCE * scheduler.tokens_per_chunk
+        most = PATIENCE * min(PLACES, scheduler.rows_per_shard) * scheduler.prompt_sizes.most_tokens
+        is_long = scheduler.num_to_prefill > most
         return len(rows) > 0 and (has_begun or is_long)
 
     @property
@@ -72,14 +72,17 @@ class Sender:
         mixes = config.mixed_prefill and self._run.faults.has_mixed
         return mixes and config.numerics != "invariant"
 
-    def _send_beside_prompts(self, rows: np.ndarray) -> bool:
+    def _send_beside_prompts(self, rows: np.ndarray, prompts: PromptShape) -> bool:
         """Sends a step of rows with prompts beside it; returns whether pages sufficed."""
-        flight = self._bursts.beside_prompts(rows)
+        run = self._run
+        run.notice_failed()
+        flight = self._bursts.next_burst(rows, 1, beside=prompts)
         if flight is None:
             return False
-        # The row that was to be prefilled may just have been preempted.
-        has_prompts = self._run.scheduler.num_to_prefill
-        self._fly(flight, self._mixed if has_prompts else self._plain)
+        if run.scheduler.num_to_prefill:
+            self._fly(flight, lambda plan: self._mixed(flight, prompts, plan))
+        else:  # the rows that were to be fed have just been preempted
+            self._fly(flight, lambda plan: self._plain(flight, plan))
         return True
 
     def _send_burst(self, rows: np.ndarray, max_burst_steps: int | None) -> None:
@@ -90,14 +93,8 @@ class Sender:
         flight = self._bursts.next_burst(rows, max_burst_steps)
         if flight is None:
             return
-        burst = functools.partial(
-            run.decoder.burst,
-            run.params,
-            num_speculative_tokens=flight.decision.num_speculative_tokens,
-            max_drafts=flight.decision.max_drafts,
-        )
         try:
-            self._fly(flight, lambda plan: burst(run.device_state, plan))
+            self._fly(flight, lambda plan: self._burst(flight, plan))
         except RECOVERABLE as error:
             run.do_without(error)
             self._send_burst(flight.own, max_burst_steps)
@@ -116,8 +113,6 @@ class Sender:
         plan = self._plan(flight)
         compiled_before, start = run.decoder.compile_s, time.perf_counter()
         try:
-            if flight.depth:
-                run.tell_drafter()
             run.device_state, flight.report, flight.num_steps_run = launch(plan)
         except RECOVERABLE:
             scheduler.land(flight.own, flight.growth, flight.least)  # nothing was sent
@@ -140,7 +135,6 @@ class Sender:
         activate[own] = ~table.is_decoding[own]
         draft_caps = np.zeros(num_rows, np.int32)
         draft_caps[own] = flight.asked_depth
-        # A step beside prompts is compiled for all rows.
         bucket = flight.decision.row_bucket or num_rows
         row_ids, flight.places = scheduler.places(own, bucket)
         flight.bucket = Bucket(bucket, flight.depth, flight.decision.max_drafts)
@@ -162,7 +156,7 @@ class Sender:
             run.scheduler.table_now(),
             chunk.row_ids,
             chunk.counts,
-            max_tokens_per_row=chunk.width,
+            num_tokens=chunk.num_tokens,
         )
         try:
             run.device_state, done = prefill()
@@ -171,8 +165,22 @@ class Sender:
             run.device_state, done = prefill()
         run.prompts.done_at = self._stopwatch.done_at(done)
 
-    def _plain(self, plan: BurstPlan) -> Sent:
+    def _burst(self, flight: Flight, plan: BurstPlan) -> Sent:
         run = self._run
+        if flight.depth:
+            run.tell_drafter()
+        return run.decoder.burst(
+            run.params,
+            run.device_state,
+            plan,
+            num_speculative_tokens=flight.depth,
+            max_drafts=flight.decision.max_drafts,
+        )
+
+    def _plain(self, flight: Flight, plan: BurstPlan) -> Sent:
+        """Runs a flight's rows plainly, whatever it was to be."""
+        run = self._run
+        flight.is_learned_from = False
         plain = lambda: run.decoder.burst(
             run.params, run.device_state, plan, num_speculative_tokens=0
         )
@@ -182,32 +190,34 @@ class Sender:
             run.do_without(error)
         return plain()
 
-    def _mixed(self, plan: BurstPlan) -> Sent:
+    def _mixed(self, flight: Flight, prompts: PromptShape, plan: BurstPlan) -> Sent:
         run = self._run
-        # One prompt at a time: padding would cost the rows that decode beside it.
-        chunk = self._next_chunk(most_places=1)
-        mixed = lambda: run.decoder.mixed(
-            run.params,
-            run.device_state,
-            plan,
-            chunk.row_ids,
-            chunk.counts,
-            max_tokens_per_row=chunk.width,
-        )
+        chunk = self._next_chunk(prompts)
         try:
-            return mixed()
+            if flight.depth:
+                run.tell_drafter()
+            return run.decoder.mixed(
+                run.params,
+                run.device_state,
+                plan,
+                chunk.row_ids,
+                chunk.counts,
+                num_tokens=chunk.num_tokens,
+                num_speculative_tokens=flight.depth,
+                max_drafts=flight.decision.max_drafts,
+            )
         except RECOVERABLE as error:
             run.do_without(error)
-        # Mixed steps were dropped, or the drafter: two separate calls do the same work.
+        # This mixed step was dropped, or the drafter: two separate calls do the same work.
         self._prefill(chunk)
-        return self._plain(plan)
+        return self._plain(flight, plan)
 
-    def _next_chunk(self, most_places: int = PLACES) -> PromptChunk:
+    def _next_chunk(self, prompts: PromptShape) -> PromptChunk:
         """Returns the next prompt tokens to send, and reports the progress of prompts."""
         run, scheduler = self._run, self._run.scheduler
         total = run.prompts.num_tokens
         self._on_progress("prefill", total - scheduler.num_to_prefill, total)
-        chunk = scheduler.next_chunk(most_places)
+        chunk = scheduler.next_chunk(prompts)
         run.num_prefilled += int(chunk.counts.sum())
         if not scheduler.num_to_prefill:
             self._on_progress("prefill", total, total)

@@ -30,8 +30,8 @@ DRAFT_SHARE = 0.05  # of the policy's parameters, those of the draft model
 # K by rows, so that a step has 16 tokens, or 32: the next product width of a CPU (models/layers.py)
 # costs what these do. Goodput would have to run each first, and a few rollouts are over before.
 TABLE = ((1, 2, 7), (3, 4, 3), (5, 8, 3))
-# Bursts are short: rows that are done leave their bucket between them. Prompts are short: a call
-# that feeds them computes max_prefill_tokens, however few they are.
+# Bursts are short: rows that are done leave their bucket between them. Prompts are short: larger
+# token buckets would only be compiled.
 ENGINE = specjax.EngineConfig(
     max_rows=8,
     row_buckets=(2, 4),

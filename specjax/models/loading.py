@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from pallas_kernels.implementations import default_device
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.families import family_of
 from specjax.models.hf_config import read_config
@@ -37,6 +39,7 @@ _DTYPE_ALIASES = {
     "half": "float16",
     "float": "float32",
 }
+FIRST_WITH_BFLOAT16 = 8  # NVIDIA's compute capability of Ampere
 _LAYER = re.compile(r"^(.*?\.)\d+\.")  # the first number in a tensor's name is its layer's
 # Tensors that only a layer for multi-token prediction has.
 _OF_PREDICTION = {"eh_proj.weight", "enorm.weight", "hnorm.weight"}
@@ -58,7 +61,8 @@ def load_model(
         small models inside the package; else a name on the Hugging Face Hub, which
         needs `specjax[hub]`.
       dtype: of every weight, float32, bfloat16 or float16, or "fp32", "bf16" or "fp16"; by
-        default float32 on CPU and bfloat16 elsewhere.
+        default bfloat16 where the default device computes it, and float32 on CPU and on GPUs
+        older than Ampere, such as the T4. There bfloat16 is computed in float32 all the same.
       name: name of the model in messages and reports; by default the last part of `path`.
 
     Returns:
@@ -92,6 +96,7 @@ def load_params(
 ) -> Params:
     """Returns a folder's weights as the pytree of `config`'s family."""
     dtype = default_dtype() if dtype is None else weight_dtype(dtype)
+    _warn_of_bfloat16(dtype)
     tensors = open_folder(Path(folder))
     sources = family_of(config).sources(config, tensors)
     _check(sources, tensors, config, Path(folder))
@@ -124,9 +129,28 @@ def check_same_vocabulary(target: Model, draft: Model) -> None:
 
 
 def default_dtype() -> np.dtype:
-    """Returns float32 on CPU, bfloat16 on an accelerator."""
-    is_cpu = jax.default_backend() == "cpu"
-    return jnp.dtype(jnp.float32 if is_cpu else jnp.bfloat16)
+    """Returns bfloat16 where the default device computes it; float32 on a CPU and older GPUs."""
+    device = default_device()
+    is_fast = device.platform != "cpu" and _has_bfloat16(device)
+    return jnp.dtype(jnp.bfloat16 if is_fast else jnp.float32)
+
+
+def _has_bfloat16(device: Any) -> bool:
+    """Returns whether a device computes bfloat16; False for NVIDIA's GPUs before Ampere."""
+    major = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    return not major.isdigit() or int(major) >= FIRST_WITH_BFLOAT16
+
+
+def _warn_of_bfloat16(dtype: np.dtype) -> None:
+    """Warns if the default device computes weights of this dtype in another."""
+    device = default_device()
+    if dtype == jnp.bfloat16 and not _has_bfloat16(device):
+        warnings.warn(
+            f"{device.device_kind} has no bfloat16: every product widens weights of "
+            "dtype='bfloat16' to float32. Use dtype='float32', or dtype='float16' for half the "
+            "bytes if the model's activations stay below 65,504.",
+            stacklevel=2,
+        )
 
 
 def weight_dtype(dtype: Any) -> np.dtype:

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from pallas_kernels.implementations import default_device
 from specjax import sharding
 from specjax.decode.bucket import Bucket
 from specjax.decode.config import DecoderConfig
@@ -79,11 +78,11 @@ class AbstractDecoder(Decoder):
         )
         return result[0]
 
-    def compile_prefill(self, num_places: int, width: int) -> jax.stages.Compiled:
-        """Returns the compiled prefill of `num_places` prompts, `width` tokens of each."""
-        return self._compile(self.lower_prefill(num_places, width))
+    def compile_prefill(self, num_places: int, num_tokens: int) -> jax.stages.Compiled:
+        """Returns the compiled prefill of num_tokens tokens of at most `num_places` prompts."""
+        return self._compile(self.lower_prefill(num_places, num_tokens))
 
-    def lower_prefill(self, num_places: int, width: int) -> jax.stages.Lowered:
+    def lower_prefill(self, num_places: int, num_tokens: int) -> jax.stages.Lowered:
         """Returns what `compile_prefill` compiles."""
         places = _integers(num_places)
         table = self._plan_shapes(self._all_rows).block_table
@@ -93,12 +92,14 @@ class AbstractDecoder(Decoder):
             table,
             places,
             places,
-            max_tokens_per_row=width,
+            num_tokens=num_tokens,
         )
         return result[0]
 
-    def compile_mixed(self, num_places: int, width: int) -> jax.stages.Compiled:
-        """Returns the compiled step of all rows with a prefill beside it."""
+    def compile_mixed(
+        self, num_places: int, num_tokens: int, num_speculative_tokens: int = 0
+    ) -> jax.stages.Compiled:
+        """Returns the compiled step of all rows at a K with a prefill beside it."""
         places = _integers(num_places)
         result: Any = self.mixed(
             self.abstract_params,
@@ -106,7 +107,8 @@ class AbstractDecoder(Decoder):
             self._plan_shapes(self._all_rows),
             places,
             places,
-            max_tokens_per_row=width,
+            num_tokens=num_tokens,
+            num_speculative_tokens=num_speculative_tokens,
         )
         (lowered,) = result
         return self._compile(lowered)
@@ -118,11 +120,6 @@ class AbstractDecoder(Decoder):
     @property
     def _all_rows(self) -> Bucket:
         return Bucket(self.sizes.rows, 0)
-
-    @property
-    def device(self) -> Any:
-        """The first device that steps are compiled for."""
-        return default_device() if self.mesh is None else self.mesh.devices.flat[0]
 
     @property
     def abstract_state(self) -> DecodeState:

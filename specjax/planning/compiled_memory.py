@@ -10,7 +10,7 @@ import jax
 
 from specjax.config.engine import EngineConfig
 from specjax.decode.bucket import standing_row_buckets
-from specjax.decode.sizes import PLACES, chunk_widths
+from specjax.decode.sizes import PromptShape
 from specjax.models.base import ModelConfig
 from specjax.models.layers import MOST_TOKENS_FROM_THE_LEFT
 from specjax.paged.token_buckets import equal_chunk, round_up
@@ -69,20 +69,23 @@ def burst_bucket(
     )
 
 
-def prefill_bucket(decoder: AbstractDecoder, num_places: int, width: int) -> StepShape:
-    """Returns the sizes of a prefill of `num_places` prompts, `width` tokens of each."""
-    tokens = _forward_tokens(num_places * width, decoder.engine_config)
+def prefill_bucket(decoder: AbstractDecoder, num_places: int, num_tokens: int) -> StepShape:
+    """Returns the sizes of a prefill of num_tokens tokens of at most `num_places` prompts."""
+    tokens = _forward_tokens(num_tokens, decoder.engine_config)
     return StepShape(kind=PREFILL, rows=num_places, tokens=tokens)
 
 
-def mixed_bucket(decoder: AbstractDecoder, width: int) -> StepShape:
-    """Returns the sizes of a plain step of all rows with a prompt's chunk beside it."""
-    rows = decoder.sizes.rows
-    return StepShape(
+def mixed_bucket(
+    decoder: AbstractDecoder, beside: PromptShape, num_speculative_tokens: int = 0
+) -> StepShape:
+    """Returns the sizes of a step of all rows at a K with prompts beside it."""
+    decoding = burst_bucket(decoder, num_speculative_tokens)
+    return dataclasses.replace(
+        decoding,
         kind=MIXED,
-        rows=rows,
-        tokens=rows + width,
-        logit_tokens=_logit_tokens(rows, decoder.target.vocab_size, decoder.engine_config),
+        tokens=decoding.tokens + beside.num_tokens,
+        prompt_tokens=beside.num_tokens,
+        prompt_places=beside.places,
     )
 
 
@@ -102,13 +105,11 @@ def engine_buckets(
     smaller = (b for b in named if b < rows)
     row_buckets = sorted({rows, *smaller})
     bursts = [burst_bucket(decoder, k, b) for b in row_buckets for k in depths]
-    places = min(PLACES, rows)
-    narrow, wide = chunk_widths(engine.max_prefill_tokens)
-    calls = sorted({(1, narrow), (places, narrow), (1, wide)})
-    prefills = [prefill_bucket(decoder, *call) for call in calls]
+    shapes = decoder.prompt_sizes.shapes(rows)
+    prefills = [prefill_bucket(decoder, *shape) for shape in shapes]
     if not engine.mixed_prefill or engine.numerics == "invariant":
         return bursts + prefills
-    return bursts + prefills + [mixed_bucket(decoder, w) for w in (narrow, wide)]
+    return bursts + prefills + [mixed_bucket(decoder, s, k) for k in depths for s in shapes]
 
 
 def sampled_buckets(buckets: Sequence[StepShape]) -> list[StepShape]:
@@ -125,7 +126,8 @@ def sampled_buckets(buckets: Sequence[StepShape]) -> list[StepShape]:
     chosen = [b for b in bursts if b.rows in rows and b.num_speculative_tokens in depths]
     chosen += [b for b in buckets if b.kind == PREFILL]
     mixed = [b for b in buckets if b.kind == MIXED]
-    return chosen + mixed[-1:]
+    largest = max(mixed, key=lambda b: (b.num_speculative_tokens, b.tokens), default=None)
+    return chosen if largest is None else [*chosen, largest]
 
 
 def compile_bucket(decoder: AbstractDecoder, bucket: StepShape) -> BucketMemory:
@@ -139,8 +141,10 @@ def compiled(decoder: AbstractDecoder, bucket: StepShape) -> jax.stages.Compiled
         rows = bucket.rows if bucket.copied_rows else None
         return decoder.compile_burst(bucket.num_speculative_tokens, rows)
     if bucket.kind == PREFILL:
-        return decoder.compile_prefill(bucket.rows, bucket.tokens // bucket.rows)
-    return decoder.compile_mixed(1, bucket.tokens - bucket.rows)
+        return decoder.compile_prefill(bucket.rows, bucket.tokens)
+    return decoder.compile_mixed(
+        bucket.prompt_places, bucket.prompt_tokens, bucket.num_speculative_tokens
+    )
 
 
 @dataclasses.dataclass(frozen=True)

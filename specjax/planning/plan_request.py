@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from pallas_kernels.gpu_targets import described_devices
 from pallas_kernels.implementations import default_device, lowered_for
 from specjax import sharding
 from specjax.config.engine import EngineConfig
@@ -27,7 +28,7 @@ from specjax.configs import models
 from specjax.configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
 from specjax.decode.config import DecoderConfig
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
-from specjax.decode.sizes import Sizes
+from specjax.decode.sizes import Sizes, default_tokens, ridge_of
 from specjax.drafters.spec import (
     DrafterSpec,
     HistoryDrafter,
@@ -73,10 +74,10 @@ class Device:
         return default_device().device_kind if self.name == HERE else None
 
     @property
-    def runs_on(self) -> str:
-        """The platform that steps are planned for, and compiled for where its compiler is."""
-        vendor = None if self.figures is None else self.figures.vendor
-        return next((name for name, own in _VENDORS.items() if own == vendor), self.platform)
+    def traced_for(self) -> str:
+        """The platform whose implementations of ops steps use: the GPU's also where the CPU's
+        compiler stands in."""
+        return self.platform if self.is_compiled_for else self.name.partition(":")[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,6 +93,7 @@ class PlanRequest:
       drafter_dtype: of the drafter's weights; by default that of the target and the pages.
       drafter_params: shapes of the drafter's weights; by default `abstract_params` of its spec.
       chooses_rows: whether the policy chooses row buckets where the engine names none.
+      trusted_kernels: as in DecoderConfig.
     """
 
     target: ModelConfig
@@ -109,6 +111,7 @@ class PlanRequest:
     drafter_dtype: Any = None
     drafter_params: Any = None
     chooses_rows: bool = True
+    trusted_kernels: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):
         if not 0 <= self.acceptance_rate <= 1:
@@ -124,11 +127,25 @@ class PlanRequest:
                     f"target and drafter have vocabularies of {self.target.vocab_size} and "
                     f"{config.vocab_size} tokens; expected equal sizes."
                 )
-        with lowered_for(self.device.runs_on):
+        with lowered_for(self.device.traced_for):
             engine = with_page_size(
                 self.engine, self.target, self.dtype, kv_shards=self.device.count
             )
         object.__setattr__(self, "engine", engine)
+
+    def as_compiled(self) -> PlanRequest:
+        """Returns the request whose steps are compiled: this one, or one for a stand-in.
+
+        A CPU computes bfloat16 and float16 in float32, and its compiler would widen all weights
+        at once, for a whole burst. Where it stands in for a GPU's, weights and pages are
+        float32 from the start: activations then count twice, and weights are not copied.
+        """
+        if self.device.is_compiled_for:
+            return self
+        params = jax.tree.map(_widened, self.drafter_params)
+        engine = dataclasses.replace(self.engine, kernels=())  # which no CPU could run
+        wide = dict(dtype="float32", drafter_dtype="float32", drafter_params=params)
+        return dataclasses.replace(self, engine=engine, **wide)
 
     def without_drafter(self) -> PlanRequest:
         """Returns the request of the same engine for plain decoding."""
@@ -160,6 +177,11 @@ class PlanRequest:
         """Returns the config of a decoder with the first layers of the target."""
         engine = self.engine
         slots = self.max_context + self.tree_slots
+        dtype, figures = jnp.dtype(self.dtype), self.device.figures
+        if engine.max_prefill_tokens is None and figures is not None:
+            # A device that is not compiled for has the prompt buckets of its own figures.
+            most = default_tokens(ridge_of(figures, dtype.itemsize))
+            engine = dataclasses.replace(engine, max_prefill_tokens=most)
         return DecoderConfig(
             target=self.target.first_layers(num_layers),
             drafter=self.drafter,
@@ -170,13 +192,14 @@ class PlanRequest:
                 pages_per_row=-(-slots // engine.chosen_page_size),
                 burst_steps=engine.burst_steps,
                 tree_slots=self.tree_slots,
-                dtype=jnp.dtype(self.dtype),
+                dtype=dtype,
             ),
             engine=engine,
             rules=tuple(map(Rule, self.rules)),
             rule_options=self.rule_options,
             max_drafts_per_shard=self.max_drafts_per_shard,
             mesh=self.device.mesh,
+            trusted_kernels=self.trusted_kernels,
         )
 
     @property
@@ -210,6 +233,10 @@ def find_device(name: str, num_chips: int | None = None) -> Device:
     figures = _figures(name, kind, generation, shape)
     if kind == "gpu":
         count = num_chips or 1
+        devices = described_devices(generation, count)
+        if devices is not None:
+            mesh = Mesh(np.array(devices), (sharding.TENSOR,))
+            return Device(name, count, figures.per_device(), mesh)
         mesh = _local_mesh(count)
         return Device(name, count, figures.per_device(), mesh, is_compiled_for=False)
     if num_chips is None:
@@ -281,6 +308,12 @@ def find_drafter(source: str | os.PathLike[str] | None) -> DrafterSpec:
         return HistoryDrafter()
     name = os.fspath(source)
     return ModelDrafter(find_config(DEMO_NAMES.get(name, name), DRAFTERS))
+
+
+def _widened(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a weight, in float32 where it is a float of fewer bits."""
+    is_narrow = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize == 2
+    return jax.ShapeDtypeStruct(leaf.shape, jnp.float32 if is_narrow else leaf.dtype)
 
 
 def _local_mesh(count: int) -> Mesh | None:

@@ -15,7 +15,6 @@ import numpy as np
 from pallas_kernels.implementations import Taken, lowered_for, recorded
 from specjax import sharding
 from specjax.config import batch_size_table
-from specjax.decode.sizes import chunk_widths
 from specjax.paged import kv_cache
 from specjax.paged.work import ModelWork, model_work
 from specjax.planning.abstract_decoder import AbstractDecoder
@@ -141,7 +140,7 @@ def make_plan(
     device = request.device
     if device.mesh is not None:
         sharding.validate(request.target, device.mesh)
-    with lowered_for(device.platform, device.kind):
+    with lowered_for(device.traced_for, device.kind):
         check_memory(request)
         return _plan(request, on_progress)
 
@@ -204,24 +203,22 @@ def _least_step_bytes(request: PlanRequest, whole: AbstractDecoder) -> int:
 def _plan(request: PlanRequest, on_progress: Callable[[str, int, int], None]) -> FullPlan:
     device, engine = request.device, request.engine
     depths = range(request.most_drafted + 1)
-    make = functools.partial(_decoder, request)
-    target_page, drafter_page = _page_bytes(request)
+    as_compiled = request.as_compiled()
+    of_target, of_drafter = _page_bytes(as_compiled)
     layers = request.target.num_layers
     with recorded() as taken:
         compiled = compile_memory(
-            make,
+            functools.partial(_decoder, as_compiled),
             request.target,
-            (target_page / layers, drafter_page),
+            (of_target / layers, of_drafter),
             depths,
             on_progress,
             chooses_rows=request.chooses_rows,
         )
     kernels = tuple(sorted(taken))
-    ratio = compiled.pages_ratio
-    target_c, drafter_c = (
-        page * ratio / engine.chosen_page_size for page in (target_page, drafter_page)
-    )
-    whole = make(layers, 1)
+    per_page = compiled.pages_ratio / engine.chosen_page_size
+    target_c, drafter_c = (page * per_page for page in _page_bytes(request))
+    whole = _decoder(request, layers, 1)
     weights, resident = whole.abstract_params, _resident_bytes(whole)
     memory, notes = _memory(request, target_c + drafter_c, compiled, resident)
     if memory is not None:
@@ -254,12 +251,12 @@ def kernels_in_use(request: PlanRequest) -> tuple[Taken, ...]:
       DrafterError: as `make_plan`.
     """
     device = request.device
-    _, width = chunk_widths(request.engine.max_prefill_tokens)
-    with lowered_for(device.platform, device.kind), recorded() as taken:
+    with lowered_for(device.traced_for, device.kind), recorded() as taken:
         decoder = _decoder(request, layers_to_compile(request.target).few, 1)
         for depth in sorted({0, request.most_drafted}):
             decoder.lower_burst(depth)
-        decoder.lower_prefill(1, width)
+        prompts = decoder.prompt_sizes.shapes(decoder.sizes.rows)[-1]
+        decoder.lower_prefill(prompts.places, prompts.num_tokens)
     return tuple(sorted(taken))
 
 
@@ -350,6 +347,6 @@ def _memory(
         limits,
         c,
         compiled.buckets,
-        copied_per_token=compiled.copies.most_per_page / engine.chosen_page_size,
+        copied_per_token=compiled.copies.ratio * c,
     )
     return memory, list(memory.warnings)

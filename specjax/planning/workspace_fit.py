@@ -38,7 +38,9 @@ class StepShape:
     law_tokens: int = 0  # tokens whose distributions rules compare at once
     # Rows of a burst of fewer than all rows: their state is copied out and back.
     copied_rows: int = 0
-    num_speculative_tokens: int = 0  # K of a burst
+    num_speculative_tokens: int = 0  # K of a burst or mixed step
+    prompt_tokens: int = 0  # token bucket of the prompts of a mixed step
+    prompt_places: int = 0  # most prompts of a mixed step
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -332,5 +334,5 @@ def _body_sizes(bucket: StepShape) -> tuple[float, ...]:
     # small models.
     alone = bucket.tokens if bucket.rows == 1 else 0
     if bucket.kind == MIXED:
-        alone = bucket.tokens - bucket.rows
+        alone = bucket.prompt_tokens if bucket.prompt_places == 1 else 0
     return (bucket.tokens, alone, 1.0)

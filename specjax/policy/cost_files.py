@@ -63,6 +63,7 @@ def key_of(decoder: Decoder) -> dict[str, Any]:
             config.engine.max_logprobs,
             config.engine.logit_bytes,
             *config.engine.kernels,
+            *config.trusted_kernels,
             *([config.engine.kv_cache_dtype] if config.engine.kv_cache_dtype else []),
         )
     )

@@ -32,6 +32,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from specjax.decode.bucket import Bucket
+from specjax.policy.beside_prompts import BesidePrompts, Option
 from specjax.policy.interface import LEAST_TIMED_STEPS, Decision, Load, Outcome
 from specjax.policy.ledger import Ledger
 from specjax.policy.ranked_slots import RankedSlots
@@ -204,6 +205,7 @@ class Goodput:
         self._knows_confidence = knows_confidence
         self._clock = clock
         self._last: Bucket | None = None
+        self._beside = BesidePrompts()
         self.ledger = Ledger() if ledger is None else ledger
         self._exploration: _Exploration | None = None
         self._was_probe = False
@@ -219,6 +221,8 @@ class Goodput:
 
     def choose(self, load: Load) -> Decision:
         """Returns the best compiled bucket, and the bucket to compile in the background, if any."""
+        if load.prompt_tokens:
+            return self._choose_beside(load)
         self._burst_steps = max(load.num_probe_steps, 1)
         decision = self._explore(load)
         if decision is not None:
@@ -266,7 +270,8 @@ class Goodput:
         """Learns acceptance and step cost from a burst, and the regret of uncompiled buckets."""
         bucket = outcome.bucket
         self.survival.forget_others(outcome.requests)
-        self.ledger.note(bucket)
+        if not outcome.prompt_tokens:
+            self.ledger.note(bucket)
         if bucket.num_speculative_tokens and outcome.num_steps:
             self.survival.observe(
                 outcome.requests,
@@ -276,6 +281,9 @@ class Goodput:
                 outcome.proposed_depth,
                 outcome.asked_depth,
             )
+        if outcome.prompt_tokens:
+            self._observe_beside(outcome)
+            return  # it tells nothing of the seconds of bursts
         if not outcome.seconds or not outcome.num_steps:
             self.costs.begin_run()  # the next burst is not compared with earlier ones
             return
@@ -286,6 +294,51 @@ class Goodput:
         self._save_up(outcome)
         self._count_regret(outcome)
         self._observe_cost(outcome)
+
+    # Beside prompts
+
+    def _choose_beside(self, load: Load) -> Decision:
+        """Returns the step to run with prompts beside it: drafting where bursts draft, and where
+        what it adds to the step is worth it."""
+        plain = self._plain(load, load.limited_by or "prompts")
+        assert plain.row_bucket is not None
+        # Bursts are compared at their usual length.
+        usual = dataclasses.replace(load, num_probe_steps=self._burst_steps)
+        candidates = [
+            c
+            for c in self._candidates(usual)
+            if not load.is_dropped(c.bucket)
+            and c.bucket.num_speculative_tokens == load.limit(c.bucket.num_speculative_tokens)
+        ]
+        measured = [c for c in candidates if self.costs.count(c.bucket)]
+        best = max(measured, key=lambda c: c.rate, default=None)
+        if best is None or not best.bucket.num_speculative_tokens:
+            return plain
+        rows, bucket = load.num_decoding_rows, Bucket(plain.row_bucket, 0)
+        plain_s = self.costs.seconds(bucket, _midway(usual, rows))
+        assert plain_s is not None, "a bucket was measured"
+        options = [Option(c.bucket, c.tokens, c.seconds) for c in measured]
+        drafting = [o for o in options if o.bucket.num_speculative_tokens]
+        chosen, prepare = self._beside.choose(
+            load, Option(bucket, float(rows), plain_s), drafting, best.rate
+        )
+        if chosen.bucket == bucket:
+            return dataclasses.replace(plain, prepare=prepare)
+        slots = next(c.slots for c in measured if c.bucket == chosen.bucket)
+        is_capped = chosen.bucket.max_drafts is not None and not self._knows_confidence
+        return _of_bucket(
+            chosen.bucket,
+            "goodput",
+            draft_caps=slots.likeliest(chosen.bucket) if is_capped else None,
+            predicted_tokens=chosen.tokens,
+            prepare=prepare,
+        )
+
+    def _observe_beside(self, outcome: Outcome) -> None:
+        """Learns the seconds of a step with prompts, unless drafter catch-up is part of them."""
+        has_catch_up = outcome.bucket.num_speculative_tokens and outcome.num_behind > 1
+        if outcome.mixed_s and not has_catch_up:
+            self._beside.costs.observe(outcome.bucket, outcome.prompt_tokens, outcome.mixed_s)
 
     # Candidates
 

@@ -39,6 +39,9 @@ class Load:
     # f64, how much a token of each row brings the end of the run nearer; empty if all are equal.
     urgency: Any = ()
     num_probe_steps: int = 0  # most steps of a burst
+    # Token bucket of the prompts that are fed in the burst's only step; 0: none. Then the
+    # functions below speak of steps with these prompts.
+    prompt_tokens: int = 0
     compile_s: float = 0.0  # seconds to compile a bucket
     is_compiled: Callable[[Bucket], bool] = lambda bucket: True
     is_coming: Callable[[Bucket], bool] = lambda bucket: False  # compiled in the background now
@@ -87,7 +90,10 @@ class Outcome:
     decision: Decision
     bucket: Bucket
     num_rows: int  # of the burst when it was sent
-    seconds: float | None  # device seconds, catch-up included; None if not measured
+    # Device seconds, catch-up included; None if not measured, or with prompts in the same step.
+    seconds: float | None
+    mixed_s: float | None = None  # those of a step with prompts, if measured
+    prompt_tokens: int = 0  # as in Load
     idle_s: float = 0.0  # since the last burst that was learned from
     num_context_tokens: float  # of all rows, midway
     num_behind: int  # maximum over rows: tokens that the drafter had to catch up with first

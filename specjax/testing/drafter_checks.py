@@ -193,16 +193,23 @@ class _Rows:
         """Feeds all prompt tokens of rows that entered, in chunks."""
         while (chunk := self._next_chunk()) is not None:
             self.state, _ = self.decoder.prefill(
-                self.params, self.state, self.table, *chunk, max_tokens_per_row=WIDTH
+                self.params, self.state, self.table, *chunk, num_tokens=ROWS * WIDTH
             )
 
-    def feed_beside(self) -> None:
-        """Feeds the next chunk while the other rows take one step at K = 0."""
+    def feed_beside(self, num_speculative_tokens: int) -> None:
+        """Feeds the next chunk while the other rows take one step at a K."""
         chunk = self._next_chunk()
         assert chunk is not None
+        if num_speculative_tokens:
+            self._tell()
         plan = self._plan(1, activates=False)
         self.state, report, _ = self.decoder.mixed(
-            self.params, self.state, plan, *chunk, max_tokens_per_row=WIDTH
+            self.params,
+            self.state,
+            plan,
+            *chunk,
+            num_tokens=ROWS * WIDTH,
+            num_speculative_tokens=num_speculative_tokens,
         )
         self._take(report, 1, range(ROWS))
 
@@ -230,15 +237,19 @@ class _Rows:
           rows: rows of a smaller row bucket; None: all rows.
           caps: most tokens that each row drafts; None: K.
         """
-        if self._feed is not None and num_speculative_tokens:
-            while (pieces := self._feed.next_pieces(self._entered)) is not None:
-                self.state = self.decoder.remember(self.state, pieces)
+        if num_speculative_tokens:
+            self._tell()
         plan = self._plan(num_steps, caps=caps, rows=rows)
         self.state, report, num_run = self.decoder.burst(
             self.params, self.state, plan, num_speculative_tokens=num_speculative_tokens
         )
         self._is_new[:] = False
         self._take(report, int(num_run), range(ROWS) if rows is None else rows)
+
+    def _tell(self) -> None:
+        """Gives a drafter that matches text what ended since it was told last."""
+        while self._feed and (pieces := self._feed.next_pieces(self._entered)) is not None:
+            self.state = self.decoder.remember(self.state, pieces)
 
     def _plan(
         self,
@@ -345,7 +356,7 @@ class _Check:
         ids = jnp.arange(ROWS, dtype=jnp.int32)
         row = Row(0, 0, self.occupant(0).request, PROMPTS[0], 0, 0)
         admission = make_admission(self.decoder, [[row]], ROWS)
-        feed = functools.partial(prefill, spec, max_tokens_per_row=WIDTH)
+        feed = functools.partial(prefill, spec, num_tokens=ROWS * WIDTH)
         some, table = ids[:BUCKET], jnp.asarray(rows.table)
         prefilled = lambda state: feed(self.params, state, table, ids, ids).drafter
         calls = {
@@ -404,7 +415,7 @@ class _Check:
         self.check_drafts(rows, "after steps in a smaller row bucket")
         # The second request is preempted, and comes back in another row; its own is reused.
         rows.enter({3: texts[1], 1: texts[3]})
-        rows.feed_beside()
+        rows.feed_beside(0)
         rows.feed()
         self.check_drafts(rows, "after preemption, reuse of a row and a mixed step")
         rows.decode(depth, 1)
@@ -412,8 +423,9 @@ class _Check:
         rows.decode(depth, 2, caps=[depth, 1, 0, depth])
         self.check_drafts(rows, "after rows were capped")
         rows.enter({0: texts[4]})
+        rows.feed_beside(depth)
         rows.feed()
-        self.check_drafts(rows, "after another row was reused")
+        self.check_drafts(rows, "after another row was reused, and a mixed step that drafted")
         rows.decode(depth, 1)
         self.check_drafts(rows, "after drafting in another row that was reused")
         # The first two pages of the fourth request, which row 1 holds, are the sixth's too.

@@ -25,7 +25,7 @@ ENGINE = EngineConfig(
     max_rows=4,
     burst_steps=4,
     max_context=MAX_LENGTH,
-    max_prefill_tokens=16,
+    max_prefill_tokens=4,
     row_buckets=(2,),
 )
 CHAIN = NgramDrafter(1, 3)

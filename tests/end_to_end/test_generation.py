@@ -565,12 +565,14 @@ def test_one_trace_per_executable(target, draft, num_prompts, longest):
     assert decoder.all_traces == {
         ("admit", 1): 1,
         ("admit", rows): 1,
-        ("prefill", rows, 64): 1,
-        ("prefill", 1, 64): 1,
-        ("prefill", 1, 256): 1,
         ("burst", 0): 1,
         ("burst", 3): 1,
-    } | {key: 1 for key in decoder.traces if key[0] == "mixed"}
+    } | {key: 1 for key in decoder.traces if key[0] in ("prefill", "mixed")}
+    # One executable per token bucket of prompts, beside K as without.
+    prompts = {key[2] for key in decoder.traces if key[0] == "prefill"}
+    assert prompts <= set(decoder.prompt_sizes.buckets)
+    beside = {key for key in decoder.traces if key[0] == "mixed"}
+    assert beside <= {("mixed", rows, each, 3) for each in decoder.prompt_sizes.buckets}
 
 
 @pytest.mark.full

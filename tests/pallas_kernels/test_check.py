@@ -5,6 +5,7 @@ import json
 import pytest
 
 from pallas_kernels import check
+from pallas_kernels.gpu_targets import TARGETS
 from pallas_kernels.names import IMPLEMENTATIONS
 
 
@@ -41,7 +42,7 @@ def test_one_refusal_is_a_failure(compiled, capsys):
     assert set(documents[0]) == {
         *("op", "shape", "device", "ok", "seconds"),
         *("vmem_bytes", "temp_bytes", "error"),
-        *("is_compiled", "registers", "spill_bytes"),
+        *("is_compiled", "registers", "spill_bytes", "launches"),
     }
 
 
@@ -82,18 +83,64 @@ def no_plugin(monkeypatch):
 
 def test_a_gpu_is_lowered_for(no_plugin, capsys):
     shape = "Qwen3-0.6B, 8 rows, trees of 8"
-    (one,) = check.check_gpu("h100", [shape])
-    assert (one.ok, one.device, one.error) == (True, "H100", None)
-    assert not one.is_compiled
+    kernel, xla = check.check_gpu("h100", [shape])
+    for one, implementation in ((kernel, "mosaic_gpu"), (xla, "xla")):
+        assert (one.ok, one.device, one.error) == (True, "H100", None)
+        assert one.shape == f"{shape}, 1 chip, {implementation}"
+        assert not one.is_compiled
     assert check.main(["--gpu", "h100", "--only", shape]) == 0
-    assert "lowered, not compiled" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("lowered, not compiled") == 2
+
+
+def test_only_hopper_has_the_kernel_and_quantised_pages_have_xla_alone(no_plugin):
+    shapes = ["Qwen3-0.6B, 1 row", "fp8, 1 row"]
+    for name in ("t4", "a100", "l4"):
+        found = list(check.check_gpu(name, shapes))
+        assert [result.shape.split(", ")[-1] for result in found] == ["xla", "xla"]
+        assert all(result.ok for result in found), found
+    found = check.check_gpu("h200", shapes)
+    assert [result.shape.split(", ")[-1] for result in found] == ["mosaic_gpu", "xla", "xla"]
 
 
 def test_a_gpu_is_compiled_for(capsys):
     if check.gpu_to_compile_for("h100") is None:
         pytest.skip('no CUDA plugin of jax is installed (pip install "jax[cuda12]")')
     assert check.main(["--gpu", "h100", "--only", "Qwen3-0.6B, 8 rows, mixed"]) == 0
-    assert " registers, " in capsys.readouterr().out
+    kernel, xla = capsys.readouterr().out.splitlines()
+    assert " registers, " in kernel
+    # 10 for 64 keys of each row in the form for CPUs; see docs/benchmarks/kernels.md.
+    launches = int(xla.split(" launches a turn")[0].split()[-1])
+    assert 10 <= launches <= 18
+
+
+PROGRAM = """
+%region (argument: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %argument = (s32[], f32[8]) parameter(0)
+  %fused = f32[8]{0} fusion(%argument), kind=kLoop, calls=%computation
+  %same = f32[8]{0} bitcast(%fused)
+  %copied = f32[8]{0} copy(%same)
+  ROOT %both = (s32[], f32[8]) tuple(%argument, %copied)
+}
+
+ENTRY %main () -> f32[8] {
+  %before = f32[8]{0} fusion(), kind=kLoop, calls=%computation
+  %while = (s32[], f32[8]) while(%before), condition=%other, body=%region
+}
+"""
+
+
+def test_launches_are_those_of_the_loop():
+    assert check.launches_of_a_turn(PROGRAM) == 2
+    assert check.launches_of_a_turn(PROGRAM.replace("while(", "call(")) is None
+
+
+def test_a_target_is_told_from_others():
+    texts = {name: target.text for name, target in TARGETS.items()}
+    assert "cuda_compute_capability { major: 7 minor: 5 }" in texts["t4"]
+    assert "shared_memory_per_block_optin: 65536" in texts["t4"]  # Turing keeps none of it
+    assert "shared_memory_per_block_optin: 232448" in texts["h100"]
+    kinds = [target.kind for target in TARGETS.values()]
+    assert len(set(kinds)) == len(kinds)
 
 
 PTXAS = """

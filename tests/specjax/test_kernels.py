@@ -10,8 +10,9 @@ from helpers import tiny_llama
 
 import specjax
 from pallas_kernels import implementations
-from pallas_kernels.implementations import by_name, call_best, named_for
+from pallas_kernels.implementations import by_name, call_best, named_for, trusted_for
 from pallas_kernels.names import IMPLEMENTATIONS
+from specjax.api import assemble
 from specjax.config.engine import KERNELS, EngineConfig
 from specjax.decode.bucket import Bucket
 from specjax.decode.config import DecoderConfig
@@ -96,6 +97,41 @@ def test_a_named_implementation_runs(target, monkeypatch):
         ("write_kv", None),
         ("ngram_match", None),
     }
+
+
+def decoder_config(target, **changes):
+    return DecoderConfig(
+        target=target.config,
+        drafter=NgramDrafter(1, 2),
+        sizes=Sizes(rows=2, page_size=8, num_pages=8, pages_per_row=4, burst_steps=2),
+        engine=ENGINE,
+        **changes,
+    )
+
+
+def test_kernels_trusted_by_a_setup_reach_the_ops_and_the_keys(target, monkeypatch):
+    trusted = (("tree_attention", "mosaic_gpu"),)
+    monkeypatch.setattr(assemble, "trusted_kernels", lambda engine, devices, dtype: trusted)
+    setup = assemble.Setup.of(target, engine=ENGINE)
+    decoder = setup.decoder(decoder_config(target).sizes, ())
+    assert decoder.config.trusted_kernels == trusted
+    assert setup._plan_request.decoder_config(1, 1).trusted_kernels == trusted
+    seen = set()
+
+    def noted(op, implementations, name):
+        seen.add((op, name, trusted_for(op)))
+        return call_best(op, implementations, name)
+
+    monkeypatch.setattr("pallas_kernels.tree_attention.api.call_best", noted)
+    decoder = Decoder(decoder_config(target, trusted_kernels=trusted))
+    params, bucket = DecoderParams(target.params), Bucket(2, 2)
+    state = decoder.init()
+    decoder.prepare(params, state, bucket)
+    decoder._background.wait((decoder._burst_key(bucket), decoder._variant_of(params, state)))
+    assert seen == {("tree_attention", None, "mosaic_gpu")}
+    plain = Decoder(decoder_config(target))
+    assert cost_files.key_of(decoder) != cost_files.key_of(plain)
+    assert repr(decoder.config) != repr(plain.config)  # names executables on disk
 
 
 @pytest.mark.full

@@ -276,7 +276,7 @@ def test_what_devices_report_is_not_asked_over_a_data_axis(monkeypatch):
 
 def reporting(monkeypatch, stats):
     """Makes setups run on a device of some memory_stats(), where the weights lie."""
-    device = types.SimpleNamespace(memory_stats=lambda: stats)
+    device = types.SimpleNamespace(platform="cpu", memory_stats=lambda: stats)
     monkeypatch.setattr(Setup, "_devices", [device])
     monkeypatch.setattr("specjax.api.assemble.bytes_on", lambda device, arrays: 1000)
 

@@ -98,6 +98,22 @@ def test_the_command_leaves_accelerators_alone(any_platform, devices_of_plans, m
 
 
 @pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cpu", "float32"), ("gpu:t4", "float32"), ("gpu:l4", "bfloat16"), ("gpu:h100", "bfloat16")],
+)
+def test_weights_are_bfloat16_where_the_device_has_it(device, dtype, monkeypatch):
+    planned = []
+
+    def make_plan(request, on_progress):
+        planned.append(request.dtype)
+        raise ValueError("not planned")
+
+    monkeypatch.setattr(plans, "make_plan", make_plan)
+    assert main(["plan", "demo", "--device", device]) == 2
+    assert planned == [dtype]
+
+
+@pytest.mark.parametrize(
     "arguments, message",
     [
         (["no-such-model"], "is no folder with a config.json"),

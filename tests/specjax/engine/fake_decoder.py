@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specjax.config.engine import EngineConfig
-from specjax.decode.sizes import Sizes
+from specjax.decode.sizes import PromptSizes, Sizes
 from specjax.drafters.base import DrafterSpec
 from specjax.types import OUT_OF_LENGTH, StepInfo
 
@@ -61,6 +61,7 @@ class FakeDecoder:
         )
         self.num_shards = num_shards
         self.engine_config = EngineConfig(**engine)
+        self.prompt_sizes = PromptSizes((64, 256), 16)
         self.compile_s = self.now_s = self.burst_compile_s = 0.0
         shard_slots = num_pages // num_shards * PAGE_SIZE
         self.slots = np.full((num_shards, shard_slots), -1, np.int64)
@@ -95,32 +96,44 @@ class FakeDecoder:
         self.admitted.append(new)
         return self._next(state)
 
-    def prefill(self, params, state, block_table, row_ids, counts, *, max_tokens_per_row):
-        self.prefills.append((max_tokens_per_row, row_ids.tolist(), counts.tolist()))
-        self._feed(block_table, row_ids, counts, max_tokens_per_row)
+    def prefill(self, params, state, block_table, row_ids, counts, *, num_tokens):
+        self.prefills.append((num_tokens, row_ids.tolist(), counts.tolist()))
+        self._feed(block_table, row_ids, counts, num_tokens)
         return self._next(state), np.int32(0)
 
-    def mixed(self, params, state, plan, row_ids, counts, *, max_tokens_per_row):
-        self.mixed_calls.append((plan, row_ids.tolist(), counts.tolist()))
-        result = self._steps(plan, 0)
+    def mixed(
+        self,
+        params,
+        state,
+        plan,
+        row_ids,
+        counts,
+        *,
+        num_tokens,
+        num_speculative_tokens=0,
+        max_drafts=None,
+    ):
+        assert plan.num_steps == 1
+        self.mixed_calls.append((num_speculative_tokens, row_ids.tolist(), counts.tolist()))
+        result = self._steps(plan, num_speculative_tokens)
         for _, row in self._rows(row_ids):
             assert not self.is_active[row], "a row decodes and is prefilled at once"
-        self._feed(plan.block_table, row_ids, counts, max_tokens_per_row)
+        self._feed(plan.block_table, row_ids, counts, num_tokens)
         return self._next(state), *result
 
     def signature(self, params, state):
         return ()
 
-    def is_compiled(self, bucket, signature):
+    def is_compiled(self, bucket, signature, beside=None):
         return True
 
-    def is_coming(self, bucket, signature):
+    def is_coming(self, bucket, signature, beside=None):
         return False
 
-    def read_s(self, params, state, bucket, signature):
+    def read_s(self, params, state, bucket, signature, beside=None):
         return 0.0
 
-    def prepare(self, params, state, bucket):
+    def prepare(self, params, state, bucket, beside=None):
         raise AssertionError("everything is compiled")
 
     def raise_failed(self):
@@ -160,10 +173,13 @@ class FakeDecoder:
         held = [self.slots[self._slot(table, row, i)] for i in range(length)]
         assert held == digest(self.history[row, :length]), f"{row=} reads wrong pages"
 
-    def _feed(self, table, row_ids, counts, width):
+    def _feed(self, table, row_ids, counts, num_tokens):
+        by_shard = counts.reshape(self.num_shards, -1)
+        assert np.all(by_shard.sum(axis=1) <= num_tokens)
+        assert self.prompt_sizes.places(num_tokens, self.sizes.rows) >= by_shard.shape[1]
         for place, row in self._rows(row_ids):
             count, length = counts[place], self.length[row]
-            assert 0 < count <= width
+            assert count > 0
             self._check(table, row)
             numbers = digest(self.history[row, : length + count])
             for position in range(length, length + count):

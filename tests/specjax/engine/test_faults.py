@@ -9,6 +9,7 @@ from test_loop import check, finish, make_request, start
 
 from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import TooLarge
+from specjax.decode.sizes import PromptShape
 from specjax.drafters.guard import DrafterError
 from specjax.drafters.none import TurnedOff
 from specjax.drafters.spec import NoDrafter
@@ -51,7 +52,11 @@ class FaultyDecoder(FakeDecoder):
         return super().prefill(params, state, *arguments, **sizes)
 
     def mixed(self, params, state, *arguments, **sizes):
-        self._try("mixed", ("mixed", 1, 64), state)
+        self._try(
+            "mixed",
+            ("mixed", len(arguments[1]), sizes["num_tokens"], sizes["num_speculative_tokens"]),
+            state,
+        )
         return super().mixed(params, state, *arguments, **sizes)
 
     def burst(self, params, state, plan, *, num_speculative_tokens, max_drafts=None):
@@ -180,14 +185,28 @@ def test_a_row_bucket_that_does_not_fit_is_dropped():
 
 
 def test_mixed_steps_that_do_not_fit_are_dropped():
-    decoder = FaultyDecoder(rows=2, num_pages=128, too_large=[("mixed", 1, 64)])
-    prompts = [2, 2, 30]
-    with pytest.warns(UserWarning, match="steps with prompts beside is dropped") as one:
+    too_large = [("mixed", 2, 64, k) for k in (0, 3)]
+    decoder = FaultyDecoder(rows=2, num_pages=128, too_large=too_large)
+    prompts = [2, 2, 130]
+    with pytest.warns(UserWarning, match="is dropped") as two:
         run(decoder, [60, 3, 5], prompts=prompts)
-    assert len(one) == 1
+    whats = "2 rows at K = 3 beside 64 prompt tokens", "steps with prompts beside"
+    assert all(what in str(w.message) for what, w in zip(whats, two, strict=True))
     assert not decoder.mixed_calls
     fed = sum(sum(counts) for _, _, counts in decoder.prefills)
     assert fed == sum(prompts) - len(prompts)
+
+
+def test_a_mixed_step_that_drafts_and_does_not_fit_runs_plainly():
+    decoder = FaultyDecoder(rows=2, num_pages=128, too_large=[("mixed", 2, 64, 3)])
+    with pytest.warns(UserWarning, match="goes on with other sizes, or K = 0 beside") as one:
+        engine = run(decoder, [60, 3, 5], prompts=[2, 2, 130])
+    assert len(one) == 1
+    assert {k for k, _, _ in decoder.mixed_calls} == {0}
+    assert set(depths_of(decoder)[1:-1]) == {3, 0}  # plain once, for the step that did not fit
+    beside = PromptShape(2, 64), PromptShape(2, 256), PromptShape(2, 16), None
+    dropped = [engine.faults.is_dropped(Bucket(2, 3), each) for each in beside]
+    assert dropped == [True, True, False, False]
 
 
 def test_without_anything_left_the_requests_end():

@@ -8,7 +8,7 @@ from test_loop import make_request
 
 from specjax.config.engine import EngineConfig
 from specjax.decode.bucket import Bucket
-from specjax.decode.sizes import Sizes
+from specjax.decode.sizes import PromptSizes, Sizes
 from specjax.drafters.spec import NoDrafter
 from specjax.engine.loop import Loop
 from specjax.policy.goodput import Goodput
@@ -34,6 +34,7 @@ class IdleDecoder:
         )
         self.num_shards = 1
         self.engine_config = EngineConfig()
+        self.prompt_sizes = PromptSizes((64, 256), 16)
         self.compile_s = 0.0
         self.burst_compile_s = 0.0
         self.drafter = NoDrafter()
@@ -56,16 +57,16 @@ class IdleDecoder:
     def signature(self, params, state):
         return ()
 
-    def is_compiled(self, bucket, signature):
+    def is_compiled(self, bucket, signature, beside=None):
         return True
 
-    def is_coming(self, bucket, signature):
+    def is_coming(self, bucket, signature, beside=None):
         return False
 
-    def read_s(self, params, state, bucket, signature):
+    def read_s(self, params, state, bucket, signature, beside=None):
         return 0.0
 
-    def prepare(self, params, state, bucket):
+    def prepare(self, params, state, bucket, beside=None):
         raise AssertionError("everything is compiled")
 
     def raise_failed(self):

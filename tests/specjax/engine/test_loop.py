@@ -11,6 +11,7 @@ from fake_decoder import PAGE_SIZE, FakeDecoder, continuation
 from specjax.config.gate import SpeculationGate
 from specjax.config.sampling import SamplingParams
 from specjax.decode.bucket import Bucket
+from specjax.decode.sizes import PromptSizes
 from specjax.engine import burst_choice, deadlines, loop, sending, timing
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
@@ -212,14 +213,14 @@ def test_shards_are_filled_evenly_and_by_their_own_pages():
         (1, []),
         (2, [(64, 1)]),
         (128, [(64, 64), (64, 63)]),
-        (129, [(256, 128)]),
+        (240, [(256, 239)]),
         (600, [(256, 256), (256, 256), (64, 64), (64, 23)]),
     ],
 )
-def test_prefill_of_one_row_is_wide_where_it_is_long(prompt, chunks):
+def test_a_prompt_takes_the_bucket_that_costs_least_per_token(prompt, chunks):
     decoder = FakeDecoder(rows=2, num_pages=256)
     run(decoder, [1], prompts=[prompt])
-    assert decoder.prefills == [(width, [0], [count]) for width, count in chunks]
+    assert decoder.prefills == [(bucket, [0, 2], [count, 0]) for bucket, count in chunks]
 
 
 def test_prefill_of_several_rows():
@@ -228,12 +229,10 @@ def test_prefill_of_several_rows():
     prompts = [70, 10, 200, 1, 5, 5, 5, 5, 5, 5]
     run(decoder, [1] * 10, prompts=prompts, on_progress=on_progress)
     assert decoder.prefills == [
-        (64, [0, 1, 2, 4, 5, 6, 7, 8], [64, 9, 64, 4, 4, 4, 4, 4]),
-        (64, [0, 2, 9, 10, 10, 10, 10, 10], [5, 64, 4, 0, 0, 0, 0, 0]),
-        (64, [2], [64]),
-        (64, [2], [7]),
+        (256, [0, 1, 2, *[10] * 5], [69, 9, 178, *[0] * 5]),
+        (64, [2, 4, 5, 6, 7, 8, 9, 10], [21, 4, 4, 4, 4, 4, 4, 0]),
     ]
-    assert reports == [("prefill", done, 301) for done in (0, 157, 230, 294, 301)]
+    assert reports == [("prefill", done, 301) for done in (0, 256, 301)]
 
 
 def test_prefill_gives_each_shard_places_and_row_ids_of_its_own():
@@ -247,9 +246,24 @@ def test_new_prompts_are_fed_beside_rows_that_decode():
     decoder = FakeDecoder(rows=2, num_pages=128)
     engine, requests = start(decoder, [60, 3, 5], prompts=[2, 2, 150], policy=Fixed(2))
     finish(engine, requests)
-    # The third prompt's 149 tokens, while the first row goes on decoding plainly.
-    assert [counts for _, _, counts in decoder.mixed_calls] == [[149]]
+    # The third prompt's 149 tokens, while the first row goes on drafting.
+    assert [sum(counts) for _, _, counts in decoder.mixed_calls] == [64, 64, 21]
+    assert {k for k, _, _ in decoder.mixed_calls} == {2}
     assert len(decoder.prefills) == 1
+
+
+def test_where_pages_are_short_beside_prompts_drafts_go_first_and_then_a_row():
+    """A long prompt is fed in many steps, in which the others outgrow what was kept for them."""
+    decoder = FakeDecoder(rows=3, num_pages=50, prefix_caching=False)
+    decoder.prompt_sizes = PromptSizes((4,), 16)
+    prompts = [4, 4, 120]
+    engine, requests = start(decoder, [70, 70, 9], prompts=prompts, policy=Fixed(3))
+    finish(engine, requests)
+    short = [r for r in engine.records if r.reason == "pages" and r.prompt_tokens]
+    assert short
+    assert {r.num_speculative_tokens for r in short} == {0}
+    assert [request.num_preemptions for request in requests] == [0, 0, 1]
+    assert {k for k, _, _ in decoder.mixed_calls} == {0, 3}
 
 
 def test_under_invariant_numerics_prompts_have_calls_of_their_own():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_loop import make_request
 
-from specjax.decode.sizes import Sizes
+from specjax.decode.sizes import PromptSizes, Sizes
 from specjax.engine.scheduler import Scheduler
 
 SIZES = Sizes(rows=2, page_size=4, num_pages=16, pages_per_row=8, burst_steps=4)
@@ -16,7 +16,7 @@ def admit(scheduler, request):
     scheduler.waiting.push(request)
     (row,) = scheduler.admit(4)
     while row.num_to_prefill:
-        scheduler.next_chunk()
+        scheduler.next_chunk(scheduler.next_prompts())
     return row
 
 
@@ -79,17 +79,31 @@ def test_a_page_is_looked_at_once_however_long_the_text(monkeypatch, needs_draft
     assert len(pool.find(row.token_ids)) == 803 // 4
 
 
-@pytest.mark.parametrize(("budget", "alone", "shared"), [(512, 256, 64), (40, 20, 5)])
-def test_prompts_are_fed_under_a_budget_of_tokens(budget, alone, shared):
-    sizes = dataclasses.replace(SIZES, num_pages=256, pages_per_row=128)
-    scheduler = Scheduler(sizes, prefill_tokens=budget)
-    for index in range(2):
-        scheduler.waiting.push(make_request(index, [index] * 400, 4))
+@pytest.mark.parametrize(
+    ("prompts", "calls"),
+    [
+        # Eight short prompts fill two buckets of 64 and part of a third, not eight of 64.
+        ([21] * 8, [(64, [20, 20, 20, 4]), (64, [16, 20, 20, 8]), (64, [12, 20])]),
+        # The first prompts are fed first; who comes later takes what they leave.
+        ([401, 101], [(256, [256]), (256, [144, 100])]),
+        ([251, 3, 2, 2], [(256, [250, 2, 1, 1])]),
+        ([18], [(64, [17])]),
+    ],
+)
+def test_prompts_take_what_they_need_of_a_bucket(prompts, calls):
+    sizes = dataclasses.replace(SIZES, rows=8, num_pages=256, pages_per_row=128)
+    scheduler = Scheduler(sizes, prompt_sizes=PromptSizes((64, 256), 16))
+    for index, count in enumerate(prompts):
+        scheduler.waiting.push(make_request(index, [index] * count, 4))
     scheduler.admit(4)
-    assert scheduler.next_chunk(most_places=1).counts.sum() == alone
-    both = scheduler.next_chunk().counts
-    assert both.max() == shared
-    assert both.sum() <= budget
+    sent = []
+    while scheduler.num_to_prefill:
+        chunk = scheduler.next_chunk(scheduler.next_prompts())
+        used = chunk.row_ids < sizes.rows
+        assert np.array_equal(used, chunk.counts > 0)
+        sent.append((chunk.num_tokens, chunk.counts[used].tolist()))
+    assert sent == calls
+    scheduler.check()
 
 
 def test_what_a_row_wrote_is_forgotten_where_nobody_may_read_it():

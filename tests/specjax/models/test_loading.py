@@ -99,10 +99,53 @@ def test_dtypes_that_weights_cannot_have(dtype):
         load_model("no-such-folder", dtype=dtype)
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("cpu", "float32"), ("tpu", "bfloat16")])
-def test_default_dtype(backend, dtype, golden, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+T4, L4 = ("gpu", "7.5"), ("gpu", "8.9")
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Returns a function that has weights loaded as on a device of another kind."""
+
+    def load_on(platform, capability=None):
+        device = types.SimpleNamespace(platform=platform, device_kind="Tesla T4")
+        if capability is not None:
+            device.compute_capability = capability
+        monkeypatch.setattr(loading, "default_device", lambda: device)
+
+    return load_on
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [
+        (("cpu",), "float32"),
+        (("tpu",), "bfloat16"),
+        (T4, "float32"),
+        (L4, "bfloat16"),
+        (("gpu", "10.0"), "bfloat16"),
+        (("gpu", "gfx942"), "bfloat16"),  # AMD
+    ],
+    ids=["CPU", "TPU", "T4", "L4", "B200", "AMD"],
+)
+def test_default_dtype(device, dtype, golden, on):
+    on(*device)
     assert load_model(golden("qwen2")).params["norm"].dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_a_gpu_without_bfloat16_has_others(dtype, golden, on):
+    on(*T4)
+    assert load_model(golden("qwen2"), dtype=dtype).params["norm"].dtype == dtype
+
+
+def test_bfloat16_on_a_gpu_without_it_is_one_sentence(golden, on):
+    on(*L4)
+    load_model(golden("qwen2"), dtype="bfloat16")
+    on(*T4)
+    with pytest.warns(UserWarning, match="Tesla T4 has no bfloat16.*dtype='float16'") as seen:
+        model = load_model(golden("qwen2"), dtype="bfloat16")
+    assert len(seen) == 1
+    assert model.params["norm"].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("stored", ["float16", "bfloat16", "float64"])

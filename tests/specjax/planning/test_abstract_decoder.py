@@ -64,7 +64,7 @@ def test_a_prefill_from_shapes_is_the_one_that_runs(num_chips):
     params = decoder.place_params(DecoderParams(weights, ()))
     table = jnp.zeros((2, 8), jnp.int32)
     rows, counts = jnp.zeros(1, jnp.int32), jnp.ones(1, jnp.int32)
-    decoder.prefill(params, decoder.init(), table, rows, counts, max_tokens_per_row=16)
+    decoder.prefill(params, decoder.init(), table, rows, counts, num_tokens=16)
     (real,) = decoder._executables.values()
     ours = make(AbstractDecoder, mesh).compile_prefill(1, 16)
     assert sizes_of(ours) == sizes_of(real)

@@ -53,7 +53,8 @@ def prefill(places, width, scratch, code=0):
 
 
 def mixed(rows, width, scratch, code=0):
-    bucket = StepShape(kind=MIXED, rows=rows, tokens=rows + width, logit_tokens=rows)
+    beside = {"prompt_tokens": width, "prompt_places": 1}
+    bucket = StepShape(kind=MIXED, rows=rows, tokens=rows + width, logit_tokens=rows, **beside)
     return memory(bucket, scratch, code)
 
 

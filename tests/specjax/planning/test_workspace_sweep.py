@@ -8,7 +8,7 @@ import pytest
 
 from specjax.config.engine import EngineConfig
 from specjax.decode.config import DecoderConfig
-from specjax.decode.sizes import Sizes
+from specjax.decode.sizes import PromptShape, Sizes
 from specjax.drafters.spec import ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.base import ModelConfig
 from specjax.models.layers import MOST_TOKENS_FROM_THE_LEFT
@@ -100,9 +100,11 @@ def declared_and_held_out(decoder):
     rows = (2, 4, FEW_ROWS, None) if plain else (FEW_ROWS, None)
     bursts = [burst_bucket(decoder, k, n) for k in depths for n in rows]
     bursts.sort(key=lambda b: (b.tokens, b.rows))
-    calls = (1, 64), (1, 256), (8, 64), (2, 64), (4, 64), (2, 256)
+    calls = (8, 16), (8, 64), (8, 256), (8, 32), (8, 128), (8, 512)
     prefills = [prefill_bucket(decoder, *call) for call in calls]
-    mixed = [mixed_bucket(decoder, width) for width in (256, 64)]
+    mixed = [
+        mixed_bucket(decoder, PromptShape(8, count), k) for k in depths[::-1] for count in (256, 64)
+    ]
     declared = [bursts[0], *bursts[2:-1:2], bursts[-1], *prefills[:3], mixed[0]]
     held_out = [b for b in (*bursts, *prefills, *mixed) if b not in declared]
     return declared, held_out
@@ -163,18 +165,22 @@ def page_bytes(config, drafter):
     return sum(2 * c.num_layers * c.num_kv_heads * c.head_dim * 16 * 4 for c in configs)
 
 
+@pytest.mark.xfail(
+    reason="a bend at 64 tokens, from where prompts are cut, is not fitted; plans compile every "
+    "prompt bucket instead"
+)
 @pytest.mark.full
 def test_prefills_and_a_burst_of_a_small_shape():
     """The same, of few buckets: what is compiled quickly."""
     config = shape(256, 64, 128, 4, 2, 16)
     decoder = decoder_of(config, NoDrafter(), PAGES, rows=8)
     compile_prefill = lambda *call: compile_bucket(decoder, prefill_bucket(decoder, *call))
-    calls = (1, 64), (1, 256), (8, 64)
+    calls = (8, 16), (8, 64), (8, 256)
     samples = [compile_prefill(*call) for call in calls]
     burst = compile_bucket(decoder, burst_bucket(decoder, 0))
     fit = fit_workspaces([burst, *samples], known_bend=MOST_TOKENS_FROM_THE_LEFT)
-    check_prediction(fit, compile_prefill(2, 256))
-    check_prediction(fit, compile_prefill(4, 64))
+    check_prediction(fit, compile_prefill(8, 128))
+    check_prediction(fit, compile_prefill(8, 512))
     larger = decoder_of(config, NoDrafter(), 2 * PAGES, rows=8)
     again = compile_bucket(larger, samples[0].bucket)
     assert bytes_per_token(samples[0], again, more_tokens=16 * PAGES) == pytest.approx(
