@@ -42,8 +42,13 @@ from pallas_kernels.tree_attention.reference import check_window
 LEAST_QUERIES = 16  # of a block, as long as smaller tiles do as well
 FEW_QUERIES = 8  # of a block that has no more, no more are computed
 MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
-CORES = 2  # of a chip that has several; they take every second block
+MOST_ROWS = 128  # of queries that are multiplied at once
+MOST_HEADS_UNROLLED = 8
+SLOTS = 4
 VMEM_BYTES = 14 << 20  # of 16 MiB, the least of all generations
+
+def vmem_limit():
+    return VMEM_BYTES + (2 << 20)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +64,8 @@ class _Shape:
     num_blocks: int
     pages_per_tile: int
     words: int  # of ancestor bits; 0 without
+    slots: int  # of tiles in VMEM
+    cores: int  # that take every so many-th block
     dtype: jnp.dtype
     page_dtype: jnp.dtype
     heads_per_line: int = 1  # key heads that lie beside each other; told by their scales
@@ -78,7 +85,8 @@ class _Shape:
     def rows_of_queries(self, queries: int) -> int:
         """Returns how many rows of it the first so many tokens take."""
         packing = 8 * 4 // jnp.dtype(self.dtype).itemsize
-        return -(-queries * self.group // packing) * packing
+        rows = -(-queries * self.group // packing) * packing
+        return rows if rows <= MOST_ROWS else -(-rows // MOST_ROWS) * MOST_ROWS
 
     @property
     def tile_tokens(self) -> int:
@@ -86,22 +94,21 @@ class _Shape:
 
     def smem_bytes(self, rows: int) -> int:
         """Returns the bytes of the scalars in SMEM; arrays of two axes take whole lines of 128."""
-        lines = -(-self.pages_per_row // LANES) + (-(-self.words // LANES) if self.words else 0)
-        whole_rows = -(-rows // 8) * 8
-        return 4 * (whole_rows * lines * LANES + 3 * self.num_blocks + 3 * rows + 8 * LANES)
+        bits = -(-rows // 8) * 8 * -(-self.words // LANES) * LANES
+        return 4 * (rows * self.pages_per_row + bits + 3 * self.num_blocks + 3 * rows + 8 * LANES)
 
     def vmem_bytes(self) -> int:
         """Returns the bytes of VMEM of a grid step: tiles, queries and results twice, sums."""
         size = jnp.dtype(self.dtype).itemsize
         tile = self.tile_tokens * self.head_dim
-        tiles = 2 * 2 * self.kv_heads * tile * jnp.dtype(self.page_dtype).itemsize
+        tiles = 2 * self.slots * self.kv_heads * tile * jnp.dtype(self.page_dtype).itemsize
         if self.has_scales:
             tiles += 2 * 4 * tile  # on their way to the dtype of queries
         rows = self.kv_heads * self.query_rows
         blocks = 2 * 2 * rows * self.head_dim * size
         sums = rows * (self.head_dim + 2 * LANES) * 4
         bits = 2 * self.query_rows * LANES * 4 if self.words else 0
-        scores = 3 * self.query_rows * max(self.tile_tokens, LANES) * 4
+        scores = 3 * min(self.query_rows, MOST_ROWS) * max(self.tile_tokens, LANES) * 4
         return tiles + blocks + sums + bits + scores
 
 
@@ -156,11 +163,11 @@ def tree_attention_mosaic_tpu(
     token = tokens_of(blocks, row_starts, q.shape[0], shape)
     queries = queries_by_head(q[token], shape)
     arguments = [queries]
-    in_specs = [_block_spec(shape.kv_heads, shape.query_rows, shape.head_dim)]
+    in_specs = [_block_spec(shape.cores, shape.kv_heads, shape.query_rows, shape.head_dim)]
     if ancestor_bits is not None:
         bits = by_query_row(ancestor_bits[token], shape)
         arguments.append(lax.bitcast_convert_type(bits, jnp.int32))
-        in_specs.append(_block_spec(shape.query_rows, shape.words))
+        in_specs.append(_block_spec(shape.cores, shape.query_rows, shape.words))
     for per_head in (sinks, k_scale, v_scale):
         if per_head is not None:
             arguments.append(per_head.astype(jnp.float32))
@@ -173,16 +180,21 @@ def tree_attention_mosaic_tpu(
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(_Scalars._fields),
-            grid=(CORES, shape.num_blocks // CORES),
+            grid=(shape.cores, shape.num_blocks // shape.cores),
             in_specs=[*in_specs, anywhere, anywhere],
-            out_specs=_block_spec(shape.kv_heads, shape.query_rows, shape.head_dim),
+            out_specs=_block_spec(shape.cores, shape.kv_heads, shape.query_rows, shape.head_dim),
             scratch_shapes=_scratch_shapes(shape),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            # Every page that is copied is in the table, whose numbers are clipped.
+            disable_bounds_checks=True,
+            vmem_limit_bytes=vmem_limit(),
+        ),
         interpret=interpret,
         name="tree_attention",
     )(
-        jnp.maximum(block_table, 0),
+        jnp.clip(block_table, 0, layout.num_pages(k_pages) - 1).reshape(-1),
         *blocks,
         lengths,
         ends,
@@ -238,6 +250,7 @@ def _shape_of(
     )
     queries = min(max_tokens_per_row, sizes.queries)
     pages_per_tile = min(max(sizes.tile_tokens // page_size, 1), pages_per_row)
+    cores = 1 if target_kind() in ("TPU v5 lite", "TPU v6 lite") else 2
     while True:
         num_blocks = most_blocks(rows, num_tokens, max_tokens_per_row, queries)
         shape = _Shape(
@@ -247,8 +260,10 @@ def _shape_of(
             page_size=page_size,
             pages_per_row=pages_per_row,
             queries=queries,
-            num_blocks=-(-num_blocks // CORES) * CORES,
+            num_blocks=-(-num_blocks // cores) * cores,
             pages_per_tile=pages_per_tile,
+            slots=SLOTS,
+            cores=cores,
             words=0 if ancestor_bits is None else ancestor_bits.shape[1],
             dtype=q.dtype,
             page_dtype=k_pages.dtype,
@@ -274,16 +289,16 @@ def _shape_of(
     return shape
 
 
-def _block_spec(*sizes: int) -> pl.BlockSpec:
+def _block_spec(cores: int, *sizes: int) -> pl.BlockSpec:
     def index(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
-        return step * CORES + core, *[0] * len(sizes)
+        return step * cores + core, *[0] * len(sizes)
 
     return pl.BlockSpec((1, *sizes), index)
 
 
 def _scratch_shapes(shape: _Shape) -> list:
     tile = (
-        2,
+        shape.slots,
         shape.pages_per_tile,
         shape.kv_heads,
         shape.page_size,
@@ -296,8 +311,8 @@ def _scratch_shapes(shape: _Shape) -> list:
         pltpu.VMEM((*sums, LANES), jnp.float32),
         pltpu.VMEM((*sums, LANES), jnp.float32),
         pltpu.VMEM((*sums, shape.head_dim), jnp.float32),
-        pltpu.SMEM((1,), jnp.int32),
-        pltpu.SemaphoreType.DMA((2, 2)),
+        pltpu.SMEM((5,), jnp.int32),
+        pltpu.SemaphoreType.DMA((shape.slots, 2)),
     ]
 
 
@@ -307,7 +322,7 @@ def _scratch_shapes(shape: _Shape) -> list:
 class _Scalars(NamedTuple):
     """Prefetched scalars: refs in SMEM."""
 
-    table: Any  # i32[rows, pages_per_row]
+    table: Any  # i32[rows * pages_per_row]
     row: Any  # i32[blocks]
     first: Any
     count: Any
@@ -323,59 +338,83 @@ def _kernel(*refs, shape: _Shape):
     bits = refs.pop(0) if shape.words else None
     sinks = refs.pop(0) if shape.has_sinks else None
     scales = (refs.pop(0), refs.pop(0)) if shape.has_scales else None
-    k_hbm, v_hbm, out, k_tiles, v_tiles, top, total, acc, slot, sems = refs
-    tiles = _Tiles(scalars, k_hbm, v_hbm, k_tiles, v_tiles, sems, shape)
+    k_hbm, v_hbm, out, k_tiles, v_tiles, top, total, acc, cursor, sems = refs
+    tiles = _Tiles(scalars, k_hbm, v_hbm, k_tiles, v_tiles, cursor, sems, shape)
     sums = _Sums(scalars, q, bits, sinks, scales, k_tiles, v_tiles, top, total, acc, shape)
-    block = pl.program_id(1) * CORES + pl.program_id(0)
-    is_used = scalars.count[block] > 0
+    block = pl.program_id(1) * shape.cores + pl.program_id(0)
+    pl.when(pl.program_id(1) == 0)(lambda: tiles.start_first(block))
 
-    @pl.when(pl.program_id(1) == 0)
-    def _():
-        slot[0] = 0
-        pl.when(is_used)(lambda: tiles.start(block, tiles.span(block)[0], 0))
+    def add_all(queries: int) -> None:
+        for first, end, is_whole in tiles.spans(block):
 
-    @pl.when(is_used)
+            def body(tile: Any, _: Any, is_whole: bool = is_whole) -> Any:
+                tiles.start_next()
+                slot = tiles.wait(block, tile, is_whole)
+                sums.add(block, tile, slot, queries, is_whole)
+                return ()
+
+            lax.fori_loop(first, end, body, ())
+
+    @pl.when(scalars.count[block] > 0)
     def _():
         sums.clear()
-        first, last = tiles.span(block)
-        following = jnp.minimum(block + CORES, shape.num_blocks - 1)
-        is_followed = (block + CORES < shape.num_blocks) & (scalars.count[following] > 0)
-
-        def body(tile, _):
-            own = slot[0]
-            other = slot[0] = 1 - own
-            is_last = tile + 1 == last
-            pl.when(~is_last)(lambda: tiles.start(block, tile + 1, other))
-            pl.when(is_last & is_followed)(
-                lambda: tiles.start(following, tiles.span(following)[0], other)
-            )
-            tiles.wait(block, tile, own)
-            if shape.queries > FEW_QUERIES:
-                is_few = scalars.count[block] <= FEW_QUERIES
-                pl.when(is_few)(lambda: sums.add(block, tile, own, FEW_QUERIES))
-                pl.when(~is_few)(lambda: sums.add(block, tile, own, shape.queries))
-            else:
-                sums.add(block, tile, own, shape.queries)
-            return ()
-
-        lax.fori_loop(first, last, body, ())
+        if shape.queries > FEW_QUERIES:
+            is_few = scalars.count[block] <= FEW_QUERIES
+            pl.when(is_few)(lambda: add_all(FEW_QUERIES))
+            pl.when(~is_few)(lambda: add_all(shape.queries))
+        else:
+            add_all(shape.queries)
         sums.finish(out)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """Copies of pages to VMEM, a tile of them into one of two slots."""
+    """Copies of pages to VMEM, a tile of them into each slot of a ring.
+
+    The tiles of a core's blocks, one block after the other, are copied in the order in which
+    they are multiplied. While one is multiplied all other slots are under way.
+    """
 
     scalars: _Scalars
     k_hbm: Any
     v_hbm: Any
-    k_tiles: Any  # dtype[2, pages_per_tile, kv_heads, page_size, head_dim]
+    k_tiles: Any  # dtype[slots, pages_per_tile, kv_heads, page_size, head_dim]
     v_tiles: Any
+    cursor: Any  # i32[5] in SMEM: see _BLOCK and those that follow
     sems: Any
     shape: _Shape
 
-    def span(self, block: Any) -> tuple[Any, Any]:
-        """Returns the first tile of a block and the one after its last."""
+    def spans(self, block: Any) -> list[tuple[Any, Any, bool]]:
+        """Returns the tiles of a block: first, one after the last, whether all queries see all.
+
+        Tiles between those that the window cuts and those with new tokens hold only keys that
+        every query of the block sees.
+        """
+        scalars, shape = self.scalars, self.shape
+        first, end = self._span(block)
+        row = scalars.row[block]
+        length = scalars.lengths[row]
+        newest = scalars.first[block]
+        if shape.is_mixed:
+            newest = jnp.where(scalars.is_causal[row] > 0, newest, -1)
+        elif shape.words:
+            newest = jnp.int32(-1)
+        # Clipped for blocks that see no tile whole; then the last of these spans is all of them.
+        whole_end = jnp.clip(self._tile_of(length + newest + 1), first, end)
+        if shape.window is None:
+            return [(first, whole_end, True), (whole_end, end, False)]
+        last = scalars.first[block] + scalars.count[block] - 1
+        deepest = jnp.maximum(last, 32 * shape.words - 1)
+        oldest = jnp.maximum(length + deepest - shape.window + 1, 0)
+        whole_first = jnp.clip(self._tile_of(oldest + shape.tile_tokens - 1), first, whole_end)
+        return [
+            (first, whole_first, False),
+            (whole_first, whole_end, True),
+            (whole_end, end, False),
+        ]
+
+    def _span(self, block: Any) -> tuple[Any, Any]:
+        """Returns the first tile of a block and the one after its last, at least one."""
         scalars, shape = self.scalars, self.shape
         row = scalars.row[block]
         length, last = scalars.lengths[row], scalars.ends[row]
@@ -391,37 +430,84 @@ class _Tiles:
             last = end
         first = jnp.int32(0)
         if shape.window is not None:
-            oldest = jnp.maximum(oldest - shape.window + 1, 0)
-            first = lax.div(oldest, jnp.int32(shape.tile_tokens))
-        # At least one, which begins the copies of the block that follows.
-        return first, jnp.maximum(pl.cdiv(last, shape.tile_tokens), first + 1)
+            first = self._tile_of(jnp.maximum(oldest - shape.window + 1, 0))
+        return first, jnp.maximum(self._tile_of(last + shape.tile_tokens - 1), first + 1)
 
-    def start(self, block: Any, tile: Any, slot: Any) -> None:
-        """Begins to copy the pages of a tile that hold keys in use."""
-        self._each(block, tile, slot, lambda copy: copy.start())
+    def _tile_of(self, position: Any) -> Any:
+        return _divide(position, self.shape.tile_tokens)
 
-    def wait(self, block: Any, tile: Any, slot: Any) -> None:
-        """Waits until they are there."""
-        self._each(block, tile, slot, lambda copy: copy.wait())
+    def start_first(self, block: Any) -> None:
+        """Begins to copy the first tiles of a core, into all slots but one."""
+        self.cursor[_FILL] = self.cursor[_READ] = 0
+        self._enter(block)
+        for _ in range(self.shape.slots - 1):
+            self.start_next()
 
-    def _each(self, block: Any, tile: Any, slot: Any, act: Callable[[Any], None]):
+    def start_next(self) -> None:
+        """Begins to copy the tile that the cursor is at, if there is one, and moves on."""
+        cursor = self.cursor
+        block = cursor[_BLOCK]
+
+        @pl.when(block < self.shape.num_blocks)
+        def _():
+            tile, slot = cursor[_TILE], cursor[_FILL]
+            self._each_page(block, tile, slot, lambda copy: copy.start())
+            cursor[_FILL] = self._after(slot)
+            cursor[_TILE] = tile + 1
+            pl.when(tile + 1 == cursor[_END])(lambda: self._enter(block + self.shape.cores))
+
+    def _enter(self, block: Any) -> None:
+        """Moves the cursor to the first tile of a block; past all blocks if it is not in use."""
+        most = self.shape.num_blocks
+        known = jnp.minimum(block, most - 1)
+        is_used = (block < most) & (self.scalars.count[known] > 0)
+        self.cursor[_TILE], self.cursor[_END] = self._span(known)
+        self.cursor[_BLOCK] = jnp.where(is_used, block, most)
+
+    def wait(self, block: Any, tile: Any, is_whole: bool) -> Any:
+        """Waits until the tile that is next is there, and returns its slot."""
+        slot = self.cursor[_READ]
+        self.cursor[_READ] = self._after(slot)
+        if is_whole:  # for all of its pages at once
+            for side, tiles in enumerate((self.k_tiles, self.v_tiles)):
+                pltpu.make_async_copy(tiles.at[slot], tiles.at[slot], self.sems.at[slot, side]).wait()
+        else:
+            self._each_page(block, tile, slot, lambda copy: copy.wait())
+        return slot
+
+    def _after(self, slot: Any) -> Any:
+        return jnp.where(slot + 1 == self.shape.slots, 0, slot + 1)
+
+    def _each_page(self, block: Any, tile: Any, slot: Any, act: Callable[[Any], None]) -> None:
+        """Acts on the copies of the pages of a tile that hold keys in use."""
+        shape = self.shape
         row = self.scalars.row[block]
-        num_pages = pl.cdiv(self.scalars.ends[row], self.shape.page_size)
+        num_pages = _divide(self.scalars.ends[row] + shape.page_size - 1, shape.page_size)
+        before = tile * shape.pages_per_tile
+        entry = row * shape.pages_per_row + before
 
         def of_page(place: int) -> None:
-            page = self.scalars.table[row, tile * self.shape.pages_per_tile + place]
+            page = self.scalars.table[entry + place]
             for side, (hbm, tiles) in enumerate(
                 [(self.k_hbm, self.k_tiles), (self.v_hbm, self.v_tiles)]
             ):
-                act(
-                    pltpu.make_async_copy(
-                        hbm.at[page], tiles.at[slot, place], self.sems.at[slot, side]
-                    )
-                )
+                sem = self.sems.at[slot, side]
+                act(pltpu.make_async_copy(hbm.at[page], tiles.at[slot, place], sem))
 
-        for place in range(self.shape.pages_per_tile):
-            is_used = tile * self.shape.pages_per_tile + place < num_pages
-            pl.when(is_used)(functools.partial(of_page, place))
+        for place in range(shape.pages_per_tile):
+            pl.when(before + place < num_pages)(functools.partial(of_page, place))
+
+
+# Places in the cursor: the tile to copy next, its block, that block's end, the slot to fill, and
+# the slot to read.
+_BLOCK, _TILE, _END, _FILL, _READ = range(5)
+
+
+def _divide(number: Any, divisor: int) -> Any:
+    """Returns a number that is not negative, divided and rounded down."""
+    if divisor & (divisor - 1):
+        return lax.div(number, jnp.int32(divisor))
+    return lax.shift_right_logical(number, jnp.int32(divisor.bit_length() - 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -450,44 +536,72 @@ class _Sums:
         self.total[...] = jnp.ones_like(self.total)
         for head in range(self.shape.kv_heads):
             rows = self.shape.query_rows
-            sink = self._by_query(self.sinks, head, self.shape.group, rows)
+            sink = self._by_query(self.sinks, head, self.shape.group, 0, rows)
             self.top[head] = jnp.broadcast_to(sink, self.top.shape[1:])
 
-    def add(self, block: Any, tile: Any, slot: Any, queries: int) -> None:
-        """Adds the keys and values of a tile to what the first so many queries know."""
-        row, shape = self.scalars.row[block], self.shape
+    def add(self, block: Any, tile: Any, slot: Any, queries: int, is_whole: bool) -> None:
+        """Adds the keys and values of a tile to what the first so many queries know.
+
+        Args:
+          is_whole: every one of the queries sees every key of the tile, so nothing is masked.
+        """
+        shape = self.shape
         rows = shape.rows_of_queries(queries)
-        is_visible = self._visible(block, tile, row, rows)
-        is_needed = self._needed(tile, row)
+        at_once = min(rows, MOST_ROWS)
+        steps = rows // at_once
+        if steps == 1 and shape.kv_heads <= MOST_HEADS_UNROLLED:
+            for head in range(shape.kv_heads):
+                self._add_rows(block, tile, slot, head, 0, rows, is_whole)
+            return
+
+        def body(step: Any, _: Any) -> Any:
+            head = _divide(step, steps) if steps > 1 else step
+            begin = pl.multiple_of((step - head * steps) * at_once, at_once)
+            self._add_rows(block, tile, slot, head, begin, at_once, is_whole)
+            return ()
+
+        lax.fori_loop(0, shape.kv_heads * steps, body, ())
+
+    def _add_rows(
+        self, block: Any, tile: Any, slot: Any, head: Any, begin: Any, count: int, is_whole: bool
+    ) -> None:
+        """Adds a tile to some rows of a head's queries."""
+        row, shape = self.scalars.row[block], self.shape
+        own = pl.ds(begin, count)
         multiply = functools.partial(
             lax.dot_general,
             precision=precision_of(shape.dtype),
             preferred_element_type=jnp.float32,
         )
-        for head in range(shape.kv_heads):
-            k, v = (
-                tiles[slot, :, head].reshape(shape.tile_tokens, shape.head_dim)
-                for tiles in (self.k_tiles, self.v_tiles)
-            )
-            if self.scales is not None:
-                k, v = (x.astype(jnp.float32).astype(shape.dtype) for x in (k, v))
-            v = jnp.where(is_needed, v, jnp.zeros_like(v))
-            scores = multiply(self.q[0, head, :rows], k, (((1,), (1,)), ((), ())))
-            scores = scores * shape.scale
-            if self.scales is not None:
-                scores *= self._by_query(self.scales[0], head, shape.heads_per_line, rows)
-            if shape.softcap is not None:
-                scores = shape.softcap * jnp.tanh(scores / shape.softcap)
+        k, v = (
+            tiles[slot, :, head].reshape(shape.tile_tokens, shape.head_dim)
+            for tiles in (self.k_tiles, self.v_tiles)
+        )
+        if self.scales is not None:
+            k, v = (x.astype(jnp.float32).astype(shape.dtype) for x in (k, v))
+        scores = multiply(self.q[0, head, own], k, (((1,), (1,)), ((), ())))
+        factor = shape.scale
+        if self.scales is not None:
+            factor *= self._by_query(self.scales[0], head, shape.heads_per_line, begin, count)
+        scores = scores * factor
+        if shape.softcap is not None:
+            scores = shape.softcap * jnp.tanh(scores / shape.softcap)
+        before = self.top[head, own]
+        if is_whole:
+            top = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+            weights = jnp.exp(scores - top[:, :1])
+        else:
+            is_visible = self._visible(block, tile, row, begin, count)
             scores = jnp.where(is_visible, scores, MASKED)
-            before = self.top[head, :rows]
             top = jnp.maximum(before, scores.max(axis=1, keepdims=True))
             weights = jnp.where(is_visible, jnp.exp(scores - top[:, :1]), 0.0)
-            decay = jnp.exp(before - top)
-            added = multiply(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
-            self.top[head, :rows] = top
-            total = self.total[head, :rows] * decay
-            self.total[head, :rows] = total + weights.sum(axis=1, keepdims=True)
-            self.acc[head, :rows] = self.acc[head, :rows] * decay[:, :1] + added
+            v = jnp.where(self._needed(tile, row), v, jnp.zeros_like(v))
+        decay = jnp.exp(before - top)
+        added = multiply(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
+        self.top[head, own] = top
+        total = self.total[head, own] * decay
+        self.total[head, own] = total + weights.sum(axis=1, keepdims=True)
+        self.acc[head, own] = self.acc[head, own] * decay[:, :1] + added
 
     def finish(self, out: Any) -> None:
         """Writes the means of the values; 0 where nothing was seen."""
@@ -498,10 +612,10 @@ class _Sums:
             if self.scales is not None:
                 count = self.shape.heads_per_line
                 rows = self.shape.query_rows
-                values *= self._by_query(self.scales[1], head, count, rows)
+                values *= self._by_query(self.scales[1], head, count, 0, rows)
             out[0, head] = values.astype(out.dtype)
 
-    def _by_query(self, numbers: Any, line: int, count: int, rows: int) -> Any:
+    def _by_query(self, numbers: Any, line: Any, count: int, begin: Any, rows: int) -> Any:
         """Returns the number that belongs to each query, f32[rows, 1], or to all.
 
         Args:
@@ -510,24 +624,24 @@ class _Sums:
         own, group = numbers[line * count], self.shape.group
         if count == 1:
             return own
-        row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+        row = begin + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
         place = lax.div(lax.rem(row, jnp.int32(group)), jnp.int32(group // count))
         by_query = jnp.full(row.shape, own)
         for other in range(1, count):
             by_query = jnp.where(place == other, numbers[line * count + other], by_query)
         return by_query
 
-    def _visible(self, block: Any, tile: Any, row: Any, rows: int) -> Array:
-        """Returns which keys each of the first queries sees, bool[rows, tile_tokens]."""
+    def _visible(self, block: Any, tile: Any, row: Any, begin: Any, rows: int) -> Array:
+        """Returns which keys some rows of queries see, bool[rows, tile_tokens]."""
         shape, scalars = self.shape, self.scalars
         size = rows, shape.tile_tokens
         position = tile * shape.tile_tokens + lax.broadcasted_iota(jnp.int32, size, 1)
         new = position - scalars.lengths[row]
-        token = lax.broadcasted_iota(jnp.int32, size, 0)
-        own = scalars.first[block] + lax.div(token, jnp.int32(shape.group))
+        token = _divide(begin + lax.broadcasted_iota(jnp.int32, (rows, 1), 0), shape.group)
+        own = scalars.first[block] + token
         is_visible = new <= own
         if shape.words:
-            words = [self.bits[0, :rows, i : i + 1] for i in range(shape.words)]
+            words = [self.bits[0, pl.ds(begin, rows), i : i + 1] for i in range(shape.words)]
             depth = sum(map(lax.population_count, words)) - 1
             in_tree = (new < 0) | _has_bit(words, new)
             if shape.is_mixed:
