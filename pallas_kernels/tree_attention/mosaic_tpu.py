@@ -88,6 +88,17 @@ class _Shape:
         rows = -(-queries * self.group // packing) * packing
         return rows if rows <= MOST_ROWS else -(-rows // MOST_ROWS) * MOST_ROWS
 
+    def steps_of(self, queries: int) -> tuple[int, int]:
+        """Returns how many steps add a tile to so many queries, and rows of a head in each.
+
+        A loop takes them where there are more than one; else all heads are unrolled.
+        """
+        rows = self.rows_of_queries(queries)
+        at_once = min(rows, MOST_ROWS)
+        if rows == at_once and self.kv_heads <= MOST_HEADS_UNROLLED:
+            return 1, rows
+        return self.kv_heads * (rows // at_once), at_once
+
     @property
     def tile_tokens(self) -> int:
         return self.pages_per_tile * self.page_size
@@ -205,6 +216,30 @@ def tree_attention_mosaic_tpu(
         in_hbm(v_pages, interpret),
     )
     return lay_flat(out, num_new, row_starts, q, shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a call cuts its queries and keys."""
+
+    queries: int  # tokens of a block
+    tile_tokens: int
+    slots: int  # tiles in VMEM
+    steps_per_tile: int  # products of scores that a loop does, 1 if they are unrolled
+
+
+def tiling(
+    q: Any,
+    k_pages: Any,
+    block_table: Any,
+    ancestor_bits: Any,
+    *,
+    max_tokens_per_row: int,
+    block_sizes: BlockSizes | None = None,
+) -> Tiling:
+    """Returns how a call would be cut; arguments or their shapes."""
+    shape = _shape_of(q, k_pages, block_table, ancestor_bits, max_tokens_per_row, block_sizes)
+    return Tiling(shape.queries, shape.tile_tokens, shape.slots, shape.steps_of(shape.queries)[0])
 
 
 def vmem_bytes(
@@ -440,8 +475,12 @@ class _Tiles:
         """Begins to copy the first tiles of a core, into all slots but one."""
         self.cursor[_FILL] = self.cursor[_READ] = 0
         self._enter(block)
-        for _ in range(self.shape.slots - 1):
+
+        def body(_: Any, __: Any) -> Any:
             self.start_next()
+            return ()
+
+        lax.fori_loop(0, self.shape.slots - 1, body, ())
 
     def start_next(self) -> None:
         """Begins to copy the tile that the cursor is at, if there is one, and moves on."""
@@ -546,21 +585,20 @@ class _Sums:
           is_whole: every one of the queries sees every key of the tile, so nothing is masked.
         """
         shape = self.shape
-        rows = shape.rows_of_queries(queries)
-        at_once = min(rows, MOST_ROWS)
-        steps = rows // at_once
-        if steps == 1 and shape.kv_heads <= MOST_HEADS_UNROLLED:
+        steps, rows = shape.steps_of(queries)
+        if steps == 1:
             for head in range(shape.kv_heads):
                 self._add_rows(block, tile, slot, head, 0, rows, is_whole)
             return
+        per_head = steps // shape.kv_heads
 
         def body(step: Any, _: Any) -> Any:
-            head = _divide(step, steps) if steps > 1 else step
-            begin = pl.multiple_of((step - head * steps) * at_once, at_once)
-            self._add_rows(block, tile, slot, head, begin, at_once, is_whole)
+            head = _divide(step, per_head)
+            begin = pl.multiple_of((step - head * per_head) * rows, rows)
+            self._add_rows(block, tile, slot, head, begin, rows, is_whole)
             return ()
 
-        lax.fori_loop(0, shape.kv_heads * steps, body, ())
+        lax.fori_loop(0, steps, body, ())
 
     def _add_rows(
         self, block: Any, tile: Any, slot: Any, head: Any, begin: Any, count: int, is_whole: bool
