@@ -191,9 +191,7 @@ def bound(shape: Shape) -> Bound:
     with tempfile.TemporaryDirectory() as folder:
         for name, value in NO_TPU.items():
             os.environ.setdefault(name, value)
-        os.environ["LIBTPU_INIT_ARGS"] = (
-            f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
-        )
+        os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         tiling = _compile(shape)
         found = [
             path

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,10 +43,13 @@ from pallas_kernels.tree_attention.reference import check_window
 LEAST_QUERIES = 16  # of a block, as long as smaller tiles do as well
 FEW_QUERIES = 8  # of a block that has no more, no more are computed
 MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
+UNSEEN = 1 << 30  # a new key that no token sees
+LOG2_E = math.log2(math.e)
 MOST_ROWS = 128  # of queries that are multiplied at once
 MOST_HEADS_UNROLLED = 8
 SLOTS = 4
 VMEM_BYTES = 14 << 20  # of 16 MiB, the least of all generations
+
 
 def vmem_limit():
     return VMEM_BYTES + (2 << 20)
@@ -509,7 +513,9 @@ class _Tiles:
         self.cursor[_READ] = self._after(slot)
         if is_whole:  # for all of its pages at once
             for side, tiles in enumerate((self.k_tiles, self.v_tiles)):
-                pltpu.make_async_copy(tiles.at[slot], tiles.at[slot], self.sems.at[slot, side]).wait()
+                pltpu.make_async_copy(
+                    tiles.at[slot], tiles.at[slot], self.sems.at[slot, side]
+                ).wait()
         else:
             self._each_page(block, tile, slot, lambda copy: copy.wait())
         return slot
@@ -576,7 +582,7 @@ class _Sums:
         for head in range(self.shape.kv_heads):
             rows = self.shape.query_rows
             sink = self._by_query(self.sinks, head, self.shape.group, 0, rows)
-            self.top[head] = jnp.broadcast_to(sink, self.top.shape[1:])
+            self.top[head] = jnp.broadcast_to(sink * LOG2_E, self.top.shape[1:])
 
     def add(self, block: Any, tile: Any, slot: Any, queries: int, is_whole: bool) -> None:
         """Adds the keys and values of a tile to what the first so many queries know.
@@ -586,26 +592,34 @@ class _Sums:
         """
         shape = self.shape
         steps, rows = shape.steps_of(queries)
+        value_mask = None if is_whole else self._value_mask(block, tile)
         if steps == 1:
+            is_visible = None if is_whole else self._visible(block, tile, 0, rows)
             for head in range(shape.kv_heads):
-                self._add_rows(block, tile, slot, head, 0, rows, is_whole)
+                self._add_rows(slot, head, 0, rows, is_visible, value_mask)
             return
         per_head = steps // shape.kv_heads
 
         def body(step: Any, _: Any) -> Any:
             head = _divide(step, per_head)
             begin = pl.multiple_of((step - head * per_head) * rows, rows)
-            self._add_rows(block, tile, slot, head, begin, rows, is_whole)
+            is_visible = None if is_whole else self._visible(block, tile, begin, rows)
+            self._add_rows(slot, head, begin, rows, is_visible, value_mask)
             return ()
 
         lax.fori_loop(0, steps, body, ())
 
     def _add_rows(
-        self, block: Any, tile: Any, slot: Any, head: Any, begin: Any, count: int, is_whole: bool
+        self,
+        slot: Any,
+        head: Any,
+        begin: Any,
+        count: int,
+        is_visible: Array | None,  # bool[count, tile_tokens]; None: every key is visible
+        value_mask: Array | None,  # see `_value_mask`
     ) -> None:
         """Adds a tile to some rows of a head's queries."""
-        row, shape = self.scalars.row[block], self.shape
-        own = pl.ds(begin, count)
+        shape, own = self.shape, pl.ds(begin, count)
         multiply = functools.partial(
             lax.dot_general,
             precision=precision_of(shape.dtype),
@@ -618,23 +632,25 @@ class _Sums:
         if self.scales is not None:
             k, v = (x.astype(jnp.float32).astype(shape.dtype) for x in (k, v))
         scores = multiply(self.q[0, head, own], k, (((1,), (1,)), ((), ())))
-        factor = shape.scale
+        # Scores are logarithms to base 2, whose exponential is one instruction.
+        factor = shape.scale * (LOG2_E if shape.softcap is None else 1 / shape.softcap)
         if self.scales is not None:
             factor *= self._by_query(self.scales[0], head, shape.heads_per_line, begin, count)
         scores = scores * factor
         if shape.softcap is not None:
-            scores = shape.softcap * jnp.tanh(scores / shape.softcap)
-        before = self.top[head, own]
-        if is_whole:
-            top = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-            weights = jnp.exp(scores - top[:, :1])
-        else:
-            is_visible = self._visible(block, tile, row, begin, count)
+            scores = shape.softcap * LOG2_E * jnp.tanh(scores)
+        if is_visible is not None:
             scores = jnp.where(is_visible, scores, MASKED)
-            top = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-            weights = jnp.where(is_visible, jnp.exp(scores - top[:, :1]), 0.0)
-            v = jnp.where(self._needed(tile, row), v, jnp.zeros_like(v))
-        decay = jnp.exp(before - top)
+        before = self.top[head, own]
+        top = jnp.maximum(before, scores.max(axis=1, keepdims=True))
+        known = top[:, :1]
+        if is_visible is not None:
+            # Far above what is masked, whose weight is then 0 in rows that see nothing, too.
+            known = jnp.maximum(known, MASKED / 2)
+        weights = jnp.exp2(scores - known)
+        if value_mask is not None:
+            v = pltpu.bitcast(pltpu.bitcast(v, jnp.int32) & value_mask, v.dtype)
+        decay = jnp.exp2(before - top)
         added = multiply(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
         self.top[head, own] = top
         total = self.total[head, own] * decay
@@ -669,33 +685,71 @@ class _Sums:
             by_query = jnp.where(place == other, numbers[line * count + other], by_query)
         return by_query
 
-    def _visible(self, block: Any, tile: Any, row: Any, begin: Any, rows: int) -> Array:
-        """Returns which keys some rows of queries see, bool[rows, tile_tokens]."""
+    def _visible(self, block: Any, tile: Any, begin: Any, rows: int) -> Array:
+        """Returns which keys some rows of queries see, bool[rows, tile_tokens].
+
+        What depends on the key alone is computed for one row, to leave few operations for all.
+        """
         shape, scalars = self.shape, self.scalars
-        size = rows, shape.tile_tokens
-        position = tile * shape.tile_tokens + lax.broadcasted_iota(jnp.int32, size, 1)
+        row = scalars.row[block]
+        place = lax.broadcasted_iota(jnp.int32, (1, shape.tile_tokens), 1)
+        position = tile * shape.tile_tokens + place
         new = position - scalars.lengths[row]
+        new_or_unseen = jnp.where(position < scalars.ends[row], new, UNSEEN)
         token = _divide(begin + lax.broadcasted_iota(jnp.int32, (rows, 1), 0), shape.group)
         own = scalars.first[block] + token
-        is_visible = new <= own
-        if shape.words:
+        if not shape.words:
+            is_visible = new_or_unseen <= own
+        else:
             words = [self.bits[0, pl.ds(begin, rows), i : i + 1] for i in range(shape.words)]
+            is_visible = self._sees(words, new_or_unseen)
             depth = sum(map(lax.population_count, words)) - 1
-            in_tree = (new < 0) | _has_bit(words, new)
             if shape.is_mixed:
-                in_order = jnp.full(size, scalars.is_causal[row]) > 0
-                in_tree = (in_order & is_visible) | (~in_order & in_tree)
+                in_order = scalars.is_causal[row] > 0
+                # One of the two sees nothing.
+                is_visible = self._sees(words, jnp.where(in_order, UNSEEN, new_or_unseen))
+                is_visible |= jnp.where(in_order, new_or_unseen, UNSEEN) <= own
                 depth = jnp.where(in_order, own, depth)
-            is_visible, own = in_tree, depth
+            own = depth
         if shape.window is not None:
             is_visible &= new > own - shape.window
-        return is_visible & (position < scalars.ends[row])
+        return is_visible
 
-    def _needed(self, tile: Any, row: Any) -> Array:
-        """Returns which values any query may see, bool[tile_tokens, 1]: others may hold NaN."""
+    def _sees(self, words: Sequence[Any], new: Array) -> Array:
+        """Returns whether tokens with bits i32[rows, 1] see new keys i32[1, keys], or the prefix.
+
+        A token has its own bit, so that some bit is set of each that is not padding.
+        """
+        seen = jnp.int32(0)
+        for place, word in enumerate(words):
+            shift = new - 32 * place
+            bit = lax.shift_left(jnp.ones_like(new), jnp.clip(shift, 0, 31))
+            bit = jnp.where((shift >= 0) & (shift < 32), bit, 0)
+            seen |= word & jnp.where(new < 0, -1, bit)
+        return seen != 0
+
+    def _value_mask(self, block: Any, tile: Any) -> Array:
+        """Returns a mask of the bits of values that a query may see: others may hold NaN.
+
+        i32[tile_tokens * itemsize / 4, head_dim] for values whose neighbours share a word.
+        """
+        shape = self.shape
+        packing = 4 // jnp.dtype(shape.dtype).itemsize
+        size = shape.tile_tokens // packing, shape.head_dim
+        word = lax.broadcasted_iota(jnp.int32, size, 0)
+        mask = jnp.int32(0)
+        for place in range(packing):
+            bits = (1 << 32 // packing) - 1 << place * (32 // packing)
+            bits = jnp.int32(bits - (1 << 32) if bits >> 31 else bits)
+            is_needed = self._needed(block, tile, word * packing + place)
+            mask |= jnp.where(is_needed, bits, 0)
+        return mask
+
+    def _needed(self, block: Any, tile: Any, place: Array) -> Array:
+        """Returns whether any query of the row may see the tokens at some places of a tile."""
         shape, scalars = self.shape, self.scalars
-        size = shape.tile_tokens, 1
-        position = tile * shape.tile_tokens + lax.broadcasted_iota(jnp.int32, size, 0)
+        row = scalars.row[block]
+        position = tile * shape.tile_tokens + place
         is_needed = position < scalars.ends[row]
         if not shape.words:
             return is_needed
@@ -703,7 +757,7 @@ class _Sums:
         words = [scalars.union[row, word] for word in range(shape.words)]
         in_tree = (new < 0) | _has_bit(words, new)
         if shape.is_mixed:
-            in_tree |= jnp.full(size, scalars.is_causal[row]) > 0
+            in_tree |= jnp.full(place.shape, scalars.is_causal[row]) > 0
         return is_needed & in_tree
 
 

@@ -112,8 +112,11 @@ def test_attention_of_heads_in_lanes(kv_heads, head_dim, has_races):
     assert not has_races()
 
 
-def some_pages(rng, dtype, *, num_pages=16, count=2):
-    shape = layout.page_shape(num_pages, SUBLANES[dtype], 2, 128)
+def some_pages(rng, dtype, *, page_size=None, count=2):
+    """Returns pages of some 16 stripes."""
+    sublanes = SUBLANES[dtype]
+    page_size = page_size or sublanes
+    shape = layout.page_shape(max(16 * sublanes // page_size, 2), page_size, 2, 128)
     pages = [jnp.asarray(20 * rng.standard_normal(shape), dtype) for _ in range(count)]
     if dtype == "int8":
         return pages
@@ -127,18 +130,25 @@ def assert_equal_bits(arrays, others):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "most_tokens", "dtype"),
+    ("num_tokens", "most_tokens", "dtype", "page_size"),
     some(
-        [(7, 512, "bfloat16"), (21, 8, "float32")],
-        itertools.product([1, 7, 21, 60], [8, 16, 512], SUBLANES),
+        [(7, 512, "bfloat16", 128), (21, 8, "float32", 16), (9, 8, "int8", 64)],
+        [
+            *itertools.product([1, 7, 21, 60], [8, 16, 512], SUBLANES, [None]),
+            *itertools.product([60], [8, 512], SUBLANES, [32, 64, 128, 256]),
+            (7, 512, "bfloat16", 128),
+            (21, 8, "float32", 16),
+            (9, 8, "int8", 64),
+        ],
     ),
 )
-def test_writes(num_tokens, most_tokens, dtype, has_races, monkeypatch):
-    """In any order, several to a page, pages of several chunks, more than are under way at once."""
+def test_writes(num_tokens, most_tokens, dtype, page_size, has_races, monkeypatch):
+    """In any order, several to a stripe of a page, stripes of several chunks, more of them than
+    are under way at once."""
     monkeypatch.setattr(page_updates, "MOST_TOKENS", most_tokens)
-    monkeypatch.setattr(page_updates, "MOST_PAGES_UNDER_WAY", 3)
+    monkeypatch.setattr(page_updates, "MOST_STRIPES_UNDER_WAY", 3)
     rng = np.random.default_rng(num_tokens)
-    pages = some_pages(rng, dtype)
+    pages = some_pages(rng, dtype, page_size=page_size)
     num_slots = layout.num_slots(pages[0])
     slots = rng.permutation(num_slots)[:num_tokens].astype(np.int32)
     slots[num_tokens // 2] = num_slots  # dropped
@@ -157,17 +167,23 @@ def test_writes(num_tokens, most_tokens, dtype, has_races, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("num_tokens", "most_tokens", "dtype"),
-    some([(40, 8, "bfloat16")], itertools.product([1, 5, 40], [8, 512], SUBLANES)),
+    ("num_tokens", "most_tokens", "dtype", "page_size"),
+    some(
+        [(40, 8, "bfloat16", 64)],
+        [
+            *itertools.product([1, 5, 40], [8, 512], SUBLANES, [None]),
+            *itertools.product([40], [8], SUBLANES, [64, 256]),
+        ],
+    ),
 )
-def test_moves(num_tokens, most_tokens, dtype, has_races, monkeypatch):
+def test_moves(num_tokens, most_tokens, dtype, page_size, has_races, monkeypatch):
     """All are read before any is written, of every layer; in chunks, and few layers at once."""
     monkeypatch.setattr(page_updates, "MOST_TOKENS", most_tokens)
     if most_tokens == 8:
         held = 2 * num_tokens * SUBLANES[dtype] * 128 * 4
         monkeypatch.setattr(moving, "HELD_BYTES", held)
     rng = np.random.default_rng(num_tokens)
-    pages = some_pages(rng, dtype, count=5)
+    pages = some_pages(rng, dtype, page_size=page_size, count=5)
     num_slots = layout.num_slots(pages[0])
     source = rng.integers(0, num_slots, num_tokens).astype(np.int32)
     target = rng.permutation(num_slots)[:num_tokens].astype(np.int32)
