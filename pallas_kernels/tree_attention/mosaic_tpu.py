@@ -28,7 +28,13 @@ from pallas_kernels import layout
 from pallas_kernels.implementations import target_kind
 from pallas_kernels.page_updates import LANES, SMEM_BYTES, check_pages, in_hbm
 from pallas_kernels.running_softmax import precision_of
-from pallas_kernels.tree_attention.block_sizes import BlockSizes, choose
+from pallas_kernels.tree_attention.block_sizes import (
+    BlockSizes,
+    choose,
+    cores_of,
+    vmem_budget,
+    vmem_limit_bytes,
+)
 from pallas_kernels.tree_attention.query_blocks import (
     blocks_of,
     by_query_row,
@@ -47,12 +53,8 @@ UNSEEN = 1 << 30  # a new key that no token sees
 LOG2_E = math.log2(math.e)
 MOST_ROWS = 128  # of queries that are multiplied at once
 MOST_HEADS_UNROLLED = 8
-SLOTS = 4
-VMEM_BYTES = 14 << 20  # of 16 MiB, the least of all generations
-
-
-def vmem_limit():
-    return VMEM_BYTES + (2 << 20)
+LEAST_BYTES_AHEAD = 3 << 19  # of copies under way while a tile is multiplied
+LEAST_SLOTS, MOST_SLOTS = 3, 8  # of tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,7 +206,7 @@ def tree_attention_mosaic_tpu(
             dimension_semantics=("parallel", "arbitrary"),
             # Every page that is copied is in the table, whose numbers are clipped.
             disable_bounds_checks=True,
-            vmem_limit_bytes=vmem_limit(),
+            vmem_limit_bytes=vmem_limit_bytes(target_kind(), shape.vmem_bytes()),
         ),
         interpret=interpret,
         name="tree_attention",
@@ -289,7 +291,7 @@ def _shape_of(
     )
     queries = min(max_tokens_per_row, sizes.queries)
     pages_per_tile = min(max(sizes.tile_tokens // page_size, 1), pages_per_row)
-    cores = 1 if target_kind() in ("TPU v5 lite", "TPU v6 lite") else 2
+    cores, budget = cores_of(target_kind()), vmem_budget(target_kind())
     while True:
         num_blocks = most_blocks(rows, num_tokens, max_tokens_per_row, queries)
         shape = _Shape(
@@ -301,14 +303,14 @@ def _shape_of(
             queries=queries,
             num_blocks=-(-num_blocks // cores) * cores,
             pages_per_tile=pages_per_tile,
-            slots=SLOTS,
+            slots=_slots(2 * kv_heads * pages_per_tile * page_size * head_dim, k_pages.dtype),
             cores=cores,
             words=0 if ancestor_bits is None else ancestor_bits.shape[1],
             dtype=q.dtype,
             page_dtype=k_pages.dtype,
             has_scales=layout.is_quantized(k_pages),
         )
-        if shape.vmem_bytes() <= VMEM_BYTES or (queries, pages_per_tile) == (1, 1):
+        if shape.vmem_bytes() <= budget or (queries, pages_per_tile) == (1, 1):
             break
         # The tile first, where it is what takes most.
         if pages_per_tile > 1 and queries <= LEAST_QUERIES:
@@ -320,12 +322,18 @@ def _shape_of(
             f"{rows=} of {pages_per_row=} need {shape.smem_bytes(rows)} bytes of SMEM, and "
             f"{SMEM_BYTES} are there; larger pages need fewer."
         )
-    if shape.vmem_bytes() > VMEM_BYTES:
+    if shape.vmem_bytes() > budget:
         raise NotImplementedError(
             f"{heads=} of {head_dim=} need {shape.vmem_bytes()} bytes of VMEM for "
-            f"one query and one page, and {VMEM_BYTES} are there."
+            f"one query and one page, and {budget} are there."
         )
     return shape
+
+
+def _slots(tile_numbers: int, dtype: jnp.dtype) -> int:
+    """Returns how many tiles to keep in VMEM, of so many numbers each."""
+    ahead = -(-LEAST_BYTES_AHEAD // (tile_numbers * jnp.dtype(dtype).itemsize))
+    return min(max(ahead + 1, LEAST_SLOTS), MOST_SLOTS)
 
 
 def _block_spec(cores: int, *sizes: int) -> pl.BlockSpec:

@@ -202,10 +202,10 @@ def test_less_memory_takes_fewer_queries_at_once(monkeypatch):
     arguments, options = make_inputs(example)
     whole = attention.vmem_bytes(*arguments[:2], *arguments[3:4], None, max_tokens_per_row=70)
     expected = tree_attention(*arguments, **options, implementation="reference")
-    monkeypatch.setattr(attention, "VMEM_BYTES", whole // 2)
+    monkeypatch.setattr(attention, "vmem_budget", lambda _: whole // 2)
     out = tree_attention_mosaic_tpu(*arguments, **options, interpret=INTERPRET)
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
-    monkeypatch.setattr(attention, "VMEM_BYTES", 1000)
+    monkeypatch.setattr(attention, "vmem_budget", lambda _: 1000)
     with pytest.raises(NotImplementedError, match="for one query and one page, and 1000 are"):
         tree_attention_mosaic_tpu(*arguments, **options)
 
