@@ -15,7 +15,8 @@ What the bound assumes, and what it leaves out:
   1 microsecond of latency times the memory's bandwidth.
 - Every bundle of a loop is counted once per turn, those of branches that are not taken included.
 - `of_memory` is of a step in which every row has `context` tokens: tiles that every query sees
-  whole, the last tile with its masks, and what a grid step costs around them.
+  whole, the last tile with its masks, or the part of it that is enough, and what a grid step
+  costs around them.
 - Chips of two cores (v4, v5p) take every second block each, and share the memory's bandwidth.
 """
 
@@ -99,7 +100,8 @@ class Bound:
     tile_tokens: int
     ahead_bytes: int  # of copies that are under way while a tile is multiplied
     whole: Loop  # a tile that every query sees
-    last: Loop  # a tile with masks
+    masked: Loop  # a tile with masks
+    few: Loop | None  # the first keys of a tile, with masks, where the last tile is cut to them
     block_bundles: int  # around the tiles of a block of queries
     bytes_per_s: float  # of whole tiles
     of_memory: float  # for rows of the shape's context
@@ -202,18 +204,23 @@ def bound(shape: Shape) -> Bound:
             raise ValueError(f"libtpu wrote no bundles for {shape}: was it loaded before?")
         bundles = read_bundles(found[0].read_text())
     loops, around = loops_over_tiles(bundles, tiling.steps_per_tile)
-    whole, last = loops[-2], loops[-1]
-    return _of_loops(shape, tiling, whole, last, around)
+    whole, masked, *few = loops[-2:] if tiling.few_tokens is None else loops[-3:]
+    return _of_loops(shape, tiling, whole, masked, few[0] if few else None, around)
 
 
-def _of_loops(shape: Shape, tiling: Any, whole: Loop, last: Loop, around: int) -> Bound:
+def _of_loops(
+    shape: Shape, tiling: Any, whole: Loop, masked: Loop, few: Loop | None, around: int
+) -> Bound:
     chip = shape.chip
     tokens = tiling.tile_tokens
     size = _itemsize(shape.page_dtype or shape.dtype)
     token_bytes = 2 * shape.kv_heads * shape.head_dim * size
     num_whole, rest = divmod(shape.context + (0 if shape.is_tree else 1), tokens)
-    num_last = -(-(rest + shape.nodes) // tokens)
-    bundles = num_whole * whole.bundles + num_last * last.bundles + around
+    num_masked, rest = divmod(shape.context + shape.nodes - num_whole * tokens, tokens)
+    bundles = num_whole * whole.bundles + num_masked * masked.bundles + around
+    if rest:
+        is_few = few is not None and rest <= tiling.few_tokens
+        bundles += (few if is_few else masked).bundles
     in_use = -(-(shape.context + shape.nodes) // shape.page_size) * shape.page_size
     per_second = chip.cores * chip.clock_hz
     queries = min(shape.nodes, tiling.queries)
@@ -223,7 +230,8 @@ def _of_loops(shape: Shape, tiling: Any, whole: Loop, last: Loop, around: int) -
         tile_tokens=tokens,
         ahead_bytes=(tiling.slots - 1) * tokens * token_bytes,
         whole=whole,
-        last=last,
+        masked=masked,
+        few=few,
         block_bundles=around,
         bytes_per_s=tokens * token_bytes / whole.bundles * per_second,
         of_memory=in_use * token_bytes / bundles * per_second / chip.bytes_per_s,
@@ -359,8 +367,9 @@ def _line(one: Bound) -> str:
     return (
         f"{shape.topology:12} {shape.kv_heads:2} key heads, pages of {shape.page_size:3}, "
         f"{shape.nodes:3} nodes: {one.whole.bundles:5} bundles per {one.tile_tokens:4} keys "
-        f"({one.last.bundles:5} with masks, {one.block_bundles:4} around, "
-        f"{one.whole.spills + one.last.spills:3} spills), {one.ahead_bytes / 1e6:.2f} MB ahead, "
+        f"({one.masked.bundles:5} with masks, {one.few.bundles if one.few else 0:4} of few, "
+        f"{one.block_bundles:4} around, {one.whole.spills:3} spills), "
+        f"{one.ahead_bytes / 1e6:.2f} MB ahead, "
         f"{one.bytes_per_s / 1e9:6.0f} GB/s, {one.of_memory:5.0%} of the memory at "
         f"{shape.context}, {one.of_matrix_unit:4.0%} of the matrix unit"
     )

@@ -51,7 +51,10 @@ FEW_QUERIES = 8  # of a block that has no more, no more are computed
 MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
 UNSEEN = 1 << 30  # a new key that no token sees
 LOG2_E = math.log2(math.e)
-MOST_ROWS = 128  # of queries that are multiplied at once
+FEW_TOKENS = 128  # of the last tile: a row that has no more there, computes no more
+MOST_ROWS = 256  # of queries that are multiplied at once, as parts
+ROWS_OF_PART = 128
+MOST_SCORES = 128 << 10  # of parts that are multiplied at once: twice the vector registers
 MOST_HEADS_UNROLLED = 8
 LEAST_BYTES_AHEAD = 3 << 19  # of copies under way while a tile is multiplied
 LEAST_SLOTS, MOST_SLOTS = 3, 8  # of tiles
@@ -104,6 +107,14 @@ class _Shape:
         if rows == at_once and self.kv_heads <= MOST_HEADS_UNROLLED:
             return 1, rows
         return self.kv_heads * (rows // at_once), at_once
+
+    @property
+    def few_tokens(self) -> int | None:
+        """Keys that are enough for the last tile of many rows; None: that cannot be cut."""
+        if self.steps_of(self.queries)[0] > 1 or self.tile_tokens <= FEW_TOKENS:
+            return None
+        is_cut = FEW_TOKENS % self.page_size == 0 or self.page_size % FEW_TOKENS == 0
+        return FEW_TOKENS if is_cut else None
 
     @property
     def tile_tokens(self) -> int:
@@ -231,7 +242,8 @@ class Tiling:
     queries: int  # tokens of a block
     tile_tokens: int
     slots: int  # tiles in VMEM
-    steps_per_tile: int  # products of scores that a loop does, 1 if they are unrolled
+    few_tokens: int | None  # keys that the last tile is cut to where they are enough
+    steps_per_tile: int  # turns of the loop that multiplies a tile, 1 if it is unrolled
 
 
 def tiling(
@@ -245,7 +257,13 @@ def tiling(
 ) -> Tiling:
     """Returns how a call would be cut; arguments or their shapes."""
     shape = _shape_of(q, k_pages, block_table, ancestor_bits, max_tokens_per_row, block_sizes)
-    return Tiling(shape.queries, shape.tile_tokens, shape.slots, shape.steps_of(shape.queries)[0])
+    return Tiling(
+        shape.queries,
+        shape.tile_tokens,
+        shape.slots,
+        shape.few_tokens,
+        shape.steps_of(shape.queries)[0],
+    )
 
 
 def vmem_bytes(
@@ -392,15 +410,15 @@ def _kernel(*refs, shape: _Shape):
     pl.when(pl.program_id(1) == 0)(lambda: tiles.start_first(block))
 
     def add_all(queries: int) -> None:
-        for first, end, is_whole in tiles.spans(block):
+        for span in tiles.spans(block):
 
-            def body(tile: Any, _: Any, is_whole: bool = is_whole) -> Any:
+            def body(tile: Any, _: Any, span: _Span = span) -> Any:
                 tiles.start_next()
-                slot = tiles.wait(block, tile, is_whole)
-                sums.add(block, tile, slot, queries, is_whole)
+                slot = tiles.wait(block, tile, span.is_whole)
+                sums.add(block, tile, slot, queries, span)
                 return ()
 
-            lax.fori_loop(first, end, body, ())
+            lax.fori_loop(span.first, span.end, body, ())
 
     @pl.when(scalars.count[block] > 0)
     def _():
@@ -412,6 +430,15 @@ def _kernel(*refs, shape: _Shape):
         else:
             add_all(shape.queries)
         sums.finish(out)
+
+
+class _Span(NamedTuple):
+    """Tiles of a block that are added by the same code."""
+
+    first: Any
+    end: Any
+    tokens: int  # of each tile, from its first on, that any query of the block sees
+    is_whole: bool  # every query of the block sees all of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -431,37 +458,47 @@ class _Tiles:
     sems: Any
     shape: _Shape
 
-    def spans(self, block: Any) -> list[tuple[Any, Any, bool]]:
-        """Returns the tiles of a block: first, one after the last, whether all queries see all.
+    def spans(self, block: Any) -> list[_Span]:
+        """Returns the tiles of a block, in order.
 
         Tiles between those that the window cuts and those with new tokens hold only keys that
         every query of the block sees.
         """
         scalars, shape = self.scalars, self.shape
-        first, end = self._span(block)
-        row = scalars.row[block]
+        first, end, last_key = self._extent(block)
+        row, size = scalars.row[block], shape.tile_tokens
         length = scalars.lengths[row]
         newest = scalars.first[block]
         if shape.is_mixed:
             newest = jnp.where(scalars.is_causal[row] > 0, newest, -1)
         elif shape.words:
             newest = jnp.int32(-1)
-        # Clipped for blocks that see no tile whole; then the last of these spans is all of them.
         whole_end = jnp.clip(self._tile_of(length + newest + 1), first, end)
-        if shape.window is None:
-            return [(first, whole_end, True), (whole_end, end, False)]
-        last = scalars.first[block] + scalars.count[block] - 1
-        deepest = jnp.maximum(last, 32 * shape.words - 1)
-        oldest = jnp.maximum(length + deepest - shape.window + 1, 0)
-        whole_first = jnp.clip(self._tile_of(oldest + shape.tile_tokens - 1), first, whole_end)
+        spans = []
+        whole_first = first
+        if shape.window is not None:
+            newest = scalars.first[block] + scalars.count[block] - 1
+            newest = jnp.maximum(newest, 32 * shape.words - 1)  # of any depth
+            oldest = jnp.maximum(length + newest - shape.window + 1, 0)
+            whole_first = jnp.clip(self._tile_of(oldest + size - 1), first, whole_end)
+            spans.append(_Span(first, whole_first, size, False))
+        spans.append(_Span(whole_first, whole_end, size, True))
+        few = shape.few_tokens
+        if few is None:
+            return [*spans, _Span(whole_end, end, size, False)]
+        # A block has a tile though it sees no key: the copies of the next one begin in it.
+        num_last = last_key - (end - 1) * size
+        is_few = (num_last <= few) & (whole_end < end)
+        before_few = end - is_few.astype(jnp.int32)
         return [
-            (first, whole_first, False),
-            (whole_first, whole_end, True),
-            (whole_end, end, False),
+            *spans,
+            _Span(whole_end, before_few, size, False),
+            _Span(before_few, end, few, False),
         ]
 
-    def _span(self, block: Any) -> tuple[Any, Any]:
-        """Returns the first tile of a block and the one after its last, at least one."""
+    def _extent(self, block: Any) -> tuple[Any, Any, Any]:
+        """Returns a block's first tile, the one after its last, at least one, and the position
+        after the last key that it sees."""
         scalars, shape = self.scalars, self.shape
         row = scalars.row[block]
         length, last = scalars.lengths[row], scalars.ends[row]
@@ -478,7 +515,7 @@ class _Tiles:
         first = jnp.int32(0)
         if shape.window is not None:
             first = self._tile_of(jnp.maximum(oldest - shape.window + 1, 0))
-        return first, jnp.maximum(self._tile_of(last + shape.tile_tokens - 1), first + 1)
+        return first, jnp.maximum(self._tile_of(last + shape.tile_tokens - 1), first + 1), last
 
     def _tile_of(self, position: Any) -> Any:
         return _divide(position, self.shape.tile_tokens)
@@ -512,7 +549,7 @@ class _Tiles:
         most = self.shape.num_blocks
         known = jnp.minimum(block, most - 1)
         is_used = (block < most) & (self.scalars.count[known] > 0)
-        self.cursor[_TILE], self.cursor[_END] = self._span(known)
+        self.cursor[_TILE], self.cursor[_END], _ = self._extent(known)
         self.cursor[_BLOCK] = jnp.where(is_used, block, most)
 
     def wait(self, block: Any, tile: Any, is_whole: bool) -> Any:
@@ -563,6 +600,14 @@ def _divide(number: Any, divisor: int) -> Any:
     return lax.shift_right_logical(number, jnp.int32(divisor.bit_length() - 1))
 
 
+class _Part(NamedTuple):
+    """Some rows of the queries of a key head."""
+
+    head: Any
+    begin: Any  # first row
+    is_visible: Array | None  # bool[rows, tokens]; None: every key is visible
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sums:
     """The running softmax of a block's queries: Milakov and Gimelshein 2018, section 3."""
@@ -592,78 +637,107 @@ class _Sums:
             sink = self._by_query(self.sinks, head, self.shape.group, 0, rows)
             self.top[head] = jnp.broadcast_to(sink * LOG2_E, self.top.shape[1:])
 
-    def add(self, block: Any, tile: Any, slot: Any, queries: int, is_whole: bool) -> None:
-        """Adds the keys and values of a tile to what the first so many queries know.
-
-        Args:
-          is_whole: every one of the queries sees every key of the tile, so nothing is masked.
-        """
-        shape = self.shape
+    def add(self, block: Any, tile: Any, slot: Any, queries: int, span: _Span) -> None:
+        """Adds the keys and values of a tile to what the first so many queries know."""
+        shape, tokens = self.shape, span.tokens
         steps, rows = shape.steps_of(queries)
-        value_mask = None if is_whole else self._value_mask(block, tile)
+        value_mask = None if span.is_whole else self._value_mask(block, tile, tokens)
+        part_rows = min(rows, ROWS_OF_PART) if rows % ROWS_OF_PART == 0 else rows
+
+        def visible(begin: Any) -> Array | None:
+            if span.is_whole:
+                return None
+            return self._visible(block, tile, begin, part_rows, tokens)
+
         if steps == 1:
-            is_visible = None if is_whole else self._visible(block, tile, 0, rows)
-            for head in range(shape.kv_heads):
-                self._add_rows(slot, head, 0, rows, is_visible, value_mask)
+            parts = [
+                _Part(head, begin, is_visible)
+                for begin in range(0, rows, part_rows)
+                for is_visible in [visible(begin)]
+                for head in range(shape.kv_heads)
+            ]
+            at_once = max(MOST_SCORES // (part_rows * tokens), 1)
+            for first in range(0, len(parts), at_once):
+                self._add_parts(slot, parts[first : first + at_once], part_rows, tokens, value_mask)
             return
         per_head = steps // shape.kv_heads
 
         def body(step: Any, _: Any) -> Any:
             head = _divide(step, per_head)
             begin = pl.multiple_of((step - head * per_head) * rows, rows)
-            is_visible = None if is_whole else self._visible(block, tile, begin, rows)
-            self._add_rows(slot, head, begin, rows, is_visible, value_mask)
+            begins = [begin + offset for offset in range(0, rows, part_rows)]
+            parts = [_Part(head, begin, visible(begin)) for begin in begins]
+            self._add_parts(slot, parts, part_rows, tokens, value_mask)
             return ()
 
         lax.fori_loop(0, steps, body, ())
 
-    def _add_rows(
+    def _add_parts(
         self,
         slot: Any,
-        head: Any,
-        begin: Any,
-        count: int,
-        is_visible: Array | None,  # bool[count, tile_tokens]; None: every key is visible
+        parts: Sequence[_Part],
+        rows: int,
+        tokens: int,
         value_mask: Array | None,  # see `_value_mask`
     ) -> None:
-        """Adds a tile to some rows of a head's queries."""
-        shape, own = self.shape, pl.ds(begin, count)
+        """Adds the first tokens of a tile to parts of the queries, of so many rows each.
+
+        Each operation is done for all parts before the next one, so that the products of one
+        part hide the latency of another's.
+        """
+        shape = self.shape
+        own = [pl.ds(part.begin, rows) for part in parts]
         multiply = functools.partial(
             lax.dot_general,
             precision=precision_of(shape.dtype),
             preferred_element_type=jnp.float32,
         )
-        k, v = (
-            tiles[slot, :, head].reshape(shape.tile_tokens, shape.head_dim)
-            for tiles in (self.k_tiles, self.v_tiles)
-        )
-        if self.scales is not None:
-            k, v = (x.astype(jnp.float32).astype(shape.dtype) for x in (k, v))
-        scores = multiply(self.q[0, head, own], k, (((1,), (1,)), ((), ())))
-        # Scores are logarithms to base 2, whose exponential is one instruction.
+        scores = []
+        for part, place in zip(parts, own, strict=True):
+            k = self._read(self.k_tiles, slot, part.head, tokens)
+            product = multiply(self.q[0, part.head, place], k, (((1,), (1,)), ((), ())))
+            scores.append(self._scaled(product, part, rows))
+        tops, weights = [], []
+        for part, place, score in zip(parts, own, scores, strict=True):
+            top = self.top[part.head, place]
+            top = jnp.maximum(top, score.max(axis=1, keepdims=True))
+            known = top[:, :1]
+            if part.is_visible is not None:
+                # Far above what is masked: its weight is 0 in rows that see nothing, too.
+                known = jnp.maximum(known, MASKED / 2)
+            tops.append(top)
+            weights.append(jnp.exp2(score - known))
+        for part, place, top, weight in zip(parts, own, tops, weights, strict=True):
+            v = self._read(self.v_tiles, slot, part.head, tokens)
+            if value_mask is not None:
+                v = pltpu.bitcast(pltpu.bitcast(v, jnp.int32) & value_mask, v.dtype)
+            added = multiply(weight.astype(v.dtype), v, (((1,), (0,)), ((), ())))
+            decay = jnp.exp2(self.top[part.head, place] - top)
+            self.top[part.head, place] = top
+            total = self.total[part.head, place] * decay
+            self.total[part.head, place] = total + weight.sum(axis=1, keepdims=True)
+            self.acc[part.head, place] = self.acc[part.head, place] * decay[:, :1] + added
+
+    def _read(self, tiles: Any, slot: Any, head: Any, tokens: int) -> Array:
+        """Returns the first keys or values of a tile, dtype[tokens, head_dim]."""
+        shape = self.shape
+        pages, of_page = max(tokens // shape.page_size, 1), min(tokens, shape.page_size)
+        numbers = tiles[slot, :pages, head, :of_page].reshape(tokens, shape.head_dim)
+        if self.scales is None:
+            return numbers
+        return numbers.astype(jnp.float32).astype(shape.dtype)
+
+    def _scaled(self, scores: Array, part: _Part, rows: int) -> Array:
+        """Returns scores as logarithms to base 2, whose exponential is one instruction."""
+        shape = self.shape
         factor = shape.scale * (LOG2_E if shape.softcap is None else 1 / shape.softcap)
         if self.scales is not None:
-            factor *= self._by_query(self.scales[0], head, shape.heads_per_line, begin, count)
+            heads = shape.heads_per_line
+            factor *= self._by_query(self.scales[0], part.head, heads, part.begin, rows)
         scores = scores * factor
         if shape.softcap is not None:
             scores = shape.softcap * LOG2_E * jnp.tanh(scores)
-        if is_visible is not None:
-            scores = jnp.where(is_visible, scores, MASKED)
-        before = self.top[head, own]
-        top = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-        known = top[:, :1]
-        if is_visible is not None:
-            # Far above what is masked, whose weight is then 0 in rows that see nothing, too.
-            known = jnp.maximum(known, MASKED / 2)
-        weights = jnp.exp2(scores - known)
-        if value_mask is not None:
-            v = pltpu.bitcast(pltpu.bitcast(v, jnp.int32) & value_mask, v.dtype)
-        decay = jnp.exp2(before - top)
-        added = multiply(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
-        self.top[head, own] = top
-        total = self.total[head, own] * decay
-        self.total[head, own] = total + weights.sum(axis=1, keepdims=True)
-        self.acc[head, own] = self.acc[head, own] * decay[:, :1] + added
+        return scores if part.is_visible is None else jnp.where(part.is_visible, scores, MASKED)
 
     def finish(self, out: Any) -> None:
         """Writes the means of the values; 0 where nothing was seen."""
@@ -693,14 +767,14 @@ class _Sums:
             by_query = jnp.where(place == other, numbers[line * count + other], by_query)
         return by_query
 
-    def _visible(self, block: Any, tile: Any, begin: Any, rows: int) -> Array:
-        """Returns which keys some rows of queries see, bool[rows, tile_tokens].
+    def _visible(self, block: Any, tile: Any, begin: Any, rows: int, tokens: int) -> Array:
+        """Returns which of a tile's first keys some rows of queries see, bool[rows, tokens].
 
         What depends on the key alone is computed for one row, to leave few operations for all.
         """
         shape, scalars = self.shape, self.scalars
         row = scalars.row[block]
-        place = lax.broadcasted_iota(jnp.int32, (1, shape.tile_tokens), 1)
+        place = lax.broadcasted_iota(jnp.int32, (1, tokens), 1)
         position = tile * shape.tile_tokens + place
         new = position - scalars.lengths[row]
         new_or_unseen = jnp.where(position < scalars.ends[row], new, UNSEEN)
@@ -736,14 +810,14 @@ class _Sums:
             seen |= word & jnp.where(new < 0, -1, bit)
         return seen != 0
 
-    def _value_mask(self, block: Any, tile: Any) -> Array:
+    def _value_mask(self, block: Any, tile: Any, tokens: int) -> Array:
         """Returns a mask of the bits of values that a query may see: others may hold NaN.
 
-        i32[tile_tokens * itemsize / 4, head_dim] for values whose neighbours share a word.
+        i32[tokens * itemsize / 4, head_dim] for values whose neighbours share a word.
         """
         shape = self.shape
         packing = 4 // jnp.dtype(shape.dtype).itemsize
-        size = shape.tile_tokens // packing, shape.head_dim
+        size = tokens // packing, shape.head_dim
         word = lax.broadcasted_iota(jnp.int32, size, 0)
         mask = jnp.int32(0)
         for place in range(packing):
