@@ -1,9 +1,11 @@
-"""Tree attention for TPU: each page is copied to VMEM once per row, for up to 64 new tokens.
+"""Tree attention for TPU: each page is copied to VMEM once per row, for up to 128 new tokens.
 
 Queries are laid out in blocks of one row's new tokens; a grid step is one of them. Its
-keys come in tiles of whole pages, all key heads at once, copied while the tile before is
-multiplied; the last tile of a block waits for nothing, because the first one of the next
-block is on its way by then.
+keys come in tiles of whole pages, all key heads at once, through a ring of slots: while one tile
+is multiplied the next ones are copied, those of the blocks that follow included. Tiles that
+every query of a block sees whole are multiplied without masks, by code of their own.
+
+`bundles` says what the machine code of these loops allows.
 
 Work of a step: 2 * kv_heads * page_size * head_dim * itemsize bytes per page that a row
 has in use, read once per block of queries, and 4 * queries * keys * heads * head_dim
@@ -121,9 +123,9 @@ class _Shape:
         return self.pages_per_tile * self.page_size
 
     def smem_bytes(self, rows: int) -> int:
-        """Returns the bytes of the scalars in SMEM; arrays of two axes take whole lines of 128."""
-        bits = -(-rows // 8) * 8 * -(-self.words // LANES) * LANES
-        return 4 * (rows * self.pages_per_row + bits + 3 * self.num_blocks + 3 * rows + 8 * LANES)
+        """Returns the bytes of the scalars in SMEM, of one axis each: two would be padded."""
+        per_row = self.pages_per_row + self.words + 3
+        return 4 * (rows * per_row + 3 * self.num_blocks + 8 * LANES)
 
     def vmem_bytes(self) -> int:
         """Returns the bytes of VMEM of a grid step: tiles, queries and results twice, sums."""
@@ -226,7 +228,7 @@ def tree_attention_mosaic_tpu(
         *blocks,
         lengths,
         ends,
-        union_bits(ancestor_bits, row_starts),
+        union_bits(ancestor_bits, row_starts).reshape(-1),
         causal.astype(jnp.int32),
         *arguments,
         in_hbm(k_pages, interpret),
@@ -393,7 +395,7 @@ class _Scalars(NamedTuple):
     count: Any
     lengths: Any  # i32[rows]
     ends: Any
-    union: Any  # i32[rows, words]
+    union: Any  # i32[rows * words]
     is_causal: Any  # i32[rows], read where rows say which of them are trees
 
 
@@ -836,7 +838,7 @@ class _Sums:
         if not shape.words:
             return is_needed
         new = position - scalars.lengths[row]
-        words = [scalars.union[row, word] for word in range(shape.words)]
+        words = [scalars.union[row * shape.words + word] for word in range(shape.words)]
         in_tree = (new < 0) | _has_bit(words, new)
         if shape.is_mixed:
             in_tree |= jnp.full(place.shape, scalars.is_causal[row]) > 0
