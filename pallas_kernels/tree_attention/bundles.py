@@ -82,6 +82,11 @@ class Shape:
     def chip(self) -> Chip:
         return CHIPS[self.topology.partition(":")[0]]
 
+    @property
+    def has_bits(self) -> bool:
+        """Whether new tokens have ancestor bits."""
+        return self.is_tree and self.nodes > 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
@@ -215,7 +220,8 @@ def _of_loops(
     tokens = tiling.tile_tokens
     size = _itemsize(shape.page_dtype or shape.dtype)
     token_bytes = 2 * shape.kv_heads * shape.head_dim * size
-    num_whole, rest = divmod(shape.context + (0 if shape.is_tree else 1), tokens)
+    # In order, every query sees the first new token, too.
+    num_whole = (shape.context + (not shape.has_bits)) // tokens
     num_masked, rest = divmod(shape.context + shape.nodes - num_whole * tokens, tokens)
     bundles = num_whole * whole.bundles + num_masked * masked.bundles + around
     if rest:
@@ -283,7 +289,7 @@ def _compile(shape: Shape) -> Any:
     if layout.is_quantized(pages):
         scales = of((shape.kv_heads,), jnp.float32)
         arguments |= {"k_scale": scales, "v_scale": scales}
-    if shape.is_tree and shape.nodes > 1:
+    if shape.has_bits:
         arguments["ancestor_bits"] = of((num_tokens, -(-shape.nodes // 32)), jnp.uint32)
 
     def attend(arguments: dict[str, Any]) -> Any:
