@@ -21,10 +21,10 @@ hlo: tree_attention.1
    0x3   : >> { %p2 = scmp.eq.s32.totalorder %s1, 3 }
    0x4 LB: >> { %v1 = vld [vmem:[%s1] sm:$0xff] }
    0x5 LB: >>> { %2 = vmatpush.bf16.xpose.msra.mxu0 %v1 }
-   0x6   : >>> { %3 = vmatmul.bf16.vlgmr.msra.gmra.mxu0 %v1  ;;  %4 = vst [vmem:[#allocation9_spill] sm:$0xff] %v1 }
+   0x6   : >>> { %3 = vmatmul.bf16.vlgmr.msra.gmra.mxu0 %v1  ;;  %4 = vst [vmem:[#a_spill]] %v1 }
    0x7   :  { }
    0x8 LB: >> { %5 = vmatmul.bf16.vlgmr.msra.gmra.mxu0 %v1 }
-   0x9   : >> { %v2 = vld [vmem:[#allocation9_spill] sm:$0xff] }
+   0x9   : >> { %v2 = vld [vmem:[#a_spill]] }
    0xa   :  { }
    0xb   : >> { %6 = vst [vmem:[%s1] sm:$0xff] %v2 }
    0xc   : > { %s2 = sadd.s32 1, %s1 }
