@@ -433,7 +433,8 @@ class _Copies:
         stripe, per_page = self.updates.stripe(entry), jnp.int32(self.page_size // size)
         page = lax.div(stripe, per_page)
         begin = pl.multiple_of((stripe - page * per_page) * size, size)
-        ends = array.at[page, :, pl.ds(begin, size)], self.buffer.at[place]
-        return pltpu.make_async_copy(
-            *(reversed(ends) if self.is_write else ends), self.sems.at[place]
-        )
+        stripe_in_hbm = array.at[page, :, pl.ds(begin, size)]
+        buffer, sem = self.buffer.at[place], self.sems.at[place]
+        if self.is_write:
+            return pltpu.make_async_copy(buffer, stripe_in_hbm, sem)
+        return pltpu.make_async_copy(stripe_in_hbm, buffer, sem)

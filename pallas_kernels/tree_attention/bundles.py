@@ -225,8 +225,8 @@ def _of_loops(
     num_masked, rest = divmod(shape.context + shape.nodes - num_whole * tokens, tokens)
     bundles = num_whole * whole.bundles + num_masked * masked.bundles + around
     if rest:
-        is_few = few is not None and rest <= tiling.few_tokens
-        bundles += (few if is_few else masked).bundles
+        is_few = tiling.few_tokens is not None and rest <= tiling.few_tokens
+        bundles += few.bundles if few is not None and is_few else masked.bundles
     in_use = -(-(shape.context + shape.nodes) // shape.page_size) * shape.page_size
     per_second = chip.cores * chip.clock_hz
     queries = min(shape.nodes, tiling.queries)

@@ -53,7 +53,7 @@ FEW_QUERIES = 8  # of a block that has no more, no more are computed
 MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
 UNSEEN = 1 << 30  # a new key that no token sees
 LOG2_E = math.log2(math.e)
-FEW_TOKENS = 128  # of the last tile: a row that has no more there, computes no more
+KEYS_AT_ONCE = 256  # of a tile: a row whose last tile holds no more keys multiplies no more
 MOST_ROWS = 256  # of queries that are multiplied at once, as parts
 ROWS_OF_PART = 128
 MOST_SCORES = 128 << 10  # of parts that are multiplied at once: twice the vector registers
@@ -111,12 +111,17 @@ class _Shape:
         return self.kv_heads * (rows // at_once), at_once
 
     @property
+    def keys_at_once(self) -> int:
+        """Keys of a tile whose products are one matrix product; a tile adds these in order."""
+        size, most = self.tile_tokens, KEYS_AT_ONCE
+        is_cut = most % self.page_size == 0 or self.page_size % most == 0
+        return most if size % most == 0 and is_cut else size
+
+    @property
     def few_tokens(self) -> int | None:
-        """Keys that are enough for the last tile of many rows; None: that cannot be cut."""
-        if self.steps_of(self.queries)[0] > 1 or self.tile_tokens <= FEW_TOKENS:
-            return None
-        is_cut = FEW_TOKENS % self.page_size == 0 or self.page_size % FEW_TOKENS == 0
-        return FEW_TOKENS if is_cut else None
+        """Keys that are enough for the last tile of many rows; None: the tile is not cut."""
+        is_cut = self.steps_of(self.queries)[0] == 1 and self.keys_at_once < self.tile_tokens
+        return self.keys_at_once if is_cut else None
 
     @property
     def tile_tokens(self) -> int:
@@ -607,7 +612,8 @@ class _Part(NamedTuple):
 
     head: Any
     begin: Any  # first row
-    is_visible: Array | None  # bool[rows, tokens]; None: every key is visible
+    # Per piece of `keys_at_once` of the tile: bool[rows, keys]. None: every key is visible.
+    is_visible: Sequence[Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -641,15 +647,19 @@ class _Sums:
 
     def add(self, block: Any, tile: Any, slot: Any, queries: int, span: _Span) -> None:
         """Adds the keys and values of a tile to what the first so many queries know."""
-        shape, tokens = self.shape, span.tokens
+        shape = self.shape
         steps, rows = shape.steps_of(queries)
-        value_mask = None if span.is_whole else self._value_mask(block, tile, tokens)
-        part_rows = min(rows, ROWS_OF_PART) if rows % ROWS_OF_PART == 0 else rows
+        pieces = range(0, span.tokens, shape.keys_at_once)
+        value_masks = [
+            None if span.is_whole else self._value_mask(block, tile, piece) for piece in pieces
+        ]
+        part_rows = ROWS_OF_PART if rows % ROWS_OF_PART == 0 else rows
 
-        def visible(begin: Any) -> Array | None:
-            if span.is_whole:
-                return None
-            return self._visible(block, tile, begin, part_rows, tokens)
+        def visible(begin: Any) -> list[Array | None]:
+            return [
+                None if span.is_whole else self._visible(block, tile, begin, part_rows, piece)
+                for piece in pieces
+            ]
 
         if steps == 1:
             parts = [
@@ -658,9 +668,9 @@ class _Sums:
                 for is_visible in [visible(begin)]
                 for head in range(shape.kv_heads)
             ]
-            at_once = max(MOST_SCORES // (part_rows * tokens), 1)
+            at_once = max(MOST_SCORES // (part_rows * span.tokens), 1)
             for first in range(0, len(parts), at_once):
-                self._add_parts(slot, parts[first : first + at_once], part_rows, tokens, value_mask)
+                self._add_parts(slot, parts[first : first + at_once], part_rows, value_masks)
             return
         per_head = steps // shape.kv_heads
 
@@ -669,7 +679,7 @@ class _Sums:
             begin = pl.multiple_of((step - head * per_head) * rows, rows)
             begins = [begin + offset for offset in range(0, rows, part_rows)]
             parts = [_Part(head, begin, visible(begin)) for begin in begins]
-            self._add_parts(slot, parts, part_rows, tokens, value_mask)
+            self._add_parts(slot, parts, part_rows, value_masks)
             return ()
 
         lax.fori_loop(0, steps, body, ())
@@ -679,13 +689,13 @@ class _Sums:
         slot: Any,
         parts: Sequence[_Part],
         rows: int,
-        tokens: int,
-        value_mask: Array | None,  # see `_value_mask`
+        value_masks: Sequence[Array | None],  # per piece of the tile, see `_value_mask`
     ) -> None:
-        """Adds the first tokens of a tile to parts of the queries, of so many rows each.
+        """Adds the first pieces of a tile to parts of the queries, of so many rows each.
 
         Each operation is done for all parts before the next one, so that the products of one
-        part hide the latency of another's.
+        part hide the latency of another's. Pieces are summed in order: those that are masked as
+        a whole add 0, so that leaving them out changes no bit.
         """
         shape = self.shape
         own = [pl.ds(part.begin, rows) for part in parts]
@@ -694,42 +704,49 @@ class _Sums:
             precision=precision_of(shape.dtype),
             preferred_element_type=jnp.float32,
         )
-        scores = []
+        all_scores = []
         for part, place in zip(parts, own, strict=True):
-            k = self._read(self.k_tiles, slot, part.head, tokens)
-            product = multiply(self.q[0, part.head, place], k, (((1,), (1,)), ((), ())))
-            scores.append(self._scaled(product, part, rows))
-        tops, weights = [], []
-        for part, place, score in zip(parts, own, scores, strict=True):
-            top = self.top[part.head, place]
-            top = jnp.maximum(top, score.max(axis=1, keepdims=True))
+            q, scores = self.q[0, part.head, place], []
+            for piece, is_visible in enumerate(part.is_visible):
+                k = self._read(self.k_tiles, slot, part.head, piece)
+                product = multiply(q, k, (((1,), (1,)), ((), ())))
+                scores.append(self._scaled(product, part, rows, is_visible))
+            all_scores.append(scores)
+        tops, all_weights = [], []
+        for part, place, scores in zip(parts, own, all_scores, strict=True):
+            highest = functools.reduce(jnp.maximum, scores).max(axis=1, keepdims=True)
+            top = jnp.maximum(self.top[part.head, place], highest)
             known = top[:, :1]
-            if part.is_visible is not None:
+            if part.is_visible[0] is not None:
                 # Far above what is masked: its weight is 0 in rows that see nothing, too.
                 known = jnp.maximum(known, MASKED / 2)
             tops.append(top)
-            weights.append(jnp.exp2(score - known))
-        for part, place, top, weight in zip(parts, own, tops, weights, strict=True):
-            v = self._read(self.v_tiles, slot, part.head, tokens)
-            if value_mask is not None:
-                v = pltpu.bitcast(pltpu.bitcast(v, jnp.int32) & value_mask, v.dtype)
-            added = multiply(weight.astype(v.dtype), v, (((1,), (0,)), ((), ())))
+            all_weights.append([jnp.exp2(score - known) for score in scores])
+        for part, place, top, weights in zip(parts, own, tops, all_weights, strict=True):
             decay = jnp.exp2(self.top[part.head, place] - top)
+            acc = self.acc[part.head, place] * decay[:, :1]
+            for piece, weight in enumerate(weights):
+                v = self._read(self.v_tiles, slot, part.head, piece)
+                if (mask := value_masks[piece]) is not None:
+                    v = pltpu.bitcast(pltpu.bitcast(v, jnp.int32) & mask, v.dtype)
+                acc += multiply(weight.astype(v.dtype), v, (((1,), (0,)), ((), ())))
+            added = functools.reduce(jnp.add, weights).sum(axis=1, keepdims=True)
             self.top[part.head, place] = top
-            total = self.total[part.head, place] * decay
-            self.total[part.head, place] = total + weight.sum(axis=1, keepdims=True)
-            self.acc[part.head, place] = self.acc[part.head, place] * decay[:, :1] + added
+            self.total[part.head, place] = self.total[part.head, place] * decay + added
+            self.acc[part.head, place] = acc
 
-    def _read(self, tiles: Any, slot: Any, head: Any, tokens: int) -> Array:
-        """Returns the first keys or values of a tile, dtype[tokens, head_dim]."""
-        shape = self.shape
-        pages, of_page = max(tokens // shape.page_size, 1), min(tokens, shape.page_size)
-        numbers = tiles[slot, :pages, head, :of_page].reshape(tokens, shape.head_dim)
+    def _read(self, tiles: Any, slot: Any, head: Any, piece: int) -> Array:
+        """Returns the keys or values of a piece of a tile, dtype[keys_at_once, head_dim]."""
+        shape, count = self.shape, self.shape.keys_at_once
+        pages, of_page = max(count // shape.page_size, 1), min(count, shape.page_size)
+        page, begin = divmod(piece * count, shape.page_size)
+        numbers = tiles[slot, page : page + pages, head, begin : begin + of_page]
+        numbers = numbers.reshape(count, shape.head_dim)
         if self.scales is None:
             return numbers
         return numbers.astype(jnp.float32).astype(shape.dtype)
 
-    def _scaled(self, scores: Array, part: _Part, rows: int) -> Array:
+    def _scaled(self, scores: Array, part: _Part, rows: int, is_visible: Array | None) -> Array:
         """Returns scores as logarithms to base 2, whose exponential is one instruction."""
         shape = self.shape
         factor = shape.scale * (LOG2_E if shape.softcap is None else 1 / shape.softcap)
@@ -739,7 +756,7 @@ class _Sums:
         scores = scores * factor
         if shape.softcap is not None:
             scores = shape.softcap * LOG2_E * jnp.tanh(scores)
-        return scores if part.is_visible is None else jnp.where(part.is_visible, scores, MASKED)
+        return scores if is_visible is None else jnp.where(is_visible, scores, MASKED)
 
     def finish(self, out: Any) -> None:
         """Writes the means of the values; 0 where nothing was seen."""
@@ -769,14 +786,18 @@ class _Sums:
             by_query = jnp.where(place == other, numbers[line * count + other], by_query)
         return by_query
 
-    def _visible(self, block: Any, tile: Any, begin: Any, rows: int, tokens: int) -> Array:
-        """Returns which of a tile's first keys some rows of queries see, bool[rows, tokens].
+    def _visible(self, block: Any, tile: Any, begin: Any, rows: int, first: int) -> Array:
+        """Returns which keys of a piece some rows of queries see, bool[rows, keys_at_once].
+
+        Args:
+          first: place of the piece in the tile.
+
 
         What depends on the key alone is computed for one row, to leave few operations for all.
         """
         shape, scalars = self.shape, self.scalars
         row = scalars.row[block]
-        place = lax.broadcasted_iota(jnp.int32, (1, tokens), 1)
+        place = first + lax.broadcasted_iota(jnp.int32, (1, shape.keys_at_once), 1)
         position = tile * shape.tile_tokens + place
         new = position - scalars.lengths[row]
         new_or_unseen = jnp.where(position < scalars.ends[row], new, UNSEEN)
@@ -812,20 +833,21 @@ class _Sums:
             seen |= word & jnp.where(new < 0, -1, bit)
         return seen != 0
 
-    def _value_mask(self, block: Any, tile: Any, tokens: int) -> Array:
-        """Returns a mask of the bits of values that a query may see: others may hold NaN.
+    def _value_mask(self, block: Any, tile: Any, first: int) -> Array:
+        """Returns a mask of the bits of a piece's values that a query may see: others may hold
+        NaN.
 
-        i32[tokens * itemsize / 4, head_dim] for values whose neighbours share a word.
+        i32[keys_at_once * itemsize / 4, head_dim] for values whose neighbours share a word.
         """
         shape = self.shape
         packing = 4 // jnp.dtype(shape.dtype).itemsize
-        size = tokens // packing, shape.head_dim
+        size = shape.keys_at_once // packing, shape.head_dim
         word = lax.broadcasted_iota(jnp.int32, size, 0)
         mask = jnp.int32(0)
         for place in range(packing):
             bits = (1 << 32 // packing) - 1 << place * (32 // packing)
             bits = jnp.int32(bits - (1 << 32) if bits >> 31 else bits)
-            is_needed = self._needed(block, tile, word * packing + place)
+            is_needed = self._needed(block, tile, first + word * packing + place)
             mask |= jnp.where(is_needed, bits, 0)
         return mask
 
