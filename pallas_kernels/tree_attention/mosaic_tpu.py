@@ -57,7 +57,7 @@ KEYS_AT_ONCE = 256  # of a tile: a row whose last tile holds no more keys multip
 MOST_ROWS = 256  # of queries that are multiplied at once, as parts
 ROWS_OF_PART = 128
 MOST_SCORES = 128 << 10  # of parts that are multiplied at once: twice the vector registers
-MOST_HEADS_UNROLLED = 8
+MOST_HEADS = 4  # that are multiplied at once
 LEAST_BYTES_AHEAD = 3 << 19  # of copies under way while a tile is multiplied
 LEAST_SLOTS, MOST_SLOTS = 3, 8  # of tiles
 
@@ -87,6 +87,7 @@ class _Shape:
     has_sinks: bool = False
     has_scales: bool = False
     is_mixed: bool = False  # whether rows say which of them are trees
+    has_holes: bool = False  # whether keys may lie among the new ones that no query has a bit of
 
     @property
     def query_rows(self) -> int:
@@ -99,16 +100,14 @@ class _Shape:
         rows = -(-queries * self.group // packing) * packing
         return rows if rows <= MOST_ROWS else -(-rows // MOST_ROWS) * MOST_ROWS
 
-    def steps_of(self, queries: int) -> tuple[int, int]:
-        """Returns how many steps add a tile to so many queries, and rows of a head in each.
-
-        A loop takes them where there are more than one; else all heads are unrolled.
-        """
+    def steps_of(self, queries: int) -> tuple[int, int, int]:
+        """Returns how many steps add a tile to so many queries, the key heads of each step, and
+        the rows of each head. A loop takes the steps if there are several."""
         rows = self.rows_of_queries(queries)
-        at_once = min(rows, MOST_ROWS)
-        if rows == at_once and self.kv_heads <= MOST_HEADS_UNROLLED:
-            return 1, rows
-        return self.kv_heads * (rows // at_once), at_once
+        if rows > MOST_ROWS:
+            return self.kv_heads * (rows // MOST_ROWS), 1, MOST_ROWS
+        heads = max(n for n in range(1, MOST_HEADS + 1) if self.kv_heads % n == 0)
+        return self.kv_heads // heads, heads, rows
 
     @property
     def keys_at_once(self) -> int:
@@ -120,7 +119,7 @@ class _Shape:
     @property
     def few_tokens(self) -> int | None:
         """Keys that are enough for the last tile of many rows; None: the tile is not cut."""
-        is_cut = self.steps_of(self.queries)[0] == 1 and self.keys_at_once < self.tile_tokens
+        is_cut = self.query_rows <= MOST_ROWS and self.keys_at_once < self.tile_tokens
         return self.keys_at_once if is_cut else None
 
     @property
@@ -187,6 +186,8 @@ def tree_attention_mosaic_tpu(
         has_scales=k_scale is not None,
         heads_per_line=1 if k_scale is None else len(k_scale) // shape.kv_heads,
         is_mixed=ancestor_bits is not None and is_causal is not None,
+        # Otherwise every new key is that of a query, which has its own bit.
+        has_holes=ancestor_bits is not None and num_new_keys is not None,
     )
     # What lies past the bound is not computed.
     num_new = jnp.minimum(row_starts[1:] - row_starts[:-1], max_tokens_per_row)
@@ -233,7 +234,7 @@ def tree_attention_mosaic_tpu(
         *blocks,
         lengths,
         ends,
-        union_bits(ancestor_bits, row_starts).reshape(-1),
+        union_bits(ancestor_bits if shape.has_holes else None, row_starts).reshape(-1),
         causal.astype(jnp.int32),
         *arguments,
         in_hbm(k_pages, interpret),
@@ -648,7 +649,7 @@ class _Sums:
     def add(self, block: Any, tile: Any, slot: Any, queries: int, span: _Span) -> None:
         """Adds the keys and values of a tile to what the first so many queries know."""
         shape = self.shape
-        steps, rows = shape.steps_of(queries)
+        steps, heads, rows = shape.steps_of(queries)
         pieces = range(0, span.tokens, shape.keys_at_once)
         value_masks = [
             None if span.is_whole else self._value_mask(block, tile, piece) for piece in pieces
@@ -661,28 +662,26 @@ class _Sums:
                 for piece in pieces
             ]
 
-        if steps == 1:
+        at_once = max(MOST_SCORES // (part_rows * span.tokens), 1)
+
+        def add_step(step: Any) -> None:
+            # Steps of several heads have all rows of each; others are one head's next rows.
+            per_head = steps // (shape.kv_heads // heads)
+            head = step if per_head == 1 else _divide(step, per_head)
+            begin = 0 if per_head == 1 else pl.multiple_of((step - head * per_head) * rows, rows)
             parts = [
-                _Part(head, begin, is_visible)
-                for begin in range(0, rows, part_rows)
-                for is_visible in [visible(begin)]
-                for head in range(shape.kv_heads)
+                _Part(head * heads + place, begin + offset, is_visible)
+                for offset in range(0, rows, part_rows)
+                for is_visible in [visible(begin + offset)]
+                for place in range(heads)
             ]
-            at_once = max(MOST_SCORES // (part_rows * span.tokens), 1)
             for first in range(0, len(parts), at_once):
                 self._add_parts(slot, parts[first : first + at_once], part_rows, value_masks)
-            return
-        per_head = steps // shape.kv_heads
 
-        def body(step: Any, _: Any) -> Any:
-            head = _divide(step, per_head)
-            begin = pl.multiple_of((step - head * per_head) * rows, rows)
-            begins = [begin + offset for offset in range(0, rows, part_rows)]
-            parts = [_Part(head, begin, visible(begin)) for begin in begins]
-            self._add_parts(slot, parts, part_rows, value_masks)
-            return ()
-
-        lax.fori_loop(0, steps, body, ())
+        if steps == 1:
+            add_step(0)
+        else:
+            lax.fori_loop(0, steps, lambda step, _: (add_step(step), ())[1], ())
 
     def _add_parts(
         self,
@@ -857,7 +856,7 @@ class _Sums:
         row = scalars.row[block]
         position = tile * shape.tile_tokens + place
         is_needed = position < scalars.ends[row]
-        if not shape.words:
+        if not shape.has_holes:
             return is_needed
         new = position - scalars.lengths[row]
         words = [scalars.union[row * shape.words + word] for word in range(shape.words)]
