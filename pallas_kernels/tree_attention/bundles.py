@@ -116,7 +116,7 @@ class Bound:
 @dataclasses.dataclass(frozen=True)
 class _Bundle:
     depth: int
-    begins_loop: bool
+    loop_depth: int  # of the loop that begins here; 0: none does
     is_matrix: bool
     is_spill: bool
 
@@ -135,12 +135,10 @@ def read_bundles(text: str) -> list[_Bundle]:
         if not (found := _LINE.match(line)):
             continue
         depth = found[2].count(">")
-        if not depth and re.search(r":\s*\{\s*\}", line) and bundles:
-            depth = bundles[-1].depth  # an empty bundle does not say its depth
         bundles.append(
             _Bundle(
                 depth,
-                found[1] == "LB",
+                depth if found[1] == "LB" else 0,
                 "vmatmul" in line or "vmatpush" in line,
                 "_spill]" in line and " = vst " in line.replace("vst.", "vst "),
             )
@@ -156,36 +154,39 @@ def loops_over_tiles(bundles: Sequence[_Bundle], turns_within: int) -> tuple[lis
     Args:
       turns_within: how often a loop turns that multiplies within such a loop.
     """
-    # The grid is the loop of depth 1; blocks of queries follow each other in it.
-    loops, in_loops = [], 0
-    for begin, end in _extents(bundles, 2):
-        body = bundles[begin:end]
-        count = len(body)
-        for first, last in _extents(body, 3):
-            within = body[first:last]
-            if any(one.is_matrix for one in within):
-                count += (turns_within - 1) * len(within)
-        in_loops += len(body)
-        if any(one.is_matrix for one in body):
+    loops, around = [], 0
+    for first, last in _extents(bundles, 1):  # over the grid: blocks of queries
+        step = bundles[first:last]
+        around += len(step)
+        for begin, end in _extents(step, 2):
+            body = step[begin:end]
+            around -= len(body)
             matrix = sum(one.is_matrix for one in body)
-            loops.append(Loop(count, matrix, sum(one.is_spill for one in body)))
-    return loops, sum(one.depth >= 1 for one in bundles) - in_loops
+            if matrix:
+                within = sum(
+                    last - first
+                    for first, last in _extents(body, 3)
+                    if any(one.is_matrix for one in body[first:last])
+                )
+                count = len(body) + (turns_within - 1) * within
+                loops.append(Loop(count, matrix, sum(one.is_spill for one in body)))
+    return loops, around
 
 
 def _extents(bundles: Sequence[_Bundle], depth: int) -> Iterator[tuple[int, int]]:
-    """Yields where each loop of a depth begins, and where it has ended."""
-    place = 0
-    while place < len(bundles):
-        if bundles[place].begins_loop and bundles[place].depth == depth:
-            begin = place
-            place += 1
-            while place < len(bundles) and bundles[place].depth >= depth:
-                if bundles[place].begins_loop and bundles[place].depth == depth:
-                    break
-                place += 1
-            yield begin, place
-        else:
-            place += 1
+    """Yields where each loop of a depth begins, and where it has ended.
+
+    Within a loop some bundles are marked as of the code around it, where the compiler moved
+    instructions from behind the loop into its last turn. So a loop ends with its last bundle that
+    is marked as its own, before another loop begins.
+    """
+    begins = [
+        place for place, one in enumerate(bundles) if one.loop_depth and one.loop_depth <= depth
+    ]
+    for begin, limit in zip(begins, [*begins[1:], len(bundles)], strict=True):
+        if bundles[begin].loop_depth == depth:
+            own = [place for place in range(begin, limit) if bundles[place].depth >= depth]
+            yield begin, own[-1] + 1
 
 
 def bound(shape: Shape) -> Bound:

@@ -7,8 +7,9 @@ from pallas_kernels.tree_attention.bundles import CHIPS, Loop, Shape, loops_over
 from pallas_kernels.tree_attention.mosaic_tpu import Tiling
 from specjax.configs.devices import DEVICES
 
-# A grid step of 12 bundles: 2 around, a loop that only copies, a loop over whole tiles with a loop
-# of two bundles within, and a loop with masks. An empty bundle does not say where it is.
+# A grid step of 14 bundles: 2 around, a loop that only copies, a loop over whole tiles with a loop
+# of three bundles within, and a loop with masks. Empty bundles, and those with instructions from
+# behind a loop, do not say that they are within.
 CODE = """
 LB: loop body
 = control target key end
@@ -23,9 +24,11 @@ hlo: tree_attention.1
    0x5 LB: >>> { %2 = vmatpush.bf16.xpose.msra.mxu0 %v1 }
    0x6   : >>> { %3 = vmatmul.bf16.vlgmr.msra.gmra.mxu0 %v1  ;;  %4 = vst [vmem:[#a_spill]] %v1 }
    0x7   :  { }
+   0x8   : >>> { %4 = vadd.f32 %v1, %v1 }
    0x8 LB: >> { %5 = vmatmul.bf16.vlgmr.msra.gmra.mxu0 %v1 }
    0x9   : >> { %v2 = vld [vmem:[#a_spill]] }
-   0xa   :  { }
+   0xa   : > { %s9 = sld [smem:[#a_spill]] (%p9) }
+   0xb   :  { }
    0xb   : >> { %6 = vst [vmem:[%s1] sm:$0xff] %v2 }
    0xc   : > { %s2 = sadd.s32 1, %s1 }
    0xd   :  { %8 = vsyncpa [#allocation3], 1 }
@@ -34,11 +37,11 @@ hlo: tree_attention.1
 
 def test_loops_are_counted_with_what_turns_within():
     loops, around = loops_over_tiles(read_bundles(CODE), turns_within=8)
-    # The loop within has 3 bundles, the empty one included, and its own loop has 1 more.
-    assert loops == [Loop(1 + 8 * 3, 2, 1), Loop(4, 1, 0)]
+    # The loop within has 4 bundles, the empty one included, and its own loop has 1 more.
+    assert loops == [Loop(1 + 8 * 4, 2, 1), Loop(5, 1, 0)]
     assert around == 2
     unrolled, _ = loops_over_tiles(read_bundles(CODE), turns_within=1)
-    assert unrolled[0].bundles == 4
+    assert unrolled[0].bundles == 5
 
 
 def test_other_text_is_refused():
