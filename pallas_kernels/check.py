@@ -37,7 +37,7 @@ from typing import Any
 from pallas_kernels.gpu_targets import TARGETS, described_devices
 
 # Settings that libtpu asks of its machine; none of them is used.
-_NO_TPU = {
+NO_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -490,7 +490,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes that compile")
     parser.add_argument("--json", action="store_true", help="a list of documents")
     options = parser.parse_args(argv)
-    for name, value in _NO_TPU.items():
+    for name, value in NO_TPU.items():
         os.environ.setdefault(name, value)
     if not options.tpu and not options.gpu:
         options.tpu, options.gpu = TOPOLOGIES, ("h100",)

@@ -1,8 +1,11 @@
-"""Tokens read out of pages and written into them, for TPU: whole pages go to VMEM and back.
+"""Tokens read out of pages and written into them, for TPU: parts of pages go to VMEM and back.
 
-A token's key is one sublane of a page's tile, which no copy reaches alone, so a page is
-read, changed and written: 2 * kv_heads * page_size * head_dim * itemsize bytes, once for all new
-tokens of the page in a chunk. While one page is changed the next ones are on their way.
+A token's key is one sublane of a tile in memory, which no copy reaches alone. So the tiles that
+hold it are read, changed and written: those of as many neighbouring tokens of a page as a tile
+has sublanes, 16 of bfloat16, 8 of float32, 32 of int8 and fp8, for all key heads. Such a group is
+called a stripe. It takes 2 * kv_heads * sublanes * head_dim * itemsize bytes of traffic, whatever
+the page's size, once for all new tokens of the stripe in a chunk. While one stripe is changed the
+next ones are on their way.
 
 A call takes any number of arrays of one shape: the keys and values of a layer, or of all
 layers. A grid step is a chunk of tokens in one array; which array is told apart where a copy
@@ -27,7 +30,7 @@ from pallas_kernels import layout
 from pallas_kernels.implementations import is_in_a_loop
 
 LANES = 128
-MOST_PAGES_UNDER_WAY = 16
+MOST_STRIPES_UNDER_WAY = 64
 BYTES_UNDER_WAY = 2 << 20
 MOST_TOKENS = 512  # of a chunk
 VMEM_BYTES = 12 << 20  # of 16 MiB, the least of all generations
@@ -92,7 +95,7 @@ def read_tokens(
         compiler_params=_PARALLEL_ARRAYS,
         interpret=interpret,
         name="read_kv",
-    )(*_group_by_page(slots, call), *(in_hbm(array, interpret) for array in arrays))
+    )(*_group_by_stripe(slots, call), *(in_hbm(array, interpret) for array in arrays))
 
 
 def write_tokens(
@@ -122,7 +125,7 @@ def write_tokens(
         interpret=interpret,
         name=name,
     )(
-        *_group_by_page(slots, call),
+        *_group_by_stripe(slots, call),
         new,
         *(in_hbm(array, interpret) for array in arrays),
     )
@@ -133,15 +136,19 @@ def vmem_bytes(pages: Any, num_tokens: int) -> int:
     return _Call.of(pages, num_tokens).vmem_bytes()
 
 
-# Two cores, where a chip has them, take an array each: no page is in two arrays.
-_PARALLEL_ARRAYS = pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"))
+# Two cores, where a chip has them, take an array each: no page is in two arrays. Only stripes of
+# slots that exist are copied.
+_PARALLEL_ARRAYS = pltpu.CompilerParams(
+    dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
     """Static sizes of a call."""
 
-    page_shape: tuple[int, int, int]  # kv_heads, page_size, head_dim
+    stripe_shape: tuple[int, int, int]  # kv_heads, tokens, head_dim
+    page_size: int
     dtype: jnp.dtype
     num_slots: int
     num_tokens: int
@@ -159,7 +166,8 @@ class _Call:
         chunk = min(max(num_tokens, 1), MOST_TOKENS)
         while True:
             call = cls(
-                pages.shape[1:],
+                (layout.kv_heads(pages), sublanes_of(pages.dtype), layout.head_dim(pages)),
+                layout.page_size(pages),
                 pages.dtype,
                 layout.num_slots(pages),
                 num_tokens,
@@ -170,7 +178,7 @@ class _Call:
                 break
             if chunk == 1:
                 raise NotImplementedError(
-                    f"pages of {pages.shape[1:]} need {call.vmem_bytes()} bytes of VMEM, and "
+                    f"tokens of {call.token_shape} need {call.vmem_bytes()} bytes of VMEM, and "
                     f"{VMEM_BYTES} are there."
                 )
             chunk = max(chunk // 2 // 8 * 8, 1)
@@ -186,17 +194,17 @@ class _Call:
 
     @property
     def token_shape(self) -> tuple[int, int]:
-        return self.page_shape[0], self.page_shape[2]
+        return self.stripe_shape[0], self.stripe_shape[2]
 
     @property
-    def pages_under_way(self) -> int:
-        page = math.prod(self.page_shape) * self.dtype.itemsize
-        return min(MOST_PAGES_UNDER_WAY, max(2, BYTES_UNDER_WAY // page))
+    def stripes_under_way(self) -> int:
+        stripe = math.prod(self.stripe_shape) * self.dtype.itemsize
+        return min(MOST_STRIPES_UNDER_WAY, max(2, BYTES_UNDER_WAY // stripe))
 
     def vmem_bytes(self) -> int:
-        """Returns the bytes of VMEM of a grid step: tokens twice, and pages under way."""
-        page = math.prod(self.page_shape) * self.dtype.itemsize
-        return 2 * self.chunk * self.token_bytes + self.pages_under_way * page
+        """Returns the bytes of VMEM of a grid step: tokens twice, and stripes under way."""
+        stripe = math.prod(self.stripe_shape) * self.dtype.itemsize
+        return 2 * self.chunk * self.token_bytes + self.stripes_under_way * stripe
 
     def smem_bytes(self) -> int:
         """Returns the bytes of SMEM that the tokens' places take."""
@@ -208,12 +216,12 @@ class _Call:
         return pl.BlockSpec(block, lambda array, chunk, *_: (array, chunk, 0, 0))
 
     def grid_spec(self, *, count: int, **specs: Any) -> pltpu.PrefetchScalarGridSpec:
-        under_way = self.pages_under_way
+        under_way = self.stripes_under_way
         return pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(_Updates._fields),
             grid=(count, self.num_chunks),
             scratch_shapes=[
-                pltpu.VMEM((under_way, *self.page_shape), self.dtype),
+                pltpu.VMEM((under_way, *self.stripe_shape), self.dtype),
                 *[pltpu.SemaphoreType.DMA((under_way,))] * 2,
             ],
             **specs,
@@ -224,19 +232,19 @@ class _Call:
 
 
 class _Updates(NamedTuple):
-    """Tokens of each chunk, grouped by page; those that are dropped come last.
+    """Tokens of each chunk, grouped by stripe; those that are dropped come last.
 
     Chunks lie end to end; `start` has one number more for each.
     """
 
     token: Array  # i32[tokens], within the chunk, in the order of their slots
-    offset: Array  # i32[tokens], slot within the page, in the same order
-    page: Array  # i32[tokens], one entry per page that changes
-    start: Array  # i32[tokens + chunks], first token of each page; also past the last one
-    num_pages: Array  # i32[chunks], entries in use
+    offset: Array  # i32[tokens], slot within the stripe, in the same order
+    stripe: Array  # i32[tokens], one entry per stripe that changes
+    start: Array  # i32[tokens + chunks], first token of each stripe; also past the last one
+    num_stripes: Array  # i32[chunks], entries in use
 
 
-def _group_by_page(slots: Array, call: _Call) -> _Updates:
+def _group_by_stripe(slots: Array, call: _Call) -> _Updates:
     """Returns where token i of i32[num_tokens] slots goes; a slot that does not exist means
     dropped."""
     size = call.num_chunks * call.chunk
@@ -250,21 +258,21 @@ def _group_by_page(slots: Array, call: _Call) -> _Updates:
 
 
 def _group_chunk(slots: Array, call: _Call) -> _Updates:
-    size, page_size = call.chunk, call.page_shape[1]
+    size, stripe_size = call.chunk, call.stripe_shape[1]
     token = jnp.argsort(slots).astype(jnp.int32)
     slots = slots[token]
-    pages = slots // page_size
+    stripes = slots // stripe_size
     index = jnp.arange(size, dtype=jnp.int32)
-    before = jnp.concatenate([jnp.full(1, -1, jnp.int32), pages[:-1]])
-    is_first = (pages != before) & (slots < call.num_slots)
+    before = jnp.concatenate([jnp.full(1, -1, jnp.int32), stripes[:-1]])
+    is_first = (stripes != before) & (slots < call.num_slots)
     entry = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     num_kept = jnp.sum(slots < call.num_slots, dtype=jnp.int32)
     # Nothing is set at `size`, past the last entry that there can be.
     place = jnp.where(is_first, entry, size + 1)
     start = jnp.full(size + 1, num_kept).at[place].set(index, mode="drop")
-    page = jnp.zeros(size, jnp.int32).at[place].set(pages, mode="drop")
-    num_pages = jnp.sum(is_first, dtype=jnp.int32)
-    return _Updates(token, slots % page_size, page, start, num_pages)
+    stripe = jnp.zeros(size, jnp.int32).at[place].set(stripes, mode="drop")
+    num_stripes = jnp.sum(is_first, dtype=jnp.int32)
+    return _Updates(token, slots % stripe_size, stripe, start, num_stripes)
 
 
 # The kernels
@@ -273,69 +281,68 @@ def _group_chunk(slots: Array, call: _Call) -> _Updates:
 def _read_kernel(*refs: Any, call: _Call, count: int) -> None:
     updates, rest = _Chunk.of(refs, call)
     arrays, (out, buffer, sems, _) = rest[:count], rest[count:]
-    copies = _Copies(updates, arrays, buffer, sems, is_write=False)
+    copies = _Copies(updates, arrays, buffer, sems, call.page_size, is_write=False)
     row = _rows_of(call)
 
-    def of_page(entry: Any) -> None:
-        ahead = entry + call.pages_under_way - 1
-        pl.when(ahead < updates.num_pages)(lambda: copies.start(ahead))
+    def of_stripe(entry: Any) -> None:
+        ahead = entry + call.stripes_under_way - 1
+        pl.when(ahead < updates.num_stripes)(lambda: copies.start(ahead))
         copies.wait(entry)
-        page = lax.rem(entry, call.pages_under_way)
+        place = lax.rem(entry, call.stripes_under_way)
 
-        def of_token(place: Any, _: Any) -> Any:
-            is_own = row == updates.offset(place)
+        def of_token(token: Any, _: Any) -> Any:
+            is_own = row == updates.offset(token)
             tokens = []
-            for head in range(call.page_shape[0]):
-                own = buffer[page, head].astype(jnp.float32)
+            for head in range(call.stripe_shape[0]):
+                own = buffer[place, head].astype(jnp.float32)
                 # A sum with zeros, exact; NaN of other slots is not in it.
                 tokens.append(jnp.where(is_own, own, 0.0).sum(axis=0, keepdims=True))
-            token = jnp.concatenate(tokens, axis=0)
-            out[0, updates.token(place)] = token.astype(out.dtype)
+            out[0, updates.token(token)] = jnp.concatenate(tokens, axis=0).astype(out.dtype)
             return ()
 
         lax.fori_loop(updates.first(entry), updates.first(entry + 1), of_token, ())
 
     copies.start_first()
-    _for_each(updates.num_pages, of_page)
+    _for_each(updates.num_stripes, of_stripe)
 
 
 def _write_kernel(*refs: Any, call: _Call, count: int) -> None:
     updates, (new, *rest) = _Chunk.of(refs, call)
     read, written = rest[:count], rest[count : 2 * count]
     buffer, read_sems, write_sems = rest[2 * count :]
-    copies = _Copies(updates, read, buffer, read_sems, is_write=False)
-    writes = _Copies(updates, written, buffer, write_sems, is_write=True)
+    copies = _Copies(updates, read, buffer, read_sems, call.page_size, is_write=False)
+    writes = _Copies(updates, written, buffer, write_sems, call.page_size, is_write=True)
     row = _rows_of(call)
 
-    def of_page(entry: Any) -> None:
-        ahead = entry + call.pages_under_way - 1
+    def of_stripe(entry: Any) -> None:
+        ahead = entry + call.stripes_under_way - 1
 
-        @pl.when(ahead < updates.num_pages)
+        @pl.when(ahead < updates.num_stripes)
         def _():
             # Its buffer is that of the entry before this one.
             pl.when(entry > 0)(lambda: writes.wait(entry - 1))
             copies.start(ahead)
 
         copies.wait(entry)
-        page = lax.rem(entry, call.pages_under_way)
+        place = lax.rem(entry, call.stripes_under_way)
 
-        def of_token(place: Any, _: Any) -> Any:
-            is_own = row == updates.offset(place)
-            token = new[0, updates.token(place)].astype(jnp.float32)
-            for head in range(call.page_shape[0]):
-                own = buffer[page, head].astype(jnp.float32)
-                own = jnp.where(is_own, token[head : head + 1], own)
-                buffer[page, head] = own.astype(buffer.dtype)
+        def of_token(token: Any, _: Any) -> Any:
+            is_own = row == updates.offset(token)
+            own_new = new[0, updates.token(token)].astype(jnp.float32)
+            for head in range(call.stripe_shape[0]):
+                own = buffer[place, head].astype(jnp.float32)
+                own = jnp.where(is_own, own_new[head : head + 1], own)
+                buffer[place, head] = own.astype(buffer.dtype)
             return ()
 
         lax.fori_loop(updates.first(entry), updates.first(entry + 1), of_token, ())
         writes.start(entry)
 
     copies.start_first()
-    _for_each(updates.num_pages, of_page)
-    # Waits for the last writes: the next chunk may read their pages.
-    first = jnp.maximum(updates.num_pages - call.pages_under_way, 0)
-    _for_each(updates.num_pages, writes.wait, first)
+    _for_each(updates.num_stripes, of_stripe)
+    # Waits for the last writes: the next chunk may read their stripes.
+    first = jnp.maximum(updates.num_stripes - call.stripes_under_way, 0)
+    _for_each(updates.num_stripes, writes.wait, first)
 
 
 def _for_each(end: Any, act: Callable[[Any], None], first: Any = 0) -> None:
@@ -347,8 +354,8 @@ def _for_each(end: Any, act: Callable[[Any], None], first: Any = 0) -> None:
 
 
 def _rows_of(call: _Call) -> Array:
-    """Returns each slot's place in its page, i32[page_size, head_dim]."""
-    return lax.broadcasted_iota(jnp.int32, call.page_shape[1:], 0)
+    """Returns each slot's place in its stripe, i32[tokens, head_dim]."""
+    return lax.broadcasted_iota(jnp.int32, call.stripe_shape[1:], 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,8 +374,8 @@ class _Chunk:
         return updates, list(refs[count:])
 
     @property
-    def num_pages(self) -> Any:
-        return self.updates.num_pages[self.index]
+    def num_stripes(self) -> Any:
+        return self.updates.num_stripes[self.index]
 
     def token(self, place: Any) -> Any:
         return self.updates.token[self.index * self.size + place]
@@ -376,28 +383,29 @@ class _Chunk:
     def offset(self, place: Any) -> Any:
         return self.updates.offset[self.index * self.size + place]
 
-    def page(self, entry: Any) -> Any:
-        return self.updates.page[self.index * self.size + entry]
+    def stripe(self, entry: Any) -> Any:
+        return self.updates.stripe[self.index * self.size + entry]
 
     def first(self, entry: Any) -> Any:
-        """Returns the first token of a page, or of none past the last."""
+        """Returns the first token of a stripe, or of none past the last."""
         return self.updates.start[self.index * (self.size + 1) + entry]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Copies:
-    """Copies of pages of the grid step's array to their buffers, or back."""
+    """Copies of stripes of the grid step's array to their buffers, or back."""
 
     updates: _Chunk
     arrays: Sequence[Any]  # refs in HBM
-    buffer: Any  # dtype[under_way, kv_heads, page_size, head_dim] in VMEM
+    buffer: Any  # dtype[under_way, *stripe_shape] in VMEM
     sems: Any
+    page_size: int
     is_write: bool
 
     def start_first(self) -> None:
         """Begins those that are under way before the first is waited for."""
         most = self.buffer.shape[0] - 1
-        _for_each(jnp.minimum(self.updates.num_pages, most), self.start)
+        _for_each(jnp.minimum(self.updates.num_stripes, most), self.start)
 
     def start(self, entry: Any) -> None:
         own = pl.program_id(0)
@@ -420,7 +428,13 @@ class _Copies:
         self._copy(self.arrays[0], entry).wait()
 
     def _copy(self, array: Any, entry: Any) -> Any:
-        slot = lax.rem(entry, self.buffer.shape[0])
-        page, buffer = array.at[self.updates.page(entry)], self.buffer.at[slot]
-        ends = (buffer, page) if self.is_write else (page, buffer)
-        return pltpu.make_async_copy(*ends, self.sems.at[slot])
+        place = lax.rem(entry, self.buffer.shape[0])
+        size = self.buffer.shape[2]
+        stripe, per_page = self.updates.stripe(entry), jnp.int32(self.page_size // size)
+        page = lax.div(stripe, per_page)
+        begin = pl.multiple_of((stripe - page * per_page) * size, size)
+        stripe_in_hbm = array.at[page, :, pl.ds(begin, size)]
+        buffer, sem = self.buffer.at[place], self.sems.at[place]
+        if self.is_write:
+            return pltpu.make_async_copy(buffer, stripe_in_hbm, sem)
+        return pltpu.make_async_copy(stripe_in_hbm, buffer, sem)

@@ -24,14 +24,58 @@ class BlockSizes:
         or one page.
     """
 
-    # As many as the tallest tree of most drafters, and as wide as the matrix unit. Nothing
-    # was measured on a TPU yet.
-    queries: int = 64
-    tile_tokens: int = 128
+    # Nothing was measured on a TPU yet. `bundles` compiled these for the tables of
+    # docs/benchmarks/kernels.md: 512 keys hide the latency of their own products where a chip has
+    # two key heads. A tile is as wide whatever the number of queries is, so that sums of keys are
+    # in one order whether a step drafts or not.
+    queries: int = 128
+    tile_tokens: int = 512
 
 
 DEFAULT = BlockSizes()
-CANDIDATES = tuple(BlockSizes(q, t) for q in (16, 32, 64, 128) for t in (128, 256, 512))
+CANDIDATES = tuple(BlockSizes(q, t) for q in (16, 32, 64, 128) for t in (128, 256, 512, 1024))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Core:
+    """What the kernel's sizes depend on."""
+
+    cores: int  # that share the blocks of a call
+    vmem_bytes: int  # of a core
+
+
+# By what jax calls a device; sizes as in jax's own pltpu.get_tpu_info (jax 0.10.2).
+_CORES = {
+    "TPU v4": _Core(2, 16 << 20),
+    "TPU v5 lite": _Core(1, 128 << 20),
+    "TPU v5": _Core(2, 64 << 20),
+    "TPU v5p": _Core(2, 64 << 20),
+    "TPU v6 lite": _Core(1, 128 << 20),
+    "TPU7x": _Core(1, 64 << 20),
+}
+_UNKNOWN = _Core(2, 16 << 20)  # the least of all generations; two cores are right for one as well
+_SPARE_BYTES = 2 << 20  # for what the compiler itself keeps in VMEM
+
+
+def cores_of(device_kind: str | None) -> int:
+    """Returns how many cores of a device share the blocks of a call."""
+    return _CORES.get(device_kind or "", _UNKNOWN).cores
+
+
+def vmem_budget(device_kind: str | None) -> int:
+    """Returns the bytes of VMEM that a call may keep there: half of a large one.
+
+    XLA uses the rest to copy weights ahead of other operations.
+    """
+    whole = _CORES.get(device_kind or "", _UNKNOWN).vmem_bytes
+    return max(whole // 2, _UNKNOWN.vmem_bytes - _SPARE_BYTES)
+
+
+def vmem_limit_bytes(device_kind: str | None, needed: int) -> int:
+    """Returns the limit to compile a call with that keeps so many bytes in VMEM."""
+    whole = _CORES.get(device_kind or "", _UNKNOWN).vmem_bytes
+    # A quarter for spilled registers, and for what tiles and blocks take beyond their own bytes.
+    return min(whole, max(_UNKNOWN.vmem_bytes, needed + needed // 4 + _SPARE_BYTES))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""Tree attention for TPU: each page is copied to VMEM once per row, for up to 64 new tokens.
+"""Tree attention for TPU: each page is copied to VMEM once per row, for up to 128 new tokens.
 
 Queries are laid out in blocks of one row's new tokens; a grid step is one of them. Its
-keys come in tiles of whole pages, all key heads at once, copied while the tile before is
-multiplied; the last tile of a block waits for nothing, because the first one of the next
-block is on its way by then.
+keys come in tiles of whole pages, all key heads at once, through a ring of slots: while one tile
+is multiplied the next ones are copied, those of the blocks that follow included. Tiles that
+every query of a block sees whole are multiplied without masks, by code of their own.
+
+`bundles` says what the machine code of these loops allows.
 
 Work of a step: 2 * kv_heads * page_size * head_dim * itemsize bytes per page that a row
 has in use, read once per block of queries, and 4 * queries * keys * heads * head_dim
@@ -14,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +30,13 @@ from pallas_kernels import layout
 from pallas_kernels.implementations import target_kind
 from pallas_kernels.page_updates import LANES, SMEM_BYTES, check_pages, in_hbm
 from pallas_kernels.running_softmax import precision_of
-from pallas_kernels.tree_attention.block_sizes import BlockSizes, choose
+from pallas_kernels.tree_attention.block_sizes import (
+    BlockSizes,
+    choose,
+    cores_of,
+    vmem_budget,
+    vmem_limit_bytes,
+)
 from pallas_kernels.tree_attention.query_blocks import (
     blocks_of,
     by_query_row,
@@ -42,8 +51,15 @@ from pallas_kernels.tree_attention.reference import check_window
 LEAST_QUERIES = 16  # of a block, as long as smaller tiles do as well
 FEW_QUERIES = 8  # of a block that has no more, no more are computed
 MASKED = -1e30  # finite, so that masked minus masked is 0 and not NaN
-CORES = 2  # of a chip that has several; they take every second block
-VMEM_BYTES = 14 << 20  # of 16 MiB, the least of all generations
+UNSEEN = 1 << 30  # a new key that no token sees
+LOG2_E = math.log2(math.e)
+KEYS_AT_ONCE = 256  # of a tile: a row whose last tile holds no more keys multiplies no more
+MOST_ROWS = 256  # of queries that are multiplied at once, as parts
+ROWS_OF_PART = 128
+MOST_SCORES = 128 << 10  # of parts that are multiplied at once: twice the vector registers
+MOST_HEADS = 4  # that are multiplied at once
+LEAST_BYTES_AHEAD = 3 << 19  # of copies under way while a tile is multiplied
+LEAST_SLOTS, MOST_SLOTS = 3, 8  # of tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +75,8 @@ class _Shape:
     num_blocks: int
     pages_per_tile: int
     words: int  # of ancestor bits; 0 without
+    slots: int  # of tiles in VMEM
+    cores: int  # that take every so many-th block
     dtype: jnp.dtype
     page_dtype: jnp.dtype
     heads_per_line: int = 1  # key heads that lie beside each other; told by their scales
@@ -69,6 +87,7 @@ class _Shape:
     has_sinks: bool = False
     has_scales: bool = False
     is_mixed: bool = False  # whether rows say which of them are trees
+    has_holes: bool = False  # whether keys may lie among the new ones that no query has a bit of
 
     @property
     def query_rows(self) -> int:
@@ -78,30 +97,52 @@ class _Shape:
     def rows_of_queries(self, queries: int) -> int:
         """Returns how many rows of it the first so many tokens take."""
         packing = 8 * 4 // jnp.dtype(self.dtype).itemsize
-        return -(-queries * self.group // packing) * packing
+        rows = -(-queries * self.group // packing) * packing
+        return rows if rows <= MOST_ROWS else -(-rows // MOST_ROWS) * MOST_ROWS
+
+    def steps_of(self, queries: int) -> tuple[int, int, int]:
+        """Returns how many steps add a tile to so many queries, the key heads of each step, and
+        the rows of each head. A loop takes the steps if there are several."""
+        rows = self.rows_of_queries(queries)
+        if rows > MOST_ROWS:
+            return self.kv_heads * (rows // MOST_ROWS), 1, MOST_ROWS
+        heads = max(n for n in range(1, MOST_HEADS + 1) if self.kv_heads % n == 0)
+        return self.kv_heads // heads, heads, rows
+
+    @property
+    def keys_at_once(self) -> int:
+        """Keys of a tile whose products are one matrix product; a tile adds these in order."""
+        size, most = self.tile_tokens, KEYS_AT_ONCE
+        is_cut = most % self.page_size == 0 or self.page_size % most == 0
+        return most if size % most == 0 and is_cut else size
+
+    @property
+    def few_tokens(self) -> int | None:
+        """Keys that are enough for the last tile of many rows; None: the tile is not cut."""
+        is_cut = self.query_rows <= MOST_ROWS and self.keys_at_once < self.tile_tokens
+        return self.keys_at_once if is_cut else None
 
     @property
     def tile_tokens(self) -> int:
         return self.pages_per_tile * self.page_size
 
     def smem_bytes(self, rows: int) -> int:
-        """Returns the bytes of the scalars in SMEM; arrays of two axes take whole lines of 128."""
-        lines = -(-self.pages_per_row // LANES) + (-(-self.words // LANES) if self.words else 0)
-        whole_rows = -(-rows // 8) * 8
-        return 4 * (whole_rows * lines * LANES + 3 * self.num_blocks + 3 * rows + 8 * LANES)
+        """Returns the bytes of the scalars in SMEM, of one axis each: two would be padded."""
+        per_row = self.pages_per_row + self.words + 3
+        return 4 * (rows * per_row + 3 * self.num_blocks + 8 * LANES)
 
     def vmem_bytes(self) -> int:
         """Returns the bytes of VMEM of a grid step: tiles, queries and results twice, sums."""
         size = jnp.dtype(self.dtype).itemsize
         tile = self.tile_tokens * self.head_dim
-        tiles = 2 * 2 * self.kv_heads * tile * jnp.dtype(self.page_dtype).itemsize
+        tiles = 2 * self.slots * self.kv_heads * tile * jnp.dtype(self.page_dtype).itemsize
         if self.has_scales:
             tiles += 2 * 4 * tile  # on their way to the dtype of queries
         rows = self.kv_heads * self.query_rows
         blocks = 2 * 2 * rows * self.head_dim * size
         sums = rows * (self.head_dim + 2 * LANES) * 4
         bits = 2 * self.query_rows * LANES * 4 if self.words else 0
-        scores = 3 * self.query_rows * max(self.tile_tokens, LANES) * 4
+        scores = 3 * min(self.query_rows, MOST_ROWS) * max(self.tile_tokens, LANES) * 4
         return tiles + blocks + sums + bits + scores
 
 
@@ -145,6 +186,8 @@ def tree_attention_mosaic_tpu(
         has_scales=k_scale is not None,
         heads_per_line=1 if k_scale is None else len(k_scale) // shape.kv_heads,
         is_mixed=ancestor_bits is not None and is_causal is not None,
+        # Otherwise every new key is that of a query, which has its own bit.
+        has_holes=ancestor_bits is not None and num_new_keys is not None,
     )
     # What lies past the bound is not computed.
     num_new = jnp.minimum(row_starts[1:] - row_starts[:-1], max_tokens_per_row)
@@ -156,11 +199,11 @@ def tree_attention_mosaic_tpu(
     token = tokens_of(blocks, row_starts, q.shape[0], shape)
     queries = queries_by_head(q[token], shape)
     arguments = [queries]
-    in_specs = [_block_spec(shape.kv_heads, shape.query_rows, shape.head_dim)]
+    in_specs = [_block_spec(shape.cores, shape.kv_heads, shape.query_rows, shape.head_dim)]
     if ancestor_bits is not None:
         bits = by_query_row(ancestor_bits[token], shape)
         arguments.append(lax.bitcast_convert_type(bits, jnp.int32))
-        in_specs.append(_block_spec(shape.query_rows, shape.words))
+        in_specs.append(_block_spec(shape.cores, shape.query_rows, shape.words))
     for per_head in (sinks, k_scale, v_scale):
         if per_head is not None:
             arguments.append(per_head.astype(jnp.float32))
@@ -173,26 +216,62 @@ def tree_attention_mosaic_tpu(
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(_Scalars._fields),
-            grid=(CORES, shape.num_blocks // CORES),
+            grid=(shape.cores, shape.num_blocks // shape.cores),
             in_specs=[*in_specs, anywhere, anywhere],
-            out_specs=_block_spec(shape.kv_heads, shape.query_rows, shape.head_dim),
+            out_specs=_block_spec(shape.cores, shape.kv_heads, shape.query_rows, shape.head_dim),
             scratch_shapes=_scratch_shapes(shape),
         ),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "arbitrary"),
+            # Every page that is copied is in the table, whose numbers are clipped.
+            disable_bounds_checks=True,
+            vmem_limit_bytes=vmem_limit_bytes(target_kind(), shape.vmem_bytes()),
+        ),
         interpret=interpret,
         name="tree_attention",
     )(
-        jnp.maximum(block_table, 0),
+        jnp.clip(block_table, 0, layout.num_pages(k_pages) - 1).reshape(-1),
         *blocks,
         lengths,
         ends,
-        union_bits(ancestor_bits, row_starts),
+        union_bits(ancestor_bits if shape.has_holes else None, row_starts).reshape(-1),
         causal.astype(jnp.int32),
         *arguments,
         in_hbm(k_pages, interpret),
         in_hbm(v_pages, interpret),
     )
     return lay_flat(out, num_new, row_starts, q, shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """How a call cuts its queries and keys."""
+
+    queries: int  # tokens of a block
+    tile_tokens: int
+    slots: int  # tiles in VMEM
+    few_tokens: int | None  # keys that the last tile is cut to where they are enough
+    steps_per_tile: int  # turns of the loop that multiplies a tile, 1 if it is unrolled
+
+
+def tiling(
+    q: Any,
+    k_pages: Any,
+    block_table: Any,
+    ancestor_bits: Any,
+    *,
+    max_tokens_per_row: int,
+    block_sizes: BlockSizes | None = None,
+) -> Tiling:
+    """Returns how a call would be cut; arguments or their shapes."""
+    shape = _shape_of(q, k_pages, block_table, ancestor_bits, max_tokens_per_row, block_sizes)
+    return Tiling(
+        shape.queries,
+        shape.tile_tokens,
+        shape.slots,
+        shape.few_tokens,
+        shape.steps_of(shape.queries)[0],
+    )
 
 
 def vmem_bytes(
@@ -238,6 +317,7 @@ def _shape_of(
     )
     queries = min(max_tokens_per_row, sizes.queries)
     pages_per_tile = min(max(sizes.tile_tokens // page_size, 1), pages_per_row)
+    cores, budget = cores_of(target_kind()), vmem_budget(target_kind())
     while True:
         num_blocks = most_blocks(rows, num_tokens, max_tokens_per_row, queries)
         shape = _Shape(
@@ -247,14 +327,16 @@ def _shape_of(
             page_size=page_size,
             pages_per_row=pages_per_row,
             queries=queries,
-            num_blocks=-(-num_blocks // CORES) * CORES,
+            num_blocks=-(-num_blocks // cores) * cores,
             pages_per_tile=pages_per_tile,
+            slots=_slots(2 * kv_heads * pages_per_tile * page_size * head_dim, k_pages.dtype),
+            cores=cores,
             words=0 if ancestor_bits is None else ancestor_bits.shape[1],
             dtype=q.dtype,
             page_dtype=k_pages.dtype,
             has_scales=layout.is_quantized(k_pages),
         )
-        if shape.vmem_bytes() <= VMEM_BYTES or (queries, pages_per_tile) == (1, 1):
+        if shape.vmem_bytes() <= budget or (queries, pages_per_tile) == (1, 1):
             break
         # The tile first, where it is what takes most.
         if pages_per_tile > 1 and queries <= LEAST_QUERIES:
@@ -266,24 +348,30 @@ def _shape_of(
             f"{rows=} of {pages_per_row=} need {shape.smem_bytes(rows)} bytes of SMEM, and "
             f"{SMEM_BYTES} are there; larger pages need fewer."
         )
-    if shape.vmem_bytes() > VMEM_BYTES:
+    if shape.vmem_bytes() > budget:
         raise NotImplementedError(
             f"{heads=} of {head_dim=} need {shape.vmem_bytes()} bytes of VMEM for "
-            f"one query and one page, and {VMEM_BYTES} are there."
+            f"one query and one page, and {budget} are there."
         )
     return shape
 
 
-def _block_spec(*sizes: int) -> pl.BlockSpec:
+def _slots(tile_numbers: int, dtype: jnp.dtype) -> int:
+    """Returns how many tiles to keep in VMEM, of so many numbers each."""
+    ahead = -(-LEAST_BYTES_AHEAD // (tile_numbers * jnp.dtype(dtype).itemsize))
+    return min(max(ahead + 1, LEAST_SLOTS), MOST_SLOTS)
+
+
+def _block_spec(cores: int, *sizes: int) -> pl.BlockSpec:
     def index(core: Any, step: Any, *_: Any) -> tuple[Any, ...]:
-        return step * CORES + core, *[0] * len(sizes)
+        return step * cores + core, *[0] * len(sizes)
 
     return pl.BlockSpec((1, *sizes), index)
 
 
 def _scratch_shapes(shape: _Shape) -> list:
     tile = (
-        2,
+        shape.slots,
         shape.pages_per_tile,
         shape.kv_heads,
         shape.page_size,
@@ -296,8 +384,8 @@ def _scratch_shapes(shape: _Shape) -> list:
         pltpu.VMEM((*sums, LANES), jnp.float32),
         pltpu.VMEM((*sums, LANES), jnp.float32),
         pltpu.VMEM((*sums, shape.head_dim), jnp.float32),
-        pltpu.SMEM((1,), jnp.int32),
-        pltpu.SemaphoreType.DMA((2, 2)),
+        pltpu.SMEM((5,), jnp.int32),
+        pltpu.SemaphoreType.DMA((shape.slots, 2)),
     ]
 
 
@@ -307,13 +395,13 @@ def _scratch_shapes(shape: _Shape) -> list:
 class _Scalars(NamedTuple):
     """Prefetched scalars: refs in SMEM."""
 
-    table: Any  # i32[rows, pages_per_row]
+    table: Any  # i32[rows * pages_per_row]
     row: Any  # i32[blocks]
     first: Any
     count: Any
     lengths: Any  # i32[rows]
     ends: Any
-    union: Any  # i32[rows, words]
+    union: Any  # i32[rows * words]
     is_causal: Any  # i32[rows], read where rows say which of them are trees
 
 
@@ -323,59 +411,102 @@ def _kernel(*refs, shape: _Shape):
     bits = refs.pop(0) if shape.words else None
     sinks = refs.pop(0) if shape.has_sinks else None
     scales = (refs.pop(0), refs.pop(0)) if shape.has_scales else None
-    k_hbm, v_hbm, out, k_tiles, v_tiles, top, total, acc, slot, sems = refs
-    tiles = _Tiles(scalars, k_hbm, v_hbm, k_tiles, v_tiles, sems, shape)
+    k_hbm, v_hbm, out, k_tiles, v_tiles, top, total, acc, cursor, sems = refs
+    tiles = _Tiles(scalars, k_hbm, v_hbm, k_tiles, v_tiles, cursor, sems, shape)
     sums = _Sums(scalars, q, bits, sinks, scales, k_tiles, v_tiles, top, total, acc, shape)
-    block = pl.program_id(1) * CORES + pl.program_id(0)
-    is_used = scalars.count[block] > 0
+    block = pl.program_id(1) * shape.cores + pl.program_id(0)
+    pl.when(pl.program_id(1) == 0)(lambda: tiles.start_first(block))
 
-    @pl.when(pl.program_id(1) == 0)
-    def _():
-        slot[0] = 0
-        pl.when(is_used)(lambda: tiles.start(block, tiles.span(block)[0], 0))
+    def add_all(queries: int) -> None:
+        for span in tiles.spans(block):
 
-    @pl.when(is_used)
+            def body(tile: Any, _: Any, span: _Span = span) -> Any:
+                tiles.start_next()
+                slot = tiles.wait(block, tile, span.is_whole)
+                sums.add(block, tile, slot, queries, span)
+                return ()
+
+            lax.fori_loop(span.first, span.end, body, ())
+
+    @pl.when(scalars.count[block] > 0)
     def _():
         sums.clear()
-        first, last = tiles.span(block)
-        following = jnp.minimum(block + CORES, shape.num_blocks - 1)
-        is_followed = (block + CORES < shape.num_blocks) & (scalars.count[following] > 0)
-
-        def body(tile, _):
-            own = slot[0]
-            other = slot[0] = 1 - own
-            is_last = tile + 1 == last
-            pl.when(~is_last)(lambda: tiles.start(block, tile + 1, other))
-            pl.when(is_last & is_followed)(
-                lambda: tiles.start(following, tiles.span(following)[0], other)
-            )
-            tiles.wait(block, tile, own)
-            if shape.queries > FEW_QUERIES:
-                is_few = scalars.count[block] <= FEW_QUERIES
-                pl.when(is_few)(lambda: sums.add(block, tile, own, FEW_QUERIES))
-                pl.when(~is_few)(lambda: sums.add(block, tile, own, shape.queries))
-            else:
-                sums.add(block, tile, own, shape.queries)
-            return ()
-
-        lax.fori_loop(first, last, body, ())
+        if shape.queries > FEW_QUERIES:
+            is_few = scalars.count[block] <= FEW_QUERIES
+            pl.when(is_few)(lambda: add_all(FEW_QUERIES))
+            pl.when(~is_few)(lambda: add_all(shape.queries))
+        else:
+            add_all(shape.queries)
         sums.finish(out)
+
+
+class _Span(NamedTuple):
+    """Tiles of a block that are added by the same code."""
+
+    first: Any
+    end: Any
+    tokens: int  # of each tile, from its first on, that any query of the block sees
+    is_whole: bool  # every query of the block sees all of them
 
 
 @dataclasses.dataclass(frozen=True)
 class _Tiles:
-    """Copies of pages to VMEM, a tile of them into one of two slots."""
+    """Copies of pages to VMEM, a tile of them into each slot of a ring.
+
+    The tiles of a core's blocks, one block after the other, are copied in the order in which
+    they are multiplied. While one is multiplied all other slots are under way.
+    """
 
     scalars: _Scalars
     k_hbm: Any
     v_hbm: Any
-    k_tiles: Any  # dtype[2, pages_per_tile, kv_heads, page_size, head_dim]
+    k_tiles: Any  # dtype[slots, pages_per_tile, kv_heads, page_size, head_dim]
     v_tiles: Any
+    cursor: Any  # i32[5] in SMEM: see _BLOCK and those that follow
     sems: Any
     shape: _Shape
 
-    def span(self, block: Any) -> tuple[Any, Any]:
-        """Returns the first tile of a block and the one after its last."""
+    def spans(self, block: Any) -> list[_Span]:
+        """Returns the tiles of a block, in order.
+
+        Tiles between those that the window cuts and those with new tokens hold only keys that
+        every query of the block sees.
+        """
+        scalars, shape = self.scalars, self.shape
+        first, end, last_key = self._extent(block)
+        row, size = scalars.row[block], shape.tile_tokens
+        length = scalars.lengths[row]
+        newest = scalars.first[block]
+        if shape.is_mixed:
+            newest = jnp.where(scalars.is_causal[row] > 0, newest, -1)
+        elif shape.words:
+            newest = jnp.int32(-1)
+        whole_end = jnp.clip(self._tile_of(length + newest + 1), first, end)
+        spans = []
+        whole_first = first
+        if shape.window is not None:
+            newest = scalars.first[block] + scalars.count[block] - 1
+            newest = jnp.maximum(newest, 32 * shape.words - 1)  # of any depth
+            oldest = jnp.maximum(length + newest - shape.window + 1, 0)
+            whole_first = jnp.clip(self._tile_of(oldest + size - 1), first, whole_end)
+            spans.append(_Span(first, whole_first, size, False))
+        spans.append(_Span(whole_first, whole_end, size, True))
+        few = shape.few_tokens
+        if few is None:
+            return [*spans, _Span(whole_end, end, size, False)]
+        # A block has a tile though it sees no key: the copies of the next one begin in it.
+        num_last = last_key - (end - 1) * size
+        is_few = (num_last <= few) & (whole_end < end)
+        before_few = end - is_few.astype(jnp.int32)
+        return [
+            *spans,
+            _Span(whole_end, before_few, size, False),
+            _Span(before_few, end, few, False),
+        ]
+
+    def _extent(self, block: Any) -> tuple[Any, Any, Any]:
+        """Returns a block's first tile, the one after its last, at least one, and the position
+        after the last key that it sees."""
         scalars, shape = self.scalars, self.shape
         row = scalars.row[block]
         length, last = scalars.lengths[row], scalars.ends[row]
@@ -391,37 +522,99 @@ class _Tiles:
             last = end
         first = jnp.int32(0)
         if shape.window is not None:
-            oldest = jnp.maximum(oldest - shape.window + 1, 0)
-            first = lax.div(oldest, jnp.int32(shape.tile_tokens))
-        # At least one, which begins the copies of the block that follows.
-        return first, jnp.maximum(pl.cdiv(last, shape.tile_tokens), first + 1)
+            first = self._tile_of(jnp.maximum(oldest - shape.window + 1, 0))
+        return first, jnp.maximum(self._tile_of(last + shape.tile_tokens - 1), first + 1), last
 
-    def start(self, block: Any, tile: Any, slot: Any) -> None:
-        """Begins to copy the pages of a tile that hold keys in use."""
-        self._each(block, tile, slot, lambda copy: copy.start())
+    def _tile_of(self, position: Any) -> Any:
+        return _divide(position, self.shape.tile_tokens)
 
-    def wait(self, block: Any, tile: Any, slot: Any) -> None:
-        """Waits until they are there."""
-        self._each(block, tile, slot, lambda copy: copy.wait())
+    def start_first(self, block: Any) -> None:
+        """Begins to copy the first tiles of a core, into all slots but one."""
+        self.cursor[_FILL] = self.cursor[_READ] = 0
+        self._enter(block)
 
-    def _each(self, block: Any, tile: Any, slot: Any, act: Callable[[Any], None]):
+        def body(_: Any, __: Any) -> Any:
+            self.start_next()
+            return ()
+
+        lax.fori_loop(0, self.shape.slots - 1, body, ())
+
+    def start_next(self) -> None:
+        """Begins to copy the tile that the cursor is at, if there is one, and moves on."""
+        cursor = self.cursor
+        block = cursor[_BLOCK]
+
+        @pl.when(block < self.shape.num_blocks)
+        def _():
+            tile, slot = cursor[_TILE], cursor[_FILL]
+            self._each_page(block, tile, slot, lambda copy: copy.start())
+            cursor[_FILL] = self._after(slot)
+            cursor[_TILE] = tile + 1
+            pl.when(tile + 1 == cursor[_END])(lambda: self._enter(block + self.shape.cores))
+
+    def _enter(self, block: Any) -> None:
+        """Moves the cursor to the first tile of a block; past all blocks if it is not in use."""
+        most = self.shape.num_blocks
+        known = jnp.minimum(block, most - 1)
+        is_used = (block < most) & (self.scalars.count[known] > 0)
+        self.cursor[_TILE], self.cursor[_END], _ = self._extent(known)
+        self.cursor[_BLOCK] = jnp.where(is_used, block, most)
+
+    def wait(self, block: Any, tile: Any, is_whole: bool) -> Any:
+        """Waits until the tile that is next is there, and returns its slot."""
+        slot = self.cursor[_READ]
+        self.cursor[_READ] = self._after(slot)
+        if is_whole:  # for all of its pages at once
+            for side, tiles in enumerate((self.k_tiles, self.v_tiles)):
+                pltpu.make_async_copy(
+                    tiles.at[slot], tiles.at[slot], self.sems.at[slot, side]
+                ).wait()
+        else:
+            self._each_page(block, tile, slot, lambda copy: copy.wait())
+        return slot
+
+    def _after(self, slot: Any) -> Any:
+        return jnp.where(slot + 1 == self.shape.slots, 0, slot + 1)
+
+    def _each_page(self, block: Any, tile: Any, slot: Any, act: Callable[[Any], None]) -> None:
+        """Acts on the copies of the pages of a tile that hold keys in use."""
+        shape = self.shape
         row = self.scalars.row[block]
-        num_pages = pl.cdiv(self.scalars.ends[row], self.shape.page_size)
+        num_pages = _divide(self.scalars.ends[row] + shape.page_size - 1, shape.page_size)
+        before = tile * shape.pages_per_tile
+        entry = row * shape.pages_per_row + before
 
         def of_page(place: int) -> None:
-            page = self.scalars.table[row, tile * self.shape.pages_per_tile + place]
+            page = self.scalars.table[entry + place]
             for side, (hbm, tiles) in enumerate(
                 [(self.k_hbm, self.k_tiles), (self.v_hbm, self.v_tiles)]
             ):
-                act(
-                    pltpu.make_async_copy(
-                        hbm.at[page], tiles.at[slot, place], self.sems.at[slot, side]
-                    )
-                )
+                sem = self.sems.at[slot, side]
+                act(pltpu.make_async_copy(hbm.at[page], tiles.at[slot, place], sem))
 
-        for place in range(self.shape.pages_per_tile):
-            is_used = tile * self.shape.pages_per_tile + place < num_pages
-            pl.when(is_used)(functools.partial(of_page, place))
+        for place in range(shape.pages_per_tile):
+            pl.when(before + place < num_pages)(functools.partial(of_page, place))
+
+
+# Places in the cursor: the tile to copy next, its block, that block's end, the slot to fill, and
+# the slot to read.
+_BLOCK, _TILE, _END, _FILL, _READ = range(5)
+
+
+def _divide(number: Any, divisor: int) -> Any:
+    """Returns a number that is not negative, divided and rounded down."""
+    if divisor & (divisor - 1):
+        return lax.div(number, jnp.int32(divisor))
+    return lax.shift_right_logical(number, jnp.int32(divisor.bit_length() - 1))
+
+
+class _Part(NamedTuple):
+    """Some rows of the queries of a key head."""
+
+    head: Any
+    begin: Any  # first row
+    # Per piece of `keys_at_once` of the tile: bool[rows, keys]. None: every key is visible.
+    is_visible: Sequence[Array | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -450,44 +643,119 @@ class _Sums:
         self.total[...] = jnp.ones_like(self.total)
         for head in range(self.shape.kv_heads):
             rows = self.shape.query_rows
-            sink = self._by_query(self.sinks, head, self.shape.group, rows)
-            self.top[head] = jnp.broadcast_to(sink, self.top.shape[1:])
+            sink = self._by_query(self.sinks, head, self.shape.group, 0, rows)
+            self.top[head] = jnp.broadcast_to(sink * LOG2_E, self.top.shape[1:])
 
-    def add(self, block: Any, tile: Any, slot: Any, queries: int) -> None:
+    def add(self, block: Any, tile: Any, slot: Any, queries: int, span: _Span) -> None:
         """Adds the keys and values of a tile to what the first so many queries know."""
-        row, shape = self.scalars.row[block], self.shape
-        rows = shape.rows_of_queries(queries)
-        is_visible = self._visible(block, tile, row, rows)
-        is_needed = self._needed(tile, row)
+        shape = self.shape
+        steps, heads, rows = shape.steps_of(queries)
+        pieces = range(0, span.tokens, shape.keys_at_once)
+        value_masks = [
+            None if span.is_whole else self._value_mask(block, tile, piece) for piece in pieces
+        ]
+        part_rows = ROWS_OF_PART if rows % ROWS_OF_PART == 0 else rows
+
+        def visible(begin: Any) -> list[Array | None]:
+            return [
+                None if span.is_whole else self._visible(block, tile, begin, part_rows, piece)
+                for piece in pieces
+            ]
+
+        at_once = max(MOST_SCORES // (part_rows * span.tokens), 1)
+
+        def add_step(step: Any) -> None:
+            # Steps of several heads have all rows of each; others are one head's next rows.
+            per_head = steps // (shape.kv_heads // heads)
+            head = step if per_head == 1 else _divide(step, per_head)
+            begin = 0 if per_head == 1 else pl.multiple_of((step - head * per_head) * rows, rows)
+            parts = [
+                _Part(head * heads + place, begin + offset, is_visible)
+                for offset in range(0, rows, part_rows)
+                for is_visible in [visible(begin + offset)]
+                for place in range(heads)
+            ]
+            for first in range(0, len(parts), at_once):
+                self._add_parts(slot, parts[first : first + at_once], part_rows, value_masks)
+
+        if steps == 1:
+            add_step(0)
+        else:
+            lax.fori_loop(0, steps, lambda step, _: (add_step(step), ())[1], ())
+
+    def _add_parts(
+        self,
+        slot: Any,
+        parts: Sequence[_Part],
+        rows: int,
+        value_masks: Sequence[Array | None],  # per piece of the tile, see `_value_mask`
+    ) -> None:
+        """Adds the first pieces of a tile to parts of the queries, of so many rows each.
+
+        Each operation is done for all parts before the next one, so that the products of one
+        part hide the latency of another's. Pieces are summed in order: those that are masked as
+        a whole add 0, so that leaving them out changes no bit.
+        """
+        shape = self.shape
+        own = [pl.ds(part.begin, rows) for part in parts]
         multiply = functools.partial(
             lax.dot_general,
             precision=precision_of(shape.dtype),
             preferred_element_type=jnp.float32,
         )
-        for head in range(shape.kv_heads):
-            k, v = (
-                tiles[slot, :, head].reshape(shape.tile_tokens, shape.head_dim)
-                for tiles in (self.k_tiles, self.v_tiles)
-            )
-            if self.scales is not None:
-                k, v = (x.astype(jnp.float32).astype(shape.dtype) for x in (k, v))
-            v = jnp.where(is_needed, v, jnp.zeros_like(v))
-            scores = multiply(self.q[0, head, :rows], k, (((1,), (1,)), ((), ())))
-            scores = scores * shape.scale
-            if self.scales is not None:
-                scores *= self._by_query(self.scales[0], head, shape.heads_per_line, rows)
-            if shape.softcap is not None:
-                scores = shape.softcap * jnp.tanh(scores / shape.softcap)
-            scores = jnp.where(is_visible, scores, MASKED)
-            before = self.top[head, :rows]
-            top = jnp.maximum(before, scores.max(axis=1, keepdims=True))
-            weights = jnp.where(is_visible, jnp.exp(scores - top[:, :1]), 0.0)
-            decay = jnp.exp(before - top)
-            added = multiply(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
-            self.top[head, :rows] = top
-            total = self.total[head, :rows] * decay
-            self.total[head, :rows] = total + weights.sum(axis=1, keepdims=True)
-            self.acc[head, :rows] = self.acc[head, :rows] * decay[:, :1] + added
+        all_scores = []
+        for part, place in zip(parts, own, strict=True):
+            q, scores = self.q[0, part.head, place], []
+            for piece, is_visible in enumerate(part.is_visible):
+                k = self._read(self.k_tiles, slot, part.head, piece)
+                product = multiply(q, k, (((1,), (1,)), ((), ())))
+                scores.append(self._scaled(product, part, rows, is_visible))
+            all_scores.append(scores)
+        tops, all_weights = [], []
+        for part, place, scores in zip(parts, own, all_scores, strict=True):
+            highest = functools.reduce(jnp.maximum, scores).max(axis=1, keepdims=True)
+            top = jnp.maximum(self.top[part.head, place], highest)
+            known = top[:, :1]
+            if part.is_visible[0] is not None:
+                # Far above what is masked: its weight is 0 in rows that see nothing, too.
+                known = jnp.maximum(known, MASKED / 2)
+            tops.append(top)
+            all_weights.append([jnp.exp2(score - known) for score in scores])
+        for part, place, top, weights in zip(parts, own, tops, all_weights, strict=True):
+            decay = jnp.exp2(self.top[part.head, place] - top)
+            acc = self.acc[part.head, place] * decay[:, :1]
+            for piece, weight in enumerate(weights):
+                v = self._read(self.v_tiles, slot, part.head, piece)
+                if (mask := value_masks[piece]) is not None:
+                    v = pltpu.bitcast(pltpu.bitcast(v, jnp.int32) & mask, v.dtype)
+                acc += multiply(weight.astype(v.dtype), v, (((1,), (0,)), ((), ())))
+            added = functools.reduce(jnp.add, weights).sum(axis=1, keepdims=True)
+            self.top[part.head, place] = top
+            self.total[part.head, place] = self.total[part.head, place] * decay + added
+            self.acc[part.head, place] = acc
+
+    def _read(self, tiles: Any, slot: Any, head: Any, piece: int) -> Array:
+        """Returns the keys or values of a piece of a tile, dtype[keys_at_once, head_dim]."""
+        shape, count = self.shape, self.shape.keys_at_once
+        pages, of_page = max(count // shape.page_size, 1), min(count, shape.page_size)
+        page, begin = divmod(piece * count, shape.page_size)
+        numbers = tiles[slot, page : page + pages, head, begin : begin + of_page]
+        numbers = numbers.reshape(count, shape.head_dim)
+        if self.scales is None:
+            return numbers
+        return numbers.astype(jnp.float32).astype(shape.dtype)
+
+    def _scaled(self, scores: Array, part: _Part, rows: int, is_visible: Array | None) -> Array:
+        """Returns scores as logarithms to base 2, whose exponential is one instruction."""
+        shape = self.shape
+        factor = shape.scale * (LOG2_E if shape.softcap is None else 1 / shape.softcap)
+        if self.scales is not None:
+            heads = shape.heads_per_line
+            factor *= self._by_query(self.scales[0], part.head, heads, part.begin, rows)
+        scores = scores * factor
+        if shape.softcap is not None:
+            scores = shape.softcap * LOG2_E * jnp.tanh(scores)
+        return scores if is_visible is None else jnp.where(is_visible, scores, MASKED)
 
     def finish(self, out: Any) -> None:
         """Writes the means of the values; 0 where nothing was seen."""
@@ -498,10 +766,10 @@ class _Sums:
             if self.scales is not None:
                 count = self.shape.heads_per_line
                 rows = self.shape.query_rows
-                values *= self._by_query(self.scales[1], head, count, rows)
+                values *= self._by_query(self.scales[1], head, count, 0, rows)
             out[0, head] = values.astype(out.dtype)
 
-    def _by_query(self, numbers: Any, line: int, count: int, rows: int) -> Any:
+    def _by_query(self, numbers: Any, line: Any, count: int, begin: Any, rows: int) -> Any:
         """Returns the number that belongs to each query, f32[rows, 1], or to all.
 
         Args:
@@ -510,48 +778,91 @@ class _Sums:
         own, group = numbers[line * count], self.shape.group
         if count == 1:
             return own
-        row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
+        row = begin + lax.broadcasted_iota(jnp.int32, (rows, 1), 0)
         place = lax.div(lax.rem(row, jnp.int32(group)), jnp.int32(group // count))
         by_query = jnp.full(row.shape, own)
         for other in range(1, count):
             by_query = jnp.where(place == other, numbers[line * count + other], by_query)
         return by_query
 
-    def _visible(self, block: Any, tile: Any, row: Any, rows: int) -> Array:
-        """Returns which keys each of the first queries sees, bool[rows, tile_tokens]."""
+    def _visible(self, block: Any, tile: Any, begin: Any, rows: int, first: int) -> Array:
+        """Returns which keys of a piece some rows of queries see, bool[rows, keys_at_once].
+
+        Args:
+          first: place of the piece in the tile.
+
+
+        What depends on the key alone is computed for one row, to leave few operations for all.
+        """
         shape, scalars = self.shape, self.scalars
-        size = rows, shape.tile_tokens
-        position = tile * shape.tile_tokens + lax.broadcasted_iota(jnp.int32, size, 1)
+        row = scalars.row[block]
+        place = first + lax.broadcasted_iota(jnp.int32, (1, shape.keys_at_once), 1)
+        position = tile * shape.tile_tokens + place
         new = position - scalars.lengths[row]
-        token = lax.broadcasted_iota(jnp.int32, size, 0)
-        own = scalars.first[block] + lax.div(token, jnp.int32(shape.group))
-        is_visible = new <= own
-        if shape.words:
-            words = [self.bits[0, :rows, i : i + 1] for i in range(shape.words)]
+        new_or_unseen = jnp.where(position < scalars.ends[row], new, UNSEEN)
+        token = _divide(begin + lax.broadcasted_iota(jnp.int32, (rows, 1), 0), shape.group)
+        own = scalars.first[block] + token
+        if not shape.words:
+            is_visible = new_or_unseen <= own
+        else:
+            words = [self.bits[0, pl.ds(begin, rows), i : i + 1] for i in range(shape.words)]
+            is_visible = self._sees(words, new_or_unseen)
             depth = sum(map(lax.population_count, words)) - 1
-            in_tree = (new < 0) | _has_bit(words, new)
             if shape.is_mixed:
-                in_order = jnp.full(size, scalars.is_causal[row]) > 0
-                in_tree = (in_order & is_visible) | (~in_order & in_tree)
+                in_order = scalars.is_causal[row] > 0
+                # One of the two sees nothing.
+                is_visible = self._sees(words, jnp.where(in_order, UNSEEN, new_or_unseen))
+                is_visible |= jnp.where(in_order, new_or_unseen, UNSEEN) <= own
                 depth = jnp.where(in_order, own, depth)
-            is_visible, own = in_tree, depth
+            own = depth
         if shape.window is not None:
             is_visible &= new > own - shape.window
-        return is_visible & (position < scalars.ends[row])
+        return is_visible
 
-    def _needed(self, tile: Any, row: Any) -> Array:
-        """Returns which values any query may see, bool[tile_tokens, 1]: others may hold NaN."""
+    def _sees(self, words: Sequence[Any], new: Array) -> Array:
+        """Returns whether tokens with bits i32[rows, 1] see new keys i32[1, keys], or the prefix.
+
+        A token has its own bit, so that some bit is set of each that is not padding.
+        """
+        seen = jnp.int32(0)
+        for place, word in enumerate(words):
+            shift = new - 32 * place
+            bit = lax.shift_left(jnp.ones_like(new), jnp.clip(shift, 0, 31))
+            bit = jnp.where((shift >= 0) & (shift < 32), bit, 0)
+            seen |= word & jnp.where(new < 0, -1, bit)
+        return seen != 0
+
+    def _value_mask(self, block: Any, tile: Any, first: int) -> Array:
+        """Returns a mask of the bits of a piece's values that a query may see: others may hold
+        NaN.
+
+        i32[keys_at_once * itemsize / 4, head_dim] for values whose neighbours share a word.
+        """
+        shape = self.shape
+        packing = 4 // jnp.dtype(shape.dtype).itemsize
+        size = shape.keys_at_once // packing, shape.head_dim
+        word = lax.broadcasted_iota(jnp.int32, size, 0)
+        mask = jnp.int32(0)
+        for place in range(packing):
+            bits = (1 << 32 // packing) - 1 << place * (32 // packing)
+            bits = jnp.int32(bits - (1 << 32) if bits >> 31 else bits)
+            is_needed = self._needed(block, tile, first + word * packing + place)
+            mask |= jnp.where(is_needed, bits, 0)
+        return mask
+
+    def _needed(self, block: Any, tile: Any, place: Array) -> Array:
+        """Returns whether any query of the row may see the tokens at some places of a tile."""
         shape, scalars = self.shape, self.scalars
-        size = shape.tile_tokens, 1
-        position = tile * shape.tile_tokens + lax.broadcasted_iota(jnp.int32, size, 0)
+        row = scalars.row[block]
+        position = tile * shape.tile_tokens + place
         is_needed = position < scalars.ends[row]
-        if not shape.words:
+        if not shape.has_holes:
             return is_needed
         new = position - scalars.lengths[row]
-        words = [scalars.union[row, word] for word in range(shape.words)]
+        words = [scalars.union[row * shape.words + word] for word in range(shape.words)]
         in_tree = (new < 0) | _has_bit(words, new)
         if shape.is_mixed:
-            in_tree |= jnp.full(size, scalars.is_causal[row]) > 0
+            in_tree |= jnp.full(place.shape, scalars.is_causal[row]) > 0
         return is_needed & in_tree
 
 

@@ -5,6 +5,7 @@ import functools
 import json
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,12 +21,13 @@ from pallas_kernels.tree_attention.block_sizes import (
 )
 from pallas_kernels.tree_attention.example_inputs import EXAMPLES, make_inputs
 from pallas_kernels.tree_attention.mosaic_tpu import (
+    tiling,
     tree_attention_mosaic_tpu,
     vmem_bytes,
 )
 from specjax.configs.devices import DEVICES, of_kind
 
-FEW, MANY = BlockSizes(16, 512), BlockSizes(128, 256)
+FEW, MANY = BlockSizes(16, 512), BlockSizes(32, 256)
 TABLE = (
     Entry("TPU v5 lite", 128, 4, 1, 8, 2048, FEW),
     Entry("TPU v5 lite", 128, 4, 64, 8, 2048, MANY),
@@ -49,7 +51,30 @@ def test_those_of_the_nearest_shape_on_the_device(monkeypatch):
     with lowered_for("tpu"):
         default = vmem_bytes(q, k_pages, table, None, **sizes)
     with lowered_for("tpu", "TPU v5 lite"):
-        assert vmem_bytes(q, k_pages, table, None, **sizes) > default
+        assert vmem_bytes(q, k_pages, table, None, **sizes) < default
+
+
+def test_generations_differ_by_their_memory():
+    """v4 has 16 MiB of VMEM; no more than half of a larger one is taken."""
+    for kind, budget in (("TPU v4", 14), ("TPU v5", 32), ("TPU v5 lite", 64), (None, 14)):
+        assert block_sizes.vmem_budget(kind) == budget << 20
+        needed = block_sizes.vmem_budget(kind)
+        assert needed < block_sizes.vmem_limit_bytes(kind, needed) <= max(2 * needed, 16 << 20)
+    assert [block_sizes.cores_of(kind) for kind in ("TPU v4", "TPU v6 lite")] == [2, 1]
+
+
+@pytest.mark.parametrize("nodes", [1, 5, 16, 64])
+def test_drafting_changes_no_tile(nodes):
+    """Sums of keys are in one order, however many tokens of a row a step verifies."""
+    for kind, kv_heads in (("TPU v4", 8), ("TPU v5 lite", 8), ("TPU v6 lite", 2)):
+        page = jax.ShapeDtypeStruct((64, kv_heads, 128, 128), jnp.bfloat16)
+        q = jax.ShapeDtypeStruct((8 * nodes, 4 * kv_heads, 128), jnp.bfloat16)
+        table = jax.ShapeDtypeStruct((8, 16), jnp.int32)
+        with lowered_for("tpu", kind):
+            cut = tiling(q, page, table, None, max_tokens_per_row=nodes)
+        assert cut.tile_tokens == 512
+        ahead = (cut.slots - 1) * 512 * 2 * kv_heads * 128 * 2
+        assert ahead >= 1 << 20
 
 
 def test_the_table_that_is_shipped_can_be_read():

@@ -1,8 +1,10 @@
 """The TPU kernels on CPU by the interpreter, which looks for races too."""
 
 import dataclasses
+import functools
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from pallas_kernels.move_kv.mosaic_tpu import move_kv_mosaic_tpu
 from pallas_kernels.move_kv.xla import move_kv_xla
 from pallas_kernels.tree_attention import mosaic_tpu as attention
 from pallas_kernels.tree_attention import tree_attention
-from pallas_kernels.tree_attention.example_inputs import EXAMPLES, make_inputs, widened
+from pallas_kernels.tree_attention.example_inputs import EXAMPLES, Example, make_inputs, widened
 from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
 from pallas_kernels.write_kv.mosaic_tpu import write_kv_mosaic_tpu
 from pallas_kernels.write_kv.xla import write_kv_xla
@@ -58,6 +60,64 @@ def test_attention_is_that_of_the_reference(name, has_races):
     )
     assert jnp.isfinite(out).all()  # padding too
     assert not has_races()
+
+
+@pytest.mark.parametrize(
+    ("page_size", "name", "page_dtype"),
+    some(
+        [(128, "trees_and_prompts", "int8"), (64, "ragged_long", None)],
+        [
+            *itertools.product(
+                [64, 128, 256], ["trees_and_prompts", "ragged_long"], [None, "int8"]
+            ),
+            (256, "tree_window", None),
+            (128, "tree_window", "float8_e4m3fn"),
+        ],
+    ),
+)
+def test_attention_over_large_pages(page_size, name, page_dtype, has_races):
+    """Rows that end in any part of a tile: before it is cut, where it is, and past that."""
+    long = Example(lengths=(510, 511, 512, 766, 767, 790, 0), num_new=(1, 3, 1, 2, 3, 5, 2))
+    example = {**EXAMPLES, "ragged_long": long}[name]
+    kv_heads = 8 if page_size == 128 else 2  # several of these at once, in two steps
+    example = dataclasses.replace(example, page_size=page_size, page_dtype=page_dtype)
+    example = dataclasses.replace(example, kv_heads=kv_heads, heads=2 * kv_heads, head_dim=128)
+    arguments, options = make_inputs(example)
+    expected = tree_attention(*arguments, **options, implementation="reference")
+    out = tree_attention_mosaic_tpu(*arguments, **options, interpret=INTERPRET)
+    num_tokens = sum(example.num_new)
+    np.testing.assert_allclose(out[:num_tokens], expected[:num_tokens], rtol=0, atol=1e-5)
+    assert not has_races()
+
+
+@pytest.mark.full
+def test_no_bit_depends_on_how_many_tokens_are_drafted():
+    """Two or four tokens at once, or all eight: tiles with masks and without, cut or not."""
+    lengths = (253, 508, 764)
+    example = Example(lengths=lengths, num_new=(8,) * 3, page_size=64, kv_heads=1, heads=2)
+    (q, *pages, starts, _), options = make_inputs(dataclasses.replace(example, head_dim=128))
+    # Scores are then multiplied by a power of two: CPUs multiply and subtract with one rounding
+    # in code without masks, and with two in code with them.
+    options["scale"] = 2.0**-4 / attention.LOG2_E
+
+    @jax.jit
+    def run(own, starts, lengths):
+        call = functools.partial(tree_attention_mosaic_tpu, interpret=pltpu.InterpretParams())
+        return call(own, *pages, starts, lengths, **options)
+
+    def attend(count):
+        """Returns f32[rows, 8, heads, head_dim], `count` tokens of each row in each call."""
+        parts = []
+        for first in range(0, 8, count):
+            own = q.reshape(3, 8, 2, 128)[:, first : first + count].reshape(-1, 2, 128)
+            own = jnp.pad(own, ((0, 24 - len(own)), (0, 0), (0, 0)))  # the same shapes
+            out = run(own, starts * count // 8, jnp.array(lengths, jnp.int32) + first)
+            parts.append(out[: 3 * count].reshape(3, count, 2, 128))
+        return np.concatenate(parts, axis=1)
+
+    together = attend(8)
+    for count in (2, 4):
+        np.testing.assert_array_equal(attend(count), together)
 
 
 @pytest.mark.slow
@@ -112,8 +172,11 @@ def test_attention_of_heads_in_lanes(kv_heads, head_dim, has_races):
     assert not has_races()
 
 
-def some_pages(rng, dtype, *, num_pages=16, count=2):
-    shape = layout.page_shape(num_pages, SUBLANES[dtype], 2, 128)
+def some_pages(rng, dtype, *, page_size=None, count=2):
+    """Returns pages of some 16 stripes."""
+    sublanes = SUBLANES[dtype]
+    page_size = page_size or sublanes
+    shape = layout.page_shape(max(16 * sublanes // page_size, 2), page_size, 2, 128)
     pages = [jnp.asarray(20 * rng.standard_normal(shape), dtype) for _ in range(count)]
     if dtype == "int8":
         return pages
@@ -127,18 +190,25 @@ def assert_equal_bits(arrays, others):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "most_tokens", "dtype"),
+    ("num_tokens", "most_tokens", "dtype", "page_size"),
     some(
-        [(7, 512, "bfloat16"), (21, 8, "float32")],
-        itertools.product([1, 7, 21, 60], [8, 16, 512], SUBLANES),
+        [(7, 512, "bfloat16", 128), (21, 8, "float32", 16), (9, 8, "int8", 64)],
+        [
+            *itertools.product([1, 7, 21, 60], [8, 16, 512], SUBLANES, [None]),
+            *itertools.product([60], [8, 512], SUBLANES, [32, 64, 128, 256]),
+            (7, 512, "bfloat16", 128),
+            (21, 8, "float32", 16),
+            (9, 8, "int8", 64),
+        ],
     ),
 )
-def test_writes(num_tokens, most_tokens, dtype, has_races, monkeypatch):
-    """In any order, several to a page, pages of several chunks, more than are under way at once."""
+def test_writes(num_tokens, most_tokens, dtype, page_size, has_races, monkeypatch):
+    """In any order, several to a stripe of a page, stripes of several chunks, more of them than
+    are under way at once."""
     monkeypatch.setattr(page_updates, "MOST_TOKENS", most_tokens)
-    monkeypatch.setattr(page_updates, "MOST_PAGES_UNDER_WAY", 3)
+    monkeypatch.setattr(page_updates, "MOST_STRIPES_UNDER_WAY", 3)
     rng = np.random.default_rng(num_tokens)
-    pages = some_pages(rng, dtype)
+    pages = some_pages(rng, dtype, page_size=page_size)
     num_slots = layout.num_slots(pages[0])
     slots = rng.permutation(num_slots)[:num_tokens].astype(np.int32)
     slots[num_tokens // 2] = num_slots  # dropped
@@ -157,17 +227,23 @@ def test_writes(num_tokens, most_tokens, dtype, has_races, monkeypatch):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("num_tokens", "most_tokens", "dtype"),
-    some([(40, 8, "bfloat16")], itertools.product([1, 5, 40], [8, 512], SUBLANES)),
+    ("num_tokens", "most_tokens", "dtype", "page_size"),
+    some(
+        [(40, 8, "bfloat16", 64)],
+        [
+            *itertools.product([1, 5, 40], [8, 512], SUBLANES, [None]),
+            *itertools.product([40], [8], SUBLANES, [64, 256]),
+        ],
+    ),
 )
-def test_moves(num_tokens, most_tokens, dtype, has_races, monkeypatch):
+def test_moves(num_tokens, most_tokens, dtype, page_size, has_races, monkeypatch):
     """All are read before any is written, of every layer; in chunks, and few layers at once."""
     monkeypatch.setattr(page_updates, "MOST_TOKENS", most_tokens)
     if most_tokens == 8:
         held = 2 * num_tokens * SUBLANES[dtype] * 128 * 4
         monkeypatch.setattr(moving, "HELD_BYTES", held)
     rng = np.random.default_rng(num_tokens)
-    pages = some_pages(rng, dtype, count=5)
+    pages = some_pages(rng, dtype, page_size=page_size, count=5)
     num_slots = layout.num_slots(pages[0])
     source = rng.integers(0, num_slots, num_tokens).astype(np.int32)
     target = rng.permutation(num_slots)[:num_tokens].astype(np.int32)
@@ -186,10 +262,10 @@ def test_less_memory_takes_fewer_queries_at_once(monkeypatch):
     arguments, options = make_inputs(example)
     whole = attention.vmem_bytes(*arguments[:2], *arguments[3:4], None, max_tokens_per_row=70)
     expected = tree_attention(*arguments, **options, implementation="reference")
-    monkeypatch.setattr(attention, "VMEM_BYTES", whole // 2)
+    monkeypatch.setattr(attention, "vmem_budget", lambda _: whole // 2)
     out = tree_attention_mosaic_tpu(*arguments, **options, interpret=INTERPRET)
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
-    monkeypatch.setattr(attention, "VMEM_BYTES", 1000)
+    monkeypatch.setattr(attention, "vmem_budget", lambda _: 1000)
     with pytest.raises(NotImplementedError, match="for one query and one page, and 1000 are"):
         tree_attention_mosaic_tpu(*arguments, **options)
 
@@ -212,8 +288,7 @@ def test_pages_of_other_dtypes_are_refused():
             write()
 
 
-# Compiled for v5e: 1,500 rows of 32 pages take 1.5 MB of SMEM, in lines of 128.
-@pytest.mark.parametrize(("rows", "pages_per_row"), [(256, 1024), (1500, 200), (2000, 32)])
+@pytest.mark.parametrize(("rows", "pages_per_row"), [(256, 1024), (32, 8192), (2000, 128)])
 def test_a_block_table_that_does_not_fit_is_refused(rows, pages_per_row):
     example = dataclasses.replace(EXAMPLES["decode"], head_dim=128)
     (q, k_pages, v_pages, _, _, _), options = make_inputs(example)
@@ -221,6 +296,16 @@ def test_a_block_table_that_does_not_fit_is_refused(rows, pages_per_row):
     starts, lengths = jnp.zeros(rows + 1, jnp.int32), jnp.zeros(rows, jnp.int32)
     with pytest.raises(NotImplementedError, match="bytes of SMEM"):
         tree_attention_mosaic_tpu(q, k_pages, v_pages, table, starts, lengths, **options)
+
+
+@pytest.mark.parametrize(("rows", "pages_per_row"), [(32, 1024), (2000, 100)])
+def test_long_contexts_fit_where_pages_are_large(rows, pages_per_row):
+    """32 rows of 131,072 tokens in pages of 128; and rows take no whole lines of 128 entries."""
+    example = dataclasses.replace(EXAMPLES["tree"], head_dim=128, page_size=128, kv_heads=8)
+    (q, k_pages, *_), options = make_inputs(example)
+    table = jnp.zeros((rows, pages_per_row), jnp.int32)
+    sizes = {"max_tokens_per_row": options["max_tokens_per_row"]}
+    assert attention.tiling(q, k_pages, table, options["ancestor_bits"], **sizes).slots > 1
 
 
 def test_what_no_tile_fits_is_refused():
