@@ -125,7 +125,8 @@ class DrafterContext:
         Returns:
           dtype[..., hidden_size].
         """
-        return family_of(self.target).embed(params.target, self.target, token_ids)
+        embed = family_of(self.target).embed
+        return embed(params.target, self.target, token_ids, self.tensor_axis)
 
 
 class DrafterSpec:

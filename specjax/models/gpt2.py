@@ -22,6 +22,7 @@ from specjax.models.base import (
     LayerCache,
     ModelConfig,
     Params,
+    embed_tokens,
 )
 from specjax.models.config_values import (
     MAX_LAYERS,
@@ -62,7 +63,8 @@ def forward(
     # Draft slots past the last position are computed and dropped; clipping keeps
     # their lookup in range.
     last = params["embed_positions"].shape[0] - 1
-    x = params["embed_tokens"][token_ids] + params["embed_positions"][jnp.minimum(positions, last)]
+    x = embed_tokens(params, config, token_ids, tensor_axis)
+    x = x + params["embed_positions"][jnp.minimum(positions, last)]
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         tapped.see(index, x)
@@ -117,7 +119,7 @@ def _weights(config: ModelConfig, prefix: str = "") -> dict[str, Any]:
     d, vocab, positions = config.hidden_size, config.vocab_size, config.max_position_embeddings
     layers = range(config.num_layers)
     return {
-        "embed_tokens": matrix(f"{prefix}wte.weight", (vocab, d), (None, "embed")),
+        "embed_tokens": matrix(f"{prefix}wte.weight", (vocab, d), ("vocab", "embed")),
         "embed_positions": matrix(f"{prefix}wpe.weight", (positions, d), (None, "embed")),
         "layers": tuple(_layer_weights(config, f"{prefix}h.{index}.") for index in layers),
         **_norm("norm", f"{prefix}ln_f", d),

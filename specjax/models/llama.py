@@ -95,7 +95,7 @@ def forward(
         head_norm=norm if config.qk_norm else None,
         tensor_axis=tensor_axis,
     )
-    x = embed_tokens(params, config, token_ids)
+    x = embed_tokens(params, config, token_ids, tensor_axis)
     tables = blocks.rotary_tables(config, positions)
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
@@ -146,7 +146,7 @@ def _weights(config: ModelConfig) -> dict[str, Any]:
     """Returns a Weight per leaf."""
     d, vocab = config.hidden_size, config.vocab_size
     params: dict[str, Any] = {
-        "embed_tokens": matrix("model.embed_tokens.weight", (vocab, d), (None, "embed")),
+        "embed_tokens": matrix("model.embed_tokens.weight", (vocab, d), ("vocab", "embed")),
         "layers": tuple(
             _layer_weights(config, f"model.layers.{index}.") for index in range(config.num_layers)
         ),
