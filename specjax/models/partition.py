@@ -112,7 +112,7 @@ def check_mesh(mesh: Any) -> None:
             f"mesh={mesh!r:.200} must be a jax.sharding.Mesh with the axes {DATA!r} and "
             f"{TENSOR!r} or one of them, as jax.make_mesh returns, or None."
         )
-    unknown = set(mesh.axis_names) - {DATA, TENSOR}
+    unknown = set(mesh.axis_names) - {DATA, TENSOR, COPIES, PART}
     if unknown:
         raise ValueError(
             f"mesh axes {sorted(unknown)} are unknown; name them {DATA!r} and {TENSOR!r}."
@@ -124,9 +124,10 @@ def validate(config: ModelConfig, mesh: Mesh) -> None:
     check_mesh(mesh)
     size = axis_size(mesh, TENSOR)
     if (field := undivided(config, size)) is not None:
+        possible = [n for n in range(1, size) if undivided(config, n) is None]
         raise ValueError(
             f"{field}={getattr(config, field)} is not divisible by the mesh's tensor axis of "
-            f"{size}; use a smaller one."
+            f"{size}; possible sizes below it are {', '.join(map(str, possible))}."
         )
 
 
