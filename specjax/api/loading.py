@@ -23,8 +23,7 @@ from specjax.drafters.spec import ModelDrafter
 from specjax.models.base import Model
 from specjax.models.hf_config import read_config
 from specjax.models.loading import default_dtype, load_model, resolve_folder, weight_dtype
-from specjax.planning.drafter_split import draft_token_s, split_drafter
-from specjax.planning.plans import TABLE_CONTEXT
+from specjax.planning.drafter_split import TABLE_CONTEXT, draft_token_s, split_drafter
 
 
 def load_target(target: Any, mesh: Mesh | None = None) -> Model:

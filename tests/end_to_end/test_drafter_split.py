@@ -1,14 +1,11 @@
 """A drafter over 1, 2, 4 or all devices of the target's tensor axis: the tokens of one device."""
 
-import warnings
-
 import jax
 import numpy as np
 import pytest
 from helpers import first_layer, tiny_llama
 from jax.sharding import Mesh
 
-import specjax
 from specjax.api.generation import Stream
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
