@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_gpt2, tiny_llama, uncached_logits
+from helpers import save_llama, tiny_gpt2, tiny_llama, uncached_logits
 from jax.sharding import Mesh, PartitionSpec
 
 from specjax.models import partition
@@ -15,7 +15,6 @@ from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
 from specjax.models.loading import load_model, load_params
 from specjax.models.weights import Source, Stacked
-from specjax.testing import save_model
 
 WIDE = dict(  # every size divides by 8, and norms are a hundredth of a device's share
     vocab_size=512,
@@ -100,24 +99,6 @@ def test_a_model_over_a_split_vocabulary_gives_the_logits_of_one_device(model):
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
-def save(model, folder):
-    """Writes a Llama with its config.json."""
-    config = model.config
-    raw = {
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "tie_word_embeddings": config.tie_word_embeddings,
-    }
-    save_model(folder, model, raw)
-
-
 def bytes_by_device(exempt=()):
     """Returns the bytes of live arrays on each device, each buffer once."""
     held = {}
@@ -156,7 +137,7 @@ def watch(monkeypatch):
 )
 def test_no_device_ever_holds_more_than_its_share(tmp_path, watch, sizes, shards, tied):
     model = tiny_llama(0, tie_word_embeddings=tied, **WIDE)
-    save(model, tmp_path)
+    save_llama(tmp_path, model)
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     params = jax.tree.map(np.array, model.params)  # copies: views would keep the arrays
     config = model.config
@@ -181,7 +162,7 @@ def test_no_device_ever_holds_more_than_its_share(tmp_path, watch, sizes, shards
 @pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
 def test_a_draft_model_may_be_loaded_over_part_of_the_axis(tmp_path, num_shards):
     model = tiny_llama(0, **WIDE)
-    save(model, tmp_path)
+    save_llama(tmp_path, model)
     mesh = mesh_of(tensor=8)
     loaded = load_model(tmp_path, mesh=mesh, num_shards=num_shards)
     leaf = loaded.params["layers"][0]["q_proj"]
@@ -239,7 +220,7 @@ def test_the_dtype_is_that_of_the_devices_of_the_mesh(golden, monkeypatch):
 def test_what_cannot_be_split_is_refused_before_weights_are_read(
     tmp_path, monkeypatch, mesh, num_shards, message
 ):
-    save(tiny_llama(0, num_heads=4, num_kv_heads=2), tmp_path)
+    save_llama(tmp_path, tiny_llama(0, num_heads=4, num_kv_heads=2))
     monkeypatch.setattr(Source, "read", lambda *_: pytest.fail("weights were read"))
     mesh = mesh_of(**mesh) if isinstance(mesh, dict) else mesh
     with pytest.raises(ValueError, match=message):
