@@ -298,8 +298,6 @@ def test_what_others_hold_of_a_device_is_not_ours(setup, monkeypatch, stats, exp
     assert setup.with_reported_memory().engine.memory_bytes == expected
 
 
-
-
 ROW_BYTES = 256 * 256  # of the pages of 256 tokens of tiny_llama: the smallest capacity of a row
 
 
