@@ -76,6 +76,8 @@ def load_split_drafter(
     if mesh is not None and isinstance(source, str | os.PathLike) and model_path(source):
         source = load_draft_model(source, target, config, engine=engine, mesh=mesh)
     loaded = load_drafter(source, target, config)
+    if config.depth == 0:
+        return loaded
     leaves = jax.tree.leaves(loaded.params)
     dtype = dtype_of(loaded.params) or dtype_of(target.params)
     count = sum(leaf.size for leaf in leaves) or None
