@@ -114,7 +114,7 @@ def test_tokens_of_one_device(target, single, num_shards):
         {"tree_top_k": 2},
         {"corpus_tokens": 256},
         {"verification": "rejection", "draft_tensor_parallel_size": 4},
-        {"verification": "rejection", "speculative_token_tree": [2, 1]},
+        {"verification": "rejection", "speculative_token_tree": [2, 1, 1]},
         {"max_drafts_per_step": 8},
     ],
     ids=lambda config: "_".join(map(str, config)),
