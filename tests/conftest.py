@@ -9,7 +9,7 @@ from importlib import metadata
 # Before jax starts: it reads the platform once.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Meshes are tested on devices that share this one; all else runs on the first.
-FOUR_DEVICES = "--xla_force_host_platform_device_count=4"
+EIGHT_DEVICES = "--xla_force_host_platform_device_count=8"
 # Most of a test's time is compiling, which takes half as long so. .ci/run has the quick set of
 # one version of jax at the level that users have, and a nightly run has all tests so.
 QUICKLY_COMPILED = (
@@ -19,7 +19,7 @@ QUICKLY_COMPILED = (
 if metadata.version("jaxlib").startswith("0.10."):  # later ones know one kind of emitters
     QUICKLY_COMPILED = (*QUICKLY_COMPILED, "--xla_cpu_use_fusion_emitters=false")
 # Of a flag given twice the last one counts: whoever runs the tests may ask for others.
-flags = FOUR_DEVICES, *QUICKLY_COMPILED, os.environ.get("XLA_FLAGS", "")
+flags = EIGHT_DEVICES, *QUICKLY_COMPILED, os.environ.get("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] = " ".join(flags).strip()
 
 # What steps cost in earlier runs would choose K, and tests would depend on each other.

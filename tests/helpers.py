@@ -22,6 +22,7 @@ from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
 from specjax.paged.kv_cache import NO_PAGE
 from specjax.sampling.seeded_noise import gumbel_noise
+from specjax.testing import save_model
 from specjax.testing.tiny_models import random_model as random_model
 from specjax.testing.tiny_models import tiny_config
 from specjax.trees.best_first import best_first
@@ -59,6 +60,26 @@ def tiny_gpt2_config(**overrides) -> ModelConfig:
 def tiny_llama(seed: int, **overrides) -> Model:
     """Returns a random Llama, no tokenizer; overrides are fields of its config."""
     return random_model(tiny_llama_config(**overrides), seed)
+
+
+def save_llama(folder, model: Model) -> None:
+    """Writes a Llama with the config.json that it is read from."""
+    config = model.config
+    raw = {
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope.theta,
+        "tie_word_embeddings": config.tie_word_embeddings,
+    }
+    save_model(folder, model, raw)
 
 
 def tiny_gpt2(seed: int, **overrides) -> Model:

@@ -7,7 +7,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from pallas_kernels.implementations import Taken, target_platform
 from pallas_kernels.names import PLATFORMS
 from specjax import sharding
+from specjax.api.loading import dtype_of, load_split_drafter, load_target
 from specjax.api.requests import Refused, make_requests, one_each
 from specjax.api.self_tests import trusted_kernels
 from specjax.api.sizing import (
@@ -42,7 +43,6 @@ from specjax.drafters.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
 from specjax.models.base import Model
-from specjax.models.loading import load_model
 from specjax.paged import kv_cache
 from specjax.paged.page_sizes import with_page_size
 from specjax.paged.work import ModelWork
@@ -113,28 +113,25 @@ class Setup:
         mesh: Mesh | None = None,
     ) -> Setup:
         """Loads target and drafter and returns the setup; arguments as of `generate`."""
-        model = _load_target(target)
-        if mesh is not None and not isinstance(mesh, Mesh):
-            raise ValueError(
-                f"mesh={mesh!r:.200} must be a jax.sharding.Mesh with the axes 'data' and "
-                "'tensor' or one of them, as jax.make_mesh returns, or None."
-            )
+        sharding.check_mesh(mesh)
+        mesh = sharding.automatic(mesh)
+        model = load_target(target, mesh)
         if mesh is not None:
             sharding.validate(model.config, mesh)
-        loaded, speculation = _choose_drafter(
-            model,
-            drafter,
-            _speculation(speculative_config, verification, num_speculative_tokens),
-        )
-        mesh = sharding.automatic(mesh)
-        kv_shards = sharding.axis_size(mesh, sharding.TENSOR)
         with sharding.lowered(mesh):
             own = with_page_size(
                 _engine_config(engine),
                 model.config,
-                _dtype_of(model.params) or jnp.float32,
-                kv_shards=kv_shards,
+                dtype_of(model.params) or jnp.float32,
+                kv_shards=sharding.axis_size(mesh, sharding.TENSOR),
             )
+        loaded, speculation = _choose_drafter(
+            model,
+            drafter,
+            _speculation(speculative_config, verification, num_speculative_tokens),
+            own,
+            mesh,
+        )
         setup = cls(model, loaded, speculation, own, mesh)
         setup._check_kernels()
         setup._check_drafter()
@@ -165,7 +162,7 @@ class Setup:
         leaves = jax.tree.leaves(self.target.params)
         is_abstract = any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
         if self._has_drafter_params or not is_abstract:
-            own = _dtype_of(self.drafter.params) or self._dtype
+            own = dtype_of(self.drafter.params) or self._dtype
             self.drafter.check_params(self.target.config, own)
 
     def _check_budgets(self) -> None:
@@ -278,7 +275,7 @@ class Setup:
 
     def _drafter_works(self) -> tuple[ModelWork, ...]:
         """Returns the work of each model that runs for a draft token."""
-        own = _dtype_of(self.drafter.params) or self._dtype
+        own = dtype_of(self.drafter.params) or self._dtype
         return self.drafter.work(self.target.config, own, _num_weights(self.drafter.params))
 
     def keep(self, loop: Loop) -> None:
@@ -318,7 +315,20 @@ class Setup:
         with sharding.lowered(self.mesh):
             return standing_sizes(context, *self._memory_arguments)
 
-    def with_reported_memory(self) -> Setup:
+    def with_memory_for(self, requests: Sequence[Request]) -> Self:
+        """Returns a setup whose pages hold as many of the requests as the device's memory allows.
+
+        Where the default pool suffices, or the config says how large it is, it is the same:
+        planning memory compiles some steps.
+        """
+        engine = self.engine
+        if engine.num_pages is not None or engine.kv_cache_bytes is not None:
+            return self
+        sizes, _, unfit = self.sizes(requests)
+        is_enough = sizes is not None and sizes.num_pages >= sizes.rows * sizes.pages_per_row
+        return self if is_enough and not unfit else self.with_reported_memory()
+
+    def with_reported_memory(self) -> Self:
         """Returns a setup with memory_bytes set to the device's bytes that are not in use.
 
         Of a mesh, the smallest; unset if a device does not report its memory.
@@ -429,7 +439,7 @@ class Setup:
             rules=self.rules,
             rule_options=_rule_options(self.speculation),
             max_drafts_per_shard=self._max_drafts_per_shard(self.engine.max_rows),
-            drafter_dtype=_dtype_of(self.drafter.params),
+            drafter_dtype=dtype_of(self.drafter.params),
             drafter_params=shapes if self._has_drafter_params else None,
             chooses_rows=self._plans_row_buckets,
             trusted_kernels=self.trusted_kernels,
@@ -447,7 +457,7 @@ class Setup:
 
     @property
     def _dtype(self) -> Any:
-        return _dtype_of(self.target.params)
+        return dtype_of(self.target.params)
 
     @property
     def _sized_engine(self) -> EngineConfig:
@@ -656,15 +666,6 @@ def _warn_of_context(target: Model, engine: EngineConfig) -> None:
         )
 
 
-def _load_target(target: Any) -> Model:
-    """Returns a loaded model from a model, a folder, a hub name or "demo"."""
-    if isinstance(target, str | os.PathLike):
-        return load_model(target)
-    if not isinstance(target, Model):
-        raise TypeError(f"target must be a Model, a folder or a name, got {type(target).__name__}.")
-    return target
-
-
 def _speculation(
     given: Any, verification: str | None, num_speculative_tokens: int | None
 ) -> SpeculationConfig:
@@ -683,7 +684,11 @@ def _speculation(
 
 
 def _choose_drafter(
-    target: Model, drafter: Any, config: SpeculationConfig
+    target: Model,
+    drafter: Any,
+    config: SpeculationConfig,
+    engine: EngineConfig,
+    mesh: Mesh | None,
 ) -> tuple[LoadedDrafter, SpeculationConfig]:
     """Returns the drafter of a call, and the config with its K.
 
@@ -693,7 +698,7 @@ def _choose_drafter(
     source = drafter
     if source is None:
         source = config.method if config.method in MATCHING else config.model
-    loaded = load_drafter(source, target, config)
+    loaded = load_split_drafter(source, target, config, engine=engine, mesh=mesh)
     if not loaded.can_draft or config.depth == 0:
         # Plain decoding keeps no pages for a drafter.
         loaded = load_drafter(None, target)
@@ -735,15 +740,6 @@ def _check_policy(policy: Any) -> None:
 def _num_weights(params: Any) -> int | None:
     """Returns the number of weights in a pytree; None if there is none."""
     return sum(leaf.size for leaf in jax.tree.leaves(params)) or None
-
-
-def _dtype_of(params: Any) -> Any:
-    """Returns the dtype of the first leaf of floating-point numbers; None if there is none.
-
-    A drafter may keep token ids among its weights.
-    """
-    dtypes = (leaf.dtype for leaf in jax.tree.leaves(params))
-    return next((dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)), None)
 
 
 def _rule_options(config: SpeculationConfig) -> RuleOptions:

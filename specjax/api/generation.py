@@ -73,7 +73,8 @@ def generate(
       engine: sizes, or a mapping of them; by default chosen from the requests.
       policy: chooses K before each burst; by default that of speculative_config, else
         goodput: the K with the most expected tokens per second, up to num_speculative_tokens.
-      mesh: devices to split over, axes "data" and "tensor".
+      mesh: devices to split over, axes "data" and "tensor". Models given by name are read
+        slice by slice onto the devices that keep them.
       progress: True shows long operations on stderr; a function is called instead, as
         report(what, done, total), with total 0 if it is unknown.
 
@@ -155,7 +156,7 @@ class Stream:
         requests, refused = setup.requests(as_list(prompts), sampling)
         self._setup = setup.for_run(
             (each.rule for each in requests), policy, acceptance_kind(requests)
-        )
+        ).with_memory_for(requests)
         sizes, self._requests, unfit = self._setup.sizes(requests)
         self._failed = [refusal(each) for each in [*refused, *unfit]]
         if sizes is None:

@@ -20,7 +20,8 @@ class Pooled(NamedTuple):
     """The models whose keys and values lie in pages of the same numbers."""
 
     target: ModelConfig
-    drafter_bytes: int = 0  # per token of a row: `DrafterSpec.bytes_per_token`
+    # On each device, per token of a row: `DrafterSpec.bytes_per_token`.
+    drafter_bytes: int = 0
 
 
 def choose_sizes(
@@ -214,7 +215,6 @@ def page_bytes(pooled: Pooled, engine: EngineConfig, dtype: Any, kv_shards: int 
     """
     own = kv_cache.numbers_per_token(pooled.target, kv_shards=kv_shards)
     own *= kv_cache.pages_dtype(engine.kv_cache_dtype, dtype).itemsize
-    # A drafter is whole on every device.
     return (own + pooled.drafter_bytes * kv_shards) * engine.chosen_page_size
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from specjax.cli import json_document, prompts, sampling_arguments, terminal
+from specjax.cli import json_document, mesh_argument, prompts, sampling_arguments, terminal
 from specjax.config.engine import KV_CACHE_DTYPES, NUMERICS, EngineConfig
 from specjax.config.names import DRAFTERS, MATCHING, NO_DRAFTER, check_drafter
 from specjax.config.rules import VERIFICATION_RULES
@@ -88,6 +88,7 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         choices=("float32", "bfloat16", "float16"),
         help="of the weights (default float32 on CPU and T4, bfloat16 elsewhere)",
     )
+    mesh_argument.add_option(group)
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
@@ -177,12 +178,14 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
 
     compilation_cache.enable()
     status.show(f"loading {arguments.model}")
-    target, drafter = _load(arguments, speculation)
+    mesh = mesh_argument.mesh_of(arguments.mesh)
+    target, drafter = _load(arguments, speculation, engine, mesh)
     sampling = _sampling(arguments, entries, target)
     call: dict[str, Any] = {
         "drafter": drafter,
         "speculative_config": speculation,
         "engine": engine,
+        "mesh": mesh,
     }
     is_streamed = len(entries) == 1 and getattr(sampling[0], "n", 0) == 1 and not arguments.json
     try:
@@ -213,17 +216,18 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
     return _report(arguments, entries, sampling, result)
 
 
-def _load(arguments: argparse.Namespace, config: SpeculationConfig):
+def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: EngineConfig, mesh):
     """Returns the target, and the drafter or its name."""
+    from specjax.api.loading import load_draft_model
     from specjax.models.loading import load_model
 
     if config.model is not None:
         check_drafter(config.model)
-    target = load_model(arguments.model, dtype=arguments.dtype)
+    target = load_model(arguments.model, dtype=arguments.dtype, mesh=mesh)
     if config.method == "draft_model":
         assert config.model is not None
-        folder = "demo-draft" if config.model == "demo" else config.model
-        return target, load_model(folder, dtype=arguments.dtype)
+        options = {"engine": engine, "mesh": mesh, "dtype": arguments.dtype}
+        return target, load_draft_model(config.model, target, config, **options)
     return target, config.method
 
 

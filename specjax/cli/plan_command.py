@@ -48,6 +48,13 @@ def add_parser(commands: Any) -> None:
         help="chips that the target is split over (default: all of a TPU topology, else 1)",
     )
     parser.add_argument(
+        "--draft-tensor-parallel",
+        type=int,
+        metavar="N",
+        help="chips that a draft model is split over; 1: each chip holds all of it (default: the "
+        "number with the shortest time of a draft token by roofline)",
+    )
+    parser.add_argument(
         "--dtype",
         choices=DTYPES,
         help="of weights, and of keys and values without --kv-cache-dtype (default float32 on "
@@ -184,6 +191,7 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
         engine=engine,
         acceptance_rate=arguments.acceptance_rate,
     )
+    request = plan_request.with_split_drafter(request, arguments.draft_tensor_parallel)
     plan = plans.make_plan(request, _show_progress)
     if arguments.json:
         print(json.dumps(plan_report.to_dict(plan), indent=2))

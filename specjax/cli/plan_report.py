@@ -18,7 +18,6 @@ from specjax.decode.sizes import Sizes
 from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.plan_request import Device, PlanRequest, known_shape
 from specjax.planning.plans import FullPlan
-from specjax.planning.roofline import expected_tokens
 from specjax.planning.workspace_fit import BURST, MIXED, BucketMemory
 from specjax.policy import cost_files
 
@@ -35,6 +34,7 @@ def to_dict(plan: FullPlan) -> dict[str, Any]:
         "drafter": request.drafter_name,
         "device": request.device.name,
         "num_chips": chips,
+        "draft_tensor_parallel_size": request.drafter.num_shards,
         "dtype": str(request.dtype),
         "kv_cache_dtype": engine.kv_cache_dtype or str(request.dtype),
         "measured": False,
@@ -65,6 +65,7 @@ def to_dict(plan: FullPlan) -> dict[str, Any]:
         "compute_bound_tokens": plan.compute_bound_tokens,
         "acceptance_rate_assumed": request.acceptance_rate,
         "num_speculative_tokens_by_batch_and_context": _choices(plan),
+        "tokens_per_s_by_batch_and_context": _speeds(plan),
         TABLE_NAME: plan.batch_size_table(plan.table_context),
         "table_context": plan.table_context,
         "per_chip": {
@@ -101,6 +102,8 @@ def render(plan: FullPlan) -> str:
         parts += [
             f"K by rows and context, by roofline seconds, if {rate:.0%} of drafts stand:",
             _table(("rows", *contexts), rows),
+            "Tokens per second of all rows, by the same seconds, at most:",
+            _table(("rows", *contexts), _speed_rows(document, contexts)),
             f'"{TABLE_NAME}": {document[TABLE_NAME]}',
         ]
     return "\n\n".join(parts + [f"Note: {note}" for note in document["notes"]])
@@ -127,7 +130,7 @@ def draw(plan: FullPlan, path: str | os.PathLike[str]) -> None:
     rows = _row_counts(request.engine.max_rows)
     for place, context in enumerate(plan.contexts):
         chosen = [plan.choose(n, context) or 0 for n in rows]
-        speeds = [n * _expected(plan, k) / plan.step_s(n, k, context) for n, k in zip(rows, chosen)]
+        speeds = [plan.tokens_per_s(n, k, context) for n, k in zip(rows, chosen)]
         # Another K is chosen at a number of rows, not on the way to it.
         # Where contexts have the same, the wide line of the first shows beside the last's.
         width = 1.5 + 1.2 * (len(plan.contexts) - 1 - place)
@@ -165,10 +168,6 @@ def check_can_draw(device: Device, path: str | os.PathLike[str]) -> None:
             "name another."
         )
     new_figure(1, 1)
-
-
-def _expected(plan: FullPlan, k: int) -> float:
-    return expected_tokens(plan.request.acceptance_rate, k)
 
 
 def _coefficients(plan: FullPlan) -> dict[str, Any]:
@@ -242,6 +241,17 @@ def _choices(plan: FullPlan) -> dict[str, dict[str, int | None]] | None:
     return {
         str(rows): {str(c): plan.choose(rows, c) for c in plan.contexts}
         for rows in _row_counts(plan.request.engine.max_rows)
+    }
+
+
+def _speeds(plan: FullPlan) -> dict[str, dict[str, float]] | None:
+    """Returns the tokens per second of all rows by roofline, at the chosen K."""
+    choices = _choices(plan)
+    if choices is None:
+        return None
+    return {
+        rows: {c: plan.tokens_per_s(int(rows), k or 0, int(c)) for c, k in by.items()}
+        for rows, by in choices.items()
     }
 
 
@@ -358,6 +368,7 @@ def _figures(plan: FullPlan, document: dict[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("weights", _gigabytes(document["weights_bytes"])),
         ("weights and state, each chip", _gigabytes(plan.resident_bytes)),
+        *_split_row(plan),
         (
             "bytes per token of context, all chips",
             f"{tokens['target']:,.0f} target, {tokens['drafter']:,.0f} drafter",
@@ -399,6 +410,16 @@ def _figures(plan: FullPlan, document: dict[str, Any]) -> list[tuple[str, str]]:
     return rows
 
 
+def _split_row(plan: FullPlan) -> list[tuple[str, str]]:
+    """Returns over how many chips a drafter with weights is split, where there are several."""
+    request = plan.request
+    if request.device.count == 1 or not request.drafter.configs:
+        return []
+    shards = request.drafter.num_shards
+    where = "whole on each chip" if shards == 1 else f"split over {shards} chips"
+    return [("drafter", where)]
+
+
 def _bucket_rows(document: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple]]:
     head = ("step", "rows", "tokens", "K", "MB", "", "flops/byte", "roofline ms")
     show = lambda value, scale=1.0: "" if value is None else f"{value * scale:.3g}"
@@ -416,6 +437,11 @@ def _bucket_rows(document: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple]
         for b in document["buckets"]
     ]
     return head, rows
+
+
+def _speed_rows(document: dict[str, Any], contexts: Sequence[str]) -> list[tuple]:
+    speeds = document["tokens_per_s_by_batch_and_context"]
+    return [(rows, *(f"{by[c]:,.0f}" for c in contexts)) for rows, by in speeds.items()]
 
 
 def _batch_rows(document: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple]]:

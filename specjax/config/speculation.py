@@ -125,6 +125,10 @@ class SpeculationConfig:
     # Dynamic tree of a draft model (EAGLE-2's top-k): the number of most probable nodes
     # expanded per depth, and of children considered for each.
     tree_top_k: int | None = None
+    # Devices of a mesh's tensor axis over which a draft model is split, a number that divides the
+    # axis: 1 puts the whole drafter on each device. By default the number with the shortest time
+    # per draft token by the devices' published figures, 1 where these are unknown.
+    draft_tensor_parallel_size: int | None = None
     # Most draft tokens verified per step over all rows, the likeliest to be accepted; by default
     # all drafted ones.
     max_drafts_per_step: int | None = None
@@ -175,6 +179,7 @@ class SpeculationConfig:
             "speculation_max_rows",
             "max_model_len",
             "corpus_tokens",
+            "draft_tensor_parallel_size",
         ):
             most = getattr(self, name)
             if most is not None and (not is_int(most) or most < 1):

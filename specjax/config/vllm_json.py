@@ -41,7 +41,7 @@ def read(given: str | Mapping[str, Any], defaults: Mapping[str, Any]) -> Reading
     if "tensor_parallel_size" in left:
         raise ValueError(
             f"'tensor_parallel_size' is no key of {_NAME}: the target's is the mesh's "
-            "tensor axis; the drafter's is 'draft_tensor_parallel_size', which must be 1."
+            "tensor axis; the drafter's is 'draft_tensor_parallel_size'."
         )
     _rename(left)
     _set_method(left)
@@ -126,13 +126,6 @@ def _set_method(left: dict[str, Any]) -> None:
         left["method"] = "ngram"  # matching runs on the device in any case
     if left.get("method") == "suffix":
         left["method"] = "history"  # the longest suffix, over own and shared text
-    degree = left.get("draft_tensor_parallel_size", 1)
-    if not _is_count(degree):
-        raise ValueError(
-            f"draft_tensor_parallel_size={degree!r} must be a whole number of at least 1."
-        )
-    if degree == 1:  # as it is
-        left.pop("draft_tensor_parallel_size", None)
 
 
 def _set_rule(left: dict[str, Any]) -> None:
@@ -284,7 +277,6 @@ _COMPILED = "XLA compiles every step, and picks its own kernels"
 _SUFFIX = "drafts read on from the longest match, of corpus_tokens of text"
 _USELESS = {
     "draft_sample_method": "under 'seeded' a draft model draws with the target's own noise",
-    "draft_tensor_parallel_size": "every chip holds the whole drafter",
     "quantization": _OWN_FORMAT,
     "draft_load_config": _OWN_FORMAT,
     "kv_cache_dtype": "a drafter's keys and values have the target's dtype",
@@ -293,7 +285,7 @@ _USELESS = {
     "enforce_eager": _COMPILED,
     "attention_backend": _COMPILED,
     "moe_backend": _COMPILED,
-    "use_local_argmax_reduction": "every chip holds the whole drafter",
+    "use_local_argmax_reduction": "it changes no draft",
     "disable_padded_drafter_batch": "rows are laid end to end, without padding",
     "disable_mqa_scorer": "one forward verifies all drafts in any case",
     "disable_logprobs": "SamplingParams.logprobs decides",

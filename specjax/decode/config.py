@@ -34,7 +34,8 @@ class DecoderConfig:
       rule_options: parameters of the lossy rules.
       max_drafts_per_shard: most draft tokens that the rows of one data shard verify per step,
         those likeliest to be accepted; None: no limit. Bucket.max_drafts counts all shards.
-      mesh: axes "data" and "tensor"; None: one device.
+      mesh: axes "data" and "tensor", the latter in two factors where the drafter is split over
+        part of it (`specjax.models.partition.factored`); None: one device.
       trusted_kernels: pairs of an op and a kernel that passed its self-test on the devices.
     """
 
@@ -50,6 +51,7 @@ class DecoderConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "rules", tuple(map(Rule, self.rules)))
+        object.__setattr__(self, "mesh", sharding.factored(self.mesh, self.drafter.num_shards))
 
     @property
     def num_shards(self) -> int:

@@ -131,7 +131,7 @@ class Decoder:
             return self._makers[has_drafter]()
 
     def place_params(self, params: DecoderParams) -> DecoderParams:
-        """Puts weights onto the mesh: the target split, the drafter replicated on every shard.
+        """Puts weights onto the mesh: the target split, the drafter over its own num_shards.
 
         Arrays that are already placed so are not copied.
 
@@ -710,6 +710,8 @@ class Decoder:
                 num_speculative_tokens=num_speculative_tokens,
                 dtype=self.sizes.dtype,
                 tensor_axis=sharding.tensor_axis(self.mesh),
+                draft_axis=sharding.tensor_axes(self.mesh, spec.num_shards),
+                copies_axis=sharding.copies_axis(self.mesh),
                 keeps_probs=self.keeps_probs,
                 says_confidence=is_ranked,
                 taps=self.taps,
@@ -729,7 +731,10 @@ class Decoder:
     def _state_specs(self, state: DecodeState) -> DecodeState:
         """Returns how each leaf of a state is split over the mesh."""
         assert self.mesh is not None
-        return sharding.state_specs(state, self.mesh, self.drafter_axes(state))
+        shards = self.drafter.num_shards
+        # A drafter that is not split by specjax may split its state as the target is split.
+        own = shards if shards > 1 else None
+        return sharding.state_specs(state, self.mesh, self.drafter_axes(state), own)
 
     def drafter_axes(self, state: DecodeState) -> Any:
         """Returns the axes of each leaf of the drafter's part of a state; `Drafter.state_axes`."""
@@ -755,9 +760,13 @@ class Decoder:
     def _param_specs(self, params: DecoderParams) -> DecoderParams | None:
         if self.mesh is None:
             return None
+        target = sharding.param_specs(params.target, self.mesh, self.config.target)
+        shards = self.drafter.num_shards
+        if shards == 1:
+            return DecoderParams(target, sharding.replicated_specs(params.drafter))
+        (config, *_) = self.drafter.configs
         return DecoderParams(
-            sharding.param_specs(params.target, self.mesh, self.config.target),
-            sharding.replicated_specs(params.drafter),
+            target, sharding.param_specs(params.drafter, self.mesh, config, shards)
         )
 
     @in_own_settings

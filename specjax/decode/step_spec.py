@@ -9,7 +9,7 @@ from specjax.config.rules import Rule
 from specjax.decode.config import DecoderConfig
 from specjax.decode.rules import RuleOptions
 from specjax.drafters.base import Drafter
-from specjax.models.base import ModelConfig
+from specjax.models.base import MeshAxes, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,6 @@ class StepSpec:
         return self.decoder.token_bucket
 
     @property
-    def tensor_axis(self) -> str | None:
-        """Mesh axis that heads and MLP are split over; None without a mesh."""
+    def tensor_axis(self) -> MeshAxes | None:
+        """Mesh axes that heads and MLP are split over; None without a mesh."""
         return sharding.tensor_axis(self.decoder.mesh)

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from specjax.config.speculation import SpeculationConfig
 from specjax.models.abstract import abstract_weights
-from specjax.models.base import ModelConfig
+from specjax.models.base import MeshAxes, ModelConfig
 from specjax.models.base import resolve_taps as resolve_taps
 from specjax.models.families import family_of
 from specjax.paged import forward, kv_cache
@@ -80,8 +80,13 @@ class DrafterContext:
         a build for K = 1 makes and feeds with prompts, serves them all.
       dtype: of the target's weights and hidden states, and of the pages of a drafter that keeps
         keys and values; EngineConfig.kv_cache_dtype is for the target's pages alone.
-      tensor_axis: the mesh axis that the target's heads and vocabulary are split over, None
+      tensor_axis: the mesh axes that the target's heads and vocabulary are split over, None
         where each device holds the whole target. `DecoderParams.target` is one device's part.
+      draft_axis: the mesh axes that the drafter's own heads are split over, None where each
+        device holds the whole drafter. With `DrafterSpec.num_shards` above 1,
+        `DecoderParams.drafter` is one device's part.
+      copies_axis: the mesh axis along which devices hold the same part of a drafter that is
+        split over part of the tensor axis; None without such a split.
       keeps_probs: whether a rule in use compares distributions. Proposals of a spec with
         `has_probs` then set `Proposal.probs`.
       says_confidence: whether drafts are ranked over all rows. Proposals of a spec with
@@ -92,7 +97,9 @@ class DrafterContext:
     target: ModelConfig
     num_speculative_tokens: int
     dtype: Any
-    tensor_axis: str | None = None
+    tensor_axis: MeshAxes | None = None
+    draft_axis: MeshAxes | None = None
+    copies_axis: str | None = None
     keeps_probs: bool = False
     says_confidence: bool = False
     taps: tuple[int, ...] = ()
@@ -125,7 +132,8 @@ class DrafterContext:
         Returns:
           dtype[..., hidden_size].
         """
-        return family_of(self.target).embed(params.target, self.target, token_ids)
+        embed = family_of(self.target).embed
+        return embed(params.target, self.target, token_ids, self.tensor_axis)
 
 
 class DrafterSpec:
@@ -142,6 +150,8 @@ class DrafterSpec:
       takes_text: whether the engine passes the text of rows to `Drafter.remember`.
       learns: whether the drafts of a row may depend on more than its tokens, sampling
         parameters and seed: on the text of other rows, or on acceptance of earlier drafts.
+      num_shards: devices of the tensor axis that share its weights and pages; 1: each device
+        holds the whole drafter. See `split`.
       is_grown: whether a tree keeps nodes because of the tokens that were drawn there. Rules
         that compare distributions would be biased on it and are refused.
     """
@@ -154,6 +164,23 @@ class DrafterSpec:
     def build(self, context: DrafterContext) -> Drafter:
         """Returns the functions of this drafter for a context. Any exception turns it off."""
         raise NotImplementedError(f"{type(self).__name__} has no build(context).")
+
+    @property
+    def num_shards(self) -> int:
+        return 1
+
+    def can_split(self, num_shards: int) -> bool:
+        """Returns whether `split` takes so many shards; the default takes 1."""
+        return num_shards == 1
+
+    def split(self, num_shards: int) -> DrafterSpec:
+        """Returns the spec with its weights split over num_shards devices, its num_shards.
+
+        The weights are then those of the first of `configs`, split by the axes of its family,
+        and `build` finds the axes in `DrafterContext.draft_axis`.
+        """
+        del num_shards
+        return self
 
     @property
     def is_tree(self) -> bool:
@@ -216,14 +243,15 @@ class DrafterSpec:
     def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
         """Returns the bytes of its pages on one device per token of a row, an int.
 
-        The default counts keys and values of the models it runs.
+        The default counts keys and values of the models it runs, a part of num_shards of them.
 
         Args:
           dtype: of the pages, `DrafterContext.dtype`.
         """
         del target
-        numbers = sum(map(kv_cache.numbers_per_token, self.configs))
-        return numbers * jnp.dtype(dtype).itemsize
+        shards = self.num_shards
+        numbers = (kv_cache.numbers_per_token(c, kv_shards=shards) // shards for c in self.configs)
+        return sum(numbers) * jnp.dtype(dtype).itemsize
 
     def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
         """Returns its weights, `DecoderParams.drafter`, as a tree of jax.ShapeDtypeStruct.
@@ -252,7 +280,7 @@ class DrafterSpec:
         """
         del target
         count = num_weights if len(self.configs) == 1 else None
-        return tuple(model_work(config, dtype, 1, count) for config in self.configs)
+        return tuple(model_work(config, dtype, self.num_shards, count) for config in self.configs)
 
 
 def no_tree_message(name: str) -> str:

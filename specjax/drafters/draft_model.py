@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from pallas_kernels.move_kv import move_kv
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters.base import NOT_KEPT, Draft, Drafter, by_page
 from specjax.drafters.draws import draw_siblings, noise_keys
-from specjax.models.base import ModelConfig, Params
+from specjax.models.base import MeshAxes, ModelConfig, Params
 from specjax.paged import kv_cache
 from specjax.paged.forward import forward, logits, make_batch, make_tree_batch
 from specjax.sampling import TreeHistory, choose_tokens, process_logits
@@ -48,6 +49,41 @@ MOST_ONE_BY_ONE = 4  # up to this many, one token per forward beats a forward of
 _Pages = tuple[kv_cache.Pages, ...]  # of every layer
 
 
+class Partition(NamedTuple):
+    """How the model is split over a mesh; by default each device holds all of it.
+
+    Attributes:
+      num_shards: devices that share its heads.
+      axis: mesh axes that its heads are split over; None for one shard.
+      copies_axis: mesh axis along which devices hold the same shard, where axis is part of the
+        target's tensor axis.
+    """
+
+    num_shards: int = 1
+    axis: MeshAxes | None = None
+    copies_axis: str | None = None
+
+    def agreed(self, draft: Draft) -> Draft:
+        """Returns the first copy's draft on every copy.
+
+        The target verifies one draft on all of its devices. Sums over the shards of different
+        copies may round differently, and could choose different tokens.
+        """
+        axis = self.copies_axis
+        if axis is None:
+            return draft
+
+        def of_first(value: Array) -> Array:
+            is_first = jax.lax.axis_index(axis) == 0
+            return jax.lax.psum(jnp.where(is_first, value, jnp.zeros_like(value)), axis)
+
+        common = jax.tree.map(of_first, draft._replace(state=()))
+        return common._replace(state=draft.state)
+
+
+WHOLE = Partition()
+
+
 def drafter(
     config: ModelConfig,
     *,
@@ -57,6 +93,7 @@ def drafter(
     shape: TreeShape | Growth | None = None,
     says_confidence: bool = False,
     max_positions: int | None = None,
+    partition: Partition = WHOLE,
 ) -> Drafter:
     """Returns a drafter that samples from a model.
 
@@ -72,12 +109,14 @@ def drafter(
         costs some passes over the vocabulary.
       max_positions: most positions that the model is fed; None:
         config.max_position_embeddings.
+      partition: how the model is split over a mesh.
     """
-    model = _DraftModel(config, keeps_probs, says_confidence)
+    model = _DraftModel(config, keeps_probs, says_confidence, partition.axis)
 
     def init(rows: int, max_length: int, num_pages: int, page_size: int) -> _Pages:
         del rows, max_length
-        return kv_cache.init_pages(config, num_pages, page_size, dtype)
+        shards = partition.num_shards
+        return kv_cache.init_pages(config, num_pages, page_size, dtype, kv_shards=shards)
 
     def prefill(
         params: DecoderParams,
@@ -87,8 +126,7 @@ def drafter(
         max_tokens_per_row: int,
     ) -> _Pages:
         del row_ids  # pages are found by the batch's block table
-        weights = params.drafter
-        _, state = forward(weights, config, state, batch, max_tokens_per_row=max_tokens_per_row)
+        _, state = model.forward(params.drafter, state, batch, max_tokens_per_row)
         return state
 
     if shape is None:
@@ -99,17 +137,21 @@ def drafter(
         propose = functools.partial(_draft_tree, model, shape)
 
     def draft(params: DecoderParams, state: _Pages, decode_state: Any, num_tokens: Array) -> Draft:
-        return propose(params.drafter, state, decode_state, num_tokens)
+        return partition.agreed(propose(params.drafter, state, decode_state, num_tokens))
 
     return Drafter(
         draft,
         init=init,
         prefill=prefill,
         move=move_kv,
-        state_axes=by_page,
+        state_axes=by_page if partition.num_shards == 1 else _by_page_and_head,
         max_positions=max_positions or config.max_position_embeddings,
         draws_afresh=True,
     )
+
+
+def _by_page_and_head(state: _Pages) -> Any:
+    return jax.tree.map(lambda leaf: PartitionSpec("pages", "kv_heads"), state)
 
 
 class _Drawn(NamedTuple):
@@ -127,6 +169,24 @@ class _DraftModel:
     config: ModelConfig
     keeps_probs: bool
     says_confidence: bool
+    axis: MeshAxes | None = None  # mesh axes that its heads are split over
+
+    def forward(
+        self, params: Params, pages: _Pages, batch: TokenBatch, max_tokens_per_row: int
+    ) -> tuple[Array, _Pages]:
+        """Runs the model over flat tokens; returns hidden [num_tokens, hidden_size] and pages."""
+        return forward(
+            params,
+            self.config,
+            pages,
+            batch,
+            max_tokens_per_row=max_tokens_per_row,
+            tensor_axis=self.axis,
+        )
+
+    def logits(self, params: Params, hidden: Array) -> Array:
+        """Returns f32[num_tokens, vocab] from hidden [num_tokens, hidden_size]."""
+        return logits(params, self.config, hidden, self.axis)
 
     def feed(
         self,
@@ -148,7 +208,7 @@ class _DraftModel:
             page_size=cache.page_size,
             num_slots=cache.num_slots,
         )
-        hidden, pages = forward(params, self.config, pages, batch, max_tokens_per_row=1)
+        hidden, pages = self.forward(params, pages, batch, 1)
         # Rows that are not fed take no place among the flat tokens.
         return hidden[jnp.minimum(batch.row_starts[:-1], rows - 1)], pages
 
@@ -176,7 +236,7 @@ class _DraftModel:
                 page_size=cache.page_size,
                 num_slots=cache.num_slots,
             )
-            _, pages = forward(params, self.config, pages, batch, max_tokens_per_row=width)
+            _, pages = self.forward(params, pages, batch, width)
             return pages, num_fed + counts
 
         def lacks(most: int, carry: tuple[_Pages, Array]) -> Array:
@@ -221,7 +281,7 @@ class _DraftModel:
             nodes=nodes,
             num_new_keys=jnp.full(rows, nodes[-1] + 1, jnp.int32),
         )
-        hidden, pages = forward(params, self.config, pages, batch, max_tokens_per_row=len(nodes))
+        hidden, pages = self.forward(params, pages, batch, len(nodes))
         flat = tokens_of(batch.row_starts, rows * len(nodes), len(nodes))
         return hidden[flat], pages
 
@@ -245,7 +305,7 @@ class _DraftModel:
         rows, width = hidden.shape[:2]
         row_ids = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), width)
         roots = decode_state.cache.lengths[row_ids]
-        scores = logits(params, self.config, hidden.reshape(rows * width, -1))
+        scores = self.logits(params, hidden.reshape(rows * width, -1))
         sampling, rules = decode_state.sampling, decode_state.rules
         where = (sampling, row_ids, roots + depth, history)
         by_row = lambda x: x.reshape(rows, width, -1)
@@ -316,7 +376,7 @@ class _DraftModel:
         rows, width = hidden.shape[:2]
         row_ids = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), width)
         positions = decode_state.cache.lengths[row_ids] + depth
-        scores = logits(params, self.config, hidden.reshape(rows * width, -1))
+        scores = self.logits(params, hidden.reshape(rows * width, -1))
         sampling = decode_state.sampling
         is_nan = jnp.any(~(scores < jnp.inf), axis=1)[:, None]
         scores = process_logits(scores, sampling, row_ids, positions, history)

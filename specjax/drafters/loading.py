@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import jax
 
 from specjax.config.checks import is_int
-from specjax.config.names import NO_DRAFTER, check_drafter
+from specjax.config.names import MATCHING, NO_DRAFTER, check_drafter
 from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.base import DrafterSpec, ModelWork
@@ -247,6 +247,13 @@ def load_drafter(
     return loaded if spec == loaded.spec else dataclasses.replace(loaded, spec=spec)
 
 
+def model_path(source: str | os.PathLike[str]) -> str | os.PathLike[str] | None:
+    """Returns what `load_model` loads for a drafter's name; None for those that are no models."""
+    if source in (NO_DRAFTER, *MATCHING):
+        return None
+    return "demo-draft" if source == "demo" else source
+
+
 def _is_tuple_of(kind: Any, value: Any) -> bool:
     return isinstance(value, tuple) and all(isinstance(each, kind) for each in value)
 
@@ -292,7 +299,7 @@ def _load(source: DrafterSource, target: Model) -> LoadedDrafter:
         return LoadedDrafter("history", HistoryDrafter())
     if isinstance(source, str | os.PathLike):
         check_drafter(source)
-        source = load_model("demo-draft" if source == "demo" else source)
+        source = load_model(model_path(source) or source)
     if not isinstance(source, Model):
         raise TypeError(
             f"drafter is {source!r:.200}; expected None, 'ngram', 'history', 'demo', a folder "

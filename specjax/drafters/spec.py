@@ -10,6 +10,7 @@ from specjax.drafters import draft_model, history, hybrid, ngram, none
 from specjax.drafters.base import Drafter, DrafterContext, no_tree_message
 from specjax.drafters.base import DrafterSpec as DrafterSpec
 from specjax.models.base import ModelConfig
+from specjax.models.partition import undivided
 from specjax.trees import static_shapes
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
@@ -154,12 +155,29 @@ class ModelDrafter(DrafterSpec):
     shape: TreeShape | Growth | None = None
     # Most positions that it is fed; None: config.max_position_embeddings.
     max_positions: int | None = None
+    num_shards: int = 1  # set by `split`
 
     has_probs: ClassVar[bool] = True
 
     @property
     def configs(self) -> tuple[ModelConfig, ...]:
         return (self.config,)
+
+    def can_split(self, num_shards: int) -> bool:
+        return undivided(self.config, num_shards) is None
+
+    def split(self, num_shards: int) -> ModelDrafter:
+        """Returns the spec with its weights split over num_shards devices.
+
+        Raises:
+          ValueError: heads or MLP cannot be split so.
+        """
+        if (field := undivided(self.config, num_shards)) is not None:
+            raise ValueError(
+                f"{field}={getattr(self.config, field)} of the draft model is not divisible by "
+                f"{num_shards=}; use fewer."
+            )
+        return dataclasses.replace(self, num_shards=num_shards)
 
     @property
     def is_tree(self) -> bool:
@@ -232,6 +250,9 @@ class ModelDrafter(DrafterSpec):
             says_confidence=context.says_confidence,
             shape=self._cut(context.num_speculative_tokens),
             max_positions=self.max_positions,
+            partition=draft_model.Partition(
+                self.num_shards, context.draft_axis, context.copies_axis
+            ),
         )
 
     def _cut(self, num_speculative_tokens: int) -> TreeShape | Growth | None:
@@ -260,6 +281,16 @@ class HybridDrafter(DrafterSpec):
     @property
     def configs(self) -> tuple[ModelConfig, ...]:
         return self.model.configs
+
+    @property
+    def num_shards(self) -> int:
+        return self.model.num_shards
+
+    def can_split(self, num_shards: int) -> bool:
+        return self.model.can_split(num_shards)
+
+    def split(self, num_shards: int) -> HybridDrafter:
+        return dataclasses.replace(self, model=self.model.split(num_shards))
 
     def configured(self, config: SpeculationConfig) -> HybridDrafter:
         return dataclasses.replace(

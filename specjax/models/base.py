@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple, Self, TypedDict
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
 # Weights and per-layer caches are plain nested dicts and tuples of arrays: a training
@@ -21,6 +22,10 @@ LayerCache = Any
 # The model does not depend on pages: prefill, decoding, chains, trees and training
 # differ only in this function.
 Attend = Callable[..., tuple[Array, LayerCache]]
+
+# Name of a mesh axis, or names of several that are one axis together: collectives and
+# PartitionSpec take both.
+MeshAxes = str | tuple[str, ...]
 
 # The contents of a config.json.
 Json = dict[str, Any]
@@ -189,17 +194,53 @@ class ForwardWork(NamedTuple):
     layer_windows: tuple[int | None, ...] = ()
 
 
-def embed_tokens(params: Params, config: ModelConfig, token_ids: Array) -> Array:
+def embed_tokens(
+    params: Params,
+    config: ModelConfig,
+    token_ids: Array,
+    tensor_axis: MeshAxes | None = None,
+) -> Array:
     """Returns the rows of params["embed_tokens"] times config.embedding_multiplier.
 
     Args:
       token_ids: i32[...], any shape.
+      tensor_axis: as for `look_up`.
 
     Returns:
       [..., hidden_size], in the dtype of the weights.
     """
-    x = params["embed_tokens"][token_ids]
+    x = look_up(params["embed_tokens"], token_ids, config.vocab_size, tensor_axis)
     return x if config.embedding_multiplier == 1.0 else x * config.embedding_multiplier
+
+
+def look_up(
+    table: Array, token_ids: Array, num_rows: int, tensor_axis: MeshAxes | None = None
+) -> Array:
+    """Returns the rows of a table that may be split by rows over a mesh, bit for bit.
+
+    The shard that holds a row contributes it, and all others 0. The sum is one of integers with
+    the bits of the rows: sums of floating-point numbers turn -0.0 into 0.0, and on a CPU the
+    smallest numbers into 0 as well.
+
+    Args:
+      table: [num_rows, size], or a shard of its rows; shards have equally many.
+      token_ids: i32[...]; ids outside the table find the row that jnp's indexing finds.
+      num_rows: of the whole table.
+      tensor_axis: mesh axes that rows are split over, if this is a shard.
+
+    Returns:
+      [..., size], in the dtype of the table; the same on every shard.
+    """
+    own_rows = table.shape[0]
+    if tensor_axis is None or own_rows == num_rows:
+        return table[token_ids]
+    wrapped = jnp.where(token_ids < 0, token_ids + num_rows, token_ids)
+    place = jnp.clip(wrapped, 0, num_rows - 1) - jax.lax.axis_index(tensor_axis) * own_rows
+    is_own = (place >= 0) & (place < own_rows)
+    rows = table[jnp.clip(place, 0, own_rows - 1)]
+    bits = jax.lax.bitcast_convert_type(rows, f"uint{8 * rows.dtype.itemsize}")
+    bits = jax.lax.psum(jnp.where(is_own[..., None], bits, jnp.zeros_like(bits)), tensor_axis)
+    return jax.lax.bitcast_convert_type(bits, rows.dtype)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,8 +271,9 @@ class Family:
         logits of that slice.
       work: work(config, num_weights) -> ForwardWork. num_weights: numbers in all leaves.
       has_experts: whether forward needs is_token.
-      embed: embed(params, config, token_ids) -> [..., hidden_size], what tokens add to the input
-        of the first layer wherever they stand. The default suits weights with `embed_tokens`.
+      embed: embed(params, config, token_ids, tensor_axis) -> [..., hidden_size], what tokens add
+        to the input of the first layer wherever they stand. The default suits weights with
+        `embed_tokens`.
     """
 
     name: str
@@ -244,7 +286,7 @@ class Family:
     logits: Callable[..., Array]
     work: Callable[[Any, int], ForwardWork]
     has_experts: bool = False
-    embed: Callable[[Params, Any, Array], Array] = embed_tokens
+    embed: Callable[..., Array] = embed_tokens
 
 
 def resolve_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.models.base import Attend, ForwardWork, LayerCache, ModelConfig, Params
+from specjax.models.base import Attend, ForwardWork, LayerCache, MeshAxes, ModelConfig, Params
 from specjax.models.layers import (
     along_last_axis,
     linear,
@@ -103,7 +103,7 @@ def with_bias(out: Array, layer: Params, name: str) -> Array:
     return out if bias is None else out + along_last_axis(bias, out)
 
 
-def sum_over_shards(partial: Array, tensor_axis: str | None) -> Array:
+def sum_over_shards(partial: Array, tensor_axis: MeshAxes | None) -> Array:
     """Returns the sum of the shards' partial products."""
     return partial if tensor_axis is None else jax.lax.psum(partial, tensor_axis)
 
@@ -113,7 +113,7 @@ def rms_norm_across_heads(
     weight: Array,
     eps: float,
     *,
-    tensor_axis: str | None = None,
+    tensor_axis: MeshAxes | None = None,
     is_wide: bool = False,
 ) -> Array:
     """Normalises queries or keys by the root mean square of all their heads, as OLMo-2 does.
@@ -178,7 +178,7 @@ def attention(
     head_dim: int,
     table: Array | None = None,
     head_norm: Norm | None = None,
-    tensor_axis: str | None = None,
+    tensor_axis: MeshAxes | None = None,
 ) -> tuple[Array, LayerCache]:
     """Returns attention's output, [..., hidden_size], and the cache; see `attend_heads`."""
     mixed, cache = attend_heads(
@@ -187,13 +187,13 @@ def attention(
     return project_and_sum(mixed, layer, "o_proj", tensor_axis), cache
 
 
-def project_and_sum(x: Array, layer: Params, name: str, tensor_axis: str | None) -> Array:
+def project_and_sum(x: Array, layer: Params, name: str, tensor_axis: MeshAxes | None) -> Array:
     """Returns `project` summed over shards that each hold part of x; the bias is added once."""
     return with_bias(sum_over_shards(linear(x, layer[name]), tensor_axis), layer, name)
 
 
 def gated_mlp(
-    x: Array, layer: Params, activation: Activation, tensor_axis: str | None = None
+    x: Array, layer: Params, activation: Activation, tensor_axis: MeshAxes | None = None
 ) -> Array:
     """Returns (activation(x @ gate.T) * (x @ up.T)) @ down.T, [..., hidden_size].
 
@@ -213,7 +213,7 @@ def experts(
     activate: Callable[[Array, Array], Array],
     renormalises: bool,
     is_token: Array | None = None,
-    tensor_axis: str | None = None,
+    tensor_axis: MeshAxes | None = None,
 ) -> Array:
     """Returns the weighted sum of the experts that a router chooses for each token.
 
@@ -265,7 +265,7 @@ def head(
     hidden: Array,
     weight: Array,
     config: ModelConfig,
-    tensor_axis: str | None = None,
+    tensor_axis: MeshAxes | None = None,
 ) -> Array:
     """Returns f32[..., vocab] from hidden [..., hidden_size].
 

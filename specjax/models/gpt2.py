@@ -20,8 +20,10 @@ from specjax.models.base import (
     ForwardWork,
     Json,
     LayerCache,
+    MeshAxes,
     ModelConfig,
     Params,
+    embed_tokens,
 )
 from specjax.models.config_values import (
     MAX_LAYERS,
@@ -44,7 +46,7 @@ def forward(
     positions: Array,
     attend: Attend,
     caches: tuple[LayerCache, ...],
-    tensor_axis: str | None = None,
+    tensor_axis: MeshAxes | None = None,
     *,
     taps: tuple[int, ...] | None = None,
     is_token: Array | None = None,
@@ -62,7 +64,8 @@ def forward(
     # Draft slots past the last position are computed and dropped; clipping keeps
     # their lookup in range.
     last = params["embed_positions"].shape[0] - 1
-    x = params["embed_tokens"][token_ids] + params["embed_positions"][jnp.minimum(positions, last)]
+    x = embed_tokens(params, config, token_ids, tensor_axis)
+    x = x + params["embed_positions"][jnp.minimum(positions, last)]
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         tapped.see(index, x)
@@ -79,7 +82,7 @@ def forward(
 
 
 def logits(
-    params: Params, config: ModelConfig, hidden: Array, tensor_axis: str | None = None
+    params: Params, config: ModelConfig, hidden: Array, tensor_axis: MeshAxes | None = None
 ) -> Array:
     """Returns f32[..., vocab]; the head is the embedding."""
     return blocks.head(hidden, params["embed_tokens"], config, tensor_axis)
@@ -117,7 +120,7 @@ def _weights(config: ModelConfig, prefix: str = "") -> dict[str, Any]:
     d, vocab, positions = config.hidden_size, config.vocab_size, config.max_position_embeddings
     layers = range(config.num_layers)
     return {
-        "embed_tokens": matrix(f"{prefix}wte.weight", (vocab, d), (None, "embed")),
+        "embed_tokens": matrix(f"{prefix}wte.weight", (vocab, d), ("vocab", "embed")),
         "embed_positions": matrix(f"{prefix}wpe.weight", (positions, d), (None, "embed")),
         "layers": tuple(_layer_weights(config, f"{prefix}h.{index}.") for index in layers),
         **_norm("norm", f"{prefix}ln_f", d),

@@ -10,7 +10,7 @@ import numpy as np
 from jax import Array
 from jax.typing import DTypeLike
 
-from specjax.models.base import RopeConfig
+from specjax.models.base import MeshAxes, RopeConfig
 
 
 def along_last_axis(vector: Array, x: Array) -> Array:
@@ -67,7 +67,7 @@ def rms_norm(
     *,
     offset: float = 0.0,
     is_wide: bool = False,
-    tensor_axis: str | None = None,
+    tensor_axis: MeshAxes | None = None,
 ) -> Array:
     """Normalises the last axis by its root mean square.
 

@@ -23,6 +23,7 @@ from specjax.models.base import (
     ForwardWork,
     Json,
     LayerCache,
+    MeshAxes,
     ModelConfig,
     Params,
     embed_tokens,
@@ -69,7 +70,7 @@ def forward(
     positions: Array,
     attend: Attend,
     caches: tuple[LayerCache, ...],
-    tensor_axis: str | None = None,
+    tensor_axis: MeshAxes | None = None,
     *,
     taps: tuple[int, ...] | None = None,
     is_token: Array | None = None,
@@ -95,7 +96,7 @@ def forward(
         head_norm=norm if config.qk_norm else None,
         tensor_axis=tensor_axis,
     )
-    x = embed_tokens(params, config, token_ids)
+    x = embed_tokens(params, config, token_ids, tensor_axis)
     tables = blocks.rotary_tables(config, positions)
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
@@ -111,7 +112,7 @@ def forward(
 
 
 def logits(
-    params: Params, config: ModelConfig, hidden: Array, tensor_axis: str | None = None
+    params: Params, config: ModelConfig, hidden: Array, tensor_axis: MeshAxes | None = None
 ) -> Array:
     """Returns f32[..., vocab] from hidden [..., hidden_size]."""
     name = "embed_tokens" if config.tie_word_embeddings else "lm_head"
@@ -146,7 +147,7 @@ def _weights(config: ModelConfig) -> dict[str, Any]:
     """Returns a Weight per leaf."""
     d, vocab = config.hidden_size, config.vocab_size
     params: dict[str, Any] = {
-        "embed_tokens": matrix("model.embed_tokens.weight", (vocab, d), (None, "embed")),
+        "embed_tokens": matrix("model.embed_tokens.weight", (vocab, d), ("vocab", "embed")),
         "layers": tuple(
             _layer_weights(config, f"model.layers.{index}.") for index in range(config.num_layers)
         ),

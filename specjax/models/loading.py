@@ -1,8 +1,9 @@
 """Loads a folder in Hugging Face format as a Model.
 
-Every name and shape is checked before a weight is read. Each tensor is then
-copied once, from the memory map to its place on the default device, and cast on
-the way. The model's family gives the source of each leaf (`Family.sources`).
+Every name and shape is checked before a weight is read. Then one slice at a time is read from
+the memory map, cast in host memory, and put on the devices that keep it: a device never holds
+more than its share of the weights, and the host never more than one slice. The model's family
+gives the source of each leaf (`Family.sources`).
 """
 
 from __future__ import annotations
@@ -17,13 +18,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from pallas_kernels.implementations import default_device
+from specjax.models import partition
+from specjax.models.abstract import abstract_weights
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.families import family_of
 from specjax.models.hf_config import read_config
 from specjax.models.safetensors import open_folder
+from specjax.models.weights import AnySource
 from specjax.runtime.jax_settings import entrance
 from specjax.text.tokenization import Tokenizer
 
@@ -51,6 +57,8 @@ def load_model(
     *,
     dtype: DTypeLike | None = None,
     name: str | None = None,
+    mesh: Mesh | None = None,
+    num_shards: int | None = None,
 ) -> Model:
     """Loads a model of the llama, qwen2, qwen3, mistral, granite or gpt2 family.
 
@@ -64,24 +72,29 @@ def load_model(
         default bfloat16 where the default device computes it, and float32 on CPU and on GPUs
         older than Ampere, such as the T4. There bfloat16 is computed in float32 all the same.
       name: name of the model in messages and reports; by default the last part of `path`.
+      mesh: devices to split the weights over, axes "data" and "tensor", as `generate` takes it.
+        Each device gets its slices straight from the file. None: the default device.
+      num_shards: devices of the mesh's tensor axis that share the weights, a number that divides
+        it, for a draft model: 1 puts all weights on every device. By default the whole axis.
 
     Returns:
-      The model, on the default device; `tokenizer` is None without tokenizer.json.
+      The model; `tokenizer` is None without tokenizer.json.
 
     Raises:
       FileNotFoundError: the folder, its config.json or a weight file is absent.
-      ValueError: a file is corrupt, the model is not supported, or tensors are
-        missing, of another shape, or left over in a layer.
+      ValueError: a file is corrupt, the model is not supported, tensors are missing, of
+        another shape, or left over in a layer, or the mesh cannot split the model.
     """
     if dtype is not None:
         dtype = weight_dtype(dtype)
+    partition.check_mesh(mesh)
     folder = resolve_folder(path)
     config, generation_defaults = read_config(folder)
     # Read first, so that its errors come before the slow read of the weights.
     tokenizer = Tokenizer.from_folder(folder)
     return Model(
         config=config,
-        params=load_params(folder, config, dtype=dtype),
+        params=load_params(folder, config, dtype=dtype, mesh=mesh, num_shards=num_shards),
         tokenizer=tokenizer,
         name=name or Path(path).name or folder.resolve().name,
         generation_defaults=generation_defaults,
@@ -93,14 +106,53 @@ def load_params(
     config: ModelConfig,
     *,
     dtype: DTypeLike | None = None,
+    mesh: Mesh | None = None,
+    num_shards: int | None = None,
 ) -> Params:
-    """Returns a folder's weights as the pytree of `config`'s family."""
-    dtype = default_dtype() if dtype is None else weight_dtype(dtype)
-    _warn_of_bfloat16(dtype)
+    """Returns a folder's weights as the pytree of `config`'s family; arguments as `load_model`."""
+    dtype = default_dtype(mesh) if dtype is None else weight_dtype(dtype)
+    _warn_of_bfloat16(dtype, mesh)
+    if mesh is not None:
+        mesh = partition.split_for(config, mesh, num_shards)
     tensors = open_folder(Path(folder))
     sources = family_of(config).sources(config, tensors)
     _check(sources, tensors, config, Path(folder))
-    return jax.tree.map(lambda source: source.read(tensors, dtype), sources)
+    if mesh is None:
+        return jax.tree.map(lambda source: jax.device_put(source.read(tensors, dtype)), sources)
+    shapes = abstract_weights(config, dtype)
+    places = partition.shardings(partition.param_specs(shapes, mesh, config, num_shards), mesh)
+    return jax.tree.map(
+        lambda source, leaf, place: _read_onto(place, leaf.shape, source, tensors, dtype),
+        sources,
+        shapes,
+        places,
+    )
+
+
+def _read_onto(
+    place: NamedSharding,
+    shape: tuple[int, ...],
+    source: AnySource,
+    tensors: Mapping[str, np.ndarray],
+    dtype: np.dtype,
+) -> Array:
+    """Returns a leaf on the devices of a mesh, of which each gets its slice alone."""
+    devices_of: dict[tuple, list[Any]] = {}
+    for device, index in place.addressable_devices_indices_map(shape).items():
+        assert index is not None
+        devices_of.setdefault(_bounds(index, shape), []).append(device)
+    parts: list[Array] = []
+    for bounds, devices in devices_of.items():
+        part = source.read(tensors, dtype, tuple(slice(*bound) for bound in bounds))
+        parts += [jax.device_put(part, device) for device in devices]
+        # A transfer that is under way holds the slice in host memory.
+        jax.block_until_ready(parts[-len(devices) :])
+    return jax.make_array_from_single_device_arrays(shape, place, parts)
+
+
+def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Returns first and last bound per axis of a device's slice."""
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def check_same_vocabulary(target: Model, draft: Model) -> None:
@@ -128,11 +180,18 @@ def check_same_vocabulary(target: Model, draft: Model) -> None:
         )
 
 
-def default_dtype() -> np.dtype:
-    """Returns bfloat16 where the default device computes it; float32 on a CPU and older GPUs."""
-    device = default_device()
+def default_dtype(mesh: Mesh | None = None) -> np.dtype:
+    """Returns bfloat16 where the mesh's devices compute it, float32 on a CPU and older GPUs.
+
+    Without a mesh the default device counts.
+    """
+    device = _device_of(mesh)
     is_fast = device.platform != "cpu" and _has_bfloat16(device)
     return jnp.dtype(jnp.bfloat16 if is_fast else jnp.float32)
+
+
+def _device_of(mesh: Mesh | None) -> Any:
+    return default_device() if mesh is None else mesh.devices.flat[0]
 
 
 def _has_bfloat16(device: Any) -> bool:
@@ -141,9 +200,9 @@ def _has_bfloat16(device: Any) -> bool:
     return not major.isdigit() or int(major) >= FIRST_WITH_BFLOAT16
 
 
-def _warn_of_bfloat16(dtype: np.dtype) -> None:
-    """Warns if the default device computes weights of this dtype in another."""
-    device = default_device()
+def _warn_of_bfloat16(dtype: np.dtype, mesh: Mesh | None) -> None:
+    """Warns if the devices compute weights of this dtype in another."""
+    device = _device_of(mesh)
     if dtype == jnp.bfloat16 and not _has_bfloat16(device):
         warnings.warn(
             f"{device.device_kind} has no bfloat16: every product widens weights of "

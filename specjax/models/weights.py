@@ -7,9 +7,9 @@ leaf; `sources_of`, `axes_of` and `init_of` then give its `sources`, `axes` and 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from types import EllipsisType
 from typing import Any, Protocol
 
 import jax
@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 from specjax.models.base import Params
 
 Axes = tuple[str | None, ...]
+Index = EllipsisType | tuple[slice, ...]
 
 
 class AnySource(Protocol):
@@ -30,8 +31,14 @@ class AnySource(Protocol):
         """Yields name and shape of every tensor that is read from the file."""
         ...
 
-    def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array:
-        """Returns the leaf, on the default device."""
+    def read(
+        self, tensors: Mapping[str, np.ndarray], dtype: np.dtype, index: Index = ...
+    ) -> np.ndarray:
+        """Returns a slice of the leaf, a new array in host memory that shares none with the file.
+
+        Args:
+          index: as numpy takes it, a slice per axis of the leaf; by default the whole leaf.
+        """
         ...
 
 
@@ -52,35 +59,33 @@ class Source:
         tensor = tensors[self.name]
         return tensor if self.columns is None else tensor[..., self.columns]
 
-    def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array:
+    def read(
+        self, tensors: Mapping[str, np.ndarray], dtype: np.dtype, index: Index = ...
+    ) -> np.ndarray:
         tensor = self.view(tensors)
-        if self.is_transposed or tensor.dtype != dtype:
-            return _convert(tensor, self.is_transposed, dtype)
-        # On a CPU, jit and device_put may keep the memory map itself, and a later
-        # change of the file would change the model.
-        return jnp.array(tensor, copy=True)
+        tensor = tensor.swapaxes(-1, -2) if self.is_transposed else tensor
+        # Only the pages of the file that hold the slice are read. A view of the memory map would
+        # let a later change of the file change the model.
+        return tensor[index].astype(dtype, order="C", copy=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Stacked:
     """Tensors of one shape, stacked along a new first axis, such as the experts of a layer."""
 
-    parts: tuple[Source, ...]  # all transposed, or all not
+    parts: tuple[Source, ...]
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for part in self.parts:
             yield from part.tensors()
 
-    def read(self, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> Array:
-        is_transposed = self.parts[0].is_transposed
-        assert all(part.is_transposed == is_transposed for part in self.parts)
-        stacked = np.stack([part.view(tensors) for part in self.parts])
-        return _convert(stacked, is_transposed, dtype)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _convert(tensor: Array, is_transposed: bool, dtype: np.dtype) -> Array:
-    return (tensor.mT if is_transposed else tensor).astype(dtype)
+    def read(
+        self, tensors: Mapping[str, np.ndarray], dtype: np.dtype, index: Index = ...
+    ) -> np.ndarray:
+        parts, inner = self.parts, index
+        if isinstance(index, tuple):
+            parts, inner = parts[index[0]], index[1:]
+        return np.stack([part.read(tensors, dtype, inner) for part in parts])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.path_attention import path_attention
 from pallas_kernels.tree_attention import tree_attention
-from specjax.models.base import Family, ModelConfig, Params
+from specjax.models.base import Family, MeshAxes, ModelConfig, Params
 from specjax.models.families import family_of
 from specjax.paged import kv_cache
 from specjax.paged.kv_cache import Pages
@@ -152,7 +152,7 @@ def forward(
     *,
     max_tokens_per_row: int,
     token_bucket: int | None = None,
-    tensor_axis: str | None = None,
+    tensor_axis: MeshAxes | None = None,
     beside: Part | None = None,
     kv_scales: Array | None = None,
     taps: None = None,
@@ -168,7 +168,7 @@ def forward(
     *,
     max_tokens_per_row: int,
     token_bucket: int | None = None,
-    tensor_axis: str | None = None,
+    tensor_axis: MeshAxes | None = None,
     beside: Part | None = None,
     kv_scales: Array | None = None,
     taps: tuple[int, ...],
@@ -183,7 +183,7 @@ def forward(
     *,
     max_tokens_per_row: int,
     token_bucket: int | None = None,
-    tensor_axis: str | None = None,
+    tensor_axis: MeshAxes | None = None,
     beside: Part | None = None,
     kv_scales: Array | None = None,
     taps: tuple[int, ...] | None = None,
@@ -274,7 +274,7 @@ class _Model(NamedTuple):
 
     params: Params
     config: ModelConfig
-    tensor_axis: str | None
+    tensor_axis: MeshAxes | None
     taps: tuple[int, ...]
 
     @property
@@ -369,7 +369,7 @@ class _BucketTokens(NamedTuple):
 
 
 def logits(
-    params: Params, config: ModelConfig, hidden: Array, tensor_axis: str | None = None
+    params: Params, config: ModelConfig, hidden: Array, tensor_axis: MeshAxes | None = None
 ) -> Array:
     """Returns logits f32[num_tokens, vocab], row-major in memory.
 
@@ -379,7 +379,7 @@ def logits(
 
 
 def own_logits(
-    params: Params, config: ModelConfig, hidden: Array, tensor_axis: str | None = None
+    params: Params, config: ModelConfig, hidden: Array, tensor_axis: MeshAxes | None = None
 ) -> tuple[Array, Vocabulary]:
     """Returns this device's slice of `logits`, f32[num_tokens, width], and how they are split.
 

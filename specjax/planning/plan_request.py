@@ -8,6 +8,7 @@ import math
 import os
 import pkgutil
 import re
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ from specjax.models.hf_config import read_config
 from specjax.models.loading import resolve_folder
 from specjax.paged.page_sizes import with_page_size
 from specjax.planning.abstract_decoder import described_mesh
+from specjax.planning.drafter_split import TABLE_CONTEXT, draft_token_s, split_drafter
 
 DEMO_NAMES = {"demo": "demo-draft"}
 NGRAM, HISTORY = MATCHING
@@ -296,6 +298,42 @@ def known_shape(name: str) -> str | None:
 
 def _shapes() -> list[str]:
     return [module.name for module in pkgutil.iter_modules(models.__path__)]
+
+
+def with_split_drafter(request: PlanRequest, asked: int | None = None) -> PlanRequest:
+    """Returns the request with its drafter split over chips, with a warning if not as asked.
+
+    Args:
+      asked: SpeculationConfig.draft_tensor_parallel_size; None: the number of chips with the
+        shortest time of a draft token.
+
+    Raises:
+      ValueError: fewer than 1 chip.
+    """
+    if asked is not None and asked < 1:
+        raise ValueError(
+            f"a drafter cannot be split over {asked} chips; expected at least 1. Raise the "
+            "drafter's tensor parallelism or leave it out."
+        )
+    figures = request.device.figures
+
+    def seconds(split: DrafterSpec) -> float:
+        assert figures is not None
+        return draft_token_s(
+            split,
+            request.target,
+            request.drafter_dtype or request.dtype,
+            figures,
+            rows=request.engine.max_rows,
+            context=min(TABLE_CONTEXT, request.max_context),
+        )
+
+    drafter, note = split_drafter(
+        request.drafter, asked, request.device.count, None if figures is None else seconds
+    )
+    if note:
+        warnings.warn(note, stacklevel=2)
+    return dataclasses.replace(request, drafter=drafter)
 
 
 def find_drafter(source: str | os.PathLike[str] | None) -> DrafterSpec:

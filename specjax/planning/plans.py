@@ -23,18 +23,18 @@ from specjax.planning.compiled_memory import (
     compile_memory,
     engine_buckets,
 )
+from specjax.planning.drafter_split import TABLE_CONTEXT
 from specjax.planning.layer_pattern import layers_to_compile
 from specjax.planning.memory_model import MemoryLimits, MemoryPlan, plan_memory
 from specjax.planning.plan_request import PlanRequest
 from specjax.planning.roofline import (
     choose_num_speculative_tokens,
     compute_bound_tokens,
+    expected_tokens,
     roofline_step_s,
     verify_work,
 )
 from specjax.runtime.amounts import amount
-
-TABLE_CONTEXT = 2048  # tokens of each row in the table of K by batch size
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,16 @@ class FullPlan:
             num_speculative_tokens=num_speculative_tokens,
             context=context,
         )
+
+    def tokens_per_s(self, rows: int, num_speculative_tokens: int, context: int) -> float:
+        """Returns the expected tokens per second of all rows by `step_s`, an upper bound.
+
+        Raises:
+          ValueError: the device's figures are not known.
+        """
+        k = num_speculative_tokens
+        expected = expected_tokens(self.request.acceptance_rate, k)
+        return rows * expected / self.step_s(rows, k, context)
 
     def choose(self, rows: int, context: int) -> int | None:
         """Returns the K with the most expected tokens per second, 0 above the gate.

@@ -33,7 +33,7 @@ class Vocabulary:
     Token ids are those of the whole vocabulary; an index counts from the start of a slice.
     """
 
-    axis: str | None = None  # mesh axis of the slices
+    axis: str | tuple[str, ...] | None = None  # mesh axis of the slices; several in order
 
     @property
     def is_split(self) -> bool:

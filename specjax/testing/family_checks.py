@@ -347,7 +347,8 @@ class _Check:
     def check_embed(self) -> None:
         """The input of layer 0 is what tokens add, and what their positions add if they do."""
         with self.naming("embed"):
-            found = self.family.embed(self.params, self.config, jnp.asarray(self.token_ids))
+            token_ids = jnp.asarray(self.token_ids)
+            found = self.family.embed(self.params, self.config, token_ids, None)
             expected = self.first_input
             assert (found.shape, found.dtype) == (expected.shape, expected.dtype), (
                 f"it returns {found.dtype}{list(found.shape)}; expected "

@@ -93,7 +93,11 @@ FOR_DRAFTERS = {
 }
 
 
-FOR_FAMILIES = {"specjax.models.base.RopeConfig", "specjax.models.layers.rms_norm"}
+FOR_FAMILIES = {
+    "specjax.models.base.RopeConfig",
+    "specjax.models.base.look_up",
+    "specjax.models.layers.rms_norm",
+}
 FOR_POLICIES = {
     "specjax.decode.bucket.Bucket",
     "specjax.policy.interface.Decision",

@@ -24,7 +24,7 @@ COLLECTIVE = re.compile(
 @pytest.fixture(scope="module")
 def mesh():
     devices = jax.devices()
-    assert len(devices) >= 4, "tests/conftest.py asks for four CPU devices"
+    assert len(devices) >= 4, "tests/conftest.py asks for eight CPU devices"
     return Mesh(np.array(devices[:4]).reshape(2, 2), ("data", "tensor"))
 
 

@@ -45,7 +45,7 @@ def test_heads_and_mlp_are_split_and_what_is_summed_over_them_is_whole(mesh):
         assert layer[name] == WHOLE, name
     for name in ("q_norm", "k_norm"):
         assert specs_of(mesh, qk_norm=True)["layers"][0][name] == WHOLE, name
-    assert specs["embed_tokens"] == PartitionSpec(None, None)
+    assert specs["embed_tokens"] == PartitionSpec("tensor", None)
     assert specs["lm_head"] == PartitionSpec("tensor", None)
 
 
@@ -54,6 +54,7 @@ def test_a_vocabulary_that_does_not_divide_stays_whole(mesh):
     weights = abstract_weights(config, np.dtype(np.float32))
     specs = sharding.param_specs(weights, mesh, config)
     assert specs["lm_head"] == PartitionSpec(None, None)
+    assert specs["embed_tokens"] == PartitionSpec(None, None)
     assert specs["layers"][0]["q_proj"] == PartitionSpec("tensor", None)
 
 

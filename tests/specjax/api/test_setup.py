@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 
 import specjax
 from specjax.api.assemble import FEWER_PAGES, GREEDY, SAMPLED, Setup, forget_speed
+from specjax.api.sizing import page_bytes
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
@@ -295,6 +296,53 @@ def reporting(monkeypatch, stats):
 def test_what_others_hold_of_a_device_is_not_ours(setup, monkeypatch, stats, expected):
     reporting(monkeypatch, stats)
     assert setup.with_reported_memory().engine.memory_bytes == expected
+
+
+ROW_BYTES = 256 * 256  # of the pages of 256 tokens of tiny_llama: the smallest capacity of a row
+
+
+@pytest.mark.parametrize(
+    ("stats", "num_prompts", "engine", "expected"),
+    [
+        ({"bytes_limit": 9000}, 1, {}, None),  # one row fits into the default pool
+        ({"bytes_limit": 9000}, 3, {}, 9000),  # four rows do not
+        ({"bytes_limit": 9000, "bytes_in_use": 3500}, 3, {}, 6500),
+        ({"bytes_limit": 9000}, 3, {"num_pages": 4}, None),
+        ({"bytes_limit": 9000}, 3, {"kv_cache_bytes": ROW_BYTES}, None),
+        ({"bytes_limit": 9000}, 3, {"memory_bytes": 7000}, 7000),
+        ({"bytes_limit": 9000}, 3, {"max_rows": 1}, None),
+        (None, 3, {}, None),  # a CPU reports none
+    ],
+)
+def test_requests_that_need_more_than_the_default_pool_get_what_the_device_has(
+    monkeypatch, stats, num_prompts, engine, expected
+):
+    reporting(monkeypatch, stats)
+    monkeypatch.setattr("specjax.api.sizing.KV_CACHE_BYTES", ROW_BYTES)
+    model = tiny_llama(0)
+    setup = Setup.of(model, engine=EngineConfig(page_size=16))
+    of_page = page_bytes(setup._pooled, setup.engine, setup._dtype)
+    assert of_page * 16 == ROW_BYTES
+    if engine:
+        config = dataclasses.replace(setup.engine, **engine)
+        setup = dataclasses.replace(setup, engine=config)
+    requests, _ = setup.requests([[1, 2, 3]] * num_prompts, SamplingParams(max_tokens=4))
+    monkeypatch.setattr(Setup, "memory", None)
+    planned = setup.for_run([]).with_memory_for(requests)
+    assert planned.engine.memory_bytes == expected
+
+
+def test_a_request_that_is_longer_than_the_default_pool_is_served(monkeypatch):
+    monkeypatch.setattr("specjax.api.sizing.KV_CACHE_BYTES", ROW_BYTES)
+    model, prompt = tiny_llama(0), [[1] * 400]
+    sampling = SamplingParams(max_tokens=4)
+    engine = EngineConfig(page_size=16)
+    with pytest.raises(ValueError, match="the pool holds 256 for one request"):
+        specjax.generate(model, prompt, sampling=sampling, engine=engine)
+    reporting(monkeypatch, {"bytes_limit": 10**9})
+    monkeypatch.setattr(Setup, "memory", memory_plan(NUM_PAGES))
+    (served,) = specjax.generate(model, prompt, sampling=sampling, engine=engine)
+    assert len(served.token_ids) == 4
 
 
 def test_bytes_that_were_given_are_kept(setup, monkeypatch):

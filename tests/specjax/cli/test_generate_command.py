@@ -240,3 +240,35 @@ def test_delegated_command_gets_its_arguments(monkeypatch):
     monkeypatch.setitem(cli.DELEGATED, "bench", ("fake_bench", ""))
     assert main(["bench", "--quick", "--json"]) == 0
     assert seen == ["--quick", "--json"]
+
+
+@pytest.mark.full
+def test_a_mesh_does_not_change_the_text(run):
+    _, plain, _ = run("w5 w6", "--json")
+    code, split, _ = run("w5 w6", "--json", "--mesh", "data=2,tensor=2")
+    assert code == 0
+    outputs = lambda text: [o["token_ids"] for o in json.loads(text)["outputs"]]
+    assert outputs(split) == outputs(plain)
+
+
+@pytest.mark.parametrize(
+    "text", ["tensor", "tensor=two", "tensor=0", "model=2", "tensor=2,tensor=4", "", "tensor=-1"]
+)
+def test_a_mesh_that_is_none(run, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run("w5", "--mesh", text)
+    assert stopped.value.code == 2
+    assert "must give sizes of at least 1 to the axes data and tensor" in capsys.readouterr().err
+
+
+def test_a_mesh_of_more_devices_than_there_are(run):
+    code, _, err = run("w5", "--mesh", "tensor=64,data=2")
+    assert code != 0
+    assert "--mesh data=2,tensor=64 needs 128 devices, and jax sees 8" in err
+    assert "xla_force_host_platform_device_count=128" in err
+
+
+def test_a_mesh_that_the_model_does_not_divide_by(run):
+    code, _, err = run("w5", "--mesh", "tensor=8")
+    assert code != 0
+    assert "is not divisible by the mesh's tensor axis of 8; possible sizes below it are" in err

@@ -54,7 +54,8 @@ def read(given):
         ({"disable_by_batch_size": 30}, {"speculation_max_rows": 30}),
         ({"speculative_disable_by_batch_size": 8}, {"speculation_max_rows": 8}),
         ({"max_model_len": 100}, {"max_model_len": 100}),
-        ({"draft_tensor_parallel_size": 1}, {}),
+        ({"draft_tensor_parallel_size": 1}, {"draft_tensor_parallel_size": 1}),
+        ({"draft_tensor_parallel_size": 4}, {"draft_tensor_parallel_size": 4}),
         # A switch that is off asks for nothing.
         ({"enforce_eager": False, "parallel_drafting": False, "revision": None}, {}),
     ],
@@ -95,7 +96,6 @@ def test_keys_without_a_use_are_named_with_the_reason_in_one_warning():
     given = MODEL | {
         "quantization": "fp8",
         "enforce_eager": True,
-        "draft_tensor_parallel_size": 4,
         "draft_sample_method": "greedy",
     }
     with pytest.warns(UserWarning, match="has no use for") as caught:
@@ -160,7 +160,7 @@ def test_keys_are_strings():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"tensor_parallel_size": 2}, "'draft_tensor_parallel_size', which must be 1"),
+        ({"tensor_parallel_size": 2}, "the drafter's is 'draft_tensor_parallel_size'."),
         ({"draft_tensor_parallel_size": 0}, "draft_tensor_parallel_size=0 must be"),
         ({"rejection_sample_method": "hope"}, "expected one of standard, block"),
         ({"draft_sample_method": "hope"}, "expected one of greedy, probabilistic"),

@@ -66,7 +66,7 @@ def test_hidden_states_of_a_wider_dtype_are_cast():
 
 
 def test_a_family_may_embed_in_its_own_way(monkeypatch):
-    embed = lambda params, config, ids: -params["embed_tokens"][ids]
+    embed = lambda params, config, ids, axis: -params["embed_tokens"][ids]
     monkeypatch.setitem(FAMILIES, "llama", dataclasses.replace(llama.FAMILY, embed=embed))
     model = tiny_llama(0)
     found = context_of(model).target_embedding(DecoderParams(model.params), IDS)

@@ -377,12 +377,25 @@ def test_a_split_target_counts_once_and_a_replicated_drafter_on_every_chip(
     tokens = plan_report.to_dict(plan)["bytes_per_token"]
     assert plan.drafter_bytes_per_token == pytest.approx(plan.target_bytes_per_token / 32 * 2)
     assert tokens["drafter"] == pytest.approx(tokens["target"] / 32 * 2)
-    # Embeddings and norms lie on both chips, all other weights of the target are split.
-    whole = 2 * (128_256 * 4096 + 65 * 4096)
+    # Norms lie on both chips, all other weights of the target are split.
+    whole = 2 * 65 * 4096
     target = 2 * 8_030_261_248
     drafter = 2 * 743_452_672
     state = plan.resident_bytes - (target - whole) // 2 - whole - drafter
     assert 64 * 8192 * 4 < state < 64 * 8192 * 4 + 2 * 10**6
+
+    # A drafter over both chips: half of its weights and pages on each, its norms on both.
+    halved = dataclasses.replace(plan.request, drafter=plan.request.drafter.split(2))
+    split = plans.make_plan(halved)
+    # The stand-in for the compiler holds whole pages on each chip: by as much it finds more.
+    counted = lambda of, name: getattr(of, f"{name}_bytes_per_token") / of.compiled.pages_ratio
+    assert counted(split, "drafter") == counted(plan, "drafter") / 2 == 2 * 8 * 128 * 2 / 2
+    assert counted(split, "target") == counted(plan, "target")
+    assert split.weights_bytes == plan.weights_bytes
+    (config,) = halved.drafter.configs
+    norms = 2 * (2 * config.num_layers + 1) * config.hidden_size
+    saved = plan.resident_bytes - split.resident_bytes
+    assert saved == (drafter - norms) // 2
 
 
 # The CPU's compiler in place of a GPU's

@@ -147,7 +147,7 @@ def test_work_that_cannot_be_is_seen(name):
 WRONG_EMBED = {
     "embed that raises": (raising, "RuntimeError: broken"),
     "embed of another shape": (
-        lambda params, config, token_ids: HERON.embed(params, config, token_ids)[..., :-1],
+        lambda *arguments: HERON.embed(*arguments)[..., :-1],
         r"returns float32\[2, 24, 31\]; expected float32\[2, 24, 32\]",
     ),
     "embed in half": (
