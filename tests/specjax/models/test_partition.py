@@ -1,6 +1,7 @@
 """Weights over a mesh: who holds what, looking up rows of a split table, loading slice by slice."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from helpers import save_llama, tiny_gpt2, tiny_llama, uncached_logits
 from jax.sharding import Mesh, PartitionSpec
 
-from specjax.models import partition
+from specjax.models import loading, partition
 from specjax.models.base import look_up
 from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
@@ -200,7 +201,8 @@ def test_a_slice_shares_no_memory_with_the_file():
 
 
 def test_the_dtype_is_that_of_the_devices_of_the_mesh(golden, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
+    monkeypatch.setattr(loading, "default_device", lambda: tpu)
     assert load_model(golden("llama")).params["norm"].dtype == "bfloat16"
     loaded = load_model(golden("llama"), mesh=mesh_of(tensor=2))
     assert loaded.params["norm"].dtype == "float32"
