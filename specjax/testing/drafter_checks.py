@@ -415,17 +415,18 @@ class _Check:
         self.check_drafts(rows, "after steps in a smaller row bucket")
         # The second request is preempted, and comes back in another row; its own is reused.
         rows.enter({3: texts[1], 1: texts[3]})
-        rows.feed_beside(0)
+        rows.feed_beside(depth)
         rows.feed()
-        self.check_drafts(rows, "after preemption, reuse of a row and a mixed step")
+        self.check_drafts(rows, "after preemption, reuse of a row and a mixed step that drafted")
         rows.decode(depth, 1)
         self.check_drafts(rows, "after drafting in a row that was reused")
         rows.decode(depth, 2, caps=[depth, 1, 0, depth])
         self.check_drafts(rows, "after rows were capped")
+        # Nothing drafts while this row is empty: a drafter may find out then that its text is new.
         rows.enter({0: texts[4]})
-        rows.feed_beside(depth)
+        rows.feed_beside(0)
         rows.feed()
-        self.check_drafts(rows, "after another row was reused, and a mixed step that drafted")
+        self.check_drafts(rows, "after another row was reused, and a mixed step")
         rows.decode(depth, 1)
         self.check_drafts(rows, "after drafting in another row that was reused")
         # The first two pages of the fourth request, which row 1 holds, are the sixth's too.
