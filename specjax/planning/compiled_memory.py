@@ -157,7 +157,8 @@ class CompiledMemory:
       buckets: every step, predicted for all layers, without copies of the pool.
       pages_ratio: bytes of pages as compiled / as counted, at least 1.
       copies: bytes of the pool that steps copy while they run.
-      scratch_per_layer, code_per_layer: bytes that a layer adds to every step.
+      scratch_per_layer: most bytes that a layer adds to a step.
+      code_per_layer: bytes that a layer adds to every step.
     """
 
     samples: tuple[BucketMemory, ...]
@@ -199,7 +200,7 @@ def compile_memory(
     decoder, larger = make_decoder(layers, few_pages), make_decoder(layers, most_pages)
     buckets = engine_buckets(decoder, depths, chooses_rows=chooses_rows)
     chosen = sampled_buckets(buckets)
-    done, total = 0, len(chosen) + (1 if is_few else 2)
+    done, total = 0, len(chosen) + (1 if is_few else 3)
 
     def compile_one(decoder: AbstractDecoder, bucket: StepShape, why: str) -> BucketMemory:
         nonlocal done
@@ -227,11 +228,14 @@ def compile_memory(
             seen[step_kind(few.bucket)] = seen_per_page(few, many, more_pages)
     layer = _Layer()
     if not is_few:
-        compile_deeper = lambda num_pages, why: compile_one(
-            make_decoder(counts.more, num_pages), first.bucket, f" of more layers{why}"
+        compile_deeper = lambda bucket, num_pages, why: compile_one(
+            make_decoder(counts.more, num_pages), bucket, f" of more layers{why}"
         )
         pools = few_pages, most_pages
-        layer = _added_by_layer(compile_deeper, counts, pools, first, copied, array_bytes)
+        # The largest prompt step, because it compiles quickly.
+        prefills = [sample for sample in samples if sample.bucket.kind == PREFILL]
+        ends = first, max(prefills, key=lambda sample: sample.bucket.tokens)
+        layer = _added_by_layer(compile_deeper, counts, pools, ends, copied, array_bytes)
     copies = pool_copies(
         seen,
         layer_bytes=of_layer * ratio,
@@ -245,8 +249,10 @@ def compile_memory(
     fit = fit_workspaces(beside, known_bend=_known_bend(decoder))
     by_bucket = {sample.bucket: sample for sample in beside}
     more_layers = num_layers - layers
-    added = layer.scratch * more_layers, layer.code * more_layers
-    predicted = [_predicted(b, by_bucket.get(b), fit, *added) for b in buckets]
+    predicted = [
+        _predicted(b, by_bucket.get(b), fit, layer.of(b) * more_layers, layer.code * more_layers)
+        for b in buckets
+    ]
     return CompiledMemory(
         samples=tuple(samples),
         buckets=tuple(never_below_smaller(predicted)),
@@ -255,7 +261,7 @@ def compile_memory(
         copies=copies,
         compiled_layers=(layers,) if is_few else tuple(counts),
         num_executables=done,
-        scratch_per_layer=layer.scratch,
+        scratch_per_layer=max(map(layer.of, buckets)),
         code_per_layer=layer.code,
         warnings=tuple(warnings),
     )
@@ -264,40 +270,52 @@ def compile_memory(
 class _Layer(NamedTuple):
     """Bytes that one more layer adds to a step."""
 
-    scratch: float = 0.0  # without copies of the pool
+    scratch: float = 0.0  # without copies of the pool, in a step of `tokens`
+    per_token: float = 0.0  # and for each token above them
+    tokens: int = 0
     code: float = 0.0
     copied: float | None = None  # per page; None if not measured
 
+    def of(self, bucket: StepShape) -> float:
+        """Returns the bytes of scratch that one more layer adds to a step."""
+        return self.scratch + self.per_token * max(bucket.tokens - self.tokens, 0)
+
 
 def _added_by_layer(
-    compile_deeper: Callable[[int, str], BucketMemory],
+    compile_deeper: Callable[[StepShape, int, str], BucketMemory],
     counts: LayerCounts,
     pools: tuple[int, int],
-    first: BucketMemory,
+    ends: tuple[BucketMemory, BucketMemory],
     copied: float,
     array_bytes: float,
 ) -> _Layer:
-    """Compiles a step of more layers, and returns what each layer beyond the few added.
+    """Compiles two steps of more layers, and returns what each layer beyond the few added.
 
     Args:
-      compile_deeper: (pages, suffix of the progress message) to the bytes of that step.
-      counts: the layers of that step, `more`, and of `first`, `few`.
-      pools: pages of the smaller pool, that of `first`, and of the larger one.
-      first: the same step with few layers.
-      copied: bytes per page that `first` copies of the pool.
+      compile_deeper: (step, pages, suffix of the progress message) to the bytes of a step.
+      counts: the layers of these steps, `more`, and of `ends`, `few`.
+      pools: pages of the smaller pool, that of `ends`, and of the larger one.
+      ends: steps of few and of many tokens with few layers.
+      copied: bytes per page that these steps copy of the pool.
       array_bytes: bytes of a page in one array.
     """
     more = counts.more - counts.few
     few, many = pools
-    deeper, deep_copied = compile_deeper(few, ""), 0.0
+    first, largest = ends
+    deeper, deep_copied = compile_deeper(first.bucket, few, ""), 0.0
+    deeper_largest = compile_deeper(largest.bucket, few, "")
     if copied:
-        larger = compile_deeper(many, " and a larger pool")
+        larger = compile_deeper(first.bucket, many, " and a larger pool")
         per_page = seen_per_page(deeper, larger, many - few)
         deep_copied = whole_arrays(per_page, array_bytes)
     added = max(deep_copied - copied, 0.0) / more
     grown = (deeper.scratch_bytes - first.scratch_bytes) / more
+    grown_largest = (deeper_largest.scratch_bytes - largest.scratch_bytes) / more
+    more_tokens = largest.bucket.tokens - first.bucket.tokens
     return _Layer(
         scratch=max(grown - added * few, 0.0),
+        per_token=max(grown_largest - grown, 0.0) / more_tokens if more_tokens > 0 else 0.0,
+        tokens=first.bucket.tokens,
         code=max(deeper.code_bytes - first.code_bytes, 0) / more,
         copied=added,
     )
