@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 
+from pallas_kernels.tree_attention import pieces
 from specjax.config.engine import EngineConfig
 from specjax.decode.bucket import standing_row_buckets
 from specjax.decode.sizes import PromptShape
@@ -246,7 +247,7 @@ def compile_memory(
     )
     on_progress("compiled", done, done)
     beside = [copies.without(sample, few_pages) for sample in samples]
-    fit = fit_workspaces(beside, known_bend=_known_bend(decoder))
+    fit = fit_workspaces(to_fit(beside), known_bend=_known_bend(decoder))
     by_bucket = {sample.bucket: sample for sample in beside}
     more_layers = num_layers - layers
     predicted = [
@@ -319,6 +320,20 @@ def _added_by_layer(
         code=max(deeper.code_bytes - first.code_bytes, 0) / more,
         copied=added,
     )
+
+
+def to_fit(samples: Sequence[BucketMemory]) -> list[BucketMemory]:
+    """Returns the samples that one line fits: without short prompts where longer ones are cut.
+
+    Attention over prompts in pieces keeps scores of a few pieces, and over shorter prompts those
+    of all rows, so that 63 tokens may take more than 1,024. Every prompt step is compiled: the fit
+    is of other steps.
+    """
+    is_cut = lambda sample: pieces.pays(sample.bucket.rows, sample.bucket.tokens)
+    prefills = [sample for sample in samples if sample.bucket.kind == PREFILL]
+    if not any(map(is_cut, prefills)):
+        return list(samples)
+    return [one for one in samples if one.bucket.kind != PREFILL or is_cut(one)]
 
 
 def never_below_smaller(memories: Sequence[BucketMemory]) -> list[BucketMemory]:
