@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ PATIENCE = 2
 
 # The state after the steps, their report, and how many ran.
 Sent = tuple[DecodeState, StepInfo, Any]
+Result = TypeVar("Result")
 
 
 class Sender:
@@ -158,11 +159,7 @@ class Sender:
             chunk.counts,
             num_tokens=chunk.num_tokens,
         )
-        try:
-            run.device_state, done = prefill()
-        except RECOVERABLE as error:
-            run.do_without(error)
-            run.device_state, done = prefill()
+        run.device_state, done = self._twice_at_most(prefill)
         run.prompts.done_at = self._stopwatch.done_at(done)
 
     def _burst(self, flight: Flight, plan: BurstPlan) -> Sent:
@@ -181,14 +178,17 @@ class Sender:
         """Runs a flight's rows plainly, whatever it was to be."""
         run = self._run
         flight.is_learned_from = False
-        plain = lambda: run.decoder.burst(
-            run.params, run.device_state, plan, num_speculative_tokens=0
+        return self._twice_at_most(
+            lambda: run.decoder.burst(run.params, run.device_state, plan, num_speculative_tokens=0)
         )
+
+    def _twice_at_most(self, send: Callable[[], Result]) -> Result:
+        """Sends a step; if it fails, once more, without what made it fail."""
         try:
-            return plain()
+            return send()
         except RECOVERABLE as error:
-            run.do_without(error)
-        return plain()
+            self._run.do_without(error)
+        return send()
 
     def _mixed(self, flight: Flight, prompts: PromptShape, plan: BurstPlan) -> Sent:
         run = self._run
