@@ -1,9 +1,8 @@
 """A drafter that is a smaller model with the target's vocabulary; drafts chains and trees.
 
-Its keys and values use the target's page ids, in arrays of its own. Drafting first
-feeds committed tokens that the drafter has not seen: after full acceptance one token,
-because the last draft token is proposed but never fed. A tree is fed level by level,
-without its leaves.
+Its keys and values use the target's page ids, in arrays of its own. After full acceptance
+one committed token is missing there, because the last draft token is proposed but never
+fed: it is fed together with the root. A tree is fed level by level, without its leaves.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ from specjax.types import (
 )
 
 CATCH_UP_WIDTH = 16  # tokens of each row per catch-up forward
-MOST_ONE_BY_ONE = 4  # up to this many, one token per forward beats a forward of CATCH_UP_WIDTH
 
 _Pages = tuple[kv_cache.Pages, ...]  # of every layer
 
@@ -195,59 +193,64 @@ class _DraftModel:
         decode_state: Any,
         history: Array,
         positions: Array,
-        is_fed: Array,
+        counts: Array,
+        width: int,
     ) -> tuple[Array, _Pages]:
-        """Feeds one token per row of is_fed; returns hidden [rows, hidden_size] and the pages."""
-        cache, rows = decode_state.cache, decode_state.rows
+        """Feeds `counts` tokens of each row, from `positions` on.
+
+        Args:
+          history: i32[rows, max_length], the tokens.
+          positions: i32[rows].
+          counts: i32[rows], 0 to width.
+
+        Returns:
+          hidden [rows, hidden_size] after each row's last token, and the pages.
+        """
+        cache, num_tokens = decode_state.cache, decode_state.rows * width
         batch = make_batch(
             history,
             cache.block_table,
             positions,
-            is_fed.astype(jnp.int32),
-            num_tokens=rows,
+            counts,
+            num_tokens=num_tokens,
             page_size=cache.page_size,
             num_slots=cache.num_slots,
         )
-        hidden, pages = self.forward(params, pages, batch, 1)
+        hidden, pages = self.forward(params, pages, batch, width)
         # Rows that are not fed take no place among the flat tokens.
-        return hidden[jnp.minimum(batch.row_starts[:-1], rows - 1)], pages
+        return hidden[jnp.clip(batch.row_starts[1:] - 1, 0, num_tokens - 1)], pages
 
-    def catch_up(
+    def feed_root(
         self, params: Params, pages: _Pages, decode_state: Any, takes_part: Array
-    ) -> _Pages:
-        """Feeds committed tokens that the drafter has not seen; returns the pages.
+    ) -> tuple[Array, _Pages]:
+        """Feeds the committed tokens that the drafter has not seen, the root included.
 
-        After full acceptance that is one token. After steps without drafts it is more, fed
-        CATCH_UP_WIDTH at a time, so that the weights are read once for all of them.
+        After full acceptance one token is missing: it goes with the root into one forward. After
+        steps without drafts more are missing, fed before, CATCH_UP_WIDTH at a time.
+
+        Returns:
+          hidden [rows, hidden_size] after the root, and the pages.
         """
-        cache, rows = decode_state.cache, decode_state.rows
-        first = decode_state.drafter_lengths
-        num_behind = jnp.where(takes_part, cache.lengths - first, 0)
+        root, first = decode_state.cache.lengths, decode_state.drafter_lengths
+        num_behind = jnp.where(takes_part, root - first, 0)
+        history = decode_state.history
 
-        def feed(width: int, carry: tuple[_Pages, Array]) -> tuple[_Pages, Array]:
+        def is_behind(carry: tuple[_Pages, Array]) -> Array:
+            return jnp.max(num_behind - carry[1], initial=0) > 1
+
+        def catch_up(carry: tuple[_Pages, Array]) -> tuple[_Pages, Array]:
             pages, num_fed = carry
-            counts = jnp.clip(num_behind - num_fed, 0, width)
-            batch = make_batch(
-                decode_state.history,
-                cache.block_table,
-                first + num_fed,
-                counts,
-                num_tokens=rows * width,
-                page_size=cache.page_size,
-                num_slots=cache.num_slots,
+            counts = jnp.clip(num_behind - num_fed, 0, CATCH_UP_WIDTH)
+            _, pages = self.feed(
+                params, pages, decode_state, history, first + num_fed, counts, CATCH_UP_WIDTH
             )
-            _, pages = self.forward(params, pages, batch, width)
             return pages, num_fed + counts
 
-        def lacks(most: int, carry: tuple[_Pages, Array]) -> Array:
-            return jnp.max(num_behind - carry[1], initial=0) > most
-
-        carry = pages, jnp.zeros_like(num_behind)
-        for width, most in ((CATCH_UP_WIDTH, MOST_ONE_BY_ONE), (1, 0)):
-            carry = jax.lax.while_loop(
-                functools.partial(lacks, most), functools.partial(feed, width), carry
-            )
-        return carry[0]
+        nothing = jnp.zeros_like(num_behind)
+        pages, num_fed = jax.lax.while_loop(is_behind, catch_up, (pages, nothing))
+        missing = num_behind - num_fed  # 0 or 1
+        counts = jnp.where(takes_part, missing + 1, 0)
+        return self.feed(params, pages, decode_state, history, root - missing, counts, 2)
 
     def feed_nodes(
         self,
@@ -408,19 +411,24 @@ def _draft_chain(
 ) -> Draft:
     rows, root = decode_state.rows, decode_state.cache.lengths
     takes_part = decode_state.is_active & (num_tokens > 0)
-    pages = model.catch_up(params, state, decode_state, takes_part)
 
-    def propose(index: Array, carry: tuple[_Pages, Array, _Drawn]) -> tuple[_Pages, Array, _Drawn]:
-        """Feeds the root or the last draft token; proposes draft token number `index`."""
-        pages, history, drawn = carry
-        is_drafted = index < num_tokens
-        hidden, pages = model.feed(params, pages, decode_state, history, root + index, is_drafted)
+    def propose(
+        index: Array, hidden: Array, history: Array, drawn: _Drawn
+    ) -> tuple[Array, _Drawn]:
+        """Draws draft token number `index`; returns the history with it, and all drawn."""
         new = model.draw(params, hidden[:, None], decode_state, index[None], index, history, 1)
-        place = jnp.where(is_drafted, root + index + 1, history.shape[1])
+        place = jnp.where(index < num_tokens, root + index + 1, history.shape[1])
         token = new.token_ids[:, 0, 0]
         history = history.at[jnp.arange(rows), place].set(token, mode="drop")
         put = lambda every, one: every.at[:, index].set(one[:, 0])
-        return pages, history, jax.tree.map(put, drawn, new)
+        return history, jax.tree.map(put, drawn, new)
+
+    def extend(index: Array, carry: tuple[_Pages, Array, _Drawn]) -> tuple[_Pages, Array, _Drawn]:
+        """Feeds the last draft token; draws the next."""
+        pages, history, drawn = carry
+        is_fed = (index < num_tokens).astype(jnp.int32)
+        hidden, pages = model.feed(params, pages, decode_state, history, root + index, is_fed, 1)
+        return pages, *propose(index, hidden, history, drawn)
 
     one = jnp.zeros((rows, depth, 1))
     vocab = model.config.vocab_size
@@ -430,9 +438,12 @@ def _draft_chain(
         prior_confidence=one if model.says_confidence else None,
         probability=one if model.says_confidence else None,
     )
-    most = jnp.max(num_tokens, initial=0)
-    carry = (pages, decode_state.history, nothing)
-    pages, _, drawn = jax.lax.fori_loop(0, most, propose, carry)
+    hidden, pages = model.feed_root(params, state, decode_state, takes_part)
+    carry = pages, *propose(jnp.int32(0), hidden, decode_state.history, nothing)
+    if depth > 1:
+        most = jnp.max(num_tokens, initial=0)
+        carry = jax.lax.fori_loop(1, most, extend, carry)
+    pages, _, drawn = carry
     along = lambda figure: None if figure is None else figure[..., 0].cumprod(axis=1)
     proposal = Proposal(
         token_ids=drawn.token_ids[..., 0],
@@ -456,7 +467,8 @@ def _draft_tree(
 ) -> Draft:
     rows, root = decode_state.rows, decode_state.cache.lengths
     takes_part = decode_state.is_active & (num_tokens > 0)
-    pages = model.catch_up(params, state, decode_state, takes_part)
+    hidden, pages = model.feed_root(params, state, decode_state, takes_part)
+    hidden = hidden[:, None]
     tree = shape.draft_tree(rows)
     token_ids = jnp.zeros((rows, shape.num_drafts), jnp.int32)
     all_probs: list[Any] = [None] * shape.num_drafts
@@ -464,9 +476,10 @@ def _draft_tree(
     figures = [jnp.ones((rows, shape.num_nodes))] * 2
     for depth in range(shape.max_depth):
         nodes = shape.parents_at(depth)
-        hidden, pages = model.feed_nodes(
-            params, pages, decode_state, token_ids, tree, nodes, takes_part
-        )
+        if depth:
+            hidden, pages = model.feed_nodes(
+                params, pages, decode_state, token_ids, tree, nodes, takes_part
+            )
         drawn = model.draw(
             params,
             hidden,
@@ -521,7 +534,8 @@ def _draft_dynamic_tree(
     """
     rows, root = decode_state.rows, decode_state.cache.lengths
     takes_part = decode_state.is_active & (num_tokens > 0)
-    pages = model.catch_up(params, state, decode_state, takes_part)
+    hidden, pages = model.feed_root(params, state, decode_state, takes_part)
+    hidden = hidden[:, None]
     width, num_fed = growth.width, growth.num_fed
     candidates = expanding.init(rows, max_depth=growth.max_depth, width=width, top_k=width)
     frontier = expanding.root_frontier(rows)
@@ -532,9 +546,10 @@ def _draft_dynamic_tree(
     for depth in range(growth.max_depth):
         nodes = growth.nodes_at(depth)
         tree = draft_tree.from_parents(parents, growth.max_depth)
-        hidden, pages = model.feed_nodes(
-            params, pages, decode_state, token_ids, tree, nodes, takes_part
-        )
+        if depth:
+            hidden, pages = model.feed_nodes(
+                params, pages, decode_state, token_ids, tree, nodes, takes_part
+            )
         kept_at = kept_at.at[jnp.arange(rows)[:, None], frontier.nodes].set(
             jnp.array(nodes, jnp.int32)
         )
