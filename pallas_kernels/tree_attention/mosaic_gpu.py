@@ -37,11 +37,11 @@ from pallas_kernels import layout
 from pallas_kernels.tree_attention.query_blocks import (
     Blocks,
     blocks_of,
+    by_block,
     by_query_row,
     lay_flat,
     most_blocks,
     queries_by_head,
-    tokens_of,
     union_bits,
 )
 from pallas_kernels.tree_attention.reference import check_window, depths
@@ -145,9 +145,9 @@ def tree_attention_mosaic_gpu(
     )
     # What lies past the bound is not computed.
     num_new = jnp.minimum(row_starts[1:] - row_starts[:-1], max_tokens_per_row)
-    blocks = blocks_of(num_new, shape)
-    token = tokens_of(blocks, row_starts, q.shape[0], shape)
-    bits = None if ancestor_bits is None else ancestor_bits[token]
+    blocks = blocks_of(num_new, row_starts, q.shape[0], shape)
+    of_blocks = functools.partial(by_block, blocks=blocks, row_starts=row_starts, sizes=shape)
+    bits = None if ancestor_bits is None else of_blocks(ancestor_bits)
     in_order = jnp.full(lengths.shape, ancestor_bits is None)
     if is_causal is not None:
         in_order = is_causal
@@ -162,7 +162,7 @@ def tree_attention_mosaic_gpu(
         table=table,
         **visible._asdict(),
         sinks=_sinks_by_query_row(sinks, shape),
-        q=queries_by_head(q[token], shape),
+        q=queries_by_head(of_blocks(q), shape),
         k_pages=k_pages,
         v_pages=v_pages,
     )

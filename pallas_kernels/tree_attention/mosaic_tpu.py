@@ -39,11 +39,11 @@ from pallas_kernels.tree_attention.block_sizes import (
 )
 from pallas_kernels.tree_attention.query_blocks import (
     blocks_of,
+    by_block,
     by_query_row,
     lay_flat,
     most_blocks,
     queries_by_head,
-    tokens_of,
     union_bits,
 )
 from pallas_kernels.tree_attention.reference import check_window
@@ -195,13 +195,13 @@ def tree_attention_mosaic_tpu(
     if is_causal is not None:
         seen = jnp.where(is_causal, num_new, seen)
     ends = jnp.where(num_new > 0, lengths + seen, 0)
-    blocks = blocks_of(num_new, shape)
-    token = tokens_of(blocks, row_starts, q.shape[0], shape)
-    queries = queries_by_head(q[token], shape)
+    blocks = blocks_of(num_new, row_starts, q.shape[0], shape)
+    of_blocks = functools.partial(by_block, blocks=blocks, row_starts=row_starts, sizes=shape)
+    queries = queries_by_head(of_blocks(q), shape)
     arguments = [queries]
     in_specs = [_block_spec(shape.cores, shape.kv_heads, shape.query_rows, shape.head_dim)]
     if ancestor_bits is not None:
-        bits = by_query_row(ancestor_bits[token], shape)
+        bits = by_query_row(of_blocks(ancestor_bits), shape)
         arguments.append(lax.bitcast_convert_type(bits, jnp.int32))
         in_specs.append(_block_spec(shape.cores, shape.query_rows, shape.words))
     for per_head in (sinks, k_scale, v_scale):

@@ -43,23 +43,39 @@ def most_blocks(rows: int, num_tokens: int, max_tokens_per_row: int, queries: in
     return rows + (num_tokens // queries if max_tokens_per_row > queries else 0)
 
 
-def blocks_of(num_new: Array, sizes: Sizes) -> Blocks:
+def has_single_tokens(rows: int, num_tokens: int, sizes: Sizes) -> bool:
+    """Whether every block is one flat token, in order: rows of one token, laid end to end."""
+    return sizes.queries == 1 and sizes.num_blocks == rows == num_tokens
+
+
+def blocks_of(num_new: Array, row_starts: Array, num_tokens: int, sizes: Sizes) -> Blocks:
     """Returns the blocks of all rows, in the order of rows."""
+    rows = num_new.shape[0]
+    index = jnp.arange(sizes.num_blocks, dtype=jnp.int32)
+    if has_single_tokens(rows, num_tokens, sizes):
+        row = jnp.minimum(rows_of(row_starts, num_tokens), rows - 1)
+        is_used = index < row_starts[-1]
+        return Blocks(row, jnp.zeros_like(row), is_used.astype(jnp.int32))
     per_row = -(-num_new // sizes.queries)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(per_row)])
     row = rows_of(starts.astype(jnp.int32), sizes.num_blocks)
-    row = jnp.minimum(row, num_new.shape[0] - 1)
-    index = jnp.arange(sizes.num_blocks, dtype=jnp.int32)
+    row = jnp.minimum(row, rows - 1)
     first = (index - starts[row]) * sizes.queries
     count = jnp.clip(num_new[row] - first, 0, sizes.queries)
     return Blocks(row, first.astype(jnp.int32), count.astype(jnp.int32))
 
 
-def tokens_of(blocks: Blocks, row_starts: Array, num_tokens: int, sizes: Sizes) -> Array:
-    """Returns the flat index of each block's tokens, i32[blocks, queries], all of which exist."""
+def by_block(values: Array, blocks: Blocks, row_starts: Array, sizes: Sizes) -> Array:
+    """Returns values [num_tokens, ...] of each block's tokens, [blocks, queries, ...].
+
+    Places without a token repeat another's value.
+    """
+    num_tokens = values.shape[0]
+    if has_single_tokens(row_starts.shape[0] - 1, num_tokens, sizes):
+        return values[:, None]
     first = row_starts[blocks.row] + blocks.first
     token = first[:, None] + jnp.arange(sizes.queries, dtype=jnp.int32)[None]
-    return jnp.clip(token, 0, num_tokens - 1)
+    return values[jnp.clip(token, 0, num_tokens - 1)]
 
 
 def queries_by_head(q: Array, sizes: Sizes) -> Array:
@@ -110,6 +126,8 @@ def lay_flat(out: Array, num_new: Array, row_starts: Array, q: Array, sizes: Siz
     out = out.transpose(0, 2, 1, 3, 4).reshape(-1, heads, head_dim)
     rows = row_starts.shape[0] - 1
     flat = jnp.arange(num_tokens, dtype=jnp.int32)
+    if has_single_tokens(rows, num_tokens, sizes):
+        return jnp.where((flat < row_starts[-1])[:, None, None], out, 0)
     row = jnp.minimum(rows_of(row_starts, num_tokens), rows - 1)
     per_row = -(-num_new // sizes.queries)
     first_block = jnp.cumsum(per_row) - per_row

@@ -25,6 +25,7 @@ Keys and values keep their dtype in products, whose sums are float32; softmax is
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -36,10 +37,10 @@ from pallas_kernels.running_softmax import RunningSoftmax
 from pallas_kernels.tree_attention.query_blocks import (
     Blocks,
     blocks_of,
+    by_block,
     lay_flat,
     most_blocks,
     queries_by_head,
-    tokens_of,
 )
 from pallas_kernels.tree_attention.reference import check_window
 from pallas_kernels.tree_attention.xla import by_query_head, gather_tile, visible
@@ -103,16 +104,16 @@ def tree_attention_xla_gpu(
     dtype = _product_dtype(q, k_pages)
     shape = _shape_of(q, k_pages, block_table, max_tokens_per_row, dtype)
     num_new = jnp.minimum(row_starts[1:] - row_starts[:-1], max_tokens_per_row)
-    blocks = blocks_of(num_new, shape)
-    token = tokens_of(blocks, row_starts, q.shape[0], shape)
+    blocks = blocks_of(num_new, row_starts, q.shape[0], shape)
+    of_blocks = functools.partial(by_block, blocks=blocks, row_starts=row_starts, sizes=shape)
     own = blocks.first[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)[None]
     is_token = own < (blocks.first + blocks.count)[:, None]
     keys = _keys_of(blocks, lengths, num_new, num_new_keys, ancestor_bits, is_causal)
     work = _list_work(blocks, keys, window, shape)
-    bits = None if ancestor_bits is None else ancestor_bits[token]
+    bits = None if ancestor_bits is None else of_blocks(ancestor_bits)
     in_order = None if is_causal is None else is_causal[blocks.row]
     table = _tiles_of(block_table, shape)
-    queries = queries_by_head(q[token].astype(dtype), shape)
+    queries = queries_by_head(of_blocks(q).astype(dtype), shape)
     # A key's scale multiplies its scores, a value's the result: pages are read as they are.
     factor = scale * _by_query_row(by_query_head(k_scale, q), shape)
     precision = running_softmax.precision_of(q.dtype)
@@ -156,8 +157,8 @@ def tree_attention_xla_gpu(
     first_keys: Any = None
     if sinks is not None:
         first_keys = _by_query_row(sinks.astype(jnp.float32)[None, :, None], shape)
-    by_block = lambda sums: sums.reshape(shape.num_blocks, shape.lanes, *sums.shape[1:])
-    merged = running_softmax.merge(jax.tree.map(by_block, lanes), 1, first_keys)
+    by_lane = lambda sums: sums.reshape(shape.num_blocks, shape.lanes, *sums.shape[1:])
+    merged = running_softmax.merge(jax.tree.map(by_lane, lanes), 1, first_keys)
     out = lay_flat(running_softmax.finish(merged), num_new, row_starts, q, shape)
     return (out * by_query_head(v_scale, q)).astype(q.dtype)
 

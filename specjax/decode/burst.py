@@ -19,6 +19,7 @@ from specjax.decode.absorb import (
     no_waiting,
     wait,
 )
+from specjax.decode.packing import pack, unpack
 from specjax.decode.state import DecodeState, follow, put_rows, take_rows
 from specjax.decode.step import advance
 from specjax.decode.step_spec import StepSpec
@@ -30,7 +31,7 @@ class _Progress(NamedTuple):
 
     num_steps: Array  # i32[], steps that ran
     state: DecodeState
-    report: StepInfo  # leading [max_steps]
+    report: Array  # i32[max_steps, rows, width], StepInfo of each step, packed
     goes_on: Array  # bool[]
 
 
@@ -61,19 +62,14 @@ def burst(
     advance_once = jax.jit(functools.partial(advance, spec), inline=True)
     with in_a_loop():
         info, committed = jax.eval_shape(lambda s: advance_once(params, s)[1:], state)
-    report = jax.tree.map(lambda leaf: jnp.zeros((max_steps, *leaf.shape), leaf.dtype), info)
+    packed = jax.eval_shape(pack, info)
+    report = jnp.zeros((max_steps, *packed.shape), packed.dtype)
 
     def proceeds(at: _Progress) -> Array:
         return at.goes_on & (at.num_steps < plan.num_steps)
 
     def noted(at: _Progress, state: DecodeState, info: StepInfo) -> _Progress:
-        report = jax.tree.map(
-            lambda all_steps, one: jax.lax.dynamic_update_index_in_dim(
-                all_steps, one, at.num_steps, 0
-            ),
-            at.report,
-            info,
-        )
+        report = jax.lax.dynamic_update_index_in_dim(at.report, pack(info), at.num_steps, 0)
         has_work = any_shard(jnp.any(state.is_active))
         has_ended = any_shard(jnp.any(info.finish != RUNNING))
         goes_on = has_work & ~(has_ended & plan.stop_when_finished)
@@ -110,4 +106,4 @@ def burst(
     state = end.state
     if plan.row_ids is not None:
         state = put_rows(whole, spec.drafter, plan.row_ids, state)
-    return state, end.report, end.num_steps
+    return state, unpack(end.report, info), end.num_steps

@@ -12,6 +12,7 @@ from jax import Array, lax
 
 from pallas_kernels.ragged import tokens_of
 from specjax.decode.accept import accept_by_equality
+from specjax.decode.packing import take
 from specjax.decode.rules import Target, choose_by_row, decide, is_decided_by
 from specjax.decode.state import DecodeState
 from specjax.decode.step_spec import StepSpec
@@ -21,6 +22,7 @@ from specjax.paged.forward import (
     Tapped,
     forward,
     make_batch,
+    make_decode_batch,
     make_tree_batch,
     own_logits,
 )
@@ -93,7 +95,7 @@ def verify(
         verification = decide_rows.by_rules_in_chunks(proposal, nodes, flat)
     else:
         said = _choose(decide_rows, nodes, size, batch.row_starts[-1])
-        verification = _by_equality(proposal, _at(said, flat))
+        verification = _by_equality(proposal, take(said, flat))
     if spec.taps:
         path = nodes_on_path(verification.acceptance)
         places = jnp.take_along_axis(flat, path, axis=1)
@@ -248,9 +250,10 @@ def _by_equality(proposal: Proposal, said: tuple[Choice, LogProbs]) -> Verificat
     """Accepts the drafts that equal the target's choice; `said` is leading [rows, num_nodes]."""
     choice, logprobs = said
     acceptance = accept_by_equality(proposal, choice.token_ids)
-    path = nodes_on_path(acceptance)
-    is_invalid = jnp.take_along_axis(choice.is_invalid, path, axis=1)
-    return Verification(acceptance, is_invalid, _along(logprobs, path))
+    if acceptance.nodes is not None:  # a chain's path is all of its nodes, in order
+        at = jnp.arange(len(acceptance.nodes))[:, None], nodes_on_path(acceptance)
+        choice, logprobs = _at((choice, logprobs), at)
+    return Verification(acceptance, choice.is_invalid, logprobs)
 
 
 def _make_batch(
@@ -261,6 +264,10 @@ def _make_batch(
     counts = jnp.where(state.is_active, proposal.num_tokens + 1, 0)
     place = state.history, cache.block_table, cache.lengths, counts
     num_tokens = round_up(_num_nodes(spec, proposal, state.rows), size)
+    if proposal.num_nodes == 1 and num_tokens == state.rows:
+        return make_decode_batch(
+            *place[:3], state.is_active, page_size=cache.page_size, num_slots=cache.num_slots
+        )
     if proposal.tree is None:
         return make_batch(
             *place,
@@ -315,9 +322,3 @@ def _tokens_at_once(spec: StepSpec, proposal: Proposal, num_rows: int) -> int | 
 def _at(values: Any, index: Any) -> Any:
     """Returns values[index] of every array of a pytree."""
     return jax.tree.map(lambda leaf: leaf[index], values)
-
-
-def _along(logprobs: LogProbs, path: Array) -> LogProbs:
-    """Returns the log-probabilities [rows, num_nodes, ...] of the nodes on a path."""
-    row = jnp.arange(path.shape[0])[:, None]
-    return _at(logprobs, (row, path))

@@ -24,7 +24,13 @@ from specjax.drafters.base import NOT_KEPT, Draft, Drafter, by_page
 from specjax.drafters.draws import draw_siblings, noise_keys
 from specjax.models.base import MeshAxes, ModelConfig, Params
 from specjax.paged import kv_cache
-from specjax.paged.forward import forward, logits, make_batch, make_tree_batch
+from specjax.paged.forward import (
+    forward,
+    logits,
+    make_batch,
+    make_decode_batch,
+    make_tree_batch,
+)
 from specjax.sampling import TreeHistory, choose_tokens, process_logits
 from specjax.sampling.processing import History
 from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
@@ -207,15 +213,12 @@ class _DraftModel:
           hidden [rows, hidden_size] after each row's last token, and the pages.
         """
         cache, num_tokens = decode_state.cache, decode_state.rows * width
-        batch = make_batch(
-            history,
-            cache.block_table,
-            positions,
-            counts,
-            num_tokens=num_tokens,
-            page_size=cache.page_size,
-            num_slots=cache.num_slots,
-        )
+        sizes = {"page_size": cache.page_size, "num_slots": cache.num_slots}
+        place = history, cache.block_table, positions
+        if width == 1:
+            batch = make_decode_batch(*place, counts > 0, **sizes)
+        else:
+            batch = make_batch(*place, counts, num_tokens=num_tokens, **sizes)
         hidden, pages = self.forward(params, pages, batch, width)
         # Rows that are not fed take no place among the flat tokens.
         return hidden[jnp.clip(batch.row_starts[1:] - 1, 0, num_tokens - 1)], pages
@@ -412,9 +415,7 @@ def _draft_chain(
     rows, root = decode_state.rows, decode_state.cache.lengths
     takes_part = decode_state.is_active & (num_tokens > 0)
 
-    def propose(
-        index: Array, hidden: Array, history: Array, drawn: _Drawn
-    ) -> tuple[Array, _Drawn]:
+    def propose(index: Array, hidden: Array, history: Array, drawn: _Drawn) -> tuple[Array, _Drawn]:
         """Draws draft token number `index`; returns the history with it, and all drawn."""
         new = model.draw(params, hidden[:, None], decode_state, index[None], index, history, 1)
         place = jnp.where(index < num_tokens, root + index + 1, history.shape[1])

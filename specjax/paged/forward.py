@@ -65,6 +65,41 @@ def make_batch(
     )
 
 
+def make_decode_batch(
+    history: Array,
+    block_table: Array,
+    lengths: Array,
+    takes_part: Array,
+    *,
+    page_size: int,
+    num_slots: int,
+) -> TokenBatch:
+    """Lays out the token at position `lengths` of each row that takes part.
+
+    It returns what `make_batch` returns for one token per row, in fewer operations.
+
+    Args:
+      takes_part: bool[rows].
+    """
+    rows, max_length = history.shape
+    row_starts, row_ids, _ = lay_out(takes_part.astype(jnp.int32), rows)
+    each = jnp.arange(rows, dtype=jnp.int32)
+    last = jnp.minimum(lengths, max_length - 1)
+    slots = kv_cache.slots(block_table, each, lengths, page_size=page_size, num_slots=num_slots)
+    by_row = jnp.stack([history[each, last], lengths, slots], axis=1)
+    token_ids, positions, slot_mapping = by_row[jnp.minimum(row_ids, rows - 1)].T
+    is_token = row_ids < rows
+    return TokenBatch(
+        token_ids=token_ids,
+        positions=jnp.where(is_token, positions, 0),
+        row_ids=row_ids,
+        slot_mapping=jnp.where(is_token, slot_mapping, num_slots),
+        row_starts=row_starts,
+        lengths=lengths,
+        block_table=block_table,
+    )
+
+
 def make_tree_batch(
     history: Array,
     block_table: Array,
