@@ -19,10 +19,10 @@ from specjax.decode.absorb import (
     no_waiting,
     wait,
 )
-from specjax.decode.packing import pack, unpack
 from specjax.decode.state import DecodeState, follow, put_rows, take_rows
 from specjax.decode.step import advance
 from specjax.decode.step_spec import StepSpec
+from specjax.packing import pack, unpack
 from specjax.types import RUNNING, BurstPlan, DecoderParams, StepInfo
 
 

@@ -12,11 +12,11 @@ from jax import Array, lax
 
 from pallas_kernels.ragged import tokens_of
 from specjax.decode.accept import accept_by_equality
-from specjax.decode.packing import take
 from specjax.decode.rules import Target, choose_by_row, decide, is_decided_by
 from specjax.decode.state import DecodeState
 from specjax.decode.step_spec import StepSpec
 from specjax.models.base import Params
+from specjax.packing import take
 from specjax.paged.forward import (
     Part,
     Tapped,

@@ -25,6 +25,7 @@ from specjax.sampling.processing import (
     process_logits,
     scaler,
     usage,
+    usage_by_token,
 )
 from specjax.sampling.row_sampling import RowSampling
 from specjax.sampling.seeded_noise import (
@@ -105,7 +106,7 @@ def choose_and(
     """
     check_shapes(logits, sampling, row_ids, positions, history)
     row = jnp.minimum(row_ids, sampling.rows - 1)
-    used = usage(sampling, row_ids, positions)
+    by_token = usage_by_token(sampling, row_ids, positions)
     width = logits.shape[1]
     best_of = functools.partial(_best_of, vocabulary)
 
@@ -151,6 +152,7 @@ def choose_and(
         return race(logits, scaler(logits, sampling, row, vocabulary), bounded_argmax)
 
     def process_and_race() -> Any:
+        used = usage(sampling, row_ids, positions)
         values = processed
         if values is None:
             values = process_logits(
@@ -173,10 +175,10 @@ def choose_and(
         )
         return describe(choice, values)
 
-    is_plain = ~(used.edits | used.filters)
-    is_greedy = ~used.temperature
+    is_random = by_token.temperature.astype(jnp.int32)
+    path = jnp.where(by_token.edits | by_token.filters, 2, is_random)
     return lax.switch(
-        jnp.where(is_plain, jnp.where(is_greedy, 0, 1), 2),
+        jnp.max(path, initial=0),
         [
             lambda: describe(best_of(first_argmax, logits), None),
             lambda: describe(scale_and_race(), None),

@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import jax.numpy as jnp
 from jax import Array, lax
 
+from specjax.packing import take
 from specjax.sampling.argmax import (
     FEW_BLOCK,
     block_indices,
@@ -83,18 +84,18 @@ class Usage(NamedTuple):
 
 def usage(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
     """Returns the features used by rows with tokens in the batch, bool[] each."""
-    by_token = _usage_by_token(sampling, row_ids, positions)
+    by_token = usage_by_token(sampling, row_ids, positions)
     return Usage(*jnp.any(jnp.stack(by_token), axis=1))
 
 
 def is_plain(sampling: RowSampling, row_ids: Array, positions: Array) -> Array:
     """Returns which tokens use no feature but the temperature, bool[num_tokens]; padding is
     plain."""
-    used = _usage_by_token(sampling, row_ids, positions)
+    used = usage_by_token(sampling, row_ids, positions)
     return ~(used.edits | used.filters)
 
 
-def _usage_by_token(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
+def usage_by_token(sampling: RowSampling, row_ids: Array, positions: Array) -> Usage:
     """Returns which features each token needs, bool[num_tokens] each."""
     row, is_own = own_rows(sampling, row_ids)
     is_random = sampling.temperature > 0
@@ -109,9 +110,9 @@ def _usage_by_token(sampling: RowSampling, row_ids: Array, positions: Array) -> 
         filters=is_random & filters,
         temperature=is_random,
     )
-    by_token = jnp.stack(by_row, axis=1)[row] & is_own[:, None]
-    is_early = is_own & _is_early(sampling, row, positions)
-    return Usage(*by_token.T)._replace(min_tokens=is_early)
+    flags, early_until = take((jnp.stack(by_row, axis=1), _early_until(sampling)), row)
+    by_token = Usage(*(flags & is_own[:, None]).T)
+    return by_token._replace(min_tokens=is_own & (positions < early_until))
 
 
 def own_rows(sampling: RowSampling, row_ids: Array) -> tuple[Array, Array]:
@@ -216,10 +217,10 @@ def _clamp(row_ids: Array, sampling: RowSampling) -> Array:
     return jnp.minimum(row_ids, sampling.rows - 1)
 
 
-def _is_early(sampling: RowSampling, row: Array, positions: Array) -> Array:
-    """Returns where a stop token is not yet allowed at the next position, bool[num_tokens]."""
-    num_output = positions + 1 - sampling.prompt_lengths[row]
-    return num_output < sampling.min_tokens[row]
+def _early_until(sampling: RowSampling) -> Array:
+    """Returns the first position after which a stop token is allowed, i32[rows]."""
+    # After position p the output has p + 1 - prompt_lengths tokens.
+    return sampling.prompt_lengths + sampling.min_tokens - 1
 
 
 def _when(predicate: Array, change: Callable[[Array], Array], values: Array) -> Array:
@@ -253,7 +254,7 @@ def _edit(
 
     def forbid_stop(values: Array) -> Array:
         ids = sampling.stop_token_ids[row]
-        is_early = _is_early(sampling, row, positions)[:, None] & (ids >= 0)
+        is_early = (positions < _early_until(sampling)[row])[:, None] & (ids >= 0)
         ids = jnp.where(is_early, own(ids), vocab)
         return values.at[token, ids].set(-jnp.inf, mode="drop")
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from specjax.packing import pack, take, unpack
 from specjax.sampling.choosing import Choice, choose_and
 from specjax.sampling.processing import (
     History,
@@ -81,10 +82,13 @@ class _Asked(NamedTuple):
 
 def _asked(sampling: RowSampling, row_ids: Array, positions: Array) -> _Asked:
     row, is_own = own_rows(sampling, row_ids)
+    is_checked = sampling.is_checked & (sampling.temperature > 0)
+    asked = sampling.num_logprobs, sampling.has_entropy, is_checked
+    num_logprobs, has_entropy, is_checked = take(asked, row)
     return _Asked(
-        jnp.where(is_own, sampling.num_logprobs[row], -1),
-        sampling.has_entropy[row] & is_own,
-        (sampling.is_checked & (sampling.temperature > 0))[row] & is_own,
+        jnp.where(is_own, num_logprobs, -1),
+        has_entropy & is_own,
+        is_checked & is_own,
         is_plain(sampling, row_ids, positions),
     )
 
@@ -132,8 +136,7 @@ def token_logprobs(
         )
         return _together(logits, token_ids, sampling, row_ids, asked, *own, vocabulary=vocabulary)
 
-    nothing = no_logprobs(token_ids.shape[0], max_logprobs)
-    return lax.cond(asked.anything, told, lambda: nothing)
+    return _if_asked(asked, told, token_ids.shape[0], max_logprobs)
 
 
 def choose_and_score(
@@ -167,14 +170,29 @@ def choose_and_score(
     choice, own = choose_and(
         describe, logits, sampling, row_ids, positions, history, vocabulary=vocabulary
     )
-    told = lax.cond(
-        asked.anything,
-        lambda: _together(
-            logits, choice.token_ids, sampling, row_ids, asked, *own, vocabulary=vocabulary
+
+    def told() -> LogProbs:
+        where = logits, choice.token_ids, sampling, row_ids, asked
+        return _together(*where, *own, vocabulary=vocabulary)
+
+    return choice, _if_asked(asked, told, *size)
+
+
+def _if_asked(
+    asked: _Asked, told: Callable[[], LogProbs], num_tokens: int, max_logprobs: int
+) -> LogProbs:
+    """Returns told(), called only if any token asks for anything, else zeros."""
+    nothing = no_logprobs(num_tokens, max_logprobs)
+    # Packed, a branch returns one array instead of eleven.
+    packed = jax.eval_shape(pack, nothing)
+    return unpack(
+        lax.cond(
+            asked.anything,
+            lambda: pack(told()),
+            lambda: jnp.zeros(packed.shape, packed.dtype),
         ),
-        lambda: no_logprobs(*size),
+        nothing,
     )
-    return choice, told
 
 
 def _of_edited(
@@ -326,12 +344,12 @@ def _top(logits: Array, count: int, vocabulary: Vocabulary) -> tuple[Array, Arra
 
 
 def _no_scores(num_tokens: int, max_logprobs: int) -> _Scores:
-    shape = num_tokens, max_logprobs
-    return _Scores(jnp.zeros(num_tokens), jnp.zeros(shape, jnp.int32), jnp.zeros(shape))
+    top_ids = jnp.zeros((num_tokens, max_logprobs), jnp.int32)
+    return _Scores(jnp.zeros(num_tokens, jnp.float32), top_ids, top_ids.astype(jnp.float32))
 
 
 def _no_shape(num_tokens: int) -> _Shape:
-    zeros = jnp.zeros(num_tokens)
+    zeros = jnp.zeros(num_tokens, jnp.float32)
     return _Shape(zeros, zeros, zeros)
 
 
