@@ -14,6 +14,7 @@ from pallas_kernels import layout
 from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.example_inputs import pack_ancestors
 from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
+from pallas_kernels.tree_attention.xla_gpu import tree_attention_xla_gpu
 
 # One shape, so that everything is compiled once; a batch fills a part of it.
 ROWS, MOST_NEW, MOST_LENGTH, PAGE_SIZE = 8, 9, 300, 16
@@ -102,3 +103,26 @@ def test_xla(drawn, seed):
 @given(drawn=st.lists(rows, max_size=ROWS), seed=st.integers(0, 99))
 def test_tpu_kernel(drawn, seed):
     check("mosaic_tpu", drawn, seed)
+
+
+@pytest.mark.parametrize("kernel", [tree_attention_mosaic_tpu, tree_attention_xla_gpu])
+def test_plain_steps_with_rows_that_take_no_part(kernel):
+    """A token per row: every block is a flat token, and those behind the last are padding."""
+    options = {**STATIC, "max_tokens_per_row": 1}
+    if kernel is tree_attention_mosaic_tpu:
+        options["interpret"] = pltpu.InterpretParams()
+    run_kernel = jax.jit(functools.partial(kernel, **options))
+    for taking_part in (
+        (1, 1, 1, 1, 1, 1, 1, 1),
+        (0, 1, 0, 0, 1, 1, 0, 1),
+        (0,) * 7 + (1,),
+        (0,) * 8,
+    ):
+        drawn = [(37 * row, [0.0] * takes, True) for row, takes in enumerate(taking_part)]
+        arguments, _ = batch(drawn, seed=7)
+        arguments = (arguments[0][:ROWS], *arguments[1:])
+        num_tokens = sum(taking_part)
+        out = run_kernel(*arguments)
+        assert not out[num_tokens:].any()
+        expected = tree_attention(*arguments, **STATIC, implementation="reference")
+        np.testing.assert_allclose(out[:num_tokens], expected[:num_tokens], 0, 1e-5)

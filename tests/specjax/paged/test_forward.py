@@ -221,6 +221,22 @@ def test_only_held_slots_are_written(case):
                 assert np.isnan(own[length:]).all()
 
 
+@pytest.mark.parametrize("taking_part", [(1, 1, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1), (0, 0, 0, 0)])
+def test_a_batch_of_single_tokens_is_that_of_make_batch(taking_part):
+    history = jnp.arange(4 * 12, dtype=jnp.int32).reshape(4, 12)
+    table = jnp.array([[0, 1, 2], [3, NO_PAGE, NO_PAGE], [5, 4, NO_PAGE], [6, 7, 8]], jnp.int32)
+    place = history, table, jnp.array([11, 3, 5, 12], jnp.int32)  # the last is past its history
+    counts, sizes = jnp.array(taking_part), {"page_size": 4, "num_slots": 36}
+    batch = flat.make_decode_batch(*place, counts > 0, **sizes)
+    expected = flat.make_batch(*place, counts, num_tokens=4, **sizes)
+    num_tokens = sum(taking_part)
+    for field in dataclasses.fields(TokenBatch):
+        found, wanted = (getattr(each, field.name) for each in (batch, expected))
+        if field.name == "token_ids":  # of padding they mean nothing
+            found, wanted = found[:num_tokens], wanted[:num_tokens]
+        np.testing.assert_array_equal(found, wanted, err_msg=field.name)
+
+
 def test_make_batch_by_hand():
     history = jnp.arange(3 * 8, dtype=jnp.int32).reshape(3, 8)
     table = jnp.array([[2, 0], [1, NO_PAGE], [3, NO_PAGE]], jnp.int32)
