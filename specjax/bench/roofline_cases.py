@@ -21,8 +21,7 @@ from specjax.planning.plan_request import PlanRequest, find_device, with_split_d
 
 CONTEXTS = 2048, 8192  # tokens that each row has
 MAX_CONTEXT = 16_384
-# Of the pool, whatever the rows: an array of it is larger than a chip's fast memory.
-POOL_TOKENS = 262_144
+POOL_TOKENS = 65_536  # as where a plan measures memory; the kernels keep pools in main memory
 DEPTH = 4  # K of chains, and the depth of trees
 PLAIN, CHAIN, TREE = "plain", "chain", "tree"
 # Eight nodes of a draft model, and up to eight drafts of n-gram matches.

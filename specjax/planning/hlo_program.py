@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 MAIN_MEMORY = 0
@@ -20,8 +20,6 @@ _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _NAME = re.compile(r"%([\w.\-]+)")
-_TABLE_LINE = re.compile(r'^(\d+) (?:"(.*)"|\{(.*)\})$')
-_TABLES = "FileNames", "FunctionNames", "FileLocations", "StackFrames"
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
@@ -74,12 +72,6 @@ class Instruction(NamedTuple):
     def op_name(self) -> str:
         """Path of jax's operations: "jit(burst)/while/body/dot_general"; "" if unknown."""
         return self._first(r'op_name="((?:[^"\\]|\\.)*)"')
-
-    @property
-    def frame(self) -> int | None:
-        """Number of its stack frame in the program's tables."""
-        found = self._first(r"stack_frame_id=(\d+)")
-        return int(found) if found else None
 
     @property
     def target(self) -> str:
@@ -152,20 +144,10 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program, and the functions of the source that its instructions come from."""
+    """All computations of a program, and the name of the one that it begins with."""
 
     computations: Mapping[str, Computation]
     entry: str
-    # (parent frame, "file.py", function) by the number of a frame.
-    frames: Mapping[int, tuple[int, str, str]]
-
-    def functions(self, instruction: Instruction) -> Iterator[str]:
-        """Yields the functions that an instruction comes from, the innermost first."""
-        frame, seen = instruction.frame, set()
-        while frame in self.frames and frame not in seen:
-            seen.add(frame)
-            frame, _, function = self.frames[frame]
-            yield function
 
 
 def parse(text: str) -> Program:
@@ -175,16 +157,11 @@ def parse(text: str) -> Program:
       ValueError: the text holds no entry computation, or a line that cannot be read.
     """
     computations: dict[str, Computation] = {}
-    tables: dict[str, dict[int, str]] = {name: {} for name in _TABLES}
-    entry, current, table = "", None, None
+    entry, current = "", None
     body: dict[str, Instruction] = {}
     for line in text.splitlines():
         if current is None:
-            if line in _TABLES:
-                table = tables[line]
-            elif table is not None and (row := _TABLE_LINE.match(line)):
-                table[int(row.group(1))] = row.group(2) or row.group(3) or ""
-            elif header := _HEADER.match(line):
+            if header := _HEADER.match(line):
                 current, body = header.group(2), {}
                 entry = current if header.group(1) else entry
         elif line.startswith("}"):
@@ -195,7 +172,7 @@ def parse(text: str) -> Program:
             body[one.name] = one
     if entry not in computations:
         raise ValueError("the text holds no entry computation; expected that of as_text().")
-    return Program(computations, entry, _frames(tables))
+    return Program(computations, entry)
 
 
 def array_shapes(text: str) -> tuple[ArrayShape, ...]:
@@ -264,19 +241,3 @@ def _closing(text: str, begin: int) -> int:
             if depth == 0:
                 return place
     raise ValueError(f"a parenthesis is left open in {text!r:.200}.")
-
-
-def _frames(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[int, str, str]]:
-    files, functions, locations, frames = (tables[name] for name in _TABLES)
-
-    def number(text: str, key: str) -> int:
-        found = re.search(rf"{key}=(\d+)", text)
-        return int(found.group(1)) if found else 0
-
-    found = {}
-    for frame, text in frames.items():
-        location = locations.get(number(text, "file_location_id"), "")
-        file = files.get(number(location, "file_name_id"), "")
-        function = functions.get(number(location, "function_name_id"), "")
-        found[frame] = (number(text, "parent_frame_id"), file.rsplit("/", 1)[-1], function)
-    return found

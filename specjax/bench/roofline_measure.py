@@ -1,0 +1,204 @@
+"""Measures a case: bytes, collectives and operations of its step, from programs of few layers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.implementations import lowered_for
+from pallas_kernels.tree_attention import mosaic_tpu
+from specjax.bench.roofline_cases import CHAIN, CONTEXTS, MAX_CONTEXT, Case, program
+from specjax.paged import kv_cache
+from specjax.paged.work import ModelWork, model_work
+from specjax.planning.hlo_program import Program, parse
+from specjax.planning.kernel_bytes import KernelStep
+from specjax.planning.plan_request import PlanRequest
+from specjax.planning.program_traffic import (
+    Entry,
+    OrdinaryStep,
+    Traffic,
+    step_traffic,
+)
+
+_WEIGHTS, _STATE = "inputs[1]", "inputs[0]"
+SMALL = 1 << 20  # bytes of an array that nobody minds being copied
+MOST_NAMED = 5
+_KEPT_KERNELS = "tree_attention", "write_kv", "move_kv", "read_kv"
+
+
+class Figures(NamedTuple):
+    """What a step of one program does, on one chip."""
+
+    bytes: tuple[float, ...]  # per context
+    catch_up_bytes: float  # that one turn of the drafter's catching up adds, at the first context
+    operations: float
+    collectives: float
+    collective_bytes: float
+
+
+def measure(case: Case, folder: Path | None = None) -> dict[str, Any]:
+    """Returns the figures of a case with all layers, ready for JSON.
+
+    Bytes are those of one chip. Programs of two numbers of layers are compiled, and what a layer
+    adds is added for every further one.
+
+    Args:
+      folder: as for `program`.
+
+    Raises:
+      NotImplementedError: libtpu is not installed.
+      ValueError: a program with a loop, a branch or a kernel that no rule covers.
+    """
+    request, layers = case.request(), case.layers
+    found: list[tuple[Figures, Traffic]] = []
+    for count in dict.fromkeys(layers):
+        read = parse(program(case, count, folder))
+        found.append(_figures(case, request, read))
+    few, more = found[0][0], found[-1][0]
+    add = functools.partial(_extrapolated, layers=layers, num_layers=case.target.num_layers)
+    least = [minimum_bytes(case, request, context) for context in CONTEXTS]
+    total = [add(a, b) for a, b in zip(few.bytes, more.bytes)]
+    flags = {flag: None for _, traffic in found for flag in flags_of(case, traffic)}
+    return {
+        "page_size": request.engine.chosen_page_size,
+        "draft_chips": request.drafter.num_shards,
+        "contexts": {
+            str(context): {"bytes": all_, "minimum": low, "ratio": round(all_ / low, 4)}
+            for context, all_, low in zip(CONTEXTS, map(round, total), map(round, least))
+        },
+        "catch_up_bytes": round(add(few.catch_up_bytes, more.catch_up_bytes)),
+        "operations": round(add(few.operations, more.operations)),
+        "collectives": round(add(few.collectives, more.collectives)),
+        "collective_bytes": round(add(few.collective_bytes, more.collective_bytes)),
+        "flags": list(flags),
+        "beyond": beyond(found[-1][1]),
+    }
+
+
+def minimum_bytes(case: Case, request: PlanRequest, context: int) -> float:
+    """Returns the bytes that a step must move on one chip.
+
+    Weights once per forward, of an embedding that is not the head nothing; keys and values of
+    each row's context once, and new ones. A drafter with a model runs K forwards.
+    """
+    chips = request.device.count
+    nodes, drafter = request.drafter.num_nodes(case.num_speculative_tokens), request.drafter
+    target = model_work(request.target, jnp.dtype(request.dtype), chips)
+    forward = lambda work, new: (
+        work.of(case.rows, 0, context).bytes + (case.rows * new * work.context_bytes)
+    )
+    drafts: Sequence[ModelWork] = drafter.work(request.target, jnp.dtype(request.dtype))
+    passes = case.num_speculative_tokens
+    return forward(target, nodes) + passes * sum(forward(work, 1) for work in drafts)
+
+
+def flags_of(case: Case, traffic: Traffic) -> list[str]:
+    """Returns what should not happen in a step, one line each.
+
+    That is: an array of pages or a weight laid elsewhere in main memory or exchanged between
+    chips, and logits of the whole vocabulary copied or gathered.
+    """
+    flags = []
+    for entry in traffic.entries:
+        moved = max(entry.written, entry.collective_bytes) / entry.times
+        if moved < SMALL:
+            continue
+        for name in entry.copied:
+            if name.startswith(_WEIGHTS) or "pages" in name:
+                flags.append(f"{entry.instruction.opcode} of {name}")
+        if has_logits(entry, case.target.vocab_size, case.rows, case.chips):
+            flags.append(f"{entry.instruction.opcode} of logits ({_place(entry)})")
+    return list(dict.fromkeys(flags))
+
+
+def has_logits(entry: Entry, vocab_size: int, rows: int, chips: int) -> bool:
+    """Whether an instruction copies logits of each row, or gathers them over chips."""
+    is_gathered = "all-gather" in entry.instruction.opcode
+    widths = {vocab_size} if is_gathered else {vocab_size, -(-vocab_size // chips)}
+    if not is_gathered and not (entry.is_mere_move and entry.written):
+        return False
+    return any(
+        shape.dims and widths & set(shape.dims) and math.prod(shape.dims) >= rows * min(widths)
+        for shape in entry.instruction.shapes
+        if is_gathered or shape.main_bytes
+    )
+
+
+def beyond(traffic: Traffic) -> list[list[Any]]:
+    """Returns the instructions that move most bytes beyond the minimum: place and bytes."""
+    found: dict[str, float] = {}
+    for entry in traffic.entries:
+        more = entry.bytes - sum(bytes_ for name, bytes_ in entry.sources if _WEIGHTS in name)
+        if not any(kernel in entry.instruction.name for kernel in _KEPT_KERNELS):
+            place = f"{entry.instruction.opcode}, {_place(entry)}"
+            found[place] = found.get(place, 0.0) + more
+    largest = sorted(found.items(), key=lambda pair: -pair[1])[:MOST_NAMED]
+    return [[place, round(bytes_)] for place, bytes_ in largest]
+
+
+def _place(entry: Entry) -> str:
+    """Returns the end of the path of jax's operations."""
+    parts = [part for part in entry.instruction.op_name.split("/") if part]
+    return "/".join(parts[-3:]) or entry.instruction.name
+
+
+def _figures(case: Case, request: PlanRequest, read: Program) -> tuple[Figures, Traffic]:
+    follow = functools.partial(_traffic, case, request, read)
+    by_context = [follow(context) for context in CONTEXTS]
+    first = by_context[0]
+    figures = Figures(
+        tuple(traffic.bytes for traffic in by_context),
+        follow(CONTEXTS[0], catch_up=1).bytes - first.bytes,
+        first.num_operations,
+        first.num_collectives,
+        first.collective_bytes,
+    )
+    return figures, first
+
+
+def _traffic(
+    case: Case, request: PlanRequest, read: Program, context: int, catch_up: int = 0
+) -> Traffic:
+    kernels = KernelStep(
+        rows=case.rows,
+        nodes=request.drafter.num_nodes(case.num_speculative_tokens),
+        context=context,
+        layer_windows=case.target.layer_windows,
+        tile_tokens=_tile_tokens(case, request),
+    )
+    turns: tuple[int, ...] = ()
+    if request.drafter.configs:
+        # Drafting first feeds what it has not seen, several tokens at a time, then one.
+        turns = 0, catch_up
+        if case.draft == CHAIN:
+            turns = *turns, case.num_speculative_tokens
+    return step_traffic(read, OrdinaryStep(turns=turns, kernel_bytes=kernels.bytes))
+
+
+def _tile_tokens(case: Case, request: PlanRequest) -> int:
+    """Returns the tokens of a tile of the target's attention."""
+    target, page_size = request.target, request.engine.chosen_page_size
+    nodes = request.drafter.num_nodes(case.num_speculative_tokens)
+    device, dtype = request.device, jnp.dtype(request.dtype)
+    of = jax.ShapeDtypeStruct
+    with lowered_for(device.traced_for, device.kind):
+        shape = kv_cache.page_shape(target, 1, page_size, kv_shards=device.count)
+        pages = of((1, shape[1] // device.count, *shape[2:]), dtype)
+        heads = target.num_heads // device.count
+        table = of((case.rows, -(-MAX_CONTEXT // page_size)), jnp.dtype(jnp.int32))
+        queries = of((case.rows * nodes, heads, pages.shape[-1]), dtype)
+        cut = mosaic_tpu.tiling(queries, pages, table, None, max_tokens_per_row=nodes)
+    return cut.tile_tokens
+
+
+def _extrapolated(few: float, more: float, *, layers: Any, num_layers: int) -> float:
+    """Returns a figure of all layers from those of two numbers of layers."""
+    if layers.more == layers.few:
+        return more
+    return more + (more - few) / (layers.more - layers.few) * (num_layers - layers.more)
