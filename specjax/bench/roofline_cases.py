@@ -16,7 +16,7 @@ from specjax.configs.models import llama_3_1_8b, llama_3_2_1b, qwen3_0_6b
 from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.base import ModelConfig, RopeConfig
 from specjax.planning.abstract_decoder import AbstractDecoder
-from specjax.planning.layer_pattern import LayerCounts, layers_to_compile
+from specjax.planning.layer_pattern import FEW_LAYERS, LayerCounts, layers_to_compile
 from specjax.planning.plan_request import PlanRequest, find_device, with_split_drafter
 
 CONTEXTS = 2048, 8192  # tokens that each row has
@@ -59,6 +59,23 @@ class Pair(NamedTuple):
     draft: ModelConfig | None
 
 
+def few_layers(config: ModelConfig) -> LayerCounts:
+    """Returns two numbers of first layers, from which whole periods lead to all of them."""
+    few, more = layers_to_compile(config)
+    period = more - few
+    if period == 0:
+        return LayerCounts(few, more)
+    rest = (config.num_layers - FEW_LAYERS) % period + FEW_LAYERS
+    return LayerCounts(rest, rest + period)
+
+
+class Layers(NamedTuple):
+    """Numbers of layers of target and draft model."""
+
+    target: int
+    draft: int = 0
+
+
 @functools.cache
 def pairs() -> dict[str, Pair]:
     """Returns the models by name."""
@@ -93,9 +110,20 @@ class Case:
         return pairs()[self.model].target
 
     @property
-    def layers(self) -> LayerCounts:
-        """Layers of the two programs that stand for the whole model."""
-        return layers_to_compile(self.target)
+    def all_layers(self) -> Layers:
+        return Layers(self.target.num_layers, *[c.num_layers for c in self.spec.configs])
+
+    @property
+    def compiled_layers(self) -> list[Layers]:
+        """Layers of the programs that stand for the whole models.
+
+        The first has few layers, each other one more of one model: what they add is what later
+        layers of that model add.
+        """
+        counts = [few_layers(config) for config in (self.target, *self.spec.configs)]
+        few = Layers(*(count.few for count in counts))
+        more = [few._replace(**{name: count.more}) for name, count in zip(Layers._fields, counts)]
+        return [few, *(layers for layers in more if layers != few)]
 
     @property
     def spec(self) -> DrafterSpec:
@@ -145,23 +173,34 @@ def cases() -> Iterator[Case]:
                     yield Case(model, draft, rows, generation, chips)
 
 
-def program(case: Case, num_layers: int, folder: Path | None = None) -> str:
-    """Returns the optimised program of a burst with the first layers of the target.
+def program(case: Case, layers: Layers, folder: Path | None = None) -> str:
+    """Returns the optimised program of a burst with the first layers of target and draft model.
 
     Args:
       folder: where programs are kept, and found again; None: nowhere.
+
+    Raises:
+      NotImplementedError: libtpu is not installed.
     """
-    kept = None if folder is None else folder / f"{case.name}, {num_layers} layers.txt.gz"
-    if kept is not None and kept.exists():
-        return gzip.decompress(kept.read_bytes()).decode()
+    kept = None
+    if folder is not None:
+        kept = folder / f"{case.name}, {'+'.join(map(str, layers))} layers.txt.gz"
+        if kept.exists():
+            return gzip.decompress(kept.read_bytes()).decode()
     request = case.request()
-    device = request.device
+    device, drafter = request.device, request.drafter
+    if isinstance(drafter, ModelDrafter):
+        few = drafter.config.first_layers(layers.draft)
+        request = dataclasses.replace(request, drafter=dataclasses.replace(drafter, config=few))
     with lowered_for(device.traced_for, device.kind):
-        config = request.decoder_config(num_layers, POOL_TOKENS // request.engine.chosen_page_size)
-        compiled = AbstractDecoder(config).compile_burst(case.num_speculative_tokens)
+        num_pages = POOL_TOKENS // request.engine.chosen_page_size
+        decoder = AbstractDecoder(request.decoder_config(layers.target, num_pages))
+        compiled = decoder.compile_burst(case.num_speculative_tokens)
     text = compiled.as_text()
     assert text is not None
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(gzip.compress(text.encode(), 6))
+        whole = kept.with_suffix(".part")
+        whole.write_bytes(gzip.compress(text.encode(), 6))
+        whole.rename(kept)
     return text

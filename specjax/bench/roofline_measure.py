@@ -45,8 +45,8 @@ class Figures(NamedTuple):
 def measure(case: Case, folder: Path | None = None) -> dict[str, Any]:
     """Returns the figures of a case with all layers, ready for JSON.
 
-    Bytes are those of one chip. Programs of two numbers of layers are compiled, and what a layer
-    adds is added for every further one.
+    Bytes are those of one chip. Programs of few layers are compiled, and what a layer adds is
+    added for every further one.
 
     Args:
       folder: as for `program`.
@@ -55,15 +55,14 @@ def measure(case: Case, folder: Path | None = None) -> dict[str, Any]:
       NotImplementedError: libtpu is not installed.
       ValueError: a program with a loop, a branch or a kernel that no rule covers.
     """
-    request, layers = case.request(), case.layers
+    request = case.request()
     found: list[tuple[Figures, Traffic]] = []
-    for count in dict.fromkeys(layers):
-        read = parse(program(case, count, folder))
-        found.append(_figures(case, request, read))
-    few, more = found[0][0], found[-1][0]
-    add = functools.partial(_extrapolated, layers=layers, num_layers=case.target.num_layers)
+    for layers in case.compiled_layers:
+        found.append(_figures(case, request, parse(program(case, layers, folder))))
+    every = [figures for figures, _ in found]
+    add = lambda of: extrapolated([of(figures) for figures in every], case)
     least = [minimum_bytes(case, request, context) for context in CONTEXTS]
-    total = [add(a, b) for a, b in zip(few.bytes, more.bytes)]
+    total = [add(lambda figures, i=i: figures.bytes[i]) for i in range(len(CONTEXTS))]
     flags = {flag: None for _, traffic in found for flag in flags_of(case, traffic)}
     return {
         "page_size": request.engine.chosen_page_size,
@@ -72,12 +71,12 @@ def measure(case: Case, folder: Path | None = None) -> dict[str, Any]:
             str(context): {"bytes": all_, "minimum": low, "ratio": round(all_ / low, 4)}
             for context, all_, low in zip(CONTEXTS, map(round, total), map(round, least))
         },
-        "catch_up_bytes": round(add(few.catch_up_bytes, more.catch_up_bytes)),
-        "operations": round(add(few.operations, more.operations)),
-        "collectives": round(add(few.collectives, more.collectives)),
-        "collective_bytes": round(add(few.collective_bytes, more.collective_bytes)),
+        "catch_up_bytes": round(add(lambda figures: figures.catch_up_bytes)),
+        "operations": round(add(lambda figures: figures.operations)),
+        "collectives": round(add(lambda figures: figures.collectives)),
+        "collective_bytes": round(add(lambda figures: figures.collective_bytes)),
         "flags": list(flags),
-        "beyond": beyond(found[-1][1]),
+        "beyond": beyond(found[0][1]),
     }
 
 
@@ -197,8 +196,12 @@ def _tile_tokens(case: Case, request: PlanRequest) -> int:
     return cut.tile_tokens
 
 
-def _extrapolated(few: float, more: float, *, layers: Any, num_layers: int) -> float:
-    """Returns a figure of all layers from those of two numbers of layers."""
-    if layers.more == layers.few:
-        return more
-    return more + (more - few) / (layers.more - layers.few) * (num_layers - layers.more)
+def extrapolated(figures: Sequence[float], case: Case) -> float:
+    """Returns a figure of all layers, from those of the programs of `compiled_layers`."""
+    (few, *others), whole, first = case.compiled_layers, case.all_layers, figures[0]
+    total = first
+    for more, figure in zip(others, figures[1:], strict=True):
+        added = sum(more) - sum(few)
+        left = sum(all_ - low for all_, low, high in zip(whole, few, more) if high != low)
+        total += (figure - first) / added * left
+    return total

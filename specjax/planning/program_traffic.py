@@ -19,7 +19,7 @@ from specjax.planning.hlo_program import ArrayShape, Computation, Instruction, P
 
 # Nothing runs for these, or nothing moves.
 FREE = frozenset(
-    [
+    {
         "parameter",
         "tuple",
         "get-tuple-element",
@@ -39,7 +39,7 @@ FREE = frozenset(
         "collective-permute-done",
         "send-done",
         "recv-done",
-    ]
+    }
 )
 _FREE_TARGETS = "AllocateBuffer", "ConcatBitcast", "AssumeGatherIndicesInBound"
 _TAKES = "dynamic-slice", "slice", "gather"
