@@ -33,7 +33,7 @@ SLACK = 0.05
 def main(argv: list[str] | None = None) -> int:
     """Records or checks cases; returns the exit code, 1 where a case has become worse."""
     options = _parser().parse_args(argv)
-    jax.config.update("jax_platforms", "cpu")  # the TPU's compiler is used, and no TPU
+    _use_no_device()
     asked = chosen(options.only)
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
     if options.table:
@@ -107,8 +107,13 @@ def _measured(asked: Sequence[Case], options: argparse.Namespace) -> Any:
 
 
 def _in_process(arguments: tuple[Case, Path | None]) -> dict[str, Any]:
-    jax.config.update("jax_platforms", "cpu")
+    _use_no_device()
     return measure(*arguments)
+
+
+def _use_no_device() -> None:
+    jax.config.update("jax_platforms", "cpu")  # the TPU's compiler is used, and no TPU
+    jax.config.update("jax_enable_compilation_cache", False)  # which cannot read such programs
 
 
 def _in_order(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,160 @@
+"""The record of bytes over minimum: its limits, and how a change is compared with it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specjax.bench import roofline, roofline_table
+from specjax.bench.roofline_cases import CHAIN, PLAIN, Case, Layers, cases, few_layers, pairs
+from specjax.bench.roofline_measure import extrapolated, flags_of, has_logits
+from specjax.planning.hlo_program import parse
+from specjax.planning.program_traffic import Entry, Traffic
+
+ROOT = Path(__file__).parents[3]
+RECORD = json.loads((ROOT / roofline.RECORD).read_text())
+MOST = 1.15  # bytes over minimum of a step that plans promise nothing worse than
+NAME = "Qwen3-0.6B, plain, 32 rows, v5e x1"
+
+
+def found(ratio=1.1, flags=()):
+    one = {"bytes": int(100 * ratio), "minimum": 100, "ratio": ratio}
+    return {
+        "contexts": {"2048": one, "8192": one},
+        "catch_up_bytes": 10,
+        "operations": 7,
+        "collectives": 2,
+        "collective_bytes": 1000000,
+        "flags": list(flags),
+        "beyond": [["fusion, while/body/add", 2500000]],
+    }
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.1, 1.154])
+def test_equal_or_a_little_worse_passes(ratio):
+    assert roofline.regressions("case", found(), found(ratio)) == []
+
+
+def test_more_than_5_percent_worse_fails():
+    lines = roofline.regressions("case", found(), found(1.156))
+    assert lines[0] == "case, 2048 tokens: bytes over minimum 1.100 before, 1.156 now."
+    assert lines[1].startswith("case, 8192 tokens")
+    assert lines[-1].split() == ["2.5", "MB", "fusion,", "while/body/add"]
+
+
+def test_a_new_flag_fails_and_a_recorded_one_does_not():
+    flag = "copy of inputs[1].w"
+    (line, *_) = roofline.regressions("case", found(), found(flags=[flag]))
+    assert line == f"case: {flag}, which was not there before."
+    assert roofline.regressions("case", found(flags=[flag]), found(flags=[flag])) == []
+
+
+def test_a_case_that_is_not_recorded_fails():
+    assert "not recorded" in roofline.regressions("case", None, found())[0]
+
+
+def test_check_exits_with_1_where_a_case_is_worse(monkeypatch, tmp_path, capsys):
+    record = tmp_path / "roofline.json"
+    record.write_text(json.dumps({NAME: found(1.0)}))
+    monkeypatch.setattr(roofline, "RECORD", record)
+    monkeypatch.setattr(roofline, "_use_no_device", lambda: None)
+    for ratio, code in ((1.04, 0), (1.06, 1)):
+        monkeypatch.setattr(roofline, "measure", lambda case, folder, r=ratio: found(r))
+        assert roofline.main(["--check", "--only", NAME]) == code
+    assert "1.060 now" in capsys.readouterr().out
+
+
+def test_record_goes_on_where_it_was_left(monkeypatch, tmp_path):
+    record, table = tmp_path / "roofline.json", tmp_path / "roofline.md"
+    names = [case.name for case in cases()]
+    record.write_text(json.dumps({name: found() for name in names[1:]}))
+    asked = []
+    monkeypatch.setattr(roofline, "RECORD", record)
+    monkeypatch.setattr(roofline, "TABLE", table)
+    monkeypatch.setattr(roofline, "_use_no_device", lambda: None)
+    monkeypatch.setattr(
+        roofline, "measure", lambda case, folder: asked.append(case.name) or found(1.2)
+    )
+    assert roofline.main(["--record"]) == 0
+    assert asked == names[:1]
+    assert list(json.loads(record.read_text())) == names
+    assert f"| {names[0]} | 1.200 | 1.200 | 1.300 |" in table.read_text()
+
+
+def test_cases_have_names_of_their_own():
+    names = [case.name for case in cases()]
+    assert len(set(names)) == len(names) == 72
+    assert [case.name for case in roofline.chosen([NAME])] == [NAME]
+    with pytest.raises(ValueError, match="no case is named 'Qwen2'"):
+        roofline.chosen(["Qwen2"])
+
+
+@pytest.mark.parametrize("name", list(pairs()))
+def test_whole_periods_lead_from_few_layers_to_all(name):
+    target = pairs()[name].target
+    few, more = few_layers(target)
+    assert few >= 2
+    assert (target.num_layers - few) % (more - few) == 0
+    if windows := target.layer_windows:
+        # What one period adds, all further ones add.
+        far = lambda count: windows[:count].count(None)
+        added = (target.num_layers - few) // (more - few) * (far(more) - far(few))
+        assert far(target.num_layers) == far(few) + added
+
+
+def test_layers_of_target_and_draft_model_add_up():
+    case = Case("Llama-3.1-8B", CHAIN, 32, "v5e", 1)
+    assert case.compiled_layers == [Layers(2, 2), Layers(4, 2), Layers(2, 4)]
+    # 10 of a step, 3 of each layer of the target, 5 of each layer of the draft model.
+    figures = [10 + 3 * target + 5 * draft for target, draft in case.compiled_layers]
+    assert extrapolated(figures, case) == 10 + 3 * 32 + 5 * 16
+
+
+def entry(line, **fields):
+    text = f"ENTRY %m (p: f32[]) -> f32[] {{\n  ROOT {line}\n}}"
+    one = parse(text).computations["m"].root
+    return Entry(**{"instruction": one, "times": 1, "read": 0.0, "written": 0.0, **fields})
+
+
+@pytest.mark.parametrize(
+    ("line", "is_move", "expected"),
+    [
+        ("%y = f32[32,1000]{1,0} copy(%x)", True, True),
+        ("%y = f32[32,250]{1,0} copy(%x)", True, True),  # a chip's share of four
+        ("%y = f32[32,1000]{1,0:S(1)} copy(%x)", True, False),
+        ("%y = f32[32,1000]{1,0} fusion(%x)", False, False),
+        ("%y = f32[31,250]{1,0} copy(%x)", True, False),
+        ("%y = f32[32,999]{1,0} copy(%x)", True, False),
+        ("%y = f32[32,1000]{1,0} all-gather(%x)", False, True),
+        ("%y = f32[128,250]{1,0} all-gather(%x)", False, False),
+    ],
+)
+def test_logits_that_are_copied_or_gathered(line, is_move, expected):
+    one = entry(line, written=1.0, is_mere_move=is_move)
+    assert has_logits(one, 1000, 32, 4) is expected
+
+
+def test_flags_name_large_copies_of_pages_and_weights():
+    case = Case("Qwen3-0.6B", PLAIN, 32, "v5e", 1)
+    line, size = "%y = f32[8]{0} copy(%x)", float(1 << 20)
+    of = lambda name, written: entry(line, written=written, copied=(name,))
+    large = of("inputs[1].target['norm']", size), of("inputs[0].drafter.pages[0]", size)
+    other = of("inputs[1].small", size - 1), of("inputs[0].history", size)
+    assert flags_of(case, Traffic((*large, *other, *large))) == [
+        "copy of inputs[1].target['norm']",
+        "copy of inputs[0].drafter.pages[0]",
+    ]
+
+
+@pytest.mark.parametrize("name", list(RECORD))
+def test_recorded_steps_are_near_their_minimum(name):
+    case = next(case for case in cases() if case.name == name)
+    figures = RECORD[name]
+    assert all(one["ratio"] >= 1 for one in figures["contexts"].values())
+    if case.rows == 32 and case.draft in (PLAIN, CHAIN):
+        assert all(one["ratio"] <= MOST for one in figures["contexts"].values())
+        assert figures["flags"] == []
+
+
+def test_the_table_is_that_of_the_record():
+    assert (ROOT / roofline.TABLE).read_text() == roofline_table.page(RECORD)
