@@ -34,8 +34,10 @@ its programs do, and are counted all the same.
 
 Record and check:
 
-    python -m specjax.bench.roofline --record
-    python -m specjax.bench.roofline --check --only "Qwen3-0.6B, plain, 32 rows, v5e x1"
+```sh
+python -m specjax.bench.roofline --record
+python -m specjax.bench.roofline --check --only "Qwen3-0.6B, plain, 32 rows, v5e x1"
+```
 
 A check fails where a ratio is 5 % above the recorded one, or where a page array, a weight or the
 logits of a whole vocabulary are copied or gathered and were not before. `.ci/run` checks a few.
