@@ -217,12 +217,11 @@ def _instruction(line: str) -> Instruction:
     begin = rest.index("(")
     close = _closing(rest, begin)
     inside = rest[begin + 1 : close]
-    is_literal = rest.startswith("constant(")
     return Instruction(
         name,
         rest[:begin],
         array_shapes(kind),
-        () if is_literal else tuple(_NAME.findall(inside)),
+        tuple(_NAME.findall(inside)),
         rest[close + 1 :],
         inside,
         is_tuple,

@@ -57,7 +57,7 @@ class KernelStep:
         """
         pages = _pages(kernel)
         window, first = self._window(kernel), 0.0
-        if window is not None and self.context >= window:
+        if window is not None:
             first = max(self.context - window + 1 - (self.tile_tokens - 1) / 2, 0)
         ends = self.context + self.nodes + (pages[0].dims[2] - 1) / 2
         read = self.rows * (ends - first) * sum(map(_token_bytes, pages))

@@ -30,7 +30,7 @@ ENTRY %main.3 (x.1: f32[8], y.1: (s32[], bf16[4,16])) -> f32[8] {
 TEXT = TEXT.replace("TURNS", 'backend_config={"known_trip_count":{"n":"5"}}').replace(
     "KERNEL",
     'custom_call_target="tpu_custom_call", '
-    "output_to_operand_aliasing={{0}: (0, {}), {1}: (1, {})}, "
+    "output_to_operand_aliasing={{}: (3, {}), {2}: (1, {})}, "
     'metadata={op_name="jit(f)/write_kv/pallas_call" stack_frame_id=3}, '
     'backend_config={"body":"a(b{c"}',
 )
@@ -63,7 +63,7 @@ def test_attributes(main):
     assert at["x.1"].op_name == "inputs[1].target['norm']"
     assert at["k.2"].op_name == "jit(f)/write_kv/pallas_call"
     assert at["k.2"].target == "tpu_custom_call"
-    assert at["k.2"].aliases == {0: 0, 1: 1}
+    assert at["k.2"].aliases == {0: 3, 2: 1}
     assert at["out"].aliases == {}
     assert at["part"].index == 0
     assert at["y.1"].index == 1
