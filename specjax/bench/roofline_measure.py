@@ -27,7 +27,7 @@ from specjax.planning.program_traffic import (
 )
 
 _WEIGHTS, _STATE = "inputs[1]", "inputs[0]"
-SMALL = 1 << 20  # bytes of an array that nobody minds being copied
+SMALL = 0.005  # of the bytes of a step
 MOST_NAMED = 5
 _KEPT_KERNELS = "tree_attention", "write_kv", "move_kv", "read_kv"
 
@@ -100,20 +100,19 @@ def minimum_bytes(case: Case, request: PlanRequest, context: int) -> float:
 def flags_of(case: Case, traffic: Traffic) -> list[str]:
     """Returns what should not happen in a step, one line each.
 
-    That is: an array of pages or a weight laid elsewhere in main memory or exchanged between
-    chips, and logits of the whole vocabulary copied or gathered.
+    That is: arrays of pages or weights laid elsewhere in main memory or exchanged between chips,
+    and logits of the whole vocabulary copied or gathered. Together they move at least SMALL of the
+    step's bytes; less is the compiler's room for small arrays.
     """
-    flags = []
+    flags, total = [], 0.0
     for entry in traffic.entries:
-        moved = max(entry.written, entry.collective_bytes) / entry.times
-        if moved < SMALL:
-            continue
-        for name in entry.copied:
-            if name.startswith(_WEIGHTS) or "pages" in name:
-                flags.append(f"{entry.instruction.opcode} of {name}")
+        names = [n for n in entry.copied if n.startswith(_WEIGHTS) or "pages" in n]
         if has_logits(entry, case.target.vocab_size, case.rows, case.chips):
-            flags.append(f"{entry.instruction.opcode} of logits ({_place(entry)})")
-    return list(dict.fromkeys(flags))
+            names.append("logits")
+        if names:
+            total += max(entry.written, entry.collective_bytes)
+            flags += [f"{entry.instruction.opcode} of {name}" for name in names]
+    return list(dict.fromkeys(flags)) if total >= SMALL * traffic.bytes else []
 
 
 def has_logits(entry: Entry, vocab_size: int, rows: int, chips: int) -> bool:

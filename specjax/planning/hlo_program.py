@@ -71,7 +71,7 @@ class Instruction(NamedTuple):
     @property
     def op_name(self) -> str:
         """Path of jax's operations: "jit(burst)/while/body/dot_general"; "" if unknown."""
-        return self._first(r'op_name="((?:[^"\\]|\\.)*)"')
+        return self._first(r'op_name="((?:[^"\\]|\\.)*)"').replace("\\", "")
 
     @property
     def target(self) -> str:

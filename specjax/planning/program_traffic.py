@@ -169,7 +169,8 @@ class Traffic:
 def step_traffic(program: Program, step: OrdinaryStep) -> Traffic:
     """Returns what one step of a burst moves: one turn of the outermost loop of `burst`.
 
-    What runs before and after that loop, once per burst, is left out.
+    What runs before and after that loop, once per burst, is left out. Arguments that stay in fast
+    memory from step to step count as read in each: between all layers of a model they would not.
 
     Raises:
       ValueError: a loop whose turns are not known, or one that was expected and is not there; a
@@ -182,12 +183,13 @@ def step_traffic(program: Program, step: OrdinaryStep) -> Traffic:
     loop = next((one for one in entry.instructions.values() if one.opcode == "while"), None)
     if loop is None:
         raise ValueError("the program has no loop over steps; expected that of a burst.")
-    entries = tuple(walk.computation(loop.called[0], [values[loop.operands[0]]], 1))
+    origins = values[loop.operands[0]]
+    entries = tuple(walk.computation(loop.called[0], [origins], 1))
     if walk.num_loops != len(step.turns):
         raise ValueError(
             f"the step has {walk.num_loops} loops, and {len(step.turns)} were expected."
         )
-    return Traffic(entries)
+    return Traffic((_kept_fast(loop, origins), *entries))
 
 
 @dataclasses.dataclass
@@ -376,6 +378,15 @@ class _Walk:
         sizes = (sum(shape.num_bytes for shape in operand.shapes) for operand in operands)
         names = zip(map(_name, given), sizes)
         return tuple(name for name, size in names if name and 2 * written >= size)
+
+
+def _kept_fast(loop: Instruction, origins: Origin) -> Entry:
+    """Returns the arguments that a loop over steps keeps in fast memory, as an entry of it."""
+    pairs = zip(map(_name, origins), loop.shapes)
+    kept = [(name, float(shape.num_bytes - shape.main_bytes)) for name, shape in pairs if name]
+    sources = tuple((name, size) for name, size in kept if size)
+    read = sum(size for _, size in sources)
+    return Entry(loop, 0, read, 0.0, sources=sources)
 
 
 def is_free(one: Instruction) -> bool:

@@ -134,16 +134,31 @@ def test_logits_that_are_copied_or_gathered(line, is_move, expected):
     assert has_logits(one, 1000, 32, 4) is expected
 
 
-def test_flags_name_large_copies_of_pages_and_weights():
+def test_flags_name_copies_that_weigh():
     case = Case("Qwen3-0.6B", PLAIN, 32, "v5e", 1)
-    line, size = "%y = f32[8]{0} copy(%x)", float(1 << 20)
-    of = lambda name, written: entry(line, written=written, copied=(name,))
-    large = of("inputs[1].target['norm']", size), of("inputs[0].drafter.pages[0]", size)
-    other = of("inputs[1].small", size - 1), of("inputs[0].history", size)
-    assert flags_of(case, Traffic((*large, *other, *large))) == [
+    of = lambda line, **fields: entry(line, **{"copied": (), **fields})
+    copy = "%y = f32[8]{0} copy(%x)"
+    copies = [
+        of(copy, written=2.0, copied=("inputs[1].target['norm']",)),
+        of(copy, written=2.0, copied=("inputs[0].drafter.pages[0]",)),
+        of("%y = f32[8]{0} all-gather(%x)", collective_bytes=1.0, copied=("inputs[1].head",)),
+        of(copy, written=900.0, copied=("inputs[0].history",)),
+    ]
+    rest = lambda size: of("%y = f32[8]{0} negate(%x)", read=size)
+    assert flags_of(case, Traffic((*copies, rest(96.0)))) == [
         "copy of inputs[1].target['norm']",
         "copy of inputs[0].drafter.pages[0]",
+        "all-gather of inputs[1].head",
     ]
+    assert len(flags_of(case, Traffic((*copies, *copies, rest(192.0))))) == 3
+    assert flags_of(case, Traffic((*copies, rest(97.0)))) == []
+
+
+def test_flags_name_logits():
+    case = Case("Qwen3-0.6B", PLAIN, 32, "v5e", 1)
+    line = "%y = f32[32,151936]{1,0} copy(%x)"
+    copy = entry(line, written=1.0, is_mere_move=True)
+    assert flags_of(case, Traffic((copy,))) == ["copy of logits"]
 
 
 @pytest.mark.parametrize("name", list(RECORD))

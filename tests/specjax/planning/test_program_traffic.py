@@ -3,7 +3,7 @@
 import pytest
 
 from specjax.planning.hlo_program import parse
-from specjax.planning.program_traffic import Moved, OrdinaryStep, step_traffic
+from specjax.planning.program_traffic import Moved, OrdinaryStep, Traffic, step_traffic
 
 FRAME = r"""
 %less (c: (s32[], f32[100], f32[10,100], f32[100])) -> pred[] {{
@@ -38,7 +38,10 @@ X, W = 400, 4000  # bytes of x or pages, and of w
 def traffic(lines, others="", turns=(), kernels=None):
     known = kernels or {}
     step = OrdinaryStep(turns=turns, kernel_bytes=lambda kernel: known[kernel.name](kernel))
-    return step_traffic(parse(FRAME.format(lines=lines, others=others)), step)
+    found = step_traffic(parse(FRAME.format(lines=lines, others=others)), step)
+    kept, *entries = found.entries
+    assert (kept.instruction.name, kept.bytes) == ("loop", 0)
+    return Traffic(tuple(entries))
 
 
 def test_one_turn_of_the_loop_over_steps_is_counted():
@@ -46,6 +49,22 @@ def test_one_turn_of_the_loop_over_steps_is_counted():
     (entry,) = found.entries
     assert (entry.read, entry.written, entry.times) == (X, X, 1)
     assert found.num_operations == 1
+
+
+def test_what_stays_in_fast_memory_from_step_to_step_is_read_in_each():
+    text = FRAME.format(lines="", others="")
+    fast = "f32[10,100]{1,0:S(1)}"
+    text = text.replace(
+        "  %init =",
+        f"  %w.2 = {fast} copy(%w.1)\n  %y = f32[100]{{0:S(1)}} negate(%x.1)\n  %init =",
+    )
+    text = text.replace("tuple(%i.1, %x.1, %w.1, %p.1)", "tuple(%i.1, %y, %w.2, %p.1)")
+    text = text.replace(
+        "%loop = (s32[], f32[100], f32[10,100],", f"%loop = (s32[], f32[100]{{0:S(1)}}, {fast},"
+    )
+    (kept,) = step_traffic(parse(text), OrdinaryStep(turns=(), kernel_bytes=None)).entries
+    assert (kept.read, kept.written, kept.times) == (W, 0, 0)
+    assert kept.sources == (("inputs[1].w", W),)
 
 
 def test_views_and_fast_memory_are_free():
