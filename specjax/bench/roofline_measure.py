@@ -118,11 +118,12 @@ def flags_of(case: Case, traffic: Traffic) -> list[str]:
 def has_logits(entry: Entry, vocab_size: int, rows: int, chips: int) -> bool:
     """Whether an instruction copies logits of each row, or gathers them over chips."""
     is_gathered = "all-gather" in entry.instruction.opcode
-    widths = {vocab_size} if is_gathered else {vocab_size, -(-vocab_size // chips)}
     if not is_gathered and not (entry.is_mere_move and entry.written):
         return False
+    slice_size = -(-vocab_size // chips)
+    least = rows * (vocab_size if is_gathered else slice_size)
     return any(
-        shape.dims and widths & set(shape.dims) and math.prod(shape.dims) >= rows * min(widths)
+        bool({vocab_size, slice_size} & set(shape.dims)) and math.prod(shape.dims) >= least
         for shape in entry.instruction.shapes
         if is_gathered or shape.main_bytes
     )

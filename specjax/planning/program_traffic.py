@@ -407,10 +407,10 @@ def _arrived(one: Instruction) -> tuple[ArrayShape, ...]:
 
 
 def _results(inner: Computation) -> list[Instruction]:
-    """Returns the instructions of a computation's results."""
+    """Returns the instruction of each of a computation's results."""
     root = inner.root
     if root.opcode != "tuple":
-        return [root]
+        return [root] * len(root.shapes)
     return [inner.instructions[operand] for operand in root.operands]
 
 

@@ -126,7 +126,9 @@ def entry(line, **fields):
         ("%y = f32[31,250]{1,0} copy(%x)", True, False),
         ("%y = f32[32,999]{1,0} copy(%x)", True, False),
         ("%y = f32[32,1000]{1,0} all-gather(%x)", False, True),
-        ("%y = f32[128,250]{1,0} all-gather(%x)", False, False),
+        ("%y = f32[4,250,32]{1,0,2:S(1)} all-gather(%x)", False, True),
+        ("%y = f32[4,250,31]{1,0,2} all-gather(%x)", False, False),
+        ("%y = f32[64,500]{1,0} all-gather(%x)", False, False),
     ],
 )
 def test_logits_that_are_copied_or_gathered(line, is_move, expected):

@@ -108,6 +108,17 @@ def test_a_fusion_reads_its_operands_and_writes_its_results():
     assert entry.sources == (("inputs[0].x", X), ("inputs[1].w", W))
 
 
+def test_a_fusion_of_several_results_at_once():
+    others = """
+%fused (a: f32[10,100]) -> (f32[100], s32[100]) {
+  %a = f32[10,100]{1,0} parameter(0)
+  ROOT %r = (f32[100]{0}, s32[100]{0}) reduce(%a, %a), to_apply=%best
+}"""
+    lines = "  %y = (f32[100]{0}, s32[100]{0:S(1)}) fusion(%w), kind=kLoop, calls=%fused"
+    (entry,) = traffic(lines, others).entries
+    assert (entry.read, entry.written) == (W, X)
+
+
 def test_a_fusion_that_gathers_reads_what_it_gathers():
     others = """
 %deeper (b: f32[10,100], i: s32[]) -> f32[1,100] {
