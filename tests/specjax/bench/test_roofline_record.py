@@ -7,8 +7,15 @@ import pytest
 
 from specjax.bench import roofline, roofline_table
 from specjax.bench.roofline_cases import CHAIN, PLAIN, Case, Layers, cases, few_layers, pairs
-from specjax.bench.roofline_measure import extrapolated, flags_of, has_logits
+from specjax.bench.roofline_measure import (
+    beyond,
+    extrapolated,
+    flags_of,
+    has_logits,
+    minimum_bytes,
+)
 from specjax.planning.hlo_program import parse
+from specjax.planning.plan_request import Device, PlanRequest
 from specjax.planning.program_traffic import Entry, Traffic
 
 ROOT = Path(__file__).parents[3]
@@ -108,6 +115,42 @@ def test_layers_of_target_and_draft_model_add_up():
     # 10 of a step, 3 of each layer of the target, 5 of each layer of the draft model.
     figures = [10 + 3 * target + 5 * draft for target, draft in case.compiled_layers]
     assert extrapolated(figures, case) == 10 + 3 * 32 + 5 * 16
+
+
+LLAMA, DRAFT = 7_504_924_672, 1_235_814_400  # numbers read of weights: not of the 8B's embedding
+TOKEN, DRAFT_TOKEN = 2 * 32 * 8 * 128, 2 * 16 * 8 * 64  # numbers in keys and values
+
+
+@pytest.mark.parametrize("chips", [1, 4])
+def test_the_minimum_is_each_weight_and_each_key_once_per_forward(chips):
+    case = Case("Llama-3.1-8B", CHAIN, 2, "v5e", chips)
+    request = PlanRequest(
+        target=case.target,
+        target_name="",
+        drafter=case.spec.split(chips),
+        drafter_name="",
+        device=Device("cpu", chips, None, None),
+        dtype="bfloat16",
+        num_speculative_tokens=4,
+    )
+    target = LLAMA + 2 * (1000 + 5) * TOKEN
+    drafts = 4 * (DRAFT + 2 * (1000 + 1) * DRAFT_TOKEN)
+    assert minimum_bytes(case, request, 1000) == 2 * (target + drafts) / chips
+
+
+def test_bytes_beyond_the_minimum_are_named_by_place():
+    path = ', metadata={op_name="jit(burst)/while/body/add"}'
+    of = lambda kind, name="y", **fields: entry(f"%{name} = f32[8]{{0}} {kind}(%x){path}", **fields)
+    entries = [
+        of("add", read=3.0, written=4.0),
+        of("add", read=3.0, sources=(("inputs[1].w", 2.0), ("inputs[0].x", 1.0))),
+        of("custom-call", "tree_attention.3", read=900.0),
+        *(of(f"kind{i}", read=10.0 * i) for i in range(1, 6)),
+    ]
+    found = beyond(Traffic(tuple(entries)))
+    assert found[-1] == ["kind1, while/body/add", 10]
+    assert [bytes_ for _, bytes_ in found] == [50, 40, 30, 20, 10]
+    assert beyond(Traffic(tuple(entries[:3]))) == [["add, while/body/add", 8]]
 
 
 def entry(line, **fields):
