@@ -57,16 +57,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def chosen(names: Sequence[str] | None) -> list[Case]:
-    """Returns the cases whose name holds one of these texts; all of them if there are none.
+    """Returns the cases whose name holds one of these texts, in their order; None: every case.
 
     Raises:
       ValueError: no case has such a name.
     """
-    every = list(cases())
-    for name in names or ():
-        if not any(name in case.name for case in every):
+    every, found = list(cases()), {}
+    for name in [""] if names is None else names:
+        named = [case for case in every if name in case.name]
+        if not named:
             raise ValueError(f"no case is named {name!r}; one is {every[0].name!r}.")
-    return [case for case in every if names is None or any(name in case.name for name in names)]
+        found |= dict.fromkeys(named)
+    return list(found)
 
 
 def regressions(name: str, before: Mapping[str, Any] | None, after: Mapping[str, Any]) -> list[str]:

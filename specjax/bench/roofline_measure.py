@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,6 +66,7 @@ def measure(case: Case, folder: Path | None = None) -> dict[str, Any]:
     total = [add(lambda figures, i=i: figures.bytes[i]) for i in range(len(CONTEXTS))]
     flags = {flag: None for _, traffic in found for flag in flags_of(case, traffic)}
     return {
+        "compiled_by": f"jax {jax.__version__}, libtpu {metadata.version('libtpu')}",
         "page_size": request.engine.chosen_page_size,
         "draft_chips": request.drafter.num_shards,
         "contexts": {

@@ -53,6 +53,7 @@ def page(record: Mapping[str, Any]) -> str:
         "|---|---" + "|---" * 7 + "|",
     ]
     lines += [_row(name, found) for name, found in record.items()]
+    compilers = sorted({found["compiled_by"] for found in record.values()})
     flags = [f"- {name}: {flag}" for name, found in record.items() for flag in found["flags"]] or [
         "None in the recorded steps."
     ]
@@ -60,6 +61,7 @@ def page(record: Mapping[str, Any]) -> str:
         [
             _HEAD + "## Ratios\n",
             *lines,
+            f"\nCompiled by {'; '.join(compilers)}.",
             "\n## Copies of pages, weights and logits\n",
             *flags,
             "",

@@ -292,7 +292,7 @@ class _Walk:
         given = [values[operand] for operand in one.operands]
         copied, exchanged = (), 0.0
         read = [self._read(one, place, operand) for place, operand in enumerate(operands)]
-        written = self._written(one)
+        written = self._written(here, one)
         kind = one.opcode.removesuffix("-start")
         if kind in COLLECTIVES:
             exchanged = float(sum(shape.num_bytes for shape in _arrived(one)))
@@ -303,7 +303,7 @@ class _Walk:
             given = []
         is_move = self._lays_elsewhere(one)
         if is_move and kind not in COLLECTIVES:
-            copied = self._copied(one, operands, given)
+            copied = _copied(operands, given, written)
         pairs = zip(map(_name, given), read)
         sources = tuple((name, bytes_ * times) for name, bytes_ in pairs if name and bytes_)
         return Entry(
@@ -332,7 +332,7 @@ class _Walk:
             return 0
         return whole
 
-    def _written(self, one: Instruction) -> float:
+    def _written(self, here: Computation, one: Instruction) -> float:
         """Returns the bytes that are written to main memory."""
         if one.opcode == "fusion":
             inner = self.program.computations[one.called[0]]
@@ -343,12 +343,8 @@ class _Walk:
                 if shape.main_bytes
             )
         if one.opcode in _PUTS:
-            return 0 if not one.shapes[0].main_bytes else _update(one, self._shapes_of(one))
+            return 0 if not one.shapes[0].main_bytes else _update(one, here.instructions)
         return sum(shape.main_bytes for shape in _arrived(one))
-
-    def _shapes_of(self, one: Instruction) -> Mapping[str, Instruction]:
-        home = (c for c in self.program.computations.values() if one.name in c.instructions)
-        return next(home).instructions
 
     def _kernel(
         self, one: Instruction, operands: Sequence[Instruction], given: Sequence[Origin]
@@ -370,14 +366,14 @@ class _Walk:
             return all(i.opcode in _NO_ARITHMETIC for i in inner)
         return one.opcode in _MOVES
 
-    def _copied(
-        self, one: Instruction, operands: Sequence[Instruction], given: Sequence[Origin]
-    ) -> tuple[str, ...]:
-        """Returns the arguments that it writes to main memory again, half of them or more."""
-        written = self._written(one)
-        sizes = (sum(shape.num_bytes for shape in operand.shapes) for operand in operands)
-        names = zip(map(_name, given), sizes)
-        return tuple(name for name, size in names if name and 2 * written >= size)
+
+def _copied(
+    operands: Sequence[Instruction], given: Sequence[Origin], written: float
+) -> tuple[str, ...]:
+    """Returns the arguments of which half or more is written to main memory again."""
+    sizes = (sum(shape.num_bytes for shape in operand.shapes) for operand in operands)
+    names = zip(map(_name, given), sizes)
+    return tuple(name for name, size in names if name and 2 * written >= size)
 
 
 def _kept_fast(loop: Instruction, origins: Origin) -> Entry:

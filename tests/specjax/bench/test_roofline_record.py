@@ -27,6 +27,7 @@ NAME = "Qwen3-0.6B, plain, 32 rows, v5e x1"
 def found(ratio=1.1, flags=()):
     one = {"bytes": int(100 * ratio), "minimum": 100, "ratio": ratio}
     return {
+        "compiled_by": "a compiler",
         "contexts": {"2048": one, "8192": one},
         "catch_up_bytes": 10,
         "operations": 7,
@@ -92,6 +93,9 @@ def test_cases_have_names_of_their_own():
     names = [case.name for case in cases()]
     assert len(set(names)) == len(names) == 72
     assert [case.name for case in roofline.chosen([NAME])] == [NAME]
+    asked = [names[7], NAME, names[7]]
+    assert [case.name for case in roofline.chosen(asked)] == asked[:2]
+    assert [case.name for case in roofline.chosen(None)] == names
     with pytest.raises(ValueError, match="no case is named 'Qwen2'"):
         roofline.chosen(["Qwen2"])
 
