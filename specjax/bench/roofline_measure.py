@@ -41,6 +41,7 @@ class Figures(NamedTuple):
     operations: float
     collectives: float
     collective_bytes: float
+    copied_bytes: float  # of pages and weights
 
 
 def measure(case: Case, folder: Path | None = None) -> dict[str, Any]:
@@ -64,7 +65,9 @@ def measure(case: Case, folder: Path | None = None) -> dict[str, Any]:
     add = lambda of: extrapolated([of(figures) for figures in every], case)
     least = [minimum_bytes(case, request, context) for context in CONTEXTS]
     total = [add(lambda figures, i=i: figures.bytes[i]) for i in range(len(CONTEXTS))]
-    flags = {flag: None for _, traffic in found for flag in flags_of(case, traffic)}
+    copied = {line: None for _, traffic in found for line in copies(traffic)[0]}
+    flags = flags_of([*copied], add(lambda figures: figures.copied_bytes), total[0])
+    flags += {line: None for _, one in found for line in copies_of_logits(case, one)}
     return {
         "compiled_by": f"jax {jax.__version__}, libtpu {metadata.version('libtpu')}",
         "page_size": request.engine.chosen_page_size,
@@ -77,7 +80,7 @@ def measure(case: Case, folder: Path | None = None) -> dict[str, Any]:
         "operations": round(add(lambda figures: figures.operations)),
         "collectives": round(add(lambda figures: figures.collectives)),
         "collective_bytes": round(add(lambda figures: figures.collective_bytes)),
-        "flags": list(flags),
+        "flags": flags,
         "beyond": beyond(found[0][1]),
     }
 
@@ -99,22 +102,35 @@ def minimum_bytes(case: Case, request: PlanRequest, context: int) -> float:
     return forward(target, nodes) + passes * sum(forward(work, 1) for work in drafts)
 
 
-def flags_of(case: Case, traffic: Traffic) -> list[str]:
-    """Returns what should not happen in a step, one line each.
-
-    That is: arrays of pages or weights laid elsewhere in main memory or exchanged between chips,
-    and logits of the whole vocabulary copied or gathered. Together they move at least SMALL of the
-    step's bytes; less is the compiler's room for small arrays.
-    """
-    flags, total = [], 0.0
+def copies(traffic: Traffic) -> tuple[list[str], float]:
+    """Returns the arrays of pages and weights that are laid elsewhere in main memory or exchanged
+    between chips, one line each, and the bytes of that."""
+    lines, total = [], 0.0
     for entry in traffic.entries:
         names = [n for n in entry.copied if n.startswith(_WEIGHTS) or "pages" in n]
-        if has_logits(entry, case.target.vocab_size, case.rows, case.chips):
-            names.append("logits")
         if names:
             total += max(entry.written, entry.collective_bytes)
-            flags += [f"{entry.instruction.opcode} of {name}" for name in names]
-    return list(dict.fromkeys(flags)) if total >= SMALL * traffic.bytes else []
+            lines += [f"{entry.instruction.opcode} of {name}" for name in names]
+    return list(dict.fromkeys(lines)), total
+
+
+def copies_of_logits(case: Case, traffic: Traffic) -> list[str]:
+    """Returns the copies and exchanges of logits of the whole vocabulary, one line each."""
+    found = (
+        f"{entry.instruction.opcode} of logits, {_place(entry)}"
+        for entry in traffic.entries
+        if has_logits(entry, case.target.vocab_size, case.rows, case.chips)
+    )
+    return list(dict.fromkeys(found))
+
+
+def flags_of(copied: Sequence[str], copied_bytes: float, step_bytes: float) -> list[str]:
+    """Returns the copies of weights and pages that weigh; less is the compiler's own room.
+
+    Args:
+      copied_bytes, step_bytes: of all layers.
+    """
+    return list(copied) if copied_bytes >= SMALL * step_bytes else []
 
 
 def has_logits(entry: Entry, vocab_size: int, rows: int, chips: int) -> bool:
@@ -159,6 +175,7 @@ def _figures(case: Case, request: PlanRequest, read: Program) -> tuple[Figures, 
         first.num_operations,
         first.num_collectives,
         first.collective_bytes,
+        copies(first)[1],
     )
     return figures, first
 

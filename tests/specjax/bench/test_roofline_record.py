@@ -9,6 +9,8 @@ from specjax.bench import roofline, roofline_table
 from specjax.bench.roofline_cases import CHAIN, PLAIN, Case, Layers, cases, few_layers, pairs
 from specjax.bench.roofline_measure import (
     beyond,
+    copies,
+    copies_of_logits,
     extrapolated,
     flags_of,
     has_logits,
@@ -183,31 +185,35 @@ def test_logits_that_are_copied_or_gathered(line, is_move, expected):
     assert has_logits(one, 1000, 32, 4) is expected
 
 
-def test_flags_name_copies_that_weigh():
-    case = Case("Qwen3-0.6B", PLAIN, 32, "v5e", 1)
+def test_copies_of_pages_and_weights():
     of = lambda line, **fields: entry(line, **{"copied": (), **fields})
     copy = "%y = f32[8]{0} copy(%x)"
-    copies = [
+    entries = [
         of(copy, written=2.0, copied=("inputs[1].target['norm']",)),
-        of(copy, written=2.0, copied=("inputs[0].drafter.pages[0]",)),
-        of("%y = f32[8]{0} all-gather(%x)", collective_bytes=1.0, copied=("inputs[1].head",)),
+        of(copy, written=3.0, copied=("inputs[0].drafter.pages[0]",)),
+        of("%y = f32[8]{0} all-gather(%x)", collective_bytes=5.0, copied=("inputs[1].head",)),
         of(copy, written=900.0, copied=("inputs[0].history",)),
     ]
-    rest = lambda size: of("%y = f32[8]{0} negate(%x)", read=size)
-    assert flags_of(case, Traffic((*copies, rest(96.0)))) == [
+    lines, bytes_ = copies(Traffic((*entries, *entries)))
+    assert lines == [
         "copy of inputs[1].target['norm']",
         "copy of inputs[0].drafter.pages[0]",
         "all-gather of inputs[1].head",
     ]
-    assert len(flags_of(case, Traffic((*copies, *copies, rest(192.0))))) == 3
-    assert flags_of(case, Traffic((*copies, rest(97.0)))) == []
+    assert bytes_ == 20
 
 
-def test_flags_name_logits():
+def test_copies_that_weigh_are_flagged():
+    assert flags_of(["copy of w"], 5, 1000) == ["copy of w"]
+    assert flags_of(["copy of w"], 4.9, 1000) == []
+
+
+def test_every_copy_of_logits_is_flagged():
     case = Case("Qwen3-0.6B", PLAIN, 32, "v5e", 1)
-    line = "%y = f32[32,151936]{1,0} copy(%x)"
-    copy = entry(line, written=1.0, is_mere_move=True)
-    assert flags_of(case, Traffic((copy,))) == ["copy of logits"]
+    path = ', metadata={op_name="jit(burst)/while/body/add"}'
+    copy = entry("%y = f32[32,151936]{1,0} copy(%x)" + path, written=1.0, is_mere_move=True)
+    rest = entry("%y = f32[8]{0} negate(%x)", read=1e12)
+    assert copies_of_logits(case, Traffic((copy, copy, rest))) == ["copy of logits, while/body/add"]
 
 
 @pytest.mark.parametrize("name", list(RECORD))
