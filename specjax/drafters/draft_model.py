@@ -30,10 +30,12 @@ from specjax.paged.forward import (
     make_batch,
     make_decode_batch,
     make_tree_batch,
+    own_logits,
 )
 from specjax.sampling import TreeHistory, choose_tokens, process_logits
 from specjax.sampling.processing import History
 from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
+from specjax.sampling.vocabulary import Vocabulary
 from specjax.trees import draft_tree, expanding
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
@@ -311,7 +313,7 @@ class _DraftModel:
         rows, width = hidden.shape[:2]
         row_ids = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), width)
         roots = decode_state.cache.lengths[row_ids]
-        scores = self.logits(params, hidden.reshape(rows * width, -1))
+        flat = hidden.reshape(rows * width, -1)
         sampling, rules = decode_state.sampling, decode_state.rules
         where = (sampling, row_ids, roots + depth, history)
         by_row = lambda x: x.reshape(rows, width, -1)
@@ -319,11 +321,16 @@ class _DraftModel:
             # choose_tokens has short paths for logits that sampling parameters do not change.
             temperature = jnp.where(rules == DELTA, 0.0, sampling.temperature)
             certain = dataclasses.replace(sampling, temperature=temperature)
-            choice = choose_tokens(scores, certain, *where[1:], role=TARGET_TOKEN)
+            # Over slices of the vocabulary: no logits of another shard are needed.
+            scores, vocabulary = own_logits(params, self.config, flat, self.axis)
+            choice = choose_tokens(
+                scores, certain, *where[1:], role=TARGET_TOKEN, vocabulary=vocabulary
+            )
             # Where no token could be chosen without NaN, sampling parameters forbid all tokens:
             # that is no fault of the model.
-            is_nan = choice.is_invalid & _has_nan(scores, choice.is_invalid)
+            is_nan = choice.is_invalid & _has_nan(scores, choice.is_invalid, vocabulary)
             return _Drawn(by_row(jnp.where(is_nan, NOT_A_TOKEN, choice.token_ids)))
+        scores = self.logits(params, flat)
         keys = noise_keys(sampling, rules, row_ids, roots + depth, roots, jnp.tile(nodes, rows))
         siblings = draw_siblings(
             scores,
@@ -395,11 +402,16 @@ class _DraftModel:
         return log_probs.reshape(shape), token_ids.astype(jnp.int32).reshape(shape)
 
 
-def _has_nan(scores: Array, is_suspect: Array) -> Array:
-    """Returns which logits f32[n, vocab] hold NaN or +inf; they are read only if any is suspect."""
+def _has_nan(scores: Array, is_suspect: Array, vocabulary: Vocabulary) -> Array:
+    """Returns which logits hold NaN or +inf; they are read only if any is suspect.
+
+    Args:
+      scores: f32[n, width], a slice of the vocabulary or all of it.
+      is_suspect: bool[n], the same on all shards.
+    """
     return jax.lax.cond(
         jnp.any(is_suspect),
-        lambda: jnp.any(~(scores < jnp.inf), axis=1),
+        lambda: vocabulary.any(jnp.any(~(scores < jnp.inf), axis=1)),
         lambda: jnp.zeros_like(is_suspect),
     )
 

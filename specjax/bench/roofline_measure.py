@@ -1,0 +1,222 @@
+"""Measures a case: bytes, collectives and operations of its step, from programs of few layers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.implementations import lowered_for
+from pallas_kernels.tree_attention import mosaic_tpu
+from specjax.bench.roofline_cases import CHAIN, CONTEXTS, MAX_CONTEXT, Case, program
+from specjax.paged import kv_cache
+from specjax.paged.work import ModelWork, model_work
+from specjax.planning.hlo_program import Program, parse
+from specjax.planning.kernel_bytes import KernelStep
+from specjax.planning.plan_request import PlanRequest
+from specjax.planning.program_traffic import (
+    Entry,
+    OrdinaryStep,
+    Traffic,
+    step_traffic,
+)
+
+_WEIGHTS, _STATE = "inputs[1]", "inputs[0]"
+SMALL = 0.005  # of the bytes of a step
+MOST_NAMED = 5
+_KEPT_KERNELS = "tree_attention", "write_kv", "move_kv", "read_kv"
+
+
+class Figures(NamedTuple):
+    """What a step of one program does, on one chip."""
+
+    bytes: tuple[float, ...]  # per context
+    operations: float
+    collectives: float
+    collective_bytes: float
+    copied_bytes: float  # of pages and weights
+
+
+def measure(case: Case, folder: Path | None = None) -> dict[str, Any]:
+    """Returns the figures of a case with all layers, ready for JSON.
+
+    Bytes are those of one chip. Programs of few layers are compiled, and what a layer adds is
+    added for every further one.
+
+    Args:
+      folder: as for `program`.
+
+    Raises:
+      NotImplementedError: libtpu is not installed.
+      ValueError: a program with a loop, a branch or a kernel that no rule covers.
+    """
+    request = case.request()
+    found: list[tuple[Figures, Traffic]] = []
+    for layers in case.compiled_layers:
+        found.append(_figures(case, request, parse(program(case, layers, folder))))
+    every = [figures for figures, _ in found]
+    add = lambda of: extrapolated([of(figures) for figures in every], case)
+    least = [minimum_bytes(case, request, context) for context in CONTEXTS]
+    total = [add(lambda figures, i=i: figures.bytes[i]) for i in range(len(CONTEXTS))]
+    copied = {line: None for _, traffic in found for line in copies(traffic)[0]}
+    flags = flags_of([*copied], add(lambda figures: figures.copied_bytes), total[0])
+    flags += {line: None for _, one in found for line in copies_of_logits(case, one)}
+    return {
+        "compiled_by": f"jax {jax.__version__}, libtpu {metadata.version('libtpu')}",
+        "page_size": request.engine.chosen_page_size,
+        "draft_chips": request.drafter.num_shards,
+        "contexts": {
+            str(context): {"bytes": all_, "minimum": low, "ratio": round(all_ / low, 4)}
+            for context, all_, low in zip(CONTEXTS, map(round, total), map(round, least))
+        },
+        "operations": round(add(lambda figures: figures.operations)),
+        "collectives": round(add(lambda figures: figures.collectives)),
+        "collective_bytes": round(add(lambda figures: figures.collective_bytes)),
+        "flags": flags,
+        "beyond": beyond(found[0][1]),
+    }
+
+
+def minimum_bytes(case: Case, request: PlanRequest, context: int) -> float:
+    """Returns the bytes that a step must move on one chip.
+
+    Weights once per forward, of an embedding that is not the head nothing; keys and values of
+    each row's context once, and new ones. A drafter with a model runs K forwards.
+    """
+    chips = request.device.count
+    nodes, drafter = request.drafter.num_nodes(case.num_speculative_tokens), request.drafter
+    target = model_work(request.target, jnp.dtype(request.dtype), chips)
+    forward = lambda work, new: (
+        work.of(case.rows, 0, context).bytes + (case.rows * new * work.context_bytes)
+    )
+    drafts: Sequence[ModelWork] = drafter.work(request.target, jnp.dtype(request.dtype))
+    passes = case.num_speculative_tokens
+    return forward(target, nodes) + passes * sum(forward(work, 1) for work in drafts)
+
+
+def copies(traffic: Traffic) -> tuple[list[str], float]:
+    """Returns the arrays of pages and weights that are laid elsewhere in main memory or exchanged
+    between chips, one line each, and the bytes of that."""
+    lines, total = [], 0.0
+    for entry in traffic.entries:
+        names = [n for n in entry.copied if n.startswith(_WEIGHTS) or "pages" in n]
+        if names:
+            total += max(entry.written, entry.collective_bytes)
+            lines += [f"{entry.instruction.opcode} of {name}" for name in names]
+    return list(dict.fromkeys(lines)), total
+
+
+def copies_of_logits(case: Case, traffic: Traffic) -> list[str]:
+    """Returns the copies and exchanges of logits of the whole vocabulary, one line each."""
+    found = (
+        f"{entry.instruction.opcode} of logits, {_place(entry)}"
+        for entry in traffic.entries
+        if has_logits(entry, case.target.vocab_size, case.rows, case.chips)
+    )
+    return list(dict.fromkeys(found))
+
+
+def flags_of(copied: Sequence[str], copied_bytes: float, step_bytes: float) -> list[str]:
+    """Returns the copies of weights and pages that weigh; less is the compiler's own room.
+
+    Args:
+      copied_bytes, step_bytes: of all layers.
+    """
+    return list(copied) if copied_bytes >= SMALL * step_bytes else []
+
+
+def has_logits(entry: Entry, vocab_size: int, rows: int, chips: int) -> bool:
+    """Whether an instruction copies logits of each row, or gathers them over chips."""
+    is_gathered = "all-gather" in entry.instruction.opcode
+    if not is_gathered and not (entry.is_mere_move and entry.written):
+        return False
+    slice_size = -(-vocab_size // chips)
+    least = rows * (vocab_size if is_gathered else slice_size)
+    return any(
+        bool({vocab_size, slice_size} & set(shape.dims)) and math.prod(shape.dims) >= least
+        for shape in entry.instruction.shapes
+        if is_gathered or shape.main_bytes
+    )
+
+
+def beyond(traffic: Traffic) -> list[list[Any]]:
+    """Returns the instructions that move most bytes beyond the minimum: place and bytes."""
+    found: dict[str, float] = {}
+    for entry in traffic.entries:
+        more = entry.bytes - sum(bytes_ for name, bytes_ in entry.sources if _WEIGHTS in name)
+        if not any(kernel in entry.instruction.name for kernel in _KEPT_KERNELS):
+            place = f"{entry.instruction.opcode}, {_place(entry)}"
+            found[place] = found.get(place, 0.0) + more
+    largest = sorted(found.items(), key=lambda pair: -pair[1])[:MOST_NAMED]
+    return [[place, round(bytes_)] for place, bytes_ in largest]
+
+
+def _place(entry: Entry) -> str:
+    """Returns the end of the path of jax's operations."""
+    parts = [part for part in entry.instruction.op_name.split("/") if part]
+    return "/".join(parts[-3:]) or entry.instruction.name
+
+
+def _figures(case: Case, request: PlanRequest, read: Program) -> tuple[Figures, Traffic]:
+    follow = functools.partial(_traffic, case, request, read)
+    by_context = [follow(context) for context in CONTEXTS]
+    first = by_context[0]
+    figures = Figures(
+        tuple(traffic.bytes for traffic in by_context),
+        first.num_operations,
+        first.num_collectives,
+        first.collective_bytes,
+        copies(first)[1],
+    )
+    return figures, first
+
+
+def _traffic(case: Case, request: PlanRequest, read: Program, context: int) -> Traffic:
+    kernels = KernelStep(
+        rows=case.rows,
+        nodes=request.drafter.num_nodes(case.num_speculative_tokens),
+        context=context,
+        layer_windows=case.target.layer_windows,
+        tile_tokens=_tile_tokens(case, request),
+    )
+    turns: tuple[int, ...] = ()
+    if request.drafter.configs:
+        # After a step that drafts, the first forward takes along what the drafter has not seen:
+        # the loop that catches up does not turn. A chain's other tokens have a loop.
+        turns = (0,)
+        if case.draft == CHAIN:
+            turns = 0, case.num_speculative_tokens - 1
+    return step_traffic(read, OrdinaryStep(turns=turns, kernel_bytes=kernels.bytes))
+
+
+def _tile_tokens(case: Case, request: PlanRequest) -> int:
+    """Returns the tokens of a tile of the target's attention."""
+    target, page_size = request.target, request.engine.chosen_page_size
+    nodes = request.drafter.num_nodes(case.num_speculative_tokens)
+    device, dtype = request.device, jnp.dtype(request.dtype)
+    of = jax.ShapeDtypeStruct
+    with lowered_for(device.traced_for, device.kind):
+        shape = kv_cache.page_shape(target, 1, page_size, kv_shards=device.count)
+        pages = of((1, shape[1] // device.count, *shape[2:]), dtype)
+        heads = target.num_heads // device.count
+        table = of((case.rows, -(-MAX_CONTEXT // page_size)), jnp.dtype(jnp.int32))
+        queries = of((case.rows * nodes, heads, pages.shape[-1]), dtype)
+        cut = mosaic_tpu.tiling(queries, pages, table, None, max_tokens_per_row=nodes)
+    return cut.tile_tokens
+
+
+def extrapolated(figures: Sequence[float], case: Case) -> float:
+    """Returns a figure of all layers, from those of the programs of `compiled_layers`."""
+    (few, *others), whole, first = case.compiled_layers, case.all_layers, figures[0]
+    total = first
+    for more, figure in zip(others, figures[1:], strict=True):
+        added = sum(more) - sum(few)
+        left = sum(all_ - low for all_, low, high in zip(whole, few, more) if high != low)
+        total += (figure - first) / added * left
+    return total
