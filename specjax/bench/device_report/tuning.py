@@ -27,9 +27,8 @@ def cases(size: ReportSize, platform: str) -> list[Case]:
 
 
 def _leave_out(platform: str, context: Context) -> dict[str, Any]:
-    raise LeftOut(
-        f"only the TPU kernel has block sizes to choose; this is {_ARTICLE.get(platform, platform)}."
-    )
+    here = _ARTICLE.get(platform, platform)
+    raise LeftOut(f"only the TPU kernel has block sizes to choose; this is {here}.")
 
 
 def tune(heads: Heads, rows: int, tokens: int, nodes: int, context: Context) -> dict[str, Any]:
