@@ -46,6 +46,7 @@ class ReportSize:
       modes: names of `MODES`.
       new_tokens: of each of its texts.
       pairs: models with random weights.
+      planned: those whose memory is planned.
       model_batches: rows of their steps.
       depths: K of their steps.
       step_context: tokens of each row in their steps.
@@ -66,6 +67,7 @@ class ReportSize:
     modes: tuple[str, ...]
     new_tokens: int
     pairs: tuple[Pair, ...]
+    planned: tuple[Pair, ...]
     model_batches: tuple[int, ...]
     depths: tuple[int, ...]
     step_context: int
@@ -90,6 +92,7 @@ FULL = ReportSize(
     modes=MODES,
     new_tokens=96,
     pairs=(Pair("llama_3_2_1b", NGRAM), Pair("llama_3_1_8b", "llama_3_2_1b")),
+    planned=(Pair("llama_3_2_1b", NGRAM), Pair("llama_3_1_8b", "llama_3_2_1b")),
     model_batches=(1, 64, 8, 32),  # the ends first: time may run out
     depths=(0, 1, 2, 4),
     step_context=2048,
@@ -113,6 +116,7 @@ SMALL = ReportSize(
     modes=MODES,
     new_tokens=48,
     pairs=(Pair("bench_60m", NGRAM), Pair("bench_60m", "bench_60m_draft")),
+    planned=(Pair("bench_60m", NGRAM),),
     model_batches=(1, 8),
     depths=(0, 2, 4),
     step_context=256,
@@ -136,6 +140,7 @@ TINY = ReportSize(
     modes=("K = 0", "K = 2"),
     new_tokens=8,
     pairs=(Pair("tiny", NGRAM),),
+    planned=(Pair("tiny", NGRAM),),
     model_batches=(2,),
     depths=(0, 2),
     step_context=64,
