@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ def cases(size: ReportSize, platform: str) -> list[Case]:
     found = []
     for op in IMPLEMENTATIONS:
         for implementation in offered(op, platform):
-            for example in _chosen(op_runs.RUNS[op].examples, size.num_examples):
+            for example in _chosen(op_runs.RUNS[op].examples(implementation), size.num_examples):
                 found.append(_case(op, implementation, example))
     if platform == "cpu":
         found.append(_case("tree_attention", INTERPRETED, "tree"))
@@ -33,9 +32,8 @@ def _case(op: str, implementation: str, example: str) -> Case:
     return Case(f"{op}, {implementation}, {example}", run)
 
 
-def _chosen(examples: Mapping[str, Any], count: int | None) -> list[str]:
+def _chosen(names: list[str], count: int | None) -> list[str]:
     """Returns so many names, spread over all of them."""
-    names = list(examples)
     if count is None or count >= len(names):
         return names
     return [names[index * len(names) // count] for index in range(count)]

@@ -37,11 +37,12 @@ class OpRun(NamedTuple):
     """An op and its examples.
 
     Attributes:
+      examples: names of examples by implementation.
       both: (implementation, example) to what it returns and what the definition does.
       tolerance: (implementation, example) to the absolute and relative difference allowed.
     """
 
-    examples: Mapping[str, Any]
+    examples: Callable[[str], list[str]]
     both: Callable[[str, str], tuple[Arrays, Arrays]]
     tolerance: Callable[[str, str], tuple[float, float]]
 
@@ -55,16 +56,28 @@ def _as_numpy(tree: Any) -> Arrays:
     return [np.asarray(leaf.astype(jnp.float32)) for leaf in jax.tree.leaves(tree)]
 
 
-def _fitted(example: trees.Example, implementation: str) -> trees.Example:
-    """Returns an example whose pages lie in whole tiles of a TPU, for a kernel of one."""
+def _attention_example(implementation: str, name: str) -> trees.Example:
+    """Returns an example of attention, for a kernel of a TPU in pages of whole tiles.
+
+    The kernel of a GPU, which has bfloat16 alone, has the cases of its self-test too.
+    """
+    if implementation == self_test.KERNEL:
+        own = self_test.CASES.get(name)
+        return own or dataclasses.replace(trees.EXAMPLES[name], dtype="bfloat16")
+    example = trees.EXAMPLES[name]
     if not implementation.startswith("mosaic_tpu"):
         return example
     page_size = max(example.page_size, _SUBLANES[example.page_dtype or example.dtype])
     return dataclasses.replace(example, head_dim=max(example.head_dim, 128), page_size=page_size)
 
 
+def _attention_names(implementation: str) -> list[str]:
+    names = list(trees.EXAMPLES)
+    return [*self_test.CASES, *names] if implementation == self_test.KERNEL else names
+
+
 def _attention(implementation: str, name: str) -> tuple[Arrays, Arrays]:
-    example = _fitted(trees.EXAMPLES[name], implementation)
+    example = _attention_example(implementation, name)
     arguments, options = trees.make_inputs(example)
     num_tokens = sum(example.num_new)
     if implementation in ("mosaic_tpu", "mosaic_gpu", "xla"):
@@ -80,7 +93,7 @@ def _attention(implementation: str, name: str) -> tuple[Arrays, Arrays]:
 def _attention_tolerance(implementation: str, name: str) -> tuple[float, float]:
     if implementation == self_test.KERNEL:
         return self_test.ABSOLUTE, self_test.RELATIVE
-    return trees.TOLERANCE[trees.EXAMPLES[name].dtype], 0.0
+    return trees.TOLERANCE[_attention_example(implementation, name).dtype], 0.0
 
 
 def _paths(implementation: str, name: str) -> tuple[Arrays, Arrays]:
@@ -123,14 +136,24 @@ def _simple(
     return run(implementation), run(REFERENCE)
 
 
+def _names_of(examples: Mapping[str, Any]) -> Callable[[str], list[str]]:
+    return lambda implementation: list(examples)
+
+
 _PATHS = {name: example for name, example in trees.EXAMPLES.items() if paths.is_covered(example)}
 RUNS: Mapping[str, OpRun] = {
-    "tree_attention": OpRun(trees.EXAMPLES, _attention, _attention_tolerance),
-    "path_attention": OpRun(_PATHS, _paths, _attention_tolerance),
-    "write_kv": OpRun(writing.EXAMPLES, functools.partial(_simple, write_kv, writing), _exact),
-    "move_kv": OpRun(moving.EXAMPLES, functools.partial(_simple, move_kv, moving), _exact),
-    "ngram_match": OpRun(
-        matching.EXAMPLES, functools.partial(_simple, ngram_match, matching), _exact
+    "tree_attention": OpRun(_attention_names, _attention, _attention_tolerance),
+    "path_attention": OpRun(_names_of(_PATHS), _paths, _attention_tolerance),
+    "write_kv": OpRun(
+        _names_of(writing.EXAMPLES), functools.partial(_simple, write_kv, writing), _exact
     ),
-    "seeded_sample": OpRun(sampling.EXAMPLES, _sample, lambda *_: (LOGPROB_TOLERANCE, 0.0)),
+    "move_kv": OpRun(
+        _names_of(moving.EXAMPLES), functools.partial(_simple, move_kv, moving), _exact
+    ),
+    "ngram_match": OpRun(
+        _names_of(matching.EXAMPLES), functools.partial(_simple, ngram_match, matching), _exact
+    ),
+    "seeded_sample": OpRun(
+        _names_of(sampling.EXAMPLES), _sample, lambda *_: (LOGPROB_TOLERANCE, 0.0)
+    ),
 }
