@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import math
 import os
 import platform
@@ -68,17 +69,27 @@ def host_cpu() -> str:
 
 
 def _commit() -> str | None:
-    """Returns the commit of a checkout, with "-dirty" where files were changed; else None."""
+    """Returns the commit of a checkout, with "-dirty" where files were changed, or the one that
+    pip installed from a repository; else None."""
     (package,) = specjax.__path__
     root = Path(package).parent
     if not (root / ".git").exists():
-        return None
+        return _installed_commit()
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def _installed_commit() -> str | None:
+    """Returns the commit in the direct_url.json that pip writes (PEP 610)."""
+    try:
+        text = metadata.distribution("specjax").read_text("direct_url.json")
+        return json.loads(text or "{}").get("vcs_info", {}).get("commit_id", "")[:12] or None
+    except (metadata.PackageNotFoundError, ValueError, AttributeError):
+        return None
 
 
 def new(made_on: Mapping[str, Any]) -> Document:

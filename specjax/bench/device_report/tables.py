@@ -252,7 +252,7 @@ SECTIONS = {
     "kernel times": Section(
         "Times of kernels",
         "Seconds of one call among many in one program; medians. Moved are the bytes that a call "
-        "cannot avoid.",
+        "cannot avoid; above 100 % they lie in a cache.",
         kernel_times,
     ),
     "embedded pair": Section(
