@@ -13,7 +13,7 @@ from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 
-PLAIN = MODES[0]
+PLAIN, LEARNING = MODES[0], MODES[-1]
 TEMPERATURE = 0.8
 CONFIGS: dict[str, SpeculationConfig | None] = {
     PLAIN: None,
@@ -49,27 +49,35 @@ def measure(rows: int, context: Context) -> dict[str, Any]:
     sampling = SamplingParams(
         temperature=TEMPERATURE, max_tokens=context.size.new_tokens, ignore_eos=True, seed=0
     )
-    seconds: dict[str, list[float]] = {mode: [] for mode in context.size.modes}
+    modes = context.size.modes
+
+    def run(mode: str) -> Any:
+        config = CONFIGS[mode]
+        return specjax.generate(
+            target,
+            prompts,
+            drafter=drafter if config else None,
+            speculative_config=config,
+            sampling=sampling,
+            # All texts are equally long: no step has fewer rows.
+            engine=EngineConfig(max_rows=rows, row_buckets=()),
+        )
+
+    for mode in modes:
+        # The first call compiles, and the policy that chooses K learns from some more.
+        for _ in range(context.size.learning_calls if mode == LEARNING else 1):
+            run(mode)
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
     last = {}
-    for round_number in range(context.size.rounds + 1):
-        for mode in context.size.modes:
-            config = CONFIGS[mode]
-            out = specjax.generate(
-                target,
-                prompts,
-                drafter=drafter if config else None,
-                speculative_config=config,
-                sampling=sampling,
-                engine=EngineConfig(max_rows=rows),
-            )
-            last[mode] = out
-            if round_number:  # the first compiles
-                seconds[mode].append(out.stats.run_s)
+    for _ in range(context.size.rounds):
+        for mode in modes:
+            last[mode] = run(mode)
+            seconds[mode].append(last[mode].stats.run_s)
     return {
         "num_prompts": rows,
         "new_tokens": context.size.new_tokens,
         "temperature": TEMPERATURE,
-        "modes": {mode: _figures(mode, seconds, last) for mode in context.size.modes},
+        "modes": {mode: _figures(mode, seconds, last) for mode in modes},
     }
 
 

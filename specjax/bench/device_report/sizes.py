@@ -45,6 +45,7 @@ class ReportSize:
       batches: rows of the embedded pair.
       modes: names of `MODES`.
       new_tokens: of each of its texts.
+      learning_calls: after which the goodput policy is measured.
       pairs: models with random weights.
       planned: those whose memory is planned.
       model_batches: rows of their steps.
@@ -66,6 +67,7 @@ class ReportSize:
     batches: tuple[int, ...]
     modes: tuple[str, ...]
     new_tokens: int
+    learning_calls: int
     pairs: tuple[Pair, ...]
     planned: tuple[Pair, ...]
     model_batches: tuple[int, ...]
@@ -91,6 +93,7 @@ FULL = ReportSize(
     batches=(1, 8, 32, 64),
     modes=MODES,
     new_tokens=96,
+    learning_calls=6,
     pairs=(Pair("llama_3_2_1b", NGRAM), Pair("llama_3_1_8b", "llama_3_2_1b")),
     planned=(Pair("llama_3_2_1b", NGRAM), Pair("llama_3_1_8b", "llama_3_2_1b")),
     model_batches=(1, 64, 8, 32),  # the ends first: time may run out
@@ -114,7 +117,8 @@ SMALL = ReportSize(
     page_size=16,
     batches=(1, 8),
     modes=MODES,
-    new_tokens=32,
+    new_tokens=64,
+    learning_calls=6,
     pairs=(Pair("bench_60m", NGRAM), Pair("bench_60m", "bench_60m_draft")),
     planned=(Pair("bench_60m", NGRAM),),
     model_batches=(1, 8),
@@ -139,6 +143,7 @@ TINY = ReportSize(
     batches=(2,),
     modes=("K = 0", "K = 2"),
     new_tokens=8,
+    learning_calls=1,
     pairs=(Pair("tiny", NGRAM),),
     planned=(Pair("tiny", NGRAM),),
     model_batches=(2,),
