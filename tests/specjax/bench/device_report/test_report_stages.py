@@ -156,6 +156,8 @@ def test_tokens_per_second_of_an_assumed_rate(context):
 
 def test_a_model_that_does_not_fit_is_left_out_with_the_reason(context, monkeypatch):
     monkeypatch.setattr(device_memory, "total_bytes", lambda device: 16 * 10**9)
+    for stage in (model_steps, prefill):  # its weights are not even made
+        monkeypatch.setattr(stage, "setup_of", lambda *_: pytest.fail("loaded"))
     pair = FULL.pairs[1]
     assert random_models.misfit(FULL.pairs[0], context.device, EngineConfig(max_rows=1)) is None
     for run in (
