@@ -65,7 +65,11 @@ def make_report(
         f"report of {device.device_kind}, size {chosen.name}, at most {minutes:g} minutes; "
         "kept after each case: it may be stopped, and goes on where it was."
     )
-    counts = run.run()
+    try:
+        counts = run.run()
+    except KeyboardInterrupt:
+        say(f"stopped; {place} has what was measured, and the same command goes on.")
+        raise
     say(
         f"{counts['result']} measured, {counts['left_out']} left out, {counts['failed']} failed, "
         f"{counts['not reached']} not reached, {counts['kept']} from before."

@@ -98,6 +98,20 @@ def test_each_case_is_on_disk_before_the_next(tmp_path):
     assert seen["stage 0: b"] == {"attempts": 1}
 
 
+def test_an_interrupt_is_answered_with_a_line(tmp_path):
+    lines = []
+    with pytest.raises(KeyboardInterrupt):
+        report.make_report(
+            tmp_path,
+            minutes=1,
+            size="tiny",
+            again=False,
+            say=lines.append,
+            stages=stages_of([Ran().case("a", raises(KeyboardInterrupt()))]),
+        )
+    assert "the same command goes on" in lines[-1]
+
+
 def test_an_interrupt_ends_the_run_and_the_case_begins_anew(tmp_path):
     ran = Ran()
     for _ in range(documents.MOST_ATTEMPTS + 1):
