@@ -148,15 +148,24 @@ def _timed(program: Callable, count: int, start: Any) -> float:
     return time.perf_counter() - begin
 
 
-def copy_bytes_per_s() -> float:
-    """Returns what a loop over a large array reaches, read and written."""
-    array = jnp.zeros(COPIED_BYTES // 4, jnp.float32)
+def copy_bytes_per_s(num_bytes: int | None = None) -> float:
+    """Returns what a loop over a large array reaches, read and written.
+
+    Args:
+      num_bytes: of the array; by default COPIED_BYTES.
+    """
+    num_bytes = num_bytes or COPIED_BYTES
+    array = jnp.zeros(num_bytes // 4, jnp.float32)
     (took,) = seconds_of({"copy": lambda array, _: array + 1.0}, array).values()
-    return 2 * COPIED_BYTES / took
+    return 2 * num_bytes / took
 
 
 def measure(shape: Shape, implementation: str, copied: float, *, tunes: bool = False) -> Result:
-    """Returns what a shape reaches; with `tunes`, by the fastest block sizes."""
+    """Returns what a shape reaches; with `tunes`, by the fastest block sizes.
+
+    Args:
+      copied: bytes per second of a copy, as `copy_bytes_per_s` returns them.
+    """
     q, attend, arrays = make_call(shape)
     if tunes:
         ops: dict[BlockSizes | None, Callable] = {
@@ -262,11 +271,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps([dataclasses.asdict(result) for result in results], indent=1))
     if options.tune:
-        block_sizes.write([_entry(result, kind) for result in results])
+        block_sizes.write([entry_of(result, kind) for result in results])
     return 0
 
 
-def _entry(result: Result, kind: str) -> block_sizes.Entry:
+def entry_of(result: Result, kind: str) -> block_sizes.Entry:
+    """Returns the entry of block_sizes.json that a tuned result makes on a kind of device."""
     shape = result.shape
     assert result.sizes is not None
     lines = layout.page_shape(1, 1, shape.kv_heads, shape.head_dim, in_lanes=True)

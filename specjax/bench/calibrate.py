@@ -21,6 +21,7 @@ from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import MAX_DEPTH
 from specjax.decode.bucket import Bucket
 from specjax.decode.decoder import Decoder
+from specjax.decode.state import DecodeState
 from specjax.engine.admission import make_admissions
 from specjax.engine.request import Request
 from specjax.engine.rows import Row
@@ -52,6 +53,11 @@ class StepTimer:
         self._state = decoder.init()
         for admission in make_admissions(decoder, self._rows(sampling, rule)):
             self._state = decoder.admit(self._state, admission)
+
+    @property
+    def state(self) -> DecodeState:
+        """The state after admission; a burst donates it."""
+        return self._state
 
     def longest_context(self, depth: int) -> int:
         """Returns the most tokens of a row from which a burst can run."""

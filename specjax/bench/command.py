@@ -13,6 +13,8 @@ import jax
 
 from specjax.api.assemble import Setup
 from specjax.bench import calibrate, measuring, quick
+from specjax.bench.device_report.report import make_report
+from specjax.bench.device_report.sizes import SIZES
 from specjax.bench.widen import widen
 from specjax.cli.parser import Parser, at_least
 from specjax.config.engine import EngineConfig
@@ -31,6 +33,8 @@ from specjax.runtime.progress import Progress
 def main(argv: list[str] | None = None) -> int:
     """Runs a benchmark and prints its figures."""
     options = _parser().parse_args(argv)
+    if options.device_report is not None:
+        return _report(options)
     if options.calibrate:
         return _calibrate(options)
     figures = quick.run(options.rounds, lambda what: print(f"measuring: {what}", file=sys.stderr))
@@ -56,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="what the steps of a pair cost, for the choice of K: kept for later runs",
     )
+    kinds.add_argument(
+        "--device-report",
+        metavar="FOLDER",
+        help="kernels, speed and memory on this device, as a page and a JSON document in FOLDER; "
+        "the same command goes on with a report that was stopped",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument(
         "--rounds",
@@ -63,6 +73,20 @@ def _parser() -> argparse.ArgumentParser:
         default=9,
         help="rounds of each measurement (default 9)",
     )
+    report = parser.add_argument_group("of --device-report")
+    report.add_argument(
+        "--minutes",
+        type=_minutes,
+        default=30.0,
+        metavar="N",
+        help="begin nothing after so many minutes (default 30); the same command does the rest",
+    )
+    report.add_argument(
+        "--size",
+        choices=list(SIZES),
+        help="how much to measure; by default small on a CPU and full elsewhere",
+    )
+    report.add_argument("--again", action="store_true", help="measure what is there once more")
     pair = parser.add_argument_group("of --calibrate")
     pair.add_argument(
         "--target",
@@ -84,6 +108,39 @@ def _parser() -> argparse.ArgumentParser:
     pair.add_argument("--max-context", type=at_least(1), default=512, metavar="TOKENS")
     pair.add_argument("--temperature", type=float, default=1.0)
     return parser
+
+
+def _report(options: argparse.Namespace) -> int:
+    progress = Progress(sys.stderr.isatty())
+
+    def say(line: str) -> None:
+        progress.close()
+        print(line, file=sys.stderr, flush=True)
+
+    try:
+        return make_report(
+            options.device_report,
+            minutes=options.minutes,
+            size=options.size,
+            again=options.again,
+            say=say,
+            begin=lambda what: progress.report(what, 0, 0),
+        )
+    finally:
+        progress.close()
+
+
+def _minutes(text: str) -> float:
+    """Returns a number of minutes above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of minutes; expected one above 0, as 30"
+        )
+    return number
 
 
 def _calibrate(options: argparse.Namespace) -> int:

@@ -16,14 +16,19 @@ from pallas_kernels.move_kv.mosaic_tpu import move_kv_mosaic_tpu
 from pallas_kernels.move_kv.xla import move_kv_xla
 from pallas_kernels.tree_attention import mosaic_tpu as attention
 from pallas_kernels.tree_attention import tree_attention
-from pallas_kernels.tree_attention.example_inputs import EXAMPLES, Example, make_inputs, widened
+from pallas_kernels.tree_attention.example_inputs import (
+    EXAMPLES,
+    TOLERANCE,
+    Example,
+    make_inputs,
+    widened,
+)
 from pallas_kernels.tree_attention.mosaic_tpu import tree_attention_mosaic_tpu
 from pallas_kernels.write_kv.mosaic_tpu import write_kv_mosaic_tpu
 from pallas_kernels.write_kv.xla import write_kv_xla
 
 # Two cores, as some chips have: they share what a grid marks as parallel.
 INTERPRET = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
-TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3}
 SUBLANES = {"float32": 8, "bfloat16": 16, "int8": 32, "float8_e4m3fn": 32}
 
 

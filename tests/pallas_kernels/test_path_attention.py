@@ -10,48 +10,16 @@ import pytest
 
 from pallas_kernels import layout
 from pallas_kernels.path_attention import path_attention
+from pallas_kernels.path_attention.example_inputs import by_token, is_covered
 from pallas_kernels.tree_attention import tree_attention
-from pallas_kernels.tree_attention.example_inputs import EXAMPLES, make_inputs, widened
+from pallas_kernels.tree_attention.example_inputs import (
+    EXAMPLES,
+    TOLERANCE,
+    make_inputs,
+    widened,
+)
 
-TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3}
-
-
-def by_token(example, arguments):
-    """Returns path attention's row_ids, positions and path_offsets for a tree's example."""
-    rows = len(example.lengths)
-    row_ids, positions, offsets = [], [], []
-    for row, (length, count) in enumerate(zip(example.lengths, example.num_new)):
-        for node in range(count):
-            path = [node]
-            if example.parents is None:
-                path = list(range(node + 1))
-            else:
-                while example.parents[path[0]] >= 0:
-                    path.insert(0, example.parents[path[0]])
-            row_ids.append(row)
-            positions.append(length + len(path) - 1)
-            offsets.append(path)
-    padding = arguments[0].shape[0] - len(row_ids)
-    row_ids += [rows] * padding
-    positions += [0] * padding
-    offsets += [[0]] * padding
-    deepest = max(map(len, offsets), default=1)
-    offsets = [path + [0] * (deepest - len(path)) for path in offsets]
-    return (
-        jnp.asarray(row_ids, jnp.int32),
-        jnp.asarray(positions, jnp.int32),
-        None
-        if example.parents is None
-        else jnp.asarray(offsets, jnp.int32).reshape(len(row_ids), deepest),
-    )
-
-
-# It has no rows in order beside trees.
-COVERED = [
-    name
-    for name, example in EXAMPLES.items()
-    if not (example.causal or example.nodes or example.page_dtype)
-]
+COVERED = [name for name, example in EXAMPLES.items() if is_covered(example)]
 
 
 def test_pages_with_scales_are_refused():
@@ -65,7 +33,7 @@ def attend(example, implementation=None, turn=lambda arguments: arguments):
     arguments, options = make_inputs(example)
     arguments = turn(arguments)
     q, k_pages, v_pages, table, _, lengths = arguments
-    row_ids, positions, offsets = by_token(example, arguments)
+    row_ids, positions, offsets = by_token(example, arguments[0].shape[0])
     call = functools.partial(
         path_attention,
         path_offsets=offsets,

@@ -13,15 +13,12 @@ from pallas_kernels import layout
 from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.example_inputs import (
     EXAMPLES,
+    TOLERANCE,
     Example,
     make_inputs,
     pack_ancestors,
     widened,
 )
-
-# float32: sums in another order. bfloat16: the result is rounded to 8 bits, of numbers below 4.
-TOLERANCE = {"float32": 1e-5, "bfloat16": 8e-3}
-
 
 compiled = jax.jit(
     tree_attention,

@@ -1,0 +1,159 @@
+"""The document of a report: what it was made on, and what each case found. Plain JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import specjax
+from specjax.runtime import kept_files
+from specjax.version import __version__
+
+SCHEMA_VERSION = 1
+NAME = "report.json"
+# A case that ended its process so often is not tried again.
+MOST_ATTEMPTS = 2
+_PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+# What may differ between two runs of one report.
+_FREE = ("date", "host_cpu")
+
+Document = dict[str, Any]
+
+
+def environment(device: Any, size: str) -> dict[str, Any]:
+    """Returns the device, the machine and the versions of a report."""
+    return {
+        "device_kind": device.device_kind,
+        "platform": device.platform,
+        "num_devices": jax.device_count(),
+        "host_cpu": host_cpu(),
+        "host_cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "plugin": _plugin(),
+        "specjax": __version__,
+        "commit": _commit(),
+        "size": size,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def _plugin() -> str | None:
+    """Returns the package of the device's compiler and its version; None on a CPU."""
+    for name in _PLUGINS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
+    return None
+
+
+def host_cpu() -> str:
+    """Returns the name of the machine's processor."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """Returns the commit of a checkout, with "-dirty" where files were changed, or the one that
+    pip installed from a repository; else None."""
+    (package,) = specjax.__path__
+    root = Path(package).parent
+    if not (root / ".git").exists():
+        return _installed_commit()
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _installed_commit() -> str | None:
+    """Returns the commit in the direct_url.json that pip writes (PEP 610)."""
+    try:
+        text = metadata.distribution("specjax").read_text("direct_url.json")
+        return json.loads(text or "{}").get("vcs_info", {}).get("commit_id", "")[:12] or None
+    except (metadata.PackageNotFoundError, ValueError, AttributeError):
+        return None
+
+
+def new(made_on: Mapping[str, Any]) -> Document:
+    """Returns a document without cases."""
+    return {"schema_version": SCHEMA_VERSION, "made_on": dict(made_on), "cases": {}}
+
+
+def open_or_new(folder: Path, made_on: Mapping[str, Any]) -> Document:
+    """Returns the document in a folder, to go on with, or a new one.
+
+    Raises:
+      ValueError: the folder has a file that is no report, or one of another device or version.
+    """
+    path = folder / NAME
+    if not path.exists():
+        return new(made_on)
+    try:
+        found = kept_files.read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as a report ({error}); {_ELSEWHERE}") from error
+    if not isinstance(found, dict) or found.get("schema_version") != SCHEMA_VERSION:
+        raise ValueError(f"{path} is no report of schema {SCHEMA_VERSION}; {_ELSEWHERE}")
+    differences = _differences(found["made_on"], made_on)
+    if differences:
+        raise ValueError(f"{path} was made with {differences}; figures do not mix: {_ELSEWHERE}")
+    return found
+
+
+_ELSEWHERE = "give another folder."
+
+
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Returns what differs between two environments, as "jax 0.10.2, and this is 0.11"."""
+    free = _FREE if now["platform"] != "cpu" else ("date",)
+    return "; ".join(
+        f"{name} {before.get(name)}, and this is {now[name]}"
+        for name in now
+        if name not in free and before.get(name) != now[name]
+    )
+
+
+def save(folder: Path, document: Document) -> None:
+    """Writes the document so that a reader finds the one before or this one, whole.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    if not kept_files.write_json(folder / NAME, document):
+        raise OSError(f"{folder / NAME} cannot be written; give a folder that can.")
+
+
+def is_over(outcome: Mapping[str, Any] | None) -> bool:
+    """Returns whether a case needs no further run."""
+    return outcome is not None and any(kind in outcome for kind in ("result", "failed", "left_out"))
+
+
+def plain(value: Any) -> Any:
+    """Returns a value as JSON has it: numbers that are not finite become None."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        return plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,95 @@
+"""The page of a report: a pure function of its document."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.bench.device_report.peaks import MEASURED, PUBLISHED
+from specjax.bench.device_report.tables import SECTIONS
+
+_WAYS = {"left_out": "Left out", "failed": "Failed", "not_reached": "Not reached"}
+
+
+def as_markdown(document: Mapping[str, Any]) -> str:
+    """Returns a page for docs/benchmarks/."""
+    made_on, cases = document["made_on"], document["cases"]
+    is_cpu = made_on["platform"] == "cpu"
+    device = f"CPU ({made_on['host_cpu']})" if is_cpu else made_on["device_kind"]
+    lines = [f"# {device}, specjax {made_on['specjax']}: device report", ""]
+    lines += [_conditions(made_on), "", _summary(cases)]
+    if is_cpu:
+        lines += ["", _OF_CPU]
+    lines += ["", _peak_line(cases)]
+    for stage in SECTIONS:
+        lines += _section(stage, cases)
+    return "\n".join(lines) + "\n"
+
+
+_OF_CPU = (
+    "These are figures of a CPU, which may share its cores with other programs. They show what "
+    "a report has; they say nothing about a TPU or a GPU."
+)
+
+
+def _conditions(made_on: Mapping[str, Any]) -> str:
+    devices = "1 device" if made_on["num_devices"] == 1 else f"{made_on['num_devices']} devices"
+    compiler = f", {made_on['plugin']}" if made_on["plugin"] else ""
+    commit = f", commit {made_on['commit']}" if made_on["commit"] else ""
+    return (
+        f"{devices} seen, one measured; host {made_on['host_cpu']}, {made_on['host_cores']} cores; "
+        f"jax {made_on['jax']}, jaxlib {made_on['jaxlib']}{compiler}, Python {made_on['python']}; "
+        f"specjax {made_on['specjax']}{commit}; {made_on['date']}; size {made_on['size']}. Made by "
+        "`specjax bench --device-report`."
+    )
+
+
+def _summary(cases: Mapping[str, Any]) -> str:
+    counts = {way: sum(way in case for case in cases.values()) for way in ("result", *_WAYS)}
+    return (
+        f"Cases: {len(cases)}; measured {counts['result']}, left out {counts['left_out']}, failed "
+        f"{counts['failed']}, not reached {counts['not_reached']}."
+    )
+
+
+def _peak_line(cases: Mapping[str, Any]) -> str:
+    speed = cases.get("device: speed", {}).get("result")
+    source = PUBLISHED if speed and speed["published"] else MEASURED
+    return f"Shares and rooflines are of the device's speed as {source}."
+
+
+def _section(stage: str, cases: Mapping[str, Any]) -> list[str]:
+    """Returns the lines of a stage: its table, then what is not in it and why."""
+    section = SECTIONS[stage]
+    prefix = f"{stage}: "
+    own = {key.removeprefix(prefix): case for key, case in cases.items() if key.startswith(prefix)}
+    if not own:
+        return []
+    lines = ["", f"## {section.title}", ""]
+    results = {name: case["result"] for name, case in own.items() if "result" in case}
+    if results:
+        lines += [section.note, ""] if section.note else []
+        lines += [*section.table(results), ""]
+    for way, said in _WAYS.items():
+        by_reason: dict[str, list[str]] = defaultdict(list)
+        for name, case in own.items():
+            if way in case:
+                by_reason[_reason(case, way)].append(name)
+        lines += [f"- {said}: {_names(names)}. {why}" for why, names in by_reason.items()]
+    while not lines[-1]:
+        lines.pop()
+    return lines
+
+
+def _reason(case: Mapping[str, Any], way: str) -> str:
+    error = f"{case['error']}: " if "error" in case else ""
+    text = f"{error}{case[way]}"
+    text = text[:1].upper() + text[1:]
+    return text if text.endswith(".") else f"{text}."
+
+
+def _names(names: list[str], most: int = 4) -> str:
+    """Returns names, and how many more there are."""
+    more = len(names) - most
+    return "; ".join(names[:most]) + (f"; and {more} more" if more > 0 else "")

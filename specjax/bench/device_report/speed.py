@@ -1,0 +1,51 @@
+"""The stage "device": the speed of its memory and of its products, and the published figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from pallas_kernels.tree_attention import bench
+from specjax.bench import measuring
+from specjax.bench.device_report.cases import Case, Context
+from specjax.bench.device_report.peaks import published_peaks
+from specjax.bench.device_report.sizes import ReportSize
+from specjax.models.loading import default_dtype
+
+
+def cases(size: ReportSize, platform: str) -> list[Case]:
+    del size, platform
+    return [Case("speed", measure_speed)]
+
+
+def measure_speed(context: Context) -> dict[str, Any]:
+    """Returns bytes per second of a copy, of reading (on a CPU), and operations per second."""
+    published = published_peaks(context.device)
+    return {
+        "copy_bytes_per_s": bench.copy_bytes_per_s(context.size.copied_bytes),
+        "read_bytes_per_s": _read_bytes_per_s(context) if context.is_cpu else None,
+        "flops_per_s": _flops_per_s(context.size.product_size),
+        "product_dtype": default_dtype().name,
+        "published": None if published is None else dataclasses.asdict(published),
+    }
+
+
+def _read_bytes_per_s(context: Context) -> float:
+    num_bytes = context.size.read_bytes
+    read = measuring.read_bandwidth(num_bytes)
+    seconds = measuring.interleaved({"read": read}, context.size.rounds)["read"]
+    return num_bytes / min(seconds)  # a peak: other programs can only make it slower
+
+
+def _flops_per_s(size: int) -> float:
+    """Returns operations per second of a product of square matrices of weights' dtype."""
+    dtype = default_dtype()
+    x, y = (
+        jax.random.normal(key, (size, size), dtype) for key in jax.random.split(jax.random.key(0))
+    )
+    # The next product takes the result: it must not grow.
+    step = lambda x, y: (x @ y * size**-0.5).astype(dtype)
+    (took,) = bench.seconds_of({"product": step}, x, y).values()
+    return 2 * size**3 / took

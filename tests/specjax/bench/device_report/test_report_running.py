@@ -1,0 +1,214 @@
+"""Cases run once, are kept one by one, and what one raises stops no other."""
+
+import json
+
+import jax
+import pytest
+
+from specjax.bench.device_report import document as documents
+from specjax.bench.device_report import report
+from specjax.bench.device_report.cases import Case, Context, LeftOut, Stage
+from specjax.bench.device_report.running import Run
+from specjax.bench.device_report.sizes import TINY
+
+
+class Ran(list):
+    """Names of the cases that ran, in order."""
+
+    def case(self, name, does=lambda: {"figure": 1.5}):
+        def run(context):
+            self.append(name)
+            return does()
+
+        return Case(name, run)
+
+
+def raises(error):
+    def run():
+        raise error
+
+    return run
+
+
+def stages_of(*cases_by_stage, shares=None):
+    shares = shares or [1 / len(cases_by_stage)] * len(cases_by_stage)
+    return [
+        Stage(f"stage {index}", share, lambda size, platform, cases=cases: cases)
+        for index, (cases, share) in enumerate(zip(cases_by_stage, shares, strict=True))
+    ]
+
+
+def make(folder, stages, *, minutes=30.0, again=False):
+    lines = []
+    code = report.make_report(
+        folder, minutes=minutes, size="tiny", again=again, say=lines.append, stages=stages
+    )
+    return code, lines
+
+
+def kept(folder):
+    return json.loads((folder / documents.NAME).read_text())["cases"]
+
+
+def test_a_second_run_does_what_is_left(tmp_path):
+    ran = Ran()
+    first = stages_of([ran.case("a"), ran.case("b")])
+    assert make(tmp_path, first)[0] == 0
+    more = stages_of([ran.case("a"), ran.case("b"), ran.case("c")])
+    code, lines = make(tmp_path, more)
+    assert (code, ran) == (0, ["a", "b", "c"])
+    assert "2 of 3 cases are there from an earlier run." in lines
+    assert "1 measured, 0 left out, 0 failed, 0 not reached, 2 from before." in lines
+    assert any(line.startswith("   3/3  stage 0: c") for line in lines)
+    make(tmp_path, more, again=True)
+    assert ran == ["a", "b", "c"] * 2
+    assert len(kept(tmp_path)) == 3
+
+
+def test_what_a_case_raises_is_kept_and_the_others_run(tmp_path):
+    ran = Ran()
+    stages = stages_of(
+        [
+            ran.case("full", raises(MemoryError("RESOURCE_EXHAUSTED:\n  9 bytes"))),
+            ran.case("none", raises(LeftOut("no such chip."))),
+        ],
+        [ran.case("fine")],
+    )
+    code, lines = make(tmp_path, stages)
+    found = kept(tmp_path)
+    assert code == report.EXIT_FAILED_CASE
+    assert found["stage 0: full"]["failed"] == "RESOURCE_EXHAUSTED: 9 bytes"
+    assert found["stage 0: full"]["error"] == "MemoryError"
+    assert found["stage 0: none"]["left_out"] == "no such chip."
+    assert found["stage 1: fine"]["result"] == {"figure": 1.5}
+    assert any("failed: RESOURCE_EXHAUSTED" in line for line in lines)
+    assert make(tmp_path, stages)[0] == 0  # what failed is not tried again unasked
+    assert ran == ["full", "none", "fine"]
+
+
+def test_each_case_is_on_disk_before_the_next(tmp_path):
+    seen = {}
+
+    def look():
+        seen.update(kept(tmp_path))
+        return {}
+
+    make(tmp_path, stages_of([Case("a", lambda context: {"x": 1}), Case("b", lambda _: look())]))
+    assert seen["stage 0: a"]["result"] == {"x": 1}
+    assert seen["stage 0: b"] == {"attempts": 1}
+
+
+def test_an_interrupt_is_answered_with_a_line(tmp_path):
+    lines = []
+    with pytest.raises(KeyboardInterrupt):
+        report.make_report(
+            tmp_path,
+            minutes=1,
+            size="tiny",
+            again=False,
+            say=lines.append,
+            stages=stages_of([Ran().case("a", raises(KeyboardInterrupt()))]),
+        )
+    assert "the same command goes on" in lines[-1]
+
+
+def test_an_interrupt_ends_the_run_and_the_case_begins_anew(tmp_path):
+    ran = Ran()
+    for _ in range(documents.MOST_ATTEMPTS + 1):
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path, stages_of([ran.case("a"), ran.case("b", raises(KeyboardInterrupt()))]))
+    assert (tmp_path / "report.md").exists()
+    assert make(tmp_path, stages_of([ran.case("a"), ran.case("b")]))[0] == 0
+    assert ran == ["a", "b", "b", "b", "b"]
+
+
+class Killed(BaseException):
+    """The end of the process, which nothing of it survives."""
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    """Runs stages until one raises Killed; nothing is written afterwards."""
+
+    def run(folder, stages):
+        with monkeypatch.context() as patched:
+            patched.setattr(Run, "_save", lambda self: None)
+            with pytest.raises(Killed):
+                make(folder, stages)
+
+    return run
+
+
+def test_a_case_that_ends_its_process_twice_has_failed(tmp_path, killed):
+    ran = Ran()
+    stages = stages_of([ran.case("a"), ran.case("bad", raises(Killed())), ran.case("c")])
+    killed(tmp_path, stages)
+    killed(tmp_path, stages)
+    code, _ = make(tmp_path, stages)
+    assert (code, ran) == (report.EXIT_FAILED_CASE, ["a", "bad", "bad", "c"])
+    assert "its process ended 2 times" in kept(tmp_path)["stage 0: bad"]["failed"]
+    assert kept(tmp_path)["stage 0: c"]["result"]
+
+
+def test_a_run_killed_once_goes_on(tmp_path, killed):
+    ran = Ran()
+    killed(tmp_path, stages_of([ran.case("a"), ran.case("b", raises(Killed()))]))
+    assert kept(tmp_path)["stage 0: b"] == {"attempts": 1}
+    assert make(tmp_path, stages_of([ran.case("a"), ran.case("b")]))[0] == 0
+    assert ran == ["a", "b", "b"]
+
+
+class Clock:
+    """Seconds, which only cases let pass."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def case(self, name, seconds):
+        def run(context):
+            self.now += seconds
+            return {}
+
+        return Case(name, run)
+
+
+def run_by(clock, folder, stages, minutes):
+    document = documents.open_or_new(folder, documents.environment(jax.devices()[0], "tiny"))
+    context = Context(TINY, folder, jax.devices()[0], lambda key: None)
+    run = Run(document, folder, stages, context, minutes, False, lambda line: None, clock=clock)
+    return run.run(), kept(folder)
+
+
+def test_no_case_begins_after_the_limit_and_the_next_run_reaches_it(tmp_path):
+    clock = Clock()
+    stages = stages_of([clock.case("a", 50), clock.case("b", 50), clock.case("c", 50)])
+    counts, cases = run_by(clock, tmp_path, stages, minutes=1)
+    assert counts["result"] == 2
+    assert counts["not reached"] == 1
+    assert cases["stage 0: c"] == {"not_reached": "the limit of 1 minutes came first"}
+    counts, cases = run_by(clock, tmp_path, stages, minutes=1)
+    assert counts["result"] == 1
+    assert counts["kept"] == 2
+    assert counts["not reached"] == 0
+    assert "result" in cases["stage 0: c"]
+
+
+def test_a_stage_ends_with_its_share_and_takes_what_others_leave(tmp_path):
+    clock = Clock()
+    long = [clock.case(name, 20) for name in "abcde"]
+    stages = stages_of(long, [clock.case("x", 10)], shares=[0.5, 0.5])
+    # Half of 100 s ends after c; then x; then d in the time that is left, until 90 s, and e.
+    counts, cases = run_by(clock, tmp_path, stages, minutes=100 / 60)
+    assert [name[-1] for name in cases] == ["a", "b", "c", "x", "d", "e"]
+    assert counts["result"] == 6
+
+
+def test_results_of_earlier_cases_are_at_hand(tmp_path):
+    seen = []
+    first = Case("a", lambda context: {"x": float("nan"), "y": (1, 2)})
+    second = Case("b", lambda context: seen.append(context.result("stage 0: a")) or {})
+    make(tmp_path, stages_of([first, second]))
+    assert seen == [{"x": None, "y": [1, 2]}]
