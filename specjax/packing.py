@@ -20,7 +20,8 @@ def pack(values: Any) -> Array:
       values: a pytree of arrays of int32, uint32, float32 or bool, each with leading [n].
     """
     leaves = jax.tree.leaves(values)
-    return jnp.concatenate([_as_integers(leaf).reshape(leaf.shape[0], -1) for leaf in leaves], 1)
+    flat = lambda leaf: leaf.reshape(leaf.shape[0], math.prod(leaf.shape[1:]))
+    return jnp.concatenate([flat(_as_integers(leaf)) for leaf in leaves], axis=1)
 
 
 def unpack(packed: Array, like: Any) -> Any:

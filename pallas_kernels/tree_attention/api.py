@@ -84,8 +84,8 @@ def tree_attention(
       softcap: scores become softcap * tanh(score / softcap), after the scale (Gemma 2).
       window: number of keys that a token sees, itself included. A node of a tree counts from
         its depth; then the window must be wider than 32 * words.
-      max_tokens_per_row: static bound on any row's new tokens; tokens past it are not
-        computed.
+      max_tokens_per_row: static bound on any row's new tokens; what is returned for tokens
+        past it means nothing.
       implementation: "mosaic_tpu", "mosaic_gpu", "xla" or "reference"; None picks the best
         for this case. "mosaic_gpu", which was not run on hardware yet, is among them only
         within `implementations.trusting`, which is for devices where `self_test` passed.

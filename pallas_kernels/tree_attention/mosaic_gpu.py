@@ -143,7 +143,7 @@ def tree_attention_mosaic_gpu(
         has_window=window is not None,
         has_sinks=sinks is not None,
     )
-    # What lies past the bound is not computed.
+    # What lies past the bound means nothing.
     num_new = jnp.minimum(row_starts[1:] - row_starts[:-1], max_tokens_per_row)
     blocks = blocks_of(num_new, row_starts, q.shape[0], shape)
     of_blocks = functools.partial(by_block, blocks=blocks, row_starts=row_starts, sizes=shape)

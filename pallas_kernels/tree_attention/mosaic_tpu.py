@@ -189,7 +189,7 @@ def tree_attention_mosaic_tpu(
         # Otherwise every new key is that of a query, which has its own bit.
         has_holes=ancestor_bits is not None and num_new_keys is not None,
     )
-    # What lies past the bound is not computed.
+    # What lies past the bound means nothing.
     num_new = jnp.minimum(row_starts[1:] - row_starts[:-1], max_tokens_per_row)
     seen = num_new if num_new_keys is None else num_new_keys
     if is_causal is not None:

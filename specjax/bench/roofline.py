@@ -88,8 +88,19 @@ def regressions(name: str, before: Mapping[str, Any] | None, after: Mapping[str,
                 f"{name}, {context} tokens: bytes over minimum {was:.3f} before, "
                 f"{found['ratio']:.3f} now."
             )
+    if after["operations"] > before["operations"] * (1 + SLACK):
+        lines.append(
+            f"{name}: {before['operations']} operations before, {after['operations']} now."
+        )
+    if after["collectives"] > before["collectives"]:
+        were, are = before["collectives"], after["collectives"]
+        lines.append(f"{name}: {were} collectives before, {are} now.")
     new = [flag for flag in after["flags"] if flag not in before["flags"]]
     lines += [f"{name}: {flag}, which was not there before." for flag in new]
+    if lines and before["compiled_by"] != after["compiled_by"]:
+        lines.append(
+            f"  Compiled by {before['compiled_by']} before, by {after['compiled_by']} now."
+        )
     if lines:
         lines.append("  Most bytes beyond the minimum, in the program of few layers:")
         lines += [f"  {bytes_ / 1e6:10.1f} MB  {place}" for place, bytes_ in after["beyond"]]

@@ -98,6 +98,14 @@ class Instruction(NamedTuple):
         return tuple(filter(None, pair))
 
     @property
+    def branches(self) -> tuple[tuple[str, str], ...]:
+        """Computation and operand of each branch of a conditional; of a predicate "false" first."""
+        operands = self.operands[1:]
+        if not self._first(r"(branch_computations)"):
+            operands = operands[::-1]  # true, false
+        return tuple(zip(self.called, operands, strict=True))
+
+    @property
     def trip_count(self) -> int | None:
         """Turns of a while loop, where the compiler knows them."""
         found = self._first(r'known_trip_count[":={]+"?n"?:"?(\d+)')

@@ -241,7 +241,8 @@ class _Walk:
                     f"conditional {one.name} ({one.op_name}) has {len(one.called)} branches; "
                     "name the one that an ordinary step takes."
                 )
-            yield from self.computation(one.called[branch], [given[1 + branch]], times)
+            name, operand = one.branches[branch]
+            yield from self.computation(name, [given[one.operands.index(operand)]], times)
         else:
             yield from self.computation(one.called[0], given, times)
 

@@ -110,9 +110,10 @@ def usage_by_token(sampling: RowSampling, row_ids: Array, positions: Array) -> U
         filters=is_random & filters,
         temperature=is_random,
     )
-    flags, early_until = take((jnp.stack(by_row, axis=1), _early_until(sampling)), row)
+    rows = jnp.stack(by_row, axis=1), sampling.prompt_lengths, sampling.min_tokens
+    flags, *own = take(rows, row)
     by_token = Usage(*(flags & is_own[:, None]).T)
-    return by_token._replace(min_tokens=is_own & (positions < early_until))
+    return by_token._replace(min_tokens=is_own & _is_early(positions, *own))
 
 
 def own_rows(sampling: RowSampling, row_ids: Array) -> tuple[Array, Array]:
@@ -217,10 +218,9 @@ def _clamp(row_ids: Array, sampling: RowSampling) -> Array:
     return jnp.minimum(row_ids, sampling.rows - 1)
 
 
-def _early_until(sampling: RowSampling) -> Array:
-    """Returns the first position after which a stop token is allowed, i32[rows]."""
-    # After position p the output has p + 1 - prompt_lengths tokens.
-    return sampling.prompt_lengths + sampling.min_tokens - 1
+def _is_early(positions: Array, prompt_lengths: Array, min_tokens: Array) -> Array:
+    """Returns where a stop token is not yet allowed at the next position; i32[num_tokens] each."""
+    return positions + 1 - prompt_lengths < min_tokens
 
 
 def _when(predicate: Array, change: Callable[[Array], Array], values: Array) -> Array:
@@ -254,7 +254,8 @@ def _edit(
 
     def forbid_stop(values: Array) -> Array:
         ids = sampling.stop_token_ids[row]
-        is_early = (positions < _early_until(sampling)[row])[:, None] & (ids >= 0)
+        is_early = _is_early(positions, sampling.prompt_lengths[row], sampling.min_tokens[row])
+        is_early = is_early[:, None] & (ids >= 0)
         ids = jnp.where(is_early, own(ids), vocab)
         return values.at[token, ids].set(-jnp.inf, mode="drop")
 

@@ -43,6 +43,12 @@ def test_take_is_an_index_into_each_leaf():
     assert_same_bits(take(VALUES, index), jax.tree.map(lambda leaf: leaf[index], VALUES))
 
 
+def test_no_rows():
+    empty = jax.tree.map(lambda leaf: leaf[:0], VALUES)
+    assert pack(empty).shape == (0, 7)
+    assert_same_bits(unpack(pack(empty), VALUES), empty)
+
+
 def test_other_widths_are_refused():
     with pytest.raises(AssertionError, match="bfloat16"):
         pack([jnp.zeros(3, jnp.bfloat16)])

@@ -51,6 +51,22 @@ def test_more_than_5_percent_worse_fails():
     assert lines[-1].split() == ["2.5", "MB", "fusion,", "while/body/add"]
 
 
+@pytest.mark.parametrize(("figure", "now"), [("operations", 8), ("collectives", 3)])
+def test_more_operations_or_collectives_fail(figure, now):
+    after = found() | {figure: now}
+    (line, *_) = roofline.regressions("case", found(), after)
+    assert line == f"case: {found()[figure]} {figure} before, {now} now."
+    assert roofline.regressions("case", after, found()) == []
+
+
+def test_another_compiler_is_named_where_something_is_worse():
+    after = found(1.2) | {"compiled_by": "another"}
+    assert "  Compiled by a compiler before, by another now." in roofline.regressions(
+        "case", found(), after
+    )
+    assert roofline.regressions("case", found(), found() | {"compiled_by": "another"}) == []
+
+
 def test_a_new_flag_fails_and_a_recorded_one_does_not():
     flag = "copy of inputs[1].w"
     (line, *_) = roofline.regressions("case", found(), found(flags=[flag]))

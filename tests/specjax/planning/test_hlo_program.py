@@ -79,7 +79,15 @@ def test_branches_of_a_predicate_begin_with_false():
         "  ROOT %c = f32[8]{0} conditional(%p, %a, %b), true_computation=%t, false_computation=%f"
     )
     program = parse(f"ENTRY %m (p: pred[]) -> f32[8] {{\n{line}\n}}\n")
-    assert program.computations["m"].root.called == ("f", "t")
+    root = program.computations["m"].root
+    assert root.called == ("f", "t")
+    assert root.branches == (("f", "b"), ("t", "a"))
+
+
+def test_branches_of_an_index_are_in_order():
+    line = "  ROOT %c = f32[8]{0} conditional(%i, %a, %b), branch_computations={%f, %g}"
+    program = parse(f"ENTRY %m (i: s32[]) -> f32[8] {{\n{line}\n}}\n")
+    assert program.computations["m"].root.branches == (("f", "a"), ("g", "b"))
 
 
 def test_shapes(main):
