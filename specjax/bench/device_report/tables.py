@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from specjax.bench.device_report.sizes import NGRAM
 from specjax.runtime.amounts import amount
 
 Results = Mapping[str, Mapping[str, Any]]  # by the case's name
@@ -200,7 +201,7 @@ def models(results: Results) -> list[str]:
                     f"{found['target']} + {found['drafter']}",
                     f"{found['rows']}{mark}",
                     found["context"],
-                    step["num_speculative_tokens"],
+                    _depth(step),
                     number(1e3 * step["step_s"], 4),
                     number(1e3 * step["roofline_s"]),
                     percent(step["of_roofline"]),
@@ -212,6 +213,12 @@ def models(results: Results) -> list[str]:
     if any(found["shares_pages"] for found in results.values()):
         lines += ["", "\\* The pages of all rows do not fit: rows share some."]
     return lines
+
+
+def _depth(step: Mapping[str, Any]) -> str:
+    """Returns K, and how many tokens were drafted where they were fewer."""
+    depth, drafted = step["num_speculative_tokens"], step["drafted_per_row"]
+    return f"{depth}" if drafted == depth else f"{depth} ({drafted:.2f} drafted)"
 
 
 def prefill(results: Results) -> list[str]:
@@ -264,7 +271,8 @@ SECTIONS = {
         "Models with random weights",
         "Seconds of a step are measured. Random weights have no acceptance of their own: tokens "
         "per second of drafts follow from these seconds and an assumed rate for every draft "
-        f"token, and are marked {SYNTHETIC}.",
+        f"token, and are marked {SYNTHETIC}. Random text repeats nothing: beside {NGRAM}, rows draft "
+        "K tokens of their text whether or not something matches.",
         models,
     ),
     "prefill": Section(

@@ -41,6 +41,7 @@ STEPS = {
     "steps": [
         {
             "num_speculative_tokens": 0,
+            "drafted_per_row": 0.0,
             "step_s": 0.005,
             "roofline_s": 0.004,
             "of_roofline": 0.8,
@@ -49,6 +50,7 @@ STEPS = {
         },
         {
             "num_speculative_tokens": 2,
+            "drafted_per_row": 2.0,
             "step_s": 0.0055,
             "roofline_s": 0.004,
             "of_roofline": 0.727,
@@ -131,6 +133,13 @@ def test_rows_that_share_pages_are_marked():
     text = page.as_markdown(document)
     assert "| 8* |" in text
     assert "\\* The pages of all rows do not fit" in text
+
+
+def test_steps_that_drafted_less_say_so():
+    document = copy.deepcopy(DOCUMENT)
+    step = document["cases"]["models: llama_3_2_1b + ngram, batch 8"]["result"]["steps"][1]
+    step |= {"drafted_per_row": 0.25, "synthetic_acceptance_tokens_per_s": {}}
+    assert "| 2 (0.25 drafted) | 5.500 | 4.00 | 73% | - |" in page.as_markdown(document)
 
 
 def test_a_document_without_cases():

@@ -145,13 +145,22 @@ def test_written_tokens_count_as_read_and_written_once(context):
 def test_tokens_per_second_of_an_assumed_rate(context):
     config = random_models.config_of("tiny")
     works = model_steps.model_work(config, jnp.float32, 1), []
-    step = model_steps._step(2, 0.01, 4, 64, works, context)
+    step = model_steps._step(2, 0.01, 4, 64, works, context, drafted=2.0)
     assert step["synthetic_acceptance_tokens_per_s"]["0.6"] == pytest.approx(4 * 1.96 / 0.01)
     assert step["plain_tokens_per_s"] is None
     assert step["of_roofline"] == pytest.approx(step["roofline_s"] / 0.01)
-    plain = model_steps._step(0, 0.01, 4, 64, works, context)
+    plain = model_steps._step(0, 0.01, 4, 64, works, context, drafted=0.0)
     assert plain["synthetic_acceptance_tokens_per_s"] == {}
     assert plain["plain_tokens_per_s"] == pytest.approx(400)
+    less = model_steps._step(2, 0.01, 4, 64, works, context, drafted=1.9)
+    assert less["synthetic_acceptance_tokens_per_s"] == {}
+
+
+def test_timed_steps_draft_k_tokens_in_every_row(context):
+    found = model_steps.measure(TINY.pairs[0], 2, context)
+    assert TINY.pairs[0].drafter == "ngram"
+    assert [step["drafted_per_row"] for step in found["steps"]] == [0.0, 2.0]
+    assert found["steps"][1]["synthetic_acceptance_tokens_per_s"]
 
 
 def test_a_model_that_does_not_fit_is_left_out_with_the_reason(context, monkeypatch):
