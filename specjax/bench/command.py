@@ -86,7 +86,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(SIZES),
         help="how much to measure; by default small on a CPU and full elsewhere",
     )
-    report.add_argument("--again", action="store_true", help="measure what is there once more")
+    anew = report.add_mutually_exclusive_group()
+    anew.add_argument(
+        "--again",
+        action="store_true",
+        help="measure everything once more; leave it out to go on with that",
+    )
+    anew.add_argument("--again-failed", action="store_true", help="try what failed once more")
     pair = parser.add_argument_group("of --calibrate")
     pair.add_argument(
         "--target",
@@ -123,6 +129,7 @@ def _report(options: argparse.Namespace) -> int:
             minutes=options.minutes,
             size=options.size,
             again=options.again,
+            again_failed=options.again_failed,
             say=say,
             begin=lambda what: progress.report(what, 0, 0),
         )

@@ -29,6 +29,11 @@ _PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 # What may differ between two runs of one report.
 _FREE = ("date", "host_cpu")
 
+INTERRUPTED = "interrupted"
+NOT_OVER = ("not_reached", INTERRUPTED)
+# A case that began and has none of the other keys was interrupted.
+WAYS = ("result", "left_out", "failed", *NOT_OVER)
+
 Document = dict[str, Any]
 
 
@@ -141,9 +146,27 @@ def save(folder: Path, document: Document) -> None:
         raise OSError(f"{folder / NAME} cannot be written; give a folder that can.")
 
 
-def is_over(outcome: Mapping[str, Any] | None) -> bool:
-    """Returns whether a case needs no further run."""
-    return outcome is not None and any(kind in outcome for kind in ("result", "failed", "left_out"))
+def is_over(document: Document, key: str) -> bool:
+    """Returns whether a case needs no further run: it ended since everything was begun anew."""
+    outcome = document["cases"].get(key)
+    if outcome is None or way_of(outcome) in NOT_OVER:
+        return False
+    return outcome.get("round", 0) >= round_of(document)
+
+
+def round_of(document: Document) -> int:
+    """Returns how often all cases were begun anew; cases have the round that they ended in."""
+    return document.get("round", 0)
+
+
+def way_of(outcome: Mapping[str, Any]) -> str:
+    """Returns how a case ended, one of WAYS."""
+    return next((way for way in WAYS if way in outcome), INTERRUPTED)
+
+
+def disagrees(outcome: Mapping[str, Any]) -> bool:
+    """Returns whether a case found something else than the definition of an op."""
+    return outcome.get("result", {}).get("agrees") is False
 
 
 def plain(value: Any) -> Any:

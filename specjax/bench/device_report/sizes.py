@@ -9,6 +9,11 @@ NGRAM, NO_DRAFTS = "ngram", "none"
 MODES = ("K = 0", "K = 2", "K = 4", "goodput")  # the first is plain decoding
 
 
+def counted(count: float, noun: str) -> str:
+    """Returns a count and its noun, as "1 token" and "2 tokens"."""
+    return f"{count:g} {noun}" + ("" if count == 1 else "s")
+
+
 class Pair(NamedTuple):
     """A target and its drafter, by names of `specjax.configs.models`, or "tiny"."""
 

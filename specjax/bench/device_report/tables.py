@@ -271,8 +271,8 @@ SECTIONS = {
         "Models with random weights",
         "Seconds of a step are measured. Random weights have no acceptance of their own: tokens "
         "per second of drafts follow from these seconds and an assumed rate for every draft "
-        f"token, and are marked {SYNTHETIC}. Random text repeats nothing: beside {NGRAM}, rows draft "
-        "K tokens of their text whether or not something matches.",
+        f"token, and are marked {SYNTHETIC}. Random text repeats nothing: beside {NGRAM}, rows "
+        "draft K tokens of their text whether or not something matches.",
         models,
     ),
     "prefill": Section(
