@@ -9,7 +9,7 @@ from typing import Any
 from specjax.bench.device_report.document import INTERRUPTED, disagrees, is_over, way_of
 from specjax.bench.device_report.peaks import MEASURED, PUBLISHED
 from specjax.bench.device_report.sizes import counted
-from specjax.bench.device_report.tables import SECTIONS
+from specjax.bench.device_report.tables import SECTIONS, Section
 
 DISAGREES = "DISAGREES"
 _WAYS = {
@@ -42,11 +42,12 @@ _OF_CPU = (
 
 
 def _conditions(made_on: Mapping[str, Any]) -> str:
-    devices = "1 device" if made_on["num_devices"] == 1 else f"{made_on['num_devices']} devices"
+    devices = counted(made_on["num_devices"], "device")
     compiler = f", {made_on['plugin']}" if made_on["plugin"] else ""
     commit = f", commit {made_on['commit']}" if made_on["commit"] else ""
+    cores = counted(made_on["host_cores"] or 0, "core")
     return (
-        f"{devices} seen, one measured; host {made_on['host_cpu']}, {made_on['host_cores']} cores; "
+        f"{devices} seen, one measured; host {made_on['host_cpu']}, {cores}; "
         f"jax {made_on['jax']}, jaxlib {made_on['jaxlib']}{compiler}, Python {made_on['python']}; "
         f"specjax {made_on['specjax']}{commit}; {made_on['date']}; size {made_on['size']}. Made by "
         "`specjax bench --device-report`."
@@ -89,7 +90,7 @@ def _section(stage: str, cases: Mapping[str, Any]) -> list[str]:
     results = {name: case["result"] for name, case in own.items() if "result" in case}
     if results:
         lines += [section.note, ""] if section.note else []
-        lines += [*section.table(results), ""]
+        lines += [*_table(section, results), ""]
     for way, said in _WAYS.items():
         by_reason: dict[str, list[str]] = defaultdict(list)
         for name, case in own.items():
@@ -102,6 +103,15 @@ def _section(stage: str, cases: Mapping[str, Any]) -> list[str]:
 
 
 _BEGINS_ANEW = "the same command begins it anew"
+
+
+def _table(section: Section, results: Mapping[str, Any]) -> list[str]:
+    """Returns the table of a section, or one line where figures are missing from the document."""
+    try:
+        return section.table(results)
+    except Exception as error:
+        text = " ".join(str(error).split())[:100]
+        return [f"- No table can be drawn of these results. {type(error).__name__}: {text}."]
 
 
 def _reason(case: Mapping[str, Any], way: str) -> str:

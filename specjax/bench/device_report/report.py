@@ -9,6 +9,7 @@ from pathlib import Path
 from pallas_kernels.implementations import default_device
 from specjax.bench.device_report import document as documents
 from specjax.bench.device_report.cases import Context, Stage
+from specjax.bench.device_report.lock import locked
 from specjax.bench.device_report.page import DISAGREES
 from specjax.bench.device_report.running import PAGE, Run, Say
 from specjax.bench.device_report.sizes import SIZES, counted, size_for
@@ -43,7 +44,8 @@ def make_report(
       begin: gets the name of each case that begins.
 
     Raises:
-      ValueError: the folder has a report of another device or version.
+      ValueError: the folder has a report of another device or version, or another process writes
+        to it.
       OSError: it cannot be written.
     """
     compilation_cache.enable()
@@ -51,28 +53,36 @@ def make_report(
     chosen = size_for(device.platform) if size is None else SIZES[size]
     place = Path(folder).expanduser()
     made_on = documents.environment(device, chosen.name)
-    document = documents.open_or_new(place, made_on)
-    documents.save(
-        place, document
-    )  # a folder that cannot be written is known before the first case
-    result = lambda key: document["cases"].get(key, {}).get("result")
-    run = Run(
-        document=document,
-        folder=place,
-        stages=stages,
-        context=Context(size=chosen, out=place, device=device, result=result),
-        minutes=minutes,
-        again=again,
-        again_failed=again_failed,
-        say=say,
-        begin=begin,
-    )
-    limit = counted(minutes, "minute")
-    say(
-        f"report of {device.device_kind}, size {chosen.name}, at most {limit}; "
-        "kept after each case: it may be stopped, and goes on where it was."
-    )
-    on = "the same command" + (" without --again" if again else "")
+    documents.make_folder(place)
+    with locked(place):
+        document = documents.open_or_new(place, made_on)
+        result = lambda key: document["cases"].get(key, {}).get("result")
+        run = Run(
+            document=document,
+            folder=place,
+            stages=stages,
+            context=Context(size=chosen, out=place, device=device, result=result),
+            minutes=minutes,
+            again=again,
+            again_failed=again_failed,
+            say=say,
+            begin=begin,
+        )
+        limit = counted(minutes, "minute")
+        say(
+            f"report of {device.device_kind}, size {chosen.name}, at most {limit}; "
+            "kept after each case: it may be stopped, and goes on where it was."
+        )
+        return _finish(run, place, "the same command" + (" without --again" if again else ""))
+
+
+def _finish(run: Run, place: Path, on: str) -> int:
+    """Runs a report and says how it ended; returns the exit code.
+
+    Args:
+      on: names the command that goes on.
+    """
+    say = run.say
     try:
         counts = run.run()
     except KeyboardInterrupt:
@@ -83,9 +93,11 @@ def make_report(
         say(f"{on} reaches the rest.")
     if counts["failed"]:
         say("what failed is not tried again, but with --again-failed.")
-    say(f"page: {place / PAGE}")
+    if not counts["unwritten"]:
+        say(f"page: {place / PAGE}")
     say(f"to send in: {place / documents.NAME}, attached to an issue at {ISSUES}")
-    return EXIT_FAILED_CASE if counts["failed"] or counts["disagrees"] else 0
+    is_wrong = counts["failed"] or counts["disagrees"] or counts["unwritten"]
+    return EXIT_FAILED_CASE if is_wrong else 0
 
 
 def _summary(counts: Mapping[str, int]) -> str:

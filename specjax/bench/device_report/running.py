@@ -69,8 +69,8 @@ class Run:
     def run(self) -> Counter[str]:
         """Runs what is left; returns how many cases of the document ended in which way.
 
-        Beside the ways of `documents.WAYS` these are "disagrees", of those with a result, and
-        "kept", those that were over before.
+        Beside the ways of `documents.WAYS` these are "disagrees", of those with a result,
+        "kept", those that were over before, and "unwritten", pages that could not be written.
 
         Raises:
           OSError: the document cannot be written, or the page not even at the start.
@@ -84,8 +84,14 @@ class Run:
             with contextlib.suppress(Exception):  # what ended the run is what is raised
                 self._save()
             raise
-        self._save()
-        return self._counts()
+        documents.save(self.folder, self.document)
+        counts = self._counts()
+        try:
+            self._save_page()
+        except OSError as error:
+            counts["unwritten"] = 1
+            self.say(f"{error} The figures are in {self.folder / documents.NAME}.")
+        return counts
 
     def _counts(self) -> Counter[str]:
         counts: Counter[str] = Counter(kept=self._num_kept)
@@ -180,7 +186,10 @@ class Run:
 
     def _save(self) -> None:
         documents.save(self.folder, self.document)
-        (self.folder / PAGE).write_text(page.as_markdown(self.document), encoding="utf-8")
+        self._save_page()
+
+    def _save_page(self) -> None:
+        documents.save_text(self.folder / PAGE, page.as_markdown(self.document))
 
     def _tidy(self) -> None:
         """Frees what a stage, or a case that failed, leaves on the device."""

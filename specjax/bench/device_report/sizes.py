@@ -81,7 +81,7 @@ class ReportSize:
     num_steps: int
     prompts: tuple[int, ...]
     memory_bytes: int
-    product_size: int  # of the square matrices whose product is timed
+    product_size: int  # of square matrices whose product is timed, beside those twice as large
     copied_bytes: int  # of the array whose copy is timed
     read_bytes: int  # read at once to measure a CPU's memory
 

@@ -92,7 +92,7 @@ Cases: 9; measured 4, left out 2, failed 1, not reached 1, interrupted 1. \
 Shares and rooflines are of the device's speed as published.
 | copy of a large array | 700.0 GB/s |
 | memory, as published | 819 GB/s |
-| `write_kv` | mosaic_tpu | 1 of 2 | not finite of 0 |
+| `write_kv` | mosaic_tpu | 1 of 2 | not finite, 0 |
 - Failed: move_kv, mosaic_tpu, one. MosaicError: it broke.
 | llama_3_2_1b + ngram | 8 | 2048 | 0 | 5.000 | 4.00 | 80% | 1600 | - | - |
 | llama_3_2_1b + ngram | 8 | 2048 | 2 | 5.500 | 4.00 | 73% | - | 2851 | 3549 |
@@ -162,7 +162,30 @@ def test_a_document_without_cases():
         (12345.6, "12,346"),
         (123.4, "123"),
         (1e-7, "1.0e-07"),
+        (999.6, "1,000"),
+        (-999.6, "-1,000"),
+        (9.996, "10.0"),
+        (0.00099999, "0.00100"),
     ],
 )
 def test_numbers(value, text):
     assert number(value) == text
+
+
+def test_a_number_of_two_digits_is_rounded_first():
+    assert number(99.7, 2) == "100"
+    assert number(99.4, 2) == "99"
+
+
+def test_one_of_a_thing_has_no_plural():
+    text = page.as_markdown(DOCUMENT | {"made_on": MADE_ON | {"num_devices": 1, "host_cores": 1}})
+    assert "1 device seen" in text
+    assert "host A host, 1 core;" in text
+
+
+def test_figures_that_are_missing_cost_one_line_of_the_page():
+    document = copy.deepcopy(DOCUMENT)
+    document["cases"]["device: speed"]["result"] = {}
+    text = page.as_markdown(document)
+    assert "- No table can be drawn of these results. KeyError: 'copy_bytes_per_s'." in text
+    assert "| llama_3_2_1b + ngram |" in text

@@ -1,16 +1,18 @@
 """Cases run once, are kept one by one, and what one raises stops no other."""
 
 import json
+import os
+import subprocess
+import sys
 
 import jax
 import pytest
 
 from specjax.bench.device_report import document as documents
-from specjax.bench.device_report import report
+from specjax.bench.device_report import lock, report
 from specjax.bench.device_report.cases import Case, Context, LeftOut, Stage
 from specjax.bench.device_report.running import Run
 from specjax.bench.device_report.sizes import TINY
-
 
 SPEED = {
     "copy_bytes_per_s": 4e9,
@@ -222,6 +224,71 @@ def test_an_interrupt_ends_the_run_and_the_case_begins_anew(tmp_path):
     assert (tmp_path / "report.md").exists()
     assert make(tmp_path, stages_of([ran.case("a"), ran.case("b")]))[0] == 0
     assert ran == ["a", "b", "b", "b", "b"]
+
+
+def test_what_cannot_be_written_hides_no_interrupt(tmp_path, monkeypatch):
+    def stop(context):
+        monkeypatch.setattr(documents, "save", raising_save)
+        raise KeyboardInterrupt
+
+    def raising_save(folder, document):
+        raise OSError("no space")
+
+    with pytest.raises(KeyboardInterrupt):
+        make(tmp_path, stages_of([Case("a", stop)]))
+
+
+def test_a_page_that_cannot_be_written_is_known_at_the_start(tmp_path):
+    (tmp_path / "report.md").mkdir()
+    ran = Ran()
+    with pytest.raises(OSError, match=r"report\.md cannot be written"):
+        make(tmp_path, stages_of([ran.case("a")]))
+    assert ran == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["report.json", "report.md"]
+
+
+def test_a_page_that_cannot_be_written_at_the_end_is_one_line(tmp_path):
+    def replace_page(context):
+        (tmp_path / "report.md").unlink()
+        (tmp_path / "report.md").mkdir()
+        return {}
+
+    code, lines = make(tmp_path, stages_of([Case("a", replace_page)]))
+    assert code == report.EXIT_FAILED_CASE
+    assert any("report.md cannot be written" in line for line in lines)
+    assert not any(line.startswith("page:") for line in lines)
+
+
+def test_a_page_is_there_while_cases_run(tmp_path):
+    seen = []
+    look = lambda context: seen.append((tmp_path / "report.md").read_text()) or {}
+    make(tmp_path, stages_of([Case("a", look)]))
+    assert seen[0].startswith("# CPU")
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    ran = Ran()
+    stages = stages_of([ran.case("a")])
+    path = tmp_path / lock.NAME
+    path.write_text(str(os.getppid()))  # a living process
+    with pytest.raises(ValueError, match=f"process {os.getppid()} makes a report in .*remove"):
+        make(tmp_path, stages)
+    assert ran == []
+    assert path.exists()
+
+
+@pytest.mark.parametrize("holder", ["gone", "", str(2**40), "0"])
+def test_a_lock_that_nobody_holds_is_taken_over(tmp_path, holder):
+    if holder == "gone":
+        done = subprocess.Popen([sys.executable, "-c", ""])
+        done.wait()
+        holder = str(done.pid)
+    (tmp_path / lock.NAME).write_text(holder)
+    seen = []
+    look = lambda context: seen.append((tmp_path / lock.NAME).read_text()) or {}
+    assert make(tmp_path, stages_of([Case("a", look)]))[0] == 0
+    assert seen == [str(os.getpid())]
+    assert not (tmp_path / lock.NAME).exists()
 
 
 class Killed(BaseException):

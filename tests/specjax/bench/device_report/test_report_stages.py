@@ -15,6 +15,7 @@ from specjax.bench.device_report import (
     peaks,
     prefill,
     random_models,
+    speed,
     tuning,
 )
 from specjax.bench.device_report.cases import Context, LeftOut, NotReached
@@ -127,6 +128,16 @@ def test_a_device_without_published_figures_is_compared_with_what_was_measured(c
 
     context.device = Chip()
     assert context.peaks == peaks.Peaks(819e9, 197e12, peaks.PUBLISHED)
+
+
+def test_the_peak_of_products_is_of_the_fastest_round_and_size(monkeypatch):
+    def timed(contenders, rounds):
+        assert rounds == 3
+        assert [contenders[side]().shape for side in contenders] == [(16, 16), (32, 32)]
+        return {16: [1.0, 0.5, 1.0], 32: [9.0, 2.0, 9.0]}
+
+    monkeypatch.setattr(speed.measuring, "interleaved", timed)
+    assert speed._flops_per_s(16, 3) == speed.NUM_PRODUCTS * 2 * 32**3 / 2.0
 
 
 def test_block_sizes_are_chosen_on_a_tpu_alone(context):
