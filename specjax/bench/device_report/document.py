@@ -213,7 +213,7 @@ def save_text(path: Path, text: str) -> None:
         raise OSError(f"{path} cannot be written ({reason}); remove it, or {_ELSEWHERE}") from error
 
 
-def is_over(document: Document, key: str) -> bool:
+def is_over(document: Mapping[str, Any], key: str) -> bool:
     """Returns whether a case needs no further run: it ended since everything was begun anew."""
     outcome = document["cases"].get(key)
     if outcome is None or way_of(outcome) in NOT_OVER:
@@ -221,7 +221,7 @@ def is_over(document: Document, key: str) -> bool:
     return outcome.get("round", 0) >= round_of(document)
 
 
-def round_of(document: Document) -> int:
+def round_of(document: Mapping[str, Any]) -> int:
     """Returns how often all cases were begun anew; cases have the round that they ended in."""
     return document.get("round", 0)
 
