@@ -150,6 +150,7 @@ def test_steps_that_drafted_less_say_so():
 def test_a_document_without_cases():
     text = page.as_markdown(DOCUMENT | {"cases": {}})
     assert "Cases: 0" in text
+    assert "rooflines" not in text  # none was drawn
     assert "##" not in text
 
 

@@ -327,6 +327,26 @@ def test_a_run_killed_once_goes_on(tmp_path, killed):
     assert ran == ["a", "b", "b"]
 
 
+def test_a_run_killed_under_again_loses_no_result(tmp_path):
+    make(tmp_path, stages_of([Ran().case("a")]))
+    seen = []
+
+    def look_and_die(context):
+        seen.append(kept(tmp_path)["stage 0: a"])
+        raise Killed
+
+    with pytest.raises(Killed):
+        make(tmp_path, stages_of([Case("a", look_and_die)]), again=True)
+    (while_running,) = seen
+    assert while_running["result"] == {"figure": 1.5}
+    assert while_running["attempts"] == 1
+    assert kept(tmp_path)["stage 0: a"] == while_running
+    ran = Ran()
+    make(tmp_path, stages_of([ran.case("a", lambda: {"figure": 2.5})]))
+    assert ran == ["a"]
+    assert kept(tmp_path)["stage 0: a"]["result"] == {"figure": 2.5}
+
+
 class Clock:
     """Seconds, which only cases let pass."""
 

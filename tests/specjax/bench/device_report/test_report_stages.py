@@ -130,6 +130,19 @@ def test_a_device_without_published_figures_is_compared_with_what_was_measured(c
     assert context.peaks == peaks.Peaks(819e9, 197e12, peaks.PUBLISHED)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [model_steps.cases(TINY, "cpu")[0], prefill.cases(TINY, "cpu")[0]],
+    ids=("steps", "prefill"),
+)
+def test_what_needs_the_speed_of_the_device_does_not_begin_without(context, monkeypatch, case):
+    for stage in (model_steps, prefill):
+        monkeypatch.setattr(stage, "setup_of", lambda *_: pytest.fail("loaded"))
+    context.result = lambda key: None
+    with pytest.raises(NotReached, match="not measured"):
+        case.run(context)
+
+
 def test_the_peak_of_products_is_of_the_fastest_round_and_size(monkeypatch):
     def timed(contenders, rounds):
         assert rounds == 3
