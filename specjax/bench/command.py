@@ -32,7 +32,7 @@ from specjax.runtime.progress import Progress
 
 def main(argv: list[str] | None = None) -> int:
     """Runs a benchmark and prints its figures."""
-    options = _parser().parse_args(argv)
+    options = parse(argv)
     if options.device_report is not None:
         return _report(options)
     if options.calibrate:
@@ -45,6 +45,31 @@ def main(argv: list[str] | None = None) -> int:
         shown = f"{value:.4g}" if isinstance(value, float) else value
         print(f"{name:40s} {shown}")
     return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Returns the options of an argument list; None: those of the process.
+
+    Ends the process with one line where an option does not belong to the kind of measurement.
+    """
+    parser = _parser()
+    options = parser.parse_args(argv)
+    is_report = options.device_report is not None
+    for name, default in (_OF_OTHERS if is_report else _OF_REPORT).items():
+        if getattr(options, name) != default:
+            option = f"--{name.replace('_', '-')}"
+            relation = "is not for" if is_report else "is for"
+            parser.error(f"argument {option}: {relation} --device-report")
+    if options.minutes is None:
+        options.minutes = 30.0
+    if options.rounds is None:
+        options.rounds = 9
+    return options
+
+
+# Options of one kind of measurement, and what they are when they are not given.
+_OF_OTHERS = {"json": False, "rounds": None}
+_OF_REPORT = {"minutes": None, "size": None, "again": False, "again_failed": False}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,14 +95,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rounds",
         type=at_least(1),
-        default=9,
         help="rounds of each measurement (default 9)",
     )
     report = parser.add_argument_group("of --device-report")
     report.add_argument(
         "--minutes",
         type=_minutes,
-        default=30.0,
         metavar="N",
         help="begin nothing after so many minutes (default 30); the same command does the rest",
     )
@@ -86,7 +109,13 @@ def _parser() -> argparse.ArgumentParser:
         choices=list(SIZES),
         help="how much to measure; by default small on a CPU and full elsewhere",
     )
-    report.add_argument("--again", action="store_true", help="measure what is there once more")
+    anew = report.add_mutually_exclusive_group()
+    anew.add_argument(
+        "--again",
+        action="store_true",
+        help="measure everything once more; leave it out to go on with that",
+    )
+    anew.add_argument("--again-failed", action="store_true", help="try what failed once more")
     pair = parser.add_argument_group("of --calibrate")
     pair.add_argument(
         "--target",
@@ -123,6 +152,7 @@ def _report(options: argparse.Namespace) -> int:
             minutes=options.minutes,
             size=options.size,
             again=options.again,
+            again_failed=options.again_failed,
             say=say,
             begin=lambda what: progress.report(what, 0, 0),
         )

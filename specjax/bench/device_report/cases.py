@@ -16,6 +16,10 @@ class LeftOut(Exception):
     """The case does not apply to this device; the message is a sentence that says why."""
 
 
+class NotReached(Exception):
+    """The case cannot begin yet; the message is a sentence that says why."""
+
+
 @dataclasses.dataclass
 class Context:
     """What a case may use.
@@ -38,19 +42,30 @@ class Context:
 
     @property
     def copy_bytes_per_s(self) -> float:
-        """Bytes per second of a copy on this device, reads and writes counted."""
+        """Bytes per second of a copy on this device, reads and writes counted.
+
+        Raises:
+          NotReached: it was not measured.
+        """
         return self._measured["copy_bytes_per_s"]
 
     @property
     def peaks(self) -> Peaks:
-        """The device's figures as published, or as measured here where none are known."""
+        """The device's figures as published, or as measured here where none are known.
+
+        Raises:
+          NotReached: they are not published, and were not measured.
+        """
         return published_peaks(self.device) or measured_peaks(self._measured)
 
     @property
     def _measured(self) -> dict[str, Any]:
         found = self.result("device: speed")
-        if found is None:
-            raise ValueError("the speed of the device was not measured: see its own case.")
+        if not found:
+            raise NotReached(
+                "the speed of the device was not measured: see its own case; with --again-failed "
+                "it is tried once more"
+            )
         return found
 
 

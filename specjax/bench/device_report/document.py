@@ -27,7 +27,12 @@ NAME = "report.json"
 MOST_ATTEMPTS = 2
 _PLUGINS = ("libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 # What may differ between two runs of one report.
-_FREE = ("date", "host_cpu")
+_FREE = ("date", "host_cpu", "host_cores")
+
+INTERRUPTED = "interrupted"
+NOT_OVER = ("not_reached", INTERRUPTED)
+# A case that began and has none of the other keys was interrupted.
+WAYS = ("result", "left_out", "failed", *NOT_OVER)
 
 Document = dict[str, Any]
 
@@ -112,6 +117,9 @@ def open_or_new(folder: Path, made_on: Mapping[str, Any]) -> Document:
         raise ValueError(f"{path} cannot be read as a report ({error}); {_ELSEWHERE}") from error
     if not isinstance(found, dict) or found.get("schema_version") != SCHEMA_VERSION:
         raise ValueError(f"{path} is no report of schema {SCHEMA_VERSION}; {_ELSEWHERE}")
+    damage = _damage(found, made_on)
+    if damage is not None:
+        raise ValueError(f"{path} is damaged: {damage}; {_ELSEWHERE}")
     differences = _differences(found["made_on"], made_on)
     if differences:
         raise ValueError(f"{path} was made with {differences}; figures do not mix: {_ELSEWHERE}")
@@ -119,6 +127,40 @@ def open_or_new(folder: Path, made_on: Mapping[str, Any]) -> Document:
 
 
 _ELSEWHERE = "give another folder."
+
+
+# Of the outcome of a case; "result" is an object of figures.
+_TYPES = {
+    "result": dict,
+    "failed": str,
+    "left_out": str,
+    "not_reached": str,
+    "error": str,
+    "attempts": int,
+    "round": int,
+}
+
+
+def _damage(found: Document, made_on: Mapping[str, Any]) -> str | None:
+    """Returns what of a document is not as `new` and a run write it; None if all is."""
+    before, cases = found.get("made_on"), found.get("cases")
+    if not isinstance(before, dict) or not before.keys() >= made_on.keys():
+        return "made_on is incomplete"
+    if not isinstance(cases, dict):
+        return "cases is no object"
+    if not _is_a(int, found.get("round", 0)):
+        return "round is no number"
+    for key, outcome in cases.items():
+        if not isinstance(outcome, dict):
+            return f"case {key!r} is no object"
+        wrong = [n for n, kind in _TYPES.items() if n in outcome and not _is_a(kind, outcome[n])]
+        if wrong:
+            return f"{wrong[0]} of case {key!r} is {outcome[wrong[0]]!r:.40}"
+    return None
+
+
+def _is_a(kind: type, value: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -131,6 +173,19 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     )
 
 
+def make_folder(folder: Path) -> None:
+    """Makes a folder for a report, where none is.
+
+    Raises:
+      OSError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise OSError(f"{folder} cannot be a folder ({reason}); {_ELSEWHERE}") from error
+
+
 def save(folder: Path, document: Document) -> None:
     """Writes the document so that a reader finds the one before or this one, whole.
 
@@ -141,9 +196,44 @@ def save(folder: Path, document: Document) -> None:
         raise OSError(f"{folder / NAME} cannot be written; give a folder that can.")
 
 
-def is_over(outcome: Mapping[str, Any] | None) -> bool:
-    """Returns whether a case needs no further run."""
-    return outcome is not None and any(kind in outcome for kind in ("result", "failed", "left_out"))
+def save_text(path: Path, text: str) -> None:
+    """Writes a file so that a reader finds the one before or this one, whole.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        reason = error.strerror or type(error).__name__
+        raise OSError(f"{path} cannot be written ({reason}); remove it, or {_ELSEWHERE}") from error
+
+
+def is_over(document: Mapping[str, Any], key: str) -> bool:
+    """Returns whether a case needs no further run: it ended since everything was begun anew."""
+    outcome = document["cases"].get(key)
+    if outcome is None or way_of(outcome) in NOT_OVER:
+        return False
+    return outcome.get("round", 0) >= round_of(document)
+
+
+def round_of(document: Mapping[str, Any]) -> int:
+    """Returns how often all cases were begun anew; cases have the round that they ended in."""
+    return document.get("round", 0)
+
+
+def way_of(outcome: Mapping[str, Any]) -> str:
+    """Returns how a case ended, one of WAYS."""
+    return next((way for way in WAYS if way in outcome), INTERRUPTED)
+
+
+def disagrees(outcome: Mapping[str, Any]) -> bool:
+    """Returns whether a case found something else than the definition of an op."""
+    return outcome.get("result", {}).get("agrees") is False
 
 
 def plain(value: Any) -> Any:

@@ -1,13 +1,14 @@
 """The stage "models": steps of models with random weights against the roofline.
 
 Acceptance depends on trained weights, which random ones have not: tokens per second are computed
-from measured seconds and an assumed rate, and marked so.
+from measured seconds and an assumed rate, and marked so. Only steps that drafted K tokens in every
+row have such a figure.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 from specjax.bench import measuring
 from specjax.bench.calibrate import StepTimer
@@ -17,6 +18,7 @@ from specjax.bench.device_report.sizes import Pair, ReportSize
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.decode.bucket import Bucket
+from specjax.decode.decoder import Decoder
 from specjax.models.loading import default_dtype
 from specjax.paged.work import model_work
 from specjax.planning.roofline import expected_tokens, roofline_step_s
@@ -35,6 +37,7 @@ def cases(size: ReportSize, platform: str) -> list[Case]:
 
 def measure(pair: Pair, rows: int, context: Context) -> dict[str, Any]:
     """Returns seconds of a step at each K, measured and by the roofline."""
+    peaks = context.peaks  # without them nothing need be timed
     size = context.size
     deepest = max(size.depths)
     room = size.num_steps * (1 + deepest) + 2
@@ -45,9 +48,9 @@ def measure(pair: Pair, rows: int, context: Context) -> dict[str, Any]:
     if problem is not None:
         raise LeftOut(problem)
     setup = setup_of(context.models, pair, context.device, engine, deepest)
-    decoder = setup.decoder(setup.standing_sizes(), [])
+    decoder = NotedBursts(setup.decoder(setup.standing_sizes(), []))
     sampling = SamplingParams(temperature=1.0, ignore_eos=True)
-    timer = StepTimer(decoder, setup.params, sampling, num_steps=size.num_steps)
+    timer = StepTimer(cast(Decoder, decoder), setup.params, sampling, num_steps=size.num_steps)
     tokens = min(size.step_context, timer.longest_context(deepest))
     contenders = {
         depth: functools.partial(timer.run, Bucket(rows, depth), tokens) for depth in size.depths
@@ -64,7 +67,7 @@ def measure(pair: Pair, rows: int, context: Context) -> dict[str, Any]:
         "page_size": sizes.page_size,
         # Rows share pages where those of all do not fit: their reads may then be cached.
         "shares_pages": sizes.num_pages < rows * sizes.pages_per_row,
-        "peak": context.peaks.source,
+        "peak": peaks.source,
         "steps": [
             _step(
                 depth,
@@ -73,10 +76,34 @@ def measure(pair: Pair, rows: int, context: Context) -> dict[str, Any]:
                 tokens,
                 works,
                 context,
+                drafted=decoder.drafted_per_row(depth),
             )
             for depth in size.depths
         ],
     }
+
+
+class NotedBursts:
+    """A decoder that keeps what its last burst of each K drafted."""
+
+    def __init__(self, decoder: Decoder):
+        self._decoder = decoder
+        self._last: dict[int, tuple[Any, Any]] = {}  # by K: num_drafted, steps that ran
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._decoder, name)
+
+    def burst(self, *arguments: Any, num_speculative_tokens: int, **options: Any) -> Any:
+        state, info, num_steps = self._decoder.burst(
+            *arguments, num_speculative_tokens=num_speculative_tokens, **options
+        )
+        self._last[num_speculative_tokens] = info.num_drafted, num_steps
+        return state, info, num_steps
+
+    def drafted_per_row(self, num_speculative_tokens: int) -> float:
+        """Returns the mean of draft tokens per row and step, of the last burst of this K."""
+        num_drafted, num_steps = self._last[num_speculative_tokens]
+        return float(num_drafted[: int(num_steps)].mean())
 
 
 def _works(pair: Pair, setup: Any) -> tuple[Any, list[Any]]:
@@ -92,14 +119,17 @@ def _step(
     tokens: int,
     works: tuple[Any, list[Any]],
     context: Context,
+    *,
+    drafted: float,
 ) -> dict[str, Any]:
     target, drafters = works
     least_s = roofline_step_s(
         target, drafters, context.peaks, rows=rows, num_speculative_tokens=depth, context=tokens
     )
-    rates = SYNTHETIC_RATES if depth else ()
+    rates = SYNTHETIC_RATES if depth and drafted == depth else ()
     return {
         "num_speculative_tokens": depth,
+        "drafted_per_row": drafted,
         "step_s": step_s,
         "roofline_s": least_s,
         "of_roofline": least_s / step_s,

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from specjax.bench.device_report.document import INTERRUPTED, disagrees, is_over, way_of
 from specjax.bench.device_report.peaks import MEASURED, PUBLISHED
-from specjax.bench.device_report.tables import SECTIONS
+from specjax.bench.device_report.sizes import counted
+from specjax.bench.device_report.tables import SECTIONS, Section
 
-_WAYS = {"left_out": "Left out", "failed": "Failed", "not_reached": "Not reached"}
+DISAGREES = "DISAGREES"
+_WAYS = {
+    "left_out": "Left out",
+    "failed": "Failed",
+    "not_reached": "Not reached",
+    INTERRUPTED: "Interrupted",
+}
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:
@@ -18,10 +26,10 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     is_cpu = made_on["platform"] == "cpu"
     device = f"CPU ({made_on['host_cpu']})" if is_cpu else made_on["device_kind"]
     lines = [f"# {device}, specjax {made_on['specjax']}: device report", ""]
-    lines += [_conditions(made_on), "", _summary(cases)]
+    lines += [_conditions(made_on), "", _summary(document)]
     if is_cpu:
         lines += ["", _OF_CPU]
-    lines += ["", _peak_line(cases)]
+    lines += _peak_line(cases)
     for stage in SECTIONS:
         lines += _section(stage, cases)
     return "\n".join(lines) + "\n"
@@ -34,29 +42,41 @@ _OF_CPU = (
 
 
 def _conditions(made_on: Mapping[str, Any]) -> str:
-    devices = "1 device" if made_on["num_devices"] == 1 else f"{made_on['num_devices']} devices"
+    devices = counted(made_on["num_devices"], "device")
     compiler = f", {made_on['plugin']}" if made_on["plugin"] else ""
     commit = f", commit {made_on['commit']}" if made_on["commit"] else ""
+    cores = counted(made_on["host_cores"] or 0, "core")
     return (
-        f"{devices} seen, one measured; host {made_on['host_cpu']}, {made_on['host_cores']} cores; "
+        f"{devices} seen, one measured; host {made_on['host_cpu']}, {cores}; "
         f"jax {made_on['jax']}, jaxlib {made_on['jaxlib']}{compiler}, Python {made_on['python']}; "
         f"specjax {made_on['specjax']}{commit}; {made_on['date']}; size {made_on['size']}. Made by "
         "`specjax bench --device-report`."
     )
 
 
-def _summary(cases: Mapping[str, Any]) -> str:
-    counts = {way: sum(way in case for case in cases.values()) for way in ("result", *_WAYS)}
-    return (
-        f"Cases: {len(cases)}; measured {counts['result']}, left out {counts['left_out']}, failed "
-        f"{counts['failed']}, not reached {counts['not_reached']}."
+def _summary(document: Mapping[str, Any]) -> str:
+    cases = document["cases"]
+    counts = Counter(map(way_of, cases.values()))
+    said = f"Cases: {len(cases)}; measured {counts['result']}"
+    said += "".join(f", {words.lower()} {counts[way]}" for way, words in _WAYS.items())
+    wrong = sum(map(disagrees, cases.values()))
+    if wrong:
+        said += f". {counted(wrong, 'kernel example')} {DISAGREES} with the definition of the op"
+    old = sum(
+        way_of(case) == "result" and not is_over(document, key) for key, case in cases.items()
     )
+    if old:
+        said += f". {counted(old, 'result')} of before the last --again"
+    return f"{said}."
 
 
-def _peak_line(cases: Mapping[str, Any]) -> str:
-    speed = cases.get("device: speed", {}).get("result")
-    source = PUBLISHED if speed and speed["published"] else MEASURED
-    return f"Shares and rooflines are of the device's speed as {source}."
+def _peak_line(cases: Mapping[str, Any]) -> list[str]:
+    """Returns a line about the peaks of shares and rooflines, of those that were drawn by one."""
+    found = [case["result"].get("peak") for case in cases.values() if "result" in case]
+    used = [source for source in (PUBLISHED, MEASURED) if source in found]
+    if not used:
+        return []
+    return ["", f"Shares and rooflines are of the device's speed as {' and as '.join(used)}."]
 
 
 def _section(stage: str, cases: Mapping[str, Any]) -> list[str]:
@@ -70,11 +90,11 @@ def _section(stage: str, cases: Mapping[str, Any]) -> list[str]:
     results = {name: case["result"] for name, case in own.items() if "result" in case}
     if results:
         lines += [section.note, ""] if section.note else []
-        lines += [*section.table(results), ""]
+        lines += [*_table(section, results), ""]
     for way, said in _WAYS.items():
         by_reason: dict[str, list[str]] = defaultdict(list)
         for name, case in own.items():
-            if way in case:
+            if way_of(case) == way:
                 by_reason[_reason(case, way)].append(name)
         lines += [f"- {said}: {_names(names)}. {why}" for why, names in by_reason.items()]
     while not lines[-1]:
@@ -82,9 +102,21 @@ def _section(stage: str, cases: Mapping[str, Any]) -> list[str]:
     return lines
 
 
+_BEGINS_ANEW = "the same command begins it anew"
+
+
+def _table(section: Section, results: Mapping[str, Any]) -> list[str]:
+    """Returns the table of a section, or one line where figures are missing from the document."""
+    try:
+        return section.table(results)
+    except Exception as error:
+        text = " ".join(str(error).split())[:100]
+        return [f"- No table can be drawn of these results. {type(error).__name__}: {text}."]
+
+
 def _reason(case: Mapping[str, Any], way: str) -> str:
     error = f"{case['error']}: " if "error" in case else ""
-    text = f"{error}{case[way]}"
+    text = f"{error}{case.get(way, _BEGINS_ANEW)}"
     text = text[:1].upper() + text[1:]
     return text if text.endswith(".") else f"{text}."
 

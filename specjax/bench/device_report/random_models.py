@@ -9,16 +9,19 @@ from typing import Any
 import jax
 
 from specjax.api.assemble import Setup
-from specjax.bench.device_report.sizes import Pair
+from specjax.bench.device_report.sizes import NGRAM, Pair
 from specjax.config.engine import EngineConfig
 from specjax.config.names import DRAFTERS
 from specjax.configs.models import bench_60m
 from specjax.decode.decoder import shared_decoder
+from specjax.drafters.base import Draft, Drafter, DrafterContext
+from specjax.drafters.spec import NgramDrafter
 from specjax.models.base import Model, ModelConfig
 from specjax.models.families import family_of
 from specjax.models.loading import default_dtype
 from specjax.planning import device_memory, plans
 from specjax.planning.plan_request import HERE, Device, PlanRequest, find_config, find_drafter
+from specjax.types import DecoderParams
 
 PAGES_SHARE = 0.6  # of the bytes that weights leave, for pages; the rest is for steps
 
@@ -30,6 +33,28 @@ def config_of(name: str) -> ModelConfig:
     return dataclasses.replace(
         bench_60m.get_config(), vocab_size=512, hidden_size=128, intermediate_size=256, num_layers=2
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class AlwaysNgram(NgramDrafter):
+    """N-gram matching that drafts K tokens of the row's text where it finds no match, too.
+
+    Random weights repeat nothing: with matches alone nothing would be drafted, and a step would
+    cost what a plain one does.
+    """
+
+    def build(self, context: DrafterContext) -> Drafter:
+        matching = super().build(context)
+
+        def draft(
+            params: DecoderParams, state: Any, decode_state: Any, num_tokens: jax.Array
+        ) -> Draft:
+            found = matching.draft(params, state, decode_state, num_tokens)
+            # Where nothing matches, the continuations are those of the begin of the text.
+            proposal = dataclasses.replace(found.proposal, num_tokens=num_tokens)
+            return found._replace(proposal=proposal)
+
+        return matching._replace(draft=draft)
 
 
 class RandomModels:
@@ -93,8 +118,12 @@ def misfit(pair: Pair, device: Any, engine: EngineConfig) -> str | None:
 def setup_of(
     models: RandomModels, pair: Pair, device: Any, engine: EngineConfig, depth: int
 ) -> Setup:
-    """Returns the setup of a pair whose pages take a part of the memory beside its weights."""
+    """Returns the setup of a pair whose pages take a part of the memory beside its weights.
+
+    The pair's drafter NGRAM is an `AlwaysNgram`.
+    """
     target, drafter = models.pair(pair)
+    drafter = AlwaysNgram() if drafter == NGRAM else drafter
     free = device_memory.available_bytes(device)
     if free is not None:
         engine = dataclasses.replace(engine, kv_cache_bytes=int(PAGES_SHARE * free))

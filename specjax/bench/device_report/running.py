@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from specjax.bench.device_report import document as documents
 from specjax.bench.device_report import page
-from specjax.bench.device_report.cases import Case, Context, LeftOut, Stage
+from specjax.bench.device_report.cases import Case, Context, LeftOut, NotReached, Stage
 from specjax.bench.device_report.document import Document
+from specjax.bench.device_report.page import DISAGREES
+from specjax.bench.device_report.sizes import counted
 
 PAGE = "report.md"
 MOST_MESSAGE, MOST_LINE = 400, 200  # characters of an error, and of a line of progress
@@ -27,7 +30,8 @@ class Run:
 
     Attributes:
       minutes: no case begins later than this.
-      again: whether cases that are over run once more.
+      again: whether cases that are over run once more. What they found is kept until they have.
+      again_failed: the same for those that failed.
       say: gets a line per case.
       begin: gets the name of each case that begins.
       clock: seconds.
@@ -42,6 +46,7 @@ class Run:
     say: Say
     begin: Say = lambda what: None
     clock: Callable[[], float] = time.monotonic
+    again_failed: bool = False
 
     def __post_init__(self):
         platform = self.context.device.platform
@@ -51,20 +56,52 @@ class Run:
             for stage in self.stages
             for case in stage.cases(self.context.size, platform)
         ]
-        self._counts: Counter[str] = Counter()
+        if self.again:
+            self.document["round"] = documents.round_of(self.document) + 1
         self._ran: set[str] = set()
+        self._retried = {
+            key
+            for key, outcome in self.document["cases"].items()
+            if self.again_failed and "failed" in outcome
+        }
+        self._num_kept = sum(self._is_over(*each) for each in self._cases)
 
     def run(self) -> Counter[str]:
-        """Runs what is left; returns how many cases ended in which way, those before as "kept"."""
-        kept = sum(self._is_over(*each) for each in self._cases)
-        self._counts["kept"] = kept
-        if kept:
-            self.say(f"{kept} of {len(self._cases)} cases are there from an earlier run.")
+        """Runs what is left; returns how many cases of the document ended in which way.
+
+        Beside the ways of `documents.WAYS` these are "disagrees", of those with a result,
+        "kept", those that were over before, and "unwritten", pages that could not be written.
+
+        Raises:
+          OSError: the document cannot be written, or the page not even at the start.
+        """
+        self._save()
+        if self._num_kept:
+            self.say(f"{self._num_kept} of {len(self._cases)} cases are there from an earlier run.")
         try:
             self._run_stages()
-        finally:  # an interrupt leaves a page, too
-            self._save()
-        return self._counts
+        except BaseException:
+            with contextlib.suppress(Exception):  # what ended the run is what is raised
+                self._save()
+            raise
+        documents.save(self.folder, self.document)
+        counts = self._counts()
+        try:
+            self._save_page()
+        except OSError as error:
+            counts["unwritten"] = 1
+            self.say(f"{error} The figures are in {self.folder / documents.NAME}.")
+        return counts
+
+    def _counts(self) -> Counter[str]:
+        counts: Counter[str] = Counter(kept=self._num_kept)
+        for stage, case in self._cases:
+            key = key_of(stage, case)
+            outcome = self.document["cases"].get(key)
+            is_over = documents.is_over(self.document, key)
+            counts[documents.way_of(outcome) if is_over else "not_reached"] += 1
+            counts["disagrees"] += is_over and documents.disagrees(outcome)
+        return counts
 
     def _run_stages(self) -> None:
         share = 0.0
@@ -73,15 +110,16 @@ class Run:
             self._run_until(share, [each for each in self._cases if each[0] is stage])
             self._tidy()
         self._run_until(1.0, self._cases)  # in the time that later stages left
+        reason = f"the limit of {counted(self.minutes, 'minute')} came first"
         for stage, case in self._cases:
-            if self._is_over(stage, case):
-                continue
-            self._counts["not reached"] += 1
-            key = key_of(stage, case)
-            before = self.document["cases"].get(key, {})
-            if not documents.is_over(before):
-                reason = f"the limit of {self.minutes:g} minutes came first"
-                self.document["cases"][key] = before | {"not_reached": reason}
+            if not self._is_over(stage, case):
+                self._put_off(key_of(stage, case), reason)
+
+    def _put_off(self, key: str, reason: str) -> None:
+        """Notes why a case was not reached, where nothing was found earlier."""
+        before = self.document["cases"].get(key, {})
+        if documents.way_of(before) in documents.NOT_OVER:
+            self.document["cases"][key] = before | {"not_reached": reason}
 
     def _run_until(self, share: float, cases: Sequence[tuple[Stage, Case]]) -> None:
         """Runs cases that are not over, as long as this share of the time has not passed."""
@@ -94,33 +132,42 @@ class Run:
 
     def _run_case(self, stage: Stage, case: Case) -> None:
         key = key_of(stage, case)
-        attempts = self.document["cases"].get(key, {}).get("attempts", 0)
+        before = dict(self.document["cases"].get(key, {}))
+        before.pop("not_reached", None)
+        attempts = before.get("attempts", 0)
         self._ran.add(key)
-        place = f"{self._counts['kept'] + len(self._ran):4d}/{len(self._cases)}  {key}"
+        place = f"{self._num_kept + len(self._ran):4d}/{len(self._cases)}  {key}"
         self.begin(place)
         began = self.clock()
         if attempts >= documents.MOST_ATTEMPTS:
             ended = f"its process ended {attempts} times before it did"
             outcome: dict[str, Any] = {"failed": ended, "error": "ProcessEnded"}
         else:
-            self._set(key, {"attempts": attempts + 1})
-            outcome = self._outcome(key, case, attempts)
-        outcome["took_s"] = round(self.clock() - began, 2)
-        (way,) = (kind for kind in ("result", "failed", "left_out") if kind in outcome)
-        self._counts[way] += 1
-        self._set(key, outcome)
-        said = {"result": ""}.get(way, f"  {way.replace('_', ' ')}: {outcome[way]}")
-        self.say(f"{place}  {outcome['took_s']:.1f} s{said}"[:MOST_LINE])
+            self._set(key, before | {"attempts": attempts + 1})
+            outcome = self._outcome(key, case, before | {"attempts": attempts})
+        took_s = round(self.clock() - began, 2)
+        said = _said(outcome)
+        if "not_reached" in outcome:
+            self.document["cases"][key] = before
+            self._put_off(key, outcome["not_reached"])
+            documents.save(self.folder, self.document)
+        else:
+            number = documents.round_of(self.document)
+            self._set(key, outcome | {"took_s": took_s} | ({"round": number} if number else {}))
+        self.say(f"{place}  {took_s:.1f} s{said}"[:MOST_LINE])
 
-    def _outcome(self, key: str, case: Case, attempts: int) -> dict[str, Any]:
+    def _outcome(self, key: str, case: Case, before: dict[str, Any]) -> dict[str, Any]:
         """Runs a case; whatever it raises is its outcome, but for an interrupt."""
         try:
             return {"result": documents.plain(case.run(self.context))}
         except LeftOut as reason:
             return {"left_out": str(reason)}
+        except NotReached as reason:
+            return {"not_reached": str(reason)}
         except KeyboardInterrupt:
             # Not the case's fault: it begins anew.
-            self._set(key, {"attempts": attempts})
+            with contextlib.suppress(OSError):
+                self._set(key, before)
             raise
         except Exception as error:
             message = " ".join(str(error).split())[:MOST_MESSAGE]
@@ -129,8 +176,9 @@ class Run:
 
     def _is_over(self, stage: Stage, case: Case) -> bool:
         key = key_of(stage, case)
-        is_over = documents.is_over(self.document["cases"].get(key))
-        return key in self._ran if self.again else is_over
+        if key in self._ran:
+            return True
+        return key not in self._retried and documents.is_over(self.document, key)
 
     def _set(self, key: str, outcome: dict[str, Any]) -> None:
         self.document["cases"][key] = outcome
@@ -138,12 +186,23 @@ class Run:
 
     def _save(self) -> None:
         documents.save(self.folder, self.document)
-        (self.folder / PAGE).write_text(page.as_markdown(self.document), encoding="utf-8")
+        self._save_page()
+
+    def _save_page(self) -> None:
+        documents.save_text(self.folder / PAGE, page.as_markdown(self.document))
 
     def _tidy(self) -> None:
         """Frees what a stage, or a case that failed, leaves on the device."""
         self.context.models.release()
         gc.collect()
+
+
+def _said(outcome: Mapping[str, Any]) -> str:
+    """Returns what the line of a case says about its outcome."""
+    if documents.disagrees(outcome):
+        return f"  {DISAGREES}"
+    way = documents.way_of(outcome)
+    return "" if way == "result" else f"  {way.replace('_', ' ')}: {outcome[way]}"
 
 
 def key_of(stage: Stage, case: Case) -> str:

@@ -9,6 +9,11 @@ NGRAM, NO_DRAFTS = "ngram", "none"
 MODES = ("K = 0", "K = 2", "K = 4", "goodput")  # the first is plain decoding
 
 
+def counted(count: float, noun: str) -> str:
+    """Returns a count and its noun, as "1 token" and "2 tokens"."""
+    return f"{count:g} {noun}" + ("" if count == 1 else "s")
+
+
 class Pair(NamedTuple):
     """A target and its drafter, by names of `specjax.configs.models`, or "tiny"."""
 
@@ -76,7 +81,7 @@ class ReportSize:
     num_steps: int
     prompts: tuple[int, ...]
     memory_bytes: int
-    product_size: int  # of the square matrices whose product is timed
+    product_size: int  # of square matrices whose product is timed, beside those twice as large
     copied_bytes: int  # of the array whose copy is timed
     read_bytes: int  # read at once to measure a CPU's memory
 

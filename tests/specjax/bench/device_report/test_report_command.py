@@ -8,17 +8,20 @@ from specjax.bench import command
 
 
 def test_arguments():
-    options = command._parser().parse_args(["--device-report", "out"])
+    options = command.parse(["--device-report", "out"])
     assert (options.device_report, options.minutes, options.size, options.again) == (
         "out",
         30.0,
         None,
         False,
     )
-    options = command._parser().parse_args(
+    options = command.parse(
         ["--device-report", "out", "--minutes", "2.5", "--size", "tiny", "--again"]
     )
     assert (options.minutes, options.size, options.again) == (2.5, "tiny", True)
+    assert command.parse(["--device-report", "out", "--again-failed"]).again_failed
+    assert command.parse([]).rounds == 9
+    assert command.parse(["--quick", "--json", "--rounds", "2"]).rounds == 2
 
 
 @pytest.mark.parametrize(
@@ -30,11 +33,18 @@ def test_arguments():
         ["--device-report", "out", "--minutes", "soon"],
         ["--device-report", "out", "--size", "huge"],
         ["--device-report", "out", "--quick"],
+        ["--device-report", "out", "--again", "--again-failed"],
+        ["--device-report", "out", "--json"],
+        ["--device-report", "out", "--rounds", "9"],
+        ["--minutes", "30"],
+        ["--quick", "--size", "tiny"],
+        ["--again"],
+        ["--calibrate", "--again-failed"],
     ],
 )
 def test_arguments_that_are_none(argv, capsys):
     with pytest.raises(SystemExit) as end:
-        command._parser().parse_args(argv)
+        command.parse(argv)
     assert end.value.code == 2
     assert capsys.readouterr().err.count("\n") == 1
 

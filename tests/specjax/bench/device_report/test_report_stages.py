@@ -15,9 +15,10 @@ from specjax.bench.device_report import (
     peaks,
     prefill,
     random_models,
+    speed,
     tuning,
 )
-from specjax.bench.device_report.cases import Context, LeftOut
+from specjax.bench.device_report.cases import Context, LeftOut, NotReached
 from specjax.bench.device_report.sizes import FULL, SIZES, SMALL, TINY, Pair, size_for
 from specjax.bench.device_report.stages import STAGES
 from specjax.bench.device_report.tables import SECTIONS
@@ -119,7 +120,7 @@ def test_what_no_kernel_covers_is_left_out(context):
 def test_a_device_without_published_figures_is_compared_with_what_was_measured(context):
     assert context.peaks == peaks.Peaks(8e9, 1e11, peaks.MEASURED)
     context.result = lambda key: None
-    with pytest.raises(ValueError, match="speed of the device was not measured"):
+    with pytest.raises(NotReached, match="speed of the device was not measured"):
         _ = context.copy_bytes_per_s
 
     class Chip:
@@ -127,6 +128,29 @@ def test_a_device_without_published_figures_is_compared_with_what_was_measured(c
 
     context.device = Chip()
     assert context.peaks == peaks.Peaks(819e9, 197e12, peaks.PUBLISHED)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [model_steps.cases(TINY, "cpu")[0], prefill.cases(TINY, "cpu")[0]],
+    ids=("steps", "prefill"),
+)
+def test_what_needs_the_speed_of_the_device_does_not_begin_without(context, monkeypatch, case):
+    for stage in (model_steps, prefill):
+        monkeypatch.setattr(stage, "setup_of", lambda *_: pytest.fail("loaded"))
+    context.result = lambda key: None
+    with pytest.raises(NotReached, match="not measured"):
+        case.run(context)
+
+
+def test_the_peak_of_products_is_of_the_fastest_round_and_size(monkeypatch):
+    def timed(contenders, rounds):
+        assert rounds == 3
+        assert [contenders[side]().shape for side in contenders] == [(16, 16), (32, 32)]
+        return {16: [1.0, 0.5, 1.0], 32: [9.0, 2.0, 9.0]}
+
+    monkeypatch.setattr(speed.measuring, "interleaved", timed)
+    assert speed._flops_per_s(16, 3) == speed.NUM_PRODUCTS * 2 * 32**3 / 2.0
 
 
 def test_block_sizes_are_chosen_on_a_tpu_alone(context):
@@ -145,13 +169,22 @@ def test_written_tokens_count_as_read_and_written_once(context):
 def test_tokens_per_second_of_an_assumed_rate(context):
     config = random_models.config_of("tiny")
     works = model_steps.model_work(config, jnp.float32, 1), []
-    step = model_steps._step(2, 0.01, 4, 64, works, context)
+    step = model_steps._step(2, 0.01, 4, 64, works, context, drafted=2.0)
     assert step["synthetic_acceptance_tokens_per_s"]["0.6"] == pytest.approx(4 * 1.96 / 0.01)
     assert step["plain_tokens_per_s"] is None
     assert step["of_roofline"] == pytest.approx(step["roofline_s"] / 0.01)
-    plain = model_steps._step(0, 0.01, 4, 64, works, context)
+    plain = model_steps._step(0, 0.01, 4, 64, works, context, drafted=0.0)
     assert plain["synthetic_acceptance_tokens_per_s"] == {}
     assert plain["plain_tokens_per_s"] == pytest.approx(400)
+    less = model_steps._step(2, 0.01, 4, 64, works, context, drafted=1.9)
+    assert less["synthetic_acceptance_tokens_per_s"] == {}
+
+
+def test_timed_steps_draft_k_tokens_in_every_row(context):
+    found = model_steps.measure(TINY.pairs[0], 2, context)
+    assert TINY.pairs[0].drafter == "ngram"
+    assert [step["drafted_per_row"] for step in found["steps"]] == [0.0, 2.0]
+    assert found["steps"][1]["synthetic_acceptance_tokens_per_s"]
 
 
 def test_a_model_that_does_not_fit_is_left_out_with_the_reason(context, monkeypatch):
