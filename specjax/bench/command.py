@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     kinds.add_argument(
         "--device-report",
+        type=_folder,
         metavar="FOLDER",
         help="kernels, speed and memory on this device, as a page and a JSON document in FOLDER; "
         "the same command goes on with a report that was stopped",
@@ -219,6 +220,13 @@ def _calibrate(options: argparse.Namespace) -> int:
     }
     print(json.dumps(document, indent=1) if options.json else _table(document))
     return 0
+
+
+def _folder(text: str) -> str:
+    """Returns the name of a folder, which is not empty as that of an unset variable."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("the name is empty; expected a folder, as out")
+    return text
 
 
 def _parameters(text: str) -> float:

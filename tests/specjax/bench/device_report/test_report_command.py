@@ -28,6 +28,7 @@ def test_arguments():
     "argv",
     [
         ["--device-report"],
+        ["--device-report", ""],
         ["--device-report", "out", "--minutes", "0"],
         ["--device-report", "out", "--minutes", "nan"],
         ["--device-report", "out", "--minutes", "soon"],
