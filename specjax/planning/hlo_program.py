@@ -112,6 +112,11 @@ class Instruction(NamedTuple):
         return int(found) if found else None
 
     @property
+    def condition(self) -> str:
+        """The computation that says whether a while loop goes on; "" of other instructions."""
+        return self._first(r"\bcondition=%?([\w.\-]+)")
+
+    @property
     def aliases(self) -> dict[int, int]:
         """Results of a custom call that lie where an operand lay, by their number."""
         found = self._first(r"output_to_operand_aliasing=\{((?:\{[^}]*\}: \([^)]*\)(?:, )?)*)\}")

@@ -247,8 +247,11 @@ class _Walk:
             yield from self.computation(one.called[0], given, times)
 
     def _turns(self, one: Instruction) -> int:
-        if one.trip_count is not None:
-            return one.trip_count
+        known = one.trip_count
+        if known is None:
+            known = _bound(self.program.computations.get(one.condition))
+        if known is not None:
+            return known
         turns, met = self.step.turns, self.num_loops
         if met == len(turns):
             raise ValueError(
@@ -384,6 +387,17 @@ def _kept_fast(loop: Instruction, origins: Origin) -> Entry:
     sources = tuple((name, size) for name, size in kept if size)
     read = sum(size for _, size in sources)
     return Entry(loop, 0, read, 0.0, sources=sources)
+
+
+def _bound(condition: Computation | None) -> int | None:
+    """Returns the turns of a loop that counts from 0 up to a constant, as jax's scan does; None of
+    other loops."""
+    root = None if condition is None else condition.root
+    if condition is None or root is None or root.opcode != "compare":
+        return None
+    counter, end = (condition.instructions[operand] for operand in root.operands)
+    is_scan = counter.opcode == "get-tuple-element" and end.opcode == "constant"
+    return int(end.argument) if is_scan and "direction=LT" in root.text else None
 
 
 def is_free(one: Instruction) -> bool:

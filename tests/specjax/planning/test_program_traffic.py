@@ -216,6 +216,36 @@ def test_loops_count_their_turns():
         traffic(lines, LOOPS, turns=(3, 0, 0))
 
 
+@pytest.mark.parametrize(
+    ("root", "turns"),
+    [
+        ("compare(%i, %n), direction=LT", 4),
+        ("compare(%i, %n), direction=NE", None),
+        ("compare(%i, %m), direction=LT", None),
+        ("and(%i, %n)", None),
+    ],
+)
+def test_a_loop_up_to_a_constant_counts_by_its_condition(root, turns):
+    condition = f"""
+%below (c: (s32[], s32[])) -> pred[] {{
+  %c = (s32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %m = s32[] get-tuple-element(%c), index=1
+  %n = s32[] constant(4)
+  ROOT %lt = pred[] {root}
+}}"""
+    lines = """
+  %in = (f32[100]{0}) tuple(%x)
+  %a = (f32[100]{0}) while(%in), condition=%below, body=%turn
+"""
+    if turns is None:
+        with pytest.raises(ValueError, match="say how often it turns"):
+            traffic(lines, LOOPS + condition)
+    else:
+        (entry,) = traffic(lines, LOOPS + condition).entries
+        assert entry.times == turns
+
+
 def test_kernels_count_by_formulas():
     call = (
         'custom_call_target="tpu_custom_call", output_to_operand_aliasing={{0}: (0, {})}, '
