@@ -109,7 +109,7 @@ def _table(section: Section, results: Mapping[str, Any]) -> list[str]:
     """Returns the table of a section, or one line where figures are missing from the document."""
     try:
         return section.table(results)
-    except Exception as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         text = " ".join(str(error).split())[:100]
         return [f"- No table can be drawn of these results. {type(error).__name__}: {text}."]
 

@@ -169,7 +169,7 @@ class Run:
             with contextlib.suppress(OSError):
                 self._set(key, before)
             raise
-        except Exception as error:
+        except Exception as error:  # of a compiler, a device or a kernel: it must not end the rest
             message = " ".join(str(error).split())[:MOST_MESSAGE]
             self._tidy()
             return {"failed": message or "no message", "error": type(error).__name__}
