@@ -510,19 +510,14 @@ class _Tiles:
         scalars, shape = self.scalars, self.shape
         row = scalars.row[block]
         length, last = scalars.lengths[row], scalars.ends[row]
-        oldest = length + scalars.first[block]
-        end = jnp.minimum(last, oldest + scalars.count[block])
+        end = jnp.minimum(last, length + scalars.first[block] + scalars.count[block])
         if shape.is_mixed:
-            in_order = scalars.is_causal[row] > 0
-            oldest = jnp.where(in_order, oldest, length)
-            last = jnp.where(in_order, end, last)
-        elif shape.words:
-            oldest = length
-        else:
+            last = jnp.where(scalars.is_causal[row] > 0, end, last)
+        elif not shape.words:
             last = end
         first = jnp.int32(0)
         if shape.window is not None:
-            first = self._tile_of(jnp.maximum(oldest - shape.window + 1, 0))
+            first = self._tile_of(_window_begin(scalars, block, shape))
         return first, jnp.maximum(self._tile_of(last + shape.tile_tokens - 1), first + 1), last
 
     def _tile_of(self, position: Any) -> Any:
@@ -577,11 +572,17 @@ class _Tiles:
         return jnp.where(slot + 1 == self.shape.slots, 0, slot + 1)
 
     def _each_page(self, block: Any, tile: Any, slot: Any, act: Callable[[Any], None]) -> None:
-        """Acts on the copies of the pages of a tile that hold keys in use."""
+        """Acts on the copies of the pages of a tile that hold keys in use.
+
+        Pages that end before the window of the block's first query are not copied.
+        """
         shape = self.shape
         row = self.scalars.row[block]
         num_pages = _divide(self.scalars.ends[row] + shape.page_size - 1, shape.page_size)
         before = tile * shape.pages_per_tile
+        first_page = None
+        if shape.window is not None:
+            first_page = _divide(_window_begin(self.scalars, block, shape), shape.page_size)
         entry = row * shape.pages_per_row + before
 
         def of_page(place: int) -> None:
@@ -593,12 +594,27 @@ class _Tiles:
                 act(pltpu.make_async_copy(hbm.at[page], tiles.at[slot, place], sem))
 
         for place in range(shape.pages_per_tile):
-            pl.when(before + place < num_pages)(functools.partial(of_page, place))
+            is_used = before + place < num_pages
+            if first_page is not None:
+                is_used &= before + place >= first_page
+            pl.when(is_used)(functools.partial(of_page, place))
 
 
 # Places in the cursor: the tile to copy next, its block, that block's end, the slot to fill, and
 # the slot to read.
 _BLOCK, _TILE, _END, _FILL, _READ = range(5)
+
+
+def _window_begin(scalars: _Scalars, block: Any, shape: _Shape) -> Any:
+    """Returns the position of the first key that any query of a block sees."""
+    assert shape.window is not None
+    row = scalars.row[block]
+    oldest = jnp.int32(0)  # new token: nodes of a tree have depths from 0 on
+    if not shape.words:
+        oldest = scalars.first[block]
+    elif shape.is_mixed:
+        oldest = jnp.where(scalars.is_causal[row] > 0, scalars.first[block], 0)
+    return jnp.maximum(scalars.lengths[row] + oldest - shape.window + 1, 0)
 
 
 def _divide(number: Any, divisor: int) -> Any:
@@ -851,11 +867,13 @@ class _Sums:
         return mask
 
     def _needed(self, block: Any, tile: Any, place: Array) -> Array:
-        """Returns whether any query of the row may see the tokens at some places of a tile."""
+        """Returns whether any query of the block may see the tokens at some places of a tile."""
         shape, scalars = self.shape, self.scalars
         row = scalars.row[block]
         position = tile * shape.tile_tokens + place
         is_needed = position < scalars.ends[row]
+        if shape.window is not None:
+            is_needed &= position >= _window_begin(scalars, block, shape)
         if not shape.has_holes:
             return is_needed
         new = position - scalars.lengths[row]

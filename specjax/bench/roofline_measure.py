@@ -12,10 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.implementations import lowered_for
-from pallas_kernels.tree_attention import mosaic_tpu
-from specjax.bench.roofline_cases import CHAIN, CONTEXTS, MAX_CONTEXT, Case, program
-from specjax.paged import kv_cache
+from specjax.bench.roofline_cases import CHAIN, CONTEXTS, Case, program
 from specjax.paged.work import ModelWork, model_work
 from specjax.planning.hlo_program import Program, parse
 from specjax.planning.kernel_bytes import KernelStep
@@ -183,7 +180,6 @@ def _traffic(case: Case, request: PlanRequest, read: Program, context: int) -> T
         nodes=request.drafter.num_nodes(case.num_speculative_tokens),
         context=context,
         layer_windows=case.target.layer_windows,
-        tile_tokens=_tile_tokens(case, request),
     )
     turns: tuple[int, ...] = ()
     if request.drafter.configs:
@@ -193,22 +189,6 @@ def _traffic(case: Case, request: PlanRequest, read: Program, context: int) -> T
         if case.draft == CHAIN:
             turns = 0, case.num_speculative_tokens - 1
     return step_traffic(read, OrdinaryStep(turns=turns, kernel_bytes=kernels.bytes))
-
-
-def _tile_tokens(case: Case, request: PlanRequest) -> int:
-    """Returns the tokens of a tile of the target's attention."""
-    target, page_size = request.target, request.engine.chosen_page_size
-    nodes = request.drafter.num_nodes(case.num_speculative_tokens)
-    device, dtype = request.device, jnp.dtype(request.dtype)
-    of = jax.ShapeDtypeStruct
-    with lowered_for(device.traced_for, device.kind):
-        shape = kv_cache.page_shape(target, 1, page_size, kv_shards=device.count)
-        pages = of((1, shape[1] // device.count, *shape[2:]), dtype)
-        heads = target.num_heads // device.count
-        table = of((case.rows, -(-MAX_CONTEXT // page_size)), jnp.dtype(jnp.int32))
-        queries = of((case.rows * nodes, heads, pages.shape[-1]), dtype)
-        cut = mosaic_tpu.tiling(queries, pages, table, None, max_tokens_per_row=nodes)
-    return cut.tile_tokens
 
 
 def extrapolated(figures: Sequence[float], case: Case) -> float:

@@ -29,7 +29,7 @@ the draft model (Llama 3.2 1B, for Llama) have 8 nodes and depth 4, n-gram trees
 its programs do, and are counted all the same.
 
 What is above the minimum is mostly this: a row's last page is read whole; attention over a window
-begins at a tile of keys, which costs the Gemma-like shape half a tile in five of six layers; logits
+begins at a page, which costs the Gemma-like shape half a page in five of six layers; logits
 are written and read, over chips read twice.
 
 Record and check:

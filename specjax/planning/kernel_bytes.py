@@ -25,14 +25,12 @@ class KernelStep:
       nodes: tokens of each row that are verified, the root included.
       context: tokens that each row has.
       layer_windows: of the target, as in its config.
-      tile_tokens: tokens of a tile of attention, the unit that a window is cut to.
     """
 
     rows: int
     nodes: int
     context: int
     layer_windows: tuple[int | None, ...] = ()
-    tile_tokens: int = 1
 
     def bytes(self, kernel: Kernel) -> Moved:
         """Returns the bytes that a kernel moves.
@@ -52,14 +50,15 @@ class KernelStep:
     def _attention(self, kernel: Kernel) -> Moved:
         """Every page of a row once; queries and results as they lie.
 
-        A row ends in the middle of its last page, and a window begins in the middle of a tile:
-        the mean of rows whose lengths are spread about the context.
+        A row ends in the middle of a page, and so does what lies before a window: the mean of
+        rows whose lengths are spread about the context.
         """
         pages = _pages(kernel)
+        half_page = (pages[0].dims[2] - 1) / 2
         window, first = self._window(kernel), 0.0
         if window is not None:
-            first = max(self.context - window + 1 - (self.tile_tokens - 1) / 2, 0)
-        ends = self.context + self.nodes + (pages[0].dims[2] - 1) / 2
+            first = max(self.context - window + 1 - half_page, 0)
+        ends = self.context + self.nodes + half_page
         read = self.rows * (ends - first) * sum(map(_token_bytes, pages))
         others = kernel.rest
         whole = sum(shape.main_bytes for shape in pages)

@@ -95,6 +95,39 @@ def test_attention_over_large_pages(page_size, name, page_dtype, has_races):
     assert not has_races()
 
 
+@pytest.mark.parametrize(
+    "name",
+    some(
+        [("window",), ("trees_and_prompts_window",)],
+        [("window",), ("tree_window",), ("trees_and_prompts_window",)],
+    ),
+)
+def test_what_lies_before_a_window_may_hold_nan(name, has_races):
+    """Pages there may be another row's by now, or none."""
+    example = fitted(EXAMPLES[name])
+    (q, k, v, table, starts, lengths, *rest), options = make_inputs(example)
+    arguments = (q, k, v, table, starts, lengths, *rest)
+    expected = tree_attention(*arguments, **options, implementation="reference")
+    num_passed = 0
+    for row, length in enumerate(example.lengths):
+        first_seen = max(length - example.window + 1, 0)
+        page, num_before = divmod(first_seen, example.page_size)
+        k, v = (pages.at[table[row, page], :, :num_before].set(jnp.nan) for pages in (k, v))
+        table = table.at[row, :page].set(layout.NO_PAGE)
+        num_passed += page
+    assert num_passed > 0
+    arguments = (q, k, v, table, starts, lengths, *rest)
+    out = tree_attention_mosaic_tpu(*arguments, **options, interpret=INTERPRET)
+    num_tokens = sum(example.num_new)
+    np.testing.assert_allclose(
+        out[:num_tokens].astype(jnp.float32),
+        expected[:num_tokens],
+        rtol=0,
+        atol=TOLERANCE[example.dtype],
+    )
+    assert not has_races()
+
+
 @pytest.mark.full
 def test_no_bit_depends_on_how_many_tokens_are_drafted():
     """Two or four tokens at once, or all eight: tiles with masks and without, cut or not."""

@@ -44,12 +44,12 @@ def test_attention_reads_and_writes_queries_in_main_memory():
     assert moved == (3 * (1000 + 5 + 15.5) * TOKEN + size, size)
 
 
-def test_a_window_cuts_whole_tiles_of_its_own_layer():
-    step = KernelStep(**STEP, layer_windows=(None, 200), tile_tokens=65)
+def test_a_window_cuts_whole_pages_of_its_own_layer():
+    step = KernelStep(**STEP, layer_windows=(None, 200))
     whole, cut = (step.bytes(kernel("tree_attention", layer=i)).read for i in (0, 1))
     assert whole == 3 * (1000 + 5 + 15.5) * TOKEN
-    assert cut == 3 * (199 + 5 + 15.5 + 32) * TOKEN
-    short = KernelStep(**{**STEP, "context": 100}, layer_windows=(None, 200), tile_tokens=64)
+    assert cut == 3 * (199 + 5 + 15.5 + 15.5) * TOKEN
+    short = KernelStep(**{**STEP, "context": 100}, layer_windows=(None, 200))
     assert short.bytes(kernel("tree_attention", layer=1)).read == 3 * (105 + 15.5) * TOKEN
 
 
