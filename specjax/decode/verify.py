@@ -95,7 +95,7 @@ def verify(
         verification = decide_rows.by_rules_in_chunks(proposal, nodes, flat)
     else:
         said = _choose(decide_rows, nodes, size, batch.row_starts[-1])
-        verification = _by_equality(proposal, take(said, flat))
+        verification = _by_equality(proposal, said, flat)
     if spec.taps:
         path = nodes_on_path(verification.acceptance)
         places = jnp.take_along_axis(flat, path, axis=1)
@@ -215,7 +215,8 @@ class _Decision:
             processed=processed,
             vocabulary=vocabulary,
         )
-        return Verification(acceptance, choice.is_invalid[path], _at(logprobs, path))
+        is_invalid, logprobs = take((choice.is_invalid, logprobs), path)
+        return Verification(acceptance, is_invalid, logprobs)
 
     def logits(self, nodes: _Nodes) -> tuple[Array, Vocabulary]:
         spec = self.spec
@@ -246,13 +247,20 @@ def _choose(
     return in_buckets(choose, (), nodes, size, num_used)[1]
 
 
-def _by_equality(proposal: Proposal, said: tuple[Choice, LogProbs]) -> Verification:
-    """Accepts the drafts that equal the target's choice; `said` is leading [rows, num_nodes]."""
-    choice, logprobs = said
-    acceptance = accept_by_equality(proposal, choice.token_ids)
-    if acceptance.nodes is not None:  # a chain's path is all of its nodes, in order
-        at = jnp.arange(len(acceptance.nodes))[:, None], nodes_on_path(acceptance)
-        choice, logprobs = _at((choice, logprobs), at)
+def _by_equality(proposal: Proposal, said: tuple[Choice, LogProbs], flat: Array) -> Verification:
+    """Accepts the drafts that equal the target's choice.
+
+    Args:
+      said: of all nodes, leading [num_tokens].
+      flat: i32[rows, num_nodes], index of each row's nodes in `said`.
+    """
+    if proposal.tree is None:  # a chain's path is all of its nodes, in order
+        choice, logprobs = take(said, flat)
+        acceptance = accept_by_equality(proposal, choice.token_ids)
+        return Verification(acceptance, choice.is_invalid, logprobs)
+    acceptance = accept_by_equality(proposal, said[0].token_ids[flat])
+    path = jnp.take_along_axis(flat, nodes_on_path(acceptance), axis=1)
+    choice, logprobs = take(said, path)
     return Verification(acceptance, choice.is_invalid, logprobs)
 
 
