@@ -623,8 +623,10 @@ class Goodput:
         """Returns the drafting candidate to measure first.
 
         Plain decoding runs if it turns out to be better. So each candidate is rated by the mean,
-        over plausible acceptance rates, of the larger of its rate and the plain one. A K above
-        USUAL_K waits until more is known of acceptance.
+        over plausible acceptance rates, of the larger of its rate and the plain one. Of those
+        within MARGIN of the best the smallest K is measured: it tells as much of acceptance, and
+        predictions of larger ones err more. A K above USUAL_K waits until more is known of
+        acceptance.
         """
         usual = [c for c in drafting if c.bucket.num_speculative_tokens <= USUAL_K]
         if self._knows_no_acceptance:
@@ -634,7 +636,9 @@ class Goodput:
             rates = [c.rate * self._optimism(c, load, by) for by in (-1.0, 0.0, 1.0)]
             return sum(max(rate, plain_rate) for rate in rates) / len(rates)
 
-        return max(drafting, key=lambda c: (mean_rate(c), c.rate))
+        rates = {c.bucket: mean_rate(c) for c in drafting}
+        close = [c for c in drafting if rates[c.bucket] * (1 + MARGIN) >= max(rates.values())]
+        return min(close, key=lambda c: (c.bucket.num_speculative_tokens, -c.rate))
 
     # Learning
 

@@ -1046,6 +1046,8 @@ def test_a_pot_that_was_overdrawn_is_written_as_empty():
         # others the one that loses least.
         ([1.0, 1.5, 1.55, 1.6, 1.65], 3),
         ([1.0, 1.3, 2.2, 3.3, 4.5], 1),
+        # Of those that differ by less than predictions err, the smallest K.
+        ([1.0, 1.37, 1.81, 2.21, 2.8], 1),
     ],
 )
 def test_what_is_drafted_first_is_best_over_all_that_acceptance_may_be(seconds, expected):
