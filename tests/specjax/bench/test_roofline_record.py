@@ -23,9 +23,6 @@ from specjax.planning.program_traffic import Entry, Traffic
 ROOT = Path(__file__).parents[3]
 RECORD = json.loads((ROOT / roofline.RECORD).read_text())
 MOST = 1.15  # bytes over minimum of a step that plans promise nothing worse than
-# Attention begins a window at a tile of keys: half a tile too many, in five of six layers. Over
-# chips the race reads its slice of the logits twice.
-ABOVE = {"Gemma-like-4B, chain, 32 rows, v5e x4": 1.16}
 NAME = "Qwen3-0.6B, plain, 32 rows, v5e x1"
 
 
@@ -240,8 +237,7 @@ def test_recorded_steps_are_near_their_minimum(name):
     figures = RECORD[name]
     assert all(one["ratio"] >= 1 for one in figures["contexts"].values())
     if case.rows == 32 and case.draft in (PLAIN, CHAIN):
-        most = ABOVE.get(name, MOST)
-        assert all(one["ratio"] <= most for one in figures["contexts"].values())
+        assert all(one["ratio"] <= MOST for one in figures["contexts"].values())
         assert figures["flags"] == []
 
 
