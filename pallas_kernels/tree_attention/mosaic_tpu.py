@@ -3,7 +3,8 @@
 Queries are laid out in blocks of one row's new tokens; a grid step is one of them. Its
 keys come in tiles of whole pages, all key heads at once, through a ring of slots: while one tile
 is multiplied the next ones are copied, those of the blocks that follow included. Tiles that
-every query of a block sees whole are multiplied without masks, by code of their own.
+every query of a block sees whole are multiplied without masks, by code of their own. Pages that
+end before a block's window are not copied.
 
 `bundles` says what the machine code of these loops allows.
 

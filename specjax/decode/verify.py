@@ -260,8 +260,8 @@ def _by_equality(proposal: Proposal, said: tuple[Choice, LogProbs], flat: Array)
         return Verification(acceptance, choice.is_invalid, logprobs)
     acceptance = accept_by_equality(proposal, said[0].token_ids[flat])
     path = jnp.take_along_axis(flat, nodes_on_path(acceptance), axis=1)
-    choice, logprobs = take(said, path)
-    return Verification(acceptance, choice.is_invalid, logprobs)
+    is_invalid, logprobs = take((said[0].is_invalid, said[1]), path)
+    return Verification(acceptance, is_invalid, logprobs)
 
 
 def _make_batch(

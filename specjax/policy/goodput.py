@@ -39,7 +39,9 @@ from specjax.policy.ranked_slots import RankedSlots
 from specjax.policy.step_cost import LEAST_DOUBT, StepCosts
 from specjax.policy.survival import Survival
 
-MARGIN = 0.03  # relative gain in rate over K = 0 that drafting needs to begin
+# Relative gain in rate over K = 0 that drafting needs to begin; candidates that promise rates
+# less far apart promise the same.
+MARGIN = 0.03
 STICKINESS = 0.01  # relative gain in rate that a change of bucket needs
 OPTIMISM = 0.05  # fraction taken off the predicted seconds of an unmeasured bucket
 PROBE_SHARE = 0.004  # fraction of all seconds that routine probes may lose
@@ -636,9 +638,10 @@ class Goodput:
             rates = [c.rate * self._optimism(c, load, by) for by in (-1.0, 0.0, 1.0)]
             return sum(max(rate, plain_rate) for rate in rates) / len(rates)
 
-        rates = {c.bucket: mean_rate(c) for c in drafting}
-        close = [c for c in drafting if rates[c.bucket] * (1 + MARGIN) >= max(rates.values())]
-        return min(close, key=lambda c: (c.bucket.num_speculative_tokens, -c.rate))
+        rates = [mean_rate(c) for c in drafting]
+        least = max(rates) / (1 + MARGIN)
+        close = [c for c, rate in zip(drafting, rates, strict=True) if rate >= least]
+        return min(close, key=lambda c: c.bucket.num_speculative_tokens)
 
     # Learning
 

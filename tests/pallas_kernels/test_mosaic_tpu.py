@@ -16,6 +16,7 @@ from pallas_kernels.move_kv.mosaic_tpu import move_kv_mosaic_tpu
 from pallas_kernels.move_kv.xla import move_kv_xla
 from pallas_kernels.tree_attention import mosaic_tpu as attention
 from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention.block_sizes import BlockSizes
 from pallas_kernels.tree_attention.example_inputs import (
     EXAMPLES,
     TOLERANCE,
@@ -126,6 +127,79 @@ def test_what_lies_before_a_window_may_hold_nan(name, has_races):
         atol=TOLERANCE[example.dtype],
     )
     assert not has_races()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [5, 50, 150])
+@pytest.mark.parametrize("causal", [(), (1, 3)])
+def test_windows_of_several_blocks_per_row(window, causal, has_races):
+    """Narrower than a page, than a tile, and wider than both, in rows of several blocks."""
+    trees = {"parents": (-1, 0, 0, 1, 2, 2), "causal": causal} if causal else {}
+    if causal and window < 32:
+        pytest.skip("a window over trees is wider than they are")
+    example = Example(
+        lengths=(300, 0, 210, 60),
+        num_new=(6, 35, 6, 40) if causal else (40, 35, 1, 20),
+        window=window,
+        page_size=8,
+        kv_heads=1,
+        heads=2,
+        head_dim=128,
+        **trees,
+    )
+    (q, k, v, table, *rest), options = make_inputs(example)
+    expected = tree_attention(q, k, v, table, *rest, **options, implementation="reference")
+    for row, length in enumerate(example.lengths):
+        page, num_before = divmod(max(length - window + 1, 0), 8)
+        k, v = (pages.at[table[row, page], :, :num_before].set(jnp.nan) for pages in (k, v))
+        table = table.at[row, :page].set(layout.NO_PAGE)
+    sizes = BlockSizes(8, 32)
+    out = tree_attention_mosaic_tpu(
+        q, k, v, table, *rest, **options, block_sizes=sizes, interpret=INTERPRET
+    )
+    num_tokens = sum(example.num_new)
+    np.testing.assert_allclose(out[:num_tokens], expected[:num_tokens], rtol=0, atol=1e-5)
+    assert not has_races()
+
+
+@pytest.mark.parametrize(("window", "first"), [(None, 0), (40, 8), (400, 0), (1, 11)])
+def test_pages_before_the_window_of_a_block_are_not_copied(window, first, monkeypatch):
+    """The second block of a row whose new tokens begin at position 150; pages of 16 tokens."""
+    scalars = attention._Scalars(
+        table=np.arange(20),
+        row=np.array([0, 0]),
+        first=np.array([0, 32]),
+        count=np.array([32, 8]),
+        lengths=np.array([150]),
+        ends=np.array([190]),
+        union=None,
+        is_causal=None,
+    )
+    shape = attention._Shape(
+        kv_heads=1,
+        group=1,
+        head_dim=128,
+        page_size=16,
+        pages_per_row=20,
+        queries=32,
+        num_blocks=2,
+        pages_per_tile=4,
+        words=0,
+        slots=3,
+        cores=1,
+        dtype=jnp.dtype("float32"),
+        page_dtype=jnp.dtype("float32"),
+        window=window,
+    )
+    monkeypatch.setattr(attention.pl, "when", lambda flag: lambda act: act() if flag else None)
+    monkeypatch.setattr(attention.pltpu, "make_async_copy", lambda source, *_: source)
+    at = type("Ref", (), {"at": property(lambda self: self), "__getitem__": lambda self, i: i})()
+    tiles = attention._Tiles(scalars, at, at, at, at, None, at, shape)
+    copied = []
+    first_tile, end, _ = tiles._extent(1)
+    for tile in range(int(first_tile), int(end)):
+        tiles._each_page(1, tile, 0, lambda page: copied.append(int(page)))
+    assert copied[::2] == copied[1::2] == list(range(first, 12))  # keys and values
 
 
 @pytest.mark.full

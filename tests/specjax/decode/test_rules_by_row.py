@@ -88,12 +88,11 @@ def test_only_invalid_logits_on_the_accepted_path_count():
         num_tokens=jnp.full(3, 3),
         tree=from_parents(jnp.array([-1, 0, 0, 2], jnp.int32), 2, rows=3),
     )
-    said = jnp.array([[2, 9, 3, 4]] * 3, jnp.int32)
-    is_invalid = jnp.array(
-        [[False, True, False, False], [False, False, True, False], [False] * 3 + [True]]
-    )
-    logprobs = jnp.arange(12.0).reshape(3, 4)
-    found = jax.jit(_by_equality)(proposal, (Choice(said, is_invalid), logprobs))
+    said = jnp.array([2, 9, 3, 4] * 3, jnp.int32)
+    is_invalid = jnp.zeros(12, bool).at[jnp.array([1, 6, 11])].set(True)
+    flat = jnp.arange(12).reshape(3, 4)
+    all_said = Choice(said, is_invalid), jnp.arange(12.0)
+    found = jax.jit(_by_equality)(proposal, all_said, flat)
     assert found.acceptance.token_ids.tolist() == [[2, 3, 4]] * 3
     assert found.is_invalid.tolist() == [
         [False, False, False],
