@@ -88,7 +88,10 @@ def load_model(
     if dtype is not None:
         dtype = weight_dtype(dtype)
     partition.check_mesh(mesh)
-    _check_shards(num_shards, mesh)
+    if mesh is None and num_shards is not None:
+        raise ValueError(
+            f"{num_shards=} is for a mesh, and there is none; pass mesh=, or leave it out."
+        )
     folder = resolve_folder(path)
     config, generation_defaults = read_config(folder)
     # Read first, so that its errors come before the slow read of the weights.
@@ -100,19 +103,6 @@ def load_model(
         name=name or Path(path).name or folder.resolve().name,
         generation_defaults=generation_defaults,
     )
-
-
-def _check_shards(num_shards: int | None, mesh: Mesh | None) -> None:
-    """Raises ValueError unless a number of shards is one that the mesh's tensor axis takes."""
-    if num_shards is None:
-        return
-    size = partition.axis_size(mesh, partition.TENSOR)
-    if mesh is None or num_shards < 1 or size % num_shards:
-        has = "there is no mesh" if mesh is None else f"the mesh's tensor axis has {size} devices"
-        raise ValueError(
-            f"{num_shards=}, and {has}; expected a number of at least 1 that divides it, or "
-            "leave num_shards out."
-        )
 
 
 def load_params(

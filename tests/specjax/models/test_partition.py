@@ -252,12 +252,6 @@ def test_load_params_takes_the_mesh_too(golden):
     assert not params["layers"][0]["q_proj"].sharding.is_fully_replicated
 
 
-@pytest.mark.parametrize(("num_shards", "match"), [(3, "axis has 8 devices"), (0, "at least 1")])
-def test_a_number_of_shards_that_the_axis_does_not_take_is_refused(num_shards, match):
-    with pytest.raises(ValueError, match=match):
-        load_model("demo-draft", mesh=mesh_of(tensor=8), num_shards=num_shards)
-
-
 def test_shards_without_a_mesh_are_refused():
-    with pytest.raises(ValueError, match="there is no mesh"):
+    with pytest.raises(ValueError, match="is for a mesh"):
         load_model("demo-draft", num_shards=2)
