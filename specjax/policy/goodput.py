@@ -12,8 +12,9 @@ Seconds come from StepCosts, acceptance from Survival. Both are learned in servi
   if the wait is a small fraction of what is left: its second half then measures both.
 - A process begins with a bucket that is compiled or kept on disk.
 - Any other bucket is compiled in the background once the regret of not having it reaches the
-  seconds of compiling it, or of reading it from disk (ski rental). Regret accumulates over
-  the runs of a pair of target and drafter (`ledger`).
+  seconds that compiling it takes from the run, or those of reading it from disk (ski rental).
+  Regret accumulates over the runs of a pair of target and drafter (`ledger`). A fraction of it
+  is enough for a bucket that is SURE_GAIN better by known acceptance.
 - Probes have budgets. PROBE_SHARE of all seconds and PLAIN_SHARE of drafting seconds pay for
   measuring plain decoding again, ASK_SHARE of plain decoding for measuring acceptance again.
   HOPE_SHARE more, and GAIN_SHARE of the seconds that drafting saves, pay for buckets that were
@@ -87,6 +88,9 @@ USUAL_K = 3  # first K tried where nothing is known
 # Relative gain, and number of drafts that tell the acceptance rate, with which drafting may run
 # before plain decoding was measured.
 SURE_GAIN, SURE_TRIALS = 0.15, 16.0
+# Fraction of the seconds of a compilation in the background that regret must reach: what the run
+# beside it loses, as measured on two cores, and less for a bucket that is surely better.
+COMPILE_SHARE, SURE_SHARE = 0.5, 0.05
 MOST_WAIT = 0.25  # fraction of the rest of a run that it may wait for a compilation
 LEAST_SHARED = 4  # shortest run that waits for a compilation, in probes of PROBE_STEPS
 ENOUGH_STEPS = 10_000  # most remaining steps that count towards repaying a compilation
@@ -460,15 +464,24 @@ class Goodput:
         ]
         # `_repays` asks the file system: the best come first, and the search stops at a hit.
         missed.sort(key=lambda c: c.rate, reverse=True)
-        most = next((c for c in missed if self._repays(c.bucket, load)), None)
+        most = next(
+            (c for c in missed if self._repays(c.bucket, load, self._is_sure(c, best))), None
+        )
         if most is None or any(load.is_coming(c.bucket) for c in candidates):
             return None
         return most.bucket
 
-    def _repays(self, bucket: Bucket, load: Load) -> bool:
+    def _is_sure(self, candidate: _Candidate, best: _Candidate) -> bool:
+        """Returns whether a candidate is much better than the best that runs, by what is known."""
+        if self._knows_no_acceptance or not self._is_trusted(best):
+            return False
+        return candidate.rate * (1 - OPTIMISM) >= best.rate * (1 + SURE_GAIN)
+
+    def _repays(self, bucket: Bucket, load: Load, is_sure: bool) -> bool:
         """Returns whether the regret of a bucket reaches the seconds of compiling or reading it."""
         read_s = load.read_s(bucket)
-        needed_s = load.compile_s if read_s is None else read_s
+        share = SURE_SHARE if is_sure else COMPILE_SHARE
+        needed_s = share * load.compile_s if read_s is None else read_s
         return self.ledger.lost_s(bucket, is_kept=read_s is not None) >= needed_s
 
     def _best(self, candidates: Sequence[_Candidate], load: Load) -> _Candidate:
