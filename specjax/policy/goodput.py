@@ -90,7 +90,7 @@ USUAL_K = 3  # first K tried where nothing is known
 SURE_GAIN, SURE_TRIALS = 0.15, 16.0
 # Fraction of the seconds of a compilation in the background that regret must reach: what the run
 # beside it loses, as measured on two cores, and less for a bucket that is surely better.
-COMPILE_SHARE, SURE_SHARE = 0.5, 0.05
+COMPILE_SHARE, SURE_SHARE = 0.5, 0.02
 MOST_WAIT = 0.25  # fraction of the rest of a run that it may wait for a compilation
 LEAST_SHARED = 4  # shortest run that waits for a compilation, in probes of PROBE_STEPS
 ENOUGH_STEPS = 10_000  # most remaining steps that count towards repaying a compilation
