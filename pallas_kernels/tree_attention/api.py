@@ -39,6 +39,7 @@ def tree_attention(
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
+    first_key: int = 0,
     max_tokens_per_row: int,
     implementation: str | None = None,
 ) -> Array:
@@ -84,6 +85,8 @@ def tree_attention(
       softcap: scores become softcap * tanh(score / softcap), after the scale (Gemma 2).
       window: number of keys that a token sees, itself included. A node of a tree counts from
         its depth; then the window must be wider than 32 * words.
+      first_key: position of the first key that any token sees. Keys before it are not counted,
+        and may hold NaN; a token before it sees none, and its result is 0.
       max_tokens_per_row: static bound on any row's new tokens; what is returned for tokens
         past it means nothing.
       implementation: "mosaic_tpu", "mosaic_gpu", "xla" or "reference"; None picks the best
@@ -104,6 +107,8 @@ def tree_attention(
     layout.validate_scales(k_scale, v_scale, num_kv_heads or layout.kv_heads(k_pages), k_pages)
     if max_tokens_per_row < 1 or (window is not None and window < 1):
         raise ValueError(f"{max_tokens_per_row=} and {window=} must be at least 1.")
+    if first_key < 0:
+        raise ValueError(f"{first_key=} must be at least 0.")
     if softcap is not None and not softcap > 0:
         raise ValueError(f"{softcap=} must be above 0.")
     if sinks is not None and sinks.shape != (q.shape[1],):
@@ -132,6 +137,7 @@ def tree_attention(
         scale=scale,
         softcap=softcap,
         window=window,
+        first_key=first_key,
         max_tokens_per_row=min(max_tokens_per_row, max(q.shape[0], 1)),
     )
     mosaic_tpu = functools.partial(tree_attention_mosaic_tpu, *arguments, **options)

@@ -25,6 +25,7 @@ class Example:
     head_dim: int = 64
     page_size: int = 16
     window: int | None = None
+    first_key: int = 0
     parents: tuple[int, ...] | None = None  # one tree for all rows that have tokens
     # New nodes of the tree; the others were written before, as in a tree fed level by level.
     nodes: tuple[int, ...] | None = None
@@ -61,6 +62,17 @@ EXAMPLES = {
     "head_128": Example(lengths=(20, 90), num_new=(2, 1), head_dim=128, kv_heads=2),
     "window": Example(lengths=(0, 5, 100, 200), num_new=(7, 1, 6, 2), window=20),
     "window_of_one": Example(lengths=(0, 70), num_new=(2, 2), window=1),
+    "first_key": Example(lengths=(0, 1, 100, 200), num_new=(7, 1, 6, 2), first_key=1),
+    "first_key_of_trees_and_prompts": Example(
+        lengths=(13, 5, 70, 17),
+        num_new=(6, 70, 6, 9),
+        parents=(-1, 0, 0, 1, 2, 2),
+        causal=(1, 3),
+        first_key=18,
+    ),
+    "first_key_in_a_window": Example(
+        lengths=(0, 5, 100, 30), num_new=(7, 1, 6, 2), window=20, first_key=17
+    ),
     "tree": Example(lengths=(0, 13, 61, 128), num_new=(6, 6, 6, 0), parents=(-1, 0, 0, 1, 2, 2)),
     "level_of_a_tree": Example(
         lengths=(0, 13, 61, 128),
@@ -194,6 +206,7 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
         scale=example.head_dim**-0.5,
         softcap=example.softcap,
         window=example.window,
+        first_key=example.first_key,
         max_tokens_per_row=example.most_new or max(*example.num_new, 1),
     )
     return arguments, options

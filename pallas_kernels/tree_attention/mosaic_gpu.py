@@ -80,7 +80,7 @@ class _Shape:
     # What a key counts for.
     scale: float = 1.0
     softcap: float | None = None
-    has_window: bool = False
+    begins_later: bool = False  # whether the first keys of a row may not be seen
     has_sinks: bool = False
 
     @property
@@ -125,6 +125,7 @@ def tree_attention_mosaic_gpu(
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
+    first_key: int = 0,
     max_tokens_per_row: int,
 ) -> Array:
     """See `tree_attention`; pages with scales are not covered.
@@ -140,7 +141,7 @@ def tree_attention_mosaic_gpu(
         shape,
         scale=scale,
         softcap=softcap,
-        has_window=window is not None,
+        begins_later=window is not None or first_key > 0,
         has_sinks=sinks is not None,
     )
     # What lies past the bound means nothing.
@@ -154,7 +155,8 @@ def tree_attention_mosaic_gpu(
     seen = num_new if num_new_keys is None else num_new_keys
     seen = jnp.where(in_order, num_new, seen)
     union = union_bits(ancestor_bits, row_starts)
-    visible = _visible(blocks, bits, union, lengths, seen, in_order, window, shape)
+    cut = _Cut(window, first_key)
+    visible = _visible(blocks, bits, union, lengths, seen, in_order, cut, shape)
     pages_per_row = block_table.shape[1]
     padding = -pages_per_row % max(TILE_TOKENS // shape.page_size, 1)
     table = jnp.pad(jnp.maximum(block_table, 0), ((0, 0), (0, padding)))
@@ -270,6 +272,13 @@ class _Inputs(NamedTuple):
     v_pages: Any
 
 
+class _Cut(NamedTuple):
+    """What keeps queries from the first keys of a row."""
+
+    window: int | None
+    first_key: int
+
+
 def _visible(
     blocks: Blocks,
     bits: Array | None,  # u32[blocks, queries, words]
@@ -277,7 +286,7 @@ def _visible(
     lengths: Array,  # i32[rows]
     seen: Array,  # i32[rows], keys from `lengths` on
     in_order: Array,  # bool[rows], whose new tokens no bits name
-    window: int | None,
+    cut: _Cut,
     shape: _Shape,
 ) -> _Visible:
     """Returns the keys that the kernel fetches, masks and cleans."""
@@ -297,17 +306,19 @@ def _visible(
         words = jnp.where(is_token[..., None], words, 0)
         of_union = union[blocks.row] & has_key
     below = jnp.where(is_token, below, 0)
-    above = jnp.full_like(below, -1)
-    if window is not None:
-        above = length[:, None] + place - window
+    above = jnp.full_like(below, cut.first_key - 1)
+    if cut.window is not None:
+        above = jnp.maximum(length[:, None] + place - cut.window, above)
     # Tiles from the oldest key of any query to the newest.
     newest = jnp.where(in_order, length + blocks.first + blocks.count, length + seen)
-    oldest = clear_tile = jnp.zeros_like(length)
-    if window is not None:
+    oldest = jnp.full_like(length, cut.first_key)
+    clear_tile = jnp.zeros_like(length)
+    if shape.begins_later:
         last_unseen = jnp.where(is_token, above, -1).max(axis=1)
         clear_tile = last_unseen // TILE_TOKENS + 1
-        oldest = length + jnp.where(in_order, blocks.first, 0) - window + 1
-        oldest = jnp.maximum(oldest, 0)
+    if cut.window is not None:
+        own_oldest = length + jnp.where(in_order, blocks.first, 0) - cut.window + 1
+        oldest = jnp.maximum(own_oldest, oldest)
     last_tile = jnp.where(blocks.count > 0, -(-newest // TILE_TOKENS), 0)
     # Query rows without a token need no mask: their results are not read.
     masked_tile = (length + jnp.where(in_order, blocks.first + 1, 0)) // TILE_TOKENS
@@ -520,7 +531,7 @@ class _Block:
 
     def _queries(self, matrix: Any) -> _Queries:
         inputs, place = self.inputs, (self.block, _rows(matrix))
-        above = self._by_row(inputs.above.at[place]) if self.shape.has_window else None
+        above = self._by_row(inputs.above.at[place]) if self.shape.begins_later else None
         return _Queries(matrix, self._by_row(inputs.below.at[place]), above)
 
     def _fetch(self, warpgroup: Any, tile: Any) -> None:
@@ -616,7 +627,7 @@ class _Block:
         ahead = tile + (self.shape.stages - 1)  # where the tile before this one was
         pl.when(ahead < self.last)(lambda: self._fetch(warpgroup, ahead))
         is_masked = tile >= self.masked
-        if self.shape.has_window:
+        if self.shape.begins_later:
             is_masked |= tile < self.clear
         wait_for_values = functools.partial(plgpu.barrier_wait, scratch.v_arrived.at[stage])
 
@@ -726,7 +737,7 @@ class _Block:
         inputs, scratch, shape = self.inputs, self.scratch, self.shape
         start = tile * TILE_TOKENS
         has_unseen = start + TILE_TOKENS > self.clean
-        if shape.has_window:
+        if shape.begins_later:
             has_unseen |= start < self.oldest
 
         @pl.when(has_unseen)
@@ -740,7 +751,7 @@ class _Block:
                     words = [inputs.union[self.block, word] for word in self._words_of(start)]
                     spread = lambda word: jnp.full(size, word)
                     is_safe |= self._has_bit(words, start, place, spread)
-                if shape.has_window:
+                if shape.begins_later:
                     is_safe &= place >= self.oldest - start
                 # By columns, for registers are few.
                 for column in range(0, shape.head_dim, _COLUMNS):

@@ -85,6 +85,7 @@ class _Shape:
     scale: float = 1.0
     softcap: float | None = None
     window: int | None = None
+    first_key: int = 0  # of a row that any query sees
     has_sinks: bool = False
     has_scales: bool = False
     is_mixed: bool = False  # whether rows say which of them are trees
@@ -127,6 +128,11 @@ class _Shape:
     def tile_tokens(self) -> int:
         return self.pages_per_tile * self.page_size
 
+    @property
+    def begins_later(self) -> bool:
+        """Whether queries may not see the first keys of their row."""
+        return self.window is not None or self.first_key > 0
+
     def smem_bytes(self, rows: int) -> int:
         """Returns the bytes of the scalars in SMEM, of one axis each: two would be padded."""
         per_row = self.pages_per_row + self.words + 3
@@ -164,6 +170,7 @@ def tree_attention_mosaic_tpu(
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
+    first_key: int = 0,
     max_tokens_per_row: int,
     block_sizes: BlockSizes | None = None,
     interpret: bool | pltpu.InterpretParams = False,
@@ -183,6 +190,7 @@ def tree_attention_mosaic_tpu(
         scale=scale,
         softcap=softcap,
         window=window,
+        first_key=first_key,
         has_sinks=sinks is not None,
         has_scales=k_scale is not None,
         heads_per_line=1 if k_scale is None else len(k_scale) // shape.kv_heads,
@@ -485,10 +493,12 @@ class _Tiles:
         whole_end = jnp.clip(self._tile_of(length + newest + 1), first, end)
         spans = []
         whole_first = first
-        if shape.window is not None:
-            newest = scalars.first[block] + scalars.count[block] - 1
-            newest = jnp.maximum(newest, 32 * shape.words - 1)  # of any depth
-            oldest = jnp.maximum(length + newest - shape.window + 1, 0)
+        if shape.begins_later:
+            oldest: Any = shape.first_key
+            if shape.window is not None:
+                newest = scalars.first[block] + scalars.count[block] - 1
+                newest = jnp.maximum(newest, 32 * shape.words - 1)  # of any depth
+                oldest = jnp.maximum(length + newest - shape.window + 1, oldest)
             whole_first = jnp.clip(self._tile_of(oldest + size - 1), first, whole_end)
             spans.append(_Span(first, whole_first, size, False))
         spans.append(_Span(whole_first, whole_end, size, True))
@@ -517,8 +527,8 @@ class _Tiles:
         elif not shape.words:
             last = end
         first = jnp.int32(0)
-        if shape.window is not None:
-            first = self._tile_of(_window_begin(scalars, block, shape))
+        if shape.begins_later:
+            first = self._tile_of(_first_seen(scalars, block, shape))
         return first, jnp.maximum(self._tile_of(last + shape.tile_tokens - 1), first + 1), last
 
     def _tile_of(self, position: Any) -> Any:
@@ -575,15 +585,15 @@ class _Tiles:
     def _each_page(self, block: Any, tile: Any, slot: Any, act: Callable[[Any], None]) -> None:
         """Acts on the copies of the pages of a tile that hold keys in use.
 
-        Pages that end before the window of the block's first query are not copied.
+        Pages that end before the first key that any query sees are not copied.
         """
         shape = self.shape
         row = self.scalars.row[block]
         num_pages = _divide(self.scalars.ends[row] + shape.page_size - 1, shape.page_size)
         before = tile * shape.pages_per_tile
         first_page = None
-        if shape.window is not None:
-            first_page = _divide(_window_begin(self.scalars, block, shape), shape.page_size)
+        if shape.begins_later:
+            first_page = _divide(_first_seen(self.scalars, block, shape), shape.page_size)
         entry = row * shape.pages_per_row + before
 
         def of_page(place: int) -> None:
@@ -606,16 +616,17 @@ class _Tiles:
 _BLOCK, _TILE, _END, _FILL, _READ = range(5)
 
 
-def _window_begin(scalars: _Scalars, block: Any, shape: _Shape) -> Any:
-    """Returns the position of the first key that any query of a block sees."""
-    assert shape.window is not None
+def _first_seen(scalars: _Scalars, block: Any, shape: _Shape) -> Any:
+    """Returns the position of the first key that any query of a block sees, i32[]."""
+    if shape.window is None:
+        return jnp.int32(shape.first_key)
     row = scalars.row[block]
     oldest = jnp.int32(0)  # new token: nodes of a tree have depths from 0 on
     if not shape.words:
         oldest = scalars.first[block]
     elif shape.is_mixed:
         oldest = jnp.where(scalars.is_causal[row] > 0, scalars.first[block], 0)
-    return jnp.maximum(scalars.lengths[row] + oldest - shape.window + 1, 0)
+    return jnp.maximum(scalars.lengths[row] + oldest - shape.window + 1, shape.first_key)
 
 
 def _divide(number: Any, divisor: int) -> Any:
@@ -834,6 +845,8 @@ class _Sums:
             own = depth
         if shape.window is not None:
             is_visible &= new > own - shape.window
+        if shape.first_key:
+            is_visible &= position >= shape.first_key
         return is_visible
 
     def _sees(self, words: Sequence[Any], new: Array) -> Array:
@@ -873,8 +886,8 @@ class _Sums:
         row = scalars.row[block]
         position = tile * shape.tile_tokens + place
         is_needed = position < scalars.ends[row]
-        if shape.window is not None:
-            is_needed &= position >= _window_begin(scalars, block, shape)
+        if shape.begins_later:
+            is_needed &= position >= _first_seen(scalars, block, shape)
         if not shape.has_holes:
             return is_needed
         new = position - scalars.lengths[row]

@@ -23,6 +23,7 @@ def tree_attention_reference(
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
+    first_key: int = 0,
     max_tokens_per_row: int,
 ) -> Array:
     """See `tree_attention`; what only bounds the work is not used here."""
@@ -65,16 +66,18 @@ def tree_attention_reference(
                     own = jnp.where(is_causal[row], in_order, own)
             if window is not None:
                 is_visible &= new > own - window
-            is_visible = (is_visible & has_page)[:, None]
+            is_visible = (is_visible & has_page & (positions >= first_key))[:, None]
             scores = jnp.sum(q[token][None].astype(jnp.float32) * k, -1) * scale
             if softcap is not None:
                 scores = softcap * jnp.tanh(scores / softcap)
             scores = jnp.where(is_visible, scores, -jnp.inf)  # [positions, heads]
             sink = -jnp.inf if sinks is None else sinks.astype(jnp.float32)
             top = jnp.maximum(scores.max(0), sink)
+            top = jnp.where(top > -jnp.inf, top, 0.0)  # of a token that sees nothing
             weights = jnp.where(is_visible, jnp.exp(scores - top[None]), 0.0)
             values = jnp.where(is_visible[..., None], v, 0.0)
             total = weights.sum(0) + jnp.exp(sink - top)
+            total = jnp.where(total == 0.0, 1.0, total)
             attended = jnp.sum(weights[..., None] * values, 0) / total[:, None]
             return out.at[token].set(attended.astype(q.dtype))
 

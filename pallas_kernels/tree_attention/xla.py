@@ -31,6 +31,7 @@ def tree_attention_xla(
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
+    first_key: int = 0,
     max_tokens_per_row: int,
 ) -> Array:
     """See `tree_attention`. Work follows the longest row's pages in use; rows with many new
@@ -39,6 +40,7 @@ def tree_attention_xla(
     if ancestor_bits is None and pieces.pays(lengths.shape[0], max_tokens_per_row):
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         keys = {"scale": scale, "softcap": softcap, "window": window, "sinks": sinks, **scales}
+        keys["first_key"] = first_key
         attend = lambda q, *rows, width: tree_attention_xla(
             q, k_pages, v_pages, *rows, max_tokens_per_row=width, **keys
         )
@@ -67,10 +69,10 @@ def tree_attention_xla(
     def body(block: Array, state: RunningSoftmax) -> RunningSoftmax:
         ids = lax.dynamic_slice_in_dim(table, block * pages_per_block, pages_per_block, 1)
         positions = block * block_tokens + jnp.arange(block_tokens)[None]
-        is_visible = visible(positions, lengths, ends, own, bits, is_causal, window)
+        is_visible = visible(positions, lengths, ends, own, bits, is_causal, window, first_key)
         # A masked value has weight 0, but 0 * NaN is NaN, and unwritten slots may be:
-        # past the end, and where a level of a tree skips nodes.
-        is_used = positions < ends[:, None]
+        # past the end, before the first key, and where a level of a tree skips nodes.
+        is_used = (positions < ends[:, None]) & (positions >= first_key)
         if bits is not None:
             # Places past a row's tokens hold the next row's bits.
             is_used &= jnp.any(is_visible & is_token[:, :, None], axis=1)
@@ -84,10 +86,10 @@ def tree_attention_xla(
             scores = softcap * jnp.tanh(scores / softcap)
         return running_softmax.add_tile(state, "rhqk,rhkd->rhqd", scores, is_visible, v, precision)
 
-    first = jnp.int32(0)
+    first = jnp.int32(first_key // block_tokens)
     if window is not None:
         oldest = jnp.where(num_new > 0, lengths - window + 1, jnp.iinfo(jnp.int32).max)
-        first = jnp.maximum(oldest.min(), 0) // block_tokens
+        first = jnp.maximum(oldest.min(), first_key) // block_tokens
     last = -(-ends.max() // block_tokens)
     if sinks is not None:
         # Queries of a key head: its query heads, and of each all tokens.
@@ -148,6 +150,7 @@ def visible(
     bits: Array | None,  # u32[rows, T, words]
     is_causal: Array | None,  # bool[rows]
     window: int | None,
+    first_key: int = 0,
 ) -> Array:
     """Returns which positions each new token sees, bool[rows, T, block]."""
     new = positions - lengths[:, None]  # [rows, block]
@@ -160,7 +163,8 @@ def visible(
         is_visible = jnp.where(is_tree, in_tree, is_visible)
     if window is not None:
         is_visible &= new[:, None] > own - window
-    return is_visible & (positions < ends[:, None])[:, None]
+    is_key = (positions < ends[:, None]) & (positions >= first_key)
+    return is_visible & is_key[:, None]
 
 
 def _has_bit(bits: Array, new: Array) -> Array:

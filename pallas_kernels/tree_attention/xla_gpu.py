@@ -97,6 +97,7 @@ def tree_attention_xla_gpu(
     scale: float,
     softcap: float | None = None,
     window: int | None = None,
+    first_key: int = 0,
     max_tokens_per_row: int,
 ) -> Array:
     """See `tree_attention`. Work follows each row's own tiles of keys in use."""
@@ -109,7 +110,7 @@ def tree_attention_xla_gpu(
     own = blocks.first[:, None] + jnp.arange(shape.queries, dtype=jnp.int32)[None]
     is_token = own < (blocks.first + blocks.count)[:, None]
     keys = _keys_of(blocks, lengths, num_new, num_new_keys, ancestor_bits, is_causal)
-    work = _list_work(blocks, keys, window, shape)
+    work = _list_work(blocks, keys, window, first_key, shape)
     bits = None if ancestor_bits is None else of_blocks(ancestor_bits)
     in_order = None if is_causal is None else is_causal[blocks.row]
     table = _tiles_of(block_table, shape)
@@ -131,6 +132,7 @@ def tree_attention_xla_gpu(
             None if bits is None else bits[block],
             None if in_order is None else in_order[block],
             window,
+            first_key,
         )
         # A masked value has weight 0, but 0 * NaN is NaN, and slots that hold no key may be.
         is_used = jnp.any(is_visible, axis=1)[:, None, :, None]
@@ -249,13 +251,15 @@ class _Work(NamedTuple):
     num_turns: Array  # i32[], turns in use
 
 
-def _list_work(blocks: Blocks, keys: _Keys, window: int | None, shape: _Shape) -> _Work:
+def _list_work(
+    blocks: Blocks, keys: _Keys, window: int | None, first_key: int, shape: _Shape
+) -> _Work:
     """Returns the list of work: wave by wave, in each block by block, in each tile by tile."""
     last = jnp.where(blocks.count > 0, -(-keys.end // shape.tile_tokens), 0)
-    first = jnp.zeros_like(last)
+    oldest = jnp.full_like(last, first_key)
     if window is not None:
-        oldest = jnp.maximum(keys.length + keys.oldest_query - window + 1, 0)
-        first = jnp.minimum(oldest // shape.tile_tokens, last)
+        oldest = jnp.maximum(keys.length + keys.oldest_query - window + 1, first_key)
+    first = jnp.minimum(oldest // shape.tile_tokens, last)
     num_waves = -(-shape.num_tiles // shape.lanes)
     wave = shape.lanes * jnp.arange(num_waves, dtype=jnp.int32)[:, None]
     begin, end = (jnp.clip(tile[None], wave, wave + shape.lanes) for tile in (first, last))

@@ -26,6 +26,7 @@ compiled = jax.jit(
         "scale",
         "softcap",
         "window",
+        "first_key",
         "max_tokens_per_row",
         "implementation",
     ),
@@ -136,6 +137,23 @@ def test_one_level_of_a_tree_equals_the_whole(implementation):
     )
     whole = attend(example, implementation)
     np.testing.assert_allclose(out, whole[tokens], 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_what_lies_before_the_first_key_may_hold_nan(implementation):
+    example = EXAMPLES["first_key_of_trees_and_prompts"]
+    (q, k, v, table, *rest), options = make_inputs(example)
+    expected = tree_attention(q, k, v, table, *rest, **options, implementation="reference")
+    options["implementation"] = implementation
+    for row in range(len(example.lengths)):
+        for position in range(example.first_key):
+            page, offset = divmod(position, example.page_size)
+            k, v = (pages.at[table[row, page], :, offset].set(jnp.nan) for pages in (k, v))
+    out = tree_attention(q, k, v, table, *rest, **options)
+    num_tokens = sum(example.num_new)
+    np.testing.assert_allclose(out[:num_tokens], expected[:num_tokens], rtol=0, atol=1e-5)
+    # Row 1 begins before the first key: these tokens see nothing.
+    np.testing.assert_array_equal(out[6:19], 0.0)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
