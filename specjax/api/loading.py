@@ -18,7 +18,13 @@ from specjax.config.names import check_drafter
 from specjax.config.speculation import SpeculationConfig
 from specjax.configs.devices import of_kind
 from specjax.drafters.base import DrafterSpec
-from specjax.drafters.loading import DrafterSource, LoadedDrafter, load_drafter, model_path
+from specjax.drafters.loading import (
+    DrafterSource,
+    LoadedDrafter,
+    is_head,
+    load_drafter,
+    model_path,
+)
 from specjax.drafters.spec import ModelDrafter
 from specjax.models.base import Model
 from specjax.models.hf_config import read_config
@@ -73,7 +79,8 @@ def load_split_drafter(
 
     It warns where draft_tensor_parallel_size is not possible.
     """
-    if mesh is not None and isinstance(source, str | os.PathLike) and model_path(source):
+    is_name = isinstance(source, str | os.PathLike)
+    if mesh is not None and is_name and model_path(source) and not is_head(source):
         source = load_draft_model(source, target, config, engine=engine, mesh=mesh)
     loaded = load_drafter(source, target, config)
     if config.depth == 0:

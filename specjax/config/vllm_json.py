@@ -263,7 +263,7 @@ _HEADS = ": specjax runs no drafter that reads the target's hidden states"
 _BLOCKS = ": specjax runs no drafter that proposes a block in one pass"
 _INSTEAD = {
     "eagle": _HEADS,
-    "eagle3": _HEADS,
+    "eagle3": ": a head over the target's hidden states is a folder, passed as drafter=",
     "mtp": _HEADS,
     "medusa": _HEADS,
     "mlp_speculator": _HEADS,

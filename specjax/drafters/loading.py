@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import jax
@@ -15,11 +16,19 @@ from specjax.config.names import MATCHING, NO_DRAFTER, check_drafter
 from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.base import DrafterSpec, ModelWork
+from specjax.drafters.eagle_files import is_eagle3, read_eagle3
 from specjax.drafters.guard import DrafterError, abstract_drafter_params
-from specjax.drafters.spec import HistoryDrafter, ModelDrafter, NgramDrafter, NoDrafter
+from specjax.drafters.spec import (
+    Eagle3Drafter,
+    HistoryDrafter,
+    ModelDrafter,
+    NgramDrafter,
+    NoDrafter,
+)
 from specjax.models.abstract import shape_difference, tree_difference
 from specjax.models.base import Model, ModelConfig, parameters
-from specjax.models.loading import check_same_vocabulary, load_model
+from specjax.models.loading import check_same_vocabulary, load_model, resolve_folder
+from specjax.runtime.model_files import find_file, read_json
 from specjax.types import BY_LAW, DELTA, SYNTHETIC, TYPICAL
 
 
@@ -30,6 +39,7 @@ class LoadedDrafter:
     name: str
     spec: DrafterSpec
     params: Any = ()
+    notes: tuple[str, ...] = ()  # what was decided where its files leave it open
 
     def __post_init__(self):
         if not isinstance(self.spec, DrafterSpec):
@@ -48,7 +58,8 @@ class LoadedDrafter:
 
     def __repr__(self) -> str:
         kind = type(self.spec).__name__
-        return f"LoadedDrafter({self.name!r}, {kind}{parameters(self.params)})"
+        notes = "".join(f"; {note}" for note in self.notes)
+        return f"LoadedDrafter({self.name!r}, {kind}{parameters(self.params)}{notes})"
 
     @property
     def can_draft(self) -> bool:
@@ -216,25 +227,30 @@ def load_drafter(
     source: DrafterSource,
     target: Model,
     config: SpeculationConfig | None = None,
+    *,
+    aux_layer_ids: Sequence[int] | None = None,
 ) -> LoadedDrafter:
     """Returns a drafter for a target.
 
     Args:
       source: None or "none" (plain decoding), "ngram", "history", "demo", a folder or hub
-        name ("org/name") of a draft model, a Model, a DrafterSpec of your own, or a
-        LoadedDrafter. A path is always a folder.
+        name ("org/name") of a draft model or an EAGLE-3 head, a Model, a DrafterSpec of your own,
+        or a LoadedDrafter. A path is always a folder.
       config: prompt_lookup_* and num_draft_nodes of an n-gram drafter, the tree of a
         draft model. Its fields override those that a LoadedDrafter was loaded with; a
         field at its default sets nothing.
+      aux_layer_ids: layers of the target whose inputs an EAGLE-3 head captures, where its folder
+        says others or none. What was resolved is in `LoadedDrafter.notes`.
 
     Raises:
       ValueError: no drafter has that name, the draft model's vocabulary is not the
-        target's, or the config sets a field that does not apply to this drafter.
+        target's, a head's files are not those of a head for this target, or the config sets a
+        field that does not apply to this drafter.
       TypeError: `source` is none of these, or a class derived from a drafter of specjax cannot be
         made with that drafter's fields.
     """
     config = config or SpeculationConfig()
-    loaded = _load(source, target)
+    loaded = _load(source, target, aux_layer_ids)
     try:
         spec = loaded.spec.configured(config)
     except TypeError as error:
@@ -283,8 +299,30 @@ def _check_members(spec: DrafterSpec) -> None:
             )
 
 
-def _load(source: DrafterSource, target: Model) -> LoadedDrafter:
+def is_head(source: str | os.PathLike[str]) -> bool:
+    """Returns whether a name or a folder is that of a head over the target, which is no model."""
+    check_drafter(source)
+    path = model_path(source)
+    if path is None or path == "demo-draft":
+        return False
+    config = find_file(resolve_folder(path), "config.json")
+    return config is not None and is_eagle3(read_json(config))
+
+
+def _load(
+    source: DrafterSource, target: Model, aux_layer_ids: Sequence[int] | None = None
+) -> LoadedDrafter:
     """Returns the drafter of a source, before a config is applied."""
+    if isinstance(source, str | os.PathLike) and is_head(source):
+        folder = resolve_folder(source)
+        head = read_eagle3(folder, target.config, _dtype_of(target.params), aux_layer_ids)
+        name = Path(source).name or folder.resolve().name
+        return LoadedDrafter(name, Eagle3Drafter(head.config), head.params, head.notes)
+    if aux_layer_ids is not None:
+        raise ValueError(
+            f"{aux_layer_ids=} is for the folder of an EAGLE-3 head, and the drafter is "
+            f"{source!r:.200}; leave it out."
+        )
     if isinstance(source, DrafterSpec):
         source = LoadedDrafter(type(source).__name__, source)
     if isinstance(source, LoadedDrafter):
@@ -298,7 +336,6 @@ def _load(source: DrafterSource, target: Model) -> LoadedDrafter:
     if source == "history":
         return LoadedDrafter("history", HistoryDrafter())
     if isinstance(source, str | os.PathLike):
-        check_drafter(source)
         source = load_model(model_path(source) or source)
     if not isinstance(source, Model):
         raise TypeError(
@@ -307,3 +344,8 @@ def _load(source: DrafterSource, target: Model) -> LoadedDrafter:
         )
     check_same_vocabulary(target, source)
     return LoadedDrafter(source.name, ModelDrafter(source.config), source.params)
+
+
+def _dtype_of(params: Any) -> Any:
+    """Returns the dtype of the target's weights, which the weights of a head get too."""
+    return next(leaf.dtype for leaf in jax.tree.leaves(params))

@@ -5,12 +5,17 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
+import jax.numpy as jnp
+
 from specjax.config.speculation import MAX_DRAFT_NODES, SpeculationConfig
-from specjax.drafters import draft_model, history, hybrid, ngram, none
-from specjax.drafters.base import Drafter, DrafterContext, no_tree_message
+from specjax.drafters import draft_model, eagle, history, hybrid, ngram, none
+from specjax.drafters.base import Drafter, DrafterContext, ModelWork, no_tree_message
 from specjax.drafters.base import DrafterSpec as DrafterSpec
+from specjax.models import eagle3
 from specjax.models.base import ModelConfig
+from specjax.models.eagle3 import Eagle3Config
 from specjax.models.partition import undivided
+from specjax.paged import kv_cache
 from specjax.trees import static_shapes
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
@@ -147,37 +152,16 @@ class HistoryDrafter(DrafterSpec):
         return NgramDrafter(num_matches=self.num_matches, num_drafts=self.num_drafts)
 
 
-@dataclasses.dataclass(frozen=True)
-class ModelDrafter(DrafterSpec):
-    """A draft model with the target's vocabulary; `shape` describes its trees, None: chains."""
+class _Shaped(DrafterSpec):
+    """Drafts chains, or trees of a shape that a config may set.
 
-    config: ModelConfig
-    shape: TreeShape | Growth | None = None
-    # Most positions that it is fed; None: config.max_position_embeddings.
-    max_positions: int | None = None
-    num_shards: int = 1  # set by `split`
+    Attributes:
+      shape: of its trees, None: chains. A field of the derived class.
+    """
+
+    shape: TreeShape | Growth | None
 
     has_probs: ClassVar[bool] = True
-
-    @property
-    def configs(self) -> tuple[ModelConfig, ...]:
-        return (self.config,)
-
-    def can_split(self, num_shards: int) -> bool:
-        return undivided(self.config, num_shards) is None
-
-    def split(self, num_shards: int) -> ModelDrafter:
-        """Returns the spec with its weights split over num_shards devices.
-
-        Raises:
-          ValueError: heads or MLP cannot be split so.
-        """
-        if (field := undivided(self.config, num_shards)) is not None:
-            raise ValueError(
-                f"{field}={getattr(self.config, field)} of the draft model is not divisible by "
-                f"{num_shards=}; use fewer."
-            )
-        return dataclasses.replace(self, num_shards=num_shards)
 
     @property
     def is_tree(self) -> bool:
@@ -200,6 +184,67 @@ class ModelDrafter(DrafterSpec):
         num_fed = shape.num_fed if isinstance(shape, Growth) else 0
         return 0 if shape is None else max(shape.num_drafts, num_fed)
 
+    def shape_of(self, config: SpeculationConfig, vocab_size: int) -> TreeShape | Growth | None:
+        """Returns the tree of a config, or its own if the config sets none.
+
+        Raises:
+          ValueError: the config sets a field that does not apply to drafts of a model.
+        """
+        if config.prompt_lookup_matches > 1:
+            raise ValueError(
+                f"prompt_lookup_matches={config.prompt_lookup_matches!r} is for method 'ngram'; "
+                "a draft model's tree is speculative_token_tree."
+            )
+        if config.tree_top_k is not None and config.tree_top_k > vocab_size:
+            raise ValueError(
+                f"tree_top_k={config.tree_top_k} is more than the {vocab_size} tokens there are; "
+                "lower it."
+            )
+        shape = _shape(config) if config.has_tree else self.shape
+        if config.num_draft_nodes is None:
+            return shape
+        if not isinstance(shape, Growth):
+            raise ValueError(
+                f"num_draft_nodes={config.num_draft_nodes!r} is for trees of several n-gram "
+                "matches and those grown with tree_top_k; leave it out."
+            )
+        shape = dataclasses.replace(shape, num_drafts=config.num_draft_nodes)
+        return shape.cut(shape.max_depth)
+
+    def _cut(self, num_speculative_tokens: int) -> TreeShape | Growth | None:
+        return None if self.shape is None else self.shape.cut(num_speculative_tokens)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelDrafter(_Shaped):
+    """A draft model with the target's vocabulary; `shape` describes its trees, None: chains."""
+
+    config: ModelConfig
+    shape: TreeShape | Growth | None = None
+    # Most positions that it is fed; None: config.max_position_embeddings.
+    max_positions: int | None = None
+    num_shards: int = 1  # set by `split`
+
+    @property
+    def configs(self) -> tuple[ModelConfig, ...]:
+        return (self.config,)
+
+    def can_split(self, num_shards: int) -> bool:
+        return undivided(self.config, num_shards) is None
+
+    def split(self, num_shards: int) -> ModelDrafter:
+        """Returns the spec with its weights split over num_shards devices.
+
+        Raises:
+          ValueError: heads or MLP cannot be split so.
+        """
+        if (field := undivided(self.config, num_shards)) is not None:
+            raise ValueError(
+                f"{field}={getattr(self.config, field)} of the draft model is not divisible by "
+                f"{num_shards=}; use fewer."
+            )
+        return dataclasses.replace(self, num_shards=num_shards)
+
     def configured(self, config: SpeculationConfig) -> ModelDrafter | HybridDrafter:
         spec = self.with_tree(config)
         if config.corpus_tokens is None:
@@ -212,32 +257,13 @@ class ModelDrafter(DrafterSpec):
         Raises:
           ValueError: the config sets a field that does not apply to a draft model.
         """
-        if config.prompt_lookup_matches > 1:
-            raise ValueError(
-                f"prompt_lookup_matches={config.prompt_lookup_matches!r} is for method 'ngram'; "
-                "a draft model's tree is speculative_token_tree."
-            )
-        vocab_size = self.config.vocab_size
-        if config.tree_top_k is not None and config.tree_top_k > vocab_size:
-            raise ValueError(
-                f"tree_top_k={config.tree_top_k} is more than the {vocab_size} tokens there are; "
-                "lower it."
-            )
         most = self.config.max_position_embeddings
         if config.max_model_len is not None and config.max_model_len > most:
             raise ValueError(
                 f"max_model_len={config.max_model_len} is more than the {most} positions that the "
                 "draft model was made for; lower it or leave it out."
             )
-        shape = _shape(config) if config.has_tree else self.shape
-        if config.num_draft_nodes is not None:
-            if not isinstance(shape, Growth):
-                raise ValueError(
-                    f"num_draft_nodes={config.num_draft_nodes!r} is for trees of several n-gram "
-                    "matches and those grown with tree_top_k; leave it out."
-                )
-            shape = dataclasses.replace(shape, num_drafts=config.num_draft_nodes)
-            shape = shape.cut(shape.max_depth)
+        shape = self.shape_of(config, self.config.vocab_size)
         max_positions = config.max_model_len or self.max_positions
         return dataclasses.replace(self, shape=shape, max_positions=max_positions)
 
@@ -255,8 +281,58 @@ class ModelDrafter(DrafterSpec):
             ),
         )
 
-    def _cut(self, num_speculative_tokens: int) -> TreeShape | Growth | None:
-        return None if self.shape is None else self.shape.cut(num_speculative_tokens)
+
+@dataclasses.dataclass(frozen=True)
+class Eagle3Drafter(_Shaped):
+    """An EAGLE-3 head over the target; `shape` describes its trees, None: chains."""
+
+    config: Eagle3Config
+    shape: TreeShape | Growth | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.aux_layers
+
+    def configured(self, config: SpeculationConfig) -> Eagle3Drafter:
+        """Returns the spec with the tree of a config.
+
+        Raises:
+          ValueError: the config sets a field that does not apply to a head over the target.
+        """
+        for name in ("max_model_len", "corpus_tokens"):
+            if (value := _asked_for(config, name)) is not None:
+                raise ValueError(
+                    f"{name}={value!r} does not apply to an EAGLE-3 head; leave it out."
+                )
+        shape = self.shape_of(config, self.config.layers.vocab_size)
+        return dataclasses.replace(self, shape=shape)
+
+    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
+        del target
+        return kv_cache.numbers_per_token(self.config.layers) * jnp.dtype(dtype).itemsize
+
+    def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
+        del target
+        return eagle3.abstract(self.config, dtype)
+
+    def work(
+        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
+    ) -> tuple[ModelWork, ...]:
+        """Returns the work of one draft token: the layers, and the head's matrix."""
+        del target, num_weights
+        size = jnp.dtype(dtype).itemsize
+        products = eagle3.draft_products(self.config)
+        own = ModelWork(
+            weight_bytes=size * products,
+            token_flops=2 * products,
+            context_bytes=size * kv_cache.numbers_per_token(self.config.layers),
+            context_flops=2 * eagle3.context_products(self.config),
+            num_layers=self.config.layers.num_layers,
+        )
+        return (own,)
+
+    def build(self, context: DrafterContext) -> Drafter:
+        return eagle.drafter(self.config, context, self._cut(context.num_speculative_tokens))
 
 
 @dataclasses.dataclass(frozen=True)

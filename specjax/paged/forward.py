@@ -13,7 +13,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_kernels.path_attention import path_attention
 from pallas_kernels.tree_attention import tree_attention
-from specjax.models.base import Family, MeshAxes, ModelConfig, Params
+from specjax.models.base import Attend, Family, MeshAxes, ModelConfig, Params
 from specjax.models.families import family_of
 from specjax.paged import kv_cache
 from specjax.paged.kv_cache import Pages
@@ -253,12 +253,44 @@ def forward(
         hidden, pages, seen = _forward_by_bucket(model, pages, batch, token_bucket)
         return (hidden, pages) if taps is None else (hidden, pages, Tapped(seen, ()))
     parts = [Part(batch, max_tokens_per_row), *([] if beside is None else [beside])]
-    ends = list(itertools.accumulate(p.batch.token_ids.shape[0] for p in parts))
+    attend = attention_over(config, parts, kv_scales=kv_scales)
+    ends = _ends(parts)
 
     def along(name: str) -> Array:
         return jnp.concatenate([getattr(part.batch, name) for part in parts])
 
-    slot_mapping = along("slot_mapping")
+    is_token = None
+    if model.family.has_experts:  # row ids are local to each part
+        is_token = jnp.concatenate([_is_token(part.batch, part.batch.row_ids) for part in parts])
+    hidden, pages, seen = model.run(
+        along("token_ids"), along("positions"), attend, pages, is_token=is_token
+    )
+    if taps is None:
+        return hidden[: ends[0]], pages
+    both = Tapped(
+        jax.tree.map(lambda tap: tap[: ends[0]], seen),
+        () if beside is None else jax.tree.map(lambda tap: tap[ends[0] :], seen),
+    )
+    return hidden[: ends[0]], pages, both
+
+
+def attention_over(
+    config: ModelConfig,
+    parts: Sequence[Part],
+    *,
+    kv_scales: Array | None = None,
+    first_key: int = 0,
+) -> Attend:
+    """Returns the function that writes keys and values of a layer into its pages, and attends.
+
+    Args:
+      config: what it says of attention is used.
+      parts: batches, laid end to end. Neither reads what the others write.
+      kv_scales: as for `forward`.
+      first_key: static; positions of a row before it hold no key.
+    """
+    ends = _ends(parts)
+    slot_mapping = jnp.concatenate([part.batch.slot_mapping for part in parts])
 
     def attend(
         layer: int, q: Array, k: Array, v: Array, pages: Pages, sinks: Array | None = None
@@ -283,25 +315,19 @@ def forward(
                 max_tokens_per_row=part.max_tokens_per_row,
                 k_scale=k_scale,
                 v_scale=v_scale,
+                first_key=first_key,
                 **config.attention_options(layer),
             )
             for queries, part in zip(jnp.split(q, ends[:-1]), parts)
         ]
         return jnp.concatenate(outs), pages
 
-    is_token = None
-    if model.family.has_experts:  # row ids are local to each part
-        is_token = jnp.concatenate([_is_token(part.batch, part.batch.row_ids) for part in parts])
-    hidden, pages, seen = model.run(
-        along("token_ids"), along("positions"), attend, pages, is_token=is_token
-    )
-    if taps is None:
-        return hidden[: ends[0]], pages
-    both = Tapped(
-        jax.tree.map(lambda tap: tap[: ends[0]], seen),
-        () if beside is None else jax.tree.map(lambda tap: tap[ends[0] :], seen),
-    )
-    return hidden[: ends[0]], pages, both
+    return attend
+
+
+def _ends(parts: Sequence[Part]) -> list[int]:
+    """Returns where each part ends among the flat tokens of all."""
+    return list(itertools.accumulate(part.batch.token_ids.shape[0] for part in parts))
 
 
 class _Model(NamedTuple):

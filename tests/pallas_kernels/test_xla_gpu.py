@@ -142,7 +142,7 @@ def list_of_work(lengths, num_blocks=None, **changes):
     ends = jnp.asarray(lengths, jnp.int32)
     blocks = Blocks(of_row, jnp.zeros_like(of_row), (ends > 0).astype(jnp.int32))
     keys = xla_gpu._Keys(ends - 1, jnp.zeros_like(ends), ends)
-    work = xla_gpu._list_work(blocks, keys, changes.pop("window", None), shape)
+    work = xla_gpu._list_work(blocks, keys, changes.pop("window", None), 0, shape)
     return shape, jax.tree.map(np.asarray, work)
 
 

@@ -1,0 +1,218 @@
+"""A drafter that is an EAGLE-3 head over the target; drafts chains and trees.
+
+The pair of token j + 1 and the target's hidden states at token j lies in the slot of token j + 1,
+so that what a page holds depends on no token after it. Slot 0 of a row has no pair. Every
+committed token is absorbed, so that nothing is behind when a row drafts; what the head says after
+the newest pair is kept by row. Keys and values of draft tokens come from the head's own features
+and are overwritten when the tokens are absorbed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels import layout
+from pallas_kernels.ragged import tokens_of
+from specjax.drafters import token_by_token
+from specjax.drafters.base import Drafter, DrafterContext, by_page, by_row
+from specjax.drafters.token_by_token import TokenByToken
+from specjax.models import eagle3
+from specjax.models.eagle3 import Eagle3Config
+from specjax.paged import kv_cache
+from specjax.paged.forward import Part, attention_over, make_decode_batch, make_tree_batch
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
+from specjax.trees.expanding import Growth
+from specjax.trees.static_shapes import TreeShape
+from specjax.types import DecoderParams, DraftTree, TokenBatch
+
+FIRST_PAIR = 1  # position of the first token that has a token before it
+
+
+class EagleState(NamedTuple):
+    """Keys and values by page, and what the head says after each row's newest pair.
+
+    Attributes:
+      pages: of every layer of the head.
+      newest: [rows, hidden_size].
+    """
+
+    pages: tuple[kv_cache.Pages, ...]
+    newest: Array
+
+
+def drafter(
+    config: Eagle3Config,
+    context: DrafterContext,
+    shape: TreeShape | Growth | None = None,
+) -> Drafter:
+    """Returns the functions of an EAGLE-3 head.
+
+    Args:
+      shape: shape of a tree, whose depth is K, or how it grows; None: chains.
+    """
+    head = _Head(
+        config.target_vocab_size,
+        context.keeps_probs,
+        context.says_confidence,
+        False,
+        config,
+        context,
+    )
+
+    def init(rows: int, max_length: int, num_pages: int, page_size: int) -> EagleState:
+        del max_length
+        pages = kv_cache.init_pages(config.layers, num_pages, page_size, context.dtype)
+        return EagleState(pages, jnp.zeros((rows, config.layers.hidden_size), context.dtype))
+
+    draft = functools.partial(token_by_token.draft, head, context.num_speculative_tokens, shape)
+    return Drafter(draft, init=init, absorb=head.absorb, state_axes=_axes, draws_afresh=True)
+
+
+def _axes(state: EagleState) -> Any:
+    return EagleState(by_page(state.pages), by_row(state.newest))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head(TokenByToken):
+    config: Eagle3Config
+    context: DrafterContext
+
+    def absorb(
+        self,
+        params: DecoderParams,
+        state: EagleState,
+        fed: TokenBatch,
+        next_token_ids: Array,
+        taps: tuple[Array, ...],
+        row_ids: Array,
+        max_tokens_per_row: int,
+    ) -> EagleState:
+        """Runs the pairs of the tokens after those that were fed; see `Drafter.absorb`."""
+        features = eagle3.feature(params.drafter, self.config, taps)
+        places = fed.lengths.shape[0]
+        pairs = dataclasses.replace(
+            fed,
+            token_ids=next_token_ids,
+            positions=fed.positions + 1,
+            lengths=fed.lengths + 1,
+            slot_mapping=_slots(state, fed.block_table, fed.row_ids, fed.positions + 1),
+        )
+        out, pages = self._run(params, state.pages, pairs, features, max_tokens_per_row)
+        counts = jnp.diff(fed.row_starts)
+        last = jnp.clip(fed.row_starts[1:] - 1, 0, out.shape[0] - 1)
+        rows = jnp.where(counts > 0, row_ids[:places], state.newest.shape[0])
+        return EagleState(pages, state.newest.at[rows].set(out[last], mode="drop"))
+
+    def begin(
+        self, params: DecoderParams, state: EagleState, decode_state: Any, takes_part: Array
+    ) -> tuple[Array, EagleState]:
+        del params, decode_state, takes_part
+        return state.newest, state
+
+    def feed(
+        self,
+        params: DecoderParams,
+        state: EagleState,
+        decode_state: Any,
+        history: Array,
+        positions: Array,
+        is_fed: Array,
+        hidden: Array,
+    ) -> tuple[Array, EagleState]:
+        cache, rows = decode_state.cache, decode_state.rows
+        batch = make_decode_batch(
+            history,
+            cache.block_table,
+            positions,
+            is_fed,
+            page_size=cache.page_size,
+            num_slots=cache.num_slots,
+        )
+        # Rows that are not fed take no place among the flat tokens.
+        above = hidden[jnp.minimum(batch.row_ids, rows - 1)]
+        features = eagle3.next_feature(params.drafter, self.config, above)
+        out, pages = self._run(params, state.pages, batch, features, 1)
+        own = jnp.clip(batch.row_starts[1:] - 1, 0, rows - 1)
+        return out[own], state._replace(pages=pages)
+
+    def feed_nodes(
+        self,
+        params: DecoderParams,
+        state: EagleState,
+        decode_state: Any,
+        token_ids: Array,
+        tree: DraftTree,
+        nodes: Sequence[int],
+        takes_part: Array,
+        hidden: Array,
+    ) -> tuple[Array, EagleState]:
+        cache, rows, count = decode_state.cache, decode_state.rows, len(nodes)
+        batch = make_tree_batch(
+            decode_state.history,
+            cache.block_table,
+            cache.lengths,
+            jnp.where(takes_part, count, 0),
+            token_ids,
+            tree,
+            page_size=cache.page_size,
+            num_slots=cache.num_slots,
+            nodes=nodes,
+            num_new_keys=jnp.full(rows, nodes[-1] + 1, jnp.int32),
+        )
+        row = jnp.minimum(batch.row_ids, rows - 1)
+        offset = jnp.arange(rows * count) - batch.row_starts[row]
+        above = hidden[row, jnp.clip(offset, 0, count - 1)]
+        features = eagle3.next_feature(params.drafter, self.config, above)
+        out, pages = self._run(params, state.pages, batch, features, count)
+        flat = tokens_of(batch.row_starts, rows * count, count)
+        return out[flat], state._replace(pages=pages)
+
+    def logits(self, params: DecoderParams, hidden: Array) -> Array:
+        own = params.drafter
+        if not self.config.has_head:
+            normed = eagle3.normed_output(own, self.config, hidden)
+            return self.context.target_logits(params, normed)
+        scores = eagle3.own_logits(own, self.config, hidden)
+        return eagle3.of_target(own, self.config, scores)
+
+    def own_logits(self, params: DecoderParams, hidden: Array) -> tuple[Array, Vocabulary]:
+        return self.logits(params, hidden), WHOLE
+
+    def _run(
+        self,
+        params: DecoderParams,
+        pages: tuple[kv_cache.Pages, ...],
+        batch: TokenBatch,
+        features: Array,
+        max_tokens_per_row: int,
+    ) -> tuple[Array, tuple[kv_cache.Pages, ...]]:
+        """Returns r [num_tokens, hidden_size] of a batch of pairs, and the pages."""
+        config = self.config
+        if config.has_embedding:
+            embedded = params.drafter["embed_tokens"][batch.token_ids]
+        else:
+            embedded = self.context.target_embedding(params, batch.token_ids)
+        part = Part(batch, max_tokens_per_row)
+        attend = attention_over(config.layers, [part], first_key=FIRST_PAIR)
+        return eagle3.forward(
+            params.drafter,
+            config,
+            embedded.astype(features.dtype),
+            features,
+            batch.positions,
+            attend,
+            pages,
+        )
+
+
+def _slots(state: EagleState, block_table: Array, row_ids: Array, positions: Array) -> Array:
+    """Returns the slots of positions, i32[num_tokens]; the number of slots where there is none."""
+    keys, _ = state.pages[0]
+    sizes = {"page_size": layout.page_size(keys), "num_slots": layout.num_slots(keys)}
+    return kv_cache.slots(block_table, row_ids, positions, **sizes)

@@ -1,0 +1,257 @@
+"""EAGLE-3: a head over hidden states of three layers of a target, and the embedding of a token.
+
+Source: Li et al. 2025, arXiv:2503.01840, section 3, and the published checkpoints. With the hidden
+states h of the captured layers at token j, and the embedding e of token j + 1:
+
+    g = fc(concat(h))                                     the feature of token j
+    x = concat(input_norm(e), hidden_norm(g))             what the first layer attends with
+    y = g + attention(x)                                  or hidden_norm(g) + ...
+    r = y + mlp(post_attention_norm(y))                   more layers follow as in Llama
+    logits = head(norm(r))                                of token j + 2
+
+The next draft token goes with r, or with norm(r), in place of g. Each layer keeps keys and values
+of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from specjax.models import blocks, weights
+from specjax.models.base import Attend, LayerCache, ModelConfig, Params
+from specjax.models.layers import linear, rms_norm
+from specjax.models.weights import Weight, matrix, vector
+
+FLAT_PREFIX, NUMBERED_PREFIX = "midlayer.", "layers.0."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Static sizes and flags of an EAGLE-3 head; hashable, a jit key.
+
+    Attributes:
+      layers: sizes of its layers and of its head, whose vocabulary may be a part of the target's.
+      target_hidden_size: width of the captured hidden states.
+      target_vocab_size: tokens of the target.
+      aux_layers: layers of the target whose inputs are captured, from 0 on; the target's number
+        of layers captures its normed output.
+      norm_before_fc: whether one norm over all captured states comes before fc.
+      has_fc_norms: whether each captured state has a norm of its own before fc.
+      norm_before_residual: whether the first layer adds to the normed feature.
+      norm_output: whether the next draft token goes with norm(r).
+      has_embedding, has_head: whether it has its own; else those of the target are used.
+      maps_vocabulary: whether its tokens have numbers of their own, see `target_ids`.
+    """
+
+    layers: ModelConfig
+    target_hidden_size: int
+    target_vocab_size: int
+    aux_layers: tuple[int, ...]
+    norm_before_fc: bool = False
+    has_fc_norms: bool = False
+    fc_bias: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+    has_embedding: bool = False
+    has_head: bool = True
+    maps_vocabulary: bool = False
+
+    @property
+    def fc_width(self) -> int:
+        return len(self.aux_layers) * self.target_hidden_size
+
+
+def feature(params: Params, config: Eagle3Config, taps: Sequence[Array]) -> Array:
+    """Returns [..., hidden_size] from the captured states, [..., target_hidden_size] each."""
+    norm = functools.partial(rms_norm, eps=config.layers.norm_eps)
+    if config.has_fc_norms:
+        taps = [norm(tap, weight) for tap, weight in zip(taps, params["fc_norms"], strict=True)]
+    together = jnp.concatenate(taps, axis=-1)
+    if config.norm_before_fc:
+        together = norm(together, params["fc_input_norm"])
+    return blocks.project(together, params, "fc")
+
+
+def forward(
+    params: Params,
+    config: Eagle3Config,
+    embedded: Array,
+    features: Array,
+    positions: Array,
+    attend: Attend,
+    caches: tuple[LayerCache, ...],
+) -> tuple[Array, tuple[LayerCache, ...]]:
+    """Runs all layers over pairs of a token and the feature of the token before it.
+
+    Args:
+      embedded: [..., hidden_size], of the tokens.
+      features: [..., hidden_size], `feature` of the token before each; of a draft token,
+        `next_feature` of what this function returned there.
+      positions: i32[...]; scores depend on their differences alone.
+      attend: as for the forward of a family.
+      caches: one per layer.
+
+    Returns:
+      r [..., hidden_size] and the new caches.
+    """
+    own = config.layers
+    norm = functools.partial(rms_norm, eps=own.norm_eps)
+    attention = functools.partial(
+        blocks.attention, head_dim=own.head_dim, head_norm=norm if own.qk_norm else None
+    )
+    tables = blocks.rotary_tables(own, positions)
+    new_caches = []
+    x = features
+    for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        if index == 0:
+            normed = norm(features, layer["hidden_norm"])
+            x = normed if config.norm_before_residual else features
+            normed = jnp.concatenate([norm(embedded, layer["input_norm"]), normed], axis=-1)
+        else:
+            normed = norm(x, layer["input_norm"])
+        out, cache = attention(normed, layer, attend, index, cache, table=tables[index])
+        new_caches.append(cache)
+        x = x + out
+        normed = norm(x, layer["post_attention_norm"])
+        x = x + blocks.gated_mlp(normed, layer, jax.nn.silu)
+    return x, tuple(new_caches)
+
+
+def next_feature(params: Params, config: Eagle3Config, out: Array) -> Array:
+    """Returns what the next draft token goes with, from r [..., hidden_size]."""
+    return normed_output(params, config, out) if config.norm_output else out
+
+
+def normed_output(params: Params, config: Eagle3Config, out: Array) -> Array:
+    """Returns what the head reads, from r [..., hidden_size]."""
+    return rms_norm(out, params["norm"], config.layers.norm_eps)
+
+
+def own_logits(params: Params, config: Eagle3Config, out: Array) -> Array:
+    """Returns f32[..., vocab] of the head's own vocabulary, from r; only with `has_head`."""
+    return linear(normed_output(params, config, out), params["lm_head"], jnp.float32)
+
+
+def of_target(params: Params, config: Eagle3Config, scores: Array) -> Array:
+    """Returns f32[num_tokens, target_vocab_size] from scores of the head's own vocabulary.
+
+    What the head cannot say has -inf.
+    """
+    if not config.maps_vocabulary:
+        return scores
+    size = scores.shape[0], config.target_vocab_size
+    return jnp.full(size, -jnp.inf).at[:, params["target_ids"]].set(scores, unique_indices=True)
+
+
+def abstract(config: Eagle3Config, dtype: DTypeLike) -> Params:
+    """Returns the names, shapes and dtypes of the weights, a tree of jax.ShapeDtypeStruct."""
+    params = weights.map_weights(
+        lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype)), weights_of(config)
+    )
+    return params | _if(config.maps_vocabulary, target_ids=_target_ids(config))
+
+
+def init(
+    key: Array, config: Eagle3Config, dtype: DTypeLike = jnp.float32, std: float = 0.02
+) -> Params:
+    """Returns random weights; a reduced vocabulary is evenly spaced over the target's."""
+    params = weights.init_of(weights_of(config), key, dtype, std)
+    if not config.maps_vocabulary:
+        return params
+    count = config.layers.vocab_size
+    return params | {
+        "target_ids": jnp.arange(count, dtype=jnp.int32) * (config.target_vocab_size // count)
+    }
+
+
+def num_weights(config: Eagle3Config) -> int:
+    """Returns the numbers in all leaves of floating point."""
+    return weights.num_weights(weights_of(config))
+
+
+def weights_of(config: Eagle3Config, first_prefix: str = FLAT_PREFIX) -> dict[str, Any]:
+    """Returns a Weight per leaf of floating point.
+
+    Args:
+      first_prefix: of the names of the first layer in the file.
+    """
+    own = config.layers
+    d = own.hidden_size
+    params: dict[str, Any] = {"fc": matrix("fc.weight", (d, config.fc_width), ("embed", None))}
+    params |= _if(config.fc_bias, fc_bias=vector("fc.bias", d, "embed"))
+    params |= _if(
+        config.norm_before_fc,
+        fc_input_norm=vector("input_norm.weight", config.fc_width, None, 1.0),
+    )
+    params |= _if(
+        config.has_fc_norms,
+        fc_norms=tuple(
+            vector(f"fc_norm.{place}.weight", config.target_hidden_size, None, 1.0)
+            for place in range(len(config.aux_layers))
+        ),
+    )
+    prefixes = [first_prefix, *(f"layers.{index}." for index in range(1, own.num_layers))]
+    params["layers"] = tuple(
+        _layer_weights(own, prefix, is_first=index == 0) for index, prefix in enumerate(prefixes)
+    )
+    params["norm"] = vector("norm.weight", d, "embed", 1.0)
+    table = lambda name, rows: matrix(f"{name}.weight", (rows, d), ("vocab", "embed"))
+    embedding = table("embed_tokens", config.target_vocab_size)
+    params |= _if(config.has_embedding, embed_tokens=embedding)
+    return params | _if(config.has_head, lm_head=table("lm_head", own.vocab_size))
+
+
+def _layer_weights(own: ModelConfig, prefix: str, *, is_first: bool) -> dict[str, Weight]:
+    d, f, head_dim = own.hidden_size, own.intermediate_size, own.head_dim
+    q_size, kv_size = own.num_heads * head_dim, own.num_kv_heads * head_dim
+    width = 2 * d if is_first else d
+    matrices = {
+        "q_proj": ("self_attn.q_proj", (q_size, width), ("heads", "embed"), own.qkv_bias),
+        "k_proj": ("self_attn.k_proj", (kv_size, width), ("kv_heads", "embed"), own.qkv_bias),
+        "v_proj": ("self_attn.v_proj", (kv_size, width), ("kv_heads", "embed"), own.qkv_bias),
+        "o_proj": ("self_attn.o_proj", (d, q_size), ("embed", "heads"), own.o_bias),
+        "gate_proj": ("mlp.gate_proj", (f, d), ("mlp", "embed"), own.mlp_bias),
+        "up_proj": ("mlp.up_proj", (f, d), ("mlp", "embed"), own.mlp_bias),
+        "down_proj": ("mlp.down_proj", (d, f), ("embed", "mlp"), own.mlp_bias),
+    }
+    norm = lambda name, size: vector(f"{prefix}{name}.weight", size, None, 1.0)
+    layer = {
+        "input_norm": norm("input_layernorm", d),
+        "post_attention_norm": norm("post_attention_layernorm", d),
+    }
+    layer |= _if(is_first, hidden_norm=norm("hidden_norm", d))
+    for key, (name, shape, axes, has_bias) in matrices.items():
+        layer[key] = matrix(f"{prefix}{name}.weight", shape, axes)
+        layer |= _if(has_bias, **{f"{key}_bias": vector(f"{prefix}{name}.bias", shape[0], axes[0])})
+    q_norm, k_norm = (norm(f"self_attn.{name}", head_dim) for name in ("q_norm", "k_norm"))
+    return layer | _if(own.qk_norm, q_norm=q_norm, k_norm=k_norm)
+
+
+def _if(condition: bool, **leaves: Any) -> dict[str, Any]:
+    return leaves if condition else {}
+
+
+def _target_ids(config: Eagle3Config) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((config.layers.vocab_size,), jnp.dtype(jnp.int32))
+
+
+def draft_products(config: Eagle3Config) -> int:
+    """Returns the multiply-adds per draft token in products with weights, the head among them."""
+    layers = weights.num_weights(weights_of(config)["layers"])
+    vocab = config.layers.vocab_size if config.has_head else config.target_vocab_size
+    return layers + vocab * config.layers.hidden_size
+
+
+def context_products(config: Eagle3Config) -> int:
+    """Returns the multiply-adds per pair of a draft token and a token of its context."""
+    own = config.layers
+    return 2 * own.num_layers * math.prod((own.num_heads, own.head_dim))

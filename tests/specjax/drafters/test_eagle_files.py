@@ -1,0 +1,209 @@
+"""Folders with EAGLE-3 heads: the namings of EAGLE and of speculators, and what is refused."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import specjax
+from specjax.drafters.eagle_files import read_eagle3
+from specjax.models import eagle3
+from specjax.models.base import ModelConfig
+from specjax.models.eagle3 import FLAT_PREFIX, NUMBERED_PREFIX, Eagle3Config
+from specjax.testing import tiny_model
+
+TARGET = tiny_model(num_layers=6)
+WIDTH, VOCAB, DRAFT_VOCAB = 32, 61, 20
+NAMES = {"float32": "F32", "int64": "I64", "bool": "BOOL", "bfloat16": "BF16"}
+LAYER = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def write(folder, raw, tensors):
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        offsets = [len(data), len(data) + tensor.nbytes]
+        data += tensor.tobytes()
+        kind = NAMES[str(tensor.dtype)]
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+def flat(**more):
+    """A head as EAGLE and SpecForge write it: the target's embedding, its own head."""
+    raw = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": DRAFT_VOCAB}
+    return raw | {"model_type": "llama", "hidden_act": "silu"} | LAYER | more
+
+
+def nested(**more):
+    raw = {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]}
+    raw |= {"draft_vocab_size": DRAFT_VOCAB, "norm_before_residual": True}
+    return raw | {"transformer_layer_config": LAYER | {"model_type": "llama"}} | more
+
+
+def config_of(**flags):
+    own = ModelConfig(
+        architecture="llama",
+        family="llama",
+        vocab_size=DRAFT_VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_layers=flags.pop("num_layers", 1),
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position_embeddings=2048,
+        norm_eps=1e-5,
+    )
+    return Eagle3Config(
+        layers=own,
+        target_hidden_size=WIDTH,
+        target_vocab_size=VOCAB,
+        aux_layers=flags.pop("aux_layers", (2, 3, 3)),
+        maps_vocabulary=True,
+        **flags,
+    )
+
+
+def tensors_of(config, prefix, seed=0):
+    """Returns random tensors of a head by the names of its file."""
+    rng = np.random.default_rng(seed)
+    sources = [leaf.source for leaf in jax.tree.leaves(eagle3.weights_of(config, prefix))]
+    tensors = {
+        name: rng.standard_normal(shape).astype(np.float32)
+        for source in sources
+        for name, shape in source.tensors()
+    }
+    ids = np.sort(rng.choice(VOCAB, DRAFT_VOCAB, replace=False))
+    offsets = {"d2t": ids - np.arange(DRAFT_VOCAB), "t2d": np.isin(np.arange(VOCAB), ids)}
+    return tensors | offsets
+
+
+def read(folder, **options):
+    return read_eagle3(folder, TARGET.config, jnp.float32, **options)
+
+
+def test_the_naming_of_eagle(tmp_path):
+    config = config_of()
+    tensors = tensors_of(config, FLAT_PREFIX)
+    found = read(write(tmp_path, flat(), tensors))
+    assert found.config == config
+    np.testing.assert_array_equal(found.params["fc"], tensors["fc.weight"])
+    first = found.params["layers"][0]
+    np.testing.assert_array_equal(first["q_proj"], tensors["midlayer.self_attn.q_proj.weight"])
+    assert found.params["target_ids"].tolist() == np.flatnonzero(tensors["t2d"]).tolist()
+    assert found.notes == (
+        "captures the inputs of layers 2, 3, 3 (the default, for lack of a word in config.json)",
+    )
+
+
+def test_the_naming_of_speculators(tmp_path):
+    """Several layers, its own embedding, and norms before fc."""
+    config = config_of(
+        num_layers=2,
+        aux_layers=(0, 2, 6),
+        has_embedding=True,
+        norm_before_residual=True,
+        norm_output=True,
+        norm_before_fc=True,
+    )
+    tensors = tensors_of(config, NUMBERED_PREFIX)
+    tensors["verifier_norm.weight"] = np.ones(WIDTH, np.float32)
+    raw = nested(eagle_aux_hidden_state_layer_ids=[0, 2, 6], norm_output=True)
+    found = read(write(tmp_path, raw, tensors))
+    assert found.config == config
+    assert found.params["layers"][1]["q_proj"].shape == (32, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "expected"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, {}, (1, 2, 5)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}}, {}, (2, 3, 6)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, {"aux_layer_ids": (0, 1, 2)}, (0, 1, 2)),
+    ],
+)
+def test_captured_layers_are_stored_in_several_ways(tmp_path, more, options, expected):
+    folder = write(tmp_path, flat(**more), tensors_of(config_of(), FLAT_PREFIX))
+    found = read(folder, **options)
+    assert found.config.aux_layers == expected
+    assert ", ".join(map(str, expected)) in found.notes[0]
+
+
+def without(name):
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+def put(name, change):
+    return lambda tensors: tensors | {name: change(tensors.get(name))}
+
+
+@pytest.mark.parametrize(
+    ("more", "change", "match"),
+    [
+        ({"hidden_size": 48}, None, "cannot use"),
+        ({"vocab_size": 60}, None, "was trained for"),
+        ({"target_hidden_size": 64}, None, "was trained for"),
+        ({"draft_vocab_size": 21}, None, "must agree"),
+        ({"num_attention_heads": None}, None, "num_attention_heads"),
+        ({"hidden_act": "gelu"}, None, "hidden_act"),
+        ({"logit_scale": 2.0}, None, "logit_scale"),
+        ({"norm_output": 3}, None, "norm_output"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, None, "from 0 to 6"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, None, "captured layers"),
+        ({"eagle_aux_hidden_state_layer_ids": "2"}, None, "a list of layers"),
+        ({}, without("d2t"), "d2t"),
+        ({}, without("norm.weight"), "lacks 1 of"),
+        ({}, without("midlayer.self_attn.q_proj.weight"), "EAGLE-3 head, whose first layer"),
+        ({}, put("d2t", lambda d2t: np.flatnonzero(np.arange(61) > 40)), "different tokens"),
+        ({}, put("d2t", lambda d2t: d2t.astype(np.float32)), "a whole number"),
+        ({}, put("norm.weight", lambda norm: norm[:-1]), "expected \\[32\\]"),
+        ({}, put("fc.weight", lambda fc: fc.astype(np.int64)), "floating point"),
+        ({}, put("mask_hidden", lambda _: np.ones((1, 1, 96), np.float32)), "P-EAGLE"),
+        ({}, put("markov_head.markov_w1.weight", lambda _: np.ones(3, np.float32)), "no use for"),
+    ],
+)
+def test_what_is_refused(tmp_path, more, change, match):
+    tensors = tensors_of(config_of(), FLAT_PREFIX)
+    folder = write(tmp_path, flat(**more), tensors if change is None else change(tensors))
+    with pytest.raises(ValueError, match=match):
+        read(folder)
+
+
+def test_a_folder_is_a_drafter(tmp_path):
+    """In bfloat16, under generate; tokens are those of plain decoding."""
+    tensors = tensors_of(config_of(), FLAT_PREFIX)
+    tensors = {
+        name: tensor.astype(ml_dtypes.bfloat16) if tensor.dtype == np.float32 else tensor
+        for name, tensor in tensors.items()
+    }
+    folder = write(tmp_path, flat(), tensors)
+    loaded = specjax.load_drafter(folder, TARGET)
+    assert loaded.params["fc"].dtype == jnp.float32  # as the target's weights
+    assert "captures the inputs of layers 2, 3, 3" in repr(loaded)
+    sampling = specjax.SamplingParams(temperature=0.8, max_tokens=12, seed=1)
+    how = {"policy": "fixed", "num_speculative_tokens": 2}
+    calls = [
+        specjax.generate(TARGET, [[1, 2, 3]], drafter=of, speculative_config=how, sampling=sampling)
+        for of in (str(folder), None)
+    ]
+    assert calls[0][0].token_ids == calls[1][0].token_ids
+    assert calls[0].stats.acceptance.num_drafted > 5
+
+
+def test_captured_layers_are_said_for_heads_alone():
+    with pytest.raises(ValueError, match="EAGLE-3 head, and the drafter is 'ngram'"):
+        specjax.load_drafter("ngram", TARGET, aux_layer_ids=(0, 1, 2))
