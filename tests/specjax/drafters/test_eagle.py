@@ -15,7 +15,9 @@ from specjax.models import eagle3
 from specjax.models.base import ModelConfig, RopeConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.paged.forward import make_batch
-from specjax.testing import tiny_model
+from specjax.testing import check_drafter, tiny_model
+from specjax.trees import static_shapes
+from specjax.trees.expanding import Growth
 from specjax.types import DecoderParams
 
 WIDTH, TARGET_WIDTH, VOCAB, DRAFT_VOCAB = 32, 32, 61, 20
@@ -282,3 +284,18 @@ def test_tokens_are_those_of_plain_decoding(temperature):
     ]
     assert [out.token_ids for out in found[0]] == [out.token_ids for out in found[1]]
     assert found[1].stats.acceptance.num_drafted > 20
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "shape",
+    [
+        None,
+        static_shapes.from_rank_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
+        Growth(3, 2, 5).cut(3),
+    ],
+    ids=["chain", "tree", "grown"],
+)
+def test_it_keeps_the_contract_of_drafters(shape):
+    config, params = make_head("own_tables")
+    check_drafter(specjax.LoadedDrafter("head", Eagle3Drafter(config, shape), params), TARGET)
