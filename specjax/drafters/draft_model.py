@@ -21,7 +21,7 @@ from pallas_kernels.move_kv import move_kv
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters import token_by_token
 from specjax.drafters.base import Draft, Drafter, by_page
-from specjax.drafters.token_by_token import TokenByToken
+from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes
 from specjax.models.base import MeshAxes, ModelConfig
 from specjax.paged import kv_cache
 from specjax.paged.forward import (
@@ -29,7 +29,6 @@ from specjax.paged.forward import (
     logits,
     make_batch,
     make_decode_batch,
-    make_tree_batch,
     own_logits,
 )
 from specjax.sampling.vocabulary import Vocabulary
@@ -227,19 +226,8 @@ class _DraftModel(TokenByToken):
         hidden: Array,
     ) -> tuple[Array, _Pages]:
         del hidden  # it reads the keys and values of the parents
-        cache, rows = decode_state.cache, decode_state.rows
-        batch = make_tree_batch(
-            decode_state.history,
-            cache.block_table,
-            cache.lengths,
-            jnp.where(takes_part, len(nodes), 0),
-            token_ids,
-            tree,
-            page_size=cache.page_size,
-            num_slots=cache.num_slots,
-            nodes=nodes,
-            num_new_keys=jnp.full(rows, nodes[-1] + 1, jnp.int32),
-        )
+        rows = decode_state.rows
+        batch = batch_of_nodes(decode_state, token_ids, tree, nodes, takes_part)
         hidden, state = self.forward(params, state, batch, len(nodes))
         flat = tokens_of(batch.row_starts, rows * len(nodes), len(nodes))
         return hidden[flat], state

@@ -21,11 +21,11 @@ from pallas_kernels import layout
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters import token_by_token
 from specjax.drafters.base import Drafter, DrafterContext, by_page, by_row
-from specjax.drafters.token_by_token import TokenByToken
+from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes
 from specjax.models import eagle3
 from specjax.models.eagle3 import Eagle3Config
 from specjax.paged import kv_cache
-from specjax.paged.forward import Part, attention_over, make_decode_batch, make_tree_batch
+from specjax.paged.forward import Part, attention_over, make_decode_batch
 from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
@@ -152,19 +152,8 @@ class _Head(TokenByToken):
         takes_part: Array,
         hidden: Array,
     ) -> tuple[Array, EagleState]:
-        cache, rows, count = decode_state.cache, decode_state.rows, len(nodes)
-        batch = make_tree_batch(
-            decode_state.history,
-            cache.block_table,
-            cache.lengths,
-            jnp.where(takes_part, count, 0),
-            token_ids,
-            tree,
-            page_size=cache.page_size,
-            num_slots=cache.num_slots,
-            nodes=nodes,
-            num_new_keys=jnp.full(rows, nodes[-1] + 1, jnp.int32),
-        )
+        rows, count = decode_state.rows, len(nodes)
+        batch = batch_of_nodes(decode_state, token_ids, tree, nodes, takes_part)
         row = jnp.minimum(batch.row_ids, rows - 1)
         offset = jnp.arange(rows * count) - batch.row_starts[row]
         above = hidden[row, jnp.clip(offset, 0, count - 1)]

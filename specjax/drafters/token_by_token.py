@@ -19,6 +19,7 @@ from jax import Array
 
 from specjax.drafters.base import NOT_KEPT, Draft
 from specjax.drafters.draws import draw_siblings, noise_keys
+from specjax.paged.forward import make_tree_batch
 from specjax.sampling import TreeHistory, choose_tokens, process_logits
 from specjax.sampling.processing import History
 from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
@@ -33,6 +34,7 @@ from specjax.types import (
     DecoderParams,
     DraftTree,
     Proposal,
+    TokenBatch,
     is_by_law,
 )
 
@@ -278,6 +280,29 @@ def draft(
     else:
         propose = functools.partial(_draft_tree, model, shape)
     return propose(params, state, decode_state, num_tokens)
+
+
+def batch_of_nodes(
+    decode_state: Any,
+    token_ids: Array,
+    tree: DraftTree,
+    nodes: Sequence[int],
+    takes_part: Array,
+) -> TokenBatch:
+    """Lays out some nodes of the rows that take part; arguments as of `TokenByToken.feed_nodes`."""
+    cache = decode_state.cache
+    return make_tree_batch(
+        decode_state.history,
+        cache.block_table,
+        cache.lengths,
+        jnp.where(takes_part, len(nodes), 0),
+        token_ids,
+        tree,
+        page_size=cache.page_size,
+        num_slots=cache.num_slots,
+        nodes=nodes,
+        num_new_keys=jnp.full(decode_state.rows, nodes[-1] + 1, jnp.int32),
+    )
 
 
 def _draft_chain(
