@@ -11,13 +11,16 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 
 from pallas_kernels.tree_attention.api import tree_attention
 from pallas_kernels.tree_attention.example_inputs import Example, make_inputs, widened
+
+Program = Callable[..., jax.Array]
 
 KERNEL = "mosaic_gpu"
 # What the kernel does in different ways: one matrix of queries and several, one warpgroup and
@@ -62,10 +65,18 @@ RELATIVE, ABSOLUTE = 2**-8, 8e-3
 
 
 def find_fault(implementation: str = KERNEL) -> str | None:
-    """Returns what is wrong with an implementation on jax's default device; None if nothing is."""
+    """Returns what is wrong with an implementation on jax's default device; None if nothing is.
+
+    Cases compile at the same time, each in a thread, and run one after another.
+    """
+    with ThreadPoolExecutor(len(CASES)) as threads:
+        compiled = {
+            name: threads.submit(_compiled, example, implementation)
+            for name, example in CASES.items()
+        }
     for name, example in CASES.items():
         try:
-            fault = _fault_of(example, implementation)
+            fault = _fault_of(example, *compiled[name].result())
         except Exception as error:  # of jax, Mosaic and the driver, of many kinds
             fault = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         if fault is not None:
@@ -73,13 +84,22 @@ def find_fault(implementation: str = KERNEL) -> str | None:
     return None
 
 
-def _fault_of(example: Example, implementation: str) -> str | None:
+def _compiled(example: Example, implementation: str) -> tuple[Program, Program]:
+    """Returns an implementation, and the definition for arguments that are `widened`."""
     arguments, options = make_inputs(example)
-    num_tokens = sum(example.num_new)
-    run = jax.jit(functools.partial(tree_attention, **options, implementation=implementation))
-    first, second = (np.asarray(run(*arguments), np.float32)[:num_tokens] for _ in range(2))
+    run = functools.partial(tree_attention, **options, implementation=implementation)
     exact = functools.partial(tree_attention, **options, implementation="reference")
-    expected = np.asarray(jax.jit(exact)(*widened(arguments)))[:num_tokens]
+    return (
+        jax.jit(run).lower(*arguments).compile(),
+        jax.jit(exact).lower(*widened(arguments)).compile(),
+    )
+
+
+def _fault_of(example: Example, run: Program, exact: Program) -> str | None:
+    arguments, _ = make_inputs(example)
+    num_tokens = sum(example.num_new)
+    first, second = (np.asarray(run(*arguments), np.float32)[:num_tokens] for _ in range(2))
+    expected = np.asarray(exact(*widened(arguments)))[:num_tokens]
     is_off = ~np.isclose(first, expected, RELATIVE, ABSOLUTE)  # NaN is never close
     if is_off.any():
         largest = np.abs(first - expected).max()
