@@ -90,8 +90,8 @@ def tree_attention(
       max_tokens_per_row: static bound on any row's new tokens; what is returned for tokens
         past it means nothing.
       implementation: "mosaic_tpu", "mosaic_gpu", "xla" or "reference"; None picks the best
-        for this case. "mosaic_gpu", which was not run on hardware yet, is among them only
-        within `implementations.trusting`, which is for devices where `self_test` passed.
+        for this case. "mosaic_gpu" is among them only within `implementations.trusting`,
+        which is for devices where `self_test` passed.
 
     Returns:
       dtype[num_tokens, heads, head_dim].

@@ -1,8 +1,8 @@
 """Tree attention for Hopper GPUs: a thread block is one block of queries, one key head, one
 part of the context.
 
-Compiled for H100; not yet run on hardware. It is taken where it is asked for by name, and where
-its self-test passed on the device.
+Run on an H200, compiled for H100. It is taken where it is asked for by name, and where its
+self-test passed on the device.
 
 One or two warpgroups multiply tiles of keys and values by wgmma, up to two matrices of 64
 queries each, and keep the running softmax in registers: Milakov and Gimelshein 2018, section

@@ -1,7 +1,7 @@
 """Kernels that are used by default where their self-test passes on the device, once.
 
-The attention kernel for Hopper GPUs was compiled and not timed or run by its authors. So the first
-process on a Hopper GPU tests it against the definition, in a process of its own and within
+The attention kernel for Hopper GPUs was run on one kind of them with one version of jax. So the
+first process on a Hopper GPU tests it against the definition, in a process of its own and within
 minutes, and keeps the result in the user's cache directory: one per kind of device, version of
 jax, version of specjax and source of the kernel.
 """

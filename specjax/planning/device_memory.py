@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+# Of a plan: allocations are rounded up, and arguments of steps are not planned. The first engine on
+# a GPU was seen 0.2 % above (docs/benchmarks/h200.md).
+TOLERANCE = 0.01
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of Linux
 
 
@@ -73,7 +76,7 @@ def bytes_on(device: Any, arrays: Any) -> int:
 
 
 class MemoryWatch:
-    """Measures the memory of steps on devices that report it, and warns above the plan.
+    """Measures the memory of steps on devices that report it, and warns a TOLERANCE above the plan.
 
     Memory that compiling or other code allocates meanwhile is included: the device reports
     only their sum.
@@ -106,7 +109,7 @@ class MemoryWatch:
 
     def _warn(self) -> None:
         measured, planned = self.measured_workspace, self.planned_workspace
-        if self._has_warned or measured is None or measured <= planned:
+        if self._has_warned or measured is None or measured <= planned * (1 + TOLERANCE):
             return
         self._has_warned = True
         warnings.warn(

@@ -39,6 +39,17 @@ def test_the_most_that_any_step_took_on_any_device():
     assert watch.look() == watch.measured_workspace == 400
 
 
+def test_what_rounding_adds_is_no_reason_to_warn(recwarn):
+    device = FakeDevice(in_use=1000)
+    watch = MemoryWatch([device], planned_workspace=500)
+    device.run(505)
+    assert watch.look() == 505
+    assert not recwarn.list
+    device.run(506)
+    with pytest.warns(UserWarning, match="steps were seen to take"):
+        watch.look()
+
+
 def test_a_peak_from_before_is_not_the_steps():
     device = FakeDevice(in_use=1000, peak=5000)
     watch = MemoryWatch([device], planned_workspace=500)
