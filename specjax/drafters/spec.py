@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 
 from specjax.config.speculation import MAX_DRAFT_NODES, SpeculationConfig
+from specjax.drafters import dflash as dflash_head
 from specjax.drafters import draft_model, eagle, history, hybrid, ngram, none
 from specjax.drafters.base import Drafter, DrafterContext, ModelWork, no_tree_message
 from specjax.drafters.base import DrafterSpec as DrafterSpec
-from specjax.models import eagle3
+from specjax.models import dflash, eagle3
 from specjax.models.base import ModelConfig
+from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.models.partition import undivided
 from specjax.paged import kv_cache
@@ -333,6 +335,55 @@ class Eagle3Drafter(_Shaped):
 
     def build(self, context: DrafterContext) -> Drafter:
         return eagle.drafter(self.config, context, self._cut(context.num_speculative_tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashDrafter(DrafterSpec):
+    """A DFlash head over the target, which drafts a chain in one pass over a block of masks.
+
+    It drafts at most `DFlashConfig.most_drafts` tokens; a larger K drafts no more.
+    """
+
+    config: DFlashConfig
+
+    has_probs: ClassVar[bool] = True
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.aux_layers
+
+    def tree_slots(self, num_speculative_tokens: int) -> int:
+        """Returns the slots that a block takes past the newest token."""
+        return self.config.num_rows(num_speculative_tokens) - 1
+
+    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
+        del target
+        return kv_cache.numbers_per_token(self.config.layers) * jnp.dtype(dtype).itemsize
+
+    def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
+        del target
+        return dflash.abstract(self.config, dtype)
+
+    def work(
+        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
+    ) -> tuple[ModelWork, ...]:
+        """Returns the work of one block: its layers, and the head's matrix."""
+        del target, num_weights
+        size, own = jnp.dtype(dtype).itemsize, self.config.layers
+        products = dflash.draft_products(self.config)
+        one = ModelWork(
+            weight_bytes=size * products,
+            token_flops=2 * products,
+            context_bytes=size * kv_cache.numbers_per_token(own),
+            context_flops=4 * own.num_layers * own.num_heads * own.head_dim,
+            layer_windows=own.layer_windows,
+            num_layers=own.num_layers,
+            block_tokens=self.config.block_size,
+        )
+        return (one,)
+
+    def build(self, context: DrafterContext) -> Drafter:
+        return dflash_head.drafter(self.config, context)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,8 +28,15 @@ from jax.typing import DTypeLike
 
 from specjax.models import blocks, weights
 from specjax.models.base import Attend, LayerCache, ModelConfig, Params
+from specjax.models.head_parts import (
+    abstract_target_ids,
+    layer_weights,
+    only_if,
+    scores_of_target,
+    spread_target_ids,
+)
 from specjax.models.layers import linear, rms_norm
-from specjax.models.weights import Weight, matrix, vector
+from specjax.models.weights import matrix, vector
 
 FLAT_PREFIX, NUMBERED_PREFIX = "midlayer.", "layers.0."
 
@@ -148,8 +155,7 @@ def of_target(params: Params, config: Eagle3Config, scores: Array) -> Array:
     """
     if not config.maps_vocabulary:
         return scores
-    size = scores.shape[0], config.target_vocab_size
-    return jnp.full(size, -jnp.inf).at[:, params["target_ids"]].set(scores, unique_indices=True)
+    return scores_of_target(scores, params["target_ids"], config.target_vocab_size)
 
 
 def abstract(config: Eagle3Config, dtype: DTypeLike) -> Params:
@@ -157,7 +163,8 @@ def abstract(config: Eagle3Config, dtype: DTypeLike) -> Params:
     params = weights.map_weights(
         lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype)), weights_of(config)
     )
-    return params | _if(config.maps_vocabulary, target_ids=_target_ids(config))
+    ids = abstract_target_ids(config.layers.vocab_size)
+    return params | only_if(config.maps_vocabulary, target_ids=ids)
 
 
 def init(
@@ -167,10 +174,8 @@ def init(
     params = weights.init_of(weights_of(config), key, dtype, std)
     if not config.maps_vocabulary:
         return params
-    count = config.layers.vocab_size
-    return params | {
-        "target_ids": jnp.arange(count, dtype=jnp.int32) * (config.target_vocab_size // count)
-    }
+    ids = spread_target_ids(config.layers.vocab_size, config.target_vocab_size)
+    return params | {"target_ids": ids}
 
 
 def num_weights(config: Eagle3Config) -> int:
@@ -187,61 +192,27 @@ def weights_of(config: Eagle3Config, first_prefix: str = FLAT_PREFIX) -> dict[st
     own = config.layers
     d = own.hidden_size
     params: dict[str, Any] = {"fc": matrix("fc.weight", (d, config.fc_width), ("embed", None))}
-    params |= _if(config.fc_bias, fc_bias=vector("fc.bias", d, "embed"))
-    params |= _if(
+    params |= only_if(config.fc_bias, fc_bias=vector("fc.bias", d, "embed"))
+    params |= only_if(
         config.norm_before_fc,
         fc_input_norm=vector("input_norm.weight", config.fc_width, None, 1.0),
     )
-    params |= _if(
+    params |= only_if(
         config.has_fc_norms,
         fc_norms=tuple(
             vector(f"fc_norm.{place}.weight", config.target_hidden_size, None, 1.0)
             for place in range(len(config.aux_layers))
         ),
     )
-    prefixes = [first_prefix, *(f"layers.{index}." for index in range(1, own.num_layers))]
-    params["layers"] = tuple(
-        _layer_weights(own, prefix, is_first=index == 0) for index, prefix in enumerate(prefixes)
-    )
+    first = layer_weights(own, first_prefix, 2 * d)
+    first["hidden_norm"] = vector(f"{first_prefix}hidden_norm.weight", d, None, 1.0)
+    others = (layer_weights(own, f"layers.{index}.", d) for index in range(1, own.num_layers))
+    params["layers"] = (first, *others)
     params["norm"] = vector("norm.weight", d, "embed", 1.0)
     table = lambda name, rows: matrix(f"{name}.weight", (rows, d), ("vocab", "embed"))
     embedding = table("embed_tokens", config.target_vocab_size)
-    params |= _if(config.has_embedding, embed_tokens=embedding)
-    return params | _if(config.has_head, lm_head=table("lm_head", own.vocab_size))
-
-
-def _layer_weights(own: ModelConfig, prefix: str, *, is_first: bool) -> dict[str, Weight]:
-    d, f, head_dim = own.hidden_size, own.intermediate_size, own.head_dim
-    q_size, kv_size = own.num_heads * head_dim, own.num_kv_heads * head_dim
-    width = 2 * d if is_first else d
-    matrices = {
-        "q_proj": ("self_attn.q_proj", (q_size, width), ("heads", "embed"), own.qkv_bias),
-        "k_proj": ("self_attn.k_proj", (kv_size, width), ("kv_heads", "embed"), own.qkv_bias),
-        "v_proj": ("self_attn.v_proj", (kv_size, width), ("kv_heads", "embed"), own.qkv_bias),
-        "o_proj": ("self_attn.o_proj", (d, q_size), ("embed", "heads"), own.o_bias),
-        "gate_proj": ("mlp.gate_proj", (f, d), ("mlp", "embed"), own.mlp_bias),
-        "up_proj": ("mlp.up_proj", (f, d), ("mlp", "embed"), own.mlp_bias),
-        "down_proj": ("mlp.down_proj", (d, f), ("embed", "mlp"), own.mlp_bias),
-    }
-    norm = lambda name, size: vector(f"{prefix}{name}.weight", size, None, 1.0)
-    layer = {
-        "input_norm": norm("input_layernorm", d),
-        "post_attention_norm": norm("post_attention_layernorm", d),
-    }
-    layer |= _if(is_first, hidden_norm=norm("hidden_norm", d))
-    for key, (name, shape, axes, has_bias) in matrices.items():
-        layer[key] = matrix(f"{prefix}{name}.weight", shape, axes)
-        layer |= _if(has_bias, **{f"{key}_bias": vector(f"{prefix}{name}.bias", shape[0], axes[0])})
-    q_norm, k_norm = (norm(f"self_attn.{name}", head_dim) for name in ("q_norm", "k_norm"))
-    return layer | _if(own.qk_norm, q_norm=q_norm, k_norm=k_norm)
-
-
-def _if(condition: bool, **leaves: Any) -> dict[str, Any]:
-    return leaves if condition else {}
-
-
-def _target_ids(config: Eagle3Config) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((config.layers.vocab_size,), jnp.dtype(jnp.int32))
+    params |= only_if(config.has_embedding, embed_tokens=embedding)
+    return params | only_if(config.has_head, lm_head=table("lm_head", own.vocab_size))
 
 
 def draft_products(config: Eagle3Config) -> int:

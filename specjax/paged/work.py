@@ -38,6 +38,8 @@ class ModelWork:
       layer_windows: sliding window of each layer in tokens, None without; (): none in any
         layer. Layers have equal parts of context_bytes and context_flops.
       num_layers: number of layers; each launches its operations separately.
+      block_tokens: of a drafter that drafts all tokens of a step in one forward, the tokens of
+        a row in it; 0: a forward of one token per row for each draft token.
     """
 
     weight_bytes: float
@@ -46,6 +48,15 @@ class ModelWork:
     context_flops: float
     layer_windows: tuple[int | None, ...] = ()
     num_layers: int = 0
+    block_tokens: int = 0
+
+    def num_forwards(self, num_speculative_tokens: int) -> int:
+        """Returns the forwards, one after the other, that draft so many tokens."""
+        return min(num_speculative_tokens, 1) if self.block_tokens else num_speculative_tokens
+
+    def of_forward(self, rows: int, context: int) -> Work:
+        """Returns the work of one of these forwards in `rows` rows of `context` tokens."""
+        return self.of(rows, rows * max(self.block_tokens, 1), context)
 
     def of(self, rows: int, tokens: int, context: int) -> Work:
         """Returns the work of a forward of `tokens` tokens in `rows` rows of `context` tokens."""

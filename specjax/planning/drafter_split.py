@@ -42,7 +42,7 @@ def draft_token_s(
       num_weights: numbers in its weights, if known.
     """
     works = spec.work(target, dtype, num_weights)
-    seconds = sum(work.of(rows, rows, context).seconds(device) for work in works)
+    seconds = sum(work.of_forward(rows, context).seconds(device) for work in works)
     if spec.num_shards == 1:
         return seconds
     # Attention and MLP of each layer, the embedding and the logits.

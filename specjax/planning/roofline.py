@@ -27,14 +27,17 @@ def roofline_step_s(
     num_speculative_tokens: int,
     context: int,
 ) -> float:
-    """Returns the least seconds of a step: K forwards of each drafter, one of the target.
+    """Returns the least seconds of a step: the forwards of each drafter, one of the target.
 
     Args:
       drafters: work of each model that drafting runs, one after the other.
       context: tokens that each row has.
     """
     k = num_speculative_tokens
-    draft_s = k * sum(drafter.of(rows, rows, context).seconds(device) for drafter in drafters)
+    draft_s = sum(
+        drafter.num_forwards(k) * drafter.of_forward(rows, context).seconds(device)
+        for drafter in drafters
+    )
     return verify_work(target, rows, k, context).seconds(device) + draft_s
 
 

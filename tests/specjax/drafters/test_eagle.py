@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from head_equations import TARGET, attention_of, mlp, rms, rotated, wide
 
 import specjax
 from specjax.drafters.base import DrafterContext
@@ -15,14 +16,13 @@ from specjax.models import eagle3
 from specjax.models.base import ModelConfig, RopeConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.paged.forward import make_batch
-from specjax.testing import check_drafter, tiny_model
+from specjax.testing import check_drafter
 from specjax.trees import static_shapes
 from specjax.trees.expanding import Growth
 from specjax.types import DecoderParams
 
 WIDTH, TARGET_WIDTH, VOCAB, DRAFT_VOCAB = 32, 32, 61, 20
 PAGE, PAGES_PER_ROW = 4, 8
-TARGET = tiny_model()
 FLAGS = {
     "plain": {},
     "norm_before_fc": {"norm_before_fc": True},
@@ -64,23 +64,6 @@ def make_head(name="plain", seed=1, **more):
 # The equations of the paper and of published code, in float64 over whole texts.
 
 
-def rms(x, weight, eps=1e-6):
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * weight
-
-
-def silu(x):
-    return x / (1 + np.exp(-x))
-
-
-def rotated(x, positions, theta):
-    """x [n, heads, d]; entry i of the first half turns with entry i of the second."""
-    half = x.shape[-1] // 2
-    angles = positions[:, None, None] * theta ** (-np.arange(half) / half)
-    first, second = x[..., :half], x[..., half:]
-    turned = first * np.cos(angles) - second * np.sin(angles)
-    return np.concatenate([turned, second * np.cos(angles) + first * np.sin(angles)], axis=-1)
-
-
 def attention(x, layer, own, positions):
     """Causal attention of all rows of x [n, width] over each other."""
     n = x.shape[0]
@@ -90,13 +73,8 @@ def attention(x, layer, own, positions):
     if own.qk_norm:
         q, k = rms(q, layer["q_norm"]), rms(k, layer["k_norm"])
     q, k = (rotated(part, positions, own.rope.theta) for part in (q, k))
-    group = own.num_heads // own.num_kv_heads
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    scores = np.einsum("qhd,khd->hqk", q, k) / np.sqrt(own.head_dim)
-    scores = np.where(np.tril(np.ones((n, n), bool)), scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("hqk,khd->qhd", weights, v).reshape(n, -1) @ layer["o_proj"].T
+    is_seen = np.tril(np.ones((n, n), bool))
+    return attention_of(q, k, v, is_seen) @ layer["o_proj"].T
 
 
 def feature_of(params, config, taps):
@@ -121,7 +99,7 @@ def outputs_of(params, config, embedded, features):
             mixed = rms(x, layer["input_norm"])
         x = x + attention(mixed, layer, own, positions)
         y = rms(x, layer["post_attention_norm"])
-        x = x + (silu(y @ layer["gate_proj"].T) * (y @ layer["up_proj"].T)) @ layer["down_proj"].T
+        x = x + mlp(y, layer)
     return x
 
 
@@ -141,9 +119,8 @@ class Reference:
     """A head over one text: drafts as the published code does, everything computed anew."""
 
     def __init__(self, config, params):
-        wide = lambda leaf: np.asarray(leaf, np.float64 if leaf.dtype != jnp.int32 else None)
-        self.config, self.params = config, jax.tree.map(wide, params)
-        target = jax.tree.map(wide, TARGET.params)
+        self.config, self.params = config, wide(params)
+        target = wide(TARGET.params)
         self.head = target.get("lm_head", target["embed_tokens"])
         has_own = config.has_embedding
         self.table = self.params["embed_tokens"] if has_own else target["embed_tokens"]

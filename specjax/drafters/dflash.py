@@ -1,0 +1,196 @@
+"""A drafter that is a DFlash head over the target: one pass over a block of masks drafts a chain.
+
+The slot of token j holds the keys and values of its context, which depend on no token after it.
+Every committed token is absorbed, so that nothing is behind when a row drafts. A block writes its
+own keys and values from the newest token on, past the last absorbed one; absorbing overwrites them.
+Tokens are drawn one after the other, each with its own noise and after the sampling parameters of
+the request have seen the ones before it; the head ran once for all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.ragged import tokens_of
+from specjax.drafters import token_by_token
+from specjax.drafters.base import Draft, Drafter, DrafterContext, by_page
+from specjax.drafters.token_by_token import TokenByToken
+from specjax.models import dflash
+from specjax.models.base import Attend
+from specjax.models.dflash import DFlashConfig
+from specjax.paged import kv_cache
+from specjax.paged.forward import Part, attention_over
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
+from specjax.types import DecoderParams, TokenBatch, lay_out
+
+BITS = 32  # of a word of ancestor bits
+
+
+class DFlashState(NamedTuple):
+    """Keys and values of every layer, by page."""
+
+    pages: tuple[kv_cache.Pages, ...]
+
+
+class _Drafting(NamedTuple):
+    """What is kept while a step drafts."""
+
+    pages: tuple[kv_cache.Pages, ...]
+    block: Array  # [rows, block rows, hidden_size], what the head says of each row of a block
+
+
+def drafter(config: DFlashConfig, context: DrafterContext) -> Drafter:
+    """Returns the functions of a DFlash head."""
+    depth = context.num_speculative_tokens
+    head = _Head(
+        config.target_vocab_size,
+        context.keeps_probs,
+        context.says_confidence,
+        False,
+        config,
+        context,
+    )
+
+    def init(rows: int, max_length: int, num_pages: int, page_size: int) -> DFlashState:
+        del rows, max_length
+        return DFlashState(kv_cache.init_pages(config.layers, num_pages, page_size, context.dtype))
+
+    def draft(
+        params: DecoderParams, state: DFlashState, decode_state: Any, num_tokens: Array
+    ) -> Draft:
+        """Drafts as `Drafter.draft` does; a block holds `most_drafts` tokens."""
+        asked = jnp.minimum(num_tokens, config.most_drafts)
+        drafted = token_by_token.draft(head, depth, None, params, state, decode_state, asked)
+        return drafted._replace(state=DFlashState(drafted.state.pages))
+
+    absorb = functools.partial(_absorb, config)
+    return Drafter(draft, init=init, absorb=absorb, state_axes=by_page, draws_afresh=True)
+
+
+def _absorb(
+    config: DFlashConfig,
+    params: DecoderParams,
+    state: DFlashState,
+    fed: TokenBatch,
+    next_token_ids: Array,
+    taps: tuple[Array, ...],
+    row_ids: Array,
+    max_tokens_per_row: int,
+) -> DFlashState:
+    """Writes the contexts of the tokens that were fed; see `Drafter.absorb`."""
+    del next_token_ids, row_ids, max_tokens_per_row
+    contexts = dflash.context(params.drafter, config, taps)
+    new = dflash.context_keys(params.drafter, config, contexts, fed.positions)
+    written = (
+        kv_cache.write(pages, k, v, fed.slot_mapping)
+        for pages, (k, v) in zip(state.pages, new, strict=True)
+    )
+    return DFlashState(tuple(written))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head(TokenByToken):
+    config: DFlashConfig
+    context: DrafterContext
+
+    def begin(
+        self, params: DecoderParams, state: Any, decode_state: Any, takes_part: Array
+    ) -> tuple[Array, Any]:
+        """Runs the blocks of all rows that take part, each after its root."""
+        config, rows = self.config, decode_state.rows
+        width = config.num_rows(self.context.num_speculative_tokens)
+        batch = _blocks(config, decode_state, takes_part, width)
+        if config.has_embedding:
+            embedded = params.drafter["embed_tokens"][batch.token_ids]
+        else:
+            embedded = self.context.target_embedding(params, batch.token_ids)
+        out, pages = dflash.forward(
+            params.drafter,
+            config,
+            embedded.astype(self.context.dtype),
+            batch.positions,
+            _attention(config, batch, width),
+            state.pages,
+        )
+        block = out[tokens_of(batch.row_starts, rows * width, width)]
+        return block[:, config.first_row], _Drafting(pages, block)
+
+    def feed(
+        self,
+        params: DecoderParams,
+        state: Any,
+        decode_state: Any,
+        history: Array,
+        positions: Array,
+        is_fed: Array,
+        hidden: Array,
+    ) -> tuple[Array, Any]:
+        """Returns the next row of each block: nothing is computed from the draft token."""
+        del params, history, is_fed, hidden
+        ahead = positions - decode_state.cache.lengths + self.config.first_row
+        ahead = jnp.clip(ahead, 0, state.block.shape[1] - 1)
+        return jnp.take_along_axis(state.block, ahead[:, None, None], axis=1)[:, 0], state
+
+    def logits(self, params: DecoderParams, hidden: Array) -> Array:
+        if self.config.has_head:
+            return dflash.own_logits(params.drafter, self.config, hidden)
+        normed = dflash.normed_output(params.drafter, self.config, hidden)
+        return self.context.target_logits(params, normed)
+
+    def own_logits(self, params: DecoderParams, hidden: Array) -> tuple[Array, Vocabulary]:
+        return self.logits(params, hidden), WHOLE
+
+
+def _blocks(config: DFlashConfig, decode_state: Any, takes_part: Array, width: int) -> TokenBatch:
+    """Lays out the newest token of each row that takes part, and masks after it.
+
+    Args:
+      width: tokens of a block, static.
+    """
+    cache, rows = decode_state.cache, decode_state.rows
+    history = decode_state.history
+    counts = jnp.where(takes_part, width, 0)
+    row_starts, row_ids, offsets = lay_out(counts, rows * width)
+    row = jnp.minimum(row_ids, rows - 1)
+    root = jnp.minimum(cache.lengths, history.shape[1] - 1)
+    newest = jnp.take_along_axis(history, root[:, None], axis=1)[:, 0]
+    positions = jnp.where(row_ids < rows, cache.lengths[row] + offsets, 0)
+    return TokenBatch(
+        token_ids=jnp.where(offsets == 0, newest[row], config.mask_token_id),
+        positions=positions,
+        row_ids=row_ids,
+        slot_mapping=kv_cache.slots(
+            cache.block_table,
+            row_ids,
+            positions,
+            page_size=cache.page_size,
+            num_slots=cache.num_slots,
+        ),
+        row_starts=row_starts,
+        lengths=cache.lengths,
+        block_table=cache.block_table,
+    )
+
+
+def _attention(config: DFlashConfig, batch: TokenBatch, width: int) -> Attend:
+    """Returns the attention of blocks: in both directions, but in layers that are causal."""
+    words = -(-width // BITS)
+    each = [min(BITS, width - BITS * word) for word in range(words)]
+    bits = jnp.array([(1 << count) - 1 for count in each], jnp.uint32)
+    together = dataclasses.replace(
+        batch, ancestor_bits=jnp.broadcast_to(bits, (batch.token_ids.shape[0], words))
+    )
+    of_kind = {
+        is_causal: attention_over(config.layers, [Part(batch if is_causal else together, width)])
+        for is_causal in set(config.causal_layers)
+    }
+
+    def attend(layer: int, *arguments: Any, **arrays: Any) -> Any:
+        return of_kind[config.causal_layers[layer]](layer, *arguments, **arrays)
+
+    return attend

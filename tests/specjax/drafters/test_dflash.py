@@ -1,0 +1,265 @@
+"""DFlash heads: against their equations written out in numpy, and in the engine."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from head_equations import TARGET, VOCAB, attention_of, mlp, rms, rotated, wide
+
+import specjax
+from specjax.drafters.base import DrafterContext
+from specjax.drafters.dflash import _Head
+from specjax.drafters.spec import DFlashDrafter
+from specjax.models import dflash
+from specjax.models.base import ModelConfig, RopeConfig
+from specjax.models.dflash import DFlashConfig
+from specjax.paged.forward import make_batch
+from specjax.testing import check_drafter
+from specjax.types import DecoderParams
+
+WIDTH, DRAFT_VOCAB, MASK = 32, 20, 60
+PAGE, PAGES_PER_ROW = 4, 8
+FLAGS = {
+    "plain": {},
+    "causal": {"causal_layers": (True, True)},
+    "one causal layer with a window": {
+        "causal_layers": (True, False),
+        "layer_windows": (3, None),
+    },
+    "from the anchor": {"samples_from_anchor": True},
+    "own tables": {
+        "has_embedding": True,
+        "has_head": True,
+        "maps_vocabulary": True,
+        "draft_vocab": DRAFT_VOCAB,
+    },
+    "without norms of heads": {"qk_norm": False, "rope": RopeConfig(theta=123.0)},
+}
+
+
+def make_head(name="plain", seed=1, **more):
+    """Returns a head of random weights for TARGET."""
+    flags = FLAGS[name] | more
+    of_layers = {"qk_norm": True} | {
+        key: flags.pop(key) for key in ("qk_norm", "rope", "layer_windows") if key in flags
+    }
+    own = ModelConfig(
+        architecture="llama",
+        family="llama",
+        vocab_size=flags.pop("draft_vocab", VOCAB),
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        max_position_embeddings=16,
+        **of_layers,
+    )
+    config = DFlashConfig(
+        layers=own,
+        target_vocab_size=VOCAB,
+        target_hidden_size=TARGET.config.hidden_size,
+        aux_layers=(1, 2),
+        mask_token_id=MASK,
+        **{"block_size": 5, "causal_layers": (False, False)} | flags,
+    )
+    return config, dflash.init(jax.random.key(seed), config, std=0.3)
+
+
+# The equations of the published code, in float64, everything computed anew.
+
+
+def outputs_of(params, config, table, root, contexts):
+    """Returns x [block_size, width] of the block after contexts [root position, width]."""
+    own, start, size = config.layers, len(contexts), config.block_size
+    tokens = [root] + [config.mask_token_id] * (size - 1)
+    x = table[tokens]
+    at = np.arange(start + size, dtype=np.float64)
+    heads = lambda y, count: y.reshape(len(y), count, own.head_dim)
+    for index, layer in enumerate(params["layers"]):
+        y = rms(x, layer["input_norm"])
+        both = np.concatenate([contexts, y])
+        q = heads(y @ layer["q_proj"].T, own.num_heads)
+        k, v = (heads(both @ layer[f"{name}_proj"].T, own.num_kv_heads) for name in "kv")
+        if own.qk_norm:
+            q, k = rms(q, layer["q_norm"]), rms(k, layer["k_norm"])
+        q, k = rotated(q, at[start:], own.rope.theta), rotated(k, at, own.rope.theta)
+        key, query = np.arange(start + size)[None], start + np.arange(size)[:, None]
+        is_seen = np.ones((size, start + size), bool)
+        if config.causal_layers[index]:
+            is_seen = key <= query
+        if (window := own.window(index)) is not None:
+            is_seen = is_seen & (key > query - window)
+        x = x + attention_of(q, k, v, is_seen) @ layer["o_proj"].T
+        x = x + mlp(rms(x, layer["post_attention_norm"]), layer)
+    return x
+
+
+def logits_of(params, config, target_head, x):
+    normed = rms(x, params["norm"])
+    if not config.has_head:
+        return normed @ target_head.T
+    scores = normed @ params["lm_head"].T
+    if not config.maps_vocabulary:
+        return scores
+    full = np.full((*scores.shape[:-1], VOCAB), -np.inf)
+    full[..., params["target_ids"]] = scores
+    return full
+
+
+class Reference:
+    """A head over one text, in float64."""
+
+    def __init__(self, config, params):
+        self.config, self.params = config, wide(params)
+        target = wide(TARGET.params)
+        self.head = target.get("lm_head", target["embed_tokens"])
+        has_own = config.has_embedding
+        self.table = self.params["embed_tokens"] if has_own else target["embed_tokens"]
+
+    def draft(self, root, taps):
+        """Returns x and the likeliest token of each row that drafts.
+
+        Args:
+          root: the newest token.
+          taps: [n, 2, width], of all tokens before it.
+        """
+        config, params = self.config, self.params
+        contexts = rms(taps.reshape(len(taps), -1) @ params["fc"].T, params["hidden_norm"])
+        x = outputs_of(params, config, self.table, root, contexts)[config.first_row :]
+        return x, np.argmax(logits_of(params, config, self.head, x), axis=1).tolist()
+
+
+class Rows:
+    """Two rows of a head's own pages, which hold NaN before anything is written."""
+
+    def __init__(self, config, params):
+        self.params = DecoderParams(TARGET.params, params)
+        self.context = DrafterContext(
+            target=TARGET.config,
+            num_speculative_tokens=config.most_drafts,
+            dtype=jnp.dtype(jnp.float32),
+            taps=config.aux_layers,
+        )
+        self.drafter = DFlashDrafter(config).build(self.context)
+        self.head = _Head(VOCAB, False, False, False, config, self.context)
+        state = self.drafter.init(2, 32, 2 * PAGES_PER_ROW, PAGE)
+        self.state = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), state)
+        pages = np.random.default_rng(0).permutation(2 * PAGES_PER_ROW)
+        self.cache = SimpleNamespace(
+            block_table=jnp.asarray(pages.reshape(2, PAGES_PER_ROW), jnp.int32),
+            page_size=PAGE,
+            num_slots=2 * PAGES_PER_ROW * PAGE,
+        )
+        self.history = jnp.zeros((2, 32), jnp.int32)
+        self.absorb_once = jax.jit(self.drafter.absorb, static_argnums=6)
+
+    def absorb(self, row, first, taps):
+        counts = jnp.zeros(2, jnp.int32).at[row].set(len(taps))
+        starts = jnp.full(2, first, jnp.int32)
+        fed = make_batch(
+            self.history,
+            self.cache.block_table,
+            starts,
+            counts,
+            num_tokens=8,
+            page_size=PAGE,
+            num_slots=self.cache.num_slots,
+        )
+        padded = jnp.zeros((8, *taps.shape[1:])).at[: len(taps)].set(taps.astype(np.float32))
+        self.state = self.absorb_once(
+            self.params,
+            self.state,
+            fed,
+            jnp.zeros(8, jnp.int32),
+            tuple(padded[:, i] for i in range(taps.shape[1])),
+            jnp.arange(2, dtype=jnp.int32),
+            8,
+        )
+
+    def draft(self, row, root, token):
+        """Returns what the head says of each row that drafts, and the likeliest tokens."""
+        cache = SimpleNamespace(**vars(self.cache), lengths=jnp.full(2, root, jnp.int32))
+        self.history = self.history.at[row, root].set(token)
+        decode_state = SimpleNamespace(cache=cache, rows=2, history=self.history)
+        takes_part = jnp.arange(2) == row
+        hidden, state = self.head.begin(self.params, self.state, decode_state, takes_part)
+        found = [hidden[row]]
+        for ahead in range(1, self.context.num_speculative_tokens):
+            positions = jnp.full(2, root + ahead, jnp.int32)
+            hidden, state = self.head.feed(
+                self.params, state, decode_state, self.history, positions, takes_part, hidden
+            )
+            found.append(hidden[row])
+        # With the keys and values of the block, as a step leaves them.
+        self.state = self.state._replace(pages=state.pages)
+        logits = self.head.logits(self.params, jnp.stack(found))
+        return np.stack(found), np.argmax(logits, axis=1).tolist()
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_what_it_says_is_what_its_equations_say(name):
+    """Prompts in chunks, drafts, and absorbing after all, none and one of them were accepted."""
+    config, params = make_head(name)
+    rng = np.random.default_rng(7)
+    tokens = rng.integers(0, VOCAB, 24).tolist()
+    taps = rng.standard_normal((24, 2, TARGET.config.hidden_size))
+    reference, rows = Reference(config, params), Rows(config, params)
+    rows.absorb(0, 0, taps[3:8])
+    rows.absorb(1, 0, taps[:5])
+    rows.absorb(1, 5, taps[5:6])
+    rows.absorb(1, 6, taps[6:11])
+    root = 11
+    for num_more in (5, 1, 2):
+        expected, drafts = reference.draft(tokens[root], taps[:root])
+        found, said = rows.draft(1, root, tokens[root])
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+        assert said == drafts
+        rows.absorb(1, root, taps[root : root + num_more])
+        root += num_more
+    # Neither row reads what is the other's.
+    expected, drafts = reference.draft(tokens[0], taps[3:8])
+    np.testing.assert_allclose(rows.draft(0, 5, tokens[0])[0], expected, rtol=0, atol=1e-4)
+
+
+def test_a_causal_block_computes_the_rows_that_draft():
+    config, _ = make_head("causal")
+    assert [config.num_rows(k) for k in (1, 3, 4, 9)] == [2, 4, 5, 5]
+    whole, _ = make_head("plain")
+    assert whole.num_rows(1) == 5
+    assert DFlashDrafter(whole).tree_slots(1) == 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", ["own tables", "from the anchor"])
+def test_tokens_are_those_of_plain_decoding(temperature, name):
+    config, params = make_head(name)
+    drafter = specjax.LoadedDrafter("head", DFlashDrafter(config), params)
+    sampling = specjax.SamplingParams(temperature=temperature, max_tokens=20, seed=3)
+    prompts = [[1, 2, 3], [5], [7, 8] * 9]
+    found = [
+        specjax.generate(TARGET, prompts, drafter=of, speculative_config=how, sampling=sampling)
+        for of, how in (
+            (None, None),
+            (drafter, {"policy": "fixed", "num_speculative_tokens": 7}),  # more than a block has
+        )
+    ]
+    assert [out.token_ids for out in found[0]] == [out.token_ids for out in found[1]]
+    assert found[1].stats.acceptance.num_drafted > 20
+
+
+def test_it_takes_no_tree():
+    config, params = make_head()
+    drafter = specjax.LoadedDrafter("head", DFlashDrafter(config), params)
+    with pytest.raises(ValueError, match="leave them out"):
+        specjax.generate(TARGET, [1, 2], drafter=drafter, speculative_config={"tree_top_k": 2})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["own tables", "from the anchor"])
+def test_it_keeps_the_contract_of_drafters(name):
+    config, params = make_head(name)
+    check_drafter(specjax.LoadedDrafter("head", DFlashDrafter(config), params), TARGET)
