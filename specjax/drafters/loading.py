@@ -15,11 +15,10 @@ from specjax.config.checks import is_int
 from specjax.config.names import MATCHING, NO_DRAFTER, check_drafter
 from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
+from specjax.drafters import heads
 from specjax.drafters.base import DrafterSpec, ModelWork
-from specjax.drafters.eagle_files import is_eagle3, read_eagle3
 from specjax.drafters.guard import DrafterError, abstract_drafter_params
 from specjax.drafters.spec import (
-    Eagle3Drafter,
     HistoryDrafter,
     ModelDrafter,
     NgramDrafter,
@@ -28,7 +27,6 @@ from specjax.drafters.spec import (
 from specjax.models.abstract import shape_difference, tree_difference
 from specjax.models.base import Model, ModelConfig, parameters
 from specjax.models.loading import check_same_vocabulary, load_model, resolve_folder
-from specjax.runtime.model_files import find_file, read_json
 from specjax.types import BY_LAW, DELTA, SYNTHETIC, TYPICAL
 
 
@@ -234,12 +232,12 @@ def load_drafter(
 
     Args:
       source: None or "none" (plain decoding), "ngram", "history", "demo", a folder or hub
-        name ("org/name") of a draft model or an EAGLE-3 head, a Model, a DrafterSpec of your own,
-        or a LoadedDrafter. A path is always a folder.
+        name ("org/name") of a draft model or of an EAGLE-3 or DFlash head, a Model, a DrafterSpec
+        of your own, or a LoadedDrafter. A path is always a folder.
       config: prompt_lookup_* and num_draft_nodes of an n-gram drafter, the tree of a
         draft model. Its fields override those that a LoadedDrafter was loaded with; a
         field at its default sets nothing.
-      aux_layer_ids: layers of the target whose inputs an EAGLE-3 head captures, where its folder
+      aux_layer_ids: layers of the target whose inputs a head captures, where its folder
         says others or none. What was resolved is in `LoadedDrafter.notes`.
 
     Raises:
@@ -305,8 +303,7 @@ def is_head(source: str | os.PathLike[str]) -> bool:
     path = model_path(source)
     if path is None or path == "demo-draft":
         return False
-    config = find_file(resolve_folder(path), "config.json")
-    return config is not None and is_eagle3(read_json(config))
+    return heads.kind_in(resolve_folder(path)) is not None
 
 
 def _load(
@@ -315,12 +312,14 @@ def _load(
     """Returns the drafter of a source, before a config is applied."""
     if isinstance(source, str | os.PathLike) and is_head(source):
         folder = resolve_folder(source)
-        head = read_eagle3(folder, target.config, _dtype_of(target.params), aux_layer_ids)
+        kind = heads.kind_in(folder)
+        assert kind is not None
+        head = kind.read(folder, target.config, _dtype_of(target.params), aux_layer_ids)
         name = Path(source).name or folder.resolve().name
-        return LoadedDrafter(name, Eagle3Drafter(head.config), head.params, head.notes)
+        return LoadedDrafter(name, kind.spec(head.config), head.params, head.notes)
     if aux_layer_ids is not None:
         raise ValueError(
-            f"{aux_layer_ids=} is for the folder of an EAGLE-3 head, and the drafter is "
+            f"{aux_layer_ids=} is for the folder of a head over the target, and the drafter is "
             f"{source!r:.200}; leave it out."
         )
     if isinstance(source, DrafterSpec):

@@ -1,12 +1,10 @@
 """Folders with EAGLE-3 heads: the namings of EAGLE and of speculators, and what is refused."""
 
-import json
-
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from head_folders import put, random_tensors, vocabulary_maps, without, write
 
 import specjax
 from specjax.drafters.eagle_files import read_eagle3
@@ -17,7 +15,6 @@ from specjax.testing import tiny_model
 
 TARGET = tiny_model(num_layers=6)
 WIDTH, VOCAB, DRAFT_VOCAB = 32, 61, 20
-NAMES = {"float32": "F32", "int64": "I64", "bool": "BOOL", "bfloat16": "BF16"}
 LAYER = {
     "hidden_size": WIDTH,
     "intermediate_size": 48,
@@ -26,20 +23,6 @@ LAYER = {
     "vocab_size": VOCAB,
     "rms_norm_eps": 1e-5,
 }
-
-
-def write(folder, raw, tensors):
-    header, data = {}, b""
-    for name, tensor in tensors.items():
-        offsets = [len(data), len(data) + tensor.nbytes]
-        data += tensor.tobytes()
-        kind = NAMES[str(tensor.dtype)]
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": offsets}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
-    (folder / "config.json").write_text(json.dumps(raw))
-    return folder
 
 
 def flat(**more):
@@ -80,16 +63,8 @@ def config_of(**flags):
 
 def tensors_of(config, prefix, seed=0):
     """Returns random tensors of a head by the names of its file."""
-    rng = np.random.default_rng(seed)
-    sources = [leaf.source for leaf in jax.tree.leaves(eagle3.weights_of(config, prefix))]
-    tensors = {
-        name: rng.standard_normal(shape).astype(np.float32)
-        for source in sources
-        for name, shape in source.tensors()
-    }
-    ids = np.sort(rng.choice(VOCAB, DRAFT_VOCAB, replace=False))
-    offsets = {"d2t": ids - np.arange(DRAFT_VOCAB), "t2d": np.isin(np.arange(VOCAB), ids)}
-    return tensors | offsets
+    tensors = random_tensors(eagle3.weights_of(config, prefix), seed)
+    return tensors | vocabulary_maps(DRAFT_VOCAB, VOCAB, seed)
 
 
 def read(folder, **options):
@@ -141,14 +116,6 @@ def test_captured_layers_are_stored_in_several_ways(tmp_path, more, options, exp
     found = read(folder, **options)
     assert found.config.aux_layers == expected
     assert ", ".join(map(str, expected)) in found.notes[0]
-
-
-def without(name):
-    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
-
-
-def put(name, change):
-    return lambda tensors: tensors | {name: change(tensors.get(name))}
 
 
 @pytest.mark.parametrize(
@@ -205,5 +172,5 @@ def test_a_folder_is_a_drafter(tmp_path):
 
 
 def test_captured_layers_are_said_for_heads_alone():
-    with pytest.raises(ValueError, match="EAGLE-3 head, and the drafter is 'ngram'"):
+    with pytest.raises(ValueError, match="head over the target, and the drafter is 'ngram'"):
         specjax.load_drafter("ngram", TARGET, aux_layer_ids=(0, 1, 2))

@@ -1,0 +1,194 @@
+"""Reads a folder with a DFlash head: as z-lab publishes them, and of `speculators`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.typing import DTypeLike
+
+from specjax.config.speculation import MAX_DEPTH
+from specjax.drafters import head_files
+from specjax.drafters.head_files import FoundHead, Head
+from specjax.models import dflash
+from specjax.models.base import Json, ModelConfig
+from specjax.models.config_values import (
+    MAX_LAYERS,
+    flag,
+    layer_windows,
+    require,
+    shown,
+    size,
+    token_id,
+)
+from specjax.models.dflash import DFlashConfig
+
+CLASSES = "DFlashDraftModel", "DFlashSpeculator"
+KIND = "dflash"
+OWN_KEY = "dflash_config"
+AUX_KEY, OUTPUTS_KEY = "aux_hidden_state_layer_ids", "target_layer_ids"
+_KNOWN = (
+    "attention_sink_bias",
+    "block_size",
+    "causal",
+    "mask_token_id",
+    OUTPUTS_KEY,
+    "sample_from_anchor",
+    "swa_window_size",
+    "use_swa",
+)
+# Parts of a tensor's name, and the kind of head that has them.
+_OTHERS = {
+    "markov_head.": "DSpark",
+    "confidence_head.": "DSpark",
+    "logit_head.": "DSpark",
+    "attention_conv.": "DFlash2",
+    "mlp_conv.": "DFlash2",
+    "candidate_selector.": "DFlash2",
+}
+
+
+def is_dflash(raw: Json) -> bool:
+    """Returns whether a config.json says that its folder holds a DFlash head."""
+    return raw.get("speculators_model_type") == KIND or any(
+        one in CLASSES for one in head_files.classes_of(raw)
+    )
+
+
+def read_dflash(
+    folder: Path,
+    target: ModelConfig,
+    dtype: DTypeLike,
+    aux_layer_ids: Sequence[int] | None = None,
+) -> FoundHead:
+    """Returns the head in a folder, for a target.
+
+    Args:
+      dtype: of its weights.
+      aux_layer_ids: layers of the target whose inputs are captured, whatever the file says.
+
+    Raises:
+      FileNotFoundError: config.json or the weights are absent.
+      ValueError: the head is for another target, or a tensor or key is missing, impossible, or
+        unknown.
+    """
+    head = head_files.open_head(folder, "a DFlash head")
+    with head_files.naming(head):
+        config, notes = _parse(head, target, aux_layer_ids)
+    params = head_files.read_weights(
+        head,
+        dflash.weights_of(config),
+        dtype,
+        vocab=config.layers.vocab_size,
+        target_vocab=config.target_vocab_size,
+        maps=config.maps_vocabulary,
+    )
+    return FoundHead(config, params, tuple(notes))
+
+
+def _parse(
+    head: Head, target: ModelConfig, aux_layer_ids: Sequence[int] | None
+) -> tuple[DFlashConfig, list[str]]:
+    raw, own = head.raw, head.own
+    _check_kind(head)
+    said = _said(raw)
+    require(own, "hidden_act", ("silu", "swish"), "silu")
+    num_layers = size(own, "num_hidden_layers", most=MAX_LAYERS)
+    width = size(own, "hidden_size")
+    head_files.check_target(size(raw, "target_hidden_size", width), size(own, "vocab_size"), target)
+    if (depth := raw.get("num_target_layers")) not in (None, target.num_layers):
+        raise ValueError(
+            f"num_target_layers={shown(depth)}, and this target has {target.num_layers} layers. "
+            "Give the head that was trained for it."
+        )
+    tables = head_files.tables_of(head, target, width)
+    windows = layer_windows(own, ["full_attention"] * num_layers)
+    is_causal = flag(said, "causal", False) or flag(raw, "is_causal", False)
+    if windows and flag(raw, "sliding_window_non_causal", False):
+        raise ValueError("sliding_window_non_causal=true is not supported; expected false.")
+    layers = head_files.layers_of(
+        head,
+        "layers.0.",
+        num_layers=num_layers,
+        width=width,
+        vocab=tables.vocab,
+        layer_windows=windows,
+    )
+    ids, source, are_outputs = _aux_ids(raw, said, target.num_layers, num_layers, aux_layer_ids)
+    aux, note = head_files.captured_layers(head, target, ids, source, are_outputs=are_outputs)
+    from_anchor = flag(said, "sample_from_anchor", flag(raw, "sample_from_anchor", False))
+    block = raw if raw.get("block_size") is not None else said
+    mask = said if said.get("mask_token_id") is not None else raw
+    if mask.get("mask_token_id") is None:
+        raise ValueError(f"mask_token_id is missing, at the top and in {OWN_KEY}; add it.")
+    mask_token_id = token_id("mask_token_id", mask["mask_token_id"], target.vocab_size)
+    assert mask_token_id is not None
+    config = DFlashConfig(
+        layers=layers,
+        target_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        aux_layers=aux,
+        block_size=size(
+            block, "block_size", least=1 if from_anchor else 2, most=MAX_DEPTH + (not from_anchor)
+        ),
+        mask_token_id=mask_token_id,
+        # Layers with a window are causal where no key says otherwise, as servers have it.
+        causal_layers=tuple(
+            is_causal or window is not None for window in windows or [None] * num_layers
+        ),
+        samples_from_anchor=from_anchor,
+        has_embedding=tables.has_embedding,
+        has_head=tables.has_head,
+        maps_vocabulary=tables.maps_vocabulary,
+    )
+    masks = f"blocks of {config.block_size} with token {mask_token_id} as their mask"
+    return config, [note, masks]
+
+
+def _check_kind(head: Head) -> None:
+    """Raises ValueError for heads that are more than DFlash."""
+    for name in head.tensors:
+        for part, kind in _OTHERS.items():
+            if part in name:
+                raise ValueError(f"tensor {name!r:.200} is of {kind}, which is not supported.")
+
+
+def _said(raw: Json) -> Json:
+    """Returns `dflash_config`, {} where there is none."""
+    said = raw.get(OWN_KEY)
+    if said is None:
+        return {}
+    if not isinstance(said, dict):
+        raise ValueError(f"{OWN_KEY}={shown(said)} must be an object.")
+    if unknown := sorted(set(said) - set(_KNOWN)):
+        raise ValueError(
+            f"{OWN_KEY} has the keys {shown(unknown)}, which are not supported; expected some of "
+            f"{', '.join(_KNOWN)}."
+        )
+    for key in ("use_swa", "attention_sink_bias"):
+        if said.get(key):
+            raise ValueError(f"{OWN_KEY}.{key}={shown(said[key])} is not supported; leave it out.")
+    return said
+
+
+def _aux_ids(
+    raw: Json, said: Json, depth: int, num_layers: int, aux_layer_ids: Sequence[int] | None
+) -> tuple[Any, str, bool]:
+    """Returns the layers that are captured, where that is said, and whether outputs are named."""
+    if aux_layer_ids is not None:
+        return aux_layer_ids, "aux_layer_ids", False
+    if raw.get(AUX_KEY) is not None:
+        return raw[AUX_KEY], AUX_KEY, False
+    if said.get(OUTPUTS_KEY) is not None:
+        return said[OUTPUTS_KEY], f"{OWN_KEY}.{OUTPUTS_KEY}", True
+    # As the published code has it: evenly from the second layer to the last but two.
+    first, last = 1, depth - 3
+    steps = (
+        [depth // 2]
+        if num_layers == 1
+        else [
+            round(first + index * (last - first) / (num_layers - 1)) for index in range(num_layers)
+        ]
+    )
+    return steps, "the default, for lack of a word in config.json", True

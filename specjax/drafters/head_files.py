@@ -1,0 +1,306 @@
+"""What the readers of heads over a target share: a folder, its layers, its vocabulary, its checks.
+
+A wrong reading of a head is silent, since verification corrects every draft. So every tensor is
+accounted for, or the folder is refused; where tensors tell a size or a flag, they decide.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from specjax.models import weights
+from specjax.models.base import Json, ModelConfig, Params
+from specjax.models.config_values import is_int, number, rope, shown, size
+from specjax.models.safetensors import open_folder
+from specjax.runtime.model_files import find_file, read_json
+
+Tensors = Mapping[str, np.ndarray]
+
+TARGET_IDS = "d2t"
+# Tensors of training, and tables that are computed.
+_IDLE = re.compile(r"(^t2d$|^verifier_(norm|lm_head)\.weight$|rotary_emb\.\w+$)")
+
+
+class FoundHead(NamedTuple):
+    """A head that was read, and what was decided for lack of a clear word in the file.
+
+    Attributes:
+      config: static sizes and flags, of the head's kind.
+    """
+
+    config: Any
+    params: Params
+    notes: tuple[str, ...]
+
+
+class Head(NamedTuple):
+    """The files of a head, before they are understood.
+
+    Attributes:
+      kind: what it is called in messages, as "an EAGLE-3 head".
+      raw: its config.json.
+      own: the part of it that describes the layers.
+    """
+
+    kind: str
+    path: Path
+    raw: Json
+    own: Json
+    tensors: Tensors
+
+    @property
+    def is_of_speculators(self) -> bool:
+        return self.own is not self.raw
+
+
+def open_head(folder: Path, kind: str) -> Head:
+    """Opens the folder of a head.
+
+    Raises:
+      FileNotFoundError: config.json or the weights are absent.
+      ValueError: a file cannot be read.
+    """
+    path = find_file(folder, "config.json")
+    if path is None:
+        raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a drafter.")
+    raw, tensors = read_json(path), open_folder(folder)
+    nested = raw.get("transformer_layer_config")
+    return Head(kind, path, raw, nested if isinstance(nested, dict) else raw, tensors)
+
+
+@contextlib.contextmanager
+def naming(head: Head) -> Iterator[None]:
+    """Has errors of what it encloses name the config.json of a head."""
+    try:
+        yield
+    except KeyError as error:
+        raise ValueError(
+            f"{head.path}: key {error.args[0]!r} is missing, which {head.kind} has; add it."
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{head.path}: {error!s:.1000}") from error
+
+
+def classes_of(raw: Json) -> list[Any]:
+    """Returns the names in `architectures` of a config.json."""
+    classes = raw.get("architectures")
+    return classes if isinstance(classes, list) else []
+
+
+def check_target(target_width: int, said_vocab: int, target: ModelConfig) -> None:
+    """Raises ValueError unless a head was made for a target of this width and vocabulary."""
+    if target_width != target.hidden_size or said_vocab != target.vocab_size:
+        raise ValueError(
+            f"the head is for a target of {target_width} hidden numbers and {said_vocab} tokens; "
+            f"this target has {target.hidden_size} and {target.vocab_size}. Give the head that was "
+            "trained for it."
+        )
+
+
+class Tables(NamedTuple):
+    """Which tables a head has of its own, and the tokens that its head can say."""
+
+    vocab: int
+    has_embedding: bool
+    has_head: bool
+    maps_vocabulary: bool
+
+
+def tables_of(head: Head, target: ModelConfig, width: int) -> Tables:
+    """Returns the tables of a head whose layers are `width` wide.
+
+    Raises:
+      ValueError: its vocabulary does not fit its tensors, or it lacks tables that the target
+        cannot lend.
+    """
+    raw, tensors = head.raw, head.tensors
+    has_head = "lm_head.weight" in tensors
+    vocab = tensors["lm_head.weight"].shape[0] if has_head else target.vocab_size
+    draft_vocab = size(raw, "draft_vocab_size", vocab)
+    if draft_vocab != vocab:
+        raise ValueError(
+            f"draft_vocab_size={draft_vocab}, and "
+            + (f"lm_head.weight has {vocab} rows" if has_head else "there is no lm_head.weight")
+            + "; they must agree."
+        )
+    maps = TARGET_IDS in tensors and vocab != target.vocab_size
+    if vocab < target.vocab_size and not maps:
+        raise ValueError(
+            f"the head says {vocab} of {target.vocab_size} tokens, and no tensor {TARGET_IDS!r} "
+            "says which; use the file as it was published."
+        )
+    has_embedding = "embed_tokens.weight" in tensors
+    if width != target.hidden_size and not (has_embedding and has_head):
+        raise ValueError(
+            f"hidden_size={width} is not the target's {target.hidden_size}, so that it cannot use "
+            "the target's embedding and head; expected embed_tokens.weight and lm_head.weight."
+        )
+    return Tables(vocab, has_embedding, has_head, maps)
+
+
+def layers_of(
+    head: Head,
+    prefix: str,
+    *,
+    num_layers: int,
+    width: int,
+    vocab: int,
+    layer_windows: tuple[int | None, ...] = (),
+) -> ModelConfig:
+    """Returns the sizes of a head's layers; tensors decide where they tell.
+
+    Args:
+      prefix: of the names of the first layer.
+    """
+    own, tensors = head.own, head.tensors
+    num_heads = size(own, "num_attention_heads")
+    num_kv_heads = size(own, "num_key_value_heads", num_heads)
+    q_name = f"{prefix}self_attn.q_proj.weight"
+    if q_name not in tensors:
+        raise ValueError(
+            f"there is no tensor {q_name!r}; expected {head.kind}, whose first layer has it."
+        )
+    head_dim = tensors[q_name].shape[0] // num_heads
+    if num_heads % num_kv_heads or head_dim < 2 or head_dim % 2:
+        raise ValueError(
+            f"{num_heads=} must be a multiple of {num_kv_heads=}, and {head_dim=} even."
+        )
+    most = size(own, "max_position_embeddings", 2048)
+    has = lambda name: f"{prefix}{name}" in tensors
+    return ModelConfig(
+        architecture="llama",
+        family="llama",
+        vocab_size=vocab,
+        hidden_size=width,
+        intermediate_size=size(own, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=most,
+        norm_eps=number(own, "rms_norm_eps", 1e-6, most=1.0),
+        rope=rope(own, most),
+        qkv_bias=has("self_attn.q_proj.bias"),
+        o_bias=has("self_attn.o_proj.bias"),
+        mlp_bias=has("mlp.gate_proj.bias"),
+        qk_norm=has("self_attn.q_norm.weight"),
+        layer_windows=layer_windows,
+    )
+
+
+def captured_layers(
+    head: Head, target: ModelConfig, ids: Any, source: str, *, are_outputs: bool
+) -> tuple[tuple[int, ...], str]:
+    """Returns the target's layers whose inputs are captured, and a note that says so.
+
+    Args:
+      ids: as they were given, to be checked.
+      source: where they come from, for messages.
+      are_outputs: whether they name outputs of layers: that of layer i is the input of i + 1.
+    """
+    depth = target.num_layers
+    if not isinstance(ids, list | tuple) or not ids or not all(map(is_int, ids)):
+        raise ValueError(f"{source}={shown(ids)} must be a list of layers.")
+    layers = tuple(one + are_outputs for one in ids)
+    if any(not 0 <= layer <= depth for layer in layers):
+        what = "outputs" if are_outputs else "inputs"
+        least, most = (-1, depth - 1) if are_outputs else (0, depth)
+        raise ValueError(
+            f"{source}={shown(list(ids))} must name {what} of layers from {least} to {most}, as "
+            f"the target has {depth} layers; pass aux_layer_ids= to say others."
+        )
+    tensors = head.tensors
+    needed = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else None
+    if needed is not None and needed != len(layers) * target.hidden_size:
+        raise ValueError(
+            f"fc.weight takes {needed} numbers, and the {len(layers)} captured layers {layers} of "
+            f"{target.hidden_size} numbers give {len(layers) * target.hidden_size}; pass "
+            "aux_layer_ids= with as many layers as the head was trained with."
+        )
+    return layers, f"captures the inputs of layers {', '.join(map(str, layers))} ({source})"
+
+
+def read_weights(
+    head: Head, leaves: Any, dtype: DTypeLike, *, vocab: int, target_vocab: int, maps: bool
+) -> Params:
+    """Returns the weights of a head, if its files hold exactly the tensors that it needs.
+
+    Args:
+      leaves: a tree with a Weight at each leaf.
+      vocab, maps: of its `Tables`; with maps, "target_ids" is among the weights.
+
+    Raises:
+      ValueError: tensors are missing, of another shape or dtype, or unknown.
+    """
+    folder = head.path.parent
+    _check(head, leaves, vocab <= target_vocab)
+    read = lambda weight: jax.device_put(weight.source.read(head.tensors, jnp.dtype(dtype)))
+    params = weights.map_weights(read, leaves)
+    if not maps:
+        return params
+    ids = _target_ids(head.tensors[TARGET_IDS], vocab, target_vocab, folder)
+    return params | {"target_ids": jax.device_put(ids)}
+
+
+def _check(head: Head, leaves: Any, may_map: bool) -> None:
+    folder, tensors = head.path.parent, head.tensors
+    needed = dict(
+        each for leaf in jax.tree.leaves(weights.sources_of(leaves)) for each in leaf.tensors()
+    )
+    if missing := [name for name in needed if name not in tensors]:
+        raise ValueError(
+            f"{folder} lacks {len(missing)} of the {len(needed)} tensors of {head.kind}: "
+            f"{_listed(missing)}. Give the folder of a whole head."
+        )
+    wrong = [
+        f"{name} is {list(tensors[name].shape)}, expected {list(shape)}"
+        for name, shape in needed.items()
+        if tensors[name].shape != shape
+    ]
+    wrong += [
+        f"{name} is {tensors[name].dtype}, expected floating point"
+        for name in needed
+        if not jnp.issubdtype(tensors[name].dtype, jnp.floating)
+    ]
+    if wrong:
+        raise ValueError(
+            f"{folder} holds {len(wrong)} tensors that are not those of its config.json: "
+            f"{_listed(wrong)}."
+        )
+    known = {*needed, *([TARGET_IDS] if may_map else [])}
+    unknown = [name for name in tensors if name not in known and not _IDLE.search(name)]
+    if unknown:
+        raise ValueError(
+            f"{folder} holds {len(unknown)} tensors that {head.kind} of its config.json has no "
+            f"use for: {_listed(unknown)}. Leaving them out would change the drafts."
+        )
+
+
+def _target_ids(offsets: np.ndarray, count: int, most: int, folder: Path) -> np.ndarray:
+    """Returns the target's number of each of the head's tokens, i32[count], from offsets."""
+    if offsets.shape != (count,) or not np.issubdtype(offsets.dtype, np.integer):
+        raise ValueError(
+            f"{folder}: {TARGET_IDS} is {offsets.dtype}{list(offsets.shape)}, expected a whole "
+            f"number for each of the head's {count} tokens."
+        )
+    ids = np.arange(count, dtype=np.int64) + offsets.astype(np.int64)
+    if ids.min() < 0 or ids.max() >= most or len(np.unique(ids)) != count:
+        raise ValueError(
+            f"{folder}: {TARGET_IDS} must lead to {count} different tokens below {most}: it holds "
+            "what is added to the head's number of a token."
+        )
+    return ids.astype(np.int32)
+
+
+def _listed(names: Sequence[str], most: int = 10) -> str:
+    text = ", ".join(name[:200] for name in names[:most])
+    return f"{text} and {len(names) - most} more" if len(names) > most else text

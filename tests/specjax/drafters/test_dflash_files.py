@@ -1,0 +1,201 @@
+"""Folders with DFlash heads: as z-lab and speculators write them, and what is refused."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from head_folders import put, random_tensors, vocabulary_maps, without, write
+
+import specjax
+from specjax.drafters.dflash_files import read_dflash
+from specjax.models import dflash
+from specjax.models.base import ModelConfig, RopeConfig
+from specjax.models.dflash import DFlashConfig
+from specjax.testing import tiny_model
+
+TARGET = tiny_model(num_layers=6)
+WIDTH, VOCAB, DRAFT_VOCAB, MASK = 32, 61, 20, 60
+LAYERS = {
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+
+
+def flat(said=None, **more):
+    """A head as z-lab writes it: the target's embedding and head."""
+    said = {"mask_token_id": MASK, "target_layer_ids": [1, 4]} | (said or {})
+    raw = {"architectures": ["DFlashDraftModel"], "block_size": 4, "num_target_layers": 6}
+    return raw | LAYERS | {"dflash_config": said} | more
+
+
+def nested(**more):
+    raw = {
+        "speculators_model_type": "dflash",
+        "architectures": ["DFlashSpeculator"],
+        "aux_hidden_state_layer_ids": [2, 5],
+        "block_size": 4,
+        "draft_vocab_size": DRAFT_VOCAB,
+        "mask_token_id": MASK,
+    }
+    return raw | {"transformer_layer_config": LAYERS} | more
+
+
+def config_of(own=None, **flags):
+    sizes = {
+        "architecture": "llama",
+        "family": "llama",
+        "vocab_size": VOCAB,
+        "hidden_size": WIDTH,
+        "intermediate_size": 48,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 2048,
+        "norm_eps": 1e-5,
+        "rope": RopeConfig(theta=1e6),
+        "qk_norm": True,
+    }
+    defaults = {
+        "target_vocab_size": VOCAB,
+        "target_hidden_size": WIDTH,
+        "aux_layers": (2, 5),
+        "block_size": 4,
+        "mask_token_id": MASK,
+        "causal_layers": (False, False),
+    }
+    return DFlashConfig(layers=ModelConfig(**sizes | (own or {})), **defaults | flags)
+
+
+def tensors_of(config, seed=0):
+    tensors = random_tensors(dflash.weights_of(config), seed)
+    maps = vocabulary_maps(DRAFT_VOCAB, VOCAB, seed) if config.maps_vocabulary else {}
+    return tensors | maps
+
+
+OWN_TABLES = {"has_embedding": True, "has_head": True, "maps_vocabulary": True}
+
+
+def read(folder, **options):
+    return read_dflash(folder, TARGET.config, jnp.float32, **options)
+
+
+def test_the_naming_of_z_lab(tmp_path):
+    tensors = tensors_of(config_of())
+    found = read(write(tmp_path, flat(), tensors))
+    assert found.config == config_of()
+    np.testing.assert_array_equal(found.params["fc"], tensors["fc.weight"])
+    layer = found.params["layers"][1]
+    np.testing.assert_array_equal(layer["k_norm"], tensors["layers.1.self_attn.k_norm.weight"])
+    assert found.notes == (
+        "captures the inputs of layers 2, 5 (dflash_config.target_layer_ids)",
+        "blocks of 4 with token 60 as their mask",
+    )
+
+
+def test_the_naming_of_speculators(tmp_path):
+    config = config_of({"vocab_size": DRAFT_VOCAB}, **OWN_TABLES)
+    tensors = tensors_of(config)
+    found = read(write(tmp_path, nested(), tensors))
+    assert found.config == config
+    assert found.params["target_ids"].tolist() == np.flatnonzero(tensors["t2d"]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("raw", "options", "expected"),
+    [
+        (flat({"target_layer_ids": None}), {}, {"aux_layers": (2, 4)}),
+        (flat(), {"aux_layer_ids": (0, 6)}, {"aux_layers": (0, 6)}),
+        (flat({"block_size": 8}, block_size=None), {}, {"block_size": 8}),
+        (flat({"causal": True}), {}, {"causal_layers": (True, True)}),
+        (
+            flat({"sample_from_anchor": True}, block_size=1),
+            {},
+            {"samples_from_anchor": True, "block_size": 1},
+        ),
+        (
+            flat(layer_types=["sliding_attention", "full_attention"], sliding_window=8),
+            {},
+            {"own": {"layer_windows": (8, None)}, "causal_layers": (True, False)},
+        ),
+    ],
+    ids=["default layers", "layers", "size inside", "causal", "anchor", "window"],
+)
+def test_what_a_config_says(tmp_path, raw, options, expected):
+    config = config_of(**expected)
+    assert read(write(tmp_path, raw, tensors_of(config)), **options).config == config
+
+
+@pytest.mark.parametrize(
+    ("raw", "change", "match"),
+    [
+        (flat(vocab_size=60), None, "was trained for"),
+        (flat(hidden_size=64), None, "was trained for"),
+        (flat(num_target_layers=7), None, "this target has 6 layers"),
+        (flat(hidden_act="gelu"), None, "hidden_act"),
+        (flat(num_hidden_layers=3), None, "lacks 11 of"),
+        (flat(block_size=1), None, "block_size"),
+        (flat(block_size=65), None, "block_size"),
+        (flat(block_size=None), None, "block_size"),
+        (flat({"mask_token_id": None}), None, "mask_token_id is missing"),
+        (flat({"mask_token_id": 61}), None, "no token"),
+        (flat({"target_layer_ids": [1, 6]}), None, "from -1 to 5"),
+        (flat({"target_layer_ids": [1]}), None, "captured layers"),
+        (flat({"target_layer_ids": 3}), None, "a list of layers"),
+        (flat({"use_swa": True}), None, "use_swa"),
+        (flat({"attention_sink_bias": True}), None, "attention_sink_bias"),
+        (flat({"projector_type": "markov"}), None, "projector_type"),
+        (flat(dflash_config=3), None, "must be an object"),
+        (flat(draft_vocab_size=20), None, "must agree"),
+        (
+            flat(
+                layer_types=["sliding_attention"] * 2,
+                sliding_window=8,
+                sliding_window_non_causal=True,
+            ),
+            None,
+            "sliding_window_non_causal",
+        ),
+        (flat(), without("norm.weight"), "lacks 1 of"),
+        (flat(), without("layers.0.self_attn.q_proj.weight"), "a DFlash head, whose first"),
+        (flat(), put("hidden_norm.weight", lambda norm: norm[:-1]), "expected \\[32\\]"),
+        (flat(), put("markov_head.markov_w1.weight", lambda _: np.ones(3, np.float32)), "DSpark"),
+        (flat(), put("layers.0.attention_conv.x", lambda _: np.ones(3, np.float32)), "DFlash2"),
+        (flat(), put("layers.2.x", lambda _: np.ones(3, np.float32)), "no use for"),
+    ],
+)
+def test_what_is_refused(tmp_path, raw, change, match):
+    tensors = tensors_of(config_of())
+    folder = write(tmp_path, raw, tensors if change is None else change(tensors))
+    with pytest.raises(ValueError, match=match):
+        read(folder)
+
+
+def test_a_folder_is_a_drafter(tmp_path):
+    """In bfloat16, under generate; tokens are those of plain decoding."""
+    config = config_of({"vocab_size": DRAFT_VOCAB}, **OWN_TABLES)
+    tensors = {
+        name: tensor.astype(ml_dtypes.bfloat16) if tensor.dtype == np.float32 else tensor
+        for name, tensor in tensors_of(config).items()
+    }
+    folder = write(tmp_path, nested(), tensors)
+    loaded = specjax.load_drafter(folder, TARGET)
+    assert loaded.params["fc"].dtype == jnp.float32  # as the target's weights
+    assert "blocks of 4" in repr(loaded)
+    sampling = specjax.SamplingParams(temperature=0.8, max_tokens=12, seed=1)
+    how = {"policy": "fixed", "num_speculative_tokens": 2}
+    calls = [
+        specjax.generate(TARGET, [[1, 2, 3]], drafter=of, speculative_config=how, sampling=sampling)
+        for of in (str(folder), None)
+    ]
+    assert calls[0][0].token_ids == calls[1][0].token_ids
+    assert calls[0].stats.acceptance.num_drafted > 5
