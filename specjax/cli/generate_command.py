@@ -219,13 +219,15 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
 def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: EngineConfig, mesh):
     """Returns the target, and the drafter or its name."""
     from specjax.api.loading import load_draft_model
+    from specjax.drafters.loading import is_head
     from specjax.models.loading import load_model
 
     if config.model is not None:
         check_drafter(config.model)
     target = load_model(arguments.model, dtype=arguments.dtype, mesh=mesh)
-    if config.method == "draft_model":
-        assert config.model is not None
+    if config.model is not None and config.method not in MATCHING:
+        if is_head(config.model):
+            return target, config.model
         options = {"engine": engine, "mesh": mesh, "dtype": arguments.dtype}
         return target, load_draft_model(config.model, target, config, **options)
     return target, config.method

@@ -156,8 +156,9 @@ class SpeculationConfig:
             )
         if self.model is not None and not isinstance(self.model, str | os.PathLike):
             raise ValueError(f"model={self.model!r} must name a folder or a model.")
-        if self.method == "draft_model" and self.model is None:
-            raise ValueError("method 'draft_model' needs 'model': a folder, or \"demo\".")
+        if self.method not in (None, *MATCHING) and self.model is None:
+            demo = ', or "demo"' if self.method == "draft_model" else ""
+            raise ValueError(f"method {self.method!r} needs 'model': a folder{demo}.")
         if not is_int(self.depth) or not 0 <= self.depth <= MAX_DEPTH:
             raise ValueError(
                 f"num_speculative_tokens={self.num_speculative_tokens!r} must be a whole number "

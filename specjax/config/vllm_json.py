@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from specjax.config.names import closest, suggestion
 
-METHODS = ("ngram", "history", "draft_model")
+HEADS = ("eagle3", "dflash")  # over the hidden states of a target
+METHODS = ("ngram", "history", "draft_model", *HEADS)
 _NAME = "speculative_config"
 _SAME_KEY = 0.75  # similarity from which an unknown key counts as misspelt rather than new
 
@@ -87,7 +88,8 @@ def check_method(method: Any) -> None:
         instead = instead or suggestion(method, (*METHODS, "suffix", "ngram_gpu"))
     raise ValueError(
         f"method={method!r} is not available{instead}; this version has 'ngram' and 'history', "
-        "which need no weights, and 'draft_model', a smaller model of the target's vocabulary."
+        "which need no weights, 'draft_model', a smaller model of the target's vocabulary, and "
+        f"heads over the target, {' and '.join(map(repr, HEADS))}."
     )
 
 
@@ -259,16 +261,13 @@ _ALSO_READ = (
     "synthetic_acceptance_length",
     "tensor_parallel_size",
 )
-_HEADS = ": specjax runs no drafter that reads the target's hidden states"
-_BLOCKS = ": specjax runs no drafter that proposes a block in one pass"
+_OTHER_HEAD = ": specjax runs no head of that kind"
 _INSTEAD = {
-    "eagle": _HEADS,
-    "eagle3": ": a head over the target's hidden states is a folder, passed as drafter=",
-    "mtp": _HEADS,
-    "medusa": _HEADS,
-    "mlp_speculator": _HEADS,
-    "dflash": _BLOCKS,
-    "dspark": _BLOCKS,
+    "eagle": _OTHER_HEAD,
+    "mtp": _OTHER_HEAD,
+    "medusa": _OTHER_HEAD,
+    "mlp_speculator": _OTHER_HEAD,
+    "dspark": _OTHER_HEAD,
     "custom_class": ": pass a drafter of your own as drafter=",
     "extract_hidden_states": ": it gathers training data and drafts nothing",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from specjax.drafters.eagle_files import is_eagle3, read_eagle3
 from specjax.drafters.head_files import FoundHead
 from specjax.drafters.spec import DFlashDrafter, Eagle3Drafter
 from specjax.models.base import Json
+from specjax.models.loading import resolve_folder
 from specjax.runtime.model_files import find_file, read_json
 
 
@@ -19,20 +21,41 @@ class HeadKind(NamedTuple):
     """A kind of head.
 
     Attributes:
+      method: as `SpeculationConfig.method` names it.
       is_kind_of: whether a config.json is that of such a head.
       read: (folder, target's config, dtype, aux_layer_ids) -> FoundHead.
       spec: FoundHead.config -> the drafter's spec.
     """
 
+    method: str
     is_kind_of: Callable[[Json], bool]
     read: Callable[..., FoundHead]
     spec: Callable[[Any], DrafterSpec]
 
 
 KINDS = (
-    HeadKind(is_eagle3, read_eagle3, Eagle3Drafter),
-    HeadKind(is_dflash, read_dflash, DFlashDrafter),
+    HeadKind("eagle3", is_eagle3, read_eagle3, Eagle3Drafter),
+    HeadKind("dflash", is_dflash, read_dflash, DFlashDrafter),
 )
+
+
+def check_method(source: Any, method: str | None) -> None:
+    """Raises ValueError where a config names a kind of head, and a folder holds something else.
+
+    Args:
+      source: of a drafter; what is no name or path of a folder is not checked.
+      method: of the config.
+    """
+    named = next((kind for kind in KINDS if kind.method == method), None)
+    if named is None or not isinstance(source, str | os.PathLike):
+        return
+    found = kind_in(resolve_folder(source))
+    if found is not named:
+        holds = f"a head of method {found.method!r}" if found else "no head over a target"
+        raise ValueError(
+            f"method={method!r} is named, and {source} holds {holds}; leave the method out, or "
+            "name the folder of such a head."
+        )
 
 
 def kind_in(folder: Path) -> HeadKind | None:

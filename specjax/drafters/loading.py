@@ -248,6 +248,7 @@ def load_drafter(
         made with that drafter's fields.
     """
     config = config or SpeculationConfig()
+    heads.check_method(source, config.method)
     loaded = _load(source, target, aux_layer_ids)
     try:
         spec = loaded.spec.configured(config)

@@ -179,8 +179,9 @@ def test_stop_strings_are_a_tuple():
         ({"prompt_lookup_max": 17}, "prompt_lookup_max=17"),
         ({"prompt_lookup_max": 2.5}, "prompt_lookup_max=2.5"),
         ({"prompt_lookup_max": "3"}, "prompt_lookup_max='3'"),
-        ({"method": "eagle3"}, "'eagle3' is not available.*'ngram'.*'draft_model'"),
+        ({"method": "eagle"}, "'eagle' is not available.*'ngram'.*'draft_model'"),
         ({"method": "draft_model"}, "needs 'model'"),
+        ({"method": "eagle3"}, "needs 'model'"),
         ({"model": 3}, "model=3"),
     ],
 )
@@ -282,6 +283,7 @@ def test_from_json_names_the_keys_it_ignores():
         ({"method": 3}, "3 is not available"),
         ({"method": ["ngram"]}, "'ngram'.* is not available"),
         ({"method": "draft_model"}, "needs 'model'"),
+        ({"method": "eagle3"}, "needs 'model'"),
         ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1"),
         ({"num_speculative_tokens": "4"}, "num_speculative_tokens='4'"),
         ({"prompt_lookup_max": "3"}, "prompt_lookup_max='3'"),

@@ -199,3 +199,16 @@ def test_a_folder_is_a_drafter(tmp_path):
     ]
     assert calls[0][0].token_ids == calls[1][0].token_ids
     assert calls[0].stats.acceptance.num_drafted > 5
+
+
+def test_a_config_names_its_method(tmp_path):
+    folder = write(tmp_path, flat(), tensors_of(config_of()))
+    config = specjax.SpeculationConfig.from_json({"method": "dflash", "model": str(folder)})
+    out = specjax.generate(TARGET, [1, 2, 3], speculative_config=config)
+    assert out.stats.acceptance is not None
+    with pytest.raises(ValueError, match="holds a head of method 'dflash'"):
+        specjax.generate(
+            TARGET, [1, 2, 3], speculative_config={"method": "eagle3", "model": str(folder)}
+        )
+    with pytest.raises(ValueError, match="'dflash' needs 'model'"):
+        specjax.SpeculationConfig(method="dflash")
