@@ -180,10 +180,11 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
     if arguments.plot:
         plan_report.check_can_draw(device, arguments.plot)
     has_bfloat16 = device.figures is not None and device.figures.has_bfloat16
+    target = plan_request.find_config(arguments.model)
     request = plan_request.PlanRequest(
-        target=plan_request.find_config(arguments.model),
+        target=target,
         target_name=arguments.model,
-        drafter=plan_request.find_drafter(arguments.drafter),
+        drafter=plan_request.find_drafter(arguments.drafter, target),
         drafter_name=arguments.drafter,
         device=device,
         dtype=arguments.dtype or ("bfloat16" if has_bfloat16 else "float32"),

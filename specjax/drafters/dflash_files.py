@@ -59,13 +59,13 @@ def is_dflash(raw: Json) -> bool:
 def read_dflash(
     folder: Path,
     target: ModelConfig,
-    dtype: DTypeLike,
+    dtype: DTypeLike | None,
     aux_layer_ids: Sequence[int] | None = None,
 ) -> FoundHead:
     """Returns the head in a folder, for a target.
 
     Args:
-      dtype: of its weights.
+      dtype: of its weights; None: no weights are read.
       aux_layer_ids: layers of the target whose inputs are captured, whatever the file says.
 
     Raises:

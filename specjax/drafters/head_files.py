@@ -230,12 +230,13 @@ def captured_layers(
 
 
 def read_weights(
-    head: Head, leaves: Any, dtype: DTypeLike, *, vocab: int, target_vocab: int, maps: bool
+    head: Head, leaves: Any, dtype: DTypeLike | None, *, vocab: int, target_vocab: int, maps: bool
 ) -> Params:
     """Returns the weights of a head, if its files hold exactly the tensors that it needs.
 
     Args:
       leaves: a tree with a Weight at each leaf.
+      dtype: of the weights; None: they are checked by name and shape, not read, and {} returned.
       vocab, maps: of its `Tables`; with maps, "target_ids" is among the weights.
 
     Raises:
@@ -243,6 +244,8 @@ def read_weights(
     """
     folder = head.path.parent
     _check(head, leaves, vocab <= target_vocab)
+    if dtype is None:
+        return {}
     read = lambda weight: jax.device_put(weight.source.read(head.tensors, jnp.dtype(dtype)))
     params = weights.map_weights(read, leaves)
     if not maps:

@@ -30,6 +30,7 @@ from specjax.configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
 from specjax.decode.config import DecoderConfig
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.sizes import Sizes, default_tokens, ridge_of
+from specjax.drafters import heads
 from specjax.drafters.spec import (
     DrafterSpec,
     HistoryDrafter,
@@ -336,8 +337,20 @@ def with_split_drafter(request: PlanRequest, asked: int | None = None) -> PlanRe
     return dataclasses.replace(request, drafter=drafter)
 
 
-def find_drafter(source: str | os.PathLike[str] | None) -> DrafterSpec:
-    """Returns the drafter of None, "none", "ngram", "history", or what `find_config` finds."""
+def find_drafter(
+    source: str | os.PathLike[str] | None, target: ModelConfig | None = None
+) -> DrafterSpec:
+    """Returns the drafter of a name, of which no weights are read.
+
+    Args:
+      source: None, "none", "ngram", "history", the folder of a head over the target, or what
+        `find_config` finds.
+      target: that of a head; None: heads are not looked for.
+
+    Raises:
+      FileNotFoundError: there is no such name or folder.
+      ValueError: the files are not those of a drafter for this target.
+    """
     if source is None or source == NO_DRAFTER:
         return NoDrafter()
     if source == NGRAM:
@@ -345,6 +358,9 @@ def find_drafter(source: str | os.PathLike[str] | None) -> DrafterSpec:
     if source == HISTORY:
         return HistoryDrafter()
     name = os.fspath(source)
+    folder = Path(name).expanduser()
+    if target is not None and folder.is_dir() and (kind := heads.kind_in(folder)) is not None:
+        return kind.spec(kind.read(folder, target, None).config)
     return ModelDrafter(find_config(DEMO_NAMES.get(name, name), DRAFTERS))
 
 

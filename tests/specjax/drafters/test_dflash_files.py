@@ -8,9 +8,11 @@ from head_folders import put, random_tensors, vocabulary_maps, without, write
 
 import specjax
 from specjax.drafters.dflash_files import read_dflash
+from specjax.drafters.spec import DFlashDrafter
 from specjax.models import dflash
 from specjax.models.base import ModelConfig, RopeConfig
 from specjax.models.dflash import DFlashConfig
+from specjax.planning.plan_request import find_drafter
 from specjax.testing import tiny_model
 
 TARGET = tiny_model(num_layers=6)
@@ -212,3 +214,14 @@ def test_a_config_names_its_method(tmp_path):
         )
     with pytest.raises(ValueError, match="'dflash' needs 'model'"):
         specjax.SpeculationConfig(method="dflash")
+
+
+def test_a_plan_reads_no_weights(tmp_path):
+    folder = write(tmp_path, flat(), tensors_of(config_of()))
+    assert find_drafter(folder, TARGET.config) == DFlashDrafter(config_of())
+    (work,) = find_drafter(folder, TARGET.config).work(TARGET.config, jnp.bfloat16)
+    assert (work.num_forwards(3), work.num_forwards(0)) == (1, 0)
+    # Two layers and the target's head, in two bytes each; four tokens of each row.
+    layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 8 + 2 * 32
+    assert work.weight_bytes == 2 * (2 * layer + VOCAB * WIDTH)
+    assert work.of_forward(3, 0).flops == 12 * work.weight_bytes
