@@ -215,8 +215,9 @@ class DrafterSpec:
         return 1 + num_speculative_tokens
 
     def tree_slots(self, num_speculative_tokens: int) -> int:
-        """Returns the slots that a row's nodes take past its root, with those that are fed to
-        grow a tree; 0 for chains."""
+        """Returns the slots that a row takes past its root while it drafts and is verified, beyond
+        those of a chain: the nodes of a tree with those that are fed to grow it, or the masks of
+        a block; 0 for chains that are drafted token by token."""
         del num_speculative_tokens
         return 0
 
@@ -269,7 +270,8 @@ class DrafterSpec:
     def work(
         self, target: ModelConfig, dtype: Any, num_weights: int | None = None
     ) -> tuple[ModelWork, ...]:
-        """Returns the bytes and operations of one draft token per row on one device.
+        """Returns the bytes and operations of one draft token per row on one device, or, with
+        `ModelWork.block_tokens`, of a block that drafts all of them.
 
         Plans and the first choices of K add up the entries. The default counts one forward of
         each model it runs: a drafter without `configs` counts as free.

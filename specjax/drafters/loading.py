@@ -88,7 +88,7 @@ class LoadedDrafter:
         return self._int_from("num_nodes", said, 1)
 
     def tree_slots(self, num_speculative_tokens: int) -> int:
-        """Returns the slots that a row's nodes take past its root; 0 for chains.
+        """Returns the slots that a row takes past its root, see `DrafterSpec.tree_slots`.
 
         Raises:
           TypeError: the spec says something else than an int of at least 0, or of a tree less

@@ -42,8 +42,10 @@ FLAGS = {
 def make_head(name="plain", seed=1, **more):
     """Returns a head of random weights for TARGET."""
     flags = FLAGS[name] | more
-    of_layers = {"qk_norm": True} | {
-        key: flags.pop(key) for key in ("qk_norm", "rope", "layer_windows") if key in flags
+    of_layers = {"qk_norm": True, "num_kv_heads": 2} | {
+        key: flags.pop(key)
+        for key in ("qk_norm", "rope", "layer_windows", "num_kv_heads")
+        if key in flags
     }
     own = ModelConfig(
         architecture="llama",
@@ -53,7 +55,6 @@ def make_head(name="plain", seed=1, **more):
         intermediate_size=48,
         num_layers=2,
         num_heads=4,
-        num_kv_heads=2,
         head_dim=8,
         max_position_embeddings=16,
         **of_layers,
@@ -263,3 +264,48 @@ def test_it_takes_no_tree():
 def test_it_keeps_the_contract_of_drafters(name):
     config, params = make_head(name)
     check_drafter(specjax.LoadedDrafter("head", DFlashDrafter(config), params), TARGET)
+
+
+def repeating():
+    """Returns a target that repeats its newest token for ever, and a head that knows it.
+
+    The head's masks attend to everything alike, and values have the mask's direction taken out.
+    """
+    zero = lambda leaf: jnp.zeros_like(leaf)
+    layers = tuple(
+        layer | {"o_proj": zero(layer["o_proj"]), "down_proj": zero(layer["down_proj"])}
+        for layer in TARGET.params["layers"]
+    )
+    table = TARGET.params["embed_tokens"]
+    table = table / jnp.linalg.norm(table, axis=1, keepdims=True)
+    params = TARGET.params | {"layers": layers, "embed_tokens": table}
+    if "lm_head" in params:
+        params["lm_head"] = table
+    target = specjax.Model(TARGET.config, params, name="repeating")
+    config, head = make_head("plain", num_kv_heads=4)
+    mask = table[MASK]
+    (first, second), width = head["layers"], WIDTH
+    first |= {
+        "q_proj": zero(first["q_proj"]),
+        "v_proj": jnp.eye(width) - jnp.outer(mask, mask),
+        "o_proj": 10 * jnp.eye(width),
+        "down_proj": zero(first["down_proj"]),
+    }
+    second |= {"o_proj": zero(second["o_proj"]), "down_proj": zero(second["down_proj"])}
+    head |= {"layers": (first, second), "fc": jnp.concatenate([jnp.eye(width)] * 2, axis=1)}
+    return target, specjax.LoadedDrafter("head", DFlashDrafter(config), head)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_head_that_knows_its_target_is_always_accepted(count):
+    target, drafter = repeating()
+    out = specjax.generate(
+        target,
+        [[7, 7, 7], [9]],
+        drafter=drafter,
+        speculative_config={"policy": "fixed", "num_speculative_tokens": count},
+        sampling=specjax.SamplingParams(temperature=0, max_tokens=2 * (count + 1), seed=0),
+    )
+    assert [one.token_ids for one in out] == [[7] * 2 * (count + 1), [9] * 2 * (count + 1)]
+    acceptance = out.stats.acceptance
+    assert acceptance.num_accepted == acceptance.num_drafted > 0
