@@ -46,6 +46,11 @@ class Background:
         """Returns whether the work for this key is running."""
         return key in self._coming
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether work for any key is running."""
+        return bool(self._coming)
+
     def wait(self, key: Hashable) -> None:
         """Waits for the work for this key, if it is running; `raise_failed` raises its error."""
         if (coming := self._coming.get(key)) is not None:

@@ -410,6 +410,10 @@ class Decoder:
         decoder, key = self._key_of(bucket, signature, beside)
         return decoder._background.has(key)
 
+    def is_any_coming(self) -> bool:
+        """Returns whether any step is being compiled in the background."""
+        return self._background.is_busy or self.plain._background.is_busy
+
     def is_compiled(
         self, bucket: Bucket, signature: Signature, beside: PromptShape | None = None
     ) -> bool:

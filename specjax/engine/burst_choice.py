@@ -156,6 +156,7 @@ class BurstChoice:
             compile_s=decoder.burst_compile_s,
             is_compiled=lambda bucket: decoder.is_compiled(bucket, signature, beside),
             is_coming=lambda bucket: decoder.is_coming(bucket, signature, beside),
+            is_any_coming=decoder.is_any_coming,
             read_s=lambda bucket: decoder.read_s(
                 run.params, run.device_state, bucket, signature, beside
             ),

@@ -224,6 +224,7 @@ class Goodput:
         self._buckets_of: dict[int, tuple[Bucket, ...]] = {}  # by rows
         self._rates: dict[Bucket, float] = {}  # tokens per second of the last candidates
         self._missing: set[Bucket] = set()  # candidates that are not compiled
+        self._regretted: set[Bucket] = set()  # those of them that might have run
 
     def choose(self, load: Load) -> Decision:
         """Returns the best compiled bucket, and the bucket to compile in the background, if any."""
@@ -239,16 +240,13 @@ class Goodput:
         self._rates = {c.bucket: c.rate for c in candidates}
         self._missing = {b for b in self._rates if not load.is_compiled(b)}
         usable = [c for c in candidates if c.bucket not in self._missing]
+        self._regretted = {b for b in self._missing if _is_allowed(b, load)}
         soonest = None
         if not usable or self._last is None:
             first, soonest = self._first(self._trusted(candidates), load)
             usable = [first]
         best = self._best(self._trusted(usable), load)
-        allowed = [
-            c
-            for c in usable
-            if c.bucket.num_speculative_tokens == load.limit(c.bucket.num_speculative_tokens)
-        ]
+        allowed = [c for c in usable if _is_allowed(c.bucket, load)]
         if not allowed:
             return self._plain(load, load.limited_by)
         if best not in allowed:
@@ -455,30 +453,42 @@ class Goodput:
         self, best: _Candidate, candidates: Sequence[_Candidate], load: Load
     ) -> Bucket | None:
         """Returns the best bucket whose regret repays compiling or reading it, if any."""
+        if load.is_any_coming():
+            return None  # two at once would slow the run twice
         missed = [
             c
             for c in candidates
             if c.bucket in self.ledger.missed_s
-            and (c.rate > best.rate or not self.costs.count(c.bucket))
+            and c.rate > best.rate
+            and _is_allowed(c.bucket, load)
             and not load.is_compiled(c.bucket)
         ]
         # `_repays` asks the file system: the best come first, and the search stops at a hit.
         missed.sort(key=lambda c: c.rate, reverse=True)
-        most = next(
-            (c for c in missed if self._repays(c.bucket, load, self._is_sure(c, best))), None
-        )
-        if most is None or any(load.is_coming(c.bucket) for c in candidates):
-            return None
-        return most.bucket
+        repaid = (c for c in missed if self._repays(c.bucket, load, self._is_sure(c, best, load)))
+        most = next(repaid, None)
+        return None if most is None else most.bucket
 
-    def _is_sure(self, candidate: _Candidate, best: _Candidate) -> bool:
-        """Returns whether a candidate is much better than the best that runs, by what is known."""
-        if self._knows_no_acceptance or not self._is_trusted(best):
+    def _is_sure(self, candidate: _Candidate, best: _Candidate, load: Load) -> bool:
+        """Returns whether a candidate is much better than the best that runs, by what is known.
+
+        Of its seconds half of what is doubted is added, and of its tokens a deviation taken off.
+        A bucket of fewer rows is never sure: when the rows that are over leave it, no more is
+        known of how long it will run than of how fast.
+        """
+        is_known = not self._knows_no_acceptance and self._is_trusted(best)
+        if not is_known or candidate.bucket.rows != best.bucket.rows:
             return False
-        return candidate.rate * (1 - OPTIMISM) >= best.rate * (1 + SURE_GAIN)
+        rate = candidate.rate * (1 - candidate.doubt / 2)
+        if not self.costs.count(candidate.bucket):
+            rate *= 1 - OPTIMISM
+        if candidate.bucket.num_speculative_tokens:
+            rate *= self._optimism(candidate, load, -1.0)
+        return rate >= best.rate * (1 + SURE_GAIN)
 
     def _repays(self, bucket: Bucket, load: Load, is_sure: bool) -> bool:
-        """Returns whether the regret of a bucket reaches the seconds of compiling or reading it."""
+        """Returns whether the regret of a bucket reaches its share of the seconds of compiling, or
+        those of reading it."""
         read_s = load.read_s(bucket)
         share = SURE_SHARE if is_sure else COMPILE_SHARE
         needed_s = share * load.compile_s if read_s is None else read_s
@@ -621,11 +631,16 @@ class Goodput:
             usual = min(drafting, key=lambda b: abs(b.num_speculative_tokens - USUAL_K))
             return _Exploration(bucket, usual, load.num_steps_left)
         plain_rate = candidates[bucket].rate
-        best = self._most_promising([candidates[b] for b in drafting], plain_rate, load)
         # No step that drafts is faster than a plain one of as many rows.
         known_s = {rows: candidates[bucket].seconds}
-        if best.hoped_rate(self._optimism(best, load), known_s) <= plain_rate * (1 + MARGIN):
+        may_pay = [
+            c
+            for c in map(candidates.__getitem__, drafting)
+            if c.hoped_rate(self._optimism(c, load), known_s) > plain_rate * (1 + MARGIN)
+        ]
+        if not may_pay:
             return _Exploration()
+        best = self._most_promising(may_pay, plain_rate, load)
         gain = best.rate / plain_rate - 1
         is_sure = gain >= SURE_GAIN and not self._knows_no_acceptance
         if is_sure and load.is_there(best.bucket):
@@ -639,9 +654,8 @@ class Goodput:
 
         Plain decoding runs if it turns out to be better. So each candidate is rated by the mean,
         over plausible acceptance rates, of the larger of its rate and the plain one. Of those
-        within MARGIN of the best the smallest K is measured: it tells as much of acceptance, and
-        predictions of larger ones err more. A K above USUAL_K waits until more is known of
-        acceptance.
+        within MARGIN of the best the smallest K is measured: predictions of larger ones err more.
+        A K above USUAL_K waits until more is known of acceptance.
         """
         usual = [c for c in drafting if c.bucket.num_speculative_tokens <= USUAL_K]
         if self._knows_no_acceptance:
@@ -871,12 +885,17 @@ class Goodput:
         if own is None:
             return  # no candidates were compared, or the rows have changed since
         for bucket, rate in self._rates.items():
-            if rate > own * (1 + MARGIN) and bucket in self._missing:
+            if rate > own * (1 + MARGIN) and bucket in self._regretted:
                 self.ledger.miss(bucket, (1 - own / rate) * outcome.seconds)
 
     @property
     def _knows_no_acceptance(self) -> bool:
         return self.survival.num_told < SURE_TRIALS
+
+
+def _is_allowed(bucket: Bucket, load: Load) -> bool:
+    """Returns whether the load lets a bucket draft all of its tokens."""
+    return bucket.num_speculative_tokens == load.limit(bucket.num_speculative_tokens)
 
 
 def _num_steps(most: int, step_s: float, most_s: float = PROBE_S) -> int:

@@ -45,6 +45,7 @@ class Load:
     compile_s: float = 0.0  # seconds to compile a bucket
     is_compiled: Callable[[Bucket], bool] = lambda bucket: True
     is_coming: Callable[[Bucket], bool] = lambda bucket: False  # compiled in the background now
+    is_any_coming: Callable[[], bool] = lambda: False  # whether any step is, of any load
     # Seconds to read a bucket that is kept on disk; None for others.
     read_s: Callable[[Bucket], float | None] = lambda bucket: None
     is_dropped: Callable[[Bucket], bool] = lambda bucket: False  # did not fit into memory

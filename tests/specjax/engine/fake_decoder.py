@@ -127,6 +127,9 @@ class FakeDecoder:
     def is_compiled(self, bucket, signature, beside=None):
         return True
 
+    def is_any_coming(self):
+        return False
+
     def is_coming(self, bucket, signature, beside=None):
         return False
 

@@ -60,6 +60,9 @@ class IdleDecoder:
     def is_compiled(self, bucket, signature, beside=None):
         return True
 
+    def is_any_coming(self):
+        return False
+
     def is_coming(self, bucket, signature, beside=None):
         return False
 

@@ -546,7 +546,7 @@ def test_a_bucket_is_compiled_once_it_would_have_paid(runs, share):
         lost += (1 - rate(depth) / rate(4)) * seconds
     assert lost == pytest.approx(share * 2.0, abs=0.03)
     assert decision.prepare == Bucket(1, 4)
-    coming = dataclasses.replace(now, is_coming=lambda bucket: True)
+    coming = dataclasses.replace(now, is_any_coming=lambda: True)  # whatever it is
     assert policy.choose(coming).prepare is None
     compiled.add(Bucket(1, 4))
     for _ in range(20):  # it may wait for what a probe may lose
@@ -1116,3 +1116,96 @@ def test_what_another_process_learned_of_bursts_is_not_lost():
     assert knows_nothing.burst_s == learned.burst_s > 0
     learned.take(StepCosts())
     assert learned.burst_s > 0
+
+
+def lost_until_prepared(policy, now, most_s=10.0):
+    """Returns the seconds of plain bursts until something is compiled, and what; None: nothing."""
+    seconds = 0.0
+    while seconds < most_s:
+        decision = policy.choose(now)
+        if decision.prepare is not None:
+            return seconds, decision.prepare
+        assert decision.num_speculative_tokens == 0
+        took_s = 32 * step_s(shape_of(decision), now.num_context_tokens)
+        seconds += took_s
+        policy.observe(outcome(now, decision, seconds=took_s))
+    return None
+
+
+def test_what_may_not_run_is_not_compiled():
+    """Memory is short: the gate is closed, though drafts would bring three times the speed."""
+    policy = trained(accepted=4)
+    now = load(
+        compile_s=5.0,
+        is_compiled={Bucket(1, 0)}.__contains__,
+        row_buckets=[1],
+        most_speculative_tokens=0,
+        limited_by="memory gate",
+    )
+    assert lost_until_prepared(policy, now) is None
+    assert not policy.ledger.missed_s
+    policy.ledger.miss(Bucket(1, 4), 100.0)  # while it was open
+    assert policy.choose(now).prepare is None
+    opened = dataclasses.replace(now, most_speculative_tokens=None, limited_by="")
+    assert lost_until_prepared(policy, opened) is not None
+
+
+def test_a_bucket_of_fewer_rows_is_not_sure_to_be_used():
+    """Rows of a batch have ended. The bucket of all drafts; one of those left would be faster."""
+    policy, best = trained(accepted=4, rows=8), Bucket(8, 4)
+    for _ in range(goodput.ENOUGH_MEASURED):
+        policy.costs.observe(best, 800, step_s(best, 800))
+    now = load(2, compile_s=5.0, is_compiled={Bucket(8, 0), best}.__contains__, row_buckets=[2, 8])
+    assert policy.choose(now).num_speculative_tokens == 4
+    (fast,) = (c for c in policy._candidates(now) if c.bucket == Bucket(2, 4))
+    (slow,) = (c for c in policy._candidates(now, [8]) if c.bucket == best)
+    assert fast.rate > 1.3 * slow.rate
+    assert not policy._is_sure(fast, slow, now)
+    assert policy._is_sure(fast._replace(bucket=Bucket(8, 3), doubt=0.0), slow, now)
+
+
+@pytest.mark.parametrize(
+    ("doubt", "deviation", "is_sure"), [(0.0, 1.0, True), (0.5, 1.0, False), (0.0, 0.7, False)]
+)
+def test_what_is_doubted_is_not_sure(doubt, deviation, is_sure, monkeypatch):
+    policy = trained(accepted=4)
+    now = load(row_buckets=[1])
+    monkeypatch.setattr(Goodput, "_optimism", lambda self, c, load, by: deviation)
+    of = {c.bucket: c for c in policy._candidates(now)}
+    best, other = of[Bucket(1, 0)], of[Bucket(1, 4)]
+    for _ in range(goodput.ENOUGH_MEASURED):
+        policy.costs.observe(best.bucket, 100, best.seconds)
+    other = other._replace(rate=1.3 * best.rate, doubt=doubt)
+    assert policy._is_sure(other, best, now) == is_sure
+    # Of what was not measured the rate is an optimistic one.
+    new = other._replace(bucket=Bucket(1, 4, 2), rate=1.16 * best.rate)
+    assert not policy._is_sure(new, best, now)
+    policy.survival = Survival(4)  # nothing is known of acceptance
+    assert not policy._is_sure(other, best, now)
+
+
+def test_a_small_k_that_cannot_pay_does_not_end_the_search():
+    """Within noise of acceptance K = 4 may pay, and K = 1 may not: a draft costs a step."""
+    costs = StepCosts(
+        prior=lambda bucket, context: (
+            1e-3 * [1, 2.13, 2.18, 2.53, 2.55][bucket.num_speculative_tokens]
+        )
+    )
+    for _ in range(4):
+        costs.observe(Bucket(1, 0), 100, 1e-3)
+    survival = Survival(4)
+    survival._all = np.array([16.0, 8.0])
+    now, _ = cold(1, [Bucket(1, 0)], num_steps_left=4000)
+    decision = Goodput(4, costs, survival=survival).choose(now)
+    assert decision.prepare is not None
+    assert decision.prepare.num_speculative_tokens > 1
+
+
+def test_what_is_predicted_to_be_slower_is_not_compiled():
+    """It was missed while more was accepted."""
+    policy = trained(accepted=0)
+    policy.ledger.miss(Bucket(1, 4), 100.0)
+    now = load(compile_s=5.0, is_compiled={Bucket(1, 0)}.__contains__, row_buckets=[1])
+    decision = policy.choose(now)
+    assert decision.num_speculative_tokens == 0
+    assert decision.prepare is None
