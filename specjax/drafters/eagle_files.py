@@ -20,23 +20,21 @@ from specjax.models.base import Json, ModelConfig
 from specjax.models.config_values import MAX_LAYERS, flag, optional_number, require, shown, size
 from specjax.models.eagle3 import FLAT_PREFIX, NUMBERED_PREFIX, Eagle3Config
 
-# Names in `architectures`, and of the key speculators_model_type.
-CLASSES = (
-    "LlamaForCausalLMEagle3",
-    "Eagle3LlamaForCausalLM",
-    "Eagle3Speculator",
-    "Eagle3DraftModel",
-)
+# In names of `architectures`, and of the key speculators_model_type.
 KIND = "eagle3"
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
-_LAYER = re.compile(r"^layers\.(\d+)\.")
+_LAYER = re.compile(r"^layers\.(\d{1,6})\.")
 
 
 def is_eagle3(raw: Json) -> bool:
-    """Returns whether a config.json says that its folder holds an EAGLE-3 head."""
-    return raw.get("speculators_model_type") == KIND or any(
-        one in CLASSES for one in head_files.classes_of(raw)
-    )
+    """Returns whether a config.json says that its folder holds an EAGLE-3 head.
+
+    Some have the class of a whole model, and only draft_vocab_size tells them from one.
+    """
+    if (kind := raw.get("speculators_model_type")) is not None:
+        return kind == KIND
+    named = any(KIND in str(one).lower() for one in head_files.classes_of(raw))
+    return named or "draft_vocab_size" in raw
 
 
 def read_eagle3(
@@ -79,6 +77,9 @@ def _parse(
         raise ValueError(f"logit_scale={shown(raw['logit_scale'])} is not supported; expected 1.")
     if "mask_hidden" in tensors:
         raise ValueError("tensor 'mask_hidden' is of P-EAGLE, which is not supported.")
+    _check_norms(raw, tensors)
+    if "sliding_attention" in (own.get("layer_types") or []):
+        raise ValueError("layer_types with 'sliding_attention' are not supported in such a head.")
     notes: list[str] = []
     width = size(own, "hidden_size")
     head_files.check_target(
@@ -118,6 +119,19 @@ def _parse(
         ),
         notes,
     )
+
+
+def _check_norms(raw: Json, tensors: Tensors) -> None:
+    """Raises ValueError where config.json and the tensors disagree about norms before fc."""
+    stored = {
+        "norm_before_fc": "input_norm.weight" in tensors,
+        "fc_norm": "fc_norm.0.weight" in tensors,
+    }
+    for key, is_there in stored.items():
+        if flag(raw, key, is_there) and not is_there:
+            raise ValueError(f"{key}=true, and its tensor is missing; use the file as published.")
+    if all(stored.values()):
+        raise ValueError("tensors input_norm.* and fc_norm.* exclude each other; expected one.")
 
 
 def _num_layers(tensors: Tensors) -> int:

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from specjax.models import weights
 from specjax.models.base import Json, ModelConfig, Params
-from specjax.models.config_values import is_int, number, rope, shown, size
+from specjax.models.config_values import flag, is_int, number, rope, shown, size
 from specjax.models.safetensors import open_folder
 from specjax.runtime.model_files import find_file, read_json
 
@@ -72,6 +72,12 @@ def open_head(folder: Path, kind: str) -> Head:
     path = find_file(folder, "config.json")
     if path is None:
         raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a drafter.")
+    if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
+        raise FileNotFoundError(
+            f"{folder} has {kind} as .bin, a format that can run code when it is read. Convert it "
+            "once: safetensors.torch.save_file(torch.load(FILE.bin, weights_only=True), "
+            "'model.safetensors'), in the same folder."
+        )
     raw, tensors = read_json(path), open_folder(folder)
     nested = raw.get("transformer_layer_config")
     return Head(kind, path, raw, nested if isinstance(nested, dict) else raw, tensors)
@@ -124,15 +130,20 @@ def tables_of(head: Head, target: ModelConfig, width: int) -> Tables:
     """
     raw, tensors = head.raw, head.tensors
     has_head = "lm_head.weight" in tensors
-    vocab = tensors["lm_head.weight"].shape[0] if has_head else target.vocab_size
+    vocab = shape_of(head, "lm_head.weight")[0] if has_head else target.vocab_size
+    if not 1 <= vocab <= target.vocab_size:
+        raise ValueError(
+            f"lm_head.weight has {vocab} rows, and the target {target.vocab_size} tokens; expected "
+            "at least one row and no more than tokens."
+        )
     draft_vocab = size(raw, "draft_vocab_size", vocab)
     if draft_vocab != vocab:
         raise ValueError(
             f"draft_vocab_size={draft_vocab}, and "
             + (f"lm_head.weight has {vocab} rows" if has_head else "there is no lm_head.weight")
-            + "; they must agree."
+            + "; they must agree: use both files as they were published."
         )
-    maps = TARGET_IDS in tensors and vocab != target.vocab_size
+    maps = TARGET_IDS in tensors and (vocab != target.vocab_size or np.any(tensors[TARGET_IDS]))
     if vocab < target.vocab_size and not maps:
         raise ValueError(
             f"the head says {vocab} of {target.vocab_size} tokens, and no tensor {TARGET_IDS!r} "
@@ -144,7 +155,26 @@ def tables_of(head: Head, target: ModelConfig, width: int) -> Tables:
             f"hidden_size={width} is not the target's {target.hidden_size}, so that it cannot use "
             "the target's embedding and head; expected embed_tokens.weight and lm_head.weight."
         )
-    return Tables(vocab, has_embedding, has_head, maps)
+    if has_embedding and not has_head and flag(head.own, "tie_word_embeddings", False):
+        raise ValueError(
+            "tie_word_embeddings=true, with an embedding of its own, is not supported; store its "
+            "head as lm_head.weight too."
+        )
+    return Tables(vocab, has_embedding, has_head, bool(maps))
+
+
+def shape_of(head: Head, name: str) -> tuple[int, int]:
+    """Returns the shape of a matrix.
+
+    Raises:
+      ValueError: there is no such tensor, or it is no matrix with rows and columns.
+    """
+    if name not in head.tensors:
+        raise ValueError(f"there is no tensor {name!r}; expected {head.kind}, which has it.")
+    shape = head.tensors[name].shape
+    if len(shape) != 2 or not all(shape):
+        raise ValueError(f"{name} is {list(shape)}; expected a matrix, [rows, columns].")
+    return shape
 
 
 def layers_of(
@@ -165,14 +195,15 @@ def layers_of(
     num_heads = size(own, "num_attention_heads")
     num_kv_heads = size(own, "num_key_value_heads", num_heads)
     q_name = f"{prefix}self_attn.q_proj.weight"
-    if q_name not in tensors:
-        raise ValueError(
-            f"there is no tensor {q_name!r}; expected {head.kind}, whose first layer has it."
-        )
-    head_dim = tensors[q_name].shape[0] // num_heads
+    head_dim = shape_of(head, q_name)[0] // num_heads
     if num_heads % num_kv_heads or head_dim < 2 or head_dim % 2:
         raise ValueError(
             f"{num_heads=} must be a multiple of {num_kv_heads=}, and {head_dim=} even."
+        )
+    if flag(own, "attention_bias", False) and f"{prefix}self_attn.q_proj.bias" not in tensors:
+        raise ValueError(
+            f"attention_bias=true, and there is no tensor '{prefix}self_attn.q_proj.bias'; use the "
+            "files as they were published."
         )
     most = size(own, "max_position_embeddings", 2048)
     has = lambda name: f"{prefix}{name}" in tensors
@@ -208,7 +239,9 @@ def captured_layers(
       are_outputs: whether they name outputs of layers: that of layer i is the input of i + 1.
     """
     depth = target.num_layers
-    if not isinstance(ids, list | tuple) or not ids or not all(map(is_int, ids)):
+    if isinstance(ids, Sequence) and not isinstance(ids, str):
+        ids = tuple(ids)
+    if not isinstance(ids, tuple) or not ids or not all(map(is_int, ids)):
         raise ValueError(f"{source}={shown(ids)} must be a list of layers.")
     layers = tuple(one + are_outputs for one in ids)
     if any(not 0 <= layer <= depth for layer in layers):
@@ -218,15 +251,17 @@ def captured_layers(
             f"{source}={shown(list(ids))} must name {what} of layers from {least} to {most}, as "
             f"the target has {depth} layers; pass aux_layer_ids= to say others."
         )
-    tensors = head.tensors
-    needed = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else None
-    if needed is not None and needed != len(layers) * target.hidden_size:
+    needed = shape_of(head, "fc.weight")[1]
+    if needed != len(layers) * target.hidden_size:
         raise ValueError(
             f"fc.weight takes {needed} numbers, and the {len(layers)} captured layers {layers} of "
             f"{target.hidden_size} numbers give {len(layers) * target.hidden_size}; pass "
             "aux_layer_ids= with as many layers as the head was trained with."
         )
-    return layers, f"captures the inputs of layers {', '.join(map(str, layers))} ({source})"
+    note = f"captures the inputs of layers {', '.join(map(str, layers))} ({source})"
+    if depth in layers:
+        note += f"; what follows the last layer, {depth}, is captured after the final norm"
+    return layers, note
 
 
 def read_weights(
@@ -251,6 +286,11 @@ def read_weights(
     if not maps:
         return params
     ids = _target_ids(head.tensors[TARGET_IDS], vocab, target_vocab, folder)
+    said = head.tensors.get("t2d")
+    if said is not None and not (said.shape == (target_vocab,) and np.all(said[ids])):
+        raise ValueError(
+            f"{folder}: {TARGET_IDS} and t2d name different tokens; use the file as published."
+        )
     return params | {"target_ids": jax.device_put(ids)}
 
 
@@ -295,7 +335,8 @@ def _target_ids(offsets: np.ndarray, count: int, most: int, folder: Path) -> np.
             f"{folder}: {TARGET_IDS} is {offsets.dtype}{list(offsets.shape)}, expected a whole "
             f"number for each of the head's {count} tokens."
         )
-    ids = np.arange(count, dtype=np.int64) + offsets.astype(np.int64)
+    # Clipped, so that no sum overflows: what is clipped leads past the tokens in any case.
+    ids = np.arange(count, dtype=np.int64) + np.clip(offsets.astype(np.int64), -most, most)
     if ids.min() < 0 or ids.max() >= most or len(np.unique(ids)) != count:
         raise ValueError(
             f"{folder}: {TARGET_IDS} must lead to {count} different tokens below {most}: it holds "

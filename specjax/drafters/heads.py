@@ -12,7 +12,7 @@ from specjax.drafters.dflash_files import is_dflash, read_dflash
 from specjax.drafters.eagle_files import is_eagle3, read_eagle3
 from specjax.drafters.head_files import FoundHead
 from specjax.drafters.spec import DFlashDrafter, Eagle3Drafter
-from specjax.models.base import Json
+from specjax.models.base import Json, ModelConfig
 from specjax.models.loading import resolve_folder
 from specjax.runtime.model_files import find_file, read_json
 
@@ -34,8 +34,8 @@ class HeadKind(NamedTuple):
 
 
 KINDS = (
-    HeadKind("eagle3", is_eagle3, read_eagle3, Eagle3Drafter),
     HeadKind("dflash", is_dflash, read_dflash, DFlashDrafter),
+    HeadKind("eagle3", is_eagle3, read_eagle3, Eagle3Drafter),
 )
 
 
@@ -55,6 +55,20 @@ def check_method(source: Any, method: str | None) -> None:
         raise ValueError(
             f"method={method!r} is named, and {source} holds {holds}; leave the method out, or "
             "name the folder of such a head."
+        )
+
+
+def check_fits(spec: DrafterSpec, target: ModelConfig) -> None:
+    """Raises ValueError where a head was made for another target than this."""
+    if not isinstance(spec, DFlashDrafter | Eagle3Drafter):
+        return
+    config, deepest = spec.config, max(spec.config.aux_layers)
+    made_for = config.target_hidden_size, config.target_vocab_size
+    if made_for != (target.hidden_size, target.vocab_size) or deepest > target.num_layers:
+        raise ValueError(
+            f"the head is for a target of {made_for[0]} hidden numbers, {made_for[1]} tokens and "
+            f"at least {deepest} layers; this one has {target.hidden_size}, {target.vocab_size} "
+            f"and {target.num_layers}. Load the head that was trained for it."
         )
 
 

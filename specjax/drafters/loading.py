@@ -320,12 +320,13 @@ def _load(
         return LoadedDrafter(name, kind.spec(head.config), head.params, head.notes)
     if aux_layer_ids is not None:
         raise ValueError(
-            f"{aux_layer_ids=} is for the folder of a head over the target, and the drafter is "
-            f"{source!r:.200}; leave it out."
+            f"{aux_layer_ids=} is for the name of a folder with a head over the target, and the "
+            f"drafter is {source!r:.200}; give the folder, or leave it out."
         )
     if isinstance(source, DrafterSpec):
         source = LoadedDrafter(type(source).__name__, source)
     if isinstance(source, LoadedDrafter):
+        heads.check_fits(source.spec, target.config)
         for of_drafter in source.configs:
             check_same_vocabulary(target, Model(of_drafter, {}, name=source.name))
         return source

@@ -168,7 +168,11 @@ def test_what_a_config_says(tmp_path, raw, options, expected):
             "sliding_window_non_causal",
         ),
         (flat(), without("norm.weight"), "lacks 1 of"),
-        (flat(), without("layers.0.self_attn.q_proj.weight"), "a DFlash head, whose first"),
+        (
+            flat(),
+            without("layers.0.self_attn.q_proj.weight"),
+            "expected a DFlash head, which has it",
+        ),
         (flat(), put("hidden_norm.weight", lambda norm: norm[:-1]), "expected \\[32\\]"),
         (flat(), put("markov_head.markov_w1.weight", lambda _: np.ones(3, np.float32)), "DSpark"),
         (flat(), put("layers.0.attention_conv.x", lambda _: np.ones(3, np.float32)), "DFlash2"),

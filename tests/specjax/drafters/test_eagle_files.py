@@ -1,5 +1,7 @@
 """Folders with EAGLE-3 heads: the namings of EAGLE and of speculators, and what is refused."""
 
+import json
+
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -8,6 +10,7 @@ from head_folders import put, random_tensors, vocabulary_maps, without, write
 
 import specjax
 from specjax.drafters.eagle_files import read_eagle3
+from specjax.drafters.spec import Eagle3Drafter
 from specjax.models import eagle3
 from specjax.models.base import ModelConfig
 from specjax.models.eagle3 import FLAT_PREFIX, NUMBERED_PREFIX, Eagle3Config
@@ -134,11 +137,27 @@ def test_captured_layers_are_stored_in_several_ways(tmp_path, more, options, exp
         ({"eagle_aux_hidden_state_layer_ids": "2"}, None, "a list of layers"),
         ({}, without("d2t"), "d2t"),
         ({}, without("norm.weight"), "lacks 1 of"),
-        ({}, without("midlayer.self_attn.q_proj.weight"), "EAGLE-3 head, whose first layer"),
+        ({}, without("midlayer.self_attn.q_proj.weight"), "expected an EAGLE-3 head, which has it"),
         ({}, put("d2t", lambda d2t: np.flatnonzero(np.arange(61) > 40)), "different tokens"),
         ({}, put("d2t", lambda d2t: d2t.astype(np.float32)), "a whole number"),
         ({}, put("norm.weight", lambda norm: norm[:-1]), "expected \\[32\\]"),
         ({}, put("fc.weight", lambda fc: fc.astype(np.int64)), "floating point"),
+        ({}, put("fc.weight", lambda fc: fc[0]), "expected a matrix"),
+        ({}, put("midlayer.self_attn.q_proj.weight", lambda q: q[0, 0]), "expected a matrix"),
+        ({}, put("lm_head.weight", lambda head: head[:0]), "expected a matrix"),
+        (
+            {"draft_vocab_size": 70},
+            put("lm_head.weight", lambda _: np.ones((70, 32), np.float32)),
+            "no more than tokens",
+        ),
+        ({}, put("d2t", lambda d2t: d2t + np.int64(2**63 - 1 - d2t.max())), "different tokens"),
+        ({}, put("d2t", lambda d2t: 0 * d2t), "t2d name different tokens"),
+        ({}, put("t2d", lambda t2d: ~t2d), "t2d name different tokens"),
+        ({}, put("layers.99999999999.x", lambda _: np.ones(3, np.float32)), "no use for"),
+        ({"layer_types": ["sliding_attention"], "sliding_window": 8}, None, "sliding_attention"),
+        ({"norm_before_fc": True}, None, "norm_before_fc=true"),
+        ({"fc_norm": True}, None, "fc_norm=true"),
+        ({"attention_bias": True}, None, "attention_bias=true"),
         ({}, put("mask_hidden", lambda _: np.ones((1, 1, 96), np.float32)), "P-EAGLE"),
         ({}, put("markov_head.markov_w1.weight", lambda _: np.ones(3, np.float32)), "no use for"),
     ],
@@ -148,6 +167,53 @@ def test_what_is_refused(tmp_path, more, change, match):
     folder = write(tmp_path, flat(**more), tensors if change is None else change(tensors))
     with pytest.raises(ValueError, match=match):
         read(folder)
+
+
+def test_a_head_whose_class_is_a_model_is_known_by_its_vocabulary(tmp_path):
+    raw = flat(architectures=["LlamaForCausalLM"])
+    folder = write(tmp_path, raw, tensors_of(config_of(), FLAT_PREFIX))
+    assert specjax.load_drafter(folder, TARGET).spec == Eagle3Drafter(config_of())
+
+
+def test_an_order_of_all_tokens_is_read(tmp_path):
+    """The head says every token, by numbers of its own."""
+    order = np.random.default_rng(0).permutation(VOCAB)
+    tensors = tensors_of(config_of(), FLAT_PREFIX)
+    tensors["lm_head.weight"] = np.ones((VOCAB, WIDTH), np.float32)
+    tensors |= {"d2t": order - np.arange(VOCAB), "t2d": np.ones(VOCAB, bool)}
+    found = read(write(tmp_path, flat(draft_vocab_size=VOCAB), tensors))
+    assert found.params["target_ids"].tolist() == order.tolist()
+
+
+def test_a_table_of_its_own_is_not_the_target_s_head(tmp_path):
+    tensors = without("lm_head.weight")(tensors_of(config_of(has_embedding=True), FLAT_PREFIX))
+    for name in ("d2t", "t2d"):
+        del tensors[name]
+    raw = flat(draft_vocab_size=VOCAB, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="tie_word_embeddings"):
+        read(write(tmp_path, raw, tensors))
+
+
+def test_what_can_run_code_is_not_read(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"anything")
+    (tmp_path / "config.json").write_text(json.dumps(flat()))
+    with pytest.raises(FileNotFoundError, match="weights_only=True"):
+        specjax.load_drafter(tmp_path, TARGET)
+
+
+def test_a_head_of_another_target_is_refused(tmp_path):
+    folder = write(tmp_path, flat(), tensors_of(config_of(aux_layers=(2, 3, 3)), FLAT_PREFIX))
+    loaded = specjax.load_drafter(folder, TARGET)
+    for other in (tiny_model(vocab_size=70, num_layers=6), tiny_model(num_layers=2)):
+        with pytest.raises(ValueError, match="was trained for it"):
+            specjax.load_drafter(loaded, other)
+
+
+def test_layers_are_any_sequence(tmp_path):
+    folder = write(tmp_path, flat(), tensors_of(config_of(), FLAT_PREFIX))
+    loaded = specjax.load_drafter(folder, TARGET, aux_layer_ids=range(4, 7))
+    assert loaded.spec.taps == (4, 5, 6)
+    assert "captured after the final norm" in loaded.notes[0]
 
 
 def test_a_folder_is_a_drafter(tmp_path):
