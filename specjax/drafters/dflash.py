@@ -29,6 +29,7 @@ from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.types import DecoderParams, TokenBatch, lay_out
 
 BITS = 32  # of a word of ancestor bits
+MOST_LOGIT_BYTES = 2**28  # of all draft tokens of a step, to read the head's matrix once
 
 
 class DFlashState(NamedTuple):
@@ -41,7 +42,7 @@ class _Drafting(NamedTuple):
     """What is kept while a step drafts."""
 
     pages: tuple[kv_cache.Pages, ...]
-    block: Array  # [rows, block rows, hidden_size], what the head says of each row of a block
+    said: Array  # [rows, K, width], of each draft token; see `_Head.begin`
 
 
 def drafter(config: DFlashConfig, context: DrafterContext) -> Drafter:
@@ -101,7 +102,24 @@ class _Head(TokenByToken):
     def begin(
         self, params: DecoderParams, state: Any, decode_state: Any, takes_part: Array
     ) -> tuple[Array, Any]:
-        """Runs the blocks of all rows that take part, each after its root."""
+        """Runs the blocks of all rows that take part, each after its root.
+
+        Returns:
+          `logits` of the first draft token [rows, vocab], of all of them where those fit: then the
+          matrix of the head is read once. Otherwise hidden [rows, hidden_size], before the norm.
+        """
+        rows, first = decode_state.rows, self.config.first_row
+        block, pages = self.block(params, state, decode_state, takes_part)
+        said = block[:, first : first + self.context.num_speculative_tokens]
+        if self._fits(rows):
+            flat = self._logits(params, said.reshape(-1, said.shape[-1]))
+            said = flat.reshape(*said.shape[:2], -1)
+        return said[:, 0], _Drafting(pages, said)
+
+    def block(
+        self, params: DecoderParams, state: Any, decode_state: Any, takes_part: Array
+    ) -> tuple[Array, tuple[kv_cache.Pages, ...]]:
+        """Returns hidden [rows, tokens of a block, hidden_size] before the norm, and the pages."""
         config, rows = self.config, decode_state.rows
         width = config.num_rows(self.context.num_speculative_tokens)
         batch = _blocks(config, decode_state, takes_part, width)
@@ -117,8 +135,7 @@ class _Head(TokenByToken):
             _attention(config, batch, width),
             state.pages,
         )
-        block = out[tokens_of(batch.row_starts, rows * width, width)]
-        return block[:, config.first_row], _Drafting(pages, block)
+        return out[tokens_of(batch.row_starts, rows * width, width)], pages
 
     def feed(
         self,
@@ -130,13 +147,20 @@ class _Head(TokenByToken):
         is_fed: Array,
         hidden: Array,
     ) -> tuple[Array, Any]:
-        """Returns the next row of each block: nothing is computed from the draft token."""
+        """Returns what was said of the next token: nothing is computed from this one."""
         del params, history, is_fed, hidden
-        ahead = positions - decode_state.cache.lengths + self.config.first_row
-        ahead = jnp.clip(ahead, 0, state.block.shape[1] - 1)
-        return jnp.take_along_axis(state.block, ahead[:, None, None], axis=1)[:, 0], state
+        ahead = jnp.clip(positions - decode_state.cache.lengths, 0, state.said.shape[1] - 1)
+        return jnp.take_along_axis(state.said, ahead[:, None, None], axis=1)[:, 0], state
 
     def logits(self, params: DecoderParams, hidden: Array) -> Array:
+        return hidden if self._fits(hidden.shape[0]) else self._logits(params, hidden)
+
+    def _fits(self, rows: int) -> bool:
+        """Returns whether the logits of all draft tokens of a step are kept at once."""
+        count = rows * self.context.num_speculative_tokens * self.vocab_size
+        return count * jnp.dtype(jnp.float32).itemsize <= MOST_LOGIT_BYTES
+
+    def _logits(self, params: DecoderParams, hidden: Array) -> Array:
         if self.config.has_head:
             return dflash.own_logits(params.drafter, self.config, hidden)
         normed = dflash.normed_output(params.drafter, self.config, hidden)
