@@ -174,12 +174,17 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
     status.show("starting")
     # Not before: these import jax, which takes longer than reading the arguments.
     from specjax.api import generation
+    from specjax.drafters.loading import LoadedDrafter
     from specjax.runtime import compilation_cache
 
     compilation_cache.enable()
     status.show(f"loading {arguments.model}")
     mesh = mesh_argument.mesh_of(arguments.mesh)
     target, drafter = _load(arguments, speculation, engine, mesh)
+    if isinstance(drafter, LoadedDrafter):
+        status.clear()
+        for note in drafter.notes:  # a wrong guess is silent otherwise: few drafts are accepted
+            print(f"specjax: the head {note}", file=sys.stderr)
     sampling = _sampling(arguments, entries, target)
     call: dict[str, Any] = {
         "drafter": drafter,
@@ -217,9 +222,9 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
 
 
 def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: EngineConfig, mesh):
-    """Returns the target, and the drafter or its name."""
+    """Returns the target, and the drafter, its weights or its name."""
     from specjax.api.loading import load_draft_model
-    from specjax.drafters.loading import is_head
+    from specjax.drafters.loading import is_head, load_drafter
     from specjax.models.loading import load_model
 
     if config.model is not None:
@@ -227,7 +232,7 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: Engi
     target = load_model(arguments.model, dtype=arguments.dtype, mesh=mesh)
     if config.model is not None and config.method not in MATCHING:
         if is_head(config.model):
-            return target, config.model
+            return target, load_drafter(config.model, target, config)
         options = {"engine": engine, "mesh": mesh, "dtype": arguments.dtype}
         return target, load_draft_model(config.model, target, config, **options)
     return target, config.method

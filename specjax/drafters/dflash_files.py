@@ -142,7 +142,7 @@ def _parse(
         has_head=tables.has_head,
         maps_vocabulary=tables.maps_vocabulary,
     )
-    masks = f"blocks of {config.block_size} with token {mask_token_id} as their mask"
+    masks = f"drafts blocks of {config.block_size} with token {mask_token_id} as their mask"
     return config, [note, masks]
 
 

@@ -101,7 +101,7 @@ def _parse(
     # vLLM's reader of such files takes true; the library that writes them writes it always.
     default = head.is_of_speculators
     if raw.get("norm_before_residual") is None and default:
-        notes.append("norm_before_residual is not in config.json; taken to be true")
+        notes.append("adds to the normed feature, for lack of norm_before_residual in config.json")
     return (
         Eagle3Config(
             layers=layers,

@@ -94,7 +94,8 @@ def split_drafter(
 
 def _obstacle(spec: DrafterSpec, asked: int, tensor_shards: int) -> str:
     if not spec.configs:
-        return f"{type(spec).__name__} runs no model"
+        does = "splits no weights" if spec.taps else "runs no model"
+        return f"{type(spec).__name__} {does}"
     if tensor_shards % asked:
         return f"the mesh's tensor axis has {tensor_shards} devices, which it must divide"
     for config in spec.configs:

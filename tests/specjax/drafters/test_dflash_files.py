@@ -100,7 +100,7 @@ def test_the_naming_of_z_lab(tmp_path):
     np.testing.assert_array_equal(layer["k_norm"], tensors["layers.1.self_attn.k_norm.weight"])
     assert found.notes == (
         "captures the inputs of layers 2, 5 (dflash_config.target_layer_ids)",
-        "blocks of 4 with token 60 as their mask",
+        "drafts blocks of 4 with token 60 as their mask",
     )
 
 

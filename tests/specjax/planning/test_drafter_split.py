@@ -5,6 +5,7 @@ import re
 
 import pytest
 from helpers import tiny_llama_config
+from tap_keeper import TapKeeper
 
 from specjax.configs.devices import DEVICES
 from specjax.drafters.base import DrafterSpec
@@ -97,6 +98,7 @@ def test_bytes_are_those_of_one_device(spec):
         (EIGHT_HEADS, 4, 1, 1, "tensor axis has 1 devices.* whole on each device"),
         (EIGHT_HEADS, 16, 8, 8, "tensor axis has 8 devices"),
         (NgramDrafter(), 2, 4, 1, "NgramDrafter runs no model"),
+        (TapKeeper(NgramDrafter()), 2, 4, 1, "TapKeeper splits no weights"),
         (NoDrafter(), 2, 4, 1, None),
     ],
 )
