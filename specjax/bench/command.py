@@ -60,6 +60,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             option = f"--{name.replace('_', '-')}"
             relation = "is not for" if is_report else "is for"
             parser.error(f"argument {option}: {relation} --device-report")
+    if options.only and options.again:
+        parser.error("argument --only: not allowed with argument --again")
     if options.minutes is None:
         options.minutes = 30.0
     if options.rounds is None:
@@ -69,7 +71,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 # Options of one kind of measurement, and what they are when they are not given.
 _OF_OTHERS = {"json": False, "rounds": None}
-_OF_REPORT = {"minutes": None, "size": None, "again": False, "again_failed": False}
+_OF_REPORT = {"minutes": None, "size": None, "again": False, "again_failed": False, "only": None}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -109,6 +111,13 @@ def _parser() -> argparse.ArgumentParser:
         "--size",
         choices=list(SIZES),
         help="how much to measure; by default small on a CPU and full elsewhere",
+    )
+    report.add_argument(
+        "--only",
+        nargs="+",
+        metavar="TEXT",
+        help="measure cases whose name has one of these texts, and the device's speed; a later "
+        "command measures others. Parts of a long report fit a short loan of a device",
     )
     anew = report.add_mutually_exclusive_group()
     anew.add_argument(
@@ -154,6 +163,7 @@ def _report(options: argparse.Namespace) -> int:
             size=options.size,
             again=options.again,
             again_failed=options.again_failed,
+            only=options.only,
             say=say,
             begin=lambda what: progress.report(what, 0, 0),
         )

@@ -11,6 +11,8 @@ from specjax.bench.device_report.peaks import Peaks, measured_peaks, published_p
 from specjax.bench.device_report.random_models import RandomModels
 from specjax.bench.device_report.sizes import ReportSize
 
+SPEED = "device: speed"  # the case of the first stage, which others are compared with
+
 
 class LeftOut(Exception):
     """The case does not apply to this device; the message is a sentence that says why."""
@@ -60,7 +62,7 @@ class Context:
 
     @property
     def _measured(self) -> dict[str, Any]:
-        found = self.result("device: speed")
+        found = self.result(SPEED)
         if not found:
             raise NotReached(
                 "the speed of the device was not measured: see its own case; with --again-failed "

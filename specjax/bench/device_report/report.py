@@ -8,11 +8,11 @@ from pathlib import Path
 
 from pallas_kernels.implementations import default_device
 from specjax.bench.device_report import document as documents
-from specjax.bench.device_report.cases import Context, Stage
+from specjax.bench.device_report.cases import SPEED, Case, Context, Stage
 from specjax.bench.device_report.lock import locked
 from specjax.bench.device_report.page import DISAGREES
-from specjax.bench.device_report.running import PAGE, Run, Say
-from specjax.bench.device_report.sizes import SIZES, counted, size_for
+from specjax.bench.device_report.running import PAGE, Run, Say, key_of
+from specjax.bench.device_report.sizes import SIZES, ReportSize, counted, size_for
 from specjax.bench.device_report.stages import STAGES
 from specjax.runtime import compilation_cache
 
@@ -27,6 +27,7 @@ def make_report(
     size: str | None,
     again: bool,
     again_failed: bool = False,
+    only: Sequence[str] | None = None,
     say: Say,
     begin: Say = lambda what: None,
     stages: Sequence[Stage] = STAGES,
@@ -40,12 +41,14 @@ def make_report(
       size: a name of `sizes.SIZES`; None: by the platform.
       again: whether all cases run once more; a later run without it goes on with this one.
       again_failed: whether those that failed do.
+      only: texts; cases whose name has none of them are left for another run, but for the device's
+        speed. None: all cases run.
       say: gets lines about the progress.
       begin: gets the name of each case that begins.
 
     Raises:
-      ValueError: the folder has a report of another device or version, or another process writes
-        to it.
+      ValueError: the folder has a report of another device or version, another process writes
+        to it, or no case has one of the texts of `only` in its name.
       OSError: it cannot be written.
     """
     compilation_cache.enable()
@@ -53,6 +56,8 @@ def make_report(
     chosen = size_for(device.platform) if size is None else SIZES[size]
     place = Path(folder).expanduser()
     made_on = documents.environment(device, chosen.name)
+    if only is not None:
+        stages = with_texts(stages, only, chosen, device.platform)
     documents.make_folder(place)
     with locked(place):
         document = documents.open_or_new(place, made_on)
@@ -74,6 +79,37 @@ def make_report(
             "kept after each case: it may be stopped, and goes on where it was."
         )
         return _finish(run, place, "the same command" + (" without --again" if again else ""))
+
+
+def with_texts(
+    stages: Sequence[Stage], texts: Sequence[str], size: ReportSize, platform: str
+) -> list[Stage]:
+    """Returns the stages with those of their cases whose name has one of the texts.
+
+    The device's speed, which others are compared with, is always among them.
+
+    Raises:
+      ValueError: no other case is.
+    """
+    is_asked = lambda key: any(text.lower() in key.lower() for text in texts)
+    every = [key_of(stage, case) for stage in stages for case in stage.cases(size, platform)]
+    if not any(map(is_asked, every)):
+        raise ValueError(
+            f"--only {' '.join(texts)}: no case has such a name; expected a part of one, as "
+            f"{every[-1]!r}, or the beginning, as {stages[-1].name!r}."
+        )
+
+    def of_stage(stage: Stage) -> Stage:
+        def cases(size: ReportSize, platform: str) -> list[Case]:
+            return [
+                case
+                for case in stage.cases(size, platform)
+                if key_of(stage, case) == SPEED or is_asked(key_of(stage, case))
+            ]
+
+        return stage._replace(cases=cases)
+
+    return [of_stage(stage) for stage in stages]
 
 
 def _finish(run: Run, place: Path, on: str) -> int:

@@ -49,7 +49,7 @@ def stages_of(*cases_by_stage, shares=None):
     ]
 
 
-def make(folder, stages, *, minutes=30.0, again=False, again_failed=False):
+def make(folder, stages, *, minutes=30.0, again=False, again_failed=False, only=None):
     lines = []
     code = report.make_report(
         folder,
@@ -57,6 +57,7 @@ def make(folder, stages, *, minutes=30.0, again=False, again_failed=False):
         size="tiny",
         again=again,
         again_failed=again_failed,
+        only=only,
         say=lines.append,
         stages=stages,
     )
@@ -80,6 +81,22 @@ def test_a_second_run_does_what_is_left(tmp_path):
     make(tmp_path, more, again=True)
     assert ran == ["a", "b", "c"] * 2
     assert len(kept(tmp_path)) == 3
+
+
+def test_a_run_of_some_cases_is_gone_on_with_by_others(tmp_path):
+    ran = Ran()
+    speed = Stage("device", 0.1, lambda size, platform: [ran.case("speed")])
+    stages = [speed, *stages_of([ran.case("one a"), ran.case("two a")], [ran.case("one b")])]
+    code, lines = make(tmp_path, stages, only=["ONE"])
+    assert (code, ran) == (0, ["speed", "one a", "one b"])
+    assert "3 measured, 0 left out, 0 failed, 0 not reached; 0 of all from before." in lines
+    make(tmp_path, stages, only=["stage 0"])
+    assert ran == ["speed", "one a", "one b", "two a"]
+    with pytest.raises(ValueError, match="'stage 1: one b', or the beginning, as 'stage 1'"):
+        make(tmp_path, stages, only=["three"])
+    make(tmp_path, stages)
+    assert len(ran) == 4
+    assert len(kept(tmp_path)) == 4
 
 
 def test_what_a_case_raises_is_kept_and_the_others_run(tmp_path):
