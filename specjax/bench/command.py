@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="TEXT",
         help="measure cases whose name has one of these texts, and the device's speed; a later "
-        "command measures others. Parts of a long report fit a short loan of a device",
+        "command measures others, so that rented minutes go to what matters",
     )
     anew = report.add_mutually_exclusive_group()
     anew.add_argument(
