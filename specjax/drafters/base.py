@@ -215,9 +215,9 @@ class DrafterSpec:
         return 1 + num_speculative_tokens
 
     def tree_slots(self, num_speculative_tokens: int) -> int:
-        """Returns the slots that a row takes past its root while it drafts and is verified, beyond
-        those of a chain: the nodes of a tree with those that are fed to grow it, or the masks of
-        a block; 0 for chains that are drafted token by token."""
+        """Returns the slots that a row takes past its root: for the nodes of a tree, those that
+        are fed to grow it included, or for the masks of a block; 0 for chains that are drafted
+        token by token."""
         del num_speculative_tokens
         return 0
 

@@ -48,14 +48,7 @@ class _Drafting(NamedTuple):
 def drafter(config: DFlashConfig, context: DrafterContext) -> Drafter:
     """Returns the functions of a DFlash head."""
     depth = context.num_speculative_tokens
-    head = _Head(
-        config.target_vocab_size,
-        context.keeps_probs,
-        context.says_confidence,
-        False,
-        config,
-        context,
-    )
+    head = _Head(**token_by_token.of_head(config, context))
 
     def init(rows: int, max_length: int, num_pages: int, page_size: int) -> DFlashState:
         del rows, max_length

@@ -76,15 +76,8 @@ def read_dflash(
     head = head_files.open_head(folder, "a DFlash head")
     with head_files.naming(head):
         config, notes = _parse(head, target, aux_layer_ids)
-    params = head_files.read_weights(
-        head,
-        dflash.weights_of(config),
-        dtype,
-        vocab=config.layers.vocab_size,
-        target_vocab=config.target_vocab_size,
-        maps=config.maps_vocabulary,
-    )
-    return FoundHead(config, params, tuple(notes))
+    leaves = dflash.weights_of(config)
+    return FoundHead(config, head_files.read_weights(head, config, leaves, dtype), tuple(notes))
 
 
 def _parse(

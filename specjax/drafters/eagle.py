@@ -56,14 +56,7 @@ def drafter(
     Args:
       shape: shape of a tree, whose depth is K, or how it grows; None: chains.
     """
-    head = _Head(
-        config.target_vocab_size,
-        context.keeps_probs,
-        context.says_confidence,
-        False,
-        config,
-        context,
-    )
+    head = _Head(**token_by_token.of_head(config, context))
 
     def init(rows: int, max_length: int, num_pages: int, page_size: int) -> EagleState:
         del max_length

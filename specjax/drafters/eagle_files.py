@@ -57,15 +57,8 @@ def read_eagle3(
     head = head_files.open_head(folder, "an EAGLE-3 head")
     with head_files.naming(head):
         config, notes = _parse(head, target, aux_layer_ids)
-    params = head_files.read_weights(
-        head,
-        eagle3.weights_of(config, _prefix(head.tensors)),
-        dtype,
-        vocab=config.layers.vocab_size,
-        target_vocab=config.target_vocab_size,
-        maps=config.maps_vocabulary,
-    )
-    return FoundHead(config, params, tuple(notes))
+    leaves = eagle3.weights_of(config, _prefix(head.tensors))
+    return FoundHead(config, head_files.read_weights(head, config, leaves, dtype), tuple(notes))
 
 
 def _parse(

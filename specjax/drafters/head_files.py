@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from specjax.models import weights
 from specjax.models.base import Json, ModelConfig, Params
 from specjax.models.config_values import flag, is_int, number, rope, shown, size
+from specjax.models.head_parts import HeadConfig
 from specjax.models.safetensors import open_folder
 from specjax.runtime.model_files import find_file, read_json
 
@@ -264,26 +265,26 @@ def captured_layers(
     return layers, note
 
 
-def read_weights(
-    head: Head, leaves: Any, dtype: DTypeLike | None, *, vocab: int, target_vocab: int, maps: bool
-) -> Params:
+def read_weights(head: Head, config: HeadConfig, leaves: Any, dtype: DTypeLike | None) -> Params:
     """Returns the weights of a head, if its files hold exactly the tensors that it needs.
+
+    With `maps_vocabulary`, "target_ids" is among them.
 
     Args:
       leaves: a tree with a Weight at each leaf.
       dtype: of the weights; None: they are checked by name and shape, not read, and {} returned.
-      vocab, maps: of its `Tables`; with maps, "target_ids" is among the weights.
 
     Raises:
       ValueError: tensors are missing, of another shape or dtype, or unknown.
     """
-    folder = head.path.parent
-    _check(head, leaves, vocab <= target_vocab)
+    folder, vocab = head.path.parent, config.layers.vocab_size
+    target_vocab = config.target_vocab_size
+    _check(head, leaves)
     if dtype is None:
         return {}
     read = lambda weight: jax.device_put(weight.source.read(head.tensors, jnp.dtype(dtype)))
     params = weights.map_weights(read, leaves)
-    if not maps:
+    if not config.maps_vocabulary:
         return params
     ids = _target_ids(head.tensors[TARGET_IDS], vocab, target_vocab, folder)
     said = head.tensors.get("t2d")
@@ -294,7 +295,7 @@ def read_weights(
     return params | {"target_ids": jax.device_put(ids)}
 
 
-def _check(head: Head, leaves: Any, may_map: bool) -> None:
+def _check(head: Head, leaves: Any) -> None:
     folder, tensors = head.path.parent, head.tensors
     needed = dict(
         each for leaf in jax.tree.leaves(weights.sources_of(leaves)) for each in leaf.tensors()
@@ -319,7 +320,7 @@ def _check(head: Head, leaves: Any, may_map: bool) -> None:
             f"{folder} holds {len(wrong)} tensors that are not those of its config.json: "
             f"{_listed(wrong)}."
         )
-    known = {*needed, *([TARGET_IDS] if may_map else [])}
+    known = {*needed, TARGET_IDS}
     unknown = [name for name in tensors if name not in known and not _IDLE.search(name)]
     if unknown:
         raise ValueError(

@@ -248,7 +248,8 @@ def load_drafter(
         made with that drafter's fields.
     """
     config = config or SpeculationConfig()
-    heads.check_method(source, config.method)
+    if source == config.model:  # else it overrides what the config names
+        heads.check_method(source, config.method)
     loaded = _load(source, target, aux_layer_ids)
     try:
         spec = loaded.spec.configured(config)
@@ -300,21 +301,27 @@ def _check_members(spec: DrafterSpec) -> None:
 
 def is_head(source: str | os.PathLike[str]) -> bool:
     """Returns whether a name or a folder is that of a head over the target, which is no model."""
+    return _head_of(source) is not None
+
+
+def _head_of(source: str | os.PathLike[str]) -> tuple[Path, heads.HeadKind] | None:
+    """Returns the folder and the kind of a head over the target; None for other drafters."""
     check_drafter(source)
     path = model_path(source)
     if path is None or path == "demo-draft":
-        return False
-    return heads.kind_in(resolve_folder(path)) is not None
+        return None
+    folder = resolve_folder(path)
+    kind = heads.kind_in(folder)
+    return None if kind is None else (folder, kind)
 
 
 def _load(
     source: DrafterSource, target: Model, aux_layer_ids: Sequence[int] | None = None
 ) -> LoadedDrafter:
     """Returns the drafter of a source, before a config is applied."""
-    if isinstance(source, str | os.PathLike) and is_head(source):
-        folder = resolve_folder(source)
-        kind = heads.kind_in(folder)
-        assert kind is not None
+    is_name = isinstance(source, str | os.PathLike)
+    if is_name and (found := _head_of(source)) is not None:
+        folder, kind = found
         head = kind.read(folder, target.config, _dtype_of(target.params), aux_layer_ids)
         name = Path(source).name or folder.resolve().name
         return LoadedDrafter(name, kind.spec(head.config), head.params, head.notes)

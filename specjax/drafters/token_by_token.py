@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from specjax.drafters.base import NOT_KEPT, Draft
+from specjax.drafters.base import NOT_KEPT, Draft, DrafterContext
 from specjax.drafters.draws import draw_siblings, noise_keys
 from specjax.paged.forward import make_tree_batch
 from specjax.sampling import TreeHistory, choose_tokens, process_logits
@@ -256,6 +256,21 @@ def _has_nan(scores: Array, is_suspect: Array, vocabulary: Vocabulary) -> Array:
         lambda: vocabulary.any(jnp.any(~(scores < jnp.inf), axis=1)),
         lambda: jnp.zeros_like(is_suspect),
     )
+
+
+def of_head(config: Any, context: DrafterContext) -> dict[str, Any]:
+    """Returns the fields of a head over the target: `TokenByToken`'s, its config and the context.
+
+    A head absorbs every committed token, so that it keeps nothing that it was fed for a draft.
+    """
+    return {
+        "vocab_size": config.target_vocab_size,
+        "keeps_probs": context.keeps_probs,
+        "says_confidence": context.says_confidence,
+        "keeps_fed": False,
+        "config": config,
+        "context": context,
+    }
 
 
 def draft(

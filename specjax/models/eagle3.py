@@ -26,15 +26,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from specjax.models import blocks, weights
+from specjax.models import blocks, head_parts, weights
 from specjax.models.base import Attend, LayerCache, ModelConfig, Params
-from specjax.models.head_parts import (
-    abstract_target_ids,
-    layer_weights,
-    only_if,
-    scores_of_target,
-    spread_target_ids,
-)
+from specjax.models.head_parts import layer_weights, only_if, scores_of_target
 from specjax.models.layers import linear, rms_norm
 from specjax.models.weights import matrix, vector
 
@@ -160,22 +154,14 @@ def of_target(params: Params, config: Eagle3Config, scores: Array) -> Array:
 
 def abstract(config: Eagle3Config, dtype: DTypeLike) -> Params:
     """Returns the names, shapes and dtypes of the weights, a tree of jax.ShapeDtypeStruct."""
-    params = weights.map_weights(
-        lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype)), weights_of(config)
-    )
-    ids = abstract_target_ids(config.layers.vocab_size)
-    return params | only_if(config.maps_vocabulary, target_ids=ids)
+    return head_parts.abstract(weights_of(config), config, dtype)
 
 
 def init(
     key: Array, config: Eagle3Config, dtype: DTypeLike = jnp.float32, std: float = 0.02
 ) -> Params:
     """Returns random weights; a reduced vocabulary is evenly spaced over the target's."""
-    params = weights.init_of(weights_of(config), key, dtype, std)
-    if not config.maps_vocabulary:
-        return params
-    ids = spread_target_ids(config.layers.vocab_size, config.target_vocab_size)
-    return params | {"target_ids": ids}
+    return head_parts.init(weights_of(config), config, key, dtype, std)
 
 
 def num_weights(config: Eagle3Config) -> int:

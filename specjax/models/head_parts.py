@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
-from specjax.models.base import ModelConfig
+from specjax.models import weights
+from specjax.models.base import ModelConfig, Params
 from specjax.models.weights import Weight, matrix, vector
+
+
+class HeadConfig(Protocol):
+    """What the configs of heads have in common; see theirs."""
+
+    @property
+    def layers(self) -> ModelConfig: ...
+
+    @property
+    def target_vocab_size(self) -> int: ...
+
+    @property
+    def maps_vocabulary(self) -> bool: ...
 
 
 def layer_weights(own: ModelConfig, prefix: str, input_width: int) -> dict[str, Weight]:
@@ -61,10 +76,21 @@ def scores_of_target(scores: Array, target_ids: Array, target_vocab_size: int) -
     return jnp.full(size, -jnp.inf).at[:, target_ids].set(scores, unique_indices=True)
 
 
-def abstract_target_ids(count: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((count,), jnp.dtype(jnp.int32))
+def abstract(leaves: Any, config: HeadConfig, dtype: DTypeLike) -> Params:
+    """Returns the names, shapes and dtypes of the weights, a tree of jax.ShapeDtypeStruct.
+
+    Args:
+      leaves: a tree with a Weight at each leaf of floating point.
+    """
+    params = weights.map_weights(
+        lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype)), leaves
+    )
+    ids = jax.ShapeDtypeStruct((config.layers.vocab_size,), jnp.dtype(jnp.int32))
+    return params | only_if(config.maps_vocabulary, target_ids=ids)
 
 
-def spread_target_ids(count: int, target_vocab_size: int) -> Array:
-    """Returns target_ids of a head with random weights, evenly spaced."""
-    return jnp.arange(count, dtype=jnp.int32) * (target_vocab_size // count)
+def init(leaves: Any, config: HeadConfig, key: Array, dtype: DTypeLike, std: float) -> Params:
+    """Returns random weights; a vocabulary that is a part is evenly spaced over the target's."""
+    params, count = weights.init_of(leaves, key, dtype, std), config.layers.vocab_size
+    ids = jnp.arange(count, dtype=jnp.int32) * (config.target_vocab_size // count)
+    return params | only_if(config.maps_vocabulary, target_ids=ids)

@@ -50,13 +50,18 @@ class ModelWork:
     num_layers: int = 0
     block_tokens: int = 0
 
+    @property
+    def forward_tokens(self) -> int:
+        """The tokens of a row in one forward that drafts."""
+        return max(self.block_tokens, 1)
+
     def num_forwards(self, num_speculative_tokens: int) -> int:
         """Returns the forwards, one after the other, that draft so many tokens."""
         return min(num_speculative_tokens, 1) if self.block_tokens else num_speculative_tokens
 
     def of_forward(self, rows: int, context: int) -> Work:
         """Returns the work of one of these forwards in `rows` rows of `context` tokens."""
-        return self.of(rows, rows * max(self.block_tokens, 1), context)
+        return self.of(rows, rows * self.forward_tokens, context)
 
     def of(self, rows: int, tokens: int, context: int) -> Work:
         """Returns the work of a forward of `tokens` tokens in `rows` rows of `context` tokens."""

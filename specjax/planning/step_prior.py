@@ -92,8 +92,8 @@ def step_prior(
         total += forward_s(target, rows, rows + bucket.num_slots, context)
         total += depth * LAUNCHES_PER_DRAFT * device.launch_s
         for drafter in drafters:
-            work = drafter[0]
-            tokens = rows * max(work.block_tokens, 1)
+            work, _ = drafter
+            tokens = rows * work.forward_tokens
             total += work.num_forwards(depth) * forward_s(drafter, rows, tokens, context)
         return total
 

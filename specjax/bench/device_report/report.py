@@ -89,7 +89,7 @@ def with_texts(
     The device's speed, which others are compared with, is always among them.
 
     Raises:
-      ValueError: no other case is.
+      ValueError: no case has.
     """
     is_asked = lambda key: any(text.lower() in key.lower() for text in texts)
     every = [key_of(stage, case) for stage in stages for case in stage.cases(size, platform)]

@@ -13,6 +13,7 @@ from specjax.drafters import dflash as head_drafter
 from specjax.drafters.base import DrafterContext
 from specjax.drafters.dflash import _Head
 from specjax.drafters.spec import DFlashDrafter
+from specjax.drafters.token_by_token import of_head
 from specjax.models import dflash
 from specjax.models.base import ModelConfig, RopeConfig
 from specjax.models.dflash import DFlashConfig
@@ -147,7 +148,7 @@ class Rows:
             taps=config.aux_layers,
         )
         self.drafter = DFlashDrafter(config).build(self.context)
-        self.head = _Head(VOCAB, False, False, False, config, self.context)
+        self.head = _Head(**of_head(config, self.context))
         state = self.drafter.init(2, 32, 2 * PAGES_PER_ROW, PAGE)
         self.state = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), state)
         pages = np.random.default_rng(0).permutation(2 * PAGES_PER_ROW)

@@ -7,7 +7,9 @@ import pytest
 from head_folders import put, random_tensors, vocabulary_maps, without, write
 
 import specjax
+from specjax.config.vllm_json import HEADS
 from specjax.drafters.dflash_files import read_dflash
+from specjax.drafters.heads import KINDS
 from specjax.drafters.spec import DFlashDrafter
 from specjax.models import dflash
 from specjax.models.base import ModelConfig, RopeConfig
@@ -220,6 +222,13 @@ def test_a_config_names_its_method(tmp_path):
         specjax.SpeculationConfig(method="dflash")
 
 
+def test_a_drafter_that_a_call_names_goes_before_that_of_the_config(tmp_path):
+    folder = write(tmp_path, flat(), tensors_of(config_of()))
+    config = {"method": "eagle3", "model": str(folder)}
+    out = specjax.generate(TARGET, [1, 2, 3], drafter="ngram", speculative_config=config)
+    assert out.stats.acceptance is not None
+
+
 def test_a_plan_reads_no_weights(tmp_path):
     folder = write(tmp_path, flat(), tensors_of(config_of()))
     assert find_drafter(folder, TARGET.config) == DFlashDrafter(config_of())
@@ -229,3 +238,7 @@ def test_a_plan_reads_no_weights(tmp_path):
     layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 8 + 2 * 32
     assert work.weight_bytes == 2 * (2 * layer + VOCAB * WIDTH)
     assert work.of_forward(3, 0).flops == 12 * work.weight_bytes
+
+
+def test_every_kind_of_head_is_a_method():
+    assert {kind.method for kind in KINDS} == set(HEADS)

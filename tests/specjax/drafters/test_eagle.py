@@ -12,6 +12,7 @@ import specjax
 from specjax.drafters.base import DrafterContext
 from specjax.drafters.eagle import _Head
 from specjax.drafters.spec import Eagle3Drafter
+from specjax.drafters.token_by_token import of_head
 from specjax.models import eagle3
 from specjax.models.base import ModelConfig, RopeConfig
 from specjax.models.eagle3 import Eagle3Config
@@ -159,7 +160,7 @@ class Rows:
             taps=config.aux_layers,
         )
         self.drafter = self.spec.build(self.context)
-        self.head = _Head(VOCAB, False, False, False, config, self.context)
+        self.head = _Head(**of_head(config, self.context))
         state = self.drafter.init(2, 32, 2 * PAGES_PER_ROW, PAGE)
         self.state = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), state)
         pages = np.random.default_rng(0).permutation(2 * PAGES_PER_ROW)
