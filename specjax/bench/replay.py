@@ -54,6 +54,51 @@ class Costs:
     longest_context: int = 10**9
 
 
+class Compiler:
+    """Compiles steps in the background of a replay, one after the other.
+
+    It goes on from replay to replay, as calls of one process share their executables.
+
+    Args:
+      compile_s: seconds that a bucket takes.
+      slows: how many times longer a burst takes during them; its seconds tell a policy nothing.
+
+    Attributes:
+      at_s: seconds on its clock, which bursts and waits move.
+      waited_s: seconds that a burst waited for its bucket.
+      begun: buckets in the order in which they began to compile, and when.
+      most_at_once: how many compiled in the background at the same time, at most.
+    """
+
+    def __init__(self, compile_s: float, slows: float = 2.0):
+        self.compile_s, self.slows = compile_s, slows
+        self.at_s = self.waited_s = 0.0
+        self.begun: dict[Bucket, float] = {}
+        self.most_at_once = 0
+
+    def is_compiled(self, bucket: Bucket) -> bool:
+        return bucket in self.begun and self.at_s >= self.begun[bucket] + self.compile_s
+
+    def is_coming(self, bucket: Bucket) -> bool:
+        return bucket in self.begun and not self.is_compiled(bucket)
+
+    def is_any_coming(self) -> bool:
+        return any(map(self.is_coming, self.begun))
+
+    def prepare(self, bucket: Bucket) -> None:
+        """Begins to compile a bucket."""
+        self.begun.setdefault(bucket, self.at_s)
+        self.most_at_once = max(self.most_at_once, sum(map(self.is_coming, self.begun)))
+
+    def wait_for(self, bucket: Bucket) -> float:
+        """Returns the seconds until a bucket can run, and lets them pass."""
+        self.begun.setdefault(bucket, self.at_s)
+        waited = max(self.begun[bucket] + self.compile_s - self.at_s, 0.0)
+        self.at_s += waited
+        self.waited_s += waited
+        return waited
+
+
 class Clock:
     """By what factor the seconds that a policy sees of a burst are off; what is charged is not.
 
@@ -99,6 +144,7 @@ class Replay:
       rate_at: how often drafts of all rows stand at a time in s, instead of the workload's.
       slow_at: how many times longer everything takes at a time in s.
       until_s: when it stops, done or not.
+      compiler: what compiles the buckets; None: all are compiled.
     """
 
     def __init__(
@@ -113,6 +159,7 @@ class Replay:
         rate_at: Callable[[float], float] | None = None,
         slow_at: Callable[[float], float] = lambda now_s: 1.0,
         until_s: float = float("inf"),
+        compiler: Compiler | None = None,
     ):
         self.workload, self.costs, self.policy = workload, costs, policy
         self.burst_steps = burst_steps
@@ -127,6 +174,7 @@ class Replay:
         self._drafter_gained = np.zeros(rows, np.int64)
         self._now_s = 0.0
         self._clock, self._first_request = clock, first_request
+        self._compiler = compiler
 
     def run(self) -> Replay:
         """Runs until every row has its tokens."""
@@ -182,9 +230,23 @@ class Replay:
             num_probe_steps=self.burst_steps,
             is_dropped=lambda bucket: not self.costs.has(bucket),
         )
+        compiler = self._compiler
+        if compiler is not None:
+            load = dataclasses.replace(
+                load,
+                compile_s=compiler.compile_s,
+                is_compiled=compiler.is_compiled,
+                is_coming=compiler.is_coming,
+                is_any_coming=compiler.is_any_coming,
+            )
         decision = self.policy.choose(load)
         depth = decision.num_speculative_tokens
         bucket = Bucket(decision.row_bucket or fitting[0], depth, decision.max_drafts)
+        waited = 0.0
+        if compiler is not None:
+            if decision.prepare is not None:
+                compiler.prepare(decision.prepare)
+            waited = compiler.wait_for(bucket)
         caps = np.full(len(rows), depth)
         if decision.draft_caps is not None:
             caps = np.minimum(caps, decision.draft_caps)
@@ -201,12 +263,15 @@ class Replay:
             seconds += self.costs.catch_up_s * (num_behind - 1)
             self._drafter_gained[rows] = self._gained[rows]
         seconds *= self._slow_at(self._now_s)
+        seen = seconds * self._clock()
+        if compiler is not None and compiler.is_any_coming():
+            seen, seconds = None, seconds * compiler.slows
         self.policy.observe(
             Outcome(
                 decision=decision,
                 bucket=bucket,
                 num_rows=len(rows),
-                seconds=seconds * self._clock(),
+                seconds=seen,
                 num_context_tokens=context,
                 num_behind=num_behind,
                 is_short=num_steps < LEAST_TIMED_STEPS,
@@ -219,9 +284,11 @@ class Replay:
             )
         )
         gained = int((self._gained - before).sum())
-        burst = Burst(self._now_s, len(rows), decision, num_steps, gained, seconds)
-        self.bursts.append(burst)
-        self._now_s += seconds
+        took = waited + seconds
+        self.bursts.append(Burst(self._now_s, len(rows), decision, num_steps, gained, took))
+        self._now_s += took
+        if compiler is not None:
+            compiler.at_s += seconds
 
     def _steps(
         self, rows: np.ndarray, caps: np.ndarray, max_drafts: int | None, most: int
