@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from specjax.config.names import closest, suggestion
 
-HEADS = ("eagle3", "dflash")  # over the hidden states of a target
+HEADS = ("eagle", "eagle3", "dflash", "dspark")  # over the hidden states of a target
 METHODS = ("ngram", "history", "draft_model", *HEADS)
 _NAME = "speculative_config"
 _SAME_KEY = 0.75  # similarity from which an unknown key counts as misspelt rather than new
@@ -89,7 +89,7 @@ def check_method(method: Any) -> None:
     raise ValueError(
         f"method={method!r} is not available{instead}; this version has 'ngram' and 'history', "
         "which need no weights, 'draft_model', a smaller model of the target's vocabulary, and "
-        f"heads over the target, {' and '.join(map(repr, HEADS))}."
+        f"heads over the target, {', '.join(map(repr, HEADS))}."
     )
 
 
@@ -263,11 +263,9 @@ _ALSO_READ = (
 )
 _OTHER_HEAD = ": specjax runs no head of that kind"
 _INSTEAD = {
-    "eagle": _OTHER_HEAD,
     "mtp": _OTHER_HEAD,
     "medusa": _OTHER_HEAD,
     "mlp_speculator": _OTHER_HEAD,
-    "dspark": _OTHER_HEAD,
     "custom_class": ": pass a drafter of your own as drafter=",
     "extract_hidden_states": ": it gathers training data and drafts nothing",
 }

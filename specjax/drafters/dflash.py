@@ -102,12 +102,25 @@ class _Head(TokenByToken):
           matrix of the head is read once. Otherwise hidden [rows, hidden_size], before the norm.
         """
         rows, first = decode_state.rows, self.config.first_row
+        newest = _newest(decode_state.history, decode_state.cache.lengths)
         block, pages = self.block(params, state, decode_state, takes_part)
         said = block[:, first : first + self.context.num_speculative_tokens]
         if self._fits(rows):
             flat = self._logits(params, said.reshape(-1, said.shape[-1]))
             said = flat.reshape(*said.shape[:2], -1)
-        return said[:, 0], _Drafting(pages, said)
+        return self._after(params, newest, said[:, 0]), _Drafting(pages, said)
+
+    def _after(self, params: DecoderParams, token_ids: Array, said: Array) -> Array:
+        """Returns what a block said, with what the Markov head needs of the tokens before.
+
+        Args:
+          token_ids: i32[rows].
+          said: [rows, width].
+        """
+        if not self.config.markov_rank:
+            return said
+        embedded = dflash.markov_embedding(params.drafter, token_ids)
+        return jnp.concatenate([said, embedded.astype(said.dtype)], axis=1)
 
     def block(
         self, params: DecoderParams, state: Any, decode_state: Any, takes_part: Array
@@ -140,13 +153,19 @@ class _Head(TokenByToken):
         is_fed: Array,
         hidden: Array,
     ) -> tuple[Array, Any]:
-        """Returns what was said of the next token: nothing is computed from this one."""
-        del params, history, is_fed, hidden
+        """Returns what was said of the next token: only a Markov head reads this one."""
+        del is_fed, hidden
         ahead = jnp.clip(positions - decode_state.cache.lengths, 0, state.said.shape[1] - 1)
-        return jnp.take_along_axis(state.said, ahead[:, None, None], axis=1)[:, 0], state
+        said = jnp.take_along_axis(state.said, ahead[:, None, None], axis=1)[:, 0]
+        return self._after(params, _newest(history, positions), said), state
 
     def logits(self, params: DecoderParams, hidden: Array) -> Array:
-        return hidden if self._fits(hidden.shape[0]) else self._logits(params, hidden)
+        rank = self.config.markov_rank
+        said, embedded = jnp.split(hidden, [hidden.shape[1] - rank], axis=1)
+        scores = said if self._fits(hidden.shape[0]) else self._logits(params, said)
+        if not rank:
+            return scores
+        return scores + dflash.markov_logits(params.drafter, self.config, embedded)
 
     def _fits(self, rows: int) -> bool:
         """Returns whether the logits of all draft tokens of a step are kept at once."""
@@ -174,8 +193,7 @@ def _blocks(config: DFlashConfig, decode_state: Any, takes_part: Array, width: i
     counts = jnp.where(takes_part, width, 0)
     row_starts, row_ids, offsets = lay_out(counts, rows * width)
     row = jnp.minimum(row_ids, rows - 1)
-    root = jnp.minimum(cache.lengths, history.shape[1] - 1)
-    newest = jnp.take_along_axis(history, root[:, None], axis=1)[:, 0]
+    newest = _newest(history, cache.lengths)
     positions = jnp.where(row_ids < rows, cache.lengths[row] + offsets, 0)
     return TokenBatch(
         token_ids=jnp.where(offsets == 0, newest[row], config.mask_token_id),
@@ -192,6 +210,12 @@ def _blocks(config: DFlashConfig, decode_state: Any, takes_part: Array, width: i
         lengths=cache.lengths,
         block_table=cache.block_table,
     )
+
+
+def _newest(history: Array, positions: Array) -> Array:
+    """Returns the token at a position of each row, i32[rows]."""
+    places = jnp.minimum(positions, history.shape[1] - 1)
+    return jnp.take_along_axis(history, places[:, None], axis=1)[:, 0]
 
 
 def _attention(config: DFlashConfig, batch: TokenBatch, width: int) -> Attend:

@@ -1,4 +1,4 @@
-"""Reads a folder with a DFlash head: as z-lab publishes them, and of `speculators`."""
+"""Reads a folder with a DFlash or DSpark head: as z-lab publishes them, and of `speculators`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ from specjax.models.config_values import (
 )
 from specjax.models.dflash import DFlashConfig
 
-CLASSES = "DFlashDraftModel", "DFlashSpeculator"
-KIND = "dflash"
+CLASSES = {
+    "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
+    "dspark": ("DSparkDraftModel", "DSparkSpeculator"),
+}
 OWN_KEY = "dflash_config"
 AUX_KEY, OUTPUTS_KEY = "aux_hidden_state_layer_ids", "target_layer_ids"
 _KNOWN = (
@@ -38,11 +40,14 @@ _KNOWN = (
     "swa_window_size",
     "use_swa",
 )
+MARKOV = "markov_head."
 # Parts of a tensor's name, and the kind of head that has them.
+_OF_DSPARK = {MARKOV: "DSpark", "confidence_head.": "DSpark"}
 _OTHERS = {
-    "markov_head.": "DSpark",
-    "confidence_head.": "DSpark",
-    "logit_head.": "DSpark",
+    "markov_head.gate_proj.": "DSpark with a gated Markov head",
+    "markov_head.joint_proj.": "DSpark with a recurrent Markov head",
+    "correction_head.": "DSpark with a correction head",
+    "logit_head.": "DSpark of an earlier naming",
     "attention_conv.": "DFlash2",
     "mlp_conv.": "DFlash2",
     "candidate_selector.": "DFlash2",
@@ -51,8 +56,17 @@ _OTHERS = {
 
 def is_dflash(raw: Json) -> bool:
     """Returns whether a config.json says that its folder holds a DFlash head."""
-    return raw.get("speculators_model_type") == KIND or any(
-        one in CLASSES for one in head_files.classes_of(raw)
+    return _is_of("dflash", raw)
+
+
+def is_dspark(raw: Json) -> bool:
+    """Returns whether a config.json says that its folder holds a DSpark head."""
+    return _is_of("dspark", raw)
+
+
+def _is_of(kind: str, raw: Json) -> bool:
+    return raw.get("speculators_model_type") == kind or any(
+        one in CLASSES[kind] for one in head_files.classes_of(raw)
     )
 
 
@@ -74,6 +88,8 @@ def read_dflash(
         unknown.
     """
     head = head_files.open_head(folder, "a DFlash head")
+    if is_dspark(head.raw):
+        head = head._replace(kind="a DSpark head")
     with head_files.naming(head):
         config, notes = _parse(head, target, aux_layer_ids)
     leaves = dflash.weights_of(config)
@@ -85,7 +101,7 @@ def _parse(
 ) -> tuple[DFlashConfig, list[str]]:
     raw, own = head.raw, head.own
     _check_kind(head)
-    said = _said(raw)
+    said, has_markov = _said(raw), is_dspark(raw)
     require(own, "hidden_act", ("silu", "swish"), "silu")
     num_layers = size(own, "num_hidden_layers", most=MAX_LAYERS)
     width = size(own, "hidden_size")
@@ -110,7 +126,8 @@ def _parse(
     )
     ids, source, are_outputs = _aux_ids(raw, said, target.num_layers, num_layers, aux_layer_ids)
     aux, note = head_files.captured_layers(head, target, ids, source, are_outputs=are_outputs)
-    from_anchor = flag(said, "sample_from_anchor", flag(raw, "sample_from_anchor", False))
+    default = flag(raw, "sample_from_anchor", has_markov)
+    from_anchor = flag(said, "sample_from_anchor", default)
     block = raw if raw.get("block_size") is not None else said
     mask = said if said.get("mask_token_id") is not None else raw
     if mask.get("mask_token_id") is None:
@@ -134,15 +151,31 @@ def _parse(
         has_embedding=tables.has_embedding,
         has_head=tables.has_head,
         maps_vocabulary=tables.maps_vocabulary,
+        markov_rank=_markov_rank(head) if has_markov else 0,
     )
     masks = f"drafts blocks of {config.block_size} with token {mask_token_id} as their mask"
-    return config, [note, masks]
+    notes = [note, masks]
+    if any(name.startswith("confidence_head.") for name in head.tensors):
+        notes.append("its confidence head is not used")
+    return config, notes
+
+
+def _markov_rank(head: Head) -> int:
+    """Returns the width of a Markov head; 0 where there is none."""
+    said = size(head.raw, "markov_rank", 0, least=0)
+    require(head.raw, "markov_head_type", ("vanilla",), "vanilla")
+    name = f"{MARKOV}markov_w1.weight"
+    stored = head_files.shape_of(head, name)[1] if said or name in head.tensors else 0
+    if said not in (0, stored):
+        raise ValueError(f"markov_rank={said}, and {name} has {stored} columns; they must agree.")
+    return stored
 
 
 def _check_kind(head: Head) -> None:
-    """Raises ValueError for heads that are more than DFlash."""
+    """Raises ValueError for heads that are more than their kind."""
+    others = _OTHERS if is_dspark(head.raw) else _OTHERS | _OF_DSPARK
     for name in head.tensors:
-        for part, kind in _OTHERS.items():
+        for part, kind in others.items():
             if part in name:
                 raise ValueError(f"tensor {name!r:.200} is of {kind}, which is not supported.")
 

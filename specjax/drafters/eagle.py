@@ -1,4 +1,4 @@
-"""A drafter that is an EAGLE-3 head over the target; drafts chains and trees.
+"""A drafter that is an EAGLE or EAGLE-3 head over the target; drafts chains and trees.
 
 The pair of token j + 1 and the target's hidden states at token j lies in the slot of token j + 1,
 so that what a page holds depends on no token after it. Slot 0 of a row has no pair. Every
@@ -22,7 +22,9 @@ from pallas_kernels.ragged import tokens_of
 from specjax.drafters import token_by_token
 from specjax.drafters.base import Drafter, DrafterContext, by_page, by_row
 from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes
+from specjax.models import eagle as eagle1
 from specjax.models import eagle3
+from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.paged import kv_cache
 from specjax.paged.forward import Part, attention_over, make_decode_batch
@@ -32,6 +34,8 @@ from specjax.trees.static_shapes import TreeShape
 from specjax.types import DecoderParams, DraftTree, TokenBatch
 
 FIRST_PAIR = 1  # position of the first token that has a token before it
+
+AnyEagle = EagleConfig | Eagle3Config
 
 
 class EagleState(NamedTuple):
@@ -47,11 +51,11 @@ class EagleState(NamedTuple):
 
 
 def drafter(
-    config: Eagle3Config,
+    config: AnyEagle,
     context: DrafterContext,
     shape: TreeShape | Growth | None = None,
 ) -> Drafter:
-    """Returns the functions of an EAGLE-3 head.
+    """Returns the functions of an EAGLE or EAGLE-3 head.
 
     Args:
       shape: shape of a tree, whose depth is K, or how it grows; None: chains.
@@ -67,14 +71,24 @@ def drafter(
     return Drafter(draft, init=init, absorb=head.absorb, state_axes=_axes, draws_afresh=True)
 
 
+def equations_of(config: AnyEagle) -> Any:
+    """Returns the module with the equations of a head; both have functions of the same names."""
+    return eagle3 if isinstance(config, Eagle3Config) else eagle1
+
+
 def _axes(state: EagleState) -> Any:
     return EagleState(by_page(state.pages), by_row(state.newest))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Head(TokenByToken):
-    config: Eagle3Config
+    config: AnyEagle
     context: DrafterContext
+
+    @property
+    def model(self) -> Any:
+        """The module with the equations of this kind."""
+        return equations_of(self.config)
 
     def absorb(
         self,
@@ -87,7 +101,7 @@ class _Head(TokenByToken):
         max_tokens_per_row: int,
     ) -> EagleState:
         """Runs the pairs of the tokens after those that were fed; see `Drafter.absorb`."""
-        features = eagle3.feature(params.drafter, self.config, taps)
+        features = self.model.feature(params.drafter, self.config, taps)
         places = fed.lengths.shape[0]
         pairs = dataclasses.replace(
             fed,
@@ -129,7 +143,7 @@ class _Head(TokenByToken):
         )
         # Rows that are not fed take no place among the flat tokens.
         above = hidden[jnp.minimum(batch.row_ids, rows - 1)]
-        features = eagle3.next_feature(params.drafter, self.config, above)
+        features = self.model.next_feature(params.drafter, self.config, above)
         out, pages = self._run(params, state.pages, batch, features, 1)
         own = jnp.clip(batch.row_starts[1:] - 1, 0, rows - 1)
         return out[own], state._replace(pages=pages)
@@ -150,18 +164,18 @@ class _Head(TokenByToken):
         row = jnp.minimum(batch.row_ids, rows - 1)
         offset = jnp.arange(rows * count) - batch.row_starts[row]
         above = hidden[row, jnp.clip(offset, 0, count - 1)]
-        features = eagle3.next_feature(params.drafter, self.config, above)
+        features = self.model.next_feature(params.drafter, self.config, above)
         out, pages = self._run(params, state.pages, batch, features, count)
         flat = tokens_of(batch.row_starts, rows * count, count)
         return out[flat], state._replace(pages=pages)
 
     def logits(self, params: DecoderParams, hidden: Array) -> Array:
         own = params.drafter
-        if not self.config.has_head:
-            normed = eagle3.normed_output(own, self.config, hidden)
-            return self.context.target_logits(params, normed)
-        scores = eagle3.own_logits(own, self.config, hidden)
-        return eagle3.of_target(own, self.config, scores)
+        if self.config.has_head:
+            return self.model.own_logits(own, self.config, hidden)
+        return self.context.target_logits(
+            params, self.model.normed_output(own, self.config, hidden)
+        )
 
     def own_logits(self, params: DecoderParams, hidden: Array) -> tuple[Array, Vocabulary]:
         return self.logits(params, hidden), WHOLE
@@ -182,7 +196,7 @@ class _Head(TokenByToken):
             embedded = self.context.target_embedding(params, batch.token_ids)
         part = Part(batch, max_tokens_per_row)
         attend = attention_over(config.layers, [part], first_key=FIRST_PAIR)
-        return eagle3.forward(
+        return self.model.forward(
             params.drafter,
             config,
             embedded.astype(features.dtype),

@@ -6,7 +6,6 @@ target are captured is stored in three ways or not at all.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,12 @@ from specjax.drafters import head_files
 from specjax.drafters.head_files import FoundHead, Head, Tensors
 from specjax.models import eagle3
 from specjax.models.base import Json, ModelConfig
-from specjax.models.config_values import MAX_LAYERS, flag, optional_number, require, shown, size
+from specjax.models.config_values import flag, optional_number, require, shown, size
 from specjax.models.eagle3 import FLAT_PREFIX, NUMBERED_PREFIX, Eagle3Config
 
 # In names of `architectures`, and of the key speculators_model_type.
 KIND = "eagle3"
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
-_LAYER = re.compile(r"^layers\.(\d{1,6})\.")
 
 
 def is_eagle3(raw: Json) -> bool:
@@ -81,10 +79,13 @@ def _parse(
         target,
     )
     tables = head_files.tables_of(head, target, width)
+    prefix = _prefix(tensors)
     layers = head_files.layers_of(
         head,
-        _prefix(tensors),
-        num_layers=_num_layers(tensors),
+        prefix,
+        num_layers=head_files.num_numbered_layers(
+            tensors, starts=1 if prefix == FLAT_PREFIX else 0
+        ),
         width=width,
         vocab=tables.vocab,
     )
@@ -125,15 +126,6 @@ def _check_norms(raw: Json, tensors: Tensors) -> None:
             raise ValueError(f"{key}=true, and its tensor is missing; use the file as published.")
     if all(stored.values()):
         raise ValueError("tensors input_norm.* and fc_norm.* exclude each other; expected one.")
-
-
-def _num_layers(tensors: Tensors) -> int:
-    numbers = {int(match[1]) for name in tensors if (match := _LAYER.match(name))}
-    is_flat = _prefix(tensors) == FLAT_PREFIX
-    num_layers = max(1, len(numbers | {0}) if is_flat else len(numbers))
-    if num_layers > MAX_LAYERS:
-        raise ValueError(f"{num_layers} layers are more than {MAX_LAYERS}.")
-    return num_layers
 
 
 def _aux_ids(raw: Json, depth: int, aux_layer_ids: Sequence[int] | None) -> tuple[Any, str, bool]:

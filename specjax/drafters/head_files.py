@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from specjax.models import weights
 from specjax.models.base import Json, ModelConfig, Params
-from specjax.models.config_values import flag, is_int, number, rope, shown, size
+from specjax.models.config_values import MAX_LAYERS, flag, is_int, number, rope, shown, size
 from specjax.models.head_parts import HeadConfig
 from specjax.models.safetensors import open_folder
 from specjax.runtime.model_files import find_file, read_json
@@ -27,8 +27,9 @@ from specjax.runtime.model_files import find_file, read_json
 Tensors = Mapping[str, np.ndarray]
 
 TARGET_IDS = "d2t"
-# Tensors of training, and tables that are computed.
-_IDLE = re.compile(r"(^t2d$|^verifier_(norm|lm_head)\.weight$|rotary_emb\.\w+$)")
+_LAYER = re.compile(r"^layers\.(\d{1,6})\.")
+# Tensors of training, estimates that are not used, and tables that are computed.
+_IDLE = re.compile(r"(^t2d$|^confidence_head\.|^verifier_(norm|lm_head)\.weight$|rotary_emb\.\w+$)")
 
 
 class FoundHead(NamedTuple):
@@ -176,6 +177,22 @@ def shape_of(head: Head, name: str) -> tuple[int, int]:
     if len(shape) != 2 or not all(shape):
         raise ValueError(f"{name} is {list(shape)}; expected a matrix, [rows, columns].")
     return shape
+
+
+def num_numbered_layers(tensors: Tensors, *, starts: int = 0) -> int:
+    """Returns the layers of the names "layers.0.", "layers.1." and so on.
+
+    Args:
+      starts: the lowest number that a layer has; those below count as if they were there.
+
+    Raises:
+      ValueError: they are too many.
+    """
+    numbers = {int(match[1]) for name in tensors if (match := _LAYER.match(name))}
+    num_layers = len(numbers | {*range(starts)})
+    if num_layers > MAX_LAYERS:
+        raise ValueError(f"{num_layers} layers are more than {MAX_LAYERS}.")
+    return max(num_layers, 1)
 
 
 def layers_of(

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from specjax.drafters.base import DrafterSpec
-from specjax.drafters.dflash_files import is_dflash, read_dflash
+from specjax.drafters.dflash_files import is_dflash, is_dspark, read_dflash
+from specjax.drafters.eagle1_files import is_eagle, read_eagle
 from specjax.drafters.eagle_files import is_eagle3, read_eagle3
 from specjax.drafters.head_files import FoundHead
-from specjax.drafters.spec import DFlashDrafter, Eagle3Drafter
-from specjax.models.base import Json, ModelConfig
-from specjax.models.loading import resolve_folder
+from specjax.drafters.spec import DFlashDrafter, EagleDrafter
+from specjax.models.base import Json, ModelConfig, embed_tokens
+from specjax.models.eagle import EagleConfig
+from specjax.models.families import family_of
+from specjax.models.loading import Model, resolve_folder
+from specjax.models.safetensors import open_folder
 from specjax.runtime.model_files import find_file, read_json
 
 
@@ -22,20 +29,22 @@ class HeadKind(NamedTuple):
 
     Attributes:
       method: as `SpeculationConfig.method` names it.
-      is_kind_of: whether a config.json is that of such a head.
+      is_kind_of: (config.json, names of tensors) -> whether they are those of such a head.
       read: (folder, target's config, dtype, aux_layer_ids) -> FoundHead.
       spec: FoundHead.config -> the drafter's spec.
     """
 
     method: str
-    is_kind_of: Callable[[Json], bool]
+    is_kind_of: Callable[[Json, Collection[str]], bool]
     read: Callable[..., FoundHead]
     spec: Callable[[Any], DrafterSpec]
 
 
 KINDS = (
-    HeadKind("dflash", is_dflash, read_dflash, DFlashDrafter),
-    HeadKind("eagle3", is_eagle3, read_eagle3, Eagle3Drafter),
+    HeadKind("dflash", lambda raw, names: is_dflash(raw), read_dflash, DFlashDrafter),
+    HeadKind("dspark", lambda raw, names: is_dspark(raw), read_dflash, DFlashDrafter),
+    HeadKind("eagle3", lambda raw, names: is_eagle3(raw), read_eagle3, EagleDrafter),
+    HeadKind("eagle", is_eagle, read_eagle, EagleDrafter),
 )
 
 
@@ -60,20 +69,59 @@ def check_method(source: Any, method: str | None) -> None:
 
 def check_fits(spec: DrafterSpec, target: ModelConfig) -> None:
     """Raises ValueError where a head was made for another target than this."""
-    if not isinstance(spec, DFlashDrafter | Eagle3Drafter):
+    if not isinstance(spec, DFlashDrafter | EagleDrafter):
         return
     config, deepest = spec.config, max(spec.config.aux_layers)
     made_for = config.target_hidden_size, config.target_vocab_size
-    if made_for != (target.hidden_size, target.vocab_size) or deepest > target.num_layers:
+    reads_last = isinstance(config, EagleConfig)
+    fits = deepest == target.num_layers if reads_last else deepest <= target.num_layers
+    if made_for != (target.hidden_size, target.vocab_size) or not fits:
+        at_least = "" if reads_last else "at least "
         raise ValueError(
             f"the head is for a target of {made_for[0]} hidden numbers, {made_for[1]} tokens and "
-            f"at least {deepest} layers; this one has {target.hidden_size}, {target.vocab_size} "
+            f"{at_least}{deepest} layers; this one has {target.hidden_size}, {target.vocab_size} "
             f"and {target.num_layers}. Load the head that was trained for it."
         )
+
+
+def without_copies(found: FoundHead, target: Model) -> FoundHead:
+    """Returns a head that uses the target's embedding, where its own is equal to it.
+
+    EAGLE's files hold a copy: 1 GB of a target of 128,256 tokens and 4,096 hidden numbers.
+    """
+    own, table = found.params.get("embed_tokens"), target.params.get("embed_tokens")
+    is_plain = family_of(target.config).embed is embed_tokens
+    is_plain = is_plain and target.config.embedding_multiplier == 1.0
+    if own is None or not is_plain or not _are_equal(own, table):
+        return found
+    params = {name: leaf for name, leaf in found.params.items() if name != "embed_tokens"}
+    config = dataclasses.replace(found.config, has_embedding=False)
+    notes = (*found.notes, "its embedding is equal to the target's, which is used instead")
+    return FoundHead(config, params, notes)
+
+
+def _are_equal(own: Any, table: Any) -> bool:
+    if own.shape != getattr(table, "shape", None) or own.dtype != table.dtype:
+        return False
+    if not getattr(table, "is_fully_addressable", True):
+        return False
+    return np.array_equal(np.asarray(own[:1]), np.asarray(table[:1])) and np.array_equal(
+        np.asarray(own), np.asarray(table)
+    )
 
 
 def kind_in(folder: Path) -> HeadKind | None:
     """Returns the kind of head that a folder holds; None for a model, or nothing."""
     config = find_file(folder, "config.json")
-    raw = {} if config is None else read_json(config)
-    return next((kind for kind in KINDS if kind.is_kind_of(raw)), None)
+    if config is None:
+        return None
+    raw, names = read_json(config), _tensor_names(folder)
+    return next((kind for kind in KINDS if kind.is_kind_of(raw, names)), None)
+
+
+def _tensor_names(folder: Path) -> Collection[str]:
+    """Returns the names of the tensors in a folder; none where its files cannot be read."""
+    try:
+        return open_folder(folder).keys()
+    except (OSError, ValueError):
+        return ()

@@ -232,8 +232,8 @@ def load_drafter(
 
     Args:
       source: None or "none" (plain decoding), "ngram", "history", "demo", a folder or hub
-        name ("org/name") of a draft model or of an EAGLE-3 or DFlash head, a Model, a DrafterSpec
-        of your own, or a LoadedDrafter. A path is always a folder.
+        name ("org/name") of a draft model or of an EAGLE, EAGLE-3 or DFlash head, a Model, a
+        DrafterSpec of your own, or a LoadedDrafter. A path is always a folder.
       config: prompt_lookup_* and num_draft_nodes of an n-gram drafter, the tree of a
         draft model. Its fields override those that a LoadedDrafter was loaded with; a
         field at its default sets nothing.
@@ -323,6 +323,7 @@ def _load(
     if is_name and (found := _head_of(source)) is not None:
         folder, kind = found
         head = kind.read(folder, target.config, _dtype_of(target.params), aux_layer_ids)
+        head = heads.without_copies(head, target)
         name = Path(source).name or folder.resolve().name
         return LoadedDrafter(name, kind.spec(head.config), head.params, head.notes)
     if aux_layer_ids is not None:

@@ -12,9 +12,10 @@ from specjax.drafters import dflash as dflash_head
 from specjax.drafters import draft_model, eagle, history, hybrid, ngram, none
 from specjax.drafters.base import Drafter, DrafterContext, ModelWork, no_tree_message
 from specjax.drafters.base import DrafterSpec as DrafterSpec
-from specjax.models import dflash, eagle3
+from specjax.models import dflash
 from specjax.models.base import ModelConfig
 from specjax.models.dflash import DFlashConfig
+from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.models.partition import undivided
 from specjax.paged import kv_cache
@@ -285,17 +286,17 @@ class ModelDrafter(_Shaped):
 
 
 @dataclasses.dataclass(frozen=True)
-class Eagle3Drafter(_Shaped):
-    """An EAGLE-3 head over the target; `shape` describes its trees, None: chains."""
+class EagleDrafter(_Shaped):
+    """An EAGLE or EAGLE-3 head over the target; `shape` describes its trees, None: chains."""
 
-    config: Eagle3Config
+    config: EagleConfig | Eagle3Config
     shape: TreeShape | Growth | None = None
 
     @property
     def taps(self) -> tuple[int, ...]:
         return self.config.aux_layers
 
-    def configured(self, config: SpeculationConfig) -> Eagle3Drafter:
+    def configured(self, config: SpeculationConfig) -> EagleDrafter:
         """Returns the spec with the tree of a config.
 
         Raises:
@@ -304,7 +305,7 @@ class Eagle3Drafter(_Shaped):
         for name in ("max_model_len", "corpus_tokens"):
             if (value := _asked_for(config, name)) is not None:
                 raise ValueError(
-                    f"{name}={value!r} does not apply to an EAGLE-3 head; leave it out."
+                    f"{name}={value!r} does not apply to a head over the target; leave it out."
                 )
         shape = self.shape_of(config, self.config.layers.vocab_size)
         return dataclasses.replace(self, shape=shape)
@@ -315,26 +316,37 @@ class Eagle3Drafter(_Shaped):
 
     def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
         del target
-        return eagle3.abstract(self.config, dtype)
+        return eagle.equations_of(self.config).abstract(self.config, dtype)
 
     def work(
         self, target: ModelConfig, dtype: Any, num_weights: int | None = None
     ) -> tuple[ModelWork, ...]:
         """Returns the work of one draft token: the layers, and the head's matrix."""
         del target, num_weights
-        size = jnp.dtype(dtype).itemsize
-        products = eagle3.draft_products(self.config)
-        own = ModelWork(
-            weight_bytes=size * products,
-            token_flops=2 * products,
-            context_bytes=size * kv_cache.numbers_per_token(self.config.layers),
-            context_flops=2 * eagle3.context_products(self.config),
-            num_layers=self.config.layers.num_layers,
-        )
-        return (own,)
+        products = eagle.equations_of(self.config).draft_products(self.config)
+        return (_head_work(self.config.layers, products, dtype),)
 
     def build(self, context: DrafterContext) -> Drafter:
         return eagle.drafter(self.config, context, self._cut(context.num_speculative_tokens))
+
+
+def _head_work(own: ModelConfig, products: int, dtype: Any, **others: Any) -> ModelWork:
+    """Returns the work of a forward of a head.
+
+    Args:
+      own: sizes of its layers.
+      products: multiply-adds per token in products with weights.
+      others: fields of ModelWork.
+    """
+    size = jnp.dtype(dtype).itemsize
+    return ModelWork(
+        weight_bytes=size * products,
+        token_flops=2 * products,
+        context_bytes=size * kv_cache.numbers_per_token(own),
+        context_flops=4 * own.num_layers * own.num_heads * own.head_dim,
+        num_layers=own.num_layers,
+        **others,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,15 +381,12 @@ class DFlashDrafter(DrafterSpec):
     ) -> tuple[ModelWork, ...]:
         """Returns the work of one block: its layers, and the head's matrix."""
         del target, num_weights
-        size, own = jnp.dtype(dtype).itemsize, self.config.layers
-        products = dflash.draft_products(self.config)
-        one = ModelWork(
-            weight_bytes=size * products,
-            token_flops=2 * products,
-            context_bytes=size * kv_cache.numbers_per_token(own),
-            context_flops=4 * own.num_layers * own.num_heads * own.head_dim,
+        own = self.config.layers
+        one = _head_work(
+            own,
+            dflash.draft_products(self.config),
+            dtype,
             layer_windows=own.layer_windows,
-            num_layers=own.num_layers,
             block_tokens=self.config.block_size,
         )
         return (one,)

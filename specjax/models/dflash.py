@@ -16,23 +16,24 @@ and for the block of the newest token and block_size - 1 masks, at positions s, 
 Contexts go through each layer's key and value matrices, and not through its input_norm. The tokens
 of a block see each other in both directions, but in layers that are causal. The first row is the
 token that is known; in heads that sample from it, row i says the token at s + i + 1.
+
+DSpark adds a Markov head: the logits of a draft token get w2 @ w1[t], of the token t before it.
+Source: the published code of vllm-project/speculators.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from specjax.models import blocks, head_parts, weights
+from specjax.models import blocks, head_parts
 from specjax.models.base import Attend, LayerCache, ModelConfig, Params
-from specjax.models.head_parts import layer_weights, only_if, scores_of_target
+from specjax.models.head_parts import layer_weights, only_if
 from specjax.models.layers import linear, rms_norm, rotate
 from specjax.models.weights import matrix, vector
 
@@ -53,6 +54,7 @@ class DFlashConfig:
       samples_from_anchor: whether the first row of a block drafts, too.
       has_embedding, has_head: whether it has its own; else those of the target are used.
       maps_vocabulary: whether its tokens have numbers of their own, see `target_ids`.
+      markov_rank: width of the Markov head; 0: none.
     """
 
     layers: ModelConfig
@@ -66,6 +68,7 @@ class DFlashConfig:
     has_embedding: bool = False
     has_head: bool = False
     maps_vocabulary: bool = False
+    markov_rank: int = 0
 
     @property
     def fc_width(self) -> int:
@@ -139,24 +142,12 @@ def forward(
     Returns:
       x [..., hidden_size] before the last norm, and the new caches.
     """
-    own = config.layers
-    norm = functools.partial(rms_norm, eps=own.norm_eps)
-    tables = blocks.rotary_tables(own, positions)
+    run = head_parts.layer_runner(config.layers, positions, attend)
     x, new_caches = embedded, []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        out, cache = blocks.attention(
-            norm(x, layer["input_norm"]),
-            layer,
-            attend,
-            index,
-            cache,
-            head_dim=own.head_dim,
-            table=tables[index],
-            head_norm=norm if own.qk_norm else None,
-        )
+        normed = rms_norm(x, layer["input_norm"], config.layers.norm_eps)
+        x, cache = run(index, layer, cache, x, normed)
         new_caches.append(cache)
-        x = x + out
-        x = x + blocks.gated_mlp(norm(x, layer["post_attention_norm"]), layer, jax.nn.silu)
     return x, tuple(new_caches)
 
 
@@ -167,10 +158,22 @@ def normed_output(params: Params, config: DFlashConfig, out: Array) -> Array:
 
 def own_logits(params: Params, config: DFlashConfig, out: Array) -> Array:
     """Returns f32[num_tokens, target_vocab_size] by its own head; only with `has_head`."""
-    scores = linear(normed_output(params, config, out), params["lm_head"], jnp.float32)
-    if not config.maps_vocabulary:
-        return scores
-    return scores_of_target(scores, params["target_ids"], config.target_vocab_size)
+    return head_parts.own_logits(params, config, normed_output(params, config, out))
+
+
+def markov_embedding(params: Params, token_ids: Array) -> Array:
+    """Returns [..., markov_rank] of the tokens before those that are drafted; i32[...]."""
+    return params["markov_w1"][token_ids]
+
+
+def markov_logits(params: Params, config: DFlashConfig, embedded: Array) -> Array:
+    """Returns what the Markov head adds to the logits, f32[num_tokens, target_vocab_size].
+
+    Args:
+      embedded: [num_tokens, markov_rank], from `markov_embedding`.
+    """
+    scores = linear(embedded, params["markov_w2"], jnp.float32)
+    return head_parts.in_target_vocabulary(params, config, scores)
 
 
 def abstract(config: DFlashConfig, dtype: DTypeLike) -> Params:
@@ -199,11 +202,17 @@ def weights_of(config: DFlashConfig) -> dict[str, Any]:
     }
     embedding = table("embed_tokens", config.target_vocab_size)
     params |= only_if(config.has_embedding, embed_tokens=embedding)
+    rank = config.markov_rank
+    markov = lambda name, rows: matrix(f"markov_head.{name}.weight", (rows, rank), ("vocab", None))
+    params |= only_if(
+        rank > 0,
+        markov_w1=markov("markov_w1", config.target_vocab_size),
+        markov_w2=markov("markov_w2", own.vocab_size),
+    )
     return params | only_if(config.has_head, lm_head=table("lm_head", own.vocab_size))
 
 
 def draft_products(config: DFlashConfig) -> int:
     """Returns the multiply-adds per token of a block in products with weights, the head's too."""
-    layers = weights.num_weights(weights_of(config)["layers"])
-    vocab = config.layers.vocab_size if config.has_head else config.target_vocab_size
-    return layers + vocab * config.layers.hidden_size
+    markov = config.markov_rank * config.layers.vocab_size
+    return head_parts.draft_products(config, weights_of(config)["layers"]) + markov

@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from specjax.models import blocks, head_parts, weights
+from specjax.models import blocks, head_parts
 from specjax.models.base import Attend, LayerCache, ModelConfig, Params
-from specjax.models.head_parts import layer_weights, only_if, scores_of_target
-from specjax.models.layers import linear, rms_norm
+from specjax.models.head_parts import layer_weights, only_if
+from specjax.models.layers import rms_norm
 from specjax.models.weights import matrix, vector
 
 FLAT_PREFIX, NUMBERED_PREFIX = "midlayer.", "layers.0."
@@ -104,12 +102,8 @@ def forward(
     Returns:
       r [..., hidden_size] and the new caches.
     """
-    own = config.layers
-    norm = functools.partial(rms_norm, eps=own.norm_eps)
-    attention = functools.partial(
-        blocks.attention, head_dim=own.head_dim, head_norm=norm if own.qk_norm else None
-    )
-    tables = blocks.rotary_tables(own, positions)
+    norm = functools.partial(rms_norm, eps=config.layers.norm_eps)
+    run = head_parts.layer_runner(config.layers, positions, attend)
     new_caches = []
     x = features
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
@@ -119,11 +113,8 @@ def forward(
             normed = jnp.concatenate([norm(embedded, layer["input_norm"]), normed], axis=-1)
         else:
             normed = norm(x, layer["input_norm"])
-        out, cache = attention(normed, layer, attend, index, cache, table=tables[index])
+        x, cache = run(index, layer, cache, x, normed)
         new_caches.append(cache)
-        x = x + out
-        normed = norm(x, layer["post_attention_norm"])
-        x = x + blocks.gated_mlp(normed, layer, jax.nn.silu)
     return x, tuple(new_caches)
 
 
@@ -138,18 +129,11 @@ def normed_output(params: Params, config: Eagle3Config, out: Array) -> Array:
 
 
 def own_logits(params: Params, config: Eagle3Config, out: Array) -> Array:
-    """Returns f32[..., vocab] of the head's own vocabulary, from r; only with `has_head`."""
-    return linear(normed_output(params, config, out), params["lm_head"], jnp.float32)
-
-
-def of_target(params: Params, config: Eagle3Config, scores: Array) -> Array:
-    """Returns f32[num_tokens, target_vocab_size] from scores of the head's own vocabulary.
+    """Returns f32[num_tokens, target_vocab_size], from r; only with `has_head`.
 
     What the head cannot say has -inf.
     """
-    if not config.maps_vocabulary:
-        return scores
-    return scores_of_target(scores, params["target_ids"], config.target_vocab_size)
+    return head_parts.own_logits(params, config, normed_output(params, config, out))
 
 
 def abstract(config: Eagle3Config, dtype: DTypeLike) -> Params:
@@ -162,11 +146,6 @@ def init(
 ) -> Params:
     """Returns random weights; a reduced vocabulary is evenly spaced over the target's."""
     return head_parts.init(weights_of(config), config, key, dtype, std)
-
-
-def num_weights(config: Eagle3Config) -> int:
-    """Returns the numbers in all leaves of floating point."""
-    return weights.num_weights(weights_of(config))
 
 
 def weights_of(config: Eagle3Config, first_prefix: str = FLAT_PREFIX) -> dict[str, Any]:
@@ -203,12 +182,4 @@ def weights_of(config: Eagle3Config, first_prefix: str = FLAT_PREFIX) -> dict[st
 
 def draft_products(config: Eagle3Config) -> int:
     """Returns the multiply-adds per draft token in products with weights, the head among them."""
-    layers = weights.num_weights(weights_of(config)["layers"])
-    vocab = config.layers.vocab_size if config.has_head else config.target_vocab_size
-    return layers + vocab * config.layers.hidden_size
-
-
-def context_products(config: Eagle3Config) -> int:
-    """Returns the multiply-adds per pair of a draft token and a token of its context."""
-    own = config.layers
-    return 2 * own.num_layers * math.prod((own.num_heads, own.head_dim))
+    return head_parts.draft_products(config, weights_of(config)["layers"])

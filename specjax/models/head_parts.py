@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -9,9 +11,13 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from specjax.models import weights
-from specjax.models.base import ModelConfig, Params
+from specjax.models import blocks, weights
+from specjax.models.base import Attend, LayerCache, ModelConfig, Params
+from specjax.models.layers import linear, rms_norm
 from specjax.models.weights import Weight, matrix, vector
+
+# (index, layer, cache, x, what attention reads) -> x after the layer, and the cache
+RunLayer = Callable[[int, Params, LayerCache, Array, Array], tuple[Array, LayerCache]]
 
 
 class HeadConfig(Protocol):
@@ -24,7 +30,40 @@ class HeadConfig(Protocol):
     def target_vocab_size(self) -> int: ...
 
     @property
+    def has_head(self) -> bool: ...
+
+    @property
     def maps_vocabulary(self) -> bool: ...
+
+
+def layer_runner(own: ModelConfig, positions: Array, attend: Attend) -> RunLayer:
+    """Returns what runs a layer of attention and a gated MLP, both added to x, as Llama has it.
+
+    Args:
+      positions: i32[...], of the tokens.
+      attend: as for the forward of a family.
+    """
+    norm = functools.partial(rms_norm, eps=own.norm_eps)
+    tables = blocks.rotary_tables(own, positions)
+
+    def run(
+        index: int, layer: Params, cache: LayerCache, x: Array, normed: Array
+    ) -> tuple[Array, LayerCache]:
+        out, cache = blocks.attention(
+            normed,
+            layer,
+            attend,
+            index,
+            cache,
+            head_dim=own.head_dim,
+            table=tables[index],
+            head_norm=norm if own.qk_norm else None,
+        )
+        x = x + out
+        normed = norm(x, layer["post_attention_norm"])
+        return x + blocks.gated_mlp(normed, layer, jax.nn.silu), cache
+
+    return run
 
 
 def layer_weights(own: ModelConfig, prefix: str, input_width: int) -> dict[str, Weight]:
@@ -63,17 +102,35 @@ def only_if(condition: bool, **leaves: Any) -> dict[str, Any]:
     return leaves if condition else {}
 
 
-def scores_of_target(scores: Array, target_ids: Array, target_vocab_size: int) -> Array:
+def own_logits(params: Params, config: HeadConfig, normed: Array) -> Array:
+    """Returns f32[num_tokens, target_vocab_size] by a head's own matrix; only with `has_head`.
+
+    Args:
+      normed: [num_tokens, hidden_size].
+    """
+    return in_target_vocabulary(params, config, linear(normed, params["lm_head"], jnp.float32))
+
+
+def in_target_vocabulary(params: Params, config: HeadConfig, scores: Array) -> Array:
     """Returns f32[num_tokens, target_vocab_size] from scores of a head's own vocabulary.
 
     What the head cannot say has -inf.
+    """
+    if not config.maps_vocabulary:
+        return scores
+    size = scores.shape[0], config.target_vocab_size
+    empty = jnp.full(size, -jnp.inf)
+    return empty.at[:, params["target_ids"]].set(scores, unique_indices=True)
+
+
+def draft_products(config: HeadConfig, leaves: Any) -> int:
+    """Returns the multiply-adds per token in products with weights, the head's matrix among them.
 
     Args:
-      scores: f32[num_tokens, vocab].
-      target_ids: i32[vocab], the target's number of each of the head's tokens; all differ.
+      leaves: the others of these weights.
     """
-    size = scores.shape[0], target_vocab_size
-    return jnp.full(size, -jnp.inf).at[:, target_ids].set(scores, unique_indices=True)
+    vocab = config.layers.vocab_size if config.has_head else config.target_vocab_size
+    return weights.num_weights(leaves) + vocab * config.layers.hidden_size
 
 
 def abstract(leaves: Any, config: HeadConfig, dtype: DTypeLike) -> Params:

@@ -179,7 +179,7 @@ def test_stop_strings_are_a_tuple():
         ({"prompt_lookup_max": 17}, "prompt_lookup_max=17"),
         ({"prompt_lookup_max": 2.5}, "prompt_lookup_max=2.5"),
         ({"prompt_lookup_max": "3"}, "prompt_lookup_max='3'"),
-        ({"method": "eagle"}, "'eagle' is not available.*'ngram'.*'draft_model'"),
+        ({"method": "mtp"}, "'mtp' is not available.*'ngram'.*'draft_model'"),
         ({"method": "draft_model"}, "needs 'model'"),
         ({"method": "eagle3"}, "needs 'model'"),
         ({"model": 3}, "model=3"),

@@ -37,6 +37,14 @@ FLAGS = {
         "maps_vocabulary": True,
         "draft_vocab": DRAFT_VOCAB,
     },
+    "a Markov head": {"markov_rank": 6, "samples_from_anchor": True},
+    "a Markov head of its own tokens": {
+        "markov_rank": 6,
+        "has_embedding": True,
+        "has_head": True,
+        "maps_vocabulary": True,
+        "draft_vocab": DRAFT_VOCAB,
+    },
     "without norms of heads": {"qk_norm": False, "rope": RopeConfig(theta=123.0)},
 }
 
@@ -105,7 +113,10 @@ def logits_of(params, config, target_head, x):
     normed = rms(x, params["norm"])
     if not config.has_head:
         return normed @ target_head.T
-    scores = normed @ params["lm_head"].T
+    return in_target_vocabulary(params, config, normed @ params["lm_head"].T)
+
+
+def in_target_vocabulary(params, config, scores):
     if not config.maps_vocabulary:
         return scores
     full = np.full((*scores.shape[:-1], VOCAB), -np.inf)
@@ -133,7 +144,14 @@ class Reference:
         config, params = self.config, self.params
         contexts = rms(taps.reshape(len(taps), -1) @ params["fc"].T, params["hidden_norm"])
         x = outputs_of(params, config, self.table, root, contexts)[config.first_row :]
-        return x, np.argmax(logits_of(params, config, self.head, x), axis=1).tolist()
+        tokens = []
+        for logits in logits_of(params, config, self.head, x):
+            if config.markov_rank:
+                before = params["markov_w1"][tokens[-1] if tokens else root]
+                own = params["markov_w2"] @ before
+                logits = logits + in_target_vocabulary(params, config, own)
+            tokens.append(int(np.argmax(logits)))
+        return x, tokens
 
 
 class Rows:
@@ -191,26 +209,29 @@ class Rows:
         takes_part = jnp.arange(2) == row
         block, _ = self.head.block(self.params, self.state, decode_state, takes_part)
         hidden, state = self.head.begin(self.params, self.state, decode_state, takes_part)
-        found = [hidden[row]]
-        for ahead in range(1, self.context.num_speculative_tokens):
+        history, tokens = self.history, []
+        for ahead in range(1, 1 + self.context.num_speculative_tokens):
+            tokens.append(int(np.argmax(self.head.logits(self.params, hidden)[row])))
+            history = history.at[row, root + ahead].set(tokens[-1])
             positions = jnp.full(2, root + ahead, jnp.int32)
             hidden, state = self.head.feed(
-                self.params, state, decode_state, self.history, positions, takes_part, hidden
+                self.params, state, decode_state, history, positions, takes_part, hidden
             )
-            found.append(hidden[row])
         # With the keys and values of the block, as a step leaves them.
         self.state = self.state._replace(pages=state.pages)
-        logits = self.head.logits(self.params, jnp.stack(found))
         drafting = block[row, self.head.config.first_row :]
-        return np.asarray(drafting), np.argmax(logits, axis=1).tolist()
+        return np.asarray(drafting), tokens
 
 
-@pytest.mark.parametrize("name", [*FLAGS, "logits one by one"])
+ONE_BY_ONE = {"own tables, logits one by one": "own tables", "Markov, one by one": "a Markov head"}
+
+
+@pytest.mark.parametrize("name", [*FLAGS, *ONE_BY_ONE])
 def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     """Prompts in chunks, drafts, and absorbing after all, none and one of them were accepted."""
     if name not in FLAGS:
         monkeypatch.setattr(head_drafter, "MOST_LOGIT_BYTES", 0)
-        name = "own tables"
+        name = ONE_BY_ONE[name]
     config, params = make_head(name)
     rng = np.random.default_rng(7)
     tokens = rng.integers(0, VOCAB, 24).tolist()
@@ -242,7 +263,7 @@ def test_a_causal_block_computes_the_rows_that_draft():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["own tables", "from the anchor"])
+@pytest.mark.parametrize("name", ["own tables", "from the anchor", "a Markov head"])
 def test_tokens_are_those_of_plain_decoding(temperature, name):
     config, params = make_head(name)
     drafter = specjax.LoadedDrafter("head", DFlashDrafter(config), params)
@@ -267,7 +288,9 @@ def test_it_takes_no_tree():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["own tables", "from the anchor"])
+@pytest.mark.parametrize(
+    "name", ["own tables", "from the anchor", "a Markov head of its own tokens"]
+)
 def test_it_keeps_the_contract_of_drafters(name):
     config, params = make_head(name)
     check_drafter(specjax.LoadedDrafter("head", DFlashDrafter(config), params), TARGET)
@@ -314,5 +337,40 @@ def test_a_head_that_knows_its_target_is_always_accepted(count):
         sampling=specjax.SamplingParams(temperature=0, max_tokens=2 * (count + 1), seed=0),
     )
     assert [one.token_ids for one in out] == [[7] * 2 * (count + 1), [9] * 2 * (count + 1)]
+    acceptance = out.stats.acceptance
+    assert acceptance.num_accepted == acceptance.num_drafted > 0
+
+
+def counting():
+    """Returns a target that says the token after its newest one, and a Markov head that does."""
+    zero = lambda leaf: jnp.zeros_like(leaf)
+    layers = tuple(
+        layer | {"o_proj": zero(layer["o_proj"]), "down_proj": zero(layer["down_proj"])}
+        for layer in TARGET.params["layers"]
+    )
+    table = TARGET.params["embed_tokens"]
+    table = table / jnp.linalg.norm(table, axis=1, keepdims=True)
+    following = jnp.roll(table, 1, axis=0)  # row t + 1 is the embedding of token t
+    assert not TARGET.config.tie_word_embeddings
+    params = TARGET.params | {"layers": layers, "embed_tokens": table, "lm_head": following}
+    target = specjax.Model(TARGET.config, params, name="counting")
+    config, head = make_head("a Markov head", markov_rank=WIDTH)
+    head |= {"norm": zero(head["norm"]), "markov_w1": table, "markov_w2": following}
+    return target, specjax.LoadedDrafter("head", DFlashDrafter(config), head)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+def test_a_markov_head_that_knows_its_target_is_always_accepted(count):
+    """Its block says nothing: each draft token follows from the one before alone."""
+    target, drafter = counting()
+    out = specjax.generate(
+        target,
+        [[3, 4, 5], [50]],
+        drafter=drafter,
+        speculative_config={"policy": "fixed", "num_speculative_tokens": count},
+        sampling=specjax.SamplingParams(temperature=0, max_tokens=2 * (count + 1)),
+    )
+    expected = [[(at + 1 + i) % VOCAB for i in range(2 * (count + 1))] for at in (5, 50)]
+    assert [one.token_ids for one in out] == expected
     acceptance = out.stats.acceptance
     assert acceptance.num_accepted == acceptance.num_drafted > 0

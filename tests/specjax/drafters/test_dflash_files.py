@@ -188,6 +188,59 @@ def test_what_is_refused(tmp_path, raw, change, match):
         read(folder)
 
 
+def dspark(**more):
+    kind = {"speculators_model_type": "dspark", "architectures": ["DSparkSpeculator"]}
+    return nested() | kind | {"markov_rank": 6} | more
+
+
+MARKOV = {"samples_from_anchor": True, "markov_rank": 6}
+
+
+def test_a_dspark_head(tmp_path):
+    config = config_of({"vocab_size": DRAFT_VOCAB}, **OWN_TABLES, **MARKOV)
+    tensors = tensors_of(config)
+    tensors |= {"confidence_head.proj.weight": np.ones((1, WIDTH + 6), np.float32)}
+    folder = write(tmp_path, dspark(), tensors)
+    found = read(folder)
+    assert found.config == config
+    for name in ("markov_w1", "markov_w2"):
+        np.testing.assert_array_equal(found.params[name], tensors[f"markov_head.{name}.weight"])
+    assert found.notes[-1] == "its confidence head is not used"
+    out = specjax.generate(
+        TARGET,
+        [1, 2, 3],
+        speculative_config={"method": "dspark", "model": str(folder)},
+        sampling=specjax.SamplingParams(temperature=0, max_tokens=6),
+    )
+    assert out.stats.acceptance is not None
+    plain = config_of({"vocab_size": DRAFT_VOCAB}, **OWN_TABLES, samples_from_anchor=True)
+    write(tmp_path, dspark(markov_rank=0), tensors_of(plain))
+    assert read(folder).config == plain
+    write(tmp_path, dspark(sample_from_anchor=False), tensors_of(config))
+    assert not read(folder).config.samples_from_anchor
+
+
+@pytest.mark.parametrize(
+    ("more", "change", "match"),
+    [
+        ({"markov_rank": 5}, None, "has 6 columns"),
+        ({"markov_head_type": "gated"}, None, "markov_head_type"),
+        ({}, put("markov_head.gate_proj.weight", lambda _: np.ones((6, 38), np.float32)), "gated"),
+        ({}, put("markov_head.joint_proj.bias", lambda _: np.ones(18, np.float32)), "recurrent"),
+        ({}, without("markov_head.markov_w1.weight"), "there is no tensor"),
+        ({}, without("markov_head.markov_w2.weight"), "of a DSpark head"),
+        ({}, put("markov_head.markov_w2.weight", lambda w: w[:, :-1]), r"expected \[20, 6\]"),
+        ({}, put("logit_head.x", lambda _: np.ones(3, np.float32)), "earlier naming"),
+    ],
+)
+def test_what_is_refused_of_dspark(tmp_path, more, change, match):
+    config = config_of({"vocab_size": DRAFT_VOCAB}, **OWN_TABLES, **MARKOV)
+    tensors = tensors_of(config)
+    folder = write(tmp_path, dspark(**more), tensors if change is None else change(tensors))
+    with pytest.raises(ValueError, match=match):
+        read(folder)
+
+
 def test_a_folder_is_a_drafter(tmp_path):
     """In bfloat16, under generate; tokens are those of plain decoding."""
     config = config_of({"vocab_size": DRAFT_VOCAB}, **OWN_TABLES)

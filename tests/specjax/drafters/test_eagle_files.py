@@ -10,7 +10,7 @@ from head_folders import put, random_tensors, vocabulary_maps, without, write
 
 import specjax
 from specjax.drafters.eagle_files import read_eagle3
-from specjax.drafters.spec import Eagle3Drafter
+from specjax.drafters.spec import EagleDrafter
 from specjax.models import eagle3
 from specjax.models.base import ModelConfig
 from specjax.models.eagle3 import FLAT_PREFIX, NUMBERED_PREFIX, Eagle3Config
@@ -172,7 +172,7 @@ def test_what_is_refused(tmp_path, more, change, match):
 def test_a_head_whose_class_is_a_model_is_known_by_its_vocabulary(tmp_path):
     raw = flat(architectures=["LlamaForCausalLM"])
     folder = write(tmp_path, raw, tensors_of(config_of(), FLAT_PREFIX))
-    assert specjax.load_drafter(folder, TARGET).spec == Eagle3Drafter(config_of())
+    assert specjax.load_drafter(folder, TARGET).spec == EagleDrafter(config_of())
 
 
 def test_an_order_of_all_tokens_is_read(tmp_path):

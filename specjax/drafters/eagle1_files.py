@@ -1,0 +1,95 @@
+"""Reads a folder with an EAGLE head, whose weights are those of EAGLE-2 too.
+
+Its config.json is that of a plain model, often with the class of one; its tensors tell it apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from jax.typing import DTypeLike
+
+from specjax.drafters import head_files
+from specjax.drafters.head_files import FoundHead, Head
+from specjax.models import eagle
+from specjax.models.base import Json, ModelConfig
+from specjax.models.config_values import require, size
+from specjax.models.eagle import FIRST_PREFIX, EagleConfig
+
+_CLASS = re.compile(r"eagle(?!-?3)", re.IGNORECASE)
+
+
+def is_eagle(raw: Json, tensors: Collection[str]) -> bool:
+    """Returns whether a folder holds an EAGLE head.
+
+    Args:
+      raw: its config.json.
+      tensors: the names in its files; none if they cannot be read.
+    """
+    if any(_CLASS.search(str(one)) for one in head_files.classes_of(raw)):
+        return True
+    first = f"{FIRST_PREFIX}self_attn.q_proj.weight"
+    return raw.get("speculators_model_type") is None and {"fc.weight", first} <= {*tensors}
+
+
+def read_eagle(
+    folder: Path,
+    target: ModelConfig,
+    dtype: DTypeLike | None,
+    aux_layer_ids: Sequence[int] | None = None,
+) -> FoundHead:
+    """Returns the head in a folder, for a target.
+
+    Args:
+      dtype: of its weights; None: no weights are read.
+      aux_layer_ids: None, as such a head reads what the target's head reads.
+
+    Raises:
+      FileNotFoundError: config.json or the weights are absent.
+      ValueError: the head is for another target, a tensor or key is missing, impossible, or
+        unknown, or aux_layer_ids is given.
+    """
+    head = head_files.open_head(folder, "an EAGLE head")
+    with head_files.naming(head):
+        config = _parse(head, target, aux_layer_ids)
+    leaves = eagle.weights_of(config)
+    note = "reads the last hidden state of the target, after the final norm"
+    return FoundHead(config, head_files.read_weights(head, config, leaves, dtype), (note,))
+
+
+def _parse(head: Head, target: ModelConfig, aux_layer_ids: Sequence[int] | None) -> EagleConfig:
+    own, tensors = head.own, head.tensors
+    if aux_layer_ids is not None:
+        raise ValueError(
+            f"{aux_layer_ids=} is for heads that read several layers; this one reads the last "
+            "hidden state. Leave it out."
+        )
+    require(own, "hidden_act", ("silu", "swish"), "silu")
+    width = size(own, "hidden_size")
+    head_files.check_target(width, size(own, "vocab_size", target.vocab_size), target)
+    fc = head_files.shape_of(head, "fc.weight")
+    if fc != (width, 2 * width):
+        raise ValueError(
+            f"fc.weight is {list(fc)}; expected {[width, 2 * width]}, for an embedding and one "
+            "hidden state. Heads over several hidden states are EAGLE-3: their config.json says "
+            "draft_vocab_size, or names the class LlamaForCausalLMEagle3."
+        )
+    tables = head_files.tables_of(head, target, width)
+    layers = head_files.layers_of(
+        head,
+        FIRST_PREFIX,
+        num_layers=head_files.num_numbered_layers(tensors),
+        width=width,
+        vocab=tables.vocab,
+    )
+    return EagleConfig(
+        layers=layers,
+        target_vocab_size=target.vocab_size,
+        aux_layers=(target.num_layers,),
+        fc_bias="fc.bias" in tensors,
+        has_first_norm=f"{FIRST_PREFIX}input_layernorm.weight" in tensors,
+        has_embedding=tables.has_embedding,
+        has_head=tables.has_head,
+    )

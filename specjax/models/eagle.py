@@ -1,0 +1,146 @@
+"""EAGLE: a head over the last hidden state of a target, and the embedding of a token.
+
+Source: Li et al. 2024, arXiv:2401.15077, section 3, and the published checkpoints; EAGLE-2
+(arXiv:2406.16858) has the same weights and grows its trees. With the hidden state g that the
+target's head reads at token j, and the embedding e of token j + 1:
+
+    x = fc(concat(e, g))
+    y = x + attention(x)                                  the first layer has no norm before
+    r = y + mlp(post_attention_norm(y))                   more layers follow as in Llama
+    logits = head(r)                                      of token j + 2; no norm: r is to be as g
+
+The next draft token goes with r in place of g. Each layer keeps keys and values of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from specjax.models import blocks, head_parts
+from specjax.models.base import Attend, LayerCache, ModelConfig, Params
+from specjax.models.head_parts import layer_weights, only_if
+from specjax.models.layers import rms_norm
+from specjax.models.weights import matrix, vector
+
+FIRST_PREFIX = "layers.0."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleConfig:
+    """Static sizes and flags of an EAGLE head; hashable, a jit key.
+
+    Attributes:
+      layers: sizes of its layers, as wide as the target's.
+      target_vocab_size: tokens of the target.
+      aux_layers: the target's number of layers alone, which captures its normed output.
+      fc_bias: whether fc has one.
+      has_first_norm: whether the first layer has a norm before attention.
+      has_embedding, has_head: whether it has its own; else those of the target are used.
+    """
+
+    layers: ModelConfig
+    target_vocab_size: int
+    aux_layers: tuple[int, ...]
+    fc_bias: bool = False
+    has_first_norm: bool = False
+    has_embedding: bool = False
+    has_head: bool = False
+
+    @property
+    def target_hidden_size(self) -> int:
+        return self.layers.hidden_size
+
+    @property
+    def maps_vocabulary(self) -> bool:
+        return False
+
+
+def feature(params: Params, config: EagleConfig, taps: Sequence[Array]) -> Array:
+    """Returns [..., hidden_size], the captured state."""
+    del params, config
+    (last,) = taps
+    return last
+
+
+def forward(
+    params: Params,
+    config: EagleConfig,
+    embedded: Array,
+    features: Array,
+    positions: Array,
+    attend: Attend,
+    caches: tuple[LayerCache, ...],
+) -> tuple[Array, tuple[LayerCache, ...]]:
+    """Runs all layers over pairs of a token and the feature of the token before it.
+
+    Args and returns as of `eagle3.forward`.
+    """
+    norm = functools.partial(rms_norm, eps=config.layers.norm_eps)
+    run = head_parts.layer_runner(config.layers, positions, attend)
+    x = blocks.project(jnp.concatenate([embedded, features], axis=-1), params, "fc")
+    new_caches = []
+    for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+        is_normed = index > 0 or config.has_first_norm
+        normed = norm(x, layer["input_norm"]) if is_normed else x
+        x, cache = run(index, layer, cache, x, normed)
+        new_caches.append(cache)
+    return x, tuple(new_caches)
+
+
+def next_feature(params: Params, config: EagleConfig, out: Array) -> Array:
+    """Returns what the next draft token goes with, from r [..., hidden_size]."""
+    del params, config
+    return out
+
+
+def normed_output(params: Params, config: EagleConfig, out: Array) -> Array:
+    """Returns what the head reads, from r [..., hidden_size]."""
+    del params, config
+    return out
+
+
+def own_logits(params: Params, config: EagleConfig, out: Array) -> Array:
+    """Returns f32[num_tokens, target_vocab_size], from r; only with `has_head`."""
+    return head_parts.own_logits(params, config, out)
+
+
+def abstract(config: EagleConfig, dtype: DTypeLike) -> Params:
+    """Returns the names, shapes and dtypes of the weights, a tree of jax.ShapeDtypeStruct."""
+    return head_parts.abstract(weights_of(config), config, dtype)
+
+
+def init(
+    key: Array, config: EagleConfig, dtype: DTypeLike = jnp.float32, std: float = 0.02
+) -> Params:
+    """Returns random weights."""
+    return head_parts.init(weights_of(config), config, key, dtype, std)
+
+
+def weights_of(config: EagleConfig) -> dict[str, Any]:
+    """Returns a Weight per leaf."""
+    own = config.layers
+    d = own.hidden_size
+    layers = [layer_weights(own, f"layers.{index}.", d) for index in range(own.num_layers)]
+    if not config.has_first_norm:
+        del layers[0]["input_norm"]
+    params: dict[str, Any] = {
+        "fc": matrix("fc.weight", (d, 2 * d), ("embed", None)),
+        "layers": tuple(layers),
+    }
+    params |= only_if(config.fc_bias, fc_bias=vector("fc.bias", d, "embed"))
+    table = lambda name: matrix(f"{name}.weight", (own.vocab_size, d), ("vocab", "embed"))
+    params |= only_if(config.has_embedding, embed_tokens=table("embed_tokens"))
+    return params | only_if(config.has_head, lm_head=table("lm_head"))
+
+
+def draft_products(config: EagleConfig) -> int:
+    """Returns the multiply-adds per draft token in products with weights, the head among them."""
+    leaves = weights_of(config)
+    return head_parts.draft_products(config, (leaves["fc"], leaves["layers"]))

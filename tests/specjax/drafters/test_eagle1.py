@@ -1,0 +1,258 @@
+"""EAGLE heads: against their equations written out in numpy, in the engine, and from folders."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from head_equations import TARGET, VOCAB, mlp, rms, wide
+from head_folders import put, random_tensors, without, write
+from pair_heads import Rows, attention, check_all_accepted, check_texts, copied_target
+
+import specjax
+from specjax.drafters.eagle1_files import read_eagle
+from specjax.drafters.spec import EagleDrafter
+from specjax.models import eagle
+from specjax.models.base import ModelConfig, RopeConfig
+from specjax.models.eagle import EagleConfig
+from specjax.testing import check_drafter
+from specjax.trees import static_shapes
+from specjax.trees.expanding import Growth
+
+WIDTH = TARGET.config.hidden_size
+FLAGS = {
+    "plain": {},
+    "bias": {"fc_bias": True, "qkv_bias": True},
+    "own tables": {"has_embedding": True, "has_head": True, "rope": RopeConfig(theta=123.0)},
+    "two layers": {"num_layers": 2, "has_first_norm": True},
+}
+
+
+def config_of(target=TARGET, **flags):
+    of_layers = ("num_layers", "qkv_bias", "rope", "num_kv_heads")
+    own = ModelConfig(
+        architecture="llama",
+        family="llama",
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_heads=4,
+        head_dim=8,
+        max_position_embeddings=2048,
+        **{"num_layers": 1, "num_kv_heads": 2}
+        | {key: flags.pop(key) for key in of_layers if key in flags},
+    )
+    depth = target.config.num_layers
+    return EagleConfig(layers=own, target_vocab_size=VOCAB, aux_layers=(depth,), **flags)
+
+
+def make_head(name="plain", seed=1):
+    config = config_of(**FLAGS[name])
+    return config, eagle.init(jax.random.key(seed), config, std=0.2)
+
+
+def loaded(name="plain", shape=None):
+    config, params = make_head(name)
+    return specjax.LoadedDrafter("head", EagleDrafter(config, shape), params)
+
+
+class Reference:
+    """A head over one text: drafts as the published code does, everything computed anew."""
+
+    def __init__(self, config, params):
+        self.config, self.params = config, wide(params)
+        target = wide(TARGET.params)
+        table = target["embed_tokens"]
+        self.table = self.params.get("embed_tokens", table)
+        self.head = self.params.get("lm_head", target.get("lm_head", table))
+
+    def outputs(self, tokens, features):
+        """Returns r of every pair; pair i is (token i + 1, feature of token i)."""
+        params, own = self.params, self.config.layers
+        x = np.concatenate([self.table[tokens[1:]], features], axis=-1) @ params["fc"].T
+        x = x + params.get("fc_bias", 0.0)
+        positions = np.arange(len(x), dtype=np.float64)
+        for layer in params["layers"]:
+            normed = rms(x, layer["input_norm"]) if "input_norm" in layer else x
+            x = x + attention(normed, layer, own, positions)
+            x = x + mlp(rms(x, layer["post_attention_norm"]), layer)
+        return x
+
+    def draft(self, tokens, taps, depth):
+        """As of the reference of EAGLE-3; taps [len(tokens) - 1, 1, width]."""
+        tokens, features = list(tokens), taps[:, 0]
+        found, drafts = [], []
+        for _ in range(depth):
+            r = self.outputs(tokens, features)[-1]
+            found.append(r)
+            drafts.append(int(np.argmax(r @ self.head.T)))
+            tokens.append(drafts[-1])
+            features = np.concatenate([features, r[None]])
+        return np.stack(found), drafts
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_what_it_says_is_what_its_equations_say(name):
+    config, params = make_head(name)
+    check_texts(Reference(config, params), Rows(config, params, 3), 1, VOCAB)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_are_those_of_plain_decoding(temperature):
+    sampling = specjax.SamplingParams(temperature=temperature, max_tokens=20, seed=3)
+    prompts = [[1, 2, 3], [5], [7, 8] * 9]
+    config = {"policy": "fixed", "num_speculative_tokens": 3}
+    plain = specjax.generate(TARGET, prompts, sampling=sampling)
+    found = specjax.generate(
+        TARGET, prompts, drafter=loaded(), speculative_config=config, sampling=sampling
+    )
+    assert [out.token_ids for out in found] == [out.token_ids for out in plain]
+    assert found.stats.acceptance.num_drafted > 20
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_head_that_copies_its_target_is_always_accepted(count):
+    target = copied_target()
+    config = config_of(target, qkv_bias=True, num_kv_heads=4)
+    params = eagle.init(jax.random.key(0), config)
+    (layer,) = target.params["layers"]
+    layer = {name: leaf for name, leaf in layer.items() if name != "input_norm"}
+    only_embedding = jnp.eye(WIDTH, 2 * WIDTH)
+    params |= {"fc": only_embedding, "layers": (layer,)}
+    drafter = specjax.LoadedDrafter("copy", EagleDrafter(config), params)
+    check_all_accepted(target, drafter, count)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "shape",
+    [
+        None,
+        static_shapes.from_rank_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
+        Growth(3, 2, 5).cut(3),
+    ],
+    ids=["chain", "tree", "grown"],
+)
+def test_it_keeps_the_contract_of_drafters(shape):
+    check_drafter(loaded("bias", shape), TARGET)
+
+
+# Folders.
+
+
+def raw_of(**more):
+    """The config.json of published heads, whose class is that of a whole model."""
+    raw = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    sizes = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": VOCAB}
+    return raw | sizes | heads | {"rms_norm_eps": 1e-6, "bias": False} | more
+
+
+def tensors_of(**flags):
+    return random_tensors(eagle.weights_of(config_of(**flags)))
+
+
+def read(folder, **options):
+    return read_eagle(folder, TARGET.config, jnp.float32, **options)
+
+
+def test_a_published_folder(tmp_path):
+    tensors = tensors_of(has_embedding=True, fc_bias=True)
+    found = read(write(tmp_path, raw_of(), tensors))
+    assert found.config == config_of(has_embedding=True, fc_bias=True)
+    np.testing.assert_array_equal(found.params["fc"], tensors["fc.weight"])
+    np.testing.assert_array_equal(found.params["fc_bias"], tensors["fc.bias"])
+    (layer,) = found.params["layers"]
+    assert "input_norm" not in layer
+    np.testing.assert_array_equal(layer["q_proj"], tensors["layers.0.self_attn.q_proj.weight"])
+    assert found.notes == ("reads the last hidden state of the target, after the final norm",)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"qkv_bias": True}, {"qkv_bias": True}),
+        ({"num_layers": 2}, {"num_layers": 2}),
+        ({"has_first_norm": True}, {"has_first_norm": True}),
+        ({"has_head": True, "has_embedding": True}, {"has_head": True, "has_embedding": True}),
+    ],
+)
+def test_tensors_tell_the_flags(tmp_path, flags, expected):
+    found = read(write(tmp_path, raw_of(), tensors_of(**flags)))
+    assert found.config == config_of(**expected)
+
+
+@pytest.mark.parametrize("class_name", ["EagleLlamaForCausalLM", "LlamaForCausalLMEagle"])
+def test_it_is_known_by_its_class_or_its_tensors(tmp_path, class_name):
+    folder = write(tmp_path, raw_of(), tensors_of())
+    drafter = specjax.load_drafter(folder, TARGET)
+    assert drafter.spec == EagleDrafter(config_of())
+    write(tmp_path, raw_of(architectures=[class_name]), tensors_of())
+    assert specjax.load_drafter(folder, TARGET).spec == drafter.spec
+    out = specjax.generate(
+        TARGET,
+        [[1, 2, 3]],
+        speculative_config={"method": "eagle", "model": str(folder), "num_speculative_tokens": 2},
+        sampling=specjax.SamplingParams(temperature=0, max_tokens=4),
+    )
+    assert out.stats.acceptance.num_drafted > 0
+
+
+def test_a_copy_of_the_target_s_embedding_is_not_kept(tmp_path):
+    table = np.asarray(TARGET.params["embed_tokens"])
+    tensors = tensors_of() | {"embed_tokens.weight": table}
+    drafter = specjax.load_drafter(write(tmp_path, raw_of(), tensors), TARGET)
+    assert drafter.spec == EagleDrafter(config_of())
+    assert "embed_tokens" not in drafter.params
+    assert "equal to the target's" in drafter.notes[-1]
+    tensors["embed_tokens.weight"] = table + np.eye(*table.shape, dtype=np.float32)
+    drafter = specjax.load_drafter(write(tmp_path, raw_of(), tensors), TARGET)
+    assert "embed_tokens" in drafter.params
+    scaled = specjax.testing.tiny_model(embedding_multiplier=2.0)
+    tensors["embed_tokens.weight"] = np.asarray(scaled.params["embed_tokens"])
+    drafter = specjax.load_drafter(write(tmp_path, raw_of(), tensors), scaled)
+    assert "embed_tokens" in drafter.params
+
+
+@pytest.mark.parametrize(
+    ("more", "change", "match"),
+    [
+        ({"hidden_size": 16}, dict, "for a target of 16 hidden numbers"),
+        ({"vocab_size": 60}, dict, "60 tokens"),
+        ({"hidden_act": "gelu"}, dict, "hidden_act"),
+        ({}, put("fc.weight", lambda w: np.zeros((WIDTH, 3 * WIDTH), np.float32)), "EAGLE-3"),
+        ({}, put("fc.weight", lambda w: w[:, 0]), "expected a matrix"),
+        ({}, without("layers.0.mlp.up_proj.weight"), "lacks 1 of the"),
+        ({}, put("norm.weight", lambda w: np.ones(WIDTH, np.float32)), "norm.weight"),
+        ({}, put("layers.0.mlp.up_proj.weight", lambda w: w[:-1]), r"expected \[48, 32\]"),
+        ({"attention_bias": True}, dict, "q_proj.bias"),
+    ],
+)
+def test_what_is_refused(tmp_path, more, change, match):
+    folder = write(tmp_path, raw_of(**more), change(tensors_of()))
+    with pytest.raises(ValueError, match=match):
+        read(folder)
+
+
+def test_captured_layers_are_not_its_to_choose(tmp_path):
+    with pytest.raises(ValueError, match="reads the last hidden state"):
+        read(write(tmp_path, raw_of(), tensors_of()), aux_layer_ids=[1])
+
+
+@pytest.mark.parametrize("depth", [1, 9])
+def test_a_head_of_another_target_is_refused(depth):
+    config, params = make_head()
+    other = dataclasses.replace(config, aux_layers=(depth,))
+    drafter = specjax.LoadedDrafter("head", EagleDrafter(other), params)
+    with pytest.raises(ValueError, match=f"tokens and {depth} layers"):
+        specjax.load_drafter(drafter, TARGET)
+
+
+def test_a_whole_model_is_no_head(tmp_path):
+    """Neither a model's folder nor one whose weights cannot be read."""
+    raw = raw_of()
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        specjax.load_drafter(tmp_path, TARGET)
