@@ -11,7 +11,7 @@ from head_equations import TARGET, attention_of, rms, rotated
 import specjax
 from specjax.drafters.base import DrafterContext
 from specjax.drafters.eagle import _Head
-from specjax.drafters.spec import EagleDrafter
+from specjax.drafters.head_specs import EagleDrafter
 from specjax.drafters.token_by_token import of_head
 from specjax.paged.forward import make_batch
 from specjax.testing import tiny_model
@@ -98,11 +98,11 @@ class Rows:
             history = history.at[row, root + ahead].set(token)
             positions = jnp.full(2, root + ahead, jnp.int32)
             hidden, state = self.head.feed(
-                self.params, state, decode_state, history, positions, is_fed, hidden
+                self.params, state, decode_state, history, positions, is_fed, hidden, ahead
             )
             found.append(hidden[row])
         self.state = state  # with the keys and values of drafts, as a step leaves them
-        logits = self.head.logits(self.params, jnp.stack(found))
+        logits = self.head.logits(self.params, jnp.stack(found), 0)
         return np.stack(found), np.argmax(logits, axis=1).tolist()
 
 

@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 
 from specjax.config.names import closest, suggestion
 
-HEADS = ("eagle", "eagle3", "dflash", "dspark")  # over the hidden states of a target
+HEADS = (
+    "eagle",
+    "eagle3",
+    "dflash",
+    "dspark",
+    "medusa",
+    "mlp_speculator",
+)  # over the hidden states of a target
 METHODS = ("ngram", "history", "draft_model", *HEADS)
 _NAME = "speculative_config"
 _SAME_KEY = 0.75  # similarity from which an unknown key counts as misspelt rather than new
@@ -264,8 +271,6 @@ _ALSO_READ = (
 _OTHER_HEAD = ": specjax runs no head of that kind"
 _INSTEAD = {
     "mtp": _OTHER_HEAD,
-    "medusa": _OTHER_HEAD,
-    "mlp_speculator": _OTHER_HEAD,
     "custom_class": ": pass a drafter of your own as drafter=",
     "extract_hidden_states": ": it gathers training data and drafts nothing",
 }

@@ -19,7 +19,7 @@ from jax import Array
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters import token_by_token
 from specjax.drafters.base import Draft, Drafter, DrafterContext, by_page
-from specjax.drafters.token_by_token import TokenByToken
+from specjax.drafters.token_by_token import TokenByToken, token_at
 from specjax.models import dflash
 from specjax.models.base import Attend
 from specjax.models.dflash import DFlashConfig
@@ -102,7 +102,7 @@ class _Head(TokenByToken):
           matrix of the head is read once. Otherwise hidden [rows, hidden_size], before the norm.
         """
         rows, first = decode_state.rows, self.config.first_row
-        newest = _newest(decode_state.history, decode_state.cache.lengths)
+        newest = token_at(decode_state.history, decode_state.cache.lengths)
         block, pages = self.block(params, state, decode_state, takes_part)
         said = block[:, first : first + self.context.num_speculative_tokens]
         if self._fits(rows):
@@ -152,14 +152,16 @@ class _Head(TokenByToken):
         positions: Array,
         is_fed: Array,
         hidden: Array,
+        depth: int | Array,
     ) -> tuple[Array, Any]:
         """Returns what was said of the next token: only a Markov head reads this one."""
-        del is_fed, hidden
+        del is_fed, hidden, depth
         ahead = jnp.clip(positions - decode_state.cache.lengths, 0, state.said.shape[1] - 1)
         said = jnp.take_along_axis(state.said, ahead[:, None, None], axis=1)[:, 0]
-        return self._after(params, _newest(history, positions), said), state
+        return self._after(params, token_at(history, positions), said), state
 
-    def logits(self, params: DecoderParams, hidden: Array) -> Array:
+    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
+        del depth
         rank = self.config.markov_rank
         said, embedded = jnp.split(hidden, [hidden.shape[1] - rank], axis=1)
         scores = said if self._fits(hidden.shape[0]) else self._logits(params, said)
@@ -178,8 +180,10 @@ class _Head(TokenByToken):
         normed = dflash.normed_output(params.drafter, self.config, hidden)
         return self.context.target_logits(params, normed)
 
-    def own_logits(self, params: DecoderParams, hidden: Array) -> tuple[Array, Vocabulary]:
-        return self.logits(params, hidden), WHOLE
+    def own_logits(
+        self, params: DecoderParams, hidden: Array, depth: int | Array
+    ) -> tuple[Array, Vocabulary]:
+        return self.logits(params, hidden, depth), WHOLE
 
 
 def _blocks(config: DFlashConfig, decode_state: Any, takes_part: Array, width: int) -> TokenBatch:
@@ -193,7 +197,7 @@ def _blocks(config: DFlashConfig, decode_state: Any, takes_part: Array, width: i
     counts = jnp.where(takes_part, width, 0)
     row_starts, row_ids, offsets = lay_out(counts, rows * width)
     row = jnp.minimum(row_ids, rows - 1)
-    newest = _newest(history, cache.lengths)
+    newest = token_at(history, cache.lengths)
     positions = jnp.where(row_ids < rows, cache.lengths[row] + offsets, 0)
     return TokenBatch(
         token_ids=jnp.where(offsets == 0, newest[row], config.mask_token_id),
@@ -210,12 +214,6 @@ def _blocks(config: DFlashConfig, decode_state: Any, takes_part: Array, width: i
         lengths=cache.lengths,
         block_table=cache.block_table,
     )
-
-
-def _newest(history: Array, positions: Array) -> Array:
-    """Returns the token at a position of each row, i32[rows]."""
-    places = jnp.minimum(positions, history.shape[1] - 1)
-    return jnp.take_along_axis(history, places[:, None], axis=1)[:, 0]
 
 
 def _attention(config: DFlashConfig, batch: TokenBatch, width: int) -> Attend:

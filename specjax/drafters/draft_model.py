@@ -161,10 +161,14 @@ class _DraftModel(TokenByToken):
             tensor_axis=self.axis,
         )
 
-    def logits(self, params: DecoderParams, hidden: Array) -> Array:
+    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
+        del depth
         return logits(params.drafter, self.config, hidden, self.axis)
 
-    def own_logits(self, params: DecoderParams, hidden: Array) -> tuple[Array, Vocabulary]:
+    def own_logits(
+        self, params: DecoderParams, hidden: Array, depth: int | Array
+    ) -> tuple[Array, Vocabulary]:
+        del depth
         return own_logits(params.drafter, self.config, hidden, self.axis)
 
     def begin(
@@ -208,8 +212,9 @@ class _DraftModel(TokenByToken):
         positions: Array,
         is_fed: Array,
         hidden: Array,
+        depth: int | Array,
     ) -> tuple[Array, _Pages]:
-        del hidden
+        del hidden, depth
         return self.feed_some(
             params, state, decode_state, history, positions, is_fed.astype(jnp.int32), 1
         )
@@ -224,8 +229,9 @@ class _DraftModel(TokenByToken):
         nodes: Sequence[int],
         takes_part: Array,
         hidden: Array,
+        depth: int,
     ) -> tuple[Array, _Pages]:
-        del hidden  # it reads the keys and values of the parents
+        del hidden, depth  # it reads the keys and values of the parents
         rows = decode_state.rows
         batch = batch_of_nodes(decode_state, token_ids, tree, nodes, takes_part)
         hidden, state = self.forward(params, state, batch, len(nodes))

@@ -21,7 +21,7 @@ from pallas_kernels import layout
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters import token_by_token
 from specjax.drafters.base import Drafter, DrafterContext, by_page, by_row
-from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes
+from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes, keep_newest
 from specjax.models import eagle as eagle1
 from specjax.models import eagle3
 from specjax.models.eagle import EagleConfig
@@ -102,7 +102,6 @@ class _Head(TokenByToken):
     ) -> EagleState:
         """Runs the pairs of the tokens after those that were fed; see `Drafter.absorb`."""
         features = self.model.feature(params.drafter, self.config, taps)
-        places = fed.lengths.shape[0]
         pairs = dataclasses.replace(
             fed,
             token_ids=next_token_ids,
@@ -111,10 +110,7 @@ class _Head(TokenByToken):
             slot_mapping=_slots(state, fed.block_table, fed.row_ids, fed.positions + 1),
         )
         out, pages = self._run(params, state.pages, pairs, features, max_tokens_per_row)
-        counts = jnp.diff(fed.row_starts)
-        last = jnp.clip(fed.row_starts[1:] - 1, 0, out.shape[0] - 1)
-        rows = jnp.where(counts > 0, row_ids[:places], state.newest.shape[0])
-        return EagleState(pages, state.newest.at[rows].set(out[last], mode="drop"))
+        return EagleState(pages, keep_newest(state.newest, out, fed, row_ids))
 
     def begin(
         self, params: DecoderParams, state: EagleState, decode_state: Any, takes_part: Array
@@ -131,7 +127,9 @@ class _Head(TokenByToken):
         positions: Array,
         is_fed: Array,
         hidden: Array,
+        depth: int | Array,
     ) -> tuple[Array, EagleState]:
+        del depth
         cache, rows = decode_state.cache, decode_state.rows
         batch = make_decode_batch(
             history,
@@ -158,7 +156,9 @@ class _Head(TokenByToken):
         nodes: Sequence[int],
         takes_part: Array,
         hidden: Array,
+        depth: int,
     ) -> tuple[Array, EagleState]:
+        del depth
         rows, count = decode_state.rows, len(nodes)
         batch = batch_of_nodes(decode_state, token_ids, tree, nodes, takes_part)
         row = jnp.minimum(batch.row_ids, rows - 1)
@@ -169,7 +169,8 @@ class _Head(TokenByToken):
         flat = tokens_of(batch.row_starts, rows * count, count)
         return out[flat], state._replace(pages=pages)
 
-    def logits(self, params: DecoderParams, hidden: Array) -> Array:
+    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
+        del depth
         own = params.drafter
         if self.config.has_head:
             return self.model.own_logits(own, self.config, hidden)
@@ -177,8 +178,10 @@ class _Head(TokenByToken):
             params, self.model.normed_output(own, self.config, hidden)
         )
 
-    def own_logits(self, params: DecoderParams, hidden: Array) -> tuple[Array, Vocabulary]:
-        return self.logits(params, hidden), WHOLE
+    def own_logits(
+        self, params: DecoderParams, hidden: Array, depth: int | Array
+    ) -> tuple[Array, Vocabulary]:
+        return self.logits(params, hidden, depth), WHOLE
 
     def _run(
         self,

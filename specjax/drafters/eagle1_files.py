@@ -61,11 +61,7 @@ def read_eagle(
 
 def _parse(head: Head, target: ModelConfig, aux_layer_ids: Sequence[int] | None) -> EagleConfig:
     own, tensors = head.own, head.tensors
-    if aux_layer_ids is not None:
-        raise ValueError(
-            f"{aux_layer_ids=} is for heads that read several layers; this one reads the last "
-            "hidden state. Leave it out."
-        )
+    head_files.check_reads_last(aux_layer_ids)
     require(own, "hidden_act", ("silu", "swish"), "silu")
     width = size(own, "hidden_size")
     head_files.check_target(width, size(own, "vocab_size", target.vocab_size), target)

@@ -21,7 +21,7 @@ from specjax.models import weights
 from specjax.models.base import Json, ModelConfig, Params
 from specjax.models.config_values import MAX_LAYERS, flag, is_int, number, rope, shown, size
 from specjax.models.head_parts import HeadConfig
-from specjax.models.safetensors import open_folder
+from specjax.models.safetensors import open_file, open_folder
 from specjax.runtime.model_files import find_file, read_json
 
 Tensors = Mapping[str, np.ndarray]
@@ -64,8 +64,12 @@ class Head(NamedTuple):
         return self.own is not self.raw
 
 
-def open_head(folder: Path, kind: str) -> Head:
+def open_head(folder: Path, kind: str, file_name: str | None = None) -> Head:
     """Opens the folder of a head.
+
+    Args:
+      kind: what it is called in messages.
+      file_name: of its weights, where they are in no file of the usual name.
 
     Raises:
       FileNotFoundError: config.json or the weights are absent.
@@ -80,7 +84,8 @@ def open_head(folder: Path, kind: str) -> Head:
             "once: safetensors.torch.save_file(torch.load(FILE.bin, weights_only=True), "
             "'model.safetensors'), in the same folder."
         )
-    raw, tensors = read_json(path), open_folder(folder)
+    own_file = None if file_name is None else find_file(folder, file_name)
+    raw, tensors = read_json(path), open_folder(folder) if own_file is None else open_file(own_file)
     nested = raw.get("transformer_layer_config")
     return Head(kind, path, raw, nested if isinstance(nested, dict) else raw, tensors)
 
@@ -111,6 +116,15 @@ def check_target(target_width: int, said_vocab: int, target: ModelConfig) -> Non
             f"the head is for a target of {target_width} hidden numbers and {said_vocab} tokens; "
             f"this target has {target.hidden_size} and {target.vocab_size}. Give the head that was "
             "trained for it."
+        )
+
+
+def check_reads_last(aux_layer_ids: Any) -> None:
+    """Raises ValueError if layers are named for a head that reads what the target's head reads."""
+    if aux_layer_ids is not None:
+        raise ValueError(
+            f"{aux_layer_ids=} is for heads that read several layers; this one reads the last "
+            "hidden state. Leave it out."
         )
 
 
@@ -294,7 +308,7 @@ def read_weights(head: Head, config: HeadConfig, leaves: Any, dtype: DTypeLike |
     Raises:
       ValueError: tensors are missing, of another shape or dtype, or unknown.
     """
-    folder, vocab = head.path.parent, config.layers.vocab_size
+    folder, vocab = head.path.parent, config.vocab_size
     target_vocab = config.target_vocab_size
     _check(head, leaves)
     if dtype is None:

@@ -15,9 +15,16 @@ from specjax.drafters.dflash_files import is_dflash, is_dspark, read_dflash
 from specjax.drafters.eagle1_files import is_eagle, read_eagle
 from specjax.drafters.eagle_files import is_eagle3, read_eagle3
 from specjax.drafters.head_files import FoundHead
-from specjax.drafters.spec import DFlashDrafter, EagleDrafter
+from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
+from specjax.drafters.newest_state_files import (
+    is_medusa,
+    is_mlp_speculator,
+    read_medusa,
+    read_mlp_speculator,
+)
 from specjax.models.base import Json, ModelConfig, embed_tokens
-from specjax.models.eagle import EagleConfig
+from specjax.models.dflash import DFlashConfig
+from specjax.models.eagle3 import Eagle3Config
 from specjax.models.families import family_of
 from specjax.models.loading import Model, resolve_folder
 from specjax.models.safetensors import open_folder
@@ -44,6 +51,13 @@ KINDS = (
     HeadKind("dflash", lambda raw, names: is_dflash(raw), read_dflash, DFlashDrafter),
     HeadKind("dspark", lambda raw, names: is_dspark(raw), read_dflash, DFlashDrafter),
     HeadKind("eagle3", lambda raw, names: is_eagle3(raw), read_eagle3, EagleDrafter),
+    HeadKind("medusa", lambda raw, names: is_medusa(raw), read_medusa, NewestStateDrafter),
+    HeadKind(
+        "mlp_speculator",
+        lambda raw, names: is_mlp_speculator(raw),
+        read_mlp_speculator,
+        NewestStateDrafter,
+    ),
     HeadKind("eagle", is_eagle, read_eagle, EagleDrafter),
 )
 
@@ -69,11 +83,11 @@ def check_method(source: Any, method: str | None) -> None:
 
 def check_fits(spec: DrafterSpec, target: ModelConfig) -> None:
     """Raises ValueError where a head was made for another target than this."""
-    if not isinstance(spec, DFlashDrafter | EagleDrafter):
+    if not isinstance(spec, DFlashDrafter | EagleDrafter | NewestStateDrafter):
         return
     config, deepest = spec.config, max(spec.config.aux_layers)
     made_for = config.target_hidden_size, config.target_vocab_size
-    reads_last = isinstance(config, EagleConfig)
+    reads_last = not isinstance(config, Eagle3Config | DFlashConfig)
     fits = deepest == target.num_layers if reads_last else deepest <= target.num_layers
     if made_for != (target.hidden_size, target.vocab_size) or not fits:
         at_least = "" if reads_last else "at least "

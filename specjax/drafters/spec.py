@@ -5,20 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-import jax.numpy as jnp
-
 from specjax.config.speculation import MAX_DRAFT_NODES, SpeculationConfig
-from specjax.drafters import dflash as dflash_head
-from specjax.drafters import draft_model, eagle, history, hybrid, ngram, none
-from specjax.drafters.base import Drafter, DrafterContext, ModelWork, no_tree_message
+from specjax.drafters import draft_model, history, hybrid, ngram, none
+from specjax.drafters.base import Drafter, DrafterContext, no_tree_message
 from specjax.drafters.base import DrafterSpec as DrafterSpec
-from specjax.models import dflash
 from specjax.models.base import ModelConfig
-from specjax.models.dflash import DFlashConfig
-from specjax.models.eagle import EagleConfig
-from specjax.models.eagle3 import Eagle3Config
 from specjax.models.partition import undivided
-from specjax.paged import kv_cache
 from specjax.trees import static_shapes
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
@@ -74,13 +66,13 @@ class NgramDrafter(DrafterSpec):
                 "'history'."
             )
         # Every field is at least 1.
-        low = _asked_for(config, "prompt_lookup_min") or self.min_match
-        high = _asked_for(config, "prompt_lookup_max") or self.max_match
+        low = asked_for(config, "prompt_lookup_min") or self.min_match
+        high = asked_for(config, "prompt_lookup_max") or self.max_match
         if low > high:
             # A bound set on its own moves the default of the other.
-            is_high_asked = _asked_for(config, "prompt_lookup_max") is not None
+            is_high_asked = asked_for(config, "prompt_lookup_max") is not None
             low, high = (high, high) if is_high_asked else (low, low)
-        num_matches = _asked_for(config, "prompt_lookup_matches") or self.num_matches
+        num_matches = asked_for(config, "prompt_lookup_matches") or self.num_matches
         num_drafts = config.num_draft_nodes or self.num_drafts
         # Not NgramDrafter(...): a class derived from it stays what it is.
         return dataclasses.replace(
@@ -135,8 +127,8 @@ class HistoryDrafter(DrafterSpec):
         return dataclasses.replace(
             self,
             corpus_tokens=config.corpus_tokens or self.corpus_tokens,
-            min_match=_asked_for(config, "prompt_lookup_min") or self.min_match,
-            num_matches=_asked_for(config, "prompt_lookup_matches") or self.num_matches,
+            min_match=asked_for(config, "prompt_lookup_min") or self.min_match,
+            num_matches=asked_for(config, "prompt_lookup_matches") or self.num_matches,
             num_drafts=config.num_draft_nodes or self.num_drafts,
         )
 
@@ -155,7 +147,7 @@ class HistoryDrafter(DrafterSpec):
         return NgramDrafter(num_matches=self.num_matches, num_drafts=self.num_drafts)
 
 
-class _Shaped(DrafterSpec):
+class Shaped(DrafterSpec):
     """Drafts chains, or trees of a shape that a config may set.
 
     Attributes:
@@ -219,7 +211,7 @@ class _Shaped(DrafterSpec):
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelDrafter(_Shaped):
+class ModelDrafter(Shaped):
     """A draft model with the target's vocabulary; `shape` describes its trees, None: chains."""
 
     config: ModelConfig
@@ -286,116 +278,6 @@ class ModelDrafter(_Shaped):
 
 
 @dataclasses.dataclass(frozen=True)
-class EagleDrafter(_Shaped):
-    """An EAGLE or EAGLE-3 head over the target; `shape` describes its trees, None: chains."""
-
-    config: EagleConfig | Eagle3Config
-    shape: TreeShape | Growth | None = None
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.config.aux_layers
-
-    def configured(self, config: SpeculationConfig) -> EagleDrafter:
-        """Returns the spec with the tree of a config.
-
-        Raises:
-          ValueError: the config sets a field that does not apply to a head over the target.
-        """
-        for name in ("max_model_len", "corpus_tokens"):
-            if (value := _asked_for(config, name)) is not None:
-                raise ValueError(
-                    f"{name}={value!r} does not apply to a head over the target; leave it out."
-                )
-        shape = self.shape_of(config, self.config.layers.vocab_size)
-        return dataclasses.replace(self, shape=shape)
-
-    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
-        del target
-        return kv_cache.numbers_per_token(self.config.layers) * jnp.dtype(dtype).itemsize
-
-    def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
-        del target
-        return eagle.equations_of(self.config).abstract(self.config, dtype)
-
-    def work(
-        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
-    ) -> tuple[ModelWork, ...]:
-        """Returns the work of one draft token: the layers, and the head's matrix."""
-        del target, num_weights
-        products = eagle.equations_of(self.config).draft_products(self.config)
-        return (_head_work(self.config.layers, products, dtype),)
-
-    def build(self, context: DrafterContext) -> Drafter:
-        return eagle.drafter(self.config, context, self._cut(context.num_speculative_tokens))
-
-
-def _head_work(own: ModelConfig, products: int, dtype: Any, **others: Any) -> ModelWork:
-    """Returns the work of a forward of a head.
-
-    Args:
-      own: sizes of its layers.
-      products: multiply-adds per token in products with weights.
-      others: fields of ModelWork.
-    """
-    size = jnp.dtype(dtype).itemsize
-    return ModelWork(
-        weight_bytes=size * products,
-        token_flops=2 * products,
-        context_bytes=size * kv_cache.numbers_per_token(own),
-        context_flops=4 * own.num_layers * own.num_heads * own.head_dim,
-        num_layers=own.num_layers,
-        **others,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class DFlashDrafter(DrafterSpec):
-    """A DFlash head over the target, which drafts a chain in one pass over a block of masks.
-
-    It drafts at most `DFlashConfig.most_drafts` tokens; a larger K drafts no more.
-    """
-
-    config: DFlashConfig
-
-    has_probs: ClassVar[bool] = True
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.config.aux_layers
-
-    def tree_slots(self, num_speculative_tokens: int) -> int:
-        """Returns the slots that a block takes past the newest token."""
-        return self.config.num_rows(num_speculative_tokens) - 1
-
-    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
-        del target
-        return kv_cache.numbers_per_token(self.config.layers) * jnp.dtype(dtype).itemsize
-
-    def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
-        del target
-        return dflash.abstract(self.config, dtype)
-
-    def work(
-        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
-    ) -> tuple[ModelWork, ...]:
-        """Returns the work of one block: its layers, and the head's matrix."""
-        del target, num_weights
-        own = self.config.layers
-        one = _head_work(
-            own,
-            dflash.draft_products(self.config),
-            dtype,
-            layer_windows=own.layer_windows,
-            block_tokens=self.config.block_size,
-        )
-        return (one,)
-
-    def build(self, context: DrafterContext) -> Drafter:
-        return dflash_head.drafter(self.config, context)
-
-
-@dataclasses.dataclass(frozen=True)
 class HybridDrafter(DrafterSpec):
     """History drafts where they are expected to be accepted more, else chains of a draft model."""
 
@@ -433,7 +315,7 @@ class HybridDrafter(DrafterSpec):
             self,
             model=self.model.with_tree(config),
             corpus_tokens=config.corpus_tokens or self.corpus_tokens,
-            min_match=_asked_for(config, "prompt_lookup_min") or self.min_match,
+            min_match=asked_for(config, "prompt_lookup_min") or self.min_match,
         )
 
     def build(self, context: DrafterContext) -> Drafter:
@@ -446,7 +328,7 @@ class HybridDrafter(DrafterSpec):
         )
 
 
-def _asked_for(config: SpeculationConfig, name: str) -> Any:
+def asked_for(config: SpeculationConfig, name: str) -> Any:
     """Returns a field of a config, or None if it has its default."""
     value = getattr(config, name)
     return None if value == getattr(SpeculationConfig, name) else value

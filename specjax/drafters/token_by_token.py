@@ -90,6 +90,7 @@ class TokenByToken:
         positions: Array,
         is_fed: Array,
         hidden: Array,
+        depth: int | Array,
     ) -> tuple[Array, Any]:
         """Feeds one draft token of each row.
 
@@ -98,6 +99,7 @@ class TokenByToken:
           positions: i32[rows], of the tokens that are fed.
           is_fed: bool[rows].
           hidden: [rows, width], after the token before each.
+          depth: i32[], of these tokens, in all rows; that of the root is 0.
 
         Returns:
           hidden [rows, width] after these tokens, and the state.
@@ -114,6 +116,7 @@ class TokenByToken:
         nodes: Sequence[int],
         takes_part: Array,
         hidden: Array,
+        depth: int,
     ) -> tuple[Array, Any]:
         """Feeds some nodes of every row's tree; their ancestors were fed before.
 
@@ -121,17 +124,24 @@ class TokenByToken:
           nodes: static, ascending.
           takes_part: bool[rows].
           hidden: [rows, len(nodes), width], after the parent of each.
+          depth: of all these nodes; that of the root is 0.
 
         Returns:
           hidden [rows, len(nodes), width] after them, and the state.
         """
         raise NotImplementedError
 
-    def logits(self, params: DecoderParams, hidden: Array) -> Array:
-        """Returns f32[num_tokens, vocab] from hidden [num_tokens, width]."""
+    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
+        """Returns f32[num_tokens, vocab] from hidden [num_tokens, width].
+
+        Args:
+          depth: i32[], of the tokens that hidden follows; that of the root is 0.
+        """
         raise NotImplementedError
 
-    def own_logits(self, params: DecoderParams, hidden: Array) -> tuple[Array, Vocabulary]:
+    def own_logits(
+        self, params: DecoderParams, hidden: Array, depth: int | Array
+    ) -> tuple[Array, Vocabulary]:
         """Returns this device's slice of `logits`, f32[num_tokens, its width], and the slices."""
         raise NotImplementedError
 
@@ -164,7 +174,7 @@ class TokenByToken:
             temperature = jnp.where(rules == DELTA, 0.0, sampling.temperature)
             certain = dataclasses.replace(sampling, temperature=temperature)
             # Over slices of the vocabulary: no logits of another shard are needed.
-            scores, vocabulary = self.own_logits(params, flat)
+            scores, vocabulary = self.own_logits(params, flat, depth)
             choice = choose_tokens(
                 scores, certain, *where[1:], role=TARGET_TOKEN, vocabulary=vocabulary
             )
@@ -172,7 +182,7 @@ class TokenByToken:
             # that is no fault of the model.
             is_nan = choice.is_invalid & _has_nan(scores, choice.is_invalid, vocabulary)
             return _Drawn(by_row(jnp.where(is_nan, NOT_A_TOKEN, choice.token_ids)))
-        scores = self.logits(params, flat)
+        scores = self.logits(params, flat, depth)
         keys = noise_keys(sampling, rules, row_ids, roots + depth, roots, jnp.tile(nodes, rows))
         siblings = draw_siblings(
             scores,
@@ -231,7 +241,7 @@ class TokenByToken:
         rows, width = hidden.shape[:2]
         row_ids = jnp.repeat(jnp.arange(rows, dtype=jnp.int32), width)
         positions = decode_state.cache.lengths[row_ids] + depth
-        scores = self.logits(params, hidden.reshape(rows * width, -1))
+        scores = self.logits(params, hidden.reshape(rows * width, -1), depth)
         sampling = decode_state.sampling
         is_nan = jnp.any(~(scores < jnp.inf), axis=1)[:, None]
         scores = process_logits(scores, sampling, row_ids, positions, history)
@@ -271,6 +281,25 @@ def of_head(config: Any, context: DrafterContext) -> dict[str, Any]:
         "config": config,
         "context": context,
     }
+
+
+def token_at(history: Array, positions: Array) -> Array:
+    """Returns the token at a position of each row, i32[rows]; history i32[rows, max_length]."""
+    places = jnp.minimum(positions, history.shape[1] - 1)
+    return jnp.take_along_axis(history, places[:, None], axis=1)[:, 0]
+
+
+def keep_newest(newest: Array, said: Array, fed: TokenBatch, row_ids: Array) -> Array:
+    """Returns `newest` [rows, width] with what is said of the last token of each row that was fed.
+
+    Args:
+      said: [num_tokens, width], of the tokens that were fed.
+      fed, row_ids: as of `Drafter.absorb`.
+    """
+    counts = jnp.diff(fed.row_starts)
+    last = jnp.clip(fed.row_starts[1:] - 1, 0, said.shape[0] - 1)
+    rows = jnp.where(counts > 0, row_ids[: counts.shape[0]], newest.shape[0])
+    return newest.at[rows].set(said[last], mode="drop")
 
 
 def draft(
@@ -344,7 +373,7 @@ def _draft_chain(
         """Feeds the last draft token; draws the next."""
         state, hidden, history, drawn = carry
         hidden, state = model.feed(
-            params, state, decode_state, history, root + index, index < num_tokens, hidden
+            params, state, decode_state, history, root + index, index < num_tokens, hidden, index
         )
         return state, hidden, *propose(index, hidden, history, drawn)
 
@@ -399,7 +428,7 @@ def _draft_tree(
         if depth:
             above = hidden[:, np.array([before.index(shape.parents[node]) for node in nodes])]
             hidden, state = model.feed_nodes(
-                params, state, decode_state, token_ids, tree, nodes, takes_part, above
+                params, state, decode_state, token_ids, tree, nodes, takes_part, above, depth
             )
         drawn = model.draw(
             params,
@@ -472,7 +501,7 @@ def _draft_dynamic_tree(
         if depth:
             above = jnp.take_along_axis(hidden, frontier.origins[:, :, None], axis=1)
             hidden, state = model.feed_nodes(
-                params, state, decode_state, token_ids, tree, nodes, takes_part, above
+                params, state, decode_state, token_ids, tree, nodes, takes_part, above, depth
             )
         kept_at = kept_at.at[jnp.arange(rows)[:, None], frontier.nodes].set(
             jnp.array(nodes, jnp.int32)

@@ -71,6 +71,14 @@ class DFlashConfig:
     markov_rank: int = 0
 
     @property
+    def hidden_size(self) -> int:
+        return self.layers.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.layers.vocab_size
+
+    @property
     def fc_width(self) -> int:
         return len(self.aux_layers) * self.target_hidden_size
 

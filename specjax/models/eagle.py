@@ -54,6 +54,14 @@ class EagleConfig:
     has_head: bool = False
 
     @property
+    def hidden_size(self) -> int:
+        return self.layers.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.layers.vocab_size
+
+    @property
     def target_hidden_size(self) -> int:
         return self.layers.hidden_size
 

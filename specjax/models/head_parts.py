@@ -24,7 +24,10 @@ class HeadConfig(Protocol):
     """What the configs of heads have in common; see theirs."""
 
     @property
-    def layers(self) -> ModelConfig: ...
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
     @property
     def target_vocab_size(self) -> int: ...
@@ -129,8 +132,8 @@ def draft_products(config: HeadConfig, leaves: Any) -> int:
     Args:
       leaves: the others of these weights.
     """
-    vocab = config.layers.vocab_size if config.has_head else config.target_vocab_size
-    return weights.num_weights(leaves) + vocab * config.layers.hidden_size
+    vocab = config.vocab_size if config.has_head else config.target_vocab_size
+    return weights.num_weights(leaves) + vocab * config.hidden_size
 
 
 def abstract(leaves: Any, config: HeadConfig, dtype: DTypeLike) -> Params:
@@ -142,12 +145,12 @@ def abstract(leaves: Any, config: HeadConfig, dtype: DTypeLike) -> Params:
     params = weights.map_weights(
         lambda weight: jax.ShapeDtypeStruct(weight.shape, jnp.dtype(dtype)), leaves
     )
-    ids = jax.ShapeDtypeStruct((config.layers.vocab_size,), jnp.dtype(jnp.int32))
+    ids = jax.ShapeDtypeStruct((config.vocab_size,), jnp.dtype(jnp.int32))
     return params | only_if(config.maps_vocabulary, target_ids=ids)
 
 
 def init(leaves: Any, config: HeadConfig, key: Array, dtype: DTypeLike, std: float) -> Params:
     """Returns random weights; a vocabulary that is a part is evenly spaced over the target's."""
-    params, count = weights.init_of(leaves, key, dtype, std), config.layers.vocab_size
+    params, count = weights.init_of(leaves, key, dtype, std), config.vocab_size
     ids = jnp.arange(count, dtype=jnp.int32) * (config.target_vocab_size // count)
     return params | only_if(config.maps_vocabulary, target_ids=ids)

@@ -279,7 +279,7 @@ def test_from_json_names_the_keys_it_ignores():
         ("[1]", "must be a JSON object, got list"),
         ("3", "must be a JSON object, got int"),
         (None, "must be a JSON object, got NoneType"),
-        ({"method": "medusa"}, "'medusa' is not available.*ngram.*draft_model"),
+        ({"method": "mtp"}, "'mtp' is not available.*ngram.*draft_model"),
         ({"method": 3}, "3 is not available"),
         ({"method": ["ngram"]}, "'ngram'.* is not available"),
         ({"method": "draft_model"}, "needs 'model'"),

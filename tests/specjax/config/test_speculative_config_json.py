@@ -178,7 +178,7 @@ def test_keys_are_strings():
         ({"synthetic_acceptance_length": 2}, "is for rejection_sample_method='synth"),
         ({"method": "mtp"}, "'mtp' is not available: specjax runs no head of that kind"),
         ({"method": "deepseek_mtp"}, "'deepseek_mtp' is not available: .*of that kind"),
-        ({"method": "mlp_speculator"}, "of that kind; this version has 'ngram' and 'hi"),
+        ({"method": "glm4_moe_mtp"}, "of that kind; this version has 'ngram' and 'hi"),
         ({"method": "custom_class"}, "pass a drafter of your own as drafter="),
     ],
 )

@@ -12,7 +12,7 @@ import specjax
 from specjax.drafters import dflash as head_drafter
 from specjax.drafters.base import DrafterContext
 from specjax.drafters.dflash import _Head
-from specjax.drafters.spec import DFlashDrafter
+from specjax.drafters.head_specs import DFlashDrafter
 from specjax.drafters.token_by_token import of_head
 from specjax.models import dflash
 from specjax.models.base import ModelConfig, RopeConfig
@@ -211,11 +211,11 @@ class Rows:
         hidden, state = self.head.begin(self.params, self.state, decode_state, takes_part)
         history, tokens = self.history, []
         for ahead in range(1, 1 + self.context.num_speculative_tokens):
-            tokens.append(int(np.argmax(self.head.logits(self.params, hidden)[row])))
+            tokens.append(int(np.argmax(self.head.logits(self.params, hidden, ahead - 1)[row])))
             history = history.at[row, root + ahead].set(tokens[-1])
             positions = jnp.full(2, root + ahead, jnp.int32)
             hidden, state = self.head.feed(
-                self.params, state, decode_state, history, positions, takes_part, hidden
+                self.params, state, decode_state, history, positions, takes_part, hidden, ahead
             )
         # With the keys and values of the block, as a step leaves them.
         self.state = self.state._replace(pages=state.pages)

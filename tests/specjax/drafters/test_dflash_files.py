@@ -9,8 +9,8 @@ from head_folders import put, random_tensors, vocabulary_maps, without, write
 import specjax
 from specjax.config.vllm_json import HEADS
 from specjax.drafters.dflash_files import read_dflash
+from specjax.drafters.head_specs import DFlashDrafter
 from specjax.drafters.heads import KINDS
-from specjax.drafters.spec import DFlashDrafter
 from specjax.models import dflash
 from specjax.models.base import ModelConfig, RopeConfig
 from specjax.models.dflash import DFlashConfig

@@ -18,7 +18,7 @@ from pair_heads import (
 )
 
 import specjax
-from specjax.drafters.spec import EagleDrafter
+from specjax.drafters.head_specs import EagleDrafter
 from specjax.models import eagle3
 from specjax.models.base import ModelConfig, RopeConfig
 from specjax.models.eagle3 import Eagle3Config

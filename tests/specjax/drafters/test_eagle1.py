@@ -13,7 +13,7 @@ from pair_heads import Rows, attention, check_all_accepted, check_texts, copied_
 
 import specjax
 from specjax.drafters.eagle1_files import read_eagle
-from specjax.drafters.spec import EagleDrafter
+from specjax.drafters.head_specs import EagleDrafter
 from specjax.models import eagle
 from specjax.models.base import ModelConfig, RopeConfig
 from specjax.models.eagle import EagleConfig

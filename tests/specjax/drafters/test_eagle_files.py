@@ -10,7 +10,7 @@ from head_folders import put, random_tensors, vocabulary_maps, without, write
 
 import specjax
 from specjax.drafters.eagle_files import read_eagle3
-from specjax.drafters.spec import EagleDrafter
+from specjax.drafters.head_specs import EagleDrafter
 from specjax.models import eagle3
 from specjax.models.base import ModelConfig
 from specjax.models.eagle3 import FLAT_PREFIX, NUMBERED_PREFIX, Eagle3Config

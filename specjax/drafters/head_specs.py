@@ -1,0 +1,206 @@
+"""The drafters that are heads over a target, as hashable values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+
+from specjax.config.speculation import SpeculationConfig
+from specjax.drafters import dflash as dflash_head
+from specjax.drafters import eagle, newest_state
+from specjax.drafters.base import Drafter, DrafterContext, DrafterSpec, ModelWork
+from specjax.drafters.spec import Shaped, asked_for
+from specjax.models import dflash, medusa, mlp_speculator
+from specjax.models.base import ModelConfig
+from specjax.models.dflash import DFlashConfig
+from specjax.models.eagle import EagleConfig
+from specjax.models.eagle3 import Eagle3Config
+from specjax.models.medusa import MedusaConfig
+from specjax.models.mlp_speculator import MlpSpeculatorConfig
+from specjax.paged import kv_cache
+from specjax.trees.expanding import Growth
+from specjax.trees.static_shapes import TreeShape
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleDrafter(Shaped):
+    """An EAGLE or EAGLE-3 head over the target; `shape` describes its trees, None: chains."""
+
+    config: EagleConfig | Eagle3Config
+    shape: TreeShape | Growth | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.aux_layers
+
+    def configured(self, config: SpeculationConfig) -> EagleDrafter:
+        """Returns the spec with the tree of a config.
+
+        Raises:
+          ValueError: the config sets a field that does not apply to a head over the target.
+        """
+        return dataclasses.replace(self, shape=_head_shape(self, config))
+
+    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
+        del target
+        return kv_cache.numbers_per_token(self.config.layers) * jnp.dtype(dtype).itemsize
+
+    def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
+        del target
+        return eagle.equations_of(self.config).abstract(self.config, dtype)
+
+    def work(
+        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
+    ) -> tuple[ModelWork, ...]:
+        """Returns the work of one draft token: the layers, and the head's matrix."""
+        del target, num_weights
+        products = eagle.equations_of(self.config).draft_products(self.config)
+        return (_head_work(self.config.layers, products, dtype),)
+
+    def build(self, context: DrafterContext) -> Drafter:
+        return eagle.drafter(self.config, context, self._cut(context.num_speculative_tokens))
+
+
+@dataclasses.dataclass(frozen=True)
+class NewestStateDrafter(Shaped):
+    """Medusa heads or an MLP speculator over the target; `shape` describes its trees, None: chains.
+
+    It drafts at most `config.most_drafts` tokens; a larger K of a chain drafts no more.
+    """
+
+    config: MedusaConfig | MlpSpeculatorConfig
+    shape: TreeShape | Growth | None = None
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.aux_layers
+
+    def configured(self, config: SpeculationConfig) -> NewestStateDrafter:
+        """Returns the spec with the tree of a config.
+
+        Raises:
+          ValueError: the config sets a field that does not apply to a head over the target, or its
+            tree is deeper than the head drafts.
+        """
+        shape, most = _head_shape(self, config), self.config.most_drafts
+        if shape is not None and shape.max_depth > most:
+            raise ValueError(
+                f"a tree of depth {shape.max_depth} is deeper than the {most} tokens that this "
+                "head drafts; use one of fewer levels."
+            )
+        return dataclasses.replace(self, shape=shape)
+
+    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
+        del target, dtype
+        return 0
+
+    def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
+        del target
+        return self._equations.abstract(self.config, dtype)
+
+    def work(
+        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
+    ) -> tuple[ModelWork, ...]:
+        """Returns the work of one draft token, the mean of all."""
+        del target, num_weights
+        products = self._equations.draft_products(self.config)
+        size = jnp.dtype(dtype).itemsize
+        one = ModelWork(
+            weight_bytes=size * products,
+            token_flops=2 * products,
+            context_bytes=0.0,
+            context_flops=0.0,
+            num_layers=1,
+        )
+        return (one,)
+
+    @property
+    def _equations(self) -> Any:
+        """The module with the equations of this kind."""
+        return medusa if isinstance(self.config, MedusaConfig) else mlp_speculator
+
+    def build(self, context: DrafterContext) -> Drafter:
+        return newest_state.drafter(self.config, context, self._cut(context.num_speculative_tokens))
+
+
+def _head_shape(
+    spec: EagleDrafter | NewestStateDrafter, config: SpeculationConfig
+) -> TreeShape | Growth | None:
+    """Returns the tree of a config for a head over the target, or the head's own.
+
+    Raises:
+      ValueError: the config sets a field that does not apply to such a head.
+    """
+    for name in ("max_model_len", "corpus_tokens"):
+        if (value := asked_for(config, name)) is not None:
+            raise ValueError(
+                f"{name}={value!r} does not apply to a head over the target; leave it out."
+            )
+    return spec.shape_of(config, spec.config.vocab_size)
+
+
+def _head_work(own: ModelConfig, products: int, dtype: Any, **others: Any) -> ModelWork:
+    """Returns the work of a forward of a head.
+
+    Args:
+      own: sizes of its layers.
+      products: multiply-adds per token in products with weights.
+      others: fields of ModelWork.
+    """
+    size = jnp.dtype(dtype).itemsize
+    return ModelWork(
+        weight_bytes=size * products,
+        token_flops=2 * products,
+        context_bytes=size * kv_cache.numbers_per_token(own),
+        context_flops=4 * own.num_layers * own.num_heads * own.head_dim,
+        num_layers=own.num_layers,
+        **others,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashDrafter(DrafterSpec):
+    """A DFlash head over the target, which drafts a chain in one pass over a block of masks.
+
+    It drafts at most `DFlashConfig.most_drafts` tokens; a larger K drafts no more.
+    """
+
+    config: DFlashConfig
+
+    has_probs: ClassVar[bool] = True
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.config.aux_layers
+
+    def tree_slots(self, num_speculative_tokens: int) -> int:
+        """Returns the slots that a block takes past the newest token."""
+        return self.config.num_rows(num_speculative_tokens) - 1
+
+    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
+        del target
+        return kv_cache.numbers_per_token(self.config.layers) * jnp.dtype(dtype).itemsize
+
+    def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
+        del target
+        return dflash.abstract(self.config, dtype)
+
+    def work(
+        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
+    ) -> tuple[ModelWork, ...]:
+        """Returns the work of one block: its layers, and the head's matrix."""
+        del target, num_weights
+        own = self.config.layers
+        one = _head_work(
+            own,
+            dflash.draft_products(self.config),
+            dtype,
+            layer_windows=own.layer_windows,
+            block_tokens=self.config.block_size,
+        )
+        return (one,)
+
+    def build(self, context: DrafterContext) -> Drafter:
+        return dflash_head.drafter(self.config, context)

@@ -1,0 +1,130 @@
+"""Reads folders with Medusa heads, and with MLP speculators."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.typing import DTypeLike
+
+from specjax.config.speculation import MAX_DEPTH
+from specjax.drafters import head_files
+from specjax.drafters.head_files import FoundHead, Head
+from specjax.models import medusa, mlp_speculator
+from specjax.models.base import Json, ModelConfig
+from specjax.models.config_values import flag, shown, size
+from specjax.models.medusa import OF_VLLM, PUBLISHED, MedusaConfig
+from specjax.models.mlp_speculator import MlpSpeculatorConfig
+
+MEDUSA_FILE = "medusa_lm_head.safetensors"
+_PREFIX = "speculator."
+_NOTE = "reads the last hidden state of the target, after the final norm"
+
+
+def is_medusa(raw: Json) -> bool:
+    """Returns whether a config.json says that its folder holds Medusa heads."""
+    return raw.get("medusa_num_heads") is not None or raw.get("model_type") == "medusa"
+
+
+def is_mlp_speculator(raw: Json) -> bool:
+    """Returns whether a config.json says that its folder holds an MLP speculator."""
+    return raw.get("model_type") == "mlp_speculator"
+
+
+def read_medusa(
+    folder: Path,
+    target: ModelConfig,
+    dtype: DTypeLike | None,
+    aux_layer_ids: Sequence[int] | None = None,
+) -> FoundHead:
+    """Returns the Medusa heads in a folder, for a target; the tensors say how many they are.
+
+    Args:
+      dtype: of their weights; None: no weights are read.
+      aux_layer_ids: None, as they read what the target's head reads.
+
+    Raises:
+      FileNotFoundError: config.json or the weights are absent.
+      ValueError: the heads are for another target, a tensor or key is missing, impossible, or
+        unknown, or aux_layer_ids is given.
+    """
+    head = head_files.open_head(folder, "Medusa heads", MEDUSA_FILE)
+    with head_files.naming(head):
+        head_files.check_reads_last(aux_layer_ids)
+        config, naming = _parse_medusa(head, target)
+    leaves = medusa.weights_of(config, naming)
+    note = f"drafts at most {config.most_drafts} tokens, one for each head"
+    params = head_files.read_weights(head, config, leaves, dtype)
+    return FoundHead(config, params, (_NOTE, note))
+
+
+def read_mlp_speculator(
+    folder: Path,
+    target: ModelConfig,
+    dtype: DTypeLike | None,
+    aux_layer_ids: Sequence[int] | None = None,
+) -> FoundHead:
+    """Returns the MLP speculator in a folder, for a target; arguments and errors as above."""
+    head = head_files.open_head(folder, "an MLP speculator")
+    with head_files.naming(head):
+        head_files.check_reads_last(aux_layer_ids)
+        config = _parse_mlp_speculator(head.raw, target)
+    is_prefixed = any(name.startswith(_PREFIX) for name in head.tensors)
+    leaves = mlp_speculator.weights_of(config, _PREFIX if is_prefixed else "")
+    note = f"drafts at most {config.most_drafts} tokens"
+    params = head_files.read_weights(head, config, leaves, dtype)
+    return FoundHead(config, params, (_NOTE, note))
+
+
+def _parse_mlp_speculator(raw: Json, target: ModelConfig) -> MlpSpeculatorConfig:
+    width = size(raw, "emb_dim")
+    head_files.check_target(width, size(raw, "vocab_size"), target)
+    return MlpSpeculatorConfig(
+        target_hidden_size=width,
+        target_vocab_size=target.vocab_size,
+        aux_layers=(target.num_layers,),
+        inner_size=size(raw, "inner_dim", 0, least=0) or width,
+        most_drafts=size(raw, "n_predict", most=MAX_DEPTH),
+        scale_input=flag(raw, "scale_input", False),
+        is_tied=flag(raw, "tie_weights", False),
+    )
+
+
+def _parse_medusa(head: Head, target: ModelConfig) -> tuple[MedusaConfig, tuple[str, str]]:
+    raw, tensors = head.raw, head.tensors
+    for key in ("truncated_vocab_size", "original_lm_head"):
+        if raw.get(key) not in (None, False, raw.get("vocab_size")):
+            raise ValueError(f"{key}={shown(raw[key])} is not supported; leave it out.")
+    is_of_vllm = any(name.startswith("blocks.") for name in tensors)
+    naming = OF_VLLM if is_of_vllm else PUBLISHED
+    first = naming[0].format(head=0, block=0)
+    width = head_files.shape_of(head, f"{first}.weight")[0]
+    of_block = _numbers(naming[0] + ".weight", tensors)
+    count = 1 + max(index for index, _ in of_block)
+    num_blocks = 1 + max(place for _, place in of_block)
+    if max(count, num_blocks) > MAX_DEPTH:
+        raise ValueError(f"{count} heads of {num_blocks} blocks are more than {MAX_DEPTH}.")
+    matrix = f"{naming[1].format(head=0, blocks=num_blocks)}.weight"
+    has_head = matrix in tensors
+    vocab = head_files.shape_of(head, matrix)[0] if has_head else target.vocab_size
+    head_files.check_target(width, vocab, target)
+    config = MedusaConfig(
+        target_hidden_size=width,
+        target_vocab_size=vocab,
+        aux_layers=(target.num_layers,),
+        most_drafts=count,
+        num_blocks=num_blocks,
+        has_bias=f"{first}.bias" in tensors,
+        has_head=has_head,
+    )
+    return config, naming
+
+
+def _numbers(pattern: str, names: Any) -> list[tuple[int, int]]:
+    """Returns head and block of each name that fits a pattern."""
+    parts = {"head": r"(\d{1,6})", "block": r"(\d{1,6})"}
+    wanted = re.compile(re.escape(pattern).replace(r"\{", "{").replace(r"\}", "}").format(**parts))
+    found = (wanted.fullmatch(name) for name in names)
+    return [(int(match[1]), int(match[2])) for match in found if match]

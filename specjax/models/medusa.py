@@ -1,0 +1,128 @@
+"""Medusa: heads over the last hidden state of a target, one for each draft token.
+
+Source: Cai et al. 2024, arXiv:2401.10774, section 3.1, and the published checkpoints. With the
+hidden state g that the target's head reads at the token before the newest one, head i says draft
+token i = 0, 1, ... whatever the drafts before it are:
+
+    x = g
+    x = x + silu(block_l(x))                for its residual blocks l
+    logits = head_i(x)
+
+Some have no matrices of their own: then head_i is the target's head.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
+
+from specjax.models import blocks, head_parts, weights
+from specjax.models.base import Params
+from specjax.models.head_parts import only_if
+from specjax.models.layers import linear
+from specjax.models.weights import matrix, vector
+
+# Names of a block and of a head's matrix in files: of FasterDecoding, and of vLLM.
+PUBLISHED, OF_VLLM = (
+    ("{head}.{block}.linear", "{head}.{blocks}"),
+    (
+        "blocks.{head}.layers.{block}",
+        "lm_heads.{head}",
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaConfig:
+    """Static sizes and flags of Medusa heads; hashable, a jit key.
+
+    Attributes:
+      target_hidden_size: width of the target's hidden state.
+      target_vocab_size: tokens of the target, and of the heads.
+      aux_layers: the target's number of layers alone, which captures its normed output.
+      most_drafts: number of heads.
+      num_blocks: residual blocks of each.
+      has_bias: whether blocks have one.
+      has_head: whether each has a matrix of its own; else the target's head is used.
+    """
+
+    target_hidden_size: int
+    target_vocab_size: int
+    aux_layers: tuple[int, ...]
+    most_drafts: int
+    num_blocks: int = 1
+    has_bias: bool = True
+    has_head: bool = True
+
+    @property
+    def hidden_size(self) -> int:
+        return self.target_hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.target_vocab_size
+
+    @property
+    def maps_vocabulary(self) -> bool:
+        return False
+
+
+def forward(params: Params, config: MedusaConfig, newest: Array, index: int) -> Array:
+    """Returns x [n, hidden_size] of head `index` after its blocks, from g."""
+    x = newest
+    for place in range(config.num_blocks):
+        x = x + jax.nn.silu(blocks.project(x, params["heads"][index]["blocks"][place], "block"))
+    return x
+
+
+def own_logits(params: Params, config: MedusaConfig, x: Array, index: int) -> Array:
+    """Returns f32[n, target_vocab_size] of head `index`, from its x; only with `has_head`."""
+    del config
+    return linear(x, params["heads"][index]["lm_head"], jnp.float32)
+
+
+def abstract(config: MedusaConfig, dtype: DTypeLike) -> Params:
+    """Returns the names, shapes and dtypes of the weights, a tree of jax.ShapeDtypeStruct."""
+    return head_parts.abstract(weights_of(config), config, dtype)
+
+
+def init(
+    key: Array, config: MedusaConfig, dtype: DTypeLike = jnp.float32, std: float = 0.02
+) -> Params:
+    """Returns random weights."""
+    return head_parts.init(weights_of(config), config, key, dtype, std)
+
+
+def weights_of(config: MedusaConfig, naming: tuple[str, str] = PUBLISHED) -> dict[str, Any]:
+    """Returns a Weight per leaf, those of each head in a tuple.
+
+    Args:
+      naming: of a block and of a head's matrix in the file.
+    """
+    d, vocab = config.target_hidden_size, config.target_vocab_size
+    of_block, of_head = naming
+
+    def block(head: int, place: int) -> dict[str, Any]:
+        name = of_block.format(head=head, block=place)
+        leaves: dict[str, Any] = {"block": matrix(f"{name}.weight", (d, d), ("embed", None))}
+        return leaves | only_if(config.has_bias, block_bias=vector(f"{name}.bias", d, "embed"))
+
+    def head(index: int) -> dict[str, Any]:
+        name = of_head.format(head=index, blocks=config.num_blocks)
+        leaves = {"blocks": tuple(block(index, place) for place in range(config.num_blocks))}
+        table = matrix(f"{name}.weight", (vocab, d), ("vocab", "embed"))
+        return leaves | only_if(config.has_head, lm_head=table)
+
+    return {"heads": tuple(head(index) for index in range(config.most_drafts))}
+
+
+def draft_products(config: MedusaConfig) -> int:
+    """Returns the multiply-adds per draft token in products with weights, the head among them."""
+    own = weights.num_weights(weights_of(config)) // config.most_drafts
+    width = config.target_hidden_size
+    return own + (0 if config.has_head else config.target_vocab_size * width)
