@@ -62,41 +62,67 @@ class Compiler:
     Args:
       compile_s: seconds that a bucket takes.
       slows: how many times longer a burst takes during them; its seconds tell a policy nothing.
+      read_s: seconds to read a bucket that an earlier process compiled.
 
     Attributes:
       at_s: seconds on its clock, which bursts and waits move.
       waited_s: seconds that a burst waited for its bucket.
-      begun: buckets in the order in which they began to compile, and when.
+      ready_at_s: when each bucket that began to be compiled or read is ready, in this order.
+      num_compiled: buckets that were compiled, in all processes.
       most_at_once: how many compiled in the background at the same time, at most.
     """
 
-    def __init__(self, compile_s: float, slows: float = 2.0):
+    def __init__(self, compile_s: float, slows: float = 2.0, read_s: float = 0.3):
         self.compile_s, self.slows = compile_s, slows
+        self._read_s, self._kept = read_s, set[Bucket]()
         self.at_s = self.waited_s = 0.0
-        self.begun: dict[Bucket, float] = {}
-        self.most_at_once = 0
+        self.ready_at_s: dict[Bucket, float] = {}
+        self.num_compiled = self.most_at_once = 0
 
     def is_compiled(self, bucket: Bucket) -> bool:
-        return bucket in self.begun and self.at_s >= self.begun[bucket] + self.compile_s
+        return bucket in self.ready_at_s and self.at_s >= self.ready_at_s[bucket]
 
     def is_coming(self, bucket: Bucket) -> bool:
-        return bucket in self.begun and not self.is_compiled(bucket)
+        return bucket in self.ready_at_s and not self.is_compiled(bucket)
 
     def is_any_coming(self) -> bool:
-        return any(map(self.is_coming, self.begun))
+        return any(map(self.is_coming, self.ready_at_s))
+
+    def read_s(self, bucket: Bucket) -> float | None:
+        """Returns the seconds to read a bucket; None if it is not kept."""
+        return self._read_s if bucket in self._kept else None
 
     def prepare(self, bucket: Bucket) -> None:
-        """Begins to compile a bucket."""
-        self.begun.setdefault(bucket, self.at_s)
-        self.most_at_once = max(self.most_at_once, sum(map(self.is_coming, self.begun)))
+        """Begins to compile or read a bucket."""
+        self._begin(bucket)
+        self.most_at_once = max(self.most_at_once, sum(map(self.is_coming, self.ready_at_s)))
 
     def wait_for(self, bucket: Bucket) -> float:
         """Returns the seconds until a bucket can run, and lets them pass."""
-        self.begun.setdefault(bucket, self.at_s)
-        waited = max(self.begun[bucket] + self.compile_s - self.at_s, 0.0)
+        self._begin(bucket)
+        waited = max(self.ready_at_s[bucket] - self.at_s, 0.0)
         self.at_s += waited
         self.waited_s += waited
         return waited
+
+    def restart(self) -> float:
+        """Begins another process, which has to read what is kept.
+
+        Returns:
+          The seconds that the one before takes to end: it finishes what it compiles.
+        """
+        ends = max(self.ready_at_s.values(), default=0.0)
+        waited = max(ends - self.at_s, 0.0)
+        self.at_s += waited
+        self._kept |= {*self.ready_at_s}
+        self.ready_at_s = {}
+        return waited
+
+    def _begin(self, bucket: Bucket) -> None:
+        if bucket not in self.ready_at_s:
+            is_kept = bucket in self._kept
+            self.num_compiled += not is_kept
+            self.ready_at_s[bucket] = self.at_s + (self._read_s if is_kept else self.compile_s)
 
 
 class Clock:
@@ -238,6 +264,7 @@ class Replay:
                 is_compiled=compiler.is_compiled,
                 is_coming=compiler.is_coming,
                 is_any_coming=compiler.is_any_coming,
+                read_s=compiler.read_s,
             )
         decision = self.policy.choose(load)
         depth = decision.num_speculative_tokens

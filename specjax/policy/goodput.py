@@ -373,8 +373,11 @@ class Goodput:
         return candidates
 
     def _shapes(self, load: Load) -> Iterator[Bucket]:
-        """Yields every bucket of the smallest row bucket, and compiled larger ones of its missing
-        K."""
+        """Yields every bucket of the smallest row bucket, and larger ones of its missing K.
+
+        Those are compiled or, before the first burst, kept on disk.
+        """
+        is_there = load.is_there if self._last is None else load.is_compiled
         rows = [r for r in load.row_buckets if not load.is_dropped(Bucket(r, 0))]
         fewest, *larger = rows or load.row_buckets
         yield from self.buckets([fewest])
@@ -382,7 +385,7 @@ class Goodput:
             depth for depth in (0, *self._depths) if not load.is_compiled(Bucket(fewest, depth))
         }
         for bucket in self.buckets(larger):
-            if bucket.num_speculative_tokens in missing and load.is_compiled(bucket):
+            if bucket.num_speculative_tokens in missing and is_there(bucket):
                 yield bucket
 
     def buckets(self, row_buckets: Iterable[int]) -> Iterator[Bucket]:
@@ -467,14 +470,18 @@ class Goodput:
         missed.sort(key=lambda c: c.rate, reverse=True)
         repaid = (c for c in missed if self._repays(c.bucket, load, self._is_sure(c, best, load)))
         most = next(repaid, None)
-        return None if most is None else most.bucket
+        if most is None:
+            return None
+        self.ledger.settle(most.bucket)
+        return most.bucket
 
     def _is_sure(self, candidate: _Candidate, best: _Candidate, load: Load) -> bool:
         """Returns whether a candidate is much better than the best that runs, by what is known.
 
         Of its seconds half of what is doubted is added, and of its tokens a deviation taken off.
         A bucket of fewer rows is never sure: when the rows that are over leave it, no more is
-        known of how long it will run than of how fast.
+        known of how long it will run than of how fast. Nor is any bucket that this process, by
+        how long the last one decoded, ends too soon to be repaid for.
         """
         is_known = not self._knows_no_acceptance and self._is_trusted(best)
         if not is_known or candidate.bucket.rows != best.bucket.rows:
@@ -484,7 +491,11 @@ class Goodput:
             rate *= 1 - OPTIMISM
         if candidate.bucket.num_speculative_tokens:
             rate *= self._optimism(candidate, load, -1.0)
-        return rate >= best.rate * (1 + SURE_GAIN)
+        if rate < best.rate * (1 + SURE_GAIN):
+            return False
+        left_s = min(load.num_steps_left, ENOUGH_STEPS) * best.seconds
+        saved_s = (1 - best.rate / rate) * max(left_s, self.ledger.left_s)
+        return saved_s >= COMPILE_SHARE * load.compile_s
 
     def _repays(self, bucket: Bucket, load: Load, is_sure: bool) -> bool:
         """Returns whether the regret of a bucket reaches its share of the seconds of compiling, or

@@ -30,6 +30,8 @@ class Ledger:
       plain_s: seconds of plain decoding since a burst drafted.
       drafting_s: seconds of drafting since plain decoding ran.
       late_s: seconds that probes of drafting lost beyond ASK_SHARE, not yet saved up again.
+      lived_s: seconds of all bursts of this process.
+      life_s: those of the last process that ended; MOST_S if there was none.
     """
 
     missed_s: dict[Bucket, float] = dataclasses.field(default_factory=dict)
@@ -39,17 +41,23 @@ class Ledger:
     plain_s: float = 0.0
     drafting_s: float = 0.0
     late_s: float = 0.0
+    lived_s: float = 0.0
+    life_s: float = MOST_S
     missed_before_s: dict[Bucket, float] = dataclasses.field(default_factory=dict)
     # missed_s when it was last shared with other runs of this process.
     shared_s: dict[Bucket, float] = dataclasses.field(default_factory=dict, compare=False)
 
     def note(self, bucket: Bucket) -> None:
-        """Records that a bucket ran: regret of other buckets is relative to it from now on.
+        """Records that a bucket ran; see `settle`."""
+        self.ran.add(bucket)
+        self.settle(bucket)
+
+    def settle(self, bucket: Bucket) -> None:
+        """Makes the regret of other buckets relative to one that ran, or is to be there soon.
 
         Buckets of as many rows were missed in the same bursts. Each keeps only the regret beyond
         that of this bucket, and so does its part of earlier processes.
         """
-        self.ran.add(bucket)
         for missed_s in (self.missed_s, self.missed_before_s):
             own = missed_s.pop(bucket, 0.0)
             for other in [other for other in missed_s if other.rows == bucket.rows]:
@@ -63,10 +71,19 @@ class Ledger:
 
     def spend(self, seconds: float, *, is_drafting: bool) -> None:
         """Records seconds of drafting or of plain decoding, and resets those of the other."""
+        self.lived_s = min(self.lived_s + seconds, MOST_S)
         if is_drafting:
             self.plain_s, self.drafting_s = 0.0, min(self.drafting_s + seconds, MOST_S)
         else:
             self.plain_s, self.drafting_s = min(self.plain_s + seconds, MOST_S), 0.0
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of bursts that this process is expected to run still.
+
+        As many as the last process ran, or as many as it ran itself.
+        """
+        return max(self.life_s - self.lived_s, self.lived_s)
 
     def take(self, other: Ledger, since: Mapping[Bucket, float]) -> None:
         """Adds the regret that another ledger gained since the two were equal.
@@ -109,6 +126,7 @@ class Ledger:
             "plain_s": self.plain_s,
             "drafting_s": self.drafting_s,
             "late_s": self.late_s,
+            "life_s": self.lived_s or self.life_s,
         }
 
     @classmethod
@@ -123,6 +141,7 @@ class Ledger:
             names = ("routine_s", "hope_s", "plain_s", "drafting_s")
             pots = {name: float(record[name]) for name in names}
             pots["late_s"] = float(record.get("late_s", 0.0))
+            pots["life_s"] = float(record.get("life_s", MOST_S))
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"{reprlib.repr(record)} is no ledger: {error!r}.") from None
         figures = (*missed.values(), *pots.values())

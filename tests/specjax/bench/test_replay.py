@@ -1,12 +1,14 @@
 """Goodput on a machine, and on text, that change: replayed."""
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 
 from specjax.bench.replay import Clock, Compiler, Costs, Replay, Workload
 from specjax.decode.bucket import Bucket
+from specjax.policy.cost_files import Known
 from specjax.policy.goodput import Goodput
 from specjax.policy.interface import Fixed
 from specjax.policy.ledger import Ledger
@@ -113,13 +115,13 @@ def test_a_compiler_slows_what_runs_beside_it_and_makes_what_needs_it_wait():
 COMPILE_S, COMPILE_SLOWS = 5.0, 2.0
 
 
-def calls_that_compile(lengths_of, rate, num_calls, seed):
-    """Returns the seconds of calls of a process, [calls], and those of plain decoding.
+def calls_that_compile(lengths_of, rate, num_calls, seed, *, are_processes=False):
+    """Returns the seconds of calls but the first, [calls], those of plain decoding, the compiler.
 
-    Nothing is known before the first but predictions that are off by 12 %; the first call's
-    compiling is left out.
+    Nothing is known before the first but predictions that are off by 12 %. A process ends when what
+    it compiles is done.
     """
-    scale = 8  # a call of 128 steps takes some 4 s
+    scale = 1 if are_processes else 8  # a call of 128 steps takes some 0.5 or 4 s
     costs = Costs(lambda *at: scale * step_s(*at), scale * 3e-5, row_buckets=(1, 2, 4, 8))
 
     def prior(bucket, context):
@@ -129,31 +131,37 @@ def calls_that_compile(lengths_of, rate, num_calls, seed):
 
     compiler = Compiler(COMPILE_S, COMPILE_SLOWS)
     clock = Clock(seed, 0.06, wander=0.06, disturbed=0.12)
-    known, ledger, acceptance = StepCosts(prior=prior), Ledger(), None
-    one_bucket = dataclasses.replace(costs, row_buckets=(8,))
+    known, one_bucket = Known(StepCosts()), dataclasses.replace(costs, row_buckets=(8,))
     seconds, plain = [], []
     for number in range(num_calls):
         lengths = lengths_of(np.random.default_rng([seed, number]))
         rates = np.full(len(lengths), rate)
         workload = Workload(lengths, rates, context=64, seed=number)
+        known.costs.prior = prior
+        record = known.acceptance.get("")
         policy = Goodput(
             4,
-            known.copy(),
-            survival=Survival.of_record(acceptance, 4) if acceptance else None,
-            ledger=ledger.copy(),
+            known.costs,
+            survival=Survival.of_record(record, 4) if record else None,
+            ledger=known.ledgers.get("", Ledger()),
             clock=lambda: compiler.at_s,
         )
-        policy.costs.prior = prior
         first = number * len(lengths)
         ran = Replay(
             workload, costs, policy, clock=clock, first_request=first, compiler=compiler
         ).run()
+        ends_s = compiler.restart() if are_processes else 0.0
         if number:
-            seconds.append(ran.seconds)
+            seconds.append(ran.seconds + ends_s)
             plain.append(Replay(workload, one_bucket, Fixed(0)).run().seconds)
-        known, ledger, acceptance = policy.costs, policy.ledger, policy.survival.to_record()
+            plain[-1] += compiler._read_s * are_processes
+        acceptance = {"": policy.survival.to_record()}
+        known = Known(policy.costs, acceptance, {"": policy.ledger}).copy()
+        if are_processes:
+            document, known = known.to_document(), Known(StepCosts())
+            known.add(json.loads(json.dumps(document)))
     assert compiler.most_at_once == 1
-    return np.array(seconds), np.array(plain)
+    return np.array(seconds), np.array(plain), compiler
 
 
 SAME = lambda rng: np.full(8, 128)
@@ -172,7 +180,7 @@ DRAINS = lambda rng: rng.integers(32, 128, 8)
     ],
 )
 def test_calls_that_compile_as_they_go_are_never_slower_than_plain_decoding(lengths_of, rate, late):
-    runs = [calls_that_compile(lengths_of, rate, 40, seed) for seed in range(4)]
+    runs = [calls_that_compile(lengths_of, rate, 40, seed)[:2] for seed in range(4)]
     seconds, plain = (np.array(each) for each in zip(*runs))
     of_plain = lambda calls: plain[:, calls].sum() / seconds[:, calls].sum()
     assert of_plain(slice(0, 5)) > 0.95  # calls 2 to 6
@@ -185,3 +193,26 @@ def test_calls_that_compile_as_they_go_are_never_slower_than_plain_decoding(leng
         starts = np.arange(0.0, own[-1] - 30.0)
         gained = [np.interp(at, np.r_[0, own], np.r_[0, other]) for at in (starts, starts + 30.0)]
         assert (gained[1] - gained[0]).min() / 30.0 > 1 - most_lost
+
+
+@pytest.mark.parametrize(
+    ("lengths_of", "rate"),
+    [
+        (SAME, 0.7),
+        *(pytest.param(*at, marks=pytest.mark.full) for at in [(DRAINS, 0.3), (ONE, 0.8)]),
+    ],
+)
+def test_short_processes_compile_what_they_repay(lengths_of, rate):
+    """Each decodes for half a second, and a step takes five to compile, which its end waits for."""
+    of_plain, num_compiled = [], []
+    for seed in range(4):
+        seconds, plain, compiler = calls_that_compile(
+            lengths_of, rate, 11, seed, are_processes=True
+        )
+        of_plain.append(plain / seconds)
+        num_compiled.append(compiler.num_compiled)
+    of_plain, num_compiled = np.array(of_plain), np.array(num_compiled)
+    assert np.median(of_plain[:, :5]) > 0.99
+    # Two are compiled in the first; each later one costs one process its end.
+    assert ((of_plain < 0.95).sum(axis=1) <= num_compiled - 2).all()
+    assert num_compiled.max() <= 3

@@ -1184,6 +1184,38 @@ def test_what_is_doubted_is_not_sure(doubt, deviation, is_sure, monkeypatch):
     assert not policy._is_sure(other, best, now)
 
 
+def test_a_process_that_ends_soon_is_not_sure_to_repay():
+    """The last process decoded for a second; a bucket twice as fast takes five to compile."""
+    for life_s, num_steps_left, is_sure in (
+        (1.0, 100, False),
+        (20.0, 100, True),
+        (1.0, 9000, True),
+    ):
+        policy = trained(accepted=4)
+        policy.ledger.life_s = life_s
+        now = load(row_buckets=[1], compile_s=5.0, num_steps_left=num_steps_left)
+        of = {c.bucket: c for c in policy._candidates(now)}
+        best = of[Bucket(1, 0)]._replace(rate=1.0)
+        for _ in range(goodput.ENOUGH_MEASURED):
+            policy.costs.observe(best.bucket, 100, best.seconds)
+        other = of[Bucket(1, 4)]._replace(rate=4.0, doubt=0.0)
+        assert policy._is_sure(other, best, now) == is_sure
+    policy.ledger.life_s = 1.0
+    policy.ledger.spend(20.0, is_drafting=False)  # it has run longer than the last one
+    assert policy._is_sure(other, best, dataclasses.replace(now, num_steps_left=100))
+
+
+def test_a_process_begins_with_larger_buckets_that_are_kept():
+    """The last process had eight rows, and this one has one: nothing of one row is there."""
+    known, kept = trained(accepted=4), {Bucket(8, 0), Bucket(8, 4)}
+    for bucket in [*kept] * goodput.ENOUGH_MEASURED:
+        known.costs.observe(bucket, 100, step_s(bucket, 100))
+    read_s = lambda bucket: 0.3 if bucket in kept else None
+    now, _ = cold(1, read_s=read_s, row_buckets=[1, 8], num_steps_left=9000)
+    decision = Goodput(4, known.costs, survival=known.survival).choose(now)
+    assert (decision.row_bucket, decision.num_speculative_tokens) == (8, 4)
+
+
 def test_a_small_k_that_cannot_pay_does_not_end_the_search():
     """Within noise of acceptance K = 4 may pay, and K = 1 may not: a draft costs a step."""
     costs = StepCosts(

@@ -96,3 +96,28 @@ def test_what_is_written_can_be_read_however_long_it_was_added_to():
 def test_figures_that_mean_nothing_are_refused(change):
     with pytest.raises(ValueError, match="no ledger"):
         Ledger.of_record(written().to_record() | change)
+
+
+def test_what_is_left_is_as_much_as_the_last_process_ran_or_this_one():
+    ledger = Ledger()
+    ledger.spend(2.0, is_drafting=False)
+    assert ledger.left_s > 1e5  # there was no process before
+    ledger = Ledger.of_record(ledger.to_record())
+    assert (ledger.lived_s, ledger.life_s, ledger.left_s) == (0.0, 2.0, 2.0)
+    ledger.spend(0.5, is_drafting=True)
+    assert ledger.left_s == 1.5
+    ledger.spend(5.0, is_drafting=True)
+    assert ledger.left_s == 5.5
+    assert Ledger.of_record(ledger.to_record()).life_s == 5.5
+    # A process in which nothing was timed does not count.
+    assert Ledger.of_record(Ledger.of_record(ledger.to_record()).to_record()).life_s == 5.5
+
+
+def test_what_is_to_be_compiled_leaves_others_the_regret_beyond_its_own():
+    ledger = Ledger()
+    for depth, seconds in ((1, 2.0), (2, 3.0), (3, 1.0)):
+        ledger.miss(Bucket(8, depth), seconds)
+    ledger.miss(Bucket(4, 1), 2.5)
+    ledger.settle(Bucket(8, 1))
+    assert ledger.missed_s == {Bucket(8, 2): 1.0, Bucket(4, 1): 2.5}
+    assert not ledger.ran

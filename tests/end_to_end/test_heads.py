@@ -1,0 +1,194 @@
+"""Every kind of head over a target: the tokens of plain decoding, whatever happens to rows."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from helpers import assert_engine_is_empty, tiny_llama
+from test_absorb import ENGINE, PROMPTS, SAMPLING, InTurn, add_all, drain
+
+import specjax
+from specjax.config.sampling import SamplingParams
+from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
+from specjax.models import dflash, eagle, eagle3, medusa, mlp_speculator
+from specjax.models.base import ModelConfig
+from specjax.models.dflash import DFlashConfig
+from specjax.models.eagle import EagleConfig
+from specjax.models.eagle3 import Eagle3Config
+from specjax.models.medusa import MedusaConfig
+from specjax.models.mlp_speculator import MlpSpeculatorConfig
+
+pytestmark = pytest.mark.full
+
+WIDTH, VOCAB, DEPTH = 32, 61, 2
+OWN = ModelConfig(
+    architecture="llama",
+    family="llama",
+    vocab_size=VOCAB,
+    hidden_size=WIDTH,
+    intermediate_size=48,
+    num_layers=1,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=64,
+)
+OF_TARGET = {"target_hidden_size": WIDTH, "target_vocab_size": VOCAB}
+LAST = {"aux_layers": (DEPTH,)}
+BLOCK = {"aux_layers": (1, 2), "block_size": 4, "mask_token_id": 60, "causal_layers": (False,)}
+HEADS = {
+    "eagle": (EagleDrafter, eagle, EagleConfig(layers=OWN, target_vocab_size=VOCAB, **LAST)),
+    "eagle3": (EagleDrafter, eagle3, Eagle3Config(layers=OWN, aux_layers=(0, 1, 2), **OF_TARGET)),
+    "medusa": (NewestStateDrafter, medusa, MedusaConfig(most_drafts=3, **OF_TARGET, **LAST)),
+    "mlp_speculator": (
+        NewestStateDrafter,
+        mlp_speculator,
+        MlpSpeculatorConfig(most_drafts=3, inner_size=24, **OF_TARGET, **LAST),
+    ),
+    "dflash": (DFlashDrafter, dflash, DFlashConfig(layers=OWN, **OF_TARGET, **BLOCK)),
+    "dspark": (
+        DFlashDrafter,
+        dflash,
+        DFlashConfig(layers=OWN, markov_rank=8, samples_from_anchor=True, **OF_TARGET, **BLOCK),
+    ),
+}
+TREES = [name for name, (spec, _, _) in HEADS.items() if spec is not DFlashDrafter]
+TREE = {"speculative_token_tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}
+GROWN = {"tree_top_k": 2, "num_speculative_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def target():
+    target = tiny_llama(0)
+    assert target.config.hidden_size == WIDTH
+    assert target.config.num_layers == DEPTH
+    return target
+
+
+def head(name):
+    spec, equations, config = HEADS[name]
+    params = equations.init(jax.random.key(1), config, std=0.3)
+    return specjax.LoadedDrafter(name, spec(config), params)
+
+
+def run(target, drafter, *, engine=ENGINE, depth=3, **options):
+    with specjax.Engine(
+        target,
+        drafter=drafter,
+        num_speculative_tokens=depth,
+        engine=engine,
+        **options,
+    ) as running:
+        tokens = drain(running, add_all(running))
+        assert_engine_is_empty(running)
+        return tokens, running._loop
+
+
+@pytest.fixture(scope="module")
+def plain(target):
+    with specjax.Engine(target, engine=ENGINE) as engine:
+        return drain(engine, add_all(engine))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_whatever_happens_to_rows(target, plain, name):
+    """Chunks of prompts, shared prefixes, reused rows, two row buckets, K = 0 between drafts."""
+    policy = InTurn(3, 0, 0, 2)
+    tokens, loop = run(target, head(name), policy=policy)
+    assert tokens == plain
+    assert {2, 4} <= policy.row_buckets
+    assert loop.metrics.acceptance.num_drafted > 100
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_rows_that_are_preempted(target, plain, name):
+    engine = dataclasses.replace(ENGINE, num_pages=17, burst_steps=1)
+    tokens, loop = run(target, head(name), policy=InTurn(3, 0, 2), engine=engine)
+    assert loop.num_preemptions > 0
+    assert tokens == plain
+
+
+@pytest.mark.parametrize("tree", [TREE, GROWN], ids=["tree", "grown"])
+@pytest.mark.parametrize("name", TREES)
+def test_trees(target, plain, name, tree):
+    options = {"speculative_config": {"policy": "fixed"} | tree}
+    with specjax.Engine(target, drafter=head(name), engine=ENGINE, **options) as engine:
+        assert drain(engine, add_all(engine)) == plain
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("name", HEADS)
+def test_over_a_mesh(target, plain, name, shape):
+    mesh = jax.make_mesh(shape, ("data", "tensor"), devices=jax.devices()[: shape[0] * shape[1]])
+    tokens, _ = run(target, head(name), policy=InTurn(3, 0, 2), mesh=mesh)
+    assert tokens == plain
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_requests_of_every_kind(target, name):
+    """Rules that return the target's tokens, n, penalties, stops and bias, in one batch."""
+    base = SamplingParams(temperature=0.9, max_tokens=14, seed=5)
+    kinds = [
+        dataclasses.replace(base, n=2),
+        dataclasses.replace(base, repetition_penalty=1.3, presence_penalty=0.4),
+        dataclasses.replace(base, top_k=5, min_p=0.05, stop_token_ids=(3, 9)),
+        dataclasses.replace(base, temperature=0.0, logit_bias={7: 1.5}),
+        dataclasses.replace(base, verification="delta", top_p=0.8),
+    ]
+    sampling = [kinds[i % len(kinds)] for i in range(len(PROMPTS))]
+    found = [
+        specjax.generate(
+            target,
+            PROMPTS,
+            drafter=drafter,
+            speculative_config={"policy": "fixed", "num_speculative_tokens": 3},
+            sampling=sampling,
+            engine=ENGINE,
+        )
+        for drafter in (None, head(name))
+    ]
+    texts = [[one.token_ids for one in out] for out in found]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
+@pytest.mark.parametrize("name", HEADS)
+def test_rules_by_law_run_to_their_end(target, name, rule):
+    out = specjax.generate(
+        target,
+        PROMPTS,
+        drafter=head(name),
+        verification=rule,
+        speculative_config={"policy": "fixed", "num_speculative_tokens": 3},
+        sampling=SAMPLING,
+        engine=ENGINE,
+    )
+    assert all(len(one.token_ids) == SAMPLING.max_tokens for one in out)
+    assert 0 < out.stats.acceptance.num_accepted < out.stats.acceptance.num_drafted
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_rollouts_with_new_weights(target, name):
+    """A head that reads the target's tables reads those of each call."""
+    newer = jax.tree.map(lambda leaf: leaf * 1.03, target.params)
+    sampling, made = dataclasses.replace(SAMPLING, max_tokens=12), []
+    for drafter in (None, head(name)):
+        decoder = specjax.build_decoder(
+            target, drafter=drafter, num_speculative_tokens=3 * bool(drafter), engine=ENGINE
+        )
+        own = () if drafter is None else drafter.params
+        made.append(
+            [
+                specjax.rollout(
+                    decoder,
+                    specjax.DecoderParams(params, own) if drafter else params,
+                    PROMPTS[:4],
+                    num_samples=2,
+                    sampling=sampling,
+                )
+                for params in (target.params, newer, target.params)
+            ]
+        )
+    for ours, theirs in zip(*made, strict=True):
+        np.testing.assert_array_equal(ours.completion_ids, theirs.completion_ids)
