@@ -1,4 +1,9 @@
-"""Every kind of head over a target: the tokens of plain decoding, whatever happens to rows."""
+"""Every kind of head over a target: the tokens of plain decoding, whatever happens to rows.
+
+All of it takes ten minutes on two cores:
+
+    pytest -n 2 --dist load -m "slow or full" tests/end_to_end/test_heads.py
+"""
 
 import dataclasses
 
@@ -19,7 +24,7 @@ from specjax.models.eagle3 import Eagle3Config
 from specjax.models.medusa import MedusaConfig
 from specjax.models.mlp_speculator import MlpSpeculatorConfig
 
-pytestmark = pytest.mark.full
+SLOW = pytest.mark.slow
 
 WIDTH, VOCAB, DEPTH = 32, 61, 2
 OWN = ModelConfig(
@@ -54,6 +59,7 @@ HEADS = {
     ),
 }
 TREES = [name for name, (spec, _, _) in HEADS.items() if spec is not DFlashDrafter]
+QUICKEST = "mlp_speculator", "dspark"
 TREE = {"speculative_token_tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}
 GROWN = {"tree_top_k": 2, "num_speculative_tokens": 3}
 
@@ -91,16 +97,20 @@ def plain(target):
         return drain(engine, add_all(engine))
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in QUICKEST else SLOW) for name in HEADS],
+)
 def test_whatever_happens_to_rows(target, plain, name):
     """Chunks of prompts, shared prefixes, reused rows, two row buckets, K = 0 between drafts."""
     policy = InTurn(3, 0, 0, 2)
-    tokens, loop = run(target, head(name), policy=policy)
+    tokens, _ = run(target, head(name), policy=policy)
     assert tokens == plain
     assert {2, 4} <= policy.row_buckets
-    assert loop.metrics.acceptance.num_drafted > 100
+    assert len(policy.accepted) > 10
 
 
+@SLOW
 @pytest.mark.parametrize("name", HEADS)
 def test_rows_that_are_preempted(target, plain, name):
     engine = dataclasses.replace(ENGINE, num_pages=17, burst_steps=1)
@@ -109,6 +119,7 @@ def test_rows_that_are_preempted(target, plain, name):
     assert tokens == plain
 
 
+@SLOW
 @pytest.mark.parametrize("tree", [TREE, GROWN], ids=["tree", "grown"])
 @pytest.mark.parametrize("name", TREES)
 def test_trees(target, plain, name, tree):
@@ -117,6 +128,7 @@ def test_trees(target, plain, name, tree):
         assert drain(engine, add_all(engine)) == plain
 
 
+@SLOW
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", HEADS)
 def test_over_a_mesh(target, plain, name, shape):
@@ -125,6 +137,7 @@ def test_over_a_mesh(target, plain, name, shape):
     assert tokens == plain
 
 
+@SLOW
 @pytest.mark.parametrize("name", HEADS)
 def test_requests_of_every_kind(target, name):
     """Rules that return the target's tokens, n, penalties, stops and bias, in one batch."""
@@ -152,6 +165,7 @@ def test_requests_of_every_kind(target, name):
     assert texts[0] == texts[1]
 
 
+@SLOW
 @pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
 @pytest.mark.parametrize("name", HEADS)
 def test_rules_by_law_run_to_their_end(target, name, rule):
@@ -168,6 +182,7 @@ def test_rules_by_law_run_to_their_end(target, name, rule):
     assert 0 < out.stats.acceptance.num_accepted < out.stats.acceptance.num_drafted
 
 
+@SLOW
 @pytest.mark.parametrize("name", HEADS)
 def test_rollouts_with_new_weights(target, name):
     """A head that reads the target's tables reads those of each call."""
