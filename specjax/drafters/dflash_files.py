@@ -24,10 +24,8 @@ from specjax.models.config_values import (
 )
 from specjax.models.dflash import DFlashConfig
 
-CLASSES = {
-    "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
-    "dspark": ("DSparkDraftModel", "DSparkSpeculator"),
-}
+DFLASH_CLASSES = "DFlashDraftModel", "DFlashSpeculator"
+DSPARK = "dspark"  # in names of classes, of which there are several
 OWN_KEY = "dflash_config"
 AUX_KEY, OUTPUTS_KEY = "aux_hidden_state_layer_ids", "target_layer_ids"
 _KNOWN = (
@@ -56,17 +54,15 @@ _OTHERS = {
 
 def is_dflash(raw: Json) -> bool:
     """Returns whether a config.json says that its folder holds a DFlash head."""
-    return _is_of("dflash", raw)
+    return raw.get("speculators_model_type") == "dflash" or any(
+        one in DFLASH_CLASSES for one in head_files.classes_of(raw)
+    )
 
 
 def is_dspark(raw: Json) -> bool:
     """Returns whether a config.json says that its folder holds a DSpark head."""
-    return _is_of("dspark", raw)
-
-
-def _is_of(kind: str, raw: Json) -> bool:
-    return raw.get("speculators_model_type") == kind or any(
-        one in CLASSES[kind] for one in head_files.classes_of(raw)
+    return raw.get("speculators_model_type") == DSPARK or any(
+        DSPARK in str(one).lower() for one in head_files.classes_of(raw)
     )
 
 
@@ -173,11 +169,15 @@ def _markov_rank(head: Head) -> int:
 
 def _check_kind(head: Head) -> None:
     """Raises ValueError for heads that are more than their kind."""
-    others = _OTHERS if is_dspark(head.raw) else _OTHERS | _OF_DSPARK
+    others, hint = _OTHERS, ""
+    if not is_dspark(head.raw):
+        others, hint = _OTHERS | _OF_DSPARK, " in a config.json of DFlash"
     for name in head.tensors:
         for part, kind in others.items():
             if part in name:
-                raise ValueError(f"tensor {name!r:.200} is of {kind}, which is not supported.")
+                raise ValueError(
+                    f"tensor {name!r:.200} is of {kind}, which is not supported{hint}."
+                )
 
 
 def _said(raw: Json) -> Json:
@@ -208,6 +208,8 @@ def _aux_ids(
         return raw[AUX_KEY], AUX_KEY, False
     if said.get(OUTPUTS_KEY) is not None:
         return said[OUTPUTS_KEY], f"{OWN_KEY}.{OUTPUTS_KEY}", True
+    if raw.get(OUTPUTS_KEY) is not None:
+        return raw[OUTPUTS_KEY], OUTPUTS_KEY, True
     # As the published code has it: evenly from the second layer to the last but two.
     first, last = 1, depth - 3
     steps = (

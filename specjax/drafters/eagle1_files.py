@@ -28,7 +28,9 @@ def is_eagle(raw: Json, tensors: Collection[str]) -> bool:
       raw: its config.json.
       tensors: the names in its files; none if they cannot be read.
     """
-    if any(_CLASS.search(str(one)) for one in head_files.classes_of(raw)):
+    if raw.get("speculators_model_type") == "peagle" or any(
+        _CLASS.search(str(one)) for one in head_files.classes_of(raw)
+    ):
         return True
     first = f"{FIRST_PREFIX}self_attn.q_proj.weight"
     return raw.get("speculators_model_type") is None and {"fc.weight", first} <= {*tensors}
@@ -62,6 +64,17 @@ def read_eagle(
 def _parse(head: Head, target: ModelConfig, aux_layer_ids: Sequence[int] | None) -> EagleConfig:
     own, tensors = head.own, head.tensors
     head_files.check_reads_last(aux_layer_ids)
+    names = " ".join(map(str, head_files.classes_of(head.raw))).lower()
+    if "peagle" in names or "mask_hidden" in tensors or head.is_of_speculators:
+        raise ValueError(
+            "P-EAGLE, and EAGLE as `speculators` stores it, are not supported; give a head of the "
+            "naming of EAGLE, or one of EAGLE-3."
+        )
+    if f"{FIRST_PREFIX}input_layernorm.weight" in tensors:
+        raise ValueError(
+            f"there is a tensor '{FIRST_PREFIX}input_layernorm.weight', and the first layer of "
+            "EAGLE has no such norm; use the file as it was published."
+        )
     require(own, "hidden_act", ("silu", "swish"), "silu")
     width = size(own, "hidden_size")
     head_files.check_target(width, size(own, "vocab_size", target.vocab_size), target)
@@ -72,7 +85,7 @@ def _parse(head: Head, target: ModelConfig, aux_layer_ids: Sequence[int] | None)
             "hidden state. Heads over several hidden states are EAGLE-3: their config.json says "
             "draft_vocab_size, or names the class LlamaForCausalLMEagle3."
         )
-    tables = head_files.tables_of(head, target, width)
+    tables = head_files.tables_of(head, target, width, ties_head=False)
     layers = head_files.layers_of(
         head,
         FIRST_PREFIX,
@@ -85,7 +98,6 @@ def _parse(head: Head, target: ModelConfig, aux_layer_ids: Sequence[int] | None)
         target_vocab_size=target.vocab_size,
         aux_layers=(target.num_layers,),
         fc_bias="fc.bias" in tensors,
-        has_first_norm=f"{FIRST_PREFIX}input_layernorm.weight" in tensors,
         has_embedding=tables.has_embedding,
         has_head=tables.has_head,
     )

@@ -78,16 +78,22 @@ def open_head(folder: Path, kind: str, file_name: str | None = None) -> Head:
     path = find_file(folder, "config.json")
     if path is None:
         raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a drafter.")
-    if not any(folder.glob("*.safetensors")) and any(folder.glob("*.bin")):
+    check_no_pickles(folder, kind)
+    own_file = None if file_name is None else find_file(folder, file_name)
+    raw, tensors = read_json(path), open_folder(folder) if own_file is None else open_file(own_file)
+    nested = raw.get("transformer_layer_config")
+    return Head(kind, path, raw, nested if isinstance(nested, dict) else raw, tensors)
+
+
+def check_no_pickles(folder: Path, kind: str) -> None:
+    """Raises FileNotFoundError where a folder has weights in a format that can run code alone."""
+    is_pickle = lambda path: path.suffix in (".bin", ".pt", ".pth")
+    if not any(folder.glob("*.safetensors")) and any(map(is_pickle, folder.iterdir())):
         raise FileNotFoundError(
             f"{folder} has {kind} as .bin, a format that can run code when it is read. Convert it "
             "once: safetensors.torch.save_file(torch.load(FILE.bin, weights_only=True), "
             "'model.safetensors'), in the same folder."
         )
-    own_file = None if file_name is None else find_file(folder, file_name)
-    raw, tensors = read_json(path), open_folder(folder) if own_file is None else open_file(own_file)
-    nested = raw.get("transformer_layer_config")
-    return Head(kind, path, raw, nested if isinstance(nested, dict) else raw, tensors)
 
 
 @contextlib.contextmanager
@@ -137,8 +143,11 @@ class Tables(NamedTuple):
     maps_vocabulary: bool
 
 
-def tables_of(head: Head, target: ModelConfig, width: int) -> Tables:
+def tables_of(head: Head, target: ModelConfig, width: int, *, ties_head: bool = True) -> Tables:
     """Returns the tables of a head whose layers are `width` wide.
+
+    Args:
+      ties_head: whether tie_word_embeddings speaks of its own tables, and not of the target's.
 
     Raises:
       ValueError: its vocabulary does not fit its tensors, or it lacks tables that the target
@@ -171,7 +180,12 @@ def tables_of(head: Head, target: ModelConfig, width: int) -> Tables:
             f"hidden_size={width} is not the target's {target.hidden_size}, so that it cannot use "
             "the target's embedding and head; expected embed_tokens.weight and lm_head.weight."
         )
-    if has_embedding and not has_head and flag(head.own, "tie_word_embeddings", False):
+    if (
+        ties_head
+        and has_embedding
+        and not has_head
+        and flag(head.own, "tie_word_embeddings", False)
+    ):
         raise ValueError(
             "tie_word_embeddings=true, with an embedding of its own, is not supported; store its "
             "head as lm_head.weight too."

@@ -19,7 +19,7 @@ from specjax.models.medusa import OF_VLLM, PUBLISHED, MedusaConfig
 from specjax.models.mlp_speculator import MlpSpeculatorConfig
 
 MEDUSA_FILE = "medusa_lm_head.safetensors"
-_PREFIX = "speculator."
+_PREFIX, _MEDUSA_PREFIX = "speculator.", "medusa_heads."
 _NOTE = "reads the last hidden state of the target, after the final norm"
 
 
@@ -96,9 +96,12 @@ def _parse_medusa(head: Head, target: ModelConfig) -> tuple[MedusaConfig, tuple[
     raw, tensors = head.raw, head.tensors
     for key in ("truncated_vocab_size", "original_lm_head"):
         if raw.get(key) not in (None, False, raw.get("vocab_size")):
-            raise ValueError(f"{key}={shown(raw[key])} is not supported; leave it out.")
-    is_of_vllm = any(name.startswith("blocks.") for name in tensors)
-    naming = OF_VLLM if is_of_vllm else PUBLISHED
+            raise ValueError(f"{key}={shown(raw[key])} is not supported; expected whole heads.")
+    is_prefixed = any(name.startswith(_MEDUSA_PREFIX) for name in tensors)
+    prefix = _MEDUSA_PREFIX if is_prefixed else ""
+    is_of_vllm = any(name.startswith(f"{prefix}blocks.") for name in tensors)
+    of_block, of_head = OF_VLLM if is_of_vllm else PUBLISHED
+    naming = f"{prefix}{of_block}", f"{prefix}{of_head}"
     first = naming[0].format(head=0, block=0)
     width = head_files.shape_of(head, f"{first}.weight")[0]
     of_block = _numbers(naming[0] + ".weight", tensors)

@@ -41,7 +41,6 @@ class EagleConfig:
       target_vocab_size: tokens of the target.
       aux_layers: the target's number of layers alone, which captures its normed output.
       fc_bias: whether fc has one.
-      has_first_norm: whether the first layer has a norm before attention.
       has_embedding, has_head: whether it has its own; else those of the target are used.
     """
 
@@ -49,7 +48,6 @@ class EagleConfig:
     target_vocab_size: int
     aux_layers: tuple[int, ...]
     fc_bias: bool = False
-    has_first_norm: bool = False
     has_embedding: bool = False
     has_head: bool = False
 
@@ -95,8 +93,7 @@ def forward(
     x = blocks.project(jnp.concatenate([embedded, features], axis=-1), params, "fc")
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        is_normed = index > 0 or config.has_first_norm
-        normed = norm(x, layer["input_norm"]) if is_normed else x
+        normed = norm(x, layer["input_norm"]) if index else x
         x, cache = run(index, layer, cache, x, normed)
         new_caches.append(cache)
     return x, tuple(new_caches)
@@ -136,8 +133,7 @@ def weights_of(config: EagleConfig) -> dict[str, Any]:
     own = config.layers
     d = own.hidden_size
     layers = [layer_weights(own, f"layers.{index}.", d) for index in range(own.num_layers)]
-    if not config.has_first_norm:
-        del layers[0]["input_norm"]
+    del layers[0]["input_norm"]
     params: dict[str, Any] = {
         "fc": matrix("fc.weight", (d, 2 * d), ("embed", None)),
         "layers": tuple(layers),

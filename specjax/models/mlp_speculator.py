@@ -151,6 +151,5 @@ def weights_of(config: MlpSpeculatorConfig, prefix: str = "") -> dict[str, Any]:
 
 def draft_products(config: MlpSpeculatorConfig) -> int:
     """Returns the multiply-adds per draft token in products with weights, the mean of all."""
-    leaves = weights_of(config)
-    products = weights.num_weights((leaves["proj"], leaves["head"]))
-    return products // len(leaves["proj"])
+    untied = weights_of(dataclasses.replace(config, is_tied=False))
+    return weights.num_weights((untied["proj"], untied["head"])) // config.most_drafts

@@ -377,7 +377,8 @@ class Goodput:
 
         Those are compiled or, before the first burst, kept on disk.
         """
-        is_there = load.is_there if self._last is None else load.is_compiled
+        begins = self._last is None and not load.prompt_tokens
+        is_there = load.is_there if begins else load.is_compiled
         rows = [r for r in load.row_buckets if not load.is_dropped(Bucket(r, 0))]
         fewest, *larger = rows or load.row_buckets
         yield from self.buckets([fewest])
@@ -472,7 +473,6 @@ class Goodput:
         most = next(repaid, None)
         if most is None:
             return None
-        self.ledger.settle(most.bucket)
         return most.bucket
 
     def _is_sure(self, candidate: _Candidate, best: _Candidate, load: Load) -> bool:
@@ -503,7 +503,16 @@ class Goodput:
         read_s = load.read_s(bucket)
         share = SURE_SHARE if is_sure else COMPILE_SHARE
         needed_s = share * load.compile_s if read_s is None else read_s
-        return self.ledger.lost_s(bucket, is_kept=read_s is not None) >= needed_s
+        lost_s = self.ledger.lost_s(bucket, is_kept=read_s is not None)
+        if lost_s < needed_s or read_s is not None:
+            return lost_s >= needed_s
+        # Of others that are on disk and did not run yet, the bucket saves only what is beyond them.
+        saved_s = (
+            self.ledger.lost_s(other, is_kept=False)
+            for other in self.ledger.missed_s
+            if other.rows == bucket.rows and load.read_s(other) is not None
+        )
+        return lost_s - max(saved_s, default=0.0) >= needed_s
 
     def _best(self, candidates: Sequence[_Candidate], load: Load) -> _Candidate:
         """Returns the candidate of the highest rate, with hysteresis against changes.

@@ -12,6 +12,7 @@ from specjax.decode.bucket import Bucket
 
 MOST_S = 1e6  # cap of every figure
 MOST_KEPT = 512  # buckets in a file
+LIFE_KEPT = 0.25  # fraction of a longer life that a shorter one leaves
 
 
 @dataclasses.dataclass
@@ -31,7 +32,8 @@ class Ledger:
       drafting_s: seconds of drafting since plain decoding ran.
       late_s: seconds that probes of drafting lost beyond ASK_SHARE, not yet saved up again.
       lived_s: seconds of all bursts of this process.
-      life_s: those of the last process that ended; MOST_S if there was none.
+      life_s: those of the last process that ended, or a quarter of those of a longer one before
+        it; MOST_S if there was none.
     """
 
     missed_s: dict[Bucket, float] = dataclasses.field(default_factory=dict)
@@ -48,16 +50,12 @@ class Ledger:
     shared_s: dict[Bucket, float] = dataclasses.field(default_factory=dict, compare=False)
 
     def note(self, bucket: Bucket) -> None:
-        """Records that a bucket ran; see `settle`."""
-        self.ran.add(bucket)
-        self.settle(bucket)
-
-    def settle(self, bucket: Bucket) -> None:
-        """Makes the regret of other buckets relative to one that ran, or is to be there soon.
+        """Records that a bucket ran: regret of other buckets is relative to it from now on.
 
         Buckets of as many rows were missed in the same bursts. Each keeps only the regret beyond
         that of this bucket, and so does its part of earlier processes.
         """
+        self.ran.add(bucket)
         for missed_s in (self.missed_s, self.missed_before_s):
             own = missed_s.pop(bucket, 0.0)
             for other in [other for other in missed_s if other.rows == bucket.rows]:
@@ -84,6 +82,14 @@ class Ledger:
         As many as the last process ran, or as many as it ran itself.
         """
         return max(self.life_s - self.lived_s, self.lived_s)
+
+    @property
+    def _life_s(self) -> float:
+        """What the next process takes for life_s."""
+        if not self.lived_s:
+            return self.life_s
+        before = 0.0 if self.life_s == MOST_S else self.life_s
+        return max(self.lived_s, LIFE_KEPT * before)
 
     def take(self, other: Ledger, since: Mapping[Bucket, float]) -> None:
         """Adds the regret that another ledger gained since the two were equal.
@@ -126,7 +132,7 @@ class Ledger:
             "plain_s": self.plain_s,
             "drafting_s": self.drafting_s,
             "late_s": self.late_s,
-            "life_s": self.lived_s or self.life_s,
+            "life_s": self._life_s,
         }
 
     @classmethod

@@ -193,6 +193,18 @@ def dspark(**more):
     return nested() | kind | {"markov_rank": 6} | more
 
 
+@pytest.mark.parametrize("class_name", ["Qwen3DSparkModel", "DSparkDraftModel"])
+def test_a_dspark_head_of_flat_keys(tmp_path, class_name):
+    config = config_of(**MARKOV)
+    raw = flat(architectures=[class_name], mask_token_id=MASK, target_layer_ids=[1, 4])
+    del raw["dflash_config"]
+    found = read(write(tmp_path, raw, tensors_of(config)))
+    assert found.config == config
+    assert found.notes[0] == "captures the inputs of layers 2, 5 (target_layer_ids)"
+    loaded = specjax.load_drafter(tmp_path, TARGET)
+    assert loaded.spec == DFlashDrafter(config)
+
+
 MARKOV = {"samples_from_anchor": True, "markov_rank": 6}
 
 

@@ -26,7 +26,7 @@ FLAGS = {
     "plain": {},
     "bias": {"fc_bias": True, "qkv_bias": True},
     "own tables": {"has_embedding": True, "has_head": True, "rope": RopeConfig(theta=123.0)},
-    "two layers": {"num_layers": 2, "has_first_norm": True},
+    "two layers": {"num_layers": 2},
 }
 
 
@@ -175,7 +175,6 @@ def test_a_published_folder(tmp_path):
     [
         ({"qkv_bias": True}, {"qkv_bias": True}),
         ({"num_layers": 2}, {"num_layers": 2}),
-        ({"has_first_norm": True}, {"has_first_norm": True}),
         ({"has_head": True, "has_embedding": True}, {"has_head": True, "has_embedding": True}),
     ],
 )
@@ -228,12 +227,36 @@ def test_a_copy_of_the_target_s_embedding_is_not_kept(tmp_path):
         ({}, put("norm.weight", lambda w: np.ones(WIDTH, np.float32)), "norm.weight"),
         ({}, put("layers.0.mlp.up_proj.weight", lambda w: w[:-1]), r"expected \[48, 32\]"),
         ({"attention_bias": True}, dict, "q_proj.bias"),
+        (
+            {},
+            put("layers.0.input_layernorm.weight", lambda w: np.ones(WIDTH, np.float32)),
+            "no such",
+        ),
+        ({"architectures": ["PEagleDraftModel"]}, dict, "P-EAGLE"),
+        ({}, put("mask_hidden", lambda w: np.ones((1, 1, WIDTH), np.float32)), "P-EAGLE"),
     ],
 )
 def test_what_is_refused(tmp_path, more, change, match):
     folder = write(tmp_path, raw_of(**more), change(tensors_of()))
     with pytest.raises(ValueError, match=match):
         read(folder)
+
+
+def test_a_tied_target_lends_its_flag(tmp_path):
+    """config.json is often that of the target; the head is the target's in any case."""
+    tensors = tensors_of(has_embedding=True)
+    found = read(write(tmp_path, raw_of(tie_word_embeddings=True), tensors))
+    assert found.config == config_of(has_embedding=True)
+
+
+@pytest.mark.parametrize("method", [None, "eagle"])
+def test_what_can_run_code_is_not_read(tmp_path, method):
+    """Without tensors nothing tells it from a model."""
+    folder = write(tmp_path, raw_of(), tensors_of())
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    config = specjax.SpeculationConfig(method=method, model=str(folder))
+    with pytest.raises(FileNotFoundError, match=r"torch\.save_file"):
+        specjax.load_drafter(str(folder), TARGET, config)
 
 
 def test_captured_layers_are_not_its_to_choose(tmp_path):

@@ -278,7 +278,10 @@ def test_folders_of_mlp_speculators(tmp_path, name, prefix):
     assert specjax.load_drafter(folder, TARGET).spec == NewestStateDrafter(config)
 
 
-@pytest.mark.parametrize("naming", [PUBLISHED, OF_VLLM])
+PREFIXED = tuple(f"medusa_heads.{name}" for name in OF_VLLM)
+
+
+@pytest.mark.parametrize("naming", [PUBLISHED, OF_VLLM, PREFIXED])
 @pytest.mark.parametrize("name", [name for name in HEADS if "Medusa" in name])
 def test_folders_of_medusa(tmp_path, name, naming):
     """The number of heads in config.json is wrong in published folders: the tensors decide."""
@@ -361,9 +364,10 @@ def test_heads_of_another_target_are_refused():
 
 
 def test_work_is_that_of_one_draft_token():
-    (work,) = make_head("MLP").spec.work(TARGET.config, jnp.bfloat16)
     proj = INNER * WIDTH + 2 * INNER * INNER
-    assert work.weight_bytes == 2 * (proj + 3 * VOCAB * INNER) // 3
+    for name in ("MLP", "MLP, tied"):
+        (work,) = make_head(name).spec.work(TARGET.config, jnp.bfloat16)
+        assert work.weight_bytes == 2 * ((proj + 3 * VOCAB * INNER) // 3)
     (work,) = make_head("Medusa with the target's head").spec.work(TARGET.config, jnp.bfloat16)
     assert work.weight_bytes == 2 * (WIDTH * WIDTH + WIDTH + VOCAB * WIDTH)
     assert work.context_bytes == 0

@@ -1205,6 +1205,21 @@ def test_a_process_that_ends_soon_is_not_sure_to_repay():
     assert policy._is_sure(other, best, dataclasses.replace(now, num_steps_left=100))
 
 
+def test_what_is_on_disk_saves_what_it_would_have_saved():
+    """K = 3 was compiled as the last process ended, and has not run: K = 4 saves little beyond."""
+    policy, kept = trained(accepted=4), {Bucket(1, 3)}
+    now = load(row_buckets=[1], compile_s=5.0, read_s=lambda b: 9.0 if b in kept else None)
+    for bucket, seconds in ((Bucket(1, 3), 3.0), (Bucket(1, 4), 4.0)):
+        policy.ledger.miss(bucket, seconds)
+        policy.ledger.missed_before_s[bucket] = seconds
+    assert not policy._repays(Bucket(1, 4), now, is_sure=False)
+    policy.ledger.miss(Bucket(1, 4), 2.0)
+    assert policy._repays(Bucket(1, 4), now, is_sure=False)
+    kept.clear()
+    policy.ledger.miss(Bucket(1, 4), -3.0)
+    assert policy._repays(Bucket(1, 4), now, is_sure=False)
+
+
 def test_a_process_begins_with_larger_buckets_that_are_kept():
     """The last process had eight rows, and this one has one: nothing of one row is there."""
     known, kept = trained(accepted=4), {Bucket(8, 0), Bucket(8, 4)}

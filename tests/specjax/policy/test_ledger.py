@@ -111,13 +111,7 @@ def test_what_is_left_is_as_much_as_the_last_process_ran_or_this_one():
     assert Ledger.of_record(ledger.to_record()).life_s == 5.5
     # A process in which nothing was timed does not count.
     assert Ledger.of_record(Ledger.of_record(ledger.to_record()).to_record()).life_s == 5.5
-
-
-def test_what_is_to_be_compiled_leaves_others_the_regret_beyond_its_own():
-    ledger = Ledger()
-    for depth, seconds in ((1, 2.0), (2, 3.0), (3, 1.0)):
-        ledger.miss(Bucket(8, depth), seconds)
-    ledger.miss(Bucket(4, 1), 2.5)
-    ledger.settle(Bucket(8, 1))
-    assert ledger.missed_s == {Bucket(8, 2): 1.0, Bucket(4, 1): 2.5}
-    assert not ledger.ran
+    # A short process after a long one does not make all processes short.
+    ledger = Ledger.of_record(ledger.to_record())
+    ledger.spend(0.1, is_drafting=True)
+    assert Ledger.of_record(ledger.to_record()).life_s == 5.5 / 4
