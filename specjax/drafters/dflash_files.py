@@ -152,7 +152,7 @@ def _parse(
     masks = f"drafts blocks of {config.block_size} with token {mask_token_id} as their mask"
     notes = [note, masks]
     if any(name.startswith("confidence_head.") for name in head.tensors):
-        notes.append("its confidence head is not used")
+        notes.append("has a confidence head, which is not used")
     return config, notes
 
 

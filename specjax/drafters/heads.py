@@ -110,7 +110,7 @@ def without_copies(found: FoundHead, target: Model) -> FoundHead:
         return found
     params = {name: leaf for name, leaf in found.params.items() if name != "embed_tokens"}
     config = dataclasses.replace(found.config, has_embedding=False)
-    notes = (*found.notes, "its embedding is equal to the target's, which is used instead")
+    notes = (*found.notes, "has a copy of the target's embedding, which is not kept")
     return FoundHead(config, params, notes)
 
 

@@ -41,6 +41,7 @@ NEEDS = (
     "needs a GPU",
     "needs the network",
     "needs the tunix extra",
+    "needs the weights of a head",
     "takes minutes",
 )
 

@@ -217,7 +217,7 @@ def test_a_dspark_head(tmp_path):
     assert found.config == config
     for name in ("markov_w1", "markov_w2"):
         np.testing.assert_array_equal(found.params[name], tensors[f"markov_head.{name}.weight"])
-    assert found.notes[-1] == "its confidence head is not used"
+    assert found.notes[-1] == "has a confidence head, which is not used"
     out = specjax.generate(
         TARGET,
         [1, 2, 3],
