@@ -40,6 +40,7 @@ HEADS = {
     "MLP of one": MlpSpeculatorConfig(**SIZES | {"most_drafts": 1}, inner_size=INNER),
 }
 TREE = static_shapes.from_rank_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]])
+GROWN = Growth(3, 2, 5).cut(3)
 
 
 def module_of(config):
@@ -190,9 +191,22 @@ def test_a_tree_is_no_deeper_than_the_head_drafts():
         )
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["Medusa", "MLP"])
-@pytest.mark.parametrize("shape", [None, TREE, Growth(3, 2, 5).cut(3)])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        pytest.param("Medusa", None, marks=pytest.mark.full),
+        pytest.param("MLP", TREE, marks=pytest.mark.full),
+        *(
+            pytest.param(*at, marks=pytest.mark.slow)
+            for at in [
+                ("Medusa", TREE),
+                ("Medusa", GROWN),
+                ("MLP", None),
+                ("MLP", GROWN),
+            ]
+        ),
+    ],
+)
 def test_it_keeps_the_contract_of_drafters(name, shape):
     check_drafter(make_head(name, shape=shape), TARGET)
 
