@@ -14,14 +14,8 @@ from typing import Any, NamedTuple
 
 from specjax.config.names import closest, suggestion
 
-HEADS = (
-    "eagle",
-    "eagle3",
-    "dflash",
-    "dspark",
-    "medusa",
-    "mlp_speculator",
-)  # over the hidden states of a target
+# Over the hidden states of a target.
+HEADS = ("eagle", "eagle3", "dflash", "dspark", "medusa", "mlp_speculator")
 METHODS = ("ngram", "history", "draft_model", *HEADS)
 _NAME = "speculative_config"
 _SAME_KEY = 0.75  # similarity from which an unknown key counts as misspelt rather than new

@@ -25,7 +25,6 @@ from specjax.models.base import Attend
 from specjax.models.dflash import DFlashConfig
 from specjax.paged import kv_cache
 from specjax.paged.forward import Part, attention_over
-from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.types import DecoderParams, TokenBatch, lay_out
 
 BITS = 32  # of a word of ancestor bits
@@ -179,11 +178,6 @@ class _Head(TokenByToken):
             return dflash.own_logits(params.drafter, self.config, hidden)
         normed = dflash.normed_output(params.drafter, self.config, hidden)
         return self.context.target_logits(params, normed)
-
-    def own_logits(
-        self, params: DecoderParams, hidden: Array, depth: int | Array
-    ) -> tuple[Array, Vocabulary]:
-        return self.logits(params, hidden, depth), WHOLE
 
 
 def _blocks(config: DFlashConfig, decode_state: Any, takes_part: Array, width: int) -> TokenBatch:

@@ -28,7 +28,6 @@ from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.paged import kv_cache
 from specjax.paged.forward import Part, attention_over, make_decode_batch
-from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import DecoderParams, DraftTree, TokenBatch
@@ -177,11 +176,6 @@ class _Head(TokenByToken):
         return self.context.target_logits(
             params, self.model.normed_output(own, self.config, hidden)
         )
-
-    def own_logits(
-        self, params: DecoderParams, hidden: Array, depth: int | Array
-    ) -> tuple[Array, Vocabulary]:
-        return self.logits(params, hidden, depth), WHOLE
 
     def _run(
         self,

@@ -21,7 +21,6 @@ from specjax.drafters.token_by_token import TokenByToken, keep_newest, token_at
 from specjax.models import medusa, mlp_speculator
 from specjax.models.medusa import MedusaConfig
 from specjax.models.mlp_speculator import MlpSpeculatorConfig
-from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import DecoderParams, DraftTree, TokenBatch
@@ -98,11 +97,6 @@ class _Head(TokenByToken):
 
     config: Any
     context: DrafterContext
-
-    def own_logits(
-        self, params: DecoderParams, hidden: Array, depth: int | Array
-    ) -> tuple[Array, Vocabulary]:
-        return self.logits(params, hidden, depth), WHOLE
 
 
 @dataclasses.dataclass(frozen=True)

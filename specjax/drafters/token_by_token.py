@@ -23,7 +23,7 @@ from specjax.paged.forward import make_tree_batch
 from specjax.sampling import TreeHistory, choose_tokens, process_logits
 from specjax.sampling.processing import History
 from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
-from specjax.sampling.vocabulary import Vocabulary
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.trees import draft_tree, expanding
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
@@ -142,8 +142,11 @@ class TokenByToken:
     def own_logits(
         self, params: DecoderParams, hidden: Array, depth: int | Array
     ) -> tuple[Array, Vocabulary]:
-        """Returns this device's slice of `logits`, f32[num_tokens, its width], and the slices."""
-        raise NotImplementedError
+        """Returns this device's slice of `logits`, f32[num_tokens, its width], and the slices.
+
+        By default a device has all of them.
+        """
+        return self.logits(params, hidden, depth), WHOLE
 
     def draw(
         self,
