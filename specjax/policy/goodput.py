@@ -490,7 +490,7 @@ class Goodput:
         if not self.costs.count(candidate.bucket):
             rate *= 1 - OPTIMISM
         if candidate.bucket.num_speculative_tokens:
-            rate *= self._optimism(candidate, load, -1.0)
+            rate *= self._optimism(load, -1.0)(candidate)
         if rate < best.rate * (1 + SURE_GAIN):
             return False
         left_s = min(load.num_steps_left, ENOUGH_STEPS) * best.seconds
@@ -653,10 +653,11 @@ class Goodput:
         plain_rate = candidates[bucket].rate
         # No step that drafts is faster than a plain one of as many rows.
         known_s = {rows: candidates[bucket].seconds}
+        more = self._optimism(load)
         may_pay = [
             c
             for c in map(candidates.__getitem__, drafting)
-            if c.hoped_rate(self._optimism(c, load), known_s) > plain_rate * (1 + MARGIN)
+            if c.hoped_rate(more(c), known_s) > plain_rate * (1 + MARGIN)
         ]
         if not may_pay:
             return _Exploration()
@@ -681,8 +682,10 @@ class Goodput:
         if self._knows_no_acceptance:
             drafting = usual or [min(drafting, key=lambda c: c.bucket.num_speculative_tokens)]
 
+        plausible = [self._optimism(load, by) for by in (-1.0, 0.0, 1.0)]
+
         def mean_rate(c: _Candidate) -> float:
-            rates = [c.rate * self._optimism(c, load, by) for by in (-1.0, 0.0, 1.0)]
+            rates = [c.rate * more(c) for more in plausible]
             return sum(max(rate, plain_rate) for rate in rates) / len(rates)
 
         rates = [mean_rate(c) for c in drafting]
@@ -794,15 +797,17 @@ class Goodput:
 
         Uncertain acceptance and uncertain step costs both count in its favour.
         """
-        hoped = lambda c: c.hoped_rate(self._optimism(c, load), least_s)
+        more = self._optimism(load)
+        hoped = lambda c: c.hoped_rate(more(c), least_s)
         hopeful = [c for c in others if hoped(c) > best.rate * (1 + MARGIN)]
         return min(hopeful, key=lambda c: c.seconds, default=None)
 
-    def _optimism(self, c: _Candidate, load: Load, deviations: float = 2.0) -> float:
-        """Returns the factor by which a step's tokens may exceed those expected."""
+    def _optimism(self, load: Load, deviations: float = 2.0) -> Callable[[_Candidate], float]:
+        """Returns the factor, by candidate, by which a step's tokens may exceed those expected."""
         rows = load.num_decoding_rows
-        more = self.survival.optimism(deviations)[c.bucket.num_speculative_tokens - 1]
-        return (rows + (c.tokens - rows) * more) / c.tokens
+        more = self.survival.optimism(deviations).tolist()
+        of_depth = lambda c: more[c.bucket.num_speculative_tokens - 1]
+        return lambda c: (rows + (c.tokens - rows) * of_depth(c)) / c.tokens
 
     def _catch_up(self, load: Load, plain_s: float) -> float:
         """Returns the seconds of drafter catch-up: feeding it the tokens it has not seen."""

@@ -1170,7 +1170,7 @@ def test_a_bucket_of_fewer_rows_is_not_sure_to_be_used():
 def test_what_is_doubted_is_not_sure(doubt, deviation, is_sure, monkeypatch):
     policy = trained(accepted=4)
     now = load(row_buckets=[1])
-    monkeypatch.setattr(Goodput, "_optimism", lambda self, c, load, by: deviation)
+    monkeypatch.setattr(Goodput, "_optimism", lambda self, load, by: lambda c: deviation)
     of = {c.bucket: c for c in policy._candidates(now)}
     best, other = of[Bucket(1, 0)], of[Bucket(1, 4)]
     for _ in range(goodput.ENOUGH_MEASURED):
