@@ -130,11 +130,14 @@ def make_requests(
             )
     most = speculation.depth
     if too_many > most:
+        drafts = (
+            f"this call drafts at most {most}, raise its own num_speculative_tokens."
+            if most
+            else "this call has no drafter, or drafts no tokens; give it one, or leave the field "
+            "of the request out."
+        )
         warnings.warn(
-            f"a request asks for num_speculative_tokens={too_many}; this call drafts at most "
-            f"{most}, "
-            "raise its own num_speculative_tokens.",
-            stacklevel=4,
+            f"a request asks for num_speculative_tokens={too_many}; {drafts}", stacklevel=4
         )
     return requests, refused
 

@@ -154,6 +154,8 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
         drafter = "demo"
     is_model = drafter not in (None, NO_DRAFTER, *MATCHING)
     method = "draft_model" if is_model else drafter
+    if drafter is not None and drafter == given.model:
+        method = given.method  # such as that of a head
     changes["method"] = None if method == NO_DRAFTER else method
     changes["model"] = drafter if is_model else None
     return dataclasses.replace(given, **changes)

@@ -69,8 +69,12 @@ def _parse(
     if "mask_hidden" in tensors:
         raise ValueError("tensor 'mask_hidden' is of P-EAGLE, which is not supported.")
     _check_norms(raw, tensors)
-    if "sliding_attention" in (own.get("layer_types") or []):
-        raise ValueError("layer_types with 'sliding_attention' are not supported in such a head.")
+    types = own.get("layer_types") or []
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+        raise ValueError(
+            f"layer_types={shown(types)} of such a head must be a list of 'full_attention' alone; "
+            "sliding windows in it are not supported."
+        )
     notes: list[str] = []
     width = size(own, "hidden_size")
     head_files.check_target(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from specjax.drafters.base import DrafterSpec
@@ -101,7 +102,8 @@ def check_fits(spec: DrafterSpec, target: ModelConfig) -> None:
 def without_copies(found: FoundHead, target: Model) -> FoundHead:
     """Returns a head that uses the target's embedding, where its own is equal to it.
 
-    EAGLE's files hold a copy: 1 GB of a target of 128,256 tokens and 4,096 hidden numbers.
+    EAGLE's files hold a copy: 1 GB of a target of 128,256 tokens and 4,096 hidden numbers. Beside a
+    target of shapes alone, whose weights a training loop changes, the copy is kept.
     """
     own, table = found.params.get("embed_tokens"), target.params.get("embed_tokens")
     is_plain = family_of(target.config).embed is embed_tokens
@@ -116,6 +118,8 @@ def without_copies(found: FoundHead, target: Model) -> FoundHead:
 
 def _are_equal(own: Any, table: Any) -> bool:
     if own.shape != getattr(table, "shape", None) or own.dtype != table.dtype:
+        return False
+    if isinstance(table, jax.ShapeDtypeStruct):
         return False
     if not getattr(table, "is_fully_addressable", True):
         return False

@@ -85,6 +85,8 @@ def test_a_request_drafts_what_it_asks_for_and_no_more_than_the_call(target):
     with pytest.warns(UserWarning, match="drafts at most 4"):
         many, _ = made(target, [[1]], drafter=target, num_speculative_tokens=9)
     assert [request.draft_cap for request in (*few, *many)] == [2, 4]
+    with pytest.warns(UserWarning, match="num_speculative_tokens=9; this call has no drafter"):
+        made(target, [[1]], num_speculative_tokens=9, depth=0)
 
 
 def noises(requests):

@@ -58,6 +58,12 @@ def test_model_defaults_stand_below_options():
         (["--model", "folder", "--drafter", "demo"], "draft_model", "demo"),
         (["--speculative-config", '{"method": "ngram"}'], "ngram", None),
         (["--speculative-config", '{"model": "draft"}'], "draft_model", "draft"),
+        (["--speculative-config", '{"model": "head", "method": "eagle"}'], "eagle", "head"),
+        (
+            ["--speculative-config", '{"model": "head", "method": "eagle"}', "--drafter", "demo"],
+            "draft_model",
+            "demo",
+        ),
         (
             ["--speculative-config", '{"model": "draft"}', "--drafter", "none"],
             None,

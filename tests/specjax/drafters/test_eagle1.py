@@ -209,6 +209,10 @@ def test_a_copy_of_the_target_s_embedding_is_not_kept(tmp_path):
     tensors["embed_tokens.weight"] = table + np.eye(*table.shape, dtype=np.float32)
     drafter = specjax.load_drafter(write(tmp_path, raw_of(), tensors), TARGET)
     assert "embed_tokens" in drafter.params
+    # The target of a training loop has no weights yet, and they will change.
+    folder = write(tmp_path, raw_of(), tensors_of() | {"embed_tokens.weight": table})
+    decoder = specjax.build_decoder(TARGET, drafter=folder)
+    assert "embed_tokens" in decoder._draft_weights
     scaled = specjax.testing.tiny_model(embedding_multiplier=2.0)
     tensors["embed_tokens.weight"] = np.asarray(scaled.params["embed_tokens"])
     drafter = specjax.load_drafter(write(tmp_path, raw_of(), tensors), scaled)

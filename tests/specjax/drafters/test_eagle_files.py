@@ -155,6 +155,8 @@ def test_captured_layers_are_stored_in_several_ways(tmp_path, more, options, exp
         ({}, put("t2d", lambda t2d: ~t2d), "t2d name different tokens"),
         ({}, put("layers.99999999999.x", lambda _: np.ones(3, np.float32)), "no use for"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, None, "sliding_attention"),
+        ({"layer_types": 1}, None, "layer_types=1 of such a head must be a list"),
+        ({"layer_types": "sliding_attention_x"}, None, "must be a list"),
         ({"norm_before_fc": True}, None, "norm_before_fc=true"),
         ({"fc_norm": True}, None, "fc_norm=true"),
         ({"attention_bias": True}, None, "attention_bias=true"),
