@@ -333,7 +333,9 @@ def read_weights(head: Head, config: HeadConfig, leaves: Any, dtype: DTypeLike |
         return params
     ids = _target_ids(head.tensors[TARGET_IDS], vocab, target_vocab, folder)
     said = head.tensors.get("t2d")
-    if said is not None and not (said.shape == (target_vocab,) and np.all(said[ids])):
+    if said is not None and not (
+        said.shape == (target_vocab,) and np.all(said[ids]) and np.count_nonzero(said) == len(ids)
+    ):
         raise ValueError(
             f"{folder}: {TARGET_IDS} and t2d name different tokens; use the file as published."
         )

@@ -112,6 +112,7 @@ def _parse_medusa(head: Head, target: ModelConfig) -> tuple[MedusaConfig, tuple[
     matrix = f"{naming[1].format(head=0, blocks=num_blocks)}.weight"
     has_head = matrix in tensors
     vocab = head_files.shape_of(head, matrix)[0] if has_head else target.vocab_size
+    head_files.check_target(width, size(raw, "vocab_size", vocab), target)
     head_files.check_target(width, vocab, target)
     config = MedusaConfig(
         target_hidden_size=width,

@@ -153,6 +153,7 @@ def test_captured_layers_are_stored_in_several_ways(tmp_path, more, options, exp
         ({}, put("d2t", lambda d2t: d2t + np.int64(2**63 - 1 - d2t.max())), "different tokens"),
         ({}, put("d2t", lambda d2t: 0 * d2t), "t2d name different tokens"),
         ({}, put("t2d", lambda t2d: ~t2d), "t2d name different tokens"),
+        ({}, put("t2d", lambda t2d: t2d | True), "t2d name different tokens"),
         ({}, put("layers.99999999999.x", lambda _: np.ones(3, np.float32)), "no use for"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 8}, None, "sliding_attention"),
         ({"layer_types": 1}, None, "layer_types=1 of such a head must be a list"),

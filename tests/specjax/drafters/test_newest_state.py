@@ -350,6 +350,7 @@ def test_what_is_refused_of_mlp_speculators(tmp_path, raw, change, match):
     ("more", "change", "match"),
     [
         ({"truncated_vocab_size": 20, "vocab_size": VOCAB}, dict, "truncated_vocab_size"),
+        ({"vocab_size": 10**6}, dict, "1000000 tokens"),
         ({"original_lm_head": True}, dict, "original_lm_head"),
         ({}, without("0.0.linear.weight"), "0.0.linear.weight"),
         ({}, without("1.0.linear.bias"), "1.0.linear.bias"),
