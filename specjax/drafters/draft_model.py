@@ -22,6 +22,7 @@ from pallas_kernels.ragged import tokens_of
 from specjax.drafters import token_by_token
 from specjax.drafters.base import Draft, Drafter, by_page
 from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes
+from specjax.drafters.token_set import TokenSet
 from specjax.models.base import MeshAxes, ModelConfig
 from specjax.paged import kv_cache
 from specjax.paged.forward import (
@@ -86,6 +87,7 @@ def drafter(
     says_confidence: bool = False,
     max_positions: int | None = None,
     partition: Partition = WHOLE,
+    said: TokenSet | None = None,
 ) -> Drafter:
     """Returns a drafter that samples from a model.
 
@@ -102,9 +104,10 @@ def drafter(
       max_positions: most positions that the model is fed; None:
         config.max_position_embeddings.
       partition: how the model is split over a mesh.
+      said: the tokens that it may draft; None: all.
     """
     model = _DraftModel(
-        config.vocab_size, keeps_probs, says_confidence, True, config, partition.axis
+        config.vocab_size, keeps_probs, says_confidence, True, config, partition.axis, said
     )
 
     def init(rows: int, max_length: int, num_pages: int, page_size: int) -> _Pages:
@@ -147,6 +150,7 @@ def _by_page_and_head(state: _Pages) -> Any:
 class _DraftModel(TokenByToken):
     config: ModelConfig
     axis: MeshAxes | None = None  # mesh axes that its heads are split over
+    said: TokenSet | None = None  # the tokens that it may draft; None: all
 
     def forward(
         self, params: DecoderParams, pages: _Pages, batch: TokenBatch, max_tokens_per_row: int
@@ -163,13 +167,15 @@ class _DraftModel(TokenByToken):
 
     def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
         del depth
-        return logits(params.drafter, self.config, hidden, self.axis)
+        scores = logits(params.drafter, self.config, hidden, self.axis)
+        return scores if self.said is None else self.said.keep(scores)
 
     def own_logits(
         self, params: DecoderParams, hidden: Array, depth: int | Array
     ) -> tuple[Array, Vocabulary]:
         del depth
-        return own_logits(params.drafter, self.config, hidden, self.axis)
+        scores, vocabulary = own_logits(params.drafter, self.config, hidden, self.axis)
+        return scores if self.said is None else self.said.keep(scores, vocabulary), vocabulary
 
     def begin(
         self, params: DecoderParams, state: _Pages, decode_state: Any, takes_part: Array

@@ -18,6 +18,7 @@ from specjax.config.speculation import SpeculationConfig
 from specjax.drafters import heads
 from specjax.drafters.base import DrafterSpec, ModelWork
 from specjax.drafters.guard import DrafterError, abstract_drafter_params
+from specjax.drafters.other_vocabulary import recoded, recoding
 from specjax.drafters.spec import (
     HistoryDrafter,
     ModelDrafter,
@@ -26,7 +27,7 @@ from specjax.drafters.spec import (
 )
 from specjax.models.abstract import shape_difference, tree_difference
 from specjax.models.base import Model, ModelConfig, parameters
-from specjax.models.loading import check_same_vocabulary, load_model, resolve_folder
+from specjax.models.loading import load_model, resolve_folder
 from specjax.types import BY_LAW, DELTA, SYNTHETIC, TYPICAL
 
 
@@ -242,8 +243,8 @@ def load_drafter(
         says others or none. What was resolved is in `LoadedDrafter.notes`.
 
     Raises:
-      ValueError: no drafter has that name, the draft model's vocabulary is not the
-        target's, a head's files are not those of a head for this target, or the config sets a
+      ValueError: no drafter has that name, nothing says which tokens of a draft model of another
+        vocabulary are the target's, a head's files are not those of a head for this target, or the config sets a
         field that does not apply to this drafter.
       TypeError: `source` is none of these, or a class derived from a drafter of specjax cannot be
         made with that drafter's fields.
@@ -336,8 +337,7 @@ def _load(
         source = LoadedDrafter(type(source).__name__, source)
     if isinstance(source, LoadedDrafter):
         heads.check_fits(source.spec, target.config)
-        for of_drafter in source.configs:
-            check_same_vocabulary(target, Model(of_drafter, {}, name=source.name))
+        _check_vocabulary(source, target)
         return source
     if source is None or source == NO_DRAFTER:
         return LoadedDrafter(NO_DRAFTER, NoDrafter())
@@ -352,8 +352,24 @@ def _load(
             f"drafter is {source!r:.200}; expected None, 'ngram', 'history', 'demo', a folder "
             "or hub name, a Model, a DrafterSpec, or what load_drafter returned."
         )
-    check_same_vocabulary(target, source)
-    return LoadedDrafter(source.name, ModelDrafter(source.config), source.params)
+    by = recoding(target, source)
+    if by is None:
+        return LoadedDrafter(source.name, ModelDrafter(source.config), source.params)
+    own = recoded(source, by)
+    return LoadedDrafter(
+        source.name, ModelDrafter(own.config, said=by.said), own.params, (by.note(),)
+    )
+
+
+def _check_vocabulary(drafter: LoadedDrafter, target: Model) -> None:
+    """Raises ValueError where the models of a drafter have another vocabulary than the target."""
+    for config in drafter.configs:
+        if config.vocab_size != target.config.vocab_size:
+            raise ValueError(
+                f"drafter {drafter.name!r} is for a vocabulary of {config.vocab_size} tokens, and "
+                f"target {target.name!r} has {target.config.vocab_size}; load it for this target, "
+                "by specjax.load_drafter(draft_model, target)."
+            )
 
 
 def _dtype_of(params: Any) -> Any:

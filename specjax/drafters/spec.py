@@ -9,6 +9,7 @@ from specjax.config.speculation import MAX_DRAFT_NODES, SpeculationConfig
 from specjax.drafters import draft_model, history, hybrid, ngram, none
 from specjax.drafters.base import Drafter, DrafterContext, no_tree_message
 from specjax.drafters.base import DrafterSpec as DrafterSpec
+from specjax.drafters.token_set import TokenSet
 from specjax.models.base import ModelConfig
 from specjax.models.partition import undivided
 from specjax.trees import static_shapes
@@ -212,13 +213,17 @@ class Shaped(DrafterSpec):
 
 @dataclasses.dataclass(frozen=True)
 class ModelDrafter(Shaped):
-    """A draft model with the target's vocabulary; `shape` describes its trees, None: chains."""
+    """A draft model with the target's vocabulary; `shape` describes its trees, None: chains.
+
+    One of another vocabulary is rewritten first (`other_vocabulary`), and drafts what is in both.
+    """
 
     config: ModelConfig
     shape: TreeShape | Growth | None = None
     # Most positions that it is fed; None: config.max_position_embeddings.
     max_positions: int | None = None
     num_shards: int = 1  # set by `split`
+    said: TokenSet | None = None  # the tokens that it may draft; None: all
 
     @property
     def configs(self) -> tuple[ModelConfig, ...]:
@@ -258,9 +263,13 @@ class ModelDrafter(Shaped):
                 f"max_model_len={config.max_model_len} is more than the {most} positions that the "
                 "draft model was made for; lower it or leave it out."
             )
-        shape = self.shape_of(config, self.config.vocab_size)
+        shape = self.shape_of(config, self._num_said)
         max_positions = config.max_model_len or self.max_positions
         return dataclasses.replace(self, shape=shape, max_positions=max_positions)
+
+    @property
+    def _num_said(self) -> int:
+        return self.config.vocab_size if self.said is None else len(self.said)
 
     def build(self, context: DrafterContext) -> Drafter:
         return draft_model.drafter(
@@ -274,6 +283,7 @@ class ModelDrafter(Shaped):
             partition=draft_model.Partition(
                 self.num_shards, context.draft_axis, context.copies_axis
             ),
+            said=self.said,
         )
 
 

@@ -159,31 +159,6 @@ def _bounds(index: tuple[slice, ...], shape: tuple[int, ...]) -> tuple[tuple[int
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
-def check_same_vocabulary(target: Model, draft: Model) -> None:
-    """Raises ValueError unless a token id means the same to both models.
-
-    Vocabulary sizes must be equal; so must the vocabularies of the tokenizers when
-    both models have one.
-    """
-    target_size, draft_size = target.config.vocab_size, draft.config.vocab_size
-    names = f"target {target.name!r} and draft {draft.name!r}"
-    if target_size != draft_size:
-        raise ValueError(
-            f"{names} have vocabularies of {target_size} and {draft_size} tokens; "
-            "expected equal sizes. Choose a draft of the target's family and size of "
-            "vocabulary."
-        )
-    if target.tokenizer is None or draft.tokenizer is None:
-        return
-    ours, theirs = target.tokenizer.vocabulary(), draft.tokenizer.vocabulary()
-    if ours != theirs:
-        example = min(token for token, _ in ours.items() ^ theirs.items())
-        raise ValueError(
-            f"{names} number tokens differently: {example!r} is {ours.get(example)} "
-            f"and {theirs.get(example)}. Choose a draft with the target's tokenizer."
-        )
-
-
 def default_dtype(mesh: Mesh | None = None) -> np.dtype:
     """Returns bfloat16 where the mesh's devices compute it, float32 on a CPU and older GPUs.
 

@@ -345,7 +345,8 @@ def find_drafter(
     Args:
       source: None, "none", "ngram", "history", the folder of a head over the target, or what
         `find_config` finds.
-      target: that of a head; None: heads are not looked for.
+      target: that it drafts for; None: heads are not looked for, and a draft model keeps its own
+        vocabulary.
 
     Raises:
       FileNotFoundError: there is no such name or folder.
@@ -361,7 +362,11 @@ def find_drafter(
     folder = Path(name).expanduser()
     if target is not None and folder.is_dir() and (kind := heads.kind_in(folder)) is not None:
         return kind.spec(kind.read(folder, target, None).config)
-    return ModelDrafter(find_config(DEMO_NAMES.get(name, name), DRAFTERS))
+    own = find_config(DEMO_NAMES.get(name, name), DRAFTERS)
+    if target is not None:
+        # A draft model of another vocabulary is rewritten in the target's.
+        own = dataclasses.replace(own, vocab_size=target.vocab_size)
+    return ModelDrafter(own)
 
 
 def _widened(leaf: Any) -> jax.ShapeDtypeStruct:

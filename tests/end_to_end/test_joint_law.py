@@ -28,6 +28,7 @@ from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.decode.step import advance
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
+from specjax.drafters.token_set import TokenSet
 from specjax.engine.request import Request
 from specjax.sampling import RowSampling, process_logits, row_values, target_probs
 from specjax.trees import static_shapes
@@ -65,6 +66,8 @@ SAMPLING = {
 # has no law of its own.
 RULES = {
     "chain": (SEEDED, DELTA, REJECTION, BLOCK, TRAVERSAL),
+    "chain of some tokens": (DELTA, REJECTION, BLOCK, TRAVERSAL),
+    "tree of some tokens": (SEEDED, REJECTION, TRAVERSAL),
     "tree": (SEEDED, DELTA, REJECTION, TRAVERSAL),
     "ngram tree": (SEEDED, DELTA),
 }
@@ -98,8 +101,10 @@ def sharpened(model):
 def drafter_spec(kind, draft):
     if kind == "ngram tree":
         return NgramDrafter(min_match=1, max_match=2, num_matches=2)
-    shape = static_shapes.from_widths((2, 1)) if kind == "tree" else None
-    return ModelDrafter(draft.config, shape)
+    shape = static_shapes.from_widths((2, 1)) if kind.startswith("tree") else None
+    # Of a vocabulary that lacks one of the target's tokens.
+    said = TokenSet.of(np.arange(VOCAB) != 1) if kind.endswith("some tokens") else None
+    return ModelDrafter(draft.config, shape, said=said)
 
 
 def values_of(params):

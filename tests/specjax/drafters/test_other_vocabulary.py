@@ -1,0 +1,178 @@
+"""A draft model of another vocabulary, rewritten in the target's."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import tiny_gpt2, tiny_llama
+from tokenizers import AddedToken, decoders, models
+from tokenizers import Tokenizer as Backend
+
+from specjax.drafters.loading import LoadedDrafter, load_drafter
+from specjax.drafters.other_vocabulary import SPELT_AT_ONCE, UNKNOWN, recoded, recoding
+from specjax.drafters.spec import ModelDrafter
+from specjax.drafters.token_set import TokenSet
+from specjax.sampling.vocabulary import WHOLE
+from specjax.text.tokenization import Tokenizer
+
+BYTE_LEVEL = decoders.ByteLevel()
+PIECES = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+
+
+def tokenizer(tokens, decoder=BYTE_LEVEL, special=(), **named):
+    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
+    backend.decoder = decoder
+    backend.add_special_tokens([AddedToken(token) for token in special])
+    return Tokenizer(backend, special_tokens=named)
+
+
+def model(of=None, size=None, make=tiny_llama, name="", seed=0):
+    size = size or of.vocab_size
+    return dataclasses.replace(make(seed, vocab_size=size), tokenizer=of, name=name)
+
+
+def by(ours, theirs, sizes=(None, None)):
+    return recoding(
+        model(ours, sizes[0], name="big"), model(theirs, sizes[1], name="little", seed=1)
+    )
+
+
+def test_an_equal_vocabulary_is_left_alone():
+    ours = tokenizer(["a", "b", "c"])
+    assert by(ours, tokenizer(["a", "b", "c"])) is None
+    assert by(None, None, (3, 3)) is None
+    assert by(ours, None, (3, 3)) is None
+    draft = model(ours)
+    loaded = load_drafter(draft, model(ours))
+    assert loaded.params is draft.params
+    assert loaded.spec.said is None
+    assert loaded.notes == ()
+
+
+@pytest.mark.parametrize(("sizes", "num_said"), [((8, 5), 5), ((5, 8), 5)])
+def test_rows_for_no_token_may_be_more_or_fewer(sizes, num_said):
+    ours = tokenizer(["a", "b", "c"])
+    found = by(ours, ours, sizes)
+    assert found.own.tolist() == [*range(num_said), *[UNKNOWN] * (sizes[0] - num_said)]
+    assert found.said.flags.tolist() == (found.own != UNKNOWN).tolist()
+    draft = model(ours, sizes[1], seed=1)
+    table = recoded(draft, found).params["embed_tokens"]
+    np.testing.assert_array_equal(table[:5], draft.params["embed_tokens"][:5])
+    assert not np.any(table[5:])
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [(True, False), (False, True), (False, False)])
+def test_without_tokenizers_sizes_must_be_equal(ours, theirs):
+    of = lambda is_there: tokenizer(["a", "b", "c"]) if is_there else None
+    who = "the draft" if ours else "the target"
+    with pytest.raises(ValueError, match=f"'big' and draft 'little' .*3 and 4 tokens, and {who}"):
+        by(of(ours), of(theirs), (3, 4))
+
+
+def test_tokens_are_matched_by_what_they_spell():
+    ours = tokenizer(["Ġa", "b", "ab", "Ċ", "x"])
+    theirs = tokenizer(["<0x0A>", "b", "▁a", "a", "q"], PIECES)
+    found = by(ours, theirs)
+    assert found.own.tolist() == [2, 1, UNKNOWN, 0, UNKNOWN]
+    assert found.said.flags.tolist() == [True, True, False, True, False]
+    assert found.spelt == {2: (3, 1), 4: ()}
+
+
+def test_the_longest_tokens_spell_what_the_draft_model_has_not():
+    ours = tokenizer(["abcab", "?", "cab"])
+    theirs = tokenizer(["a", "b", "c", "ab", "abc", "cab"])
+    assert by(ours, theirs, (8, 6)).spelt == {0: (4, 3), 1: ()}
+
+
+def test_two_tokens_of_one_meaning_are_drafted_as_one():
+    ours = tokenizer(["<0x41>", "A", "b"], PIECES)
+    theirs = tokenizer(["b", "<0x41>", "A"], PIECES)
+    # The same strings in another order: "A" is "A", and a byte's own token is fed as "A" is.
+    found = by(ours, theirs)
+    assert found.own.tolist() == [2, 2, 0]
+    assert found.said.flags.tolist() == [False, True, True]
+
+
+def test_special_tokens_are_the_same_only_as_special_tokens():
+    ours = tokenizer(["<s>", "a"], special=["<e>", "<end>"], eos_token="<end>")
+    theirs = tokenizer(["<e>", "a"], special=["<s>", "</s>"], eos_token="</s>")
+    found = by(ours, theirs)
+    # Ends are ends, however they are written.
+    assert found.own.tolist() == [UNKNOWN, 1, UNKNOWN, 3]
+    assert found.spelt == {0: (), 2: (0,)}
+
+
+def test_an_end_that_both_write_alike_is_not_moved():
+    ours = tokenizer(["a"], special=["<e>", "<end>"], eos_token="<end>", bos_token="<e>")
+    theirs = tokenizer(["a"], special=["<end>", "</s>"], eos_token="</s>", bos_token="</s>")
+    assert by(ours, theirs).own.tolist() == [0, 2, 1]
+
+
+def test_ids_beyond_the_models_rows_are_no_tokens():
+    ours, theirs = tokenizer(["a", "b", "c"]), tokenizer(["c", "b", "a", "d"])
+    found = by(ours, theirs, (2, 2))
+    assert found.own.tolist() == [UNKNOWN, 1]
+
+
+def test_nothing_in_common():
+    with pytest.raises(ValueError, match="no token of the target 'big' is one of the draft"):
+        by(tokenizer(["a"]), tokenizer(["b"]))
+
+
+@pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
+def test_rows_follow_the_target_and_other_weights_are_not_copied(make, monkeypatch):
+    ours, theirs = tokenizer(["ab", "b", "?", "ba", "a", "Ġ"]), tokenizer(["a", "c", "b"])
+    draft = model(theirs, make=make, seed=1)
+    monkeypatch.setattr("specjax.drafters.other_vocabulary.SPELT_AT_ONCE", 1)
+    assert SPELT_AT_ONCE > 1
+    own = recoded(draft, recoding(model(ours, make=make), draft))
+    assert own.config == dataclasses.replace(draft.config, vocab_size=6)
+    names = [name for name in ("embed_tokens", "lm_head") if name in draft.params]
+    for name in names:
+        table, rows = draft.params[name], own.params[name]
+        mean = (np.asarray(table[0]) + np.asarray(table[2])) / 2
+        expected = [mean, table[2], jnp.zeros_like(mean), mean, table[0], jnp.zeros_like(mean)]
+        np.testing.assert_allclose(rows, np.stack(expected), rtol=1e-6)
+        assert rows.dtype == table.dtype
+    assert own.params["layers"][0] == draft.params["layers"][0]
+
+
+def test_loading_says_what_may_be_drafted():
+    ours, theirs = tokenizer(["ab", "b", "a"]), tokenizer(["a", "c", "b", "d"])
+    loaded = load_drafter(model(theirs, seed=1), model(ours))
+    assert loaded.spec.said.flags.tolist() == [False, True, True]
+    assert loaded.notes == (
+        "drafts 2 of the target's 3 tokens: those that are in its own vocabulary too",
+    )
+    assert loaded.spec.config.vocab_size == 3
+
+
+def test_a_drafter_of_another_size_is_refused():
+    spec = ModelDrafter(tiny_llama(0, vocab_size=9).config)
+    with pytest.raises(ValueError, match="'mine' is for a vocabulary of 9 tokens, and target"):
+        load_drafter(LoadedDrafter("mine", spec), model(size=8))
+
+
+def test_more_children_than_tokens_that_may_be_drafted_are_refused():
+    from specjax.config.speculation import SpeculationConfig
+
+    ours, theirs = tokenizer(["ab", "b", "a"]), tokenizer(["a", "c", "b", "d"])
+    with pytest.raises(ValueError, match="tree_top_k=3 is more than the 2 tokens"):
+        load_drafter(model(theirs), model(ours), SpeculationConfig(tree_top_k=3))
+
+
+def test_a_set_is_hashable_and_says_which_it_is():
+    flags = np.array([True, False, True, True, False, False, False, False, True])
+    one, same, other = TokenSet.of(flags), TokenSet.of(flags.copy()), TokenSet.of(~flags)
+    assert one == same
+    assert hash(one) == hash(same)
+    assert one != other
+    assert repr(one) == repr(same) != repr(other)
+    assert (len(one), one.size, one.flags.tolist()) == (4, 9, flags.tolist())
+
+
+def test_a_set_keeps_its_own_logits():
+    flags = np.array([True, False, True])
+    kept = TokenSet.of(flags).keep(jnp.arange(6.0).reshape(2, 3), WHOLE)
+    np.testing.assert_array_equal(kept, [[0, -np.inf, 2], [3, -np.inf, 5]])
