@@ -244,8 +244,8 @@ def load_drafter(
 
     Raises:
       ValueError: no drafter has that name, nothing says which tokens of a draft model of another
-        vocabulary are the target's, a head's files are not those of a head for this target, or the config sets a
-        field that does not apply to this drafter.
+        vocabulary are the target's, a head's files are not those of a head for this target, or the
+        config sets a field that does not apply to this drafter.
       TypeError: `source` is none of these, or a class derived from a drafter of specjax cannot be
         made with that drafter's fields.
     """

@@ -17,6 +17,8 @@ from a distribution over them that verification is told, so that every rule stay
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -77,7 +79,7 @@ def recoding(target: Model, draft: Model) -> Recoding | None:
             "the same. Load both from folders with tokenizer.json, or choose a draft of the "
             "target's vocabulary."
         )
-    if ours.vocabulary() == theirs.vocabulary():
+    if _are_equal(ours, theirs):
         return None if sizes[0] == sizes[1] else _of_padding(*sizes)
     found = _of_tokenizers(ours, theirs, *sizes)
     if not len(found.said):
@@ -88,6 +90,11 @@ def recoding(target: Model, draft: Model) -> Recoding | None:
     return found
 
 
+@functools.lru_cache(maxsize=4)  # a draft model may be given to every call
+def _are_equal(ours: Tokenizer, theirs: Tokenizer) -> bool:
+    return ours is theirs or ours.vocabulary() == theirs.vocabulary()
+
+
 def _of_padding(target_size: int, draft_size: int) -> Recoding:
     """Returns the recoding of equal tokenizers: the smaller model has fewer rows for no token."""
     ids = np.arange(target_size, dtype=np.int32)
@@ -95,6 +102,7 @@ def _of_padding(target_size: int, draft_size: int) -> Recoding:
     return Recoding(np.where(is_said, ids, np.int32(UNKNOWN)), TokenSet.of(is_said), {})
 
 
+@functools.lru_cache(maxsize=4)
 def _of_tokenizers(
     target: Tokenizer, draft: Tokenizer, target_size: int, draft_size: int
 ) -> Recoding:
@@ -185,19 +193,32 @@ def _rows(by: Recoding, table: Array) -> Array:
 
     They lie on the devices on which the table lies, split as it is where that is even.
     """
-    is_known = (by.own != UNKNOWN).reshape(-1, *[1] * (table.ndim - 1))
-    rows = jnp.where(is_known, table[np.maximum(by.own, 0)], 0)
-    spelt = [(token_id, pieces) for token_id, pieces in by.spelt.items() if pieces]
-    for start in range(0, len(spelt), SPELT_AT_ONCE):
-        token_ids, pieces = zip(*spelt[start : start + SPELT_AT_ONCE], strict=True)
+    rows = table[np.maximum(by.own, 0)]
+    others = np.flatnonzero(by.own == UNKNOWN)
+    for start in range(0, len(others), SPELT_AT_ONCE):
+        some = others[start : start + SPELT_AT_ONCE]
+        pieces = [by.spelt.get(token_id, ()) for token_id in some.tolist()]
         counts = np.array([len(each) for each in pieces])
-        of_row = np.repeat(np.arange(len(counts)), counts)
-        sums = jax.ops.segment_sum(
-            table[np.concatenate(pieces)].astype(jnp.float32), of_row, len(counts)
-        )
-        means = sums / counts.reshape(-1, *[1] * (table.ndim - 1))
-        rows = rows.at[np.array(token_ids)].set(means.astype(rows.dtype))
+        of_row = np.repeat(np.arange(len(some)), counts)
+        flat = np.array(list(itertools.chain.from_iterable(pieces)), np.int32)
+        rows = _with_means(rows, table, some, flat, of_row, np.maximum(counts, 1))
     return jax.device_put(rows, _place_of(rows, table.sharding))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_means(
+    rows: Array, table: Array, token_ids: Array, pieces: Array, of_row: Array, counts: Array
+) -> Array:
+    """Returns rows, those of token_ids replaced by means of the table's.
+
+    Args:
+      pieces: i32[m], rows of the table.
+      of_row: i32[m], index into token_ids of each.
+      counts: i32[token_ids], how many each has; 1 for none, whose mean is 0.
+    """
+    sums = jax.ops.segment_sum(table[pieces].astype(jnp.float32), of_row, len(token_ids))
+    means = sums / counts.reshape(-1, *[1] * (table.ndim - 1))
+    return rows.at[token_ids].set(means.astype(rows.dtype))
 
 
 def _place_of(rows: Array, place: jax.sharding.Sharding) -> jax.sharding.Sharding:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from helpers import first_layer, tiny_llama
 from jax.sharding import Mesh
-from tokenizers import decoders, models
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 import specjax
 from specjax.config.engine import EngineConfig
