@@ -22,6 +22,7 @@ from specjax.decode.draft import draft
 from specjax.decode.sizes import Sizes
 from specjax.drafters.base import NOT_KEPT
 from specjax.drafters.spec import ModelDrafter
+from specjax.drafters.token_set import TokenSet
 from specjax.engine.request import Request
 from specjax.models.families import family_of
 from specjax.models.layers import dense_causal_attention
@@ -78,13 +79,13 @@ def request_of(row):
 
 
 @functools.cache
-def drafted(name):
+def drafted(name, said=None):
     """Returns the state after a step's drafting, and the draft."""
     sizes = Sizes(rows=ROWS, page_size=ROOM, num_pages=ROWS, pages_per_row=1, burst_steps=1)
     decoder = Decoder(
         DecoderConfig(
             target=MODEL.config,
-            drafter=ModelDrafter(MODEL.config, SHAPES[name]),
+            drafter=ModelDrafter(MODEL.config, SHAPES[name], said=said),
             sizes=sizes,
             engine=ENGINE,
         )
@@ -150,6 +151,28 @@ def test_a_chain_is_what_the_target_would_say():
     said = races(state, paths)[0].argmax(axis=2)[:, :DEPTH]
     assert (said == tokens).all()
     assert len({tuple(row) for row in tokens.tolist()}) > 1
+
+
+SAID = TokenSet.of(np.arange(VOCAB) % 2 == 1)
+
+
+def test_a_chain_of_some_tokens_is_the_best_of_them():
+    state, found = drafted("chain", SAID)
+    tokens = np.asarray(found.proposal.token_ids)
+    paths = np.full((ROWS, DEPTH, DEPTH), -1)
+    for depth in range(1, DEPTH):
+        paths[:, depth, :depth] = tokens[:, :depth]
+    scores = np.where(SAID.flags, races(state, paths)[0], -np.inf)
+    assert (scores.argmax(axis=2)[:, :DEPTH] == tokens).all()
+    everything = races(state, paths)[0].argmax(axis=2)[:, :DEPTH]
+    assert (everything != tokens).any()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["tree", "grown"])
+def test_trees_of_some_tokens(name):
+    proposal = drafted(name, SAID)[1].proposal
+    assert set(np.unique(proposal.token_ids)) <= set(np.flatnonzero(SAID.flags))
 
 
 @pytest.mark.full

@@ -48,7 +48,7 @@ def test_a_loaded_drafter_of_another_vocabulary_is_refused(target):
     size = target.config.vocab_size
     config = dataclasses.replace(target.config, vocab_size=size + 1)
     drafter = LoadedDrafter("other", ModelDrafter(config), target.params)
-    message = f"draft 'other' have vocabularies of {size} and {size + 1} tokens"
+    message = f"'other' is for a vocabulary of {size + 1} tokens, and target .* has {size}"
     with pytest.raises(ValueError, match=message):
         load_drafter(drafter, target)
 

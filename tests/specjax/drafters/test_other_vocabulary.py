@@ -9,9 +9,8 @@ from helpers import tiny_gpt2, tiny_llama
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
-from specjax.drafters.loading import LoadedDrafter, load_drafter
+from specjax.drafters.loading import load_drafter
 from specjax.drafters.other_vocabulary import SPELT_AT_ONCE, UNKNOWN, recoded, recoding
-from specjax.drafters.spec import ModelDrafter
 from specjax.drafters.token_set import TokenSet
 from specjax.sampling.vocabulary import WHOLE
 from specjax.text.tokenization import Tokenizer
@@ -146,12 +145,6 @@ def test_loading_says_what_may_be_drafted():
         "drafts 2 of the target's 3 tokens: those that are in its own vocabulary too",
     )
     assert loaded.spec.config.vocab_size == 3
-
-
-def test_a_drafter_of_another_size_is_refused():
-    spec = ModelDrafter(tiny_llama(0, vocab_size=9).config)
-    with pytest.raises(ValueError, match="'mine' is for a vocabulary of 9 tokens, and target"):
-        load_drafter(LoadedDrafter("mine", spec), model(size=8))
 
 
 def test_more_children_than_tokens_that_may_be_drafted_are_refused():

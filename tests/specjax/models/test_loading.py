@@ -1,6 +1,5 @@
 """Folders to models: names, dtypes, layouts, and every way a folder can be wrong."""
 
-import dataclasses
 import os
 import sys
 import types
@@ -13,12 +12,10 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
 from specjax.models import loading
-from specjax.models.base import Model, ModelConfig
 from specjax.models.families import family_of
-from specjax.models.loading import check_same_vocabulary, load_model
+from specjax.models.loading import load_model
 from specjax.models.safetensors import open_folder
 from specjax.models.weights import Source
-from specjax.text.tokenization import Tokenizer
 
 
 def _rewrite(folder, write_safetensors, change) -> None:
@@ -373,45 +370,3 @@ def test_the_demo_models(monkeypatch, tmp_path, golden_copy):
     assert load_model("demo").name == "demo"
     with pytest.raises(FileNotFoundError, match="reinstall specjax"):
         load_model("demo-draft")
-
-
-def _model(name, vocab_size, vocab=None) -> Model:
-    config = ModelConfig(
-        architecture="llama",
-        family="llama",
-        vocab_size=vocab_size,
-        hidden_size=4,
-        intermediate_size=4,
-        num_layers=1,
-        num_heads=1,
-        num_kv_heads=1,
-        head_dim=4,
-        max_position_embeddings=8,
-    )
-    tokenizer = None
-    if vocab is not None:
-        tokenizer = Tokenizer(Backend(models.BPE(vocab=vocab, merges=[])))
-    return Model(config=config, params={}, tokenizer=tokenizer, name=name)
-
-
-def test_the_same_vocabulary():
-    target, draft = (
-        _model("big", 3, {"a": 0, "b": 1}),
-        _model("little", 3, {"b": 1, "a": 0}),
-    )
-    check_same_vocabulary(target, draft)
-    check_same_vocabulary(target, dataclasses.replace(draft, tokenizer=None))
-
-
-def test_vocabularies_of_other_sizes():
-    with pytest.raises(ValueError, match=r"'big' and draft 'little'.* 3 and 4 tokens"):
-        check_same_vocabulary(_model("big", 3), _model("little", 4))
-
-
-def test_vocabularies_that_number_tokens_differently():
-    target, draft = (
-        _model("big", 3, {"a": 0, "b": 1}),
-        _model("little", 3, {"a": 0, "c": 1}),
-    )
-    with pytest.raises(ValueError, match="'b' is 1 and None"):
-        check_same_vocabulary(target, draft)
