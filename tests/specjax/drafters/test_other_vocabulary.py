@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_gpt2, tiny_llama
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
@@ -135,6 +137,22 @@ def test_rows_follow_the_target_and_other_weights_are_not_copied(make, monkeypat
         np.testing.assert_allclose(rows, np.stack(expected), rtol=1e-6)
         assert rows.dtype == table.dtype
     assert own.params["layers"][0] == draft.params["layers"][0]
+
+
+@pytest.mark.parametrize(("size", "axis"), [(6, "tensor"), (5, None)])
+def test_rows_lie_where_the_table_does(size, axis):
+    """Split over devices where that is even."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    ours = tokenizer(["a", "b", "c"])
+    draft = model(ours, 4, seed=1)
+    split = NamedSharding(mesh, PartitionSpec("tensor", None))
+    table = jax.device_put(draft.params["embed_tokens"], split)
+    params = {**draft.params, "embed_tokens": table}
+    draft = dataclasses.replace(draft, params=params)
+    own = recoded(draft, recoding(model(ours, size), draft)).params["embed_tokens"]
+    expected = NamedSharding(mesh, PartitionSpec(axis, None))
+    assert own.sharding.is_equivalent_to(expected, own.ndim)
+    np.testing.assert_array_equal(own[:4], draft.params["embed_tokens"])
 
 
 def test_loading_says_what_may_be_drafted():

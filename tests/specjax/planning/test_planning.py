@@ -498,6 +498,10 @@ def test_names_of_models():
     assert find_config("llama-3.1-8b") == find_config("llama_3_1_8b")
     assert find_config("demo").num_layers == 8
     assert find_drafter("demo") == ModelDrafter(find_config("demo-draft"))
+    # A draft model is loaded in the target's vocabulary.
+    wider = dataclasses.replace(find_config("demo"), vocab_size=12_345)
+    own = dataclasses.replace(find_config("demo-draft"), vocab_size=12_345)
+    assert find_drafter("demo", wider) == ModelDrafter(own)
     assert find_drafter("ngram") == NgramDrafter()
     assert find_drafter(None) == find_drafter("none") == NoDrafter()
     with pytest.raises(FileNotFoundError, match="no known shape"):
