@@ -153,6 +153,7 @@ def _heron_forward(
             is_token=is_token,
             tensor_axis=tensor_axis,
         )
+    tapped.see(config.num_layers, x)
     return tapped.results(norm(x, params["norm"]), tuple(new_caches))
 
 

@@ -205,8 +205,9 @@ class DrafterSpec:
     def taps(self) -> tuple[int, ...]:
         """Layers of the target whose hidden states it absorbs, for every token fed.
 
-        Tap i is the input of layer i; tap num_layers is the normed output of the last.
-        Negative numbers count from there: -1 is the normed output. See Drafter.absorb.
+        Tap i is the input of layer i; tap num_layers is the normed output of the last, and
+        tap num_layers + 1 the same before the final norm. Negative numbers count from the
+        normed output: -1 is it. See Drafter.absorb.
         """
         return ()
 

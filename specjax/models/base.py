@@ -76,7 +76,7 @@ class ModelConfig:
     """
 
     architecture: str  # the name of its Family: "llama", "gpt2", or a registered one
-    family: str  # model_type as published: llama, qwen2, qwen3, mistral, granite, gpt2
+    family: str  # model_type as published: llama, qwen2, qwen3, mimo, mistral, granite, gpt2
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -147,6 +147,7 @@ class Model:
     tokenizer: Any = None  # specjax.text.tokenization.Tokenizer, or None: token ids only
     name: str = ""
     generation_defaults: dict[str, Any] = dataclasses.field(default_factory=dict)
+    folder: str | None = None  # that it was loaded from, where layers that predict more lie too
 
     def num_parameters(self) -> int:
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
@@ -262,8 +263,9 @@ class Family:
         *, taps, is_token) -> hidden [..., hidden_size] after the final norm, and caches.
 
         taps: None, or a tuple of layers. Then hidden states come third, an array
-          [..., hidden_size] per tap: the input of layer i for tap i, and hidden itself for
-          tap num_layers (`specjax.models.blocks.Taps`).
+          [..., hidden_size] per tap: the input of layer i for tap i, hidden itself for tap
+          num_layers, and what the final norm reads for tap num_layers + 1
+          (`specjax.models.blocks.Taps`).
         is_token: bool[...], False for padding; None: no padding, or a family without
           experts.
       logits: logits(params, config, hidden, tensor_axis) -> f32[..., vocab]. tensor_axis: the
@@ -296,9 +298,14 @@ def resolve_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:
       ValueError: there is no such layer.
     """
     resolved = tuple(tap + num_layers + 1 if tap < 0 else tap for tap in taps)
-    if any(not 0 <= tap <= num_layers for tap in resolved):
+    if any(not 0 <= tap <= before_final_norm(num_layers) for tap in resolved):
         raise ValueError(
-            f"taps={tuple(taps)} must lie from {-num_layers - 1} to {num_layers}, for a target of "
-            f"{num_layers} layers."
+            f"taps={tuple(taps)} must lie from {-num_layers - 1} to {num_layers + 1}, for a target "
+            f"of {num_layers} layers."
         )
     return resolved
+
+
+def before_final_norm(num_layers: int) -> int:
+    """Returns the tap of the last layer's output, which the final norm reads."""
+    return num_layers + 1

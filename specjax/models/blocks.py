@@ -24,7 +24,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.models.base import Attend, ForwardWork, LayerCache, MeshAxes, ModelConfig, Params
+from specjax.models.base import (
+    Attend,
+    ForwardWork,
+    LayerCache,
+    MeshAxes,
+    ModelConfig,
+    Params,
+    before_final_norm,
+)
 from specjax.models.layers import (
     along_last_axis,
     linear,
@@ -49,27 +57,28 @@ class Taps:
     """Collects the hidden states that a forward returns besides the last.
 
     Args:
-      taps: layers; tap i is the input of layer i, tap num_layers the normed output. None:
-        the forward returns no taps.
+      taps: layers; tap i is the input of layer i, tap num_layers the normed output, and tap
+        num_layers + 1 what the final norm reads. None: the forward returns no taps.
 
     Raises:
       ValueError: there is no such layer.
     """
 
     def __init__(self, taps: tuple[int, ...] | None, num_layers: int):
-        wrong = [tap for tap in taps or () if not 0 <= tap <= num_layers]
+        wrong = [tap for tap in taps or () if not 0 <= tap <= num_layers + 1]
         if wrong:
             raise ValueError(
-                f"{taps=} must be from 0 to {num_layers=}, the inputs of layers and, last, the "
-                f"normed output; {wrong} are not."
+                f"{taps=} must be from 0 to {num_layers=} + 1, the inputs of layers and, last, the "
+                f"normed output and what its norm reads; {wrong} are not."
             )
         self._taps, self._num_layers = taps, num_layers
         self._seen: dict[int, Array] = {}
 
     def see(self, layer: int, x: Array) -> None:
-        """Records the input of a layer."""
-        if self._taps is not None and layer in self._taps:
-            self._seen[layer] = x
+        """Records the input of a layer; with the number of layers, what the final norm reads."""
+        tap = layer if layer < self._num_layers else before_final_norm(self._num_layers)
+        if self._taps is not None and tap in self._taps:
+            self._seen[tap] = x
 
     def results(self, hidden: Array, caches: tuple[LayerCache, ...]) -> Any:
         """Returns the results of `Family.forward`: hidden, caches, and the taps, if any."""

@@ -49,8 +49,9 @@ def sequence_logits(
       mask: bool[rows, length], True for text, False for padding; None: all text. Padding on
         either side is neither seen nor counted in positions, and its logits are meaningless.
       taps: static; None, or layers whose hidden states are returned as well: for tap i the
-        input of layer i, for tap num_layers the output after the final norm. Negative numbers
-        count from there, as in `DrafterSpec.taps`: -1 is the normed output.
+        input of layer i, for tap num_layers the output after the final norm, for tap
+        num_layers + 1 that before it. Negative numbers count from the normed output, as in
+        `DrafterSpec.taps`: -1 is it.
 
     Returns:
       The logits; with taps, the logits and a tuple of [rows, length, hidden_size], one per tap.

@@ -78,6 +78,7 @@ def forward(
         normed = norm(x, layer, "post_attention_norm")
         widened = blocks.ACTIVATIONS["gelu_tanh"](blocks.project(normed, layer, "up_proj"))
         x = add(x, widened, layer, "down_proj")
+    tapped.see(config.num_layers, x)
     return tapped.results(norm(x, params, "norm"), tuple(new_caches))
 
 

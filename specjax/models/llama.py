@@ -1,4 +1,4 @@
-"""The Llama skeleton: Llama 2/3, Mistral, Qwen2/2.5, Qwen3 and Granite by static flags.
+"""The Llama skeleton: Llama 2/3, Mistral, Qwen2/2.5, Qwen3, MiMo and Granite by static flags.
 
 Weights are matrices [out, in] as published, one array per projection and layer. They have the
 published names: `post_attention_norm` is the norm before the MLP.
@@ -57,10 +57,11 @@ _IMPLIED = {
     "llama": _Implied("LlamaForCausalLM"),
     "qwen2": _Implied("Qwen2ForCausalLM", 32, 32768),
     "qwen3": _Implied("Qwen3ForCausalLM", 32, 32768),
+    "mimo": _Implied("MiMoForCausalLM", 32, 32768),  # Qwen2, and layers that predict more
     "mistral": _Implied("MistralForCausalLM", 8, 131072),
     "granite": _Implied("GraniteForCausalLM"),
 }
-_QWEN = ("qwen2", "qwen3")
+_QWEN = ("qwen2", "qwen3", "mimo")
 
 
 def forward(
@@ -108,6 +109,7 @@ def forward(
         normed = norm(x, layer["post_attention_norm"])
         out = blocks.gated_mlp(normed, layer, jax.nn.silu, tensor_axis)
         x = x + config.residual_multiplier * out
+    tapped.see(config.num_layers, x)
     return tapped.results(norm(x, params["norm"]), tuple(new_caches))
 
 
@@ -227,7 +229,7 @@ def parse(raw: Json) -> ModelConfig:
         norm_eps=number(raw, "rms_norm_eps", 1e-6, most=1.0),
         rope=rope(raw, max_positions),
         tie_word_embeddings=flag(raw, "tie_word_embeddings", False),
-        qkv_bias=family == "qwen2" or has_attention_bias,
+        qkv_bias=family in ("qwen2", "mimo") or has_attention_bias,
         o_bias=has_attention_bias,
         mlp_bias=family in ("llama", "granite") and flag(raw, "mlp_bias", False),
         qk_norm=family == "qwen3",

@@ -60,7 +60,7 @@ def load_model(
     mesh: Mesh | None = None,
     num_shards: int | None = None,
 ) -> Model:
-    """Loads a model of the llama, qwen2, qwen3, mistral, granite or gpt2 family.
+    """Loads a model of the llama, qwen2, qwen3, mimo, mistral, granite or gpt2 family.
 
     It also loads families added with `specjax.models.register`.
 
@@ -102,6 +102,7 @@ def load_model(
         tokenizer=tokenizer,
         name=name or Path(path).name or folder.resolve().name,
         generation_defaults=generation_defaults,
+        folder=str(folder.resolve()),
     )
 
 

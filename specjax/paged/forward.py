@@ -235,8 +235,9 @@ def forward(
         their own. Neither part reads what the other writes. Not with a token_bucket.
       kv_scales: f32[2, layers, kv_heads], `PagedKVCache.scales`. Not with a token_bucket.
       taps: static; layers whose hidden states are returned as well, for every token. Tap i is
-        the input of layer i, tap num_layers the output after the final norm. None returns no
-        `Tapped`; () returns an empty one, without more computation.
+        the input of layer i, tap num_layers the output after the final norm, tap num_layers + 1
+        that before it. None returns no `Tapped`; () returns an empty one, without more
+        computation.
 
     Returns:
       hidden [num_tokens, hidden_size] of `batch` after the final norm, and the pages; with
@@ -244,7 +245,7 @@ def forward(
       meaningless.
 
     Raises:
-      ValueError: a tap is not between 0 and num_layers.
+      ValueError: a tap is not between 0 and num_layers + 1.
     """
     model = _Model(params, config, tensor_axis, taps or ())
     if token_bucket is not None:

@@ -37,6 +37,7 @@ from specjax.models.base import (
     Model,
     ModelConfig,
     Params,
+    before_final_norm,
 )
 from specjax.models.families import family_of, register
 from specjax.models.hf_config import parse_config
@@ -314,7 +315,8 @@ class _Check:
     def check_taps(self) -> None:
         """Each weight of layer j changes tap i if i is after j, and only then."""
         last = self.config.num_layers
-        taps = (last, *range(last))  # not in order: results have the order that is asked for
+        # Not in order: results have the order that is asked for.
+        taps = (last, *range(last), before_final_norm(last))
         with self.naming("forward with taps"):
             run = jax.jit(functools.partial(self.forward, taps=taps))
             self.logits, hidden, tapped = run(self.params, self.token_ids)
@@ -324,6 +326,10 @@ class _Check:
             )
             assert np.array_equal(tapped[0], hidden), (
                 f"tap {last} is not the hidden state after the final norm."
+            )
+            assert not np.array_equal(tapped[-1], hidden), (
+                f"tap {taps[-1]} is the hidden state after the final norm; call "
+                f"`see({last}, x)` before it."
             )
             self.first_input = np.asarray(tapped[1])
             leaves, tree = jax.tree.flatten(self.params)

@@ -250,8 +250,8 @@ def test_a_drafter_that_cannot_absorb_is_turned_off(target, plain):
 
 
 def test_a_tap_that_is_no_layer_turns_the_drafter_off(target, plain):
-    layers = 0, target.config.num_layers + 1
-    expected = pytest.warns(UserWarning, match=r"taps=\(0, 3\) must lie from -3 to 2")
+    layers = 0, target.config.num_layers + 2
+    expected = pytest.warns(UserWarning, match=r"taps=\(0, 4\) must lie from -3 to 3")
     with (
         expected,
         specjax.Engine(target, drafter=TapKeeper(CHAIN, layers), engine=ENGINE) as engine,

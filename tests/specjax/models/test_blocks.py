@@ -176,7 +176,9 @@ def test_the_first_layers_have_their_own_windows_and_rotations():
     assert (first.num_layers, first.layer_windows, first.layer_ropes) == (1, (4,), (RopeConfig(),))
 
 
-@pytest.mark.parametrize("tap", [-1, 3])
+@pytest.mark.parametrize("tap", [-1, 4])
 def test_taps_of_layers_that_are_not_there(tap):
-    with pytest.raises(ValueError, match=rf"must be from 0 to num_layers=2.*\[{tap}\] are not"):
+    with pytest.raises(
+        ValueError, match=rf"must be from 0 to num_layers=2 \+ 1.*\[{tap}\] are not"
+    ):
         blocks.Taps((0, tap), 2)

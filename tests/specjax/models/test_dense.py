@@ -10,6 +10,7 @@ from helpers import tiny_gpt2, tiny_llama, uncached_logits
 
 from specjax.bench.widen import widen
 from specjax.models.dense import sequence_logits
+from specjax.models.layers import layer_norm, rms_norm
 
 logits = jax.jit(sequence_logits, static_argnums=1)
 
@@ -89,6 +90,18 @@ def test_taps_count_from_the_normed_output_too():
     _, from_the_last = run(model.params, model.config, ids, taps=(-1, -2, -3))
     for ours, theirs in zip(from_the_last, from_the_first, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    for tap in (3, -4):
-        with pytest.raises(ValueError, match=r"must lie from -3 to 2, for a target of 2 layers"):
+    for tap in (4, -4):
+        with pytest.raises(ValueError, match=r"must lie from -3 to 3, for a target of 2 layers"):
             sequence_logits(model.params, model.config, ids, taps=(tap,))
+
+
+@pytest.mark.parametrize("model", [tiny_llama(0), tiny_gpt2(0)], ids=["llama", "gpt2"])
+def test_the_tap_before_the_final_norm(model):
+    params, eps = model.params, model.config.norm_eps
+    ids = jnp.arange(8)[None]
+    _, (normed, before) = sequence_logits(params, model.config, ids, taps=(2, 3))
+    if model.config.architecture == "gpt2":
+        expected = layer_norm(before, params["norm"], params["norm_bias"], eps)
+    else:
+        expected = rms_norm(before, params["norm"], eps)
+    np.testing.assert_allclose(expected, normed, rtol=1e-5, atol=1e-5)

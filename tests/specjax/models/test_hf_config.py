@@ -31,6 +31,7 @@ GOLDENS += ["mistral", "granite", "gpt2"]
 CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mimo": "MiMoForCausalLM",
     "mistral": "MistralForCausalLM",
     "granite": "GraniteForCausalLM",
 }
@@ -100,6 +101,38 @@ def test_llama_3_2_as_published():
     assert config.eos_token_ids == (128001, 128008, 128009)
 
 
+def test_mimo_7b_as_published():
+    """The values that MiMo-7B is published with; the keys are those of Qwen2, and of its layers
+    that predict more."""
+    config = parse_config(
+        {
+            "architectures": ["MiMoForCausalLM"],
+            "attention_bias": True,
+            "attention_dropout": 0.0,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 11008,
+            "max_position_embeddings": 32768,
+            "model_type": "mimo",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 36,
+            "num_key_value_heads": 8,
+            "num_nextn_predict_layers": 1,
+            "rms_norm_eps": 1e-05,
+            "rope_theta": 640000,
+            "tie_word_embeddings": False,
+            "use_sliding_window": False,
+            "vocab_size": 151680,
+        }
+    )
+    assert config.rope == RopeConfig(theta=640000.0)
+    assert (config.head_dim, config.num_kv_heads, config.norm_eps) == (128, 8, 1e-5)
+    assert (config.qkv_bias, config.o_bias, config.qk_norm) == (True, False, False)
+    assert config.layer_windows == ()
+    assert (config.architecture, config.family) == ("llama", "mimo")
+
+
 def test_what_a_silent_config_means():
     config = parse_config(LLAMA | {"num_key_value_heads": None})
     assert (config.num_kv_heads, config.head_dim) == (4, 8)
@@ -119,6 +152,7 @@ def test_what_a_silent_config_means():
         ("llama", True, True, True, False),
         ("qwen2", True, False, False, False),
         ("qwen3", True, True, False, True),
+        ("mimo", True, False, False, False),
         ("mistral", False, False, False, False),
         ("granite", True, True, True, False),
     ],
@@ -129,7 +163,7 @@ def test_biases_and_norms_of_a_family(family, qkv, o, mlp, qk_norm):
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (qkv, o, mlp)
     assert config.qk_norm == qk_norm
     config = parse_config(_family(family))
-    has_bias = family == "qwen2"
+    has_bias = family in ("qwen2", "mimo")
     assert (config.qkv_bias, config.o_bias, config.mlp_bias) == (has_bias, False, False)
 
 
@@ -170,6 +204,7 @@ def test_multipliers_are_granite_only():
         ),
         ("mistral", {"sliding_window": 5, "layer_types": ["full_attention"] * 2}, ()),
         ("llama", {"sliding_window": 5}, ()),
+        ("mimo", {"sliding_window": 5, "max_window_layers": 1}, ()),
     ],
 )
 def test_windows(family, options, windows):

@@ -19,7 +19,7 @@ CONFIGS = {
 }
 ROWS, LENGTH, PAGE_SIZE = 2, 24, 8
 COUNTS = [5, 3]  # new tokens of each row, after LENGTH - 8
-TAPS = (2, 0, 1)  # the normed output first
+TAPS = (2, 3, 0, 1)  # the normed output first
 NUM_TOKENS = 12  # 4 are padding
 
 
