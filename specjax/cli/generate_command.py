@@ -16,6 +16,7 @@ from specjax.config.names import DRAFTERS, MATCHING, NO_DRAFTER, check_drafter
 from specjax.config.rules import VERIFICATION_RULES
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
+from specjax.config.vllm_json import HEADS
 
 if TYPE_CHECKING:
     from specjax.api.generation import Generation
@@ -147,17 +148,16 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
         changes["num_speculative_tokens"] = arguments.num_speculative_tokens
     if arguments.verification is not None:
         changes["verification"] = arguments.verification
-    if arguments.drafter is not None:
-        check_drafter(arguments.drafter)
-    drafter = arguments.drafter or _named_drafter(given)
-    if drafter is None and arguments.model == DEFAULT_MODEL:
+    drafter = arguments.drafter
+    if drafter is None and given.method is None and arguments.model == DEFAULT_MODEL:
         drafter = "demo"
-    is_model = drafter not in (None, NO_DRAFTER, *MATCHING)
-    method = "draft_model" if is_model else drafter
-    if drafter is not None and drafter == given.model:
-        method = given.method  # such as that of a head
-    changes["method"] = None if method == NO_DRAFTER else method
-    changes["model"] = drafter if is_model else None
+    if drafter is not None:
+        check_drafter(drafter)
+        is_model = drafter not in (NO_DRAFTER, *MATCHING)
+        changes["model"] = drafter if is_model else None
+        changes["method"] = "draft_model" if is_model else drafter
+        if drafter == NO_DRAFTER:
+            changes["method"] = None
     return dataclasses.replace(given, **changes)
 
 
@@ -166,10 +166,6 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     names = [*_ENGINE_OPTIONS, "kv_cache_dtype", "numerics"]
     given = {name: getattr(arguments, name) for name in names}
     return EngineConfig(**{k: value for k, value in given.items() if value is not None})
-
-
-def _named_drafter(config: SpeculationConfig) -> str | None:
-    return config.method if config.method in MATCHING else config.model
 
 
 def _generate(arguments, entries, speculation, engine, status) -> int:
@@ -229,15 +225,16 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: Engi
     from specjax.drafters.loading import is_head, load_drafter
     from specjax.models.loading import load_model
 
-    if config.model is not None:
-        check_drafter(config.model)
+    source = None if config.method in MATCHING else config.model
+    if source is not None:
+        check_drafter(source)
     target = load_model(arguments.model, dtype=arguments.dtype, mesh=mesh)
-    if config.model is not None and config.method not in MATCHING:
-        if is_head(config.model):
-            return target, load_drafter(config.model, target, config)
-        options = {"engine": engine, "mesh": mesh, "dtype": arguments.dtype}
-        return target, load_draft_model(config.model, target, config, **options)
-    return target, config.method
+    if config.method in HEADS or (source is not None and is_head(source)):
+        return target, load_drafter(source, target, config)
+    if source is None:
+        return target, config.method
+    options = {"engine": engine, "mesh": mesh, "dtype": arguments.dtype}
+    return target, load_draft_model(source, target, config, **options)
 
 
 def _sampling(arguments, entries, target: Model) -> list[Any]:

@@ -94,7 +94,7 @@ class SpeculationConfig:
     needs neither `method` nor `model`.
     """
 
-    method: str | None = None  # None, "ngram", "history" or "draft_model"
+    method: str | None = None  # None, "ngram", "history", "draft_model", or a kind of head
     model: str | None = None  # a folder, a hub name, or "demo"
     # Most draft tokens along one path, as the user gives it; `depth` resolves the default.
     num_speculative_tokens: int | None = None
@@ -156,7 +156,8 @@ class SpeculationConfig:
             )
         if self.model is not None and not isinstance(self.model, str | os.PathLike):
             raise ValueError(f"model={self.model!r} must name a folder or a model.")
-        if self.method not in (None, *MATCHING) and self.model is None:
+        # Method "mtp" is in the target's own folder, unless a model is named.
+        if self.method not in (None, "mtp", *MATCHING) and self.model is None:
             demo = ', or "demo"' if self.method == "draft_model" else ""
             raise ValueError(f"method {self.method!r} needs 'model': a folder{demo}.")
         if not is_int(self.depth) or not 0 <= self.depth <= MAX_DEPTH:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from specjax.config.names import closest, suggestion
 
 # Over the hidden states of a target.
-HEADS = ("eagle", "eagle3", "dflash", "dspark", "medusa", "mlp_speculator")
+HEADS = ("eagle", "eagle3", "mtp", "dflash", "dspark", "medusa", "mlp_speculator")
 METHODS = ("ngram", "history", "draft_model", *HEADS)
 _NAME = "speculative_config"
 _SAME_KEY = 0.75  # similarity from which an unknown key counts as misspelt rather than new
@@ -129,6 +129,8 @@ def _set_method(left: dict[str, Any]) -> None:
         left["method"] = "ngram"  # matching runs on the device in any case
     if left.get("method") == "suffix":
         left["method"] = "history"  # the longest suffix, over own and shared text
+    if left.get("method") == "mimo_mtp":
+        left["method"] = "mtp"
 
 
 def _set_rule(left: dict[str, Any]) -> None:
@@ -262,9 +264,8 @@ _ALSO_READ = (
     "synthetic_acceptance_length",
     "tensor_parallel_size",
 )
-_OTHER_HEAD = ": specjax runs no head of that kind"
 _INSTEAD = {
-    "mtp": _OTHER_HEAD,
+    "mtp": ": specjax loads no target of that family; 'mtp' is for MiMo-7B and for `speculators`",
     "custom_class": ": pass a drafter of your own as drafter=",
     "extract_hidden_states": ": it gathers training data and drafts nothing",
 }

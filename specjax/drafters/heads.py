@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specjax.drafters import mtp_files
 from specjax.drafters.base import DrafterSpec
 from specjax.drafters.dflash_files import is_dflash, is_dspark, read_dflash
 from specjax.drafters.eagle1_files import is_eagle, read_eagle
@@ -25,6 +26,7 @@ from specjax.drafters.newest_state_files import (
 )
 from specjax.models.base import Json, ModelConfig, embed_tokens
 from specjax.models.dflash import DFlashConfig
+from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.models.families import family_of
 from specjax.models.loading import Model, resolve_folder
@@ -59,6 +61,7 @@ KINDS = (
         read_mlp_speculator,
         NewestStateDrafter,
     ),
+    HeadKind(mtp_files.METHOD, mtp_files.is_mtp, mtp_files.read_mtp, EagleDrafter),
     HeadKind("eagle", is_eagle, read_eagle, EagleDrafter),
 )
 
@@ -73,9 +76,16 @@ def check_method(source: Any, method: str | None) -> None:
     named = next((kind for kind in KINDS if kind.method == method), None)
     if named is None or not isinstance(source, str | os.PathLike):
         return
-    found = kind_in(resolve_folder(source))
+    folder = resolve_folder(source)
+    found = kind_in(folder)
     if found is not named:
         holds = f"a head of method {found.method!r}" if found else "no head over a target"
+        family = mtp_files.other_naming(_tensor_names(folder))
+        if method == mtp_files.METHOD and family is not None:
+            raise ValueError(
+                f"{method=} is named, and {source} holds MTP layers as {family} have them, which "
+                "are not run: specjax loads no such targets. Draft with a draft model, or 'ngram'."
+            )
         raise ValueError(
             f"method={method!r} is named, and {source} holds {holds}; leave the method out, or "
             "name the folder of such a head."
@@ -87,6 +97,8 @@ def check_fits(spec: DrafterSpec, target: ModelConfig) -> None:
     if not isinstance(spec, DFlashDrafter | EagleDrafter | NewestStateDrafter):
         return
     config, deepest = spec.config, max(spec.config.aux_layers)
+    if isinstance(config, EagleConfig) and config.is_mtp:
+        deepest -= 1  # the tap before the final norm comes after that of the normed output
     made_for = config.target_hidden_size, config.target_vocab_size
     reads_last = not isinstance(config, Eagle3Config | DFlashConfig)
     fits = deepest == target.num_layers if reads_last else deepest <= target.num_layers

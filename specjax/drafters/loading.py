@@ -15,7 +15,7 @@ from specjax.config.checks import is_int
 from specjax.config.names import MATCHING, NO_DRAFTER, check_drafter
 from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters import heads
+from specjax.drafters import heads, mtp_files
 from specjax.drafters.base import DrafterSpec, ModelWork
 from specjax.drafters.guard import DrafterError, abstract_drafter_params
 from specjax.drafters.other_vocabulary import recoded, recoding
@@ -234,8 +234,8 @@ def load_drafter(
     Args:
       source: None or "none" (plain decoding), "ngram", "history", "demo", a folder or hub
         name ("org/name") of a draft model or of a head over the target (EAGLE, EAGLE-3, Medusa, MLP
-        speculator, DFlash, DSpark), a Model, a DrafterSpec of your own, or a LoadedDrafter. A path
-        is always a folder.
+        speculator, DFlash, DSpark, MTP), a Model, a DrafterSpec of your own, or a LoadedDrafter. A
+        path is always a folder. None with method "mtp" in the config is the target's own folder.
       config: prompt_lookup_* and num_draft_nodes of an n-gram drafter, the tree of a
         draft model. Its fields override those that a LoadedDrafter was loaded with; a
         field at its default sets nothing.
@@ -251,6 +251,8 @@ def load_drafter(
     """
     config = config or SpeculationConfig()
     if source == config.model:  # else it overrides what the config names
+        if source is None and config.method == mtp_files.METHOD:
+            source = _own_folder(target)
         heads.check_method(source, config.method)
     loaded = _load(source, target, aux_layer_ids)
     try:
@@ -263,6 +265,16 @@ def load_drafter(
             "name, or define configured(config) itself."
         ) from error
     return loaded if spec == loaded.spec else dataclasses.replace(loaded, spec=spec)
+
+
+def _own_folder(target: Model) -> str:
+    """Returns the folder of a target, whose files hold its MTP layer too."""
+    if target.folder is None:
+        raise ValueError(
+            f"method='mtp' takes the layer from the target's folder, and {target.name!r} was "
+            "loaded from none; name the folder as 'model'."
+        )
+    return target.folder
 
 
 def model_path(source: str | os.PathLike[str]) -> str | os.PathLike[str] | None:

@@ -1,4 +1,4 @@
-"""EAGLE: a head over the last hidden state of a target, and the embedding of a token.
+"""EAGLE and MTP: heads over the last hidden state of a target, and the embedding of a token.
 
 Source: Li et al. 2024, arXiv:2401.15077, section 3, and the published checkpoints; EAGLE-2
 (arXiv:2406.16858) has the same weights and grows its trees. With the hidden state g that the
@@ -10,6 +10,18 @@ target's head reads at token j, and the embedding e of token j + 1:
     logits = head(r)                                      of token j + 2; no norm: r is to be as g
 
 The next draft token goes with r in place of g. Each layer keeps keys and values of its own.
+
+A layer for multi-token prediction (MTP) is the same with five norms. Here g is the output of the
+target's last layer before the final norm:
+
+    x = fc(concat(hidden_norm(g), embed_norm(e)))         MiMo; `speculators` has e first
+    y = x + attention(input_norm(x))
+    r = norm(y + mlp(post_attention_norm(y)))
+
+Source: DeepSeek-AI 2024, arXiv:2412.19437, section 2.2, for the idea; the MiMo-7B report,
+arXiv:2505.07608, and its published files for this layer. Its authors' server reads g before the
+final norm and feeds r back. It also zeroes the first pair's embedding, which the published model
+does not, and neither does this.
 """
 
 from __future__ import annotations
@@ -30,16 +42,20 @@ from specjax.models.layers import rms_norm
 from specjax.models.weights import matrix, vector
 
 FIRST_PREFIX = "layers.0."
+MTP_PREFIX = "mtp_layers.0."
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EagleConfig:
-    """Static sizes and flags of an EAGLE head; hashable, a jit key.
+    """Static sizes and flags of an EAGLE head, or an MTP layer; hashable, a jit key.
 
     Attributes:
       layers: sizes of its layers, as wide as the target's.
       target_vocab_size: tokens of the target.
-      aux_layers: the target's number of layers alone, which captures its normed output.
+      aux_layers: the tap of what it reads alone: the target's normed output, or what its final
+        norm reads, for MTP.
+      is_mtp: whether it has the norms of MTP.
+      has_hidden_first: whether fc reads the hidden state before the embedding.
       fc_bias: whether fc has one.
       has_embedding, has_head: whether it has its own; else those of the target are used.
     """
@@ -47,6 +63,8 @@ class EagleConfig:
     layers: ModelConfig
     target_vocab_size: int
     aux_layers: tuple[int, ...]
+    is_mtp: bool = False
+    has_hidden_first: bool = False
     fc_bias: bool = False
     has_embedding: bool = False
     has_head: bool = False
@@ -90,13 +108,17 @@ def forward(
     """
     norm = functools.partial(rms_norm, eps=config.layers.norm_eps)
     run = head_parts.layer_runner(config.layers, positions, attend)
-    x = blocks.project(jnp.concatenate([embedded, features], axis=-1), params, "fc")
+    if config.is_mtp:
+        embedded = norm(embedded, params["embed_norm"])
+        features = norm(features, params["hidden_norm"])
+    pair = [features, embedded] if config.has_hidden_first else [embedded, features]
+    x = blocks.project(jnp.concatenate(pair, axis=-1), params, "fc")
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
-        normed = norm(x, layer["input_norm"]) if index else x
+        normed = norm(x, layer["input_norm"]) if index or config.is_mtp else x
         x, cache = run(index, layer, cache, x, normed)
         new_caches.append(cache)
-    return x, tuple(new_caches)
+    return norm(x, params["norm"]) if config.is_mtp else x, tuple(new_caches)
 
 
 def next_feature(params: Params, config: EagleConfig, out: Array) -> Array:
@@ -128,20 +150,38 @@ def init(
     return head_parts.init(weights_of(config), config, key, dtype, std)
 
 
-def weights_of(config: EagleConfig) -> dict[str, Any]:
-    """Returns a Weight per leaf."""
+def weights_of(config: EagleConfig, mtp_prefix: str = MTP_PREFIX) -> dict[str, Any]:
+    """Returns a Weight per leaf.
+
+    Args:
+      mtp_prefix: of the names in the file, of an MTP layer.
+    """
     own = config.layers
     d = own.hidden_size
-    layers = [layer_weights(own, f"layers.{index}.", d) for index in range(own.num_layers)]
-    del layers[0]["input_norm"]
-    params: dict[str, Any] = {
-        "fc": matrix("fc.weight", (d, 2 * d), ("embed", None)),
-        "layers": tuple(layers),
-    }
+    params = _mtp_weights(own, mtp_prefix) if config.is_mtp else _eagle_weights(own)
     params |= only_if(config.fc_bias, fc_bias=vector("fc.bias", d, "embed"))
     table = lambda name: matrix(f"{name}.weight", (own.vocab_size, d), ("vocab", "embed"))
     params |= only_if(config.has_embedding, embed_tokens=table("embed_tokens"))
     return params | only_if(config.has_head, lm_head=table("lm_head"))
+
+
+def _eagle_weights(own: ModelConfig) -> dict[str, Any]:
+    d = own.hidden_size
+    layers = [layer_weights(own, f"layers.{index}.", d) for index in range(own.num_layers)]
+    del layers[0]["input_norm"]
+    return {"fc": matrix("fc.weight", (d, 2 * d), ("embed", None)), "layers": tuple(layers)}
+
+
+def _mtp_weights(own: ModelConfig, prefix: str) -> dict[str, Any]:
+    d = own.hidden_size
+    norm = lambda name: vector(f"{prefix}{name}.weight", d, "embed", 1.0)
+    return {
+        "embed_norm": norm("token_layernorm"),
+        "hidden_norm": norm("hidden_layernorm"),
+        "fc": matrix(f"{prefix}input_proj.weight", (d, 2 * d), ("embed", None)),
+        "layers": (layer_weights(own, prefix, d),),
+        "norm": norm("final_layernorm"),
+    }
 
 
 def draft_products(config: EagleConfig) -> int:

@@ -241,7 +241,8 @@ def test_a_bad_request_fails_alone(target, prompts, plain):
             "2 sampling parameters were given for 1 prompts",
         ),
         ({"drafter": tiny_llama(1, vocab_size=67)}, "67"),
-        ({"speculative_config": '{"method": "mtp"}'}, "'mtp' is not available"),
+        ({"speculative_config": '{"method": "qwen3_next_mtp"}'}, "'qwen3_next_mtp' is not avail"),
+        ({"speculative_config": '{"method": "mtp"}'}, "was loaded from none; name the folder"),
         ({"engine": EngineConfig(page_size=8, num_pages=1)}, "num_pages"),
     ],
 )

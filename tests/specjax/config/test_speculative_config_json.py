@@ -176,9 +176,8 @@ def test_keys_are_strings():
         ({"speculation_max_rows": 2.5}, "speculation_max_rows=2.5 must be a whole"),
         ({"max_model_len": -1}, "max_model_len=-1 must be a whole"),
         ({"synthetic_acceptance_length": 2}, "is for rejection_sample_method='synth"),
-        ({"method": "mtp"}, "'mtp' is not available: specjax runs no head of that kind"),
-        ({"method": "deepseek_mtp"}, "'deepseek_mtp' is not available: .*of that kind"),
-        ({"method": "glm4_moe_mtp"}, "of that kind; this version has 'ngram' and 'hi"),
+        ({"method": "deepseek_mtp"}, "'deepseek_mtp' is not available: .*loads no target of"),
+        ({"method": "glm4_moe_mtp"}, "'mtp' is for MiMo-7B .*; this version has 'ngram' and 'hi"),
         ({"method": "custom_class"}, "pass a drafter of your own as drafter="),
     ],
 )
