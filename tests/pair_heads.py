@@ -6,13 +6,14 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from head_equations import TARGET, attention_of, rms, rotated
+from head_equations import TARGET, VOCAB, attention_of, mlp, rms, rotated, wide
 
 import specjax
 from specjax.drafters.base import DrafterContext
 from specjax.drafters.eagle import _Head
 from specjax.drafters.head_specs import EagleDrafter
 from specjax.drafters.token_by_token import of_head
+from specjax.models.base import ModelConfig
 from specjax.paged.forward import make_batch
 from specjax.testing import tiny_model
 from specjax.types import DecoderParams
@@ -31,6 +32,68 @@ def attention(x, layer, own, positions):
     q, k = (rotated(part, positions, own.rope.theta) for part in (q, k))
     is_seen = np.tril(np.ones((n, n), bool))
     return attention_of(q, k, v, is_seen) @ layer["o_proj"].T
+
+
+def own_layers(**fields):
+    """Returns sizes of a head's layers; the target's but for fewer heads of keys."""
+    defaults = {"num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
+    return ModelConfig(
+        architecture="llama",
+        family="llama",
+        vocab_size=VOCAB,
+        hidden_size=TARGET.config.hidden_size,
+        intermediate_size=48,
+        max_position_embeddings=2048,
+        **defaults | fields,
+    )
+
+
+class Reference:
+    """A head over one text: drafts as the published code does, everything computed anew.
+
+    It is that of EAGLE; others change what the first layer reads, and what the head reads.
+    """
+
+    def __init__(self, config, params):
+        self.config, self.params = config, wide(params)
+        target = wide(TARGET.params)
+        table = target["embed_tokens"]
+        self.table = self.params.get("embed_tokens", table)
+        self.head = self.params.get("lm_head", target.get("lm_head", table))
+
+    def joined(self, embedded, features):
+        return np.concatenate([embedded, features], axis=-1)
+
+    def said(self, x):
+        return x
+
+    def outputs(self, tokens, features):
+        """Returns r of every pair; pair i is (token i + 1, feature of token i)."""
+        params, own = self.params, self.config.layers
+        x = self.joined(self.table[tokens[1:]], features) @ params["fc"].T
+        x = x + params.get("fc_bias", 0.0)
+        positions = np.arange(len(x), dtype=np.float64)
+        for layer in params["layers"]:
+            normed = rms(x, layer["input_norm"]) if "input_norm" in layer else x
+            x = x + attention(normed, layer, own, positions)
+            x = x + mlp(rms(x, layer["post_attention_norm"]), layer)
+        return self.said(x)
+
+    def draft(self, tokens, taps, depth):
+        """Returns r before each draft token, [depth, width], and these.
+
+        Args:
+          taps: [len(tokens) - 1, 1, width].
+        """
+        tokens, features = list(tokens), taps[:, 0]
+        found, drafts = [], []
+        for _ in range(depth):
+            r = self.outputs(tokens, features)[-1]
+            found.append(r)
+            drafts.append(int(np.argmax(r @ self.head.T)))
+            tokens.append(drafts[-1])
+            features = np.concatenate([features, r[None]])
+        return np.stack(found), drafts
 
 
 class Rows:

@@ -7,15 +7,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from head_equations import TARGET, VOCAB, mlp, rms, wide
+from head_equations import TARGET, VOCAB
 from head_folders import put, random_tensors, without, write
-from pair_heads import Rows, attention, check_all_accepted, check_texts, copied_target
+from pair_heads import (
+    Reference,
+    Rows,
+    check_all_accepted,
+    check_texts,
+    copied_target,
+    own_layers,
+)
 
 import specjax
 from specjax.drafters.eagle1_files import read_eagle
 from specjax.drafters.head_specs import EagleDrafter
 from specjax.models import eagle
-from specjax.models.base import ModelConfig, RopeConfig
+from specjax.models.base import RopeConfig
 from specjax.models.eagle import EagleConfig
 from specjax.testing import check_drafter
 from specjax.trees import static_shapes
@@ -32,18 +39,7 @@ FLAGS = {
 
 def config_of(target=TARGET, **flags):
     of_layers = ("num_layers", "qkv_bias", "rope", "num_kv_heads")
-    own = ModelConfig(
-        architecture="llama",
-        family="llama",
-        vocab_size=VOCAB,
-        hidden_size=WIDTH,
-        intermediate_size=48,
-        num_heads=4,
-        head_dim=8,
-        max_position_embeddings=2048,
-        **{"num_layers": 1, "num_kv_heads": 2}
-        | {key: flags.pop(key) for key in of_layers if key in flags},
-    )
+    own = own_layers(**{key: flags.pop(key) for key in of_layers if key in flags})
     depth = target.config.num_layers
     return EagleConfig(layers=own, target_vocab_size=VOCAB, aux_layers=(depth,), **flags)
 
@@ -56,41 +52,6 @@ def make_head(name="plain", seed=1):
 def loaded(name="plain", shape=None):
     config, params = make_head(name)
     return specjax.LoadedDrafter("head", EagleDrafter(config, shape), params)
-
-
-class Reference:
-    """A head over one text: drafts as the published code does, everything computed anew."""
-
-    def __init__(self, config, params):
-        self.config, self.params = config, wide(params)
-        target = wide(TARGET.params)
-        table = target["embed_tokens"]
-        self.table = self.params.get("embed_tokens", table)
-        self.head = self.params.get("lm_head", target.get("lm_head", table))
-
-    def outputs(self, tokens, features):
-        """Returns r of every pair; pair i is (token i + 1, feature of token i)."""
-        params, own = self.params, self.config.layers
-        x = np.concatenate([self.table[tokens[1:]], features], axis=-1) @ params["fc"].T
-        x = x + params.get("fc_bias", 0.0)
-        positions = np.arange(len(x), dtype=np.float64)
-        for layer in params["layers"]:
-            normed = rms(x, layer["input_norm"]) if "input_norm" in layer else x
-            x = x + attention(normed, layer, own, positions)
-            x = x + mlp(rms(x, layer["post_attention_norm"]), layer)
-        return x
-
-    def draft(self, tokens, taps, depth):
-        """As of the reference of EAGLE-3; taps [len(tokens) - 1, 1, width]."""
-        tokens, features = list(tokens), taps[:, 0]
-        found, drafts = [], []
-        for _ in range(depth):
-            r = self.outputs(tokens, features)[-1]
-            found.append(r)
-            drafts.append(int(np.argmax(r @ self.head.T)))
-            tokens.append(drafts[-1])
-            features = np.concatenate([features, r[None]])
-        return np.stack(found), drafts
 
 
 @pytest.mark.parametrize("name", FLAGS)
