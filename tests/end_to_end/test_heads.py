@@ -17,7 +17,7 @@ import specjax
 from specjax.config.sampling import SamplingParams
 from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
 from specjax.models import dflash, eagle, eagle3, medusa, mlp_speculator
-from specjax.models.base import ModelConfig
+from specjax.models.base import ModelConfig, before_final_norm
 from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
@@ -45,6 +45,17 @@ BLOCK = {"aux_layers": (1, 2), "block_size": 4, "mask_token_id": 60, "causal_lay
 HEADS = {
     "eagle": (EagleDrafter, eagle, EagleConfig(layers=OWN, target_vocab_size=VOCAB, **LAST)),
     "eagle3": (EagleDrafter, eagle3, Eagle3Config(layers=OWN, aux_layers=(0, 1, 2), **OF_TARGET)),
+    "mtp": (
+        EagleDrafter,
+        eagle,
+        EagleConfig(
+            layers=dataclasses.replace(OWN, qkv_bias=True),
+            target_vocab_size=VOCAB,
+            aux_layers=(before_final_norm(DEPTH),),
+            is_mtp=True,
+            has_hidden_first=True,
+        ),
+    ),
     "medusa": (NewestStateDrafter, medusa, MedusaConfig(most_drafts=3, **OF_TARGET, **LAST)),
     "mlp_speculator": (
         NewestStateDrafter,

@@ -64,6 +64,8 @@ def test_model_defaults_stand_below_options():
             "draft_model",
             "demo",
         ),
+        (["--speculative-config", '{"model": "[ngram]"}'], "ngram", "[ngram]"),
+        (["--speculative-config", '{"method": "mtp"}'], "mtp", None),
         (
             ["--speculative-config", '{"model": "draft"}', "--drafter", "none"],
             None,

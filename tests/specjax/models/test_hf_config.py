@@ -1,5 +1,6 @@
 """config.json of both generations, and what is refused."""
 
+import dataclasses
 import json
 
 import pytest
@@ -131,6 +132,11 @@ def test_mimo_7b_as_published():
     assert (config.qkv_bias, config.o_bias, config.qk_norm) == (True, False, False)
     assert config.layer_windows == ()
     assert (config.architecture, config.family) == ("llama", "mimo")
+
+
+def test_mimo_is_qwen2_by_another_name():
+    mimo, qwen2 = (parse_config(_family(name, attention_bias=True)) for name in ("mimo", "qwen2"))
+    assert dataclasses.replace(mimo, family="qwen2") == qwen2
 
 
 def test_what_a_silent_config_means():
