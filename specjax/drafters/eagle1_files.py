@@ -76,6 +76,7 @@ def _parse(head: Head, target: ModelConfig, aux_layer_ids: Sequence[int] | None)
             "EAGLE has no such norm; use the file as it was published."
         )
     require(own, "hidden_act", ("silu", "swish"), "silu")
+    head_files.check_sees_all(own)
     width = size(own, "hidden_size")
     head_files.check_target(width, size(own, "vocab_size", target.vocab_size), target)
     fc = head_files.shape_of(head, "fc.weight")
@@ -85,7 +86,7 @@ def _parse(head: Head, target: ModelConfig, aux_layer_ids: Sequence[int] | None)
             "hidden state. Heads over several hidden states are EAGLE-3: their config.json says "
             "draft_vocab_size, or names the class LlamaForCausalLMEagle3."
         )
-    tables = head_files.tables_of(head, target, width, ties_head=False)
+    tables = head_files.whole_tables_of(head, target, width, "EAGLE")
     layers = head_files.layers_of(
         head,
         FIRST_PREFIX,

@@ -69,12 +69,7 @@ def _parse(
     if "mask_hidden" in tensors:
         raise ValueError("tensor 'mask_hidden' is of P-EAGLE, which is not supported.")
     _check_norms(raw, tensors)
-    types = own.get("layer_types") or []
-    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
-        raise ValueError(
-            f"layer_types={shown(types)} of such a head must be a list of 'full_attention' alone; "
-            "sliding windows in it are not supported."
-        )
+    head_files.check_sees_all(own)
     notes: list[str] = []
     width = size(own, "hidden_size")
     head_files.check_target(

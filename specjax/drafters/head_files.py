@@ -143,6 +143,16 @@ class Tables(NamedTuple):
     maps_vocabulary: bool
 
 
+def check_sees_all(own: Json) -> None:
+    """Raises ValueError where layers of a head do not see all tokens before them."""
+    types = own.get("layer_types") or []
+    if not isinstance(types, list) or any(kind != "full_attention" for kind in types):
+        raise ValueError(
+            f"layer_types={shown(types)} of such a head must be a list of 'full_attention' alone; "
+            "sliding windows in it are not supported."
+        )
+
+
 def tables_of(head: Head, target: ModelConfig, width: int, *, ties_head: bool = True) -> Tables:
     """Returns the tables of a head whose layers are `width` wide.
 
@@ -191,6 +201,21 @@ def tables_of(head: Head, target: ModelConfig, width: int, *, ties_head: bool = 
             "head as lm_head.weight too."
         )
     return Tables(vocab, has_embedding, has_head, bool(maps))
+
+
+def whole_tables_of(head: Head, target: ModelConfig, width: int, kind: str) -> Tables:
+    """Returns the tables of a kind of head that says all tokens; `ties_head` is False.
+
+    Raises:
+      ValueError: as `tables_of`, or its vocabulary is a part of the target's.
+    """
+    tables = tables_of(head, target, width, ties_head=False)
+    if tables.maps_vocabulary:
+        raise ValueError(
+            f"{kind} over a part of the vocabulary is not supported; give a head that says all "
+            f"{target.vocab_size} tokens, or EAGLE-3."
+        )
+    return tables
 
 
 def shape_of(head: Head, name: str) -> tuple[int, int]:

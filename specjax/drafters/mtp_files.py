@@ -95,13 +95,10 @@ def _parse(head: Head, target: ModelConfig, prefix: str) -> EagleConfig:
     own = head.own
     require(own, "hidden_act", ("silu", "swish"), "silu")
     require(own, "use_sliding_window", (False, None), False)
-    if "sliding_attention" in (own.get("layer_types") or []):
-        raise ValueError("layer_types with 'sliding_attention' are not supported in such a layer.")
+    head_files.check_sees_all(own)
     width = size(own, "hidden_size")
     head_files.check_target(width, size(own, "vocab_size", target.vocab_size), target)
-    tables = head_files.tables_of(head, target, width, ties_head=False)
-    if tables.maps_vocabulary:
-        raise ValueError("an MTP layer over a part of the vocabulary is not supported.")
+    tables = head_files.whole_tables_of(head, target, width, "an MTP layer")
     return EagleConfig(
         layers=head_files.layers_of(head, prefix, num_layers=1, width=width, vocab=tables.vocab),
         target_vocab_size=target.vocab_size,

@@ -198,6 +198,16 @@ def test_a_copy_of_the_target_s_embedding_is_not_kept(tmp_path):
             "no such",
         ),
         ({"architectures": ["PEagleDraftModel"]}, dict, "P-EAGLE"),
+        ({"layer_types": ["sliding_attention"]}, dict, "sliding_attention"),
+        (
+            {"draft_vocab_size": 4},
+            lambda tensors: {
+                **tensors,
+                "lm_head.weight": np.ones((4, WIDTH), np.float32),
+                "d2t": np.arange(4),
+            },
+            "a part of the vocabulary",
+        ),
         ({}, put("mask_hidden", lambda w: np.ones((1, 1, WIDTH), np.float32)), "P-EAGLE"),
     ],
 )
