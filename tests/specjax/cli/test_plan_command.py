@@ -121,7 +121,6 @@ def test_weights_are_bfloat16_where_the_device_has_it(device, dtype, monkeypatch
         (["demo", "--row-buckets", "4,x"], "whole numbers with commas"),
         (["demo", "--row-buckets", "128"], "row_buckets"),
         (["demo", "--batch-safety-margin", "100"], "batch_safety_margin"),
-        (["demo", "--drafter", "qwen3-0.6b"], "vocabularies of 4096 and 151936"),
         (["demo", "--memory-bytes", "inf"], "--memory-bytes inf must be a finite"),
         (["demo", "--memory-bytes", "nan"], "--memory-bytes nan must be a finite"),
         (["demo", "--memory-bytes=-16e9"], "--memory-bytes -1.6e+10 must be"),
