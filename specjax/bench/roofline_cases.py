@@ -173,6 +173,13 @@ def cases() -> Iterator[Case]:
                     yield Case(model, draft, rows, generation, chips)
 
 
+def of_first_layers(drafter: DrafterSpec, count: int) -> DrafterSpec:
+    """Returns a drafter with the first layers of its model, if it has one."""
+    if not isinstance(drafter, ModelDrafter):
+        return drafter
+    return dataclasses.replace(drafter, config=drafter.config.first_layers(count))
+
+
 def program(case: Case, layers: Layers, folder: Path | None = None) -> str:
     """Returns the optimised program of a burst with the first layers of target and draft model.
 
@@ -188,10 +195,9 @@ def program(case: Case, layers: Layers, folder: Path | None = None) -> str:
         if kept.exists():
             return gzip.decompress(kept.read_bytes()).decode()
     request = case.request()
-    device, drafter = request.device, request.drafter
-    if isinstance(drafter, ModelDrafter):
-        few = drafter.config.first_layers(layers.draft)
-        request = dataclasses.replace(request, drafter=dataclasses.replace(drafter, config=few))
+    device = request.device
+    few = of_first_layers(request.drafter, layers.draft)
+    request = dataclasses.replace(request, drafter=few)
     with lowered_for(device.traced_for, device.kind):
         num_pages = POOL_TOKENS // request.engine.chosen_page_size
         decoder = AbstractDecoder(request.decoder_config(layers.target, num_pages))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.bench.roofline_cases import CHAIN, CONTEXTS, Case, program
+from specjax.bench.roofline_cases import CHAIN, CONTEXTS, Case, Layers, of_first_layers, program
 from specjax.paged.work import ModelWork, model_work
 from specjax.planning.hlo_program import Program, parse
 from specjax.planning.kernel_bytes import KernelStep
@@ -24,7 +24,7 @@ from specjax.planning.program_traffic import (
     step_traffic,
 )
 
-_WEIGHTS, _STATE = "inputs[1]", "inputs[0]"
+_WEIGHTS, _DRAFT_LAYERS = "inputs[1]", "inputs[1].drafter['layers']"
 SMALL = 0.005  # of the bytes of a step
 MOST_NAMED = 5
 _KEPT_KERNELS = "tree_attention", "write_kv", "move_kv", "read_kv"
@@ -44,7 +44,8 @@ def measure(case: Case, folder: Path | None = None) -> dict[str, Any]:
     """Returns the figures of a case with all layers, ready for JSON.
 
     Bytes are those of one chip. Programs of few layers are compiled, and what a layer adds is
-    added for every further one.
+    added for every further one. Few layers of a draft model may stay in fast memory from one of its
+    forwards to the next; then all of its layers are compiled.
 
     Args:
       folder: as for `program`.
@@ -54,11 +55,15 @@ def measure(case: Case, folder: Path | None = None) -> dict[str, Any]:
       ValueError: a program with a loop, a branch or a kernel that no rule covers.
     """
     request = case.request()
-    found: list[tuple[Figures, Traffic]] = []
-    for layers in case.compiled_layers:
-        found.append(_figures(case, request, parse(program(case, layers, folder))))
+    layers = case.compiled_layers
+    measured = lambda of: _figures(case, request, parse(program(case, of, folder)))
+    found: list[tuple[Figures, Traffic]] = [measured(of) for of in layers]
+    keeps = any(keeps_draft_layers(case, request, of, one) for of, (_, one) in zip(layers, found))
+    if keeps:
+        layers[-1] = layers[0]._replace(draft=case.all_layers.draft)
+        found[-1] = measured(layers[-1])
     every = [figures for figures, _ in found]
-    add = lambda of: extrapolated([of(figures) for figures in every], case)
+    add = lambda of: extrapolated([of(figures) for figures in every], layers, case.all_layers)
     least = [minimum_bytes(case, request, context) for context in CONTEXTS]
     total = [add(lambda figures, i=i: figures.bytes[i]) for i in range(len(CONTEXTS))]
     copied = {line: None for _, traffic in found for line in copies(traffic)[0]}
@@ -68,6 +73,7 @@ def measure(case: Case, folder: Path | None = None) -> dict[str, Any]:
         "compiled_by": f"jax {jax.__version__}, libtpu {metadata.version('libtpu')}",
         "page_size": request.engine.chosen_page_size,
         "draft_chips": request.drafter.num_shards,
+        "keeps_draft_layers": keeps,
         "contexts": {
             str(context): {"bytes": all_, "minimum": low, "ratio": round(all_ / low, 4)}
             for context, all_, low in zip(CONTEXTS, map(round, total), map(round, least))
@@ -95,6 +101,17 @@ def minimum_bytes(case: Case, request: PlanRequest, context: int) -> float:
     drafts: Sequence[ModelWork] = drafter.work(request.target, jnp.dtype(request.dtype))
     passes = case.num_speculative_tokens
     return forward(target, nodes) + passes * sum(forward(work, 1) for work in drafts)
+
+
+def keeps_draft_layers(case: Case, request: PlanRequest, layers: Layers, traffic: Traffic) -> bool:
+    """Whether a program reads less of a draft model's layers than all of them in each forward."""
+    if not request.drafter.configs:
+        return False
+    spec_of = lambda count: of_first_layers(request.drafter, count)
+    work_of = lambda count: spec_of(count).work(request.target, jnp.dtype(request.dtype))
+    weights = lambda count: sum(work.weight_bytes for work in work_of(count))
+    least = case.num_speculative_tokens * (weights(layers.draft) - weights(0))
+    return traffic.read_of(_DRAFT_LAYERS) < (1 - SMALL) * least
 
 
 def copies(traffic: Traffic) -> tuple[list[str], float]:
@@ -191,9 +208,13 @@ def _traffic(case: Case, request: PlanRequest, read: Program, context: int) -> T
     return step_traffic(read, OrdinaryStep(turns=turns, kernel_bytes=kernels.bytes))
 
 
-def extrapolated(figures: Sequence[float], case: Case) -> float:
-    """Returns a figure of all layers, from those of the programs of `compiled_layers`."""
-    (few, *others), whole, first = case.compiled_layers, case.all_layers, figures[0]
+def extrapolated(figures: Sequence[float], compiled: Sequence[Layers], whole: Layers) -> float:
+    """Returns a figure of all layers, `whole`, from those of the programs that were compiled.
+
+    Args:
+      compiled: as in `Case.compiled_layers`, of each figure.
+    """
+    (few, *others), first = compiled, figures[0]
     total = first
     for more, figure in zip(others, figures[1:], strict=True):
         added = sum(more) - sum(few)

@@ -21,7 +21,9 @@ a tree of depth K, adds K forwards of the draft model. N-gram drafts add nothing
 nothing. Weights and caches that are split count by their share of a chip.
 
 **Operations** are launched per step, **collectives** are among them; their MB are what each chip
-receives. Programs of few layers are compiled, and what a layer adds is added for all others.
+receives. Programs of few layers are compiled, and what a layer adds is added for all others. Where
+layers of a draft model stay in fast memory from one forward to the next, all of its layers are
+compiled: a ratio below 1 says that some of them are not read again.
 
 Rows have 2,048 or 8,192 tokens each, weights and pages are bfloat16. Chains have K = 4; trees of
 the draft model (Llama 3.2 1B, for Llama) have 8 nodes and depth 4, n-gram trees 9 nodes.

@@ -14,6 +14,7 @@ from specjax.bench.roofline_measure import (
     extrapolated,
     flags_of,
     has_logits,
+    keeps_draft_layers,
     minimum_bytes,
 )
 from specjax.planning.hlo_program import parse
@@ -135,25 +136,48 @@ def test_layers_of_target_and_draft_model_add_up():
     assert case.compiled_layers == [Layers(2, 2), Layers(4, 2), Layers(2, 4)]
     # 10 of a step, 3 of each layer of the target, 5 of each layer of the draft model.
     figures = [10 + 3 * target + 5 * draft for target, draft in case.compiled_layers]
-    assert extrapolated(figures, case) == 10 + 3 * 32 + 5 * 16
+    assert extrapolated(figures, case.compiled_layers, case.all_layers) == 10 + 3 * 32 + 5 * 16
 
 
-LLAMA, DRAFT = 7_504_924_672, 1_235_814_400  # numbers read of weights: not of the 8B's embedding
-TOKEN, DRAFT_TOKEN = 2 * 32 * 8 * 128, 2 * 16 * 8 * 64  # numbers in keys and values
-
-
-@pytest.mark.parametrize("chips", [1, 4])
-def test_the_minimum_is_each_weight_and_each_key_once_per_forward(chips):
-    case = Case("Llama-3.1-8B", CHAIN, 2, "v5e", chips)
-    request = PlanRequest(
+def split_over(chips, case):
+    """What a case's plan asks for, on devices that are there."""
+    return PlanRequest(
         target=case.target,
         target_name="",
         drafter=case.spec.split(chips),
         drafter_name="",
         device=Device("cpu", chips, None, None),
         dtype="bfloat16",
-        num_speculative_tokens=4,
+        num_speculative_tokens=case.num_speculative_tokens,
     )
+
+
+@pytest.mark.parametrize(("forwards", "expected"), [(4.0, False), (4.5, False), (3.9, True)])
+def test_layers_of_a_draft_model_that_stay_in_fast_memory_are_noticed(forwards, expected):
+    case = Case("Llama-3.1-8B", CHAIN, 1, "v5e", 4)
+    layer = DRAFT_LAYER * 2 / 4  # bytes on one of four chips
+    reads = tuple(
+        (f"inputs[1].drafter['layers'][{i}]['q_proj']", forwards * layer) for i in range(2)
+    )
+    other = ("inputs[1].drafter['embed_tokens']", 1e12)
+    traffic = Traffic((entry("%y = f32[8]{0} add(%x)", sources=(*reads, other)),))
+    assert keeps_draft_layers(case, split_over(4, case), Layers(2, 2), traffic) == expected
+
+
+def test_without_a_draft_model_nothing_of_it_is_kept():
+    case = Case(*NAME.split(", ")[:2], 32, "v5e", 1)
+    assert not keeps_draft_layers(case, split_over(4, case), Layers(2, 0), Traffic(()))
+
+
+LLAMA, DRAFT = 7_504_924_672, 1_235_814_400  # numbers read of weights: not of the 8B's embedding
+DRAFT_LAYER = 60_821_504
+TOKEN, DRAFT_TOKEN = 2 * 32 * 8 * 128, 2 * 16 * 8 * 64  # numbers in keys and values
+
+
+@pytest.mark.parametrize("chips", [1, 4])
+def test_the_minimum_is_each_weight_and_each_key_once_per_forward(chips):
+    case = Case("Llama-3.1-8B", CHAIN, 2, "v5e", chips)
+    request = split_over(chips, case)
     target = LLAMA + 2 * (1000 + 5) * TOKEN
     drafts = 4 * (DRAFT + 2 * (1000 + 1) * DRAFT_TOKEN)
     assert minimum_bytes(case, request, 1000) == 2 * (target + drafts) / chips
@@ -235,7 +259,8 @@ def test_every_copy_of_logits_is_flagged():
 def test_recorded_steps_are_near_their_minimum(name):
     case = next(case for case in cases() if case.name == name)
     figures = RECORD[name]
-    assert all(one["ratio"] >= 1 for one in figures["contexts"].values())
+    if not figures.get("keeps_draft_layers"):
+        assert all(one["ratio"] >= 1 for one in figures["contexts"].values())
     if case.rows == 32 and case.draft in (PLAIN, CHAIN):
         assert all(one["ratio"] <= MOST for one in figures["contexts"].values())
         assert figures["flags"] == []
