@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from jax.sharding import Mesh
 
 from pallas_kernels.implementations import Taken
+from specjax.api.acceptance_alarm import AcceptanceAlarm
 from specjax.api.assemble import Setup
 from specjax.api.outbox import Outbox
 from specjax.api.requests import Prompt, token_ids
@@ -110,6 +111,7 @@ class Engine:
         self._to_end: collections.deque[_Ending] = collections.deque()
         self._num_added = 0
         self._totals = _Totals()
+        self._alarm = AcceptanceAlarm(setup.drafter, setup.speculation.verification)
 
     def add(
         self,
@@ -291,6 +293,7 @@ class Engine:
             self._progress.close()
             if loop is not None:
                 self._setup.keep(loop)
+        self._look_at_acceptance()
 
     def __enter__(self) -> Engine:
         return self
@@ -343,6 +346,7 @@ class Engine:
         if deadline_s is not None and not (is_number(deadline_s) and deadline_s >= 0):
             raise ValueError(f"{deadline_s=!r} must be seconds from now, or None.")
         prompt = self._token_ids(prompt)  # outside the lock
+        self._look_at_acceptance()
         with self._turns.tables():
             requests = self._made(prompt, sampling)
             for request in requests:
@@ -410,6 +414,14 @@ class Engine:
                 self._hand_out([each for each in samples if loop.abort(each)])
             if is_left:
                 self._outbox.leave(request_id)
+
+    def _look_at_acceptance(self) -> None:
+        """Warns once where hardly a draft is accepted; in a thread of the caller, not in a step."""
+        if self._alarm.is_over:
+            return
+        with self._turns.tables():
+            counts = copy.deepcopy(self._totals.acceptance)
+        self._alarm.look(counts)
 
     def _hand_out(self, moved: Iterable[Request]) -> None:
         """Makes chunks of the requests' new text, for their streams or for `step`."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from specjax.api.acceptance_alarm import AcceptanceAlarm
 from specjax.api.assemble import Setup, acceptance_kind
 from specjax.api.requests import Prompt, as_list
 from specjax.api.results import (
@@ -187,6 +188,8 @@ class Stream:
         finally:
             self._progress.close()
         self._setup.keep(self._loop)
+        alarm = AcceptanceAlarm(self._setup.drafter, self._setup.speculation.verification)
+        alarm.look(self._counts())
 
     def result(self) -> Generation:
         """Returns what `generate` returns, after running the rest."""
@@ -196,16 +199,19 @@ class Stream:
         done.sort(key=lambda completion: (completion.prompt_index, completion.sample_index))
         return Generation(done, self._stats(done))
 
-    def _stats(self, completions: list[Completion]) -> GenerationStats:
+    def _counts(self) -> AcceptanceCounts:
         total = AcceptanceCounts()
         for request in self._requests:
             total.merge(request.counts)
+        return total
+
+    def _stats(self, completions: list[Completion]) -> GenerationStats:
         first = [r.first_token_at for r in self._requests if r.first_token_at is not None]
         return GenerationStats(
             num_prompts=len({c.prompt_index for c in completions}),
             num_prompt_tokens=sum(len(r.prompt_token_ids) for r in self._requests),
             num_output_tokens=sum(len(c.token_ids) for c in completions),
-            acceptance=total,
+            acceptance=self._counts(),
             run_s=self._loop.run_s,
             compile_s=self._loop.compile_s,
             time_to_first_token_s=min(first) - self._started_at if first else 0.0,

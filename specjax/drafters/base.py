@@ -211,6 +211,11 @@ class DrafterSpec:
         """
         return ()
 
+    @property
+    def likely_faults(self) -> tuple[str, ...]:
+        """What is likely wrong where hardly a draft is accepted: clauses, the likeliest first."""
+        return ("its weights are not those that its equations expect",)
+
     def num_nodes(self, num_speculative_tokens: int) -> int:
         """Returns the nodes verified per row, root included."""
         return 1 + num_speculative_tokens

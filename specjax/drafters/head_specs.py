@@ -24,16 +24,35 @@ from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
 
 
-@dataclasses.dataclass(frozen=True)
-class EagleDrafter(Shaped):
-    """An EAGLE or EAGLE-3 head over the target; `shape` describes its trees, None: chains."""
+class _OverTarget(DrafterSpec):
+    """A head that reads hidden states of the target; `config` says which."""
 
-    config: EagleConfig | Eagle3Config
-    shape: TreeShape | Growth | None = None
+    config: Any
 
     @property
     def taps(self) -> tuple[int, ...]:
         return self.config.aux_layers
+
+    @property
+    def likely_faults(self) -> tuple[str, ...]:
+        faults = ("it was trained for another target, or another version of this one",)
+        if isinstance(self.config, Eagle3Config | DFlashConfig):
+            layers = ", ".join(map(str, self.taps))
+            faults += (
+                f"it was trained on other hidden states than the inputs of layers {layers}: "
+                "load_drafter(aux_layer_ids=...) says others",
+            )
+        if isinstance(self.config, EagleConfig) and self.config.is_mtp:
+            faults += ("it reads the embedding and the hidden state in the other order",)
+        return faults
+
+
+@dataclasses.dataclass(frozen=True)
+class EagleDrafter(_OverTarget, Shaped):
+    """An EAGLE or EAGLE-3 head over the target; `shape` describes its trees, None: chains."""
+
+    config: EagleConfig | Eagle3Config
+    shape: TreeShape | Growth | None = None
 
     def configured(self, config: SpeculationConfig) -> EagleDrafter:
         """Returns the spec with the tree of a config.
@@ -64,7 +83,7 @@ class EagleDrafter(Shaped):
 
 
 @dataclasses.dataclass(frozen=True)
-class NewestStateDrafter(Shaped):
+class NewestStateDrafter(_OverTarget, Shaped):
     """Medusa heads or an MLP speculator over the target; `shape` describes its trees, None: chains.
 
     It drafts at most `config.most_drafts` tokens; a larger K of a chain drafts no more.
@@ -72,10 +91,6 @@ class NewestStateDrafter(Shaped):
 
     config: MedusaConfig | MlpSpeculatorConfig
     shape: TreeShape | Growth | None = None
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.config.aux_layers
 
     def configured(self, config: SpeculationConfig) -> NewestStateDrafter:
         """Returns the spec with the tree of a config.
@@ -161,7 +176,7 @@ def _head_work(own: ModelConfig, products: int, dtype: Any, **others: Any) -> Mo
 
 
 @dataclasses.dataclass(frozen=True)
-class DFlashDrafter(DrafterSpec):
+class DFlashDrafter(_OverTarget):
     """A DFlash head over the target, which drafts a chain in one pass over a block of masks.
 
     It drafts at most `DFlashConfig.most_drafts` tokens; a larger K drafts no more.
@@ -170,10 +185,6 @@ class DFlashDrafter(DrafterSpec):
     config: DFlashConfig
 
     has_probs: ClassVar[bool] = True
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        return self.config.aux_layers
 
     def tree_slots(self, num_speculative_tokens: int) -> int:
         """Returns the slots that a block takes past the newest token."""

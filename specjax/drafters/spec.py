@@ -229,6 +229,16 @@ class ModelDrafter(Shaped):
     def configs(self) -> tuple[ModelConfig, ...]:
         return (self.config,)
 
+    @property
+    def likely_faults(self) -> tuple[str, ...]:
+        faults = (
+            "its weights are not those of its config.json",
+            "it was trained for text of another kind, or prompts lack the chat template",
+        )
+        if self.said is None:
+            return faults
+        return (*faults, f"the {len(self.said):,} tokens that both vocabularies have are too few")
+
     def can_split(self, num_shards: int) -> bool:
         return undivided(self.config, num_shards) is None
 
@@ -309,6 +319,10 @@ class HybridDrafter(DrafterSpec):
     @property
     def configs(self) -> tuple[ModelConfig, ...]:
         return self.model.configs
+
+    @property
+    def likely_faults(self) -> tuple[str, ...]:
+        return self.model.likely_faults
 
     @property
     def num_shards(self) -> int:
