@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specjax.cli import json_document, mesh_argument, prompts, sampling_arguments, terminal
+from specjax.cli.parser import layer_ids
 from specjax.config.engine import KV_CACHE_DTYPES, NUMERICS, EngineConfig
 from specjax.config.names import DRAFTERS, MATCHING, NO_DRAFTER, check_drafter
 from specjax.config.rules import VERIFICATION_RULES
@@ -67,6 +68,13 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         help=f"{', '.join(map(repr, DRAFTERS))}, or a folder or hub name of a draft model "
         "(default: 'demo' with the embedded model, else none)",
+    )
+    group.add_argument(
+        "--aux-layer-ids",
+        type=layer_ids,
+        metavar="IDS",
+        help="layers of the model whose inputs a head over it captures, as 2,16,29 (default: as "
+        "its files say)",
     )
     group.add_argument(
         "--num-speculative-tokens",
@@ -182,7 +190,7 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
     if isinstance(drafter, LoadedDrafter):
         status.clear()
         for note in drafter.notes:  # a wrong guess is silent otherwise: few drafts are accepted
-            print(f"specjax: the head {note}", file=sys.stderr)
+            print(f"specjax: the drafter {note}", file=sys.stderr)
     sampling = _sampling(arguments, entries, target)
     call: dict[str, Any] = {
         "drafter": drafter,
@@ -230,11 +238,14 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: Engi
         check_drafter(source)
     target = load_model(arguments.model, dtype=arguments.dtype, mesh=mesh)
     if config.method in HEADS or (source is not None and is_head(source)):
-        return target, load_drafter(source, target, config)
+        return target, load_drafter(source, target, config, aux_layer_ids=arguments.aux_layer_ids)
+    if arguments.aux_layer_ids is not None:
+        raise ValueError("--aux-layer-ids is for a head over the model; leave it out.")
     if source is None:
         return target, config.method
     options = {"engine": engine, "mesh": mesh, "dtype": arguments.dtype}
-    return target, load_draft_model(source, target, config, **options)
+    draft = load_draft_model(source, target, config, **options)
+    return target, load_drafter(draft, target, config)
 
 
 def _sampling(arguments, entries, target: Model) -> list[Any]:

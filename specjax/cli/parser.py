@@ -45,6 +45,16 @@ class Parser(argparse.ArgumentParser):
         self.exit(EXIT_BAD_INPUT, f"specjax: error: {message}; see {self.prog} -h\n")
 
 
+def layer_ids(text: str) -> tuple[int, ...]:
+    """Returns whole numbers that are separated by commas."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must be whole numbers with commas, as 2,16,29"
+        ) from None
+
+
 def at_least(least: int):
     """Returns a function that parses a whole number of at least `least`."""
 

@@ -134,6 +134,17 @@ def load_params(
     )
 
 
+def check_tensors(
+    folder: str | os.PathLike[str], config: ModelConfig, tensors: Mapping[str, np.ndarray]
+) -> None:
+    """Raises ValueError where tensors are missing, of another shape, or left over in a layer.
+
+    Args:
+      tensors: of `folder`, of which no value is read.
+    """
+    _check(family_of(config).sources(config, tensors), tensors, config, Path(folder))
+
+
 def _read_onto(
     place: NamedSharding,
     shape: tuple[int, ...],

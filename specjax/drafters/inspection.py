@@ -1,0 +1,132 @@
+"""Says what a folder holds, and whether it drafts for a target, without reading its weights."""
+
+from __future__ import annotations
+
+import collections
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.drafters import heads, mtp_files
+from specjax.drafters.newest_state_files import MEDUSA_FILE
+from specjax.drafters.other_vocabulary import recoding
+from specjax.models.base import Model
+from specjax.models.hf_config import read_config
+from specjax.models.loading import check_tensors, resolve_folder
+from specjax.models.safetensors import open_file, open_folder
+from specjax.paged import kv_cache
+from specjax.runtime.model_files import find_file
+from specjax.text.tokenization import Tokenizer
+
+
+def inspect(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str] | None = None,
+    *,
+    aux_layer_ids: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Returns what a folder or a hub name holds, by name, ready for JSON.
+
+    Names and shapes of all tensors are checked, values are not read.
+
+    Args:
+      target: what it would draft for; without one, a head's tensors cannot be checked.
+      aux_layer_ids: as for `load_drafter`.
+
+    Raises:
+      FileNotFoundError: there is no such folder, or a file is absent.
+      ValueError: a file is corrupt, it is nothing that specjax loads, or it does not fit the
+        target; the message says why.
+    """
+    folder = resolve_folder(source)
+    kind = heads.kind_in(folder)
+    of_target = None if target is None else _without_weights(resolve_folder(target))
+    is_within_model = kind is not None and kind.method == mtp_files.METHOD and _is_model(folder)
+    found: dict[str, Any] = {"folder": str(folder)}
+    if kind is None or is_within_model:
+        found |= _of_model(folder, None if is_within_model else of_target)
+    if kind is not None:
+        found |= _of_head(folder, kind, of_target, aux_layer_ids)
+    return found
+
+
+def _is_model(folder: Path) -> bool:
+    try:
+        read_config(folder)
+    except ValueError:
+        return False
+    return True
+
+
+def _without_weights(folder: Path) -> Model:
+    config, _ = read_config(folder)
+    return Model(config, {}, Tokenizer.from_folder(folder), folder.name)
+
+
+def _of_model(folder: Path, target: Model | None) -> dict[str, Any]:
+    model, tensors = _without_weights(folder), open_folder(folder)
+    config, tokenizer = model.config, model.tokenizer
+    check_tensors(folder, config, tensors)
+    found = {
+        "kind": "language model",
+        "family": config.family,
+        "layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "vocabulary": config.vocab_size,
+        "context": config.max_position_embeddings,
+        "kv_numbers_per_token": kv_cache.numbers_per_token(config),
+        "tokenizer": tokenizer is not None,
+        "chat_template": tokenizer is not None and tokenizer.chat_template is not None,
+    } | _of_tensors(tensors)
+    if target is not None:
+        by = recoding(target, model)
+        count = target.config.vocab_size if by is None else len(by.said)
+        found |= {"target": target.name, "drafts_tokens": count}
+        found["of_target_tokens"] = target.config.vocab_size
+    return found
+
+
+def _of_head(
+    folder: Path,
+    kind: heads.HeadKind,
+    target: Model | None,
+    aux_layer_ids: Sequence[int] | None,
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"drafter": "head over a target", "method": kind.method}
+    if target is None:
+        found |= _of_tensors(_tensors_of(folder))
+        return found | {"notes": ["name its target to see whether it fits, and what it captures"]}
+    read = kind.read(folder, target.config, None, aux_layer_ids)
+    spec = kind.spec(read.config)
+    found |= {
+        "target": target.name,
+        "captures": list(spec.taps),
+        "vocabulary": getattr(read.config, "vocab_size", target.config.vocab_size),
+        "of_target_tokens": target.config.vocab_size,
+        "kv_numbers_per_token": spec.bytes_per_token(target.config, np.int8),
+    }
+    most = getattr(read.config, "most_drafts", None)
+    if most is not None:
+        found["drafts_at_most"] = most
+    return found | _of_tensors(_tensors_of(folder)) | {"notes": list(read.notes)}
+
+
+def _tensors_of(folder: Path) -> Mapping[str, np.ndarray]:
+    of_medusa = find_file(folder, MEDUSA_FILE)
+    return open_folder(folder) if of_medusa is None else open_file(of_medusa)
+
+
+def _of_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    bytes_of: collections.Counter[str] = collections.Counter()
+    for tensor in tensors.values():
+        bytes_of[str(tensor.dtype)] += tensor.nbytes
+    return {
+        "tensors": len(tensors),
+        "bytes": sum(bytes_of.values()),
+        "dtypes": [dtype for dtype, _ in bytes_of.most_common()],
+    }
