@@ -57,6 +57,13 @@ def test_a_peak_from_before_is_not_the_steps():
     assert watch.look() is None
 
 
+def test_steps_are_counted_from_what_was_in_use_and_not_from_the_peak_of_loading():
+    device = FakeDevice(in_use=1000, peak=1500)
+    watch = MemoryWatch([device], planned_workspace=3000)
+    device.run(2000)
+    assert watch.look() == 2000
+
+
 def test_more_than_was_planned_is_said_once():
     device = FakeDevice(in_use=10**9)
     watch = MemoryWatch([device], planned_workspace=5 * 10**6)
