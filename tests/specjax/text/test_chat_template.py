@@ -111,6 +111,15 @@ def test_a_hostile_template_is_ended(name, monkeypatch):
     assert grown < 10**6  # kB
 
 
+def test_small_values_count_together(monkeypatch):
+    """Each is far below the limit of one value, and none is kept."""
+    source = "{% for i in range(TIMES) %}{% set x = 'a' * 1000 %}{% endfor %}"
+    monkeypatch.setattr(chat_template, "MAX_TOTAL_BYTES", 100_000)
+    assert _render(source.replace("TIMES", "60")) == ""
+    with pytest.raises(ValueError, match="makes values of more than 100000 bytes together"):
+        _render(source.replace("TIMES", "120"))
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -73,6 +73,14 @@ def test_special_tokens_map_is_read_when_the_config_is_silent(folder):
     assert tokenizer.bos_token_id is None
 
 
+def test_the_config_wins_over_special_tokens_map(folder):
+    others = {"eos_token": "<|im_start|>", "pad_token": "<s>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(others))
+    tokenizer = Tokenizer.from_folder(folder)
+    assert tokenizer.eos_token == "</s>"
+    assert tokenizer.special_tokens["pad_token"] == "<s>"  # of which the config is silent
+
+
 def test_padding_and_truncation_of_the_file_are_switched_off(folder):
     backend = _backend()
     backend.enable_truncation(4)
