@@ -246,6 +246,15 @@ def test_yarn():
     assert parse_config(LLAMA | {"rope_parameters": stretched}).rope.factor == 2.0
 
 
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_theta_of_the_rope_wins_over_that_beside_it(key):
+    """As transformers 5 reads configs that have both."""
+    raw = LLAMA | {key: {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": 2e4}
+    assert parse_config(raw).rope == RopeConfig(theta=5e5)
+    silent = raw | {key: {"rope_type": "default", "rope_theta": None}}
+    assert parse_config(silent).rope == RopeConfig(theta=2e4)
+
+
 GEMMA3_ROPES = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     "full_attention": {"rope_type": "linear", "factor": 8.0},
