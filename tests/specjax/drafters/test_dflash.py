@@ -257,8 +257,9 @@ def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
 def test_a_causal_block_computes_the_rows_that_draft():
     config, _ = make_head("causal")
     assert [config.num_rows(k) for k in (1, 3, 4, 9)] == [2, 4, 5, 5]
-    whole, _ = make_head("plain")
-    assert whole.num_rows(1) == 5
+    for name in ("plain", "one causal layer with a window"):
+        whole, _ = make_head(name)
+        assert whole.num_rows(1) == 5
     assert DFlashDrafter(whole).tree_slots(1) == 4
 
 
