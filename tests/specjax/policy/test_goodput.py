@@ -435,6 +435,21 @@ def test_catching_up_is_no_part_of_what_a_step_costs():
     assert policy.costs.catch_up_s == pytest.approx(2e-5, rel=0.05)
 
 
+def test_a_little_catching_up_is_taken_off_the_seconds_of_a_burst():
+    """A fraction of a burst too small to hide what its steps cost: it is no part of them."""
+    policy, now, bucket = trained(accepted=4), load(), Bucket(1, 4)
+    policy.costs.catch_up_s = 2e-5
+    before = policy.costs.seconds(bucket, 100)
+    decision = Decision(num_speculative_tokens=4, reason="test", row_bucket=1)
+    num_measured = policy.costs.count(bucket)
+    num_behind = int(0.045 * 32 * before / 2e-5)
+    for _ in range(10):
+        seconds = 32 * before + num_behind * 2e-5
+        policy.observe(outcome(now, decision, accepted=4, seconds=seconds, behind=num_behind + 1))
+    assert policy.costs.count(bucket) == num_measured + 10
+    assert policy.costs.seconds(bucket, 100) == pytest.approx(before, rel=0.005)
+
+
 def test_plain_decoding_is_measured_again_now_and_then():
     """Its cost was measured wrong: twice what it is."""
     policy = trained(accepted=0, most=1)

@@ -3,6 +3,7 @@
 import os
 import threading
 
+import numpy as np
 import pytest
 
 from specjax.decode.bucket import Bucket
@@ -69,6 +70,29 @@ def test_what_another_process_wrote_meanwhile_stays():
     assert known.ledgers["sampled"].missed_s == {Bucket(1, 1): 4.0}
     assert known.costs.seconds(Bucket(1, 2), 10) == pytest.approx(2e-3, rel=0.1)
     assert "greedy" in known.ledgers
+
+
+def test_a_kind_of_sampling_is_known_as_the_last_process_left_it_that_ran_it():
+    before, other, own = Shelf(KEY), Shelf(KEY), Shelf(KEY)
+
+    def run(process, kind, accepted):
+        policy = begin(process, kind)
+        measure(policy, Bucket(1, 0))
+        asked, stood = np.full((40, 1), 3), np.full((40, 1), accepted)
+        policy.survival.observe(np.arange(1), stood + 1, stood, asked, asked, asked[0])
+        policy.ledger.miss(Bucket(1, 1), 1.0)
+        process.keep(policy, kind)
+        return policy.survival.to_record()
+
+    old = run(before, "greedy", 0)
+    run(own, "sampled", 1)  # it has read what is known of greedy sampling, and runs none
+    assert own.known().acceptance["greedy"] == old
+    new = run(other, "greedy", 3)
+    assert new != old
+    sampled = run(own, "sampled", 2)
+    for known in (own.known(), in_file()):
+        assert known.acceptance == {"greedy": new, "sampled": sampled}
+        assert known.ledgers["greedy"].missed_s == {Bucket(1, 1): 2.0}
 
 
 def test_of_what_two_processes_lost_none_is_lost_or_counts_twice():

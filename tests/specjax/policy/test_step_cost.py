@@ -14,6 +14,7 @@ from specjax.policy.step_cost import (
     MEMORY,
     MOST_BUCKETS,
     MOST_FITTED,
+    OF_BEFORE,
     StepCosts,
     fit_nonnegative,
 )
@@ -385,6 +386,35 @@ def test_a_bucket_known_from_an_earlier_run_is_not_predicted_at_other_contexts()
     costs.add_records(known.to_records())
     for context in (800, 1600, 3200):  # predicted: 1.8e-3
         assert costs.seconds(odd, context) == pytest.approx(9e-3, rel=0.2)
+
+
+def test_samples_of_another_are_taken_at_the_drift_of_this_one():
+    """Since this one began the machine has become half as fast; the other began after that."""
+    costs, other = StepCosts(), StepCosts()
+    for seconds in [1.0] * MEMORY + [2.0] * 30:
+        costs.observe(Bucket(1, 0), 100, seconds)
+    assert costs.drift == pytest.approx(2.0, rel=0.05)
+    for _ in range(MEMORY):
+        other.observe(Bucket(1, 4), 100, 3.0)
+    costs.take(other)
+    assert costs.seconds(Bucket(1, 4), 100) == pytest.approx(3.0, rel=0.02)
+    assert costs.seconds(Bucket(1, 0), 100) == pytest.approx(2.0, rel=0.02)
+    # The part of the machine in each burst is relative to the drift.
+    told = lambda own: [burst[-1] for burst in own.to_bursts() if burst[2] == 4]
+    assert told(other)
+    assert told(costs) == pytest.approx(told(other))
+
+
+def test_one_measurement_of_this_process_ranks_above_several_of_a_file():
+    own, before = StepCosts(), StepCosts()
+    own.observe(Bucket(1, 0), 1.0, 2.0)
+    before.add_records([GOOD | {"num_measurements": OF_BEFORE}])
+    assert own.count(Bucket(1, 0)) < before.count(Bucket(1, 0))
+    own.take(before)
+    before.take(own)
+    for costs in (own, before):
+        assert costs.count(Bucket(1, 0)) == 1
+    assert own.seconds(Bucket(1, 0), 1.0) == pytest.approx(2.0)
 
 
 def test_what_a_burst_solves_does_not_grow_with_all_that_was_ever_measured(monkeypatch):
