@@ -156,6 +156,7 @@ def test_tokens_are_those_of_plain_decoding(temperature, name):
     )
     assert [out.token_ids for out in found] == [out.token_ids for out in plain]
     assert found.stats.acceptance.num_drafted > 20
+    assert len(found.stats.acceptance.drafted_at) == HEADS[name].most_drafts
 
 
 @pytest.mark.parametrize("name", ["Medusa", "MLP", "MLP, tied"])
