@@ -405,10 +405,9 @@ class Scheduler:
                 continue
             pages = [prefix.page for prefix in shared]
             pool.hold(pages)
-            # If no other row holds pages, waiting would not free any: it gets what there is.
-            is_alone = pool.num_held == len(pages)
-            most = len(token_ids) + (0 if is_alone else growth)
-            count = self._num_pages(min(most, request.max_length)) - len(pages)
+            # Alone it always fits: a pool holds `most_tokens`, which no max_length exceeds.
+            most = min(len(token_ids) + growth, request.max_length)
+            count = self._num_pages(most) - len(pages)
             if count + wanted[shard] > pool.num_free:
                 pool.give_back(pages)
                 continue

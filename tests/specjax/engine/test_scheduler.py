@@ -135,6 +135,22 @@ def test_the_longest_request_leaves_room_for_a_tree():
     assert row.request.max_length == 17
 
 
+@pytest.mark.parametrize("tree_slots", [0, 3])
+@pytest.mark.parametrize("num_left", [1, 4])
+def test_a_request_that_fills_the_pool_is_admitted_alone(num_left, tree_slots):
+    """It needs all pages but what its last tokens take, less than a burst may add."""
+    sizes = dataclasses.replace(SIZES, num_pages=5, tree_slots=tree_slots)
+    scheduler = Scheduler(sizes)
+    most = scheduler.most_tokens
+    row = admit(scheduler, make_request(1, list(range(most - num_left)), num_left))
+    assert len(row.token_ids) + 4 >= most
+    scheduler.waiting.push(make_request(2, [99], 1))
+    assert not scheduler.admit(4)
+    scheduler.release(row)
+    assert scheduler.admit(4)
+    scheduler.check()
+
+
 @pytest.mark.parametrize(("expected", "end"), [(0, 0), (5, 8), (100, 23)])
 def test_no_row_is_expected_to_outlast_its_length(expected, end):
     scheduler = Scheduler(SIZES)
