@@ -207,6 +207,16 @@ def test_shards_are_filled_evenly_and_by_their_own_pages():
     assert [first[n] for n in (1, 2, 3, 4)] == [0, 2, 3, 1]
 
 
+def test_a_shard_short_of_pages_preempts_its_own_rows():
+    """The last request is in the other shard, whose pages suffice for both of its rows."""
+    decoder = FakeDecoder(rows=4, num_pages=20, num_shards=2)
+    engine, requests = start(decoder, [20, 10, 20, 18], prompts=[4, 9, 4, 1])
+    engine.step()
+    assert [engine._run.row_of(request).shard for request in requests] == [0, 1, 0, 1]
+    finish(engine, requests)
+    assert [request.num_preemptions > 0 for request in requests] == [False, False, True, False]
+
+
 @pytest.mark.parametrize(
     ("prompt", "chunks"),
     [
