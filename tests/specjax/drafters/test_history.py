@@ -204,6 +204,18 @@ def test_the_oldest_piece_is_overwritten_first():
     assert (kept[2], kept[3]) == ([52], [53])
 
 
+def test_a_short_piece_needs_the_room_of_a_long_one():
+    """What is laid is as wide as the longest piece: near the end of the ring it would move."""
+    state = history.init(1, MAX_LENGTH, CAPACITY)
+    state = remember(state, one_row([1] * PIECE_TOKENS, [2] * PIECE_TOKENS, [3] * 5))
+    assert int(state.head) + 4 < CAPACITY < int(state.head) + PIECE_TOKENS + 1
+    after = remember(state, one_row([6, 7, 8]))
+    assert int(after.head) == 4
+    corpus = np.asarray(state.corpus).copy()
+    corpus[:4], corpus[4 : PIECE_TOKENS + 1] = [6, 7, 8, SEPARATOR], SEPARATOR
+    np.testing.assert_array_equal(after.corpus, corpus)
+
+
 def enter(state):
     return remember(state, one_row([], has_entered=True))
 
