@@ -20,8 +20,10 @@ import specjax
 from specjax import DecoderParams, EngineConfig, SamplingParams, sharding
 from specjax.drafters.spec import ModelDrafter
 from specjax.rl.batch import ERROR, LENGTH, STOP, UNFINISHED
+from specjax.rl.rollout import _begun as begun
 from specjax.rl.rollout import _expect as expect
 from specjax.rl.rollout import _longest_first as longest_first
+from specjax.rl.rollout import _resumed as resumed
 
 FULL = pytest.mark.full
 EOS = 7
@@ -459,7 +461,8 @@ def test_stop_strings_go_on_where_they_were():
     demo = specjax.load_model("demo")
     engine = EngineConfig(max_rows=2, max_context=96, page_size=8)
     texts = specjax.build_decoder(demo, engine=engine)
-    sampling = SamplingParams(temperature=0, max_tokens=24, stop="\n    ")
+    # Of two tokens, and the rollout stops after each.
+    sampling = SamplingParams(temperature=0, max_tokens=24, stop=".path")
     run = functools.partial(specjax.rollout, texts, demo.params, sampling=sampling)
     whole = run(["def fibonacci(n):", "class A:"])
     assert set(whole.finish_reasons.tolist()) <= {STOP, LENGTH}
@@ -469,6 +472,34 @@ def test_stop_strings_go_on_where_they_were():
         batch = run(batch, token_budget=1)
     np.testing.assert_array_equal(batch.completion_ids, whole.completion_ids)
     np.testing.assert_array_equal(batch.finish_reasons, whole.finish_reasons)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "min_tokens", "num_used"),
+    [
+        (["END"], [" O", "F"], 0, 2),
+        (["END", " O"], ["F", "END"], 0, 1),
+        # The whole string stood there before a stop string could end the text.
+        (["END", " O", "F"], ["END", " O"], 3, None),
+        (["END", " O", "F"], ["END", " O", "F", "F"], 3, 3),
+    ],
+)
+def test_a_stop_string_may_begin_before_a_pause(before, after, min_tokens, num_used):
+    demo = specjax.load_model("demo")
+    texts = specjax.build_decoder(demo, engine=ENGINE)
+    sampling = SamplingParams(max_tokens=24, stop="END OF", min_tokens=min_tokens, seed=0)
+    before, after = (
+        [token for text in part for token in demo.tokenizer.encode(text)]
+        for part in (before, after)
+    )
+    table, _ = begun(texts, ["x ="], None, sampling=sampling, num_samples=1, seeds=None, width=None)
+    table.completion_ids[0, : len(before)] = before
+    table.lengths[0], table.finish_reasons[0] = len(before), UNFINISHED
+    paused = table.placed(None, sampling=None, metrics={}, is_exact=True)
+    request = resumed(texts, paused, sampling, "seeded")[1][0]
+    request.take_step(after, 0, 0, 0, [None] * len(after))
+    assert request.finish_reason == (None if num_used is None else "stop")
+    assert request.output_token_ids == before + after[:num_used]
 
 
 def test_the_longest_go_first():
