@@ -42,15 +42,17 @@ class AcceptanceAlarm:
         if num_accepted > MOST_SHARE * num_steps:
             return
         self.is_over = True
-        warnings.warn(self._message(num_steps, num_accepted), stacklevel=_of_the_caller())
+        warnings.warn(self._message(), stacklevel=_of_the_caller())
 
-    def _message(self, num_steps: int, num_accepted: int) -> str:
+    def _message(self) -> str:
+        """The text without counts: Python shows equal warnings of one line once."""
         drafter = self._drafter
         faults = "; or ".join(drafter.spec.likely_faults)
         notes = f" As it was loaded it {'; '.join(drafter.notes)}." if drafter.notes else ""
         return (
-            f"in {num_accepted} of {num_steps} steps a draft of {drafter.name!r} was accepted. "
-            f"Text is not affected, and nothing is gained. Likely {faults}.{notes}"
+            f"hardly a draft of {drafter.name!r} was accepted: in {MOST_SHARE:.0%} of the steps "
+            f"that drafted, or fewer. Text is not affected, and nothing is gained. Likely {faults}."
+            f"{notes}"
         )
 
 

@@ -62,6 +62,7 @@ def load_draft_model(
     if mesh is None:
         return load_model(path, dtype=dtype)
     own, _ = read_config(resolve_folder(path))
+    own = dataclasses.replace(own, vocab_size=target.config.vocab_size)  # as it will be
     weights = default_dtype(mesh) if dtype is None else weight_dtype(dtype)
     spec, _ = _split(ModelDrafter(own), target, config, engine, mesh, weights)
     return load_model(path, dtype=dtype, mesh=mesh, num_shards=spec.num_shards)

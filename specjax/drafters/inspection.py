@@ -43,22 +43,30 @@ def inspect(
     """
     folder = resolve_folder(source)
     kind = heads.kind_in(folder)
-    of_target = None if target is None else _without_weights(resolve_folder(target))
-    is_within_model = kind is not None and kind.method == mtp_files.METHOD and _is_model(folder)
+    of_target = None if target is None else _target_in(resolve_folder(target))
     found: dict[str, Any] = {"folder": str(folder)}
-    if kind is None or is_within_model:
-        found |= _of_model(folder, None if is_within_model else of_target)
+    if kind is not None and not _is_within_model(folder, kind):
+        return found | _of_head(folder, kind, of_target, aux_layer_ids)
+    if aux_layer_ids is not None:
+        raise ValueError(f"{aux_layer_ids=} is for a head over a target; leave it out.")
+    found |= _of_model(folder, of_target)
     if kind is not None:
-        found |= _of_head(folder, kind, of_target, aux_layer_ids)
+        found["notes"] = [f"has a layer that drafts for the model itself: method {kind.method!r}"]
     return found
 
 
-def _is_model(folder: Path) -> bool:
-    try:
-        read_config(folder)
-    except ValueError:
-        return False
-    return True
+def _is_within_model(folder: Path, kind: heads.HeadKind) -> bool:
+    return kind.method == mtp_files.METHOD and mtp_files.is_in_model(folder)
+
+
+def _target_in(folder: Path) -> Model:
+    kind = heads.kind_in(folder)
+    if kind is not None and not _is_within_model(folder, kind):
+        raise ValueError(
+            f"the target {folder} holds a head of method {kind.method!r}, which drafts for another "
+            "model; name the model."
+        )
+    return _without_weights(folder)
 
 
 def _without_weights(folder: Path) -> Model:
@@ -85,7 +93,7 @@ def _of_model(folder: Path, target: Model | None) -> dict[str, Any]:
     } | _of_tensors(tensors)
     if target is not None:
         by = recoding(target, model)
-        count = target.config.vocab_size if by is None else len(by.said)
+        count = target.config.vocab_size if by is None else by.num_said
         found |= {"target": target.name, "drafts_tokens": count}
         found["of_target_tokens"] = target.config.vocab_size
     return found
@@ -98,6 +106,8 @@ def _of_head(
     aux_layer_ids: Sequence[int] | None,
 ) -> dict[str, Any]:
     found: dict[str, Any] = {"drafter": "head over a target", "method": kind.method}
+    if target is None and aux_layer_ids is not None:
+        raise ValueError(f"{aux_layer_ids=} needs the target whose layers they are; name it.")
     if target is None:
         found |= _of_tensors(_tensors_of(folder))
         return found | {"notes": ["name its target to see whether it fits, and what it captures"]}

@@ -27,6 +27,7 @@ from specjax.drafters.spec import (
 )
 from specjax.models.abstract import shape_difference, tree_difference
 from specjax.models.base import Model, ModelConfig, parameters
+from specjax.models.hf_config import read_config
 from specjax.models.loading import load_model, resolve_folder
 from specjax.types import BY_LAW, DELTA, SYNTHETIC, TYPICAL
 
@@ -302,6 +303,7 @@ def _check_members(spec: DrafterSpec) -> None:
             "an int of at least 1, or None",
         ),
     }
+    checks["likely_faults"] = (functools.partial(_is_tuple_of, str), "a tuple of str")
     flags = "can_draft", "has_probs", "takes_text", "learns", "is_tree", "is_grown"
     checks |= {name: (lambda value: isinstance(value, bool), "a bool") for name in flags}
     for name, (is_right, expected) in checks.items():
@@ -329,12 +331,22 @@ def _head_of(source: str | os.PathLike[str]) -> tuple[Path, heads.HeadKind] | No
     return None if kind is None else (folder, kind)
 
 
+def _is_draft_model(folder: Path, kind: heads.HeadKind, target: Model) -> bool:
+    """Whether a folder of a model with a layer of its own that drafts is meant as a draft model:
+    the layer is for a target of the same sizes."""
+    if kind.method != mtp_files.METHOD or not mtp_files.is_in_model(folder):
+        return False
+    own, of = read_config(folder)[0], target.config
+    sizes = lambda config: (config.hidden_size, config.num_layers, config.vocab_size)
+    return sizes(own) != sizes(of)
+
+
 def _load(
     source: DrafterSource, target: Model, aux_layer_ids: Sequence[int] | None = None
 ) -> LoadedDrafter:
     """Returns the drafter of a source, before a config is applied."""
     is_name = isinstance(source, str | os.PathLike)
-    if is_name and (found := _head_of(source)) is not None:
+    if is_name and (found := _head_of(source)) and not _is_draft_model(*found, target):
         folder, kind = found
         head = kind.read(folder, target.config, _dtype_of(target.params), aux_layer_ids)
         head = heads.without_copies(head, target)
@@ -367,9 +379,13 @@ def _load(
     by = recoding(target, source)
     if by is None:
         return LoadedDrafter(source.name, ModelDrafter(source.config), source.params)
+    by.warn()
     own = recoded(source, by)
     return LoadedDrafter(
-        source.name, ModelDrafter(own.config, said=by.said), own.params, (by.note(),)
+        source.name,
+        ModelDrafter(own.config, said=by.said),
+        own.params,
+        () if by.said is None else (by.note(),),
     )
 
 

@@ -18,6 +18,7 @@ from specjax.models import eagle
 from specjax.models.base import Json, ModelConfig, before_final_norm
 from specjax.models.config_values import require, shown, size
 from specjax.models.eagle import MTP_PREFIX, EagleConfig
+from specjax.models.hf_config import read_config
 
 METHOD = "mtp"
 OWN_PREFIX = f"model.{MTP_PREFIX}"
@@ -30,6 +31,15 @@ _OTHERS = {
     r"^(model\.)?mtp\.(fc|pre_fc_norm_\w+|norm|layers\.\d+)\.": "Qwen3-Next, Qwen3.5 and MiMo-V2",
     r"^(model\.)?(pre|post)_projection\.": "Gemma 4",
 }
+
+
+def is_in_model(folder: Path) -> bool:
+    """Returns whether a folder with an MTP layer holds a model, too, of which it is a part."""
+    try:
+        read_config(folder)
+    except ValueError:
+        return False
+    return True
 
 
 def is_mtp(raw: Json, tensors: Collection[str]) -> bool:

@@ -20,23 +20,27 @@ import dataclasses
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.drafters.token_set import TokenSet
 from specjax.models.base import Model
 from specjax.models.families import family_of
+from specjax.models.partition import automatic
 from specjax.text.token_bytes import Meaning, meanings
 from specjax.text.tokenization import Tokenizer
 
 SPELT_AT_ONCE = 8192  # rows of which the mean is taken at once: the sums are float32
 UNKNOWN = -1
+FEW = 0.25  # share of the target's tokens below which a warning says that few can be drafted
 
 
 class Recoding(NamedTuple):
@@ -44,21 +48,34 @@ class Recoding(NamedTuple):
 
     Attributes:
       own: i32[target's vocabulary], the draft model's token of each, or UNKNOWN.
-      said: those of the target's tokens that may be drafted. No two have one token of the draft
-        model.
+      said: those of the target's tokens that may be drafted; None: all. No two have one token of
+        the draft model.
       spelt: the draft model's tokens that spell each other token of the target, by its id.
     """
 
     own: np.ndarray
-    said: TokenSet
+    said: TokenSet | None
     spelt: Mapping[int, tuple[int, ...]]
 
     def note(self) -> str:
         """Returns what a user should know of it."""
         return (
-            f"drafts {len(self.said):,} of the target's {self.said.size:,} tokens: those that are "
-            "in its own vocabulary too"
+            f"drafts {self.num_said:,} of the target's {len(self.own):,} tokens: those that are in "
+            "its own vocabulary too"
         )
+
+    def warn(self) -> None:
+        """Warns where few of the target's tokens can be drafted."""
+        if self.num_said < FEW * len(self.own):
+            warnings.warn(
+                f"the draft model {self.note()}; drafts of other tokens are never right. Choose a "
+                "draft model of the target's family.",
+                stacklevel=5,
+            )
+
+    @property
+    def num_said(self) -> int:
+        return len(self.own) if self.said is None else len(self.said)
 
 
 def recoding(target: Model, draft: Model) -> Recoding | None:
@@ -82,7 +99,7 @@ def recoding(target: Model, draft: Model) -> Recoding | None:
     if _are_equal(ours, theirs):
         return None if sizes[0] == sizes[1] else _of_padding(*sizes)
     found = _of_tokenizers(ours, theirs, *sizes)
-    if not len(found.said):
+    if not found.num_said:
         raise ValueError(
             f"no token of the target {target.name!r} is one of the draft {draft.name!r}; choose a "
             "draft whose tokenizer.json writes text as the target's does."
@@ -99,7 +116,11 @@ def _of_padding(target_size: int, draft_size: int) -> Recoding:
     """Returns the recoding of equal tokenizers: the smaller model has fewer rows for no token."""
     ids = np.arange(target_size, dtype=np.int32)
     is_said = ids < draft_size
-    return Recoding(np.where(is_said, ids, np.int32(UNKNOWN)), TokenSet.of(is_said), {})
+    return Recoding(np.where(is_said, ids, np.int32(UNKNOWN)), _set_of(is_said), {})
+
+
+def _set_of(is_said: np.ndarray) -> TokenSet | None:
+    return None if is_said.all() else TokenSet.of(is_said)
 
 
 @functools.lru_cache(maxsize=4)
@@ -130,19 +151,20 @@ def _of_tokenizers(
         for i in np.flatnonzero(own == UNKNOWN).tolist()
         if i in ours
     }
-    return Recoding(own, TokenSet.of(is_said), spelt)
+    return Recoding(own, _set_of(is_said), spelt)
 
 
 def _first_of_each(own: np.ndarray, target: Tokenizer) -> np.ndarray:
     """Returns the target's tokens that may be drafted: one for each of the draft model's.
 
-    Of several it is the one with the shortest spelling.
+    Of several it is the one that ends a text, else that with the shortest spelling.
     """
     is_said = np.zeros(len(own), bool)
     taken = set()
     spellings = {i: token for token, i in target.vocabulary().items()}
     known = np.flatnonzero(own != UNKNOWN).tolist()
-    for token_id in sorted(known, key=lambda i: (len(spellings[i]), i)):
+    order = lambda i: (i != target.eos_token_id, len(spellings[i]), i)
+    for token_id in sorted(known, key=order):
         if own[token_id] not in taken:
             taken.add(own[token_id])
             is_said[token_id] = True
@@ -169,7 +191,7 @@ def recoded(draft: Model, by: Recoding) -> Model:
 
     Leaves without a row per token are the draft model's own, not copies.
     """
-    config = dataclasses.replace(draft.config, vocab_size=by.said.size)
+    config = dataclasses.replace(draft.config, vocab_size=len(by.own))
     axes = family_of(draft.config).axes(draft.config)
     return dataclasses.replace(
         draft, config=config, params=_map_rows(by, draft.params, axes), tokenizer=None
@@ -184,8 +206,14 @@ def _map_rows(by: Recoding, params: Any, axes: Any) -> Any:
         return type(params)(_map_rows(by, *each) for each in zip(params, axes, strict=True))
     if "vocab" not in axes:
         return params
-    assert axes[0] == "vocab", "a row per token"
-    return _rows(by, params)
+    if axes[0] != "vocab":
+        raise ValueError(
+            f"a weight of the axes {axes} has no row per token, so that the draft model cannot be "
+            "rewritten in the target's vocabulary; choose one with the target's tokenizer."
+        )
+    if isinstance(params, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct((len(by.own), *params.shape[1:]), params.dtype)
+    return _rows(by, _on_automatic_axes(jnp.asarray(params)))
 
 
 def _rows(by: Recoding, table: Array) -> Array:
@@ -193,40 +221,75 @@ def _rows(by: Recoding, table: Array) -> Array:
 
     They lie on the devices on which the table lies, split as it is where that is even.
     """
-    rows = table[np.maximum(by.own, 0)]
     others = np.flatnonzero(by.own == UNKNOWN)
-    for start in range(0, len(others), SPELT_AT_ONCE):
-        some = others[start : start + SPELT_AT_ONCE]
-        pieces = [by.spelt.get(token_id, ()) for token_id in some.tolist()]
-        counts = np.array([len(each) for each in pieces])
-        of_row = np.repeat(np.arange(len(some)), counts)
-        flat = np.array(list(itertools.chain.from_iterable(pieces)), np.int32)
-        rows = _with_means(rows, table, some, flat, of_row, np.maximum(counts, 1))
-    return jax.device_put(rows, _place_of(rows, table.sharding))
+    # An index into the table for a token that the draft model has, and into the means for others.
+    own = np.maximum(by.own, 0)
+    own[others] = np.arange(len(others))
+    place = _place_of(len(own), table)
+    return _chosen(place)(by.own != UNKNOWN, own, table, _means(by, others, table))
 
 
-@functools.partial(jax.jit, donate_argnums=0)
-def _with_means(
-    rows: Array, table: Array, token_ids: Array, pieces: Array, of_row: Array, counts: Array
-) -> Array:
-    """Returns rows, those of token_ids replaced by means of the table's.
+def _means(by: Recoding, token_ids: np.ndarray, table: Array) -> Array:
+    """Returns the mean of the rows that spell each token, 0 for none, [max(n, 1), ...]."""
+    pieces = [by.spelt.get(token_id, ()) for token_id in token_ids.tolist()] or [()]
+    groups = [pieces[at : at + SPELT_AT_ONCE] for at in range(0, len(pieces), SPELT_AT_ONCE)]
+    most = max(sum(map(len, group)) for group in groups)
+    means = []
+    for group in groups:
+        counts = np.array([len(each) for each in group])
+        flat, of_row = np.zeros(most, np.int32), np.full(most, SPELT_AT_ONCE)  # none, by default
+        flat[: counts.sum()] = list(itertools.chain.from_iterable(group))
+        of_row[: counts.sum()] = np.repeat(np.arange(len(group)), counts)
+        padded = np.ones(SPELT_AT_ONCE)
+        padded[: len(group)] = np.maximum(counts, 1)
+        means.append(_means_of(table, flat, of_row, padded)[: len(group)])
+    return jnp.concatenate(means)
+
+
+@jax.jit
+def _means_of(table: Array, pieces: Array, of_row: Array, counts: Array) -> Array:
+    """Returns means of rows, as the table's.
 
     Args:
       pieces: i32[m], rows of the table.
-      of_row: i32[m], index into token_ids of each.
-      counts: i32[token_ids], how many each has; 1 for none, whose mean is 0.
+      of_row: i32[m], index into counts of each; len(counts) counts for none.
     """
-    sums = jax.ops.segment_sum(table[pieces].astype(jnp.float32), of_row, len(token_ids))
-    means = sums / counts.reshape(-1, *[1] * (table.ndim - 1))
-    return rows.at[token_ids].set(means.astype(rows.dtype))
+    sums = jax.ops.segment_sum(table[pieces].astype(jnp.float32), of_row, len(counts))
+    return (sums / counts.reshape(-1, *[1] * (table.ndim - 1))).astype(table.dtype)
 
 
-def _place_of(rows: Array, place: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Returns the place of a table for one of another number of rows."""
+@functools.lru_cache(maxsize=8)
+def _chosen(place: jax.sharding.Sharding | None) -> Any:
+    """Returns the function that takes each row from the table or from the means, at a place."""
+
+    def choose(is_known: Array, index: Array, table: Array, means: Array) -> Array:
+        is_known = is_known.reshape(-1, *[1] * (table.ndim - 1))
+        clipped = lambda rows: rows[jnp.minimum(index, rows.shape[0] - 1)]
+        return jnp.where(is_known, clipped(table), clipped(means))
+
+    return jax.jit(choose, out_shardings=place)
+
+
+def _on_automatic_axes(table: Array) -> Array:
+    """Returns an array whose sharding is not part of its type, as on a mesh of `jax.make_mesh`."""
+    place = getattr(table, "sharding", None)
+    if isinstance(table, Tracer) or not isinstance(place, NamedSharding):
+        return table
+    mesh = automatic(cast(Mesh, place.mesh))
+    assert mesh is not None
+    return jax.device_put(table, NamedSharding(mesh, place.spec))
+
+
+def _place_of(num_rows: int, table: Array) -> jax.sharding.Sharding | None:
+    """Returns the place for a table of another number of rows; None while it is traced."""
+    if isinstance(table, Tracer):
+        return None
+    place = table.sharding
     if not isinstance(place, NamedSharding):
         return place
     by_row, *others = place.spec or (None,)
     names = by_row if isinstance(by_row, tuple) else (by_row,) if by_row else ()
     num_parts = math.prod(place.mesh.shape[name] for name in names)
-    kept = by_row if rows.shape[0] % num_parts == 0 else None
-    return NamedSharding(place.mesh, PartitionSpec(kept, *others))
+    return NamedSharding(
+        place.mesh, PartitionSpec(None if num_rows % num_parts else by_row, *others)
+    )

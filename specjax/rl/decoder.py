@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import functools
 import operator
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -92,6 +93,11 @@ class RolloutDecoder:
     def has_draft_weights(self) -> bool:
         """Whether the drafter has weights, which go stale as the policy is trained."""
         return len(jax.tree.leaves(self._draft_weights)) > 0
+
+    @property
+    def likely_faults(self) -> tuple[str, ...]:
+        """What is likely wrong where hardly a draft is accepted."""
+        return self._setup.drafter.spec.likely_faults
 
     @functools.cached_property
     def _draft_weights(self) -> Any:
@@ -362,6 +368,13 @@ def build_decoder(
         mesh=mesh,
     )
     setup.drafter.check_rule(setup.speculation.verification)
+    if getattr(setup.drafter.spec, "said", None) is not None:
+        warnings.warn(
+            f"{setup.drafter.name!r} has a vocabulary of its own. Newer weights of it, as "
+            "DecoderParams(policy, draft), must be rewritten in the target's first: "
+            "specjax.load_drafter(dataclasses.replace(draft, params=new), target).params.",
+            stacklevel=3,
+        )
     return RolloutDecoder(setup, policy, mesh)
 
 
@@ -380,7 +393,8 @@ def _check_same(given: Any, expected: Any, what: str, tree: str) -> None:
             raise ValueError(
                 f"{what}{jax.tree_util.keystr(path)} is {dtype}{shape}, and the decoder was "
                 f"built for {wanted.dtype}{wanted.shape}; cast or reshape it, or build a "
-                "decoder for these weights (build_decoder takes dtype=)."
+                "decoder for these weights (build_decoder takes dtype=). Weights of a draft model "
+                "of another vocabulary are rewritten by specjax.load_drafter(draft, target).params."
             )
         if isinstance(leaf, jax.Array) and leaf.is_deleted():
             path, _ = jax.tree_util.tree_flatten_with_path(given)[0][index]

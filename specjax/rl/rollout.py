@@ -645,7 +645,8 @@ def _alarm(metrics: dict[str, Any], decoder: RolloutDecoder, rate: float) -> Non
     warnings.warn(
         f"{metrics['acceptance_rate']:.1%} of {metrics['num_drafted']} drafts of "
         f"{decoder.drafter!r} were accepted, below {rate:.0%}: it no longer fits the "
-        "policy. Pass newer weights of the draft model as DecoderParams(policy, draft), or draft "
-        "from history. Samples are not affected, and K = 0 is chosen where drafts do not pay.",
+        f"policy, or {'; or '.join(decoder.likely_faults)}. Pass newer weights of the draft model "
+        "as DecoderParams(policy, draft), or draft from history. Samples are not affected, and "
+        "K = 0 is chosen where drafts do not pay.",
         stacklevel=4,  # past the decorator of `rollout`
     )

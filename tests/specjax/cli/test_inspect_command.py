@@ -133,8 +133,20 @@ def test_a_model_with_a_layer_of_its_own_that_drafts(capsys, tmp_path):
         is_mtp=True,
     )
     leaves = eagle.weights_of(layer, f"model.{MTP_PREFIX}")
-    figures = found(capsys, write(tmp_path, raw, tensors | random_tensors(leaves)))
-    assert (figures["family"], figures["method"]) == ("mimo", "mtp")
+    folder = write(tmp_path, raw, tensors | random_tensors(leaves))
+    figures = found(capsys, folder, "--target", folder)
+    assert figures["family"] == "mimo"
+    assert figures["kv_numbers_per_token"] == 2 * LAYERS * own.config.num_kv_heads * 8
+    assert "method 'mtp'" in figures["notes"][0]
+
+
+def test_what_is_asked_of_the_wrong_folder(capsys, target, tmp_path):
+    folder = eagle_folder(tmp_path, target)
+    assert "holds a head of method 'eagle'" in refused(capsys, folder, "--target", folder)
+    assert "holds a head" in refused(capsys, target[0], "--target", folder)
+    ids = ["--aux-layer-ids", "1,2"]
+    assert "for a head over a target" in refused(capsys, target[0], *ids)
+    assert "needs the target" in refused(capsys, folder, *ids)
 
 
 def test_what_is_no_folder(capsys, tmp_path):

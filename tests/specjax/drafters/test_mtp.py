@@ -402,3 +402,11 @@ def test_a_layer_of_another_target_is_refused(depth):
     drafter = specjax.LoadedDrafter("layer", EagleDrafter(other), params)
     with pytest.raises(ValueError, match=f"tokens and {depth} layers"):
         specjax.load_drafter(drafter, TARGET)
+
+
+def test_a_model_with_such_a_layer_drafts_for_models_of_other_sizes(tmp_path, published):
+    write_to, model = published
+    folder = write_to(tmp_path)
+    assert specjax.load_drafter(folder, model).spec.config.is_mtp
+    deeper = tiny_model(num_layers=6, vocab_size=model.config.vocab_size)
+    assert isinstance(specjax.load_drafter(folder, deeper).spec, ModelDrafter)

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import tiny_gpt2, tiny_llama
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
 from specjax.drafters.loading import load_drafter
 from specjax.drafters.other_vocabulary import SPELT_AT_ONCE, UNKNOWN, recoded, recoding
 from specjax.drafters.token_set import TokenSet
+from specjax.models.families import family_of
 from specjax.sampling.vocabulary import WHOLE
 from specjax.text.tokenization import Tokenizer
 
@@ -56,7 +57,11 @@ def test_rows_for_no_token_may_be_more_or_fewer(sizes, num_said):
     ours = tokenizer(["a", "b", "c"])
     found = by(ours, ours, sizes)
     assert found.own.tolist() == [*range(num_said), *[UNKNOWN] * (sizes[0] - num_said)]
-    assert found.said.flags.tolist() == (found.own != UNKNOWN).tolist()
+    if num_said < sizes[0]:
+        assert found.said.flags.tolist() == (found.own != UNKNOWN).tolist()
+    else:
+        assert found.said is None
+        assert load_drafter(model(ours, sizes[1]), model(ours, sizes[0])).notes == ()
     draft = model(ours, sizes[1], seed=1)
     table = recoded(draft, found).params["embed_tokens"]
     np.testing.assert_array_equal(table[:5], draft.params["embed_tokens"][:5])
@@ -121,6 +126,11 @@ def test_nothing_in_common():
         by(tokenizer(["a"]), tokenizer(["b"]))
 
 
+def _retable(draft, params, ours):
+    draft = dataclasses.replace(draft, params=params)
+    return recoded(draft, recoding(model(ours), draft))
+
+
 @pytest.mark.parametrize("make", [tiny_llama, tiny_gpt2])
 def test_rows_follow_the_target_and_other_weights_are_not_copied(make, monkeypatch):
     ours, theirs = tokenizer(["ab", "b", "?", "ba", "a", "Ġ"]), tokenizer(["a", "c", "b"])
@@ -129,6 +139,13 @@ def test_rows_follow_the_target_and_other_weights_are_not_copied(make, monkeypat
     assert SPELT_AT_ONCE > 1
     own = recoded(draft, recoding(model(ours, make=make), draft))
     assert own.config == dataclasses.replace(draft.config, vocab_size=6)
+    for changed in (np.asarray, lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)):
+        params = jax.tree.map(changed, draft.params)
+        again = recoded(dataclasses.replace(draft, params=params), recoding(model(ours), draft))
+        shapes = lambda tree: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree)
+        assert shapes(again.params) == shapes(own.params)
+    traced = jax.jit(lambda params: _retable(draft, params, ours).params["embed_tokens"])
+    np.testing.assert_allclose(traced(draft.params), own.params["embed_tokens"], rtol=1e-6)
     names = [name for name in ("embed_tokens", "lm_head") if name in draft.params]
     for name in names:
         table, rows = draft.params[name], own.params[name]
@@ -139,10 +156,11 @@ def test_rows_follow_the_target_and_other_weights_are_not_copied(make, monkeypat
     assert own.params["layers"][0] == draft.params["layers"][0]
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(("size", "axis"), [(6, "tensor"), (5, None)])
-def test_rows_lie_where_the_table_does(size, axis):
+def test_rows_lie_where_the_table_does(size, axis, kind):
     """Split over devices where that is even."""
-    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    mesh = jax.make_mesh((2,), ("tensor",), axis_types=(kind,), devices=jax.devices()[:2])
     ours = tokenizer(["a", "b", "c"])
     draft = model(ours, 4, seed=1)
     split = NamedSharding(mesh, PartitionSpec("tensor", None))
@@ -150,9 +168,35 @@ def test_rows_lie_where_the_table_does(size, axis):
     params = {**draft.params, "embed_tokens": table}
     draft = dataclasses.replace(draft, params=params)
     own = recoded(draft, recoding(model(ours, size), draft)).params["embed_tokens"]
-    expected = NamedSharding(mesh, PartitionSpec(axis, None))
+    automatic = Mesh(mesh.devices, mesh.axis_names)
+    expected = NamedSharding(automatic, PartitionSpec(axis, None))
     assert own.sharding.is_equivalent_to(expected, own.ndim)
-    np.testing.assert_array_equal(own[:4], draft.params["embed_tokens"])
+    np.testing.assert_array_equal(own[:4], np.asarray(draft.params["embed_tokens"]))
+
+
+def test_the_end_of_a_text_is_drafted_as_the_end():
+    ours = tokenizer(["a"], special=["<p>", "<|longer_end|>"], eos_token="<|longer_end|>")
+    theirs = tokenizer(["a"], special=["<p>"], eos_token="<p>")
+    found = by(ours, theirs)
+    assert found.own.tolist() == [0, 1, 1]
+    assert found.said.flags.tolist() == [True, False, True]
+
+
+def test_few_common_tokens_are_warned_of():
+    ours, theirs = tokenizer(list("abcdefgh")), tokenizer(list("hijklmno"))
+    with pytest.warns(UserWarning, match="drafts 1 of the target's 8 tokens"):
+        load_drafter(model(theirs, seed=1), model(ours))
+
+
+def test_a_table_without_a_row_per_token_is_refused(monkeypatch):
+    ours, theirs = tokenizer(["ab", "b", "a"]), tokenizer(["a", "c", "b", "d"])
+    draft = model(theirs)
+    family = family_of(draft.config)
+    swapped = lambda config: {**family.axes(config), "lm_head": ("embed", "vocab")}
+    other = dataclasses.replace(family, axes=swapped)
+    monkeypatch.setattr("specjax.drafters.other_vocabulary.family_of", lambda config: other)
+    with pytest.raises(ValueError, match="has no row per token"):
+        load_drafter(draft, model(ours))
 
 
 def test_loading_says_what_may_be_drafted():
