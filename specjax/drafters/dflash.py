@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.ragged import tokens_of
-from specjax.drafters import token_by_token
+from specjax.drafters import one_pass, token_by_token
 from specjax.drafters.base import Draft, Drafter, DrafterContext, by_page
+from specjax.drafters.one_pass import Drafting
 from specjax.drafters.token_by_token import TokenByToken, token_at
 from specjax.models import dflash
 from specjax.models.base import Attend
@@ -28,20 +29,12 @@ from specjax.paged.forward import Part, attention_over
 from specjax.types import DecoderParams, TokenBatch, lay_out
 
 BITS = 32  # of a word of ancestor bits
-MOST_LOGIT_BYTES = 2**28  # of all draft tokens of a step, to read the head's matrix once
 
 
 class DFlashState(NamedTuple):
     """Keys and values of every layer, by page."""
 
     pages: tuple[kv_cache.Pages, ...]
-
-
-class _Drafting(NamedTuple):
-    """What is kept while a step drafts."""
-
-    pages: tuple[kv_cache.Pages, ...]
-    said: Array  # [rows, K, width], of each draft token; see `_Head.begin`
 
 
 def drafter(config: DFlashConfig, context: DrafterContext) -> Drafter:
@@ -100,14 +93,13 @@ class _Head(TokenByToken):
           `logits` of the first draft token [rows, vocab], of all of them where those fit: then the
           matrix of the head is read once. Otherwise hidden [rows, hidden_size], before the norm.
         """
-        rows, first = decode_state.rows, self.config.first_row
+        first = self.config.first_row
         newest = token_at(decode_state.history, decode_state.cache.lengths)
         block, pages = self.block(params, state, decode_state, takes_part)
         said = block[:, first : first + self.context.num_speculative_tokens]
-        if self._fits(rows):
-            flat = self._logits(params, said.reshape(-1, said.shape[-1]))
-            said = flat.reshape(*said.shape[:2], -1)
-        return self._after(params, newest, said[:, 0]), _Drafting(pages, said)
+        if self._fits(decode_state.rows):
+            said = one_pass.of_all(said, lambda flat: self._logits(params, flat))
+        return self._after(params, newest, said[:, 0]), Drafting(pages, said)
 
     def _after(self, params: DecoderParams, token_ids: Array, said: Array) -> Array:
         """Returns what a block said, with what the Markov head needs of the tokens before.
@@ -155,8 +147,7 @@ class _Head(TokenByToken):
     ) -> tuple[Array, Any]:
         """Returns what was said of the next token: only a Markov head reads this one."""
         del is_fed, hidden, depth
-        ahead = jnp.clip(positions - decode_state.cache.lengths, 0, state.said.shape[1] - 1)
-        said = jnp.take_along_axis(state.said, ahead[:, None, None], axis=1)[:, 0]
+        said = one_pass.said_after(state.said, positions, decode_state.cache.lengths)
         return self._after(params, token_at(history, positions), said), state
 
     def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
@@ -170,8 +161,7 @@ class _Head(TokenByToken):
 
     def _fits(self, rows: int) -> bool:
         """Returns whether the logits of all draft tokens of a step are kept at once."""
-        count = rows * self.context.num_speculative_tokens * self.vocab_size
-        return count * jnp.dtype(jnp.float32).itemsize <= MOST_LOGIT_BYTES
+        return one_pass.fits(rows, self.context.num_speculative_tokens, self.vocab_size)
 
     def _logits(self, params: DecoderParams, hidden: Array) -> Array:
         if self.config.has_head:

@@ -9,7 +9,7 @@ import pytest
 from head_equations import TARGET, VOCAB, attention_of, mlp, rms, rotated, wide
 
 import specjax
-from specjax.drafters import dflash as head_drafter
+from specjax.drafters import one_pass
 from specjax.drafters.base import DrafterContext
 from specjax.drafters.dflash import _Head
 from specjax.drafters.head_specs import DFlashDrafter
@@ -230,7 +230,7 @@ ONE_BY_ONE = {"own tables, logits one by one": "own tables", "Markov, one by one
 def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     """Prompts in chunks, drafts, and absorbing after all, none and one of them were accepted."""
     if name not in FLAGS:
-        monkeypatch.setattr(head_drafter, "MOST_LOGIT_BYTES", 0)
+        monkeypatch.setattr(one_pass, "MOST_LOGIT_BYTES", 0)
         name = ONE_BY_ONE[name]
     config, params = make_head(name)
     rng = np.random.default_rng(7)
