@@ -62,8 +62,8 @@ def tiny_llama(seed: int, **overrides) -> Model:
     return random_model(tiny_llama_config(**overrides), seed)
 
 
-def save_llama(folder, model: Model) -> None:
-    """Writes a Llama with the config.json that it is read from."""
+def save_llama(folder, model: Model, **keys) -> None:
+    """Writes a Llama with the config.json that it is read from, and more keys in it."""
     config = model.config
     raw = {
         "model_type": "llama",
@@ -79,7 +79,7 @@ def save_llama(folder, model: Model) -> None:
         "rope_theta": config.rope.theta,
         "tie_word_embeddings": config.tie_word_embeddings,
     }
-    save_model(folder, model, raw)
+    save_model(folder, model, raw | keys)
 
 
 def tiny_gpt2(seed: int, **overrides) -> Model:

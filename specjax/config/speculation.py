@@ -125,6 +125,9 @@ class SpeculationConfig:
     # Dynamic tree of a draft model (EAGLE-2's top-k): the number of most probable nodes
     # expanded per depth, and of children considered for each.
     tree_top_k: int | None = None
+    # Whether a draft model drafts all tokens of a step in one forward, over mask tokens (PARD). By
+    # default it does if its config.json names a mask token.
+    parallel_drafting: bool | None = None
     # Devices of a mesh's tensor axis over which a draft model is split, a number that divides the
     # axis: 1 puts the whole drafter on each device. By default the number with the shortest time
     # per draft token by the devices' published figures, 1 where these are unknown.
@@ -176,6 +179,10 @@ class SpeculationConfig:
                 f"method {self.method!r} leave it out."
             )
         self._check_growth()
+        if not isinstance(self.parallel_drafting, bool | None):
+            raise ValueError(
+                f"parallel_drafting={self.parallel_drafting!r} must be True, False or None."
+            )
         for name in (
             "max_drafts_per_step",
             "speculation_max_rows",

@@ -287,7 +287,6 @@ _USELESS = {
     "disable_mqa_scorer": "one forward verifies all drafts in any case",
     "disable_logprobs": "SamplingParams.logprobs decides",
     "disable_log_stats": "results carry their statistics",
-    "parallel_drafting": "a draft model drafts token by token",
     "use_heterogeneous_vocab": "a draft model may have a vocabulary of its own in any case",
     "enable_adaptive_verification": "max_drafts_per_step bounds what is verified",
     "suffix_decoding_max_tree_depth": _SUFFIX,

@@ -238,6 +238,8 @@ class DrafterSpec:
         name = type(self).__name__
         if config.has_tree and self.can_draft:
             raise ValueError(no_tree_message(name))
+        if self.can_draft:
+            check_no_masks(config, repr(name))
         default = SpeculationConfig
         asked = [f for f in DRAFTER_FIELDS if getattr(config, f) != getattr(default, f)]
         if asked and self.can_draft:
@@ -298,6 +300,19 @@ def no_tree_message(name: str) -> str:
         f"{name!r}; leave them out. Several n-gram matches make a tree with "
         "prompt_lookup_matches."
     )
+
+
+def check_no_masks(config: SpeculationConfig, name: str) -> None:
+    """Raises ValueError where a config asks for parallel drafts of a drafter without a mask token.
+
+    Args:
+      name: of the drafter, as a message has it.
+    """
+    if config.parallel_drafting:
+        raise ValueError(
+            "parallel_drafting=True is for a draft model whose config.json names a mask token "
+            f"(pard_token), and {name} has none; leave it out."
+        )
 
 
 def by_row(state: Any) -> Any:

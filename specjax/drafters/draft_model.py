@@ -106,7 +106,7 @@ def drafter(
       partition: how the model is split over a mesh.
       said: the tokens that it may draft; None: all.
     """
-    model = _DraftModel(
+    model = DraftModel(
         config.vocab_size, keeps_probs, says_confidence, True, config, partition.axis, said
     )
 
@@ -147,7 +147,9 @@ def _by_page_and_head(state: _Pages) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _DraftModel(TokenByToken):
+class DraftModel(TokenByToken):
+    """A draft model, which is fed the tokens of each row by position."""
+
     config: ModelConfig
     axis: MeshAxes | None = None  # mesh axes that its heads are split over
     said: TokenSet | None = None  # the tokens that it may draft; None: all
@@ -183,19 +185,41 @@ class _DraftModel(TokenByToken):
         """Feeds the committed tokens that the drafter has not seen, the root included.
 
         After full acceptance one token is missing: it goes with the root into one forward. After
-        steps without drafts more are missing, fed before, CATCH_UP_WIDTH at a time.
+        steps without drafts more are missing, fed before.
 
         Returns:
           hidden [rows, hidden_size] after the root, and the pages.
+        """
+        root, history = decode_state.cache.lengths, decode_state.history
+        missing, pages = self.catch_up(params, state, decode_state, takes_part, most_left=1)
+        counts = jnp.where(takes_part, missing + 1, 0)
+        return self.feed_some(params, pages, decode_state, history, root - missing, counts, 2)
+
+    def catch_up(
+        self,
+        params: DecoderParams,
+        pages: _Pages,
+        decode_state: Any,
+        takes_part: Array,
+        *,
+        most_left: int,
+    ) -> tuple[Array, _Pages]:
+        """Feeds committed tokens before the root, CATCH_UP_WIDTH at a time, while rows lack many.
+
+        Args:
+          most_left: static, at least 1; tokens that a row may lack afterwards.
+
+        Returns:
+          i32[rows], tokens before the root that each row lacks, 0 to most_left, and the pages.
         """
         root, first = decode_state.cache.lengths, decode_state.drafter_lengths
         num_behind = jnp.where(takes_part, root - first, 0)
         history = decode_state.history
 
         def is_behind(carry: tuple[_Pages, Array]) -> Array:
-            return jnp.max(num_behind - carry[1], initial=0) > 1
+            return jnp.max(num_behind - carry[1], initial=0) > most_left
 
-        def catch_up(carry: tuple[_Pages, Array]) -> tuple[_Pages, Array]:
+        def feed_next(carry: tuple[_Pages, Array]) -> tuple[_Pages, Array]:
             pages, num_fed = carry
             counts = jnp.clip(num_behind - num_fed, 0, CATCH_UP_WIDTH)
             _, pages = self.feed_some(
@@ -204,10 +228,8 @@ class _DraftModel(TokenByToken):
             return pages, num_fed + counts
 
         nothing = jnp.zeros_like(num_behind)
-        pages, num_fed = jax.lax.while_loop(is_behind, catch_up, (state, nothing))
-        missing = num_behind - num_fed  # 0 or 1
-        counts = jnp.where(takes_part, missing + 1, 0)
-        return self.feed_some(params, pages, decode_state, history, root - missing, counts, 2)
+        pages, num_fed = jax.lax.while_loop(is_behind, feed_next, (pages, nothing))
+        return num_behind - num_fed, pages
 
     def feed(
         self,

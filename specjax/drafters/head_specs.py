@@ -10,7 +10,13 @@ import jax.numpy as jnp
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters import dflash as dflash_head
 from specjax.drafters import eagle, newest_state
-from specjax.drafters.base import Drafter, DrafterContext, DrafterSpec, ModelWork
+from specjax.drafters.base import (
+    Drafter,
+    DrafterContext,
+    DrafterSpec,
+    ModelWork,
+    check_no_masks,
+)
 from specjax.drafters.spec import Shaped, asked_for
 from specjax.models import dflash, medusa, mlp_speculator
 from specjax.models.base import ModelConfig
@@ -153,6 +159,7 @@ def _head_shape(
             raise ValueError(
                 f"{name}={value!r} does not apply to a head over the target; leave it out."
             )
+    check_no_masks(config, type(spec).__name__)
     return spec.shape_of(config, spec.config.vocab_size)
 
 
@@ -185,6 +192,10 @@ class DFlashDrafter(_OverTarget):
     config: DFlashConfig
 
     has_probs: ClassVar[bool] = True
+
+    def configured(self, config: SpeculationConfig) -> DrafterSpec:
+        # It drafts in one pass whatever the config says.
+        return super().configured(dataclasses.replace(config, parallel_drafting=None))
 
     def tree_slots(self, num_speculative_tokens: int) -> int:
         """Returns the slots that a block takes past the newest token."""

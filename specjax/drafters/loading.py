@@ -245,8 +245,8 @@ def load_drafter(
 
     Raises:
       ValueError: no drafter has that name, nothing says which tokens of a draft model of another
-        vocabulary are the target's, a head's files are not those of a head for this target, or the
-        config sets a field that does not apply to this drafter.
+        vocabulary are the target's, its mask token is none of them, a head's files are not those
+        of a head for this target, or the config sets a field that does not apply to this drafter.
       TypeError: `source` is none of these, or a class derived from a drafter of specjax cannot be
         made with that drafter's fields.
     """
@@ -255,7 +255,7 @@ def load_drafter(
         if source is None and config.method == mtp_files.METHOD:
             source = _own_folder(target)
         heads.check_method(source, config.method)
-    loaded = _load(source, target, aux_layer_ids)
+    loaded = _load(source, target, aux_layer_ids, config.parallel_drafting)
     try:
         spec = loaded.spec.configured(config)
     except TypeError as error:
@@ -342,9 +342,16 @@ def _is_draft_model(folder: Path, kind: heads.HeadKind, target: Model) -> bool:
 
 
 def _load(
-    source: DrafterSource, target: Model, aux_layer_ids: Sequence[int] | None = None
+    source: DrafterSource,
+    target: Model,
+    aux_layer_ids: Sequence[int] | None = None,
+    parallel_drafting: bool | None = None,
 ) -> LoadedDrafter:
-    """Returns the drafter of a source, before a config is applied."""
+    """Returns the drafter of a source, before a config is applied.
+
+    Args:
+      parallel_drafting: of the config; False: a mask token is not needed.
+    """
     is_name = isinstance(source, str | os.PathLike)
     if is_name and (found := _head_of(source)) and not _is_draft_model(*found, target):
         folder, kind = found
@@ -381,6 +388,13 @@ def _load(
         return LoadedDrafter(source.name, ModelDrafter(source.config), source.params)
     by.warn()
     own = recoded(source, by)
+    mask = source.config.mask_token_id
+    if mask is not None and own.config.mask_token_id is None and parallel_drafting is not False:
+        raise ValueError(
+            f"the mask token of draft {source.name!r}, {mask}, is none of the tokens of the target "
+            f"{target.name!r}; choose a draft of the target's vocabulary, or draft token by token "
+            "with parallel_drafting=False."
+        )
     return LoadedDrafter(
         source.name,
         ModelDrafter(own.config, said=by.said),

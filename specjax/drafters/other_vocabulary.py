@@ -189,9 +189,14 @@ def _pieces(text: bytes, texts: Mapping[bytes, int], longest: int) -> tuple[int,
 def recoded(draft: Model, by: Recoding) -> Model:
     """Returns a draft model with its weights in the order of the target's tokens.
 
-    Leaves without a row per token are the draft model's own, not copies.
+    Leaves without a row per token are the draft model's own, not copies. A mask token that is none
+    of the target's tokens is left out of the config: nothing could stand for it.
     """
-    config = dataclasses.replace(draft.config, vocab_size=len(by.own))
+    mask = draft.config.mask_token_id
+    masks = () if mask is None else np.flatnonzero(by.own == mask).tolist()
+    config = dataclasses.replace(
+        draft.config, vocab_size=len(by.own), mask_token_id=masks[0] if masks else None
+    )
     axes = family_of(draft.config).axes(draft.config)
     return dataclasses.replace(
         draft, config=config, params=_map_rows(by, draft.params, axes), tokenizer=None

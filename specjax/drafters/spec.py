@@ -5,9 +5,19 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from specjax.config.speculation import MAX_DRAFT_NODES, SpeculationConfig
-from specjax.drafters import draft_model, history, hybrid, ngram, none
-from specjax.drafters.base import Drafter, DrafterContext, no_tree_message
+from specjax.config.speculation import (
+    DEFAULT_NUM_SPECULATIVE_TOKENS,
+    MAX_DRAFT_NODES,
+    SpeculationConfig,
+)
+from specjax.drafters import draft_model, history, hybrid, ngram, none, parallel_model
+from specjax.drafters.base import (
+    Drafter,
+    DrafterContext,
+    ModelWork,
+    check_no_masks,
+    no_tree_message,
+)
 from specjax.drafters.base import DrafterSpec as DrafterSpec
 from specjax.drafters.token_set import TokenSet
 from specjax.models.base import ModelConfig
@@ -60,6 +70,7 @@ class NgramDrafter(DrafterSpec):
     def configured(self, config: SpeculationConfig) -> NgramDrafter:
         if config.has_tree:
             raise ValueError(no_tree_message("ngram"))
+        check_no_masks(config, "'ngram'")
         if config.corpus_tokens is not None:
             raise ValueError(
                 f"corpus_tokens={config.corpus_tokens} is for method 'history', or beside a draft "
@@ -125,6 +136,7 @@ class HistoryDrafter(DrafterSpec):
     def configured(self, config: SpeculationConfig) -> HistoryDrafter:
         if config.has_tree:
             raise ValueError(no_tree_message("history"))
+        check_no_masks(config, "'history'")
         return dataclasses.replace(
             self,
             corpus_tokens=config.corpus_tokens or self.corpus_tokens,
@@ -216,6 +228,8 @@ class ModelDrafter(Shaped):
     """A draft model with the target's vocabulary; `shape` describes its trees, None: chains.
 
     One of another vocabulary is rewritten first (`other_vocabulary`), and drafts what is in both.
+    One with a mask token drafts a chain in one forward (`parallel_model`), unless is_parallel is
+    False.
     """
 
     config: ModelConfig
@@ -224,6 +238,12 @@ class ModelDrafter(Shaped):
     max_positions: int | None = None
     num_shards: int = 1  # set by `split`
     said: TokenSet | None = None  # the tokens that it may draft; None: all
+    is_parallel: bool | None = None  # None: as the config says, by its mask_token_id
+
+    @property
+    def takes_masks(self) -> bool:
+        """Whether it drafts all tokens of a step in one forward, over mask tokens."""
+        return self.config.mask_token_id is not None and self.is_parallel is not False
 
     @property
     def configs(self) -> tuple[ModelConfig, ...]:
@@ -273,28 +293,56 @@ class ModelDrafter(Shaped):
                 f"max_model_len={config.max_model_len} is more than the {most} positions that the "
                 "draft model was made for; lower it or leave it out."
             )
-        shape = self.shape_of(config, self._num_said)
-        max_positions = config.max_model_len or self.max_positions
-        return dataclasses.replace(self, shape=shape, max_positions=max_positions)
+        if self.config.mask_token_id is None:
+            check_no_masks(config, "this draft model")
+        spec = dataclasses.replace(
+            self,
+            shape=self.shape_of(config, self._num_said),
+            max_positions=config.max_model_len or self.max_positions,
+            is_parallel=(
+                self.is_parallel if config.parallel_drafting is None else config.parallel_drafting
+            ),
+        )
+        if spec.is_tree and spec.takes_masks:
+            raise ValueError(
+                "a draft model with a mask token drafts chains; leave out speculative_token_tree "
+                "and tree_top_k, or draft token by token with parallel_drafting=False."
+            )
+        return spec
 
     @property
     def _num_said(self) -> int:
         return self.config.vocab_size if self.said is None else len(self.said)
 
+    def work(
+        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
+    ) -> tuple[ModelWork, ...]:
+        """Returns the work of one draft token, or of the forward over masks that drafts them all.
+
+        A row has at most 2 K tokens in that forward, of which K - 1 are masks; K is the default.
+        """
+        works = super().work(target, dtype, num_weights)
+        if not self.takes_masks:
+            return works
+        most = 2 * DEFAULT_NUM_SPECULATIVE_TOKENS
+        return tuple(dataclasses.replace(work, block_tokens=most) for work in works)
+
     def build(self, context: DrafterContext) -> Drafter:
-        return draft_model.drafter(
-            self.config,
+        options: dict[str, Any] = dict(
             num_speculative_tokens=context.num_speculative_tokens,
             dtype=context.dtype,
             keeps_probs=context.keeps_probs,
             says_confidence=context.says_confidence,
-            shape=self._cut(context.num_speculative_tokens),
             max_positions=self.max_positions,
             partition=draft_model.Partition(
                 self.num_shards, context.draft_axis, context.copies_axis
             ),
             said=self.said,
         )
+        if self.takes_masks:
+            return parallel_model.drafter(self.config, **options)
+        shape = self._cut(context.num_speculative_tokens)
+        return draft_model.drafter(self.config, shape=shape, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,6 +362,11 @@ class HybridDrafter(DrafterSpec):
             raise ValueError(
                 "corpus_tokens beside a draft model is for chains; leave out "
                 "speculative_token_tree and tree_top_k, or corpus_tokens."
+            )
+        if self.model.takes_masks:
+            raise ValueError(
+                "corpus_tokens beside a draft model with a mask token is not supported; leave it "
+                "out, or draft token by token with parallel_drafting=False."
             )
 
     @property

@@ -67,12 +67,12 @@ class ModelConfig:
     fields of its own; fields that hold one entry per layer have names that begin `layer_`.
 
     The library itself reads the sizes (`hidden_size` apart), `max_position_embeddings`,
-    `eos_token_ids`, and what is static about attention: `attention_scale`, `layer_windows` and
-    `attention_softcap`. `blocks.rotary_tables` reads `rope` and `layer_ropes`; `blocks.head`
-    reads `logits_softcap` and `logits_divisor`. All other fields have an effect only where the
-    code of the family reads them: `norm_eps`, `tie_word_embeddings`, the biases, `qk_norm`,
-    `embedding_multiplier` and `residual_multiplier`. A family leaves those that it does not
-    have at their defaults.
+    `eos_token_ids`, `mask_token_id`, and what is static about attention: `attention_scale`,
+    `layer_windows` and `attention_softcap`. `blocks.rotary_tables` reads `rope` and `layer_ropes`;
+    `blocks.head` reads `logits_softcap` and `logits_divisor`. All other fields have an effect only
+    where the code of the family reads them: `norm_eps`, `tie_word_embeddings`, the biases,
+    `qk_norm`, `embedding_multiplier` and `residual_multiplier`. A family leaves those that it does
+    not have at their defaults.
     """
 
     architecture: str  # the name of its Family: "llama", "gpt2", or a registered one
@@ -106,6 +106,9 @@ class ModelConfig:
     logits_divisor: float = 1.0
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    # Of a model that drafts several tokens in one forward: what it is fed in place of a token
+    # that is not known yet. None: it was not trained for that.
+    mask_token_id: int | None = None
 
     @property
     def scale(self) -> float:

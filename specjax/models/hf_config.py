@@ -10,10 +10,12 @@ from specjax.config.sampling import SamplingParams
 from specjax.models.base import Json, ModelConfig
 from specjax.models.config_values import MAX_LAYERS as MAX_LAYERS
 from specjax.models.config_values import MAX_SIZE as MAX_SIZE
-from specjax.models.config_values import flag, shown, token_ids
+from specjax.models.config_values import flag, shown, token_id, token_ids
 from specjax.models.families import class_names, family_of_type
 from specjax.runtime.model_files import find_file, read_json
 
+# Names of the mask token of a parallel draft model, PARD's own first.
+MASK_KEYS = "pard_token", "ptd_token_id"
 SAMPLING_KEYS = (
     "do_sample",
     "temperature",
@@ -90,11 +92,14 @@ def parse_config(raw: Json) -> ModelConfig:
             "read; use an export in BF16, F16 or F32."
         )
     try:
-        return family.parse(raw | {"model_type": model_type})
+        config = family.parse(raw | {"model_type": model_type})
     except KeyError as error:
         raise ValueError(
             f"key {error.args[0]!r} is missing, which every {model_type} config has; add it."
         ) from error
+    masks = [token_id(key, raw.get(key), config.vocab_size) for key in MASK_KEYS]
+    mask = next((each for each in masks if each is not None), None)
+    return config if mask is None else dataclasses.replace(config, mask_token_id=mask)
 
 
 def _model_type(raw: Json) -> str:
