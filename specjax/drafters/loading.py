@@ -245,7 +245,7 @@ def load_drafter(
 
     Raises:
       ValueError: no drafter has that name, nothing says which tokens of a draft model of another
-        vocabulary are the target's, its mask token is none of them, a head's files are not those
+        vocabulary are the target's, its mask token has no row there, a head's files are not those
         of a head for this target, or the config sets a field that does not apply to this drafter.
       TypeError: `source` is none of these, or a class derived from a drafter of specjax cannot be
         made with that drafter's fields.
@@ -391,9 +391,9 @@ def _load(
     mask = source.config.mask_token_id
     if mask is not None and own.config.mask_token_id is None and parallel_drafting is not False:
         raise ValueError(
-            f"the mask token of draft {source.name!r}, {mask}, is none of the tokens of the target "
-            f"{target.name!r}; choose a draft of the target's vocabulary, or draft token by token "
-            "with parallel_drafting=False."
+            f"the mask token of draft {source.name!r}, {mask}, has no row in the vocabulary of the "
+            f"target {target.name!r}; choose a draft of the target's vocabulary, or draft token by "
+            "token with parallel_drafting=False."
         )
     return LoadedDrafter(
         source.name,

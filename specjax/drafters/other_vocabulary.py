@@ -189,18 +189,35 @@ def _pieces(text: bytes, texts: Mapping[bytes, int], longest: int) -> tuple[int,
 def recoded(draft: Model, by: Recoding) -> Model:
     """Returns a draft model with its weights in the order of the target's tokens.
 
-    Leaves without a row per token are the draft model's own, not copies. A mask token that is none
-    of the target's tokens is left out of the config: nothing could stand for it.
+    Leaves without a row per token are the draft model's own, not copies. A mask token for which the
+    target has no row is left out of the config.
     """
     mask = draft.config.mask_token_id
-    masks = () if mask is None else np.flatnonzero(by.own == mask).tolist()
-    config = dataclasses.replace(
-        draft.config, vocab_size=len(by.own), mask_token_id=masks[0] if masks else None
-    )
+    if mask is not None:
+        by, mask = _with_mask(by, mask)
+    config = dataclasses.replace(draft.config, vocab_size=len(by.own), mask_token_id=mask)
     axes = family_of(draft.config).axes(draft.config)
     return dataclasses.replace(
         draft, config=config, params=_map_rows(by, draft.params, axes), tokenizer=None
     )
+
+
+def _with_mask(by: Recoding, mask: int) -> tuple[Recoding, int | None]:
+    """Returns a recoding in which a row of the target is the mask token's, and that row.
+
+    It is that of a token that both have, else one for which the target's tokenizer has no token;
+    None where there is neither.
+    """
+    rows = np.flatnonzero(by.own == mask).tolist()
+    if rows:
+        return by, rows[0]
+    free = [i for i in np.flatnonzero(by.own == UNKNOWN).tolist() if i not in by.spelt]
+    if not free:
+        return by, None
+    row = mask if mask in free else free[-1]
+    own = by.own.copy()
+    own[row] = mask
+    return by._replace(own=own), row
 
 
 def _map_rows(by: Recoding, params: Any, axes: Any) -> Any:

@@ -97,9 +97,19 @@ def parse_config(raw: Json) -> ModelConfig:
         raise ValueError(
             f"key {error.args[0]!r} is missing, which every {model_type} config has; add it."
         ) from error
-    masks = [token_id(key, raw.get(key), config.vocab_size) for key in MASK_KEYS]
-    mask = next((each for each in masks if each is not None), None)
+    mask = _mask_token_id(raw, config.vocab_size)
     return config if mask is None else dataclasses.replace(config, mask_token_id=mask)
+
+
+def _mask_token_id(raw: Json, vocab_size: int) -> int | None:
+    """Returns the mask token of a parallel draft model, None for other models."""
+    if raw.get("pard2") or raw.get("spd_type") == "pard2":
+        raise ValueError(
+            "PARD-2 drafts from the target's hidden states, which is not supported; use a PARD "
+            "model."
+        )
+    masks = [token_id(key, raw.get(key), vocab_size) for key in MASK_KEYS]
+    return next((each for each in masks if each is not None), None)
 
 
 def _model_type(raw: Json) -> str:

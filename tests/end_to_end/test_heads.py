@@ -1,4 +1,6 @@
-"""Every kind of head over a target: the tokens of plain decoding, whatever happens to rows.
+"""Every kind of head over a target, and a draft model over masks: the tokens of plain decoding.
+
+Whatever happens to rows.
 
 All of it takes ten minutes on two cores:
 
@@ -16,6 +18,7 @@ from test_absorb import ENGINE, PROMPTS, SAMPLING, InTurn, add_all, drain
 import specjax
 from specjax.config.sampling import SamplingParams
 from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
+from specjax.drafters.spec import ModelDrafter
 from specjax.models import dflash, eagle, eagle3, medusa, mlp_speculator
 from specjax.models.base import ModelConfig, before_final_norm
 from specjax.models.dflash import DFlashConfig
@@ -69,8 +72,10 @@ HEADS = {
         DFlashConfig(layers=OWN, markov_rank=8, samples_from_anchor=True, **OF_TARGET, **BLOCK),
     ),
 }
+PARALLEL = "pard"
+KINDS = (*HEADS, PARALLEL)
 TREES = [name for name, (spec, _, _) in HEADS.items() if spec is not DFlashDrafter]
-QUICKEST = "mlp_speculator", "dspark"
+QUICKEST = "mlp_speculator", "dspark", PARALLEL
 TREE = {"speculative_token_tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}
 GROWN = {"tree_top_k": 2, "num_speculative_tokens": 3}
 
@@ -84,6 +89,9 @@ def target():
 
 
 def head(name):
+    if name == PARALLEL:
+        draft = tiny_llama(1, num_layers=1, mask_token_id=60)
+        return specjax.LoadedDrafter(name, ModelDrafter(draft.config), draft.params)
     spec, equations, config = HEADS[name]
     params = equations.init(jax.random.key(1), config, std=0.3)
     return specjax.LoadedDrafter(name, spec(config), params)
@@ -110,7 +118,7 @@ def plain(target):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.full if name in QUICKEST else SLOW) for name in HEADS],
+    [pytest.param(name, marks=pytest.mark.full if name in QUICKEST else SLOW) for name in KINDS],
 )
 def test_whatever_happens_to_rows(target, plain, name):
     """Chunks of prompts, shared prefixes, reused rows, two row buckets, K = 0 between drafts."""
@@ -122,7 +130,7 @@ def test_whatever_happens_to_rows(target, plain, name):
 
 
 @SLOW
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", KINDS)
 def test_rows_that_are_preempted(target, plain, name):
     engine = dataclasses.replace(ENGINE, num_pages=17, burst_steps=1)
     tokens, loop = run(target, head(name), policy=InTurn(3, 0, 2), engine=engine)
@@ -141,7 +149,7 @@ def test_trees(target, plain, name, tree):
 
 @SLOW
 @pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)], ids=str)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", KINDS)
 def test_over_a_mesh(target, plain, name, shape):
     mesh = jax.make_mesh(shape, ("data", "tensor"), devices=jax.devices()[: shape[0] * shape[1]])
     tokens, _ = run(target, head(name), policy=InTurn(3, 0, 2), mesh=mesh)
@@ -149,7 +157,7 @@ def test_over_a_mesh(target, plain, name, shape):
 
 
 @SLOW
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", KINDS)
 def test_requests_of_every_kind(target, name):
     """Rules that return the target's tokens, n, penalties, stops and bias, in one batch."""
     base = SamplingParams(temperature=0.9, max_tokens=14, seed=5)
@@ -178,7 +186,7 @@ def test_requests_of_every_kind(target, name):
 
 @SLOW
 @pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", KINDS)
 def test_rules_by_law_run_to_their_end(target, name, rule):
     out = specjax.generate(
         target,
@@ -194,7 +202,7 @@ def test_rules_by_law_run_to_their_end(target, name, rule):
 
 
 @SLOW
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", KINDS)
 def test_rollouts_with_new_weights(target, name):
     """A head that reads the target's tables reads those of each call."""
     newer = jax.tree.map(lambda leaf: leaf * 1.03, target.params)

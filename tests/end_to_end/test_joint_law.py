@@ -66,6 +66,7 @@ SAMPLING = {
 # has no law of its own.
 RULES = {
     "chain": (SEEDED, DELTA, REJECTION, BLOCK, TRAVERSAL),
+    "masks": (SEEDED, DELTA, REJECTION, BLOCK, TRAVERSAL),
     "chain of some tokens": (DELTA, REJECTION, BLOCK, TRAVERSAL),
     "tree of some tokens": (SEEDED, REJECTION, TRAVERSAL),
     "tree": (SEEDED, DELTA, REJECTION, TRAVERSAL),
@@ -104,7 +105,9 @@ def drafter_spec(kind, draft):
     shape = static_shapes.from_widths((2, 1)) if kind.startswith("tree") else None
     # Of a vocabulary that lacks one of the target's tokens.
     said = TokenSet.of(np.arange(VOCAB) != 1) if kind.endswith("some tokens") else None
-    return ModelDrafter(draft.config, shape, said=said)
+    mask = 2 if kind == "masks" else None
+    config = dataclasses.replace(draft.config, mask_token_id=mask)
+    return ModelDrafter(config, shape, said=said)
 
 
 def values_of(params):

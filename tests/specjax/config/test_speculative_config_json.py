@@ -57,7 +57,9 @@ def read(given):
         ({"draft_tensor_parallel_size": 1}, {"draft_tensor_parallel_size": 1}),
         ({"draft_tensor_parallel_size": 4}, {"draft_tensor_parallel_size": 4}),
         # A switch that is off asks for nothing.
-        ({"enforce_eager": False, "parallel_drafting": False, "revision": None}, {}),
+        ({"enforce_eager": False, "revision": None}, {}),
+        ({"parallel_drafting": False}, {"parallel_drafting": False}),
+        ({"parallel_drafting": True}, {"parallel_drafting": True}),
     ],
 )
 def test_keys_with_a_meaning(given, fields):

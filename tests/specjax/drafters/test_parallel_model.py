@@ -24,6 +24,7 @@ from specjax.decode.sizes import Sizes
 from specjax.drafters import one_pass
 from specjax.drafters.base import DrafterSpec
 from specjax.drafters.loading import load_drafter
+from specjax.drafters.other_vocabulary import UNKNOWN, Recoding, recoded
 from specjax.drafters.spec import ModelDrafter
 from specjax.drafters.token_set import TokenSet
 from specjax.engine.request import Request
@@ -163,6 +164,9 @@ def test_drafts_are_what_a_dense_forward_says_after_the_root_and_each_mask():
     assert len({tuple(row) for row in drafts}) > 2
     texts.commit([[*own, 5] for own in drafts])  # all accepted
     drafts = check(texts)
+    texts.commit([[*own, 5] for own in drafts])
+    texts.commit([[row % VOCAB] for row in range(ROWS)], has_drafted=False)
+    drafts = check(texts)  # of a token more than what goes into one forward with the masks
     texts.commit([[*own[: row % DEPTH], row % VOCAB] for row, own in enumerate(drafts)])
     check(texts)
     rng = np.random.default_rng(0)
@@ -283,7 +287,28 @@ def test_a_mask_token_that_the_target_has_too():
 
 def test_a_mask_token_that_the_target_lacks():
     ours, draft = of_padding(62)
-    with pytest.raises(ValueError, match=r"mask token of draft .*, 62, is none of the tokens"):
+    with pytest.raises(
+        ValueError, match=r"mask token of draft .*, 62, has no row in the vocabulary"
+    ):
         load_drafter(draft, ours)
     off = SpeculationConfig(parallel_drafting=False)
     assert not load_drafter(draft, ours, off).spec.takes_masks
+
+
+@pytest.mark.parametrize("mask", [8, 9])
+def test_a_mask_token_gets_a_row_for_which_the_target_has_no_token(mask):
+    """Rows 3 and 8 are of no token of the target; the draft's 8 and 9 are none of the target's."""
+    draft = tiny_llama(1, vocab_size=10, num_layers=1, mask_token_id=mask)
+    own = np.array([0, 1, 2, UNKNOWN, 4, 5, UNKNOWN, 7, UNKNOWN], np.int32)
+    by = Recoding(own, TokenSet.of(own != UNKNOWN), {6: (1, 2)})
+    found = recoded(draft, by)
+    assert found.config.mask_token_id == 8
+    rows = [np.asarray(model.params["embed_tokens"]) for model in (found, draft)]
+    np.testing.assert_array_equal(rows[0][8], rows[1][mask])
+    np.testing.assert_array_equal(rows[0][3], 0)
+    np.testing.assert_array_equal(rows[0][own >= 0], rows[1][own[own >= 0]])
+
+
+def test_pard_2_is_refused(folder):
+    with pytest.raises(ValueError, match="PARD-2"):
+        load_drafter(folder(pard_token=7, pard2=True, pard2_target_layers=[1, 2]), target())
