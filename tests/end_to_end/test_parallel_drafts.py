@@ -58,11 +58,9 @@ def steps_of(draft, prompt, output):
         root += num_accepted + 1
 
 
-@pytest.mark.parametrize("num_pages", [None, 17], ids=["pages for all", "preempted"])
-def test_acceptance_is_that_of_a_dense_forward(models, num_pages):
-    """Chunks of prompts, pages that rows share, rows that are used again and preempted."""
+def test_acceptance_is_that_of_a_dense_forward(models):
+    """Chunks of prompts, pages that rows share, rows that are used again."""
     target, draft = models
-    engine = dataclasses.replace(ENGINE, num_pages=num_pages)
     found = [
         specjax.generate(
             target,
@@ -70,7 +68,7 @@ def test_acceptance_is_that_of_a_dense_forward(models, num_pages):
             drafter=drafter,
             speculative_config={"policy": "fixed", "num_speculative_tokens": DEPTH},
             sampling=GREEDY,
-            engine=engine,
+            engine=ENGINE,
         )
         for drafter in (
             None,
