@@ -15,7 +15,7 @@ from specjax.api.generation import Stream
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.decode.sizes import Sizes
-from specjax.drafters import draft_model
+from specjax.drafters import draft_model, one_pass
 from specjax.drafters.base import Draft
 from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import ModelDrafter
@@ -130,6 +130,27 @@ def test_drafts_of_every_kind(target, config):
     assert stream._setup.drafter.spec.num_shards == config["draft_tensor_parallel_size"]
     assert acceptance.num_drafted > 0
     assert tokens == expected
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("most_logit_bytes", "depth"),
+    [(one_pass.MOST_LOGIT_BYTES, 3), (0, 2)],  # steps of an equal K would be shared
+)
+def test_a_model_over_masks(target, monkeypatch, most_logit_bytes, depth):
+    """Logits of all draft tokens at once, and of one after the other from slices of the head."""
+    monkeypatch.setattr(one_pass, "MOST_LOGIT_BYTES", most_logit_bytes)
+    draft = first_layer(target)
+    draft = dataclasses.replace(draft, config=dataclasses.replace(draft.config, mask_token_id=9))
+    how = {"num_speculative_tokens": depth}
+    _, expected, alone = run(target, draft, **how)
+    stream, tokens, acceptance = run(
+        target, draft, mesh_of(data=2, tensor=4), draft_tensor_parallel_size=2, **how
+    )
+    assert stream._setup.drafter.spec.num_shards == 2
+    assert stream._setup.drafter.spec.takes_masks
+    assert tokens == expected
+    assert acceptance.num_accepted > 0.9 * alone.num_accepted > 0
 
 
 def test_copies_that_disagree_draft_what_the_first_one_does():
