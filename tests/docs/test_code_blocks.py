@@ -42,6 +42,7 @@ NEEDS = (
     "needs the network",
     "needs the tunix extra",
     "needs the weights of a head",
+    "needs the weights of a PARD model",
     "takes minutes",
 )
 
