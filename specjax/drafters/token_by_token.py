@@ -63,7 +63,8 @@ class TokenByToken:
       says_confidence: whether proposals estimate the acceptance of their tokens, which
         costs some passes over the vocabulary.
       keeps_fed: whether the keys and values of a draft token that was fed are final once it is
-        accepted. If not, it is told of every committed token (`Drafter.absorb`).
+        accepted. If not, it is told of every committed token (`Drafter.absorb`), or sets
+        `Draft.written` itself.
     """
 
     vocab_size: int
