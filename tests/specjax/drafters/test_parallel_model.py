@@ -258,7 +258,11 @@ def test_a_config_may_turn_it_off_and_on(folder):
             load_drafter(found, target(), SpeculationConfig(**fields))
 
 
-@pytest.mark.parametrize("source", ["ngram", "history", "model", DrafterSpec()], ids=str)
+@pytest.mark.parametrize(
+    "source",
+    ["ngram", "history", "model", DrafterSpec()],
+    ids=lambda source: source if isinstance(source, str) else type(source).__name__,
+)
 def test_drafters_without_a_mask_token(source):
     source = first_layer(target()) if source == "model" else source
     load_drafter(source, target(), SpeculationConfig(parallel_drafting=False))
