@@ -17,7 +17,7 @@ from specjax.drafters.base import (
     ModelWork,
     check_no_masks,
 )
-from specjax.drafters.spec import Shaped, asked_for
+from specjax.drafters.spec import Shaped, beside_history
 from specjax.models import dflash, medusa, mlp_speculator
 from specjax.models.base import ModelConfig
 from specjax.models.dflash import DFlashConfig
@@ -29,6 +29,8 @@ from specjax.paged import kv_cache
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
 
+_LOOKUP_MIN = SpeculationConfig.prompt_lookup_min
+
 
 class _OverTarget(DrafterSpec):
     """A head that reads hidden states of the target; `config` says which."""
@@ -38,6 +40,16 @@ class _OverTarget(DrafterSpec):
     @property
     def taps(self) -> tuple[int, ...]:
         return self.config.aux_layers
+
+    def with_tree(self, config: SpeculationConfig) -> Any:
+        """Returns the spec with all that a config says but what is of history."""
+        if config.corpus_tokens is not None:
+            of_history = {"corpus_tokens": None, "prompt_lookup_min": _LOOKUP_MIN}
+            config = dataclasses.replace(config, **of_history)
+        return super().configured(config)
+
+    def configured(self, config: SpeculationConfig) -> Any:
+        return beside_history(self.with_tree(config), config)
 
     @property
     def likely_faults(self) -> tuple[str, ...]:
@@ -60,7 +72,7 @@ class EagleDrafter(_OverTarget, Shaped):
     config: EagleConfig | Eagle3Config
     shape: TreeShape | Growth | None = None
 
-    def configured(self, config: SpeculationConfig) -> EagleDrafter:
+    def with_tree(self, config: SpeculationConfig) -> EagleDrafter:
         """Returns the spec with the tree of a config.
 
         Raises:
@@ -98,7 +110,7 @@ class NewestStateDrafter(_OverTarget, Shaped):
     config: MedusaConfig | MlpSpeculatorConfig
     shape: TreeShape | Growth | None = None
 
-    def configured(self, config: SpeculationConfig) -> NewestStateDrafter:
+    def with_tree(self, config: SpeculationConfig) -> NewestStateDrafter:
         """Returns the spec with the tree of a config.
 
         Raises:
@@ -154,11 +166,11 @@ def _head_shape(
     Raises:
       ValueError: the config sets a field that does not apply to such a head.
     """
-    for name in ("max_model_len", "corpus_tokens"):
-        if (value := asked_for(config, name)) is not None:
-            raise ValueError(
-                f"{name}={value!r} does not apply to a head over the target; leave it out."
-            )
+    if config.max_model_len is not None:
+        raise ValueError(
+            f"max_model_len={config.max_model_len!r} does not apply to a head over the target; "
+            "leave it out."
+        )
     check_no_masks(config, type(spec).__name__)
     return spec.shape_of(config, spec.config.vocab_size)
 

@@ -24,6 +24,7 @@ from specjax.drafters.newest_state_files import (
     read_medusa,
     read_mlp_speculator,
 )
+from specjax.drafters.spec import HybridDrafter
 from specjax.models.base import Json, ModelConfig, embed_tokens
 from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle import EagleConfig
@@ -94,6 +95,8 @@ def check_method(source: Any, method: str | None) -> None:
 
 def check_fits(spec: DrafterSpec, target: ModelConfig) -> None:
     """Raises ValueError where a head was made for another target than this."""
+    if isinstance(spec, HybridDrafter):
+        spec = spec.model
     if not isinstance(spec, DFlashDrafter | EagleDrafter | NewestStateDrafter):
         return
     config, deepest = spec.config, max(spec.config.aux_layers)

@@ -1,8 +1,9 @@
-"""Hybrid drafting: each row takes its draft from history or from a draft model.
+"""Hybrid drafting: each row takes its draft from history, or from a draft model or a head.
 
-A match costs nothing and a draft model does, and each is accepted more often on different
-text. So a row takes the proposal with more expected accepted tokens, estimated from earlier
-proposals of the same kind; each call reads their acceptance from the row's new length.
+Below, the model is either of the two. A match costs nothing and a model does, and each is accepted
+more often on different text. So a row takes the proposal with more expected accepted tokens,
+estimated from earlier proposals of the same kind; each call reads their acceptance from the row's
+new length.
 
 The choice depends on the length of the match, and so on the drafted tokens. Its proposals
 therefore have no probabilities, and rules by law run as `delta`, with the same output law.
@@ -37,7 +38,7 @@ KEPT = 0.98  # decay of a row's counts of a kind, per observed proposal of that 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HybridState:
     history: HistoryState
-    pages: Any  # the draft model's
+    pages: Any  # the model's state
     # Each row's last proposal: its kind, the root's position, and its number of tokens.
     kinds: Array  # i32[rows], NO_KIND for none
     roots: Array  # i32[rows]
@@ -53,7 +54,7 @@ def drafter(
     """Returns a drafter of chains; other arguments as for `history.drafter`.
 
     Args:
-      model: a drafter of chains whose state is its pages.
+      model: a drafter of chains.
     """
     depth = num_speculative_tokens
 
@@ -78,6 +79,9 @@ def drafter(
     ) -> HybridState:
         pages = model.prefill(params, state.pages, batch, row_ids, max_tokens_per_row)
         return dataclasses.replace(state, pages=pages)
+
+    def absorb(params: DecoderParams, state: HybridState, *arguments: Any) -> HybridState:
+        return dataclasses.replace(state, pages=model.absorb(params, state.pages, *arguments))
 
     def draft(
         params: DecoderParams, state: HybridState, decode_state: Any, num_tokens: Array
@@ -126,6 +130,7 @@ def drafter(
         return dataclasses.replace(
             state,
             history=history.enter_rows(state.history, row_ids, drafter_lengths),
+            pages=model.enter_rows(state.pages, row_ids, drafter_lengths),
             kinds=state.kinds.at[row_ids].set(NO_KIND, mode="drop"),
         )
 
@@ -139,6 +144,7 @@ def drafter(
     return model._replace(
         init=init,
         prefill=prefill,
+        absorb=absorb,
         draft=draft,
         enter_rows=enter_rows,
         move=move,

@@ -276,10 +276,7 @@ class ModelDrafter(Shaped):
         return dataclasses.replace(self, num_shards=num_shards)
 
     def configured(self, config: SpeculationConfig) -> ModelDrafter | HybridDrafter:
-        spec = self.with_tree(config)
-        if config.corpus_tokens is None:
-            return spec
-        return HybridDrafter(spec, config.corpus_tokens, config.prompt_lookup_min)
+        return beside_history(self.with_tree(config), config)
 
     def with_tree(self, config: SpeculationConfig) -> ModelDrafter:
         """Returns the spec with the tree of a config, or its own if the config sets none.
@@ -345,11 +342,21 @@ class ModelDrafter(Shaped):
         return draft_model.drafter(self.config, shape=shape, **options)
 
 
+def beside_history(spec: Any, config: SpeculationConfig) -> Any:
+    """Returns the drafter of a config: a spec alone, or beside history if it has corpus_tokens."""
+    if config.corpus_tokens is None:
+        return spec
+    return HybridDrafter(spec, config.corpus_tokens, config.prompt_lookup_min)
+
+
 @dataclasses.dataclass(frozen=True)
 class HybridDrafter(DrafterSpec):
-    """History drafts where they are expected to be accepted more, else chains of a draft model."""
+    """History drafts where they are expected to be accepted more, else chains of a model.
 
-    model: ModelDrafter
+    `model` is a draft model or a head over the target.
+    """
+
+    model: Any  # ModelDrafter, or a head
     corpus_tokens: int = CORPUS_TOKENS
     min_match: int = 2
 
@@ -360,10 +367,10 @@ class HybridDrafter(DrafterSpec):
         history.check_capacity(self.corpus_tokens)
         if self.model.is_tree:
             raise ValueError(
-                "corpus_tokens beside a draft model is for chains; leave out "
+                "corpus_tokens beside a draft model or a head is for chains; leave out "
                 "speculative_token_tree and tree_top_k, or corpus_tokens."
             )
-        if self.model.takes_masks:
+        if isinstance(self.model, ModelDrafter) and self.model.takes_masks:
             raise ValueError(
                 "corpus_tokens beside a draft model with a mask token is not supported; leave it "
                 "out, or draft token by token with parallel_drafting=False."
@@ -372,6 +379,24 @@ class HybridDrafter(DrafterSpec):
     @property
     def configs(self) -> tuple[ModelConfig, ...]:
         return self.model.configs
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.model.taps
+
+    def bytes_per_token(self, target: ModelConfig, dtype: Any) -> int:
+        return self.model.bytes_per_token(target, dtype)
+
+    def abstract_params(self, target: ModelConfig, dtype: Any) -> Any:
+        return self.model.abstract_params(target, dtype)
+
+    def work(
+        self, target: ModelConfig, dtype: Any, num_weights: int | None = None
+    ) -> tuple[ModelWork, ...]:
+        return self.model.work(target, dtype, num_weights)
+
+    def tree_slots(self, num_speculative_tokens: int) -> int:
+        return self.model.tree_slots(num_speculative_tokens)
 
     @property
     def likely_faults(self) -> tuple[str, ...]:

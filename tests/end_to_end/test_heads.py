@@ -18,7 +18,7 @@ from test_absorb import ENGINE, PROMPTS, SAMPLING, InTurn, add_all, drain
 import specjax
 from specjax.config.sampling import SamplingParams
 from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
-from specjax.drafters.spec import ModelDrafter
+from specjax.drafters.spec import HybridDrafter, ModelDrafter
 from specjax.models import dflash, eagle, eagle3, medusa, mlp_speculator
 from specjax.models.base import ModelConfig, before_final_norm
 from specjax.models.dflash import DFlashConfig
@@ -145,6 +145,30 @@ def test_trees(target, plain, name, tree):
     options = {"speculative_config": {"policy": "fixed"} | tree}
     with specjax.Engine(target, drafter=head(name), engine=ENGINE, **options) as engine:
         assert drain(engine, add_all(engine)) == plain
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name in QUICKEST else SLOW) for name in HEADS],
+)
+def test_beside_history(target, plain, name):
+    """Rows take a match where they expect more of it; the head sees every token all the same."""
+    policy, config = InTurn(3, 0, 2), {"corpus_tokens": 512}
+    tokens, loop = run(target, head(name), policy=policy, speculative_config=config)
+    assert tokens == plain
+    assert isinstance(loop.decoder.drafter, HybridDrafter)
+    assert len(policy.accepted) > 5
+
+
+@SLOW
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_beside_history_over_a_mesh(target, plain, name):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
+    config = {"corpus_tokens": 512}
+    tokens, _ = run(
+        target, head(name), policy=InTurn(3, 0, 2), mesh=mesh, speculative_config=config
+    )
+    assert tokens == plain
 
 
 @SLOW

@@ -9,11 +9,32 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import tiny_llama
 
+from specjax.config.speculation import SpeculationConfig
 from specjax.drafters import base, hybrid, none
+from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
 from specjax.drafters.hybrid import MODEL, NO_KIND
+from specjax.drafters.spec import HybridDrafter
+from specjax.models.dflash import DFlashConfig
+from specjax.models.eagle import EagleConfig
+from specjax.models.medusa import MedusaConfig
 
 DRAFTER = hybrid.drafter(none.drafter(), num_speculative_tokens=4, capacity=100, min_match=2)
+
+
+OWN = tiny_llama(0, num_layers=1).config
+SIZES = {"target_vocab_size": OWN.vocab_size, "aux_layers": (2,)}
+WIDTH = {"target_hidden_size": OWN.hidden_size}
+HEADS = {
+    "EAGLE": EagleDrafter(EagleConfig(layers=OWN, **SIZES)),
+    "Medusa": NewestStateDrafter(MedusaConfig(most_drafts=3, **SIZES, **WIDTH)),
+    "DFlash": DFlashDrafter(
+        DFlashConfig(
+            layers=OWN, block_size=4, mask_token_id=0, causal_layers=(False,), **SIZES, **WIDTH
+        )
+    ),
+}
 
 
 def state_of(kinds, roots, num_proposed):
@@ -76,3 +97,27 @@ def test_rows_are_taken_and_put_back():
     part = dataclasses.replace(part, num_proposed=jnp.array([8, 9]))
     whole = base.put_rows(DRAFTER, state, jnp.array([2, 3]), part)  # row 3 is none
     assert whole.num_proposed.tolist() == [1, 2, 8]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_stands_beside_history_as_a_draft_model_does(name):
+    spec = HEADS[name]
+    settings = {"corpus_tokens": 512, "prompt_lookup_min": 3}
+    beside = spec.configured(SpeculationConfig(**settings))
+    assert beside == HybridDrafter(spec, 512, 3)
+    assert beside.configured(SpeculationConfig(**settings)) == beside
+    target = tiny_llama(0).config
+    for of in (
+        lambda one: one.taps,
+        lambda one: one.likely_faults,
+        lambda one: one.tree_slots(3),
+        lambda one: one.bytes_per_token(target, "float32"),
+        lambda one: one.work(target, jnp.float32),
+        lambda one: one.abstract_params(target, jnp.float32),
+    ):
+        assert of(beside) == of(spec)
+    assert not beside.has_probs
+    with pytest.raises(ValueError, match="tree"):
+        spec.configured(SpeculationConfig(speculative_token_tree=[[0], [1]], corpus_tokens=512))
+    with pytest.raises(ValueError, match="max_model_len"):
+        spec.configured(SpeculationConfig(max_model_len=9))
