@@ -13,8 +13,11 @@ from pallas_kernels.implementations import lowered_for
 from specjax.config.engine import EngineConfig
 from specjax.config.speculation import SpeculationConfig
 from specjax.configs.models import llama_3_1_8b, llama_3_2_1b, qwen3_0_6b
+from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
 from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.base import ModelConfig, RopeConfig
+from specjax.models.dflash import DFlashConfig
+from specjax.models.eagle3 import Eagle3Config
 from specjax.planning.abstract_decoder import AbstractDecoder
 from specjax.planning.layer_pattern import FEW_LAYERS, LayerCounts, layers_to_compile
 from specjax.planning.plan_request import PlanRequest, find_device, with_split_drafter
@@ -24,6 +27,9 @@ MAX_CONTEXT = 16_384
 POOL_TOKENS = 65_536  # as where a plan measures memory; the kernels keep pools in main memory
 DEPTH = 4  # K of chains, and the depth of trees
 PLAIN, CHAIN, TREE = "plain", "chain", "tree"
+EAGLE3, DFLASH = "EAGLE-3", "DFlash"  # heads over the target: a chain, and a block
+BLOCK = 8  # tokens of a DFlash block, the newest of the text among them
+HEAD_LAYERS = 6  # of the target, in the smaller program beside a head, which captures some of them
 # Eight nodes of a draft model, and up to eight drafts of n-gram matches.
 MODEL_TREE = ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 0, 0))
 NGRAM_MATCHES, NGRAM_NODES = 4, 8
@@ -50,6 +56,39 @@ def gemma_like() -> ModelConfig:
         layer_ropes=tuple(far if window is None else near for window in windows),
         eos_token_ids=(1,),
     )
+
+
+def eagle3_head() -> Eagle3Config:
+    """Returns an EAGLE-3 head over Llama 3.1 8B, of the sizes of the published one.
+
+    It captures hidden states of the first layers: which ones changes no bytes.
+    """
+    target = llama_3_1_8b.get_config()
+    return Eagle3Config(
+        layers=dataclasses.replace(target, num_layers=1, vocab_size=32_000),
+        target_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        aux_layers=(2, 3, 4),
+        maps_vocabulary=True,
+    )
+
+
+def dflash_head() -> DFlashConfig:
+    """Returns a DFlash head over Llama 3.1 8B, of five layers as published; captures as above."""
+    target = llama_3_1_8b.get_config()
+    layers = dataclasses.replace(target, num_layers=5, qk_norm=True)
+    return DFlashConfig(
+        layers=layers,
+        target_vocab_size=target.vocab_size,
+        target_hidden_size=target.hidden_size,
+        aux_layers=(1, 2, 3, 4, 5),
+        block_size=BLOCK,
+        mask_token_id=0,
+        causal_layers=(False,) * layers.num_layers,
+    )
+
+
+HEADS = {EAGLE3: eagle3_head, DFLASH: dflash_head}
 
 
 class Pair(NamedTuple):
@@ -103,7 +142,7 @@ class Case:
 
     @property
     def num_speculative_tokens(self) -> int:
-        return 0 if self.draft == PLAIN else DEPTH
+        return {PLAIN: 0, DFLASH: BLOCK - 1}.get(self.draft, DEPTH)
 
     @property
     def target(self) -> ModelConfig:
@@ -120,6 +159,8 @@ class Case:
         The first has few layers, each other one more of one model: what they add is what later
         layers of that model add.
         """
+        if self.draft in HEADS:
+            return [Layers(HEAD_LAYERS), Layers(HEAD_LAYERS + 2)]
         counts = [few_layers(config) for config in (self.target, *self.spec.configs)]
         few = Layers(*(count.few for count in counts))
         more = [few._replace(**{name: count.more}) for name, count in zip(Layers._fields, counts)]
@@ -131,6 +172,10 @@ class Case:
         draft = pairs()[self.model].draft
         if self.draft == PLAIN:
             return NoDrafter()
+        if self.draft == EAGLE3:
+            return EagleDrafter(eagle3_head())
+        if self.draft == DFLASH:
+            return DFlashDrafter(dflash_head())
         if draft is None:
             matches, nodes = (NGRAM_MATCHES, NGRAM_NODES) if self.draft == TREE else (1, None)
             return NgramDrafter().configured(
@@ -171,6 +216,9 @@ def cases() -> Iterator[Case]:
             for chips in (1, 4):
                 for draft in (PLAIN, CHAIN, TREE):
                     yield Case(model, draft, rows, generation, chips)
+    for generation in ("v5e", "v6e"):
+        for head in HEADS:
+            yield Case("Llama-3.1-8B", head, 32, generation, 4)
 
 
 def of_first_layers(drafter: DrafterSpec, count: int) -> DrafterSpec:

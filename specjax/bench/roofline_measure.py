@@ -12,7 +12,19 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.bench.roofline_cases import CHAIN, CONTEXTS, Case, Layers, of_first_layers, program
+from specjax.bench.roofline_cases import (
+    CHAIN,
+    CONTEXTS,
+    DFLASH,
+    EAGLE3,
+    HEADS,
+    Case,
+    Layers,
+    of_first_layers,
+    program,
+)
+from specjax.models.dflash import DFlashConfig
+from specjax.models.eagle3 import Eagle3Config
 from specjax.paged.work import ModelWork, model_work
 from specjax.planning.hlo_program import Program, parse
 from specjax.planning.kernel_bytes import KernelStep
@@ -90,7 +102,8 @@ def minimum_bytes(case: Case, request: PlanRequest, context: int) -> float:
     """Returns the bytes that a step must move on one chip.
 
     Weights once per forward, of an embedding that is not the head nothing; keys and values of
-    each row's context once, and new ones. A drafter with a model runs K forwards.
+    each row's context once, and new ones. A drafter with a model runs K forwards, a block is one.
+    A head absorbs what was accepted, and lies whole on every chip but for what the target lends.
     """
     chips = request.device.count
     nodes, drafter = request.drafter.num_nodes(case.num_speculative_tokens), request.drafter
@@ -99,8 +112,26 @@ def minimum_bytes(case: Case, request: PlanRequest, context: int) -> float:
         work.of(case.rows, 0, context).bytes + (case.rows * new * work.context_bytes)
     )
     drafts: Sequence[ModelWork] = drafter.work(request.target, jnp.dtype(request.dtype))
-    passes = case.num_speculative_tokens
-    return forward(target, nodes) + passes * sum(forward(work, 1) for work in drafts)
+    passes = lambda work: work.num_forwards(case.num_speculative_tokens)
+    total = forward(target, nodes) + sum(passes(work) * forward(work, 1) for work in drafts)
+    if case.draft not in HEADS:
+        return total
+    config = HEADS[case.draft]()
+    size = jnp.dtype(request.dtype).itemsize
+    if not config.has_head:
+        lent = size * config.target_vocab_size * config.target_hidden_size
+        total -= sum(map(passes, drafts)) * lent * (1 - 1 / chips)
+    return total + size * _absorbed(case, config, nodes)
+
+
+def _absorbed(case: Case, config: Eagle3Config | DFlashConfig, nodes: int) -> int:
+    """Returns the numbers moved for a head to absorb a step: weights that no draft reads, and the
+    captured states of all nodes, written and read once."""
+    own = config.layers
+    weights = config.hidden_size * config.fc_width
+    if isinstance(config, DFlashConfig):
+        weights += own.num_layers * 2 * own.num_kv_heads * own.head_dim * own.hidden_size
+    return weights + 2 * case.rows * nodes * config.fc_width
 
 
 def keeps_draft_layers(case: Case, request: PlanRequest, layers: Layers, traffic: Traffic) -> bool:
@@ -199,6 +230,10 @@ def _traffic(case: Case, request: PlanRequest, read: Program, context: int) -> T
         layer_windows=case.target.layer_windows,
     )
     turns: tuple[int, ...] = ()
+    if case.draft == EAGLE3:
+        turns = (case.num_speculative_tokens - 1,)  # feeds all draft tokens but the last
+    if case.draft == DFLASH:
+        turns = (case.num_speculative_tokens,)  # draws them one after the other
     if request.drafter.configs:
         # After a step that drafts, the first forward takes along what the drafter has not seen:
         # the loop that catches up does not turn. A chain's other tokens have a loop.

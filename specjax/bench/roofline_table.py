@@ -17,8 +17,9 @@ What stays in fast memory is free. The bytes of kernels that read pages follow f
 
 **The minimum** is: each weight once per forward (an embedding that is only looked up is free), the
 keys and values of each row's context once, new keys and values once. A chain of K draft tokens, or
-a tree of depth K, adds K forwards of the draft model. N-gram drafts add nothing. Logits count as
-nothing. Weights and caches that are split count by their share of a chip.
+a tree of depth K, adds K forwards of the draft model. N-gram drafts add nothing. A head adds its
+forwards, the weights that absorb a step, and the captured states of all nodes, written and read
+once. Logits count as nothing. Weights and caches that are split count by their share of a chip.
 
 **Operations** are launched per step, **collectives** are among them; their MB are what each chip
 receives. Programs of few layers are compiled, and what a layer adds is added for all others. Where
@@ -26,7 +27,8 @@ layers of a draft model stay in fast memory from one forward to the next, all of
 compiled: a ratio below 1 says that some of them are not read again.
 
 Rows have 2,048 or 8,192 tokens each, weights and pages are bfloat16. Chains have K = 4; trees of
-the draft model (Llama 3.2 1B, for Llama) have 8 nodes and depth 4, n-gram trees 9 nodes.
+the draft model (Llama 3.2 1B, for Llama) have 8 nodes and depth 4, n-gram trees 9 nodes. The EAGLE-3
+head has the sizes of the published one for Llama 3.1 8B, random weights and a chain of 4.
 `Gemma-like-4B` has the sizes and windows of Gemma 3 4B. Llama 3.1 8B does not fit into one v5e;
 its programs do, and are counted all the same.
 

@@ -1,12 +1,23 @@
 """The record of bytes over minimum: its limits, and how a change is compared with it."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
 from specjax.bench import roofline, roofline_table
-from specjax.bench.roofline_cases import CHAIN, PLAIN, Case, Layers, cases, few_layers, pairs
+from specjax.bench.roofline_cases import (
+    CHAIN,
+    DFLASH,
+    EAGLE3,
+    PLAIN,
+    Case,
+    Layers,
+    cases,
+    few_layers,
+    pairs,
+)
 from specjax.bench.roofline_measure import (
     beyond,
     copies,
@@ -109,7 +120,7 @@ def test_record_goes_on_where_it_was_left(monkeypatch, tmp_path):
 
 def test_cases_have_names_of_their_own():
     names = [case.name for case in cases()]
-    assert len(set(names)) == len(names) == 72
+    assert len(set(names)) == len(names) == 76
     assert [case.name for case in roofline.chosen([NAME])] == [NAME]
     asked = [names[7], NAME, names[7]]
     assert [case.name for case in roofline.chosen(asked)] == asked[:2]
@@ -181,6 +192,37 @@ def test_the_minimum_is_each_weight_and_each_key_once_per_forward(chips):
     target = LLAMA + 2 * (1000 + 5) * TOKEN
     drafts = 4 * (DRAFT + 2 * (1000 + 1) * DRAFT_TOKEN)
     assert minimum_bytes(case, request, 1000) == 2 * (target + drafts) / chips
+
+
+EAGLE3_LAYER = 4096 * 8192 + 2 * 1024 * 8192 + 4096**2 + 3 * 4096 * 14_336
+BLOCK_LAYER = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14_336
+
+
+@pytest.mark.parametrize(
+    ("draft", "nodes", "numbers", "context"),
+    [
+        # Four forwards, the first of them of what is absorbed.
+        (EAGLE3, 5, 4 * (EAGLE3_LAYER + 32_000 * 4096) + 3 * 4096**2, 4 * 2 * 1024),
+        # One forward of a block; what is absorbed takes keys and values of each layer.
+        (
+            DFLASH,
+            8,
+            5 * BLOCK_LAYER + 128_256 * 4096 + 5 * 4096**2 + 5 * 2 * 1024 * 4096,
+            5 * 2 * 1024,
+        ),
+    ],
+)
+def test_a_head_absorbs_what_was_accepted(draft, nodes, numbers, context):
+    case = Case("Llama-3.1-8B", draft, 2, "v5e", 1)
+    request = dataclasses.replace(split_over(1, plain_of(case)), drafter=case.spec)
+    target = LLAMA + 2 * (1000 + nodes) * TOKEN
+    captured = 2 * 2 * nodes * len(case.spec.taps) * 4096
+    expected = 2 * (target + numbers + 2 * 1000 * context + captured)
+    assert minimum_bytes(case, request, 1000) == pytest.approx(expected, rel=1e-4)
+
+
+def plain_of(case):
+    return dataclasses.replace(case, draft=PLAIN)
 
 
 def test_bytes_beyond_the_minimum_are_named_by_place():
