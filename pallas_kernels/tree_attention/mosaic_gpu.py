@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from pallas_kernels import layout
@@ -368,9 +369,17 @@ def _merge(sums: tuple[Array, ...], shape: _Shape) -> Array:
     acc, top, total = sums
     used = shape.queries * shape.group
     acc, top, total = acc[..., :used, :], top[..., :used], total[..., :used]
-    weights = jnp.exp2(top - top.max(axis=0, keepdims=True))
-    total = jnp.sum(total * weights, axis=0)[..., None]
-    acc = jnp.sum(acc * weights[..., None], axis=0)
+    top, total = (jnp.broadcast_to(x[..., None], acc.shape) for x in (top, total))
+
+    # One reduction of three arrays: with several, each is a launch, in every layer.
+    def merge_two(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
+        top = jnp.maximum(one[0], other[0])
+        by_one, by_other = jnp.exp2(one[0] - top), jnp.exp2(other[0] - top)
+        total = one[1] * by_one + other[1] * by_other
+        return top, total, one[2] * by_one + other[2] * by_other
+
+    none = np.float32(FLOOR), np.float32(0), np.float32(0)
+    _, total, acc = lax.reduce((top, total, acc), none, merge_two, (0,))
     return acc / jnp.where(total == 0.0, 1.0, total)
 
 

@@ -65,6 +65,10 @@ class StepTimer:
         room = self.num_steps * (1 + depth) + sizes.tree_slots + 2
         return sizes.max_length - room
 
+    def prepare(self, bucket: Bucket) -> None:
+        """Starts to compile a burst in the background; `run` waits for it."""
+        self.decoder.prepare(self.params, self._state, bucket)
+
     def run(self, bucket: Bucket, context: int, *, behind: int = 0) -> Any:
         """Runs one burst of `num_steps` steps, every row with `context` tokens.
 

@@ -22,6 +22,7 @@ from specjax.decode import state as decode_state
 from specjax.decode.background import Background
 from specjax.decode.bucket import Bucket
 from specjax.decode.burst import burst
+from specjax.decode.compiler_options import burst_options
 from specjax.decode.compiling import tell
 from specjax.decode.config import DecoderConfig
 from specjax.decode.kv_scales import kv_scales_of
@@ -848,7 +849,8 @@ class Decoder:
                 )
                 if not goes_on():
                     return
-                run, is_new = executable_store.compile_new(name, lowered)
+                options = self._compiler_options(key)
+                run, is_new = executable_store.compile_new(name, lowered, options)
             except Exception as error:  # XLA's, of a class that differs by version
                 if OUT_OF_MEMORY in str(error):
                     raise TooLarge(key, error) from error
@@ -861,6 +863,9 @@ class Decoder:
             num_bytes = executable_store.size(name) or 0
             self._read += num_bytes, time.perf_counter() - start
         self._executables[compiled_key] = run
+
+    def _compiler_options(self, key: tuple) -> dict[str, Any] | None:
+        return burst_options(self.device, self.mesh) if key[0] == "burst" else None
 
     def _store_name(self, key: tuple, inputs: Any) -> str | None:
         """Returns the name of an executable in the store; None where it is not stored.

@@ -36,6 +36,7 @@ import jaxlib
 from jax.experimental import serialize_executable
 
 import pallas_kernels
+from specjax.decode.compiler_options import compile_with
 from specjax.runtime import compilation_cache
 
 FORMAT = 2
@@ -109,11 +110,17 @@ def load(name: str | None, inputs: Any) -> Callable[..., Any] | None:
     return loaded
 
 
-def compile_new(name: str | None, lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, bool]:
-    """Compiles a lowered function; returns the executable, and whether it may be stored."""
+def compile_new(
+    name: str | None, lowered: jax.stages.Lowered, options: dict[str, Any] | None = None
+) -> tuple[jax.stages.Compiled, bool]:
+    """Compiles a lowered function; returns the executable, and whether it may be stored.
+
+    Args:
+      options: of the compiler; they follow from what `name_of` is told.
+    """
     _listen()
     _HITS.count = 0
-    compiled = lowered.compile()
+    compiled = compile_with(lowered, options)
     return compiled, name is not None and not _HITS.count
 
 

@@ -51,6 +51,8 @@ def measure(pair: Pair, rows: int, context: Context) -> dict[str, Any]:
     decoder = NotedBursts(setup.decoder(setup.standing_sizes(), []))
     sampling = SamplingParams(temperature=1.0, ignore_eos=True)
     timer = StepTimer(cast(Decoder, decoder), setup.params, sampling, num_steps=size.num_steps)
+    for depth in size.depths:  # compiled at the same time
+        timer.prepare(Bucket(rows, depth))
     tokens = min(size.step_context, timer.longest_context(deepest))
     contenders = {
         depth: functools.partial(timer.run, Bucket(rows, depth), tokens) for depth in size.depths

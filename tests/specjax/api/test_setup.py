@@ -287,10 +287,10 @@ def reporting(monkeypatch, stats):
     [
         (None, None),
         ({}, None),
-        ({"bytes_limit": 9000}, 9000),
-        ({"bytes_limit": 9000, "bytes_in_use": 1000}, 9000),
-        ({"bytes_limit": 9000, "bytes_in_use": 3500}, 6500),
-        ({"bytes_limit": 9000, "bytes_in_use": 400}, 9000),
+        ({"bytes_limit": 9216}, 9216),
+        ({"bytes_limit": 9216, "bytes_in_use": 1000}, 9216),
+        ({"bytes_limit": 9216, "bytes_in_use": 3560}, 6656),
+        ({"bytes_limit": 9216, "bytes_in_use": 400}, 9216),
     ],
 )
 def test_what_others_hold_of_a_device_is_not_ours(setup, monkeypatch, stats, expected):
@@ -304,13 +304,13 @@ ROW_BYTES = 256 * 256  # of the pages of 256 tokens of tiny_llama: the smallest 
 @pytest.mark.parametrize(
     ("stats", "num_prompts", "engine", "expected"),
     [
-        ({"bytes_limit": 9000}, 1, {}, None),  # one row fits into the default pool
-        ({"bytes_limit": 9000}, 3, {}, 9000),  # four rows do not
-        ({"bytes_limit": 9000, "bytes_in_use": 3500}, 3, {}, 6500),
-        ({"bytes_limit": 9000}, 3, {"num_pages": 4}, None),
-        ({"bytes_limit": 9000}, 3, {"kv_cache_bytes": ROW_BYTES}, None),
-        ({"bytes_limit": 9000}, 3, {"memory_bytes": 7000}, 7000),
-        ({"bytes_limit": 9000}, 3, {"max_rows": 1}, None),
+        ({"bytes_limit": 9216}, 1, {}, None),  # one row fits into the default pool
+        ({"bytes_limit": 9216}, 3, {}, 9216),  # four rows do not
+        ({"bytes_limit": 9216, "bytes_in_use": 3560}, 3, {}, 6656),
+        ({"bytes_limit": 9216}, 3, {"num_pages": 4}, None),
+        ({"bytes_limit": 9216}, 3, {"kv_cache_bytes": ROW_BYTES}, None),
+        ({"bytes_limit": 9216}, 3, {"memory_bytes": 7000}, 7000),
+        ({"bytes_limit": 9216}, 3, {"max_rows": 1}, None),
         (None, 3, {}, None),  # a CPU reports none
     ],
 )
@@ -346,7 +346,7 @@ def test_a_request_that_is_longer_than_the_default_pool_is_served(monkeypatch):
 
 
 def test_bytes_that_were_given_are_kept(setup, monkeypatch):
-    reporting(monkeypatch, {"bytes_limit": 9000})
+    reporting(monkeypatch, {"bytes_limit": 9216})
     engine = dataclasses.replace(setup.engine, memory_bytes=7000)
     given = dataclasses.replace(setup, engine=engine)
     assert given.with_reported_memory().engine.memory_bytes == 7000

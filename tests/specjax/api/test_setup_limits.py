@@ -46,7 +46,7 @@ def test_fewer_pages_are_as_many_on_every_shard():
 
 def test_the_device_with_least_memory_counts(monkeypatch):
     setup = Setup.of(tiny_llama(0), engine=ENGINE, mesh=mesh_of("tensor"))
-    limits = [9000, 7000]
+    limits = [9216, 7040]
     devices = [
         types.SimpleNamespace(memory_stats=lambda limit=limit: {"bytes_limit": limit})
         for limit in limits

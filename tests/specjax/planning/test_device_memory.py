@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 
-from specjax.planning.device_memory import MemoryWatch, read_memory
+from specjax.planning.device_memory import MemoryWatch, available_bytes, read_memory
 
 
 class FakeDevice:
@@ -79,3 +79,23 @@ def test_more_than_was_planned_is_said_once():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert watch.look() == 9 * 10**6
+
+
+@pytest.mark.parametrize("limit", [1, 127, 128, 9215, 80 * 10**9, 2**36])
+def test_a_few_bytes_less_do_not_change_what_is_available(limit):
+    def available(in_use):
+        stats = {"bytes_limit": limit, "bytes_in_use": in_use}
+        return available_bytes(types.SimpleNamespace(memory_stats=lambda: stats), own_bytes=5)
+
+    most = available(0)
+    assert limit * (1 - 1 / 64) < most <= limit
+    assert available(5) == most  # own bytes count as available
+    assert available(5 + limit - most) == most
+    assert available(5 + limit - most + 1) == max(most - _unit(most), 1)
+    assert available(limit + 100) == 1
+
+
+def _unit(available):
+    """Bytes to the next smaller number of 7 leading bits."""
+    below = available - 1
+    return available - (below >> max(below.bit_length() - 7, 0) << max(below.bit_length() - 7, 0))

@@ -1,0 +1,62 @@
+"""Which options bursts are compiled with, and what becomes of options that XLA does not know."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specjax.decode.compiler_options import burst_options, compile_with
+
+GRAPHS = "xla_gpu_enable_command_buffer"
+
+
+def device(platform, version):
+    return types.SimpleNamespace(
+        platform=platform, client=types.SimpleNamespace(platform_version=version)
+    )
+
+
+CUDA = device("gpu", "PJRT C API\ncuda 13000")
+
+
+@pytest.fixture
+def no_flags(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+
+
+@pytest.mark.usefixtures("no_flags")
+def test_a_burst_is_one_graph_on_a_cuda_gpu():
+    commands = burst_options(CUDA, mesh=None)[GRAPHS].split(",")
+    assert {"WHILE", "CONDITIONAL", "FUSION", "CUSTOM_CALL"} <= set(commands)
+
+
+@pytest.mark.parametrize(
+    "other", [device("gpu", "rocm 6"), device("tpu", "libtpu"), device("cpu", "cpu")]
+)
+def test_other_devices_keep_the_options_of_xla(other):
+    assert burst_options(other, mesh=None) is None
+
+
+def test_so_do_meshes_and_whoever_chooses_the_commands(no_flags, monkeypatch):
+    assert burst_options(CUDA, mesh=object()) is None
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_other=1 --{GRAPHS}=")
+    assert burst_options(CUDA, mesh=None) is None
+
+
+def test_options_are_given_to_the_compiler():
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(2))
+    given = {}
+    compiler = types.SimpleNamespace(compile=lambda **options: given.update(options))
+    compile_with(compiler, {GRAPHS: "WHILE"})
+    assert given == {"compiler_options": {GRAPHS: "WHILE"}}
+    # What is wrong is not one of our options: the error is the caller's.
+    fault = lambda **_: lowered.compile(compiler_options={"xla_embed_ir_in_executable": "x"})
+    with pytest.raises(Exception, match="xla_embed_ir_in_executable"):
+        compile_with(types.SimpleNamespace(compile=fault), {GRAPHS: "WHILE"})
+
+
+def test_options_that_are_unknown_are_left_out():
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(2))
+    run = compile_with(lowered, {"xla_no_such_option": "1"})
+    assert run(jnp.ones(2)).tolist() == [2, 2]
