@@ -21,7 +21,7 @@ from specjax.models import weights
 from specjax.models.base import Json, ModelConfig, Params
 from specjax.models.config_values import MAX_LAYERS, flag, is_int, number, rope, shown, size
 from specjax.models.head_parts import HeadConfig
-from specjax.models.safetensors import open_file, open_folder
+from specjax.models.weight_files import open_file, open_folder
 from specjax.runtime.model_files import find_file, read_json
 
 Tensors = Mapping[str, np.ndarray]
@@ -64,12 +64,13 @@ class Head(NamedTuple):
         return self.own is not self.raw
 
 
-def open_head(folder: Path, kind: str, file_name: str | None = None) -> Head:
+def open_head(folder: Path, kind: str, own_names: Sequence[str] = ()) -> Head:
     """Opens the folder of a head.
 
     Args:
       kind: what it is called in messages.
-      file_name: of its weights, where they are in no file of the usual name.
+      own_names: of files that hold its weights, the first that is there counts; where none is, they
+        are in a file of the usual names.
 
     Raises:
       FileNotFoundError: config.json or the weights are absent.
@@ -78,22 +79,17 @@ def open_head(folder: Path, kind: str, file_name: str | None = None) -> Head:
     path = find_file(folder, "config.json")
     if path is None:
         raise FileNotFoundError(f"{folder} holds no config.json; give the folder of a drafter.")
-    check_no_pickles(folder, kind)
-    own_file = None if file_name is None else find_file(folder, file_name)
-    raw, tensors = read_json(path), open_folder(folder) if own_file is None else open_file(own_file)
+    raw, tensors = read_json(path), open_tensors(folder, own_names)
     nested = raw.get("transformer_layer_config")
     return Head(kind, path, raw, nested if isinstance(nested, dict) else raw, tensors)
 
 
-def check_no_pickles(folder: Path, kind: str) -> None:
-    """Raises FileNotFoundError where a folder has weights in a format that can run code alone."""
-    is_pickle = lambda path: path.suffix in (".bin", ".pt", ".pth")
-    if not any(folder.glob("*.safetensors")) and any(map(is_pickle, folder.iterdir())):
-        raise FileNotFoundError(
-            f"{folder} has {kind} as .bin, a format that can run code when it is read. Convert it "
-            "once: safetensors.torch.save_file(torch.load(FILE.bin, weights_only=True), "
-            "'model.safetensors'), in the same folder."
-        )
+def open_tensors(folder: Path, own_names: Sequence[str] = ()) -> Tensors:
+    """Returns the tensors of a folder; arguments and errors as of `open_head`."""
+    for name in own_names:
+        if path := find_file(folder, name):
+            return open_file(path)
+    return open_folder(folder)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from specjax.drafters.base import DrafterSpec
 from specjax.drafters.dflash_files import is_dflash, is_dspark, read_dflash
 from specjax.drafters.eagle1_files import is_eagle, read_eagle
 from specjax.drafters.eagle_files import is_eagle3, read_eagle3
-from specjax.drafters.head_files import FoundHead, check_no_pickles
+from specjax.drafters.head_files import FoundHead
 from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
 from specjax.drafters.newest_state_files import (
     is_medusa,
@@ -31,7 +31,7 @@ from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.models.families import family_of
 from specjax.models.loading import Model, resolve_folder
-from specjax.models.safetensors import open_folder
+from specjax.models.weight_files import open_folder
 from specjax.runtime.model_files import find_file, read_json
 
 
@@ -144,16 +144,11 @@ def _are_equal(own: Any, table: Any) -> bool:
 
 
 def kind_in(folder: Path) -> HeadKind | None:
-    """Returns the kind of head that a folder holds; None for a model, or nothing.
-
-    Raises:
-      FileNotFoundError: its weights are in a format that can run code.
-    """
+    """Returns the kind of head that a folder holds; None for a model, or nothing."""
     config = find_file(folder, "config.json")
     if config is None:
         return None
     raw, names = read_json(config), _tensor_names(folder)
-    check_no_pickles(folder, "a drafter")
     return next((kind for kind in KINDS if kind.is_kind_of(raw, names)), None)
 
 

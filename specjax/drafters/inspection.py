@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 
 from specjax.drafters import heads, mtp_files
-from specjax.drafters.newest_state_files import MEDUSA_FILE
+from specjax.drafters.head_files import open_tensors
+from specjax.drafters.newest_state_files import MEDUSA_FILES
 from specjax.drafters.other_vocabulary import recoding
 from specjax.models.base import Model
 from specjax.models.hf_config import read_config
 from specjax.models.loading import check_tensors, resolve_folder
-from specjax.models.safetensors import open_file, open_folder
+from specjax.models.weight_files import open_folder
 from specjax.paged import kv_cache
-from specjax.runtime.model_files import find_file
 from specjax.text.tokenization import Tokenizer
 
 
@@ -109,7 +109,7 @@ def _of_head(
     if target is None and aux_layer_ids is not None:
         raise ValueError(f"{aux_layer_ids=} needs the target whose layers they are; name it.")
     if target is None:
-        found |= _of_tensors(_tensors_of(folder))
+        found |= _of_tensors(open_tensors(folder, MEDUSA_FILES))
         return found | {"notes": ["name its target to see whether it fits, and what it captures"]}
     read = kind.read(folder, target.config, None, aux_layer_ids)
     spec = kind.spec(read.config)
@@ -123,12 +123,7 @@ def _of_head(
     most = getattr(read.config, "most_drafts", None)
     if most is not None:
         found["drafts_at_most"] = most
-    return found | _of_tensors(_tensors_of(folder)) | {"notes": list(read.notes)}
-
-
-def _tensors_of(folder: Path) -> Mapping[str, np.ndarray]:
-    of_medusa = find_file(folder, MEDUSA_FILE)
-    return open_folder(folder) if of_medusa is None else open_file(of_medusa)
+    return found | _of_tensors(open_tensors(folder, MEDUSA_FILES)) | {"notes": list(read.notes)}
 
 
 def _of_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from specjax.models.config_values import flag, shown, size
 from specjax.models.medusa import OF_VLLM, PUBLISHED, MedusaConfig
 from specjax.models.mlp_speculator import MlpSpeculatorConfig
 
-MEDUSA_FILE = "medusa_lm_head.safetensors"
+MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _PREFIX, _MEDUSA_PREFIX = "speculator.", "medusa_heads."
 _NOTE = "reads the last hidden state of the target, after the final norm"
 
@@ -50,7 +50,7 @@ def read_medusa(
       ValueError: the heads are for another target, a tensor or key is missing, impossible, or
         unknown, or aux_layer_ids is given.
     """
-    head = head_files.open_head(folder, "Medusa heads", MEDUSA_FILE)
+    head = head_files.open_head(folder, "Medusa heads", MEDUSA_FILES)
     with head_files.naming(head):
         head_files.check_reads_last(aux_layer_ids)
         config, naming = _parse_medusa(head, target)

@@ -8,6 +8,7 @@ gives the source of each leaf (`Family.sources`).
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import warnings
@@ -28,7 +29,7 @@ from specjax.models.abstract import abstract_weights
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.families import family_of
 from specjax.models.hf_config import read_config
-from specjax.models.safetensors import open_folder
+from specjax.models.weight_files import open_folder
 from specjax.models.weights import AnySource
 from specjax.runtime.jax_settings import entrance
 from specjax.text.tokenization import Tokenizer
@@ -242,7 +243,7 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
         return folder
     if folder.exists():
         raise FileNotFoundError(
-            f"{folder} is a file; give the folder that holds config.json and model.safetensors."
+            f"{folder} is a file; give the folder that holds config.json and the weights."
         )
     if not _HUB_NAME.fullmatch(name):
         raise FileNotFoundError(
@@ -261,11 +262,12 @@ def _fetch(name: str) -> Path:
             "needs huggingface_hub: pip install 'specjax[hub]', or give a folder."
         ) from error
     try:
-        fetched = snapshot_download(
-            name,
-            allow_patterns=["*.json", "*.jinja", "*.safetensors"],
-            ignore_patterns=["original/*", "consolidated*"],
+        fetch = functools.partial(
+            snapshot_download, name, ignore_patterns=["original/*", "consolidated*"]
         )
+        fetched = fetch(allow_patterns=["*.json", "*.jinja", "*.safetensors"])
+        if not any(Path(fetched).glob("*.safetensors")):
+            fetched = fetch(allow_patterns=["pytorch_model*.bin", "medusa_lm_head.pt"])
     except Exception as error:  # The library's errors share no base class.
         raise FileNotFoundError(
             f"there is no folder {name!r}, and fetching it from the Hugging Face Hub "

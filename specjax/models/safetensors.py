@@ -15,10 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from specjax.runtime.model_files import find_file, parse_object, read_json
-
-INDEX_NAME = "model.safetensors.index.json"
-FILE_NAME = "model.safetensors"
+from specjax.runtime.model_files import check_no_pointer, parse_object
 
 _DTYPES = {
     "F64": np.float64,
@@ -41,36 +38,6 @@ _DTYPES = {
 # Most bytes of a JSON header; an index of 160,000 tensors has 20 MB. Larger ones are refused.
 MAX_HEADER_BYTES = 32 * 2**20
 _MAX_DIMENSIONS = 8
-_PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
-
-
-def open_folder(folder: str | Path) -> dict[str, np.ndarray]:
-    """Returns every tensor of a checkpoint folder, sharded or not, as read-only views.
-
-    With a `model.safetensors.index.json` only the files that it lists are opened;
-    otherwise `model.safetensors`.
-
-    Raises:
-      FileNotFoundError: no safetensors in the folder, or a shard is absent.
-      ValueError: the index or a file is corrupt.
-    """
-    folder = Path(folder)
-    if index := find_file(folder, INDEX_NAME):
-        return _open_shards(folder, index)
-    if path := find_file(folder, FILE_NAME):
-        return open_file(path)
-    pickles = sorted(p.name for p in folder.iterdir() if p.suffix in _PICKLE_SUFFIXES)
-    if pickles:
-        raise FileNotFoundError(
-            f"{folder} holds pickled weights only ({', '.join(pickles[:3])}), which "
-            f"are not read because unpickling runs code; expected {FILE_NAME}. Convert "
-            "once with transformers: "
-            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
-        )
-    raise FileNotFoundError(
-        f"{folder} holds neither {FILE_NAME} nor {INDEX_NAME}; give a folder with "
-        "weights in Hugging Face format."
-    )
 
 
 def open_file(path: str | Path) -> dict[str, np.ndarray]:
@@ -112,50 +79,12 @@ def _check_layout(path: Path, header: dict[str, Any], num_bytes: int) -> None:
         )
 
 
-def _open_shards(folder: Path, index_path: Path) -> dict[str, np.ndarray]:
-    index = read_json(index_path)
-    try:
-        weight_map = index["weight_map"]
-        shards = sorted(set(weight_map.values()))
-        is_inside = all(Path(shard).name == shard for shard in shards)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{index_path} is corrupt ({_shown(error)}); expected JSON with a "
-            "weight_map from tensor to file name. Fetch the file again."
-        ) from error
-    if not is_inside:
-        raise ValueError(
-            f"{index_path} names files outside its folder; expected plain file names "
-            "in weight_map. Fetch the file again."
-        )
-    paths = {shard: find_file(folder, shard) for shard in shards}
-    missing = [shard for shard, path in paths.items() if path is None]
-    if missing:
-        raise FileNotFoundError(
-            f"{folder} lacks {len(missing)} of the {len(shards)} files that "
-            f"{INDEX_NAME} names: {_listed(missing)}. Fetch them again."
-        )
-    files = {shard: open_file(path) for shard, path in paths.items() if path}
-    absent = [name for name, shard in weight_map.items() if name not in files[shard]]
-    if absent:
-        raise ValueError(
-            f"{INDEX_NAME} places {len(absent)} tensors in files of {folder} that do "
-            f"not hold them: {_listed(absent)}. Index and files are of "
-            "different exports; fetch them again."
-        )
-    return {name: files[shard][name] for name, shard in weight_map.items()}
-
-
 def _read_header(path: Path) -> tuple[dict[str, Any], int]:
     """Returns the header and the offset of the first data byte."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)
-        if prefix == b"version ":
-            raise ValueError(
-                f"{path} is a Git LFS pointer, not the weights; run `git lfs pull`, or "
-                "fetch the file itself."
-            )
+        check_no_pointer(path, prefix)
         length = int.from_bytes(prefix, "little")
         if len(prefix) < 8 or length > size - 8:
             raise ValueError(
@@ -233,7 +162,3 @@ def _are_sizes(values: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return reprlib.repr(value)
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(name[:200] for name in names[:10])

@@ -70,6 +70,15 @@ def read_bytes(path: Path, max_bytes: int) -> bytes:
     return content
 
 
+def check_no_pointer(path: Path, beginning: bytes) -> None:
+    """Raises ValueError where a file begins as the text that stands for it in Git LFS."""
+    if beginning.startswith(b"version "):
+        raise ValueError(
+            f"{path} is a Git LFS pointer, not the weights; run `git lfs pull`, or fetch the file "
+            "itself."
+        )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Returns the object in a JSON file.
 

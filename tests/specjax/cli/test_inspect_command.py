@@ -123,7 +123,7 @@ def test_a_model_with_a_layer_of_its_own_that_drafts(capsys, tmp_path):
     save_llama(tmp_path, own)
     raw = json.loads((tmp_path / "config.json").read_text())
     raw |= {"model_type": "mimo", "num_nextn_predict_layers": 1}
-    from specjax.models.safetensors import open_folder
+    from specjax.models.weight_files import open_folder
 
     tensors = {name: np.array(tensor) for name, tensor in open_folder(tmp_path).items()}
     layer = EagleConfig(

@@ -17,6 +17,7 @@ from pair_heads import (
     copied_target,
     own_layers,
 )
+from torch_archives import write_torch
 
 import specjax
 from specjax.drafters.eagle1_files import read_eagle
@@ -225,13 +226,17 @@ def test_a_tied_target_lends_its_flag(tmp_path):
 
 
 @pytest.mark.parametrize("method", [None, "eagle"])
-def test_what_can_run_code_is_not_read(tmp_path, method):
-    """Without tensors nothing tells it from a model."""
+def test_a_head_that_torch_saved(tmp_path, method):
+    """As most published EAGLE heads are."""
     folder = write(tmp_path, raw_of(), tensors_of())
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    write_torch(folder / "pytorch_model.bin", tensors_of())
     config = specjax.SpeculationConfig(method=method, model=str(folder))
-    with pytest.raises(FileNotFoundError, match=r"torch\.save_file"):
-        specjax.load_drafter(str(folder), TARGET, config)
+    read_by_torch = specjax.load_drafter(str(folder), TARGET, config)
+    write(tmp_path, raw_of(), tensors_of())
+    expected = specjax.load_drafter(str(folder), TARGET, config)
+    assert read_by_torch.spec == expected.spec
+    jax.tree.map(np.testing.assert_array_equal, read_by_torch.params, expected.params)
 
 
 def test_captured_layers_are_not_its_to_choose(tmp_path):

@@ -27,7 +27,7 @@ from specjax.models import eagle
 from specjax.models.base import RopeConfig, before_final_norm
 from specjax.models.eagle import MTP_PREFIX, EagleConfig
 from specjax.models.families import family_of
-from specjax.models.safetensors import open_folder
+from specjax.models.weight_files import open_folder
 from specjax.planning import plan_request
 from specjax.testing import check_drafter, save_model, tiny_model
 from specjax.trees import static_shapes

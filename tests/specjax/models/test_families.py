@@ -21,7 +21,7 @@ from specjax.models.dense import sequence_logits
 from specjax.models.families import FAMILIES, family_of, is_own
 from specjax.models.hf_config import parse_config
 from specjax.models.loading import load_model
-from specjax.models.safetensors import open_folder
+from specjax.models.weight_files import open_folder
 from specjax.planning.abstract_decoder import abstract_weights
 from specjax.planning.plans import model_work
 from specjax.testing import save_model

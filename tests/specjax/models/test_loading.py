@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
+from torch_archives import write_torch
 
 from specjax.models import loading
 from specjax.models.families import family_of
 from specjax.models.loading import load_model
-from specjax.models.safetensors import open_folder
+from specjax.models.weight_files import open_folder
 from specjax.models.weights import Source
 
 
@@ -351,6 +352,26 @@ def test_a_hub_name_is_fetched(monkeypatch, golden):
     _fake_hub(monkeypatch, snapshot_download)
     assert load_model("someone/some-model").name == "some-model"
     assert asked == ["someone/some-model"]
+
+
+def test_weights_of_torch_are_fetched_where_there_are_no_others(monkeypatch, golden, golden_copy):
+    folder = golden_copy("llama")
+    tensors = {name: np.array(t) for name, t in open_folder(folder).items()}
+    (folder / "model.safetensors").unlink()
+    asked = []
+
+    def snapshot_download(name, *, allow_patterns, **_):
+        asked.append(allow_patterns)
+        if len(asked) == 2:
+            write_torch(folder / "pytorch_model.bin", tensors)
+        return str(folder)
+
+    _fake_hub(monkeypatch, snapshot_download)
+    loaded = load_model("someone/some-model")
+    (folder / "pytorch_model.bin").unlink()
+    expected = load_model(golden("llama"))
+    jax.tree.map(np.testing.assert_array_equal, loaded.params, expected.params)
+    assert ["pytorch_model*.bin" in patterns for patterns in asked] == [False, True]
 
 
 def test_a_failed_fetch_says_why(monkeypatch):

@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from specjax.models.safetensors import open_file, open_folder
+from specjax.models.weight_files import open_file, open_folder
 
 TENSORS = {
     "a": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -260,12 +260,6 @@ def test_links_of_the_hugging_face_cache_are_followed(tmp_path, write_safetensor
 def test_an_index_that_leaves_its_folder(tmp_path):
     _write_index(tmp_path, {"weight_map": {"a": "../model.safetensors"}})
     with pytest.raises(ValueError, match="outside its folder"):
-        open_folder(tmp_path)
-
-
-def test_pickles_are_not_read(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
-    with pytest.raises(FileNotFoundError, match="save_pretrained"):
         open_folder(tmp_path)
 
 
