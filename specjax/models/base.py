@@ -76,7 +76,7 @@ class ModelConfig:
     """
 
     architecture: str  # the name of its Family: "llama", "gpt2", or a registered one
-    family: str  # model_type as published: llama, qwen2, qwen3, mimo, mistral, granite, gpt2
+    family: str  # model_type as published: "llama", "qwen3", "gpt_bigcode", ...
     vocab_size: int
     hidden_size: int
     intermediate_size: int

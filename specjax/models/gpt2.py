@@ -1,6 +1,8 @@
-"""GPT-2: learned positions, LayerNorm, a GELU MLP, biases everywhere, a tied head.
+"""GPT-2 and GPTBigCode: learned positions, LayerNorm, a GELU MLP, biases everywhere, a tied head.
 
-Matrices are [out, in], like those of every other model; files store them [in, out].
+Matrices are [out, in], like those of every other model and in files of GPTBigCode; files of GPT-2
+store them [in, out]. All heads of GPTBigCode share one key head (multi-query attention, Shazeer
+2019); Granite 20B and 34B Code and StarCoder are of this family.
 `post_attention_norm` is the norm before the MLP, as in the Llama skeleton.
 """
 
@@ -37,6 +39,8 @@ from specjax.models.config_values import (
 )
 from specjax.models.layers import layer_norm, linear
 from specjax.models.weights import Axes, Source, Weight, matrix, vector
+
+BIG_CODE = "gpt_bigcode"
 
 
 def forward(
@@ -129,25 +133,27 @@ def _weights(config: ModelConfig, prefix: str = "") -> dict[str, Any]:
 
 
 def _layer_weights(config: ModelConfig, prefix: str) -> dict[str, Weight]:
-    d, f = config.hidden_size, config.intermediate_size
-    # Name in the file, [out, in], axes, and which third of the file's columns; None: all.
+    d, f, kv = config.hidden_size, config.intermediate_size, config.num_kv_heads * config.head_dim
+    # Name in the file, [out, in], axes, and the first of them in a tensor of q, k and v; None: all.
     matrices: dict[str, tuple[str, tuple[int, int], Axes, int | None]] = {
         "q_proj": ("attn.c_attn", (d, d), ("heads", "embed"), 0),
-        "k_proj": ("attn.c_attn", (d, d), ("kv_heads", "embed"), 1),
-        "v_proj": ("attn.c_attn", (d, d), ("kv_heads", "embed"), 2),
+        "k_proj": ("attn.c_attn", (kv, d), ("kv_heads", "embed"), d),
+        "v_proj": ("attn.c_attn", (kv, d), ("kv_heads", "embed"), d + kv),
         "o_proj": ("attn.c_proj", (d, d), ("embed", "heads"), None),
         "up_proj": ("mlp.c_fc", (f, d), ("mlp", "embed"), None),
         "down_proj": ("mlp.c_proj", (d, f), ("embed", "mlp"), None),
     }
+    is_transposed = config.family == "gpt2"
     layer: dict[str, Weight] = {}
     biases: dict[str, Weight] = {}
-    for key, (name, (size_out, size_in), own_axes, third) in matrices.items():
-        stored, columns = size_out, None
-        if third is not None:
-            stored, columns = 3 * d, slice(third * d, (third + 1) * d)
-        source = Source(f"{prefix}{name}.weight", (size_in, stored), True, columns)
+    for key, (name, (size_out, size_in), own_axes, first) in matrices.items():
+        stored, outputs = size_out, None
+        if first is not None:
+            stored, outputs = d + 2 * kv, slice(first, first + size_out)
+        shape = (size_in, stored) if is_transposed else (stored, size_in)
+        source = Source(f"{prefix}{name}.weight", shape, is_transposed, outputs)
         layer[key] = Weight((size_out, size_in), own_axes, source)
-        source = Source(f"{prefix}{name}.bias", (stored,), columns=columns)
+        source = Source(f"{prefix}{name}.bias", (stored,), outputs=outputs)
         biases[f"{key}_bias"] = Weight((size_out,), own_axes[:1], source)
     layer |= biases
     layer |= _norm("input_norm", f"{prefix}ln_1", d)
@@ -163,21 +169,25 @@ def _norm(key: str, name: str, size: int) -> dict[str, Weight]:
 
 def parse(raw: Json) -> ModelConfig:
     """Returns the ModelConfig of a config.json."""
+    is_of_big_code = raw.get("model_type") == BIG_CODE
     tanh_gelu = ("gelu_new", "gelu_pytorch_tanh")
-    require(raw, "activation_function", tanh_gelu, "gelu_new")
+    require(raw, "activation_function", tanh_gelu, tanh_gelu[is_of_big_code])
+    if is_of_big_code:
+        # Without it, the rows of c_attn are in another order.
+        require(raw, "multi_query", (True,), True)
     require(raw, "scale_attn_by_inverse_layer_idx", (False,), False)
     require(raw, "tie_word_embeddings", (True,), True)
     hidden_size, num_heads = size(raw, "n_embd"), size(raw, "n_head")
     vocab_size = size(raw, "vocab_size")
     return ModelConfig(
         architecture=FAMILY.name,
-        family="gpt2",
+        family=BIG_CODE if is_of_big_code else "gpt2",
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=size(raw, "n_inner", 4 * hidden_size, is_zero_none=True),
         num_layers=size(raw, "n_layer", most=MAX_LAYERS),
         num_heads=num_heads,
-        num_kv_heads=num_heads,
+        num_kv_heads=1 if is_of_big_code else num_heads,
         head_dim=divide(hidden_size, num_heads),
         max_position_embeddings=size(raw, "n_positions"),
         norm_eps=number(raw, "layer_norm_epsilon", 1e-5, most=1.0),
@@ -193,7 +203,7 @@ def parse(raw: Json) -> ModelConfig:
 
 FAMILY = Family(
     name="gpt2",
-    model_types={"gpt2": "GPT2LMHeadModel"},
+    model_types={"gpt2": "GPT2LMHeadModel", BIG_CODE: "GPTBigCodeForCausalLM"},
     parse=parse,
     sources=sources,
     axes=axes,

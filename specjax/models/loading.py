@@ -61,12 +61,12 @@ def load_model(
     mesh: Mesh | None = None,
     num_shards: int | None = None,
 ) -> Model:
-    """Loads a model of the llama, qwen2, qwen3, mimo, mistral, granite or gpt2 family.
+    """Loads a model of the llama, qwen2, qwen3, mimo, mistral, granite, gpt2 or gpt_bigcode family.
 
     It also loads families added with `specjax.models.register`.
 
     Args:
-      path: a folder with config.json and safetensors; "demo" or "demo-draft", the
+      path: a folder with config.json and weights; "demo" or "demo-draft", the
         small models inside the package; else a name on the Hugging Face Hub, which
         needs `specjax[hub]`.
       dtype: of every weight, float32, bfloat16 or float16, or "fp32", "bf16" or "fp16"; by

@@ -44,12 +44,12 @@ class AnySource(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """One tensor of a checkpoint, or some of its columns."""
+    """One tensor of a checkpoint, or some of its outputs."""
 
     name: str
     shape: tuple[int, ...]  # in the file
     is_transposed: bool = False  # stored [..., in, out]
-    columns: slice | None = None  # part of the last axis; None: all of it
+    outputs: slice | None = None  # part of its outputs; None: all of them
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, self.shape
@@ -57,7 +57,9 @@ class Source:
     def view(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the part of the tensor that is read, as it is stored."""
         tensor = tensors[self.name]
-        return tensor if self.columns is None else tensor[..., self.columns]
+        if self.outputs is None:
+            return tensor
+        return tensor[..., self.outputs] if self.is_transposed else tensor[self.outputs]
 
     def read(
         self, tensors: Mapping[str, np.ndarray], dtype: np.dtype, index: Index = ...

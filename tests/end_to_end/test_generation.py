@@ -274,8 +274,9 @@ def test_nan_weights_end_a_row_with_an_error(target):
 
 
 @pytest.mark.slow
-def test_gpt2(prompts):
-    target = tiny_gpt2(0)
+@pytest.mark.parametrize("other", [{}, {"num_kv_heads": 1}])
+def test_gpt2(prompts, other):
+    target = tiny_gpt2(0, **other)
     plain = generate(target, prompts)
     drafted = generate(target, prompts, drafter="ngram", num_speculative_tokens=3)
     assert ids(plain) == ids(drafted)

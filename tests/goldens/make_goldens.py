@@ -1,6 +1,6 @@
 """Makes the golden checkpoints beside it: tiny random models and their logits.
 
-    pip install -e '.[reference]' && python tests/goldens/make_goldens.py
+    pip install -e '.[reference]' && python tests/goldens/make_goldens.py [name ...]
 
 Each folder holds config.json and model.safetensors as transformers writes them,
 and reference.npz with ids i32[2, 17] and logits f32[2, 17, vocab] of its eager
@@ -11,6 +11,7 @@ zero), so that a wrong window, scale or rotation shows in the logits.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,16 @@ def configs() -> dict[str, transformers.PretrainedConfig]:
             bos_token_id=1,
             eos_token_id=2,
         ),
+        "gpt_bigcode": transformers.GPTBigCodeConfig(
+            vocab_size=VOCAB_SIZE,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_inner=48,
+            n_positions=64,
+            bos_token_id=1,
+            eos_token_id=2,
+        ),
     }
 
 
@@ -113,5 +124,7 @@ def make(name: str, config: transformers.PretrainedConfig, seed: int) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    names = sys.argv[1:]  # by default all
     for seed, (name, config) in enumerate(configs().items()):
-        make(name, config, seed)
+        if not names or name in names:
+            make(name, config, seed)

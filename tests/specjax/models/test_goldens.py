@@ -25,6 +25,7 @@ NAMES = [
     "mistral",
     "granite",
     "gpt2",
+    "gpt_bigcode",
 ]
 
 

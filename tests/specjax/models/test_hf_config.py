@@ -28,7 +28,7 @@ GPT2 = {
     "n_positions": 64,
 }
 GOLDENS = ["llama", "llama_tied", "llama_yarn", "qwen2", "qwen2_sliding", "qwen3"]
-GOLDENS += ["mistral", "granite", "gpt2"]
+GOLDENS += ["mistral", "granite", "gpt2", "gpt_bigcode"]
 CLASSES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
@@ -282,6 +282,15 @@ def test_gpt2():
     assert config.tie_word_embeddings
     assert parse_config(GPT2 | {"n_inner": 64}).intermediate_size == 64
     assert parse_config(GPT2 | {"scale_attn_weights": False}).scale == 1.0
+
+
+def test_gpt_bigcode():
+    raw = GPT2 | {"model_type": "gpt_bigcode"}
+    config = parse_config(raw)
+    assert (config.architecture, config.family) == ("gpt2", "gpt_bigcode")
+    assert (config.num_heads, config.num_kv_heads) == (4, 1)
+    with pytest.raises(ValueError, match="multi_query=False"):
+        parse_config(raw | {"multi_query": False})
 
 
 def test_a_number_that_may_be_null():
