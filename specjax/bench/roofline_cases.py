@@ -12,6 +12,7 @@ from typing import NamedTuple
 from pallas_kernels.implementations import lowered_for
 from specjax.config.engine import EngineConfig
 from specjax.config.speculation import SpeculationConfig
+from specjax.configs.heads import llama_3_1_8b_dflash, llama_3_1_8b_eagle3
 from specjax.configs.models import llama_3_1_8b, llama_3_2_1b, qwen3_0_6b
 from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
 from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
@@ -59,33 +60,13 @@ def gemma_like() -> ModelConfig:
 
 
 def eagle3_head() -> Eagle3Config:
-    """Returns an EAGLE-3 head over Llama 3.1 8B, of the sizes of the published one.
-
-    It captures hidden states of the first layers: which ones changes no bytes.
-    """
-    target = llama_3_1_8b.get_config()
-    return Eagle3Config(
-        layers=dataclasses.replace(target, num_layers=1, vocab_size=32_000),
-        target_vocab_size=target.vocab_size,
-        target_hidden_size=target.hidden_size,
-        aux_layers=(2, 3, 4),
-        maps_vocabulary=True,
-    )
+    """Returns the EAGLE-3 head, which captures first layers here: which ones changes no bytes."""
+    return dataclasses.replace(llama_3_1_8b_eagle3.get_config(), aux_layers=(2, 3, 4))
 
 
 def dflash_head() -> DFlashConfig:
-    """Returns a DFlash head over Llama 3.1 8B, of five layers as published; captures as above."""
-    target = llama_3_1_8b.get_config()
-    layers = dataclasses.replace(target, num_layers=5, qk_norm=True)
-    return DFlashConfig(
-        layers=layers,
-        target_vocab_size=target.vocab_size,
-        target_hidden_size=target.hidden_size,
-        aux_layers=(1, 2, 3, 4, 5),
-        block_size=BLOCK,
-        mask_token_id=0,
-        causal_layers=(False,) * layers.num_layers,
-    )
+    """Returns the DFlash head, which captures first layers here, too."""
+    return dataclasses.replace(llama_3_1_8b_dflash.get_config(), aux_layers=(1, 2, 3, 4, 5))
 
 
 HEADS = {EAGLE3: eagle3_head, DFLASH: dflash_head}

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -25,12 +26,14 @@ from specjax.config.engine import EngineConfig
 from specjax.config.names import DEMO, DRAFTERS, MATCHING, NO_DRAFTER, suggestion
 from specjax.config.rules import Rule
 from specjax.config.speculation import MAX_DEPTH
+from specjax.configs import heads as known_heads
 from specjax.configs import models
 from specjax.configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
 from specjax.decode.config import DecoderConfig
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.sizes import Sizes, default_tokens, ridge_of
 from specjax.drafters import heads
+from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
 from specjax.drafters.spec import (
     DrafterSpec,
     HistoryDrafter,
@@ -39,6 +42,8 @@ from specjax.drafters.spec import (
     NoDrafter,
 )
 from specjax.models.base import ModelConfig
+from specjax.models.dflash import DFlashConfig
+from specjax.models.eagle3 import Eagle3Config
 from specjax.models.hf_config import read_config
 from specjax.models.loading import resolve_folder
 from specjax.paged.page_sizes import with_page_size
@@ -47,6 +52,7 @@ from specjax.planning.drafter_split import TABLE_CONTEXT, draft_token_s, split_d
 
 DEMO_NAMES = {"demo": "demo-draft"}
 NGRAM, HISTORY = MATCHING
+_HEAD_SPECS = {Eagle3Config: EagleDrafter, DFlashConfig: DFlashDrafter}
 _VENDORS = {"tpu": GOOGLE, "gpu": NVIDIA}
 HERE = "here"  # the device that this process runs on
 _TOPOLOGY = re.compile("[1-9][0-9]*(x[1-9][0-9]*){1,2}")  # chips along two or three axes
@@ -254,8 +260,8 @@ def _figures(name: str, kind: str, generation: str, shape: str) -> DeviceFigures
     if figures is None or figures.vendor != _VENDORS.get(kind) or (is_gpu and shape):
         raise ValueError(
             f"device={name!r} is unknown; expected cpu, gpu:NAME with NAME one of "
-            f"{_names(NVIDIA)}, or tpu:NAME:TOPOLOGY (as tpu:v5e:2x2) with NAME one of "
-            f"{_names(GOOGLE)}."
+            f"{_names_of(NVIDIA)}, or tpu:NAME:TOPOLOGY (as tpu:v5e:2x2) with NAME one of "
+            f"{_names_of(GOOGLE)}."
         )
     if not is_gpu and not _TOPOLOGY.fullmatch(shape):
         raise ValueError(
@@ -265,7 +271,7 @@ def _figures(name: str, kind: str, generation: str, shape: str) -> DeviceFigures
     return figures
 
 
-def _names(vendor: str) -> str:
+def _names_of(vendor: str) -> str:
     return ", ".join(name for name, chip in DEVICES.items() if chip.vendor == vendor)
 
 
@@ -281,24 +287,28 @@ def find_config(source: str | os.PathLike[str], also: Sequence[str] = (DEMO,)) -
     name = os.fspath(source)
     shape = known_shape(name)
     if shape is not None:
-        return importlib.import_module(f"specjax.configs.models.{shape}").get_config()
+        return importlib.import_module(f"{models.__name__}.{shape}").get_config()
     if not Path(name).expanduser().exists() and name not in ("demo", "demo-draft"):
         raise FileNotFoundError(
             f"{name!r} is no folder with a config.json, and no known shape"
-            f"{suggestion(name, [*_shapes(), *also])}; expected a folder, "
-            f"{', '.join(map(repr, also))}, or one of {', '.join(_shapes())}."
+            f"{suggestion(name, [*_modules(models), *also])}; expected a folder, "
+            f"{', '.join(map(repr, also))}, or one of {', '.join(_modules(models))}."
         )
     return read_config(resolve_folder(source))[0]
 
 
 def known_shape(name: str) -> str | None:
     """Returns the name of the module in `specjax.configs.models` for a model, if there is one."""
+    return _known(name, models)
+
+
+def _known(name: str, package: ModuleType) -> str | None:
     shape = name.replace("-", "_").replace(".", "_")
-    return shape if shape in _shapes() else None
+    return shape if shape in _modules(package) else None
 
 
-def _shapes() -> list[str]:
-    return [module.name for module in pkgutil.iter_modules(models.__path__)]
+def _modules(package: ModuleType) -> list[str]:
+    return [module.name for module in pkgutil.iter_modules(package.__path__)]
 
 
 def with_split_drafter(request: PlanRequest, asked: int | None = None) -> PlanRequest:
@@ -343,8 +353,8 @@ def find_drafter(
     """Returns the drafter of a name, of which no weights are read.
 
     Args:
-      source: None, "none", "ngram", "history", the folder of a head over the target, or what
-        `find_config` finds.
+      source: None, "none", "ngram", "history", the folder of a head over the target, a name in
+        `specjax.configs.heads`, or what `find_config` finds.
       target: that it drafts for; None: heads are not looked for, and a draft model keeps its own
         vocabulary.
 
@@ -362,7 +372,14 @@ def find_drafter(
     folder = Path(name).expanduser()
     if target is not None and folder.is_dir() and (kind := heads.kind_in(folder)) is not None:
         return kind.spec(kind.read(folder, target, None).config)
-    own = find_config(DEMO_NAMES.get(name, name), DRAFTERS)
+    head = _known(name, known_heads)
+    if head is not None:
+        config = importlib.import_module(f"{known_heads.__name__}.{head}").get_config()
+        spec = _HEAD_SPECS[type(config)](config)
+        if target is not None:
+            heads.check_fits(spec, target)
+        return spec
+    own = find_config(DEMO_NAMES.get(name, name), [*DRAFTERS, *_modules(known_heads)])
     if target is not None:
         # A draft model of another vocabulary is rewritten in the target's.
         own = dataclasses.replace(own, vocab_size=target.vocab_size)

@@ -59,7 +59,13 @@ def no_cuda_plugin(monkeypatch):
     monkeypatch.setattr(plan_request, "described_devices", lambda name, count=1: None)
 
 
-def request_of(device="gpu:h100", drafter="llama-3.1-8b-eagle3-sized", **changes):
+# One layer of the 8B and one matrix over its vocabulary: 743,452,672 numbers.
+ONE_LAYER = ModelDrafter(
+    dataclasses.replace(find_config("llama-3.1-8b"), num_layers=1, tie_word_embeddings=True)
+)
+
+
+def request_of(device="gpu:h100", drafter=ONE_LAYER, **changes):
     engine = EngineConfig(max_rows=64, row_buckets=(8,), max_context=8192)
     given = dict(
         target=find_config("llama-3.1-8b"),
@@ -506,6 +512,21 @@ def test_names_of_models():
     assert find_drafter(None) == find_drafter("none") == NoDrafter()
     with pytest.raises(FileNotFoundError, match="no known shape"):
         find_config("no-such-model")
+
+
+def test_names_of_heads():
+    target = find_config("llama-3.1-8b")
+    head = find_drafter("llama-3.1-8b-eagle3", target)
+    assert head.taps == (2, 16, 29)
+    assert find_drafter("llama_3_1_8b_dflash", target).taps == (2, 9, 16, 23, 30)
+    weights = jax.tree.leaves(head.abstract_params(target, jnp.bfloat16))
+    # Three states to one, attention over two of them, MLP, head, norms; and ids of its tokens.
+    by_hand = 3 * 4096**2 + 4 * 4096**2 + 3 * 4096 * 14_336 + 32_000 * 4096 + 4 * 4096
+    assert sum(leaf.size for leaf in weights) == by_hand + 32_000
+    with pytest.raises(ValueError, match="the head is for a target of 4096 hidden numbers"):
+        find_drafter("llama-3.1-8b-eagle3", find_config("qwen3-0.6b"))
+    with pytest.raises(FileNotFoundError, match="did you mean 'llama_3_1_8b_eagle3'"):
+        find_drafter("llama-3.1-8b-eagel3", target)
 
 
 def test_a_folder_needs_no_weights(tmp_path):
