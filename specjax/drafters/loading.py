@@ -18,7 +18,7 @@ from specjax.config.speculation import SpeculationConfig
 from specjax.drafters import heads, mtp_files
 from specjax.drafters.base import DrafterSpec, ModelWork
 from specjax.drafters.guard import DrafterError, abstract_drafter_params
-from specjax.drafters.other_vocabulary import recoded, recoding
+from specjax.drafters.other_vocabulary import are_equal, recoded, recoding
 from specjax.drafters.spec import (
     HistoryDrafter,
     ModelDrafter,
@@ -40,6 +40,8 @@ class LoadedDrafter:
     spec: DrafterSpec
     params: Any = ()
     notes: tuple[str, ...] = ()  # what was decided where its files leave it open
+    # Of the target in whose vocabulary a draft model was rewritten; None where none was.
+    tokenizer: Any = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
         if not isinstance(self.spec, DrafterSpec):
@@ -400,11 +402,18 @@ def _load(
         ModelDrafter(own.config, said=by.said),
         own.params,
         () if by.said is None else (by.note(),),
+        target.tokenizer,
     )
 
 
 def _check_vocabulary(drafter: LoadedDrafter, target: Model) -> None:
     """Raises ValueError where the models of a drafter have another vocabulary than the target."""
+    made_for, own = drafter.tokenizer, target.tokenizer
+    if made_for is not None and own is not None and not are_equal(made_for, own):
+        raise ValueError(
+            f"drafter {drafter.name!r} was rewritten in the vocabulary of another target than "
+            f"{target.name!r}; load it for this one, by specjax.load_drafter(draft_model, target)."
+        )
     for config in drafter.configs:
         if config.vocab_size != target.config.vocab_size:
             raise ValueError(

@@ -96,7 +96,7 @@ def recoding(target: Model, draft: Model) -> Recoding | None:
             "the same. Load both from folders with tokenizer.json, or choose a draft of the "
             "target's vocabulary."
         )
-    if _are_equal(ours, theirs):
+    if are_equal(ours, theirs):
         return None if sizes[0] == sizes[1] else _of_padding(*sizes)
     found = _of_tokenizers(ours, theirs, *sizes)
     if not found.num_said:
@@ -108,7 +108,8 @@ def recoding(target: Model, draft: Model) -> Recoding | None:
 
 
 @functools.lru_cache(maxsize=4)  # a draft model may be given to every call
-def _are_equal(ours: Tokenizer, theirs: Tokenizer) -> bool:
+def are_equal(ours: Tokenizer, theirs: Tokenizer) -> bool:
+    """Returns whether two tokenizers have the same tokens with the same ids."""
     return ours is theirs or ours.vocabulary() == theirs.vocabulary()
 
 

@@ -209,6 +209,17 @@ def test_loading_says_what_may_be_drafted():
     assert loaded.spec.config.vocab_size == 3
 
 
+def test_what_was_rewritten_for_a_target_is_not_taken_by_another():
+    """Of equal size: nothing else would tell, and no draft would be accepted."""
+    ours, theirs = tokenizer(["ab", "b", "a"]), tokenizer(["a", "c", "b", "d"])
+    loaded = load_drafter(model(theirs, seed=1), model(ours))
+    assert load_drafter(loaded, model(ours, seed=2)) is loaded
+    assert load_drafter(loaded, model(tokenizer(["ab", "b", "a"]))) is loaded  # an equal one
+    assert load_drafter(loaded, model(None, 3)) is loaded  # which nothing is known of
+    with pytest.raises(ValueError, match="rewritten in the vocabulary of another target"):
+        load_drafter(loaded, model(tokenizer(["b", "ab", "a"]), name="other"))
+
+
 def test_more_children_than_tokens_that_may_be_drafted_are_refused():
     from specjax.config.speculation import SpeculationConfig
 
