@@ -54,12 +54,16 @@ class Source:
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield self.name, self.shape
 
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """The index of the part of the tensor that is read."""
+        if self.outputs is None:
+            return (...,)
+        return (..., self.outputs) if self.is_transposed else (self.outputs,)
+
     def view(self, tensors: Mapping[str, np.ndarray]) -> np.ndarray:
         """Returns the part of the tensor that is read, as it is stored."""
-        tensor = tensors[self.name]
-        if self.outputs is None:
-            return tensor
-        return tensor[..., self.outputs] if self.is_transposed else tensor[self.outputs]
+        return tensors[self.name][self.place]
 
     def read(
         self, tensors: Mapping[str, np.ndarray], dtype: np.dtype, index: Index = ...

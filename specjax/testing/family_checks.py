@@ -137,7 +137,7 @@ def _tensors(sources: Any, params: Params) -> dict[str, np.ndarray]:
         if part.name not in tensors:
             tensors[part.name] = np.zeros(part.shape, values.dtype)
             is_written[part.name] = np.zeros(part.shape, bool)
-        place = (..., slice(None) if part.columns is None else part.columns)
+        place = part.place
         if tensors[part.name][place].shape != values.shape:
             raise ValueError(
                 f"{part.name} is read as {list(tensors[part.name][place].shape)} and written as "
