@@ -1,30 +1,34 @@
-"""Model folders with one thing wrong, made from a seed, and a child that loads them.
-
-As a script it reads `seed folder` lines, makes and loads each folder, and writes one line
-of JSON per folder: what came of it, seconds, and megabytes at the peak. What ends the
-process is seen by whoever started it.
-"""
+"""Model folders with one thing wrong, made from a seed; as a script it loads them."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import tokenizers
+from folder_faults import (
+    change_a_config,
+    change_a_header,
+    change_a_value,
+    change_bytes,
+    change_offsets,
+    change_the_file,
+    change_the_header_length,
+    dump,
+    give_a_key_twice,
+    split,
+)
+from folder_sweep import message_of, serve
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 GOLDENS = Path(__file__).resolve().parents[2] / "goldens"
 FAMILIES = ("llama", "llama_tied", "llama_yarn", "qwen2", "qwen2_sliding", "qwen3")
 FAMILIES += ("mistral", "granite", "gpt2")
 SHARD = "model-00001-of-00001.safetensors"
-MEMORY_LIMIT = 24 * 2**30  # of addresses; far above what is asserted
 TEMPLATE = (
     "{% set ns = namespace(turn=0) %}{% for message in messages %}"
     "{% set ns.turn = ns.turn + 1 %}{{ '<|im_start|>' ~ message['role'] + '\n' + "
@@ -32,12 +36,6 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-LEAVES: tuple[Any, ...] = (
-    None, True, False, 0, -1, 1, 2, 7, 100, 10**7, 2**31 - 1, 2**31, 2**32, 2**63, 10**40,
-    0.5, -2.5, 1e300, float("nan"), float("inf"), float("-inf"), "", "a", "1", "true",
-    "\u4f60\ud800", "a" * 100_000, [], {}, [1, "a"], [[]], {"a": 1}, {"type": "a"},
-    [0] * 100_000, [2**31], ["a"] * 3,
-)  # fmt: skip
 HOSTILE_TEMPLATES = (
     "{{ 'a' * 10**9 }}",
     "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
@@ -84,7 +82,7 @@ def make_folder(seed: int, folder: Path) -> str:
             shutil.copy(GOLDENS / name / file, folder / file)
     _tokenizer(seed).save(str(folder / "tokenizer.json"))
     special = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
-    _dump(folder / "tokenizer_config.json", special | {"chat_template": TEMPLATE})
+    dump(folder / "tokenizer_config.json", special | {"chat_template": TEMPLATE})
     if seed % 4 == 3:
         _shard(folder)
     change = rng.choice(_CHANGES)
@@ -126,171 +124,10 @@ def _tokenizer(seed: int) -> tokenizers.Tokenizer:
 
 def _shard(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / SHARD)
-    header, _ = _split(folder / SHARD)
+    header, _ = split(folder / SHARD)
     names = [name for name in header if name != "__metadata__"]
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, SHARD)}
-    _dump(folder / "model.safetensors.index.json", index)
-
-
-def _dump(path: Path, value: Any) -> None:
-    path.write_text(json.dumps(value), encoding="utf-8")
-
-
-def _split(path: Path) -> tuple[dict[str, Any], bytes]:
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    return json.loads(content[8 : 8 + length]), content[8 + length :]
-
-
-def _join(path: Path, header: Any, data: bytes) -> None:
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
-
-
-def _weights(folder: Path) -> Path:
-    return next(p for p in sorted(folder.iterdir()) if p.suffix == ".safetensors")
-
-
-def _nodes(value: Any, keys: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Returns the way to every node, some of those in long lists."""
-    ways = [keys] if keys else []
-    inner = value.items() if isinstance(value, dict) else ()
-    inner = enumerate(value) if isinstance(value, list) else inner
-    for key, each in list(inner)[:40]:
-        ways += _nodes(each, (*keys, key))
-    return ways
-
-
-def _mutate(rng: random.Random, value: Any) -> str:
-    """Changes one node of a JSON value in place."""
-    way = rng.choice(_nodes(value))
-    *way, key = way
-    for each in way:
-        value = value[each]
-    kind = rng.randrange(6)
-    if kind == 0:
-        del value[key]
-    elif kind == 1:
-        value[key] = [value[key]]
-    elif kind == 2 and isinstance(value, dict):
-        value[f"{key}_"] = value.pop(key)
-    elif kind == 3 and isinstance(value[key], int | float):
-        value[key] = rng.choice((-value[key], value[key] * 2, value[key] + 1, value[key] - 1))
-    else:
-        value[key] = rng.choice(LEAVES)
-    return f"{[*way, key]} {kind}"
-
-
-def _json_file(rng: random.Random, folder: Path) -> Path:
-    # The largest share to the files of most keys.
-    names = ["config.json"] * 4 + ["tokenizer.json"] * 4 + ["generation_config.json"]
-    names += ["tokenizer_config.json", "model.safetensors.index.json"]
-    files = [folder / name for name in names if (folder / name).exists()]
-    return rng.choice(files)
-
-
-def change_a_value(rng: random.Random, folder: Path) -> str:
-    path = _json_file(rng, folder)
-    value = json.loads(path.read_text())
-    said = _mutate(rng, value)
-    _dump(path, value)
-    return f"{path.name} {said}"
-
-
-def change_a_config(rng: random.Random, folder: Path) -> str:
-    path = folder / "config.json"
-    value = json.loads(path.read_text())
-    said = _mutate(rng, value)
-    _dump(path, value)
-    return said
-
-
-def change_a_header(rng: random.Random, folder: Path) -> str:
-    header, data = _split(_weights(folder))
-    said = _mutate(rng, header)
-    _join(_weights(folder), header, data)
-    return said
-
-
-def change_offsets(rng: random.Random, folder: Path) -> str:
-    header, data = _split(_weights(folder))
-    header.pop("__metadata__", None)
-    one, other = rng.sample(sorted(header), 2)
-    kind = rng.randrange(4)
-    if kind == 0:
-        header[one]["data_offsets"] = header[other]["data_offsets"]
-    elif kind == 1:
-        header[one]["data_offsets"] = [x + 4 for x in header[one]["data_offsets"]]
-    elif kind == 2:
-        header[one]["dtype"] = rng.choice(("I32", "U32", "F64", "BOOL", "I8", "F8_E4M3"))
-    else:
-        header[one]["shape"] = [*header[one]["shape"][::-1], 1]
-    _join(_weights(folder), header, data)
-    return f"{one} {kind}"
-
-
-def change_the_header_length(rng: random.Random, folder: Path) -> str:
-    path = _weights(folder)
-    content = path.read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    kind = rng.choice((1, -1, 8, -8, 2 * 10**9, 2**63, -length))
-    length = (length + kind) % 2**64
-    path.write_bytes(length.to_bytes(8, "little") + content[8:])
-    if kind == 2 * 10**9:
-        os.truncate(path, 3 * 10**9)
-    return str(kind)
-
-
-def change_bytes(rng: random.Random, folder: Path) -> str:
-    path = rng.choice(sorted(p for p in folder.iterdir() if p.is_file()))
-    content = bytearray(path.read_bytes())
-    kind = rng.randrange(6)
-    at = rng.randrange(min(len(content), 4000))
-    if kind == 0:
-        content = content[:at]
-    elif kind == 1:
-        for _ in range(8):
-            content[rng.randrange(min(len(content), 4000))] = rng.randrange(256)
-    elif kind == 2:
-        content[at:at] = rng.randbytes(16)
-    elif kind == 3:
-        content += content[at : at + 100]
-    elif kind == 4:
-        content[at:at] = rng.choice((b"[", b'{"a":')) * 100_000
-    else:
-        content[at : at + rng.randrange(1, 200)] = b""
-    path.write_bytes(content)
-    return f"{path.name} {kind} {at}"
-
-
-def change_the_file(rng: random.Random, folder: Path) -> str:
-    path = rng.choice(sorted(folder.iterdir()))
-    kind = rng.randrange(8)
-    content = path.read_bytes()
-    path.unlink()
-    if kind == 1:
-        path.mkdir()
-    elif kind == 2:
-        path.symlink_to("/etc/hostname")
-    elif kind == 3:
-        os.mkfifo(path)
-    elif kind == 4:
-        path.symlink_to(path.name)
-    elif kind == 5:
-        path.symlink_to("/dev/zero")
-    elif kind == 6:
-        path.write_bytes(b"")
-    elif kind == 7:
-        path.write_bytes(b"\xff\xfe" + content)
-    return f"{path.name} {kind}"
-
-
-def give_a_key_twice(rng: random.Random, folder: Path) -> str:
-    path = _json_file(rng, folder)
-    text = path.read_text().strip()
-    key = rng.choice(sorted(json.loads(text)))
-    path.write_text(text[:-1] + f', "{key}": {json.dumps(rng.choice(LEAVES[:20]))}}}')
-    return f"{path.name} {key}"
+    dump(folder / "model.safetensors.index.json", index)
 
 
 def write_a_template(rng: random.Random, folder: Path) -> str:
@@ -301,7 +138,7 @@ def write_a_template(rng: random.Random, folder: Path) -> str:
     if rng.random() < 0.5:
         (folder / "chat_template.jinja").write_text(template)
     else:
-        _dump(folder / "tokenizer_config.json", {"chat_template": template})
+        dump(folder / "tokenizer_config.json", {"chat_template": template})
     return template[:80]
 
 
@@ -317,7 +154,7 @@ def write_a_stage(rng: random.Random, folder: Path) -> str:
         for _ in range(rng.choice((50, 300))):
             stage = {"type": "Sequence", _LISTS[part]: [stage]}
     value[part] = stage
-    _dump(path, value)
+    dump(path, value)
     return f"{part} x{times} {json.dumps(stage)[:80]}"
 
 
@@ -339,7 +176,7 @@ def change_numbers_of_tokens(rng: random.Random, folder: Path) -> str:
         model["type"] = rng.choice(("BPE", "WordPiece", "WordLevel", "Unigram", "X"))
     else:
         model["vocab"] = rng.choice(({}, [], {"a": 2**32 - 1}, {"a": 0, "b": 0}, [["a", 0]]))
-    _dump(path, value)
+    dump(path, value)
     return str(kind)
 
 
@@ -361,7 +198,7 @@ _CHANGES: tuple[Callable[[random.Random, Path], str], ...] = (
 )
 
 
-def use_folder(folder: Path) -> str:
+def use_folder(folder: Path) -> tuple[str, None]:
     """Loads a folder and uses what it holds; returns what came of it.
 
     "loaded", or the message of a ValueError or FileNotFoundError. Anything else is raised.
@@ -375,12 +212,12 @@ def use_folder(folder: Path) -> str:
     try:
         model = load_model(folder)
     except (ValueError, FileNotFoundError) as error:
-        return _message(error)
+        return message_of(error), None
     ids = jax.ShapeDtypeStruct((1, 5), "int32")
     jax.eval_shape(lambda p, i: uncached_logits(p, model.config, i), model.params, ids)
     tokenizer = model.tokenizer
     if tokenizer is None:
-        return said
+        return said, None
     for use in (
         lambda: tokenizer.decode(tokenizer.encode("a ab 12 \u4f60")),
         lambda: tokenizer.encode_chat([{"role": "user", "content": "a b"}]),
@@ -388,56 +225,16 @@ def use_folder(folder: Path) -> str:
         try:
             use()
         except ValueError as error:
-            said += f"; {_message(error)}"
-    return said
-
-
-def _message(error: Exception) -> str:
-    message = str(error)
-    assert 20 < len(message) < 4000, f"a message of {len(message)}: {message[:200]}"
-    assert not message.startswith("[Errno"), message
-    return f"{type(error).__name__}: {message}"
-
-
-def _peak_bytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+            said += f"; {message_of(error)}"
+    return said, None
 
 
 def main() -> None:
-    import resource
-    import warnings
-
-    warnings.simplefilter("ignore")
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     sound = Path(sys.argv[1])
     for name in FAMILIES:  # so that what jax takes once is not counted
         shutil.copytree(GOLDENS / name, sound / name, dirs_exist_ok=True)
         use_folder(sound / name)
-    for line in sys.stdin:
-        seed, path = line.split()
-        what = make_folder(int(seed), Path(path))
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _peak_bytes()
-        # Of the processor, which other processes may use meanwhile.
-        start = time.process_time()
-        try:
-            said = use_folder(Path(path))
-            is_right = True
-        except BaseException as error:
-            said, is_right = f"{type(error).__name__}: {error}"[:500], False
-        answer = {
-            "seed": int(seed),
-            "what": what,
-            "said": said,
-            "is_right": is_right,
-            "seconds": time.process_time() - start,
-            "megabytes": (_peak_bytes() - before) / 1e6,
-        }
-        shutil.rmtree(path)
-        sys.__stdout__.write(json.dumps(answer) + "\n")
-        sys.__stdout__.flush()
+    serve(make_folder, use_folder)
 
 
 if __name__ == "__main__":
