@@ -29,10 +29,10 @@ MEMORY_LIMIT = 24 * 2**30  # of addresses; far above what is asserted
 class _Child:
     """A process that loads folders one after the other."""
 
-    def __init__(self, script: Path, folder: Path):
+    def __init__(self, script: Path, folder: Path, arguments: tuple[str, ...]):
         path = [str(TESTS), str(TESTS.parent), os.environ.get("PYTHONPATH", "")]
         self._process = subprocess.Popen(
-            [sys.executable, str(script), str(folder / "sound")],
+            [sys.executable, str(script), str(folder / "sound"), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -65,22 +65,24 @@ def sweep(
     folder: Path,
     say: Callable[[str], None],
     most_megabytes: float,
+    *arguments: str,
 ) -> None:
     """Asserts that each folder gives a clear error or loads right, soon and small.
 
     Args:
       script: makes and loads the folders, see `serve`.
       folder: an empty one, below which the folders are made.
+      arguments: of the script, after a folder for its own use.
     """
     failures, kinds = [], collections.Counter()
     slowest = largest = (0.0, "")
-    child = _Child(script, folder)
+    child = _Child(script, folder, arguments)
     try:
         for seed in seeds:
             answer = child.load(seed, folder / str(seed))
             if answer is None:
                 failures.append(f"{seed}: the process ended ({child.close()}) or hung")
-                child = _Child(script, folder)
+                child = _Child(script, folder, arguments)
                 continue
             kinds[answer["said"].split(":")[0].split(";")[0]] += 1
             slowest = max(slowest, (answer["seconds"], answer["what"]))

@@ -105,10 +105,10 @@ def naming(head: Head) -> Iterator[None]:
         raise ValueError(f"{head.path}: {error!s:.1000}") from error
 
 
-def classes_of(raw: Json) -> list[Any]:
+def classes_of(raw: Json) -> list[str]:
     """Returns the names in `architectures` of a config.json."""
     classes = raw.get("architectures")
-    return classes if isinstance(classes, list) else []
+    return [one for one in classes if isinstance(one, str)] if isinstance(classes, list) else []
 
 
 def check_target(target_width: int, said_vocab: int, target: ModelConfig) -> None:
@@ -262,7 +262,13 @@ def layers_of(
     num_heads = size(own, "num_attention_heads")
     num_kv_heads = size(own, "num_key_value_heads", num_heads)
     q_name = f"{prefix}self_attn.q_proj.weight"
-    head_dim = shape_of(head, q_name)[0] // num_heads
+    num_rows = shape_of(head, q_name)[0]
+    head_dim = num_rows // num_heads
+    if size(own, "head_dim", head_dim) != head_dim:
+        raise ValueError(
+            f"head_dim={shown(own['head_dim'])}, and {q_name} has {num_rows} rows for "
+            f"{num_heads=}; they must agree: use both files as they were published."
+        )
     if num_heads % num_kv_heads or head_dim < 2 or head_dim % 2:
         raise ValueError(
             f"{num_heads=} must be a multiple of {num_kv_heads=}, and {head_dim=} even."
@@ -345,7 +351,7 @@ def read_weights(head: Head, config: HeadConfig, leaves: Any, dtype: DTypeLike |
     """
     folder, vocab = head.path.parent, config.vocab_size
     target_vocab = config.target_vocab_size
-    _check(head, leaves)
+    _check(head, config, leaves)
     if dtype is None:
         return {}
     read = lambda weight: jax.device_put(weight.source.read(head.tensors, jnp.dtype(dtype)))
@@ -363,7 +369,7 @@ def read_weights(head: Head, config: HeadConfig, leaves: Any, dtype: DTypeLike |
     return params | {"target_ids": jax.device_put(ids)}
 
 
-def _check(head: Head, leaves: Any) -> None:
+def _check(head: Head, config: HeadConfig, leaves: Any) -> None:
     folder, tensors = head.path.parent, head.tensors
     needed = dict(
         each for leaf in jax.tree.leaves(weights.sources_of(leaves)) for each in leaf.tensors()
@@ -388,13 +394,18 @@ def _check(head: Head, leaves: Any) -> None:
             f"{folder} holds {len(wrong)} tensors that are not those of its config.json: "
             f"{_listed(wrong)}."
         )
-    known = {*needed, TARGET_IDS}
+    known = {*needed, *([TARGET_IDS] if config.maps_vocabulary or _keeps_numbers(head) else [])}
     unknown = [name for name in tensors if name not in known and not _IDLE.search(name)]
     if unknown:
         raise ValueError(
             f"{folder} holds {len(unknown)} tensors that {head.kind} of its config.json has no "
             f"use for: {_listed(unknown)}. Leaving them out would change the drafts."
         )
+
+
+def _keeps_numbers(head: Head) -> bool:
+    """Returns whether offsets of a head's tokens are all 0, as in heads that say every token."""
+    return not np.any(head.tensors.get(TARGET_IDS, 0))
 
 
 def _target_ids(offsets: np.ndarray, count: int, most: int, folder: Path) -> np.ndarray:

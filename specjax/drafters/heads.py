@@ -26,6 +26,7 @@ from specjax.drafters.newest_state_files import (
 )
 from specjax.drafters.spec import HybridDrafter
 from specjax.models.base import Json, ModelConfig, embed_tokens
+from specjax.models.config_values import shown
 from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
@@ -144,12 +145,23 @@ def _are_equal(own: Any, table: Any) -> bool:
 
 
 def kind_in(folder: Path) -> HeadKind | None:
-    """Returns the kind of head that a folder holds; None for a model, or nothing."""
+    """Returns the kind of head that a folder holds; None for a model, or nothing.
+
+    Raises:
+      ValueError: it is of a kind of `speculators` that is not read.
+    """
     config = find_file(folder, "config.json")
     if config is None:
         return None
     raw, names = read_json(config), _tensor_names(folder)
-    return next((kind for kind in KINDS if kind.is_kind_of(raw, names)), None)
+    found = next((kind for kind in KINDS if kind.is_kind_of(raw, names)), None)
+    said = raw.get("speculators_model_type")
+    if found is None and said is not None:
+        raise ValueError(
+            f"{config}: speculators_model_type={shown(said)} is not supported; expected "
+            "dflash, dspark, eagle3 or mtp."
+        )
+    return found
 
 
 def _tensor_names(folder: Path) -> Collection[str]:
