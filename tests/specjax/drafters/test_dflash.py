@@ -125,7 +125,11 @@ def in_target_vocabulary(params, config, scores):
 
 
 class Reference:
-    """A head over one text, in float64."""
+    """A head over one text, in float64.
+
+    Attributes:
+      logits: of the draft tokens of the last draft, [num_drafts, vocab].
+    """
 
     def __init__(self, config, params):
         self.config, self.params = config, wide(params)
@@ -144,18 +148,24 @@ class Reference:
         config, params = self.config, self.params
         contexts = rms(taps.reshape(len(taps), -1) @ params["fc"].T, params["hidden_norm"])
         x = outputs_of(params, config, self.table, root, contexts)[config.first_row :]
-        tokens = []
+        tokens, said = [], []
         for logits in logits_of(params, config, self.head, x):
             if config.markov_rank:
                 before = params["markov_w1"][tokens[-1] if tokens else root]
                 own = params["markov_w2"] @ before
                 logits = logits + in_target_vocabulary(params, config, own)
+            said.append(logits)
             tokens.append(int(np.argmax(logits)))
+        self.logits = np.stack(said)
         return x, tokens
 
 
 class Rows:
-    """Two rows of a head's own pages, which hold NaN before anything is written."""
+    """Two rows of a head's own pages, which hold NaN before anything is written.
+
+    Attributes:
+      logits: of the draft tokens of the last draft, [num_drafts, vocab].
+    """
 
     def __init__(self, config, params):
         self.params = DecoderParams(TARGET.params, params)
@@ -209,14 +219,16 @@ class Rows:
         takes_part = jnp.arange(2) == row
         block, _ = self.head.block(self.params, self.state, decode_state, takes_part)
         hidden, state = self.head.begin(self.params, self.state, decode_state, takes_part)
-        history, tokens = self.history, []
+        history, tokens, said = self.history, [], []
         for ahead in range(1, 1 + self.context.num_speculative_tokens):
-            tokens.append(int(np.argmax(self.head.logits(self.params, hidden, ahead - 1)[row])))
+            said.append(np.asarray(self.head.logits(self.params, hidden, ahead - 1)[row]))
+            tokens.append(int(np.argmax(said[-1])))
             history = history.at[row, root + ahead].set(tokens[-1])
             positions = jnp.full(2, root + ahead, jnp.int32)
             hidden, state = self.head.feed(
                 self.params, state, decode_state, history, positions, takes_part, hidden, ahead
             )
+        self.logits = np.stack(said)
         # With the keys and values of the block, as a step leaves them.
         self.state = self.state._replace(pages=state.pages)
         drafting = block[row, self.head.config.first_row :]

@@ -87,20 +87,65 @@ def mlp_logits(config, params, g, before):
     return np.stack(rows)
 
 
-def absorbed(drafter, params, state, tapped, counts):
-    """Absorbs so many tokens of two rows; tapped [n, width], of all of them in order."""
-    fed = make_batch(
-        jnp.zeros((2, 32), jnp.int32),
-        jnp.arange(16, dtype=jnp.int32).reshape(2, 8),
-        jnp.zeros(2, jnp.int32),
-        jnp.array(counts, jnp.int32),
-        num_tokens=8,
-        page_size=4,
-        num_slots=64,
-    )
-    padded = jnp.zeros((8, WIDTH)).at[: len(tapped)].set(tapped.astype(np.float32))
-    rows = jnp.arange(2, dtype=jnp.int32)
-    return drafter.absorb(params, state, fed, jnp.zeros(8, jnp.int32), (padded,), rows, 8)
+def equations_of(config):
+    return medusa_logits if isinstance(config, MedusaConfig) else mlp_logits
+
+
+class Rows:
+    """Two rows of a head's state."""
+
+    def __init__(self, config, params):
+        self.params = DecoderParams(TARGET.params, params)
+        context = DrafterContext(
+            target=TARGET.config,
+            num_speculative_tokens=config.most_drafts,
+            dtype=jnp.dtype(jnp.float32),
+            taps=config.aux_layers,
+        )
+        self.drafter = NewestStateDrafter(config).build(context)
+        closure = self.drafter.draft.__closure__  # functions of a step are closed over one head
+        cells = [cell.cell_contents for cell in closure]
+        (self.head,) = [each for each in cells if hasattr(each, "feed_nodes")]
+        self.state = self.drafter.init(2, 32, 16, 4)
+
+    def absorb(self, tapped, counts):
+        """Absorbs so many tokens of each row; tapped [n, width], of all of them in order."""
+        fed = make_batch(
+            jnp.zeros((2, 32), jnp.int32),
+            jnp.arange(16, dtype=jnp.int32).reshape(2, 8),
+            jnp.zeros(2, jnp.int32),
+            jnp.array(counts, jnp.int32),
+            num_tokens=8,
+            page_size=4,
+            num_slots=64,
+        )
+        padded = jnp.zeros((8, WIDTH)).at[: len(tapped)].set(tapped.astype(np.float32))
+        self.state = self.drafter.absorb(
+            self.params,
+            self.state,
+            fed,
+            jnp.zeros(8, jnp.int32),
+            (padded,),
+            jnp.arange(2, dtype=jnp.int32),
+            8,
+        )
+
+    def logits(self, row, tokens, depth_of=int):
+        """Returns the logits after each of these tokens, the root and drafts, [n, vocab]."""
+        history = jnp.zeros((2, 32), jnp.int32)
+        history = history.at[row, 10 : 10 + len(tokens)].set(jnp.array(tokens))
+        cache = SimpleNamespace(lengths=jnp.full(2, 10, jnp.int32))
+        decode_state = SimpleNamespace(cache=cache, rows=2, history=history)
+        is_fed = jnp.arange(2) == row
+        hidden, _ = self.head.begin(self.params, self.state, decode_state, is_fed)
+        found = [self.head.logits(self.params, hidden, depth_of(0))[row]]
+        for depth in range(1, len(tokens)):
+            at = jnp.full(2, 10 + depth, jnp.int32)
+            hidden, _ = self.head.feed(
+                self.params, self.state, decode_state, history, at, is_fed, hidden, depth_of(depth)
+            )
+            found.append(self.head.logits(self.params, hidden, depth_of(depth))[row])
+        return np.stack(found)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -108,39 +153,16 @@ def absorbed(drafter, params, state, tapped, counts):
 def test_what_it_says_is_what_its_equations_say(name, is_traced):
     """After prompts of two rows, and after more tokens of one of them."""
     loaded = make_head(name)
-    config, params = loaded.spec.config, DecoderParams(TARGET.params, loaded.params)
-    context = DrafterContext(
-        target=TARGET.config,
-        num_speculative_tokens=config.most_drafts,
-        dtype=jnp.dtype(jnp.float32),
-        taps=config.aux_layers,
-    )
-    drafter = loaded.spec.build(context)
-    head = drafter.draft.__closure__  # the functions of a step are closed over one head
-    (head,) = [cell.cell_contents for cell in head if hasattr(cell.cell_contents, "feed_nodes")]
-    state = drafter.init(2, 32, 16, 4)
+    config, rows = loaded.spec.config, Rows(loaded.spec.config, loaded.params)
     tapped = np.random.default_rng(2).standard_normal((9, WIDTH))
-    state = absorbed(drafter, params, state, tapped[:5], (2, 3))
-    state = absorbed(drafter, params, state, tapped[5:], (0, 4))
-    depth_of = jnp.int32 if is_traced else int
-    equations = medusa_logits if isinstance(config, MedusaConfig) else mlp_logits
+    rows.absorb(tapped[:5], (2, 3))
+    rows.absorb(tapped[5:], (0, 4))
+    equations = equations_of(config)
     for row, newest in ((0, tapped[1]), (1, tapped[8])):
         tokens = [7 + row, 20, 3, 50][: config.most_drafts]
         expected = equations(config, wide(loaded.params), newest, tokens)
-        history = jnp.zeros((2, 32), jnp.int32)
-        history = history.at[row, 10 : 10 + len(tokens)].set(jnp.array(tokens))
-        cache = SimpleNamespace(lengths=jnp.full(2, 10, jnp.int32))
-        decode_state = SimpleNamespace(cache=cache, rows=2, history=history)
-        is_fed = jnp.arange(2) == row
-        hidden, _ = head.begin(params, state, decode_state, is_fed)
-        found = [head.logits(params, hidden, depth_of(0))[row]]
-        for depth in range(1, len(tokens)):
-            positions = jnp.full(2, 10 + depth, jnp.int32)
-            hidden, _ = head.feed(
-                params, state, decode_state, history, positions, is_fed, hidden, depth_of(depth)
-            )
-            found.append(head.logits(params, hidden, depth_of(depth))[row])
-        np.testing.assert_allclose(np.stack(found), expected, rtol=1e-5, atol=1e-4)
+        found = rows.logits(row, tokens, jnp.int32 if is_traced else int)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
