@@ -46,7 +46,7 @@ from specjax.models import eagle, medusa, mlp_speculator
 from specjax.models.base import RopeConfig
 from specjax.models.eagle import MTP_PREFIX
 from specjax.models.eagle3 import FLAT_PREFIX, NUMBERED_PREFIX
-from specjax.models.safetensors import open_folder
+from specjax.models.weight_files import open_folder
 from specjax.testing import save_model, tiny_model
 
 WEIGHTS, MARK = "model.safetensors", "executed"

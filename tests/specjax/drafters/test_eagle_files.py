@@ -161,6 +161,7 @@ def test_captured_layers_are_stored_in_several_ways(tmp_path, more, options, exp
         ({"norm_before_fc": True}, None, "norm_before_fc=true"),
         ({"fc_norm": True}, None, "fc_norm=true"),
         ({"attention_bias": True}, None, "attention_bias=true"),
+        ({"head_dim": 16}, None, "head_dim=16, and midlayer.self_attn.q_proj.weight has 32 rows"),
         ({}, put("mask_hidden", lambda _: np.ones((1, 1, 96), np.float32)), "P-EAGLE"),
         ({}, put("markov_head.markov_w1.weight", lambda _: np.ones(3, np.float32)), "no use for"),
     ],
@@ -195,6 +196,14 @@ def test_a_table_of_its_own_is_not_the_target_s_head(tmp_path):
     raw = flat(draft_vocab_size=VOCAB, tie_word_embeddings=True)
     with pytest.raises(ValueError, match="tie_word_embeddings"):
         read(write(tmp_path, raw, tensors))
+
+
+@pytest.mark.parametrize("value", ["independent", "eagle4", True])
+def test_an_unknown_kind_of_speculators_is_refused(tmp_path, value):
+    raw = flat(speculators_model_type=value)
+    folder = write(tmp_path, raw, tensors_of(config_of(), FLAT_PREFIX))
+    with pytest.raises(ValueError, match=f"speculators_model_type={value!r} is not supported"):
+        specjax.load_drafter(folder, TARGET)
 
 
 def test_what_torch_did_not_save_is_not_read(tmp_path):

@@ -361,6 +361,7 @@ def test_methods_of_configs(tmp_path, method):
         (mlp_raw(inner_dim=-1), dict, "inner_dim"),
         (mlp_raw(tie_weights="yes"), dict, "tie_weights"),
         (mlp_raw(), without("ln.1.bias"), "ln.1.bias"),
+        (mlp_raw(), put("d2t", lambda _: np.arange(VOCAB)), "no use for: d2t"),
     ],
 )
 def test_what_is_refused_of_mlp_speculators(tmp_path, raw, change, match):
@@ -381,6 +382,7 @@ def test_what_is_refused_of_mlp_speculators(tmp_path, raw, change, match):
         ({}, put("0.1.weight", lambda w: w[:-1]), "60 tokens"),
         ({}, put("0.0.linear.weight", lambda w: w[:, :-1]), "0.0.linear.weight is"),
         ({}, put("lm_head.weight", lambda w: np.ones((3, 3), np.float32)), "no use for"),
+        ({}, put("d2t", lambda _: np.arange(VOCAB)), "no use for: d2t"),
         ({}, put("900.0.linear.weight", lambda w: np.ones((3, 3), np.float32)), "901 heads"),
     ],
 )
