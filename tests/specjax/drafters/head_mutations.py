@@ -39,6 +39,7 @@ from folder_faults import (
 from folder_sweep import message_of, serve
 from head_folders import random_tensors, write
 from helpers import first_layer, save_llama
+from torch_archives import archive
 
 import specjax
 from specjax.drafters.base import DrafterContext
@@ -290,7 +291,9 @@ class _Payload:
 
 def store_a_pickle(rng: random.Random, folder: Path) -> str:
     """Weights that run code when they are unpickled: alone, beside sound ones, or in their name."""
-    content = pickle.dumps(_Payload(folder.parent / MARK))
+    content = pickle.dumps(_Payload(folder.parent / MARK), protocol=2)
+    if rng.randrange(2):
+        content = archive(content)  # as torch.save writes it
     kind = rng.randrange(4)
     name = rng.choice(("pytorch_model.bin", "medusa_lm_head.pt", "model.pth", "x.bin"))
     if kind == 0:
