@@ -8,14 +8,25 @@ draws is nothing: the next token's logits are already there.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.drafters.token_by_token import TokenByToken
 from specjax.paged import kv_cache
+from specjax.sampling import vocabulary
+from specjax.sampling.vocabulary import Vocabulary
+from specjax.types import DecoderParams
 
 MOST_LOGIT_BYTES = 2**28  # of all draft tokens of a step, to read the head's matrix once
+
+
+class Asked(NamedTuple):
+    """What a step begins with, where masks are fed for the tokens that each row is asked for."""
+
+    state: Any
+    num_tokens: Array  # i32[rows]
 
 
 class Drafting(NamedTuple):
@@ -51,3 +62,51 @@ def said_after(said: Array, positions: Array, roots: Array) -> Array:
     """
     ahead = jnp.clip(positions - roots, 0, said.shape[1] - 1)
     return jnp.take_along_axis(said, ahead[:, None, None], axis=1)[:, 0]
+
+
+class OverMasks(TokenByToken):
+    """A model that is fed a mask in place of each draft token but the last, and no draft token.
+
+    Stands before the class that says how logits are read from hidden states.
+    """
+
+    @property
+    def num_drafts(self) -> int:
+        """K, the most draft tokens of a row."""
+        raise NotImplementedError
+
+    def keep(self, params: DecoderParams, hidden: Array) -> Array:
+        """Returns what is kept of hidden [rows, K, width], the model's output for draft tokens."""
+        if not self._fits(hidden.shape[0]):
+            return hidden
+        # Of the class behind this one: here, logits are what was kept.
+        return of_all(hidden, lambda flat: super(OverMasks, self).logits(params, flat, 0))
+
+    def feed(
+        self,
+        params: DecoderParams,
+        state: Drafting,
+        decode_state: Any,
+        history: Array,
+        positions: Array,
+        is_fed: Array,
+        hidden: Array,
+        depth: int | Array,
+    ) -> tuple[Array, Drafting]:
+        """Returns what was said of the next token: this one is not read."""
+        del params, history, is_fed, hidden, depth
+        return said_after(state.said, positions, decode_state.cache.lengths), state
+
+    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
+        return hidden if self._fits(hidden.shape[0]) else super().logits(params, hidden, depth)
+
+    def own_logits(
+        self, params: DecoderParams, hidden: Array, depth: int | Array
+    ) -> tuple[Array, Vocabulary]:
+        if self._fits(hidden.shape[0]):
+            return hidden, vocabulary.WHOLE
+        return super().own_logits(params, hidden, depth)
+
+    def _fits(self, rows: int) -> bool:
+        """Returns whether the logits of all draft tokens of a step are kept at once."""
+        return fits(rows, self.num_drafts, self.vocab_size)

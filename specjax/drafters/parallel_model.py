@@ -12,29 +12,19 @@ Source: An et al. 2025, PARD (arXiv:2504.18583), section 3.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.drafters import draft_model, one_pass, token_by_token
+from specjax.drafters import draft_model, token_by_token
 from specjax.drafters.base import Draft, Drafter
 from specjax.drafters.draft_model import WHOLE, DraftModel, Partition
-from specjax.drafters.one_pass import Drafting
+from specjax.drafters.one_pass import Asked, Drafting, OverMasks
 from specjax.drafters.token_set import TokenSet
 from specjax.models.base import ModelConfig
-from specjax.paged import kv_cache
 from specjax.paged.forward import make_batch
-from specjax.sampling import vocabulary
-from specjax.sampling.vocabulary import Vocabulary
 from specjax.types import DecoderParams, TokenBatch
-
-
-class _Asked(NamedTuple):
-    """What a step begins with."""
-
-    pages: tuple[kv_cache.Pages, ...]
-    num_tokens: Array  # i32[rows], draft tokens that each row is asked for
 
 
 def drafter(
@@ -72,7 +62,7 @@ def drafter(
     )
 
     def draft(params: DecoderParams, state: Any, decode_state: Any, num_tokens: Array) -> Draft:
-        asked = _Asked(state, num_tokens)
+        asked = Asked(state, num_tokens)
         drafted = token_by_token.draft(
             model, num_speculative_tokens, None, params, asked, decode_state, num_tokens
         )
@@ -86,8 +76,12 @@ def drafter(
 
 
 @dataclasses.dataclass(frozen=True)
-class _ParallelModel(DraftModel):
+class _ParallelModel(OverMasks, DraftModel):
     depth: int = 1  # K
+
+    @property
+    def num_drafts(self) -> int:
+        return self.depth
 
     def begin(
         self, params: DecoderParams, state: Any, decode_state: Any, takes_part: Array
@@ -102,16 +96,14 @@ class _ParallelModel(DraftModel):
           else hidden [rows, hidden_size].
         """
         num_missing, pages = self.catch_up(
-            params, state.pages, decode_state, takes_part, most_left=self.depth
+            params, state.state, decode_state, takes_part, most_left=self.depth
         )
         batch = self._batch(decode_state, num_missing, state.num_tokens, takes_part)
         hidden, pages = self.forward(params, pages, batch, 2 * self.depth)
         # Of the root, and of each mask.
         ahead = jnp.arange(self.depth)[None, :]
         flat = batch.row_starts[:-1, None] + num_missing[:, None] + ahead
-        said = hidden[jnp.minimum(flat, hidden.shape[0] - 1)]
-        if self._fits(decode_state.rows):
-            said = one_pass.of_all(said, lambda hidden: DraftModel.logits(self, params, hidden, 0))
+        said = self.keep(params, hidden[jnp.minimum(flat, hidden.shape[0] - 1)])
         return said[:, 0], Drafting(pages, said)
 
     def _batch(
@@ -132,34 +124,3 @@ class _ParallelModel(DraftModel):
         mask = jnp.int32(self.config.mask_token_id)
         is_mask = batch.positions > root[row]
         return dataclasses.replace(batch, token_ids=jnp.where(is_mask, mask, batch.token_ids))
-
-    def feed(
-        self,
-        params: DecoderParams,
-        state: Any,
-        decode_state: Any,
-        history: Array,
-        positions: Array,
-        is_fed: Array,
-        hidden: Array,
-        depth: int | Array,
-    ) -> tuple[Array, Any]:
-        """Returns what was said of the next token: this one is not read."""
-        del params, history, is_fed, hidden, depth
-        return one_pass.said_after(state.said, positions, decode_state.cache.lengths), state
-
-    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
-        if self._fits(hidden.shape[0]):
-            return hidden
-        return super().logits(params, hidden, depth)
-
-    def own_logits(
-        self, params: DecoderParams, hidden: Array, depth: int | Array
-    ) -> tuple[Array, Vocabulary]:
-        if self._fits(hidden.shape[0]):
-            return hidden, vocabulary.WHOLE
-        return super().own_logits(params, hidden, depth)
-
-    def _fits(self, rows: int) -> bool:
-        """Returns whether the logits of all draft tokens of a step are kept at once."""
-        return one_pass.fits(rows, self.depth, self.vocab_size)
