@@ -10,7 +10,7 @@ from head_equations import TARGET, VOCAB, attention_of, mlp, rms, rotated, wide
 
 import specjax
 from specjax.drafters.base import DrafterContext
-from specjax.drafters.eagle import _Head
+from specjax.drafters.eagle import EagleHead
 from specjax.drafters.head_specs import EagleDrafter
 from specjax.drafters.token_by_token import of_head
 from specjax.models.base import ModelConfig
@@ -109,7 +109,7 @@ class Rows:
             taps=config.aux_layers,
         )
         self.drafter = self.spec.build(self.context)
-        self.head = _Head(**of_head(config, self.context))
+        self.head = EagleHead(**of_head(config, self.context))
         state = self.drafter.init(2, 32, 2 * PAGES_PER_ROW, PAGE)
         self.state = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), state)
         pages = np.random.default_rng(0).permutation(2 * PAGES_PER_ROW)

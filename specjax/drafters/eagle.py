@@ -59,7 +59,7 @@ def drafter(
     Args:
       shape: shape of a tree, whose depth is K, or how it grows; None: chains.
     """
-    head = _Head(**token_by_token.of_head(config, context))
+    head = EagleHead(**token_by_token.of_head(config, context))
 
     def init(rows: int, max_length: int, num_pages: int, page_size: int) -> EagleState:
         del max_length
@@ -80,7 +80,9 @@ def _axes(state: EagleState) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Head(TokenByToken):
+class EagleHead(TokenByToken):
+    """A head that is fed pairs, token by token."""
+
     config: AnyEagle
     context: DrafterContext
 
@@ -108,7 +110,7 @@ class _Head(TokenByToken):
             lengths=fed.lengths + 1,
             slot_mapping=_slots(state, fed.block_table, fed.row_ids, fed.positions + 1),
         )
-        out, pages = self._run(params, state.pages, pairs, features, max_tokens_per_row)
+        out, pages = self.run(params, state.pages, pairs, features, max_tokens_per_row)
         return EagleState(pages, keep_newest(state.newest, out, fed, row_ids))
 
     def begin(
@@ -141,7 +143,7 @@ class _Head(TokenByToken):
         # Rows that are not fed take no place among the flat tokens.
         above = hidden[jnp.minimum(batch.row_ids, rows - 1)]
         features = self.model.next_feature(params.drafter, self.config, above)
-        out, pages = self._run(params, state.pages, batch, features, 1)
+        out, pages = self.run(params, state.pages, batch, features, 1)
         own = jnp.clip(batch.row_starts[1:] - 1, 0, rows - 1)
         return out[own], state._replace(pages=pages)
 
@@ -164,7 +166,7 @@ class _Head(TokenByToken):
         offset = jnp.arange(rows * count) - batch.row_starts[row]
         above = hidden[row, jnp.clip(offset, 0, count - 1)]
         features = self.model.next_feature(params.drafter, self.config, above)
-        out, pages = self._run(params, state.pages, batch, features, count)
+        out, pages = self.run(params, state.pages, batch, features, count)
         flat = tokens_of(batch.row_starts, rows * count, count)
         return out[flat], state._replace(pages=pages)
 
@@ -177,7 +179,7 @@ class _Head(TokenByToken):
             params, self.model.normed_output(own, self.config, hidden)
         )
 
-    def _run(
+    def run(
         self,
         params: DecoderParams,
         pages: tuple[kv_cache.Pages, ...],

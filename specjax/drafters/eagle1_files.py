@@ -28,9 +28,7 @@ def is_eagle(raw: Json, tensors: Collection[str]) -> bool:
       raw: its config.json.
       tensors: the names in its files; none if they cannot be read.
     """
-    if raw.get("speculators_model_type") == "peagle" or any(
-        _CLASS.search(str(one)) for one in head_files.classes_of(raw)
-    ):
+    if any(_CLASS.search(str(one)) for one in head_files.classes_of(raw)):
         return True
     first = f"{FIRST_PREFIX}self_attn.q_proj.weight"
     return raw.get("speculators_model_type") is None and {"fc.weight", first} <= {*tensors}
@@ -64,11 +62,10 @@ def read_eagle(
 def _parse(head: Head, target: ModelConfig, aux_layer_ids: Sequence[int] | None) -> EagleConfig:
     own, tensors = head.own, head.tensors
     head_files.check_reads_last(aux_layer_ids)
-    names = " ".join(map(str, head_files.classes_of(head.raw))).lower()
-    if "peagle" in names or "mask_hidden" in tensors or head.is_of_speculators:
+    if "mask_hidden" in tensors or head.is_of_speculators:
         raise ValueError(
-            "P-EAGLE, and EAGLE as `speculators` stores it, are not supported; give a head of the "
-            "naming of EAGLE, or one of EAGLE-3."
+            "P-EAGLE over one hidden state, and EAGLE as `speculators` stores it, are not "
+            "supported; give a head of the naming of EAGLE, or one of EAGLE-3 or P-EAGLE."
         )
     if f"{FIRST_PREFIX}input_layernorm.weight" in tensors:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""Reads a folder with an EAGLE-3 head: of the EAGLE and SpecForge naming, and of `speculators`.
+"""Reads a folder with an EAGLE-3 or P-EAGLE head: of the naming of EAGLE and SpecForge, or of
+`speculators`.
 
 Files differ in names, and say little of what their reader must know: which hidden states of the
 target are captured is stored in three ways or not at all.
@@ -14,25 +15,27 @@ from jax.typing import DTypeLike
 
 from specjax.drafters import head_files
 from specjax.drafters.head_files import FoundHead, Head, Tensors
-from specjax.models import eagle3
+from specjax.models import eagle3, hf_config
 from specjax.models.base import Json, ModelConfig
-from specjax.models.config_values import flag, optional_number, require, shown, size
-from specjax.models.eagle3 import FLAT_PREFIX, NUMBERED_PREFIX, Eagle3Config
+from specjax.models.config_values import flag, optional_number, require, shown, size, token_id
+from specjax.models.eagle3 import FLAT_PREFIX, MASK_HIDDEN, NUMBERED_PREFIX, Eagle3Config
 
 # In names of `architectures`, and of the key speculators_model_type.
-KIND = "eagle3"
+KIND, PARALLEL_KIND = "eagle3", "peagle"
+# Names of the mask token of P-EAGLE: that of training libraries, and those that vLLM reads.
+MASK_KEYS = ("mask_token_id", *hf_config.MASK_KEYS)
 AUX_KEY = "eagle_aux_hidden_state_layer_ids"
 
 
 def is_eagle3(raw: Json) -> bool:
-    """Returns whether a config.json says that its folder holds an EAGLE-3 head.
+    """Returns whether a config.json says that its folder holds an EAGLE-3 or P-EAGLE head.
 
     Some have the class of a whole model, and only draft_vocab_size tells them from one.
     """
     if (kind := raw.get("speculators_model_type")) is not None:
-        return kind == KIND
-    named = any(KIND in str(one).lower() for one in head_files.classes_of(raw))
-    return named or "draft_vocab_size" in raw
+        return kind in (KIND, PARALLEL_KIND)
+    names = " ".join(map(str, head_files.classes_of(raw))).lower()
+    return KIND in names or PARALLEL_KIND in names or "draft_vocab_size" in raw
 
 
 def read_eagle3(
@@ -52,7 +55,7 @@ def read_eagle3(
       ValueError: the head is for another target, or a tensor or key is missing, impossible, or
         unknown.
     """
-    head = head_files.open_head(folder, "an EAGLE-3 head")
+    head = _with_flat_mask(head_files.open_head(folder, "an EAGLE-3 head"))
     with head_files.naming(head):
         config, notes = _parse(head, target, aux_layer_ids)
     leaves = eagle3.weights_of(config, _prefix(head.tensors))
@@ -66,8 +69,6 @@ def _parse(
     require(own, "hidden_act", ("silu", "swish"), "silu")
     if optional_number(raw, "logit_scale") not in (None, 1.0):
         raise ValueError(f"logit_scale={shown(raw['logit_scale'])} is not supported; expected 1.")
-    if "mask_hidden" in tensors:
-        raise ValueError("tensor 'mask_hidden' is of P-EAGLE, which is not supported.")
     _check_norms(raw, tensors)
     head_files.check_sees_all(own)
     notes: list[str] = []
@@ -91,6 +92,9 @@ def _parse(
     ids, source, are_outputs = _aux_ids(raw, target.num_layers, aux_layer_ids)
     aux, note = head_files.captured_layers(head, target, ids, source, are_outputs=are_outputs)
     notes.append(note)
+    mask = _mask_token_id(head, target)
+    if mask is not None:
+        notes.append(f"P-EAGLE: drafts all tokens in one pass, with token {mask} as their mask")
     # vLLM's reader of such files takes true; the library that writes them writes it always.
     default = head.is_of_speculators
     if raw.get("norm_before_residual") is None and default:
@@ -109,9 +113,57 @@ def _parse(
             has_embedding=tables.has_embedding,
             has_head=tables.has_head,
             maps_vocabulary=tables.maps_vocabulary,
+            mask_token_id=mask,
         ),
         notes,
     )
+
+
+def _with_flat_mask(head: Head) -> Head:
+    """Returns a head whose mask state is a vector; files have it as [1, 1, width] or [1, width]."""
+    mask = head.tensors.get(MASK_HIDDEN)
+    if mask is None:
+        return head
+    if any(size != 1 for size in mask.shape[:-1]):
+        raise ValueError(
+            f"{head.path.parent}: {MASK_HIDDEN} is {list(mask.shape)}; expected one state, "
+            "[1, 1, width]."
+        )
+    tensors = {**head.tensors, MASK_HIDDEN: mask.reshape(-1)}
+    return head._replace(kind="a P-EAGLE head", tensors=tensors)
+
+
+def _mask_token_id(head: Head, target: ModelConfig) -> int | None:
+    """Returns the mask token of P-EAGLE; None: the head drafts token by token.
+
+    Raises:
+      ValueError: config.json and the tensors disagree, or the token is unclear or none of the
+        target's.
+    """
+    raw = head.raw
+    said = {key: token_id(key, raw.get(key), target.vocab_size) for key in MASK_KEYS}
+    said = {key: token for key, token in said.items() if token is not None}
+    has_mask = MASK_HIDDEN in head.tensors
+    kinds = (*head_files.classes_of(raw), raw.get("speculators_model_type"))
+    is_said = any(PARALLEL_KIND in str(kind).lower() for kind in kinds)
+    if not has_mask:
+        if said or is_said or flag(raw, "parallel_drafting", False):
+            raise ValueError(
+                f"it describes P-EAGLE, and there is no tensor {MASK_HIDDEN!r}; use both files as "
+                "they were published."
+            )
+        return None
+    if not flag(raw, "parallel_drafting", True):
+        raise ValueError(
+            f"parallel_drafting=false, and there is a tensor {MASK_HIDDEN!r}, of P-EAGLE; use both "
+            "files as they were published."
+        )
+    if len({*said.values()}) != 1:
+        raise ValueError(
+            f"the mask token is {shown(said) if said else 'missing'}; add it as {MASK_KEYS[0]!r}, "
+            "the token that the head was trained with."
+        )
+    return next(iter(said.values()))
 
 
 def _check_norms(raw: Json, tensors: Tensors) -> None:

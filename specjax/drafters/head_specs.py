@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import jax.numpy as jnp
 
-from specjax.config.speculation import SpeculationConfig
+from specjax.config.speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
 from specjax.drafters import dflash as dflash_head
-from specjax.drafters import eagle, newest_state
+from specjax.drafters import eagle, newest_state, parallel_eagle
 from specjax.drafters.base import (
     Drafter,
     DrafterContext,
@@ -62,15 +62,28 @@ class _OverTarget(DrafterSpec):
             )
         if isinstance(self.config, EagleConfig) and self.config.is_mtp:
             faults += ("it reads the embedding and the hidden state in the other order",)
+        if _takes_masks(self.config):
+            token = self.config.mask_token_id
+            faults += (f"it was trained with another mask token than {token}",)
         return faults
 
 
 @dataclasses.dataclass(frozen=True)
 class EagleDrafter(_OverTarget, Shaped):
-    """An EAGLE or EAGLE-3 head over the target; `shape` describes its trees, None: chains."""
+    """An EAGLE or EAGLE-3 head over the target; `shape` describes its trees, None: chains.
+
+    One with a mask token, P-EAGLE, drafts a chain in one pass (`parallel_eagle`).
+    """
 
     config: EagleConfig | Eagle3Config
     shape: TreeShape | Growth | None = None
+
+    def __post_init__(self):
+        if self.shape is not None and _takes_masks(self.config):
+            raise ValueError(
+                "P-EAGLE drafts chains, in one pass; leave out speculative_token_tree and "
+                "tree_top_k."
+            )
 
     def with_tree(self, config: SpeculationConfig) -> EagleDrafter:
         """Returns the spec with the tree of a config.
@@ -91,12 +104,17 @@ class EagleDrafter(_OverTarget, Shaped):
     def work(
         self, target: ModelConfig, dtype: Any, num_weights: int | None = None
     ) -> tuple[ModelWork, ...]:
-        """Returns the work of one draft token: the layers, and the head's matrix."""
+        """Returns the work of one draft token, or of the masks that draft all: the layers, and
+        the head's matrix."""
         del target, num_weights
         products = eagle.equations_of(self.config).draft_products(self.config)
-        return (_head_work(self.config.layers, products, dtype),)
+        # What follows the newest pair is known, so that masks are one less than draft tokens.
+        masks = DEFAULT_NUM_SPECULATIVE_TOKENS - 1 if _takes_masks(self.config) else 0
+        return (_head_work(self.config.layers, products, dtype, block_tokens=masks),)
 
     def build(self, context: DrafterContext) -> Drafter:
+        if _takes_masks(self.config):
+            return parallel_eagle.drafter(self.config, context)
         return eagle.drafter(self.config, context, self._cut(context.num_speculative_tokens))
 
 
@@ -171,8 +189,18 @@ def _head_shape(
             f"max_model_len={config.max_model_len!r} does not apply to a head over the target; "
             "leave it out."
         )
-    check_no_masks(config, type(spec).__name__)
+    if not _takes_masks(spec.config):
+        check_no_masks(config, type(spec).__name__)
+    elif config.parallel_drafting is False:
+        raise ValueError(
+            "parallel_drafting=False, and P-EAGLE is trained to draft in one pass; leave it out, "
+            "or give an EAGLE-3 head."
+        )
     return spec.shape_of(config, spec.config.vocab_size)
+
+
+def _takes_masks(config: Any) -> TypeGuard[Eagle3Config]:
+    return isinstance(config, Eagle3Config) and config.takes_masks
 
 
 def _head_work(own: ModelConfig, products: int, dtype: Any, **others: Any) -> ModelWork:

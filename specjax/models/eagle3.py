@@ -11,6 +11,15 @@ states h of the captured layers at token j, and the embedding e of token j + 1:
 
 The next draft token goes with r, or with norm(r), in place of g. Each layer keeps keys and values
 of its own.
+
+P-EAGLE drafts all tokens in one pass. Masks follow the newest pair, at the next positions, and see
+it, all pairs before, and the masks before. Each is the pair of
+
+    e = embedding(mask token)
+    g = fc(m)                                             m is learned, the same for all masks
+
+and r of mask i says the draft token i + 1. Source: Hui et al. 2026, arXiv:2602.01469, section 3,
+and the published code of vllm-project/speculators, SpecForge and vLLM.
 """
 
 from __future__ import annotations
@@ -31,6 +40,7 @@ from specjax.models.layers import rms_norm
 from specjax.models.weights import matrix, vector
 
 FLAT_PREFIX, NUMBERED_PREFIX = "midlayer.", "layers.0."
+MASK_HIDDEN = "mask_hidden"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +59,8 @@ class Eagle3Config:
       norm_output: whether the next draft token goes with norm(r).
       has_embedding, has_head: whether it has its own; else those of the target are used.
       maps_vocabulary: whether its tokens have numbers of their own, see `target_ids`.
+      mask_token_id: of P-EAGLE, stands for the tokens that are to be drafted; None: it drafts token
+        by token.
     """
 
     layers: ModelConfig
@@ -63,6 +75,12 @@ class Eagle3Config:
     has_embedding: bool = False
     has_head: bool = True
     maps_vocabulary: bool = False
+    mask_token_id: int | None = None
+
+    @property
+    def takes_masks(self) -> bool:
+        """Whether it drafts all tokens of a step in one pass, over masks."""
+        return self.mask_token_id is not None
 
     @property
     def hidden_size(self) -> int:
@@ -86,6 +104,11 @@ def feature(params: Params, config: Eagle3Config, taps: Sequence[Array]) -> Arra
     if config.norm_before_fc:
         together = norm(together, params["fc_input_norm"])
     return blocks.project(together, params, "fc")
+
+
+def mask_feature(params: Params, config: Eagle3Config) -> Array:
+    """Returns [hidden_size], the feature of a mask; only with `takes_masks`."""
+    return feature(params, config, jnp.split(params["mask_hidden"], len(config.aux_layers)))
 
 
 def forward(
@@ -177,6 +200,7 @@ def weights_of(config: Eagle3Config, first_prefix: str = FLAT_PREFIX) -> dict[st
             for place in range(len(config.aux_layers))
         ),
     )
+    params |= only_if(config.takes_masks, mask_hidden=vector(MASK_HIDDEN, config.fc_width, None))
     first = layer_weights(own, first_prefix, 2 * d)
     first["hidden_norm"] = vector(f"{first_prefix}hidden_norm.weight", d, None, 1.0)
     others = (layer_weights(own, f"layers.{index}.", d) for index in range(1, own.num_layers))

@@ -48,6 +48,16 @@ BLOCK = {"aux_layers": (1, 2), "block_size": 4, "mask_token_id": 60, "causal_lay
 HEADS = {
     "eagle": (EagleDrafter, eagle, EagleConfig(layers=OWN, target_vocab_size=VOCAB, **LAST)),
     "eagle3": (EagleDrafter, eagle3, Eagle3Config(layers=OWN, aux_layers=(0, 1, 2), **OF_TARGET)),
+    "p_eagle": (
+        EagleDrafter,
+        eagle3,
+        Eagle3Config(
+            layers=dataclasses.replace(OWN, num_layers=2),
+            aux_layers=(0, 1, 2),
+            mask_token_id=60,
+            **OF_TARGET,
+        ),
+    ),
     "mtp": (
         EagleDrafter,
         eagle,
@@ -74,8 +84,9 @@ HEADS = {
 }
 PARALLEL = "pard"
 KINDS = (*HEADS, PARALLEL)
-TREES = [name for name, (spec, _, _) in HEADS.items() if spec is not DFlashDrafter]
-QUICKEST = "mlp_speculator", "dspark", PARALLEL
+CHAINS_ALONE = "dflash", "dspark", "p_eagle"
+TREES = [name for name in HEADS if name not in CHAINS_ALONE]
+QUICKEST = "mlp_speculator", "dspark", "p_eagle", PARALLEL
 TREE = {"speculative_token_tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}
 GROWN = {"tree_top_k": 2, "num_speculative_tokens": 3}
 

@@ -8,8 +8,9 @@ from head_folders import random_tensors, write
 from helpers import save_llama, tiny_llama
 
 from specjax.cli.main import main
-from specjax.models import eagle, medusa
+from specjax.models import eagle, eagle3, medusa
 from specjax.models.eagle import MTP_PREFIX, EagleConfig
+from specjax.models.eagle3 import Eagle3Config
 from specjax.models.medusa import MedusaConfig
 
 WIDTH, VOCAB, LAYERS = 32, 64, 2
@@ -97,6 +98,27 @@ def test_a_head(capsys, target, tmp_path):
     assert figures["notes"] == ["reads the last hidden state of the target, after the final norm"]
     own = target[1]
     assert figures["kv_numbers_per_token"] == 2 * own.num_kv_heads * own.head_dim
+
+
+def test_a_head_over_masks(capsys, target, tmp_path):
+    own = tiny_llama(0, vocab_size=VOCAB, hidden_size=WIDTH, num_layers=2).config
+    sizes = {"target_hidden_size": WIDTH, "target_vocab_size": VOCAB, "aux_layers": (0, 1)}
+    config = Eagle3Config(layers=own, mask_token_id=VOCAB - 1, **sizes)
+    raw = {
+        "architectures": ["PEagleDraftModel"],
+        "hidden_size": WIDTH,
+        "intermediate_size": own.intermediate_size,
+        "num_attention_heads": own.num_heads,
+        "num_key_value_heads": own.num_kv_heads,
+        "vocab_size": VOCAB,
+        "mask_token_id": VOCAB - 1,
+        "eagle_aux_hidden_state_layer_ids": [0, 1],
+    }
+    folder = write(tmp_path, raw, random_tensors(eagle3.weights_of(config)))
+    figures = found(capsys, folder, "--target", target[0])
+    assert (figures["method"], figures["captures"]) == ("eagle3", [0, 1])
+    assert f"in one pass, with token {VOCAB - 1} as their mask" in figures["notes"][1]
+    assert figures["kv_numbers_per_token"] == 2 * 2 * own.num_kv_heads * own.head_dim
 
 
 def test_a_head_that_does_not_fit_says_why(capsys, target, tmp_path):

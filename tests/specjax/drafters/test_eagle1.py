@@ -198,7 +198,6 @@ def test_a_copy_of_the_target_s_embedding_is_not_kept(tmp_path):
             put("layers.0.input_layernorm.weight", lambda w: np.ones(WIDTH, np.float32)),
             "no such",
         ),
-        ({"architectures": ["PEagleDraftModel"]}, dict, "P-EAGLE"),
         ({"layer_types": ["sliding_attention"]}, dict, "sliding_attention"),
         (
             {"draft_vocab_size": 4},

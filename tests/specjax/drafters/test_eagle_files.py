@@ -1,5 +1,6 @@
 """Folders with EAGLE-3 heads: the namings of EAGLE and of speculators, and what is refused."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from head_folders import put, random_tensors, vocabulary_maps, without, write
 
 import specjax
+from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.eagle_files import read_eagle3
 from specjax.drafters.head_specs import EagleDrafter
 from specjax.models import eagle3
@@ -62,6 +64,10 @@ def config_of(**flags):
         maps_vocabulary=True,
         **flags,
     )
+
+
+def masks_of(*shape):
+    return put("mask_hidden", lambda _: np.arange(np.prod(shape), dtype=np.float32).reshape(shape))
 
 
 def tensors_of(config, prefix, seed=0):
@@ -162,7 +168,10 @@ def test_captured_layers_are_stored_in_several_ways(tmp_path, more, options, exp
         ({"fc_norm": True}, None, "fc_norm=true"),
         ({"attention_bias": True}, None, "attention_bias=true"),
         ({"head_dim": 16}, None, "head_dim=16, and midlayer.self_attn.q_proj.weight has 32 rows"),
-        ({}, put("mask_hidden", lambda _: np.ones((1, 1, 96), np.float32)), "P-EAGLE"),
+        ({}, put("mask_hidden", lambda _: np.ones((1, 1, 96), np.float32)), "is missing; add it"),
+        ({"mask_token_id": 3}, None, "there is no tensor 'mask_hidden'"),
+        ({"parallel_drafting": True}, None, "there is no tensor 'mask_hidden'"),
+        ({"architectures": ["PEagleDraftModel"]}, None, "there is no tensor 'mask_hidden'"),
         ({}, put("markov_head.markov_w1.weight", lambda _: np.ones(3, np.float32)), "no use for"),
     ],
 )
@@ -171,6 +180,43 @@ def test_what_is_refused(tmp_path, more, change, match):
     folder = write(tmp_path, flat(**more), tensors if change is None else change(tensors))
     with pytest.raises(ValueError, match=match):
         read(folder)
+
+
+@pytest.mark.parametrize(
+    ("raw", "prefix", "shape"),
+    [
+        (nested(speculators_model_type="peagle", mask_token_id=60), NUMBERED_PREFIX, (1, 1, 96)),
+        (flat(ptd_token_id=60, pard_token=60, parallel_drafting=True), FLAT_PREFIX, (1, 96)),
+        (flat(architectures=["PEagleDraftModel"], mask_token_id=60), NUMBERED_PREFIX, (1, 1, 96)),
+    ],
+    ids=["speculators", "as vLLM reads it", "SpecForge"],
+)
+def test_the_namings_of_p_eagle(tmp_path, raw, prefix, shape):
+    is_nested = "transformer_layer_config" in raw
+    config = config_of(num_layers=2, mask_token_id=60, norm_before_residual=is_nested)
+    tensors = masks_of(*shape)(tensors_of(dataclasses.replace(config, mask_token_id=None), prefix))
+    folder = write(tmp_path, raw, tensors)
+    how = {"method": "eagle3", "model": str(folder), "parallel_drafting": True}
+    loaded = specjax.load_drafter(str(folder), TARGET, SpeculationConfig(**how))
+    assert loaded.spec == EagleDrafter(config)
+    np.testing.assert_array_equal(loaded.params["mask_hidden"], np.arange(96))
+    assert loaded.notes[1] == "P-EAGLE: drafts all tokens in one pass, with token 60 as their mask"
+
+
+@pytest.mark.parametrize(
+    ("more", "shape", "match"),
+    [
+        ({"mask_token_id": 61}, (1, 1, 96), "mask_token_id=61 is no token"),
+        ({"mask_token_id": 5, "pard_token": 6}, (1, 1, 96), "5.*6.*add it as 'mask_token_id'"),
+        ({"mask_token_id": 5, "parallel_drafting": False}, (1, 1, 96), "parallel_drafting=false"),
+        ({"mask_token_id": 5}, (1, 1, 64), "mask_hidden is .64., expected .96."),
+        ({"mask_token_id": 5}, (3, 32), "expected one state"),
+    ],
+)
+def test_what_is_refused_of_p_eagle(tmp_path, more, shape, match):
+    tensors = masks_of(*shape)(tensors_of(config_of(), FLAT_PREFIX))
+    with pytest.raises(ValueError, match=match):
+        read(write(tmp_path, flat(**more), tensors))
 
 
 def test_a_head_whose_class_is_a_model_is_known_by_its_vocabulary(tmp_path):

@@ -1,0 +1,100 @@
+"""A drafter that is a P-EAGLE head over the target: one pass over masks drafts a chain.
+
+Pairs of the text are absorbed as by EAGLE-3 (`eagle`), the root's too, and what the head says after
+it is the first draft token. The others come from masks at the positions after the root, in one
+forward. Keys and values of masks lie past the root: the next step writes the pairs of committed
+tokens over them.
+
+Source: Hui et al. 2026, P-EAGLE (arXiv:2602.01469), section 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.ragged import tokens_of
+from specjax.drafters import eagle, token_by_token
+from specjax.drafters.base import Draft, Drafter, DrafterContext
+from specjax.drafters.eagle import EagleHead, EagleState
+from specjax.drafters.one_pass import Asked, Drafting, OverMasks
+from specjax.models import eagle3
+from specjax.models.eagle3 import Eagle3Config
+from specjax.paged import kv_cache
+from specjax.paged.forward import make_batch
+from specjax.types import DecoderParams
+
+
+def drafter(config: Eagle3Config, context: DrafterContext) -> Drafter:
+    """Returns the functions of a P-EAGLE head, a config with a `mask_token_id`."""
+    head = ParallelHead(**token_by_token.of_head(config, context))
+    depth = context.num_speculative_tokens
+
+    def draft(
+        params: DecoderParams, state: EagleState, decode_state: Any, num_tokens: Array
+    ) -> Draft:
+        asked = Asked(state, num_tokens)
+        drafted = token_by_token.draft(head, depth, None, params, asked, decode_state, num_tokens)
+        return drafted._replace(state=state._replace(pages=drafted.state.pages))
+
+    return eagle.drafter(config, context)._replace(draft=draft)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelHead(OverMasks, EagleHead):
+    """A head that is fed pairs of the text, and masks."""
+
+    config: Eagle3Config
+
+    @property
+    def num_drafts(self) -> int:
+        return self.context.num_speculative_tokens
+
+    def begin(
+        self, params: DecoderParams, state: Asked, decode_state: Any, takes_part: Array
+    ) -> tuple[Array, Drafting]:
+        """Runs a mask less than each row is asked for; what follows the root is known.
+
+        Returns:
+          `logits` of the first draft token [rows, vocab] where those of all draft tokens fit,
+          else r [rows, hidden_size].
+        """
+        said, pages = state.state.newest[:, None], state.state.pages
+        if self.num_drafts > 1:
+            counts = jnp.where(takes_part, state.num_tokens - 1, 0)
+            of_masks, pages = self.run_masks(params, pages, decode_state, counts)
+            said = jnp.concatenate([said, of_masks], axis=1)
+        said = self.keep(params, said)
+        return said[:, 0], Drafting(pages, said)
+
+    def run_masks(
+        self,
+        params: DecoderParams,
+        pages: tuple[kv_cache.Pages, ...],
+        decode_state: Any,
+        counts: Array,
+    ) -> tuple[Array, tuple[kv_cache.Pages, ...]]:
+        """Returns r [rows, K - 1, hidden_size] of `counts` masks after each root, and the pages.
+
+        Args:
+          counts: i32[rows], at most K - 1.
+        """
+        cache, most = decode_state.cache, self.num_drafts - 1
+        batch = make_batch(
+            decode_state.history,
+            cache.block_table,
+            cache.lengths + 1,
+            counts,
+            num_tokens=decode_state.rows * most,
+            page_size=cache.page_size,
+            num_slots=cache.num_slots,
+        )
+        masks = jnp.full_like(batch.token_ids, jnp.int32(self.config.mask_token_id))
+        batch = dataclasses.replace(batch, token_ids=masks)
+        feature = eagle3.mask_feature(params.drafter, self.config)
+        features = jnp.broadcast_to(feature, (len(masks), *feature.shape))
+        out, pages = self.run(params, pages, batch, features, most)
+        return out[tokens_of(batch.row_starts, len(masks), most)], pages

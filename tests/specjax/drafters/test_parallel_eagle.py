@@ -1,0 +1,192 @@
+"""P-EAGLE heads: against their equations written out in numpy, and in the engine."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eagle3_heads import FLAGS, WIDTH, Reference, feature_of, logits_of, make_head, outputs_of
+from head_equations import TARGET, VOCAB
+from pair_heads import PAGE, PAGES_PER_ROW, Rows, check_texts
+
+import specjax
+from specjax.config.speculation import SpeculationConfig
+from specjax.drafters import one_pass
+from specjax.drafters.head_specs import EagleDrafter
+from specjax.drafters.one_pass import Asked
+from specjax.drafters.parallel_eagle import ParallelHead
+from specjax.drafters.spec import HybridDrafter
+from specjax.drafters.token_by_token import of_head
+from specjax.testing import check_drafter
+from specjax.trees import static_shapes
+
+MASK, CAPTURED, DEPTH = 60, 3, 3
+
+
+def drafter_of(name, **more):
+    config, params = make_head(name, mask_token_id=MASK, **more)
+    return specjax.LoadedDrafter("head", EagleDrafter(config), params)
+
+
+class OverMasks(Reference):
+    """A head over one text and masks after it, as training has it, everything computed anew."""
+
+    def draft(self, tokens, taps, depth):
+        params, config = self.params, self.config
+        tokens = [*tokens, *[MASK] * (depth - 1)]
+        state = params["mask_hidden"].reshape(1, CAPTURED, -1)
+        features = feature_of(params, config, np.concatenate([taps, *[state] * (depth - 1)]))
+        r = outputs_of(params, config, self.table[tokens[1:]], features)[-depth:]
+        return r, np.argmax(logits_of(params, config, self.head, r), axis=1).tolist()
+
+
+class MaskRows(Rows):
+    """Two rows of a head's own pages, which hold NaN before anything is written."""
+
+    def follow(self, row, root, drafts):
+        """Returns r of the root and of masks after it, and the likeliest tokens."""
+        head = ParallelHead(**of_head(self.spec.config, self.context))
+        cache = SimpleNamespace(
+            block_table=self.table,
+            page_size=PAGE,
+            num_slots=2 * PAGES_PER_ROW * PAGE,
+            lengths=jnp.full(2, root, jnp.int32),
+        )
+        decode_state = SimpleNamespace(cache=cache, rows=2, history=self.history)
+        is_asked = jnp.arange(2) == row
+        counts = jnp.where(is_asked, len(drafts), 0)
+        pages, newest = self.state
+        masks, _ = head.run_masks(self.params, pages, decode_state, jnp.maximum(counts - 1, 0))
+        found = np.concatenate([newest[row][None], masks[row]])[: len(drafts)]
+        asked = Asked(self.state, counts)
+        hidden, drafting = head.begin(self.params, asked, decode_state, is_asked)
+        tokens = []
+        for ahead in range(1, len(drafts) + 1):
+            tokens.append(int(np.argmax(head.logits(self.params, hidden, ahead - 1)[row])))
+            # Every draft token is another than said, as none is read.
+            history = self.history.at[row, root + ahead].set((tokens[-1] + 1) % VOCAB)
+            positions = jnp.full(2, root + ahead, jnp.int32)
+            hidden, drafting = head.feed(
+                self.params, drafting, decode_state, history, positions, is_asked, hidden, ahead
+            )
+        # With the keys and values of masks, as a step leaves them.
+        self.state = self.state._replace(pages=drafting.pages)
+        return found, tokens
+
+
+ONE_BY_ONE = {"own tables, logits one by one": "own_tables"}
+
+
+@pytest.mark.parametrize("name", [*FLAGS, *ONE_BY_ONE])
+def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
+    if name not in FLAGS:
+        monkeypatch.setattr(one_pass, "MOST_LOGIT_BYTES", 0)
+        name = ONE_BY_ONE[name]
+    config, params = make_head(name, mask_token_id=MASK)
+    rows = MaskRows(config, params, DEPTH)
+    check_texts(OverMasks(config, params), rows, CAPTURED, VOCAB)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_are_those_of_plain_decoding(temperature):
+    sampling = specjax.SamplingParams(temperature=temperature, max_tokens=20, seed=3)
+    prompts = [[1, 2, 3], [5], [7, 8] * 9]
+    found = [
+        specjax.generate(TARGET, prompts, drafter=of, speculative_config=how, sampling=sampling)
+        for of, how in (
+            (None, None),
+            (drafter_of("own_tables"), {"policy": "fixed", "num_speculative_tokens": 3}),
+        )
+    ]
+    assert [out.token_ids for out in found[0]] == [out.token_ids for out in found[1]]
+    assert found[1].stats.acceptance.num_drafted > 20
+
+
+def repeating():
+    """Returns a target that repeats its newest token for ever, and a head that knows it.
+
+    Everything attends to all pairs alike and adds their embeddings, but for that of masks.
+    """
+    zero = lambda leaf: jnp.zeros_like(leaf)
+    layers = tuple(
+        layer | {"o_proj": zero(layer["o_proj"]), "down_proj": zero(layer["down_proj"])}
+        for layer in TARGET.params["layers"]
+    )
+    table = TARGET.params["embed_tokens"]
+    table = table / jnp.linalg.norm(table, axis=1, keepdims=True)
+    params = TARGET.params | {"layers": layers, "embed_tokens": table}
+    if "lm_head" in params:
+        params["lm_head"] = table
+    config, head = make_head("target_head", mask_token_id=MASK, num_kv_heads=4)
+    (layer,), mask = head["layers"], table[MASK]
+    of_tokens = jnp.eye(WIDTH) - jnp.outer(mask, mask)
+    layer |= {
+        "q_proj": zero(layer["q_proj"]),
+        "v_proj": jnp.concatenate([of_tokens, zero(of_tokens)], axis=1),
+        "o_proj": jnp.eye(WIDTH),
+        "down_proj": zero(layer["down_proj"]),
+        "input_norm": jnp.ones(WIDTH),
+    }
+    head |= {"layers": (layer,), "fc": zero(head["fc"]), "norm": jnp.ones(WIDTH)}
+    target = specjax.Model(TARGET.config, params, name="repeating")
+    return target, specjax.LoadedDrafter("head", EagleDrafter(config), head)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_head_that_knows_its_target_is_always_accepted(count):
+    target, drafter = repeating()
+    num_tokens = 2 * (count + 1)
+    out = specjax.generate(
+        target,
+        [[7, 7, 7], [9, 9]],
+        drafter=drafter,
+        speculative_config={"policy": "fixed", "num_speculative_tokens": count},
+        sampling=specjax.SamplingParams(temperature=0, max_tokens=num_tokens + 1, seed=0),
+    )
+    assert [one.token_ids for one in out] == [[7] * (num_tokens + 1), [9] * (num_tokens + 1)]
+    acceptance = out.stats.acceptance
+    assert acceptance.num_accepted == acceptance.num_drafted > 0
+
+
+def test_a_pass_runs_a_mask_less_than_is_drafted():
+    """For a plan: one forward, whatever K is."""
+    (work,) = drafter_of("plain").work(TARGET.config, jnp.bfloat16)
+    by_token = specjax.LoadedDrafter("head", EagleDrafter(make_head("plain")[0])).work
+    (other,) = by_token(TARGET.config, jnp.bfloat16)
+    assert [work.num_forwards(count) for count in (1, 5)] == [1, 1]
+    assert [other.num_forwards(count) for count in (1, 5)] == [1, 5]
+    assert (work.forward_tokens, work.weight_bytes) == (DEPTH, other.weight_bytes)
+
+
+def test_what_a_config_may_ask_for():
+    spec = drafter_of("plain").spec
+    for value in (None, True):
+        assert spec.configured(SpeculationConfig(parallel_drafting=value)) == spec
+    with pytest.raises(ValueError, match="trained to draft in one pass"):
+        spec.configured(SpeculationConfig(parallel_drafting=False))
+    with pytest.raises(ValueError, match="drafts chains"):
+        spec.configured(SpeculationConfig(tree_top_k=2))
+    with pytest.raises(ValueError, match="drafts chains"):
+        EagleDrafter(spec.config, static_shapes.from_rank_paths([[0], [1]]))
+    beside = spec.configured(SpeculationConfig(corpus_tokens=512, parallel_drafting=True))
+    assert beside == HybridDrafter(spec, 512)
+    assert "another mask token than 60" in " ".join(spec.likely_faults)
+
+
+def test_a_head_without_masks_takes_none():
+    spec = EagleDrafter(make_head("plain")[0])
+    with pytest.raises(ValueError, match="mask token"):
+        spec.configured(SpeculationConfig(parallel_drafting=True))
+
+
+def test_the_state_of_masks_is_as_wide_as_what_is_captured():
+    spec = drafter_of("plain").spec
+    found = spec.abstract_params(TARGET.config, jnp.float32)["mask_hidden"]
+    assert found == jax.ShapeDtypeStruct((CAPTURED * WIDTH,), jnp.float32)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["own_tables", "two_layers"])
+def test_it_keeps_the_contract_of_drafters(name):
+    check_drafter(drafter_of(name), TARGET)
