@@ -44,16 +44,23 @@ class OverMasks(Reference):
 class MaskRows(Rows):
     """Two rows of a head's own pages, which hold NaN before anything is written."""
 
-    def follow(self, row, root, drafts):
-        """Returns r of the root and of masks after it, and the likeliest tokens."""
-        head = ParallelHead(**of_head(self.spec.config, self.context))
+    @property
+    def parallel(self):
+        return ParallelHead(**of_head(self.spec.config, self.context))
+
+    def at(self, roots):
+        """Returns what a head reads of the state of rows with these roots."""
         cache = SimpleNamespace(
             block_table=self.table,
             page_size=PAGE,
             num_slots=2 * PAGES_PER_ROW * PAGE,
-            lengths=jnp.full(2, root, jnp.int32),
+            lengths=jnp.array(roots, jnp.int32),
         )
-        decode_state = SimpleNamespace(cache=cache, rows=2, history=self.history)
+        return SimpleNamespace(cache=cache, rows=2, history=self.history)
+
+    def follow(self, row, root, drafts):
+        """Returns r of the root and of masks after it, and the likeliest tokens."""
+        head, decode_state = self.parallel, self.at([root, root])
         is_asked = jnp.arange(2) == row
         counts = jnp.where(is_asked, len(drafts), 0)
         pages, newest = self.state
@@ -86,6 +93,27 @@ def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     config, params = make_head(name, mask_token_id=MASK)
     rows = MaskRows(config, params, DEPTH)
     check_texts(OverMasks(config, params), rows, CAPTURED, VOCAB)
+
+
+@pytest.mark.parametrize("asked", [(3, 3), (1, 3), (3, 2), (0, 3)], ids=str)
+def test_rows_are_asked_for_numbers_of_their_own(asked, monkeypatch):
+    monkeypatch.setattr(one_pass, "MOST_LOGIT_BYTES", 0)  # what is kept are hidden states
+    config, params = make_head("two_layers", mask_token_id=MASK)
+    rows, reference = MaskRows(config, params, DEPTH), OverMasks(config, params)
+    rng = np.random.default_rng(5)
+    texts, roots = rng.integers(0, VOCAB, (2, 9)).tolist(), (8, 4)
+    taps = rng.standard_normal((2, 8, CAPTURED, WIDTH))
+    for row, root in enumerate(roots):
+        rows.write(row, texts[row])
+        rows.absorb(row, 0, taps[row, :root])
+    counts = jnp.array(asked)
+    _, drafting = rows.parallel.begin(
+        rows.params, Asked(rows.state, counts), rows.at(roots), counts > 0
+    )
+    for row, root in enumerate(roots):
+        expected, _ = reference.draft(texts[row][: root + 1], taps[row, :root], DEPTH)
+        found = drafting.said[row, : asked[row]]
+        np.testing.assert_allclose(found, expected[: asked[row]], rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
