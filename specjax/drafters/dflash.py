@@ -21,7 +21,7 @@ from specjax.drafters import one_pass, token_by_token
 from specjax.drafters.base import Draft, Drafter, DrafterContext, by_page
 from specjax.drafters.one_pass import Drafting
 from specjax.drafters.token_by_token import TokenByToken, token_at
-from specjax.models import dflash
+from specjax.models import dflash, dspark
 from specjax.models.base import Attend
 from specjax.models.dflash import DFlashConfig
 from specjax.paged import kv_cache
@@ -93,25 +93,52 @@ class _Head(TokenByToken):
           `logits` of the first draft token [rows, vocab], of all of them where those fit: then the
           matrix of the head is read once. Otherwise hidden [rows, hidden_size], before the norm.
         """
-        first = self.config.first_row
-        newest = token_at(decode_state.history, decode_state.cache.lengths)
+        config, first = self.config, self.config.first_row
+        history, roots = decode_state.history, decode_state.cache.lengths
         block, pages = self.block(params, state, decode_state, takes_part)
-        said = block[:, first : first + self.context.num_speculative_tokens]
+        said = hidden = block[:, first : first + self.context.num_speculative_tokens]
         if self._fits(decode_state.rows):
             said = one_pass.of_all(said, lambda flat: self._logits(params, flat))
-        return self._after(params, newest, said[:, 0]), Drafting(pages, said)
+        drafting = Drafting(pages, said, hidden if config.reads_normed else None)
+        nothing = jnp.zeros((decode_state.rows, self._num_carried), said.dtype)
+        return self._after(params, drafting, history, roots, roots, nothing), drafting
 
-    def _after(self, params: DecoderParams, token_ids: Array, said: Array) -> Array:
-        """Returns what a block said, with what the Markov head needs of the tokens before.
+    @property
+    def _num_carried(self) -> int:
+        """Numbers that a Markov head hands on from one draft token to the next."""
+        return self.config.markov_rank if self.config.markov_kind == dspark.RNN else 0
+
+    def _after(
+        self,
+        params: DecoderParams,
+        drafting: Drafting,
+        history: Array,
+        positions: Array,
+        roots: Array,
+        carried: Array,
+    ) -> Array:
+        """Returns what a block said of the token after a position, and what the Markov head says.
 
         Args:
-          token_ids: i32[rows].
-          said: [rows, width].
+          positions, roots: i32[rows].
+          carried: [rows, numbers], the head's state before this token.
+
+        Returns:
+          [rows, width]: of the block, of the Markov head, and its state.
         """
-        if not self.config.markov_rank:
+        config, own = self.config, params.drafter
+        said = one_pass.said_after(drafting.said, positions, roots)
+        if not config.markov_rank:
             return said
-        embedded = dflash.markov_embedding(params.drafter, token_ids)
-        return jnp.concatenate([said, embedded.astype(said.dtype)], axis=1)
+        normed = None
+        if drafting.hidden is not None:
+            hidden = one_pass.said_after(drafting.hidden, positions, roots)
+            normed = dflash.normed_output(own, config, hidden)
+        embedded = dspark.markov_embedding(own, token_at(history, positions))
+        before = carried.astype(embedded.dtype) if self._num_carried else None
+        latent, after = dspark.markov_step(own, config, embedded, normed, before)
+        parts = [said, latent] if after is None else [said, latent, after]
+        return jnp.concatenate([part.astype(said.dtype) for part in parts], axis=1)
 
     def block(
         self, params: DecoderParams, state: Any, decode_state: Any, takes_part: Array
@@ -146,18 +173,20 @@ class _Head(TokenByToken):
         depth: int | Array,
     ) -> tuple[Array, Any]:
         """Returns what was said of the next token: only a Markov head reads this one."""
-        del is_fed, hidden, depth
-        said = one_pass.said_after(state.said, positions, decode_state.cache.lengths)
-        return self._after(params, token_at(history, positions), said), state
+        del is_fed, depth
+        carried = hidden[:, hidden.shape[1] - self._num_carried :]
+        roots = decode_state.cache.lengths
+        return self._after(params, state, history, positions, roots, carried), state
 
     def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
         del depth
         rank = self.config.markov_rank
-        said, embedded = jnp.split(hidden, [hidden.shape[1] - rank], axis=1)
+        width = hidden.shape[1] - rank - self._num_carried
+        said, latent, _ = jnp.split(hidden, [width, width + rank], axis=1)
         scores = said if self._fits(hidden.shape[0]) else self._logits(params, said)
         if not rank:
             return scores
-        return scores + dflash.markov_logits(params.drafter, self.config, embedded)
+        return scores + dspark.markov_logits(params.drafter, self.config, latent)
 
     def _fits(self, rows: int) -> bool:
         """Returns whether the logits of all draft tokens of a step are kept at once."""

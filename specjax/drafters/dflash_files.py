@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from specjax.config.speculation import MAX_DEPTH
 from specjax.drafters import head_files
 from specjax.drafters.head_files import FoundHead, Head
-from specjax.models import dflash
+from specjax.models import dflash, dspark
 from specjax.models.base import Json, ModelConfig
 from specjax.models.config_values import (
     MAX_LAYERS,
@@ -23,6 +23,7 @@ from specjax.models.config_values import (
     token_id,
 )
 from specjax.models.dflash import DFlashConfig
+from specjax.models.dspark import MARKOV
 
 DFLASH_CLASSES = "DFlashDraftModel", "DFlashSpeculator"
 DSPARK = "dspark"  # in names of classes, of which there are several
@@ -38,12 +39,9 @@ _KNOWN = (
     "swa_window_size",
     "use_swa",
 )
-MARKOV = "markov_head."
 # Parts of a tensor's name, and the kind of head that has them.
 _OF_DSPARK = {MARKOV: "DSpark", "confidence_head.": "DSpark"}
 _OTHERS = {
-    "markov_head.gate_proj.": "DSpark with a gated Markov head",
-    "markov_head.joint_proj.": "DSpark with a recurrent Markov head",
     "correction_head.": "DSpark with a correction head",
     "logit_head.": "DSpark of an earlier naming",
     "attention_conv.": "DFlash2",
@@ -147,7 +145,7 @@ def _parse(
         has_embedding=tables.has_embedding,
         has_head=tables.has_head,
         maps_vocabulary=tables.maps_vocabulary,
-        markov_rank=_markov_rank(head) if has_markov else 0,
+        **(_markov(head, from_anchor) if has_markov else {}),
     )
     masks = f"drafts blocks of {config.block_size} with token {mask_token_id} as their mask"
     notes = [note, masks]
@@ -156,15 +154,31 @@ def _parse(
     return config, notes
 
 
-def _markov_rank(head: Head) -> int:
-    """Returns the width of a Markov head; 0 where there is none."""
+def _markov(head: Head, from_anchor: bool) -> dict[str, Any]:
+    """Returns width and kind of a Markov head, by their fields; the width is 0 where there is none.
+
+    Raises:
+      ValueError: config.json and the tensors disagree, or the head is recurrent and its training
+        code and its publisher's drafter begin with different rows.
+    """
     said = size(head.raw, "markov_rank", 0, least=0)
-    require(head.raw, "markov_head_type", ("vanilla",), "vanilla")
     name = f"{MARKOV}markov_w1.weight"
     stored = head_files.shape_of(head, name)[1] if said or name in head.tensors else 0
     if said not in (0, stored):
         raise ValueError(f"markov_rank={said}, and {name} has {stored} columns; they must agree.")
-    return stored
+    has = lambda kind: stored and f"{MARKOV}{dspark.MATRICES[kind]}.weight" in head.tensors
+    kind = next(filter(has, dspark.MATRICES), dspark.VANILLA)
+    if stored and (named := head.raw.get("markov_head_type") or kind) != kind:
+        raise ValueError(
+            f"markov_head_type={shown(named)}, and the tensors are of a {kind} head; they must "
+            "agree: use both files as they were published."
+        )
+    if kind == dspark.RNN and not from_anchor:
+        raise ValueError(
+            "a recurrent Markov head with sample_from_anchor=false is not supported; training code "
+            "differs in whether its state begins with the anchor."
+        )
+    return {"markov_rank": stored, "markov_kind": kind}
 
 
 def _check_kind(head: Head) -> None:

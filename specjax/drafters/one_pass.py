@@ -35,6 +35,8 @@ class Drafting(NamedTuple):
     pages: tuple[kv_cache.Pages, ...]
     # [rows, K, width], of each draft token: its logits where those of all fit, else hidden states
     said: Array
+    # [rows, K, width], of each draft token: the hidden states, where more than the head reads them
+    hidden: Array | None = None
 
 
 def fits(rows: int, num_speculative_tokens: int, vocab_size: int) -> bool:

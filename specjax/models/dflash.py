@@ -17,8 +17,7 @@ Contexts go through each layer's key and value matrices, and not through its inp
 of a block see each other in both directions, but in layers that are causal. The first row is the
 token that is known; in heads that sample from it, row i says the token at s + i + 1.
 
-DSpark adds a Markov head: the logits of a draft token get w2 @ w1[t], of the token t before it.
-Source: the published code of vllm-project/speculators.
+DSpark adds a Markov head, which reads the token before each draft token: see `dspark`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from specjax.models import blocks, head_parts
+from specjax.models import blocks, dspark, head_parts
 from specjax.models.base import Attend, LayerCache, ModelConfig, Params
 from specjax.models.head_parts import layer_weights, only_if
 from specjax.models.layers import linear, rms_norm, rotate
@@ -55,6 +54,7 @@ class DFlashConfig:
       has_embedding, has_head: whether it has its own; else those of the target are used.
       maps_vocabulary: whether its tokens have numbers of their own, see `target_ids`.
       markov_rank: width of the Markov head; 0: none.
+      markov_kind: how it reads the token before, and what else: see `dspark`.
     """
 
     layers: ModelConfig
@@ -69,6 +69,12 @@ class DFlashConfig:
     has_head: bool = False
     maps_vocabulary: bool = False
     markov_rank: int = 0
+    markov_kind: str = dspark.VANILLA
+
+    @property
+    def reads_normed(self) -> bool:
+        """Whether more than the head's matrix reads the normed output of each row that drafts."""
+        return self.markov_rank > 0 and self.markov_kind != dspark.VANILLA
 
     @property
     def hidden_size(self) -> int:
@@ -169,21 +175,6 @@ def own_logits(params: Params, config: DFlashConfig, out: Array) -> Array:
     return head_parts.own_logits(params, config, normed_output(params, config, out))
 
 
-def markov_embedding(params: Params, token_ids: Array) -> Array:
-    """Returns [..., markov_rank] of the tokens before those that are drafted; i32[...]."""
-    return params["markov_w1"][token_ids]
-
-
-def markov_logits(params: Params, config: DFlashConfig, embedded: Array) -> Array:
-    """Returns what the Markov head adds to the logits, f32[num_tokens, target_vocab_size].
-
-    Args:
-      embedded: [num_tokens, markov_rank], from `markov_embedding`.
-    """
-    scores = linear(embedded, params["markov_w2"], jnp.float32)
-    return head_parts.in_target_vocabulary(params, config, scores)
-
-
 def abstract(config: DFlashConfig, dtype: DTypeLike) -> Params:
     """Returns the names, shapes and dtypes of the weights, a tree of jax.ShapeDtypeStruct."""
     return head_parts.abstract(weights_of(config), config, dtype)
@@ -210,17 +201,11 @@ def weights_of(config: DFlashConfig) -> dict[str, Any]:
     }
     embedding = table("embed_tokens", config.target_vocab_size)
     params |= only_if(config.has_embedding, embed_tokens=embedding)
-    rank = config.markov_rank
-    markov = lambda name, rows: matrix(f"markov_head.{name}.weight", (rows, rank), ("vocab", None))
-    params |= only_if(
-        rank > 0,
-        markov_w1=markov("markov_w1", config.target_vocab_size),
-        markov_w2=markov("markov_w2", own.vocab_size),
-    )
+    params |= dspark.weights_of(config)
     return params | only_if(config.has_head, lm_head=table("lm_head", own.vocab_size))
 
 
 def draft_products(config: DFlashConfig) -> int:
     """Returns the multiply-adds per token of a block in products with weights, the head's too."""
-    markov = config.markov_rank * config.layers.vocab_size
-    return head_parts.draft_products(config, weights_of(config)["layers"]) + markov
+    products = head_parts.draft_products(config, weights_of(config)["layers"])
+    return products + dspark.draft_products(config)

@@ -81,10 +81,22 @@ HEADS = {
         dflash,
         DFlashConfig(layers=OWN, markov_rank=8, samples_from_anchor=True, **OF_TARGET, **BLOCK),
     ),
+    "dspark_rnn": (
+        DFlashDrafter,
+        dflash,
+        DFlashConfig(
+            layers=OWN,
+            markov_rank=8,
+            markov_kind="rnn",
+            samples_from_anchor=True,
+            **OF_TARGET,
+            **BLOCK,
+        ),
+    ),
 }
 PARALLEL = "pard"
 KINDS = (*HEADS, PARALLEL)
-CHAINS_ALONE = "dflash", "dspark", "p_eagle"
+CHAINS_ALONE = "dflash", "dspark", "dspark_rnn", "p_eagle"
 TREES = [name for name in HEADS if name not in CHAINS_ALONE]
 QUICKEST = "mlp_speculator", "dspark", "p_eagle", PARALLEL
 TREE = {"speculative_token_tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}

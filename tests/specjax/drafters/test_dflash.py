@@ -45,6 +45,16 @@ FLAGS = {
         "maps_vocabulary": True,
         "draft_vocab": DRAFT_VOCAB,
     },
+    "a gated Markov head": {"markov_rank": 6, "markov_kind": "gated"},
+    "a recurrent Markov head": {
+        "markov_rank": 6,
+        "markov_kind": "rnn",
+        "samples_from_anchor": True,
+        "has_embedding": True,
+        "has_head": True,
+        "maps_vocabulary": True,
+        "draft_vocab": DRAFT_VOCAB,
+    },
     "without norms of heads": {"qk_norm": False, "rope": RopeConfig(theta=123.0)},
 }
 
@@ -124,6 +134,19 @@ def in_target_vocabulary(params, config, scores):
     return full
 
 
+def markov_of(params, config, embedded, normed, state):
+    """Returns z of the next draft token, and the state after it."""
+    sigmoid = lambda y: 1 / (1 + np.exp(-y))
+    if config.markov_kind == "gated":
+        gate = params["gate_proj"] @ np.r_[normed, embedded] + params["gate_proj_bias"]
+        return sigmoid(gate) * embedded, state
+    if config.markov_kind == "rnn":
+        joint = params["joint_proj"] @ np.r_[state, embedded, normed] + params["joint_proj_bias"]
+        kept, new, out = np.split(joint, 3)
+        return np.tanh(out), sigmoid(kept) * state + (1 - sigmoid(kept)) * np.tanh(new)
+    return embedded, state
+
+
 class Reference:
     """A head over one text, in float64.
 
@@ -148,11 +171,14 @@ class Reference:
         config, params = self.config, self.params
         contexts = rms(taps.reshape(len(taps), -1) @ params["fc"].T, params["hidden_norm"])
         x = outputs_of(params, config, self.table, root, contexts)[config.first_row :]
-        tokens, said = [], []
-        for logits in logits_of(params, config, self.head, x):
+        tokens, said, state = [], [], np.zeros(config.markov_rank)
+        for logits, normed in zip(
+            logits_of(params, config, self.head, x), rms(x, params["norm"]), strict=True
+        ):
             if config.markov_rank:
                 before = params["markov_w1"][tokens[-1] if tokens else root]
-                own = params["markov_w2"] @ before
+                latent, state = markov_of(params, config, before, normed, state)
+                own = params["markov_w2"] @ latent
                 logits = logits + in_target_vocabulary(params, config, own)
             said.append(logits)
             tokens.append(int(np.argmax(logits)))
@@ -235,7 +261,11 @@ class Rows:
         return np.asarray(drafting), tokens
 
 
-ONE_BY_ONE = {"own tables, logits one by one": "own tables", "Markov, one by one": "a Markov head"}
+ONE_BY_ONE = {
+    "own tables, logits one by one": "own tables",
+    "Markov, one by one": "a Markov head",
+    "recurrent, one by one": "a recurrent Markov head",
+}
 
 
 @pytest.mark.parametrize("name", [*FLAGS, *ONE_BY_ONE])
@@ -302,7 +332,8 @@ def test_it_takes_no_tree():
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "name", ["own tables", "from the anchor", "a Markov head of its own tokens"]
+    "name",
+    ["own tables", "from the anchor", "a Markov head of its own tokens", "a recurrent Markov head"],
 )
 def test_it_keeps_the_contract_of_drafters(name):
     config, params = make_head(name)

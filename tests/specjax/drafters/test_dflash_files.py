@@ -232,13 +232,46 @@ def test_a_dspark_head(tmp_path):
     assert not read(folder).config.samples_from_anchor
 
 
+@pytest.mark.parametrize(("kind", "name"), [("gated", "gate_proj"), ("rnn", "joint_proj")])
+def test_kinds_of_markov_heads(tmp_path, kind, name):
+    config = config_of({"vocab_size": DRAFT_VOCAB}, **OWN_TABLES, **MARKOV, markov_kind=kind)
+    tensors = tensors_of(config)
+    found = read(write(tmp_path, dspark(markov_head_type=kind), tensors))
+    assert found.config == config
+    for leaf, of_file in ((name, "weight"), (f"{name}_bias", "bias")):
+        stored = tensors[f"markov_head.{name}.{of_file}"]
+        np.testing.assert_array_equal(found.params[leaf], stored)
+    write(tmp_path, dspark(), tensors)
+    assert read(tmp_path).config == config
+
+
 @pytest.mark.parametrize(
     ("more", "change", "match"),
     [
         ({"markov_rank": 5}, None, "has 6 columns"),
-        ({"markov_head_type": "gated"}, None, "markov_head_type"),
-        ({}, put("markov_head.gate_proj.weight", lambda _: np.ones((6, 38), np.float32)), "gated"),
-        ({}, put("markov_head.joint_proj.bias", lambda _: np.ones(18, np.float32)), "recurrent"),
+        ({"markov_head_type": "gated"}, None, "markov_head_type='gated'.*of a vanilla head"),
+        ({"markov_head_type": 3}, None, "markov_head_type=3"),
+        (
+            {"markov_head_type": "vanilla"},
+            put("markov_head.gate_proj.weight", lambda _: np.ones((6, 38), np.float32)),
+            "of a gated head",
+        ),
+        (
+            {},
+            put("markov_head.gate_proj.weight", lambda _: np.ones((6, 38), np.float32)),
+            "markov_head.gate_proj.bias",
+        ),
+        (
+            {},
+            put("markov_head.joint_proj.weight", lambda _: np.ones((18, 40), np.float32)),
+            r"joint_proj.weight is \[18, 40\], expected \[18, 44\]|lacks 1",
+        ),
+        ({}, put("markov_head.joint_proj.bias", lambda _: np.ones(18, np.float32)), "no use for"),
+        (
+            {"sample_from_anchor": False},
+            put("markov_head.joint_proj.weight", lambda _: np.ones((18, 44), np.float32)),
+            "sample_from_anchor=false is not supported",
+        ),
         ({}, without("markov_head.markov_w1.weight"), "there is no tensor"),
         ({}, without("markov_head.markov_w2.weight"), "of a DSpark head"),
         ({}, put("markov_head.markov_w2.weight", lambda w: w[:, :-1]), r"expected \[20, 6\]"),

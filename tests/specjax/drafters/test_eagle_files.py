@@ -16,6 +16,7 @@ from specjax.drafters.head_specs import EagleDrafter
 from specjax.models import eagle3
 from specjax.models.base import ModelConfig
 from specjax.models.eagle3 import FLAT_PREFIX, NUMBERED_PREFIX, Eagle3Config
+from specjax.planning.plan_request import find_drafter
 from specjax.testing import tiny_model
 
 TARGET = tiny_model(num_layers=6)
@@ -198,7 +199,7 @@ def test_the_namings_of_p_eagle(tmp_path, raw, prefix, shape):
     folder = write(tmp_path, raw, tensors)
     how = {"method": "eagle3", "model": str(folder), "parallel_drafting": True}
     loaded = specjax.load_drafter(str(folder), TARGET, SpeculationConfig(**how))
-    assert loaded.spec == EagleDrafter(config)
+    assert loaded.spec == EagleDrafter(config) == find_drafter(folder, TARGET.config)
     np.testing.assert_array_equal(loaded.params["mask_hidden"], np.arange(96))
     assert loaded.notes[1] == "P-EAGLE: drafts all tokens in one pass, with token 60 as their mask"
 
