@@ -91,8 +91,8 @@ def _of_eagle3(config, params, tokens, taps, root):
 
 def _of_block(config, params, tokens, taps, root):
     reference = test_dflash.Reference(config, params)
-    reference.draft(int(tokens[root]), taps[:root])
-    return reference.logits[:NUM_DRAFTS]
+    _, logits, _ = reference.draft(int(tokens[root]), taps[:root])
+    return logits[:NUM_DRAFTS]
 
 
 def _of_newest(config, params, tokens, taps, root):
@@ -131,14 +131,14 @@ def _drafted_by_pairs(rows, root):
 
 
 def _by_block(config, params, tokens, taps):
-    rows, said = test_dflash.Rows(config, params), []
+    rows = test_dflash.Rows(config, params)
+    logits_at = lambda root: rows.draft(1, root, int(tokens[root]))[1][:NUM_DRAFTS]
+    said = []
     for first, end in _parts():
         if first in ROOTS:
-            rows.draft(1, first, int(tokens[first]))
-            said.append(rows.logits[:NUM_DRAFTS])
+            said.append(logits_at(first))
         rows.absorb(1, first, taps[first:end])
-    rows.draft(1, ROOTS[-1], int(tokens[ROOTS[-1]]))
-    return np.stack([*said, rows.logits[:NUM_DRAFTS]])
+    return np.stack([*said, logits_at(ROOTS[-1])])
 
 
 def _by_newest(config, params, tokens, taps):

@@ -148,11 +148,7 @@ def markov_of(params, config, embedded, normed, state):
 
 
 class Reference:
-    """A head over one text, in float64.
-
-    Attributes:
-      logits: of the draft tokens of the last draft, [num_drafts, vocab].
-    """
+    """A head over one text, in float64."""
 
     def __init__(self, config, params):
         self.config, self.params = config, wide(params)
@@ -162,7 +158,7 @@ class Reference:
         self.table = self.params["embed_tokens"] if has_own else target["embed_tokens"]
 
     def draft(self, root, taps):
-        """Returns x and the likeliest token of each row that drafts.
+        """Returns x, the logits and the likeliest token of each row that drafts.
 
         Args:
           root: the newest token.
@@ -171,7 +167,7 @@ class Reference:
         config, params = self.config, self.params
         contexts = rms(taps.reshape(len(taps), -1) @ params["fc"].T, params["hidden_norm"])
         x = outputs_of(params, config, self.table, root, contexts)[config.first_row :]
-        tokens, said, state = [], [], np.zeros(config.markov_rank)
+        tokens, all_logits, state = [], [], np.zeros(config.markov_rank)
         for logits, normed in zip(
             logits_of(params, config, self.head, x), rms(x, params["norm"]), strict=True
         ):
@@ -180,18 +176,13 @@ class Reference:
                 latent, state = markov_of(params, config, before, normed, state)
                 own = params["markov_w2"] @ latent
                 logits = logits + in_target_vocabulary(params, config, own)
-            said.append(logits)
             tokens.append(int(np.argmax(logits)))
-        self.logits = np.stack(said)
-        return x, tokens
+            all_logits.append(logits)
+        return x, np.stack(all_logits), tokens
 
 
 class Rows:
-    """Two rows of a head's own pages, which hold NaN before anything is written.
-
-    Attributes:
-      logits: of the draft tokens of the last draft, [num_drafts, vocab].
-    """
+    """Two rows of a head's own pages, which hold NaN before anything is written."""
 
     def __init__(self, config, params):
         self.params = DecoderParams(TARGET.params, params)
@@ -238,27 +229,26 @@ class Rows:
         )
 
     def draft(self, row, root, token):
-        """Returns what the head says of each row that drafts, and the likeliest tokens."""
+        """Returns x, the logits and the likeliest token of each row that drafts."""
         cache = SimpleNamespace(**vars(self.cache), lengths=jnp.full(2, root, jnp.int32))
         self.history = self.history.at[row, root].set(token)
         decode_state = SimpleNamespace(cache=cache, rows=2, history=self.history)
         takes_part = jnp.arange(2) == row
         block, _ = self.head.block(self.params, self.state, decode_state, takes_part)
         hidden, state = self.head.begin(self.params, self.state, decode_state, takes_part)
-        history, tokens, said = self.history, [], []
+        history, tokens, all_logits = self.history, [], []
         for ahead in range(1, 1 + self.context.num_speculative_tokens):
-            said.append(np.asarray(self.head.logits(self.params, hidden, ahead - 1)[row]))
-            tokens.append(int(np.argmax(said[-1])))
+            all_logits.append(self.head.logits(self.params, hidden, ahead - 1)[row])
+            tokens.append(int(np.argmax(all_logits[-1])))
             history = history.at[row, root + ahead].set(tokens[-1])
             positions = jnp.full(2, root + ahead, jnp.int32)
             hidden, state = self.head.feed(
                 self.params, state, decode_state, history, positions, takes_part, hidden, ahead
             )
-        self.logits = np.stack(said)
         # With the keys and values of the block, as a step leaves them.
         self.state = self.state._replace(pages=state.pages)
         drafting = block[row, self.head.config.first_row :]
-        return np.asarray(drafting), tokens
+        return np.asarray(drafting), np.stack(all_logits), tokens
 
 
 ONE_BY_ONE = {
@@ -285,14 +275,15 @@ def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     rows.absorb(1, 6, taps[6:11])
     root = 11
     for num_more in (5, 1, 2):
-        expected, drafts = reference.draft(tokens[root], taps[:root])
-        found, said = rows.draft(1, root, tokens[root])
-        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+        *expected, drafts = reference.draft(tokens[root], taps[:root])
+        *found, said = rows.draft(1, root, tokens[root])
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
         assert said == drafts
         rows.absorb(1, root, taps[root : root + num_more])
         root += num_more
     # Neither row reads what is the other's.
-    expected, drafts = reference.draft(tokens[0], taps[3:8])
+    expected = reference.draft(tokens[0], taps[3:8])[0]
     np.testing.assert_allclose(rows.draft(0, 5, tokens[0])[0], expected, rtol=0, atol=1e-4)
 
 
