@@ -99,7 +99,8 @@ class _Head(TokenByToken):
         said = hidden = block[:, first : first + self.context.num_speculative_tokens]
         if self._fits(decode_state.rows):
             said = one_pass.of_all(said, lambda flat: self._logits(params, flat))
-        drafting = Drafting(pages, said, hidden if config.reads_normed else None)
+        reads_normed = config.markov_reads_normed or self._num_estimates
+        drafting = Drafting(pages, said, hidden if reads_normed else None)
         nothing = jnp.zeros((decode_state.rows, self._num_carried), said.dtype)
         return self._after(params, drafting, history, roots, roots, nothing), drafting
 
@@ -107,6 +108,11 @@ class _Head(TokenByToken):
     def _num_carried(self) -> int:
         """Numbers that a Markov head hands on from one draft token to the next."""
         return self.config.markov_rank if self.config.markov_kind == dspark.RNN else 0
+
+    @property
+    def _num_estimates(self) -> int:
+        """Numbers that a confidence head says of a draft token, where they are asked for."""
+        return int(self.says_confidence and self.config.has_confidence)
 
     def _after(
         self,
@@ -117,28 +123,36 @@ class _Head(TokenByToken):
         roots: Array,
         carried: Array,
     ) -> Array:
-        """Returns what a block said of the token after a position, and what the Markov head says.
+        """Returns what a block said of the token after a position, and what its other heads say.
 
         Args:
           positions, roots: i32[rows].
           carried: [rows, numbers], the head's state before this token.
 
         Returns:
-          [rows, width]: of the block, of the Markov head, and its state.
+          [rows, width]: of the block, of the Markov head, of the confidence head, and the state of
+          the Markov head.
         """
         config, own = self.config, params.drafter
         said = one_pass.said_after(drafting.said, positions, roots)
-        if not config.markov_rank:
-            return said
-        normed = None
+        normed = embedded = latent = after = estimate = None
         if drafting.hidden is not None:
             hidden = one_pass.said_after(drafting.hidden, positions, roots)
             normed = dflash.normed_output(own, config, hidden)
-        embedded = dspark.markov_embedding(own, token_at(history, positions))
-        before = carried.astype(embedded.dtype) if self._num_carried else None
-        latent, after = dspark.markov_step(own, config, embedded, normed, before)
-        parts = [said, latent] if after is None else [said, latent, after]
-        return jnp.concatenate([part.astype(said.dtype) for part in parts], axis=1)
+        if config.markov_rank:
+            embedded = dspark.markov_embedding(own, token_at(history, positions))
+            before = carried.astype(embedded.dtype) if self._num_carried else None
+            latent, after = dspark.markov_step(own, config, embedded, normed, before)
+        if self._num_estimates:
+            assert normed is not None
+            estimate = dspark.confidence(own, config, normed, embedded)[:, None]
+        parts = [part for part in (latent, estimate, after) if part is not None]
+        return jnp.concatenate([said, *(part.astype(said.dtype) for part in parts)], axis=1)
+
+    def confidence(self, hidden: Array) -> Array | None:
+        if not self._num_estimates:
+            return None
+        return hidden[:, hidden.shape[1] - self._num_carried - 1].astype(jnp.float32)
 
     def block(
         self, params: DecoderParams, state: Any, decode_state: Any, takes_part: Array
@@ -181,7 +195,7 @@ class _Head(TokenByToken):
     def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
         del depth
         rank = self.config.markov_rank
-        width = hidden.shape[1] - rank - self._num_carried
+        width = hidden.shape[1] - rank - self._num_estimates - self._num_carried
         said, latent, _ = jnp.split(hidden, [width, width + rank], axis=1)
         scores = said if self._fits(hidden.shape[0]) else self._logits(params, said)
         if not rank:

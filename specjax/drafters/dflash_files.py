@@ -23,7 +23,7 @@ from specjax.models.config_values import (
     token_id,
 )
 from specjax.models.dflash import DFlashConfig
-from specjax.models.dspark import MARKOV
+from specjax.models.dspark import CONFIDENCE, MARKOV
 
 DFLASH_CLASSES = "DFlashDraftModel", "DFlashSpeculator"
 DSPARK = "dspark"  # in names of classes, of which there are several
@@ -145,13 +145,43 @@ def _parse(
         has_embedding=tables.has_embedding,
         has_head=tables.has_head,
         maps_vocabulary=tables.maps_vocabulary,
-        **(_markov(head, from_anchor) if has_markov else {}),
+        **(_of_dspark(head, from_anchor, width) if has_markov else {}),
     )
     masks = f"drafts blocks of {config.block_size} with token {mask_token_id} as their mask"
     notes = [note, masks]
-    if any(name.startswith("confidence_head.") for name in head.tensors):
-        notes.append("has a confidence head, which is not used")
+    if config.has_confidence:
+        notes.append(
+            "has a confidence head, which ranks drafts over rows under max_drafts_per_step"
+        )
     return config, notes
+
+
+def _of_dspark(head: Head, from_anchor: bool, width: int) -> dict[str, Any]:
+    """Returns what a DSpark head has besides a block, by the fields of DFlashConfig.
+
+    Raises:
+      ValueError: config.json and the tensors disagree, or this is not supported.
+    """
+    markov, raw = _markov(head, from_anchor), head.raw
+    name = f"{CONFIDENCE}weight"
+    has_confidence = name in head.tensors
+    if flag(raw, "enable_confidence_head", has_confidence) != has_confidence:
+        raise ValueError(
+            f"enable_confidence_head={shown(not has_confidence)}, and there is "
+            f"{'a' if has_confidence else 'no'} tensor {name!r}; use both files as they were "
+            "published."
+        )
+    if not has_confidence:
+        return markov
+    reads_token = head_files.shape_of(head, name)[1] != width
+    if flag(raw, "confidence_head_with_markov", reads_token) != reads_token:
+        raise ValueError(
+            f"confidence_head_with_markov={shown(not reads_token)}, and {name} is "
+            f"{list(head.tensors[name].shape)}; use both files as they were published."
+        )
+    if reads_token and not markov["markov_rank"]:
+        raise ValueError(f"{name} reads a token's embedding, and there is no Markov head.")
+    return markov | {"has_confidence": True, "confidence_reads_token": reads_token}
 
 
 def _markov(head: Head, from_anchor: bool) -> dict[str, Any]:

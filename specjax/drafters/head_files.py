@@ -28,8 +28,8 @@ Tensors = Mapping[str, np.ndarray]
 
 TARGET_IDS = "d2t"
 _LAYER = re.compile(r"^layers\.(\d{1,6})\.")
-# Tensors of training, estimates that are not used, and tables that are computed.
-_IDLE = re.compile(r"(^t2d$|^confidence_head\.|^verifier_(norm|lm_head)\.weight$|rotary_emb\.\w+$)")
+# Tensors of training, and tables that are computed.
+_IDLE = re.compile(r"(^t2d$|^verifier_(norm|lm_head)\.weight$|rotary_emb\.\w+$)")
 
 
 class FoundHead(NamedTuple):

@@ -140,6 +140,18 @@ class TokenByToken:
         """
         raise NotImplementedError
 
+    def confidence(self, hidden: Array) -> Array | None:
+        """Returns the model's own estimate that the next draft token is accepted, f32[num_tokens].
+
+        It depends on what was drawn before alone. None: it makes none, and the probability of its
+        likeliest token is taken.
+
+        Args:
+          hidden: [num_tokens, width], after the token before.
+        """
+        del hidden
+        return None
+
     def own_logits(
         self, params: DecoderParams, hidden: Array, depth: int | Array
     ) -> tuple[Array, Vocabulary]:
@@ -202,8 +214,12 @@ class TokenByToken:
         if not self.says_confidence:
             return drawn
         processed = process_logits(scores, *where)
-        # By rank, not by token: probabilities of the likeliest token, the next, ...
-        prior, _ = jax.lax.top_k(jax.nn.softmax(processed), count)
+        own = self.confidence(flat)
+        if own is None:
+            # By rank, not by token: probabilities of the likeliest token, the next, ...
+            prior, _ = jax.lax.top_k(jax.nn.softmax(processed), count)
+        else:
+            prior = jnp.broadcast_to(own[:, None], (len(own), count))
         probability = jnp.take_along_axis(
             jax.nn.softmax(self._with_noise(processed, decode_state, row_ids, depth)),
             siblings.token_ids,

@@ -17,7 +17,8 @@ Contexts go through each layer's key and value matrices, and not through its inp
 of a block see each other in both directions, but in layers that are causal. The first row is the
 token that is known; in heads that sample from it, row i says the token at s + i + 1.
 
-DSpark adds a Markov head, which reads the token before each draft token: see `dspark`.
+DSpark adds a Markov head, which reads the token before each draft token, and a confidence head: see
+`dspark`.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class DFlashConfig:
       maps_vocabulary: whether its tokens have numbers of their own, see `target_ids`.
       markov_rank: width of the Markov head; 0: none.
       markov_kind: how it reads the token before, and what else: see `dspark`.
+      has_confidence: whether it has a confidence head.
+      confidence_reads_token: whether that reads the Markov head's embedding of the token before.
     """
 
     layers: ModelConfig
@@ -70,10 +73,12 @@ class DFlashConfig:
     maps_vocabulary: bool = False
     markov_rank: int = 0
     markov_kind: str = dspark.VANILLA
+    has_confidence: bool = False
+    confidence_reads_token: bool = False
 
     @property
-    def reads_normed(self) -> bool:
-        """Whether more than the head's matrix reads the normed output of each row that drafts."""
+    def markov_reads_normed(self) -> bool:
+        """Whether the Markov head reads the normed output of each row that drafts."""
         return self.markov_rank > 0 and self.markov_kind != dspark.VANILLA
 
     @property

@@ -8,6 +8,10 @@ block's normed output h at its row, z is
     rnn       tanh(o),  where  f, c, o = joint(concat(s, e, h))  and  s' = f' s + (1 - f') tanh(c)
               with f' = sigmoid(f); s is 0 before the first draft token, and s' goes to the next
 
+A confidence head estimates how often draft token k is accepted, given those before it:
+
+    sigmoid(proj(concat(h, e)))     or of h alone
+
 Source: the published code of deepseek-ai/DeepSpec and vllm-project/speculators.
 """
 
@@ -27,7 +31,7 @@ from specjax.models.weights import matrix, vector
 if TYPE_CHECKING:
     from specjax.models.dflash import DFlashConfig
 
-MARKOV = "markov_head."  # of the names in a file
+MARKOV, CONFIDENCE = "markov_head.", "confidence_head.proj."  # of the names in a file
 VANILLA, GATED, RNN = "vanilla", "gated", "rnn"
 # The matrix that a kind of Markov head has besides w1 and w2.
 MATRICES = {GATED: "gate_proj", RNN: "joint_proj"}
@@ -71,8 +75,39 @@ def markov_logits(params: Params, config: DFlashConfig, latent: Array) -> Array:
     return head_parts.in_target_vocabulary(params, config, scores)
 
 
+def confidence(
+    params: Params, config: DFlashConfig, normed: Array, embedded: Array | None
+) -> Array:
+    """Returns f32[...], how likely the next draft token is accepted; only with `has_confidence`.
+
+    Args:
+      normed: h [..., hidden_size].
+      embedded: e [..., markov_rank]; read by heads with `confidence_reads_token` alone.
+    """
+    read = normed
+    if config.confidence_reads_token:
+        assert embedded is not None
+        read = jnp.concatenate([normed, embedded.astype(normed.dtype)], axis=-1)
+    (score,) = jnp.moveaxis(linear(read, params["confidence"], jnp.float32), -1, 0)
+    return jax.nn.sigmoid(score + params["confidence_bias"].astype(jnp.float32))
+
+
 def weights_of(config: DFlashConfig) -> dict[str, Any]:
     """Returns a Weight per leaf of what a DFlash head has not."""
+    return _markov_weights(config) | _confidence_weights(config)
+
+
+def _confidence_weights(config: DFlashConfig) -> dict[str, Any]:
+    if not config.has_confidence:
+        return {}
+    width = config.hidden_size + config.markov_rank * config.confidence_reads_token
+    return {
+        "confidence": matrix(f"{CONFIDENCE}weight", (1, width), (None, None)),
+        "confidence_bias": vector(f"{CONFIDENCE}bias", 1, None),
+    }
+
+
+def _markov_weights(config: DFlashConfig) -> dict[str, Any]:
     rank, width = config.markov_rank, config.hidden_size
     if not rank:
         return {}

@@ -16,8 +16,11 @@ from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.draft import draft
 from specjax.decode.sizes import Sizes
+from specjax.drafters.head_specs import DFlashDrafter
 from specjax.drafters.spec import ModelDrafter
 from specjax.engine.request import Request
+from specjax.models import dflash
+from specjax.models.dflash import DFlashConfig
 from specjax.sampling import row_values
 from specjax.trees.static_shapes import from_widths
 from specjax.types import REJECTION, SEEDED, DecoderParams
@@ -25,14 +28,20 @@ from specjax.types import REJECTION, SEEDED, DecoderParams
 ROWS, DEPTH, VOCAB = 64, 2, 5
 PROMPT = [1, 2, 3]
 ENGINE = EngineConfig(max_bias_entries=1, max_allowed_tokens=1)
+MODEL = tiny_llama(0, vocab_size=VOCAB, num_layers=1)
 SHAPES = {"chain": None, "tree": from_widths((2, 1))}
 
 
 @functools.cache
 def proposal_of(name, rule):
     """Returns a step's proposal for rows that differ in their seeds alone."""
-    model = tiny_llama(0, vocab_size=VOCAB, num_layers=1)
-    spec = ModelDrafter(model.config, SHAPES[name])
+    spec = ModelDrafter(MODEL.config, SHAPES[name])
+    return proposal_by(spec, MODEL.params, rule)
+
+
+def proposal_by(spec, own, rule):
+    """As `proposal_of`, of a drafter with weights `own`."""
+    model = MODEL
     sizes = Sizes(rows=ROWS, page_size=16, num_pages=ROWS, pages_per_row=1, burst_steps=1)
     decoder = Decoder(
         DecoderConfig(
@@ -65,7 +74,7 @@ def proposal_of(name, rule):
         )
         for row in range(ROWS)
     ]
-    weights = DecoderParams(model.params, model.params)
+    weights = DecoderParams(model.params, own)
     state = begin(decoder, weights, requests)
     state = dataclasses.replace(state, is_active=jnp.ones(ROWS, bool))
     drafter = decoder.step_spec(DEPTH).drafter
@@ -102,3 +111,26 @@ def test_path_probability_knows_the_tokens():
     # The noise that decides is in it: one token, many figures.
     likely = np.bincount(tokens[:, 0]).argmax()
     assert len(set(path[tokens[:, 0] == likely, 0].tolist())) > 1
+
+
+def test_a_confidence_head_is_taken_at_its_word():
+    """One that says 0.25 of every token, and knows nothing of what is drawn."""
+    width = MODEL.config.hidden_size
+    config = DFlashConfig(
+        layers=MODEL.config,
+        target_hidden_size=width,
+        target_vocab_size=VOCAB,
+        aux_layers=(0,),
+        block_size=4,
+        mask_token_id=0,
+        causal_layers=(True,),
+        has_confidence=True,
+    )
+    own = dflash.init(jax.random.key(0), config, std=0.3)
+    own["confidence"] = jnp.zeros((1, width))
+    own["confidence_bias"] = jnp.log(jnp.array([1 / 3]))
+    proposal = proposal_by(DFlashDrafter(config), own, REJECTION)
+    expected = np.broadcast_to([0.25, 0.0625], (ROWS, DEPTH))
+    np.testing.assert_allclose(proposal.prior_confidence, expected, rtol=1e-6)
+    assert len(np.unique(proposal.token_ids)) == VOCAB
+    assert np.std(proposal.path_probability) > 0.01

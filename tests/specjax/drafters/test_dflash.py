@@ -184,13 +184,14 @@ class Reference:
 class Rows:
     """Two rows of a head's own pages, which hold NaN before anything is written."""
 
-    def __init__(self, config, params):
+    def __init__(self, config, params, says_confidence=False):
         self.params = DecoderParams(TARGET.params, params)
         self.context = DrafterContext(
             target=TARGET.config,
             num_speculative_tokens=config.most_drafts,
             dtype=jnp.dtype(jnp.float32),
             taps=config.aux_layers,
+            says_confidence=says_confidence,
         )
         self.drafter = DFlashDrafter(config).build(self.context)
         self.head = _Head(**of_head(config, self.context))
@@ -236,8 +237,10 @@ class Rows:
         takes_part = jnp.arange(2) == row
         block, _ = self.head.block(self.params, self.state, decode_state, takes_part)
         hidden, state = self.head.begin(self.params, self.state, decode_state, takes_part)
-        history, tokens, all_logits = self.history, [], []
+        history, tokens, all_logits, self.estimates = self.history, [], [], []
         for ahead in range(1, 1 + self.context.num_speculative_tokens):
+            if (estimate := self.head.confidence(hidden)) is not None:
+                self.estimates.append(estimate[row])
             all_logits.append(self.head.logits(self.params, hidden, ahead - 1)[row])
             tokens.append(int(np.argmax(all_logits[-1])))
             history = history.at[row, root + ahead].set(tokens[-1])
@@ -287,6 +290,34 @@ def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     np.testing.assert_allclose(rows.draft(0, 5, tokens[0])[0], expected, rtol=0, atol=1e-4)
 
 
+CONFIDENT = {
+    "of the block alone": ("plain", {}),
+    "beside a Markov head": ("a Markov head", {}),
+    "of the token before, too": ("a Markov head", {"confidence_reads_token": True}),
+    "beside a state": ("a recurrent Markov head", {"confidence_reads_token": True}),
+}
+
+
+@pytest.mark.parametrize(("name", "more"), CONFIDENT.values(), ids=CONFIDENT)
+def test_its_confidence_is_what_its_equations_say(name, more):
+    config, params = make_head(name, has_confidence=True, **more)
+    reference, rows = Reference(config, params), Rows(config, params, says_confidence=True)
+    taps = np.random.default_rng(7).standard_normal((5, 2, TARGET.config.hidden_size))
+    rows.absorb(1, 0, taps)
+    x, logits, drafts = reference.draft(9, taps)
+    _, found, said = rows.draft(1, 5, 9)
+    np.testing.assert_allclose(found, logits, rtol=0, atol=1e-4)
+    assert said == drafts
+    own = reference.params
+    read = rms(x, own["norm"])
+    if config.confidence_reads_token:
+        read = np.concatenate([read, own["markov_w1"][[9, *drafts[:-1]]]], axis=1)
+    score = read @ own["confidence"][0] + own["confidence_bias"]
+    np.testing.assert_allclose(rows.estimates, 1 / (1 + np.exp(-score)), rtol=0, atol=1e-4)
+    assert np.std(rows.estimates) > 0.01
+    assert Rows(config, params).head.confidence(jnp.zeros((1, 1))) is None
+
+
 def test_a_causal_block_computes_the_rows_that_draft():
     config, _ = make_head("causal")
     assert [config.num_rows(k) for k in (1, 3, 4, 9)] == [2, 4, 5, 5]
@@ -319,6 +350,14 @@ def test_it_takes_no_tree():
     drafter = specjax.LoadedDrafter("head", DFlashDrafter(config), params)
     with pytest.raises(ValueError, match="leave them out"):
         specjax.generate(TARGET, [1, 2], drafter=drafter, speculative_config={"tree_top_k": 2})
+
+
+@pytest.mark.full
+def test_its_confidence_anticipates_nothing():
+    config, params = make_head(
+        "a recurrent Markov head", has_confidence=True, confidence_reads_token=True
+    )
+    check_drafter(specjax.LoadedDrafter("head", DFlashDrafter(config), params), TARGET)
 
 
 @pytest.mark.full

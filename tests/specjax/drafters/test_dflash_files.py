@@ -211,13 +211,11 @@ MARKOV = {"samples_from_anchor": True, "markov_rank": 6}
 def test_a_dspark_head(tmp_path):
     config = config_of({"vocab_size": DRAFT_VOCAB}, **OWN_TABLES, **MARKOV)
     tensors = tensors_of(config)
-    tensors |= {"confidence_head.proj.weight": np.ones((1, WIDTH + 6), np.float32)}
     folder = write(tmp_path, dspark(), tensors)
     found = read(folder)
     assert found.config == config
     for name in ("markov_w1", "markov_w2"):
         np.testing.assert_array_equal(found.params[name], tensors[f"markov_head.{name}.weight"])
-    assert found.notes[-1] == "has a confidence head, which is not used"
     out = specjax.generate(
         TARGET,
         [1, 2, 3],
@@ -230,6 +228,27 @@ def test_a_dspark_head(tmp_path):
     assert read(folder).config == plain
     write(tmp_path, dspark(sample_from_anchor=False), tensors_of(config))
     assert not read(folder).config.samples_from_anchor
+
+
+@pytest.mark.parametrize("reads_token", [True, False])
+def test_a_confidence_head(tmp_path, reads_token):
+    sure = {"has_confidence": True, "confidence_reads_token": reads_token}
+    config = config_of({"vocab_size": DRAFT_VOCAB}, **OWN_TABLES, **MARKOV, **sure)
+    tensors = tensors_of(config)
+    flags = {"enable_confidence_head": True, "confidence_head_with_markov": reads_token}
+    for more in ({}, flags):
+        found = read(write(tmp_path, dspark(**more), tensors))
+        assert found.config == config
+        for leaf, of_file in (("confidence", "weight"), ("confidence_bias", "bias")):
+            stored = tensors[f"confidence_head.proj.{of_file}"]
+            np.testing.assert_array_equal(found.params[leaf], stored)
+        assert "ranks drafts over rows" in found.notes[-1]
+    write(tmp_path, dspark(confidence_head_with_markov=not reads_token), tensors)
+    with pytest.raises(ValueError, match="confidence_head_with_markov="):
+        read(tmp_path)
+    write(tmp_path, dspark(enable_confidence_head=False), tensors)
+    with pytest.raises(ValueError, match="enable_confidence_head=False"):
+        read(tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "name"), [("gated", "gate_proj"), ("rnn", "joint_proj")])
@@ -249,6 +268,23 @@ def test_kinds_of_markov_heads(tmp_path, kind, name):
     ("more", "change", "match"),
     [
         ({"markov_rank": 5}, None, "has 6 columns"),
+        ({"enable_confidence_head": True}, None, "no tensor 'confidence_head.proj.weight'"),
+        (
+            {},
+            put("confidence_head.proj.weight", lambda _: np.ones((1, 38), np.float32)),
+            "confidence_head.proj.bias",
+        ),
+        (
+            {"markov_rank": 0},
+            lambda tensors: (
+                {name: tensor for name, tensor in tensors.items() if not name.startswith("markov")}
+                | {
+                    "confidence_head.proj.weight": np.ones((1, 38), np.float32),
+                    "confidence_head.proj.bias": np.ones(1, np.float32),
+                }
+            ),
+            "there is no Markov head",
+        ),
         ({"markov_head_type": "gated"}, None, "markov_head_type='gated'.*of a vanilla head"),
         ({"markov_head_type": 3}, None, "markov_head_type=3"),
         (
