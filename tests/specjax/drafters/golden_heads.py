@@ -10,11 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import eagle3_heads
 import numpy as np
 import pair_heads
 import test_dflash
 import test_dflash_files
-import test_eagle
 import test_eagle1
 import test_eagle_files
 import test_mtp
@@ -84,9 +84,9 @@ def _of_pairs(kind: Any) -> Callable[..., np.ndarray]:
 
 
 def _of_eagle3(config, params, tokens, taps, root):
-    reference = test_eagle.Reference(config, params)
+    reference = eagle3_heads.Reference(config, params)
     found, _ = reference.draft(tokens[: root + 1].tolist(), taps[:root], NUM_DRAFTS)
-    return test_eagle.logits_of(reference.params, config, reference.head, found)
+    return eagle3_heads.logits_of(reference.params, config, reference.head, found)
 
 
 def _of_block(config, params, tokens, taps, root):
