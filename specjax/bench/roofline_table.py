@@ -28,7 +28,8 @@ compiled: a ratio below 1 says that some of them are not read again.
 
 Rows have 2,048 or 8,192 tokens each, weights and pages are bfloat16. Chains have K = 4; trees of
 the draft model (Llama 3.2 1B, for Llama) have 8 nodes and depth 4, n-gram trees 9 nodes. The
-EAGLE-3 head has the sizes of the published one for Llama 3.1 8B, and a chain of 4.
+EAGLE-3 head has the sizes of the published one for Llama 3.1 8B, and a chain of 4. The DFlash head
+has five layers, the target's head, and a block of 8: 7 drafts, each drawn over a chip's own slice.
 `Gemma-like-4B` has the sizes and windows of Gemma 3 4B. Llama 3.1 8B does not fit into one v5e;
 its programs do, and are counted all the same.
 

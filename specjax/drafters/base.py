@@ -27,6 +27,7 @@ from specjax.models.families import family_of
 from specjax.paged import forward, kv_cache
 from specjax.paged.work import ModelWork as ModelWork
 from specjax.paged.work import model_work
+from specjax.sampling.vocabulary import Vocabulary
 from specjax.types import DecoderParams, Proposal, TokenBatch
 
 if TYPE_CHECKING:
@@ -120,6 +121,17 @@ class DrafterContext:
         flat = hidden.reshape(-1, hidden.shape[-1]).astype(self.dtype)
         scores = forward.logits(params.target, self.target, flat, self.tensor_axis)
         return scores.reshape(*hidden.shape[:-1], scores.shape[-1])
+
+    def own_target_logits(self, params: DecoderParams, hidden: Array) -> tuple[Array, Vocabulary]:
+        """Returns this device's slice of `target_logits`, f32[n, width], and how they are split.
+
+        Drawing over slices (`choose_tokens`) takes a few numbers per token from other devices.
+
+        Args:
+          hidden: [n, hidden_size], as of `target_logits`.
+        """
+        hidden = hidden.astype(self.dtype)
+        return forward.own_logits(params.target, self.target, hidden, self.tensor_axis)
 
     def target_embedding(self, params: DecoderParams, token_ids: Array) -> Array:
         """Returns the target's embeddings of tokens, with its embedding multiplier.

@@ -26,6 +26,7 @@ from specjax.models.base import Attend
 from specjax.models.dflash import DFlashConfig
 from specjax.paged import kv_cache
 from specjax.paged.forward import Part, attention_over
+from specjax.sampling.vocabulary import Vocabulary
 from specjax.types import DecoderParams, TokenBatch, lay_out
 
 BITS = 32  # of a word of ancestor bits
@@ -90,19 +91,20 @@ class _Head(TokenByToken):
         """Runs the blocks of all rows that take part, each after its root.
 
         Returns:
-          `logits` of the first draft token [rows, vocab], of all of them where those fit: then the
-          matrix of the head is read once. Otherwise hidden [rows, hidden_size], before the norm.
+          This device's slice of the logits of the first draft token [rows, n], where those of all
+          fit: then the matrix of the head is read once. Otherwise hidden [rows, hidden_size],
+          before the norm.
         """
         config, first = self.config, self.config.first_row
         history, roots = decode_state.history, decode_state.cache.lengths
         block, pages = self.block(params, state, decode_state, takes_part)
-        said = hidden = block[:, first : first + self.context.num_speculative_tokens]
+        said = hidden = block[:, first : first + self.context.num_speculative_tokens].swapaxes(0, 1)
         if self._fits(decode_state.rows):
-            said = one_pass.of_all(said, lambda flat: self._logits(params, flat))
+            said = one_pass.of_all(said, lambda flat: self._own_logits(params, flat))
         reads_normed = config.markov_reads_normed or self._num_estimates
         drafting = Drafting(pages, said, hidden if reads_normed else None)
         nothing = jnp.zeros((decode_state.rows, self._num_carried), said.dtype)
-        return self._after(params, drafting, history, roots, roots, nothing), drafting
+        return self._after(params, drafting, history, roots, 0, nothing), drafting
 
     @property
     def _num_carried(self) -> int:
@@ -120,13 +122,14 @@ class _Head(TokenByToken):
         drafting: Drafting,
         history: Array,
         positions: Array,
-        roots: Array,
+        depth: int | Array,
         carried: Array,
     ) -> Array:
         """Returns what a block said of the token after a position, and what its other heads say.
 
         Args:
-          positions, roots: i32[rows].
+          positions: i32[rows].
+          depth: i32[], of the tokens at them; that of the root is 0.
           carried: [rows, numbers], the head's state before this token.
 
         Returns:
@@ -134,10 +137,10 @@ class _Head(TokenByToken):
           the Markov head.
         """
         config, own = self.config, params.drafter
-        said = one_pass.said_after(drafting.said, positions, roots)
+        said = one_pass.said_after(drafting.said, depth)
         normed = embedded = latent = after = estimate = None
         if drafting.hidden is not None:
-            hidden = one_pass.said_after(drafting.hidden, positions, roots)
+            hidden = one_pass.said_after(drafting.hidden, depth)
             normed = dflash.normed_output(own, config, hidden)
         if config.markov_rank:
             embedded = dspark.markov_embedding(own, token_at(history, positions))
@@ -187,30 +190,35 @@ class _Head(TokenByToken):
         depth: int | Array,
     ) -> tuple[Array, Any]:
         """Returns what was said of the next token: only a Markov head reads this one."""
-        del is_fed, depth
+        del decode_state, is_fed
         carried = hidden[:, hidden.shape[1] - self._num_carried :]
-        roots = decode_state.cache.lengths
-        return self._after(params, state, history, positions, roots, carried), state
+        return self._after(params, state, history, positions, depth, carried), state
 
-    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
+    def own_logits(
+        self, params: DecoderParams, hidden: Array, depth: int | Array
+    ) -> tuple[Array, Vocabulary]:
         del depth
         rank = self.config.markov_rank
         width = hidden.shape[1] - rank - self._num_estimates - self._num_carried
         said, latent, _ = jnp.split(hidden, [width, width + rank], axis=1)
-        scores = said if self._fits(hidden.shape[0]) else self._logits(params, said)
-        if not rank:
-            return scores
-        return scores + dspark.markov_logits(params.drafter, self.config, latent)
+        scores = said if self._fits(hidden.shape[0]) else self._own_logits(params, said)
+        width = scores.shape[1]
+        vocabulary = token_by_token.head_vocabulary(params, self.config, self.context, width)
+        if rank:
+            table = vocabulary.slice_of(params.drafter["markov_w2"], width, axis=0)
+            scores += dspark.markov_logits(table, latent)
+        return scores, vocabulary
 
     def _fits(self, rows: int) -> bool:
         """Returns whether the logits of all draft tokens of a step are kept at once."""
         return one_pass.fits(rows, self.context.num_speculative_tokens, self.vocab_size)
 
-    def _logits(self, params: DecoderParams, hidden: Array) -> Array:
+    def _own_logits(self, params: DecoderParams, hidden: Array) -> Array:
         if self.config.has_head:
             return dflash.own_logits(params.drafter, self.config, hidden)
         normed = dflash.normed_output(params.drafter, self.config, hidden)
-        return self.context.target_logits(params, normed)
+        scores, _ = self.context.own_target_logits(params, normed)
+        return scores
 
 
 def _blocks(config: DFlashConfig, decode_state: Any, takes_part: Array, width: int) -> TokenBatch:

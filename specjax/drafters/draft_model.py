@@ -25,13 +25,7 @@ from specjax.drafters.token_by_token import TokenByToken, batch_of_nodes
 from specjax.drafters.token_set import TokenSet
 from specjax.models.base import MeshAxes, ModelConfig
 from specjax.paged import kv_cache
-from specjax.paged.forward import (
-    forward,
-    logits,
-    make_batch,
-    make_decode_batch,
-    own_logits,
-)
+from specjax.paged.forward import forward, make_batch, make_decode_batch, own_logits
 from specjax.sampling.vocabulary import Vocabulary
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
@@ -166,11 +160,6 @@ class DraftModel(TokenByToken):
             max_tokens_per_row=max_tokens_per_row,
             tensor_axis=self.axis,
         )
-
-    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
-        del depth
-        scores = logits(params.drafter, self.config, hidden, self.axis)
-        return scores if self.said is None else self.said.keep(scores)
 
     def own_logits(
         self, params: DecoderParams, hidden: Array, depth: int | Array

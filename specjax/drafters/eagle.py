@@ -28,6 +28,7 @@ from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.paged import kv_cache
 from specjax.paged.forward import Part, attention_over, make_decode_batch
+from specjax.sampling.vocabulary import Vocabulary
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import DecoderParams, DraftTree, TokenBatch
@@ -170,12 +171,15 @@ class EagleHead(TokenByToken):
         flat = tokens_of(batch.row_starts, rows * count, count)
         return out[flat], state._replace(pages=pages)
 
-    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
+    def own_logits(
+        self, params: DecoderParams, hidden: Array, depth: int | Array
+    ) -> tuple[Array, Vocabulary]:
         del depth
         own = params.drafter
         if self.config.has_head:
-            return self.model.own_logits(own, self.config, hidden)
-        return self.context.target_logits(
+            scores = self.model.own_logits(own, self.config, hidden)
+            return scores, token_by_token.own_vocabulary(params, self.config)
+        return self.context.own_target_logits(
             params, self.model.normed_output(own, self.config, hidden)
         )
 

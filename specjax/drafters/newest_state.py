@@ -21,6 +21,7 @@ from specjax.drafters.token_by_token import TokenByToken, keep_newest, token_at
 from specjax.models import medusa, mlp_speculator
 from specjax.models.medusa import MedusaConfig
 from specjax.models.mlp_speculator import MlpSpeculatorConfig
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
 from specjax.types import DecoderParams, DraftTree, TokenBatch
@@ -138,15 +139,19 @@ class _Medusa(_Head):
         del params, decode_state, token_ids, tree, nodes, takes_part, depth
         return hidden, state
 
-    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
+    def own_logits(
+        self, params: DecoderParams, hidden: Array, depth: int | Array
+    ) -> tuple[Array, Vocabulary]:
         def of(index: int, hidden: Array) -> Array:
             x = medusa.forward(params.drafter, self.config, hidden, index)
             if self.config.has_head:
                 return medusa.own_logits(params.drafter, self.config, x, index)
-            return self.context.target_logits(params, x)
+            return self.context.own_target_logits(params, x)[0]
 
         branches = [functools.partial(of, index) for index in range(self.config.most_drafts)]
-        return _of_depth(branches, depth, hidden)
+        scores = _of_depth(branches, depth, hidden)
+        axis = self.context.tensor_axis
+        return scores, Vocabulary.of_width(scores.shape[1], self.vocab_size, axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,11 +196,13 @@ class _MlpSpeculator(_Head):
         flat = self._step(params, hidden.reshape(fed.shape[0], -1), fed, depth)
         return flat.reshape(hidden.shape), state
 
-    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
+    def own_logits(
+        self, params: DecoderParams, hidden: Array, depth: int | Array
+    ) -> tuple[Array, Vocabulary]:
         def of(index: int, hidden: Array) -> Array:
             return mlp_speculator.logits(params.drafter, self.config, hidden, index)
 
-        return _of_depth(self._branches(of, 0), depth, hidden)
+        return _of_depth(self._branches(of, 0), depth, hidden), WHOLE
 
     def _step(
         self, params: DecoderParams, state: Array, token_ids: Array, depth: int | Array

@@ -11,11 +11,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from specjax.drafters.token_by_token import TokenByToken
 from specjax.paged import kv_cache
-from specjax.sampling import vocabulary
 from specjax.sampling.vocabulary import Vocabulary
 from specjax.types import DecoderParams
 
@@ -33,9 +32,10 @@ class Drafting(NamedTuple):
     """What is kept while a step drafts."""
 
     pages: tuple[kv_cache.Pages, ...]
-    # [rows, K, width], of each draft token: its logits where those of all fit, else hidden states
+    # [K, rows, width], of each draft token: this device's slice of its logits where those of all
+    # fit, else hidden states. By draft token first, so that what is read for one lies together.
     said: Array
-    # [rows, K, width], of each draft token: the hidden states, where more than the head reads them
+    # [K, rows, width], of each draft token: the hidden states, where more than the head reads them
     hidden: Array | None = None
 
 
@@ -46,24 +46,23 @@ def fits(rows: int, num_speculative_tokens: int, vocab_size: int) -> bool:
 
 
 def of_all(hidden: Array, logits: Callable[[Array], Array]) -> Array:
-    """Returns logits [rows, K, vocab] of hidden [rows, K, width], the head's matrix read once.
+    """Returns logits [K, rows, n] of hidden [K, rows, width], the head's matrix read once.
 
     Args:
-      logits: from hidden [n, width] to f32[n, vocab].
+      logits: from hidden [num_tokens, width] to f32[num_tokens, n], of a device's slice.
     """
-    rows, count, width = hidden.shape
-    return logits(hidden.reshape(rows * count, width)).reshape(rows, count, -1)
+    count, rows, width = hidden.shape
+    return logits(hidden.reshape(count * rows, width)).reshape(count, rows, -1)
 
 
-def said_after(said: Array, positions: Array, roots: Array) -> Array:
-    """Returns what was said of the token after a position of each row, [rows, width].
+def said_after(said: Array, depth: int | Array) -> Array:
+    """Returns what was said of the token after that of a depth, [rows, width].
 
     Args:
-      said: [rows, K, width].
-      positions, roots: i32[rows].
+      said: [K, rows, width].
+      depth: i32[], of the same draft token in all rows; that of the root is 0.
     """
-    ahead = jnp.clip(positions - roots, 0, said.shape[1] - 1)
-    return jnp.take_along_axis(said, ahead[:, None, None], axis=1)[:, 0]
+    return lax.dynamic_index_in_dim(said, depth, keepdims=False)
 
 
 class OverMasks(TokenByToken):
@@ -78,11 +77,15 @@ class OverMasks(TokenByToken):
         raise NotImplementedError
 
     def keep(self, params: DecoderParams, hidden: Array) -> Array:
-        """Returns what is kept of hidden [rows, K, width], the model's output for draft tokens."""
-        if not self._fits(hidden.shape[0]):
+        """Returns what is kept of hidden [K, rows, width], the model's output for draft tokens."""
+        if not self._fits(hidden.shape[1]):
             return hidden
         # Of the class behind this one: here, logits are what was kept.
-        return of_all(hidden, lambda flat: super(OverMasks, self).logits(params, flat, 0))
+        return of_all(hidden, lambda flat: super(OverMasks, self).own_logits(params, flat, 0)[0])
+
+    def vocabulary_of(self, params: DecoderParams, width: int) -> Vocabulary:
+        """Returns which tokens logits of a width are about, as `own_logits` does."""
+        raise NotImplementedError
 
     def feed(
         self,
@@ -96,17 +99,14 @@ class OverMasks(TokenByToken):
         depth: int | Array,
     ) -> tuple[Array, Drafting]:
         """Returns what was said of the next token: this one is not read."""
-        del params, history, is_fed, hidden, depth
-        return said_after(state.said, positions, decode_state.cache.lengths), state
-
-    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
-        return hidden if self._fits(hidden.shape[0]) else super().logits(params, hidden, depth)
+        del params, decode_state, history, positions, is_fed, hidden
+        return said_after(state.said, depth), state
 
     def own_logits(
         self, params: DecoderParams, hidden: Array, depth: int | Array
     ) -> tuple[Array, Vocabulary]:
         if self._fits(hidden.shape[0]):
-            return hidden, vocabulary.WHOLE
+            return hidden, self.vocabulary_of(params, hidden.shape[1])
         return super().own_logits(params, hidden, depth)
 
     def _fits(self, rows: int) -> bool:

@@ -25,6 +25,7 @@ from specjax.models import eagle3
 from specjax.models.eagle3 import Eagle3Config
 from specjax.paged import kv_cache
 from specjax.paged.forward import make_batch
+from specjax.sampling.vocabulary import Vocabulary
 from specjax.types import DecoderParams
 
 
@@ -53,22 +54,25 @@ class ParallelHead(OverMasks, EagleHead):
     def num_drafts(self) -> int:
         return self.context.num_speculative_tokens
 
+    def vocabulary_of(self, params: DecoderParams, width: int) -> Vocabulary:
+        return token_by_token.head_vocabulary(params, self.config, self.context, width)
+
     def begin(
         self, params: DecoderParams, state: Asked, decode_state: Any, takes_part: Array
     ) -> tuple[Array, Drafting]:
         """Runs a mask less than each row is asked for; what follows the root is known.
 
         Returns:
-          `logits` of the first draft token [rows, vocab] where those of all draft tokens fit,
-          else r [rows, hidden_size].
+          This device's slice of the logits of the first draft token [rows, n] where those of all
+          fit, else r [rows, hidden_size].
         """
-        said, pages = state.state.newest[:, None], state.state.pages
+        said, pages = state.state.newest[None], state.state.pages
         if self.num_drafts > 1:
             counts = jnp.where(takes_part, state.num_tokens - 1, 0)
             of_masks, pages = self.run_masks(params, pages, decode_state, counts)
-            said = jnp.concatenate([said, of_masks], axis=1)
+            said = jnp.concatenate([said, of_masks.swapaxes(0, 1)])
         said = self.keep(params, said)
-        return said[:, 0], Drafting(pages, said)
+        return said[0], Drafting(pages, said)
 
     def run_masks(
         self,

@@ -24,6 +24,7 @@ from specjax.drafters.one_pass import Asked, Drafting, OverMasks
 from specjax.drafters.token_set import TokenSet
 from specjax.models.base import ModelConfig
 from specjax.paged.forward import make_batch
+from specjax.sampling.vocabulary import Vocabulary
 from specjax.types import DecoderParams, TokenBatch
 
 
@@ -83,6 +84,10 @@ class _ParallelModel(OverMasks, DraftModel):
     def num_drafts(self) -> int:
         return self.depth
 
+    def vocabulary_of(self, params: DecoderParams, width: int) -> Vocabulary:
+        del params
+        return Vocabulary.of_width(width, self.vocab_size, self.axis)
+
     def begin(
         self, params: DecoderParams, state: Any, decode_state: Any, takes_part: Array
     ) -> tuple[Array, Any]:
@@ -103,8 +108,8 @@ class _ParallelModel(OverMasks, DraftModel):
         # Of the root, and of each mask.
         ahead = jnp.arange(self.depth)[None, :]
         flat = batch.row_starts[:-1, None] + num_missing[:, None] + ahead
-        said = self.keep(params, hidden[jnp.minimum(flat, hidden.shape[0] - 1)])
-        return said[:, 0], Drafting(pages, said)
+        said = self.keep(params, hidden[jnp.minimum(flat, hidden.shape[0] - 1).T])
+        return said[0], Drafting(pages, said)
 
     def _batch(
         self, decode_state: Any, num_missing: Array, num_tokens: Array, takes_part: Array

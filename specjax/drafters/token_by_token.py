@@ -24,6 +24,7 @@ from specjax.sampling import TreeHistory, choose_tokens, process_logits
 from specjax.sampling.processing import History
 from specjax.sampling.seeded_noise import TARGET_TOKEN, gumbel_noise, token_keys
 from specjax.sampling.vocabulary import WHOLE, Vocabulary
+from specjax.sampling.vocabulary_part import VocabularyPart
 from specjax.trees import draft_tree, expanding
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
@@ -132,13 +133,21 @@ class TokenByToken:
         """
         raise NotImplementedError
 
-    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
-        """Returns f32[num_tokens, vocab] from hidden [num_tokens, width].
+    def own_logits(
+        self, params: DecoderParams, hidden: Array, depth: int | Array
+    ) -> tuple[Array, Vocabulary]:
+        """Returns logits f32[num_tokens, n], and of which tokens: all, a slice, or some alone.
 
         Args:
+          hidden: [num_tokens, width], of what `begin` or `feed` returned.
           depth: i32[], of the tokens that hidden follows; that of the root is 0.
         """
         raise NotImplementedError
+
+    def logits(self, params: DecoderParams, hidden: Array, depth: int | Array) -> Array:
+        """Returns f32[num_tokens, vocab]: gathered from slices, -inf for tokens it cannot say."""
+        scores, vocabulary = self.own_logits(params, hidden, depth)
+        return vocabulary.whole(scores)
 
     def confidence(self, hidden: Array) -> Array | None:
         """Returns the model's own estimate that the next draft token is accepted, f32[num_tokens].
@@ -151,15 +160,6 @@ class TokenByToken:
         """
         del hidden
         return None
-
-    def own_logits(
-        self, params: DecoderParams, hidden: Array, depth: int | Array
-    ) -> tuple[Array, Vocabulary]:
-        """Returns this device's slice of `logits`, f32[num_tokens, its width], and the slices.
-
-        By default a device has all of them.
-        """
-        return self.logits(params, hidden, depth), WHOLE
 
     def draw(
         self,
@@ -301,6 +301,24 @@ def of_head(config: Any, context: DrafterContext) -> dict[str, Any]:
         "config": config,
         "context": context,
     }
+
+
+def own_vocabulary(params: DecoderParams, config: Any) -> Vocabulary:
+    """Returns the tokens that a head's own matrix is about: the target's, or a part of them."""
+    if not config.maps_vocabulary:
+        return WHOLE
+    return VocabularyPart(
+        token_ids=params.drafter["target_ids"], vocab_size=config.target_vocab_size
+    )
+
+
+def head_vocabulary(
+    params: DecoderParams, config: Any, context: DrafterContext, width: int
+) -> Vocabulary:
+    """Returns which tokens logits of a width are about: by a head's own matrix or the target's."""
+    if config.has_head:
+        return own_vocabulary(params, config)
+    return Vocabulary.of_width(width, config.target_vocab_size, context.tensor_axis)
 
 
 def token_at(history: Array, positions: Array) -> Array:

@@ -176,8 +176,8 @@ def normed_output(params: Params, config: DFlashConfig, out: Array) -> Array:
 
 
 def own_logits(params: Params, config: DFlashConfig, out: Array) -> Array:
-    """Returns f32[num_tokens, target_vocab_size] by its own head; only with `has_head`."""
-    return head_parts.own_logits(params, config, normed_output(params, config, out))
+    """Returns f32[num_tokens, vocab_size] by its own head; only with `has_head`."""
+    return head_parts.own_logits(params, normed_output(params, config, out))
 
 
 def abstract(config: DFlashConfig, dtype: DTypeLike) -> Params:

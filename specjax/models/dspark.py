@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.models import blocks, head_parts, weights
+from specjax.models import blocks, weights
 from specjax.models.base import Params
 from specjax.models.layers import linear
 from specjax.models.weights import matrix, vector
@@ -65,14 +65,14 @@ def markov_step(
     return jnp.tanh(out), kept * state + (1.0 - kept) * jnp.tanh(new)
 
 
-def markov_logits(params: Params, config: DFlashConfig, latent: Array) -> Array:
-    """Returns what the Markov head adds to the logits, f32[num_tokens, target_vocab_size].
+def markov_logits(table: Array, latent: Array) -> Array:
+    """Returns what the Markov head adds to the logits, f32[num_tokens, vocab_size].
 
     Args:
+      table: `markov_w2` [vocab_size, markov_rank], or a slice of its tokens.
       latent: z [num_tokens, markov_rank].
     """
-    scores = linear(latent, params["markov_w2"], jnp.float32)
-    return head_parts.in_target_vocabulary(params, config, scores)
+    return linear(latent, table, jnp.float32)
 
 
 def confidence(

@@ -135,7 +135,8 @@ def normed_output(params: Params, config: EagleConfig, out: Array) -> Array:
 
 def own_logits(params: Params, config: EagleConfig, out: Array) -> Array:
     """Returns f32[num_tokens, target_vocab_size], from r; only with `has_head`."""
-    return head_parts.own_logits(params, config, out)
+    del config
+    return head_parts.own_logits(params, out)
 
 
 def abstract(config: EagleConfig, dtype: DTypeLike) -> Params:

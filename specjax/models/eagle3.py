@@ -160,11 +160,8 @@ def normed_output(params: Params, config: Eagle3Config, out: Array) -> Array:
 
 
 def own_logits(params: Params, config: Eagle3Config, out: Array) -> Array:
-    """Returns f32[num_tokens, target_vocab_size], from r; only with `has_head`.
-
-    What the head cannot say has -inf.
-    """
-    return head_parts.own_logits(params, config, normed_output(params, config, out))
+    """Returns f32[num_tokens, vocab_size], from r; only with `has_head`."""
+    return head_parts.own_logits(params, normed_output(params, config, out))
 
 
 def abstract(config: Eagle3Config, dtype: DTypeLike) -> Params:

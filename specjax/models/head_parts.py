@@ -105,25 +105,13 @@ def only_if(condition: bool, **leaves: Any) -> dict[str, Any]:
     return leaves if condition else {}
 
 
-def own_logits(params: Params, config: HeadConfig, normed: Array) -> Array:
-    """Returns f32[num_tokens, target_vocab_size] by a head's own matrix; only with `has_head`.
+def own_logits(params: Params, normed: Array) -> Array:
+    """Returns f32[num_tokens, vocab_size] by a head's own matrix; only with `has_head`.
 
     Args:
       normed: [num_tokens, hidden_size].
     """
-    return in_target_vocabulary(params, config, linear(normed, params["lm_head"], jnp.float32))
-
-
-def in_target_vocabulary(params: Params, config: HeadConfig, scores: Array) -> Array:
-    """Returns f32[num_tokens, target_vocab_size] from scores of a head's own vocabulary.
-
-    What the head cannot say has -inf.
-    """
-    if not config.maps_vocabulary:
-        return scores
-    size = scores.shape[0], config.target_vocab_size
-    empty = jnp.full(size, -jnp.inf)
-    return empty.at[:, params["target_ids"]].set(scores, unique_indices=True)
+    return linear(normed, params["lm_head"], jnp.float32)
 
 
 def draft_products(config: HeadConfig, leaves: Any) -> int:

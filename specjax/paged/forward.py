@@ -18,7 +18,7 @@ from specjax.models.families import family_of
 from specjax.paged import kv_cache
 from specjax.paged.kv_cache import Pages
 from specjax.paged.token_buckets import in_buckets
-from specjax.sampling.vocabulary import WHOLE, Vocabulary
+from specjax.sampling.vocabulary import Vocabulary
 from specjax.trees import draft_tree
 from specjax.types import DraftTree, TokenBatch, lay_out
 
@@ -448,8 +448,8 @@ def own_logits(
     A vocabulary that the tensor axis does not divide is whole on every device.
     """
     scores = family_of(config).logits(params, config, hidden)
-    is_split = scores.shape[-1] != config.vocab_size
-    return _by_token(scores), Vocabulary(tensor_axis) if is_split else WHOLE
+    vocabulary = Vocabulary.of_width(scores.shape[-1], config.vocab_size, tensor_axis)
+    return _by_token(scores), vocabulary
 
 
 def _by_token(scores: Array) -> Array:

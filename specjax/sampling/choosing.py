@@ -125,8 +125,8 @@ def choose_and(
         score, bound = (vocabulary.by_index(of_ids, width) for of_ids in (score_of, bound_of))
 
         def by_op(name: str) -> Choice:
-            if vocabulary.is_split:
-                raise NotForThis(f"{name} takes a whole vocabulary, not slices of a tensor axis.")
+            if not vocabulary.is_whole:
+                raise NotForThis(f"{name} takes a whole vocabulary, not a part of one.")
             # Scaled logits have their largest at 0; temperature 1 leaves them unchanged.
             own = is_random[:, 0] if scale is as_it_is else temperature
             sample = seeded_sample(values, keys, own, implementation=name)

@@ -2,8 +2,8 @@
 
 Under a mesh's tensor axis every device computes the logits of its own slice. What sampling
 and verification rules need of the others are a few numbers per token: maxima, sums, the best
-(score, id), values at given ids. The functions here exchange those, and no array of the whole
-vocabulary ever crosses the mesh.
+(score, id), values at given ids. The functions here exchange those. `whole` alone moves an array
+of the whole vocabulary, for drafters that keep distributions or rank their likeliest tokens.
 """
 
 from __future__ import annotations
@@ -35,9 +35,25 @@ class Vocabulary:
 
     axis: str | tuple[str, ...] | None = None  # mesh axis of the slices; several in order
 
+    @classmethod
+    def of_width(
+        cls, width: int, vocab_size: int, axis: str | tuple[str, ...] | None
+    ) -> Vocabulary:
+        """Returns how a device with `width` of the vocabulary's tokens holds it: slices, or whole.
+
+        Args:
+          axis: mesh axis that the vocabulary is split over, where it divides vocab_size.
+        """
+        return cls(axis) if width != vocab_size else WHOLE
+
     @property
     def is_split(self) -> bool:
         return self.axis is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether arrays hold every token, its id the index."""
+        return self.axis is None
 
     def size(self, width: int) -> int:
         """Returns the number of tokens of all slices; static."""
@@ -86,7 +102,7 @@ class Vocabulary:
         Args:
           at: maps indices, inside the slice where the vocabulary is split, to values.
         """
-        if self.axis is None:
+        if self.is_whole:
             return at(token_ids)
         index = self.index(token_ids, width)
         return self.sum(jnp.where(index < width, at(jnp.minimum(index, width - 1)), 0))
@@ -136,7 +152,7 @@ class Vocabulary:
 
     def one_hot(self, token_ids: Array, width: int) -> Array:
         """Returns this shard's slice of one-hot rows, f32[n, width]."""
-        return jax.nn.one_hot(token_ids - self.first_id(width), width, dtype=jnp.float32)
+        return jax.nn.one_hot(self.index(token_ids, width), width, dtype=jnp.float32)
 
     def softmax(self, logits: Array) -> Array:
         """Returns this shard's slice of the softmax of logits f32[n, width]."""
@@ -153,14 +169,23 @@ class Vocabulary:
         total = self.sum(jnp.sum(jnp.exp(shifted), axis=1, keepdims=True))
         return shifted - jnp.log(total)
 
-    def slice_of(self, whole: Array, width: int) -> Array:
+    def whole(self, values: Array) -> Array:
+        """Returns logits [..., vocab], from slices [..., width]."""
+        if self.axis is None:
+            return values
+        return lax.all_gather(values, self.axis, axis=values.ndim - 1, tiled=True)
+
+    def slice_of(self, whole: Array, width: int, axis: int = -1) -> Array:
         """Returns this shard's slice [..., width] of an array [..., vocab] that it holds whole.
 
         An array that is a slice already is returned unchanged.
+
+        Args:
+          axis: of the vocabulary in the array.
         """
-        if self.axis is None or whole.shape[-1] == width:
+        if self.axis is None or whole.shape[axis] == width:
             return whole
-        return lax.dynamic_slice_in_dim(whole, self.first_id(width), width, axis=-1)
+        return lax.dynamic_slice_in_dim(whole, self.first_id(width), width, axis)
 
 
 WHOLE = Vocabulary()

@@ -111,11 +111,15 @@ def target():
     return target
 
 
-def head(name):
+def head(name, vocab=VOCAB, **fields):
     if name == PARALLEL:
-        draft = tiny_llama(1, num_layers=1, mask_token_id=60)
+        draft = tiny_llama(1, num_layers=1, mask_token_id=60, vocab_size=vocab)
         return specjax.LoadedDrafter(name, ModelDrafter(draft.config), draft.params)
     spec, equations, config = HEADS[name]
+    fields["target_vocab_size"] = vocab
+    if hasattr(config, "layers"):
+        fields["layers"] = dataclasses.replace(config.layers, vocab_size=vocab)
+    config = dataclasses.replace(config, **fields)
     params = equations.init(jax.random.key(1), config, std=0.3)
     return specjax.LoadedDrafter(name, spec(config), params)
 
@@ -201,6 +205,23 @@ def test_over_a_mesh(target, plain, name, shape):
     mesh = jax.make_mesh(shape, ("data", "tensor"), devices=jax.devices()[: shape[0] * shape[1]])
     tokens, _ = run(target, head(name), policy=InTurn(3, 0, 2), mesh=mesh)
     assert tokens == plain
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name == "dspark" else SLOW) for name in KINDS],
+)
+def test_drafts_over_slices_of_the_vocabulary(name):
+    """Two devices have half of the tokens each, and draft what one device drafts of all."""
+    vocab = 64  # which two devices divide
+    target, found = tiny_llama(0, vocab_size=vocab), []
+    drafter = head(name, vocab, **{"has_head": False} if name in ("eagle3", "medusa") else {})
+    for mesh in (None, jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[:2])):
+        policy = InTurn(3, 2)
+        tokens, _ = run(target, drafter, policy=policy, mesh=mesh)
+        found.append((tokens, policy.accepted))
+    assert found[0] == found[1]
+    assert sum(found[0][1]) > 5
 
 
 @SLOW

@@ -1,5 +1,7 @@
 """DFlash heads: against their equations written out in numpy, and in the engine."""
 
+import dataclasses
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -7,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from head_equations import TARGET, VOCAB, attention_of, mlp, rms, rotated, wide
+from jax.sharding import Mesh, PartitionSpec
 
 import specjax
+from specjax import sharding
 from specjax.drafters import one_pass
 from specjax.drafters.base import DrafterContext
 from specjax.drafters.dflash import _Head
@@ -18,7 +22,7 @@ from specjax.models import dflash
 from specjax.models.base import ModelConfig, RopeConfig
 from specjax.models.dflash import DFlashConfig
 from specjax.paged.forward import make_batch
-from specjax.testing import check_drafter
+from specjax.testing import check_drafter, tiny_model
 from specjax.types import DecoderParams
 
 WIDTH, DRAFT_VOCAB, MASK = 32, 20, 60
@@ -325,6 +329,40 @@ def test_a_causal_block_computes_the_rows_that_draft():
         whole, _ = make_head(name)
         assert whole.num_rows(1) == 5
     assert DFlashDrafter(whole).tree_slots(1) == 4
+
+
+def test_each_device_has_its_slice_of_the_logits(monkeypatch):
+    """Those of the target's head, and what a Markov head adds to them."""
+    monkeypatch.setattr(one_pass, "MOST_LOGIT_BYTES", 0)
+    vocab, target = 64, tiny_model(vocab_size=64)  # which two devices divide
+    config, _ = make_head("a Markov head")
+    own = dataclasses.replace(config.layers, vocab_size=vocab)
+    config = dataclasses.replace(config, layers=own, target_vocab_size=vocab)
+    params = DecoderParams(target.params, dflash.init(jax.random.key(1), config, std=0.3))
+    hidden = jax.random.normal(jax.random.key(2), (3, WIDTH + config.markov_rank))
+
+    def logits(params, axis=None):
+        context = DrafterContext(
+            target=target.config,
+            num_speculative_tokens=2,
+            dtype=jnp.dtype(jnp.float32),
+            tensor_axis=axis,
+        )
+        scores, vocabulary = _Head(**of_head(config, context)).own_logits(params, hidden, 0)
+        assert (vocabulary.axis, scores.shape) == (axis, (3, vocab // 2 if axis else vocab))
+        return scores
+
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+    of_target = sharding.param_specs(target.params, mesh, target.config)
+    whole = jax.tree.map(lambda _: PartitionSpec(), params.drafter)
+    split = jax.shard_map(
+        functools.partial(logits, axis="tensor"),
+        mesh=mesh,
+        in_specs=(DecoderParams(of_target, whole),),
+        out_specs=PartitionSpec(None, "tensor"),
+        check_vma=False,
+    )
+    np.testing.assert_allclose(jax.jit(split)(params), logits(params), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -17,6 +17,7 @@ from specjax.models import llama
 from specjax.models.base import Model
 from specjax.models.dense import sequence_logits
 from specjax.models.families import FAMILIES
+from specjax.sampling.vocabulary import Vocabulary
 from specjax.types import DecoderParams
 
 IDS = jnp.arange(7, dtype=jnp.int32)[None]
@@ -73,17 +74,27 @@ def test_a_family_may_embed_in_its_own_way(monkeypatch):
     np.testing.assert_array_equal(found, -model.params["embed_tokens"][IDS])
 
 
-def test_over_a_mesh_the_vocabulary_is_whole():
+@pytest.mark.parametrize("by_slices", [False, True])
+def test_over_a_mesh_the_vocabulary_is_whole_or_in_slices(by_slices):
     model = tiny_llama(0, vocab_size=64)
     mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
     hidden = jnp.linspace(-1, 1, 3 * 32).reshape(3, 32)
+    context = context_of(model, tensor_axis="tensor")
+
+    def logits(params):
+        params = DecoderParams(params)
+        if not by_slices:
+            return context.target_logits(params, hidden)
+        scores, vocabulary = context.own_target_logits(params, hidden)
+        assert vocabulary == Vocabulary("tensor")
+        assert scores.shape == (3, 32)
+        return scores
+
     split = jax.shard_map(
-        lambda params: context_of(model, tensor_axis="tensor").target_logits(
-            DecoderParams(params), hidden
-        ),
+        logits,
         mesh=mesh,
         in_specs=(sharding.param_specs(model.params, mesh, model.config),),
-        out_specs=PartitionSpec(),
+        out_specs=PartitionSpec(None, "tensor") if by_slices else PartitionSpec(),
         check_vma=False,
     )
     whole = context_of(model).target_logits(DecoderParams(model.params), hidden)

@@ -6,20 +6,23 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
 from test_draws import random_logits, rows_of
 
 from specjax.config.sampling import SamplingParams
 from specjax.drafters.token_by_token import TokenByToken
 from specjax.sampling import choose_tokens
 from specjax.sampling.seeded_noise import TARGET_TOKEN
+from specjax.sampling.vocabulary import WHOLE, Vocabulary
 from specjax.types import SEEDED
 
 ROWS, VOCAB, DEPTH, COUNT = 40, 30, 2, 3
 
 
 class HiddenAreLogits(TokenByToken):
-    def logits(self, params, hidden, depth):
-        return hidden
+    def own_logits(self, params, hidden, depth):
+        return hidden, WHOLE
 
 
 MODEL = HiddenAreLogits(vocab_size=VOCAB, keeps_probs=False, says_confidence=True, keeps_fed=False)
@@ -40,6 +43,38 @@ def children(hidden):
     unsure = dataclasses.replace(MODEL, says_confidence=False)
     draw = lambda model: model.draw(None, *node, jnp.array([2]), *where)
     return draw(MODEL), draw(unsure), MODEL.rank(None, *node, *where)
+
+
+class HiddenAreSlices(TokenByToken):
+    """The same logits, of which each device of an axis has its slice."""
+
+    def own_logits(self, params, hidden, depth):
+        slices = Vocabulary("tensor")
+        return slices.slice_of(hidden, VOCAB // jax.lax.axis_size("tensor")), slices
+
+
+@pytest.mark.parametrize("of_one", [True, False], ids=["one", "siblings"])
+def test_slices_of_the_vocabulary_draw_what_the_whole_draws(of_one):
+    """One token by a few numbers of other devices; several, and laws, of gathered logits."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tensor",))
+
+    def draw(kind):
+        model = kind(VOCAB, keeps_probs=not of_one, says_confidence=not of_one, keeps_fed=False)
+        where = HIDDEN[:, None], STATE, jnp.array([2]), DEPTH, STATE.history
+        return model.draw(None, *where, 1 if of_one else COUNT)
+
+    over_devices = jax.shard_map(
+        lambda: draw(HiddenAreSlices),
+        mesh=mesh,
+        in_specs=(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    found, expected = jax.jit(over_devices)(), jax.jit(lambda: draw(HiddenAreLogits))()
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    gathered = jax.make_jaxpr(over_devices)()
+    assert (f"f32[{ROWS},{VOCAB}] = all_gather" in str(gathered)) != of_one
 
 
 @jax.jit

@@ -238,6 +238,22 @@ def test_ids_outside_of_the_vocabulary_are_in_no_slice():
     np.testing.assert_array_equal(taken, [[0, 1, WIDTH + 1, VOCAB, 0, 0]])
 
 
+def gather(vocabulary, values):
+    return vocabulary.whole(values)
+
+
+def test_the_whole_is_in_the_order_of_token_ids():
+    logits, _ = make_case(SamplingParams())
+    np.testing.assert_array_equal(both(gather, logits, ())[0], logits)
+
+
+def test_a_width_says_whether_there_are_slices():
+    assert Vocabulary.of_width(WIDTH, VOCAB, AXIS) == Vocabulary(AXIS)
+    assert Vocabulary.of_width(VOCAB, VOCAB, AXIS) == WHOLE  # which the axis does not divide
+    assert WHOLE.is_whole
+    assert not Vocabulary(AXIS).is_whole
+
+
 COLLECTIVE = re.compile(
     r"= (.+?) (?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)"
 )
