@@ -112,7 +112,7 @@ def test_rows_are_asked_for_numbers_of_their_own(asked, monkeypatch):
     )
     for row, root in enumerate(roots):
         expected, _ = reference.draft(texts[row][: root + 1], taps[row, :root], DEPTH)
-        found = drafting.said[row, : asked[row]]
+        found = drafting.said[: asked[row], row]
         np.testing.assert_allclose(found, expected[: asked[row]], rtol=1e-5, atol=1e-4)
 
 
