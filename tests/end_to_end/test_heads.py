@@ -252,6 +252,40 @@ def test_requests_of_every_kind(target, name):
     assert texts[0] == texts[1]
 
 
+TABLE = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 1], [3, 4, 0]]}
+GOODPUT = {"policy": "goodput", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize("config", [TABLE, GOODPUT], ids=["table", "goodput"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name == "dspark" else SLOW) for name in KINDS],
+)
+def test_k_by_the_policies_that_users_have(target, name, config):
+    """Rows end one after the other, so that by the table K goes from 0 over 1 to 3."""
+    sampling = [
+        SamplingParams(temperature=0.9, max_tokens=8 + 10 * row, seed=row, ignore_eos=True)
+        for row in range(4)
+    ]
+    found = [
+        specjax.generate(
+            target,
+            PROMPTS[:4],
+            drafter=drafter,
+            speculative_config=config if drafter else None,
+            sampling=sampling,
+            engine=dataclasses.replace(ENGINE, max_rows=4, burst_steps=2),
+        )
+        for drafter in (None, head(name))
+    ]
+    texts = [[one.token_ids for one in out] for out in found]
+    assert texts[0] == texts[1]
+    chosen = [decision.num_speculative_tokens for decision in found[1].stats.decisions]
+    if config is TABLE:
+        assert set(chosen) == {0, 1, 3}
+        assert chosen == sorted(chosen)
+
+
 @SLOW
 @pytest.mark.parametrize("rule", ["rejection", "block", "traversal"])
 @pytest.mark.parametrize("name", KINDS)
