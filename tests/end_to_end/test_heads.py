@@ -98,7 +98,7 @@ PARALLEL = "pard"
 KINDS = (*HEADS, PARALLEL)
 CHAINS_ALONE = "dflash", "dspark", "dspark_rnn", "p_eagle"
 TREES = [name for name in HEADS if name not in CHAINS_ALONE]
-QUICKEST = "mlp_speculator", "dspark", "p_eagle", PARALLEL
+QUICKEST = "mlp_speculator", "dspark", "p_eagle"
 TREE = {"speculative_token_tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}
 GROWN = {"tree_top_k": 2, "num_speculative_tokens": 3}
 
@@ -256,11 +256,9 @@ TABLE = {"num_speculative_tokens_per_batch_size": [[1, 1, 3], [2, 2, 1], [3, 4, 
 GOODPUT = {"policy": "goodput", "num_speculative_tokens": 3}
 
 
+@SLOW
 @pytest.mark.parametrize("config", [TABLE, GOODPUT], ids=["table", "goodput"])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.full if name == "dspark" else SLOW) for name in KINDS],
-)
+@pytest.mark.parametrize("name", KINDS)
 def test_k_by_the_policies_that_users_have(target, name, config):
     """Rows end one after the other, so that by the table K goes from 0 over 1 to 3."""
     sampling = [
