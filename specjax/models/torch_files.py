@@ -11,7 +11,9 @@ torch before 1.6 wrote another format, which is not read.
 
 from __future__ import annotations
 
+import collections
 import math
+import os
 import pickletools
 import reprlib
 import struct
@@ -25,10 +27,18 @@ import numpy as np
 
 from specjax.runtime.model_files import check_no_pointer
 
-# Of data.pkl, which becomes objects of 60 times its size at most; 10,000 tensors have 1.5 MB.
+# Of data.pkl, which becomes objects of 80 times its size at most; 10,000 tensors have 1.5 MB.
 MAX_PICKLE_BYTES = 2 * 2**20
-_MAX_ENTRIES = 100_000
+_MAX_DIRECTORY_BYTES = 16 * 2**20  # of the archive, about 100 per entry
 _MAX_DIMENSIONS = 8
+_MAX_NUMBERS = 2**48  # of a tensor, axes of size 0 left out
+# Of all tensors over one storage, by its size: tied weights and parts of a tensor share one.
+_MOST_SHARED = 4
+_PROTOCOL = 2  # of the pickles that torch.save writes
+_ARGUMENTS = 6, 7  # of the function that makes a tensor; the last is optional
+_END = struct.Struct("<4s8xI6x")  # of an archive without a comment: signature, directory bytes
+_END_64 = struct.Struct("<4s36xQ8x")  # where a longer form stands before it, and the place of that:
+_LOCATOR = struct.Struct("<4s16x")
 _LOCAL_HEADER = struct.Struct("<4s22xHH")  # of a zip entry: signature, lengths of name and extra
 
 _STORAGES = {
@@ -102,12 +112,11 @@ class _Archive:
         with path.open("rb") as file:
             check_no_pointer(path, file.read(8))
         try:
+            _check_directory(path)
             with zipfile.ZipFile(path) as archive:
                 entries = archive.infolist()
         except (zipfile.BadZipFile, NotImplementedError, ValueError, struct.error) as error:
             raise _Refused(f"is no zip archive ({error!s:.200})") from error
-        if len(entries) > _MAX_ENTRIES:
-            raise _Refused(f"has {len(entries)} entries, more than {_MAX_ENTRIES}")
         for entry in entries:
             # Every name begins with that of the archive when it was written.
             name = entry.filename.partition("/")[2]
@@ -117,7 +126,7 @@ class _Archive:
         self._data = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
 
     def tensors(self) -> dict[str, np.ndarray]:
-        if "byteorder" in self._entries and self._bytes("byteorder").tobytes() != b"little":
+        if "byteorder" in self._entries and self._bytes("byteorder")[:8].tobytes() != b"little":
             raise _Refused("holds numbers that do not begin with their lowest byte")
         pickle = self._bytes("data.pkl")
         if pickle.size > MAX_PICKLE_BYTES:
@@ -129,7 +138,17 @@ class _Archive:
         if other:
             kind = type(found[other[0]]).__name__
             raise _Refused(f"holds {other[0][:200]!r}, which is no tensor but {kind}")
-        return {name: self._view(name, tensor) for name, tensor in found.items()}
+        views = {name: self._view(name, tensor) for name, tensor in found.items()}
+        numbers: collections.Counter[str] = collections.Counter()
+        for name, tensor in found.items():
+            key, size = tensor.storage.key, tensor.storage.size
+            numbers[key] += views[name].size
+            if numbers[key] > _MOST_SHARED * size:
+                raise _Refused(
+                    f"has tensors of more than {_MOST_SHARED} times the {size} numbers of their "
+                    f"storage, up to {name[:200]!r}"
+                )
+        return views
 
     def _view(self, name: str, tensor: _Tensor) -> np.ndarray:
         storage, shape = tensor.storage, tensor.shape
@@ -168,10 +187,28 @@ class _Archive:
         return data
 
 
+def _check_directory(path: Path) -> None:
+    """Raises _Refused where the list of an archive's entries is long: it is read as a whole."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(size - _END.size - _LOCATOR.size - _END_64.size, 0))
+        end = file.read()
+    signature, num_bytes = _END.unpack(end[-_END.size :]) if len(end) >= _END.size else (b"", 0)
+    if signature != b"PK\x05\x06":
+        raise _Refused("is no zip archive, or is cut off")
+    longer = end[: -_END.size]
+    if (
+        len(longer) == _END_64.size + _LOCATOR.size
+        and longer[-_LOCATOR.size :][:4] == b"PK\x06\x07"
+    ):
+        _, num_bytes = _END_64.unpack(longer[: _END_64.size])
+    if num_bytes > _MAX_DIRECTORY_BYTES:
+        raise _Refused(f"has a directory of {num_bytes} bytes, above {_MAX_DIRECTORY_BYTES}")
+
+
 _MARK = object()
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-_LITERALS = {"BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BININT", "BININT1", "BININT2"}
-_LITERALS |= {"LONG1", "BINFLOAT"}
+_LITERALS = {"BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"}
 _TUPLES = {"EMPTY_TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
@@ -182,8 +219,7 @@ class _Machine:
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._acts: dict[str, Callable[[Any], None]] = {
-            "PROTO": lambda argument: None,
-            "FRAME": lambda argument: None,
+            "PROTO": self._check_protocol,
             "MARK": lambda argument: self._stack.append(_MARK),
             "GLOBAL": self._name,
             "EMPTY_DICT": lambda argument: self._stack.append({}),
@@ -196,7 +232,6 @@ class _Machine:
             "BINPERSID": lambda argument: self._stack.append(_storage(self._stack.pop())),
             "REDUCE": lambda argument: self._reduce(),
             "BUILD": lambda argument: self._build(),
-            "MEMOIZE": lambda argument: self._put(len(self._memo)),
             "BINPUT": self._put,
             "LONG_BINPUT": self._put,
             "BINGET": self._get,
@@ -241,6 +276,10 @@ class _Machine:
         taken = self._stack[start + 1 :]
         del self._stack[start:]
         return taken
+
+    def _check_protocol(self, argument: int) -> None:
+        if argument != _PROTOCOL:
+            raise _Refused(f"has a data.pkl of protocol {argument}, not {_PROTOCOL}")
 
     def _name(self, argument: str) -> None:
         if argument not in _NAMES:
@@ -297,12 +336,15 @@ def _storage(identity: Any) -> _Storage:
 
 
 def _tensor(arguments: tuple[Any, ...]) -> _Tensor:
-    storage, offset, shape, strides, *_ = arguments
+    if len(arguments) not in _ARGUMENTS:
+        raise _Refused(f"makes a tensor of {len(arguments)} arguments")
+    storage, offset, shape, strides = arguments[:4]
     is_sound = isinstance(storage, _Storage) and _is_size(offset)
     is_sound &= isinstance(shape, tuple) and isinstance(strides, tuple)
     if not is_sound or len(shape) != len(strides) or len(shape) > _MAX_DIMENSIONS:
         raise _Refused(f"has a tensor of shape {_shown(shape)} and strides {_shown(strides)}")
-    if not all(map(_is_size, (*shape, *strides))):
+    is_sound = all(map(_is_size, (*shape, *strides)))
+    if not is_sound or math.prod(size or 1 for size in shape) > _MAX_NUMBERS:
         raise _Refused(f"has a tensor of shape {_shown(shape)} and strides {_shown(strides)}")
     return _Tensor(storage, offset, shape, strides)
 
