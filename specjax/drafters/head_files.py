@@ -180,6 +180,11 @@ def tables_of(head: Head, target: ModelConfig, width: int, *, ties_head: bool = 
             f"the head says {vocab} of {target.vocab_size} tokens, and no tensor {TARGET_IDS!r} "
             "says which; use the file as it was published."
         )
+    if maps and not has_head:
+        raise ValueError(
+            f"a tensor {TARGET_IDS!r} numbers the tokens of lm_head.weight, which is not there; "
+            "use the file as it was published."
+        )
     has_embedding = "embed_tokens.weight" in tensors
     if width != target.hidden_size and not (has_embedding and has_head):
         raise ValueError(

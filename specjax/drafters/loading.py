@@ -40,7 +40,7 @@ class LoadedDrafter:
     spec: DrafterSpec
     params: Any = ()
     notes: tuple[str, ...] = ()  # what was decided where its files leave it open
-    # Of the target in whose vocabulary a draft model was rewritten; None where none was.
+    # Of the target in whose vocabulary a draft model drafts; None where it is not known.
     tokenizer: Any = dataclasses.field(default=None, compare=False)
 
     def __post_init__(self):
@@ -387,7 +387,8 @@ def _load(
         )
     by = recoding(target, source)
     if by is None:
-        return LoadedDrafter(source.name, ModelDrafter(source.config), source.params)
+        said_by = None if source.tokenizer is None else target.tokenizer
+        return LoadedDrafter(source.name, ModelDrafter(source.config), source.params, (), said_by)
     by.warn()
     own = recoded(source, by)
     mask = source.config.mask_token_id
@@ -411,7 +412,7 @@ def _check_vocabulary(drafter: LoadedDrafter, target: Model) -> None:
     made_for, own = drafter.tokenizer, target.tokenizer
     if made_for is not None and own is not None and not are_equal(made_for, own):
         raise ValueError(
-            f"drafter {drafter.name!r} was rewritten in the vocabulary of another target than "
+            f"drafter {drafter.name!r} drafts in the vocabulary of another target than "
             f"{target.name!r}; load it for this one, by specjax.load_drafter(draft_model, target)."
         )
     for config in drafter.configs:

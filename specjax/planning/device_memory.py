@@ -13,7 +13,7 @@ import jax
 # Of a plan: allocations are rounded up, and arguments of steps are not planned. The first engine on
 # a GPU was seen 0.2 % above (docs/benchmarks/h200.md).
 TOLERANCE = 0.01
-LEADING_BITS = 7  # of the bytes that are available; the rest is rounded down
+LEADING_BITS = 7  # of the bytes that are left; the rest is rounded down
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")  # of Linux
 
 
@@ -52,9 +52,9 @@ def total_bytes(device: Any) -> int | None:
 def available_bytes(device: Any, own_bytes: int = 0) -> int | None:
     """Returns the bytes of a device that other programs and arrays do not hold.
 
-    None if the device does not report them. They are rounded down by less than 1/64: pages are
-    sized by them, and compiled steps by pages, so a few bytes more or less in another process
-    would compile every step again.
+    None if the device does not report them. What they leave beside the caller's own is rounded
+    down by less than 1/64: pages are sized by it, and compiled steps by pages, so that a few bytes
+    more or less in another process would mostly compile every step again.
 
     Args:
       own_bytes: bytes in use that the caller holds, which count as available.
@@ -63,9 +63,9 @@ def available_bytes(device: Any, own_bytes: int = 0) -> int | None:
     if memory.limit_bytes is None:
         return None
     of_others = max((memory.in_use_bytes or 0) - own_bytes, 0)
-    available = max(memory.limit_bytes - of_others, 1)
-    unit = 1 << max(available.bit_length() - LEADING_BITS, 0)
-    return available // unit * unit
+    left = max(memory.limit_bytes - of_others - own_bytes, 0)
+    unit = 1 << max(left.bit_length() - LEADING_BITS, 0)
+    return max(own_bytes + left // unit * unit, 1)
 
 
 def bytes_on(device: Any, arrays: Any) -> int:

@@ -279,7 +279,7 @@ def reporting(monkeypatch, stats):
     """Makes setups run on a device of some memory_stats(), where the weights lie."""
     device = types.SimpleNamespace(platform="cpu", memory_stats=lambda: stats)
     monkeypatch.setattr(Setup, "_devices", [device])
-    monkeypatch.setattr("specjax.api.assemble.bytes_on", lambda device, arrays: 1000)
+    monkeypatch.setattr("specjax.api.assemble.bytes_on", lambda device, arrays: 1024)
 
 
 @pytest.mark.parametrize(

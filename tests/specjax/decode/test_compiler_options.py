@@ -5,7 +5,10 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import tiny_llama
 
+import specjax
+from specjax.decode import decoder
 from specjax.decode.compiler_options import burst_options, compile_with
 
 GRAPHS = "xla_gpu_enable_command_buffer"
@@ -60,3 +63,24 @@ def test_options_that_are_unknown_are_left_out():
     lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(2))
     run = compile_with(lowered, {"xla_no_such_option": "1"})
     assert run(jnp.ones(2)).tolist() == [2, 2]
+
+
+def test_bursts_get_them_and_other_steps_do_not(monkeypatch):
+    """A decoder of its own, so that its steps are compiled here."""
+    given = {}
+
+    def compile_new(name, lowered, options=None):
+        given.setdefault(lowered.as_text()[:200], []).append(options)
+        return lowered.compile(), False
+
+    monkeypatch.setattr(decoder, "burst_options", lambda device, mesh: {GRAPHS: "WHILE"})
+    monkeypatch.setattr(decoder.executable_store, "compile_new", compile_new)
+    monkeypatch.setattr(decoder.executable_store, "load", lambda name, inputs: None)
+    target = tiny_llama(0, vocab_size=53)
+    specjax.generate(target, [[1, 2, 3]], sampling=specjax.SamplingParams(max_tokens=3))
+    bursts = [options for text, options in given.items() if "jit_burst" in text]
+    others = [options for text, options in given.items() if "jit_burst" not in text]
+    assert bursts
+    assert others
+    assert all(each == [{GRAPHS: "WHILE"}] for each in bursts)
+    assert all(set(map(str, each)) == {"None"} for each in others)

@@ -173,6 +173,7 @@ def test_captured_layers_are_stored_in_several_ways(tmp_path, more, options, exp
         ({"mask_token_id": 3}, None, "there is no tensor 'mask_hidden'"),
         ({"parallel_drafting": True}, None, "there is no tensor 'mask_hidden'"),
         ({"architectures": ["PEagleDraftModel"]}, None, "there is no tensor 'mask_hidden'"),
+        ({}, without("lm_head.weight"), "lm_head.weight"),
         ({}, put("markov_head.markov_w1.weight", lambda _: np.ones(3, np.float32)), "no use for"),
     ],
 )
@@ -243,6 +244,16 @@ def test_a_table_of_its_own_is_not_the_target_s_head(tmp_path):
     raw = flat(draft_vocab_size=VOCAB, tie_word_embeddings=True)
     with pytest.raises(ValueError, match="tie_word_embeddings"):
         read(write(tmp_path, raw, tensors))
+
+
+def test_a_map_of_a_matrix_that_is_not_there_is_refused(tmp_path):
+    tensors = without("lm_head.weight")(tensors_of(config_of(), FLAT_PREFIX))
+    tensors |= {"d2t": np.roll(np.arange(VOCAB), 1) - np.arange(VOCAB)}
+    raw = flat(draft_vocab_size=VOCAB)
+    with pytest.raises(ValueError, match="'d2t' numbers the tokens of lm_head.weight"):
+        read(write(tmp_path, raw, tensors))
+    tensors["d2t"] = np.zeros(VOCAB, np.int64)  # says nothing
+    assert not read(write(tmp_path, raw, tensors)).config.maps_vocabulary
 
 
 @pytest.mark.parametrize("value", ["independent", "eagle4", True])

@@ -216,8 +216,11 @@ def test_what_was_rewritten_for_a_target_is_not_taken_by_another():
     assert load_drafter(loaded, model(ours, seed=2)) is loaded
     assert load_drafter(loaded, model(tokenizer(["ab", "b", "a"]))) is loaded  # an equal one
     assert load_drafter(loaded, model(None, 3)) is loaded  # which nothing is known of
-    with pytest.raises(ValueError, match="rewritten in the vocabulary of another target"):
+    with pytest.raises(ValueError, match="drafts in the vocabulary of another target"):
         load_drafter(loaded, model(tokenizer(["b", "ab", "a"]), name="other"))
+    as_it_is = load_drafter(model(tokenizer(["ab", "b", "a"]), seed=1), model(ours))
+    with pytest.raises(ValueError, match="drafts in the vocabulary of another target"):
+        load_drafter(as_it_is, model(tokenizer(["b", "ab", "a"]), name="other"))
 
 
 def test_more_children_than_tokens_that_may_be_drafted_are_refused():

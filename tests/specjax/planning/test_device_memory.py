@@ -81,21 +81,19 @@ def test_more_than_was_planned_is_said_once():
         assert watch.look() == 9 * 10**6
 
 
-@pytest.mark.parametrize("limit", [1, 127, 128, 9215, 80 * 10**9, 2**36])
-def test_a_few_bytes_less_do_not_change_what_is_available(limit):
-    def available(in_use):
-        stats = {"bytes_limit": limit, "bytes_in_use": in_use}
-        return available_bytes(types.SimpleNamespace(memory_stats=lambda: stats), own_bytes=5)
+@pytest.mark.parametrize("limit", [200, 9215, 80 * 10**9, 2**36, 2**36 - 1])
+@pytest.mark.parametrize("own_bytes", [0, 100])
+def test_a_few_bytes_less_do_not_change_what_is_available(limit, own_bytes):
+    def available(of_others):
+        stats = {"bytes_limit": limit, "bytes_in_use": own_bytes + of_others}
+        return available_bytes(types.SimpleNamespace(memory_stats=lambda: stats), own_bytes)
 
-    most = available(0)
-    assert limit * (1 - 1 / 64) < most <= limit
-    assert available(5) == most  # own bytes count as available
-    assert available(5 + limit - most) == most
-    assert available(5 + limit - most + 1) == max(most - _unit(most), 1)
-    assert available(limit + 100) == 1
-
-
-def _unit(available):
-    """Bytes to the next smaller number of 7 leading bits."""
-    below = available - 1
-    return available - (below >> max(below.bit_length() - 7, 0) << max(below.bit_length() - 7, 0))
+    most, left = available(0), limit - own_bytes
+    assert own_bytes + left * (1 - 1 / 64) < most <= limit
+    spare = limit - most
+    assert available(spare) == most
+    # With a byte less, the next smaller number of 7 leading bits.
+    below = most - own_bytes - 1
+    unit = 1 << max(below.bit_length() - 7, 0)
+    assert available(spare + 1) == own_bytes + below // unit * unit
+    assert available(limit + 100) == max(own_bytes, 1)
