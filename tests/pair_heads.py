@@ -153,7 +153,7 @@ class Rows:
             num_slots=2 * PAGES_PER_ROW * PAGE,
             lengths=jnp.full(2, root, jnp.int32),
         )
-        decode_state = SimpleNamespace(cache=cache, rows=2)
+        decode_state = SimpleNamespace(cache=cache, rows=2, history=self.history)
         is_fed = jnp.arange(2) == row
         hidden, state = self.head.begin(self.params, self.state, decode_state, is_fed)
         found, history = [hidden[row]], self.history

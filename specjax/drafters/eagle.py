@@ -2,9 +2,10 @@
 
 The pair of token j + 1 and the target's hidden states at token j lies in the slot of token j + 1,
 so that what a page holds depends on no token after it. Slot 0 of a row has no pair. Every
-committed token is absorbed, so that nothing is behind when a row drafts; what the head says after
-the newest pair is kept by row. Keys and values of draft tokens come from the head's own features
-and are overwritten when the tokens are absorbed.
+committed token is absorbed, so that nothing is behind when a row drafts. Of the last layer that takes
+keys and values alone: what it says is asked of the newest pair only, and only when a row drafts, so
+that its queries, attention, output and MLP wait until then. Keys and values of draft tokens come from
+the head's own features and are overwritten when the tokens are absorbed.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ AnyEagle = EagleConfig | Eagle3Config
 
 
 class EagleState(NamedTuple):
-    """Keys and values by page, and what the head says after each row's newest pair.
+    """Keys and values by page, and what the last layer adds to of each row's newest pair.
 
     Attributes:
       pages: of every layer of the head.
-      newest: [rows, hidden_size].
+      newest: [rows, hidden_size]. The pair is at the position of the row's root.
     """
 
     pages: tuple[kv_cache.Pages, ...]
@@ -111,14 +112,21 @@ class EagleHead(TokenByToken):
             lengths=fed.lengths + 1,
             slot_mapping=_slots(state, fed.block_table, fed.row_ids, fed.positions + 1),
         )
-        out, pages = self.run(params, state.pages, pairs, features, max_tokens_per_row)
-        return EagleState(pages, keep_newest(state.newest, out, fed, row_ids))
+        x, pages = self.enter(params, pairs, features), state.pages
+        x, below = self.run(params, pages[:-1], pairs, x, max_tokens_per_row)
+        # What the last layer says is not used: the compiler leaves out all but keys and values.
+        _, last = self.run(params, pages[-1:], pairs, x, max_tokens_per_row, self.last_layer)
+        return EagleState((*below, *last), keep_newest(state.newest, x, fed, row_ids))
 
     def begin(
         self, params: DecoderParams, state: EagleState, decode_state: Any, takes_part: Array
     ) -> tuple[Array, EagleState]:
-        del params, decode_state, takes_part
-        return state.newest, state
+        """Runs the last layer on the newest pair of each row, whose keys are in the pages."""
+        history, roots = decode_state.history, decode_state.cache.lengths
+        fed = _Fed(decode_state, history, roots, takes_part)
+        x, last = fed.of_rows(state.newest), self.last_layer
+        out, _ = self.run(params, state.pages[-1:], fed.batch, x, 1, last, is_written=True)
+        return fed.by_row(out), state
 
     def feed(
         self,
@@ -132,21 +140,11 @@ class EagleHead(TokenByToken):
         depth: int | Array,
     ) -> tuple[Array, EagleState]:
         del depth
-        cache, rows = decode_state.cache, decode_state.rows
-        batch = make_decode_batch(
-            history,
-            cache.block_table,
-            positions,
-            is_fed,
-            page_size=cache.page_size,
-            num_slots=cache.num_slots,
-        )
-        # Rows that are not fed take no place among the flat tokens.
-        above = hidden[jnp.minimum(batch.row_ids, rows - 1)]
-        features = self.model.next_feature(params.drafter, self.config, above)
-        out, pages = self.run(params, state.pages, batch, features, 1)
-        own = jnp.clip(batch.row_starts[1:] - 1, 0, rows - 1)
-        return out[own], state._replace(pages=pages)
+        fed = _Fed(decode_state, history, positions, is_fed)
+        features = self.model.next_feature(params.drafter, self.config, fed.of_rows(hidden))
+        x = self.enter(params, fed.batch, features)
+        out, pages = self.run(params, state.pages, fed.batch, x, 1)
+        return fed.by_row(out), state._replace(pages=pages)
 
     def feed_nodes(
         self,
@@ -167,7 +165,8 @@ class EagleHead(TokenByToken):
         offset = jnp.arange(rows * count) - batch.row_starts[row]
         above = hidden[row, jnp.clip(offset, 0, count - 1)]
         features = self.model.next_feature(params.drafter, self.config, above)
-        out, pages = self.run(params, state.pages, batch, features, count)
+        x = self.enter(params, batch, features)
+        out, pages = self.run(params, state.pages, batch, x, count)
         flat = tokens_of(batch.row_starts, rows * count, count)
         return out[flat], state._replace(pages=pages)
 
@@ -183,31 +182,73 @@ class EagleHead(TokenByToken):
             params, self.model.normed_output(own, self.config, hidden)
         )
 
+    @property
+    def last_layer(self) -> int:
+        return self.config.layers.num_layers - 1
+
+    def enter(self, params: DecoderParams, batch: TokenBatch, features: Array) -> Array:
+        """Returns what the first layer adds to of a batch of pairs, [num_tokens, hidden_size]."""
+        embedded = self._embedded(params, batch, features.dtype)
+        return self.model.joined(params.drafter, self.config, embedded, features)
+
     def run(
         self,
         params: DecoderParams,
         pages: tuple[kv_cache.Pages, ...],
         batch: TokenBatch,
-        features: Array,
+        x: Array,
         max_tokens_per_row: int,
+        first_layer: int = 0,
+        *,
+        is_written: bool = False,
     ) -> tuple[Array, tuple[kv_cache.Pages, ...]]:
-        """Returns r [num_tokens, hidden_size] of a batch of pairs, and the pages."""
-        config = self.config
-        if config.has_embedding:
-            embedded = params.drafter["embed_tokens"][batch.token_ids]
-        else:
-            embedded = self.context.target_embedding(params, batch.token_ids)
-        part = Part(batch, max_tokens_per_row)
-        attend = attention_over(config.layers, [part], first_key=FIRST_PAIR)
+        """Runs layers over a batch of pairs; returns x after them, and the pages.
+
+        Args:
+          pages: of these layers, from `first_layer` on.
+          x: [num_tokens, hidden_size], of `enter` or of the layers before.
+          is_written: whether their pages hold the keys and values of this batch.
+        """
+        part, own = Part(batch, max_tokens_per_row), self.config.layers
+        attend = attention_over(own, [part], first_key=FIRST_PAIR, is_written=is_written)
+        embedded = self._embedded(params, batch, x.dtype)
         return self.model.forward(
-            params.drafter,
-            config,
-            embedded.astype(features.dtype),
-            features,
-            batch.positions,
-            attend,
-            pages,
+            params.drafter, self.config, embedded, x, batch.positions, attend, pages, first_layer
         )
+
+    def _embedded(self, params: DecoderParams, batch: TokenBatch, dtype: Any) -> Array:
+        if self.config.has_embedding:
+            return params.drafter["embed_tokens"][batch.token_ids].astype(dtype)
+        return self.context.target_embedding(params, batch.token_ids).astype(dtype)
+
+
+class _Fed:
+    """A token of each row that is fed, laid out flat; other rows take no place.
+
+    Args:
+      positions: i32[rows], of these tokens.
+      is_fed: bool[rows].
+    """
+
+    def __init__(self, decode_state: Any, history: Array, positions: Array, is_fed: Array):
+        cache = decode_state.cache
+        self.batch = make_decode_batch(
+            history,
+            cache.block_table,
+            positions,
+            is_fed,
+            page_size=cache.page_size,
+            num_slots=cache.num_slots,
+        )
+        self._most = decode_state.rows - 1
+
+    def of_rows(self, rows: Array) -> Array:
+        """Returns what these tokens have of [rows, width], [num_tokens, width]."""
+        return rows[jnp.minimum(self.batch.row_ids, self._most)]
+
+    def by_row(self, tokens: Array) -> Array:
+        """Returns what each row has of [num_tokens, width], [rows, width]."""
+        return tokens[jnp.clip(self.batch.row_starts[1:] - 1, 0, self._most)]
 
 
 def _slots(state: EagleState, block_table: Array, row_ids: Array, positions: Array) -> Array:

@@ -66,7 +66,8 @@ class ParallelHead(OverMasks, EagleHead):
           This device's slice of the logits of the first draft token [rows, n] where those of all
           fit, else r [rows, hidden_size].
         """
-        said, pages = state.state.newest[None], state.state.pages
+        first, _ = super().begin(params, state.state, decode_state, takes_part)
+        said, pages = first[None], state.state.pages
         if self.num_drafts > 1:
             counts = jnp.where(takes_part, state.num_tokens - 1, 0)
             of_masks, pages = self.run_masks(params, pages, decode_state, counts)
@@ -100,5 +101,6 @@ class ParallelHead(OverMasks, EagleHead):
         batch = dataclasses.replace(batch, token_ids=masks)
         feature = eagle3.mask_feature(params.drafter, self.config)
         features = jnp.broadcast_to(feature, (len(masks), *feature.shape))
-        out, pages = self.run(params, pages, batch, features, most)
+        x = self.enter(params, batch, features)
+        out, pages = self.run(params, pages, batch, x, most)
         return out[tokens_of(batch.row_starts, len(masks), most)], pages

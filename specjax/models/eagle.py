@@ -93,32 +93,42 @@ def feature(params: Params, config: EagleConfig, taps: Sequence[Array]) -> Array
     return last
 
 
+def joined(params: Params, config: EagleConfig, embedded: Array, features: Array) -> Array:
+    """Returns what the first layer adds to; args as of `eagle3.joined`."""
+    if config.is_mtp:
+        norm = functools.partial(rms_norm, eps=config.layers.norm_eps)
+        embedded = norm(embedded, params["embed_norm"])
+        features = norm(features, params["hidden_norm"])
+    pair = [features, embedded] if config.has_hidden_first else [embedded, features]
+    return blocks.project(jnp.concatenate(pair, axis=-1), params, "fc")
+
+
 def forward(
     params: Params,
     config: EagleConfig,
     embedded: Array,
-    features: Array,
+    x: Array,
     positions: Array,
     attend: Attend,
     caches: tuple[LayerCache, ...],
+    first_layer: int = 0,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
-    """Runs all layers over pairs of a token and the feature of the token before it.
+    """Runs some layers over pairs of a token and the feature of the token before it.
 
-    Args and returns as of `eagle3.forward`.
+    Args and returns as of `eagle3.forward`; the embeddings are in x.
     """
+    del embedded
     norm = functools.partial(rms_norm, eps=config.layers.norm_eps)
     run = head_parts.layer_runner(config.layers, positions, attend)
-    if config.is_mtp:
-        embedded = norm(embedded, params["embed_norm"])
-        features = norm(features, params["hidden_norm"])
-    pair = [features, embedded] if config.has_hidden_first else [embedded, features]
-    x = blocks.project(jnp.concatenate(pair, axis=-1), params, "fc")
     new_caches = []
-    for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+    for index, cache in enumerate(caches, first_layer):
+        layer = params["layers"][index]
         normed = norm(x, layer["input_norm"]) if index or config.is_mtp else x
         x, cache = run(index, layer, cache, x, normed)
         new_caches.append(cache)
-    return norm(x, params["norm"]) if config.is_mtp else x, tuple(new_caches)
+        if config.is_mtp:  # of one layer
+            x = norm(x, params["norm"])
+    return x, tuple(new_caches)
 
 
 def next_feature(params: Params, config: EagleConfig, out: Array) -> Array:

@@ -111,36 +111,49 @@ def mask_feature(params: Params, config: Eagle3Config) -> Array:
     return feature(params, config, jnp.split(params["mask_hidden"], len(config.aux_layers)))
 
 
-def forward(
-    params: Params,
-    config: Eagle3Config,
-    embedded: Array,
-    features: Array,
-    positions: Array,
-    attend: Attend,
-    caches: tuple[LayerCache, ...],
-) -> tuple[Array, tuple[LayerCache, ...]]:
-    """Runs all layers over pairs of a token and the feature of the token before it.
+def joined(params: Params, config: Eagle3Config, embedded: Array, features: Array) -> Array:
+    """Returns what the first layer adds to, of pairs of a token and a feature, [..., hidden_size].
 
     Args:
       embedded: [..., hidden_size], of the tokens.
       features: [..., hidden_size], `feature` of the token before each; of a draft token,
-        `next_feature` of what this function returned there.
+        `next_feature` of what `forward` returned there.
+    """
+    del params, config, embedded
+    return features
+
+
+def forward(
+    params: Params,
+    config: Eagle3Config,
+    embedded: Array,
+    x: Array,
+    positions: Array,
+    attend: Attend,
+    caches: tuple[LayerCache, ...],
+    first_layer: int = 0,
+) -> tuple[Array, tuple[LayerCache, ...]]:
+    """Runs some layers over pairs of a token and the feature of the token before it.
+
+    Args:
+      embedded: [..., hidden_size], of the tokens.
+      x: [..., hidden_size], `joined`, or what the layers before returned.
       positions: i32[...]; scores depend on their differences alone.
       attend: as for the forward of a family.
-      caches: one per layer.
+      caches: one per layer that is run.
+      first_layer: of these.
 
     Returns:
-      r [..., hidden_size] and the new caches.
+      x after them [..., hidden_size], which is r after the last layer, and the new caches.
     """
     norm = functools.partial(rms_norm, eps=config.layers.norm_eps)
     run = head_parts.layer_runner(config.layers, positions, attend)
     new_caches = []
-    x = features
-    for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
+    for index, cache in enumerate(caches, first_layer):
+        layer = params["layers"][index]
         if index == 0:
-            normed = norm(features, layer["hidden_norm"])
-            x = normed if config.norm_before_residual else features
+            normed = norm(x, layer["hidden_norm"])
+            x = normed if config.norm_before_residual else x
             normed = jnp.concatenate([norm(embedded, layer["input_norm"]), normed], axis=-1)
         else:
             normed = norm(x, layer["input_norm"])

@@ -281,6 +281,7 @@ def attention_over(
     *,
     kv_scales: Array | None = None,
     first_key: int = 0,
+    is_written: bool = False,
 ) -> Attend:
     """Returns the function that writes keys and values of a layer into its pages, and attends.
 
@@ -289,6 +290,8 @@ def attention_over(
       parts: batches, laid end to end. Neither reads what the others write.
       kv_scales: as for `forward`.
       first_key: static; positions of a row before it hold no key.
+      is_written: static; whether the pages hold these keys and values already. Then they are not
+        read, and what they were to be made of is not computed.
     """
     ends = _ends(parts)
     slot_mapping = jnp.concatenate([part.batch.slot_mapping for part in parts])
@@ -297,7 +300,8 @@ def attention_over(
         layer: int, q: Array, k: Array, v: Array, pages: Pages, sinks: Array | None = None
     ) -> tuple[Array, Pages]:
         k_scale, v_scale = kv_cache.scales_of(kv_scales, layer)
-        pages = kv_cache.write(pages, k, v, slot_mapping, k_scale, v_scale)
+        if not is_written:
+            pages = kv_cache.write(pages, k, v, slot_mapping, k_scale, v_scale)
         if kv_scales is not None:
             # int8 has no NaN: a token whose key or value is not finite is NaN itself instead.
             is_finite = jnp.isfinite(k).all((1, 2)) & jnp.isfinite(v).all((1, 2))

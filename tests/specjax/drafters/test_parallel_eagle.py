@@ -63,9 +63,10 @@ class MaskRows(Rows):
         head, decode_state = self.parallel, self.at([root, root])
         is_asked = jnp.arange(2) == row
         counts = jnp.where(is_asked, len(drafts), 0)
-        pages, newest = self.state
-        masks, _ = head.run_masks(self.params, pages, decode_state, jnp.maximum(counts - 1, 0))
-        found = np.concatenate([newest[row][None], masks[row]])[: len(drafts)]
+        pages, num_masks = self.state.pages, jnp.maximum(counts - 1, 0)
+        first, _ = self.head.begin(self.params, self.state, decode_state, is_asked)
+        masks, _ = head.run_masks(self.params, pages, decode_state, num_masks)
+        found = np.concatenate([first[row][None], masks[row]])[: len(drafts)]
         asked = Asked(self.state, counts)
         hidden, drafting = head.begin(self.params, asked, decode_state, is_asked)
         tokens = []

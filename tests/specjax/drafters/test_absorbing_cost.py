@@ -1,0 +1,86 @@
+"""What absorbing costs a K = 0 step, in operations of the compiled burst: keys and values alone."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import tiny_llama
+
+from specjax.config.engine import EngineConfig
+from specjax.decode.config import DecoderConfig
+from specjax.decode.sizes import Sizes
+from specjax.drafters.eagle import equations_of
+from specjax.drafters.head_specs import EagleDrafter
+from specjax.drafters.spec import NoDrafter
+from specjax.models import weights
+from specjax.models.base import before_final_norm
+from specjax.models.eagle import EagleConfig
+from specjax.models.eagle3 import Eagle3Config
+from specjax.planning.abstract_decoder import AbstractDecoder
+
+pytestmark = pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="counts what XLA for CPU compiles"
+)
+
+ROWS, STEPS = 4, 8  # of a burst, absorbed at once
+TARGET = dataclasses.replace(
+    tiny_llama(0).config,
+    num_layers=1,
+    hidden_size=256,
+    intermediate_size=512,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+)
+OTHER = 1.2  # operations of all kinds, by those of products with weights
+
+
+def of_layers(num_layers):
+    return dataclasses.replace(TARGET, num_layers=num_layers, architecture="llama")
+
+
+def eagle3_head(num_layers):
+    return Eagle3Config(
+        layers=of_layers(num_layers),
+        target_hidden_size=TARGET.hidden_size,
+        target_vocab_size=TARGET.vocab_size,
+        aux_layers=(0, 0, 1),
+    )
+
+
+def pair_head(**fields):
+    return EagleConfig(layers=of_layers(1), target_vocab_size=TARGET.vocab_size, **fields)
+
+
+HEADS = {
+    "EAGLE": pair_head(aux_layers=(1,)),
+    "MTP": pair_head(aux_layers=(before_final_norm(1),), is_mtp=True),
+    "EAGLE-3": eagle3_head(1),
+    "EAGLE-3 of two layers": eagle3_head(2),
+}
+
+
+def operations(drafter):
+    """Returns the operations of a burst at K = 0; those of a loop count once."""
+    sizes = Sizes(
+        rows=ROWS, page_size=8, num_pages=16, pages_per_row=4, burst_steps=STEPS, dtype=jnp.float32
+    )
+    config = DecoderConfig(target=TARGET, drafter=drafter, sizes=sizes, engine=EngineConfig())
+    return AbstractDecoder(config).compile_burst(0).cost_analysis()["flops"]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return operations(NoDrafter())
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_the_last_layer_makes_keys_and_values_alone(plain, name):
+    config = HEADS[name]
+    leaves = equations_of(config).weights_of(config)
+    *below, last = leaves["layers"]
+    kept = leaves["fc"], below, last["k_proj"], last["v_proj"]
+    least = 2 * ROWS * STEPS * weights.num_weights(kept)
+    found = operations(EagleDrafter(config)) - plain
+    assert least < found < OTHER * least
