@@ -2,10 +2,10 @@
 
 The pair of token j + 1 and the target's hidden states at token j lies in the slot of token j + 1,
 so that what a page holds depends on no token after it. Slot 0 of a row has no pair. Every
-committed token is absorbed, so that nothing is behind when a row drafts. Of the last layer that takes
-keys and values alone: what it says is asked of the newest pair only, and only when a row drafts, so
-that its queries, attention, output and MLP wait until then. Keys and values of draft tokens come from
-the head's own features and are overwritten when the tokens are absorbed.
+committed token is absorbed, so that nothing is behind when a row drafts. Of the last layer,
+absorbing makes keys and values alone. Its queries, attention, output and MLP run when a row drafts,
+for its newest pair. Keys and values of draft tokens come from the head's own features and are
+overwritten when the tokens are absorbed.
 """
 
 from __future__ import annotations
