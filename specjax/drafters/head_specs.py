@@ -108,7 +108,7 @@ class EagleDrafter(_OverTarget, Shaped):
         the head's matrix."""
         del target, num_weights
         products = eagle.equations_of(self.config).draft_products(self.config)
-        # What follows the newest pair is known, so that masks are one less than draft tokens.
+        # The newest pair, whose last layer alone is run, says the first draft token: no mask does.
         masks = DEFAULT_NUM_SPECULATIVE_TOKENS - 1 if _takes_masks(self.config) else 0
         return (_head_work(self.config.layers, products, dtype, block_tokens=masks),)
 

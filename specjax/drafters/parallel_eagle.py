@@ -60,7 +60,7 @@ class ParallelHead(OverMasks, EagleHead):
     def begin(
         self, params: DecoderParams, state: Asked, decode_state: Any, takes_part: Array
     ) -> tuple[Array, Drafting]:
-        """Runs a mask less than each row is asked for; what follows the root is known.
+        """Runs a mask less than each row is asked for: the root's pair says the first draft token.
 
         Returns:
           This device's slice of the logits of the first draft token [rows, n] where those of all
