@@ -21,7 +21,7 @@ from specjax.drafters import one_pass, token_by_token
 from specjax.drafters.base import Draft, Drafter, DrafterContext, by_page
 from specjax.drafters.one_pass import Drafting
 from specjax.drafters.token_by_token import TokenByToken, token_at
-from specjax.models import dflash, dspark
+from specjax.models import dflash, dflash2, dspark
 from specjax.models.base import Attend
 from specjax.models.dflash import DFlashConfig
 from specjax.paged import kv_cache
@@ -175,6 +175,7 @@ class _Head(TokenByToken):
             batch.positions,
             _attention(config, batch, width),
             state.pages,
+            width,
         )
         return out[tokens_of(batch.row_starts, rows * width, width)], pages
 
@@ -204,6 +205,9 @@ class _Head(TokenByToken):
         scores = said if self._fits(hidden.shape[0]) else self._own_logits(params, said)
         width = scores.shape[1]
         vocabulary = token_by_token.head_vocabulary(params, self.config, self.context, width)
+        if self.config.markov_kind == dspark.SELECTOR:
+            table = params.drafter["markov_w2"]
+            return _of_candidates(self.config, table, scores, latent, vocabulary), vocabulary
         if rank:
             table = vocabulary.slice_of(params.drafter["markov_w2"], width, axis=0)
             scores += dspark.markov_logits(table, latent)
@@ -219,6 +223,22 @@ class _Head(TokenByToken):
         normed = dflash.normed_output(params.drafter, self.config, hidden)
         scores, _ = self.context.own_target_logits(params, normed)
         return scores
+
+
+def _of_candidates(
+    config: DFlashConfig, table: Array, scores: Array, latent: Array, vocabulary: Vocabulary
+) -> Array:
+    """Returns logits f32[num_tokens, n] after the selector, -inf for all but the likeliest tokens.
+
+    Args:
+      table, latent: as of `dflash2.candidate_logits`, of the whole vocabulary.
+      scores: f32[num_tokens, n], this device's slice of the block's logits.
+    """
+    token_ids, best = vocabulary.top(scores, config.selector_top_k)
+    best += dflash2.candidate_logits(table, latent, token_ids)
+    index = vocabulary.index(token_ids, scores.shape[1])
+    rows = jnp.arange(len(scores))[:, None]
+    return jnp.full_like(scores, -jnp.inf).at[rows, index].set(best, mode="drop")
 
 
 def _blocks(config: DFlashConfig, decode_state: Any, takes_part: Array, width: int) -> TokenBatch:
@@ -259,9 +279,12 @@ def _attention(config: DFlashConfig, batch: TokenBatch, width: int) -> Attend:
     together = dataclasses.replace(
         batch, ancestor_bits=jnp.broadcast_to(bits, (batch.token_ids.shape[0], words))
     )
+    # With bits, the window of each token is that of the last one: widened, that of the first.
+    windows = tuple(window and window + width - 1 for window in config.layers.layer_windows)
+    wider = dataclasses.replace(config.layers, layer_windows=windows)
     of_kind = {
-        is_causal: attention_over(config.layers, [Part(batch if is_causal else together, width)])
-        for is_causal in set(config.causal_layers)
+        True: attention_over(config.layers, [Part(batch, width)]),
+        False: attention_over(wider, [Part(together, width)]),
     }
 
     def attend(layer: int, *arguments: Any, **arrays: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Reads a folder with a DFlash or DSpark head: as z-lab publishes them, and of `speculators`."""
+"""Reads a folder with a DFlash, DFlash2 or DSpark head: as z-lab has them, and `speculators`."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from specjax.config.speculation import MAX_DEPTH
-from specjax.drafters import head_files
+from specjax.drafters import dflash2_files, head_files
+from specjax.drafters.dflash2_files import is_dflash2
 from specjax.drafters.head_files import FoundHead, Head
-from specjax.models import dflash, dspark
+from specjax.models import dflash, dflash2, dspark
 from specjax.models.base import Json, ModelConfig
 from specjax.models.config_values import (
     MAX_LAYERS,
@@ -40,20 +42,20 @@ _KNOWN = (
     "use_swa",
 )
 # Parts of a tensor's name, and the kind of head that has them.
-_OF_DSPARK = {MARKOV: "DSpark", "confidence_head.": "DSpark"}
+_PARTS_OF_DSPARK = dict.fromkeys((MARKOV, "confidence_head."), "DSpark")
+_PARTS_OF_DFLASH2 = dict.fromkeys((*dflash2.CONVOLUTIONS, dflash2.CANDIDATES), "DFlash2")
 _OTHERS = {
     "correction_head.": "DSpark with a correction head",
     "logit_head.": "DSpark of an earlier naming",
-    "attention_conv.": "DFlash2",
-    "mlp_conv.": "DFlash2",
-    "candidate_selector.": "DFlash2",
 }
 
 
 def is_dflash(raw: Json) -> bool:
     """Returns whether a config.json says that its folder holds a DFlash head."""
-    return raw.get("speculators_model_type") == "dflash" or any(
-        one in DFLASH_CLASSES for one in head_files.classes_of(raw)
+    return (
+        raw.get("speculators_model_type") == "dflash"
+        or is_dflash2(raw)
+        or any(one in DFLASH_CLASSES for one in head_files.classes_of(raw))
     )
 
 
@@ -84,6 +86,8 @@ def read_dflash(
     head = head_files.open_head(folder, "a DFlash head")
     if is_dspark(head.raw):
         head = head._replace(kind="a DSpark head")
+    if is_dflash2(head.raw):
+        head = head._replace(kind="a DFlash2 head")
     with head_files.naming(head):
         config, notes = _parse(head, target, aux_layer_ids)
     leaves = dflash.weights_of(config)
@@ -107,9 +111,7 @@ def _parse(
         )
     tables = head_files.tables_of(head, target, width)
     windows = layer_windows(own, ["full_attention"] * num_layers)
-    is_causal = flag(said, "causal", False) or flag(raw, "is_causal", False)
-    if windows and flag(raw, "sliding_window_non_causal", False):
-        raise ValueError("sliding_window_non_causal=true is not supported; expected false.")
+    causal_layers = _causal_layers(raw, said, windows or (None,) * num_layers)
     layers = head_files.layers_of(
         head,
         "layers.0.",
@@ -128,24 +130,28 @@ def _parse(
         raise ValueError(f"mask_token_id is missing, at the top and in {OWN_KEY}; add it.")
     mask_token_id = token_id("mask_token_id", mask["mask_token_id"], target.vocab_size)
     assert mask_token_id is not None
+    block_size = size(
+        block, "block_size", least=1 if from_anchor else 2, most=MAX_DEPTH + (not from_anchor)
+    )
+    _check_windows(windows, causal_layers, block_size)
+    more = {}
+    if has_markov:
+        more = _of_dspark(head, from_anchor, width)
+    elif is_dflash2(raw):
+        more = dflash2_files.own_fields(head, said, target, tables, from_anchor, block_size)
     config = DFlashConfig(
         layers=layers,
         target_vocab_size=target.vocab_size,
         target_hidden_size=target.hidden_size,
         aux_layers=aux,
-        block_size=size(
-            block, "block_size", least=1 if from_anchor else 2, most=MAX_DEPTH + (not from_anchor)
-        ),
+        block_size=block_size,
         mask_token_id=mask_token_id,
-        # Layers with a window are causal where no key says otherwise, as servers have it.
-        causal_layers=tuple(
-            is_causal or window is not None for window in windows or [None] * num_layers
-        ),
+        causal_layers=causal_layers,
         samples_from_anchor=from_anchor,
         has_embedding=tables.has_embedding,
         has_head=tables.has_head,
         maps_vocabulary=tables.maps_vocabulary,
-        **(_of_dspark(head, from_anchor, width) if has_markov else {}),
+        **more,
     )
     masks = f"drafts blocks of {config.block_size} with token {mask_token_id} as their mask"
     notes = [note, masks]
@@ -154,6 +160,34 @@ def _parse(
             "has a confidence head, which ranks drafts over rows under max_drafts_per_step"
         )
     return config, notes
+
+
+def _causal_layers(raw: Json, said: Json, windows: Sequence[int | None]) -> tuple[bool, ...]:
+    """Returns for each layer whether a token of a block sees only those before it.
+
+    What is_causal says holds for all layers, else `dflash_config.causal`, as servers have it.
+    Otherwise it is those with a window, but where sliding_window_non_causal says that they are not:
+    DFlash2 of `speculators` has that as its default.
+    """
+    for holder, key in ((raw, "is_causal"), (said, "causal")):
+        if holder.get(key) is not None:
+            return (flag(holder, key, False),) * len(windows)
+    is_of_dflash2 = raw.get("speculators_model_type") == dflash2_files.NAME
+    in_windows = not flag(raw, "sliding_window_non_causal", is_of_dflash2)
+    return tuple(in_windows and window is not None for window in windows)
+
+
+def _check_windows(
+    windows: Sequence[int | None], causal_layers: Sequence[bool], block_size: int
+) -> None:
+    """Raises ValueError for a window that may hide a part of a block that sees itself whole."""
+    most = 32 * math.ceil(block_size / 32)
+    for window, is_causal in zip(windows, causal_layers):
+        if window is not None and not is_causal and window <= most:
+            raise ValueError(
+                f"sliding_window={window} of layers that are not causal is not supported with "
+                f"{block_size=}; expected more than {most}."
+            )
 
 
 def _of_dspark(head: Head, from_anchor: bool, width: int) -> dict[str, Any]:
@@ -213,14 +247,16 @@ def _markov(head: Head, from_anchor: bool) -> dict[str, Any]:
 
 def _check_kind(head: Head) -> None:
     """Raises ValueError for heads that are more than their kind."""
-    others, hint = _OTHERS, ""
-    if not is_dspark(head.raw):
-        others, hint = _OTHERS | _OF_DSPARK, " in a config.json of DFlash"
+    said, others = head.kind.removeprefix("a ").removesuffix(" head"), _OTHERS
+    for parts in (_PARTS_OF_DSPARK, _PARTS_OF_DFLASH2):
+        if said not in parts.values():
+            others = others | parts
     for name in head.tensors:
         for part, kind in others.items():
             if part in name:
                 raise ValueError(
-                    f"tensor {name!r:.200} is of {kind}, which is not supported{hint}."
+                    f"tensor {name!r:.200} is of {kind}, which is not supported in a config.json "
+                    f"of {said}."
                 )
 
 
@@ -231,10 +267,11 @@ def _said(raw: Json) -> Json:
         return {}
     if not isinstance(said, dict):
         raise ValueError(f"{OWN_KEY}={shown(said)} must be an object.")
-    if unknown := sorted(set(said) - set(_KNOWN)):
+    known = (*_KNOWN, *(dflash2_files.KEYS if is_dflash2(raw) else ()))
+    if unknown := sorted(set(said) - set(known)):
         raise ValueError(
             f"{OWN_KEY} has the keys {shown(unknown)}, which are not supported; expected some of "
-            f"{', '.join(_KNOWN)}."
+            f"{', '.join(known)}."
         )
     for key in ("use_swa", "attention_sink_bias"):
         if said.get(key):

@@ -159,7 +159,7 @@ def kind_in(folder: Path) -> HeadKind | None:
     if found is None and said is not None:
         raise ValueError(
             f"{config}: speculators_model_type={shown(said)} is not supported; expected "
-            "dflash, dspark, eagle3, mtp or peagle."
+            "dflash, dflash2, dspark, eagle3, mtp or peagle."
         )
     return found
 

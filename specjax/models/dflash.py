@@ -15,10 +15,13 @@ and for the block of the newest token and block_size - 1 masks, at positions s, 
 
 Contexts go through each layer's key and value matrices, and not through its input_norm. The tokens
 of a block see each other in both directions, but in layers that are causal. The first row is the
-token that is known; in heads that sample from it, row i says the token at s + i + 1.
+token that is known; in heads that sample from it, row i says the token at s + i + 1. In layers with
+a window that are not causal, a whole block sees the contexts that its first row sees: in published
+code each row sees one less than the row before, or all of them one more (speculators, in training).
 
 DSpark adds a Markov head, which reads the token before each draft token, and a confidence head: see
-`dspark`.
+`dspark`. DFlash2 adds convolutions over the tokens of a block, and a selector among likely tokens:
+see `dflash2`.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from specjax.models import blocks, dspark, head_parts
+from specjax.models import blocks, dflash2, dspark, head_parts
 from specjax.models.base import Attend, LayerCache, ModelConfig, Params
 from specjax.models.head_parts import layer_weights, only_if
 from specjax.models.layers import linear, rms_norm, rotate
@@ -58,6 +61,9 @@ class DFlashConfig:
       markov_kind: how it reads the token before, and what else: see `dspark`.
       has_confidence: whether it has a confidence head.
       confidence_reads_token: whether that reads the Markov head's embedding of the token before.
+      conv_kernel_size: taps of the convolutions over a block; 0: it has none.
+      conv_group_size: channels that share a kernel.
+      selector_top_k: tokens of a row that a Markov head of the kind `selector` chooses among.
     """
 
     layers: ModelConfig
@@ -75,11 +81,18 @@ class DFlashConfig:
     markov_kind: str = dspark.VANILLA
     has_confidence: bool = False
     confidence_reads_token: bool = False
+    conv_kernel_size: int = 0
+    conv_group_size: int = 1
+    selector_top_k: int = 0
 
     @property
     def markov_reads_normed(self) -> bool:
         """Whether the Markov head reads the normed output of each row that drafts."""
         return self.markov_rank > 0 and self.markov_kind != dspark.VANILLA
+
+    @property
+    def conv_groups(self) -> int:
+        return self.hidden_size // self.conv_group_size
 
     @property
     def hidden_size(self) -> int:
@@ -149,19 +162,22 @@ def forward(
     positions: Array,
     attend: Attend,
     caches: tuple[LayerCache, ...],
+    width: int,
 ) -> tuple[Array, tuple[LayerCache, ...]]:
     """Runs all layers over blocks, whose contexts are in the caches.
 
     Args:
-      embedded: [..., hidden_size], of the newest token and of masks.
-      positions: i32[...].
+      embedded: [num_blocks * width, hidden_size], of the newest token and of masks.
+      positions: i32[num_blocks * width].
       attend: as for the forward of a family.
       caches: one per layer.
+      width: tokens of a block, static.
 
     Returns:
-      x [..., hidden_size] before the last norm, and the new caches.
+      x [num_blocks * width, hidden_size] before the last norm, and the new caches.
     """
-    run = head_parts.layer_runner(config.layers, positions, attend)
+    around = {"around": dflash2.around(config, width)} if config.conv_kernel_size else {}
+    run = head_parts.layer_runner(config.layers, positions, attend, **around)
     x, new_caches = embedded, []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):
         normed = rms_norm(x, layer["input_norm"], config.layers.norm_eps)
@@ -196,7 +212,10 @@ def weights_of(config: DFlashConfig) -> dict[str, Any]:
     """Returns a Weight per leaf of floating point."""
     own = config.layers
     d = own.hidden_size
-    layers = (layer_weights(own, f"layers.{index}.", d) for index in range(own.num_layers))
+    prefixes = [f"layers.{index}." for index in range(own.num_layers)]
+    layers = (
+        layer_weights(own, prefix, d) | dflash2.layer_weights(config, prefix) for prefix in prefixes
+    )
     table = lambda name, rows: matrix(f"{name}.weight", (rows, d), ("vocab", "embed"))
     params = {
         "fc": matrix("fc.weight", (d, config.fc_width), ("embed", None)),
@@ -206,11 +225,11 @@ def weights_of(config: DFlashConfig) -> dict[str, Any]:
     }
     embedding = table("embed_tokens", config.target_vocab_size)
     params |= only_if(config.has_embedding, embed_tokens=embedding)
-    params |= dspark.weights_of(config)
+    params |= dspark.weights_of(config) | dflash2.selector_weights(config)
     return params | only_if(config.has_head, lm_head=table("lm_head", own.vocab_size))
 
 
 def draft_products(config: DFlashConfig) -> int:
     """Returns the multiply-adds per token of a block in products with weights, the head's too."""
     products = head_parts.draft_products(config, weights_of(config)["layers"])
-    return products + dspark.draft_products(config)
+    return products + dspark.draft_products(config) + dflash2.draft_products(config)

@@ -7,6 +7,7 @@ block's normed output h at its row, z is
     gated     sigmoid(gate(concat(h, e))) * e
     rnn       tanh(o),  where  f, c, o = joint(concat(s, e, h))  and  s' = f' s + (1 - f') tanh(c)
               with f' = sigmoid(f); s is 0 before the first draft token, and s' goes to the next
+    selector  projection(h) * e; what it adds, and to which tokens alone, is in `dflash2`
 
 A confidence head estimates how often draft token k is accepted, given those before it:
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from specjax.models.dflash import DFlashConfig
 
 MARKOV, CONFIDENCE = "markov_head.", "confidence_head.proj."  # of the names in a file
-VANILLA, GATED, RNN = "vanilla", "gated", "rnn"
+VANILLA, GATED, RNN, SELECTOR = "vanilla", "gated", "rnn", "selector"
 # The matrix that a kind of Markov head has besides w1 and w2.
 MATRICES = {GATED: "gate_proj", RNN: "joint_proj"}
 
@@ -55,6 +56,8 @@ def markov_step(
     if config.markov_kind == VANILLA:
         return embedded, None
     assert normed is not None
+    if config.markov_kind == SELECTOR:
+        return blocks.project(normed, params, "hidden_projection") * embedded, None
     if config.markov_kind == GATED:
         read = jnp.concatenate([normed, embedded], axis=-1)
         return jax.nn.sigmoid(blocks.project(read, params, "gate_proj")) * embedded, None
@@ -109,7 +112,7 @@ def _confidence_weights(config: DFlashConfig) -> dict[str, Any]:
 
 def _markov_weights(config: DFlashConfig) -> dict[str, Any]:
     rank, width = config.markov_rank, config.hidden_size
-    if not rank:
+    if not rank or config.markov_kind == SELECTOR:
         return {}
     table = lambda name, rows: matrix(f"{MARKOV}{name}.weight", (rows, rank), ("vocab", None))
     params = {

@@ -18,6 +18,9 @@ from specjax.models.weights import Weight, matrix, vector
 
 # (index, layer, cache, x, what attention reads) -> x after the layer, and the cache
 RunLayer = Callable[[int, Params, LayerCache, Array, Array], tuple[Array, LayerCache]]
+# (layer, "attention" or "mlp", its normed input) -> what the branch reads, and what is made of its
+# output
+Around = Callable[[Params, str, Array], tuple[Array, Callable[[Array], Array]]]
 
 
 class HeadConfig(Protocol):
@@ -39,12 +42,20 @@ class HeadConfig(Protocol):
     def maps_vocabulary(self) -> bool: ...
 
 
-def layer_runner(own: ModelConfig, positions: Array, attend: Attend) -> RunLayer:
+def _nothing(layer: Params, branch: str, normed: Array) -> tuple[Array, Callable[[Array], Array]]:
+    del layer, branch
+    return normed, lambda out: out
+
+
+def layer_runner(
+    own: ModelConfig, positions: Array, attend: Attend, around: Around = _nothing
+) -> RunLayer:
     """Returns what runs a layer of attention and a gated MLP, both added to x, as Llama has it.
 
     Args:
       positions: i32[...], of the tokens.
       attend: as for the forward of a family.
+      around: what stands around the branches of a layer.
     """
     norm = functools.partial(rms_norm, eps=own.norm_eps)
     tables = blocks.rotary_tables(own, positions)
@@ -52,8 +63,9 @@ def layer_runner(own: ModelConfig, positions: Array, attend: Attend) -> RunLayer
     def run(
         index: int, layer: Params, cache: LayerCache, x: Array, normed: Array
     ) -> tuple[Array, LayerCache]:
+        read, finish = around(layer, "attention", normed)
         out, cache = blocks.attention(
-            normed,
+            read,
             layer,
             attend,
             index,
@@ -62,9 +74,9 @@ def layer_runner(own: ModelConfig, positions: Array, attend: Attend) -> RunLayer
             table=tables[index],
             head_norm=norm if own.qk_norm else None,
         )
-        x = x + out
-        normed = norm(x, layer["post_attention_norm"])
-        return x + blocks.gated_mlp(normed, layer, jax.nn.silu), cache
+        x = x + finish(out)
+        read, finish = around(layer, "mlp", norm(x, layer["post_attention_norm"]))
+        return x + finish(blocks.gated_mlp(read, layer, jax.nn.silu)), cache
 
     return run
 

@@ -326,21 +326,13 @@ def _scores(
 
     def top() -> tuple[Array, Array]:
         count = min(max_logprobs, vocabulary.size(width))
-        values, ids = _top(logits, count, vocabulary)
+        ids, values = vocabulary.top(logits, count)
         missing = ((0, 0), (0, max_logprobs - count))
         padded = jnp.pad(values - total, missing, constant_values=-jnp.inf)
         return jnp.pad(ids, missing), padded
 
     none = _no_scores(logits.shape[0], max_logprobs)
     return _Scores(chosen[:, 0], *lax.cond(needs_top, top, lambda: none[1:]))
-
-
-def _top(logits: Array, count: int, vocabulary: Vocabulary) -> tuple[Array, Array]:
-    """Returns the `count` largest logits in order, f32[num_tokens, count], and their ids."""
-    width = logits.shape[1]
-    values, index = lax.top_k(logits, min(count, width))
-    ids, values = vocabulary.best_few(index, values, width, count)
-    return values, ids
 
 
 def _no_scores(num_tokens: int, max_logprobs: int) -> _Scores:

@@ -150,6 +150,17 @@ class Vocabulary:
         best, place = lax.top_k(scores, count)
         return jnp.take_along_axis(ids, place, axis=1), best
 
+    def top(self, values: Array, count: int) -> tuple[Array, Array]:
+        """Returns token ids of the largest values in order, i32[n, count], and the values.
+
+        Args:
+          values: f32[n, width].
+          count: static, at most the tokens of all slices.
+        """
+        width = values.shape[1]
+        best, index = lax.top_k(values, min(count, width))
+        return self.best_few(index, best, width, count)
+
     def one_hot(self, token_ids: Array, width: int) -> Array:
         """Returns this shard's slice of one-hot rows, f32[n, width]."""
         return jax.nn.one_hot(self.index(token_ids, width), width, dtype=jnp.float32)

@@ -26,7 +26,15 @@ from specjax.testing import check_drafter, tiny_model
 from specjax.types import DecoderParams
 
 WIDTH, DRAFT_VOCAB, MASK = 32, 20, 60
-PAGE, PAGES_PER_ROW = 4, 8
+PAGE, PAGES_PER_ROW = 4, 12
+LENGTH = PAGE * PAGES_PER_ROW
+DFLASH2 = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 4,
+    "markov_rank": 6,
+    "markov_kind": "selector",
+    "selector_top_k": 5,
+}
 FLAGS = {
     "plain": {},
     "causal": {"causal_layers": (True, True)},
@@ -59,6 +67,10 @@ FLAGS = {
         "maps_vocabulary": True,
         "draft_vocab": DRAFT_VOCAB,
     },
+    "DFlash2": DFLASH2,
+    "causal DFlash2 of three taps": DFLASH2
+    | {"conv_kernel_size": 3, "causal_layers": (True, True), "conv_group_size": 16},
+    "DFlash2 of own tables": DFLASH2 | {"has_embedding": True, "has_head": True},
     "without norms of heads": {"qk_norm": False, "rope": RopeConfig(theta=123.0)},
 }
 
@@ -91,10 +103,40 @@ def make_head(name="plain", seed=1, **more):
         mask_token_id=MASK,
         **{"block_size": 5, "causal_layers": (False, False)} | flags,
     )
-    return config, dflash.init(jax.random.key(seed), config, std=0.3)
+    params = dflash.init(jax.random.key(seed), config, std=0.3)
+    return config, params | {"layers": tuple(map(tame, params["layers"]))}
+
+
+def tame(layer):
+    """Returns a layer whose convolutions change what goes through them by about a fifth."""
+    convolutions = {name: leaf / 6 for name, leaf in layer.items() if "_conv_" in name}
+    for name in convolutions:
+        if name.endswith("base"):
+            convolutions[name] = convolutions[name].at[:, 0].add(1)
+    return layer | convolutions
 
 
 # The equations of the published code, in float64, everything computed anew.
+
+
+def convolved(x, kernels, base):
+    """Returns x [block_size, width] convolved with kernels [block_size, taps, groups] and base."""
+    out, group = np.zeros_like(x), x.shape[1] // kernels.shape[2]
+    for place in range(len(x)):
+        for tap in range(min(place + 1, len(base))):
+            kernel = base[tap] + np.repeat(kernels[place, tap], group)
+            out[place] += kernel * x[place - tap]
+    return out
+
+
+def around(config, layer, name, y, branch):
+    """Returns what a branch says of its normed input, between its two convolutions."""
+    taps = config.conv_kernel_size
+    if not taps:
+        return branch(y)
+    base, kernels = layer[f"{name}_conv_base"], y @ layer[f"{name}_conv_proj"].T
+    before, after = kernels.reshape(len(y), 2, taps, -1).swapaxes(0, 1)
+    return convolved(branch(convolved(y, before, base[0])), after, base[1])
 
 
 def outputs_of(params, config, table, root, contexts):
@@ -104,8 +146,8 @@ def outputs_of(params, config, table, root, contexts):
     x = table[tokens]
     at = np.arange(start + size, dtype=np.float64)
     heads = lambda y, count: y.reshape(len(y), count, own.head_dim)
-    for index, layer in enumerate(params["layers"]):
-        y = rms(x, layer["input_norm"])
+
+    def attention(y, index, layer):
         both = np.concatenate([contexts, y])
         q = heads(y @ layer["q_proj"].T, own.num_heads)
         k, v = (heads(both @ layer[f"{name}_proj"].T, own.num_kv_heads) for name in "kv")
@@ -113,13 +155,18 @@ def outputs_of(params, config, table, root, contexts):
             q, k = rms(q, layer["q_norm"]), rms(k, layer["k_norm"])
         q, k = rotated(q, at[start:], own.rope.theta), rotated(k, at, own.rope.theta)
         key, query = np.arange(start + size)[None], start + np.arange(size)[:, None]
-        is_seen = np.ones((size, start + size), bool)
+        is_seen, oldest = np.ones((size, start + size), bool), start
         if config.causal_layers[index]:
-            is_seen = key <= query
+            is_seen, oldest = key <= query, query
         if (window := own.window(index)) is not None:
-            is_seen = is_seen & (key > query - window)
-        x = x + attention_of(q, k, v, is_seen) @ layer["o_proj"].T
-        x = x + mlp(rms(x, layer["post_attention_norm"]), layer)
+            is_seen = is_seen & (key > oldest - window)
+        return attention_of(q, k, v, is_seen) @ layer["o_proj"].T
+
+    for index, layer in enumerate(params["layers"]):
+        attend = functools.partial(attention, index=index, layer=layer)
+        x = x + around(config, layer, "attention", rms(x, layer["input_norm"]), attend)
+        y = rms(x, layer["post_attention_norm"])
+        x = x + around(config, layer, "mlp", y, functools.partial(mlp, layer=layer))
     return x
 
 
@@ -148,7 +195,19 @@ def markov_of(params, config, embedded, normed, state):
         joint = params["joint_proj"] @ np.r_[state, embedded, normed] + params["joint_proj_bias"]
         kept, new, out = np.split(joint, 3)
         return np.tanh(out), sigmoid(kept) * state + (1 - sigmoid(kept)) * np.tanh(new)
+    if config.markov_kind == "selector":
+        return params["hidden_projection"] @ normed * embedded, state
     return embedded, state
+
+
+def of_candidates(config, logits, scores):
+    """Returns logits and scores added, -inf where a selector does not choose."""
+    if not config.selector_top_k:
+        return logits + scores
+    chosen = np.argsort(-logits)[: config.selector_top_k]
+    found = np.full_like(logits, -np.inf)
+    found[chosen] = logits[chosen] + scores[chosen]
+    return found
 
 
 class Reference:
@@ -179,7 +238,8 @@ class Reference:
                 before = params["markov_w1"][tokens[-1] if tokens else root]
                 latent, state = markov_of(params, config, before, normed, state)
                 own = params["markov_w2"] @ latent
-                logits = logits + in_target_vocabulary(params, config, own)
+                own = in_target_vocabulary(params, config, own)
+                logits = of_candidates(config, logits, own)
             tokens.append(int(np.argmax(logits)))
             all_logits.append(logits)
         return x, np.stack(all_logits), tokens
@@ -199,7 +259,7 @@ class Rows:
         )
         self.drafter = DFlashDrafter(config).build(self.context)
         self.head = _Head(**of_head(config, self.context))
-        state = self.drafter.init(2, 32, 2 * PAGES_PER_ROW, PAGE)
+        state = self.drafter.init(2, LENGTH, 2 * PAGES_PER_ROW, PAGE)
         self.state = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), state)
         pages = np.random.default_rng(0).permutation(2 * PAGES_PER_ROW)
         self.cache = SimpleNamespace(
@@ -207,7 +267,7 @@ class Rows:
             page_size=PAGE,
             num_slots=2 * PAGES_PER_ROW * PAGE,
         )
-        self.history = jnp.zeros((2, 32), jnp.int32)
+        self.history = jnp.zeros((2, LENGTH), jnp.int32)
         self.absorb_once = jax.jit(self.drafter.absorb, static_argnums=6)
 
     def absorb(self, row, first, taps):
@@ -262,6 +322,7 @@ ONE_BY_ONE = {
     "own tables, logits one by one": "own tables",
     "Markov, one by one": "a Markov head",
     "recurrent, one by one": "a recurrent Markov head",
+    "DFlash2, one by one": "DFlash2",
 }
 
 
@@ -292,6 +353,37 @@ def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     # Neither row reads what is the other's.
     expected = reference.draft(tokens[0], taps[3:8])[0]
     np.testing.assert_allclose(rows.draft(0, 5, tokens[0])[0], expected, rtol=0, atol=1e-4)
+
+
+def test_windows_of_layers_that_are_not_causal():
+    """The whole block sees the contexts that its first token sees."""
+    config, params = make_head("DFlash2", layer_windows=(33, None))
+    taps = np.random.default_rng(7).standard_normal((40, 2, TARGET.config.hidden_size))
+    reference, rows = Reference(config, params), Rows(config, params)
+    for first in range(0, 40, 8):
+        rows.absorb(1, first, taps[first : first + 8])
+    *expected, drafts = reference.draft(9, taps)
+    *found, said = rows.draft(1, 40, 9)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-4)
+    assert said == drafts
+
+
+@pytest.mark.parametrize("taps", [2, 3])
+def test_a_block_reads_no_other_row(taps):
+    """What lies before a block's first token counts as nothing, whoever drafts beside it."""
+    config, params = make_head("DFlash2", conv_kernel_size=taps)
+    reference, rows = Reference(config, params), Rows(config, params)
+    captured = np.random.default_rng(7).standard_normal((5, 2, TARGET.config.hidden_size))
+    for row in range(2):
+        rows.absorb(row, 0, captured[row : row + 3])
+        rows.history = rows.history.at[row, 3].set(7 + row)
+    cache = SimpleNamespace(**vars(rows.cache), lengths=jnp.full(2, 3, jnp.int32))
+    decode_state = SimpleNamespace(cache=cache, rows=2, history=rows.history)
+    found, _ = rows.head.block(rows.params, rows.state, decode_state, jnp.ones(2, bool))
+    for row in range(2):
+        expected = reference.draft(7 + row, captured[row : row + 3])[0]
+        np.testing.assert_allclose(found[row, 1:], expected, rtol=0, atol=1e-4)
 
 
 CONFIDENT = {
@@ -366,7 +458,7 @@ def test_each_device_has_its_slice_of_the_logits(monkeypatch):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["own tables", "from the anchor", "a Markov head"])
+@pytest.mark.parametrize("name", ["own tables", "from the anchor", "a Markov head", "DFlash2"])
 def test_tokens_are_those_of_plain_decoding(temperature, name):
     config, params = make_head(name)
     drafter = specjax.LoadedDrafter("head", DFlashDrafter(config), params)
@@ -401,7 +493,13 @@ def test_its_confidence_anticipates_nothing():
 @pytest.mark.full
 @pytest.mark.parametrize(
     "name",
-    ["own tables", "from the anchor", "a Markov head of its own tokens", "a recurrent Markov head"],
+    [
+        "own tables",
+        "from the anchor",
+        "a Markov head of its own tokens",
+        "a recurrent Markov head",
+        "DFlash2",
+    ],
 )
 def test_it_keeps_the_contract_of_drafters(name):
     config, params = make_head(name)
