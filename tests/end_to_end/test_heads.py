@@ -76,6 +76,20 @@ HEADS = {
         MlpSpeculatorConfig(most_drafts=3, inner_size=24, **OF_TARGET, **LAST),
     ),
     "dflash": (DFlashDrafter, dflash, DFlashConfig(layers=OWN, **OF_TARGET, **BLOCK)),
+    "dflash2": (
+        DFlashDrafter,
+        dflash,
+        DFlashConfig(
+            layers=OWN,
+            conv_kernel_size=2,
+            conv_group_size=8,
+            markov_rank=8,
+            markov_kind="selector",
+            selector_top_k=16,
+            **OF_TARGET,
+            **BLOCK,
+        ),
+    ),
     "dspark": (
         DFlashDrafter,
         dflash,
@@ -96,7 +110,7 @@ HEADS = {
 }
 PARALLEL = "pard"
 KINDS = (*HEADS, PARALLEL)
-CHAINS_ALONE = "dflash", "dspark", "dspark_rnn", "p_eagle"
+CHAINS_ALONE = "dflash", "dflash2", "dspark", "dspark_rnn", "p_eagle"
 TREES = [name for name in HEADS if name not in CHAINS_ALONE]
 QUICKEST = "mlp_speculator", "dspark", "p_eagle"
 TREE = {"speculative_token_tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}

@@ -163,8 +163,9 @@ def golden_heads() -> dict[str, GoldenHead]:
     own = {"has_embedding": True, "has_head": True}
     layer = eagle.weights_of(test_mtp.config_of(qk_norm=True, **own), MTP_PREFIX)
     small = {"vocab_size": d.DRAFT_VOCAB}
-    flash, spark = (
+    flash, flash2, spark = (
         d.config_of(small, **d.OWN_TABLES),
+        d.config_of(**own, **d.OF_DFLASH2),
         d.config_of(small, **d.OWN_TABLES, **d.MARKOV),
     )
     of_layers = {"transformer_layer_config": d.LAYERS | EPS}
@@ -185,6 +186,9 @@ def golden_heads() -> dict[str, GoldenHead]:
         "mlp_speculator": GoldenHead(shallow, n.mlp_raw(), of_mlp, _of_newest, _by_newest),
         "dflash": GoldenHead(
             deep, d.nested(**of_layers), d.tensors_of(flash), _of_block, _by_block
+        ),
+        "dflash2": GoldenHead(
+            deep, d.nested2(**of_layers), d.tensors_of(flash2), _of_block, _by_block
         ),
         "dspark": GoldenHead(
             deep, d.dspark(**of_layers), d.tensors_of(spark), _of_block, _by_block

@@ -105,6 +105,7 @@ def sound_folders() -> dict[str, Sound]:
         "dflash of speculators": _head(
             DEEP, d.nested(), d.tensors_of(d.config_of(small, **d.OWN_TABLES))
         ),
+        "dflash2": _head(DEEP, d.dflash2(), d.tensors_of(d.config_of(**d.OF_DFLASH2))),
         "dspark": _head(DEEP, d.dspark(), d.tensors_of(spark)),
         "medusa": _head(
             SHALLOW,

@@ -34,6 +34,15 @@ LAYERS = {
 }
 
 
+# Of DFlash2: in dflash_config as z-lab writes it, at the top in speculators.
+SELECTOR = {
+    "conv_kernel_size": 3,
+    "conv_group_size": 8,
+    "selector_rank": 6,
+    "selector_top_k": 7,
+}
+
+
 def flat(said=None, **more):
     """A head as z-lab writes it: the target's embedding and head."""
     said = {"mask_token_id": MASK, "target_layer_ids": [1, 4]} | (said or {})
@@ -167,8 +176,9 @@ def test_what_a_config_says(tmp_path, raw, options, expected):
                 sliding_window_non_causal=True,
             ),
             None,
-            "sliding_window_non_causal",
+            "sliding_window=8 of layers that are not causal",
         ),
+        (flat(SELECTOR), None, "conv_group_size"),
         (flat(), without("norm.weight"), "lacks 1 of"),
         (
             flat(),
@@ -185,6 +195,130 @@ def test_what_is_refused(tmp_path, raw, change, match):
     tensors = tensors_of(config_of())
     folder = write(tmp_path, raw, tensors if change is None else change(tensors))
     with pytest.raises(ValueError, match=match):
+        read(folder)
+
+
+OF_DFLASH2 = {
+    "conv_kernel_size": 3,
+    "conv_group_size": 8,
+    "markov_rank": 6,
+    "markov_kind": "selector",
+    "selector_top_k": 7,
+}
+
+
+def dflash2(said=None, **more):
+    """A DFlash2 head as z-lab writes it."""
+    return flat(SELECTOR | (said or {}), architectures=["DFlash2DraftModel"], **more)
+
+
+def nested2(**more):
+    kind = {"speculators_model_type": "dflash2", "architectures": ["DFlash2DraftModel"]}
+    return nested() | kind | SELECTOR | {"draft_vocab_size": VOCAB} | more
+
+
+def test_a_dflash2_head_of_z_lab(tmp_path):
+    config = config_of(**OF_DFLASH2)
+    tensors = tensors_of(config)
+    raw = dflash2({"output_multiplier": 1.0}, input_embedding_scale=1.0)
+    found = read(write(tmp_path, raw, tensors))
+    assert found.config == config
+    stored = {
+        "markov_w1": "predecessor_codebook",
+        "markov_w2": "successor_codebook",
+        "hidden_projection": "hidden_projection.weight",
+    }
+    for leaf, name in stored.items():
+        np.testing.assert_array_equal(found.params[leaf], tensors[f"candidate_selector.{name}"])
+    for conv in ("attention_conv", "mlp_conv"):
+        for leaf, name in (("base", "base_kernel"), ("proj", "kernel_projection.weight")):
+            of_file = tensors[f"layers.1.{conv}.{name}"]
+            np.testing.assert_array_equal(found.params["layers"][1][f"{conv}_{leaf}"], of_file)
+    out = specjax.generate(
+        TARGET,
+        [1, 2, 3],
+        speculative_config={"method": "dflash", "model": str(tmp_path)},
+        sampling=specjax.SamplingParams(temperature=0, max_tokens=6),
+    )
+    assert out.stats.acceptance is not None
+
+
+def test_a_dflash2_head_of_speculators(tmp_path):
+    config = config_of(**OF_DFLASH2, has_embedding=True, has_head=True)
+    folder = write(tmp_path, nested2(), tensors_of(config))
+    assert read(folder).config == config
+    usual = OF_DFLASH2 | {"conv_kernel_size": 2, "conv_group_size": 16, "selector_top_k": 16}
+    config = config_of(**usual | {"markov_rank": 256}, has_embedding=True, has_head=True)
+    raw = {key: value for key, value in nested2().items() if key not in SELECTOR}
+    assert read(write(tmp_path, raw, tensors_of(config))).config == config
+
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 40}
+
+
+@pytest.mark.parametrize(
+    ("raw", "causal_layers"),
+    [
+        (dflash2(**SLIDING), (True, False)),
+        (dflash2(**SLIDING, is_causal=False), (False, False)),
+        (dflash2(**SLIDING, is_causal=True), (True, True)),
+        (dflash2({"causal": False}, **SLIDING), (False, False)),
+        (dflash2({"causal": True}, **SLIDING, is_causal=False), (False, False)),
+        (dflash2(**SLIDING, sliding_window_non_causal=True), (False, False)),
+        (nested2(transformer_layer_config=LAYERS | SLIDING), (False, False)),
+        (
+            nested2(transformer_layer_config=LAYERS | SLIDING, sliding_window_non_causal=False),
+            (True, False),
+        ),
+    ],
+)
+def test_which_layers_are_causal(tmp_path, raw, causal_layers):
+    own = {"has_embedding": True, "has_head": True} if "speculators_model_type" in raw else {}
+    windows = {"layer_windows": (40, None)}
+    config = config_of(windows, **OF_DFLASH2, **own, causal_layers=causal_layers)
+    assert read(write(tmp_path, raw, tensors_of(config))).config == config
+
+
+@pytest.mark.parametrize(
+    ("raw", "change", "match"),
+    [
+        (dflash2({"selector_top_k": None}), None, "'selector_top_k' is missing"),
+        (dflash2({"selector_top_k": VOCAB + 1}), None, "selector_top_k=62"),
+        (dflash2({"selector_rank": 5}), None, r"expected \[5, 32\]"),
+        (dflash2({"conv_kernel_size": 5}), None, "conv_kernel_size=5"),
+        (dflash2({"conv_kernel_size": 2}), None, r"expected \[2, 2, 32\]"),
+        (dflash2({"conv_group_size": 5}), None, "must divide"),
+        (dflash2({"sample_from_anchor": True}), None, "sample_from_anchor=true"),
+        (dflash2({"input_embedding_scale": 2.0}), None, "input_embedding_scale=2.0"),
+        (dflash2(output_multiplier=0.5), None, "output_multiplier=0.5"),
+        (dflash2(final_logit_softcapping=30.0), None, "final_logit_softcapping=30.0"),
+        (dflash2({"markov": 1}), None, "markov"),
+        (
+            dflash2(),
+            without("layers.1.mlp_conv.kernel_projection.weight"),
+            "lacks 1 of .* a DFlash2 head",
+        ),
+        (dflash2(), put("layers.0.mlp_conv.x", lambda _: np.ones(3, np.float32)), "no use for"),
+        (dflash2(), put("markov_head.x", lambda _: np.ones(3, np.float32)), "is of DSpark"),
+        (flat(), None, "is of DFlash2, which is not supported in a config.json of DFlash"),
+        (
+            nested2() | {"speculators_model_type": "dspark"},
+            None,
+            "is of DFlash2, which is not supported in a config.json of DSpark",
+        ),
+    ],
+)
+def test_what_is_refused_of_dflash2(tmp_path, raw, change, match):
+    tensors = tensors_of(config_of(**OF_DFLASH2))
+    folder = write(tmp_path, raw, tensors if change is None else change(tensors))
+    with pytest.raises(ValueError, match=match):
+        read(folder)
+
+
+def test_dflash2_over_a_part_of_the_vocabulary_is_refused(tmp_path):
+    config = config_of({"vocab_size": DRAFT_VOCAB}, **OWN_TABLES, **OF_DFLASH2)
+    folder = write(tmp_path, nested2(draft_vocab_size=DRAFT_VOCAB), tensors_of(config))
+    with pytest.raises(ValueError, match="over a part of the vocabulary"):
         read(folder)
 
 
