@@ -237,8 +237,9 @@ def load_drafter(
     Args:
       source: None or "none" (plain decoding), "ngram", "history", "demo", a folder or hub
         name ("org/name") of a draft model or of a head over the target (EAGLE, EAGLE-3, Medusa, MLP
-        speculator, DFlash, DSpark, MTP), a Model, a DrafterSpec of your own, or a LoadedDrafter. A
-        path is always a folder. None with method "mtp" in the config is the target's own folder.
+        speculator, DFlash, DFlash2, DSpark, MTP), a Model, a DrafterSpec of your own, or a
+        LoadedDrafter. A path is always a folder. None with method "mtp" in the config is the
+        target's own folder.
       config: prompt_lookup_* and num_draft_nodes of an n-gram drafter, the tree of a
         draft model. Its fields override those that a LoadedDrafter was loaded with; a
         field at its default sets nothing.

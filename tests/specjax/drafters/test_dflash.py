@@ -584,3 +584,21 @@ def test_a_markov_head_that_knows_its_target_is_always_accepted(count):
     assert [one.token_ids for one in out] == expected
     acceptance = out.stats.acceptance
     assert acceptance.num_accepted == acceptance.num_drafted > 0
+
+
+@pytest.mark.parametrize("rule", ["seeded", "rejection"])
+def test_a_request_may_allow_none_of_its_candidates(rule):
+    """The selector says one token of each row, and the request allows another alone."""
+    config, params = make_head("DFlash2", selector_top_k=1)
+    out = specjax.generate(
+        TARGET,
+        [[1, 2, 3], [5]],
+        drafter=specjax.LoadedDrafter("head", DFlashDrafter(config), params),
+        verification=rule,
+        speculative_config={"policy": "fixed", "num_speculative_tokens": 3},
+        sampling=specjax.SamplingParams(
+            temperature=0.8, max_tokens=9, seed=1, allowed_token_ids=[11, 12]
+        ),
+    )
+    assert all(set(one.token_ids) <= {11, 12} and len(one.token_ids) == 9 for one in out)
+    assert out.stats.acceptance.num_drafted > 0
