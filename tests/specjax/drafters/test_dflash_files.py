@@ -508,5 +508,14 @@ def test_a_plan_reads_no_weights(tmp_path):
     assert work.of_forward(3, 0).flops == 12 * work.weight_bytes
 
 
+def test_a_plan_counts_what_dflash2_has_besides():
+    plain, more = config_of(), config_of(**OF_DFLASH2)
+    # Four convolutions of three taps and two sides: kernels of four groups, and of each channel.
+    convolutions = 4 * 2 * 3 * (4 + 1) * WIDTH
+    selector = 6 * (WIDTH + 7)  # rows of seven candidates are read
+    found = dflash.draft_products(more) - dflash.draft_products(plain)
+    assert found == convolutions + selector
+
+
 def test_every_kind_of_head_is_a_method():
     assert {kind.method for kind in KINDS} == set(HEADS)
