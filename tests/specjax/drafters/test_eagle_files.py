@@ -250,7 +250,7 @@ def test_a_map_of_a_matrix_that_is_not_there_is_refused(tmp_path):
     tensors = without("lm_head.weight")(tensors_of(config_of(), FLAT_PREFIX))
     tensors |= {"d2t": np.roll(np.arange(VOCAB), 1) - np.arange(VOCAB)}
     raw = flat(draft_vocab_size=VOCAB)
-    with pytest.raises(ValueError, match="'d2t' numbers the tokens of lm_head.weight"):
+    with pytest.raises(ValueError, match=r"'d2t' numbers the tokens of lm_head\.weight"):
         read(write(tmp_path, raw, tensors))
     tensors["d2t"] = np.zeros(VOCAB, np.int64)  # says nothing
     assert not read(write(tmp_path, raw, tensors)).config.maps_vocabulary
