@@ -162,7 +162,10 @@ class SpeculationConfig:
         # Method "mtp" is in the target's own folder, unless a model is named.
         if self.method not in (None, "mtp", *MATCHING) and self.model is None:
             demo = ', or "demo"' if self.method == "draft_model" else ""
-            raise ValueError(f"method {self.method!r} needs 'model': a folder{demo}.")
+            raise ValueError(
+                f"method {self.method!r} needs 'model': a folder{demo}. Where a drafter is given "
+                "beside it, leave 'method' out."
+            )
         if not is_int(self.depth) or not 0 <= self.depth <= MAX_DEPTH:
             raise ValueError(
                 f"num_speculative_tokens={self.num_speculative_tokens!r} must be a whole number "

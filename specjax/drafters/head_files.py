@@ -326,8 +326,9 @@ def captured_layers(
         what = "outputs" if are_outputs else "inputs"
         least, most = (-1, depth - 1) if are_outputs else (0, depth)
         raise ValueError(
-            f"{source}={shown(list(ids))} must name {what} of layers from {least} to {most}, as "
-            f"the target has {depth} layers; pass aux_layer_ids= to say others."
+            f"the captured layers {shown(list(ids))} ({source}) must be {what} of layers from "
+            f"{least} to {most}, as the target has {depth} layers; say others by aux_layer_ids= or "
+            "--aux-layer-ids, or in config.json."
         )
     needed = shape_of(head, "fc.weight")[1]
     if needed != len(layers) * target.hidden_size:
