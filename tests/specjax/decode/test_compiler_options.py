@@ -55,7 +55,7 @@ def test_options_are_given_to_the_compiler():
     assert given == {"compiler_options": {GRAPHS: "WHILE"}}
     # What is wrong is not one of our options: the error is the caller's.
     fault = lambda **_: lowered.compile(compiler_options={"xla_embed_ir_in_executable": "x"})
-    with pytest.raises(Exception, match="xla_embed_ir_in_executable"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_embed_ir_in_executable"):
         compile_with(types.SimpleNamespace(compile=fault), {GRAPHS: "WHILE"})
 
 
