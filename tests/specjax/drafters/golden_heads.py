@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import eagle3_heads
+import jax.numpy as jnp
 import numpy as np
 import pair_heads
 import test_dflash
@@ -19,6 +20,7 @@ import test_eagle1
 import test_eagle_files
 import test_mtp
 import test_newest_state
+import test_parallel_eagle
 from head_equations import TARGET, VOCAB, wide
 from head_folders import random_tensors, write
 
@@ -128,6 +130,22 @@ def _drafted_by_pairs(rows, root):
         found, said = rows.follow(1, root, drafts[: place + 1])
         drafts[place] = said[place]
     return np.asarray(rows.head.logits(rows.params, found, 0))
+
+
+def _by_masks(config, params, tokens, taps):
+    rows, said = test_parallel_eagle.MaskRows(config, params, NUM_DRAFTS), []
+    rows.write(1, tokens.tolist())
+
+    def drafted(root):
+        found, _ = rows.follow(1, root, [0] * NUM_DRAFTS)
+        said.append(np.asarray(rows.head.logits(rows.params, jnp.asarray(found), 0)))
+
+    for first, end in _parts():
+        if first in ROOTS:
+            drafted(first)
+        rows.absorb(1, first, taps[first:end])
+    drafted(ROOTS[-1])
+    return np.stack(said)
 
 
 def _by_block(config, params, tokens, taps):
