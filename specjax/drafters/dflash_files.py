@@ -1,4 +1,4 @@
-"""Reads a folder with a DFlash, DFlash2 or DSpark head: as z-lab has them, and `speculators`."""
+"""Reads a folder with a DFlash, DFlash2 or DSpark head, as z-lab, SpecForge and others have them."""
 
 from __future__ import annotations
 
@@ -31,16 +31,26 @@ DFLASH_CLASSES = "DFlashDraftModel", "DFlashSpeculator"
 DSPARK = "dspark"  # in names of classes, of which there are several
 OWN_KEY = "dflash_config"
 AUX_KEY, OUTPUTS_KEY = "aux_hidden_state_layer_ids", "target_layer_ids"
+_PROJECTOR = "projector_type"  # the kind of head, as SpecForge names it
 _KNOWN = (
     "attention_sink_bias",
     "block_size",
     "causal",
     "mask_token_id",
+    _PROJECTOR,
     OUTPUTS_KEY,
     "sample_from_anchor",
     "swa_window_size",
     "use_swa",
 )
+# Of DSpark: at the top, or as SpecForge has them, which adds settings of training.
+_MARKOV_KEYS = (
+    "confidence_head_with_markov",
+    "enable_confidence_head",
+    "markov_head_type",
+    "markov_rank",
+)
+_KNOWN_OF_DSPARK = *_MARKOV_KEYS, "attention_mode", "confidence_head_alpha"
 # Parts of a tensor's name, and the kind of head that has them.
 _PARTS_OF_DSPARK = dict.fromkeys((MARKOV, "confidence_head."), "DSpark")
 _PARTS_OF_DFLASH2 = dict.fromkeys((*dflash2.CONVOLUTIONS, dflash2.CANDIDATES), "DFlash2")
@@ -136,7 +146,7 @@ def _parse(
     _check_windows(windows, causal_layers, block_size)
     more = {}
     if has_markov:
-        more = _of_dspark(head, from_anchor, width)
+        more = _of_dspark(head, _markov_values(raw, said), from_anchor, width)
     elif is_dflash2(raw):
         more = dflash2_files.own_fields(head, said, target, tables, from_anchor, block_size)
     config = DFlashConfig(
@@ -190,13 +200,35 @@ def _check_windows(
             )
 
 
-def _of_dspark(head: Head, from_anchor: bool, width: int) -> dict[str, Any]:
+def _markov_values(raw: Json, said: Json) -> Json:
+    """Returns what config.json says of Markov and confidence heads, at the top or below it.
+
+    Raises:
+      ValueError: both say something, and not the same.
+    """
+    found = {}
+    for key in _MARKOV_KEYS:
+        values = [each[key] for each in (raw, said) if each.get(key) is not None]
+        if any(value != values[0] for value in values):
+            raise ValueError(
+                f"{key}={shown(values[0])}, and {OWN_KEY}.{key}={shown(values[1])}; they must "
+                "agree: use the file as it was published."
+            )
+        if values:
+            found[key] = values[0]
+    return found
+
+
+def _of_dspark(head: Head, raw: Json, from_anchor: bool, width: int) -> dict[str, Any]:
     """Returns what a DSpark head has besides a block, by the fields of DFlashConfig.
+
+    Args:
+      raw: from `_markov_values`.
 
     Raises:
       ValueError: config.json and the tensors disagree, or this is not supported.
     """
-    markov, raw = _markov(head, from_anchor), head.raw
+    markov = _markov(head, raw, from_anchor)
     name = f"{CONFIDENCE}weight"
     has_confidence = name in head.tensors
     if flag(raw, "enable_confidence_head", has_confidence) != has_confidence:
@@ -218,21 +250,24 @@ def _of_dspark(head: Head, from_anchor: bool, width: int) -> dict[str, Any]:
     return markov | {"has_confidence": True, "confidence_reads_token": reads_token}
 
 
-def _markov(head: Head, from_anchor: bool) -> dict[str, Any]:
+def _markov(head: Head, raw: Json, from_anchor: bool) -> dict[str, Any]:
     """Returns width and kind of a Markov head, by their fields; the width is 0 where there is none.
+
+    Args:
+      raw: from `_markov_values`.
 
     Raises:
       ValueError: config.json and the tensors disagree, or the head is recurrent and its training
         code and its publisher's drafter begin with different rows.
     """
-    said = size(head.raw, "markov_rank", 0, least=0)
+    said = size(raw, "markov_rank", 0, least=0)
     name = f"{MARKOV}markov_w1.weight"
     stored = head_files.shape_of(head, name)[1] if said or name in head.tensors else 0
     if said not in (0, stored):
         raise ValueError(f"markov_rank={said}, and {name} has {stored} columns; they must agree.")
     has = lambda kind: stored and f"{MARKOV}{dspark.MATRICES[kind]}.weight" in head.tensors
     kind = next(filter(has, dspark.MATRICES), dspark.VANILLA)
-    if stored and (named := head.raw.get("markov_head_type") or kind) != kind:
+    if stored and (named := raw.get("markov_head_type") or kind) != kind:
         raise ValueError(
             f"markov_head_type={shown(named)}, and the tensors are of a {kind} head; they must "
             "agree: use both files as they were published."
@@ -267,12 +302,14 @@ def _said(raw: Json) -> Json:
         return {}
     if not isinstance(said, dict):
         raise ValueError(f"{OWN_KEY}={shown(said)} must be an object.")
-    known = (*_KNOWN, *(dflash2_files.KEYS if is_dflash2(raw) else ()))
+    of_kind = dflash2_files.KEYS if is_dflash2(raw) else ()
+    known = (*_KNOWN, *(_KNOWN_OF_DSPARK if is_dspark(raw) else of_kind))
     if unknown := sorted(set(said) - set(known)):
         raise ValueError(
             f"{OWN_KEY} has the keys {shown(unknown)}, which are not supported; expected some of "
             f"{', '.join(known)}."
         )
+    require(said, _PROJECTOR, (None, DSPARK if is_dspark(raw) else "dflash"), None)
     for key in ("use_swa", "attention_sink_bias"):
         if said.get(key):
             raise ValueError(f"{OWN_KEY}.{key}={shown(said[key])} is not supported; leave it out.")

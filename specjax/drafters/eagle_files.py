@@ -24,7 +24,7 @@ from specjax.models.eagle3 import FLAT_PREFIX, MASK_HIDDEN, NUMBERED_PREFIX, Eag
 KIND, PARALLEL_KIND = "eagle3", "peagle"
 # Names of the mask token of P-EAGLE: that of training libraries, and those that vLLM reads.
 MASK_KEYS = ("mask_token_id", *hf_config.MASK_KEYS)
-AUX_KEY = "eagle_aux_hidden_state_layer_ids"
+AUX_KEY, OUTPUTS_KEY = "eagle_aux_hidden_state_layer_ids", "target_layer_ids"
 
 
 def is_eagle3(raw: Json) -> bool:
@@ -183,7 +183,8 @@ def _aux_ids(raw: Json, depth: int, aux_layer_ids: Sequence[int] | None) -> tupl
     """Returns the layers that are captured, where that is said, and whether outputs are named.
 
     Published files say them as inputs of layers at the top, as outputs of layers inside
-    `eagle_config`, or not at all: then they are 2, the middle one, and the last but two.
+    `eagle_config` or, as DeepSpec does, at the top, or not at all: then they are 2, the middle one,
+    and the last but two.
     """
     nested = raw.get("eagle_config")
     nested = nested if isinstance(nested, dict) else {}
@@ -193,6 +194,8 @@ def _aux_ids(raw: Json, depth: int, aux_layer_ids: Sequence[int] | None) -> tupl
         return raw[AUX_KEY], AUX_KEY, False
     if nested.get(AUX_KEY) is not None:
         return nested[AUX_KEY], f"eagle_config.{AUX_KEY}", True
+    if raw.get(OUTPUTS_KEY) is not None:
+        return raw[OUTPUTS_KEY], OUTPUTS_KEY, True
     default = (2, depth // 2, depth - 3)
     return default, "the default, for lack of a word in config.json", False
 

@@ -19,7 +19,6 @@ from published_heads import (
     Published,
     flat,
     in_target_vocabulary,
-    lend_tables,
     map_vocabulary,
     randomised,
     target_embedding,
@@ -32,13 +31,12 @@ NUM_DRAFTS, NUM_TARGET_LAYERS = 2, 6
 
 def save_as(model: Any, raw: dict[str, Any], names: Any = lambda name: name) -> Any:
     """Returns a function that writes a state dict with a config.json, as scripts of papers do."""
-    torch, of_files = torch_and("safetensors.torch")
+    _, of_files = torch_and("safetensors.torch")
 
     def save(folder: Path) -> None:
         (folder / "config.json").write_text(json.dumps(raw))
-        tensors = {names(name): leaf.contiguous() for name, leaf in model.state_dict().items()}
+        tensors = {names(name): leaf.clone() for name, leaf in model.state_dict().items()}
         of_files.save_file(tensors, folder / "model.safetensors")
-        del torch
 
     return save
 
@@ -66,9 +64,8 @@ def eagle(num_layers: int = 1) -> Published:
         from eagle.model import cnets1 as cnets  # pyright: ignore[reportMissingImports]
     except ImportError:
         from eagle.model import cnets  # pyright: ignore[reportMissingImports]
-    config = configs.EConfig(**SIZES, num_hidden_layers=num_layers)
-    model = randomised(cnets.Model(config))
-    head = target_head()
+    raw = SIZES | {"num_hidden_layers": num_layers}
+    model, head = randomised(cnets.Model(_plain_ropes(configs.EConfig(**raw)))), target_head()
 
     def logits(tokens, taps, root):
         hidden = torch.tensor(taps[:root, 0])[None]
@@ -82,7 +79,7 @@ def eagle(num_layers: int = 1) -> Published:
 
         return one_by_one(torch, say, tokens, root)
 
-    raw = config.to_dict() | {"architectures": ["LlamaForCausalLM"]}
+    raw |= {"architectures": ["LlamaForCausalLM"]}
     return Published(save_as(model, raw), logits)
 
 
@@ -91,8 +88,8 @@ def eagle3() -> Published:
     torch, configs, _ = torch_and("eagle.model.configs", "eagle.model.cnets1")
     from eagle.model import cnets  # pyright: ignore[reportMissingImports]
 
-    config = configs.EConfig(**SIZES, num_hidden_layers=1, draft_vocab_size=DRAFT_VOCAB)
-    model = randomised(cnets.Model(config))
+    raw = SIZES | {"num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
+    model = randomised(cnets.Model(_plain_ropes(configs.EConfig(**raw))))
     map_vocabulary(model)
 
     def logits(tokens, taps, root):
@@ -107,8 +104,14 @@ def eagle3() -> Published:
                 ids = torch.tensor([[int(np.argmax(found[-1]))]])
         return np.stack(found)
 
-    raw = config.to_dict() | {"architectures": ["LlamaForCausalLMEagle3"]}
+    raw |= {"architectures": ["LlamaForCausalLMEagle3"]}
     return Published(save_as(model, raw), logits)
+
+
+def _plain_ropes(config: Any) -> Any:
+    """Returns a config that says nothing of scaling, in place of what later transformers write."""
+    config.rope_scaling, config.rope_theta = None, 10000.0
+    return config
 
 
 # Medusa, by its authors.
@@ -194,9 +197,7 @@ def specforge_eagle3(**flags: Any) -> Published:
 
 def specforge_peagle(num_layers: int = 2, **flags: Any) -> Published:
     """P-EAGLE of SpecForge, over pairs and one mask; its config.json lacks the mask's token."""
-    torch, module, flex = torch_and(
-        "specforge.modeling.draft.peagle", "torch.nn.attention.flex_attention"
-    )
+    torch, module = torch_and("specforge.modeling.draft.peagle")
     config = _config_of("LlamaConfig", num_layers, draft_vocab_size=DRAFT_VOCAB, **flags)
     model = randomised(module.PEagleDraftModel(config))
     map_vocabulary(model)
@@ -225,7 +226,6 @@ def specforge_peagle(num_layers: int = 2, **flags: Any) -> Published:
         path = folder / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"mask_token_id": MASK}))
 
-    del flex
     return Published(save, logits)
 
 
@@ -300,7 +300,7 @@ def block_of(
         save_as(model, raw, plain)(folder)
 
     has_confidence = getattr(model, "confidence_head", None) is not None
-    return Published(save, logits, confidence if has_confidence else None)
+    return Published(save, logits, (2, 5), confidence if has_confidence else None)
 
 
 def deepspec_dspark(**flags: Any) -> Published:
@@ -342,7 +342,7 @@ def deepspec_dspark(**flags: Any) -> Published:
         return torch.sigmoid(said).detach().numpy()[0, :NUM_DRAFTS]
 
     logits = lambda *text: block(*text)[2][0, :NUM_DRAFTS].numpy()
-    return Published(model.save_pretrained, logits, confidence)
+    return Published(model.save_pretrained, logits, (2, 5), confidence)
 
 
 def deepspec_eagle3() -> Published:
@@ -367,16 +367,16 @@ def deepspec_eagle3() -> Published:
         cache = cache_utils.DynamicCache()
         with torch.no_grad():
             for _ in range(NUM_DRAFTS):
-                hidden = model(
-                    hidden, ids, positions, past_key_values=cache, attention_mask=mask
-                )[:, -1:]
+                hidden = model(hidden, ids, positions, past_key_values=cache, attention_mask=mask)[
+                    :, -1:
+                ]
                 found.append(model.compute_logits(hidden)[0, 0].numpy())
                 ids, mask = torch.tensor([[int(np.argmax(found[-1]))]]), None
                 positions = positions[:, -1:] + 1
         return np.stack(found)
 
     config.architectures = ["Qwen3Eagle3Model"]
-    return Published(model.save_pretrained, logits)
+    return Published(model.save_pretrained, logits, (1, 3, 5))
 
 
 def _config_of(kind: str, num_layers: int, **more: Any) -> Any:

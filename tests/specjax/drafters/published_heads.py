@@ -6,7 +6,8 @@ head reads the tables of `head_equations.TARGET` where its files hold none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,11 +37,14 @@ class Published(NamedTuple):
       save: writes its files to a folder, as its package does.
       logits: (tokens, taps, root) -> f32[2, vocab] of two drafts after tokens[root], each the
         likeliest; taps [n, captured, width] are of all tokens.
+      captured: the layers of the target whose inputs it was trained to read; None: its files do
+        not say.
       confidence: (tokens, taps, root) -> the same of its confidence head, f32[2]; None without.
     """
 
     save: Callable[[Path], Any]
     logits: Callable[..., np.ndarray]
+    captured: tuple[int, ...] | None = None
     confidence: Callable[..., np.ndarray] | None = None
 
 
@@ -105,15 +109,13 @@ def in_target_vocabulary(model: Any, logits: Any) -> np.ndarray:
     return full
 
 
-def outputs_of(module: Any, call: Callable[[], Any]) -> list[Any]:
-    """Returns what a module of a model returned, each time that it was called."""
+@contextlib.contextmanager
+def outputs_of(module: Any) -> Iterator[list[Any]]:
+    """Gives a list of what a module of a model returns, each time that it is called."""
     found: list[Any] = []
     hook = module.register_forward_hook(lambda _, __, output: found.append(output.detach()))
-    try:
-        call()
-    finally:
-        hook.remove()
-    return found
+    yield found
+    hook.remove()
 
 
 def flat(torch: Any, taps: np.ndarray) -> Any:
@@ -140,20 +142,20 @@ def speculators_eagle3(kind: str = "llama", num_layers: int = 1, **flags: Any) -
     def steps(tokens, taps, root, count, draft=0):
         """Returns logits at the last pair before the root, of each step."""
         ids = torch.tensor([*tokens[1 : root + 1], draft])[None]
-        call = lambda: model(
-            hidden_states=flat(torch, np.concatenate([taps[:root], taps[:1]])),
-            input_ids=ids,
-            document_ids=torch.zeros_like(ids),
-            ttt_steps=count,
-        )
-        found = outputs_of(model.lm_head, call)
+        with outputs_of(model.lm_head) as found:
+            model(
+                hidden_states=flat(torch, np.concatenate([taps[:root], taps[:1]])),
+                input_ids=ids,
+                document_ids=torch.zeros_like(ids),
+                ttt_steps=count,
+            )
         return [in_target_vocabulary(model, each[0, root - 1]) for each in found]
 
     def logits(tokens, taps, root):
         (first,) = steps(tokens, taps, root, 1)
         return np.stack(steps(tokens, taps, root, 2, int(np.argmax(first))))
 
-    return Published(model.save_pretrained, logits)
+    return Published(model.save_pretrained, logits, (2, 3, 5))
 
 
 def speculators_peagle(num_layers: int = 2, **flags: Any) -> Published:
@@ -173,20 +175,19 @@ def speculators_peagle(num_layers: int = 2, **flags: Any) -> Published:
     def logits(tokens, taps, root):
         ids = torch.tensor([*tokens[1 : root + 1], 0])[None]
         places = torch.tensor([*range(root), root - 1]), torch.tensor([0] * root + [1])
-        call = lambda: model(
-            hidden_states=flat(torch, np.concatenate([taps[:root], taps[:1]])),
-            input_ids=ids,
-            document_ids=torch.zeros_like(ids),
-            verifier_last_hidden_states=torch.zeros(1, root + 1, WIDTH),
-        )
-        with pytest.MonkeyPatch.context() as patched:
+        with pytest.MonkeyPatch.context() as patched, outputs_of(model.lm_head) as found:
             # What is drawn is which chains are trained on; the loss over them is not wanted.
             patched.setattr(core, "generate_cod_sample_indices", lambda **_: places)
             patched.setattr(core, "compute_metrics", lambda **_: (None, None))
-            (found,) = outputs_of(model.lm_head, call)
-        return np.stack([in_target_vocabulary(model, each) for each in found[0, -2:]])
+            model(
+                hidden_states=flat(torch, np.concatenate([taps[:root], taps[:1]])),
+                input_ids=ids,
+                document_ids=torch.zeros_like(ids),
+                verifier_last_hidden_states=torch.zeros(1, root + 1, WIDTH),
+            )
+        return np.stack([in_target_vocabulary(model, each) for each in found[0][0, -2:]])
 
-    return Published(model.save_pretrained, logits)
+    return Published(model.save_pretrained, logits, (2, 3, 5))
 
 
 def speculators_mtp(kind: str = "qwen3") -> Published:
@@ -205,11 +206,10 @@ def speculators_mtp(kind: str = "qwen3") -> Published:
     def logits(tokens, taps, root):
         tokens, hidden, found = [*tokens[: root + 1]], torch.tensor(taps[:root, 0])[None], []
         for _ in range(2):
-            padded = torch.cat([hidden, hidden[:, :2]], dim=1)
-            call = lambda ids=torch.tensor([*tokens, 0])[None], padded=padded: model(
-                input_ids=ids, hidden_states=padded
-            )
-            (said,) = outputs_of(model.mtp_layers[0], call)
+            ids, padded = torch.tensor([*tokens, 0])[None], torch.cat([hidden, hidden[:, :2]], 1)
+            with outputs_of(model.mtp_layers[0]) as outputs:
+                model(input_ids=ids, hidden_states=padded)
+            (said,) = outputs
             found.append(model.lm_head(said[0, -1]).detach().numpy())
             tokens.append(int(np.argmax(found[-1])))
             hidden = torch.cat([hidden, said[:, -1:]], dim=1)
@@ -265,9 +265,12 @@ def speculators_block(kind: str, config_name: str, class_name: str, **flags: Any
             past = torch.tensor([*before[:1] * first, *before, *[0] * BLOCK][:BLOCK])[None]
             scores = said[place]
             if getattr(model, "markov_head", None) is not None:
-                scores = scores + model.markov_head.block_bias(
-                    prev_token_ids=past, hidden_states=hidden[None]
-                )[0, place]
+                scores = (
+                    scores
+                    + model.markov_head.block_bias(prev_token_ids=past, hidden_states=hidden[None])[
+                        0, place
+                    ]
+                )
             if kind == "dflash2":
                 ids, edges = model.candidate_selector.select(
                     said[place][None], hidden[place][None], past[:, place]
@@ -288,6 +291,7 @@ def speculators_block(kind: str, config_name: str, class_name: str, **flags: Any
     return Published(
         model.save_pretrained,
         lambda *text: drafts(*text)[0],
+        (2, 5),
         confidence if has_confidence else None,
     )
 

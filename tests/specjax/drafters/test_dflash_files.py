@@ -339,6 +339,42 @@ def test_a_dspark_head_of_flat_keys(tmp_path, class_name):
     assert loaded.spec == DFlashDrafter(config)
 
 
+# Of DSpark, as SpecForge has it in dflash_config; the last two are of training alone.
+SPECFORGE = {
+    "projector_type": "dspark",
+    "markov_rank": 6,
+    "markov_head_type": "vanilla",
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,
+    "attention_mode": "gqa",
+    "confidence_head_alpha": 1.0,
+}
+
+
+def test_a_dspark_head_of_specforge(tmp_path):
+    config = config_of(**MARKOV, has_confidence=True, confidence_reads_token=True)
+    tensors, raw = tensors_of(config), {"architectures": ["DSparkDraftModel"]}
+    assert read(write(tmp_path, flat(SPECFORGE, **raw), tensors)).config == config
+    # As it rewrites config.json for a server: at the top, too.
+    raw = {"architectures": ["Qwen3DSparkModel"], "markov_rank": 6, "markov_head_type": "vanilla"}
+    assert read(write(tmp_path, flat(SPECFORGE, **raw), tensors)).config == config
+    for more, match in (
+        ({"markov_rank": 5}, "markov_rank=5, and dflash_config.markov_rank=6"),
+        ({"said": SPECFORGE | {"markov_rank": 5}}, "markov_rank=6, and dflash_config.markov_r"),
+        ({"said": SPECFORGE | {"enable_confidence_head": False}}, "enable_confidence_head=False"),
+        ({"said": SPECFORGE | {"projector_type": "domino"}}, "projector_type='domino'"),
+    ):
+        folder = write(tmp_path, flat(**{"said": SPECFORGE} | raw | more), tensors)
+        with pytest.raises(ValueError, match=match):
+            read(folder)
+    # What is of DSpark is no key of DFlash.
+    folder = write(tmp_path, flat({"markov_rank": 6}), tensors_of(config_of()))
+    with pytest.raises(ValueError, match="markov_rank"):
+        read(folder)
+    folder = write(tmp_path, flat({"projector_type": "dflash"}), tensors_of(config_of()))
+    assert read(folder).config == config_of()
+
+
 MARKOV = {"samples_from_anchor": True, "markov_rank": 6}
 
 

@@ -118,6 +118,7 @@ def test_the_naming_of_speculators(tmp_path):
     [
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, {}, (1, 2, 5)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}}, {}, (2, 3, 6)),
+        ({"target_layer_ids": [-1, 2, 5]}, {}, (0, 3, 6)),  # of DeepSpec
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, {"aux_layer_ids": (0, 1, 2)}, (0, 1, 2)),
     ],
 )

@@ -12,6 +12,7 @@ import numpy as np
 import published_by_others as others
 import published_heads as published
 import pytest
+import test_dflash
 import test_eagle_files
 
 import specjax
@@ -38,7 +39,11 @@ dspark = functools.partial(
     block, "dspark", "DSparkSpeculatorConfig", "DSparkDraftModel", markov_rank=6
 )
 ANCHOR = {"sample_from_anchor": True}
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+SLIDING = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 16,  # longer than the text: past it, training sees a context more
+    "use_sliding_window": True,
+}
 block_of = others.block_of
 Z_LAB, SPECFORGE = {"package": "dflash.model"}, {"package": "specforge.modeling.draft"}
 OF_DFLASH2 = {
@@ -150,6 +155,7 @@ def test_drafts_are_those_of_the_published_class(tmp_path, name):
     head.save(tmp_path)
     loaded = specjax.load_drafter(tmp_path, target)
     config = loaded.spec.config
+    assert head.captured in (None, config.aux_layers)
     tokens, taps = golden_heads.text(len(config.aux_layers))
     expected = np.stack([head.logits(tokens, taps, root) for root in golden_heads.ROOTS])
     found = by(config, loaded.params, tokens, taps)
@@ -157,3 +163,12 @@ def test_drafts_are_those_of_the_published_class(tmp_path, name):
     # A draft is no matter of rounding, or a wrong one would change what is compared after it.
     best = np.sort(np.where(np.isfinite(expected), expected, -1e9), axis=-1)[..., -2:]
     assert np.min(best[..., 1] - best[..., 0]) > 1e-3
+    if head.confidence is None:
+        return
+    rows = test_dflash.Rows(config, loaded.params, says_confidence=True)
+    for first in (0, 8):
+        rows.absorb(1, first, taps[first : min(first + 8, golden_heads.ROOTS[0])])
+    root = golden_heads.ROOTS[0]
+    rows.draft(1, root, int(tokens[root]))
+    sure = head.confidence(tokens, taps, root)
+    np.testing.assert_allclose(rows.estimates[: len(sure)], sure, rtol=0, atol=1e-4)
