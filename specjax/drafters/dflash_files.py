@@ -1,4 +1,4 @@
-"""Reads a folder with a DFlash, DFlash2 or DSpark head, as z-lab, SpecForge and others have them."""
+"""Reads a folder with a DFlash, DFlash2 or DSpark head, of any library that writes them."""
 
 from __future__ import annotations
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jax.typing import DTypeLike
 
 from specjax.config.speculation import MAX_DEPTH
 from specjax.drafters import head_files
-from specjax.drafters.head_files import FoundHead, Head
+from specjax.drafters.head_files import FoundHead, Head, Tensors
 from specjax.models import medusa, mlp_speculator
 from specjax.models.base import Json, ModelConfig
 from specjax.models.config_values import flag, shown, size
@@ -20,6 +21,7 @@ from specjax.models.mlp_speculator import MlpSpeculatorConfig
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 _PREFIX, _MEDUSA_PREFIX = "speculator.", "medusa_heads."
+_TIED = re.compile(r"\b(emb|head|ln|proj)\.(\d{1,6})\.(\w+)$")
 _NOTE = "reads the last hidden state of the target, after the final norm"
 
 
@@ -73,9 +75,36 @@ def read_mlp_speculator(
         config = _parse_mlp_speculator(head.raw, target)
     is_prefixed = any(name.startswith(_PREFIX) for name in head.tensors)
     leaves = mlp_speculator.weights_of(config, _PREFIX if is_prefixed else "")
+    if config.is_tied:
+        head = head._replace(tensors=_without_copies(head.tensors, is_read=dtype is not None))
     note = f"drafts at most {config.most_drafts} tokens"
     params = head_files.read_weights(head, config, leaves, dtype)
     return FoundHead(config, params, (_NOTE, note))
+
+
+def _without_copies(tensors: Tensors, *, is_read: bool) -> Tensors:
+    """Leaves out copies of tied weights: what torch.save writes has them under each name.
+
+    Args:
+      is_read: whether values are compared, too; else shapes alone.
+    """
+    kept = {}
+    for name, tensor in tensors.items():
+        first = _first_of(name)
+        is_copy = first != name and first in tensors and tensors[first].shape == tensor.shape
+        if not is_copy or (is_read and not np.array_equal(tensors[first], tensor)):
+            kept[name] = tensor
+    return kept
+
+
+def _first_of(name: str) -> str:
+    """Returns the name of the tensor that a tied one is equal to; proj.0 has a size of its own."""
+    match = _TIED.search(name)
+    if match is None:
+        return name
+    part, number, of_part = match.groups()
+    first = min(int(number), 1 if part == "proj" else 0)
+    return f"{name[: match.start()]}{part}.{first}.{of_part}"
 
 
 def _parse_mlp_speculator(raw: Json, target: ModelConfig) -> MlpSpeculatorConfig:

@@ -315,6 +315,34 @@ def test_folders_of_mlp_speculators(tmp_path, name, prefix):
     assert specjax.load_drafter(folder, TARGET).spec == NewestStateDrafter(config)
 
 
+def test_copies_of_tied_weights(tmp_path):
+    """What torch.save writes holds a tied weight under each of its names."""
+    config = HEADS["MLP, tied"]
+    tensors = random_tensors(mlp_speculator.weights_of(config, "speculator."))
+    copies = {
+        f"speculator.{part}.{number}.{of_part}": tensors[f"speculator.{part}.{first}.{of_part}"]
+        for first, of in enumerate(
+            (("emb.weight", "head.weight", "ln.weight", "ln.bias"), ("proj.weight",))
+        )
+        for part, of_part in (each.split(".") for each in of)
+        for number in range(first + 1, 3)
+    }
+    assert len(copies) == 9
+    raw = mlp_raw(tie_weights=True, scale_input=True)
+    read = lambda tensors, dtype=jnp.float32: read_mlp_speculator(
+        write(tmp_path, raw, tensors), TARGET.config, dtype
+    )
+    found, plain = read(tensors | copies), read(tensors)
+    assert found.config == config
+    jax.tree.map(np.testing.assert_array_equal, found.params, plain.params)
+    assert read(tensors | copies, None).config == config
+    for name, tensor in copies.items():
+        with pytest.raises(ValueError, match=f"no use for: {name}"):
+            read(tensors | copies | {name: tensor + 1})
+        with pytest.raises(ValueError, match=f"no use for: {name}"):
+            read(tensors | copies | {name: tensor[:-1]}, None)
+
+
 PREFIXED = tuple(f"medusa_heads.{name}" for name in OF_VLLM)
 
 

@@ -41,7 +41,9 @@ dspark = functools.partial(
 ANCHOR = {"sample_from_anchor": True}
 SLIDING = {
     "layer_types": ["sliding_attention", "full_attention"],
-    "sliding_window": 16,  # longer than the text: past it, training sees a context more
+    # Longer than text and block. Past it, training has a block see what its first token sees, and
+    # one context more.
+    "sliding_window": 32,
     "use_sliding_window": True,
 }
 block_of = others.block_of
