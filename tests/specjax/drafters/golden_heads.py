@@ -8,9 +8,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import eagle3_heads
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pair_heads
@@ -21,13 +23,19 @@ import test_eagle_files
 import test_mtp
 import test_newest_state
 import test_parallel_eagle
-from head_equations import TARGET, VOCAB, wide
+from head_equations import TARGET, VOCAB, mlp, rms, wide
 from head_folders import random_tensors, write
 
 import specjax
+from specjax.drafters.one_pass import Asked
+from specjax.drafters.parallel_model import _ParallelModel
 from specjax.models import eagle, medusa, mlp_speculator
 from specjax.models.eagle import MTP_PREFIX
-from specjax.models.eagle3 import FLAT_PREFIX
+from specjax.models.eagle3 import FLAT_PREFIX, NUMBERED_PREFIX
+from specjax.models.families import family_of
+from specjax.models.hf_config import parse_config
+from specjax.paged import kv_cache
+from specjax.types import DecoderParams
 
 FOLDER = Path(__file__).resolve().parents[2] / "goldens" / "heads"
 # Tokens of the prompt come in chunks. Then one of two drafts was rejected, the first, and then both
@@ -44,6 +52,7 @@ class GoldenHead(NamedTuple):
       tensors: of its file, before they are scaled.
       expected: (config, params, tokens, taps, root) -> logits of the drafts, in float64.
       found: (config, params, tokens, taps) -> the same for all roots, of our drafter.
+      sure: both of a confidence head, f64[drafts] and the same for all roots; None without one.
     """
 
     target: Any
@@ -51,6 +60,7 @@ class GoldenHead(NamedTuple):
     tensors: dict[str, np.ndarray]
     expected: Callable[..., np.ndarray]
     found: Callable[..., np.ndarray]
+    sure: tuple[Callable[..., np.ndarray], Callable[..., np.ndarray]] | None = None
 
     def load(self, folder: Path) -> specjax.LoadedDrafter:
         """Returns the head that is read from a folder, which is written first."""
@@ -97,6 +107,32 @@ def _of_block(config, params, tokens, taps, root):
     return logits[:NUM_DRAFTS]
 
 
+def _sure_of_block(config, params, tokens, taps, root):
+    reference = test_dflash.Reference(config, params)
+    x, _, drafts = reference.draft(int(tokens[root]), taps[:root])
+    return test_dflash.confidence_of(config, reference.params, x, [int(tokens[root]), *drafts])[
+        :NUM_DRAFTS
+    ]
+
+
+def _of_model(config, params, tokens, taps, root):
+    """A draft model over masks: plain layers over the text and a mask less than is drafted."""
+    del taps
+    params = wide(params)
+    text = [*tokens[: root + 1], *[config.mask_token_id] * (NUM_DRAFTS - 1)]
+    x, positions = params["embed_tokens"][text], np.arange(len(text), dtype=np.float64)
+    for layer in params["layers"]:
+        x = x + pair_heads.attention(rms(x, layer["input_norm"]), layer, config, positions)
+        x = x + mlp(rms(x, layer["post_attention_norm"]), layer)
+    return rms(x[-NUM_DRAFTS:], params["norm"]) @ params["lm_head"].T
+
+
+def _of_masks(config, params, tokens, taps, root):
+    reference = test_parallel_eagle.OverMasks(config, params)
+    found, _ = reference.draft(tokens[: root + 1].tolist(), taps[:root], NUM_DRAFTS)
+    return eagle3_heads.logits_of(reference.params, config, reference.head, found)
+
+
 def _of_newest(config, params, tokens, taps, root):
     equations, before = test_newest_state.equations_of(config), [int(tokens[root])]
     while True:
@@ -113,17 +149,17 @@ def _parts() -> list[tuple[int, int]]:
     return [*CHUNKS, *itertools.pairwise(ROOTS)]
 
 
-def _by_pairs(config, params, tokens, taps):
+def by_pairs(config, params, tokens, taps):
     rows, said = pair_heads.Rows(config, params, NUM_DRAFTS), []
     rows.write(1, tokens.tolist())
     for first, end in _parts():
         if first in ROOTS:
-            said.append(_drafted_by_pairs(rows, first))
+            said.append(_drafted(rows, first))
         rows.absorb(1, first, taps[first:end])
-    return np.stack([*said, _drafted_by_pairs(rows, ROOTS[-1])])
+    return np.stack([*said, _drafted(rows, ROOTS[-1])])
 
 
-def _drafted_by_pairs(rows, root):
+def _drafted(rows, root):
     """Returns logits of the drafts, each after those before it."""
     drafts = [0] * NUM_DRAFTS
     for place in range(NUM_DRAFTS):
@@ -132,7 +168,7 @@ def _drafted_by_pairs(rows, root):
     return np.asarray(rows.head.logits(rows.params, found, 0))
 
 
-def _by_masks(config, params, tokens, taps):
+def by_masks(config, params, tokens, taps):
     rows, said = test_parallel_eagle.MaskRows(config, params, NUM_DRAFTS), []
     rows.write(1, tokens.tolist())
 
@@ -148,18 +184,58 @@ def _by_masks(config, params, tokens, taps):
     return np.stack(said)
 
 
-def _by_block(config, params, tokens, taps):
-    rows = test_dflash.Rows(config, params)
-    logits_at = lambda root: rows.draft(1, root, int(tokens[root]))[1][:NUM_DRAFTS]
-    said = []
+def by_block(config, params, tokens, taps):
+    return np.stack([logits for logits, _ in _said_by_block(config, params, tokens, taps)])
+
+
+def sure_by_block(config, params, tokens, taps):
+    return np.stack([sure for _, sure in _said_by_block(config, params, tokens, taps)])
+
+
+def _said_by_block(config, params, tokens, taps):
+    """Returns logits and confidences of the drafts after each root."""
+    rows, said = test_dflash.Rows(config, params, says_confidence=config.has_confidence), []
+
+    def draft(root):
+        logits = rows.draft(1, root, int(tokens[root]))[1][:NUM_DRAFTS]
+        said.append((logits, np.asarray(rows.estimates[:NUM_DRAFTS])))
+
     for first, end in _parts():
         if first in ROOTS:
-            said.append(logits_at(first))
+            draft(first)
         rows.absorb(1, first, taps[first:end])
-    return np.stack([*said, logits_at(ROOTS[-1])])
+    draft(ROOTS[-1])
+    return said
 
 
-def _by_newest(config, params, tokens, taps):
+def _by_model(config, params, tokens, taps):
+    del taps
+    rows, page, pages_per_row, said = 2, pair_heads.PAGE, pair_heads.PAGES_PER_ROW, []
+    model = _ParallelModel(
+        VOCAB, keeps_probs=False, says_confidence=False, keeps_fed=False, config=config, depth=2
+    )
+    pages = kv_cache.init_pages(config, rows * pages_per_row, page, jnp.dtype(jnp.float32))
+    cache = SimpleNamespace(
+        block_table=jnp.arange(rows * pages_per_row, dtype=jnp.int32).reshape(rows, -1),
+        page_size=page,
+        num_slots=rows * pages_per_row * page,
+    )
+    history, both = jnp.tile(jnp.asarray(tokens), (rows, 2)), jnp.full(rows, NUM_DRAFTS)
+    num_seen, params = 0, DecoderParams(TARGET.params, params)
+    for root in ROOTS:
+        cache.lengths = jnp.full(rows, root, jnp.int32)
+        known = jnp.full(rows, num_seen, jnp.int32)
+        decode_state = SimpleNamespace(
+            cache=cache, rows=rows, history=history, drafter_lengths=known
+        )
+        asked = Asked(pages, both.astype(jnp.int32))
+        _, drafting = model.begin(params, asked, decode_state, jnp.ones(rows, bool))
+        said.append([model.logits(params, each, 0)[1] for each in drafting.said])
+        pages, num_seen = drafting.pages, root + 1
+    return np.asarray(said)
+
+
+def by_newest(config, params, tokens, taps):
     rows, said = test_newest_state.Rows(config, params), []
     for first, end in [*_parts(), (ROOTS[-1], ROOTS[-1])]:
         if first in ROOTS:
@@ -169,6 +245,33 @@ def _by_newest(config, params, tokens, taps):
         if first < end:
             rows.absorb(taps[first:end, 0], (0, end - first))
     return np.stack(said)
+
+
+# A draft model of two layers that drafts over masks.
+PARD = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pard_token": 60,
+    **EPS,
+}
+
+
+def _tensors_of_model() -> dict[str, np.ndarray]:
+    config = parse_config(PARD)
+    rng = np.random.default_rng(0)
+    return {
+        name: rng.standard_normal(shape).astype(np.float32)
+        for source in jax.tree.leaves(family_of(config).sources(config))
+        for name, shape in source.tensors()
+    }
 
 
 def golden_heads() -> dict[str, GoldenHead]:
@@ -190,25 +293,53 @@ def golden_heads() -> dict[str, GoldenHead]:
     medusa_raw = {"medusa_num_heads": 3, "vocab_size": VOCAB}
     of_medusa = random_tensors(medusa.weights_of(n.HEADS["Medusa"]))
     of_mlp = random_tensors(mlp_speculator.weights_of(n.HEADS["MLP"]))
+    sure = {"has_confidence": True, "confidence_reads_token": True}
+    of_kind = {
+        kind: d.tensors_of(d.config_of(small, **d.OWN_TABLES, **d.MARKOV, **sure, markov_kind=kind))
+        for kind in ("gated", "rnn")
+    }
+    masks = {"mask_token_id": test_parallel_eagle.MASK}
+    of_masks = e3.tensors_of(
+        e3.config_of(num_layers=2, has_embedding=True, **masks), NUMBERED_PREFIX
+    )
     of_eagle3 = e3.tensors_of(e3.config_of(has_embedding=True), FLAT_PREFIX)
     pairs, mtp = _of_pairs(pair_heads.Reference), _of_pairs(test_mtp.MtpReference)
     return {
         "eagle": GoldenHead(
-            shallow, e1.raw_of(), e1.tensors_of(fc_bias=True, **own), pairs, _by_pairs
+            shallow, e1.raw_of(), e1.tensors_of(fc_bias=True, **own), pairs, by_pairs
         ),
-        "eagle3": GoldenHead(deep, e3.flat(**EPS), of_eagle3, _of_eagle3, _by_pairs),
+        "eagle3": GoldenHead(deep, e3.flat(**EPS), of_eagle3, _of_eagle3, by_pairs),
         "mtp": GoldenHead(
-            shallow, test_mtp.of_speculators(**EPS), random_tensors(layer), mtp, _by_pairs
+            shallow, test_mtp.of_speculators(**EPS), random_tensors(layer), mtp, by_pairs
         ),
-        "medusa": GoldenHead(shallow, medusa_raw, of_medusa, _of_newest, _by_newest),
-        "mlp_speculator": GoldenHead(shallow, n.mlp_raw(), of_mlp, _of_newest, _by_newest),
-        "dflash": GoldenHead(
-            deep, d.nested(**of_layers), d.tensors_of(flash), _of_block, _by_block
+        "peagle": GoldenHead(
+            deep,
+            e3.nested(
+                speculators_model_type="peagle",
+                transformer_layer_config=e3.LAYER | EPS,
+                **masks,
+            ),
+            of_masks,
+            _of_masks,
+            by_masks,
         ),
+        "pard": GoldenHead(shallow, PARD, _tensors_of_model(), _of_model, _by_model),
+        "medusa": GoldenHead(shallow, medusa_raw, of_medusa, _of_newest, by_newest),
+        "mlp_speculator": GoldenHead(shallow, n.mlp_raw(), of_mlp, _of_newest, by_newest),
+        "dflash": GoldenHead(deep, d.nested(**of_layers), d.tensors_of(flash), _of_block, by_block),
         "dflash2": GoldenHead(
-            deep, d.nested2(**of_layers), d.tensors_of(flash2), _of_block, _by_block
+            deep, d.nested2(**of_layers), d.tensors_of(flash2), _of_block, by_block
         ),
-        "dspark": GoldenHead(
-            deep, d.dspark(**of_layers), d.tensors_of(spark), _of_block, _by_block
-        ),
+        "dspark": GoldenHead(deep, d.dspark(**of_layers), d.tensors_of(spark), _of_block, by_block),
+        **{
+            f"dspark_{kind}": GoldenHead(
+                deep,
+                d.dspark(**of_layers, markov_head_type=kind),
+                tensors,
+                _of_block,
+                by_block,
+                (_sure_of_block, sure_by_block),
+            )
+            for kind, tensors in of_kind.items()
+        },
     }

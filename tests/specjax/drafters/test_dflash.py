@@ -210,6 +210,15 @@ def of_candidates(config, logits, scores):
     return found
 
 
+def confidence_of(config, params, x, tokens):
+    """Returns how likely each draft is accepted, of the rows that draft; tokens: root first."""
+    read = rms(x, params["norm"])
+    if config.confidence_reads_token:
+        read = np.concatenate([read, params["markov_w1"][tokens[: len(x)]]], axis=1)
+    score = read @ params["confidence"][0] + params["confidence_bias"]
+    return 1 / (1 + np.exp(-score))
+
+
 class Reference:
     """A head over one text, in float64."""
 
@@ -404,12 +413,8 @@ def test_its_confidence_is_what_its_equations_say(name, more):
     _, found, said = rows.draft(1, 5, 9)
     np.testing.assert_allclose(found, logits, rtol=0, atol=1e-4)
     assert said == drafts
-    own = reference.params
-    read = rms(x, own["norm"])
-    if config.confidence_reads_token:
-        read = np.concatenate([read, own["markov_w1"][[9, *drafts[:-1]]]], axis=1)
-    score = read @ own["confidence"][0] + own["confidence_bias"]
-    np.testing.assert_allclose(rows.estimates, 1 / (1 + np.exp(-score)), rtol=0, atol=1e-4)
+    expected = confidence_of(config, reference.params, x, [9, *drafts])
+    np.testing.assert_allclose(rows.estimates, expected, rtol=0, atol=1e-4)
     assert np.std(rows.estimates) > 0.01
     assert Rows(config, params).head.confidence(jnp.zeros((1, 1))) is None
 

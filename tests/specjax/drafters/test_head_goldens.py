@@ -16,9 +16,14 @@ def test_drafts_are_those_of_the_golden_file(tmp_path, name):
     head = HEADS[name]
     with np.load(golden_heads.FOLDER / f"{name}.npz") as golden:
         tokens, taps, expected = (golden[key] for key in ("tokens", "taps", "logits"))
+        sure = golden.get("confidence")
     loaded = head.load(tmp_path)
     found = head.found(loaded.spec.config, loaded.params, tokens, taps)
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    if head.sure is not None:
+        found = head.sure[1](loaded.spec.config, loaded.params, tokens, taps)
+        np.testing.assert_allclose(found, sure, rtol=0, atol=1e-4)
+        assert np.ptp(sure) > 0.1
     # A draft is no matter of rounding, or a wrong one would change what is compared after it.
     best = np.sort(np.where(np.isfinite(expected), expected, -1e9), axis=-1)[..., -2:]
     assert np.min(best[..., 1] - best[..., 0]) > 1e-3

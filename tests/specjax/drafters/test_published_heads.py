@@ -12,7 +12,6 @@ import numpy as np
 import published_by_others as others
 import published_heads as published
 import pytest
-import test_dflash
 import test_eagle_files
 
 import specjax
@@ -71,10 +70,10 @@ OF_DSPARK = {
 
 SHALLOW = published.TARGET
 BY_PAIRS, BY_MASKS, BY_BLOCK, BY_NEWEST = (
-    golden_heads._by_pairs,
-    golden_heads._by_masks,
-    golden_heads._by_block,
-    golden_heads._by_newest,
+    golden_heads.by_pairs,
+    golden_heads.by_masks,
+    golden_heads.by_block,
+    golden_heads.by_newest,
 )
 # Builder and its arguments, the target that the head is for, and how our drafter is asked.
 HEADS = {
@@ -165,12 +164,7 @@ def test_drafts_are_those_of_the_published_class(tmp_path, name):
     # A draft is no matter of rounding, or a wrong one would change what is compared after it.
     best = np.sort(np.where(np.isfinite(expected), expected, -1e9), axis=-1)[..., -2:]
     assert np.min(best[..., 1] - best[..., 0]) > 1e-3
-    if head.confidence is None:
-        return
-    rows = test_dflash.Rows(config, loaded.params, says_confidence=True)
-    for first in (0, 8):
-        rows.absorb(1, first, taps[first : min(first + 8, golden_heads.ROOTS[0])])
-    root = golden_heads.ROOTS[0]
-    rows.draft(1, root, int(tokens[root]))
-    sure = head.confidence(tokens, taps, root)
-    np.testing.assert_allclose(rows.estimates[: len(sure)], sure, rtol=0, atol=1e-4)
+    if head.confidence is not None:
+        sure = [head.confidence(tokens, taps, root) for root in golden_heads.ROOTS]
+        found = golden_heads.sure_by_block(config, loaded.params, tokens, taps)
+        np.testing.assert_allclose(found, np.stack(sure), rtol=0, atol=1e-4)
