@@ -26,7 +26,7 @@ from published_heads import (
     torch_and,
 )
 
-NUM_DRAFTS, NUM_TARGET_LAYERS = 2, 6
+NUM_DRAFTS, NUM_TARGET_LAYERS, THETA = 2, 6, SIZES["rope_parameters"]["rope_theta"]
 
 
 def save_as(model: Any, raw: dict[str, Any], names: Any = lambda name: name) -> Any:
@@ -59,11 +59,7 @@ def one_by_one(torch: Any, say: Any, tokens: Any, root: int) -> np.ndarray:
 
 def eagle(num_layers: int = 1) -> Published:
     """EAGLE, whose own output is the hidden state of the next pair."""
-    torch, configs = torch_and("eagle.model.configs")
-    try:
-        from eagle.model import cnets1 as cnets  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        from eagle.model import cnets  # pyright: ignore[reportMissingImports]
+    torch, configs, cnets = torch_and("eagle.model.configs", "eagle.model.cnets1")
     raw = SIZES | {"num_hidden_layers": num_layers}
     model, head = randomised(cnets.Model(_plain_ropes(configs.EConfig(**raw)))), target_head()
 
@@ -85,9 +81,10 @@ def eagle(num_layers: int = 1) -> Published:
 
 def eagle3() -> Published:
     """EAGLE-3, run with its cache of keys and values."""
-    torch, configs, _ = torch_and("eagle.model.configs", "eagle.model.cnets1")
-    from eagle.model import cnets  # pyright: ignore[reportMissingImports]
-
+    # The module of EAGLE-3 has the name that EAGLE's had before, and stands beside that one.
+    torch, configs, cnets, _ = torch_and(
+        "eagle.model.configs", "eagle.model.cnets", "eagle.model.cnets1"
+    )
     raw = SIZES | {"num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
     model = randomised(cnets.Model(_plain_ropes(configs.EConfig(**raw))))
     map_vocabulary(model)
@@ -110,7 +107,7 @@ def eagle3() -> Published:
 
 def _plain_ropes(config: Any) -> Any:
     """Returns a config that says nothing of scaling, in place of what later transformers write."""
-    config.rope_scaling, config.rope_theta = None, 10000.0
+    config.rope_scaling, config.rope_theta = None, THETA
     return config
 
 
@@ -381,4 +378,4 @@ def deepspec_eagle3() -> Published:
 
 def _config_of(kind: str, num_layers: int, **more: Any) -> Any:
     transformers = pytest.importorskip("transformers")
-    return getattr(transformers, kind)(**SIZES, num_hidden_layers=num_layers, **more)
+    return getattr(transformers, kind)(**SIZES | {"num_hidden_layers": num_layers} | more)

@@ -27,6 +27,9 @@ SIZES = {
     "max_position_embeddings": 64,
     "pad_token_id": None,
     "attn_implementation": "eager",
+    # Neither is what a reader would take for lack of a word; the epsilon is large enough to show.
+    "rms_norm_eps": 0.01,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
 }
 
 
@@ -128,9 +131,10 @@ def flat(torch: Any, taps: np.ndarray) -> Any:
 
 def speculators_eagle3(kind: str = "llama", num_layers: int = 1, **flags: Any) -> Published:
     """EAGLE-3 of `speculators`: its training forward, whose steps are those of serving."""
+    own = flags.pop("layers", {})
     torch, module = torch_and("speculators.models.eagle3")
     config = module.Eagle3SpeculatorConfig(
-        transformer_layer_config=_layers(kind, num_layers),
+        transformer_layer_config=_layers(kind, num_layers, **own),
         eagle_aux_hidden_state_layer_ids=[2, 3, 5],
         speculators_config=_proposals("eagle3"),
         **{"draft_vocab_size": DRAFT_VOCAB} | flags,
@@ -200,7 +204,7 @@ def speculators_mtp(kind: str = "qwen3") -> Published:
     config = module.MTPSpeculatorConfig(
         transformer_layer_config=_layers(kind, 1), speculators_config=_proposals("mtp")
     )
-    model = randomised(module.MTPDraftModel(config))
+    model = randomised(module.MTPDraftModel(config), seed=4)
     lend_tables(model, "embed_tokens", "lm_head")
 
     def logits(tokens, taps, root):
@@ -300,7 +304,7 @@ def _layers(kind: str, num_layers: int, **more: Any) -> Any:
     """Returns what transformers calls the config of some layers."""
     (_, transformers) = torch_and("transformers")
     of = {"llama": transformers.LlamaConfig, "qwen3": transformers.Qwen3Config}[kind]
-    return of(**SIZES, num_hidden_layers=num_layers, **more)
+    return of(**SIZES | {"num_hidden_layers": num_layers} | more)
 
 
 def _proposals(algorithm: str) -> Any:

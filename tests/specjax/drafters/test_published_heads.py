@@ -45,6 +45,16 @@ SLIDING = {
     "sliding_window": 32,
     "use_sliding_window": True,
 }
+LLAMA31 = {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+}
 block_of = others.block_of
 Z_LAB, SPECFORGE = {"package": "dflash.model"}, {"package": "specforge.modeling.draft"}
 OF_DFLASH2 = {
@@ -78,6 +88,12 @@ BY_PAIRS, BY_MASKS, BY_BLOCK, BY_NEWEST = (
 # Builder and its arguments, the target that the head is for, and how our drafter is asked.
 HEADS = {
     "speculators EAGLE-3": (eagle3, {}, DEEP, BY_PAIRS),
+    "speculators EAGLE-3 of Llama 3.1": (
+        eagle3,
+        {"layers": LLAMA31 | {"attention_bias": True, "mlp_bias": True}},
+        DEEP,
+        BY_PAIRS,
+    ),
     "speculators EAGLE-3 of two layers": (
         eagle3,
         {"kind": "qwen3", "num_layers": 2, "norm_before_residual": True},
@@ -102,6 +118,12 @@ HEADS = {
     "speculators MTP": (published.speculators_mtp, {}, SHALLOW, BY_PAIRS),
     "speculators DFlash": (dflash, {}, DEEP, BY_BLOCK),
     "speculators DFlash from the anchor": (dflash, ANCHOR, DEEP, BY_BLOCK),
+    "speculators DFlash with biases": (
+        dflash,
+        {"layers": {"attention_bias": True}},
+        DEEP,
+        BY_BLOCK,
+    ),
     "speculators DFlash with a window": (dflash, {"layers": SLIDING}, DEEP, BY_BLOCK),
     "speculators DFlash2": (dflash2, {}, DEEP, BY_BLOCK),
     "speculators DSpark": (dspark, {}, DEEP, BY_BLOCK),
