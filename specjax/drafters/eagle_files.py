@@ -2,7 +2,7 @@
 `speculators`.
 
 Files differ in names, and say little of what their reader must know: which hidden states of the
-target are captured is stored in three ways or not at all.
+target are captured is stored in four ways or not at all.
 """
 
 from __future__ import annotations

@@ -208,7 +208,7 @@ def _said_by_block(config, params, tokens, taps):
     return said
 
 
-def _by_model(config, params, tokens, taps):
+def by_model(config, params, tokens, taps):
     del taps
     rows, page, pages_per_row, said = 2, pair_heads.PAGE, pair_heads.PAGES_PER_ROW, []
     model = _ParallelModel(
@@ -323,7 +323,7 @@ def golden_heads() -> dict[str, GoldenHead]:
             _of_masks,
             by_masks,
         ),
-        "pard": GoldenHead(shallow, PARD, _tensors_of_model(), _of_model, _by_model),
+        "pard": GoldenHead(shallow, PARD, _tensors_of_model(), _of_model, by_model),
         "medusa": GoldenHead(shallow, medusa_raw, of_medusa, _of_newest, by_newest),
         "mlp_speculator": GoldenHead(shallow, n.mlp_raw(), of_mlp, _of_newest, by_newest),
         "dflash": GoldenHead(deep, d.nested(**of_layers), d.tensors_of(flash), _of_block, by_block),

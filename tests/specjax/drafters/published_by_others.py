@@ -218,12 +218,7 @@ def specforge_peagle(num_layers: int = 2, **flags: Any) -> Published:
             said = model.compute_logits(said)
         return np.stack([in_target_vocabulary(model, each) for each in said[0, -2:]])
 
-    def save(folder: Path) -> None:
-        model.save_pretrained(folder)
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"mask_token_id": MASK}))
-
-    return Published(save, logits)
+    return Published(_with_mask(model, "mask_token_id"), logits)
 
 
 # Blocks: z-lab, SpecForge and DeepSpec.
@@ -379,3 +374,29 @@ def deepspec_eagle3() -> Published:
 def _config_of(kind: str, num_layers: int, **more: Any) -> Any:
     transformers = pytest.importorskip("transformers")
     return getattr(transformers, kind)(**SIZES | {"num_hidden_layers": num_layers} | more)
+
+
+# A draft model over masks.
+
+
+def pard() -> Published:
+    """A model of transformers over a text and a mask, as PARD asks it."""
+    torch, transformers = torch_and("transformers")
+    model = randomised(transformers.LlamaForCausalLM(_config_of("LlamaConfig", 2)))
+
+    def logits(tokens, taps, root):
+        ids = torch.tensor([*tokens[: root + 1], *[MASK] * (NUM_DRAFTS - 1)])[None]
+        return model(ids).logits[0, -NUM_DRAFTS:].detach().numpy()
+
+    return Published(_with_mask(model, "pard_token"), logits)
+
+
+def _with_mask(model: Any, key: str) -> Any:
+    """Returns a function that saves a model, and adds the mask token to its config.json."""
+
+    def save(folder: Path) -> None:
+        model.save_pretrained(folder)
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: MASK}))
+
+    return save
