@@ -126,6 +126,7 @@ def _split(
             figures.per_device(),
             rows=engine.max_rows,
             context=min(most, TABLE_CONTEXT),
+            num_speculative_tokens=config.depth,
             num_weights=num_weights,
         )
 

@@ -25,6 +25,7 @@ from specjax.models.base import MeshAxes, ModelConfig
 from specjax.models.base import resolve_taps as resolve_taps
 from specjax.models.families import family_of
 from specjax.paged import forward, kv_cache
+from specjax.paged.work import Block as Block
 from specjax.paged.work import ModelWork as ModelWork
 from specjax.paged.work import model_work
 from specjax.sampling.vocabulary import Vocabulary
@@ -291,7 +292,7 @@ class DrafterSpec:
         self, target: ModelConfig, dtype: Any, num_weights: int | None = None
     ) -> tuple[ModelWork, ...]:
         """Returns the bytes and operations of one draft token per row on one device, or, with
-        `ModelWork.block_tokens`, of a block that drafts all of them.
+        `ModelWork.block`, of a block that drafts all of them.
 
         Plans and the first choices of K add up the entries. The default counts one forward of
         each model it runs: a drafter without `configs` counts as free.
@@ -303,6 +304,15 @@ class DrafterSpec:
         del target
         count = num_weights if len(self.configs) == 1 else None
         return tuple(model_work(config, dtype, self.num_shards, count) for config in self.configs)
+
+    def absorb_work(self, target: ModelConfig, dtype: Any) -> ModelWork | None:
+        """Returns the work of a pass of `Drafter.absorb`; None: it is counted as free.
+
+        Args:
+          dtype: of its weights.
+        """
+        del target, dtype
+        return None
 
 
 def no_tree_message(name: str) -> str:

@@ -7,10 +7,11 @@ from typing import Any, ClassVar, TypeGuard
 
 import jax.numpy as jnp
 
-from specjax.config.speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
+from specjax.config.speculation import SpeculationConfig
 from specjax.drafters import dflash as dflash_head
 from specjax.drafters import eagle, newest_state, parallel_eagle
 from specjax.drafters.base import (
+    Block,
     Drafter,
     DrafterContext,
     DrafterSpec,
@@ -18,7 +19,7 @@ from specjax.drafters.base import (
     check_no_masks,
 )
 from specjax.drafters.spec import Shaped, beside_history
-from specjax.models import dflash, medusa, mlp_speculator
+from specjax.models import dflash, medusa, mlp_speculator, weights
 from specjax.models.base import ModelConfig
 from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle import EagleConfig
@@ -109,8 +110,17 @@ class EagleDrafter(_OverTarget, Shaped):
         del target, num_weights
         products = eagle.equations_of(self.config).draft_products(self.config)
         # The newest pair, whose last layer alone is run, says the first draft token: no mask does.
-        masks = DEFAULT_NUM_SPECULATIVE_TOKENS - 1 if _takes_masks(self.config) else 0
-        return (_head_work(self.config.layers, products, dtype, block_tokens=masks),)
+        block = Block(-1, per_draft=1) if _takes_masks(self.config) else None
+        return (_head_work(self.config.layers, products, dtype, block=block),)
+
+    def absorb_work(self, target: ModelConfig, dtype: Any) -> ModelWork:
+        """Returns the work of all layers but the last, of which keys and values alone are made."""
+        del target
+        leaves = eagle.equations_of(self.config).weights_of(self.config)
+        *below, last = leaves["layers"]
+        products = weights.num_weights((leaves["fc"], below, last["k_proj"], last["v_proj"]))
+        own = dataclasses.replace(self.config.layers, num_layers=len(below))
+        return _head_work(own, products, dtype)
 
     def build(self, context: DrafterContext) -> Drafter:
         if _takes_masks(self.config):
@@ -260,9 +270,26 @@ class DFlashDrafter(_OverTarget):
             dflash.draft_products(self.config),
             dtype,
             layer_windows=own.layer_windows,
-            block_tokens=self.config.block_size,
+            block=self._block,
         )
         return (one,)
+
+    def absorb_work(self, target: ModelConfig, dtype: Any) -> ModelWork:
+        """Returns the work of making the contexts' keys and values in all layers."""
+        del target
+        leaves = dflash.weights_of(self.config)
+        kept = [(layer["k_proj"], layer["v_proj"]) for layer in leaves["layers"]]
+        products = weights.num_weights((leaves["fc"], kept))
+        own = dataclasses.replace(self.config.layers, num_layers=0)
+        return _head_work(own, products, dtype)
+
+    @property
+    def _block(self) -> Block:
+        """The tokens of a block by K, as `DFlashConfig.num_rows` has them."""
+        size = self.config.block_size
+        if self.config.is_whole:
+            return Block(size)
+        return Block(self.config.first_row, per_draft=1, most=size)
 
     def build(self, context: DrafterContext) -> Drafter:
         return dflash_head.drafter(self.config, context)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from specjax.config.speculation import (
-    DEFAULT_NUM_SPECULATIVE_TOKENS,
-    MAX_DRAFT_NODES,
-    SpeculationConfig,
-)
+from specjax.config.speculation import MAX_DRAFT_NODES, SpeculationConfig
 from specjax.drafters import draft_model, history, hybrid, ngram, none, parallel_model
 from specjax.drafters.base import (
+    Block,
     Drafter,
     DrafterContext,
     ModelWork,
@@ -316,13 +313,13 @@ class ModelDrafter(Shaped):
     ) -> tuple[ModelWork, ...]:
         """Returns the work of one draft token, or of the forward over masks that drafts them all.
 
-        A row has at most 2 K tokens in that forward, of which K - 1 are masks; K is the default.
+        A row has at most 2 K tokens in that forward, of which K - 1 are masks.
         """
         works = super().work(target, dtype, num_weights)
         if not self.takes_masks:
             return works
-        most = 2 * DEFAULT_NUM_SPECULATIVE_TOKENS
-        return tuple(dataclasses.replace(work, block_tokens=most) for work in works)
+        block = Block(0, per_draft=2)
+        return tuple(dataclasses.replace(work, block=block) for work in works)
 
     def build(self, context: DrafterContext) -> Drafter:
         options: dict[str, Any] = dict(
@@ -394,6 +391,9 @@ class HybridDrafter(DrafterSpec):
         self, target: ModelConfig, dtype: Any, num_weights: int | None = None
     ) -> tuple[ModelWork, ...]:
         return self.model.work(target, dtype, num_weights)
+
+    def absorb_work(self, target: ModelConfig, dtype: Any) -> ModelWork | None:
+        return self.model.absorb_work(target, dtype)
 
     def tree_slots(self, num_speculative_tokens: int) -> int:
         return self.model.tree_slots(num_speculative_tokens)

@@ -115,13 +115,18 @@ class DFlashConfig:
     def most_drafts(self) -> int:
         return self.block_size - self.first_row
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether a block is computed whole, however few draft tokens are asked for."""
+        return not all(self.causal_layers)
+
     def num_rows(self, num_drafts: int) -> int:
         """Returns the rows of a block that are computed for so many draft tokens.
 
         Rows that come later change nothing where all layers are causal. Otherwise a block is whole,
         as in training.
         """
-        if not all(self.causal_layers):
+        if self.is_whole:
             return self.block_size
         return min(num_drafts + self.first_row, self.block_size)
 

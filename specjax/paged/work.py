@@ -26,6 +26,23 @@ class Peaks(Protocol):
     def flops_per_s(self) -> float: ...
 
 
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Tokens of a row in one forward that drafts all tokens of a step, by K.
+
+    They are `fixed` + `per_draft` * K, at least 1 and at most `most`.
+    """
+
+    fixed: int
+    per_draft: int = 0
+    most: int | None = None
+
+    def tokens(self, num_speculative_tokens: int) -> int:
+        """Returns how many tokens of a row are fed for so many draft tokens."""
+        count = max(self.fixed + self.per_draft * num_speculative_tokens, 1)
+        return count if self.most is None else min(count, self.most)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelWork:
     """Costs of a forward of a model on one chip.
@@ -38,8 +55,8 @@ class ModelWork:
       layer_windows: sliding window of each layer in tokens, None without; (): none in any
         layer. Layers have equal parts of context_bytes and context_flops.
       num_layers: number of layers; each launches its operations separately.
-      block_tokens: of a drafter that drafts all tokens of a step in one forward, the tokens of
-        a row in it; 0: a forward of one token per row for each draft token.
+      block: of a drafter that drafts all tokens of a step in one forward, the tokens of a row in
+        it; None: a forward of one token per row for each draft token.
     """
 
     weight_bytes: float
@@ -48,20 +65,19 @@ class ModelWork:
     context_flops: float
     layer_windows: tuple[int | None, ...] = ()
     num_layers: int = 0
-    block_tokens: int = 0
+    block: Block | None = None
 
-    @property
-    def forward_tokens(self) -> int:
-        """The tokens of a row in one forward that drafts."""
-        return max(self.block_tokens, 1)
+    def forward_tokens(self, num_speculative_tokens: int) -> int:
+        """Returns the tokens of a row in one forward that drafts, at a K."""
+        return 1 if self.block is None else self.block.tokens(num_speculative_tokens)
 
     def num_forwards(self, num_speculative_tokens: int) -> int:
         """Returns the forwards, one after the other, that draft so many tokens."""
-        return min(num_speculative_tokens, 1) if self.block_tokens else num_speculative_tokens
+        return num_speculative_tokens if self.block is None else min(num_speculative_tokens, 1)
 
-    def of_forward(self, rows: int, context: int) -> Work:
-        """Returns the work of one of these forwards in `rows` rows of `context` tokens."""
-        return self.of(rows, rows * self.forward_tokens, context)
+    def of_forward(self, rows: int, context: int, num_speculative_tokens: int) -> Work:
+        """Returns the work of one of these forwards in `rows` rows of `context` tokens, at a K."""
+        return self.of(rows, rows * self.forward_tokens(num_speculative_tokens), context)
 
     def of(self, rows: int, tokens: int, context: int) -> Work:
         """Returns the work of a forward of `tokens` tokens in `rows` rows of `context` tokens."""

@@ -32,9 +32,12 @@ def draft_token_s(
     *,
     rows: int,
     context: int,
+    num_speculative_tokens: int = 1,
     num_weights: int | None = None,
 ) -> float:
     """Returns the least seconds of one draft token of every row, with the sums over shards.
+
+    Of a drafter that drafts all tokens in one forward, they are the seconds of that.
 
     Args:
       dtype: of the drafter's weights.
@@ -42,7 +45,9 @@ def draft_token_s(
       num_weights: numbers in its weights, if known.
     """
     works = spec.work(target, dtype, num_weights)
-    seconds = sum(work.of_forward(rows, context).seconds(device) for work in works)
+    seconds = sum(
+        work.of_forward(rows, context, num_speculative_tokens).seconds(device) for work in works
+    )
     if spec.num_shards == 1:
         return seconds
     # Attention and MLP of each layer, the embedding and the logits.

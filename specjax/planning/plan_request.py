@@ -337,6 +337,7 @@ def with_split_drafter(request: PlanRequest, asked: int | None = None) -> PlanRe
             figures,
             rows=request.engine.max_rows,
             context=min(TABLE_CONTEXT, request.max_context),
+            num_speculative_tokens=request.num_speculative_tokens,
         )
 
     drafter, note = split_drafter(

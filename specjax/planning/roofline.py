@@ -35,10 +35,23 @@ def roofline_step_s(
     """
     k = num_speculative_tokens
     draft_s = sum(
-        drafter.num_forwards(k) * drafter.of_forward(rows, context).seconds(device)
+        drafter.num_forwards(k) * drafter.of_forward(rows, context, k).seconds(device)
         for drafter in drafters
     )
     return verify_work(target, rows, k, context).seconds(device) + draft_s
+
+
+def absorb_step_s(
+    absorb: ModelWork, device: Peaks, *, rows: int, num_steps: int, context: int
+) -> float:
+    """Returns the least seconds per K = 0 step that a drafter takes to absorb its tokens.
+
+    Args:
+      absorb: `DrafterSpec.absorb_work`.
+      num_steps: K = 0 steps that are absorbed together, `specjax.decode.absorb.WINDOW`.
+      context: tokens that each row has.
+    """
+    return absorb.of(rows, rows * num_steps, context).seconds(device) / num_steps
 
 
 def compute_bound_tokens(

@@ -93,7 +93,7 @@ def step_prior(
         total += depth * LAUNCHES_PER_DRAFT * device.launch_s
         for drafter in drafters:
             work, _ = drafter
-            tokens = rows * work.forward_tokens
+            tokens = rows * work.forward_tokens(depth)
             total += work.num_forwards(depth) * forward_s(drafter, rows, tokens, context)
         return total
 

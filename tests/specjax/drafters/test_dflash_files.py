@@ -541,7 +541,10 @@ def test_a_plan_reads_no_weights(tmp_path):
     # Two layers and the target's head, in two bytes each; four tokens of each row.
     layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 8 + 2 * 32
     assert work.weight_bytes == 2 * (2 * layer + VOCAB * WIDTH)
-    assert work.of_forward(3, 0).flops == 12 * work.weight_bytes
+    assert work.of_forward(3, 0, 2).flops == 12 * work.weight_bytes
+    causal = DFlashDrafter(config_of(causal_layers=(True, True)))
+    (work,) = causal.work(TARGET.config, jnp.bfloat16)
+    assert [work.forward_tokens(k) for k in (1, 2, 3, 9)] == [2, 3, 4, 4]
 
 
 def test_a_plan_counts_what_dflash2_has_besides():

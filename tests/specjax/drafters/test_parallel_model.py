@@ -199,7 +199,7 @@ def test_a_step_takes_one_forward():
     spec = ModelDrafter(CONFIG)
     (work,) = spec.work(MODEL.config, np.float32)
     (alone,) = dataclasses.replace(spec, is_parallel=False).work(MODEL.config, np.float32)
-    assert work.block_tokens == 8
+    assert [work.forward_tokens(k) for k in (1, 4, 5)] == [2, 8, 10]
     assert [each.num_forwards(5) for each in (work, alone)] == [1, 5]
     assert (spec.num_nodes(DEPTH), spec.tree_slots(DEPTH)) == (1 + DEPTH, 0)
 

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from specjax.paged.work import Block
 from specjax.planning.roofline import (
     ModelWork,
     choose_num_speculative_tokens,
@@ -35,6 +36,14 @@ def test_drafting_reads_the_drafter_once_per_token():
     assert step_s(1, 3) == pytest.approx(10 + 3)
     assert step_s(1, 3, drafters=()) == pytest.approx(10)
     assert step_s(1, 3, drafters=(DRAFT, DRAFT)) == pytest.approx(10 + 2 * 3)
+
+
+def test_a_block_reads_the_drafter_once_with_as_many_tokens_as_k_takes():
+    block = dataclasses.replace(DRAFT, token_flops=1000, block=Block(-1, per_draft=1, most=40))
+    assert step_s(1, 3, drafters=(block,)) == pytest.approx(10 + 2)
+    assert step_s(2, 11, drafters=(block,)) == pytest.approx(24 + 20)
+    assert step_s(1, 51, drafters=(block,)) == pytest.approx(52 + 40)
+    assert step_s(1, 0, drafters=(block,)) == pytest.approx(10)
 
 
 def test_context_is_read_once_per_row_whatever_k_is():

@@ -1,5 +1,6 @@
 """What a step is expected to take before any was measured."""
 
+import dataclasses
 import json
 import os
 import time
@@ -7,6 +8,7 @@ import time
 import pytest
 
 from specjax.decode.bucket import Bucket
+from specjax.paged.work import Block
 from specjax.planning import processor_speed
 from specjax.planning.roofline import ModelWork
 from specjax.planning.step_prior import (
@@ -51,6 +53,15 @@ def test_an_accelerator_goes_by_its_roofline():
     assert prior(Bucket(1, 0), 0) == pytest.approx(1e8 / 1e12)
     assert prior(Bucket(1, 4), 0) == pytest.approx(1e8 / 1e12)  # bound by memory
     assert prior(Bucket(999, 1), 0) == pytest.approx(1998 * 5e7 / 1e14)
+
+
+def test_a_block_has_as_many_tokens_as_k_takes():
+    block = dataclasses.replace(DRAFT, block=Block(-1, per_draft=1))
+    masks, without = (step_prior(SPEED, (TARGET, 10), drafters) for drafters in ([(block, 2)], []))
+    launches = 1e-6 * 2 * LAUNCHES_PER_LAYER
+    for k, factor in ((2, 1.0), (3, 1.4), (4, 1.7)):
+        drafting = masks(Bucket(1, k), 0) - without(Bucket(1, k), 0)
+        assert drafting == pytest.approx(1e7 * factor / 1e10 + launches)
 
 
 def test_what_was_measured_says_how_far_off_it_is():

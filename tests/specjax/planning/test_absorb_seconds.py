@@ -1,0 +1,85 @@
+"""Seconds that absorbing adds to a K = 0 step, by peak figures; docs/heads.md states them."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from specjax.configs.devices import DEVICES
+from specjax.configs.heads import llama_3_1_8b_dflash, llama_3_1_8b_eagle3
+from specjax.configs.models import llama_3_1_8b
+from specjax.decode.absorb import WINDOW
+from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
+from specjax.models.base import before_final_norm
+from specjax.models.eagle import EagleConfig
+from specjax.paged.work import model_work
+from specjax.planning.roofline import absorb_step_s, roofline_step_s
+
+DTYPE, CONTEXT = jnp.dtype(jnp.bfloat16), 2048
+TARGET = llama_3_1_8b.get_config()
+EAGLE3 = llama_3_1_8b_eagle3.get_config()
+ONE_LAYER = dataclasses.replace(TARGET, num_layers=1)
+
+ROWS, CHIPS = (1, 8, 32), ("v5e", "v6e", "h100")
+
+
+def peagle():
+    layers = dataclasses.replace(EAGLE3.layers, num_layers=4)
+    return EagleDrafter(dataclasses.replace(EAGLE3, layers=layers, mask_token_id=0))
+
+
+HEADS = {
+    "EAGLE": EagleDrafter(
+        EagleConfig(layers=ONE_LAYER, target_vocab_size=TARGET.vocab_size, aux_layers=(32,))
+    ),
+    "MTP": EagleDrafter(
+        EagleConfig(
+            layers=ONE_LAYER,
+            target_vocab_size=TARGET.vocab_size,
+            aux_layers=(before_final_norm(32),),
+            is_mtp=True,
+        )
+    ),
+    "EAGLE-3": EagleDrafter(EAGLE3),
+    "DFlash": DFlashDrafter(llama_3_1_8b_dflash.get_config()),
+    "P-EAGLE": peagle(),
+}
+
+
+def added(name, device, rows, num_steps=WINDOW, context=CONTEXT):
+    """Returns the part of a plain step that absorbing adds to it."""
+    figures = DEVICES[device].per_device()
+    plain = roofline_step_s(
+        model_work(TARGET, DTYPE, 1),
+        (),
+        figures,
+        rows=rows,
+        num_speculative_tokens=0,
+        context=context,
+    )
+    work = HEADS[name].absorb_work(TARGET, DTYPE)
+    return absorb_step_s(work, figures, rows=rows, num_steps=num_steps, context=context) / plain
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("device", CHIPS)
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_adds_at_most_a_hundredth_to_a_plain_step(name, device, rows):
+    assert 0 < added(name, device, rows) <= 0.01
+
+
+def test_the_documents_state_these_figures():
+    page = (Path(__file__).parents[3] / "docs" / "heads.md").read_text()
+    for name in HEADS:
+        cells = [f"{100 * added(name, chip, rows):.2f}" for chip in CHIPS for rows in ROWS]
+        few, many = (100 * added(name, "v5e", 256, context=context) for context in (128, CONTEXT))
+        assert " | ".join([name, *cells, f"{many:.1f}", f"{few:.1f}"]) in page
+
+
+def test_by_hand():
+    """EAGLE-3: fc, keys and values of pairs; 16 tokens per window and row, in two bytes each."""
+    work = HEADS["EAGLE-3"].absorb_work(TARGET, DTYPE)
+    assert work.weight_bytes == 2 * (3 * 4096**2 + 2 * 2 * 4096 * 1024)
+    assert (work.token_flops, work.context_bytes) == (work.weight_bytes, 0)
+    assert (WINDOW, HEADS["P-EAGLE"].absorb_work(TARGET, DTYPE).num_layers) == (16, 3)
