@@ -20,7 +20,9 @@ def burst_options(device: Any, mesh: Any) -> dict[str, Any] | None:
     which commands a graph takes.
     """
     is_cuda = device.platform == "gpu" and "cuda" in device.client.platform_version.lower()
-    if not is_cuda or mesh is not None or _COMMAND_BUFFERS in os.environ.get("XLA_FLAGS", ""):
+    # A mesh of one device is what a plan compiles for, where the decoder that runs has no mesh.
+    has_several = mesh is not None and mesh.size > 1
+    if not is_cuda or has_several or _COMMAND_BUFFERS in os.environ.get("XLA_FLAGS", ""):
         return None
     return {_COMMAND_BUFFERS: _COMMANDS}
 

@@ -15,11 +15,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from specjax import sharding
 from specjax.decode.bucket import Bucket
+from specjax.decode.compiler_options import compile_with
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.state import DecodeState
 from specjax.drafters.guard import abstract_drafter_params
 from specjax.models.abstract import abstract_weights as abstract_weights
+from specjax.planning.workspace_fit import BURST, MIXED, PREFILL
 from specjax.types import DecoderParams
 
 # Variables that the TPU compiler reads; without them it waits for an answer from a TPU host.
@@ -63,7 +65,7 @@ class AbstractDecoder(Decoder):
         self, num_speculative_tokens: int, num_rows: int | None = None
     ) -> jax.stages.Compiled:
         """Returns the compiled burst of a K, for a row bucket or all rows."""
-        return self._compile(self.lower_burst(num_speculative_tokens, num_rows))
+        return self._compile(BURST, self.lower_burst(num_speculative_tokens, num_rows))
 
     def lower_burst(
         self, num_speculative_tokens: int, num_rows: int | None = None
@@ -80,7 +82,7 @@ class AbstractDecoder(Decoder):
 
     def compile_prefill(self, num_places: int, num_tokens: int) -> jax.stages.Compiled:
         """Returns the compiled prefill of num_tokens tokens of at most `num_places` prompts."""
-        return self._compile(self.lower_prefill(num_places, num_tokens))
+        return self._compile(PREFILL, self.lower_prefill(num_places, num_tokens))
 
     def lower_prefill(self, num_places: int, num_tokens: int) -> jax.stages.Lowered:
         """Returns what `compile_prefill` compiles."""
@@ -111,11 +113,13 @@ class AbstractDecoder(Decoder):
             num_speculative_tokens=num_speculative_tokens,
         )
         (lowered,) = result
-        return self._compile(lowered)
+        return self._compile(MIXED, lowered)
 
-    def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-        is_cpu = self.device.platform == "cpu"
-        return lowered.compile(compiler_options=_CPU_OPTIONS if is_cpu else None)
+    def _compile(self, kind: str, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+        """Compiles a step with the options of the decoder that runs it, but on a CPU."""
+        if self.device.platform == "cpu":
+            return lowered.compile(compiler_options=_CPU_OPTIONS)
+        return compile_with(lowered, self._compiler_options((kind,)))
 
     @property
     def _all_rows(self) -> Bucket:

@@ -42,7 +42,9 @@ def test_other_devices_keep_the_options_of_xla(other):
 
 
 def test_so_do_meshes_and_whoever_chooses_the_commands(no_flags, monkeypatch):
-    assert burst_options(CUDA, mesh=object()) is None
+    of_devices = lambda count: types.SimpleNamespace(size=count)
+    assert burst_options(CUDA, mesh=of_devices(2)) is None
+    assert burst_options(CUDA, mesh=of_devices(1)) == burst_options(CUDA, mesh=None)
     monkeypatch.setenv("XLA_FLAGS", f"--xla_other=1 --{GRAPHS}=")
     assert burst_options(CUDA, mesh=None) is None
 

@@ -1,6 +1,7 @@
 """What is compiled from shapes is what a decoder of real arrays compiles."""
 
 import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,7 @@ import pytest
 
 from specjax import sharding
 from specjax.config.engine import EngineConfig
+from specjax.decode import decoder as decoder_module
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
@@ -132,3 +134,18 @@ def test_topologies_that_cannot_be():
         described_mesh("v5e:nonsense", 1)
     with pytest.raises(ValueError, match="has 4 chips, and 8"):
         described_mesh("v5e:2x2", 8)
+
+
+def test_a_burst_is_compiled_with_the_options_of_the_decoder(monkeypatch):
+    """Elsewhere than on a CPU, where a plan's executables need not be fast."""
+    given = []
+    lowered = types.SimpleNamespace(compile=lambda **options: given.append(options))
+    monkeypatch.setattr(AbstractDecoder, "_lower", lambda *_, **__: lowered)
+    gpu = types.SimpleNamespace(platform="gpu")
+    monkeypatch.setattr(AbstractDecoder, "device", gpu)
+    monkeypatch.setattr(decoder_module, "burst_options", lambda device, mesh: {"of": device})
+    abstract = make(AbstractDecoder)
+    abstract.compile_burst(1)
+    abstract.compile_prefill(1, 16)
+    abstract.compile_mixed(1, 16)
+    assert given == [{"compiler_options": {"of": gpu}}, {}, {}]
