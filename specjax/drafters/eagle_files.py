@@ -73,6 +73,7 @@ def _parse(
     head_files.check_sees_all(own)
     notes: list[str] = []
     width = size(own, "hidden_size")
+    _check_not_over_one_state(head, width)
     head_files.check_target(
         size(raw, "target_hidden_size", target.hidden_size),
         size(own, "vocab_size", target.vocab_size),
@@ -164,6 +165,18 @@ def _mask_token_id(head: Head, target: ModelConfig) -> int | None:
             "the token that the head was trained with."
         )
     return next(iter(said.values()))
+
+
+def _check_not_over_one_state(head: Head, width: int) -> None:
+    """Raises ValueError where masks and fc are those of a head with the equations of EAGLE."""
+    mask, fc = (head.tensors.get(name) for name in (MASK_HIDDEN, "fc.weight"))
+    if mask is None or fc is None:
+        return
+    if mask.shape == (width,) and fc.shape == (width, 2 * width):
+        raise ValueError(
+            "P-EAGLE over one hidden state (fc.weight reads an embedding and a state) is not "
+            "supported; give a head over several hidden states, or one of EAGLE."
+        )
 
 
 def _check_norms(raw: Json, tensors: Tensors) -> None:

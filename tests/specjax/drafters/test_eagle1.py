@@ -217,6 +217,16 @@ def test_what_is_refused(tmp_path, more, change, match):
         read(folder)
 
 
+def test_p_eagle_of_one_hidden_state_is_refused_by_name(tmp_path):
+    """Its class is that of P-EAGLE, its tensors are EAGLE's."""
+    raw = raw_of(architectures=["PEagleForCausalLM"], mask_token_id=5)
+    mask = np.ones((1, 1, WIDTH), np.float32)
+    folder = write(tmp_path, raw, tensors_of() | {"mask_hidden": mask})
+    with pytest.raises(ValueError, match="P-EAGLE over one hidden state") as error:
+        specjax.load_drafter(str(folder), TARGET)
+    assert str(folder) in str(error.value)
+
+
 def test_a_tied_target_lends_its_flag(tmp_path):
     """config.json is often that of the target; the head is the target's in any case."""
     tensors = tensors_of(has_embedding=True)
