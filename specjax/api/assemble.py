@@ -702,9 +702,21 @@ def _choose_drafter(
     if not loaded.can_draft or config.depth == 0:
         # Plain decoding keeps no pages for a drafter.
         loaded = load_drafter(None, target)
+    _warn_of_most_drafts(loaded, config)
     config = _with_depth(config, loaded)
     loaded.check_windows(target.config, config.depth)
     return loaded, config
+
+
+def _warn_of_most_drafts(drafter: LoadedDrafter, config: SpeculationConfig) -> None:
+    """Warns where a K that was asked for is more than the drafter ever drafts."""
+    asked, most = config.num_speculative_tokens, drafter.spec.most_drafts
+    if asked is not None and most is not None and asked > most:
+        warnings.warn(
+            f"num_speculative_tokens={asked}, and {drafter.name!r} drafts at most {most} tokens; "
+            "lower it, so that steps have no room for more.",
+            stacklevel=4,
+        )
 
 
 def _with_depth(config: SpeculationConfig, drafter: LoadedDrafter) -> SpeculationConfig:

@@ -91,7 +91,7 @@ class Engine:
         ).with_reported_memory()
         names = [setup.speculation.verification, *other_verifications]
         for name in names:
-            setup.drafter.check_rule(name)
+            setup.drafter.check_rule(name, setup.engine.numerics)
         self._rules = [Rule.of(name) for name in names]
         self._setup = setup = setup.for_run(self._rules, policy)
         self._loop: Loop | None = setup.loop(

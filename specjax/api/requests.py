@@ -170,11 +170,8 @@ def _of_prompt(
     if cap == 0 or not drafter.effective_rules([number]):
         # Without drafts, or without draft distributions, its tokens are the target's own draws.
         number = min(number, DELTA)
-    elif engine_config.numerics == "invariant":
-        raise ValueError(
-            f"numerics='invariant' makes tokens independent of what is drafted, and under "
-            f"verification={rule!r} they depend on it; use 'seeded', 'greedy' or 'delta'."
-        )
+    else:
+        drafter.check_rule(rule, engine_config.numerics)
     if params.stop_strings and target.tokenizer is None:
         raise ValueError(
             "stop strings need a tokenizer, and this model's folder has none; use stop_token_ids."

@@ -8,6 +8,7 @@ import math
 import sys
 from typing import Any
 
+from specjax.cli.parser import layer_ids
 from specjax.config.engine import GATES, KV_CACHE_DTYPES, EngineConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -35,6 +36,13 @@ def add_parser(commands: Any) -> None:
         metavar="D",
         default="none",
         help="the same, 'ngram', 'history' or 'none'",
+    )
+    parser.add_argument(
+        "--aux-layer-ids",
+        type=layer_ids,
+        metavar="IDS",
+        help="layers of the model whose inputs a head over it captures, as 2,16,29 (default: as "
+        "its files say)",
     )
     parser.add_argument(
         "--device",
@@ -184,7 +192,7 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
     request = plan_request.PlanRequest(
         target=target,
         target_name=arguments.model,
-        drafter=plan_request.find_drafter(arguments.drafter, target),
+        drafter=plan_request.find_drafter(arguments.drafter, target, arguments.aux_layer_ids),
         drafter_name=arguments.drafter,
         device=device,
         dtype=arguments.dtype or ("bfloat16" if has_bfloat16 else "float32"),

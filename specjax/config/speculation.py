@@ -157,7 +157,8 @@ class SpeculationConfig:
                 f"policy={self.policy!r} and num_speculative_tokens_per_batch_size both say "
                 "which K; leave one of them out."
             )
-        if self.model is not None and not isinstance(self.model, str | os.PathLike):
+        is_name = isinstance(self.model, str | os.PathLike) and self.model != ""
+        if self.model is not None and not is_name:
             raise ValueError(f"model={self.model!r} must name a folder or a model.")
         # Method "mtp" is in the target's own folder, unless a model is named.
         if self.method not in (None, "mtp", *MATCHING) and self.model is None:

@@ -98,7 +98,7 @@ def _parse(given: str | Mapping[str, Any]) -> dict[str, Any]:
     value: Any = given
     if isinstance(given, str):
         try:
-            value = json.loads(given)
+            value = json.loads(given, object_pairs_hook=_once)
         except json.JSONDecodeError as error:
             raise ValueError(f"{_NAME} is no JSON: {error}; got {given!r}.") from None
     if not isinstance(value, Mapping):
@@ -106,6 +106,16 @@ def _parse(given: str | Mapping[str, Any]) -> dict[str, Any]:
     if not all(isinstance(key, str) for key in value):
         raise ValueError(f"{_NAME} has keys that are no strings: {list(value)!r:.200}.")
     return dict(value)
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON; raises ValueError for a key that stands in it twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"{_NAME} has the key {twice!r} twice; leave one out.")
+    return found
 
 
 def _rename(left: dict[str, Any]) -> None:

@@ -210,6 +210,11 @@ class DrafterSpec:
         return None
 
     @property
+    def most_drafts(self) -> int | None:
+        """Most tokens of a chain that it drafts, whatever K is; None: as many as K."""
+        return None
+
+    @property
     def configs(self) -> tuple[ModelConfig, ...]:
         """Configs of the models it runs over the target's pages, for checks against the target."""
         return ()

@@ -18,7 +18,7 @@ from specjax.drafters.base import (
     ModelWork,
     check_no_masks,
 )
-from specjax.drafters.spec import Shaped, beside_history
+from specjax.drafters.spec import Shaped, asked_for, beside_history
 from specjax.models import dflash, medusa, mlp_speculator, weights
 from specjax.models.base import ModelConfig
 from specjax.models.dflash import DFlashConfig
@@ -30,7 +30,7 @@ from specjax.paged import kv_cache
 from specjax.trees.expanding import Growth
 from specjax.trees.static_shapes import TreeShape
 
-_LOOKUP_MIN = SpeculationConfig.prompt_lookup_min
+_OF_MATCHING = "prompt_lookup_min", "prompt_lookup_max"
 
 
 class _OverTarget(DrafterSpec):
@@ -42,15 +42,16 @@ class _OverTarget(DrafterSpec):
     def taps(self) -> tuple[int, ...]:
         return self.config.aux_layers
 
+    @property
+    def most_drafts(self) -> int | None:
+        return getattr(self.config, "most_drafts", None)
+
     def with_tree(self, config: SpeculationConfig) -> Any:
         """Returns the spec with all that a config says but what is of history."""
-        if config.corpus_tokens is not None:
-            of_history = {"corpus_tokens": None, "prompt_lookup_min": _LOOKUP_MIN}
-            config = dataclasses.replace(config, **of_history)
         return super().configured(config)
 
     def configured(self, config: SpeculationConfig) -> Any:
-        return beside_history(self.with_tree(config), config)
+        return beside_history(self, config)
 
     @property
     def likely_faults(self) -> tuple[str, ...]:
@@ -205,6 +206,12 @@ def _head_shape(
         raise ValueError(
             "parallel_drafting=False, and P-EAGLE is trained to draft in one pass; leave it out, "
             "or give an EAGLE-3 head."
+        )
+    of_matching = [name for name in _OF_MATCHING if asked_for(config, name) is not None]
+    if of_matching:
+        raise ValueError(
+            f"{' and '.join(of_matching)} of the config would bound n-gram matches, and the "
+            f"drafter is {type(spec).__name__!r}; leave what is named out."
         )
     return spec.shape_of(config, spec.config.vocab_size)
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from specjax.config.speculation import SpeculationConfig
 from specjax.drafters import mtp_files
 from specjax.drafters.base import DrafterSpec
 from specjax.drafters.dflash_files import is_dflash, is_dspark, read_dflash
@@ -32,6 +33,8 @@ from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.models.families import family_of
 from specjax.models.loading import Model, resolve_folder
+from specjax.models.medusa import MedusaConfig
+from specjax.models.mlp_speculator import MlpSpeculatorConfig
 from specjax.models.weight_files import open_folder
 from specjax.runtime.model_files import find_file, read_json
 
@@ -92,6 +95,41 @@ def check_method(source: Any, method: str | None) -> None:
             f"method={method!r} is named, and {source} holds {holds}; leave the method out, or "
             "name the folder of such a head."
         )
+
+
+def check_drafts_by(spec: DrafterSpec, source: Any, config: SpeculationConfig) -> None:
+    """Raises ValueError where a config names a kind of head, and another drafter stands beside it.
+
+    Args:
+      source: what the spec was loaded from; None: no drafter is given.
+    """
+    named = next((kind for kind in KINDS if kind.method == config.method), None)
+    if named is None or source is None or not spec.can_draft:
+        return
+    if config.method in _methods_of(spec):
+        return
+    what = repr(source) if isinstance(source, str | os.PathLike) else type(spec).__name__
+    where = "" if config.model is None else f" of {config.model!r:.200}"
+    raise ValueError(
+        f"the drafter is {what:.200}, and speculative_config names method={config.method!r}"
+        f"{where}; leave one of them out."
+    )
+
+
+def _methods_of(spec: Any) -> tuple[str, ...]:
+    """Returns the methods that a head may be named by; () for other drafters."""
+    if isinstance(spec, HybridDrafter):
+        spec = spec.model
+    config = getattr(spec, "config", None)
+    if isinstance(config, EagleConfig):
+        return (mtp_files.METHOD,) if config.is_mtp else ("eagle",)
+    methods = {
+        Eagle3Config: ("eagle3",),
+        DFlashConfig: ("dflash", "dspark"),
+        MedusaConfig: ("medusa",),
+        MlpSpeculatorConfig: ("mlp_speculator",),
+    }
+    return methods.get(type(config), ())
 
 
 def check_fits(spec: DrafterSpec, target: ModelConfig) -> None:

@@ -147,8 +147,17 @@ class LoadedDrafter:
                     f"{32 * words}; draft fewer nodes, or chains."
                 )
 
-    def check_rule(self, rule: str) -> None:
-        """Raises ValueError where a verification rule cannot be applied to its drafts."""
+    def check_rule(self, rule: str, numerics: str = "fast") -> None:
+        """Raises ValueError where a verification rule cannot be applied to its drafts.
+
+        Args:
+          numerics: of the EngineConfig.
+        """
+        if numerics == "invariant" and self.effective_rules([Rule.of(rule)]):
+            raise ValueError(
+                f"numerics='invariant' makes tokens independent of what is drafted, and under "
+                f"verification={rule!r} they depend on it; use 'seeded', 'greedy' or 'delta'."
+            )
         if rule == "block" and self.is_tree and self.has_probs:
             raise ValueError(
                 "verification='block' is for chains; use 'traversal', which is the same on "
@@ -249,7 +258,8 @@ def load_drafter(
     Raises:
       ValueError: no drafter has that name, nothing says which tokens of a draft model of another
         vocabulary are the target's, its mask token has no row there, a head's files are not those
-        of a head for this target, or the config sets a field that does not apply to this drafter.
+        of a head for this target, the config names another kind of head by its method, or sets a
+        field that does not apply to this drafter.
       TypeError: `source` is none of these, or a class derived from a drafter of specjax cannot be
         made with that drafter's fields.
     """
@@ -259,6 +269,7 @@ def load_drafter(
             source = _own_folder(target)
         heads.check_method(source, config.method)
     loaded = _load(source, target, aux_layer_ids, config.parallel_drafting)
+    heads.check_drafts_by(loaded.spec, source, config)
     try:
         spec = loaded.spec.configured(config)
     except TypeError as error:

@@ -273,7 +273,7 @@ class ModelDrafter(Shaped):
         return dataclasses.replace(self, num_shards=num_shards)
 
     def configured(self, config: SpeculationConfig) -> ModelDrafter | HybridDrafter:
-        return beside_history(self.with_tree(config), config)
+        return beside_history(self, config)
 
     def with_tree(self, config: SpeculationConfig) -> ModelDrafter:
         """Returns the spec with the tree of a config, or its own if the config sets none.
@@ -342,8 +342,19 @@ class ModelDrafter(Shaped):
 def beside_history(spec: Any, config: SpeculationConfig) -> Any:
     """Returns the drafter of a config: a spec alone, or beside history if it has corpus_tokens."""
     if config.corpus_tokens is None:
-        return spec
-    return HybridDrafter(spec, config.corpus_tokens, config.prompt_lookup_min)
+        return spec.with_tree(config)
+    of_model = spec.with_tree(_without_history(config))
+    return HybridDrafter(of_model, config.corpus_tokens, config.prompt_lookup_min)
+
+
+def _without_history(config: SpeculationConfig) -> SpeculationConfig:
+    """Returns a config without the fields of history beside a model."""
+    return dataclasses.replace(
+        config,
+        corpus_tokens=None,
+        prompt_lookup_min=SpeculationConfig.prompt_lookup_min,
+        prompt_lookup_max=SpeculationConfig.prompt_lookup_max,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,7 +426,7 @@ class HybridDrafter(DrafterSpec):
     def configured(self, config: SpeculationConfig) -> HybridDrafter:
         return dataclasses.replace(
             self,
-            model=self.model.with_tree(config),
+            model=self.model.with_tree(_without_history(config)),
             corpus_tokens=config.corpus_tokens or self.corpus_tokens,
             min_match=asked_for(config, "prompt_lookup_min") or self.min_match,
         )

@@ -161,8 +161,13 @@ class _Archive:
         # Where a tensor is empty, its strides reach nothing.
         steps = zip(shape, tensor.strides, strict=True)
         last = tensor.offset + sum((size - 1) * stride for size, stride in steps if size)
-        if math.prod(shape) and (last >= storage.size or math.prod(shape) > storage.size):
+        if math.prod(shape) and last >= storage.size:
             raise _Refused(f"tensor {name[:200]!r} of shape {shape} reaches beyond its storage")
+        if math.prod(shape) > storage.size:
+            raise _Refused(
+                f"tensor {name[:200]!r} of shape {shape} and strides {tensor.strides} repeats the "
+                f"{storage.size} numbers of its storage, as expand() does; save its .contiguous()"
+            )
         if not math.prod(shape):
             return np.zeros(shape, storage.dtype)
         numbers = data.view(storage.dtype)[tensor.offset :]

@@ -349,7 +349,9 @@ def with_split_drafter(request: PlanRequest, asked: int | None = None) -> PlanRe
 
 
 def find_drafter(
-    source: str | os.PathLike[str] | None, target: ModelConfig | None = None
+    source: str | os.PathLike[str] | None,
+    target: ModelConfig | None = None,
+    aux_layer_ids: Sequence[int] | None = None,
 ) -> DrafterSpec:
     """Returns the drafter of a name, of which no weights are read.
 
@@ -358,21 +360,30 @@ def find_drafter(
         `specjax.configs.heads`, or what `find_config` finds.
       target: that it drafts for; None: heads are not looked for, and a draft model keeps its own
         vocabulary.
+      aux_layer_ids: layers of the target whose inputs a head in a folder captures, whatever its
+        files say.
 
     Raises:
       FileNotFoundError: there is no such name or folder.
-      ValueError: the files are not those of a drafter for this target.
+      ValueError: the files are not those of a drafter for this target, or aux_layer_ids is given
+        for another drafter.
     """
-    if source is None or source == NO_DRAFTER:
-        return NoDrafter()
-    if source == NGRAM:
-        return NgramDrafter()
-    if source == HISTORY:
-        return HistoryDrafter()
-    name = os.fspath(source)
+    name = NO_DRAFTER if source is None else os.fspath(source)
     folder = Path(name).expanduser()
-    if target is not None and folder.is_dir() and (kind := heads.kind_in(folder)) is not None:
-        return kind.spec(kind.read(folder, target, None).config)
+    is_folder = name not in (NO_DRAFTER, *MATCHING) and folder.is_dir()
+    if target is not None and is_folder and (kind := heads.kind_in(folder)) is not None:
+        return kind.spec(kind.read(folder, target, None, aux_layer_ids).config)
+    if aux_layer_ids is not None:
+        raise ValueError(
+            f"{aux_layer_ids=} is for the folder of a head over the target, and the drafter is "
+            f"{name!r}; leave it out."
+        )
+    if name == NO_DRAFTER:
+        return NoDrafter()
+    if name == NGRAM:
+        return NgramDrafter()
+    if name == HISTORY:
+        return HistoryDrafter()
     head = _known(name, known_heads)
     if head is not None:
         config = importlib.import_module(f"{known_heads.__name__}.{head}").get_config()

@@ -367,7 +367,7 @@ def build_decoder(
         engine=engine,
         mesh=mesh,
     )
-    setup.drafter.check_rule(setup.speculation.verification)
+    setup.drafter.check_rule(setup.speculation.verification, setup.engine.numerics)
     if getattr(setup.drafter.spec, "said", None) is not None:
         warnings.warn(
             f"{setup.drafter.name!r} has a vocabulary of its own. Newer weights of it, as "

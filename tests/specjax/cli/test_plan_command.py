@@ -118,6 +118,7 @@ def test_weights_are_bfloat16_where_the_device_has_it(device, dtype, monkeypatch
     [
         (["no-such-model"], "is no folder with a config.json"),
         (["demo", "--device", "toaster"], "is unknown; expected cpu"),
+        (["demo", "--drafter", "ngram", "--aux-layer-ids", "1,2"], "the drafter is 'ngram'"),
         (["demo", "--row-buckets", "4,x"], "whole numbers with commas"),
         (["demo", "--row-buckets", "128"], "row_buckets"),
         (["demo", "--batch-safety-margin", "100"], "batch_safety_margin"),

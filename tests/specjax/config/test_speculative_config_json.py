@@ -154,6 +154,18 @@ def test_a_misspelt_method_is_suggested():
         SpeculationConfig.from_json({"method": "ngramm"})
 
 
+@pytest.mark.parametrize("more", ['"num_speculative_tokens": 3', '"num_speculative_tokens": 2'])
+def test_a_key_that_stands_twice_is_refused(more):
+    text = '{"method": "ngram", "num_speculative_tokens": 2, ' + more + "}"
+    with pytest.raises(ValueError, match="key 'num_speculative_tokens' twice"):
+        read(text)
+
+
+def test_an_empty_name_of_a_model_is_refused_as_that():
+    with pytest.raises(ValueError, match="model='' must name a folder or a model"):
+        read({"model": ""})
+
+
 def test_keys_are_strings():
     with pytest.raises(ValueError, match="keys that are no strings"):
         SpeculationConfig.from_json({1: 2})

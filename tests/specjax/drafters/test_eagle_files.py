@@ -10,12 +10,15 @@ import pytest
 from head_folders import put, random_tensors, vocabulary_maps, without, write
 
 import specjax
+from specjax.cli import plan_report
+from specjax.cli.main import main
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.eagle_files import read_eagle3
 from specjax.drafters.head_specs import EagleDrafter
 from specjax.models import eagle3
 from specjax.models.base import ModelConfig
 from specjax.models.eagle3 import FLAT_PREFIX, NUMBERED_PREFIX, Eagle3Config
+from specjax.planning import plan_request, plans
 from specjax.planning.plan_request import find_drafter
 from specjax.testing import tiny_model
 
@@ -183,6 +186,17 @@ def test_what_is_refused(tmp_path, more, change, match):
     folder = write(tmp_path, flat(**more), tensors if change is None else change(tensors))
     with pytest.raises(ValueError, match=match):
         read(folder)
+
+
+def test_a_plan_captures_the_layers_that_are_named(tmp_path, monkeypatch):
+    folder = write(tmp_path, flat(), tensors_of(config_of(), FLAT_PREFIX))
+    assert find_drafter(folder, TARGET.config, (0, 1, 1)).taps == (0, 1, 1)
+    planned = []
+    monkeypatch.setattr(plan_request, "find_config", lambda name: TARGET.config)
+    monkeypatch.setattr(plans, "make_plan", lambda request, _: planned.append(request.drafter.taps))
+    monkeypatch.setattr(plan_report, "render", str)
+    assert main(["plan", "it", "--drafter", str(folder), "--aux-layer-ids", "1,0,1"]) == 0
+    assert planned == [(1, 0, 1)]
 
 
 @pytest.mark.parametrize(
