@@ -462,6 +462,7 @@ def test_each_device_has_its_slice_of_the_logits(monkeypatch):
     np.testing.assert_allclose(jax.jit(split)(params), logits(params), rtol=0, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore:num_speculative_tokens")  # more than some draft
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("name", ["own tables", "from the anchor", "a Markov head", "DFlash2"])
 def test_tokens_are_those_of_plain_decoding(temperature, name):
