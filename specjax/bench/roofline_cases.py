@@ -28,7 +28,9 @@ MAX_CONTEXT = 16_384
 POOL_TOKENS = 65_536  # as where a plan measures memory; the kernels keep pools in main memory
 DEPTH = 4  # K of chains, and the depth of trees
 PLAIN, CHAIN, TREE = "plain", "chain", "tree"
-EAGLE3, DFLASH = "EAGLE-3", "DFlash"  # heads over the target: a chain, and a block
+# Heads over the target: a chain, a block, and a chain from masks.
+EAGLE3, DFLASH, P_EAGLE = "EAGLE-3", "DFlash", "P-EAGLE"
+P_EAGLE_LAYERS = 4  # as published ones have
 BLOCK = 8  # tokens of a DFlash block, the newest of the text among them
 HEAD_LAYERS = 6  # of the target, in the smaller program beside a head, which captures some of them
 # Eight nodes of a draft model, and up to eight drafts of n-gram matches.
@@ -69,7 +71,14 @@ def dflash_head() -> DFlashConfig:
     return dataclasses.replace(llama_3_1_8b_dflash.get_config(), aux_layers=(1, 2, 3, 4, 5))
 
 
-HEADS = {EAGLE3: eagle3_head, DFLASH: dflash_head}
+def p_eagle_head() -> Eagle3Config:
+    """Returns the EAGLE-3 head with more layers and a mask token, as P-EAGLE has them."""
+    own = eagle3_head()
+    layers = dataclasses.replace(own.layers, num_layers=P_EAGLE_LAYERS)
+    return dataclasses.replace(own, layers=layers, mask_token_id=0)
+
+
+HEADS = {EAGLE3: eagle3_head, DFLASH: dflash_head, P_EAGLE: p_eagle_head}
 
 
 class Pair(NamedTuple):
@@ -153,10 +162,10 @@ class Case:
         draft = pairs()[self.model].draft
         if self.draft == PLAIN:
             return NoDrafter()
-        if self.draft == EAGLE3:
-            return EagleDrafter(eagle3_head())
         if self.draft == DFLASH:
             return DFlashDrafter(dflash_head())
+        if self.draft in HEADS:
+            return EagleDrafter(HEADS[self.draft]())
         if draft is None:
             matches, nodes = (NGRAM_MATCHES, NGRAM_NODES) if self.draft == TREE else (1, None)
             return NgramDrafter().configured(

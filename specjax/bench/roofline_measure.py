@@ -18,6 +18,7 @@ from specjax.bench.roofline_cases import (
     DFLASH,
     EAGLE3,
     HEADS,
+    P_EAGLE,
     Case,
     Layers,
     of_first_layers,
@@ -230,8 +231,9 @@ def _traffic(case: Case, request: PlanRequest, read: Program, context: int) -> T
         layer_windows=case.target.layer_windows,
     )
     turns: tuple[int, ...] = ()
-    if case.draft == EAGLE3:
-        turns = (case.num_speculative_tokens - 1,)  # feeds all draft tokens but the last
+    if case.draft in (EAGLE3, P_EAGLE):
+        # Feeds all draft tokens but the last, or draws all but the first one after the other.
+        turns = (case.num_speculative_tokens - 1,)
     if case.draft == DFLASH:
         turns = (case.num_speculative_tokens,)  # draws them one after the other
     if request.drafter.configs:

@@ -11,6 +11,7 @@ from specjax.bench.roofline_cases import (
     CHAIN,
     DFLASH,
     EAGLE3,
+    P_EAGLE,
     PLAIN,
     Case,
     Layers,
@@ -120,7 +121,7 @@ def test_record_goes_on_where_it_was_left(monkeypatch, tmp_path):
 
 def test_cases_have_names_of_their_own():
     names = [case.name for case in cases()]
-    assert len(set(names)) == len(names) == 76
+    assert len(set(names)) == len(names) == 78
     assert [case.name for case in roofline.chosen([NAME])] == [NAME]
     asked = [names[7], NAME, names[7]]
     assert [case.name for case in roofline.chosen(asked)] == asked[:2]
@@ -209,6 +210,13 @@ BLOCK_LAYER = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 4096 * 14_336
             8,
             5 * BLOCK_LAYER + 128_256 * 4096 + 5 * 4096**2 + 5 * 2 * 1024 * 4096,
             5 * 2 * 1024,
+        ),
+        # One forward of pairs and masks.
+        (
+            P_EAGLE,
+            5,
+            EAGLE3_LAYER + 3 * BLOCK_LAYER + 32_000 * 4096 + 3 * 4096**2,
+            4 * 2 * 1024,
         ),
     ],
 )
