@@ -19,7 +19,7 @@ from jax import Array
 from pallas_kernels.ragged import tokens_of
 from specjax.drafters import one_pass, token_by_token
 from specjax.drafters.base import Draft, Drafter, DrafterContext, by_page
-from specjax.drafters.one_pass import Drafting
+from specjax.drafters.one_pass import Drafting, OverMasks
 from specjax.drafters.token_by_token import TokenByToken, token_at
 from specjax.models import dflash, dflash2, dspark
 from specjax.models.base import Attend
@@ -81,9 +81,31 @@ def _absorb(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Head(TokenByToken):
+class _OfRows(TokenByToken):
+    """What the matrix of a head, or of the target, says of the rows of a block."""
+
     config: DFlashConfig
     context: DrafterContext
+
+    def own_logits(
+        self, params: DecoderParams, hidden: Array, depth: int | Array
+    ) -> tuple[Array, Vocabulary]:
+        del depth
+        if self.config.has_head:
+            scores = dflash.own_logits(params.drafter, self.config, hidden)
+            return scores, token_by_token.own_vocabulary(params, self.config)
+        normed = dflash.normed_output(params.drafter, self.config, hidden)
+        return self.context.own_target_logits(params, normed)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Head(OverMasks, _OfRows):
+    @property
+    def num_drafts(self) -> int:
+        return self.context.num_speculative_tokens
+
+    def vocabulary_of(self, params: DecoderParams, width: int) -> Vocabulary:
+        return token_by_token.head_vocabulary(params, self.config, self.context, width)
 
     def begin(
         self, params: DecoderParams, state: Any, decode_state: Any, takes_part: Array
@@ -98,18 +120,14 @@ class _Head(TokenByToken):
         config, first = self.config, self.config.first_row
         history, roots = decode_state.history, decode_state.cache.lengths
         block, pages = self.block(params, state, decode_state, takes_part)
-        said = hidden = block[:, first : first + self.context.num_speculative_tokens].swapaxes(0, 1)
-        if self._fits(decode_state.rows):
-            said = one_pass.of_all(said, lambda flat: self._own_logits(params, flat))
+        hidden = block[:, first : first + self.num_drafts].swapaxes(0, 1)
+        said = self.keep(params, hidden)
         reads_normed = config.markov_reads_normed or self._num_estimates
-        drafting = Drafting(pages, said, hidden if reads_normed else None)
-        nothing = jnp.zeros((decode_state.rows, self._num_carried), said.dtype)
-        return self._after(params, drafting, history, roots, 0, nothing), drafting
-
-    @property
-    def _num_carried(self) -> int:
-        """Numbers that a Markov head hands on from one draft token to the next."""
-        return self.config.markov_rank if self.config.markov_kind == dspark.RNN else 0
+        nothing = None
+        if config.markov_kind == dspark.RNN:
+            nothing = jnp.zeros((decode_state.rows, config.markov_rank), said.dtype)
+        drafting = Drafting(pages, said, hidden if reads_normed else None, nothing)
+        return self._after(params, drafting, history, roots, 0)
 
     @property
     def _num_estimates(self) -> int:
@@ -123,18 +141,16 @@ class _Head(TokenByToken):
         history: Array,
         positions: Array,
         depth: int | Array,
-        carried: Array,
-    ) -> Array:
+    ) -> tuple[Array, Drafting]:
         """Returns what a block said of the token after a position, and what its other heads say.
 
         Args:
           positions: i32[rows].
           depth: i32[], of the tokens at them; that of the root is 0.
-          carried: [rows, numbers], the head's state before this token.
 
         Returns:
-          [rows, width]: of the block, of the Markov head, of the confidence head, and the state of
-          the Markov head.
+          [rows, width]: of the block, of the Markov head, and of the confidence head; and
+          `drafting` with the state of the Markov head after this token.
         """
         config, own = self.config, params.drafter
         said = one_pass.said_after(drafting.said, depth)
@@ -144,18 +160,21 @@ class _Head(TokenByToken):
             normed = dflash.normed_output(own, config, hidden)
         if config.markov_rank:
             embedded = dspark.markov_embedding(own, token_at(history, positions))
-            before = carried.astype(embedded.dtype) if self._num_carried else None
+            before = drafting.carried
+            before = None if before is None else before.astype(embedded.dtype)
             latent, after = dspark.markov_step(own, config, embedded, normed, before)
         if self._num_estimates:
             assert normed is not None
             estimate = dspark.confidence(own, config, normed, embedded)[:, None]
-        parts = [part for part in (latent, estimate, after) if part is not None]
-        return jnp.concatenate([said, *(part.astype(said.dtype) for part in parts)], axis=1)
+        if after is not None:
+            drafting = drafting._replace(carried=after.astype(said.dtype))
+        parts = [part.astype(said.dtype) for part in (latent, estimate) if part is not None]
+        return jnp.concatenate([said, *parts], axis=1), drafting
 
     def confidence(self, hidden: Array) -> Array | None:
         if not self._num_estimates:
             return None
-        return hidden[:, hidden.shape[1] - self._num_carried - 1].astype(jnp.float32)
+        return hidden[:, -1].astype(jnp.float32)
 
     def block(
         self, params: DecoderParams, state: Any, decode_state: Any, takes_part: Array
@@ -191,38 +210,23 @@ class _Head(TokenByToken):
         depth: int | Array,
     ) -> tuple[Array, Any]:
         """Returns what was said of the next token: only a Markov head reads this one."""
-        del decode_state, is_fed
-        carried = hidden[:, hidden.shape[1] - self._num_carried :]
-        return self._after(params, state, history, positions, depth, carried), state
+        del decode_state, is_fed, hidden
+        return self._after(params, state, history, positions, depth)
 
     def own_logits(
         self, params: DecoderParams, hidden: Array, depth: int | Array
     ) -> tuple[Array, Vocabulary]:
-        del depth
         rank = self.config.markov_rank
-        width = hidden.shape[1] - rank - self._num_estimates - self._num_carried
+        width = hidden.shape[1] - rank - self._num_estimates
         said, latent, _ = jnp.split(hidden, [width, width + rank], axis=1)
-        scores = said if self._fits(hidden.shape[0]) else self._own_logits(params, said)
-        width = scores.shape[1]
-        vocabulary = token_by_token.head_vocabulary(params, self.config, self.context, width)
+        scores, vocabulary = super().own_logits(params, said, depth)
         if self.config.markov_kind == dspark.SELECTOR:
             table = params.drafter["markov_w2"]
             return _of_candidates(self.config, table, scores, latent, vocabulary), vocabulary
         if rank:
-            table = vocabulary.slice_of(params.drafter["markov_w2"], width, axis=0)
+            table = vocabulary.slice_of(params.drafter["markov_w2"], scores.shape[1], axis=0)
             scores += dspark.markov_logits(table, latent)
         return scores, vocabulary
-
-    def _fits(self, rows: int) -> bool:
-        """Returns whether the logits of all draft tokens of a step are kept at once."""
-        return one_pass.fits(rows, self.context.num_speculative_tokens, self.vocab_size)
-
-    def _own_logits(self, params: DecoderParams, hidden: Array) -> Array:
-        if self.config.has_head:
-            return dflash.own_logits(params.drafter, self.config, hidden)
-        normed = dflash.normed_output(params.drafter, self.config, hidden)
-        scores, _ = self.context.own_target_logits(params, normed)
-        return scores
 
 
 def _of_candidates(

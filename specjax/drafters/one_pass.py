@@ -37,6 +37,9 @@ class Drafting(NamedTuple):
     said: Array
     # [K, rows, width], of each draft token: the hidden states, where more than the head reads them
     hidden: Array | None = None
+    # [rows, numbers], what is handed on from one draft token to the next, beside the text. It does
+    # not stand among the logits: they would be copied with it for each draft token.
+    carried: Array | None = None
 
 
 def fits(rows: int, num_speculative_tokens: int, vocab_size: int) -> bool:
@@ -66,7 +69,7 @@ def said_after(said: Array, depth: int | Array) -> Array:
 
 
 class OverMasks(TokenByToken):
-    """A model that is fed a mask in place of each draft token but the last, and no draft token.
+    """A model that is fed masks in place of draft tokens, and no draft token.
 
     Stands before the class that says how logits are read from hidden states.
     """

@@ -17,7 +17,8 @@ class VocabularyPart(Vocabulary):
 
     What is drawn from it is what the whole draws where all other tokens have logit -inf: noise and
     sampling parameters go by token ids. Only, of equal scores the lowest index wins, and top_p adds
-    its sums of probabilities in another order.
+    its sums of probabilities in another order. `take` and `read` give 0 at tokens outside the part,
+    which is their probability, where logits and log-probabilities of the whole are -inf.
 
     Attributes:
       token_ids: i32[width], of each index; distinct.
@@ -39,6 +40,13 @@ class VocabularyPart(Vocabulary):
         table = jnp.full(self.vocab_size, width, jnp.int32).at[self.token_ids].set(inside)
         is_token = (token_ids >= 0) & (token_ids < self.vocab_size)
         return jnp.where(is_token, table.at[token_ids].get(mode="clip"), width)
+
+    def slice_of(self, whole: Array, width: int, axis: int = -1) -> Array:
+        """Returns what an array [..., vocab] says of the tokens of the part, [..., width].
+
+        An array of width `width` is about the part already, and returned unchanged.
+        """
+        return whole if whole.shape[axis] == width else jnp.take(whole, self.token_ids, axis)
 
     def by_index(self, score: Score, width: int) -> Score:
         del width

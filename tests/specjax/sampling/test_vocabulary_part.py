@@ -50,6 +50,18 @@ def test_scores_lie_where_the_whole_has_the_token():
     assert found.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_slice_is_what_an_array_of_the_whole_says_of_the_part(axis):
+    part = VocabularyPart(token_ids=jnp.array([4, 0, 2]), vocab_size=5)
+    whole = np.arange(10.0).reshape(2, 5)
+    whole, expected = (
+        (whole.T, whole[:, [4, 0, 2]].T) if axis == 0 else (whole, whole[:, [4, 0, 2]])
+    )
+    found = part.slice_of(jnp.array(whole), 3, axis)
+    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(part.slice_of(found, 3, axis), expected)
+
+
 def test_tokens_outside_the_part_have_no_index():
     part = VocabularyPart(token_ids=jnp.array([4, 0, 2]), vocab_size=5)
     ids = jnp.array([[4, 3, 0, 2, -1, 5, 2**30]])
