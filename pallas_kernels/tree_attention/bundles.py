@@ -209,7 +209,7 @@ def bound(shape: Shape) -> Bound:
         if not found:
             raise ValueError(f"libtpu wrote no bundles for {shape}: was it loaded before?")
         bundles = read_bundles(found[0].read_text())
-    loops, around = loops_over_tiles(bundles, tiling.steps_per_tile)
+    loops, around = loops_over_tiles(bundles, tiling.turns_per_tile)
     whole, masked, *few = loops[-2:] if tiling.few_tokens is None else loops[-3:]
     return _of_loops(shape, tiling, whole, masked, few[0] if few else None, around)
 

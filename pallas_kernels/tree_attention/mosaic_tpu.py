@@ -112,6 +112,11 @@ class _Shape:
         return self.kv_heads // heads, heads, rows
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether scores of the next rows are computed beside the softmax of some rows."""
+        return self.query_rows > MOST_ROWS
+
+    @property
     def keys_at_once(self) -> int:
         """Keys of a tile whose products are one matrix product; a tile adds these in order."""
         size, most = self.tile_tokens, KEYS_AT_ONCE
@@ -150,6 +155,8 @@ class _Shape:
         sums = rows * (self.head_dim + 2 * LANES) * 4
         bits = 2 * self.query_rows * LANES * 4 if self.words else 0
         scores = 3 * min(self.query_rows, MOST_ROWS) * max(self.tile_tokens, LANES) * 4
+        if self.is_ahead:
+            scores += 2 * MOST_ROWS * (self.tile_tokens + LANES) * 4
         return tiles + blocks + sums + bits + scores
 
 
@@ -260,7 +267,7 @@ class Tiling:
     tile_tokens: int
     slots: int  # tiles in VMEM
     few_tokens: int | None  # keys that the last tile is cut to where they are enough
-    steps_per_tile: int  # turns of the loop that multiplies a tile, 1 if it is unrolled
+    turns_per_tile: int  # of the loop that multiplies a tile, 1 if it is unrolled
 
 
 def tiling(
@@ -279,7 +286,7 @@ def tiling(
         shape.tile_tokens,
         shape.slots,
         shape.few_tokens,
-        shape.steps_of(shape.queries)[0],
+        shape.steps_of(shape.queries)[0] // (2 if shape.is_ahead else 1),
     )
 
 
@@ -387,12 +394,19 @@ def _scratch_shapes(shape: _Shape) -> list:
         shape.head_dim,
     )
     sums = shape.kv_heads, shape.query_rows
+    ahead = []
+    if shape.is_ahead:
+        ahead = [
+            pltpu.VMEM((MOST_ROWS, width), jnp.float32) for width in (shape.tile_tokens, LANES)
+        ]
     return [
         pltpu.VMEM(tile, shape.page_dtype),
         pltpu.VMEM(tile, shape.page_dtype),
         pltpu.VMEM((*sums, LANES), jnp.float32),
         pltpu.VMEM((*sums, LANES), jnp.float32),
         pltpu.VMEM((*sums, shape.head_dim), jnp.float32),
+        *ahead,
+        *ahead,
         pltpu.SMEM((5,), jnp.int32),
         pltpu.SemaphoreType.DMA((shape.slots, 2)),
     ]
@@ -420,9 +434,11 @@ def _kernel(*refs, shape: _Shape):
     bits = refs.pop(0) if shape.words else None
     sinks = refs.pop(0) if shape.has_sinks else None
     scales = (refs.pop(0), refs.pop(0)) if shape.has_scales else None
-    k_hbm, v_hbm, out, k_tiles, v_tiles, top, total, acc, cursor, sems = refs
+    k_hbm, v_hbm, out, k_tiles, v_tiles, top, total, acc, *ahead, cursor, sems = refs
     tiles = _Tiles(scalars, k_hbm, v_hbm, k_tiles, v_tiles, cursor, sems, shape)
-    sums = _Sums(scalars, q, bits, sinks, scales, k_tiles, v_tiles, top, total, acc, shape)
+    known = scalars, q, bits, sinks, scales, k_tiles, v_tiles
+    scores = [_Scores(*ahead[place : place + 2]) for place in range(0, len(ahead), 2)]
+    sums = _Sums(*known, top, total, acc, scores, shape)
     block = pl.program_id(1) * shape.cores + pl.program_id(0)
     pl.when(pl.program_id(1) == 0)(lambda: tiles.start_first(block))
 
@@ -645,6 +661,13 @@ class _Part(NamedTuple):
     is_visible: Sequence[Array | None]
 
 
+class _Scores(NamedTuple):
+    """Scores of some rows of queries that are not summed yet: refs in VMEM."""
+
+    scores: Any  # f32[MOST_ROWS, tile_tokens], as logarithms to base 2
+    top: Any  # f32[MOST_ROWS, LANES], the highest so far, equal in all lanes
+
+
 @dataclasses.dataclass(frozen=True)
 class _Sums:
     """The running softmax of a block's queries: Milakov and Gimelshein 2018, section 3."""
@@ -659,6 +682,7 @@ class _Sums:
     top: Any  # f32[kv_heads, query_rows, LANES], equal in all lanes
     total: Any  # f32[kv_heads, query_rows, LANES], equal in all lanes
     acc: Any  # f32[kv_heads, query_rows, head_dim]
+    ahead: Sequence[_Scores]  # two, or none; see `_Shape.is_ahead`
     shape: _Shape
 
     def clear(self) -> None:
@@ -684,32 +708,89 @@ class _Sums:
         ]
         part_rows = ROWS_OF_PART if rows % ROWS_OF_PART == 0 else rows
 
-        def visible(begin: Any) -> list[Array | None]:
+        def visible(begin: Any, rows: int) -> list[Array | None]:
             return [
-                None if span.is_whole else self._visible(block, tile, begin, part_rows, piece)
+                None if span.is_whole else self._visible(block, tile, begin, rows, piece)
                 for piece in pieces
             ]
 
         at_once = max(MOST_SCORES // (part_rows * span.tokens), 1)
+        turns = steps // (shape.kv_heads // heads)  # of each head, or of some heads
+
+        def rows_of(step: Any) -> tuple[Any, Any]:
+            """Returns the first head of a step and its first row."""
+            head = step if turns == 1 else _divide(step, turns)
+            begin = 0 if turns == 1 else pl.multiple_of((step - head * turns) * rows, rows)
+            return head * heads, begin
 
         def add_step(step: Any) -> None:
-            # Steps of several heads have all rows of each; others are one head's next rows.
-            per_head = steps // (shape.kv_heads // heads)
-            head = step if per_head == 1 else _divide(step, per_head)
-            begin = 0 if per_head == 1 else pl.multiple_of((step - head * per_head) * rows, rows)
+            head, begin = rows_of(step)
             parts = [
-                _Part(head * heads + place, begin + offset, is_visible)
+                _Part(head + place, begin + offset, is_visible)
                 for offset in range(0, rows, part_rows)
-                for is_visible in [visible(begin + offset)]
+                for is_visible in [visible(begin + offset, part_rows)]
                 for place in range(heads)
             ]
             for first in range(0, len(parts), at_once):
                 self._add_parts(slot, parts[first : first + at_once], part_rows, value_masks)
 
-        if steps == 1:
+        def part_of(step: Any) -> _Part:
+            head, begin = rows_of(step)
+            return _Part(head, begin, visible(begin, rows))
+
+        if rows == MOST_ROWS and heads == 1 and steps > 1:
+            self._add_ahead(slot, part_of, steps, value_masks)
+        elif steps == 1:
             add_step(0)
         else:
             lax.fori_loop(0, steps, lambda step, _: (add_step(step), ())[1], ())
+
+    def _add_ahead(
+        self,
+        slot: Any,
+        part_of: Callable[[Any], _Part],
+        steps: int,
+        value_masks: Sequence[Array | None],
+    ) -> None:
+        """Adds a tile to MOST_ROWS rows per step, whose scores are computed one step ahead.
+
+        The products of the next step then hide the softmax of this one. Two steps are a turn of
+        the loop, each with a place of its own for scores: the compiler knows that they differ.
+        """
+        even, odd = self.ahead
+
+        def score(step: Any, to: _Scores) -> None:
+            # The last step is scored again where none follows.
+            part = part_of(jnp.minimum(step, steps - 1))
+            scores = self._scores_of(slot, part, MOST_ROWS)
+            for begin, piece in zip(self._begins(), scores, strict=False):
+                to.scores[:, begin : begin + piece.shape[1]] = piece
+            to.top[...] = self._top_of(part, MOST_ROWS, scores)
+
+        def add(step: Any, of: _Scores) -> None:
+            part = part_of(step)
+            size = self.shape.keys_at_once
+            scores = [of.scores[:, begin : begin + size] for begin in self._begins()]
+            scores = scores[: len(value_masks)]
+            weights = self._weights_of(part, of.top[...], scores)
+            self._add_weights(slot, part, MOST_ROWS, of.top[...], weights, value_masks)
+
+        def turn(half: Any, _: Any) -> Any:
+            step = 2 * half
+            score(step + 1, odd)
+            add(step, even)
+            score(step + 2, even)
+            add(step + 1, odd)
+            return ()
+
+        score(0, even)
+        lax.fori_loop(0, steps // 2, turn, ())
+        if steps % 2:
+            add(steps - 1, even)
+
+    def _begins(self) -> range:
+        """Returns where the pieces of a tile begin."""
+        return range(0, self.shape.tile_tokens, self.shape.keys_at_once)
 
     def _add_parts(
         self,
@@ -721,46 +802,69 @@ class _Sums:
         """Adds the first pieces of a tile to parts of the queries, of so many rows each.
 
         Each operation is done for all parts before the next one, so that the products of one
-        part hide the latency of another's. Pieces are summed in order: those that are masked as
-        a whole add 0, so that leaving them out changes no bit.
+        part hide the latency of another's.
         """
-        shape = self.shape
-        own = [pl.ds(part.begin, rows) for part in parts]
-        multiply = functools.partial(
-            lax.dot_general,
-            precision=precision_of(shape.dtype),
+        scores = [self._scores_of(slot, part, rows) for part in parts]
+        tops = [self._top_of(part, rows, of) for part, of in zip(parts, scores, strict=True)]
+        weights = [self._weights_of(*known) for known in zip(parts, tops, scores, strict=True)]
+        for part, top, of in zip(parts, tops, weights, strict=True):
+            self._add_weights(slot, part, rows, top, of, value_masks)
+
+    def _scores_of(self, slot: Any, part: _Part, rows: int) -> list[Array]:
+        """Returns the scores of the first pieces of a tile, f32[rows, keys_at_once] each."""
+        q, scores = self.q[0, part.head, pl.ds(part.begin, rows)], []
+        for piece, is_visible in enumerate(part.is_visible):
+            k = self._read(self.k_tiles, slot, part.head, piece)
+            product = self._multiply(q, k, (((1,), (1,)), ((), ())))
+            scores.append(self._scaled(product, part, rows, is_visible))
+        return scores
+
+    def _top_of(self, part: _Part, rows: int, scores: Sequence[Array]) -> Array:
+        """Returns the highest scores so far, f32[rows, LANES]."""
+        highest = functools.reduce(jnp.maximum, scores).max(axis=1, keepdims=True)
+        return jnp.maximum(self.top[part.head, pl.ds(part.begin, rows)], highest)
+
+    def _weights_of(self, part: _Part, top: Array, scores: Sequence[Array]) -> list[Array]:
+        if part.is_visible[0] is not None:
+            # Far above what is masked: its weight is 0 in rows that see nothing, too.
+            top = jnp.maximum(top, MASKED / 2)
+        return [jnp.exp2(score - _in_lanes(top, score.shape[1])) for score in scores]
+
+    def _add_weights(
+        self,
+        slot: Any,
+        part: _Part,
+        rows: int,
+        top: Array,
+        weights: Sequence[Array],
+        value_masks: Sequence[Array | None],  # per piece of the tile, see `_value_mask`
+    ) -> None:
+        """Adds the values of the first pieces of a tile by their weights.
+
+        Pieces are summed in order: those that are masked as a whole add 0, so that leaving them
+        out changes no bit.
+        """
+        place = pl.ds(part.begin, rows)
+        decay = jnp.exp2(self.top[part.head, place] - top)
+        acc = self.acc[part.head, place] * _in_lanes(decay, self.shape.head_dim)
+        for piece, weight in enumerate(weights):
+            v = self._read(self.v_tiles, slot, part.head, piece)
+            if (mask := value_masks[piece]) is not None:
+                v = pltpu.bitcast(pltpu.bitcast(v, jnp.int32) & mask, v.dtype)
+            acc += self._multiply(weight.astype(v.dtype), v, (((1,), (0,)), ((), ())))
+        added = functools.reduce(jnp.add, weights).sum(axis=1, keepdims=True)
+        self.top[part.head, place] = top
+        self.total[part.head, place] = self.total[part.head, place] * decay + added
+        self.acc[part.head, place] = acc
+
+    def _multiply(self, left: Array, right: Array, dimensions: Any) -> Array:
+        return lax.dot_general(
+            left,
+            right,
+            dimensions,
+            precision=precision_of(self.shape.dtype),
             preferred_element_type=jnp.float32,
         )
-        all_scores = []
-        for part, place in zip(parts, own, strict=True):
-            q, scores = self.q[0, part.head, place], []
-            for piece, is_visible in enumerate(part.is_visible):
-                k = self._read(self.k_tiles, slot, part.head, piece)
-                product = multiply(q, k, (((1,), (1,)), ((), ())))
-                scores.append(self._scaled(product, part, rows, is_visible))
-            all_scores.append(scores)
-        tops, all_weights = [], []
-        for part, place, scores in zip(parts, own, all_scores, strict=True):
-            highest = functools.reduce(jnp.maximum, scores).max(axis=1, keepdims=True)
-            top = jnp.maximum(self.top[part.head, place], highest)
-            known = top[:, :1]
-            if part.is_visible[0] is not None:
-                # Far above what is masked: its weight is 0 in rows that see nothing, too.
-                known = jnp.maximum(known, MASKED / 2)
-            tops.append(top)
-            all_weights.append([jnp.exp2(score - known) for score in scores])
-        for part, place, top, weights in zip(parts, own, tops, all_weights, strict=True):
-            decay = jnp.exp2(self.top[part.head, place] - top)
-            acc = self.acc[part.head, place] * decay[:, :1]
-            for piece, weight in enumerate(weights):
-                v = self._read(self.v_tiles, slot, part.head, piece)
-                if (mask := value_masks[piece]) is not None:
-                    v = pltpu.bitcast(pltpu.bitcast(v, jnp.int32) & mask, v.dtype)
-                acc += multiply(weight.astype(v.dtype), v, (((1,), (0,)), ((), ())))
-            added = functools.reduce(jnp.add, weights).sum(axis=1, keepdims=True)
-            self.top[part.head, place] = top
-            self.total[part.head, place] = self.total[part.head, place] * decay + added
-            self.acc[part.head, place] = acc
 
     def _read(self, tiles: Any, slot: Any, head: Any, piece: int) -> Array:
         """Returns the keys or values of a piece of a tile, dtype[keys_at_once, head_dim]."""
@@ -896,6 +1000,15 @@ class _Sums:
         if shape.is_mixed:
             in_tree |= jnp.full(place.shape, scalars.is_causal[row]) > 0
         return is_needed & in_tree
+
+
+def _in_lanes(numbers: Array, width: int) -> Array:
+    """Returns f32[rows, LANES], equal in all lanes, as f32[rows, width] or f32[rows, 1]."""
+    if width <= LANES:
+        return numbers[:, :width]
+    if width % LANES:
+        return numbers[:, :1]
+    return jnp.concatenate([numbers] * (width // LANES), axis=1)
 
 
 def _has_bit(words: Sequence[Any], new: Array) -> Array:

@@ -50,7 +50,7 @@ def test_other_text_is_refused():
 
 
 def test_a_bound_is_of_the_rows_own_tiles():
-    tiling = Tiling(queries=1, tile_tokens=512, slots=4, few_tokens=128, steps_per_tile=1)
+    tiling = Tiling(queries=1, tile_tokens=512, slots=4, few_tokens=128, turns_per_tile=1)
     loops = Loop(1000, 1, 0), Loop(2000, 1, 0), Loop(500, 1, 0)
     shape = Shape("v5e:2x2", kv_heads=2, heads=8, context=2047)
     bytes_of_token = 2 * 2 * 128 * 2

@@ -231,6 +231,41 @@ def test_no_bit_depends_on_how_many_tokens_are_drafted():
         np.testing.assert_array_equal(attend(count), together)
 
 
+@pytest.mark.parametrize(
+    ("kv_heads", "dtype"),
+    some([(1, "float32"), (2, "bfloat16")], [(1, "float32"), (2, "bfloat16"), (3, "float32")]),
+)
+def test_scores_one_step_ahead(kv_heads, dtype, monkeypatch, has_races):
+    """Blocks of more rows than are multiplied at once: an odd and an even number of steps.
+
+    They have the bits of blocks that are multiplied at once.
+    """
+    example = Example(
+        lengths=(70, 0, 30),
+        num_new=(24, 20, 5),
+        kv_heads=kv_heads,
+        heads=4 * kv_heads,
+        head_dim=128,
+        page_size=SUBLANES[dtype],
+        dtype=dtype,
+    )
+    arguments, options = make_inputs(example)
+    options["scale"] = 2.0**-4 / attention.LOG2_E  # see the test of bits above
+    expected = tree_attention(*widened(arguments), **options, implementation="reference")
+    options["block_sizes"] = BlockSizes(24, 32)
+    num_tokens = sum(example.num_new)
+    found = []
+    for most in (32, 96):
+        monkeypatch.setattr(attention, "MOST_ROWS", most)
+        monkeypatch.setattr(attention, "ROWS_OF_PART", most)
+        out = tree_attention_mosaic_tpu(*arguments, **options, interpret=INTERPRET)
+        found.append(np.asarray(out[:num_tokens].astype(jnp.float32)))
+    limit = TOLERANCE[dtype]
+    np.testing.assert_allclose(found[0], expected[:num_tokens], rtol=limit, atol=limit)
+    np.testing.assert_array_equal(*found)
+    assert not has_races()
+
+
 @pytest.mark.slow
 def test_prompts_that_no_bits_name_and_rows_longer_than_is_said(has_races):
     """Neither stops the rows behind them; of a row what lies past the bound means nothing."""
