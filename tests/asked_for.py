@@ -8,6 +8,8 @@ pytest tests/x/test_y.py        all of that file but what is marked slow, refere
 """
 
 import re
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -41,3 +43,12 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
             items.remove(item)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
+
+
+def quick(cases: Iterable[Any], *chosen: Any) -> list[Any]:
+    """Returns the cases of a parametrised test, of which only the chosen are in the quick set."""
+    cases = list(cases)
+    unknown = [one for one in chosen if one not in cases]
+    if unknown:
+        raise ValueError(f"{unknown} are not among the cases {cases}.")
+    return [one if one in chosen else pytest.param(one, marks=pytest.mark.full) for one in cases]

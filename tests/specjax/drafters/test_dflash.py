@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from head_equations import TARGET, VOCAB, attention_of, mlp, rms, rotated, wide
 from jax.sharding import Mesh, PartitionSpec
 
@@ -278,6 +279,7 @@ class Rows:
         )
         self.history = jnp.zeros((2, LENGTH), jnp.int32)
         self.absorb_once = jax.jit(self.drafter.absorb, static_argnums=6)
+        self.draft_once = jax.jit(self._draft)
 
     def absorb(self, row, first, taps):
         counts = jnp.zeros(2, jnp.int32).at[row].set(len(taps))
@@ -304,29 +306,37 @@ class Rows:
 
     def draft(self, row, root, token):
         """Returns x, the logits and the likeliest token of each row that drafts."""
-        cache = SimpleNamespace(**vars(self.cache), lengths=jnp.full(2, root, jnp.int32))
         self.history = self.history.at[row, root].set(token)
-        decode_state = SimpleNamespace(cache=cache, rows=2, history=self.history)
         takes_part = jnp.arange(2) == row
-        block, _ = self.head.block(self.params, self.state, decode_state, takes_part)
-        hidden, state = self.head.begin(self.params, self.state, decode_state, takes_part)
-        history, tokens, all_logits, self.estimates = self.history, [], [], []
+        block, logits, tokens, self.estimates, pages = self.draft_once(
+            self.params, self.state, self.history, jnp.full(2, root, jnp.int32), takes_part
+        )
+        # With the keys and values of the block, as a step leaves them.
+        self.state = self.state._replace(pages=pages)
+        self.estimates = [estimate[row] for estimate in self.estimates]
+        drafting = block[row, self.head.config.first_row :]
+        return np.asarray(drafting), np.asarray(logits[:, row]), tokens[:, row].tolist()
+
+    def _draft(self, params, state, history, lengths, takes_part):
+        cache = SimpleNamespace(**vars(self.cache), lengths=lengths)
+        decode_state = SimpleNamespace(cache=cache, rows=2, history=history)
+        block, _ = self.head.block(params, state, decode_state, takes_part)
+        hidden, state = self.head.begin(params, state, decode_state, takes_part)
+        tokens, all_logits, estimates = [], [], []
         for ahead in range(1, 1 + self.context.num_speculative_tokens):
             if (estimate := self.head.confidence(hidden)) is not None:
-                self.estimates.append(estimate[row])
-            all_logits.append(self.head.logits(self.params, hidden, ahead - 1)[row])
-            tokens.append(int(np.argmax(all_logits[-1])))
-            history = history.at[row, root + ahead].set(tokens[-1])
-            positions = jnp.full(2, root + ahead, jnp.int32)
+                estimates.append(estimate)
+            all_logits.append(self.head.logits(params, hidden, ahead - 1))
+            tokens.append(jnp.argmax(all_logits[-1], axis=1))
+            positions = lengths + ahead
+            history = history.at[jnp.arange(2), positions].set(tokens[-1])
             hidden, state = self.head.feed(
-                self.params, state, decode_state, history, positions, takes_part, hidden, ahead
+                params, state, decode_state, history, positions, takes_part, hidden, ahead
             )
-        # With the keys and values of the block, as a step leaves them.
-        self.state = self.state._replace(pages=state.pages)
-        drafting = block[row, self.head.config.first_row :]
-        return np.asarray(drafting), np.stack(all_logits), tokens
+        return block, jnp.stack(all_logits), jnp.stack(tokens), estimates, state.pages
 
 
+QUICK = "plain", "a Markov head of its own tokens", "DFlash2 of own tables", "DFlash2, one by one"
 ONE_BY_ONE = {
     "own tables, logits one by one": "own tables",
     "Markov, one by one": "a Markov head",
@@ -335,7 +345,7 @@ ONE_BY_ONE = {
 }
 
 
-@pytest.mark.parametrize("name", [*FLAGS, *ONE_BY_ONE])
+@pytest.mark.parametrize("name", quick([*FLAGS, *ONE_BY_ONE], *QUICK))
 def test_what_it_says_is_what_its_equations_say(name, monkeypatch):
     """Prompts in chunks, drafts, and absorbing after all, none and one of them were accepted."""
     if name not in FLAGS:
@@ -464,7 +474,9 @@ def test_each_device_has_its_slice_of_the_logits(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:num_speculative_tokens")  # more than some draft
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["own tables", "from the anchor", "a Markov head", "DFlash2"])
+@pytest.mark.parametrize(
+    "name", quick(["own tables", "from the anchor", "a Markov head", "DFlash2"], "DFlash2")
+)
 def test_tokens_are_those_of_plain_decoding(temperature, name):
     config, params = make_head(name)
     drafter = specjax.LoadedDrafter("head", DFlashDrafter(config), params)
@@ -542,7 +554,7 @@ def repeating():
     return target, specjax.LoadedDrafter("head", DFlashDrafter(config), head)
 
 
-@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("count", quick([2, 4], 4))
 def test_a_head_that_knows_its_target_is_always_accepted(count):
     target, drafter = repeating()
     out = specjax.generate(
@@ -575,7 +587,7 @@ def counting():
     return target, specjax.LoadedDrafter("head", DFlashDrafter(config), head)
 
 
-@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("count", quick([1, 5], 5))
 def test_a_markov_head_that_knows_its_target_is_always_accepted(count):
     """Its block says nothing: each draft token follows from the one before alone."""
     target, drafter = counting()
@@ -592,7 +604,7 @@ def test_a_markov_head_that_knows_its_target_is_always_accepted(count):
     assert acceptance.num_accepted == acceptance.num_drafted > 0
 
 
-@pytest.mark.parametrize("rule", ["seeded", "rejection"])
+@pytest.mark.parametrize("rule", quick(["seeded", "rejection"], "seeded"))
 def test_a_request_may_allow_none_of_its_candidates(rule):
     """The selector says one token of each row, and the request allows another alone."""
     config, params = make_head("DFlash2", selector_top_k=1)

@@ -217,6 +217,7 @@ def nested2(**more):
     return nested() | kind | SELECTOR | {"draft_vocab_size": VOCAB} | more
 
 
+@pytest.mark.full
 def test_a_dflash2_head_of_z_lab(tmp_path):
     config = config_of(**OF_DFLASH2)
     tensors = tensors_of(config)
@@ -378,6 +379,7 @@ def test_a_dspark_head_of_specforge(tmp_path):
 MARKOV = {"samples_from_anchor": True, "markov_rank": 6}
 
 
+@pytest.mark.full
 def test_a_dspark_head(tmp_path):
     config = config_of({"vocab_size": DRAFT_VOCAB}, **OWN_TABLES, **MARKOV)
     tensors = tensors_of(config)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from eagle3_heads import FLAGS, TARGET_WIDTH, WIDTH, Reference, make_head
 from head_equations import TARGET, VOCAB
 from pair_heads import (
@@ -26,7 +27,7 @@ from specjax.trees import static_shapes
 from specjax.trees.expanding import Growth
 
 
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", quick(FLAGS, "plain", "two_layers"))
 def test_what_it_says_is_what_its_equations_say(name):
     config, params = make_head(name)
     check_texts(Reference(config, params), Rows(config, params, 3), 3, VOCAB)
@@ -49,7 +50,7 @@ def test_tokens_are_those_of_plain_decoding(temperature):
     assert found[1].stats.acceptance.num_drafted > 20
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", quick([1, 3], 3))
 def test_a_head_that_copies_its_target_is_always_accepted(count):
     """Half of its heads are the target's, and the others attend to their own token alone: they add
     its embedding. The norm of features makes them 0."""

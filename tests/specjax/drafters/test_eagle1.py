@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from head_equations import TARGET, VOCAB
 from head_folders import put, random_tensors, without, write
 from pair_heads import (
@@ -55,12 +56,13 @@ def loaded(name="plain", shape=None):
     return specjax.LoadedDrafter("head", EagleDrafter(config, shape), params)
 
 
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", quick(FLAGS, "plain"))
 def test_what_it_says_is_what_its_equations_say(name):
     config, params = make_head(name)
     check_texts(Reference(config, params), Rows(config, params, 3), 1, VOCAB)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokens_are_those_of_plain_decoding(temperature):
     sampling = specjax.SamplingParams(temperature=temperature, max_tokens=20, seed=3)
@@ -74,7 +76,7 @@ def test_tokens_are_those_of_plain_decoding(temperature):
     assert found.stats.acceptance.num_drafted > 20
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", quick([1, 3], 3))
 def test_a_head_that_copies_its_target_is_always_accepted(count):
     target = copied_target()
     config = config_of(target, qkv_bias=True, num_kv_heads=4)

@@ -107,6 +107,7 @@ def test_each_mistake_shows(mistake, flags):
         check_texts(wrong, Rows(config, params, 3), 1, VOCAB)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokens_are_those_of_plain_decoding(temperature):
     sampling = specjax.SamplingParams(temperature=temperature, max_tokens=20, seed=3)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from head_equations import TARGET, VOCAB, silu, wide
 from head_folders import put, random_tensors, without, write
 
@@ -149,7 +150,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("is_traced", [False, True])
+@pytest.mark.parametrize("is_traced", quick([False, True], True))
 def test_what_it_says_is_what_its_equations_say(name, is_traced):
     """After prompts of two rows, and after more tokens of one of them."""
     loaded = make_head(name)
@@ -167,7 +168,7 @@ def test_what_it_says_is_what_its_equations_say(name, is_traced):
 
 @pytest.mark.filterwarnings("ignore:num_speculative_tokens")  # more than some draft
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", ["Medusa", "MLP", "MLP, tied", "MLP of one"])
+@pytest.mark.parametrize("name", quick(["Medusa", "MLP", "MLP, tied", "MLP of one"], "Medusa"))
 def test_tokens_are_those_of_plain_decoding(temperature, name):
     """Even with a K that is larger than what the head drafts."""
     sampling = specjax.SamplingParams(temperature=temperature, max_tokens=20, seed=3)
@@ -182,7 +183,7 @@ def test_tokens_are_those_of_plain_decoding(temperature, name):
     assert len(found.stats.acceptance.drafted_at) == HEADS[name].most_drafts
 
 
-@pytest.mark.parametrize("name", ["Medusa", "MLP", "MLP, tied"])
+@pytest.mark.parametrize("name", quick(["Medusa", "MLP", "MLP, tied"], "MLP"))
 @pytest.mark.parametrize(
     "tree",
     [
@@ -274,7 +275,7 @@ def knowing(target, kind):
 
 
 @pytest.mark.parametrize("kind", ["Medusa", "MLP"])
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", quick([1, 3], 3))
 def test_a_head_that_knows_its_target_is_always_accepted(kind, count):
     target = counting()
     out = specjax.generate(
@@ -365,7 +366,7 @@ def test_folders_of_medusa(tmp_path, name, naming):
     assert specjax.load_drafter(folder, TARGET).spec == NewestStateDrafter(config)
 
 
-@pytest.mark.parametrize("method", ["medusa", "mlp_speculator"])
+@pytest.mark.parametrize("method", quick(["medusa", "mlp_speculator"], "medusa"))
 def test_methods_of_configs(tmp_path, method):
     is_medusa = method == "medusa"
     leaves = (

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from eagle3_heads import FLAGS, WIDTH, Reference, feature_of, logits_of, make_head, outputs_of
 from head_equations import TARGET, VOCAB
 from pair_heads import PAGE, PAGES_PER_ROW, Rows, check_texts
@@ -117,6 +118,7 @@ def test_rows_are_asked_for_numbers_of_their_own(asked, monkeypatch):
         np.testing.assert_allclose(found, expected[: asked[row]], rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokens_are_those_of_plain_decoding(temperature):
     sampling = specjax.SamplingParams(temperature=temperature, max_tokens=20, seed=3)
@@ -162,7 +164,7 @@ def repeating():
     return target, specjax.LoadedDrafter("head", EagleDrafter(config), head)
 
 
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", quick([1, 4], 4))
 def test_a_head_that_knows_its_target_is_always_accepted(count):
     target, drafter = repeating()
     num_tokens = 2 * (count + 1)
