@@ -156,7 +156,7 @@ class _Shape:
         bits = 2 * self.query_rows * LANES * 4 if self.words else 0
         scores = 3 * min(self.query_rows, MOST_ROWS) * max(self.tile_tokens, LANES) * 4
         if self.is_ahead:
-            scores += 2 * MOST_ROWS * (self.tile_tokens + LANES) * 4
+            scores += 2 * MOST_ROWS * (max(self.tile_tokens, LANES) + LANES) * 4
         return tiles + blocks + sums + bits + scores
 
 
@@ -734,12 +734,8 @@ class _Sums:
             for first in range(0, len(parts), at_once):
                 self._add_parts(slot, parts[first : first + at_once], part_rows, value_masks)
 
-        def part_of(step: Any) -> _Part:
-            head, begin = rows_of(step)
-            return _Part(head, begin, visible(begin, rows))
-
-        if rows == MOST_ROWS and heads == 1 and steps > 1:
-            self._add_ahead(slot, part_of, steps, value_masks)
+        if self.ahead and rows == MOST_ROWS and heads == 1:
+            self._add_ahead(slot, rows_of, visible, steps, value_masks)
         elif steps == 1:
             add_step(0)
         else:
@@ -748,7 +744,8 @@ class _Sums:
     def _add_ahead(
         self,
         slot: Any,
-        part_of: Callable[[Any], _Part],
+        rows_of: Callable[[Any], tuple[Any, Any]],
+        visible: Callable[[Any, int], list[Array | None]],
         steps: int,
         value_masks: Sequence[Array | None],
     ) -> None:
@@ -759,21 +756,24 @@ class _Sums:
         """
         even, odd = self.ahead
 
+        begins = range(0, self.shape.tile_tokens, self.shape.keys_at_once)
+
         def score(step: Any, to: _Scores) -> None:
             # The last step is scored again where none follows.
-            part = part_of(jnp.minimum(step, steps - 1))
+            head, begin = rows_of(jnp.minimum(step, steps - 1))
+            part = _Part(head, begin, visible(begin, MOST_ROWS))
             scores = self._scores_of(slot, part, MOST_ROWS)
-            for begin, piece in zip(self._begins(), scores, strict=False):
-                to.scores[:, begin : begin + piece.shape[1]] = piece
+            for first, piece in zip(begins, scores, strict=True):
+                to.scores[:, first : first + piece.shape[1]] = piece
             to.top[...] = self._top_of(part, MOST_ROWS, scores)
 
         def add(step: Any, of: _Scores) -> None:
-            part = part_of(step)
             size = self.shape.keys_at_once
-            scores = [of.scores[:, begin : begin + size] for begin in self._begins()]
-            scores = scores[: len(value_masks)]
-            weights = self._weights_of(part, of.top[...], scores)
-            self._add_weights(slot, part, MOST_ROWS, of.top[...], weights, value_masks)
+            scores = [of.scores[:, first : first + size] for first in begins]
+            weights = _weights(of.top[...], scores, value_masks)
+            head, begin = rows_of(step)
+            place = pl.ds(begin, MOST_ROWS)
+            self._add_weights(slot, head, place, of.top[...], weights, value_masks)
 
         def turn(half: Any, _: Any) -> Any:
             step = 2 * half
@@ -787,10 +787,6 @@ class _Sums:
         lax.fori_loop(0, steps // 2, turn, ())
         if steps % 2:
             add(steps - 1, even)
-
-    def _begins(self) -> range:
-        """Returns where the pieces of a tile begin."""
-        return range(0, self.shape.tile_tokens, self.shape.keys_at_once)
 
     def _add_parts(
         self,
@@ -806,9 +802,10 @@ class _Sums:
         """
         scores = [self._scores_of(slot, part, rows) for part in parts]
         tops = [self._top_of(part, rows, of) for part, of in zip(parts, scores, strict=True)]
-        weights = [self._weights_of(*known) for known in zip(parts, tops, scores, strict=True)]
+        weights = [_weights(*known, value_masks) for known in zip(tops, scores, strict=True)]
         for part, top, of in zip(parts, tops, weights, strict=True):
-            self._add_weights(slot, part, rows, top, of, value_masks)
+            place = pl.ds(part.begin, rows)
+            self._add_weights(slot, part.head, place, top, of, value_masks)
 
     def _scores_of(self, slot: Any, part: _Part, rows: int) -> list[Array]:
         """Returns the scores of the first pieces of a tile, f32[rows, keys_at_once] each."""
@@ -824,17 +821,11 @@ class _Sums:
         highest = functools.reduce(jnp.maximum, scores).max(axis=1, keepdims=True)
         return jnp.maximum(self.top[part.head, pl.ds(part.begin, rows)], highest)
 
-    def _weights_of(self, part: _Part, top: Array, scores: Sequence[Array]) -> list[Array]:
-        if part.is_visible[0] is not None:
-            # Far above what is masked: its weight is 0 in rows that see nothing, too.
-            top = jnp.maximum(top, MASKED / 2)
-        return [jnp.exp2(score - _in_lanes(top, score.shape[1])) for score in scores]
-
     def _add_weights(
         self,
         slot: Any,
-        part: _Part,
-        rows: int,
+        head: Any,
+        place: Any,  # of the rows
         top: Array,
         weights: Sequence[Array],
         value_masks: Sequence[Array | None],  # per piece of the tile, see `_value_mask`
@@ -844,18 +835,17 @@ class _Sums:
         Pieces are summed in order: those that are masked as a whole add 0, so that leaving them
         out changes no bit.
         """
-        place = pl.ds(part.begin, rows)
-        decay = jnp.exp2(self.top[part.head, place] - top)
-        acc = self.acc[part.head, place] * _in_lanes(decay, self.shape.head_dim)
+        decay = jnp.exp2(self.top[head, place] - top)
+        acc = self.acc[head, place] * _in_lanes(decay, self.shape.head_dim)
         for piece, weight in enumerate(weights):
-            v = self._read(self.v_tiles, slot, part.head, piece)
+            v = self._read(self.v_tiles, slot, head, piece)
             if (mask := value_masks[piece]) is not None:
                 v = pltpu.bitcast(pltpu.bitcast(v, jnp.int32) & mask, v.dtype)
             acc += self._multiply(weight.astype(v.dtype), v, (((1,), (0,)), ((), ())))
         added = functools.reduce(jnp.add, weights).sum(axis=1, keepdims=True)
-        self.top[part.head, place] = top
-        self.total[part.head, place] = self.total[part.head, place] * decay + added
-        self.acc[part.head, place] = acc
+        self.top[head, place] = top
+        self.total[head, place] = self.total[head, place] * decay + added
+        self.acc[head, place] = acc
 
     def _multiply(self, left: Array, right: Array, dimensions: Any) -> Array:
         return lax.dot_general(
@@ -1000,6 +990,16 @@ class _Sums:
         if shape.is_mixed:
             in_tree |= jnp.full(place.shape, scalars.is_causal[row]) > 0
         return is_needed & in_tree
+
+
+def _weights(
+    top: Array, scores: Sequence[Array], value_masks: Sequence[Array | None]
+) -> list[Array]:
+    """Returns exp2(scores - top) of the pieces of a tile; top f32[rows, LANES]."""
+    if value_masks[0] is not None:
+        # Far above what is masked: its weight is 0 in rows that see nothing, too.
+        top = jnp.maximum(top, MASKED / 2)
+    return [jnp.exp2(score - _in_lanes(top, score.shape[1])) for score in scores]
 
 
 def _in_lanes(numbers: Array, width: int) -> Array:

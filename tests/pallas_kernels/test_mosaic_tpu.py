@@ -233,12 +233,15 @@ def test_no_bit_depends_on_how_many_tokens_are_drafted():
 
 @pytest.mark.parametrize(
     ("kv_heads", "dtype"),
-    some([(1, "float32"), (2, "bfloat16")], [(1, "float32"), (2, "bfloat16"), (3, "float32")]),
+    some(
+        [(1, "float32"), (2, "bfloat16"), (5, "float32")],
+        [(1, "float32"), (2, "bfloat16"), (3, "float32"), (5, "float32")],
+    ),
 )
 def test_scores_one_step_ahead(kv_heads, dtype, monkeypatch, has_races):
     """Blocks of more rows than are multiplied at once: an odd and an even number of steps.
 
-    They have the bits of blocks that are multiplied at once.
+    They have the bits of blocks that are multiplied at once, five heads one after the other.
     """
     example = Example(
         lengths=(70, 0, 30),
