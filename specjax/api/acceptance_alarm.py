@@ -6,11 +6,11 @@ accepted. An EAGLE head read as EAGLE-3, or captured layers off by one, look jus
 
 from __future__ import annotations
 
-import sys
 import warnings
 
 import jax
 
+from specjax.api.stack_level import of_the_caller
 from specjax.drafters.loading import LoadedDrafter
 from specjax.engine.request import AcceptanceCounts
 
@@ -42,7 +42,7 @@ class AcceptanceAlarm:
         if num_accepted > MOST_SHARE * num_steps:
             return
         self.is_over = True
-        warnings.warn(self._message(), stacklevel=_of_the_caller())
+        warnings.warn(self._message(), stacklevel=of_the_caller())
 
     def _message(self) -> str:
         """The text without counts: Python shows equal warnings of one line once."""
@@ -54,11 +54,3 @@ class AcceptanceAlarm:
             f"that drafted, or fewer. Text is not affected, and nothing is gained. Likely {faults}."
             f"{notes}"
         )
-
-
-def _of_the_caller() -> int:
-    """Returns the stacklevel, for `AcceptanceAlarm.look`, of the first frame outside specjax."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] == "specjax":
-        frame, level = frame.f_back, level + 1
-    return level

@@ -27,6 +27,7 @@ from specjax.api.sizing import (
     page_bytes,
     standing_sizes,
 )
+from specjax.api.stack_level import of_the_caller
 from specjax.config.checks import is_int
 from specjax.config.engine import EngineConfig
 from specjax.config.gate import SpeculationGate, gate_tokens
@@ -715,7 +716,7 @@ def _warn_of_most_drafts(drafter: LoadedDrafter, config: SpeculationConfig) -> N
         warnings.warn(
             f"num_speculative_tokens={asked}, and {drafter.name!r} drafts at most {most} tokens; "
             "lower it, so that steps have no room for more.",
-            stacklevel=4,
+            stacklevel=of_the_caller(),
         )
 
 

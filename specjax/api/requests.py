@@ -157,7 +157,6 @@ def _of_prompt(
     config = target.config
     params.validate(config.vocab_size)
     rule = params.verification or speculation.verification
-    drafter.check_rule(rule)
     if rule == "synthetic" and speculation.synthetic_acceptance_rates is None:
         raise ValueError("verification='synthetic' needs the call's synthetic_acceptance_rates.")
     if rule == "greedy" and params.temperature != 0:
@@ -167,11 +166,11 @@ def _of_prompt(
         )
     number = Rule.of(rule)
     cap = _draft_cap(params, speculation)
-    if cap == 0 or not drafter.effective_rules([number]):
+    is_judged = cap != 0 and bool(drafter.effective_rules([number]))
+    drafter.check_rule(rule, engine_config.numerics if is_judged else "fast")
+    if not is_judged:
         # Without drafts, or without draft distributions, its tokens are the target's own draws.
         number = min(number, DELTA)
-    else:
-        drafter.check_rule(rule, engine_config.numerics)
     if params.stop_strings and target.tokenizer is None:
         raise ValueError(
             "stop strings need a tokenizer, and this model's folder has none; use stop_token_ids."

@@ -17,7 +17,15 @@ from specjax.drafters import head_files
 from specjax.drafters.head_files import FoundHead, Head, Tensors
 from specjax.models import eagle3, hf_config
 from specjax.models.base import Json, ModelConfig
-from specjax.models.config_values import flag, optional_number, require, shown, size, token_id
+from specjax.models.config_values import (
+    flag,
+    is_int,
+    optional_number,
+    require,
+    shown,
+    size,
+    token_id,
+)
 from specjax.models.eagle3 import FLAT_PREFIX, MASK_HIDDEN, NUMBERED_PREFIX, Eagle3Config
 
 # In names of `architectures`, and of the key speculators_model_type.
@@ -203,14 +211,30 @@ def _aux_ids(raw: Json, depth: int, aux_layer_ids: Sequence[int] | None) -> tupl
     nested = nested if isinstance(nested, dict) else {}
     if aux_layer_ids is not None:
         return aux_layer_ids, "aux_layer_ids", False
-    if raw.get(AUX_KEY) is not None:
-        return raw[AUX_KEY], AUX_KEY, False
-    if nested.get(AUX_KEY) is not None:
-        return nested[AUX_KEY], f"eagle_config.{AUX_KEY}", True
-    if raw.get(OUTPUTS_KEY) is not None:
-        return raw[OUTPUTS_KEY], OUTPUTS_KEY, True
-    default = (2, depth // 2, depth - 3)
-    return default, "the default, for lack of a word in config.json", False
+    places = (
+        (raw.get(AUX_KEY), AUX_KEY, False),
+        (nested.get(AUX_KEY), f"eagle_config.{AUX_KEY}", True),
+        (raw.get(OUTPUTS_KEY), OUTPUTS_KEY, True),
+    )
+    said = [place for place in places if place[0] is not None]
+    if not said:
+        default = (2, depth // 2, depth - 3)
+        return default, "the default, for lack of a word in config.json", False
+    for ids, key, names_outputs in said[1:]:
+        if _inputs(ids, names_outputs) != _inputs(said[0][0], said[0][2]):
+            raise ValueError(
+                f"{said[0][1]}={said[0][0]!r:.100} and {key}={ids!r:.100} capture different "
+                "layers; give aux_layer_ids=[...] (inputs of layers, from 0), or use the file as "
+                "published."
+            )
+    return said[0]
+
+
+def _inputs(ids: Any, names_outputs: bool) -> Any:
+    """Returns ids of captured layers as inputs of layers; what is no list of ints as it is."""
+    if not isinstance(ids, list) or not all(map(is_int, ids)):
+        return ids
+    return [number + names_outputs for number in ids]
 
 
 def _prefix(tensors: Tensors) -> str:

@@ -316,6 +316,10 @@ def _check_members(spec: DrafterSpec) -> None:
             lambda depth: depth is None or (is_int(depth) and depth >= 1),
             "an int of at least 1, or None",
         ),
+        "most_drafts": (
+            lambda most: most is None or (is_int(most) and most >= 1),
+            "an int of at least 1, or None",
+        ),
     }
     checks["likely_faults"] = (functools.partial(_is_tuple_of, str), "a tuple of str")
     flags = "can_draft", "has_probs", "takes_text", "learns", "is_tree", "is_grown"

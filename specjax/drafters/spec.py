@@ -343,8 +343,18 @@ def beside_history(spec: Any, config: SpeculationConfig) -> Any:
     """Returns the drafter of a config: a spec alone, or beside history if it has corpus_tokens."""
     if config.corpus_tokens is None:
         return spec.with_tree(config)
+    _check_no_longest(config)
     of_model = spec.with_tree(_without_history(config))
     return HybridDrafter(of_model, config.corpus_tokens, config.prompt_lookup_min)
+
+
+def _check_no_longest(config: SpeculationConfig) -> None:
+    """Raises ValueError where a config bounds matches of history from above."""
+    if asked_for(config, "prompt_lookup_max") is not None:
+        raise ValueError(
+            f"prompt_lookup_max={config.prompt_lookup_max} is for method 'ngram': beside "
+            "corpus_tokens the longest match is taken, whatever its length; leave it out."
+        )
 
 
 def _without_history(config: SpeculationConfig) -> SpeculationConfig:
@@ -424,6 +434,7 @@ class HybridDrafter(DrafterSpec):
         return dataclasses.replace(self, model=self.model.split(num_shards))
 
     def configured(self, config: SpeculationConfig) -> HybridDrafter:
+        _check_no_longest(config)
         return dataclasses.replace(
             self,
             model=self.model.with_tree(_without_history(config)),

@@ -100,6 +100,15 @@ def test_beside_history_the_lower_bound_is_of_its_matches(name):
     assert found.configured(specjax.SpeculationConfig(prompt_lookup_min=4)).min_match == 4
 
 
+@pytest.mark.parametrize("name", HEADS)
+def test_beside_history_no_match_is_too_long(name):
+    config = specjax.SpeculationConfig(corpus_tokens=512, prompt_lookup_max=7)
+    with pytest.raises(ValueError, match=r"prompt_lookup_max=7 .* leave it out"):
+        HEADS[name].configured(config)
+    with pytest.raises(ValueError, match=r"prompt_lookup_max=7 .* leave it out"):
+        HybridDrafter(HEADS[name], 512, 3).configured(config)
+
+
 def test_k_above_what_is_ever_drafted_is_said_once():
     config = HEADS["medusa"].config
     head = specjax.LoadedDrafter("heads", HEADS["medusa"], medusa.init(jax.random.key(0), config))
@@ -114,4 +123,4 @@ def test_k_above_what_is_ever_drafted_is_said_once():
     generate(None)  # nobody asked for the default
     with pytest.warns(UserWarning, match="=5, and 'heads' drafts at most 2 tokens") as said:
         generate(5)
-    assert len(said) == 1
+    assert [warning.filename for warning in said] == [__file__]

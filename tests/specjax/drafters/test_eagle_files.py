@@ -122,6 +122,11 @@ def test_the_naming_of_speculators(tmp_path):
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, {}, (1, 2, 5)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}}, {}, (2, 3, 6)),
         ({"target_layer_ids": [-1, 2, 5]}, {}, (0, 3, 6)),  # of DeepSpec
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 2, 5], "target_layer_ids": [0, 1, 4]},
+            {},
+            (1, 2, 5),
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 5]}, {"aux_layer_ids": (0, 1, 2)}, (0, 1, 2)),
     ],
 )
@@ -144,6 +149,11 @@ def test_captured_layers_are_stored_in_several_ways(tmp_path, more, options, exp
         ({"logit_scale": 2.0}, None, "logit_scale"),
         ({"norm_output": 3}, None, "norm_output"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 7]}, None, "from 0 to 6"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [1, 2, 5], "target_layer_ids": [1, 2, 5]},
+            None,
+            "capture different layers",
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2]}, None, "captured layers"),
         ({"eagle_aux_hidden_state_layer_ids": "2"}, None, "a list of layers"),
         ({}, without("d2t"), "d2t"),
