@@ -164,8 +164,8 @@ class SpeculationConfig:
         if self.method not in (None, "mtp", *MATCHING) and self.model is None:
             demo = ', or "demo"' if self.method == "draft_model" else ""
             raise ValueError(
-                f"method {self.method!r} needs 'model': a folder{demo}. Where a drafter is given "
-                "beside it, leave 'method' out."
+                f"method {self.method!r} without a 'model': name a folder{demo}, or leave 'method' "
+                "out where a drafter is given beside it."
             )
         if not is_int(self.depth) or not 0 <= self.depth <= MAX_DEPTH:
             raise ValueError(

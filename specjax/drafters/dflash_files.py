@@ -50,6 +50,8 @@ _MARKOV_KEYS = (
     "markov_head_type",
     "markov_rank",
 )
+# At the top or in OWN_KEY, of every kind.
+_BLOCK_KEYS = "block_size", "mask_token_id", "sample_from_anchor"
 _KNOWN_OF_DSPARK = *_MARKOV_KEYS, "attention_mode", "confidence_head_alpha"
 # Parts of a tensor's name, and the kind of head that has them.
 _PARTS_OF_DSPARK = dict.fromkeys((MARKOV, "confidence_head."), "DSpark")
@@ -132,13 +134,11 @@ def _parse(
     )
     ids, source, are_outputs = _aux_ids(raw, said, target.num_layers, num_layers, aux_layer_ids)
     aux, note = head_files.captured_layers(head, target, ids, source, are_outputs=are_outputs)
-    default = flag(raw, "sample_from_anchor", has_markov)
-    from_anchor = flag(said, "sample_from_anchor", default)
-    block = raw if raw.get("block_size") is not None else said
-    mask = said if said.get("mask_token_id") is not None else raw
-    if mask.get("mask_token_id") is None:
+    block = _values(raw, said, _BLOCK_KEYS)
+    from_anchor = flag(block, "sample_from_anchor", has_markov)
+    if block.get("mask_token_id") is None:
         raise ValueError(f"mask_token_id is missing, at the top and in {OWN_KEY}; add it.")
-    mask_token_id = token_id("mask_token_id", mask["mask_token_id"], target.vocab_size)
+    mask_token_id = token_id("mask_token_id", block["mask_token_id"], target.vocab_size)
     assert mask_token_id is not None
     block_size = size(
         block, "block_size", least=1 if from_anchor else 2, most=MAX_DEPTH + (not from_anchor)
@@ -146,7 +146,7 @@ def _parse(
     _check_windows(windows, causal_layers, block_size)
     more = {}
     if has_markov:
-        more = _of_dspark(head, _markov_values(raw, said), from_anchor, width)
+        more = _of_dspark(head, _values(raw, said, _MARKOV_KEYS), from_anchor, width)
     elif is_dflash2(raw):
         more = dflash2_files.own_fields(head, said, target, tables, from_anchor, block_size)
     config = DFlashConfig(
@@ -165,6 +165,8 @@ def _parse(
     )
     masks = f"drafts blocks of {config.block_size} with token {mask_token_id} as their mask"
     notes = [note, masks]
+    if has_markov and not config.markov_rank:
+        notes.append("has no Markov head: each token is drafted as DFlash does")
     if config.has_confidence:
         notes.append(
             "has a confidence head, which ranks drafts over rows under max_drafts_per_step"
@@ -200,22 +202,24 @@ def _check_windows(
             )
 
 
-def _markov_values(raw: Json, said: Json) -> Json:
-    """Returns what config.json says of Markov and confidence heads, at the top or below it.
+def _values(raw: Json, said: Json, keys: Sequence[str]) -> Json:
+    """Returns what config.json says of some keys, at the top or below it.
+
+    A key that is null is kept if it has no other value.
 
     Raises:
       ValueError: both say something, and not the same.
     """
     found = {}
-    for key in _MARKOV_KEYS:
+    for key in keys:
         values = [each[key] for each in (raw, said) if each.get(key) is not None]
         if any(value != values[0] for value in values):
             raise ValueError(
                 f"{key}={shown(values[0])}, and {OWN_KEY}.{key}={shown(values[1])}; they must "
                 "agree: use the file as it was published."
             )
-        if values:
-            found[key] = values[0]
+        if values or key in raw or key in said:
+            found[key] = values[0] if values else None
     return found
 
 
@@ -223,7 +227,7 @@ def _of_dspark(head: Head, raw: Json, from_anchor: bool, width: int) -> dict[str
     """Returns what a DSpark head has besides a block, by the fields of DFlashConfig.
 
     Args:
-      raw: from `_markov_values`.
+      raw: from `_values`.
 
     Raises:
       ValueError: config.json and the tensors disagree, or this is not supported.
@@ -254,7 +258,7 @@ def _markov(head: Head, raw: Json, from_anchor: bool) -> dict[str, Any]:
     """Returns width and kind of a Markov head, by their fields; the width is 0 where there is none.
 
     Args:
-      raw: from `_markov_values`.
+      raw: from `_values`.
 
     Raises:
       ValueError: config.json and the tensors disagree, or the head is recurrent and its training
@@ -263,8 +267,11 @@ def _markov(head: Head, raw: Json, from_anchor: bool) -> dict[str, Any]:
     said = size(raw, "markov_rank", 0, least=0)
     name = f"{MARKOV}markov_w1.weight"
     stored = head_files.shape_of(head, name)[1] if said or name in head.tensors else 0
-    if said not in (0, stored):
-        raise ValueError(f"markov_rank={said}, and {name} has {stored} columns; they must agree.")
+    if "markov_rank" in raw and said != stored:
+        raise ValueError(
+            f"markov_rank={shown(raw['markov_rank'])}, and {name} has {stored} columns; they must "
+            "agree."
+        )
     has = lambda kind: stored and f"{MARKOV}{dspark.MATRICES[kind]}.weight" in head.tensors
     kind = next(filter(has, dspark.MATRICES), dspark.VANILLA)
     if stored and (named := raw.get("markov_head_type") or kind) != kind:

@@ -150,12 +150,16 @@ def init(rows: int, max_length: int, capacity: int) -> HistoryState:
 
 
 def check_capacity(capacity: int, max_length: int = 0) -> None:
-    """Raises ValueError where no piece fits, or there are more places than can be numbered."""
-    least = PIECE_TOKENS + 1
-    if not least <= capacity or capacity + max_length > MOST_PLACES:
+    """Raises ValueError where no piece fits, or there are more places than can be numbered.
+
+    Args:
+      max_length: most tokens of a row; 0 where it is not known yet.
+    """
+    least, most = PIECE_TOKENS + 1, MOST_PLACES - max_length
+    if not least <= capacity <= most:
+        beside = f", beside rows of {max_length}" if max_length else ""
         raise ValueError(
-            f"a corpus of {capacity} tokens beside rows of {max_length} must hold at least "
-            f"{least}, and both together at most {MOST_PLACES}; change corpus_tokens."
+            f"corpus_tokens={capacity} must be from {least} to {most}{beside}; change it."
         )
 
 

@@ -159,6 +159,15 @@ def test_what_a_config_says(tmp_path, raw, options, expected):
         (flat(block_size=1), None, "block_size"),
         (flat(block_size=65), None, "block_size"),
         (flat(block_size=None), None, "block_size"),
+        (flat({"block_size": 5}), None, "block_size=4, and dflash_config.block_size=5"),
+        (flat({"block_size": 0}), None, "block_size=4, and dflash_config.block_size=0"),
+        (flat({"block_size": 1}), None, "block_size=4, and dflash_config.block_size=1"),
+        (flat(mask_token_id=59), None, "mask_token_id=59, and dflash_config.mask_token_id=60"),
+        (
+            flat({"sample_from_anchor": True}, sample_from_anchor=False),
+            None,
+            "sample_from_anchor=False, and dflash_config.sample_from_anchor=True",
+        ),
         (flat({"mask_token_id": None}), None, "mask_token_id is missing"),
         (flat({"mask_token_id": 61}), None, "no token"),
         (flat({"target_layer_ids": [1, 6]}), None, "from -1 to 5"),
@@ -396,8 +405,13 @@ def test_a_dspark_head(tmp_path):
     )
     assert out.stats.acceptance is not None
     plain = config_of({"vocab_size": DRAFT_VOCAB}, **OWN_TABLES, samples_from_anchor=True)
-    write(tmp_path, dspark(markov_rank=0), tensors_of(plain))
-    assert read(folder).config == plain
+    for rank in (0, None):
+        found = read(write(tmp_path, dspark(markov_rank=rank), tensors_of(plain)))
+        assert found.config == plain
+        assert found.notes[-1] == "has no Markov head: each token is drafted as DFlash does"
+        write(tmp_path, dspark(markov_rank=rank), tensors)
+        with pytest.raises(ValueError, match=f"markov_rank={rank}, and .*markov_w1.* 6 columns"):
+            read(folder)
     write(tmp_path, dspark(sample_from_anchor=False), tensors_of(config))
     assert not read(folder).config.samples_from_anchor
 
@@ -524,7 +538,7 @@ def test_a_config_names_its_method(tmp_path):
         specjax.generate(
             TARGET, [1, 2, 3], speculative_config={"method": "eagle3", "model": str(folder)}
         )
-    with pytest.raises(ValueError, match="'dflash' needs 'model'"):
+    with pytest.raises(ValueError, match="'dflash' without a 'model'"):
         specjax.SpeculationConfig(method="dflash")
 
 

@@ -287,5 +287,11 @@ def test_rows_are_taken_and_put_back():
 
 @pytest.mark.parametrize("capacity", [PIECE_TOKENS, 2**24])
 def test_a_corpus_that_cannot_be(capacity):
-    with pytest.raises(ValueError, match="change corpus_tokens"):
+    said = f"^corpus_tokens={capacity} must be from 65 to "
+    with pytest.raises(
+        ValueError, match=f"{said}{2**24 - MAX_LENGTH}, beside rows of {MAX_LENGTH};"
+    ):
         history.init(1, MAX_LENGTH, capacity)
+    history.check_capacity(2**24)  # no rows are known yet
+    with pytest.raises(ValueError, match=f"^corpus_tokens=64 must be from 65 to {2**24}; change"):
+        history.check_capacity(64)
