@@ -15,10 +15,7 @@ import jax.numpy as jnp
 from specjax.bench.roofline_cases import (
     CHAIN,
     CONTEXTS,
-    DFLASH,
-    EAGLE3,
     HEADS,
-    P_EAGLE,
     Case,
     Layers,
     of_first_layers,
@@ -231,11 +228,9 @@ def _traffic(case: Case, request: PlanRequest, read: Program, context: int) -> T
         layer_windows=case.target.layer_windows,
     )
     turns: tuple[int, ...] = ()
-    if case.draft in (EAGLE3, P_EAGLE):
+    if case.draft in HEADS:
         # Feeds all draft tokens but the last, or draws all but the first one after the other.
         turns = (case.num_speculative_tokens - 1,)
-    if case.draft == DFLASH:
-        turns = (case.num_speculative_tokens,)  # draws them one after the other
     if request.drafter.configs:
         # After a step that drafts, the first forward takes along what the drafter has not seen:
         # the loop that catches up does not turn. A chain's other tokens have a loop.
