@@ -9,7 +9,7 @@ accepted drafts after commit, and the tokens of K = 0 steps a window at a time. 
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from specjax.types import DecoderParams, TokenBatch
 # weights (TPU v5e from 240 tokens on, v6e from 560). It is the same for any number of rows, so that
 # memory is linear in rows, as plans take it to be.
 WINDOW = 16
+# A burst that ends after so few steps, as each of `stream` does, absorbs a window of these.
+FEW_STEPS = 2
 
 
 class Committed(NamedTuple):
@@ -59,24 +61,25 @@ def absorb_committed(
 class Waiting(NamedTuple):
     """Hidden states of the K = 0 steps that the drafter has not absorbed yet."""
 
+    num_steps: Array  # i32[], steps that wait
     roots: Array  # i32[rows], positions of the first tokens that wait
-    taps: tuple[Array, ...]  # [steps, rows, hidden_size] each
+    taps: tuple[Array, ...]  # [most steps, rows, hidden_size] each
 
 
 def no_waiting(state: DecodeState, committed: Committed, num_steps: int) -> Waiting:
     """Returns empty room for num_steps steps; only shapes and dtypes of `committed` are read."""
     taps = [jnp.zeros((num_steps, state.rows, *tap.shape[1:]), tap.dtype) for tap in committed.taps]
-    return Waiting(state.cache.lengths, tuple(taps))
+    return Waiting(jnp.int32(0), state.cache.lengths, tuple(taps))
 
 
-def wait(waiting: Waiting, step: Array, committed: Committed) -> Waiting:
-    """Stores the hidden states of one K = 0 step at index `step`, i32[]."""
+def wait(waiting: Waiting, committed: Committed) -> Waiting:
+    """Stores the hidden states of one more K = 0 step."""
     roots = committed.places[:, 0]
     taps = [
-        jax.lax.dynamic_update_index_in_dim(own, tap[roots], step, 0)
+        jax.lax.dynamic_update_index_in_dim(own, tap[roots], waiting.num_steps, 0)
         for own, tap in zip(waiting.taps, committed.taps, strict=True)
     ]
-    return waiting._replace(taps=tuple(taps))
+    return waiting._replace(num_steps=waiting.num_steps + 1, taps=tuple(taps))
 
 
 def absorb_waiting(
@@ -84,10 +87,33 @@ def absorb_waiting(
 ) -> DecodeState:
     """Returns the state after the drafter absorbed all waiting hidden states.
 
+    Where FEW_STEPS or fewer wait, the drafter runs on so many tokens per row alone.
+
     Args:
       state: the state after the last step.
     """
-    num_steps = waiting.taps[0].shape[0]
+    most = waiting.taps[0].shape[0]
+    if most <= FEW_STEPS:
+        return _absorb_first(spec, params, state, waiting, most)
+    is_few = waiting.num_steps <= FEW_STEPS
+
+    def absorb_if(condition: Array, num_steps: int, drafter: Any) -> Any:
+        # A loop of one turn or none: it updates pages in place, and a conditional may copy them.
+        def turn(_: Array, drafter: Any) -> Any:
+            before = dataclasses.replace(state, drafter=drafter)
+            return _absorb_first(spec, params, before, waiting, num_steps).drafter
+
+        return jax.lax.fori_loop(0, condition.astype(jnp.int32), turn, drafter)
+
+    drafter = absorb_if(is_few, FEW_STEPS, state.drafter)
+    drafter = absorb_if(~is_few, most, drafter)
+    return dataclasses.replace(state, drafter=drafter)
+
+
+def _absorb_first(
+    spec: StepSpec, params: DecoderParams, state: DecodeState, waiting: Waiting, num_steps: int
+) -> DecodeState:
+    """Returns the state after the drafter absorbed what waits, of at most `num_steps` steps."""
     # A row commits one token with each step until it ends.
     counts = state.cache.lengths - waiting.roots
     batch = _batch(state, waiting.roots, counts, num_steps * state.rows)

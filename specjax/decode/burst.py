@@ -83,19 +83,17 @@ def burst(
 
     def one_window(at: _Progress) -> _Progress:
         """Runs K = 0 steps and absorbs all of them at once, which saves passes of the drafter."""
-        num_steps = min(WINDOW, max_steps)
-        first = at.num_steps
+        most = min(WINDOW, max_steps)
         assert committed is not None
 
         def body(carry: tuple[_Progress, Waiting]) -> tuple[_Progress, Waiting]:
             at, waiting = carry
             state, info, new = advance_once(params, at.state)
             assert new is not None
-            waiting = wait(waiting, at.num_steps - first, new)
-            return noted(at, state, info), waiting
+            return noted(at, state, info), wait(waiting, new)
 
-        has_room = lambda carry: proceeds(carry[0]) & (carry[0].num_steps - first < num_steps)
-        waiting = no_waiting(at.state, committed, num_steps)
+        has_room = lambda carry: proceeds(carry[0]) & (carry[1].num_steps < most)
+        waiting = no_waiting(at.state, committed, most)
         at, waiting = jax.lax.while_loop(has_room, body, (at, waiting))
         return at._replace(state=absorb_waiting(spec, params, at.state, waiting))
 
