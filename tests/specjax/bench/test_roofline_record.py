@@ -3,14 +3,16 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from specjax.bench import roofline, roofline_table
+from specjax.bench import roofline, roofline_measure, roofline_table
 from specjax.bench.roofline_cases import (
     CHAIN,
     DFLASH,
     EAGLE3,
+    HEADS,
     P_EAGLE,
     PLAIN,
     Case,
@@ -318,3 +320,12 @@ def test_recorded_steps_are_near_their_minimum(name):
 
 def test_the_table_is_that_of_the_record():
     assert (ROOT / roofline.TABLE).read_text() == roofline_table.page(RECORD)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_loop_draws_all_tokens_of_a_head_but_the_first(monkeypatch, head):
+    monkeypatch.setattr(roofline_measure, "step_traffic", lambda program, step: step.turns)
+    case = Case("Llama-3.1-8B", head, 32, "v5e", 4)
+    request = SimpleNamespace(drafter=case.spec)
+    turns = roofline_measure._traffic(case, request, None, 2048)
+    assert turns == ({DFLASH: 7}.get(head, 4) - 1,)
