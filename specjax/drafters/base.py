@@ -311,7 +311,9 @@ class DrafterSpec:
         return tuple(model_work(config, dtype, self.num_shards, count) for config in self.configs)
 
     def absorb_work(self, target: ModelConfig, dtype: Any) -> ModelWork | None:
-        """Returns the work of a pass of `Drafter.absorb`; None: it is counted as free.
+        """Returns the work of a pass of `Drafter.absorb`, for what it costs beside K = 0.
+
+        Plans and the first choices of K leave it out. None: it costs next to nothing.
 
         Args:
           dtype: of its weights.

@@ -156,6 +156,11 @@ def check_capacity(capacity: int, max_length: int = 0) -> None:
       max_length: most tokens of a row; 0 where it is not known yet.
     """
     least, most = PIECE_TOKENS + 1, MOST_PLACES - max_length
+    if most < least:
+        raise ValueError(
+            f"rows of {max_length} tokens leave no place for corpus_tokens={capacity}; lower "
+            "max_context."
+        )
     if not least <= capacity <= most:
         beside = f", beside rows of {max_length}" if max_length else ""
         raise ValueError(

@@ -295,3 +295,5 @@ def test_a_corpus_that_cannot_be(capacity):
     history.check_capacity(2**24)  # no rows are known yet
     with pytest.raises(ValueError, match=f"^corpus_tokens=64 must be from 65 to {2**24}; change"):
         history.check_capacity(64)
+    with pytest.raises(ValueError, match=r"rows of 16777216 tokens .* lower max_context"):
+        history.check_capacity(100, 2**24)
