@@ -23,9 +23,12 @@ if TYPE_CHECKING:
     from specjax.drafters.loading import LoadedDrafter as LoadedDrafter
     from specjax.drafters.loading import load_drafter as load_drafter
     from specjax.engine.request import SelfCheck as SelfCheck
+    from specjax.layouts.converting import convert as convert
+    from specjax.layouts.converting import convert_back as convert_back
     from specjax.models.base import Model as Model
     from specjax.models.base import ModelConfig as ModelConfig
     from specjax.models.loading import load_model as load_model
+    from specjax.models.partition import param_shardings as param_shardings
     from specjax.rl.batch import Rollout as Rollout
     from specjax.rl.decoder import RolloutDecoder as RolloutDecoder
     from specjax.rl.decoder import build_decoder as build_decoder
@@ -64,10 +67,13 @@ __all__ = [
     "Texts",
     "__version__",
     "build_decoder",
+    "convert",
+    "convert_back",
     "generate",
     "load_drafter",
     "load_model",
     "logprob_gap",
+    "param_shardings",
     "rollout",
     "score",
     "stream",
@@ -87,6 +93,9 @@ _HOME = {
     "SelfCheck": "specjax.engine.request",
     "generate": "specjax.api.generation",
     "stream": "specjax.api.generation",
+    "convert": "specjax.layouts.converting",
+    "convert_back": "specjax.layouts.converting",
+    "param_shardings": "specjax.models.partition",
     "Model": "specjax.models.base",
     "ModelConfig": "specjax.models.base",
     "load_model": "specjax.models.loading",

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self, TypedDict
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 # Weights and per-layer caches are plain nested dicts and tuples of arrays: a training
 # loop passes its weights as they are, and jit sees ordinary pytrees.
@@ -130,6 +131,20 @@ class ModelConfig:
             "window": self.window(layer),
             "softcap": self.attention_softcap,
         }
+
+    def param_shapes(self, dtype: DTypeLike = jnp.float32) -> Params:
+        """Returns the tree of weights with a jax.ShapeDtypeStruct at each leaf.
+
+        docs/weights-layout.md describes it. Nothing is computed or allocated.
+
+        Raises:
+          ValueError: no family is named `architecture`.
+        """
+        from specjax.models.abstract import (
+            abstract_weights,
+        )  # which asks the families, and they this
+
+        return abstract_weights(self, jnp.dtype(dtype))
 
     def first_layers(self, num_layers: int) -> Self:
         """Returns the config of a model of only the first layers."""

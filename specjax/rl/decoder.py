@@ -28,9 +28,11 @@ from specjax.engine.loop import Loop
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import Request
 from specjax.engine.text_feed import group_of
+from specjax.layouts.tables import Layout
 from specjax.models.abstract import abstract_weights, tree_difference
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.policy.interface import SpeculationPolicy
+from specjax.rl.given_weights import GivenWeights, bytes_copied
 from specjax.runtime import compilation_cache
 from specjax.runtime.jax_settings import entrance
 from specjax.types import DecoderParams
@@ -53,9 +55,11 @@ class RolloutDecoder:
         setup: Setup,
         policy: SpeculationPolicy | None,
         mesh: Mesh | None = None,
+        layout: str | Layout = "specjax",
     ):
         """Use `build_decoder`."""
         self._setup = setup
+        self._given = GivenWeights(layout, setup.target.config, mesh)
         self._mesh = mesh
         self._policy = policy
         self._loop: Loop | None = None
@@ -66,6 +70,8 @@ class RolloutDecoder:
         # Completions of other runs, kept until there is a loop.
         self._told: collections.deque[tuple[list[int], list[int]]]
         self._told = collections.deque(maxlen=MOST_TOLD)
+        # Bytes of weights that the last rollout copied, to convert them or to place them.
+        self.weights_bytes_moved = 0
         # How often the weights changed, or the version that the caller gave.
         self.params_version = 0
 
@@ -137,17 +143,21 @@ class RolloutDecoder:
     @property
     def num_traces(self) -> int:
         """How many functions were traced, and so compiled, for this decoder's configuration."""
-        return 0 if self._loop is None else self._loop.decoder.all_traces.total()
+        steps = 0 if self._loop is None else self._loop.decoder.all_traces.total()
+        return steps + self._given.num_traces
 
     def hand_over(self, params: Params | DecoderParams, version: int | None = None) -> Loop:
         """Returns the loop with these weights; arrays already in place are not copied.
+
+        `weights_bytes_moved` says how many bytes were.
 
         Cached pages are dropped unless the weights are the same array objects as in the last
         rollout, and `version` is None or the last version.
 
         Args:
-          params: weights of the target, or of target and drafter. Numpy arrays may change in
-            place, so they count as new each time, and are copied to the device.
+          params: weights of the target in the decoder's layout, or of target and drafter. Numpy
+            arrays may change in place, so they count as new each time, and are copied to the
+            device.
           version: the caller's version of these weights; None: the last one, plus 1 if they
             are new.
 
@@ -157,7 +167,9 @@ class RolloutDecoder:
         if version is not None and not (is_int(version) and 0 <= version < 2**31):
             raise ValueError(f"params_version={version!r} must be from 0 to 2**31 - 1.")
         weights = self._complete(params)
+        weights = weights._replace(target=self._given(weights.target))
         self._validate(weights)
+        before = weights
         leaves = jax.tree.leaves(weights)
         is_lent = all(isinstance(leaf, jax.Array) for leaf in leaves)
         if not is_lent:
@@ -172,6 +184,9 @@ class RolloutDecoder:
         if self._loop.has_work:
             self._loop.abandon()
         self._loop.take_params(weights, is_new=not is_same)
+        self.weights_bytes_moved = self._given.bytes_moved + sum(
+            map(bytes_copied, before, self._loop.params)
+        )
         if not is_same:
             self.params_version = self.params_version + 1 if version is None else version
         if is_lent:
@@ -248,11 +263,12 @@ class RolloutDecoder:
         self._told.extend((ids(prompt), ids(answer)) for prompt, answer in pairs if answer)
 
     def forget(self) -> None:
-        """Drops all text: the corpus, cached pages and learned lengths. Nothing is
-        recompiled."""
+        """Drops all text: the corpus, cached pages and learned lengths; and converted weights.
+        Nothing is recompiled."""
         self._told.clear()
         self._lengths.clear()
         self._leaves = ()
+        self._given.drop()
         if self._loop is not None:
             self._loop.forget()
 
@@ -296,7 +312,7 @@ class RolloutDecoder:
             params.target,
             self._setup.target.params,
             "params",
-            "the tree of specjax.load_model(...).params for the same config",
+            "the tree of docs/weights-layout.md",
         )
         _check_same(
             params.drafter,
@@ -327,6 +343,7 @@ def build_decoder(
     policy: SpeculationPolicy | None = None,
     mesh: Mesh | None = None,
     dtype: DTypeLike | None = None,
+    layout: str | Layout = "specjax",
 ) -> RolloutDecoder:
     """Returns a decoder for `rollout`; compiles nothing yet.
 
@@ -344,9 +361,14 @@ def build_decoder(
       policy: chooses K before each burst; None: goodput.
       mesh: devices to split over, axes "data" and "tensor".
       dtype: of the weights passed to rollouts; None: the Model's, or float32.
+      layout: of the weights passed to rollouts: "specjax", "nnx", "linen", "tunix", "maxtext", or
+        one's own; see `specjax.convert`. Weights in another layout than specjax's are converted
+        on the device once per update, and the copy is kept until the trainer frees the arrays
+        that it was made from.
 
     Raises:
       ValueError: the drafter does not fit the target, or a setting is invalid.
+      NotImplementedError: the layout has no models like the target.
     """
     compilation_cache.enable()
     if isinstance(target, Model):
@@ -375,7 +397,7 @@ def build_decoder(
             "specjax.load_drafter(dataclasses.replace(draft, params=new), target).params.",
             stacklevel=3,
         )
-    return RolloutDecoder(setup, policy, mesh)
+    return RolloutDecoder(setup, policy, mesh, layout)
 
 
 def _check_same(given: Any, expected: Any, what: str, tree: str) -> None:

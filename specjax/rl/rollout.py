@@ -73,8 +73,10 @@ def rollout(
       decoder: from `build_decoder`.
       params: weights of the policy, or DecoderParams(policy, draft model). They are neither
         donated nor held after the call, and other weights of the same shapes compile
-        nothing. Numpy arrays are copied, and with a mesh also arrays whose sharding differs
-        from specjax's.
+        nothing. The policy's may be any tree in the decoder's layout: lists for tuples,
+        nnx.State, nnx.Param, FrozenDict, {"params": ...}, and layers stacked along their first
+        axis, see docs/weights-layout.md. Numpy arrays are copied, and with a mesh also arrays
+        whose sharding differs from specjax's; `weights_bytes_moved` of the metrics says how much.
       prompts: lists of token ids of any lengths; i32[num_prompts, width] with prompt_mask;
         texts, if the decoder has a tokenizer; or an unfinished Rollout, whose completions
         are continued.
@@ -624,6 +626,7 @@ class _Run:
             "rollout_s": seconds,
             "compile_s": compile_s,
             "hand_over_s": self._hand_over_s,
+            "weights_bytes_moved": decoder.weights_bytes_moved,
             "tokens_per_second": num_tokens / max(seconds - compile_s, 1e-9),
             "num_drafted": counts.num_drafted,
             "num_accepted": counts.num_accepted,

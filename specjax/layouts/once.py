@@ -1,0 +1,66 @@
+"""Converts weights only where the arrays differ from those of the last call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+Arrays = Mapping[str, Any]  # by path
+
+
+class Once:
+    """A function of weights that keeps its last result while it is called with the same arrays.
+
+    It holds weak references to the arrays. The result is dropped when one of them is, or before
+    other arrays are converted, so that two results never exist at a time.
+    """
+
+    def __init__(self, function: Callable[[Arrays], Any]):
+        """Takes a function of arrays by path."""
+        self._function = function
+        self._seen: tuple[weakref.ref[Any], ...] = ()
+        self._result: Any = None
+        self.num_conversions = 0
+
+    def __call__(self, arrays: Arrays) -> Any:
+        """Returns function(arrays).
+
+        Raises:
+          ValueError: an array was deleted.
+        """
+        check_alive(arrays)
+        if not self.has(arrays):
+            self.drop()
+            self._result = self._function(arrays)
+            # Numpy arrays may change in place, so they always count as new.
+            if all(isinstance(array, jax.Array) for array in arrays.values()):
+                self._seen = tuple(weakref.ref(x, self._on_death) for x in arrays.values())
+            self.num_conversions += 1
+        return self._result
+
+    def has(self, arrays: Arrays) -> bool:
+        """Returns whether the kept result is of these arrays."""
+        return 0 < len(self._seen) == len(arrays) and all(
+            ref() is array for ref, array in zip(self._seen, arrays.values())
+        )
+
+    def drop(self) -> None:
+        """Frees the result."""
+        self._seen, self._result = (), None
+
+    def _on_death(self, ref: weakref.ref[Any]) -> None:
+        if any(ref is seen for seen in self._seen):
+            self.drop()
+
+
+def check_alive(arrays: Arrays) -> None:
+    """Raises ValueError where an array was donated."""
+    for name, array in arrays.items():
+        if isinstance(array, jax.Array) and array.is_deleted():
+            raise ValueError(
+                f"weight {name} was deleted, as donating it to another function does; pass the "
+                "weights that came out of that function."
+            )

@@ -1,0 +1,101 @@
+"""Invertible operations between an array of another tree and the leaf of specjax's tree.
+
+`to_ours` and `to_theirs` are traceable, differentiable, and inverse of one another. Those that
+only move values are so to the last bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class Operation(Protocol):
+    """One step between an array of theirs and one of ours."""
+
+    def to_ours(self, x: Array) -> Array: ...
+
+    def to_theirs(self, x: Array) -> Array: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """Theirs [..., in, out], ours [..., out, in]."""
+
+    def to_ours(self, x: Array) -> Array:
+        return jnp.swapaxes(x, -1, -2)
+
+    to_theirs = to_ours
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """Theirs has two axes, heads and head_dim, where ours has one, heads * head_dim.
+
+    Attributes:
+      axis: of the heads; head_dim is the next.
+    """
+
+    axis: int
+    head_dim: int
+
+    def to_ours(self, x: Array) -> Array:
+        before, after = x.shape[: self.axis], x.shape[self.axis + 2 :]
+        return x.reshape(*before, -1, *after)
+
+    def to_theirs(self, x: Array) -> Array:
+        before, after = x.shape[: self.axis], x.shape[self.axis + 1 :]
+        return x.reshape(*before, -1, self.head_dim, *after)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interleaved:
+    """Theirs rotates entries 2j and 2j + 1 of a head together, ours j and j + head_dim / 2.
+
+    The last axis is head_dim, so this comes before `Heads` in a chain from theirs to ours.
+    """
+
+    def to_ours(self, x: Array) -> Array:
+        pairs = x.reshape(*x.shape[:-1], -1, 2)
+        return jnp.swapaxes(pairs, -1, -2).reshape(x.shape)
+
+    def to_theirs(self, x: Array) -> Array:
+        halves = x.reshape(*x.shape[:-1], 2, -1)
+        return jnp.swapaxes(halves, -1, -2).reshape(x.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """Theirs is ours times a factor, computed in float32.
+
+    There and back gives equal bits where the factor is a power of two, otherwise a relative
+    error of one or two units in the last place.
+    """
+
+    factor: float
+
+    def to_ours(self, x: Array) -> Array:
+        return _in_float32(x, 1 / self.factor)
+
+    def to_theirs(self, x: Array) -> Array:
+        return _in_float32(x, self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Offset:
+    """Theirs is ours plus a number, such as the weight 1 + w of a norm, computed in float32."""
+
+    offset: float
+
+    def to_ours(self, x: Array) -> Array:
+        return (x.astype(jnp.float32) - self.offset).astype(x.dtype)
+
+    def to_theirs(self, x: Array) -> Array:
+        return (x.astype(jnp.float32) + self.offset).astype(x.dtype)
+
+
+def _in_float32(x: Array, factor: float) -> Array:
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
