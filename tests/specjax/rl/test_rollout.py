@@ -653,13 +653,10 @@ def bad(match, name="plain", **arguments):
 def test_weights_of_another_shape():
     params = target().params
     short = {**params, "norm": params["norm"][:-1]}
-    bad(r"params\['norm'\] is float32\(31,\), and .* float32\(32,\)", params=short)
+    bad(r"norm \(32,\)  norm \(31,\)\nNo named layout", params=short)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     bad("bfloat16.*build_decoder takes dtype=", params=half)
-    bad(
-        r"missing \[\"\['norm'\]\"\]",
-        params={k: v for k, v in params.items() if k != "norm"},
-    )
+    bad(r"norm \(32,\)  -\nNo", params={k: v for k, v in params.items() if k != "norm"})
     gone = jax.tree.map(lambda x: x * 1.0, params)
     gone["norm"].delete()
     bad(r"params\['norm'\] was deleted", params=gone)

@@ -1,0 +1,206 @@
+"""Rollouts take a trainer's tree as it is: the tokens of our own tree, and nothing compiled anew."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from helpers import tiny_llama
+from trainers_models import NnxLlama
+
+import specjax
+from specjax import EngineConfig, SamplingParams
+from specjax.layouts import nnx as nnx_layout
+from specjax.layouts.named import variants
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 8, 9, 1, 2]]
+SAMPLING = SamplingParams(temperature=0.8, max_tokens=12, seed=3)
+ENGINE = EngineConfig(
+    page_size=8, max_rows=2, burst_steps=4, max_context=32, numerics="invariant", token_bucket=8
+)
+COMPILED: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: COMPILED.append(name) if "backend_compile" in name else None
+)
+
+
+def params(seed):
+    return tiny_llama(seed).params
+
+
+CONFIG = tiny_llama(0).config
+
+
+@functools.cache
+def decoder(layout="specjax", mesh=None):
+    return specjax.build_decoder(CONFIG, engine=ENGINE, layout=layout, mesh=mesh)
+
+
+def roll(tree, layout="specjax", mesh=None, **arguments):
+    return specjax.rollout(
+        decoder(layout, mesh), tree, PROMPTS, sampling=SAMPLING, num_samples=2, **arguments
+    )
+
+
+@functools.cache
+def expected(seed):
+    return roll(params(seed))
+
+
+def assert_same(batch, wanted):
+    np.testing.assert_array_equal(batch.completion_ids, wanted.completion_ids)
+    np.testing.assert_array_equal(batch.logprobs.raw, wanted.logprobs.raw)
+
+
+def stacked(tree):
+    return {**tree, "layers": jax.tree.map(lambda *x: jnp.stack(x), *tree["layers"])}
+
+
+def size(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+OF_OUR_NAMES = {
+    "lists": lambda tree: {**tree, "layers": [*tree["layers"]]},
+    "Param": lambda tree: jax.tree.map(nnx.Param, tree),
+    "params": lambda tree: {"params": tree},
+    "FrozenDict": lambda tree: flax.core.freeze({"params": {**tree}}),
+}
+
+
+@pytest.mark.parametrize("form", OF_OUR_NAMES)
+def test_trees_of_our_names_move_no_byte(form):
+    for seed in (0, 1):
+        batch = roll(OF_OUR_NAMES[form](params(seed)))
+        assert_same(batch, expected(seed))
+        assert batch.metrics["weights_bytes_moved"] == 0
+
+
+OTHERS = {
+    "stacked": ("specjax", stacked),
+    "nnx": ("nnx", lambda tree: specjax.convert_back(tree, "nnx", CONFIG)),
+    "linen scanned": (
+        "linen",
+        lambda tree: specjax.convert_back(tree, variants("linen", CONFIG)[2], CONFIG),
+    ),
+    "tunix": ("tunix", lambda tree: specjax.convert_back(tree, "tunix", CONFIG)),
+    "maxtext": ("maxtext", lambda tree: specjax.convert_back(tree, "maxtext", CONFIG)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_trees_are_converted_once_and_compile_nothing(name):
+    layout, form = OTHERS[name]
+    trees = [form(params(seed)) for seed in (0, 1, 2)]
+    batches = [roll(tree, layout) for tree in trees[:2]]
+    num_traces = decoder(layout).num_traces
+    COMPILED.clear()
+    batches.append(roll(trees[2], layout))
+    again = roll(trees[2], layout)
+    assert decoder(layout).num_traces == num_traces
+    assert not COMPILED
+    as_they_are = 0 if name == "stacked" else 32 * 4  # the last norm
+    for seed, batch in enumerate(batches):
+        if name != "maxtext":  # whose query kernel is rounded
+            assert_same(batch, expected(seed))
+        np.testing.assert_allclose(
+            batch.logprobs.raw[:, 0], expected(seed).logprobs.raw[:, 0], atol=1e-5
+        )
+        assert 0 < batch.metrics["weights_bytes_moved"] < size(params(seed)) - as_they_are
+    # The same arrays: neither weights nor pages are made anew.
+    assert_same(again, batches[2])
+    assert again.metrics["weights_bytes_moved"] == 0
+    assert again.metrics["params_version"] == batches[2].metrics["params_version"]
+
+
+def test_bytes_moved_are_those_of_the_matrices():
+    tree = specjax.convert_back(params(3), "nnx", CONFIG)
+    matrices = [leaf for leaf in jax.tree.leaves(params(3)) if leaf.ndim == 2]
+    moved = size(matrices) - params(3)["embed_tokens"].nbytes
+    assert roll(tree, "nnx").metrics["weights_bytes_moved"] == moved
+
+
+def test_the_state_of_an_nnx_module_is_sampled_as_it_computes():
+    model = NnxLlama(CONFIG, nnx.Rngs(0))
+    batch = roll(nnx.state(model, nnx.Param), "nnx")
+    logits = model(batch.token_ids * batch.token_mask)
+    for row in range(batch.num_samples):
+        # Prompts are on the right of their part; the module knows no padding: one text at a time.
+        text = batch.token_ids[row][batch.token_mask[row]]
+        length = int(batch.lengths[row])
+        logits = jax.nn.log_softmax(model(text[None])[0])
+        chosen = jnp.take_along_axis(logits[:-1], text[1:, None], axis=1)[-length:, 0]
+        np.testing.assert_allclose(batch.logprobs.raw[row, :length], chosen, atol=1e-5)
+
+
+def test_the_copy_goes_with_the_trainers_arrays():
+    tree = specjax.convert_back(params(0), "nnx", CONFIG)
+    own = decoder("nnx")
+    roll(tree, "nnx")
+    ((_, once),) = own._given._known.values()
+    kept = weakref.ref(once._result["layers.q_proj", 0])
+    assert kept() is not None
+    tree["layers"][0]["q_proj"]["kernel"] *= 1.0
+    gc.collect()
+    assert kept() is None
+
+
+def test_arrays_of_numpy_are_read_anew():
+    tree = jax.tree.map(np.array, specjax.convert_back(params(0), "nnx", CONFIG))
+    first = roll(tree, "nnx")
+    assert_same(first, expected(0))
+    # All weights were copied from the host.
+    assert first.metrics["weights_bytes_moved"] == size(params(0))
+    for leaf, other in zip(
+        jax.tree.leaves(tree), jax.tree.leaves(specjax.convert_back(params(1), "nnx", CONFIG))
+    ):
+        leaf[...] = other
+    assert_same(roll(tree, "nnx"), expected(1))
+
+
+@pytest.mark.parametrize("layout", ["specjax", "nnx"])
+def test_over_a_mesh(layout):
+    mesh = jax.make_mesh((2,), ("tensor",))
+    tree = specjax.convert_back(params(0), layout, CONFIG)
+    own = jax.device_put(params(0), specjax.param_shardings(CONFIG, mesh))
+    batch = roll(own, "specjax", mesh)
+    assert batch.metrics["weights_bytes_moved"] == 0
+    wanted = roll(params(0), "specjax", mesh)
+    assert wanted.metrics["weights_bytes_moved"] == size(params(0))
+    assert_same(batch, wanted)
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    for tree in (tree, jax.device_put(tree, everywhere)):
+        assert_same(roll(tree, layout, mesh), wanted)
+
+
+def test_what_is_not_in_the_layout_of_the_decoder():
+    tree = specjax.convert_back(params(0), "nnx", CONFIG)
+    with pytest.raises(
+        ValueError, match=r"params is not in the layout 'specjax':\n  expected"
+    ) as no:
+        roll(tree)
+    assert "build_decoder(..., layout='nnx')" in str(no.value)
+    with pytest.raises(ValueError, match="in the layout 'specjax': specjax.convert"):
+        roll(params(0), "nnx")
+    with pytest.raises(ValueError, match="is float16"):
+        roll(jax.tree.map(lambda x: x.astype(jnp.float16), tree), "nnx")
+    gone = jax.tree.map(lambda x: x * 1.0, tree)
+    gone["layers"][1]["q_proj"]["kernel"].delete()
+    with pytest.raises(ValueError, match=r"weight layers.1.q_proj.kernel was deleted"):
+        roll(gone, "nnx")
+    assert_same(roll(tree, "nnx"), expected(0))
+
+
+def test_a_layout_that_does_not_fit_is_refused_when_the_decoder_is_built():
+    with pytest.raises(ValueError, match="layout=torch is none of"):
+        specjax.build_decoder(CONFIG, layout="torch")
+    lacking = nnx_layout(tiny_llama(0, tie_word_embeddings=True).config)
+    with pytest.raises(ValueError, match="says no place of 'lm_head'"):
+        specjax.build_decoder(CONFIG, layout=lacking)
