@@ -55,6 +55,8 @@ class GivenWeights:
         arrays: dict[Any, Any] = {}
         if moved:
             is_new = not converted.has(moved)
+            if is_new:
+                self.drop()  # what came of a tree of another form too
             arrays = converted(moved)
             if is_new:
                 self.bytes_moved = sum(array.nbytes for array in arrays.values())

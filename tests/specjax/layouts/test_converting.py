@@ -240,7 +240,7 @@ def test_what_is_no_array_is_named_by_its_type():
 def test_names_and_models_that_no_layout_has():
     with pytest.raises(ValueError, match="layout=torch is none of specjax, nnx, linen"):
         specjax.convert(PARAMS, "torch", CONFIG)
-    with pytest.raises(TypeError, match="expected a name or a specjax.layouts.Layout"):
+    with pytest.raises(TypeError, match=r"expected a name or a specjax\.layouts\.Layout"):
         specjax.convert(PARAMS, 3, CONFIG)
     biased = dataclasses.replace(CONFIG, qkv_bias=True)
     for layout, config in (
