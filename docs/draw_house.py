@@ -25,7 +25,7 @@ GROUPS = {
     ),
     "on the host": ("#00897b", {"engine", "policy", "planning"}),
     "on the device": ("#ef6c00", {"decode", "drafters", "paged", "sampling", "trees", "sharding"}),
-    "models and text": ("#8e24aa", {"models", "text", "demo"}),
+    "models and text": ("#8e24aa", {"models", "layouts", "text", "demo"}),
     "settings and helpers": ("#546e7a", {"configs", "config", "runtime", "types", "version"}),
     "kernels": ("#c62828", {"pallas_kernels"}),
 }

@@ -6,7 +6,6 @@ nnx state -> arrays by tunix's names -> one jitted transposition -> specjax's tr
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +15,8 @@ from flax import nnx
 from jax import Array
 from jax.typing import DTypeLike
 
+from specjax import layouts
+from specjax.layouts.once import Once
 from specjax.models.base import Model, ModelConfig, Params, RopeConfig
 
 try:
@@ -31,19 +32,6 @@ except ImportError as error:
 # trainer's forward, so specjax samples with the same theta, whatever the config says.
 ROPE_THETA = 1e6
 
-# Weights of a layer: specjax's name -> tunix's name.
-_OF_LAYER = {
-    "input_norm": "input_layernorm.w",
-    "q_proj": "attn.q_proj.w",  # [hidden, heads, head_dim]
-    "k_proj": "attn.k_proj.w",  # [hidden, kv_heads, head_dim]
-    "v_proj": "attn.v_proj.w",  # [hidden, kv_heads, head_dim]
-    "o_proj": "attn.o_proj.w",  # [heads, head_dim, hidden]
-    "post_attention_norm": "post_attention_layernorm.w",
-    "gate_proj": "mlp.gate_proj.kernel",  # [hidden, mlp]
-    "up_proj": "mlp.up_proj.kernel",  # [hidden, mlp]
-    "down_proj": "mlp.down_proj.kernel",  # [mlp, hidden]
-}
-_NORMS_OF_HEADS = {"q_norm": "attn.q_norm.w", "k_norm": "attn.k_norm.w"}
 _LORA = ("_lora_a", "_lora_b")  # behind the name of what they are added to
 
 Arrays = Mapping[str, Any]  # by tunix's names, "layers.0.attn.q_proj.w"
@@ -127,14 +115,12 @@ def convert(
     Raises:
       ValueError: names are missing or unknown, or adapters come without lora_alpha.
     """
-    layout = _layout(config)
-    _check_names(arrays, jax.tree.leaves(layout), lora_alpha)
-
-    def of(path: Any, name: str) -> Array:
-        weight = _merged(arrays, name, lora_alpha)
-        return _matrix(path[-1].key, weight).astype(dtype)
-
-    return jax.tree_util.tree_map_with_path(of, layout)
+    layout = layouts.tunix(config)
+    wanted = [*layout.expected(config)]
+    _check_names(arrays, wanted, lora_alpha)
+    merged = {name: _merged(arrays, name, lora_alpha) for name in wanted}
+    params = layouts.convert(merged, layout, config)
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
 def as_model(
@@ -171,55 +157,17 @@ class Converter:
     """
 
     def __init__(self, config: ModelConfig, dtype: DTypeLike, lora_alpha: float | None):
-        self._convert = jax.jit(
-            functools.partial(convert, config=config, dtype=dtype, lora_alpha=lora_alpha)
-        )
-        self._seen: tuple[weakref.ref[Any], ...] = ()
-        self._params: Params | None = None
-        self.num_conversions = 0
+        run = jax.jit(functools.partial(convert, config=config, dtype=dtype, lora_alpha=lora_alpha))
+        self._once = Once(lambda arrays: run(dict(arrays)))
+
+    @property
+    def num_conversions(self) -> int:
+        """How often weights were converted."""
+        return self._once.num_conversions
 
     def __call__(self, arrays: Arrays) -> Params:
         """Returns specjax's tree; raises ValueError as `convert` does."""
-        if self._params is not None and self._is_last(arrays):
-            return self._params
-        self._params = None  # frees the last ones first
-        _check_alive(arrays)
-        params = self._params = self._convert(dict(arrays))
-        self._seen = tuple(weakref.ref(array) for array in arrays.values())
-        self.num_conversions += 1
-        return params
-
-    def _is_last(self, arrays: Arrays) -> bool:
-        # Numpy arrays may have changed in place, so they always count as new.
-        return len(self._seen) == len(arrays) and all(
-            ref() is array and isinstance(array, jax.Array)
-            for ref, array in zip(self._seen, arrays.values())
-        )
-
-
-def _layout(config: ModelConfig) -> Params:
-    """Returns specjax's tree of weights with tunix's name at each leaf."""
-    of_layer = _OF_LAYER | (_NORMS_OF_HEADS if config.qk_norm else {})
-    layout: Params = {
-        "embed_tokens": "embedder.input_embedding",
-        "layers": tuple(
-            {ours: f"layers.{index}.{theirs}" for ours, theirs in of_layer.items()}
-            for index in range(config.num_layers)
-        ),
-        "norm": "final_norm.w",
-    }
-    if not config.tie_word_embeddings:
-        layout["lm_head"] = "lm_head.w"
-    return layout
-
-
-def _matrix(name: str, weight: Array) -> Array:
-    """Returns a weight as published, [out, in]; vectors and the embedding as they are."""
-    if weight.ndim == 1 or name == "embed_tokens":
-        return weight
-    if name == "o_proj":
-        return weight.reshape(-1, weight.shape[-1]).T
-    return weight.reshape(weight.shape[0], -1).T
+        return self._once(arrays)
 
 
 def _merged(arrays: Arrays, name: str, lora_alpha: float | None) -> Array:
@@ -262,13 +210,3 @@ def _partner(name: str) -> str:
     """Returns the name of the other half of an adapter."""
     a, b = _LORA
     return name[: -len(a)] + (b if name.endswith(a) else a)
-
-
-def _check_alive(arrays: Arrays) -> None:
-    """Raises ValueError where an array was donated."""
-    for name, array in arrays.items():
-        if isinstance(array, jax.Array) and array.is_deleted():
-            raise ValueError(
-                f"weight {name} was deleted, as donating it to another function does; pass the "
-                "weights that came out of that function."
-            )
