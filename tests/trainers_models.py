@@ -153,15 +153,16 @@ class LinenLlama(nn.Module):
         return nn.Dense(config.vocab_size, use_bias=False, name="lm_head")(x)
 
 
-# MaxText, in numpy and float64
+# MaxText: in numpy and float64, or traced by jax
 
 
-def normed(x, scale, eps):
-    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps) * scale
+def normed(x, scale, eps, xp=np):
+    mean = xp.mean(x * x, axis=-1, keepdims=True)
+    return x / xp.sqrt(mean + eps) * scale.reshape((1,) * (x.ndim - 1) + scale.shape)
 
 
-def softmax(scores):
-    exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
+def softmax(scores, xp):
+    exponentials = xp.exp(scores - scores.max(axis=-1, keepdims=True))
     return exponentials / exponentials.sum(axis=-1, keepdims=True)
 
 
@@ -180,12 +181,12 @@ def llama31_frequencies(head_dim, rope):
     )
 
 
-def pair_rotated(x, rope):
+def pair_rotated(x, rope, xp):
     """Rotates entries 2j and 2j + 1 of each head together, by their token's position."""
     angles = np.arange(x.shape[1])[:, None] * llama31_frequencies(x.shape[-1], rope)
-    cos, sin = np.cos(angles)[None, :, None, :], np.sin(angles)[None, :, None, :]
+    cos, sin = (f(angles)[None, :, None, :].astype(x.dtype) for f in (np.cos, np.sin))
     even, odd = x[..., ::2], x[..., 1::2]
-    return np.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(x.shape)
+    return xp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(x.shape)
 
 
 def maxtext_shapes(config):
@@ -218,28 +219,29 @@ def maxtext_shapes(config):
     return shapes
 
 
-def maxtext_logits(weights, config, token_ids):
+def maxtext_logits(weights, config, token_ids, xp=np):
     """Returns the logits of MaxText's Llama 3.1: scores are not scaled, the queries' kernel is."""
-    weights = {path: np.asarray(leaf, np.float64) for path, leaf in weights.items()}
+    if xp is np:
+        weights = {path: np.asarray(leaf, np.float64) for path, leaf in weights.items()}
     x = weights["token_embedder.embedding"][token_ids]
     for index in range(config.num_layers):
         of = lambda name, index=index: weights[f"decoder.layers_{index}.{name}"]
-        y = normed(x, of("pre_self_attention_layer_norm.scale"), config.norm_eps)
+        y = normed(x, of("pre_self_attention_layer_norm.scale"), config.norm_eps, xp)
         q, k, v = (
-            np.einsum("btd,dnh->btnh", y, of(f"self_attention.{name}.kernel"))
+            xp.einsum("btd,dnh->btnh", y, of(f"self_attention.{name}.kernel"))
             for name in ("query", "key", "value")
         )
-        q, k = pair_rotated(q, config.rope), pair_rotated(k, config.rope)
+        q, k = (pair_rotated(y, config.rope, xp) for y in (q, k))
         group = config.num_heads // config.num_kv_heads
-        k, v = np.repeat(k, group, axis=2), np.repeat(v, group, axis=2)
-        scores = np.einsum("bqnh,bknh->bnqk", q, k)
-        scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
-        mixed = np.einsum("bnqk,bknh->bqnh", softmax(scores), v)
-        x = x + np.einsum("btnh,nhd->btd", mixed, of("self_attention.out.kernel"))
-        y = normed(x, of("post_self_attention_layer_norm.scale"), config.norm_eps)
+        k, v = xp.repeat(k, group, axis=2), xp.repeat(v, group, axis=2)
+        scores = xp.einsum("bqnh,bknh->bnqk", q, k)
+        scores = xp.where(np.tril(np.ones(scores.shape[-2:], bool))[None, None], scores, -np.inf)
+        mixed = xp.einsum("bnqk,bknh->bqnh", softmax(scores, xp), v)
+        x = x + xp.einsum("btnh,nhd->btd", mixed, of("self_attention.out.kernel"))
+        y = normed(x, of("post_self_attention_layer_norm.scale"), config.norm_eps, xp)
         gate, up = y @ of("mlp.wi_0.kernel"), y @ of("mlp.wi_1.kernel")
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ of("mlp.wo.kernel")
-    x = normed(x, weights["decoder.decoder_norm.scale"], config.norm_eps)
+        x = x + (gate / (1 + xp.exp(-gate)) * up) @ of("mlp.wo.kernel")
+    x = normed(x, weights["decoder.decoder_norm.scale"], config.norm_eps, xp)
     return x @ weights["decoder.logits_dense.kernel"]
 
 
@@ -273,20 +275,20 @@ def tunix_shapes(config):
     return shapes
 
 
-def tunix_logits(weights, config, token_ids):
+def tunix_logits(weights, config, token_ids, xp=np):
     """Returns the logits of tunix's Qwen3, whose queries and keys are normed by head."""
-    norm = lambda x, w: normed(x, w, config.norm_eps)
-    x = np.asarray(weights["embedder.input_embedding"])[token_ids]
+    norm = lambda x, w: normed(x, w, config.norm_eps, xp)
+    x = xp.asarray(weights["embedder.input_embedding"])[token_ids]
     for index in range(config.num_layers):
-        of = lambda name, index=index: np.asarray(weights[f"layers.{index}.{name}"])
+        of = lambda name, index=index: xp.asarray(weights[f"layers.{index}.{name}"])
         y = norm(x, of("input_layernorm.w"))
-        q, k, v = (np.einsum("btd,dnh->btnh", y, of(f"attn.{n}_proj.w")) for n in "qkv")
+        q, k, v = (xp.einsum("btd,dnh->btnh", y, of(f"attn.{n}_proj.w")) for n in "qkv")
         q, k = norm(q, of("attn.q_norm.w")), norm(k, of("attn.k_norm.w"))
         q, k = (half_rotated(y, config.rope.theta) for y in (q, k))
-        mixed = np.asarray(causal_mixing(q, k, v, config.head_dim**-0.5))
-        x = x + np.einsum("btnh,nhd->btd", mixed, of("attn.o_proj.w"))
+        mixed = xp.asarray(causal_mixing(q, k, v, config.head_dim**-0.5))
+        x = x + xp.einsum("btnh,nhd->btd", mixed, of("attn.o_proj.w"))
         y = norm(x, of("post_attention_layernorm.w"))
         gate, up = y @ of("mlp.gate_proj.kernel"), y @ of("mlp.up_proj.kernel")
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ of("mlp.down_proj.kernel")
-    x = norm(x, np.asarray(weights["final_norm.w"]))
-    return x @ np.asarray(weights["embedder.input_embedding"]).T
+        x = x + (gate / (1 + xp.exp(-gate)) * up) @ of("mlp.down_proj.kernel")
+    x = norm(x, xp.asarray(weights["final_norm.w"]))
+    return x @ xp.asarray(weights["embedder.input_embedding"]).T

@@ -16,6 +16,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from specjax import layouts
+from specjax.layouts.converting import convert as converted
 from specjax.layouts.once import Once
 from specjax.models.base import Model, ModelConfig, Params, RopeConfig
 
@@ -119,7 +120,7 @@ def convert(
     wanted = [*layout.expected(config)]
     _check_names(arrays, wanted, lora_alpha)
     merged = {name: _merged(arrays, name, lora_alpha) for name in wanted}
-    params = layouts.convert(merged, layout, config)
+    params = converted(merged, layout, config)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 

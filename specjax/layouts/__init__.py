@@ -3,13 +3,9 @@
 docs/weights-layout.md describes specjax's own layout and the named ones.
 """
 
-from specjax.layouts.converting import convert as convert
-from specjax.layouts.converting import convert_back as convert_back
-from specjax.layouts.named import NAMES as NAMES
 from specjax.layouts.named import linen as linen
 from specjax.layouts.named import maxtext as maxtext
 from specjax.layouts.named import nnx as nnx
-from specjax.layouts.named import specjax_own as specjax_own
 from specjax.layouts.named import tunix as tunix
 from specjax.layouts.operations import Heads as Heads
 from specjax.layouts.operations import Interleaved as Interleaved

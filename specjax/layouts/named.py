@@ -101,8 +101,8 @@ def maxtext(
     Raises:
       NotImplementedError: the config is of another family, or has biases.
 
-    Source: MaxText, checkpoint_conversion/utils/param_mapping.py, and its layers of attention
-    and rotary embeddings.
+    Source: MaxText, param_mapping.py of its checkpoint conversion (commit e591f30cb), and its
+    layers of attention and rotary embeddings.
     """
     _require(config, "maxtext", ("llama", "mistral", "qwen3"))
     if is_interleaved is None:

@@ -98,6 +98,15 @@ FOR_FAMILIES = {
     "specjax.models.base.look_up",
     "specjax.models.layers.rms_norm",
 }
+FOR_LAYOUTS = {
+    "specjax.layouts.Layout",
+    "specjax.layouts.Place",
+    "specjax.layouts.linen",
+    "specjax.layouts.maxtext",
+    "specjax.layouts.nnx",
+    "specjax.layouts.operations",
+    "specjax.layouts.tunix",
+}
 FOR_POLICIES = {
     "specjax.decode.bucket.Bucket",
     "specjax.policy.interface.Decision",
@@ -127,7 +136,7 @@ def imports_of(page: Path) -> set[str]:
     return names
 
 
-@pytest.mark.parametrize("page", ["adding-a-model.md", "your-own-drafter.md"])
+@pytest.mark.parametrize("page", ["adding-a-model.md", "weights-layout.md", "your-own-drafter.md"])
 def test_what_a_guide_imports_is_in_the_reference(page):
     described = [*map(found_under, reference())]
     modules = {getattr(each, "__module__", None) for each in described}
@@ -149,7 +158,7 @@ def test_every_public_name_is_in_the_reference():
     named = reference()
     public = {f"specjax.{name}" for name in dir(specjax)} - {"specjax.__version__"}
     public |= {f"specjax.testing.{name}" for name in specjax.testing.__all__}
-    public |= FOR_DRAFTERS | FOR_FAMILIES | FOR_POLICIES
+    public |= FOR_DRAFTERS | FOR_FAMILIES | FOR_LAYOUTS | FOR_POLICIES
     family = (*specjax.models._HOME, "blocks", "config_values", "weights")
     public |= {f"specjax.models.{name}" for name in family}
     assert public == {name for name in named if name.startswith("specjax.")}

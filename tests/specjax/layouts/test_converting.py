@@ -12,7 +12,6 @@ from flax import nnx
 from helpers import tiny_gpt2, tiny_llama, tiny_llama_config
 
 import specjax
-from specjax import layouts
 from specjax.layouts import Heads, Interleaved, Layout, Offset, Place, Scaled, Transposed
 from specjax.layouts.named import NAMES, variants
 from specjax.layouts.tables import leaves_of
@@ -279,4 +278,3 @@ def test_shardings_of_a_config():
 def test_names_are_those_that_convert_takes():
     for name in NAMES:
         assert name in specjax.convert.__doc__
-    assert layouts.NAMES == NAMES

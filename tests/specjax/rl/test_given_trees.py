@@ -25,9 +25,10 @@ SAMPLING = SamplingParams(temperature=0.8, max_tokens=12, seed=3)
 ENGINE = EngineConfig(
     page_size=8, max_rows=2, burst_steps=4, max_context=32, numerics="invariant", token_bucket=8
 )
+# What jax traced, lowered or compiled, also what it then found in a cache.
 COMPILED: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
-    lambda name, *_, **__: COMPILED.append(name) if "backend_compile" in name else None
+    lambda name, *_, **__: COMPILED.append(name) if "/jax/core/compile/" in name else None
 )
 
 
