@@ -37,7 +37,7 @@ class Once:
             self._result = self._function(arrays)
             # Numpy arrays may change in place, so they always count as new.
             if all(isinstance(array, jax.Array) for array in arrays.values()):
-                self._seen = tuple(weakref.ref(x, self._on_death) for x in arrays.values())
+                self._seen = tuple(weakref.ref(x, self._on_death()) for x in arrays.values())
             self.num_conversions += 1
         return self._result
 
@@ -51,9 +51,15 @@ class Once:
         """Frees the result."""
         self._seen, self._result = (), None
 
-    def _on_death(self, ref: weakref.ref[Any]) -> None:
-        if any(ref is seen for seen in self._seen):
-            self.drop()
+    def _on_death(self) -> Callable[[Any], None]:
+        """Returns what drops the result when an array ends; it does not keep this object."""
+        own = weakref.ref(self)
+
+        def drop(_: Any) -> None:
+            if (once := own()) is not None:
+                once.drop()
+
+        return drop
 
 
 def check_alive(arrays: Arrays) -> None:

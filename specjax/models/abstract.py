@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.models.base import ModelConfig
@@ -13,7 +16,12 @@ from specjax.models.families import family_of
 
 def abstract_weights(config: ModelConfig, dtype: Any) -> Any:
     """Returns shapes and dtypes of a model's weights."""
-    init = family_of(config).init
+    shapes = _shapes(family_of(config).init, config, jnp.dtype(dtype))
+    return jax.tree.map(lambda leaf: leaf, shapes)  # a caller may change its own
+
+
+@functools.lru_cache(maxsize=32)
+def _shapes(init: Callable[..., Any], config: ModelConfig, dtype: np.dtype) -> Any:
     return jax.eval_shape(lambda key: init(key, config, dtype), jax.random.key(0))
 
 

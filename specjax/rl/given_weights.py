@@ -91,11 +91,7 @@ class GivenWeights:
     def _converted(self, layout: Layout, compiled: dict[bool, Any], moved: Leaves) -> Any:
         """Returns the leaves of ours, by name and layer, that are made from moved arrays."""
         moved = {path: _automatic(array) for path, array in moved.items()}
-        is_there = self._mesh is not None and all(
-            getattr(array, "sharding", None) is not None
-            and array.sharding.device_set == {*self._mesh.devices.flat}
-            for array in moved.values()
-        )
+        is_there = all(_lies_over(self._mesh, array) for array in moved.values())
         if is_there not in compiled:
             compiled[is_there] = self._compiled(layout, is_there)
         return compiled[is_there](moved)
@@ -143,6 +139,14 @@ def _is_in_place(given: Any, used: Any) -> bool:
     if given is used or not isinstance(given, jax.Array):
         return given is used
     return given.sharding.is_equivalent_to(used.sharding, given.ndim)
+
+
+def _lies_over(mesh: Mesh | None, array: Any) -> bool:
+    """Returns whether an array lies over the devices of a mesh, in their order."""
+    place = getattr(array, "sharding", None)
+    if mesh is None or not isinstance(place, NamedSharding) or not isinstance(place.mesh, Mesh):
+        return False
+    return [*place.mesh.devices.flat] == [*mesh.devices.flat]
 
 
 def _automatic(array: Any) -> Any:
