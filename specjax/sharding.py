@@ -29,6 +29,7 @@ from specjax.models.partition import check_mesh as check_mesh
 from specjax.models.partition import copies_axis as copies_axis
 from specjax.models.partition import dividing_spec as dividing_spec
 from specjax.models.partition import factored as factored
+from specjax.models.partition import param_shardings as param_shardings
 from specjax.models.partition import param_specs as param_specs
 from specjax.models.partition import shardings as shardings
 from specjax.models.partition import tensor_axes as tensor_axes

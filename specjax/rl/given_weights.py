@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh, NamedSharding
@@ -12,8 +12,16 @@ from specjax import sharding
 from specjax.layouts.converting import matching
 from specjax.layouts.named import variants
 from specjax.layouts.once import Once
-from specjax.layouts.tables import Layout, Leaves, leaves_of, leaves_with_names, name_of
+from specjax.layouts.tables import Layout, Leaves, Place, leaves_of, leaves_with_names
 from specjax.models.base import ModelConfig, Params
+
+
+class _Form(NamedTuple):
+    """What is known of trees with the same paths and shapes."""
+
+    paths: tuple[str, ...]  # for each leaf of ours, the array that it is or comes from
+    is_moved: tuple[bool, ...]  # for each leaf of ours, whether it is converted
+    converted: Once  # from arrays by path to a list of the leaves that are moved
 
 
 class GivenWeights:
@@ -30,8 +38,7 @@ class GivenWeights:
         self._layout, self._config, self._mesh = layout, config, mesh
         self._ours = config.param_shapes()
         self._structure = jax.tree.structure(self._ours)
-        # By the paths and shapes of a tree: the variant it is in, and what converts it.
-        self._known: dict[Any, tuple[Layout, Once]] = {}
+        self._forms: dict[Any, _Form] = {}
         self.num_traces = 0
         self.bytes_moved = 0  # of the last call
 
@@ -45,34 +52,24 @@ class GivenWeights:
         if self._is_ours(tree):
             return tree
         leaves = leaves_of(tree)
-        layout, converted = self._of(leaves)
-        own = {name: layout.places[name] for name, _, _ in leaves_with_names(self._ours)}
-        moved = {
-            place.path_of(layer): leaves[place.path_of(layer)]
-            for name, layer, _ in leaves_with_names(self._ours)
-            if not (place := own[name]).is_as_ours
-        }
-        arrays: dict[Any, Any] = {}
-        if moved:
-            is_new = not converted.has(moved)
-            if is_new:
-                self.drop()  # what came of a tree of another form too
-            arrays = converted(moved)
-            if is_new:
-                self.bytes_moved = sum(array.nbytes for array in arrays.values())
-
-        def leaf(path: Any, _: Any) -> Any:
-            name, layer = name_of(path)
-            if own[name].is_as_ours:
-                return leaves[own[name].path_of(layer)]
-            return arrays[name, layer]
-
-        return jax.tree_util.tree_map_with_path(leaf, self._ours)
+        form = self._form_of(leaves)
+        moved = {path: leaves[path] for path, is_moved in zip(*form[:2]) if is_moved}
+        results = iter(self._results(form, moved) if moved else ())
+        ours = [next(results) if m else leaves[path] for path, m in zip(*form[:2])]
+        return jax.tree.unflatten(self._structure, ours)
 
     def drop(self) -> None:
         """Frees converted weights."""
-        for _, converted in self._known.values():
-            converted.drop()
+        for form in self._forms.values():
+            form.converted.drop()
+
+    def _results(self, form: _Form, moved: Leaves) -> list[jax.Array]:
+        if form.converted.has(moved):
+            return form.converted(moved)
+        self.drop()  # what came of a tree of another form too
+        results = form.converted(moved)
+        self.bytes_moved = sum(array.nbytes for array in results)
+        return results
 
     def _is_ours(self, tree: Any) -> bool:
         """Returns whether a tree is specjax's already."""
@@ -81,46 +78,50 @@ class GivenWeights:
         pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(self._ours), strict=True)
         return all(getattr(leaf, "shape", None) == ours.shape for leaf, ours in pairs)
 
-    def _of(self, leaves: Leaves) -> tuple[Layout, Once]:
+    def _form_of(self, leaves: Leaves) -> _Form:
         key = tuple((path, getattr(leaf, "shape", None)) for path, leaf in leaves.items())
-        if key not in self._known:
+        if key not in self._forms:
             layout = matching(leaves, self._layout, self._config, "params")
-            self._known[key] = layout, Once(functools.partial(self._converted, layout, {}))
-        return self._known[key]
+            places = [(layout.places[name], n) for name, n, _ in leaves_with_names(self._ours)]
+            is_moved = tuple(not place.is_as_ours for place, _ in places)
+            moved = [place for place, m in zip(places, is_moved) if m]
+            convert = functools.partial(self._converted, moved, is_moved, {})
+            paths = tuple(place.path_of(layer) for place, layer in places)
+            self._forms[key] = _Form(paths, is_moved, Once(convert))
+        return self._forms[key]
 
-    def _converted(self, layout: Layout, compiled: dict[bool, Any], moved: Leaves) -> Any:
-        """Returns the leaves of ours, by name and layer, that are made from moved arrays."""
-        moved = {path: _automatic(array) for path, array in moved.items()}
-        is_there = all(_lies_over(self._mesh, array) for array in moved.values())
-        if is_there not in compiled:
-            compiled[is_there] = self._compiled(layout, is_there)
-        return compiled[is_there](moved)
-
-    def _compiled(self, layout: Layout, is_there: bool) -> Any:
-        """Returns the jitted conversion.
+    def _converted(
+        self,
+        places: list[tuple[Place, int | None]],
+        is_moved: tuple[bool, ...],
+        compiled: dict[bool, Any],
+        moved: Leaves,
+    ) -> list[jax.Array]:
+        """Returns the leaves of ours at places, from the arrays of theirs.
 
         Args:
-          is_there: whether arrays lie on the decoder's mesh, so that the results can be split as
-            steps have them at once.
+          places: and the numbers of their layers.
+          is_moved: of all leaves of ours.
+          compiled: what was compiled for these places, by whether the arrays lie on the mesh.
         """
-        names = [
-            (name, layer)
-            for name, layer, _ in leaves_with_names(self._ours)
-            if not layout.places[name].is_as_ours
-        ]
+        moved = {path: _automatic(array) for path, array in moved.items()}
+        # Then the results are split at once as steps have them.
+        is_there = all(_lies_over(self._mesh, array) for array in moved.values())
 
-        def run(moved: dict[str, Any]) -> dict[Any, Any]:
+        def run(moved: Leaves) -> list[Any]:
             self.num_traces += 1
-            return {key: layout.places[key[0]].to_ours(moved, key[1]) for key in names}
+            return [place.to_ours(moved, layer) for place, layer in places]
 
-        if not is_there:
-            return jax.jit(run)
-        assert self._mesh is not None
+        if is_there not in compiled:
+            split = self._shardings(is_moved) if is_there else None
+            compiled[is_there] = jax.jit(run, out_shardings=split)
+        return compiled[is_there](moved)
+
+    def _shardings(self, is_moved: tuple[bool, ...]) -> list[NamedSharding]:
         mesh = sharding.automatic(self._mesh)
         assert mesh is not None
-        specs = sharding.shardings(sharding.param_specs(self._ours, mesh, self._config), mesh)
-        by_name = {(name, layer): leaf for name, layer, leaf in leaves_with_names(specs)}
-        return jax.jit(run, out_shardings={key: by_name[key] for key in names})
+        all_of_them = jax.tree.leaves(sharding.param_shardings(self._config, mesh))
+        return [place for place, m in zip(all_of_them, is_moved, strict=True) if m]
 
 
 def bytes_copied(before: Any, after: Any) -> int:

@@ -148,17 +148,30 @@ def test_the_state_of_an_nnx_module_is_sampled_as_it_computes():
         np.testing.assert_allclose(batch.logprobs.raw[row, :length], chosen, atol=1e-5)
 
 
+def kept_results(own):
+    return [form.converted._result for form in own._given._forms.values() if form.converted._result]
+
+
 def test_the_copy_goes_with_the_trainers_arrays():
     tree = specjax.convert_back(params(0), "nnx", CONFIG)
     own = decoder("nnx")
     roll(tree, "nnx")
-    (result,) = (once._result for _, once in own._given._known.values() if once._result)
-    kept = weakref.ref(result["layers.q_proj", 0])
-    del result
+    ((kept, *_),) = kept_results(own)
+    kept = weakref.ref(kept)
     assert kept() is not None
     tree["layers"][0]["q_proj"]["kernel"] *= 1.0
     gc.collect()
     assert kept() is None
+
+
+def test_one_copy_is_kept_at_a_time():
+    own = decoder("nnx")
+    trees = [specjax.convert_back(params(0), v, CONFIG) for v in variants("nnx", CONFIG)[:2]]
+    for tree in trees:
+        roll(tree, "nnx")
+    assert len(kept_results(own)) == 1
+    own.forget()
+    assert not kept_results(own)
 
 
 def test_arrays_of_numpy_are_read_anew():
