@@ -260,6 +260,9 @@ def test_shapes_of_a_config():
     assert len(shapes["layers"]) == 2
     assert shapes["layers"][1]["down_proj"] == jax.ShapeDtypeStruct((32, 48), jnp.bfloat16)
     assert shapes["layers"][0]["q_proj"].shape == (4 * 8, 32)
+    del shapes["norm"]  # a caller's own
+    assert {*CONFIG.param_shapes()} == {"embed_tokens", "layers", "norm", "lm_head"}
+    assert "norm" in tiny_llama_config(tie_word_embeddings=True).param_shapes(jnp.bfloat16)
 
 
 def test_shardings_of_a_config():

@@ -174,6 +174,15 @@ def test_one_copy_is_kept_at_a_time():
     assert not kept_results(own)
 
 
+def test_a_conversion_counts_as_a_trace():
+    own, forms = decoder("linen"), variants("linen", CONFIG)
+    roll(specjax.convert_back(params(0), forms[0], CONFIG), "linen")
+    num_traces = own.num_traces
+    for seed in (0, 1):
+        roll(specjax.convert_back(params(seed), forms[1], CONFIG), "linen")
+        assert own.num_traces == num_traces + 1
+
+
 def test_arrays_of_numpy_are_read_anew():
     tree = jax.tree.map(np.array, specjax.convert_back(params(0), "nnx", CONFIG))
     first = roll(tree, "nnx")
