@@ -29,7 +29,8 @@ def convert(tree: Any, layout: str | Layout, config: ModelConfig) -> Params:
       config: of the model.
 
     Returns:
-      The tree of docs/weights-layout.md, with the dtypes that were given.
+      The tree of docs/weights-layout.md, with the dtypes that were given, as jax has them:
+        numpy's float64 becomes float32 where values are moved.
 
     Raises:
       ValueError: names or shapes differ from the layout's; the message shows both trees.

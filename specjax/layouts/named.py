@@ -96,7 +96,9 @@ def maxtext(
       is_interleaved: whether entries 2j and 2j + 1 of a head are rotated together. None: where
         the rotation is Llama 3.1's, as MaxText has it.
       has_scaled_queries: whether the query kernel is multiplied by head_dim ** -0.5, which the
-        forward then leaves out. None: where queries have no norm, as MaxText has it.
+        forward then leaves out, and is to be divided by it here. None: where queries have no
+        norm, as MaxText has it, and the config's attention_scale is None. With an
+        attention_scale of 1 the kernel is taken as it is.
 
     Raises:
       NotImplementedError: the config is of another family, or has biases.
@@ -108,10 +110,12 @@ def maxtext(
     if is_interleaved is None:
         is_interleaved = config.rope.kind == "llama3"
     if has_scaled_queries is None:
-        has_scaled_queries = not config.qk_norm
+        has_scaled_queries = not config.qk_norm and config.attention_scale is None
     matrix = Transposed()
     to_heads: tuple[Operation, ...] = (Heads(1, config.head_dim), matrix)
-    rotated = (Interleaved(), *to_heads) if is_interleaved else to_heads
+    # What heads are normed by is in their order.
+    paired = (Interleaved(),) if is_interleaved else ()
+    rotated = (*paired, *to_heads)
     scaled = (Scaled(config.head_dim**-0.5), *rotated) if has_scaled_queries else rotated
     attention, mlp = "self_attention", "mlp"
     of_layer: dict[str, tuple[str, tuple[Operation, ...]]] = {
@@ -120,8 +124,8 @@ def maxtext(
         "k_proj": (f"{attention}.key.kernel", rotated),
         "v_proj": (f"{attention}.value.kernel", to_heads),
         "o_proj": (f"{attention}.out.kernel", (Heads(0, config.head_dim), matrix)),
-        "q_norm": (f"{attention}.query_norm.scale", ()),
-        "k_norm": (f"{attention}.key_norm.scale", ()),
+        "q_norm": (f"{attention}.query_norm.scale", paired),
+        "k_norm": (f"{attention}.key_norm.scale", paired),
         "post_attention_norm": ("post_self_attention_layer_norm.scale", ()),
         "gate_proj": (f"{mlp}.wi_0.kernel", (matrix,)),
         "up_proj": (f"{mlp}.wi_1.kernel", (matrix,)),

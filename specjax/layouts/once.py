@@ -21,6 +21,7 @@ class Once:
     def __init__(self, function: Callable[[Arrays], Any]):
         """Takes a function of arrays by path."""
         self._function = function
+        self._names: tuple[str, ...] = ()
         self._seen: tuple[weakref.ref[Any], ...] = ()
         self._result: Any = None
         self.num_conversions = 0
@@ -34,22 +35,25 @@ class Once:
         check_alive(arrays)
         if not self.has(arrays):
             self.drop()
-            self._result = self._function(arrays)
-            # Numpy arrays may change in place, so they always count as new.
-            if all(isinstance(array, jax.Array) for array in arrays.values()):
-                self._seen = tuple(weakref.ref(x, self._on_death()) for x in arrays.values())
+            result = self._function(arrays)
             self.num_conversions += 1
+            # Numpy arrays may change in place, so they always count as new.
+            if not all(isinstance(array, jax.Array) for array in arrays.values()):
+                return result
+            self._names, self._result = tuple(arrays), result
+            self._seen = tuple(weakref.ref(x, self._on_death()) for x in arrays.values())
         return self._result
 
     def has(self, arrays: Arrays) -> bool:
         """Returns whether the kept result is of these arrays."""
-        return 0 < len(self._seen) == len(arrays) and all(
+        is_same_tree = bool(self._seen) and self._names == tuple(arrays)
+        return is_same_tree and all(
             ref() is array for ref, array in zip(self._seen, arrays.values())
         )
 
     def drop(self) -> None:
         """Frees the result."""
-        self._seen, self._result = (), None
+        self._names, self._seen, self._result = (), (), None
 
     def _on_death(self) -> Callable[[Any], None]:
         """Returns what drops the result when an array ends; it does not keep this object."""

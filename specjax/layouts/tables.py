@@ -108,22 +108,35 @@ class Layout:
                     f"{config.family!r} with this config has; add it to `places`."
                 )
             array = place.to_theirs(leaf)
+            if place.stack_axis is not None and layer is None:
+                raise ValueError(
+                    f"layout {self.name!r} stacks {name!r}, which is not of a layer; leave "
+                    "stack_axis out."
+                )
             if place.stack_axis is None:
-                theirs[place.path_of(layer)] = array
+                self._put(theirs, place.path_of(layer), array)
             else:
                 layers.setdefault(name, []).append(array)
         for name, arrays in layers.items():
             place = self.places[name]
-            theirs[place.path] = jnp.stack(arrays, axis=place.stack_axis or 0)
+            self._put(theirs, place.path, jnp.stack(arrays, axis=place.stack_axis or 0))
         return theirs
+
+    def _put(self, theirs: dict[str, Any], path: str, array: Array) -> None:
+        if path in theirs:
+            raise ValueError(
+                f"layout {self.name!r} has two of our arrays at {path!r}; give each a path of its "
+                f"own, with {LAYER!r} for the number of a layer, or a stack_axis."
+            )
+        theirs[path] = array
 
 
 def name_of(path: Any) -> tuple[str, int | None]:
     """Returns the name of a leaf of our tree without its layer's number, and that number."""
     keys = [_key(entry) for entry in path]
-    numbers = [key for key in keys if isinstance(key, int)]
-    name = ".".join(key for key in keys if not isinstance(key, int))
-    return name, numbers[0] if numbers else None
+    place = next((place for place, key in enumerate(keys) if isinstance(key, int)), None)
+    layer = None if place is None else keys.pop(place)
+    return ".".join(map(str, keys)), layer
 
 
 def leaves_with_names(ours: Any) -> Iterator[tuple[str, int | None, Any]]:

@@ -22,7 +22,9 @@ def abstract_weights(config: ModelConfig, dtype: Any) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _shapes(init: Callable[..., Any], config: ModelConfig, dtype: np.dtype) -> Any:
-    return jax.eval_shape(lambda key: init(key, config, dtype), jax.random.key(0))
+    shapes = jax.eval_shape(lambda key: init(key, config, dtype), jax.random.key(0))
+    # Without the mesh that may be set here.
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), shapes)
 
 
 def tree_difference(given: Any, expected: Any) -> str | None:

@@ -140,9 +140,8 @@ class ModelConfig:
         Raises:
           ValueError: no family is named `architecture`.
         """
-        from specjax.models.abstract import (
-            abstract_weights,
-        )  # which asks the families, and they this
+        # The families, which it asks, ask this module.
+        from specjax.models.abstract import abstract_weights
 
         return abstract_weights(self, jnp.dtype(dtype))
 

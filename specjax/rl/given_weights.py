@@ -50,10 +50,13 @@ class GivenWeights:
         """
         self.bytes_moved = 0
         if self._is_ours(tree):
+            self.drop()
             return tree
         leaves = leaves_of(tree)
         form = self._form_of(leaves)
         moved = {path: leaves[path] for path, is_moved in zip(*form[:2]) if is_moved}
+        if not moved:
+            self.drop()
         results = iter(self._results(form, moved) if moved else ())
         ours = [next(results) if m else leaves[path] for path, m in zip(*form[:2])]
         return jax.tree.unflatten(self._structure, ours)
@@ -115,7 +118,10 @@ class GivenWeights:
         if is_there not in compiled:
             split = self._shardings(is_moved) if is_there else None
             compiled[is_there] = jax.jit(run, out_shardings=split)
-        return compiled[is_there](moved)
+        results = compiled[is_there](moved)
+        if self._mesh is None or is_there:
+            return results
+        return jax.device_put(results, self._shardings(is_moved))
 
     def _shardings(self, is_moved: tuple[bool, ...]) -> list[NamedSharding]:
         mesh = sharding.automatic(self._mesh)

@@ -12,8 +12,17 @@ from flax import nnx
 from helpers import tiny_gpt2, tiny_llama, tiny_llama_config
 
 import specjax
-from specjax.layouts import Heads, Interleaved, Layout, Offset, Place, Scaled, Transposed
-from specjax.layouts.named import NAMES, variants
+from specjax.layouts import (
+    Heads,
+    Interleaved,
+    Layout,
+    Offset,
+    Place,
+    Scaled,
+    Transposed,
+    maxtext,
+)
+from specjax.layouts.named import NAMES, specjax_own, variants
 from specjax.layouts.tables import leaves_of
 from specjax.models.base import RopeConfig
 from specjax.models.dense import sequence_logits
@@ -281,3 +290,44 @@ def test_shardings_of_a_config():
 def test_names_are_those_that_convert_takes():
     for name in NAMES:
         assert name in specjax.convert.__doc__
+
+
+def test_norms_of_heads_are_in_the_order_of_heads():
+    model = MODELS["qwen3"]
+    layout = maxtext(model.config, is_interleaved=True)
+    ours = model.params["layers"][0]
+    norms = jnp.arange(model.config.head_dim, dtype=jnp.float32)
+    params = {**model.params, "layers": ({**ours, "q_norm": norms}, *model.params["layers"][1:])}
+    theirs = specjax.convert_back(params, layout, model.config)
+    attention = theirs["params"]["decoder"]["layers_0"]["self_attention"]
+    half = model.config.head_dim // 2
+    assert attention["query_norm"]["scale"][:4].tolist() == [0, half, 1, half + 1]
+
+
+def test_queries_that_a_config_does_not_scale_keep_their_bits():
+    model = MODELS["llama 3.1"]
+    config = dataclasses.replace(model.config, attention_scale=1.0)
+    theirs = specjax.convert_back(model.params, "maxtext", model.config)
+    kernel = theirs["params"]["decoder"]["layers_0"]["self_attention"]["query"]["kernel"]
+    back = specjax.convert_back(specjax.convert(theirs, "maxtext", config), "maxtext", config)
+    found = back["params"]["decoder"]["layers_0"]["self_attention"]["query"]["kernel"]
+    np.testing.assert_array_equal(found, kernel)
+
+
+def test_shapes_are_of_no_mesh():
+    config = tiny_llama_config(vocab_size=67)
+    for count in (2, 4):
+        mesh = jax.make_mesh((count,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+        with jax.set_mesh(mesh):
+            params = jax.tree.map(lambda x: jnp.zeros(x.shape), config.param_shapes())
+            assert_equal(specjax.convert(params, "specjax", config), params)
+
+
+def test_a_layout_has_each_array_once():
+    own = specjax_own(CONFIG)
+    places = {**own.places, "layers.q_proj": Place("q_proj")}
+    with pytest.raises(ValueError, match=r"two of our arrays at 'q_proj'; give each a path"):
+        specjax.convert_back(PARAMS, Layout("mine", places), CONFIG)
+    places = {**own.places, "norm": Place("norm", stack_axis=0)}
+    with pytest.raises(ValueError, match=r"stacks 'norm', which is not of a layer"):
+        specjax.convert_back(PARAMS, Layout("mine", places), CONFIG)

@@ -45,6 +45,13 @@ def test_numpy_arrays_may_change_in_place():
     array += 1
     assert once({"a": array})["a"].tolist() == [4, 4]
     assert not once.has({"a": array})
+    assert once._result is None  # it would never be used
+
+
+def test_arrays_under_other_names_are_others():
+    once, one, other = doubled(), jnp.ones(2), jnp.zeros(2)
+    once({"a": one, "b": other})
+    assert once({"a": other, "b": one})["a"].tolist() == [0, 0]
 
 
 def test_what_was_deleted_is_named():

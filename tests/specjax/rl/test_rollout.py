@@ -1018,5 +1018,5 @@ def test_text_outside_the_vocabulary_is_refused_where_it_is_told():
 
 
 def test_a_corpus_that_cannot_be_is_refused_at_once():
-    with pytest.raises(ValueError, match="change corpus_tokens"):
+    with pytest.raises(ValueError, match="corpus_tokens=10 must be from 65"):
         specjax.build_decoder(target(), drafter="history", speculative_config={"corpus_tokens": 10})
