@@ -207,7 +207,12 @@ def test_over_a_mesh(layout):
     assert wanted.metrics["weights_bytes_moved"] == size(params(0))
     assert_same(batch, wanted)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    assert_same(roll(tree, layout, mesh), wanted)
+    batch = roll(tree, layout, mesh)
+    assert_same(batch, wanted)
+    assert batch.metrics["weights_bytes_moved"] == size(params(0))  # each array once
+    if layout == "nnx":  # what was converted lies where steps need it
+        kept = bytes_of_kernels(params(0))
+        assert roll(tree, layout, mesh).metrics["weights_bytes_moved"] == size(params(0)) - kept
     batch = roll(jax.device_put(tree, everywhere), layout, mesh)
     assert_same(batch, wanted)
     if layout == "nnx":  # the results are split at once; all else lies as steps need it
