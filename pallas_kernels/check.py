@@ -55,6 +55,7 @@ class _Model:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     has_sinks: bool = False
     page_dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of queries, new keys and new values
     page_size: int = 16
 
 
@@ -76,6 +77,7 @@ MODELS = {
     "Gemma-2-2B": _Model(8, 4, 256, {"window": 4096, "softcap": 50.0}),
     "Llama-3.1-8B int8": _Model(32, 8, 128, page_dtype="int8", page_size=32),
     "Llama-3.2-1B fp8": _Model(32, 8, 64, page_dtype="float8_e4m3fn", page_size=64),
+    "Llama-3.1-8B float32": _Model(32, 8, 128, dtype="float32"),
     "with sinks": _Model(32, 8, 128, {"window": 128}, has_sinks=True),
 }
 STEPS = {
@@ -156,9 +158,9 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
     scales: dict[str, Any] = {}
     if layout.is_quantized(page):
         scales = dict.fromkeys(("k_scale", "v_scale"), of((kv_heads,), jnp.float32))
-    values = of((new.num_tokens, kv_heads, head_dim), jnp.bfloat16)
+    values = of((new.num_tokens, kv_heads, head_dim), own.dtype)
     arguments = [
-        of((new.num_tokens, heads, head_dim), jnp.bfloat16),
+        of((new.num_tokens, heads, head_dim), own.dtype),
         page,
         page,
         integers(new.rows, CONTEXT // own.page_size),
@@ -192,7 +194,7 @@ def _cases_of(model: str, step: str, chips: int) -> Iterator[_Case]:
         attend,
         (*arguments, *named.values()),
         lambda: attention.vmem_bytes(
-            of((new.num_tokens, heads, page.shape[3]), jnp.bfloat16),
+            of((new.num_tokens, heads, page.shape[3]), own.dtype),
             page,
             arguments[3],
             named.get("ancestor_bits"),
@@ -325,8 +327,9 @@ def check_gpu(name: str, only: Sequence[str] = ("",)) -> Iterator[Result]:
     for model, step, implementation in itertools.product(MODELS, STEPS, implementations):
         shape = f"{model}, {step}, 1 chip, {implementation}"
         is_asked = any(text in f"tree_attention, {shape}" for text in only)
-        # The kernel does not cover pages with scales.
-        is_covered = implementation == "xla" or MODELS[model].page_dtype == "bfloat16"
+        # The kernel covers neither pages with scales nor queries in float32.
+        dtypes = {MODELS[model].page_dtype, MODELS[model].dtype}
+        is_covered = implementation == "xla" or dtypes == {"bfloat16"}
         if is_asked and is_covered:
             yield _check_on_gpu(name, model, step, shape, implementation)
 
@@ -343,7 +346,7 @@ def _check_on_gpu(name: str, model: str, step: str, shape: str, implementation: 
     in_lanes = own.head_dim % 64 > 0
     pages = of(layout.page_shape(*sizes, in_lanes=in_lanes), own.page_dtype)
     arguments = {
-        "q": of((new.num_tokens, own.heads, own.head_dim), jnp.bfloat16),
+        "q": of((new.num_tokens, own.heads, own.head_dim), own.dtype),
         "k_pages": pages,
         "v_pages": pages,
         "block_table": of((new.rows, CONTEXT // own.page_size), jnp.int32),

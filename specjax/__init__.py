@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from specjax.rl.batch import Rollout as Rollout
     from specjax.rl.decoder import RolloutDecoder as RolloutDecoder
     from specjax.rl.decoder import build_decoder as build_decoder
+    from specjax.rl.gaps import ImportanceWeights as ImportanceWeights
+    from specjax.rl.gaps import importance_weights as importance_weights
+    from specjax.rl.gaps import sequence_gaps as sequence_gaps
+    from specjax.rl.policy import PolicyLogProbs as PolicyLogProbs
+    from specjax.rl.policy import policy_logprobs as policy_logprobs
     from specjax.rl.rollout import rollout as rollout
     from specjax.rl.scoring import Texts as Texts
     from specjax.rl.scoring import logprob_gap as logprob_gap
@@ -55,9 +60,11 @@ __all__ = [
     "EngineConfig",
     "Generation",
     "GenerationStats",
+    "ImportanceWeights",
     "LoadedDrafter",
     "Model",
     "ModelConfig",
+    "PolicyLogProbs",
     "Proposal",
     "Rollout",
     "RolloutDecoder",
@@ -70,12 +77,15 @@ __all__ = [
     "convert",
     "convert_back",
     "generate",
+    "importance_weights",
     "load_drafter",
     "load_model",
     "logprob_gap",
     "param_shardings",
+    "policy_logprobs",
     "rollout",
     "score",
+    "sequence_gaps",
     "stream",
 ]
 
@@ -107,6 +117,11 @@ _HOME = {
     "Rollout": "specjax.rl.batch",
     "RolloutDecoder": "specjax.rl.decoder",
     "build_decoder": "specjax.rl.decoder",
+    "ImportanceWeights": "specjax.rl.gaps",
+    "importance_weights": "specjax.rl.gaps",
+    "sequence_gaps": "specjax.rl.gaps",
+    "PolicyLogProbs": "specjax.rl.policy",
+    "policy_logprobs": "specjax.rl.policy",
     "rollout": "specjax.rl.rollout",
     "Texts": "specjax.rl.scoring",
     "logprob_gap": "specjax.rl.scoring",

@@ -36,7 +36,8 @@ class Example:
     most_new: int | None = None  # max_tokens_per_row; None: the most that any row has
     spare_pages: int = 3  # pages that no row holds
     dtype: str = "float32"
-    page_dtype: str | None = None  # int8 or float8_e4m3fn with scales; None: dtype
+    # int8 or float8_e4m3fn with scales, or bfloat16 below float32; None: dtype
+    page_dtype: str | None = None
 
 
 EXAMPLES = {
@@ -121,6 +122,9 @@ EXAMPLES = {
         softcap=20.0,
         dtype="bfloat16",
     ),
+    "float32_over_bfloat16": Example(
+        lengths=(0, 70, 31, 17), num_new=(5, 3, 1, 20), page_dtype="bfloat16"
+    ),
     "int8": Example(lengths=(0, 70, 31), num_new=(5, 3, 1), page_size=32, page_dtype="int8"),
     "fp8_tree_bfloat16": Example(
         lengths=(13, 100, 0),
@@ -181,7 +185,7 @@ def make_inputs(example: Example, seed: int = 0) -> tuple[tuple[Array, ...], dic
     if example.has_sinks:
         sinks = jnp.asarray(rng.normal(0.0, 2.0, example.heads), jnp.float32)
     page_dtype, scales = jnp.dtype(example.page_dtype or example.dtype), (None, None)
-    if example.page_dtype is not None:
+    if page_dtype.itemsize == 1:
         # So that some numbers are beyond the largest.
         scales = rng.uniform(2.0, 4.0, (2, example.kv_heads)) / layout.LARGEST[page_dtype]
         scales = [jnp.asarray(scale, jnp.float32) for scale in scales]

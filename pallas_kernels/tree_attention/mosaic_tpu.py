@@ -148,7 +148,7 @@ class _Shape:
         size = jnp.dtype(self.dtype).itemsize
         tile = self.tile_tokens * self.head_dim
         tiles = 2 * self.slots * self.kv_heads * tile * jnp.dtype(self.page_dtype).itemsize
-        if self.has_scales:
+        if self.page_dtype != self.dtype:
             tiles += 2 * 4 * tile  # on their way to the dtype of queries
         rows = self.kv_heads * self.query_rows
         blocks = 2 * 2 * rows * self.head_dim * size
@@ -320,8 +320,9 @@ def _shape_of(
         raise NotImplementedError(
             f"{head_dim=} in pages of {layout.head_dim(k_pages)}; layout.in_lines spreads q."
         )
-    if q.dtype != k_pages.dtype and not layout.is_quantized(k_pages):
-        raise NotImplementedError(f"{q.dtype=} must be {k_pages.dtype=} on a TPU.")
+    is_widened = q.dtype == jnp.float32 and k_pages.dtype == jnp.bfloat16
+    if q.dtype != k_pages.dtype and not is_widened and not layout.is_quantized(k_pages):
+        raise NotImplementedError(f"{q.dtype=} must be {k_pages.dtype=}, or float32, on a TPU.")
     group = heads // kv_heads
     sizes = sizes or choose(
         target_kind(),
@@ -863,7 +864,7 @@ class _Sums:
         page, begin = divmod(piece * count, shape.page_size)
         numbers = tiles[slot, page : page + pages, head, begin : begin + of_page]
         numbers = numbers.reshape(count, shape.head_dim)
-        if self.scales is None:
+        if shape.page_dtype == shape.dtype:
             return numbers
         return numbers.astype(jnp.float32).astype(shape.dtype)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from specjax.cli import json_document, mesh_argument, prompts, sampling_arguments, terminal
 from specjax.cli.parser import layer_ids
-from specjax.config.engine import KV_CACHE_DTYPES, NUMERICS, EngineConfig
+from specjax.config.engine import ACTIVATION_DTYPES, KV_CACHE_DTYPES, NUMERICS, EngineConfig
 from specjax.config.names import DRAFTERS, MATCHING, NO_DRAFTER, check_drafter
 from specjax.config.rules import VERIFICATION_RULES
 from specjax.config.sampling import SamplingParams
@@ -128,6 +128,12 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
         choices=NUMERICS,
         help="'invariant': equal bits whatever is drafted or decoded beside (default fast)",
     )
+    group.add_argument(
+        "--activation-dtype",
+        choices=ACTIVATION_DTYPES,
+        help="of hidden states; 'float32' leaves hardly any rounding that depends on what is "
+        "drafted beside weights in bfloat16 (default that of the weights)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -171,7 +177,7 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
 
 def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """Returns the engine config of the arguments, with defaults for the rest."""
-    names = [*_ENGINE_OPTIONS, "kv_cache_dtype", "numerics"]
+    names = [*_ENGINE_OPTIONS, "kv_cache_dtype", "numerics", "activation_dtype"]
     given = {name: getattr(arguments, name) for name in names}
     return EngineConfig(**{k: value for k, value in given.items() if value is not None})
 

@@ -12,6 +12,8 @@ from specjax.config.checks import is_int, is_number
 
 NUMERICS = ("fast", "invariant")
 
+ACTIVATION_DTYPES = ("float32",)
+
 # Implementations by op. References are left out: they are slow and for tests.
 KERNELS = {op: names[:-1] for op, names in IMPLEMENTATIONS.items()}
 
@@ -116,12 +118,21 @@ class EngineConfig:
     # weights' dtype. Each key head of each layer has a scale, measured on the weights in use.
     # Text is that of this cache, with and without speculation. docs/guides/memory.md.
     kv_cache_dtype: str | None = None
+    # Dtype of the target's hidden states: "float32", or None for the weights' dtype. With weights
+    # of 16 bits, float32 leaves hardly any rounding that depends on the number of tokens in a
+    # step: docs/policy-logprobs.md.
+    activation_dtype: str | None = None
 
     def __post_init__(self):
         self._check_kv_cache_dtype()
         if self.numerics not in NUMERICS:
             raise ValueError(
                 f"EngineConfig.numerics={self.numerics!r} must be one of {', '.join(NUMERICS)}."
+            )
+        if self.activation_dtype not in (None, *ACTIVATION_DTYPES):
+            raise ValueError(
+                f"EngineConfig.activation_dtype={self.activation_dtype!r:.100} must be 'float32', "
+                "or None for the dtype of the weights."
             )
         self._check_memory()
         for field in dataclasses.fields(self):

@@ -51,6 +51,8 @@ class DecoderConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "rules", tuple(map(Rule, self.rules)))
+        target = dataclasses.replace(self.target, activation_dtype=self.engine.activation_dtype)
+        object.__setattr__(self, "target", target)
         object.__setattr__(self, "mesh", sharding.factored(self.mesh, self.drafter.num_shards))
 
     @property

@@ -711,7 +711,8 @@ class Decoder:
         spec = self.drafter
         try:
             context = DrafterContext(
-                target=self.target,
+                # A drafter reads hidden states and embeddings in the dtype of the weights.
+                target=dataclasses.replace(self.target, activation_dtype=None),
                 num_speculative_tokens=num_speculative_tokens,
                 dtype=self.sizes.dtype,
                 tensor_axis=sharding.tensor_axis(self.mesh),

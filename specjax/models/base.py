@@ -105,6 +105,8 @@ class ModelConfig:
     attention_scale: float | None = None  # None: head_dim ** -0.5
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    # dtype of hidden states, where they have more digits than the weights; None: the weights'.
+    activation_dtype: str | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     # Of a model that drafts several tokens in one forward: what it is fed in place of a token
@@ -220,14 +222,17 @@ def embed_tokens(
 ) -> Array:
     """Returns the rows of params["embed_tokens"] times config.embedding_multiplier.
 
+    Hidden states have the dtype of what this returns.
+
     Args:
       token_ids: i32[...], any shape.
       tensor_axis: as for `look_up`.
 
     Returns:
-      [..., hidden_size], in the dtype of the weights.
+      [..., hidden_size], in config.activation_dtype, or the dtype of the weights.
     """
     x = look_up(params["embed_tokens"], token_ids, config.vocab_size, tensor_axis)
+    x = x if config.activation_dtype is None else x.astype(config.activation_dtype)
     return x if config.embedding_multiplier == 1.0 else x * config.embedding_multiplier
 
 

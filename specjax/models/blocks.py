@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 
 from specjax.models.base import (
     Attend,
@@ -41,6 +42,10 @@ from specjax.models.layers import (
     rotate,
     soft_cap,
 )
+
+# Name of what a branch adds to its input, for the policies of jax.checkpoint: from these and the
+# embedding a backward pass computes everything else again, layer by layer.
+BRANCH = "specjax_branch"
 
 # head_norm(q or k [..., own heads, head_dim], its weight) -> the same shape, normed
 Norm = Callable[[Array, Array], Array]
@@ -198,7 +203,8 @@ def attention(
 
 def project_and_sum(x: Array, layer: Params, name: str, tensor_axis: MeshAxes | None) -> Array:
     """Returns `project` summed over shards that each hold part of x; the bias is added once."""
-    return with_bias(sum_over_shards(linear(x, layer[name]), tensor_axis), layer, name)
+    out = with_bias(sum_over_shards(linear(x, layer[name]), tensor_axis), layer, name)
+    return checkpoint_name(out, BRANCH)
 
 
 def gated_mlp(

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from specjax.models import blocks, weights
@@ -63,6 +64,7 @@ def forward(
     def add(x: Array, inner: Array, layer: Params, name: str) -> Array:
         # The bias is added last: another order would round differently.
         product = blocks.sum_over_shards(linear(inner, layer[name]), tensor_axis)
+        product = checkpoint_name(product, blocks.BRANCH)
         return blocks.with_bias(x + product, layer, name)
 
     # Draft slots past the last position are computed and dropped; clipping keeps

@@ -356,7 +356,7 @@ class _Model(NamedTuple):
         *,
         is_token: Array | None,
     ) -> tuple[Array, tuple[Pages, ...], tuple[Array, ...]]:
-        return self.family.forward(
+        hidden, pages, seen = self.family.forward(
             self.params,
             self.config,
             token_ids,
@@ -367,6 +367,10 @@ class _Model(NamedTuple):
             taps=self.taps,
             is_token=is_token,
         )
+        if self.config.activation_dtype is not None:
+            dtype = jax.tree.leaves(self.params)[0].dtype
+            seen = tuple(tap.astype(dtype) for tap in seen)
+        return hidden, pages, seen
 
 
 def _is_token(batch: TokenBatch, row_ids: Array) -> Array:

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -31,6 +32,7 @@ from specjax.engine.text_feed import group_of
 from specjax.layouts.tables import Layout
 from specjax.models.abstract import abstract_weights, tree_difference
 from specjax.models.base import Model, ModelConfig, Params
+from specjax.paged import kv_cache
 from specjax.policy.interface import SpeculationPolicy
 from specjax.rl.given_weights import GivenWeights, bytes_copied
 from specjax.runtime import compilation_cache
@@ -59,7 +61,7 @@ class RolloutDecoder:
     ):
         """Use `build_decoder`."""
         self._setup = setup
-        self._given = GivenWeights(layout, setup.target.config, mesh)
+        self._given = GivenWeights(layout, setup.target.config, mesh, setup.target.params)
         self._mesh = mesh
         self._policy = policy
         self._loop: Loop | None = None
@@ -79,6 +81,28 @@ class RolloutDecoder:
     def config(self) -> ModelConfig:
         """Configuration of the target."""
         return self._setup.target.config
+
+    @property
+    def running_config(self) -> ModelConfig:
+        """`config` with the dtype of hidden states that rollouts have."""
+        kept = self._setup.engine.activation_dtype
+        return dataclasses.replace(self.config, activation_dtype=kept)
+
+    @property
+    def layout(self) -> str | Layout:
+        """Layout of the weights that rollouts take."""
+        return self._given.layout
+
+    @property
+    def pages_dtype(self) -> np.dtype:
+        """dtype of cached keys and values."""
+        dtype = jax.tree.leaves(self._setup.target.params)[0].dtype
+        return kv_cache.pages_dtype(self._setup.engine.kv_cache_dtype, dtype)
+
+    def cast(self, params: Params) -> Params:
+        """Returns the target's weights in the dtypes that rollouts compute with; traceable."""
+        shapes = self._setup.target.params
+        return jax.tree.map(lambda leaf, own: jnp.asarray(leaf, own.dtype), params, shapes)
 
     @property
     def mesh(self) -> Mesh | None:
@@ -360,7 +384,8 @@ def build_decoder(
         equal to the last bit, whatever is drafted.
       policy: chooses K before each burst; None: goodput.
       mesh: devices to split over, axes "data" and "tensor".
-      dtype: of the weights passed to rollouts; None: the Model's, or float32.
+      dtype: that rollouts compute with; None: the Model's, or float32. Weights of more digits,
+        such as float32 masters, are cast to 16 bits on the device once per update.
       layout: of the weights passed to rollouts: "specjax", "nnx", "linen", "tunix", "maxtext", or
         one's own; see `specjax.convert`. Weights in another layout than specjax's are converted
         on the device once per update, and the copy is kept until the trainer frees the arrays

@@ -6,6 +6,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from specjax import sharding
@@ -27,16 +28,23 @@ class _Form(NamedTuple):
 class GivenWeights:
     """Turns trees of weights in one layout into specjax's tree.
 
-    Arrays that both trees have alike are handed on. All others are converted by one jitted
+    Arrays that both trees have alike are handed on. All others, and those of more digits than the
+    decoder computes with (float32 masters of weights in bfloat16), are converted by one jitted
     function, only if they differ from those of the last call; its result is kept until then, or
     until the trainer frees them.
     """
 
-    def __init__(self, layout: str | Layout, config: ModelConfig, mesh: Mesh | None):
-        """Raises ValueError or NotImplementedError for a layout that does not fit the config."""
+    def __init__(
+        self, layout: str | Layout, config: ModelConfig, mesh: Mesh | None, shapes: Params
+    ):
+        """Takes the shapes and dtypes of specjax's tree, a jax.ShapeDtypeStruct at each leaf.
+
+        Raises:
+          ValueError, NotImplementedError: the layout does not fit the config.
+        """
         variants(layout, config)
-        self._layout, self._config, self._mesh = layout, config, mesh
-        self._ours = config.param_shapes()
+        self.layout, self._config, self._mesh = layout, config, mesh
+        self._ours = shapes
         self._structure = jax.tree.structure(self._ours)
         self._forms: dict[Any, _Form] = {}
         self.num_traces = 0
@@ -76,26 +84,34 @@ class GivenWeights:
 
     def _is_ours(self, tree: Any) -> bool:
         """Returns whether a tree is specjax's already."""
-        if self._layout != "specjax" or jax.tree.structure(tree) != self._structure:
+        if self.layout != "specjax" or jax.tree.structure(tree) != self._structure:
             return False
         pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(self._ours), strict=True)
-        return all(getattr(leaf, "shape", None) == ours.shape for leaf, ours in pairs)
+        return all(
+            getattr(leaf, "shape", None) == ours.shape and not _is_master(leaf, ours.dtype)
+            for leaf, ours in pairs
+        )
 
     def _form_of(self, leaves: Leaves) -> _Form:
-        key = tuple((path, getattr(leaf, "shape", None)) for path, leaf in leaves.items())
+        described = lambda leaf: (getattr(leaf, "shape", None), getattr(leaf, "dtype", None))
+        key = tuple((path, *described(leaf)) for path, leaf in leaves.items())
         if key not in self._forms:
-            layout = matching(leaves, self._layout, self._config, "params")
+            layout = matching(leaves, self.layout, self._config, "params")
             places = [(layout.places[name], n) for name, n, _ in leaves_with_names(self._ours)]
-            is_moved = tuple(not place.is_as_ours for place, _ in places)
-            moved = [place for place, m in zip(places, is_moved) if m]
-            convert = functools.partial(self._converted, moved, is_moved, {})
             paths = tuple(place.path_of(layer) for place, layer in places)
+            dtypes = [leaf.dtype for leaf in jax.tree.leaves(self._ours)]
+            is_moved = tuple(
+                not place.is_as_ours or _is_master(leaves[path], dtype)
+                for (place, _), path, dtype in zip(places, paths, dtypes, strict=True)
+            )
+            moved = [(*each, d) for each, d, m in zip(places, dtypes, is_moved) if m]
+            convert = functools.partial(self._converted, moved, is_moved, {})
             self._forms[key] = _Form(paths, is_moved, Once(convert))
         return self._forms[key]
 
     def _converted(
         self,
-        places: list[tuple[Place, int | None]],
+        places: list[tuple[Place, int | None, Any]],
         is_moved: tuple[bool, ...],
         compiled: dict[bool, Any],
         moved: Leaves,
@@ -103,7 +119,7 @@ class GivenWeights:
         """Returns the leaves of ours at places, from the arrays of theirs.
 
         Args:
-          places: and the numbers of their layers.
+          places: and the numbers of their layers, and dtypes of ours.
           is_moved: of all leaves of ours.
           compiled: what was compiled for these places, by whether the arrays lie on the mesh.
         """
@@ -113,7 +129,8 @@ class GivenWeights:
 
         def run(moved: Leaves) -> list[Any]:
             self.num_traces += 1
-            return [place.to_ours(moved, layer) for place, layer in places]
+            ours = ((place.to_ours(moved, layer), dtype) for place, layer, dtype in places)
+            return [x.astype(dtype) if _is_master(x, dtype) else x for x, dtype in ours]
 
         if is_there not in compiled:
             split = self._shardings(is_moved) if is_there else None
@@ -140,6 +157,14 @@ def bytes_copied(before: Any, after: Any) -> int:
         return 0
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     return sum(used.nbytes for given, used in pairs if not _is_in_place(given, used))
+
+
+def _is_master(leaf: Any, dtype: Any) -> bool:
+    """Returns whether an array has more digits than weights of a dtype, and is cast to it."""
+    own = getattr(leaf, "dtype", None)
+    if own is None or not all(jnp.issubdtype(each, jnp.floating) for each in (own, dtype)):
+        return False
+    return jnp.finfo(own).nmant > jnp.finfo(dtype).nmant and jnp.dtype(dtype).itemsize == 2
 
 
 def _is_in_place(given: Any, used: Any) -> bool:

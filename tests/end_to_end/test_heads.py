@@ -10,6 +10,7 @@ All of it takes ten minutes on two cores:
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import assert_engine_is_empty, tiny_llama
@@ -167,6 +168,25 @@ def test_whatever_happens_to_rows(target, plain, name):
     tokens, _ = run(target, head(name), policy=policy)
     assert tokens == plain
     assert {2, 4} <= policy.row_buckets
+    assert len(policy.accepted) > 5
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.full if name == QUICKEST[0] else SLOW) for name in KINDS],
+)
+def test_bfloat16_with_hidden_states_in_float32(target, name):
+    """Heads read hidden states in their own dtype; what they draft changes no token."""
+    half = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
+    target = dataclasses.replace(target, params=half(target.params))
+    engine = dataclasses.replace(ENGINE, activation_dtype="float32")
+    with specjax.Engine(target, engine=engine) as running:
+        plain = drain(running, add_all(running))
+    own = head(name)
+    policy = InTurn(3, 0, 0, 2)
+    drafter = dataclasses.replace(own, params=half(own.params))
+    tokens, _ = run(target, drafter, policy=policy, engine=engine)
+    assert tokens == plain
     assert len(policy.accepted) > 5
 
 

@@ -50,7 +50,11 @@ def some(quick, params):
 
 
 @pytest.mark.parametrize(
-    "name", some([("tree",), ("decode",), ("window",)], [(name,) for name in EXAMPLES])
+    "name",
+    some(
+        [("tree",), ("decode",), ("window",), ("float32_over_bfloat16",)],
+        [(name,) for name in EXAMPLES],
+    ),
 )
 def test_attention_is_that_of_the_reference(name, has_races):
     example = fitted(EXAMPLES[name])
@@ -78,6 +82,7 @@ def test_attention_is_that_of_the_reference(name, has_races):
             ),
             (256, "tree_window", None),
             (128, "tree_window", "float8_e4m3fn"),
+            (128, "trees_and_prompts", "bfloat16"),
         ],
     ),
 )
