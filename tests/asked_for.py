@@ -45,10 +45,19 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
         config.hook.pytest_deselected(items=dropped)
 
 
-def quick(cases: Iterable[Any], *chosen: Any) -> list[Any]:
-    """Returns the cases of a parametrised test, of which only the chosen are in the quick set."""
-    cases = list(cases)
-    unknown = [one for one in chosen if one not in cases]
+def quick(cases: Iterable[Any], *chosen: Any, slow: Iterable[Any] = ()) -> list[Any]:
+    """Returns the cases of a parametrised test, of which only the chosen are in the quick set.
+
+    Args:
+      slow: cases that run on demand alone. All others are in the gate.
+    """
+    cases, slow = list(cases), list(slow)
+    unknown = [one for one in [*chosen, *slow] if one not in cases]
     if unknown:
         raise ValueError(f"{unknown} are not among the cases {cases}.")
-    return [one if one in chosen else pytest.param(one, marks=pytest.mark.full) for one in cases]
+
+    def marked(one: Any) -> Any:
+        mark = pytest.mark.slow if one in slow else pytest.mark.full
+        return one if one in chosen else pytest.param(one, marks=mark)
+
+    return [marked(one) for one in cases]

@@ -5,7 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from asked_for import ON_DEMAND, is_asked_for
+from asked_for import ON_DEMAND, is_asked_for, quick
 from progress import Progress
 
 
@@ -43,6 +43,17 @@ def test_every_marker_marks_a_test():
     for path in (ROOT / "tests").rglob("test_*.py"):
         used |= set(re.findall(r"pytest\.mark\.(\w+)", path.read_text(encoding="utf-8")))
     assert listed <= used
+
+
+def test_cases_of_a_test_are_quick_full_or_slow():
+    def marks(case):
+        return {mark.name for mark in getattr(case, "marks", ())}
+
+    cases = quick(["a", "b", "c"], "a", slow=["c"])
+    assert [marks(case) for case in cases] == [set(), {"full"}, {"slow"}]
+    for unknown in ({"slow": ["d"]}, {}):
+        with pytest.raises(ValueError, match="'d'"):
+            quick(["a"], *(() if unknown else "d"), **unknown)
 
 
 class Terminal:

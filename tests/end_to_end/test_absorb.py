@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from asked_for import quick
 from helpers import ScriptedDrafter, assert_engine_is_empty, tiny_llama
 from tap_keeper import TapKeeper, Told
 
@@ -177,7 +178,7 @@ def test_whatever_happens_to_rows(target, plain, script, how):
         assert tokens == plain
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", quick([(2, 1), (1, 2), (2, 2)], slow=[(2, 1), (1, 2)]), ids=str)
 def test_over_a_mesh(target, plain, script, shape):
     mesh = jax.make_mesh(shape, ("data", "tensor"), devices=jax.devices()[: shape[0] * shape[1]])
     told, tokens, _ = run(target, TapKeeper(script), InTurn(3, 0, 2), mesh=mesh)
@@ -382,7 +383,11 @@ def lost_beside(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "mistake", [shifted, of_rejected_nodes, lost_at_k_0, of_the_row_before, lost_beside]
+    "mistake",
+    quick(
+        [shifted, of_rejected_nodes, lost_at_k_0, of_the_row_before, lost_beside],
+        slow=[of_rejected_nodes, of_the_row_before, lost_beside],
+    ),
 )
 def test_a_mistake_is_seen(target, script, monkeypatch, mistake):
     shared_decoder.cache_clear()

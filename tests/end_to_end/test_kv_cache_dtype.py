@@ -83,7 +83,7 @@ DRAFTERS = {
         pytest.param("int8", "trees", marks=LONG),
         pytest.param("fp8", "chains", marks=LONG),
         pytest.param("int8", "chains", marks=LONG),
-        pytest.param("fp8", "trees", marks=LONG),
+        pytest.param("fp8", "trees", marks=pytest.mark.slow),
     ],
 )
 def test_texts_are_the_same_with_and_without_speculation(target, plain, name, drafter):

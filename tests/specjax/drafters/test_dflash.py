@@ -475,7 +475,12 @@ def test_each_device_has_its_slice_of_the_logits(monkeypatch):
 @pytest.mark.filterwarnings("ignore:num_speculative_tokens")  # more than some draft
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
-    "name", quick(["own tables", "from the anchor", "a Markov head", "DFlash2"], "DFlash2")
+    "name",
+    quick(
+        ["own tables", "from the anchor", "a Markov head", "DFlash2"],
+        "DFlash2",
+        slow=["own tables", "from the anchor"],
+    ),
 )
 def test_tokens_are_those_of_plain_decoding(temperature, name):
     config, params = make_head(name)

@@ -82,13 +82,15 @@ def test_a_head_that_copies_its_target_is_always_accepted(count):
     check_all_accepted(target, specjax.LoadedDrafter("copy", EagleDrafter(config), params), count)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "shape",
     [
-        None,
-        static_shapes.from_rank_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
-        Growth(3, 2, 5).cut(3),
+        pytest.param(None, marks=pytest.mark.full),
+        pytest.param(
+            static_shapes.from_rank_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(Growth(3, 2, 5).cut(3), marks=pytest.mark.full),
     ],
     ids=["chain", "tree", "grown"],
 )

@@ -62,8 +62,7 @@ def test_what_it_says_is_what_its_equations_say(name):
     check_texts(Reference(config, params), Rows(config, params, 3), 1, VOCAB)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", quick([0.0, 0.8], slow=[0.0]))
 def test_tokens_are_those_of_plain_decoding(temperature):
     sampling = specjax.SamplingParams(temperature=temperature, max_tokens=20, seed=3)
     prompts = [[1, 2, 3], [5], [7, 8] * 9]
@@ -89,7 +88,7 @@ def test_a_head_that_copies_its_target_is_always_accepted(count):
     check_all_accepted(target, drafter, count)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [

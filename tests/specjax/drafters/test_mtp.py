@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from head_equations import TARGET, VOCAB, rms
 from head_folders import put, random_tensors, without, write
 from pair_heads import (
@@ -107,8 +108,7 @@ def test_each_mistake_shows(mistake, flags):
         check_texts(wrong, Rows(config, params, 3), 1, VOCAB)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", quick([0.0, 0.8], slow=[0.0]))
 def test_tokens_are_those_of_plain_decoding(temperature):
     sampling = specjax.SamplingParams(temperature=temperature, max_tokens=20, seed=3)
     prompts = [[1, 2, 3], [5], [7, 8] * 9]
@@ -167,7 +167,7 @@ def test_it_reads_what_the_final_norm_of_the_target_reads():
     assert acceptance.num_accepted == acceptance.num_drafted
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
     [None, static_shapes.from_rank_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]])],

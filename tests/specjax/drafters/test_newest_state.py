@@ -168,7 +168,10 @@ def test_what_it_says_is_what_its_equations_say(name, is_traced):
 
 @pytest.mark.filterwarnings("ignore:num_speculative_tokens")  # more than some draft
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("name", quick(["Medusa", "MLP", "MLP, tied", "MLP of one"], "Medusa"))
+@pytest.mark.parametrize(
+    "name",
+    quick(["Medusa", "MLP", "MLP, tied", "MLP of one"], "Medusa", slow=["MLP, tied", "MLP of one"]),
+)
 def test_tokens_are_those_of_plain_decoding(temperature, name):
     """Even with a K that is larger than what the head drafts."""
     sampling = specjax.SamplingParams(temperature=temperature, max_tokens=20, seed=3)
@@ -220,7 +223,7 @@ def test_a_tree_is_no_deeper_than_the_head_drafts():
     ("name", "shape"),
     [
         pytest.param("Medusa", None, marks=pytest.mark.full),
-        pytest.param("MLP", TREE, marks=pytest.mark.full),
+        pytest.param("MLP", TREE, marks=pytest.mark.slow),
         *(
             pytest.param(*at, marks=pytest.mark.slow)
             for at in [

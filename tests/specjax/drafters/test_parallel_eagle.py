@@ -118,8 +118,7 @@ def test_rows_are_asked_for_numbers_of_their_own(asked, monkeypatch):
         np.testing.assert_allclose(found, expected[: asked[row]], rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", quick([0.0, 0.8], slow=[0.0]))
 def test_tokens_are_those_of_plain_decoding(temperature):
     sampling = specjax.SamplingParams(temperature=temperature, max_tokens=20, seed=3)
     prompts = [[1, 2, 3], [5], [7, 8] * 9]
@@ -218,7 +217,6 @@ def test_the_state_of_masks_is_as_wide_as_what_is_captured():
     assert found == jax.ShapeDtypeStruct((CAPTURED * WIDTH,), jnp.float32)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", ["own_tables", "two_layers"])
+@pytest.mark.parametrize("name", quick(["own_tables", "two_layers"], slow=["own_tables"]))
 def test_it_keeps_the_contract_of_drafters(name):
     check_drafter(drafter_of(name), TARGET)

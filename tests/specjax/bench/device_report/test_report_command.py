@@ -53,7 +53,7 @@ def test_arguments_that_are_none(argv, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_whole_report(tmp_path, capsys):
     argv = ["--device-report", str(tmp_path), "--size", "tiny"]
     assert command.main(argv) == 0
