@@ -24,6 +24,8 @@ def admit(run: RunState, growth: int) -> None:
     """
     admitted = run.scheduler.admit(growth)
     run.prompts.num_tokens += sum(row.num_to_prefill for row in admitted)
+    for row in admitted:
+        row.request.lineage.fill(len(row.request.output_token_ids), run.params_version)
     for admission in make_admissions(run.decoder, admitted):
         _enter(run, admission)
 

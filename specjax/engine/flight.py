@@ -32,6 +32,7 @@ class Flight:
     prompts: PromptShape | None = None  # prompt tokens in the same step; None: a burst alone
     # The fields below are set when it is sent.
     bucket: Bucket | None = None
+    params_version: int = 0
     rows: list[Row] = dataclasses.field(default_factory=list)
     places: Any = ()  # i64[rows], place of each row in the report
     report: StepInfo | None = None

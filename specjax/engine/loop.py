@@ -204,6 +204,8 @@ class Loop:
 
     def _advance(self, moved: list[Request], max_burst_steps: int | None) -> None:
         """Does a step's work; adds the requests that advanced or ended to `moved`."""
+        if self._run.recomputes:
+            self._empty_rows(moved)
         self._run.ensure_state()
         moved += self._end_overdue()
         self._admit()
@@ -212,6 +214,15 @@ class Loop:
         num_sent = len(self._run.flights) - num_before
         while len(self._run.flights) > num_sent:
             self._read(moved)
+
+    def _empty_rows(self, moved: list[Request]) -> None:
+        """Reads back all bursts in flight, and queues the requests that run."""
+        run = self._run
+        while run.flights:
+            self._read(moved)
+        for row in run.scheduler.occupied:
+            run.scheduler.requeue(row)
+        run.recomputes = False
 
     def _admit(self) -> None:
         steps = self.decoder.sizes.burst_steps
@@ -249,28 +260,50 @@ class Loop:
         if not len(self.scheduler.waiting) and not self.scheduler.occupied:
             self._run.deadlines.clear()
 
-    # Between runs
+    # Between steps
 
-    def take_params(self, params: DecoderParams, *, is_new: bool = True) -> None:
-        """Replaces the weights and clears the prefix cache; only while no request runs.
+    def take_params(
+        self,
+        params: DecoderParams,
+        *,
+        is_new: bool = True,
+        version: int | None = None,
+        recomputes: bool = False,
+        retries_drafter: bool = True,
+    ) -> None:
+        """Replaces the weights of the steps that are sent from now on.
 
-        A drafter that was turned off is tried again.
+        A burst in flight ends under the weights that it was sent with. The prefix cache is
+        cleared, and prompts that are being fed start again. Rows that decode keep their keys
+        and values, unless pages are int8 or fp8: the scales of all pages follow from the newest
+        weights.
 
         Args:
-          is_new: False if the pages were filled with these same weights.
+          is_new: False if the pages were filled with these same weights; no row changes then.
+          version: the number of these weights in `Request.lineage`; above that of the last
+            weights, unless these are the same. None: as it is.
+          recomputes: whether rows that decode are fed again under the new weights.
+          retries_drafter: whether a drafter that was turned off is tried again if weights are
+            new; all rows are fed again then.
+
+        Raises:
+          ValueError: the weights lie on several devices, and there is no mesh. Nothing changed.
         """
         run = self._run
-        assert not run.scheduler.occupied, "rows hold keys and values of other weights"
-        if is_new and run.faults.is_drafter_off:
-            run.faults = Faults(run.faults.drafter, run.decoder.sizes.rows)
-            self._recovery.restart()
-        if run.faults.is_drafter_off:
+        retries_drafter &= is_new and run.faults.is_drafter_off
+        if run.faults.is_drafter_off and not retries_drafter:
             params = DecoderParams(params.target)
         run.params = run.decoder.place_params(params)
+        run.decoder.let_go()  # of the earlier weights
+        if version is not None:
+            run.params_version = version
         if is_new:
-            run.has_scales = False
-            for pool in run.scheduler.pools:
-                pool.forget()
+            run.renew_weights(recomputes=recomputes)
+        if retries_drafter:
+            run.faults = Faults(run.faults.drafter, run.decoder.sizes.rows)
+            self._recovery.restart()
+
+    # Between runs
 
     def abandon(self) -> None:
         """Ends the requests that an interrupted call left waiting or running."""

@@ -61,7 +61,7 @@ class Reader:
         own = np.array([row.index for row in rows.values()], np.int64)
         scheduler.land(own, flight.growth, flight.least)
         requests = {place: row.request for place, row in rows.items()}
-        collect(flight.report, num_steps, requests)
+        collect(flight.report, num_steps, requests, flight.params_version)
         moved += requests.values()  # before code that may raise: some have ended by now
         if num_steps:
             drafter_lengths = np.asarray(flight.report.drafter_lengths)[num_steps - 1]
@@ -143,7 +143,9 @@ class Reader:
         )
 
 
-def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> None:
+def collect(
+    report: StepInfo, num_steps: int, running: dict[int, Request], params_version: int
+) -> None:
     """Hands each row's tokens of a burst to its request."""
     names = ("num_committed", "num_accepted", "num_drafted", "draft_depth", "finish")
     # [rows, steps, names]: converting one row at a time to plain numbers is fastest.
@@ -182,7 +184,9 @@ def collect(report: StepInfo, num_steps: int, running: dict[int, Request]) -> No
                     for values in (logprobs.surplus, logprobs.variance)
                 )
                 surpluses = list(zip(surplus, variance))
-            request.take_step(own, accepted, drafted, finish, described, depth, surpluses)
+            request.take_step(
+                own, accepted, drafted, finish, described, depth, surpluses, params_version
+            )
 
 
 class _Scores:

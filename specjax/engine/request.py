@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.config.sampling import SamplingParams
+from specjax.engine.lineage import Lineage
 from specjax.text.detokenize import IncrementalText
 from specjax.types import INVALID_LOGITS, OUT_OF_LENGTH, STOPPED
 
@@ -217,6 +218,7 @@ class Request:
     keeps_scores: bool = False  # `logprobs` are TokenScores
     expected_length: int = 0  # expected number of output tokens; 0 if unknown
     num_resumed: int = 0  # output tokens from an earlier run
+    lineage: Lineage = dataclasses.field(default_factory=Lineage)
 
     @property
     def is_finished(self) -> bool:
@@ -242,6 +244,7 @@ class Request:
         logprobs: Sequence[Any],
         draft_depth: int | None = None,
         surpluses: Sequence[tuple[float, float]] = (),
+        params_version: int = 0,
     ) -> None:
         """Adds the tokens that one step committed for this row.
 
@@ -250,6 +253,7 @@ class Request:
 
         Args:
           surpluses: LogProbs.surplus and .variance by token, if the request has a self-check.
+          params_version: of the weights that drew the tokens.
         """
         if self.is_finished:
             return
@@ -259,6 +263,7 @@ class Request:
         if used:
             num_accepted = min(num_accepted, used)
             self.counts.add(num_drafted, num_accepted, draft_depth)
+            self.lineage.draw(len(self.output_token_ids), params_version)
             self.output_token_ids.extend(token_ids[:used])
             self.is_draft.extend(place < num_accepted for place in range(used))
             self.logprobs.extend(logprobs[:used])

@@ -24,6 +24,8 @@ class Row:
     # Ids of the cached prefixes of its first pages.
     prefixes: list[int] = dataclasses.field(default_factory=list)
     num_drafter_remembered: int = 0  # cached prefixes that hold the drafter's keys and values
+    # Whether some of its keys and values were computed under earlier weights.
+    is_of_old_weights: bool = False
 
     @property
     def num_to_prefill(self) -> int:

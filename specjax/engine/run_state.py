@@ -60,9 +60,28 @@ class RunState:
         self.gate = gate
         # Tokens of all rows together above which no other request is admitted; None: no limit.
         self.most_tokens = most_tokens
+        self.params_version = 0  # of `params`
         self.num_prefilled = 0  # prompt tokens fed, without those found in the prefix cache
         self.num_preemptions = 0
         self.begin()
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether pages are int8 or fp8, and their scales follow from the weights."""
+        return self.decoder.engine_config.kv_cache_dtype is not None
+
+    def renew_weights(self, *, recomputes: bool) -> None:
+        """Drops keys and values of earlier weights, except for those of rows that decode.
+
+        Args:
+          recomputes: whether the next step drops these as well.
+        """
+        self.scheduler.renew_weights()
+        self.prompts.num_tokens = 0
+        self.has_scales = False
+        # All pages share one set of scales, those of the newest weights.
+        recomputes |= self.is_quantized
+        self.recomputes = bool(self.scheduler.occupied) and (self.recomputes or recomputes)
 
     def use(self, decoder: Decoder) -> None:
         """Runs on a decoder from now on. It lets go of all weights when this run is gone:
@@ -89,6 +108,7 @@ class RunState:
         """Empties all rows and pages."""
         # Dropped first: there may be no room for both the old state and the new one.
         self.device_state: Any = None
+        self.recomputes = False  # whether the next step empties all rows and feeds them again
         self.has_scales = False  # whether scales are set from the weights, for int8 and fp8 pages
         self.flights: collections.deque[Flight] = collections.deque()
         engine_config = self.decoder.engine_config
@@ -116,8 +136,7 @@ class RunState:
             drafter = jax.tree.leaves(self.device_state.drafter)
             self.scheduler.needs_drafter = bool(drafter)
             self.scheduler.feeds_shared_again = bool(drafter and self.decoder.drafter.taps)
-        is_quantized = self.decoder.engine_config.kv_cache_dtype is not None
-        if is_quantized and not self.has_scales and self.params.target is not None:
+        if self.is_quantized and not self.has_scales and self.params.target is not None:
             self.device_state = self.decoder.with_kv_scales(self.params, self.device_state)
             self.has_scales = True
 

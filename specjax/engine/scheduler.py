@@ -175,9 +175,27 @@ class Scheduler:
 
     def preempt(self, row: Row) -> None:
         """Empties a row and queues its request, which later goes on from the tokens it has."""
-        self.release(row)
         row.request.num_preemptions += 1
+        self.requeue(row)
+
+    def requeue(self, row: Row) -> None:
+        """Empties a row and queues its request."""
+        self.release(row)
         self.waiting.push(row.request)
+
+    def renew_weights(self) -> None:
+        """Empties the prefix cache, and the rows that have not begun to decode.
+
+        Other rows keep their pages, which hold keys and values of earlier weights from now on:
+        no other row may read them.
+        """
+        for row in self.occupied:
+            if self.table.is_decoding[row.index]:
+                row.is_of_old_weights = True
+            else:
+                self.requeue(row)
+        for pool in self.pools:
+            pool.forget()
 
     def last_in(self, rows: Iterable[Row]) -> Row:
         """Returns the row to preempt: the last by priority, and among equals by arrival."""
@@ -478,7 +496,7 @@ class Scheduler:
 
     def _note_prefixes(self, row: Row) -> None:
         """Adds the pages that are filled by now to the prefix cache."""
-        if not self._shares_prefixes:
+        if not self._shares_prefixes or row.is_of_old_weights:
             return
         size, num_known = self.sizes.page_size, len(row.prefixes)
         num_filled = num_drafted = row.num_prefilled // size

@@ -110,7 +110,7 @@ class Sender:
         if flight.asked_depth is None:
             draft_cap = scheduler.table.draft_cap
             flight.asked_depth = np.minimum(draft_cap[flight.own], flight.depth)
-        flight.rows = scheduler.at(flight.own)
+        flight.rows, flight.params_version = scheduler.at(flight.own), run.params_version
         plan = self._plan(flight)
         compiled_before, start = run.decoder.compile_s, time.perf_counter()
         try:

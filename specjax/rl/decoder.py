@@ -201,18 +201,20 @@ class RolloutDecoder:
         is_same = is_lent and len(leaves) == len(self._leaves)
         is_same = is_same and all(ref() is x for ref, x in zip(self._leaves, leaves))
         is_same = is_same and version in (None, self.params_version)
+        if not is_same:
+            version = self.params_version + 1 if version is None else version
         # Reset until pages match the weights, so that an exception in between leaves no reuse.
         self._leaves = ()
         if self._loop is None:
             self._loop = self._make_loop(weights)
         if self._loop.has_work:
             self._loop.abandon()
-        self._loop.take_params(weights, is_new=not is_same)
+        self._loop.take_params(weights, is_new=not is_same, version=version)
         self.weights_bytes_moved = self._given.bytes_moved + sum(
             map(bytes_copied, before, self._loop.params)
         )
-        if not is_same:
-            self.params_version = self.params_version + 1 if version is None else version
+        if version is not None:
+            self.params_version = version
         if is_lent:
             # Weak references, so that the trainer can free the arrays.
             self._leaves = tuple(weakref.ref(leaf) for leaf in leaves)

@@ -6,6 +6,7 @@ early, or shared wrongly, or not filled, fails the test.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
@@ -21,13 +22,17 @@ VOCAB = 50
 DRAFT = -7  # what a slot holds after a draft was written there
 
 
+NOTHING = 17  # the number of no tokens
+
+
+def mix(number, token):
+    """Returns the number of some tokens and one more, from theirs."""
+    return (int(number) * 1_000_003 + int(token) + 1) % (2**61 - 1)
+
+
 def digest(token_ids):
     """Returns a number for each prefix of some tokens, of one token and more."""
-    numbers, number = [], 17
-    for token in token_ids:
-        number = (number * 1_000_003 + int(token) + 1) % (2**61 - 1)
-        numbers.append(number)
-    return numbers
+    return list(itertools.accumulate(token_ids, mix, initial=NOTHING))[1:]
 
 
 def continuation(prompt, count):
@@ -170,6 +175,14 @@ class FakeDecoder:
         shard = row // (self.sizes.rows // self.num_shards)
         return shard, page * PAGE_SIZE + position % PAGE_SIZE
 
+    def mix(self, number, token):
+        """Returns the number of a row's tokens from those before it, and its newest token."""
+        return mix(number, token)
+
+    def _before(self, table, row, position):
+        """Returns the number that the row's slot before a position holds."""
+        return self.slots[self._slot(table, row, position - 1)] if position else NOTHING
+
     def _check(self, table, row):
         """Asserts that the row's pages hold its tokens' numbers up to its length."""
         length = self.length[row]
@@ -184,9 +197,10 @@ class FakeDecoder:
             count, length = counts[place], self.length[row]
             assert count > 0
             self._check(table, row)
-            numbers = digest(self.history[row, : length + count])
+            number = self._before(table, row, length)
             for position in range(length, length + count):
-                self.slots[self._slot(table, row, position)] = numbers[position]
+                number = self.mix(number, self.history[row, position])
+                self.slots[self._slot(table, row, position)] = number
             self.length[row] += count
 
     def _steps(self, plan, depth):
@@ -209,19 +223,22 @@ class FakeDecoder:
                 self._check(plan.block_table, row)
                 length = self.length[row]
                 room = self.end[row] - length - 1
-                text = self.history[row, : length + 1].tolist()
                 own = min(depth, room - 1, int(plan.draft_caps[row]))
-                new = continuation(text, width)
+                number = self._before(plan.block_table, row, length)
+                numbers, new = [], [self.history[row, length]]
+                for _ in range(width):
+                    number = self.mix(number, new[-1])
+                    numbers.append(number)
+                    new.append(number % VOCAB)
+                del new[0]
                 # Drafts, some of which turn out right.
                 for ahead in range(own + 1):
                     slot = self._slot(plan.block_table, row, length + ahead)
                     self.slots[slot] = DRAFT
-                num_right = digest(text)[-1] // VOCAB % (own + 1)
+                num_right = numbers[0] // VOCAB % (own + 1)
                 gained = min(num_right + 1, room)
-                numbers = digest([*text, *new])
-                for position in range(length, length + gained):
-                    slot = self._slot(plan.block_table, row, position)
-                    self.slots[slot] = numbers[position]
+                for ahead, number in enumerate(numbers[:gained]):
+                    self.slots[self._slot(plan.block_table, row, length + ahead)] = number
                 self.history[row, length + 1 : length + 1 + gained] = new[:gained]
                 self.length[row] += gained
                 token_ids[step, place] = new
