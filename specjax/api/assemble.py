@@ -220,6 +220,15 @@ class Setup:
     def params(self) -> DecoderParams:
         return DecoderParams(self.target.params, self.drafter.params)
 
+    def without_weights(self) -> Self:
+        """Returns a setup of the shapes of the weights, so that others may take their place."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.params)
+        return dataclasses.replace(
+            self,
+            target=dataclasses.replace(self.target, params=shapes.target),
+            drafter=dataclasses.replace(self.drafter, params=shapes.drafter),
+        )
+
     def policy(self, decoder: Decoder) -> SpeculationPolicy:
         """Returns the policy that chooses K: the config's table, goodput, or a fixed K."""
         config, kind = self.speculation, self._policy_kind(decoder.config.rules)
@@ -445,6 +454,13 @@ class Setup:
             chooses_rows=self._plans_row_buckets,
             trusted_kernels=self.trusted_kernels,
         )
+
+    @functools.cached_property
+    def abstract_drafter(self) -> Any:
+        """The drafter's weights, or their shapes and dtypes if it was loaded without any."""
+        if self._has_drafter_params:
+            return self.drafter.params
+        return self.drafter.spec.abstract_params(self.target.config, self._dtype)
 
     @property
     def _has_drafter_params(self) -> bool:

@@ -12,11 +12,13 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
+import jax
 from jax.sharding import Mesh
 
 from pallas_kernels.implementations import Taken
 from specjax.api.acceptance_alarm import AcceptanceAlarm
 from specjax.api.assemble import Setup
+from specjax.api.handed_weights import HandedWeights, completed
 from specjax.api.outbox import Outbox
 from specjax.api.requests import Prompt, token_ids
 from specjax.api.results import Chunk, GenerationStats, lossy_rule
@@ -30,12 +32,14 @@ from specjax.drafters.loading import DrafterSource
 from specjax.engine.loop import Loop
 from specjax.engine.recovery import INTERRUPTED
 from specjax.engine.request import AcceptanceCounts, Request
-from specjax.models.base import Model
+from specjax.layouts.tables import Layout
+from specjax.models.base import Model, Params
 from specjax.planning.memory_model import MemoryPlan
 from specjax.policy.interface import SpeculationPolicy
 from specjax.runtime import compilation_cache
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.progress import Progress, Report
+from specjax.types import DecoderParams
 
 
 class Engine:
@@ -68,6 +72,7 @@ class Engine:
         engine: EngineConfig | Mapping[str, Any] | None = None,
         policy: SpeculationPolicy | None = None,
         mesh: Mesh | None = None,
+        layout: str | Layout = "specjax",
         progress: bool | Report = False,
     ):
         """Loads the models and allocates their pages; arguments as `generate`.
@@ -76,11 +81,12 @@ class Engine:
           other_verifications: rules beside `verification` to compile, so that requests can
             choose them by SamplingParams.verification. "greedy", "seeded" and "delta" are
             always available.
+          layout: of the weights passed to `update_params`, as for `build_decoder`.
         """
         compilation_cache.enable()
         self._progress = Progress(progress)
         self._progress.report("loading", 0, 0)
-        self._setup = setup = Setup.of(
+        setup = Setup.of(
             target,
             drafter=drafter,
             verification=verification,
@@ -89,6 +95,14 @@ class Engine:
             engine=engine,
             mesh=mesh,
         ).with_reported_memory()
+        params, setup = setup.params, setup.without_weights()
+        self._handed = HandedWeights(
+            layout,
+            setup.target.config,
+            mesh,
+            target=setup.target.params,
+            drafter=setup.abstract_drafter,
+        )
         names = [setup.speculation.verification, *other_verifications]
         for name in names:
             setup.drafter.check_rule(name, setup.engine.numerics)
@@ -98,6 +112,7 @@ class Engine:
             setup.standing_sizes(),
             self._rules,
             on_progress=self._progress.report,
+            params=params,
         )
         self._memory_watch = setup.memory_watch(self._loop)
         self._records = self._loop.records
@@ -231,6 +246,65 @@ class Engine:
         finally:
             self._leave(request_id)
 
+    @entrance("specjax.Engine.update_params")
+    def update_params(
+        self,
+        params: Params | DecoderParams,
+        *,
+        version: int | None = None,
+        running: str = "keep",
+    ) -> int:
+        """Replaces the weights, from the next step on; compiles nothing.
+
+        A burst that the device runs ends under the earlier weights. Requests that wait, and
+        those with no token yet, are answered by the new weights alone. Requests that run go on:
+        `Completion.params_versions` says which weights drew each token, and `cache_fills` from
+        which their keys and values are. Waits for a step of another thread to end.
+
+        Args:
+          params: weights of the target in the engine's layout, or DecoderParams(target, drafter);
+            a draft model keeps its weights if none are given for it. The arrays are neither
+            donated nor copied on one device: keep them until the next update. The same arrays
+            again change nothing, unless `version` is new.
+          version: number of these weights, above that of the last; None: the last one, plus 1.
+          running: "keep" leaves requests that run their keys and values, "recompute" feeds their
+            tokens again under the new weights. Over int8 or fp8 pages they are always fed again.
+
+        Returns:
+          The version of the weights.
+
+        Raises:
+          ValueError: an argument is invalid, or shapes, dtypes or names of the weights are not
+            those that the engine was made for. Nothing has changed then.
+          RuntimeError: the engine is closed, or this is called from within a step.
+        """
+        if running not in ("keep", "recompute"):
+            raise ValueError(f'{running=!r:.200} must be "keep" or "recompute".')
+        with self._turns.turn():
+            with self._turns.tables():
+                loop, handed = self._running_loop, self._handed
+            is_given = isinstance(params, DecoderParams) and bool(jax.tree.leaves(params.drafter))
+            taken = handed.take(
+                completed(params, loop.params.drafter),
+                version,
+                has_drafter=is_given,
+                increases=True,
+            )
+            loop.take_params(
+                taken.params,
+                is_new=taken.is_new,
+                version=taken.version,
+                recomputes=running == "recompute",
+                retries_drafter=is_given,
+            )
+            handed.settle(taken, loop.params)
+            return taken.version
+
+    @property
+    def params_version(self) -> int:
+        """Version of the weights that the next step runs under; 0 for those it was made with."""
+        return self._handed.version
+
     @property
     def stats(self) -> GenerationStats:
         """Figures over all finished requests."""
@@ -250,6 +324,7 @@ class Engine:
                 lossy=tuple(sorted(totals.lossy)),
                 decisions=tuple(self._records),
                 num_preemptions=totals.num_preemptions,
+                params_version=self._handed.version,
             )
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 from specjax.api.plots import draw_decisions
 from specjax.api.requests import Refused
 from specjax.config.rules import LOSSY_RULES, Rule
+from specjax.engine.lineage import CacheFill
 from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import (
     AcceptanceCounts,
@@ -46,6 +47,10 @@ class Completion:
     # Where finish_reason is "stop": the stop string that ended the text, or the id of the
     # token that did, of stop_token_ids or the model's end of text.
     stop_reason: int | str | None = None
+    # Version of the weights that drew each token: see Engine.update_params.
+    params_versions: list[int] = dataclasses.field(default_factory=list)
+    # Which weights computed keys and values before tokens were drawn: of the prompt first.
+    cache_fills: tuple[CacheFill, ...] = ()
 
     def __repr__(self) -> str:
         place = f"prompt {self.prompt_index}, sample {self.sample_index}"
@@ -77,6 +82,7 @@ class GenerationStats:
     # The last bursts: K, the reason, predicted beside measured figures.
     decisions: tuple[BurstRecord, ...] = ()
     num_preemptions: int = 0  # number of times that a request was preempted
+    params_version: int = 0  # of the newest weights
 
     def __repr__(self) -> str:
         parts = [
@@ -175,6 +181,7 @@ class Chunk:
     error: str | None = None
     lossy: str | None = None  # as in Completion, from the first draft on
     completion: Completion | None = None  # all of it, with the last chunk
+    params_versions: list[int] = dataclasses.field(default_factory=list)  # as in Completion
 
     def __repr__(self) -> str:
         ended = "" if self.finish_reason is None else f", {self.finish_reason!r}"
@@ -213,6 +220,7 @@ class ChunkWriter:
             request.error,
             lossy_rule(request),
             completion_of(request) if request.is_finished else None,
+            request.lineage.versions(first_token, len(request.output_token_ids)),
         )
 
 
@@ -243,6 +251,8 @@ def completion_of(request: Request) -> Completion:
         lossy=lossy_rule(request),
         self_check=request.self_check if request.params.self_check else None,
         stop_reason=request.stop_reason,
+        params_versions=request.lineage.versions(0, len(request.output_token_ids)),
+        cache_fills=tuple(request.lineage.fills),
     )
 
 

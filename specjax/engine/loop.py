@@ -293,12 +293,13 @@ class Loop:
         retries_drafter &= is_new and run.faults.is_drafter_off
         if run.faults.is_drafter_off and not retries_drafter:
             params = DecoderParams(params.target)
-        run.params = run.decoder.place_params(params)
+        placed = run.decoder.place_params(params)
+        if is_new:  # first, so that an interrupt leaves no page to be read under other weights
+            run.renew_weights(recomputes=recomputes)
+        run.params = placed
         run.decoder.let_go()  # of the earlier weights
         if version is not None:
             run.params_version = version
-        if is_new:
-            run.renew_weights(recomputes=recomputes)
         if retries_drafter:
             run.faults = Faults(run.faults.drafter, run.decoder.sizes.rows)
             self._recovery.restart()

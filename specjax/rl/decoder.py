@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import operator
 import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,8 +18,8 @@ from jax.typing import DTypeLike
 
 from specjax import sharding
 from specjax.api.assemble import Setup
+from specjax.api.handed_weights import HandedWeights, completed
 from specjax.api.requests import Refused, token_ids
-from specjax.config.checks import is_int
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import LOSSY_RULES, Rule
 from specjax.config.speculation import SpeculationConfig
@@ -30,11 +29,10 @@ from specjax.engine.metrics import BurstRecord
 from specjax.engine.request import Request
 from specjax.engine.text_feed import group_of
 from specjax.layouts.tables import Layout
-from specjax.models.abstract import abstract_weights, tree_difference
+from specjax.models.abstract import abstract_weights
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.paged import kv_cache
 from specjax.policy.interface import SpeculationPolicy
-from specjax.rl.given_weights import GivenWeights, bytes_copied
 from specjax.runtime import compilation_cache
 from specjax.runtime.jax_settings import entrance
 from specjax.types import DecoderParams
@@ -61,21 +59,22 @@ class RolloutDecoder:
     ):
         """Use `build_decoder`."""
         self._setup = setup
-        self._given = GivenWeights(layout, setup.target.config, mesh, setup.target.params)
+        self._handed = HandedWeights(
+            layout,
+            setup.target.config,
+            mesh,
+            target=setup.target.params,
+            drafter=setup.abstract_drafter,
+        )
         self._mesh = mesh
         self._policy = policy
         self._loop: Loop | None = None
-        self._leaves: tuple[weakref.ref, ...] = ()  # weights of the last rollout
         # The verification rule as a number of specjax.types.
         self.rule = Rule.of(setup.speculation.verification)
         self._lengths: collections.OrderedDict[int, float] = collections.OrderedDict()
         # Completions of other runs, kept until there is a loop.
         self._told: collections.deque[tuple[list[int], list[int]]]
         self._told = collections.deque(maxlen=MOST_TOLD)
-        # Bytes of weights that the last rollout copied, to convert them or to place them.
-        self.weights_bytes_moved = 0
-        # How often the weights changed, or the version that the caller gave.
-        self.params_version = 0
 
     @property
     def config(self) -> ModelConfig:
@@ -91,7 +90,7 @@ class RolloutDecoder:
     @property
     def layout(self) -> str | Layout:
         """Layout of the weights that rollouts take."""
-        return self._given.layout
+        return self._handed.given.layout
 
     @property
     def pages_dtype(self) -> np.dtype:
@@ -122,21 +121,12 @@ class RolloutDecoder:
     @property
     def has_draft_weights(self) -> bool:
         """Whether the drafter has weights, which go stale as the policy is trained."""
-        return len(jax.tree.leaves(self._draft_weights)) > 0
+        return len(jax.tree.leaves(self._setup.abstract_drafter)) > 0
 
     @property
     def likely_faults(self) -> tuple[str, ...]:
         """What is likely wrong where hardly a draft is accepted."""
         return self._setup.drafter.spec.likely_faults
-
-    @functools.cached_property
-    def _draft_weights(self) -> Any:
-        """The drafter's weights that the decoder was built with, or their shapes."""
-        setup = self._setup
-        if jax.tree.leaves(setup.drafter.params):
-            return setup.drafter.params
-        dtype = jax.tree.leaves(setup.target.params)[0].dtype
-        return setup.drafter.spec.abstract_params(setup.target.config, dtype)
 
     @property
     def decisions(self) -> tuple[BurstRecord, ...]:
@@ -168,7 +158,17 @@ class RolloutDecoder:
     def num_traces(self) -> int:
         """How many functions were traced, and so compiled, for this decoder's configuration."""
         steps = 0 if self._loop is None else self._loop.decoder.all_traces.total()
-        return steps + self._given.num_traces
+        return steps + self._handed.given.num_traces
+
+    @property
+    def weights_bytes_moved(self) -> int:
+        """Bytes of weights that the last rollout copied, to convert them or to place them."""
+        return self._handed.bytes_moved
+
+    @property
+    def params_version(self) -> int:
+        """How often the weights changed, or the version that the caller gave."""
+        return self._handed.version
 
     def hand_over(self, params: Params | DecoderParams, version: int | None = None) -> Loop:
         """Returns the loop with these weights; arrays already in place are not copied.
@@ -188,36 +188,13 @@ class RolloutDecoder:
         Raises:
           ValueError: shapes, dtypes or names are not those the decoder was built for.
         """
-        if version is not None and not (is_int(version) and 0 <= version < 2**31):
-            raise ValueError(f"params_version={version!r} must be from 0 to 2**31 - 1.")
-        weights = self._complete(params)
-        weights = weights._replace(target=self._given(weights.target))
-        self._validate(weights)
-        before = weights
-        leaves = jax.tree.leaves(weights)
-        is_lent = all(isinstance(leaf, jax.Array) for leaf in leaves)
-        if not is_lent:
-            weights = jax.tree.map(_on_device, weights)
-        is_same = is_lent and len(leaves) == len(self._leaves)
-        is_same = is_same and all(ref() is x for ref, x in zip(self._leaves, leaves))
-        is_same = is_same and version in (None, self.params_version)
-        if not is_same:
-            version = self.params_version + 1 if version is None else version
-        # Reset until pages match the weights, so that an exception in between leaves no reuse.
-        self._leaves = ()
+        taken = self._handed.take(completed(params, self._setup.drafter.params), version)
         if self._loop is None:
-            self._loop = self._make_loop(weights)
+            self._loop = self._make_loop(taken.params)
         if self._loop.has_work:
             self._loop.abandon()
-        self._loop.take_params(weights, is_new=not is_same, version=version)
-        self.weights_bytes_moved = self._given.bytes_moved + sum(
-            map(bytes_copied, before, self._loop.params)
-        )
-        if version is not None:
-            self.params_version = version
-        if is_lent:
-            # Weak references, so that the trainer can free the arrays.
-            self._leaves = tuple(weakref.ref(leaf) for leaf in leaves)
+        self._loop.take_params(taken.params, is_new=taken.is_new, version=taken.version)
+        self._handed.settle(taken, self._loop.params)
         if self._told:
             told, self._told = self._told, collections.deque(maxlen=MOST_TOLD)
             self._loop.remember(*zip(*told))
@@ -293,8 +270,7 @@ class RolloutDecoder:
         Nothing is recompiled."""
         self._told.clear()
         self._lengths.clear()
-        self._leaves = ()
-        self._given.drop()
+        self._handed.forget()
         if self._loop is not None:
             self._loop.forget()
 
@@ -323,29 +299,6 @@ class RolloutDecoder:
             [self.rule],
             on_progress=lambda what, done, total: None,
             params=DecoderParams(None),
-        )
-
-    def _complete(self, params: Any) -> DecoderParams:
-        """Returns the weights of target and drafter, the latter from the setup if not given."""
-        if isinstance(params, DecoderParams) and len(jax.tree.leaves(params.drafter)):
-            return params
-        own = params.target if isinstance(params, DecoderParams) else params
-        return DecoderParams(own, self._setup.drafter.params)
-
-    def _validate(self, params: DecoderParams) -> None:
-        """Raises ValueError where weights are not of the shapes that steps are compiled for."""
-        _check_same(
-            params.target,
-            self._setup.target.params,
-            "params",
-            "the tree of docs/weights-layout.md",
-        )
-        _check_same(
-            params.drafter,
-            self._draft_weights,
-            "the drafter's params",
-            "the tree of the weights that the drafter was loaded with, or of its abstract_params, "
-            "as DecoderParams(policy, draft)",
         )
 
 
@@ -427,36 +380,5 @@ def build_decoder(
     return RolloutDecoder(setup, policy, mesh, layout)
 
 
-def _check_same(given: Any, expected: Any, what: str, tree: str) -> None:
-    """Raises ValueError at the first difference of names, shapes or dtypes."""
-    if difference := tree_difference(given, expected):
-        raise ValueError(
-            f"{what} is not the tree of weights that the decoder was built for: {difference}; "
-            f"expected {tree}."
-        )
-    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True)
-    for index, (leaf, wanted) in enumerate(pairs):
-        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-        if shape != wanted.shape or dtype != wanted.dtype:
-            path, _ = jax.tree_util.tree_flatten_with_path(given)[0][index]
-            raise ValueError(
-                f"{what}{jax.tree_util.keystr(path)} is {dtype}{shape}, and the decoder was "
-                f"built for {wanted.dtype}{wanted.shape}; cast or reshape it, or build a "
-                "decoder for these weights (build_decoder takes dtype=). Weights of a draft model "
-                "of another vocabulary are rewritten by specjax.load_drafter(draft, target).params."
-            )
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            path, _ = jax.tree_util.tree_flatten_with_path(given)[0][index]
-            raise ValueError(
-                f"{what}{jax.tree_util.keystr(path)} was deleted, as donating it to another "
-                "function does; pass the weights that came out of that function."
-            )
-
-
 def _as_ints(token_ids: Sequence[int]) -> list[int]:
     return [operator.index(token) for token in token_ids]
-
-
-def _on_device(leaf: Any) -> jax.Array:
-    """Returns a device array that the caller cannot change in place."""
-    return leaf if isinstance(leaf, jax.Array) else jnp.array(leaf, copy=True)

@@ -175,7 +175,7 @@ def test_a_copy_of_the_target_s_embedding_is_not_kept(tmp_path):
     # The target of a training loop has no weights yet, and they will change.
     folder = write(tmp_path, raw_of(), tensors_of() | {"embed_tokens.weight": table})
     decoder = specjax.build_decoder(TARGET, drafter=folder)
-    assert "embed_tokens" in decoder._draft_weights
+    assert "embed_tokens" in decoder._setup.abstract_drafter
     scaled = specjax.testing.tiny_model(embedding_multiplier=2.0)
     tensors["embed_tokens.weight"] = np.asarray(scaled.params["embed_tokens"])
     drafter = specjax.load_drafter(write(tmp_path, raw_of(), tensors), scaled)

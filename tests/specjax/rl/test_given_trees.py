@@ -149,7 +149,11 @@ def test_the_state_of_an_nnx_module_is_sampled_as_it_computes():
 
 
 def kept_results(own):
-    return [form.converted._result for form in own._given._forms.values() if form.converted._result]
+    return [
+        form.converted._result
+        for form in own._handed.given._forms.values()
+        if form.converted._result
+    ]
 
 
 def test_the_copy_goes_with_the_trainers_arrays():

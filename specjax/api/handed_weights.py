@@ -1,0 +1,164 @@
+"""Weights that a trainer hands over: completed, checked, and known again the next time."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specjax.api.given_weights import GivenWeights, bytes_copied
+from specjax.config.checks import is_int
+from specjax.layouts.tables import Layout
+from specjax.models.abstract import tree_difference
+from specjax.models.base import ModelConfig, Params
+from specjax.types import DecoderParams
+
+
+class Taken(NamedTuple):
+    """Checked weights that steps may use, and the version that they have then."""
+
+    params: DecoderParams  # arrays on a device, not yet over a mesh
+    is_new: bool  # whether they differ from the weights of the last time
+    version: int
+    given: DecoderParams  # as they came, in specjax's tree
+    is_lent: bool  # whether none of them can change in place
+
+
+class HandedWeights:
+    """Takes weights in one layout, and tells new ones from those of the last time.
+
+    Args:
+      target, drafter: trees with the shapes and dtypes that steps are compiled for.
+
+    Attributes:
+      version: of the weights that were settled last.
+      bytes_moved: bytes of weights that were copied for them, to convert them or to place them.
+    """
+
+    def __init__(
+        self,
+        layout: str | Layout,
+        config: ModelConfig,
+        mesh: Mesh | None,
+        *,
+        target: Any,
+        drafter: Any,
+    ):
+        """Raises ValueError or NotImplementedError for a layout that does not fit the config."""
+        self.given = GivenWeights(layout, config, mesh, target)
+        self._target, self._drafter = target, drafter
+        self._leaves: tuple[weakref.ref, ...] = ()
+        self.version = self.bytes_moved = 0
+
+    def take(
+        self,
+        params: DecoderParams,
+        version: int | None = None,
+        *,
+        has_drafter: bool = True,
+        increases: bool = False,
+    ) -> Taken:
+        """Returns weights for `Loop.take_params`; call `settle` once they are in use.
+
+        Args:
+          params: weights of the target in the layout, and of the drafter in its own tree. Numpy
+            arrays may change in place, so they count as new each time, and are copied to the
+            device.
+          version: the caller's version of these weights; None: the last one, plus 1 if they
+            are new. Other than the last one, they are new.
+          has_drafter: whether weights of the drafter are wanted, and so checked.
+          increases: whether new weights must have a version above the last.
+
+        Raises:
+          ValueError: shapes, dtypes or names are not those that steps were built for,
+            or the version is none that these weights may have.
+        """
+        _check_version(version)
+        given = params._replace(target=self.given(params.target))
+        self._check(given, has_drafter)
+        leaves = jax.tree.leaves(given)
+        is_lent = all(isinstance(leaf, jax.Array) for leaf in leaves)
+        is_same = is_lent and len(leaves) == len(self._leaves)
+        is_same = is_same and all(ref() is x for ref, x in zip(self._leaves, leaves))
+        is_same = is_same and version in (None, self.version)
+        if version is None:
+            version = self.version if is_same else self.version + 1
+        if increases and not is_same and version <= self.version:
+            raise ValueError(
+                f"{version=} must be above {self.version}, the version of the weights in use."
+            )
+        # Until `settle`, so that an exception in between leaves no reuse.
+        self._leaves = ()
+        own = given if is_lent else jax.tree.map(_on_device, given)
+        return Taken(own, not is_same, version, given, is_lent)
+
+    def settle(self, taken: Taken, placed: DecoderParams) -> None:
+        """Notes that weights are in use, and as which arrays."""
+        self.version = taken.version
+        self.bytes_moved = self.given.bytes_moved + sum(map(bytes_copied, taken.given, placed))
+        if taken.is_lent:
+            # Weak references, so that the trainer can free the arrays.
+            self._leaves = tuple(map(weakref.ref, jax.tree.leaves(taken.given)))
+
+    def forget(self) -> None:
+        """Counts the next weights as new, and frees converted ones."""
+        self._leaves = ()
+        self.given.drop()
+
+    def _check(self, params: DecoderParams, has_drafter: bool) -> None:
+        _check_same(params.target, self._target, "params", "the tree of docs/weights-layout.md")
+        if has_drafter:
+            _check_same(
+                params.drafter,
+                self._drafter,
+                "the drafter's params",
+                "the tree of the weights that the drafter was loaded with, or of its "
+                "abstract_params, as DecoderParams(policy, draft)",
+            )
+
+
+def completed(params: Params | DecoderParams, drafter: Any) -> DecoderParams:
+    """Returns the weights of target and drafter, the latter as given here if not in `params`."""
+    if isinstance(params, DecoderParams) and len(jax.tree.leaves(params.drafter)):
+        return params
+    own = params.target if isinstance(params, DecoderParams) else params
+    return DecoderParams(own, drafter)
+
+
+def _check_version(version: int | None) -> None:
+    if version is not None and not (is_int(version) and 0 <= version < 2**31):
+        raise ValueError(f"params_version={version!r} must be from 0 to 2**31 - 1.")
+
+
+def _check_same(given: Any, expected: Any, what: str, tree: str) -> None:
+    """Raises ValueError at the first difference of names, shapes or dtypes."""
+    if difference := tree_difference(given, expected):
+        raise ValueError(
+            f"{what} is not the tree of weights that the decoder was built for: {difference}; "
+            f"expected {tree}."
+        )
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True)
+    for index, (leaf, wanted) in enumerate(pairs):
+        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        if shape != wanted.shape or dtype != wanted.dtype:
+            path, _ = jax.tree_util.tree_flatten_with_path(given)[0][index]
+            raise ValueError(
+                f"{what}{jax.tree_util.keystr(path)} is {dtype}{shape}, and the decoder was "
+                f"built for {wanted.dtype}{wanted.shape}; cast or reshape it, or build a "
+                "decoder for these weights (build_decoder takes dtype=). Weights of a draft model "
+                "of another vocabulary are rewritten by specjax.load_drafter(draft, target).params."
+            )
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            path, _ = jax.tree_util.tree_flatten_with_path(given)[0][index]
+            raise ValueError(
+                f"{what}{jax.tree_util.keystr(path)} was deleted, as donating it to another "
+                "function does; pass the weights that came out of that function."
+            )
+
+
+def _on_device(leaf: Any) -> jax.Array:
+    """Returns a device array that the caller cannot change in place."""
+    return leaf if isinstance(leaf, jax.Array) else jnp.array(leaf, copy=True)
