@@ -293,7 +293,7 @@ class Loop:
         retries_drafter &= is_new and run.faults.is_drafter_off
         if run.faults.is_drafter_off and not retries_drafter:
             params = DecoderParams(params.target)
-        placed = run.decoder.place_params(params)
+        placed = run.placed(params)
         if is_new:  # first, so that an interrupt leaves no page to be read under other weights
             run.renew_weights(recomputes=recomputes)
         run.params = placed

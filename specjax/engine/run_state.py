@@ -9,6 +9,7 @@ from concurrent import futures
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from specjax.config.gate import SpeculationGate
 from specjax.decode.decoder import Decoder, TooLarge
@@ -64,6 +65,29 @@ class RunState:
         self.num_prefilled = 0  # prompt tokens fed, without those found in the prefix cache
         self.num_preemptions = 0
         self.begin()
+
+    def placed(self, params: DecoderParams) -> DecoderParams:
+        """Returns weights where steps take them: over the mesh, or on the device of those in use.
+
+        Arrays that lie there are not copied.
+
+        Raises:
+          ValueError: the weights lie over several devices, and there is no mesh.
+        """
+        params = self.decoder.place_params(params)
+        used = [x for x in jax.tree.leaves(self.params.target) if isinstance(x, jax.Array)]
+        if self.decoder.mesh is not None or not used:
+            return params
+        (device,) = used[0].sharding.device_set
+        here = SingleDeviceSharding(device, memory_kind=used[0].sharding.memory_kind)
+
+        def bring(leaf: Any) -> Any:
+            is_elsewhere = isinstance(leaf, jax.Array) and not (
+                leaf.sharding.is_equivalent_to(here, leaf.ndim)
+            )
+            return jax.device_put(leaf, here) if is_elsewhere else leaf
+
+        return jax.tree.map(bring, params)
 
     @property
     def is_quantized(self) -> bool:

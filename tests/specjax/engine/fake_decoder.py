@@ -81,6 +81,8 @@ class FakeDecoder:
     def drafter(self):
         return DrafterSpec()
 
+    mesh = None
+
     def place_params(self, params):
         return params
 
