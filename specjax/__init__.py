@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from specjax.drafters.base import DrafterSpec as DrafterSpec
     from specjax.drafters.loading import LoadedDrafter as LoadedDrafter
     from specjax.drafters.loading import load_drafter as load_drafter
+    from specjax.engine.lineage import CacheFill as CacheFill
     from specjax.engine.request import SelfCheck as SelfCheck
     from specjax.layouts.converting import convert as convert
     from specjax.layouts.converting import convert_back as convert_back
@@ -49,6 +50,7 @@ from specjax.version import __version__ as __version__
 # The public surface. What authors of drafters import besides is listed at the end of
 # docs/your-own-drafter.md; other names may change with any version.
 __all__ = [
+    "CacheFill",
     "Chunk",
     "Completion",
     "DecoderParams",
@@ -100,6 +102,7 @@ _HOME = {
     "DrafterSpec": "specjax.drafters.base",
     "LoadedDrafter": "specjax.drafters.loading",
     "load_drafter": "specjax.drafters.loading",
+    "CacheFill": "specjax.engine.lineage",
     "SelfCheck": "specjax.engine.request",
     "generate": "specjax.api.generation",
     "stream": "specjax.api.generation",
