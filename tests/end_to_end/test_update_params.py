@@ -25,6 +25,8 @@ from specjax.models.eagle3 import Eagle3Config
 
 # Pages for two rows of four: requests are preempted. Those of test_engine: equal steps.
 ENGINE = EngineConfig(page_size=8, max_rows=4, burst_steps=4, max_context=160, num_pages=24)
+# Pages for one row and a half of the longest requests below.
+FEWEST_PAGES = dataclasses.replace(ENGINE, max_context=80, num_pages=15)
 SAMPLING = SamplingParams(temperature=0.8, max_tokens=24, ignore_eos=True, seed=5)
 MOST_TIES = 1e-3  # of all tokens
 
@@ -116,7 +118,7 @@ class Load:
     def _update(self):
         version = max(self.weights) + 1
         params = weights_of(version)
-        running = self.draw.choice(["keep", "keep", "recompute"])
+        running = self.draw.choice(["keep", "recompute"])
         assert self.engine.update_params(params, running=running) == version
         self.weights[version] = params
 
@@ -137,8 +139,9 @@ def run_load(engine, num_requests, num_updates, seed=0):
         assert_engine_is_empty(engine)
         num_preemptions = engine.stats.num_preemptions
         assert engine.stats.params_version == num_updates
-        traces = engine._loop.decoder.all_traces
-        assert set(traces.values()) <= {1}, "new weights had something compiled again"
+        decoder = engine._loop.decoder
+        for traces in (decoder.traces, decoder.plain.traces):
+            assert set(traces.values()) <= {1}, "new weights had something compiled again"
         acceptance = engine.stats.acceptance
     num_ties = load.check()
     drawn = set().union(*(done.params_versions for done in load.completions))
@@ -156,11 +159,12 @@ def test_forty_requests_and_four_updates(make):
 
 @pytest.mark.full
 def test_five_hundred_requests_and_twenty_updates(make, say):
-    load, num_preemptions, acceptance, num_ties = run_load(make(), 500, 20)
+    load, num_preemptions, acceptance, num_ties = run_load(make(FEWEST_PAGES), 500, 20)
     num_tokens = sum(len(done.token_ids) for done in load.completions)
     num_mixed = sum(len(set(done.params_versions)) > 1 for done in load.completions)
     num_fed_again = sum(len(done.cache_fills) > 1 for done in load.completions)
-    assert min(num_preemptions, num_mixed, num_fed_again) > 20
+    assert min(num_preemptions, num_mixed) > 20
+    assert num_fed_again > 5
     say(
         f"{len(load.completions)} samples, {num_tokens} tokens, {num_mixed} of several weights, "
         f"{num_fed_again} fed again, {num_preemptions} preemptions, "
@@ -181,9 +185,10 @@ EAGLE3 = Eagle3Config(
 def test_any_drafter(make, kind):
     drafter = kind
     if kind == "eagle3":
-        spec = EagleDrafter(EAGLE3, eagle3)
-        drafter = LoadedDrafter(kind, spec, eagle3.init(jax.random.key(1), EAGLE3, std=0.3))
-    load, *_ = run_load(make(drafter=drafter), 80, 8, seed=kind or "none")
+        drafter = LoadedDrafter(
+            kind, EagleDrafter(EAGLE3), eagle3.init(jax.random.key(1), EAGLE3, std=0.3)
+        )
+    load, *_ = run_load(make(FEWEST_PAGES, drafter=drafter), 80, 8, seed=kind or "none")
     assert any(len(set(done.params_versions)) > 1 for done in load.completions)
 
 
