@@ -159,15 +159,31 @@ class Loop:
         Returns:
           Whether it was still waiting or running.
         """
-        if request.is_finished:
-            return False
-        row = self._run.row_of(request)
-        if row is not None:
-            self.scheduler.release(row)
-        elif not self.scheduler.waiting.remove(request):
+        if request.is_finished or not self._remove(request):
             return False
         request.end(reason)
         self._drop_deadlines()
+        return True
+
+    def withdraw(self, request: Request) -> bool:
+        """Releases a request with the tokens that were read, without an end.
+
+        Returns:
+          Whether it was still waiting or running.
+        """
+        if request.is_finished or not self._remove(request):
+            return False
+        if self._run.feed is not None:
+            self._run.feed.note(request, is_over=True)
+        self._drop_deadlines()
+        return True
+
+    def _remove(self, request: Request) -> bool:
+        """Takes a request out of its row or of the queue; returns whether it was there."""
+        row = self._run.row_of(request)
+        if row is None:
+            return self.scheduler.waiting.remove(request)
+        self.scheduler.release(row)
         return True
 
     def run(self, *, max_burst_steps: int | None = None) -> Iterator[list[Request]]:

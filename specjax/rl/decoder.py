@@ -323,6 +323,7 @@ def build_decoder(
     mesh: Mesh | None = None,
     dtype: DTypeLike | None = None,
     layout: str | Layout = "specjax",
+    shares_steps: bool = False,
 ) -> RolloutDecoder:
     """Returns a decoder for `rollout`; compiles nothing yet.
 
@@ -345,6 +346,8 @@ def build_decoder(
         one's own; see `specjax.convert`. Weights in another layout than specjax's are converted
         on the device once per update, and the copy is kept until the trainer frees the arrays
         that it was made from.
+      shares_steps: whether rollouts that several threads run at the same time, under the same
+        weights, share rows and steps. Otherwise a decoder runs one rollout at a time.
 
     Raises:
       ValueError: the drafter does not fit the target, or a setting is invalid.
@@ -377,6 +380,10 @@ def build_decoder(
             "specjax.load_drafter(dataclasses.replace(draft, params=new), target).params.",
             stacklevel=3,
         )
+    if shares_steps:
+        from specjax.rl.joined import JoinedDecoder  # which is one
+
+        return JoinedDecoder(setup, policy, mesh, layout)
     return RolloutDecoder(setup, policy, mesh, layout)
 
 
