@@ -51,7 +51,8 @@ class SpecjaxRollout(base_rollout.BaseRollout):
     Options are set by functools.partial(SpecjaxRollout, drafter=...). Drafts change only the
     speed, no sample. docs/tunix.md compares it with tunix's own ("vanilla") engine.
 
-    tunix makes one instance and calls it from its own thread; calls run one at a time.
+    tunix makes one instance. Calls of `generate` from several threads, as agentic learners make
+    them, share steps while the weights are the same.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
             engine=engine,
             mesh=_own_mesh(mesh),
             dtype=dtype,
+            shares_steps=True,
         )
         self.draft_params = draft_params
         self.metrics: dict[str, Any] = {}  # of the last generate, see docs/rollouts.md
@@ -179,9 +181,10 @@ class SpecjaxRollout(base_rollout.BaseRollout):
             # A pad token inside a prompt is masked by tunix's own sampler and trainer.
             pad = self.pad_id()
             texts = [[token for token in row if token != pad] for row in rows]
-            sampling = self._sampling(rollout_config)
-            batch = specjax.rollout(self._decoder, self._params(), texts, sampling=sampling)
+            sampling, params = self._sampling(rollout_config), self._params()
             self._num_calls += 1
+        batch = specjax.rollout(self._decoder, params, texts, sampling=sampling)
+        with self._lock:
             self.metrics = batch.metrics
             return self._output(batch, rows, rollout_config)
 

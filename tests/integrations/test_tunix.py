@@ -491,6 +491,28 @@ def test_calls_of_many_threads():
     assert [texts[prompt] for prompt in PROMPTS] == [[text] for text in together]
 
 
+def test_calls_of_threads_share_steps():
+    """As agentic learners make them: one prompt each, at the same time."""
+    rollout, alone = made(standard().model()), made(standard().model())
+    results, barrier = [], threading.Barrier(8)
+
+    def call():
+        barrier.wait()
+        results.append(rollout.generate(["AB AB"], config()))
+
+    threads = [threading.Thread(target=call) for _ in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    # Each call has the noise of its number, in the order in which they came.
+    expected = [alone.generate(["AB AB"], config()) for _ in range(8)]
+    assert len({each.text[0] for each in expected}) > 4
+    assert sorted(each.text[0] for each in results) == sorted(each.text[0] for each in expected)
+    assert max(record.num_rows for record in rollout.decoder.decisions) > 2
+    assert max(record.num_rows for record in alone.decoder.decisions) == 1
+
+
 def test_a_draft_model_of_tunix():
     built = standard().model()
     small = integration.as_model(model(seed=0), max_position_embeddings=64)
