@@ -40,7 +40,8 @@ class Replay:
         assert len(completion.params_versions) == len(tokens)
         fills = dict(completion.cache_fills)
         assert 0 in fills or not tokens
-        assert all(count < len(tokens) for count in fills) or completion.finish_reason == "abort"
+        ended_from_outside = completion.finish_reason in ("abort", "deadline")
+        assert ended_from_outside or all(count < len(tokens) for count in fills)
         noise = _noise(completion, len(prompt), len(tokens), self._config.vocab_size)
         text, gaps, held = list(prompt), [], None
         for place, (token, version) in enumerate(zip(tokens, completion.params_versions)):

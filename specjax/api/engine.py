@@ -257,9 +257,9 @@ class Engine:
         """Replaces the weights, from the next step on; compiles nothing.
 
         A burst that the device runs ends under the earlier weights. Requests that wait, and
-        those with no token yet, are answered by the new weights alone. Requests that run go on:
-        `Completion.params_versions` says which weights drew each token, and `cache_fills` from
-        which their keys and values are. Waits for a step of another thread to end.
+        those that have not begun to decode, are fed under the new weights. Those that decode go
+        on: `Completion.params_versions` says which weights drew each token, and `cache_fills`
+        from which their keys and values are. Waits for a step of another thread to end.
 
         Args:
           params: weights of the target in the engine's layout, or DecoderParams(target, drafter);

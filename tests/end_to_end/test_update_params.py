@@ -167,7 +167,7 @@ def test_five_hundred_requests_and_twenty_updates(make, say):
     num_tokens = sum(len(done.token_ids) for done in load.completions)
     num_mixed = sum(len(set(done.params_versions)) > 1 for done in load.completions)
     num_fed_again = sum(len(done.cache_fills) > 1 for done in load.completions)
-    assert min(num_preemptions, num_mixed) > 20
+    assert min(num_preemptions, num_mixed) > 10
     assert num_fed_again > 5
     say(
         f"{len(load.completions)} samples, {num_tokens} tokens, {num_mixed} of several weights, "
@@ -533,7 +533,8 @@ def test_a_trainers_tree_in_another_layout(target, make, alone):
 @pytest.mark.full
 def test_over_a_mesh_of_four_devices(target):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), devices=jax.devices()[:4])
-    engine = specjax.Engine(target, drafter="ngram", mesh=mesh, engine=ENGINE)
+    config = dataclasses.replace(ENGINE, num_pages=48)
+    engine = specjax.Engine(target, drafter="ngram", mesh=mesh, engine=config)
     load, *_ = run_load(engine, 30, 4)
     assert any(len(set(done.params_versions)) > 1 for done in load.completions)
 
