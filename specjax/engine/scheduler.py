@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.decode.sizes import PromptShape, PromptSizes, Sizes
-from specjax.engine.pages import ROOT, PagePool, Prefix
+from specjax.engine.pages import ROOT, PagePool, Prefix, Tail
 from specjax.engine.request import Request
 from specjax.engine.rows import Row, RowTable
 from specjax.engine.waiting import WaitingQueue
@@ -39,6 +39,15 @@ class PromptChunk(NamedTuple):
     row_ids: np.ndarray  # i32, row within the shard; rows_per_shard in an unused place
     counts: np.ndarray  # i32, tokens of each place
     num_tokens: int  # the token bucket: most tokens of all places of a shard
+
+
+class _Candidate(NamedTuple):
+    """An empty row for a request, and what is cached there of its tokens."""
+
+    index: int
+    shared: list[Prefix]  # full pages, which other rows may read as well
+    tail: Tail | None  # the page after them, which it would go on writing
+    num_known: int  # tokens that it need not feed
 
 
 class Scheduler:
@@ -167,6 +176,8 @@ class Scheduler:
         pages = self.pages(row)
         if forgets:
             self.pools[row.shard].forget(pages)
+        else:
+            self._keep_tail(row)
         self.pools[row.shard].give_back(pages)
         self.block_table[row.index] = NO_PAGE
         self.table.clear(row.index)
@@ -381,8 +392,8 @@ class Scheduler:
         wanted = np.bincount(shards, counts.clip(0), minlength=len(self.pools))
         return counts, wanted.astype(np.int64)
 
-    def _candidates(self, request: Request) -> list[tuple[int, list[Prefix]]] | None:
-        """Returns empty rows and the cached prefixes that a request could read there, best first.
+    def _candidates(self, request: Request) -> list[_Candidate] | None:
+        """Returns the empty rows for a request, best first, one per shard.
 
         None if it could share pages that are about to be filled.
         """
@@ -397,15 +408,46 @@ class Scheduler:
             first = shard * self.rows_per_shard
             own = self.rows[first : first + self.rows_per_shard]
             num_rows = sum(row is not None for row in own)
-            gain = len(shared) * self.sizes.page_size - num_rows * TOKENS_OF_A_ROW
-            candidates.append((-gain, -pool.num_free, index, shared))
-        candidates.sort(key=lambda candidate: candidate[:3])
-        return [(index, shared) for _, _, index, shared in candidates]
+            num_known = len(shared) * self.sizes.page_size
+            tail, num_of_tail = self._tail_after(pool, shared, request.token_ids)
+            candidate = _Candidate(index, shared, tail, num_known + num_of_tail)
+            gain = candidate.num_known - num_rows * TOKENS_OF_A_ROW
+            candidates.append((-gain, -pool.num_free, index, candidate))
+        candidates.sort(key=lambda each: each[:3])
+        return [candidate for *_, candidate in candidates]
+
+    def _tail_after(
+        self, pool: PagePool, shared: Sequence[Prefix], token_ids: Sequence[int]
+    ) -> tuple[Tail | None, int]:
+        """Returns the kept page on which a new row can go on, and its tokens that count."""
+        if not self._shares_prefixes:
+            return None, 0
+        before = shared[-1].id if shared else ROOT
+        tail = pool.find_tail(before, token_ids[len(shared) * self.sizes.page_size : -1])
+        if tail is None:
+            return None, 0
+        count = min(tail.num_tokens, tail.num_drafter) if self.needs_drafter else tail.num_tokens
+        return (tail, count) if count else (None, 0)
+
+    def _keep_tail(self, row: Row) -> None:
+        """Keeps the last page of a row that ends, for a request that continues its text."""
+        size = self.sizes.page_size
+        place, count = divmod(row.num_prefilled, size)
+        if not self._shares_prefixes or not count or len(row.prefixes) < place:
+            return
+        before = row.prefixes[place - 1] if place else ROOT
+        num_drafter = min(max(row.num_drafter_final - place * size, 0), count)
+        self.pools[row.shard].keep_tail(
+            before,
+            row.token_ids[place * size : place * size + count],
+            int(self.block_table[row.index, place]),
+            num_drafter=num_drafter,
+        )
 
     def _place(
         self,
         request: Request,
-        candidates: Sequence[tuple[int, list[Prefix]]],
+        candidates: Sequence[_Candidate],
         growth: int,
         wanted: np.ndarray,
     ) -> Row | None:
@@ -415,9 +457,8 @@ class Scheduler:
           wanted: i64[shards], pages that running rows need to grow; those of the new row are added.
         """
         token_ids = request.token_ids
-        for index, shared in candidates:
+        for index, shared, tail, num_known in candidates:
             shard = index // self.rows_per_shard
-            num_shared = len(shared) * self.sizes.page_size
             pool = self.pools[shard]
             if self._counts_worst_case and not self._fits_for_good(request, shard):
                 continue
@@ -426,16 +467,19 @@ class Scheduler:
             # Alone it always fits: a pool holds `most_tokens`, which no max_length exceeds.
             most = min(len(token_ids) + growth, request.max_length)
             count = self._num_pages(most) - len(pages)
-            if count + wanted[shard] > pool.num_free:
+            if count + wanted[shard] > pool.num_free:  # of which one may be the tail's
                 pool.give_back(pages)
                 continue
+            if tail is not None:
+                pool.claim(tail)
+                pages.append(tail.page)
             self.rows[index] = row = Row(
                 index,
                 shard,
                 request,
                 token_ids,
-                num_prefilled=num_shared - int(self.feeds_shared_again and num_shared > 0),
-                num_drafter_final=num_shared,
+                num_prefilled=num_known - int(self.feeds_shared_again and num_known > 0),
+                num_drafter_final=num_known,
                 prefixes=[prefix.id for prefix in shared],
                 num_drafter_remembered=len(shared),
             )

@@ -113,6 +113,72 @@ def test_forgetting():
     assert (pool.num_free, pool.num_held) == (2, 2)
 
 
+def end(pool, tokens, pages, num_drafter=9):
+    """Gives the pages of a text back whose last one is not full."""
+    full = len(tokens) // SIZE
+    before = ([prefix.id for prefix in pool.find(tokens)] or [ROOT])[-1]
+    pool.keep_tail(before, tokens[full * SIZE :], pages[full], num_drafter=num_drafter)
+    pool.give_back(pages)
+
+
+def tail_of(pool, tokens):
+    prefixes = pool.find(tokens)
+    before = prefixes[-1].id if prefixes else ROOT
+    return pool.find_tail(before, tokens[len(prefixes) * SIZE :])
+
+
+def test_a_page_that_is_not_full_is_found_once_and_may_be_written():
+    pool = PagePool(4, SIZE)
+    pages = pool.take(2)
+    remember(pool, [1, 2], pages[:1])
+    end(pool, [1, 2, 3], pages)
+    pool.check()
+    assert pool.num_held == 0
+    assert tail_of(pool, [1, 2, 4]) is tail_of(pool, [3]) is tail_of(pool, [1, 2]) is None
+    tail = tail_of(pool, [1, 2, 3, 5])
+    assert (tail.page, tail.num_tokens) == (pages[1], 1)
+    pool.hold(pages[:1])
+    pool.claim(tail)
+    assert tail_of(pool, [1, 2, 3, 5]) is None
+    assert pool.num_held == 2
+    pool.check()
+    pool.give_back(pages)
+    pool.check()
+    assert pool.num_held == 0
+
+
+def test_the_longest_tail_is_taken_and_equal_texts_have_one_each():
+    pool = PagePool(6, 4)
+    for tokens in ([1], [1, 2, 3], [1, 2], [1, 2, 3]):
+        (page,) = pool.take(1)
+        pool.keep_tail(ROOT, tokens, page, num_drafter=0)
+        pool.give_back([page])
+    pool.check()
+    lengths = []
+    while (tail := pool.find_tail(ROOT, [1, 2, 3, 4])) is not None:
+        lengths.append(tail.num_tokens)
+        pool.claim(tail)
+        pool.check()
+    assert lengths == [3, 3, 2, 1]
+
+
+def test_tails_go_when_pages_run_out_or_weights_are_new():
+    pool = PagePool(2, SIZE)
+    pages = pool.take(2)
+    remember(pool, [1, 2], pages[:1])
+    end(pool, [1, 2, 3], pages)
+    pool.take(1)  # the tail's: it was given back before the page that it comes after
+    assert tail_of(pool, [1, 2, 3]) is None
+    assert found(pool, [1, 2]) == pages[:1]
+    pool.check()
+    pool = PagePool(2, SIZE)
+    end(pool, [3], pool.take(1))
+    pool.forget()
+    assert tail_of(pool, [3]) is None
+    assert pool.num_free == 2
+    pool.check()
+
+
 @hypothesis.given(data=st.data())
 def test_random_scripts(data):
     """No page is lost, held twice by accident, or found for other tokens than its own."""
@@ -121,24 +187,34 @@ def test_random_scripts(data):
     for _ in range(data.draw(st.integers(1, 40))):
         action = data.draw(st.sampled_from(["begin", "begin", "end", "forget"]))
         if action == "begin":
-            tokens = data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=6))
-            shared = pool.find(tokens)
+            tokens = data.draw(st.lists(st.integers(0, 1), min_size=2, max_size=7))
+            shared, tail = pool.find(tokens), tail_of(pool, tokens)
             pages = [prefix.page for prefix in shared]
             for place, page in enumerate(pages):
                 assert content[page] == tokens[: (place + 1) * SIZE]
             pool.hold(pages)
-            missing = len(tokens) // SIZE - len(pages)
+            missing = -(-len(tokens) // SIZE) - len(pages)
             if missing > pool.num_free:
                 pool.give_back(pages)
                 continue
+            if tail is not None:
+                known = len(pages) * SIZE + tail.num_tokens
+                assert content[tail.page] == tokens[:known]
+                pool.claim(tail)
+                pages.append(tail.page)
+                missing -= 1
             pages += pool.take(missing)
             for place, page in enumerate(pages):
                 content[page] = tokens[: (place + 1) * SIZE]
-            remember(pool, tokens, pages)
-            rows.append(pages)
+            remember(pool, tokens, pages[: len(tokens) // SIZE])
+            rows.append((tokens, pages))
         elif action == "end" and rows:
-            pool.give_back(rows.pop(data.draw(st.integers(0, len(rows) - 1))))
+            tokens, pages = rows.pop(data.draw(st.integers(0, len(rows) - 1)))
+            if len(tokens) % SIZE and len(pool.find(tokens)) == len(tokens) // SIZE:
+                end(pool, tokens, pages)
+            else:
+                pool.give_back(pages)
         elif action == "forget":
             pool.forget()
         pool.check()
-        assert pool.num_held == len(set().union(*rows))
+        assert pool.num_held == len({page for _, pages in rows for page in pages})
