@@ -218,6 +218,9 @@ class Request:
     keeps_scores: bool = False  # `logprobs` are TokenScores
     expected_length: int = 0  # expected number of output tokens; 0 if unknown
     num_resumed: int = 0  # output tokens from an earlier run
+    # Number that samples of one prompt share, for a drafter that matches text; None: that of
+    # its own prompt. A turn of a dialogue has that of the first turn's prompt.
+    group: int | None = None
     lineage: Lineage = dataclasses.field(default_factory=Lineage)
 
     @property

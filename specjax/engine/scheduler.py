@@ -433,7 +433,9 @@ class Scheduler:
         """Keeps the last page of a row that ends, for a request that continues its text."""
         size = self.sizes.page_size
         place, count = divmod(row.num_prefilled, size)
-        if not self._shares_prefixes or not count or len(row.prefixes) < place:
+        if not self._shares_prefixes or row.is_of_old_weights:
+            return
+        if not count or len(row.prefixes) < place:
             return
         before = row.prefixes[place - 1] if place else ROOT
         num_drafter = min(max(row.num_drafter_final - place * size, 0), count)

@@ -31,6 +31,12 @@ def group_of(prompt_token_ids: Sequence[int]) -> int:
     return zlib.crc32(np.asarray(prompt_token_ids, np.int64).tobytes()) & 0x7FFFFFFF
 
 
+def _group(request: Request) -> int:
+    if request.group is None:
+        request.group = group_of(request.prompt_token_ids)
+    return request.group
+
+
 class TextFeed:
     """Cuts the output of requests into pieces, and tracks the rows known to the drafter.
 
@@ -58,6 +64,7 @@ class TextFeed:
             request.output_token_ids,
             self._num_cut.get(request, request.num_resumed),
             is_over=is_over or request.is_finished,
+            group=_group(request),
         )
 
     def cut(
@@ -67,12 +74,17 @@ class TextFeed:
         num_cut: int = 0,
         *,
         is_over: bool = True,
+        group: int | None = None,
     ) -> int:
         """Cuts an answer from its token num_cut on into pieces, only full ones unless `is_over`.
+
+        Args:
+          group: number of the text's group; None: that of its prompt.
 
         Returns:
           The number of its tokens that are in pieces now.
         """
+        group = group_of(prompt) if group is None else group
         while True:
             count = min(len(output) - num_cut, NEW_TOKENS)
             if count == 0 or (count < NEW_TOKENS and not is_over):
@@ -81,7 +93,7 @@ class TextFeed:
             if (missing := WINDOW - len(before)) > 0:
                 before = [*prompt[-missing:], *before]
             text = [*before, *output[num_cut : num_cut + count]]
-            self._waiting.append(FedTokens(text, group_of(prompt)))
+            self._waiting.append(FedTokens(text, group))
             num_cut += count
 
     def next_pieces(self, rows: Sequence[Row | None]) -> Pieces | None:
@@ -95,7 +107,7 @@ class TextFeed:
         for index in np.flatnonzero(has_entered).tolist():
             row = rows[index]
             assert row is not None
-            self._groups[index] = group_of(row.request.prompt_token_ids)
+            self._groups[index] = _group(row.request)
         self._rows = list(rows)
         count = min(len(self._waiting), MOST_PIECES)
         # Only two sizes, because each needs its own executable.

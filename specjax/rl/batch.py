@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from specjax.config.sampling import SamplingParams
 from specjax.runtime.jax_settings import own_arithmetic
 
 # Rollout.finish_reasons: why a completion ends.
-UNFINISHED, STOP, LENGTH, ERROR = range(4)
+UNFINISHED, STOP, LENGTH, ERROR, ENVIRONMENT = range(5)
 
 
 class _Beside(NamedTuple):
@@ -61,6 +62,22 @@ class RolloutLogProbs:
     raw: Array  # f32[num_samples, completion_width]
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RolloutTurns:
+    """The turns of dialogues: in each, the policy writes, and an environment replies.
+
+    The reply to a turn is text before the next turn; the last turn has none.
+    """
+
+    # i32[num_samples, completion_width], the turn of each token, that of a reply the turn that
+    # it answers; -1 outside completion_mask.
+    index: Array
+    counts: Array  # i32[num_samples], turns that the policy began
+    finish_reasons: Array  # i32[num_samples, max_turns], of every turn; UNFINISHED where none
+    rewards: Array  # f32[num_samples, max_turns], of every turn; 0 where none
+
+
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
@@ -82,8 +99,12 @@ class Rollout:
     prompt_mask: Array  # bool[num_samples, prompt_width]
     completion_ids: Array  # i32[num_samples, completion_width]
     completion_mask: Array  # bool[num_samples, completion_width]
+    # bool[num_samples, completion_width], which tokens the policy wrote; completion_mask is True
+    # for an environment's as well.
+    loss_mask: Array
     lengths: Array  # i32[num_samples], of the completions
-    finish_reasons: Array  # i32[num_samples], UNFINISHED, STOP, LENGTH or ERROR
+    # i32[num_samples], UNFINISHED, STOP, LENGTH, ERROR, or ENVIRONMENT if that failed
+    finish_reasons: Array
     logprobs: RolloutLogProbs
     # f32[num_samples, completion_width], nats, of the distribution of `behaviour`; None
     # unless SamplingParams.entropy is set.
@@ -99,6 +120,7 @@ class Rollout:
     prompt_index: Array  # i32[num_samples]
     seeds: Array  # u32[num_samples, 2]; with weights and prompt they determine the tokens
     is_exact: bool  # whether samples are distributed as the policy; False for a lossy rule
+    turns: RolloutTurns | None = None  # None if no environment replied
     # Sampling parameters without the seed; None inside jit and after it.
     sampling: SamplingParams | None = None
     # Numbers by name, for a logger: see docs/rollouts.md. Empty inside jit and after it.
@@ -145,6 +167,31 @@ class Rollout:
     def acceptance_rates(self) -> Array:
         """Accepted / drafted tokens, f32[num_samples]; 0 where nothing was drafted."""
         return self.num_accepted / jnp.maximum(1, self.num_drafted)
+
+    @own_arithmetic()
+    def continued(
+        self,
+        replies: Sequence[Sequence[int] | None],
+        *,
+        rewards: Sequence[float] | np.ndarray | None = None,
+        width: int | None = None,
+    ) -> Rollout:
+        """Returns these dialogues with replies; pass them to `rollout` in place of prompts.
+
+        Args:
+          replies: token ids per sample; None where a dialogue is over.
+          rewards: of the turns that have just ended, one per sample; None: 0.
+          width: of the completions in the result; None: that of this one, or what the longest
+            dialogue needs for `max_tokens` more. The same value in each call keeps a jitted
+            loss from being recompiled.
+
+        Raises:
+          ValueError: a turn that has not ended, or failed, has a reply; or the width does not
+            suffice.
+        """
+        from specjax.rl.replies import continued  # which needs this module
+
+        return continued(self, replies, rewards, width)
 
     @property
     def token_ids(self) -> Array:

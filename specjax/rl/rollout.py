@@ -16,30 +16,26 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from specjax.api.requests import as_list, derive_seed
 from specjax.config.checks import is_number
 from specjax.config.sampling import SamplingParams
 from specjax.engine.loop import Loop
-from specjax.engine.request import SCORE_COLUMNS, AcceptanceCounts, Request
+from specjax.engine.request import AcceptanceCounts, Request
+from specjax.engine.text_feed import group_of
 from specjax.models.base import Params
 from specjax.rl.batch import (
     ERROR,
     LENGTH,
-    STOP,
     UNFINISHED,
     Rollout,
-    RolloutLogProbs,
 )
 from specjax.rl.decoder import RolloutDecoder, check_decoder
+from specjax.rl.table import Table
 from specjax.runtime.jax_settings import entrance
 from specjax.types import DecoderParams
 
-_REASONS = {"stop": STOP, "length": LENGTH, "error": ERROR}
 # A warning calls the drafter stale below this acceptance rate, after at least this many drafts.
 ALARM_RATE = 0.2
 ALARM_DRAFTS = 512
@@ -186,125 +182,6 @@ def rollout(
     )
 
 
-class _Table:
-    """The numpy arrays of a Rollout while it runs."""
-
-    def __init__(self, prompts: Sequence[Sequence[int]], width: int, length: int):
-        """Makes the arrays for the prompt of every sample, and the widths of both parts."""
-        count = len(prompts)
-        self.prompt_ids, self.completion_ids, self.params_versions = (
-            np.zeros((count, each), np.int32) for each in (width, length, length)
-        )
-        self.prompt_mask = np.zeros((count, width), bool)
-        for index, prompt in enumerate(prompts):
-            if len(prompt):
-                self.prompt_ids[index, -len(prompt) :] = prompt
-                self.prompt_mask[index, -len(prompt) :] = True
-        self.scores = np.zeros((count, length, len(SCORE_COLUMNS)), np.float32)
-        self.top_ids: np.ndarray | None = None
-        self.top: np.ndarray | None = None
-        self.has_entropy = False
-        self.lengths, self.finish_reasons, self.prompt_index = np.zeros((3, count), np.int32)
-        self.num_drafted, self.num_accepted, self.num_steps = np.zeros((3, count), np.int32)
-        self.seeds = np.zeros((count, 2), np.uint32)
-
-    @classmethod
-    def of(cls, batch: Rollout) -> _Table:
-        """Returns the table of a rollout's arrays."""
-        table = cls([()] * batch.num_samples, *_widths(batch))
-        for name in _AS_THEY_ARE:
-            setattr(table, name, np.array(getattr(batch, name)))
-        columns = [
-            batch.logprobs.behaviour,
-            batch.logprobs.tempered,
-            batch.logprobs.raw,
-        ]
-        for place, column in enumerate(columns):
-            table.scores[:, :, place] = column
-        if batch.entropy is not None:
-            table.has_entropy = True
-            table.scores[:, :, -1] = batch.entropy
-        if batch.top_ids is not None:
-            table.top_ids = np.array(batch.top_ids)
-            table.top = np.array(batch.top_logprobs)
-        return table
-
-    def describe(self, sampling: SamplingParams) -> None:
-        """Allocates arrays for the per-token values that `sampling` asks for."""
-        count, length = self.completion_ids.shape
-        self.has_entropy |= sampling.entropy
-        if sampling.logprobs and self.top_ids is None:
-            shape = count, length, sampling.logprobs
-            self.top_ids = np.zeros(shape, np.int32)
-            self.top = np.zeros(shape, np.float32)
-
-    def fill(self, index: int, request: Request, version: int, most: int) -> None:
-        """Adds the tokens and counts that a request gained.
-
-        Args:
-          most: tokens of prompt and completion at which it ends without a token budget.
-        """
-        first, end = request.num_resumed, len(request.output_token_ids)
-        self.completion_ids[index, :end] = request.output_token_ids
-        self.params_versions[index, first:end] = version
-        self.lengths[index] = end
-        if request.logprobs:
-            columns, top_ids, top = zip(*request.logprobs, strict=True)
-            self.scores[index, first:end] = columns
-            if self.top_ids is not None and self.top is not None:
-                k = self.top_ids.shape[2]
-                self.top_ids[index, first:end] = np.stack(top_ids)[:, :k]
-                self.top[index, first:end] = np.stack(top)[:, :k]
-        reason = _REASONS.get(request.finish_reason or "", UNFINISHED)
-        if reason == LENGTH and len(request.prompt_token_ids) + end < most:
-            reason = UNFINISHED
-        self.finish_reasons[index] = reason
-        self.num_drafted[index] += request.counts.num_drafted
-        self.num_accepted[index] += request.counts.num_accepted
-        self.num_steps[index] += request.counts.num_steps
-
-    def placed(self, place: NamedSharding | None, **beside: Any) -> Rollout:
-        """Returns the rollout with its arrays on the device.
-
-        Args:
-          beside: fields that are no arrays.
-        """
-        put = jnp.asarray if place is None else lambda x: jax.device_put(x, place)
-        behaviour, tempered, raw, entropy = np.moveaxis(self.scores, -1, 0)
-        length = self.completion_ids.shape[1]
-        return Rollout(
-            **{name: put(getattr(self, name)) for name in _AS_THEY_ARE},
-            completion_mask=put(np.arange(length) < self.lengths[:, None]),
-            logprobs=RolloutLogProbs(
-                behaviour=put(behaviour), tempered=put(tempered), raw=put(raw)
-            ),
-            entropy=put(entropy) if self.has_entropy else None,
-            top_ids=None if self.top_ids is None else put(self.top_ids),
-            top_logprobs=None if self.top is None else put(self.top),
-            **beside,
-        )
-
-
-# Fields of Rollout that _Table has under the same name.
-_AS_THEY_ARE = (
-    "prompt_ids",
-    "prompt_mask",
-    "completion_ids",
-    "lengths",
-    "finish_reasons",
-    "params_versions",
-    "num_drafted",
-    "num_accepted",
-    "num_steps",
-    "prompt_index",
-    "seeds",
-)
-
-
-def _widths(batch: Rollout) -> tuple[int, int]:
-    return batch.prompt_ids.shape[1], batch.completion_ids.shape[1]
-
-
 # Before the rollout.
 
 
@@ -414,7 +291,7 @@ def _begun(
     num_samples: int,
     seeds: Any,
     width: int | None,
-) -> tuple[_Table, dict[int, Request]]:
+) -> tuple[Table, dict[int, Request]]:
     """Returns the table of a new rollout, and its requests by sample index."""
     asked = dataclasses.replace(sampling, n=num_samples, logprobs=sampling.logprobs or 0)
     known = [decoder.tokenized(row) for row in rows]
@@ -433,7 +310,7 @@ def _begun(
             "raise it, or shorten the prompt."
         )
     everybody = [prompt for prompt in prompts for _ in range(num_samples)]
-    table = _Table(everybody, width, min(sampling.max_tokens, decoder.max_length))
+    table = Table(everybody, width, min(sampling.max_tokens, decoder.max_length))
     table.describe(asked)
     table.prompt_index[:] = np.repeat(np.arange(len(rows)), num_samples)
     requests = {}
@@ -456,15 +333,17 @@ def _begun(
 
 def _resumed(
     decoder: RolloutDecoder, batch: Rollout, sampling: SamplingParams, rule: str
-) -> tuple[_Table, dict[int, Request]]:
+) -> tuple[Table, dict[int, Request]]:
     """Returns the table of a continued rollout, and its unfinished requests by sample index."""
     if batch.sampling is not None:
         _check_same(_recorded(sampling, rule), batch.sampling)
-    table = _Table.of(batch)
+    table = Table.of(batch)
     length = table.completion_ids.shape[1]
+    # Of one turn; the width is that of a whole dialogue.
+    most = min(sampling.max_tokens, decoder.max_length) if table.has_turns else length
     k = 0 if batch.top_ids is None else batch.top_ids.shape[2]
     for name, value, own in (
-        ("max_tokens", min(sampling.max_tokens, decoder.max_length), length),
+        ("max_tokens", min(sampling.max_tokens, decoder.max_length), most),
         ("entropy", sampling.entropy, batch.entropy is not None),
         ("logprobs", sampling.logprobs or 0, k),
     ):
@@ -473,15 +352,24 @@ def _resumed(
     asked = dataclasses.replace(sampling, logprobs=sampling.logprobs or 0, seed=0)
     table.describe(asked)
     left = np.flatnonzero(table.finish_reasons == UNFINISHED).tolist()
-    prompts = [table.prompt_ids[index][table.prompt_mask[index]].tolist() for index in left]
+    if np.any(table.turn_reasons[left, table.counts[left] - 1] != UNFINISHED):
+        raise ValueError(
+            "dialogues wait for an environment's reply; give it with Rollout.continued, or pass "
+            "the rollout to specjax.rollout_turns."
+        )
+    prompts = [table.prompt_of(index) for index in left]
     made, refused = decoder.requests(prompts, [asked] * len(left)) if left else ([], [])
     if refused:
         raise ValueError(f"the rollout cannot go on: {refused[0].error}")
     requests = {}
     for index, request in zip(left, made, strict=True):
-        count = int(table.lengths[index])
-        request.output_token_ids = table.completion_ids[index, :count].tolist()
+        start, end = int(table.starts[index]), int(table.lengths[index])
+        count = end - start
+        request.output_token_ids = table.completion_ids[index, start:end].tolist()
         request.num_resumed = count
+        room = length - start
+        request.max_length = min(request.max_length, len(request.prompt_token_ids) + room)
+        request.group = group_of(table.prompt_ids[index][table.prompt_mask[index]])
         request.sampling_values["seeds"] = table.seeds[index]
         request.is_draft = [False] * count
         if not request.params.stop_strings:
@@ -531,7 +419,7 @@ class _NotTheSame(ValueError):
 
 
 def _expect(
-    decoder: RolloutDecoder, table: _Table, requests: dict[int, Request], expected: Any
+    decoder: RolloutDecoder, table: Table, requests: dict[int, Request], expected: Any
 ) -> None:
     """Sets the expected completion length of each request, in tokens; 0 if unknown."""
     given = None
@@ -561,7 +449,7 @@ def _longest_first(requests: dict[int, Request]) -> list[int]:
 # After the rollout.
 
 
-def _refuse_nonsense(table: _Table, requests: dict[int, Request]) -> None:
+def _refuse_nonsense(table: Table, requests: dict[int, Request]) -> None:
     """Raises ValueError if every sample failed, and warns if some did."""
     failed = [request for request in requests.values() if request.finish_reason == "error"]
     if not failed:
@@ -577,8 +465,10 @@ def _refuse_nonsense(table: _Table, requests: dict[int, Request]) -> None:
     )
 
 
-def _learn_lengths(decoder: RolloutDecoder, table: _Table, requests: dict[int, Request]) -> None:
+def _learn_lengths(decoder: RolloutDecoder, table: Table, requests: dict[int, Request]) -> None:
     """Records in the decoder the longest completion of each prompt whose samples all ended."""
+    if table.has_turns:
+        return  # an environment's tokens are no measure of the policy's
     prompts = {
         int(table.prompt_index[index]): request.prompt_token_ids
         for index, request in requests.items()
@@ -602,7 +492,7 @@ class _Run:
     def metrics(
         self,
         decoder: RolloutDecoder,
-        table: _Table,
+        table: Table,
         requests: dict[int, Request],
         begun_at: float,
     ) -> dict[str, Any]:
