@@ -1,0 +1,268 @@
+"""Calls a user's environment beside the device's work, with time limits."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import dataclasses
+import inspect
+import queue
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+# Seconds for which an event loop may be silent before it counts as blocked by a function.
+HEARTBEAT_S = 0.25
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Turn:
+    """A turn of a dialogue that the policy has just ended, for an environment to reply to."""
+
+    prompt_index: int
+    sample_index: int  # of the prompt's samples
+    turn_index: int  # from 0
+    prompt_token_ids: list[int]  # the dialogue's first prompt
+    token_ids: list[int]  # that the policy wrote in this turn, a stop token included
+    text: str | None  # of these, without special tokens; None without a tokenizer
+    # All of the dialogue: the prompt, earlier turns with their replies, and this turn.
+    dialogue_token_ids: list[int]
+    finish_reason: str  # "stop", or "length" at max_tokens or where no more fits
+    stop_reason: int | str | None  # the stop string, or the id of the stop token
+    is_last: bool  # whether the dialogue ends here whatever the reply: it gives the reward alone
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reply:
+    """What an environment answers to a turn.
+
+    Exactly one of token_ids and text is set if the dialogue goes on. Text is tokenized without
+    special tokens; a chat template's markers are the environment's to write.
+    """
+
+    token_ids: Sequence[int] | None = None
+    text: str | None = None
+    reward: float = 0.0  # of the turn
+    is_over: bool = False  # whether the dialogue ends with that turn
+
+
+class EnvironmentFailure(NamedTuple):
+    """Why there is no reply to a turn."""
+
+    message: str
+
+
+class Answer(NamedTuple):
+    """An environment's reply to one turn; None: the dialogue is over, without a reward."""
+
+    turn: Turn
+    reply: Any  # Reply, None, or EnvironmentFailure
+
+
+# Of one turn, or of a list of turns; a coroutine function of either.
+Environment = Callable[[Any], Any]
+
+
+@dataclasses.dataclass
+class _Call:
+    turns: list[Turn]
+    deadline: float  # time.perf_counter()
+    cancel: Callable[[], Any]
+
+
+class EnvironmentCalls:
+    """Calls of an environment that run at the same time as the device.
+
+    A plain function runs in a thread for each call, a coroutine function as a task of one event
+    loop in a thread. A call past its time limit is cancelled if it is a task, and abandoned if
+    it is a thread, which Python cannot end: its result is dropped.
+
+    Args:
+      timeout_s: seconds that one call may take from its beginning.
+      is_batched: whether the environment takes a list of turns, and returns a list of replies.
+        One call runs at a time then, with the turns that ended since the last one began.
+      most_calls: most calls of single turns at a time; the others wait for their turn.
+    """
+
+    def __init__(
+        self, environment: Environment, *, timeout_s: float, is_batched: bool, most_calls: int
+    ):
+        self._environment = environment
+        self._is_async = _is_coroutine_function(environment)
+        self._timeout_s = timeout_s
+        self._is_batched = is_batched
+        self._most_calls = 1 if is_batched else most_calls
+        self._waiting: collections.deque[Turn] = collections.deque()
+        self._running: dict[int, _Call] = {}
+        self._results: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
+        self._num_calls = 0
+        self._loops: list[
+            _LoopThread
+        ] = []  # the last one takes calls; a function blocks the others
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn was asked about and has no answer yet."""
+        return bool(self._waiting or self._running)
+
+    def ask(self, turn: Turn) -> None:
+        """Queues a turn; `answers` begins the calls."""
+        self._waiting.append(turn)
+
+    def answers(self, *, wait_s: float = 0.0) -> list[Answer]:
+        """Begins calls as far as their number allows, and returns the answers there are.
+
+        Args:
+          wait_s: seconds to wait for one if there is none.
+        """
+        self._begin()
+        found = self._collect(0.0)
+        if not found and wait_s > 0 and self._running:
+            first = min(call.deadline for call in self._running.values())
+            found = self._collect(max(min(wait_s, first - time.perf_counter()), 0.001))
+        found += self._overdue()
+        self._begin()
+        return found
+
+    def close(self) -> None:
+        """Cancels or abandons the calls that run, and drops the turns that wait."""
+        for call in self._running.values():
+            call.cancel()
+        self._running.clear()
+        self._waiting.clear()
+        while self._loops:
+            self._loops.pop().end()
+
+    def _begin(self) -> None:
+        while self._waiting and len(self._running) < self._most_calls:
+            count = len(self._waiting) if self._is_batched else 1
+            turns = [self._waiting.popleft() for _ in range(count)]
+            number = self._num_calls
+            self._num_calls += 1
+            deadline = time.perf_counter() + self._timeout_s
+            # Entered before it begins, so that its result is never of an unknown call.
+            call = self._running[number] = _Call(turns, deadline, cancel=lambda: None)
+            argument = list(turns) if self._is_batched else turns[0]
+            if self._is_async:
+                call.cancel = self._begin_task(number, argument)
+            else:
+                self._begin_thread(number, argument)
+
+    def _begin_thread(self, number: int, argument: Any) -> None:
+        def run() -> None:
+            try:
+                result = self._environment(argument)
+                if inspect.iscoroutine(result):
+                    result = asyncio.run(result)
+            except BaseException as error:
+                result = error
+            self._results.put((number, result))
+
+        # A daemon: one that hangs must not keep the program from ending.
+        threading.Thread(target=run, name="specjax-environment", daemon=True).start()
+
+    def _begin_task(self, number: int, argument: Any) -> Callable[[], Any]:
+        async def run() -> None:
+            try:
+                result = await self._environment(argument)
+            except BaseException as error:
+                result = error
+            self._results.put((number, result))
+
+        if not self._loops or not self._loops[-1].is_alive():
+            self._loops.append(_LoopThread())
+        return self._loops[-1].submit(run())
+
+    def _collect(self, wait_s: float) -> list[Answer]:
+        found: list[Answer] = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                waits = wait_s > 0 and not found
+                number, result = self._results.get(block=waits, timeout=wait_s if waits else None)
+                call = self._running.pop(number, None)
+                if call is not None:  # else it came too late
+                    found += self._split(call, result)
+        return found
+
+    def _split(self, call: _Call, result: Any) -> list[Answer]:
+        """Returns the answers to the turns of a call that ended."""
+        if isinstance(result, BaseException):
+            failure = EnvironmentFailure(f"it raised {result!r:.300}")
+            return [Answer(turn, failure) for turn in call.turns]
+        replies = [result]
+        if self._is_batched:
+            is_list = isinstance(result, Sequence) and not isinstance(result, str)
+            if not is_list or len(result) != len(call.turns):
+                failure = EnvironmentFailure(
+                    f"it returned {result!r:.100} for {len(call.turns)} turns; expected a list of "
+                    "as many replies"
+                )
+                return [Answer(turn, failure) for turn in call.turns]
+            replies = list(result)
+        return [Answer(turn, _checked(reply)) for turn, reply in zip(call.turns, replies)]
+
+    def _overdue(self) -> list[Answer]:
+        now, found = time.perf_counter(), []
+        failure = EnvironmentFailure(f"it took longer than {self._timeout_s:g} s")
+        for number, call in list(self._running.items()):
+            if call.deadline <= now:
+                del self._running[number]
+                call.cancel()
+                found += [Answer(turn, failure) for turn in call.turns]
+        return found
+
+
+def _is_coroutine_function(function: Any) -> bool:
+    call = getattr(function, "__call__", None)  # noqa: B004, an object may have an async one
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def _checked(reply: Any) -> Any:
+    """Returns a reply, or the failure that it is."""
+    if reply is None:
+        return None
+    if isinstance(reply, BaseException):
+        return EnvironmentFailure(f"it returned {reply!r:.300}")
+    if not isinstance(reply, Reply):
+        return EnvironmentFailure(f"it returned {reply!r:.100}; expected specjax.Reply or None")
+    has = (reply.token_ids is not None) + (reply.text is not None)
+    if has == 2 or (not has and not reply.is_over):
+        return EnvironmentFailure(
+            "its Reply has neither or both of token_ids and text; set one, or is_over=True"
+        )
+    return reply
+
+
+class _LoopThread:
+    """An event loop in a thread of its own."""
+
+    def __init__(self):
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._run, name="specjax-environment-loop", daemon=True).start()
+
+    def submit(self, work: Coroutine[Any, Any, None]) -> Callable[[], Any]:
+        """Begins a coroutine; returns a function that cancels it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return future.cancel
+
+    def is_alive(self) -> bool:
+        """Returns whether no function blocks it."""
+        heard = threading.Event()
+        self._loop.call_soon_threadsafe(heard.set)
+        return heard.wait(HEARTBEAT_S)
+
+    def end(self) -> None:
+        """Cancels its tasks, and ends it once they have seen that."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _run(self) -> None:
+        loop = self._loop
+        loop.run_forever()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()
