@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specjax.models.loading import load_model as load_model
     from specjax.models.partition import param_shardings as param_shardings
     from specjax.rl.batch import Rollout as Rollout
+    from specjax.rl.batch import RolloutTurns as RolloutTurns
     from specjax.rl.decoder import RolloutDecoder as RolloutDecoder
     from specjax.rl.decoder import build_decoder as build_decoder
     from specjax.rl.gaps import ImportanceWeights as ImportanceWeights
@@ -38,10 +39,13 @@ if TYPE_CHECKING:
     from specjax.rl.gaps import sequence_gaps as sequence_gaps
     from specjax.rl.policy import PolicyLogProbs as PolicyLogProbs
     from specjax.rl.policy import policy_logprobs as policy_logprobs
+    from specjax.rl.environment import Reply as Reply
+    from specjax.rl.environment import Turn as Turn
     from specjax.rl.rollout import rollout as rollout
     from specjax.rl.scoring import Texts as Texts
     from specjax.rl.scoring import logprob_gap as logprob_gap
     from specjax.rl.scoring import score as score
+    from specjax.rl.turns import rollout_turns as rollout_turns
     from specjax.types import DecoderParams as DecoderParams
     from specjax.types import Proposal as Proposal
 
@@ -68,12 +72,15 @@ __all__ = [
     "ModelConfig",
     "PolicyLogProbs",
     "Proposal",
+    "Reply",
     "Rollout",
     "RolloutDecoder",
+    "RolloutTurns",
     "SamplingParams",
     "SelfCheck",
     "SpeculationConfig",
     "Texts",
+    "Turn",
     "__version__",
     "build_decoder",
     "convert",
@@ -86,6 +93,7 @@ __all__ = [
     "param_shardings",
     "policy_logprobs",
     "rollout",
+    "rollout_turns",
     "score",
     "sequence_gaps",
     "stream",
@@ -118,6 +126,7 @@ _HOME = {
     "GenerationStats": "specjax.api.results",
     "Engine": "specjax.api.engine",
     "Rollout": "specjax.rl.batch",
+    "RolloutTurns": "specjax.rl.batch",
     "RolloutDecoder": "specjax.rl.decoder",
     "build_decoder": "specjax.rl.decoder",
     "ImportanceWeights": "specjax.rl.gaps",
@@ -125,7 +134,10 @@ _HOME = {
     "sequence_gaps": "specjax.rl.gaps",
     "PolicyLogProbs": "specjax.rl.policy",
     "policy_logprobs": "specjax.rl.policy",
+    "Reply": "specjax.rl.environment",
+    "Turn": "specjax.rl.environment",
     "rollout": "specjax.rl.rollout",
+    "rollout_turns": "specjax.rl.turns",
     "Texts": "specjax.rl.scoring",
     "logprob_gap": "specjax.rl.scoring",
     "score": "specjax.rl.scoring",

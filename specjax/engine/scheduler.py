@@ -48,6 +48,7 @@ class _Candidate(NamedTuple):
     shared: list[Prefix]  # full pages, which other rows may read as well
     tail: Tail | None  # the page after them, which it would go on writing
     num_known: int  # tokens that it need not feed
+    num_drafter: int  # of these, the first ones, which the drafter need not be fed either
 
 
 class Scheduler:
@@ -62,11 +63,12 @@ class Scheduler:
         alone; by default there is no limit.
       shares_prefixes: whether rows may read pages that other rows filled.
       prompt_sizes: token buckets of prompts, per call and shard.
-      needs_drafter: whether shared pages must hold the drafter's keys and values too.
+      needs_drafter: whether it matters which pages hold the drafter's keys and values.
 
     Attributes:
       feeds_shared_again: whether a row feeds the last token of its shared pages again to get
-        its hidden states: a drafter that absorbs them pairs each with the next token.
+        its hidden states: a drafter that absorbs them pairs each with the next token. Such a
+        drafter cannot catch up later, so that shared pages must hold its keys and values too.
     """
 
     def __init__(
@@ -331,8 +333,11 @@ class Scheduler:
                 left -= count
                 row_ids[shard, place] = row.index % self.rows_per_shard
                 counts[shard, place] = count
+                # A drafter that is behind catches up from there when the row drafts.
+                is_level = row.num_drafter_final >= row.num_prefilled
                 row.num_prefilled += count
-                row.num_drafter_final = row.num_prefilled
+                if is_level:
+                    row.num_drafter_final = row.num_prefilled
                 self.table.update(row)
                 self._note_prefixes(row)
         self._prefilling = [row for row in self._prefilling if row.num_to_prefill]
@@ -408,26 +413,32 @@ class Scheduler:
             first = shard * self.rows_per_shard
             own = self.rows[first : first + self.rows_per_shard]
             num_rows = sum(row is not None for row in own)
-            num_known = len(shared) * self.sizes.page_size
-            tail, num_of_tail = self._tail_after(pool, shared, request.token_ids)
-            candidate = _Candidate(index, shared, tail, num_known + num_of_tail)
+            candidate = self._candidate(index, pool, shared, request.token_ids)
             gain = candidate.num_known - num_rows * TOKENS_OF_A_ROW
             candidates.append((-gain, -pool.num_free, index, candidate))
         candidates.sort(key=lambda each: each[:3])
         return [candidate for *_, candidate in candidates]
 
-    def _tail_after(
-        self, pool: PagePool, shared: Sequence[Prefix], token_ids: Sequence[int]
-    ) -> tuple[Tail | None, int]:
-        """Returns the kept page on which a new row can go on, and its tokens that count."""
-        if not self._shares_prefixes:
-            return None, 0
-        before = shared[-1].id if shared else ROOT
-        tail = pool.find_tail(before, token_ids[len(shared) * self.sizes.page_size : -1])
-        if tail is None:
-            return None, 0
-        count = min(tail.num_tokens, tail.num_drafter) if self.needs_drafter else tail.num_tokens
-        return (tail, count) if count else (None, 0)
+    def _candidate(
+        self, index: int, pool: PagePool, shared: list[Prefix], token_ids: Sequence[int]
+    ) -> _Candidate:
+        """Returns an empty row with the pages that are cached for a text."""
+        size, before = self.sizes.page_size, shared[-1].id if shared else ROOT
+        num_drafted = next((n for n, p in enumerate(shared) if not p.has_drafter), len(shared))
+        known, num_drafter = len(shared) * size, num_drafted * size
+        tail = None
+        if self._shares_prefixes:
+            tail = pool.find_tail(before, token_ids[known:-1])
+        if tail is not None and num_drafter == known:
+            num_drafter += tail.num_drafter
+        if tail is not None:
+            known += tail.num_tokens
+        if not self.needs_drafter:
+            num_drafter = known
+        elif self.feeds_shared_again:
+            known = num_drafter
+            tail = tail if known > len(shared) * size else None
+        return _Candidate(index, shared, tail, known, num_drafter)
 
     def _keep_tail(self, row: Row) -> None:
         """Keeps the last page of a row that ends, for a request that continues its text."""
@@ -459,7 +470,7 @@ class Scheduler:
           wanted: i64[shards], pages that running rows need to grow; those of the new row are added.
         """
         token_ids = request.token_ids
-        for index, shared, tail, num_known in candidates:
+        for index, shared, tail, num_known, num_drafter in candidates:
             shard = index // self.rows_per_shard
             pool = self.pools[shard]
             if self._counts_worst_case and not self._fits_for_good(request, shard):
@@ -481,9 +492,9 @@ class Scheduler:
                 request,
                 token_ids,
                 num_prefilled=num_known - int(self.feeds_shared_again and num_known > 0),
-                num_drafter_final=num_known,
+                num_drafter_final=num_drafter,
                 prefixes=[prefix.id for prefix in shared],
-                num_drafter_remembered=len(shared),
+                num_drafter_remembered=min(num_drafter // self.sizes.page_size, len(shared)),
             )
             self.table.enter(row)
             self.block_table[index, : len(pages)] = pages
@@ -524,7 +535,7 @@ class Scheduler:
         found = pool.find(token_ids[:-1])
         if not all(prefix.is_ready for prefix in found):
             return None
-        if self.needs_drafter:
+        if self.feeds_shared_again:
             lacking = [i for i, prefix in enumerate(found) if not prefix.has_drafter]
             found = found[: lacking[0]] if lacking else found
         return found
@@ -537,8 +548,10 @@ class Scheduler:
             return
         size = self.sizes.page_size
         before = row.prefixes[-1] if row.prefixes else ROOT
+        is_level = row.num_drafter_final >= row.num_prefilled
         for place in range(len(row.prefixes), (len(row.token_ids) - 1) // size):
-            before = self._remember(row, place, before, is_ready=False).id
+            prefix = self._remember(row, place, before, is_ready=False, has_drafter=is_level)
+            before = prefix.id
 
     def _note_prefixes(self, row: Row) -> None:
         """Adds the pages that are filled by now to the prefix cache."""

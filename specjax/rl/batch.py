@@ -28,6 +28,7 @@ class _Beside(NamedTuple):
 
     sampling: SamplingParams | None
     metrics: dict[str, Any]
+    errors: dict[int, str]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Beside)
@@ -125,12 +126,15 @@ class Rollout:
     sampling: SamplingParams | None = None
     # Numbers by name, for a logger: see docs/rollouts.md. Empty inside jit and after it.
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # What was wrong, by sample, where finish_reasons are ERROR or ENVIRONMENT since this call.
+    # Empty inside jit and after it.
+    errors: dict[int, str] = dataclasses.field(default_factory=dict)
 
     def tree_flatten_with_keys(self) -> tuple[Any, tuple[bool, _Beside]]:
         """Returns the arrays by name, and the other fields; see jax.tree_util."""
         keys = map(jax.tree_util.GetAttrKey, _ARRAYS)
         arrays = (getattr(self, name) for name in _ARRAYS)
-        beside = self.is_exact, _Beside(self.sampling, self.metrics)
+        beside = self.is_exact, _Beside(self.sampling, self.metrics, self.errors)
         return tuple(zip(keys, arrays, strict=True)), beside
 
     @classmethod
@@ -138,12 +142,13 @@ class Rollout:
         """Returns a rollout of the given arrays; see jax.tree_util."""
         is_exact, notes = beside
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(arrays)):
-            notes = _Beside(None, {})
+            notes = _Beside(None, {}, {})
         return cls(
             **dict(zip(_ARRAYS, arrays, strict=True)),
             is_exact=is_exact,
             sampling=notes.sampling,
             metrics=notes.metrics,
+            errors=notes.errors,
         )
 
     @property
@@ -206,5 +211,5 @@ class Rollout:
 
 
 # Fields of Rollout that are no leaves; all others are leaves, or trees of them.
-_NO_ARRAYS = ("is_exact", "sampling", "metrics")
+_NO_ARRAYS = ("is_exact", "sampling", "metrics", "errors")
 _ARRAYS = tuple(field.name for field in dataclasses.fields(Rollout) if field.name not in _NO_ARRAYS)

@@ -35,6 +35,7 @@ from specjax.paged import kv_cache
 from specjax.policy.interface import SpeculationPolicy
 from specjax.runtime import compilation_cache
 from specjax.runtime.jax_settings import entrance
+from specjax.text.tokenization import Tokenizer
 from specjax.types import DecoderParams
 
 MOST_PROMPTS = 100_000  # prompts whose completion lengths are kept
@@ -241,6 +242,23 @@ class RolloutDecoder:
             return token_ids(self._setup.target, prompt)
         except (ValueError, TypeError):
             return None
+
+    def checked_ids(self, ids: Any) -> list[int]:
+        """Returns token ids that follow a text.
+
+        Raises:
+          ValueError: they are none, or not of the vocabulary.
+        """
+        try:
+            ids = list(ids)
+            return token_ids(self._setup.target, ids) if ids else []
+        except TypeError as error:
+            raise ValueError(f"token_ids are {ids!r:.100}: {error}") from None
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The target's tokenizer; None without one."""
+        return self._setup.target.tokenizer
 
     def remember(
         self,

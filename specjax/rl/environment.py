@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 HEARTBEAT_S = 0.25
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Turn:
     """A turn of a dialogue that the policy has just ended, for an environment to reply to."""
 

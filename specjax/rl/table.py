@@ -79,10 +79,14 @@ class Table:
         table.turn_reasons[:, 0] = table.finish_reasons
         if batch.turns is not None:
             table._take_turns(batch.turns)
-        for name in _OVER_TOKENS:
-            if (values := getattr(table, name)) is not None:
-                setattr(table, name, _widened(values, width, -1 if name == "index" else 0))
+        table.widen(width)
         return table
+
+    def widen(self, width: int) -> None:
+        """Sets the width of completions, at least that of the longest."""
+        for name in _OVER_TOKENS:
+            if (values := getattr(self, name)) is not None:
+                setattr(self, name, _widened(values, width, -1 if name == "index" else 0))
 
     def _take_turns(self, turns: RolloutTurns) -> None:
         self.has_turns = True
@@ -99,6 +103,12 @@ class Table:
             shape = count, length, sampling.logprobs
             self.top_ids = np.zeros(shape, np.int32)
             self.top = np.zeros(shape, np.float32)
+
+    @property
+    def is_answerable(self) -> np.ndarray:
+        """Whether each sample's newest turn ended, so that an environment may reply; bool."""
+        reasons = self.turn_reasons[np.arange(len(self.counts)), self.counts - 1]
+        return (reasons == STOP) | (reasons == LENGTH)
 
     def prompt_of(self, index: int) -> list[int]:
         """Returns the tokens before a sample's newest turn: its prompt, and earlier turns."""

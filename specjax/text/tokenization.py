@@ -124,6 +124,14 @@ class Tokenizer:
         """
         return self._encode(text, add_special_tokens=True)
 
+    def encode_more(self, text: str) -> list[int]:
+        """Returns the ids of raw text that follows other text: without special tokens.
+
+        Raises:
+          ValueError: the tokenizer fails.
+        """
+        return self._encode(text, add_special_tokens=False)
+
     def encode_chat(self, messages: Sequence[Message], **template_kwargs) -> list[int]:
         """Returns the ids of a conversation in the model's own chat format.
 

@@ -44,8 +44,9 @@ def test_pages_are_shared_when_the_drafter_has_caught_up():
     assert len(again.prefixes) == 3
 
 
-def test_a_row_that_lacks_the_drafters_keys_makes_them_anew():
+def test_a_row_makes_the_drafters_keys_anew_where_it_cannot_catch_up():
     scheduler = Scheduler(SIZES, needs_drafter=True)
+    scheduler.feeds_shared_again = True
     row = admit(scheduler, make_request(1, [1, 2, 3], 20))
     assert not scheduler.reserve(np.array([row.index]), 15)
     scheduler.take_tokens(row, [4, 5, 6, 7, 8, 9], 2)
@@ -57,6 +58,44 @@ def test_a_row_that_lacks_the_drafters_keys_makes_them_anew():
     assert flags(scheduler, text) == [True, True]
     found = [prefix.page for prefix in scheduler.pools[0].find(text)]
     assert found == scheduler.pages(again)[:2]
+
+
+def test_a_row_goes_on_from_pages_that_lack_the_drafters_keys():
+    scheduler = Scheduler(SIZES, needs_drafter=True)
+    row = admit(scheduler, make_request(1, [1, 2, 3], 20))
+    own = np.array([row.index])
+    assert not scheduler.reserve(own, 15)
+    scheduler.take_tokens(row, [4, 5, 6, 7, 8, 9, 10, 11], 5)
+    text = [*row.token_ids, *range(50, 60)]
+    assert flags(scheduler, text) == [True, False]
+    scheduler.land(own, 15, 0)
+    scheduler.shrink(row)
+    scheduler.release(row)
+    scheduler.waiting.push(make_request(2, text, 4))
+    (again,) = scheduler.admit(4)
+    # Two pages and two tokens of a third, of which the drafter has one page.
+    assert (again.num_prefilled, again.num_drafter_final) == (10, 4)
+    scheduler.next_chunk(scheduler.next_prompts())
+    assert (again.num_prefilled, again.num_drafter_final) == (20, 4)
+    assert flags(scheduler, text) == [True, False, False, False, False]
+    assert not scheduler.reserve(np.array([again.index]), 4)
+    scheduler.take_tokens(again, [60], 21)  # it drafted, and caught up first
+    assert flags(scheduler, text) == [True] * 5
+    scheduler.check()
+
+
+def test_pages_of_earlier_weights_are_not_gone_on_with():
+    for is_new in (False, True):
+        scheduler = Scheduler(SIZES)
+        row = admit(scheduler, make_request(1, [1, 2, 3, 4, 5, 6], 9))
+        scheduler.table.is_decoding[row.index] = True
+        if is_new:
+            scheduler.renew_weights()
+        scheduler.release(row)
+        scheduler.waiting.push(make_request(2, [*row.token_ids, 7], 4))
+        (again,) = scheduler.admit(4)
+        assert again.num_prefilled == (0 if is_new else 5)
+        scheduler.check()
 
 
 @pytest.mark.parametrize("needs_drafter", [False, True])

@@ -20,10 +20,7 @@ import specjax
 from specjax import DecoderParams, EngineConfig, SamplingParams, sharding
 from specjax.drafters.spec import ModelDrafter
 from specjax.rl.batch import ERROR, LENGTH, STOP, UNFINISHED
-from specjax.rl.rollout import _begun as begun
-from specjax.rl.rollout import _expect as expect
-from specjax.rl.rollout import _longest_first as longest_first
-from specjax.rl.rollout import _resumed as resumed
+from specjax.rl.beginning import begun, expect, longest_first, resumed
 
 FULL = pytest.mark.full
 EOS = 7
