@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from specjax.rl.scoring import Texts as Texts
     from specjax.rl.scoring import logprob_gap as logprob_gap
     from specjax.rl.scoring import score as score
+    from specjax.rl.stream import RolloutStream as RolloutStream
+    from specjax.rl.stream import rollout_stream as rollout_stream
     from specjax.rl.turns import rollout_turns as rollout_turns
     from specjax.types import DecoderParams as DecoderParams
     from specjax.types import Proposal as Proposal
@@ -75,6 +77,7 @@ __all__ = [
     "Reply",
     "Rollout",
     "RolloutDecoder",
+    "RolloutStream",
     "RolloutTurns",
     "SamplingParams",
     "SelfCheck",
@@ -93,6 +96,7 @@ __all__ = [
     "param_shardings",
     "policy_logprobs",
     "rollout",
+    "rollout_stream",
     "rollout_turns",
     "score",
     "sequence_gaps",
@@ -138,6 +142,8 @@ _HOME = {
     "Turn": "specjax.rl.environment",
     "rollout": "specjax.rl.rollout",
     "rollout_turns": "specjax.rl.turns",
+    "RolloutStream": "specjax.rl.stream",
+    "rollout_stream": "specjax.rl.stream",
     "Texts": "specjax.rl.scoring",
     "logprob_gap": "specjax.rl.scoring",
     "score": "specjax.rl.scoring",

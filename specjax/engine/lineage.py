@@ -47,6 +47,11 @@ class Lineage:
         if not self._drawn or self._drawn[-1][1] != version:
             self._drawn.append((first, version))
 
+    @property
+    def oldest(self) -> int | None:
+        """The version that drew the first token of this run; None if there is none yet."""
+        return self._drawn[0][1] if self._drawn else None
+
     def versions(self, first: int, end: int) -> list[int]:
         """Returns the version that drew each output token from `first` to before `end`.
 

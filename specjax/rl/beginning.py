@@ -19,7 +19,7 @@ from specjax.config.sampling import SamplingParams
 from specjax.engine.request import Request
 from specjax.engine.text_feed import group_of
 from specjax.rl.batch import ERROR, UNFINISHED, Rollout
-from specjax.rl.decoder import RolloutDecoder
+from specjax.rl.decoder import MOST_PROMPTS, RolloutDecoder
 from specjax.rl.table import Table
 
 
@@ -125,16 +125,30 @@ def _seeded(
                 f"{len(given)} seeds were given for {len(rows)} prompts; pass one each."
             )
         return [dataclasses.replace(sampling, seed=seed) for seed in given]
-    seed = sampling.seed
-    seed = secrets.randbits(63) if seed is None else _checked_seed(seed)
-    times: collections.Counter[bytes] = collections.Counter()
-    seeded = []
-    for row in rows:
-        text = np.asarray(row, np.int64).tobytes()
+    derived = PromptSeeds(sampling.seed)
+    return [dataclasses.replace(sampling, seed=derived.next(row)) for row in rows]
+
+
+class PromptSeeds:
+    """Derives the seed of each prompt from one seed and the prompt's tokens.
+
+    A prompt that comes again gets another seed.
+    """
+
+    def __init__(self, seed: int | None):
+        """Takes random numbers for a seed of None; raises ValueError for one out of range."""
+        self._seed = secrets.randbits(63) if seed is None else _checked_seed(seed)
+        self._times: collections.OrderedDict[int, int] = collections.OrderedDict()
+
+    def next(self, token_ids: Sequence[int]) -> int:
+        """Returns the seed of the next prompt."""
+        text = np.asarray(token_ids, np.int64).tobytes()
         own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-        seeded.append(dataclasses.replace(sampling, seed=derive_seed(seed ^ own, times[text])))
-        times[text] += 1
-    return seeded
+        times = self._times.pop(own, 0)
+        self._times[own] = times + 1
+        if len(self._times) > MOST_PROMPTS:
+            self._times.popitem(last=False)
+        return derive_seed(self._seed ^ own, times)
 
 
 def _checked_seed(seed: Any) -> int:

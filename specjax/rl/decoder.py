@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import operator
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ class RolloutDecoder:
         self._mesh = mesh
         self._policy = policy
         self._loop: Loop | None = None
+        self._stream: weakref.ref[Any] | None = None  # that uses the loop now
         # The verification rule as a number of specjax.types.
         self.rule = Rule.of(setup.speculation.verification)
         self._lengths: collections.OrderedDict[int, float] = collections.OrderedDict()
@@ -189,6 +191,12 @@ class RolloutDecoder:
         Raises:
           ValueError: shapes, dtypes or names are not those the decoder was built for.
         """
+        if self._stream is not None and self._stream() is not None:
+            raise ValueError(
+                "a rollout_stream is open on this decoder, whose rows it uses; close it first, or "
+                "build another decoder. Decoders built alike share what is compiled."
+            )
+        self._stream = None
         taken = self._handed.take(completed(params, self._setup.drafter.params), version)
         if self._loop is None:
             self._loop = self._make_loop(taken.params)
@@ -200,6 +208,33 @@ class RolloutDecoder:
             told, self._told = self._told, collections.deque(maxlen=MOST_TOLD)
             self._loop.remember(*zip(*told))
         return self._loop
+
+    def lend(self, stream: Any) -> None:
+        """Reserves the loop for a stream, as long as that is alive or until `take_back`."""
+        self._stream = weakref.ref(stream)
+
+    def take_back(self) -> None:
+        """Ends `lend`."""
+        self._stream = None
+
+    def renew(
+        self, params: Params | DecoderParams, version: int | None, *, recomputes: bool
+    ) -> None:
+        """Gives the loop other weights while requests run; arguments as of Loop.take_params.
+
+        Raises:
+          ValueError: as `hand_over`; or the version is not above the last one.
+        """
+        assert self._loop is not None
+        given = completed(params, self._setup.drafter.params)
+        taken = self._handed.take(given, version, increases=True)
+        self._loop.take_params(
+            taken.params,
+            is_new=taken.is_new,
+            version=taken.version,
+            recomputes=recomputes,
+        )
+        self._handed.settle(taken, self._loop.params)
 
     def let_go(self) -> None:
         """Drops the weights until the next rollout, and saves the learned step costs."""

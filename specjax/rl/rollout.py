@@ -150,7 +150,7 @@ def rollout(
         # Requests left by an exception are dropped by the next call.
         decoder.let_go()
     for index, request in requests.items():
-        table.fill(index, request, decoder.params_version, most[request])
+        table.fill(index, request, most[request])
     refuse_nonsense(table, requests)
     learn_lengths(decoder, table, requests)
     metrics = run.metrics(decoder, table, requests, begun_at)

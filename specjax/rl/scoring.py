@@ -52,8 +52,9 @@ def score(
         depend on; None: those of a Rollout, else temperature 1.
 
     Returns:
-      f32[num_samples, completion_width] each, 0 outside completion_mask; with the sharding of
-      completion_ids over its first axis if it is on a mesh, else on the decoder's mesh.
+      f32[num_samples, completion_width] each, 0 outside completion_mask, and outside a Rollout's
+      loss_mask; with the sharding of completion_ids over its first axis if it is on a mesh, else
+      on the decoder's mesh.
 
     Raises:
       ValueError: a text has no prompt or is longer than the decoder's rows.
@@ -77,21 +78,22 @@ def score(
         scored = np.flatnonzero(masks[1].any(axis=1))
         _check(prompts, lengths, scored, sizes.max_length)
         columns = [np.zeros(masks[1].shape, np.float32) for _ in range(3)]
-        for first in range(0, len(scored), sizes.rows):
-            own = scored[first : first + sizes.rows].tolist()
+        spans = [span for index in scored.tolist() for span in _spans(batch, index, sampling)]
+        for first in range(0, len(spans), sizes.rows):
+            own = spans[first : first + sizes.rows]
             history = np.zeros((sizes.rows, sizes.max_length), np.int32)
             num_tokens = np.zeros(sizes.rows, np.int32)
             values: dict[str, Any] = empty_row_values(sizes.rows, engine)
-            for place, index in enumerate(own):
+            for place, (index, start, end) in enumerate(own):
                 text = [
                     *texts.prompt_ids[index][masks[0][index]],
-                    *texts.completion_ids[index][masks[1][index]],
+                    *texts.completion_ids[index][masks[1][index]][:end],
                 ]
                 history[place, : len(text)] = text
                 num_tokens[place] = len(text)
                 row = row_values(
                     dataclasses.replace(sampling, logprobs=0, seed=None, n=1),
-                    prompt_length=int(prompts[index]),
+                    prompt_length=int(prompts[index]) + start,
                     eos_token_ids=decoder.config.eos_token_ids,
                     seed=0,
                     engine_config=engine,
@@ -101,15 +103,38 @@ def score(
             told = loop.score(history, num_tokens, RowSampling(**values))
             for column, scores in zip(columns, told[:3]):
                 scores = np.asarray(scores)
-                for place, index in enumerate(own):
-                    where = slice(prompts[index], lengths[index])
-                    column[index, masks[1][index]] = scores[place, where]
+                for place, (index, start, end) in enumerate(own):
+                    written = np.flatnonzero(masks[1][index])[start:end]
+                    prompt = int(prompts[index])
+                    column[index, written] = scores[
+                        place, prompt + start : prompt + len(written) + start
+                    ]
+        if isinstance(batch, Rollout):
+            for column in columns:
+                column[~np.asarray(batch.loss_mask)] = 0.0
     finally:
         decoder.let_go()
     place = decoder.placing(getattr(batch.completion_ids, "sharding", None), len(texts.prompt_ids))
     put = jnp.asarray if place is None else lambda x: jax.device_put(x, place)
     behaviour, tempered, raw = map(put, columns)
     return RolloutLogProbs(behaviour=behaviour, tempered=tempered, raw=raw)
+
+
+def _spans(
+    batch: Rollout | Texts, index: int, sampling: SamplingParams
+) -> list[tuple[int, int, int | None]]:
+    """Returns what is scored together of a sample: (sample, first token, end) of its completion.
+
+    That is all of it; or one turn after the other if penalties or min_tokens make the
+    distribution depend on where a turn began.
+    """
+    depends = sampling.min_tokens or sampling.presence_penalty or sampling.frequency_penalty
+    if not isinstance(batch, Rollout) or batch.turns is None or not depends:
+        return [(index, 0, None)]
+    turns = np.asarray(batch.turns.index)[index]
+    turns = np.where(np.asarray(batch.loss_mask)[index], turns, -1)
+    places = [np.flatnonzero(turns == turn) for turn in range(int(batch.turns.counts[index]))]
+    return [(index, int(own[0]), int(own[-1]) + 1) for own in places if len(own)]
 
 
 def _check_ids(texts: Texts, masks: Sequence[np.ndarray], vocab_size: int) -> None:

@@ -115,7 +115,7 @@ class Table:
         prompt = self.prompt_ids[index][self.prompt_mask[index]].tolist()
         return [*prompt, *self.completion_ids[index, : self.starts[index]].tolist()]
 
-    def fill(self, index: int, request: Request, version: int, most: int) -> None:
+    def fill(self, index: int, request: Request, most: int) -> None:
         """Adds the tokens and counts that a request gained; it is the sample's newest turn.
 
         Args:
@@ -125,7 +125,8 @@ class Table:
         end = start + len(request.output_token_ids)
         gained = index, slice(start + request.num_resumed, end)
         self.completion_ids[index, start:end] = request.output_token_ids
-        self.params_versions[gained] = version
+        tokens = request.num_resumed, len(request.output_token_ids)
+        self.params_versions[gained] = request.lineage.versions(*tokens)
         self.loss_mask[gained] = True
         self.index[gained] = self.counts[index] - 1
         self.lengths[index] = end

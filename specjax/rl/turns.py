@@ -285,7 +285,7 @@ class _Dialogues:
                 self._request_errors[index] = str(request.error)
 
     def _fill(self, index: int, request: Request) -> None:
-        self._table.fill(index, request, self._decoder.params_version, request.max_length)
+        self._table.fill(index, request, request.max_length)
 
     def _ask(self, index: int, finish_reason: str | None, stop_reason: int | str | None) -> None:
         table, tokenizer = self._table, self._decoder.tokenizer
