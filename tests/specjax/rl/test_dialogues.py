@@ -222,7 +222,7 @@ def test_tokens_are_those_of_the_whole_text_fed_anew(name):
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(temperature=0, max_tokens=9),
+        SamplingParams(temperature=0, max_tokens=9, seed=0),
         SamplingParams(temperature=0.9, max_tokens=10, seed=1, stop=["w9", "w31 w3"]),
         SamplingParams(max_tokens=10, seed=1, top_k=9, frequency_penalty=0.7, min_tokens=4),
     ],

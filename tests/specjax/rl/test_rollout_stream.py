@@ -1,0 +1,334 @@
+"""Streams: the samples of rollouts, whatever the order; new weights, staleness, what is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+
+import chex
+import jax
+import numpy as np
+import pytest
+from asked_for import quick
+from helpers import first_layer, tiny_llama
+
+import specjax
+from specjax import EngineConfig, SamplingParams
+from specjax.engine.loop import Loop
+from specjax.rl.batch import ERROR
+
+FULL = pytest.mark.full
+EOS = 7
+RNG = np.random.default_rng(1)
+PROMPTS = [RNG.integers(8, 60, RNG.integers(1, 18)).tolist() for _ in range(9)]
+PROMPTS[5] = PROMPTS[2]  # a prompt that comes again
+SAMPLING = SamplingParams(temperature=0.8, max_tokens=24, seed=3, logprobs=1, entropy=True)
+ENGINE = EngineConfig(
+    page_size=8,
+    max_rows=4,
+    burst_steps=8,
+    row_buckets=(),
+    max_context=48,
+    numerics="invariant",
+    token_bucket=8,
+    max_logprobs=2,
+)
+WIDTH = 18
+
+
+@functools.cache
+def target():
+    return tiny_llama(0, eos_token_ids=(EOS,))
+
+
+def build(name, engine=ENGINE, **more):
+    drafters = {
+        "plain": {},
+        "history": {"drafter": "history", "num_speculative_tokens": 3},
+        "draft": {"drafter": first_layer(target()), "num_speculative_tokens": 3},
+    }
+    return specjax.build_decoder(target(), engine=engine, **drafters[name], **more)
+
+
+decoder = functools.cache(build)
+
+
+@functools.cache
+def weights(number):
+    return jax.tree.map(lambda leaf: leaf * (1 + 0.02 * number), target().params)
+
+
+def begin(own="plain", prompts=PROMPTS, **arguments):
+    own = decoder(own) if isinstance(own, str) else own
+    arguments = {"num_samples": 2, "sampling": SAMPLING, "prompt_width": WIDTH} | arguments
+    return specjax.rollout_stream(own, weights(0), prompts, **arguments)
+
+
+@functools.cache
+def expected():
+    return specjax.rollout(
+        decoder("plain"),
+        weights(0),
+        PROMPTS,
+        num_samples=2,
+        sampling=SAMPLING,
+        prompt_width=WIDTH,
+    )
+
+
+def joined(batches):
+    """Returns Rollouts as one, in the order of the feed."""
+    batch = jax.tree.map(lambda *parts: np.concatenate(parts), *batches)
+    order = np.argsort(batch.prompt_index, kind="stable")
+    return jax.tree.map(lambda leaf: leaf[order], batch)
+
+
+def assert_same_samples(actual, wanted):
+    """Equal but for what depends on the company: the counts of steps and drafts."""
+    nothing = np.zeros(0)
+    beside = {name: nothing for name in ("num_drafted", "num_accepted", "num_steps")}
+    beside["params_versions"] = nothing
+    actual, wanted = (dataclasses.replace(batch, **beside) for batch in (actual, wanted))
+    chex.assert_trees_all_equal(actual, wanted)
+
+
+def assert_is_free(own="plain"):
+    """No row and no page is held, and the decoder serves others again."""
+    own = decoder(own) if isinstance(own, str) else own
+    scheduler = own._loop.scheduler
+    scheduler.check()
+    assert not own._loop.has_work
+    assert all(pool.num_held == 0 for pool in scheduler.pools)
+    again = specjax.rollout(own, weights(0), PROMPTS[:1], sampling=SAMPLING)
+    np.testing.assert_array_equal(again.completion_ids[0], expected().completion_ids[0])
+
+
+# What it is a function of
+
+
+@pytest.mark.parametrize("name", quick(["plain", "history", "draft"], "plain"))
+@pytest.mark.parametrize("in_order", [False, True])
+def test_the_samples_are_those_of_one_rollout(name, in_order):
+    batches = list(begin(name, iter(PROMPTS), in_order=in_order, batch_groups=2))
+    assert [batch.num_samples for batch in batches] == [4, 4, 4, 4, 2]
+    numbers = [number for batch in batches for number in batch.prompt_index[::2].tolist()]
+    assert sorted(numbers) == list(range(9))
+    if in_order:
+        assert numbers == list(range(9))
+    assert_same_samples(joined(batches), expected())
+    assert_is_free(name)
+
+
+@FULL
+def test_over_a_mesh():
+    mesh = jax.make_mesh((2,), ("data",))
+    split = build("history", dataclasses.replace(ENGINE, numerics="fast"), mesh=mesh)
+    batches = list(begin(split, batch_groups=3))
+    assert batches[0].completion_ids.sharding.mesh == mesh
+    actual = joined(batches)
+    np.testing.assert_array_equal(actual.completion_ids, expected().completion_ids)
+    assert all(pool.num_held == 0 for pool in split._loop.scheduler.pools)
+
+
+def test_with_too_few_pages():
+    own = build("plain", dataclasses.replace(ENGINE, num_pages=10))
+    batches = list(begin(own))
+    assert_same_samples(joined(batches), expected())
+    assert own._loop.num_preemptions > 0
+
+
+def test_prompts_are_taken_as_rows_come_free():
+    taken = []
+
+    def feed():
+        for prompt in itertools.cycle(PROMPTS):
+            taken.append(prompt)
+            yield prompt
+
+    with begin(prompts=feed()) as stream:
+        assert taken == []
+        for count, _ in zip(range(1, 30), stream):
+            # Four rows hold two groups; one more waits for the next row.
+            assert count <= len(taken) <= count + 4
+    assert stream.metrics["num_prompts"] == len(taken)
+    assert_is_free()
+
+
+# Weights
+
+
+def test_new_weights_between_rollouts():
+    with begin(prompts=itertools.cycle(PROMPTS), params_version=10) as stream:
+        assert stream.params_version == 10
+        seen = set()
+        for number in range(1, 8):
+            batch = next(stream)
+            versions = np.asarray(batch.params_versions)[np.asarray(batch.loss_mask)]
+            assert versions.max() <= stream.params_version
+            seen |= set(versions.tolist())
+            for row, mask in zip(np.asarray(batch.params_versions), np.asarray(batch.loss_mask)):
+                assert np.all(np.diff(row[mask]) >= 0)
+            stream.update_params(weights(number), 10 + 2 * number)
+            assert stream.params_version == 10 + 2 * number
+        assert len(seen) > 3
+        with pytest.raises(ValueError, match="must be above 24"):
+            stream.update_params(weights(9), 24)
+        with pytest.raises(ValueError, match="params is not in the layout"):
+            stream.update_params({"a": 1})
+        stream.update_params(weights(9))
+        assert stream.params_version == 25
+        next(stream)
+    with pytest.raises(ValueError, match="the stream is closed"):
+        stream.update_params(weights(1))
+
+
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_no_token_is_too_old_and_no_prompt_is_lost(most):
+    feed = PROMPTS * 3
+    arguments = {"max_staleness": most, "batch_groups": 2, "params_version": 1}
+    batches = []
+    with begin(prompts=feed, **arguments) as stream:
+        version = 1
+        for batch in stream:
+            versions = np.where(batch.loss_mask, batch.params_versions, version)
+            assert versions.min() >= version - most
+            assert batch.metrics["largest_staleness"] <= most
+            batches.append(batch)
+            version += 1
+            stream.update_params(weights(len(batches) % 5), version)
+        restarted = stream.metrics["num_restarted"]
+    assert (restarted > 0) == (most < 3), restarted
+    batch = joined(batches)
+    assert batch.prompt_index.tolist() == [n for n in range(len(feed)) for _ in range(2)]
+    assert stream.metrics["num_returned"] == len(feed)
+    # Each keeps its seed, and what has one version is what these weights draw.
+    for index in range(batch.num_samples):
+        versions = set(batch.params_versions[index][batch.loss_mask[index]].tolist())
+        if versions == {1} and index < 2 * len(PROMPTS):
+            own = expected().completion_ids[index]
+            np.testing.assert_array_equal(batch.completion_ids[index], own)
+    assert_is_free()
+
+
+# The first of a group
+
+
+def test_the_first_of_a_group_are_kept():
+    sampling = dataclasses.replace(SAMPLING, logit_bias={EOS: 2.5})  # of many lengths
+    arguments = {"num_samples": 3, "sampling": sampling}
+    with begin(keep_first=2, batch_groups=3, **arguments) as stream:
+        batches = list(stream)
+    assert [batch.num_samples for batch in batches] == [6] * 3
+    every = specjax.rollout(decoder("plain"), weights(0), PROMPTS, **arguments)
+    texts, lengths = np.asarray(every.completion_ids), np.asarray(every.lengths).reshape(9, 3)
+    is_kept = np.zeros((9, 3), bool)
+    for batch in batches:
+        for group, row in zip(batch.prompt_index.tolist(), np.asarray(batch.completion_ids)):
+            (sample,) = np.flatnonzero((texts[3 * group : 3 * group + 3] == row).all(axis=1))
+            assert not is_kept[group, sample:].any()  # each once, in their order
+            is_kept[group, sample] = True
+    assert is_kept.sum(axis=1).tolist() == [2] * 9
+    # Those that are left out are the long ones.
+    assert lengths[is_kept].mean() < lengths[~is_kept].mean() - 2
+    assert stream.metrics["num_aborted"] == 9
+    assert stream.metrics["num_tokens_dropped"] > 0
+    assert_is_free()
+
+
+# What goes wrong
+
+
+def test_a_prompt_that_is_refused_is_returned_with_its_error():
+    feed = [PROMPTS[0], [], [999], [1] * 30, PROMPTS[1]]
+    with pytest.warns(UserWarning, match="2 of 2 samples have finish reason ERROR") as warned:
+        batches = list(begin(prompts=feed, in_order=True))
+    assert len(warned) == 3
+    assert [batch.finish_reasons.tolist() == [ERROR] * 2 for batch in batches] == [
+        *(False, True, True, True, False)
+    ]
+    assert "prompt 3 of the feed has 30 tokens, and prompt_width=18" in batches[3].errors[1]
+    np.testing.assert_array_equal(batches[4].completion_ids, expected().completion_ids[2:4])
+    assert_is_free()
+
+
+def test_weights_that_are_nan_end_samples_with_errors():
+    nan = jax.tree.map(lambda leaf: leaf * np.nan, weights(0))
+    with begin(prompts=itertools.cycle(PROMPTS)) as stream:
+        next(stream)
+        stream.update_params(nan)
+        batches = []
+        with pytest.warns(UserWarning, match="logits were NaN"):
+            batches += itertools.islice(stream, 4)
+        assert np.all(batches[-1].finish_reasons == ERROR)
+    assert_is_free()
+
+
+def test_a_feed_that_raises_leaves_nothing():
+    def feed():
+        yield from PROMPTS[:4]
+        raise OSError("the disk is gone")
+
+    stream = begin(prompts=feed())
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(stream)
+    assert_is_free()
+    assert list(stream) == []
+
+
+def test_an_interrupted_stream_holds_no_page(monkeypatch):
+    stream, step, steps = begin(), Loop.step, iter(range(99))
+
+    def few_steps(loop, *arguments):
+        if next(steps) == 3:
+            raise KeyboardInterrupt
+        return step(loop, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "step", few_steps)
+        with pytest.raises(KeyboardInterrupt):
+            list(stream)
+    assert_is_free()
+
+
+def test_a_dropped_stream_holds_no_page():
+    stream = begin(prompts=itertools.cycle(PROMPTS))
+    next(stream)
+    with pytest.raises(ValueError, match="a rollout_stream is open on this decoder"):
+        specjax.rollout(decoder("plain"), weights(0), PROMPTS)
+    with pytest.raises(ValueError, match="a rollout_stream is open on this decoder"):
+        begin()
+    assert decoder("plain")._loop.has_work
+    next(stream)  # it did not suffer
+    del stream
+    assert_is_free()
+    never_begun = begin()
+    del never_begun
+    assert_is_free()
+
+
+def test_a_closed_stream_is_over():
+    stream = begin()
+    next(stream)
+    stream.close()
+    stream.close()
+    assert list(stream) == []
+    assert_is_free()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"num_samples": 0}, "num_samples=0 must be"),
+        ({"keep_first": 3}, "keep_first=3 must be at most num_samples=2"),
+        ({"keep_first": 0}, "keep_first=0 must be a whole number of at least 1"),
+        ({"batch_groups": 1.5}, "batch_groups=1.5 must be"),
+        ({"max_staleness": -1}, "max_staleness=-1 must be a whole number of at least 0"),
+        ({"prompt_width": 0}, "prompt_width=0 must be"),
+        ({"sampling": SamplingParams(n=2)}, "sampling.n=2 must be left at 1"),
+    ],
+)
+def test_refused_arguments(arguments, match):
+    with pytest.raises(ValueError, match=match):
+        begin(**arguments)
+    assert decoder("plain")._stream is None
