@@ -127,7 +127,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 16, 32], metavar="SAMPLES")
     parser.add_argument("--samples", type=int, default=2, help="of each prompt")

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -153,7 +153,7 @@ class RolloutStream(Iterator[Rollout]):
         self._rollouts.close()
 
 
-def _rollouts(state: _State) -> Iterator[Any]:
+def _rollouts(state: _State) -> Generator[Any, None, None]:
     try:
         yield None
         while (batch := state.next_batch()) is not None:
