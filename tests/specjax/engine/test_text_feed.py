@@ -123,3 +123,12 @@ def test_the_oldest_pieces_are_dropped():
         feed.cut([], [number])
     assert feed.num_waiting == MOST_WAITING
     assert told(feed)[0] == [3]
+
+
+def test_a_turn_of_a_dialogue_is_of_the_group_of_its_first_prompt():
+    feed, request = TextFeed(1), make_request(1, [*PROMPT, 1, 2], 4)
+    request.group = group_of(PROMPT)
+    request.output_token_ids = [5]
+    feed.note(request, is_over=True)
+    pieces = feed.next_pieces([row_of(0, request)])
+    assert pieces.groups[0] == pieces.row_groups[0] == group_of(PROMPT)

@@ -19,6 +19,7 @@ from helpers import first_layer, tiny_llama
 import specjax
 from specjax import EngineConfig, Reply, SamplingParams
 from specjax.engine.loop import Loop
+from specjax.policy.interface import Fixed
 from specjax.rl.batch import ENVIRONMENT, ERROR, LENGTH, STOP, UNFINISHED
 from specjax.text.tokenization import Tokenizer
 
@@ -337,6 +338,25 @@ def test_nothing_is_fed_twice(name, goodput):
     num_fed = own._loop.num_prefilled - before
     assert num_fed == num_fed_at_least(batch)
     assert batch.metrics["num_preemptions"] == 0
+
+
+@FULL
+def test_a_draft_model_catches_up_with_turns_that_it_did_not_see():
+    """It is the target itself, so that each draft is right if it has seen all of the text."""
+    own = specjax.build_decoder(
+        target(), drafter=target(), num_speculative_tokens=3, engine=ENGINE, policy=Fixed(3)
+    )
+    plain = dataclasses.replace(SAMPLING, num_speculative_tokens=0)
+    prompts = [PROMPTS[3], PROMPTS[1]]
+    batch = specjax.rollout(own, target().params, prompts, sampling=plain)
+    assert batch.metrics["num_drafted"] == 0
+    before = own._loop.num_prefilled
+    batch = batch.continued([list(range(30, 41)), [30, 31]])
+    batch = specjax.rollout(own, target().params, batch, sampling=SAMPLING)
+    assert own._loop.num_prefilled - before == 11 + 2
+    assert batch.metrics["num_drafted"] > 0
+    assert batch.metrics["num_accepted"] == batch.metrics["num_drafted"]
+    assert_as_if_fed_anew(batch)
 
 
 def test_too_few_pages_cost_time_and_change_nothing():
