@@ -84,17 +84,37 @@ def test_a_row_goes_on_from_pages_that_lack_the_drafters_keys():
     scheduler.check()
 
 
-def test_pages_of_earlier_weights_are_not_gone_on_with():
-    for is_new in (False, True):
-        scheduler = Scheduler(SIZES)
-        row = admit(scheduler, make_request(1, [1, 2, 3, 4, 5, 6], 9))
-        scheduler.table.is_decoding[row.index] = True
-        if is_new:
-            scheduler.renew_weights()
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("length", [3, 6])
+def test_pages_of_earlier_weights_are_not_gone_on_with(is_new, length):
+    scheduler = Scheduler(SIZES)
+    row = admit(scheduler, make_request(1, list(range(1, length + 1)), 9))
+    scheduler.table.is_decoding[row.index] = True
+    if is_new:
+        scheduler.renew_weights()
+    scheduler.release(row)
+    scheduler.waiting.push(make_request(2, [*row.token_ids, 7], 4))
+    (again,) = scheduler.admit(4)
+    assert again.num_prefilled == (0 if is_new else length - 1)
+    scheduler.check()
+
+
+def test_a_drafter_that_absorbs_goes_on_no_further_than_it_has_absorbed():
+    for num_drafted in (6, 5, 4, 3):
+        scheduler = Scheduler(SIZES, needs_drafter=True)
+        scheduler.feeds_shared_again = True
+        row = admit(scheduler, make_request(1, [1, 2, 3], 9))
+        own = np.array([row.index])
+        assert not scheduler.reserve(own, 8)
+        scheduler.take_tokens(row, [4, 5, 6, 7], num_drafted)
+        scheduler.land(own, 8, 0)
+        scheduler.shrink(row)
         scheduler.release(row)
-        scheduler.waiting.push(make_request(2, [*row.token_ids, 7], 4))
+        scheduler.waiting.push(make_request(2, [*row.token_ids, 8], 4))
         (again,) = scheduler.admit(4)
-        assert again.num_prefilled == (0 if is_new else 5)
+        # Its last known token is fed again, for what it absorbs.
+        known = num_drafted if num_drafted >= 4 else 0
+        assert (again.num_prefilled, again.num_drafter_final) == (max(known - 1, 0), known)
         scheduler.check()
 
 
