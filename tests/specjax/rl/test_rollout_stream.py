@@ -216,6 +216,24 @@ def test_no_token_is_too_old_and_no_prompt_is_lost(most):
     assert_is_free()
 
 
+def test_tokens_that_were_in_flight_at_an_update_count_as_old(monkeypatch):
+    short = dataclasses.replace(SAMPLING, max_tokens=4)  # within one burst
+    stream = begin(prompts=PROMPTS[:2], sampling=short, max_staleness=0, params_version=1)
+    step = Loop.step
+
+    def after_an_update(loop, *arguments):
+        if loop._run.flights and stream.params_version == 1:
+            stream.update_params(weights(1), 2)
+        return step(loop, *arguments)
+
+    monkeypatch.setattr(Loop, "step", after_an_update)
+    batches = list(stream)
+    assert stream.params_version == 2
+    assert stream.metrics["num_restarted"] == 4
+    for batch in batches:
+        assert set(np.unique(batch.params_versions[batch.loss_mask])) == {2}
+
+
 # The first of a group
 
 
