@@ -23,6 +23,7 @@ from specjax.models.base import Params
 from specjax.rl.batch import ERROR, Rollout
 from specjax.rl.beginning import PromptSeeds, check_numbers, recorded, rule_of, without_text
 from specjax.rl.decoder import RolloutDecoder, check_decoder
+from specjax.rl.joined import JoinedDecoder
 from specjax.rl.reporting import ALARM_RATE, Run, alarm
 from specjax.rl.table import Table
 from specjax.runtime.jax_settings import check_not_traced, entrance, in_own_settings
@@ -75,9 +76,14 @@ def rollout_stream(
       on speed; under `seeded` verification and constant weights the tokens of a sample do not.
 
     Raises:
-      ValueError: weights have another shape, or a number is invalid.
+      ValueError: weights have another shape, a number is invalid, or the decoder shares its steps.
     """
     check_decoder(decoder)
+    if isinstance(decoder, JoinedDecoder):
+        raise ValueError(
+            "a decoder with shares_steps=True runs rollouts of several threads under the same "
+            "weights, and a stream needs one to itself; build it without shares_steps."
+        )
     sampling = SamplingParams() if sampling is None else sampling
     if not isinstance(sampling, SamplingParams):
         raise TypeError(f"sampling is {sampling!r:.100}; expected one SamplingParams.")

@@ -252,7 +252,8 @@ class _Dialogues:
                 for answer in self._answers(min(left, WAIT_S)):
                     self._take_answer(self._waiting.pop(answer.turn), answer)
                 if loop.has_work:
-                    self._take(loop.step())
+                    loop.step()
+                    self._take_ended()
         finally:
             loop.pause()  # no row keeps a page, whatever happened
         for request, index in self._running.items():
@@ -270,13 +271,11 @@ class _Dialogues:
         except ValueError as error:
             request.error = str(error)
             request.end("error")
-            self._take([request])
+            self._take_ended()
 
-    def _take(self, moved: Sequence[Request]) -> None:
+    def _take_ended(self) -> None:
         """Hands turns that ended to the environment."""
-        for request in moved:
-            if not request.is_finished or request not in self._running:
-                continue
+        for request in [request for request in self._running if request.is_finished]:
             index = self._running.pop(request)
             self._fill(index, request)
             if self._table.is_answerable[index]:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import functools
 import time
+from concurrent import futures
 
 import chex
 import jax
@@ -382,6 +383,29 @@ def test_rows_decode_while_the_environment_works():
     batch = talk(environment=environment)
     assert heard == {0, 1, 2, 3}
     assert_same(batch, jax.tree.map(lambda leaf: leaf[::2], expected()))
+
+
+def test_dialogues_of_two_threads_share_steps():
+    own = build("plain", shares_steps=True)
+    parts = [PROMPTS[:2], PROMPTS[2:]]
+
+    def part(prompts):
+        return specjax.rollout_turns(
+            own, target().params, prompts, answer_to_text, max_turns=3, sampling=SAMPLING
+        )
+
+    with futures.ThreadPoolExecutor(2) as threads:
+        batches = list(threads.map(part, parts))
+    wanted = talk(environment=answer_to_text)
+    for batch, rows in zip(batches, (slice(2), slice(2, 4))):
+        np.testing.assert_array_equal(batch.completion_ids, wanted.completion_ids[rows])
+        np.testing.assert_array_equal(batch.loss_mask, wanted.loss_mask[rows])
+    assert_no_page_is_held(own)
+
+
+def answer_to_text(turn):
+    """As `answer`, whatever the number of the prompt."""
+    return Reply(token_ids=[30 + turn.token_ids[0] % 4], reward=1.0)
 
 
 # Ends

@@ -329,6 +329,11 @@ def test_a_dropped_stream_holds_no_page():
     assert_is_free()
 
 
+def test_a_decoder_that_shares_its_steps_is_refused():
+    with pytest.raises(ValueError, match="build it without shares_steps"):
+        begin(build("plain", shares_steps=True))
+
+
 def test_a_closed_stream_is_over():
     stream = begin()
     next(stream)
