@@ -13,6 +13,11 @@ MOST_SHOWN = 10  # differing leaves of a message
 
 Shapes = dict[str, Any]  # by path
 
+_REMEDY = (
+    "specjax.convert({what}, {name}, config) converts it, and build_decoder(..., layout={name}) "
+    "takes such trees."
+)
+
 
 def convert(tree: Any, layout: str | Layout, config: ModelConfig) -> Params:
     """Returns specjax's tree of weights from a tree in another layout.
@@ -65,12 +70,20 @@ def convert_back(params: Params, layout: str | Layout, config: ModelConfig) -> d
     return {ROOT: tree} if chosen.is_wrapped else tree
 
 
-def matching(leaves: Leaves, layout: str | Layout, config: ModelConfig, what: str) -> Layout:
+def matching(
+    leaves: Leaves,
+    layout: str | Layout,
+    config: ModelConfig,
+    what: str,
+    *,
+    remedy: str = _REMEDY,
+) -> Layout:
     """Returns the variant of a layout that arrays are in.
 
     Args:
-      leaves: from `leaves_of`.
+      leaves: from `leaves_of`, or whatever has a shape.
       what: name of the tree, for messages.
+      remedy: what messages say of a tree in another layout, {name}.
 
     Raises:
       ValueError: they are in none; the message shows the differences from the nearest.
@@ -86,7 +99,7 @@ def matching(leaves: Leaves, layout: str | Layout, config: ModelConfig, what: st
     table = side_by_side(expected[nearest], given)
     raise ValueError(
         f"{what} is not in the layout {possible[nearest].name!r}:\n{table}\n"
-        f"{_advice(leaves, config, what)}"
+        f"{_advice(leaves, config, what, remedy)}"
     )
 
 
@@ -119,7 +132,7 @@ def recognised(leaves: Leaves, config: ModelConfig) -> list[str]:
     return found
 
 
-def _advice(leaves: Leaves, config: ModelConfig, what: str) -> str:
+def _advice(leaves: Leaves, config: ModelConfig, what: str, remedy: str) -> str:
     names = recognised(leaves, config)
     if not names:
         return (
@@ -127,10 +140,7 @@ def _advice(leaves: Leaves, config: ModelConfig, what: str) -> str:
             "model, or describe the tree as a specjax.layouts.Layout."
         )
     name = names[0]
-    return (
-        f"The given tree is in the layout {name!r}: specjax.convert({what}, {name!r}, config) "
-        f"converts it, and build_decoder(..., layout={name!r}) takes such trees."
-    )
+    return f"The given tree is in the layout {name!r}: {remedy.format(what=what, name=repr(name))}"
 
 
 def _shapes(leaves: Leaves) -> Shapes:

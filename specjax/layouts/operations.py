@@ -1,7 +1,10 @@
 """Invertible operations between an array of another tree and the leaf of specjax's tree.
 
 `to_ours` and `to_theirs` are traceable, differentiable, and inverse of one another. Those that
-only move values are so to the last bit.
+only move values are so to the last bit. Of numpy arrays those below make numpy arrays.
+
+`bounds_of_theirs(bounds, shape)`, which an operation need not have, says which part of their array
+a part of ours, of this shape, is made of; None: of the whole. Reading from files needs it.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ from typing import Protocol
 
 import jax.numpy as jnp
 from jax import Array
+
+Bounds = tuple[tuple[int, int], ...]  # first and past the last, per axis
+Shape = tuple[int, ...]
 
 
 class Operation(Protocol):
@@ -26,9 +32,13 @@ class Transposed:
     """Theirs [..., in, out], ours [..., out, in]."""
 
     def to_ours(self, x: Array) -> Array:
-        return jnp.swapaxes(x, -1, -2)
+        return x.swapaxes(-1, -2)
 
     to_theirs = to_ours
+
+    def bounds_of_theirs(self, bounds: Bounds, shape: Shape) -> Bounds:
+        del shape
+        return (*bounds[:-2], bounds[-1], bounds[-2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +60,16 @@ class Heads:
         before, after = x.shape[: self.axis], x.shape[self.axis + 1 :]
         return x.reshape(*before, -1, self.head_dim, *after)
 
+    def bounds_of_theirs(self, bounds: Bounds, shape: Shape) -> Bounds | None:
+        """Returns the bounds in their array; None for a part that cuts a head."""
+        del shape
+        first, end = bounds[self.axis]
+        if first % self.head_dim or end % self.head_dim:
+            return None
+        heads = (first // self.head_dim, end // self.head_dim)
+        before, after = bounds[: self.axis], bounds[self.axis + 1 :]
+        return (*before, heads, (0, self.head_dim), *after)
+
 
 @dataclasses.dataclass(frozen=True)
 class Interleaved:
@@ -60,11 +80,15 @@ class Interleaved:
 
     def to_ours(self, x: Array) -> Array:
         pairs = x.reshape(*x.shape[:-1], -1, 2)
-        return jnp.swapaxes(pairs, -1, -2).reshape(x.shape)
+        return pairs.swapaxes(-1, -2).reshape(x.shape)
 
     def to_theirs(self, x: Array) -> Array:
         halves = x.reshape(*x.shape[:-1], 2, -1)
-        return jnp.swapaxes(halves, -1, -2).reshape(x.shape)
+        return halves.swapaxes(-1, -2).reshape(x.shape)
+
+    def bounds_of_theirs(self, bounds: Bounds, shape: Shape) -> Bounds | None:
+        """Returns the same bounds; None for a part of a head."""
+        return bounds if bounds[-1] == (0, shape[-1]) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +107,10 @@ class Scaled:
     def to_theirs(self, x: Array) -> Array:
         return _in_float32(x, self.factor)
 
+    def bounds_of_theirs(self, bounds: Bounds, shape: Shape) -> Bounds:
+        del shape
+        return bounds
+
 
 @dataclasses.dataclass(frozen=True)
 class Offset:
@@ -95,6 +123,10 @@ class Offset:
 
     def to_theirs(self, x: Array) -> Array:
         return (x.astype(jnp.float32) + self.offset).astype(x.dtype)
+
+    def bounds_of_theirs(self, bounds: Bounds, shape: Shape) -> Bounds:
+        del shape
+        return bounds
 
 
 def _in_float32(x: Array, factor: float) -> Array:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.layouts.operations import Operation
+from specjax.layouts.operations import Bounds, Operation
 from specjax.models.base import ModelConfig
 
 LAYER = "{layer}"
@@ -55,6 +55,24 @@ class Place:
         for operation in self.operations:
             x = operation.to_ours(x)
         return x
+
+    def bounds_of_theirs(self, bounds: Bounds, shape: tuple[int, ...]) -> Bounds | None:
+        """Returns the part of the array of one layer that a part of our leaf is made of.
+
+        Args:
+          shape: of our leaf.
+
+        Returns:
+          Bounds per axis; None: the whole array, where an operation does not say which part.
+        """
+        ours, theirs = jax.ShapeDtypeStruct(shape, jnp.float32), bounds
+        for operation in reversed(self.operations):
+            part_of = getattr(operation, "bounds_of_theirs", None)
+            found = part_of(theirs, ours.shape) if part_of else None
+            if found is None:
+                return None
+            theirs, ours = found, jax.eval_shape(operation.to_theirs, ours)
+        return theirs
 
     def to_theirs(self, x: Array) -> Array:
         """Returns the array of one layer from our leaf."""

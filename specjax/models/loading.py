@@ -12,7 +12,7 @@ import functools
 import os
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
 from pallas_kernels.implementations import default_device
@@ -30,7 +30,6 @@ from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.families import family_of
 from specjax.models.hf_config import read_config
 from specjax.models.weight_files import open_folder
-from specjax.models.weights import AnySource
 from specjax.runtime.jax_settings import entrance
 from specjax.text.tokenization import Tokenizer
 
@@ -118,21 +117,31 @@ def load_params(
     """Returns a folder's weights as the pytree of `config`'s family; arguments as `load_model`."""
     dtype = default_dtype(mesh) if dtype is None else weight_dtype(dtype)
     _warn_of_bfloat16(dtype, mesh)
-    if mesh is not None:
-        mesh = partition.split_for(config, mesh, num_shards)
+    places = None if mesh is None else places_of(config, mesh, num_shards)
     tensors = open_folder(Path(folder))
     sources = family_of(config).sources(config, tensors)
     _check(sources, tensors, config, Path(folder))
-    if mesh is None:
+    if places is None:
         return jax.tree.map(lambda source: jax.device_put(source.read(tensors, dtype)), sources)
-    shapes = abstract_weights(config, dtype)
-    places = partition.shardings(partition.param_specs(shapes, mesh, config, num_shards), mesh)
     return jax.tree.map(
-        lambda source, leaf, place: _read_onto(place, leaf.shape, source, tensors, dtype),
+        lambda source, leaf, place: read_onto(
+            place, leaf.shape, functools.partial(source.read, tensors, dtype)
+        ),
         sources,
-        shapes,
+        abstract_weights(config, dtype),
         places,
     )
+
+
+def places_of(config: ModelConfig, mesh: Mesh, num_shards: int | None = None) -> Any:
+    """Returns the tree of weights with the sharding at each leaf; arguments as `load_model`.
+
+    Raises:
+      ValueError: the mesh cannot split the model.
+    """
+    mesh = partition.split_for(config, mesh, num_shards)
+    shapes = abstract_weights(config, jnp.float32)
+    return partition.shardings(partition.param_specs(shapes, mesh, config, num_shards), mesh)
 
 
 def check_tensors(
@@ -146,21 +155,22 @@ def check_tensors(
     _check(family_of(config).sources(config, tensors), tensors, config, Path(folder))
 
 
-def _read_onto(
-    place: NamedSharding,
-    shape: tuple[int, ...],
-    source: AnySource,
-    tensors: Mapping[str, np.ndarray],
-    dtype: np.dtype,
+def read_onto(
+    place: Sharding, shape: tuple[int, ...], read: Callable[[tuple[slice, ...]], np.ndarray]
 ) -> Array:
-    """Returns a leaf on the devices of a mesh, of which each gets its slice alone."""
+    """Returns a leaf on the devices of a sharding, of which each gets its slice alone.
+
+    Args:
+      shape: of the leaf.
+      read: read(index) returns a slice of it, a new array in host memory.
+    """
     devices_of: dict[tuple, list[Any]] = {}
     for device, index in place.addressable_devices_indices_map(shape).items():
         assert index is not None
         devices_of.setdefault(_bounds(index, shape), []).append(device)
     parts: list[Array] = []
     for bounds, devices in devices_of.items():
-        part = source.read(tensors, dtype, tuple(slice(*bound) for bound in bounds))
+        part = read(tuple(slice(*bound) for bound in bounds))
         parts += [jax.device_put(part, device) for device in devices]
         # A transfer that is under way holds the slice in host memory.
         jax.block_until_ready(parts[-len(devices) :])
