@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 
 from specjax.demo.pair import END_OF_TEXT, END_OF_TEXT_ID
 from specjax.models.base import ModelConfig, Params
+from specjax.models.weight_writing import of_array, write_file
 
 _DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 # Ours -> theirs. Matrices are [out, in] in both.
 _LAYER_NAMES = {
@@ -32,29 +32,9 @@ _LAYER_NAMES = {
 def write_safetensors(
     path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None
 ) -> None:
-    """Writes bfloat16 or float32 arrays in the safetensors container.
-
-    Eight bytes with the header's length, the header as JSON, then the data; offsets
-    count from the data's beginning.
-    """
-    header: dict = {"__metadata__": {"format": "pt", **(metadata or {})}}
-    offset = 0
-    for name, array in tensors.items():
-        end = offset + array.nbytes
-        header[name] = {
-            "dtype": _NAMES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8 bytes
+    """Writes bfloat16 or float32 arrays in the safetensors container."""
     partial = path.with_suffix(".partial")
-    with open(partial, "wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
-        for array in tensors.values():
-            file.write(np.ascontiguousarray(array).tobytes())
+    write_file(partial, {name: of_array(name, each) for name, each in tensors.items()}, metadata)
     partial.replace(path)  # a reader sees the old file or the new one
 
 

@@ -298,6 +298,9 @@ class Family:
       embed: embed(params, config, token_ids, tensor_axis) -> [..., hidden_size], what tokens add
         to the input of the first layer wherever they stand. The default suits weights with
         `embed_tokens`.
+      unparse: unparse(config) -> the contents of a config.json that `parse` reads as config,
+        without its class, model_type and dtype; for `specjax.save_pretrained`. None: models are
+        saved only with the config.json that they were loaded from.
     """
 
     name: str
@@ -311,6 +314,7 @@ class Family:
     work: Callable[[Any, int], ForwardWork]
     has_experts: bool = False
     embed: Callable[..., Array] = embed_tokens
+    unparse: Callable[[Any], Json] | None = None
 
 
 def resolve_taps(taps: Sequence[int], num_layers: int) -> tuple[int, ...]:

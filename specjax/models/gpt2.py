@@ -16,7 +16,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from specjax.models import blocks, weights
+from specjax.models import blocks, unparsing, weights
 from specjax.models.base import (
     Attend,
     Family,
@@ -213,4 +213,5 @@ FAMILY = Family(
     forward=forward,
     logits=logits,
     work=work,
+    unparse=unparsing.gpt2,
 )

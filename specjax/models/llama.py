@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.typing import DTypeLike
 
-from specjax.models import blocks, weights
+from specjax.models import blocks, unparsing, weights
 from specjax.models.base import (
     Attend,
     Family,
@@ -265,4 +265,5 @@ FAMILY = Family(
     forward=forward,
     logits=logits,
     work=work,
+    unparse=unparsing.llama_skeleton,
 )

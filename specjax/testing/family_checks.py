@@ -27,7 +27,6 @@ from specjax import sharding
 from specjax.api.generation import generate
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
-from specjax.demo.checkpoint_files import write_safetensors
 from specjax.models.abstract import abstract_weights
 from specjax.models.base import (
     Family,
@@ -43,6 +42,7 @@ from specjax.models.families import family_of, register
 from specjax.models.hf_config import parse_config
 from specjax.models.layers import dense_causal_attention
 from specjax.models.loading import load_params
+from specjax.models.weight_writing import SINGLE, of_array, tensors_of, write_file
 from specjax.models.weights import Source, Stacked
 from specjax.paged import forward as paged
 from specjax.paged import kv_cache
@@ -71,6 +71,7 @@ def check_family(config: ModelConfig | Mapping[str, Any], family: Family | None 
     - Tap i is the input of layer i: it depends on the weights of all layers before i and of no
       other. The last tap is the hidden state that `forward` returns.
     - `embed` returns what tokens add to tap 0 wherever they stand.
+    - `parse` reads the config from what `unparse` writes, if the family has one.
     - `work` reads some of the weights and no more than there are, multiplies by some, and has the
       windows of config.
     - Logits over two shards of a tensor axis equal those of one device. That takes two devices;
@@ -123,42 +124,8 @@ def save_model(folder: str | os.PathLike[str], model: Model, raw: Json) -> None:
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     sources = family_of(model.config).sources(model.config, ())
-    write_safetensors(folder / "model.safetensors", _tensors(sources, model.params))
+    write_file(folder / SINGLE, tensors_of(sources, model.params))
     (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-
-
-def _tensors(sources: Any, params: Params) -> dict[str, np.ndarray]:
-    """Returns the tensors from which `sources` read these weights."""
-    tensors: dict[str, np.ndarray] = {}
-    is_written: dict[str, np.ndarray] = {}
-
-    def put(part: Source, values: np.ndarray) -> None:
-        values = np.ascontiguousarray(values.swapaxes(-1, -2) if part.is_transposed else values)
-        if part.name not in tensors:
-            tensors[part.name] = np.zeros(part.shape, values.dtype)
-            is_written[part.name] = np.zeros(part.shape, bool)
-        place = part.place
-        if tensors[part.name][place].shape != values.shape:
-            raise ValueError(
-                f"{part.name} is read as {list(tensors[part.name][place].shape)} and written as "
-                f"{list(values.shape)}; give the source the shape of its weight."
-            )
-        if is_written[part.name][place].any():
-            raise ValueError(f"{part.name} is the source of two weights; name each tensor once.")
-        tensors[part.name][place] = values
-        is_written[part.name][place] = True
-
-    def put_leaf(source: Any, leaf: Array) -> None:
-        if isinstance(source, Source):
-            put(source, np.asarray(leaf))
-        elif isinstance(source, Stacked):
-            for part, values in zip(source.parts, np.asarray(leaf), strict=True):
-                put(part, values)
-        else:
-            raise NotImplementedError(f"a source of class {type(source).__name__} is not written.")
-
-    jax.tree.map(put_leaf, sources, params)
-    return tensors
 
 
 def _check_sizes(config: ModelConfig) -> None:
@@ -185,6 +152,7 @@ class _Check:
         with self.naming("init"):
             self.shapes = abstract_weights(self.config, jnp.float32)
         self.check_structure()
+        self.check_unparse()
         self.check_work()
         self.params = self.random_params()
         self.check_folder()
@@ -207,6 +175,14 @@ class _Check:
             raise AssertionError(
                 f"family {self.family.name!r}: {what} raises {type(error).__name__}: {error}"
             ) from error
+
+    def check_unparse(self) -> None:
+        """A config.json that the family writes is read as the config."""
+        if self.family.unparse is None:
+            return
+        with self.naming("unparse"):
+            raw = self.family.unparse(self.config) | {"model_type": self.config.family}
+            assert self.family.parse(raw) == self.config, "parse reads another config from it."
 
     # Trees
 
@@ -272,8 +248,12 @@ class _Check:
             sources = self.family.sources(self.config, ())
             is_known = all(isinstance(s, Source | Stacked) for s in jax.tree.leaves(sources))
             # Only its own code can say what a source of another class makes of its tensors.
-            tensors = _tensors(sources, self.params) if is_known else self.random_tensors(sources)
-            write_safetensors(Path(folder) / "model.safetensors", tensors)
+            if is_known:
+                tensors = tensors_of(sources, self.params)
+            else:
+                drawn = self.random_tensors(sources)
+                tensors = {name: of_array(name, each) for name, each in drawn.items()}
+            write_file(Path(folder) / SINGLE, tensors)
             found = _by_place(load_params(folder, self.config, dtype=jnp.float32))
             for place, leaf in _by_place(self.params).items():
                 assert found[place].shape == leaf.shape, (
