@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from specjax.api.results import Completion as Completion
     from specjax.api.results import Generation as Generation
     from specjax.api.results import GenerationStats as GenerationStats
+    from specjax.checkpoints.loading import load_orbax as load_orbax
+    from specjax.checkpoints.pretrained import save_pretrained as save_pretrained
+    from specjax.checkpoints.saving import save_orbax as save_orbax
     from specjax.config.engine import EngineConfig as EngineConfig
     from specjax.config.sampling import SamplingParams as SamplingParams
     from specjax.config.speculation import SpeculationConfig as SpeculationConfig
@@ -92,12 +95,15 @@ __all__ = [
     "importance_weights",
     "load_drafter",
     "load_model",
+    "load_orbax",
     "logprob_gap",
     "param_shardings",
     "policy_logprobs",
     "rollout",
     "rollout_stream",
     "rollout_turns",
+    "save_orbax",
+    "save_pretrained",
     "score",
     "sequence_gaps",
     "stream",
@@ -116,6 +122,9 @@ _HOME = {
     "load_drafter": "specjax.drafters.loading",
     "CacheFill": "specjax.engine.lineage",
     "SelfCheck": "specjax.engine.request",
+    "load_orbax": "specjax.checkpoints.loading",
+    "save_pretrained": "specjax.checkpoints.pretrained",
+    "save_orbax": "specjax.checkpoints.saving",
     "generate": "specjax.api.generation",
     "stream": "specjax.api.generation",
     "convert": "specjax.layouts.converting",

@@ -1,0 +1,221 @@
+"""load_orbax(): a model or a drafter from an Orbax checkpoint, one's own or a trainer's."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from etils import epath
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from specjax.checkpoints import folders, records, tokenizer_files
+from specjax.checkpoints.restoring import restore_model, restore_tree
+from specjax.checkpoints.saving import DRAFTER, FORMAT, FORMAT_VERSION, MODEL
+from specjax.checkpoints.stored_tree import is_remote, read_bytes
+from specjax.drafters.base import DrafterSpec
+from specjax.drafters.loading import LoadedDrafter, load_drafter
+from specjax.layouts.named import NAMES
+from specjax.layouts.tables import Layout
+from specjax.models import partition
+from specjax.models.base import Json, Model, ModelConfig
+from specjax.models.hf_config import read_config
+from specjax.models.loading import resolve_folder, weight_dtype
+from specjax.runtime.jax_settings import entrance
+from specjax.runtime.model_files import parse_object
+from specjax.text.tokenization import Tokenizer
+
+OWN_LAYOUT = "specjax"
+
+
+@entrance("specjax.load_orbax")
+def load_orbax(
+    path: str | os.PathLike[str],
+    *,
+    mesh: Mesh | None = None,
+    dtype: DTypeLike | None = None,
+    layout: str | Layout = OWN_LAYOUT,
+    config: ModelConfig | str | os.PathLike[str] | None = None,
+    step: int | None = None,
+    root: str | None = None,
+    target: Model | None = None,
+) -> Model | LoadedDrafter:
+    """Loads a model or a drafter from an Orbax checkpoint.
+
+    Arrays are read straight into their shardings, layout and dtype, and no others are read: not
+    the state of an optimiser that lies beside the weights.
+
+    Args:
+      path: what `save_orbax` wrote, or a trainer: a folder of checkpoints by step, one of them, or
+        the folder of a tree (MaxText's `<base>/<step>/items`). Of several the newest whole one is
+        taken; saves that did not end are passed over.
+      mesh: devices to split the weights over, as for `load_model`; a drafter's lie whole on each
+        of them. None: the default device.
+      dtype: of every weight, as for `load_model`; None: the stored one.
+      layout: of a trainer's tree, as for `convert`. Layers may be scanned.
+      config: of the model, or the folder or the name of a model in Hugging Face format, whose
+        config, tokenizer and sampling defaults are then used. What `save_orbax` wrote has its own;
+        a config that is given must be equal to it.
+      step: the checkpoint of this step; None: the newest.
+      root: path of the weights in a trainer's tree, such as "state.params", "" for its top. None:
+        it is looked for, by the names of the weights.
+      target: of a drafter, which must fit it.
+
+    Returns:
+      A Model, or of a drafter's checkpoint what `load_drafter` returns.
+
+    Raises:
+      FileNotFoundError: there is no such folder or step.
+      ValueError: it is no Orbax checkpoint, or none that is whole; it needs a config, or differs
+        from the one that was given; weights are missing, of another shape or layout; the mesh
+        cannot split the model.
+    """
+    partition.check_mesh(mesh)
+    dtype = None if dtype is None else weight_dtype(dtype)
+    found = folders.find(os.fspath(path), step)
+    given, tokenizer, defaults, name = _given(config)
+    if found.own is None:
+        given = _check_for_trainers(found, given, target)
+        params = restore_model(found.tree, layout, given, root=root, mesh=mesh, dtype=dtype)
+        name = name or epath.Path(path).name
+        return Model(given, params, tokenizer, name, generation_defaults=defaults)
+    document = _document(found)
+    _check_own(found, layout, root)
+    if document["kind"] == DRAFTER:
+        return _drafter(found, document, mesh, dtype, target)
+    return _model(found, document, given, mesh, dtype, target)
+
+
+def _model(
+    found: folders.Found,
+    document: Json,
+    given: ModelConfig | None,
+    mesh: Mesh | None,
+    dtype: Any,
+    target: Model | None,
+) -> Model:
+    _check_no_target(found, target)
+    config = _record(found, document, "config", ModelConfig)
+    if given is not None and (difference := records.difference(given, config)):
+        raise ValueError(
+            f"the config that was given is not the one that {found.own} was saved with: "
+            f"{difference:.1000}. Leave config out, or load another checkpoint."
+        )
+    params = restore_model(found.tree, OWN_LAYOUT, config, mesh=mesh, dtype=dtype)
+    tokenizer = _tokenizer(found)
+    name, defaults = str(document.get("name", "")), document.get("generation_defaults")
+    return Model(config, params, tokenizer, name, defaults if isinstance(defaults, dict) else {})
+
+
+def _drafter(
+    found: folders.Found, document: Json, mesh: Mesh | None, dtype: Any, target: Model | None
+) -> LoadedDrafter:
+    spec = _record(found, document, "spec", DrafterSpec)
+    expected = _record_of(found, "params", lambda: records.tree_from_json(document.get("params")))
+    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    params = restore_tree(found.tree, expected, sharding=sharding, dtype=dtype)
+    drafter = LoadedDrafter(
+        str(document.get("name", "")),
+        spec,
+        params,
+        tuple(str(note) for note in document.get("notes", ())),
+        _tokenizer(found),
+    )
+    return drafter if target is None else load_drafter(drafter, target)
+
+
+def _given(
+    config: ModelConfig | str | os.PathLike[str] | None,
+) -> tuple[ModelConfig | None, Tokenizer | None, dict[str, Any], str]:
+    """Returns config, tokenizer, sampling defaults and name of what a caller gave as config."""
+    if config is None or isinstance(config, ModelConfig):
+        return config, None, {}, ""
+    if not isinstance(config, str | os.PathLike):
+        raise TypeError(
+            f"config={config!r:.200} must be a ModelConfig, such as model.config, or the folder or "
+            "name of a model in Hugging Face format."
+        )
+    folder = resolve_folder(config)
+    read, defaults = read_config(folder)
+    return read, Tokenizer.from_folder(folder), defaults, os.path.basename(os.fspath(config))
+
+
+def _check_for_trainers(
+    found: folders.Found, given: ModelConfig | None, target: Model | None
+) -> ModelConfig:
+    """Returns the config for a checkpoint that says none."""
+    _check_no_target(found, target)
+    if given is None:
+        raise ValueError(
+            f"{found.tree} says no config, since save_orbax did not write it; pass config=, a "
+            "specjax.ModelConfig or the folder of the model in Hugging Face format, and layout=, "
+            f"one of {', '.join(NAMES)}."
+        )
+    return given
+
+
+def _check_no_target(found: folders.Found, target: Model | None) -> None:
+    if target is not None:
+        raise ValueError(
+            f"target= is for a drafter, and {found.own or found.tree} holds a model; leave it out."
+        )
+
+
+def _check_own(found: folders.Found, layout: str | Layout, root: str | None) -> None:
+    """Raises ValueError for arguments that are for checkpoints of trainers."""
+    if layout != OWN_LAYOUT or root is not None:
+        raise ValueError(
+            f"{found.own} was written by save_orbax, whose layout is {OWN_LAYOUT!r} and whose "
+            f"weights have no other root; leave {layout=:.100} and {root=} out."
+        )
+
+
+def _document(found: folders.Found) -> Json:
+    """Returns what `save_orbax` wrote about a checkpoint."""
+    assert found.own is not None
+    path = found.own / folders.OWN_FILE
+    document = parse_object(read_bytes(path), str(path))
+    version, kind = document.get("format_version"), document.get("kind")
+    if document.get("format") != FORMAT or not isinstance(version, int) or version < 1:
+        raise ValueError(
+            f"{path} does not say format {FORMAT!r} and a format_version; it is corrupt."
+        )
+    if version > FORMAT_VERSION or kind not in (MODEL, DRAFTER):
+        raise ValueError(
+            f"{path} has format_version={version} and {kind=!r:.100}, of specjax "
+            f"{document.get('specjax_version')!r:.50}; this one reads version {FORMAT_VERSION}, of "
+            f"a {MODEL} or a {DRAFTER}. Install that specjax, or a newer one."
+        )
+    return document
+
+
+def _record(found: folders.Found, document: Json, key: str, kind: type) -> Any:
+    """Returns the config or the spec in a description."""
+    value = _record_of(found, key, lambda: records.from_json(document.get(key)))
+    if not isinstance(value, kind):
+        raise ValueError(
+            f"{found.own}/{folders.OWN_FILE}: {key} is {value!r:.100}, expected a "
+            f"{kind.__name__}; the file is corrupt."
+        )
+    return value
+
+
+def _record_of(found: folders.Found, key: str, read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except ValueError as error:
+        raise ValueError(f"{found.own}/{folders.OWN_FILE}: {key}: {error!s:.1000}") from error
+
+
+def _tokenizer(found: folders.Found) -> Tokenizer | None:
+    """Returns the tokenizer in a checkpoint; its files in a bucket are copied first."""
+    assert found.own is not None
+    if not is_remote(found.own):
+        return Tokenizer.from_folder(str(found.own))
+    with tempfile.TemporaryDirectory() as folder:
+        for name in tokenizer_files.FILES:
+            if (found.own / name).exists():
+                (epath.Path(folder) / name).write_bytes((found.own / name).read_bytes())
+        return Tokenizer.from_folder(folder)

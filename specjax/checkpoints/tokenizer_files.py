@@ -1,0 +1,61 @@
+"""Writes a tokenizer as the files that `Tokenizer.from_folder` reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specjax.text.tokenization import Tokenizer
+
+TOKENIZER, SETTINGS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+# As publishers name them; all that is there is of the same tokenizer.
+FILES = (
+    TOKENIZER,
+    SETTINGS,
+    TEMPLATE,
+    "chat_template.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+
+
+def texts_of(tokenizer: Tokenizer | None, max_positions: int | None = None) -> dict[str, str]:
+    """Returns the contents of a tokenizer's files by name; none of no tokenizer."""
+    if tokenizer is None:
+        return {}
+    settings: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **tokenizer.special_tokens,
+    }
+    if max_positions is not None:
+        settings["model_max_length"] = max_positions
+    texts = {
+        TOKENIZER: tokenizer.backend.to_str(),
+        SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False) + "\n",
+    }
+    if tokenizer.chat_template is not None:
+        texts[TEMPLATE] = tokenizer.chat_template
+    return texts
+
+
+def published_files(tokenizer: Tokenizer | None, folder: str | None) -> list[Path]:
+    """Returns the files of a tokenizer in the folder that it was loaded from; none if the folder
+    holds another one by now."""
+    if tokenizer is None or folder is None:
+        return []
+    try:
+        found = Tokenizer.from_folder(folder)
+    except (OSError, ValueError):
+        return []
+    if found is None or _parts(found) != _parts(tokenizer):
+        return []
+    return [path for name in FILES if (path := Path(folder) / name).is_file()]
+
+
+def _parts(tokenizer: Tokenizer) -> tuple[Any, ...]:
+    return tokenizer.backend.to_str(), tokenizer.special_tokens, tokenizer.chat_template
