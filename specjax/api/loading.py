@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from specjax import sharding
+from specjax.checkpoints.any_model import load_any_model
 from specjax.config.engine import EngineConfig
 from specjax.config.names import check_drafter
 from specjax.config.speculation import SpeculationConfig
@@ -35,7 +36,7 @@ from specjax.planning.drafter_split import TABLE_CONTEXT, draft_token_s, split_d
 def load_target(target: Any, mesh: Mesh | None = None) -> Model:
     """Returns a loaded model from a model, a folder, a hub name or "demo"."""
     if isinstance(target, str | os.PathLike):
-        return load_model(target, mesh=mesh)
+        return load_any_model(target, mesh=mesh)
     if not isinstance(target, Model):
         raise TypeError(f"target must be a Model, a folder or a name, got {type(target).__name__}.")
     return target

@@ -70,14 +70,6 @@ def steps_in(folder: epath.Path) -> list[int]:
     return [step for step, each in _numbered(folder) if _checkpoint(each) is not None]
 
 
-def is_checkpoint(path: str) -> bool:
-    """Returns whether a folder holds what Orbax wrote, finished or not."""
-    folder = epath.Path(path)
-    if not folder.is_dir():
-        return False
-    return any(_looks_written(each) for each in (folder, *_subfolders(folder)))
-
-
 def _of_step(folder: epath.Path, step: int | None) -> Found:
     """Returns the checkpoint of a step, None: of the newest."""
     numbered = _numbered(folder)

@@ -88,6 +88,14 @@ def load_orbax(
     return _model(found, document, given, mesh, dtype, target)
 
 
+def config_in(path: str | os.PathLike[str]) -> ModelConfig:
+    """Returns the config of the newest checkpoint of a model; errors as of `load_orbax`."""
+    found = folders.find(os.fspath(path))
+    if found.own is None:
+        return _check_for_trainers(found, None, None)
+    return _record(found, _document(found), "config", ModelConfig)
+
+
 def _model(
     found: folders.Found,
     document: Json,

@@ -236,13 +236,13 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
 def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: EngineConfig, mesh):
     """Returns the target, and the drafter, its weights or its name."""
     from specjax.api.loading import load_draft_model
+    from specjax.checkpoints.any_model import load_any_model
     from specjax.drafters.loading import is_head, load_drafter
-    from specjax.models.loading import load_model
 
     source = None if config.method in MATCHING else config.model
     if source is not None:
         check_drafter(source)
-    target = load_model(arguments.model, dtype=arguments.dtype, mesh=mesh)
+    target = load_any_model(arguments.model, dtype=arguments.dtype, mesh=mesh)
     if config.method in HEADS or (source is not None and is_head(source)):
         return target, load_drafter(source, target, config, aux_layer_ids=arguments.aux_layer_ids)
     if arguments.aux_layer_ids is not None:

@@ -12,7 +12,7 @@ from specjax.models.config_values import MAX_LAYERS as MAX_LAYERS
 from specjax.models.config_values import MAX_SIZE as MAX_SIZE
 from specjax.models.config_values import flag, shown, token_id, token_ids
 from specjax.models.families import class_names, family_of_type
-from specjax.runtime.model_files import find_file, read_json
+from specjax.runtime.model_files import find_file, is_of_orbax, read_json
 
 # Names of the mask token of a parallel draft model, PARD's own first.
 MASK_KEYS = "pard_token", "ptd_token_id"
@@ -41,6 +41,11 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
     folder = Path(folder)
     path = find_file(folder, "config.json")
     if path is None:
+        if is_of_orbax(folder):
+            raise FileNotFoundError(
+                f"{folder} holds no config.json but an Orbax checkpoint; load it with "
+                "specjax.load_orbax."
+            )
         raise FileNotFoundError(
             f"{folder} holds no config.json; give a folder in Hugging Face format "
             "(config.json and model.safetensors, as save_pretrained writes)."

@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from pallas_kernels.gpu_targets import described_devices
 from pallas_kernels.implementations import default_device, lowered_for
 from specjax import sharding
+from specjax.checkpoints.any_model import config_of
 from specjax.config.engine import EngineConfig
 from specjax.config.names import DEMO, DRAFTERS, MATCHING, NO_DRAFTER, suggestion
 from specjax.config.rules import Rule
@@ -44,8 +45,6 @@ from specjax.drafters.spec import (
 from specjax.models.base import ModelConfig
 from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle3 import Eagle3Config
-from specjax.models.hf_config import read_config
-from specjax.models.loading import resolve_folder
 from specjax.paged.page_sizes import with_page_size
 from specjax.planning.abstract_decoder import described_mesh
 from specjax.planning.drafter_split import TABLE_CONTEXT, draft_token_s, split_drafter
@@ -294,7 +293,7 @@ def find_config(source: str | os.PathLike[str], also: Sequence[str] = (DEMO,)) -
             f"{suggestion(name, [*_modules(models), *also])}; expected a folder, "
             f"{', '.join(map(repr, also))}, or one of {', '.join(_modules(models))}."
         )
-    return read_config(resolve_folder(source))[0]
+    return config_of(source)
 
 
 def known_shape(name: str) -> str | None:

@@ -53,6 +53,16 @@ def find_file(folder: Path, name: str) -> Path | None:
     return path
 
 
+def is_of_orbax(folder: Path) -> bool:
+    """Returns whether a folder holds a checkpoint that Orbax wrote, or several by step."""
+    names = ("_METADATA", "_CHECKPOINT_METADATA")
+    try:
+        inner = [path for path in folder.iterdir() if path.is_dir()]
+        return any((each / name).is_file() for each in (folder, *inner) for name in names)
+    except OSError:
+        return False
+
+
 def read_bytes(path: Path, max_bytes: int) -> bytes:
     """Returns the content of a file; ValueError if it is unreadable or above max_bytes."""
     try:

@@ -53,6 +53,7 @@ OPTIONAL = (
     "matplotlib",
 )
 MAY_NEED_OPTIONAL = (
+    "specjax.checkpoints",
     "specjax.integrations",
     "specjax.demo",
     "specjax.bench",

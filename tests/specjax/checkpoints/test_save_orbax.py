@@ -15,7 +15,9 @@ import pytest
 from helpers import tiny_gpt2, tiny_llama
 
 import specjax
+from specjax.api.loading import load_target
 from specjax.checkpoints import folders, records
+from specjax.checkpoints.any_model import config_of
 from specjax.models import partition
 
 # Heads enough for a tensor axis of eight.
@@ -171,6 +173,22 @@ def test_a_drafter_without_weights(name, tmp_path):
     drafter = specjax.load_drafter(name, target)
     specjax.save_orbax(tmp_path, drafter)
     assert specjax.load_orbax(tmp_path, target=target) == drafter
+
+
+# Where models are named
+
+
+def test_a_target_by_the_name_of_a_folder(saved, model, tmp_path):
+    assert_same(load_target(str(saved)).params, model.params)
+    assert config_of(saved) == model.config
+    assert config_of("demo") == specjax.load_model("demo").config
+    with pytest.raises(FileNotFoundError, match=r"but an Orbax checkpoint; .* specjax.load_orbax"):
+        specjax.load_model(saved)
+    specjax.save_orbax(tmp_path, specjax.load_drafter("ngram", model))
+    with pytest.raises(ValueError, match=r"holds the drafter 'ngram'; name a model"):
+        load_target(tmp_path)
+    with pytest.raises(ValueError, match=r"config is None, expected a ModelConfig"):
+        config_of(tmp_path)
 
 
 # Saves that are killed
