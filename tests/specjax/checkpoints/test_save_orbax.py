@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from helpers import tiny_gpt2, tiny_llama
 
 import specjax
@@ -219,7 +220,7 @@ KILLED = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("when", ["files", "rename"])
+@pytest.mark.parametrize("when", quick(["files", "rename"], "files"))
 def test_a_killed_save_leaves_the_last_one(when, tmp_path):
     tests = os.path.dirname(sys.modules["helpers"].__file__)
     command = [sys.executable, "-c", KILLED, tests, str(tmp_path), when]

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from helpers import tiny_gpt2, tiny_llama
 
 import specjax
@@ -49,7 +50,9 @@ def test_every_golden_model(name, has_folder, tmp_path):
 
 
 LLAMA3 = RopeConfig(theta=5e5, kind="llama3", factor=8.0)
-YARN = RopeConfig(kind="yarn", factor=4.0, attention_factor=1.2, truncate=False)
+YARN = RopeConfig(
+    kind="yarn", factor=4.0, attention_factor=1.2, truncate=False, beta_fast=16.0, beta_slow=2.0
+)
 SLIDING = {"layer_windows": (None, 5), "family": "qwen3", "qk_norm": True}
 MODELS = {
     "a rope of llama 3": tiny_llama(0, rope=LLAMA3),
@@ -281,7 +284,7 @@ KILLED = textwrap.dedent(
 )
 
 
-@pytest.mark.parametrize("when", ["weights", "rename"])
+@pytest.mark.parametrize("when", quick(["weights", "rename"], "weights"))
 def test_a_killed_save_leaves_the_last_one(when, tmp_path):
     tests = os.path.dirname(sys.modules["helpers"].__file__)
     folder = tmp_path / "saved"

@@ -150,6 +150,14 @@ def test_checkpoints_by_step(trained, tmp_path):
     equal(loaded.params, doubled)
 
 
+def test_a_missing_piece_is_not_read_as_zeros(tmp_path):
+    model = tiny_llama(0)
+    save_tree(tmp_path / "tree", model.params, use_ocdbt=False)
+    (tmp_path / "tree" / "layers.1.q_proj" / "0.0").unlink()
+    with pytest.raises(ValueError, match=r"array 'layers.1.q_proj' cannot be read .*copy it again"):
+        specjax.load_orbax(tmp_path / "tree", config=model.config)
+
+
 def bytes_read():
     metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/")
     found = {each["name"]: each["values"][0] for each in metrics}
