@@ -21,7 +21,7 @@ from specjax.layouts.named import NAMES
 from specjax.layouts.tables import Layout
 from specjax.models import partition
 from specjax.models.base import Json, Model, ModelConfig
-from specjax.models.hf_config import read_config
+from specjax.models.hf_config import read_config, sampling_defaults
 from specjax.models.loading import resolve_folder, weight_dtype
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.model_files import parse_object
@@ -113,8 +113,9 @@ def _model(
         )
     params = restore_model(found.tree, OWN_LAYOUT, config, mesh=mesh, dtype=dtype)
     tokenizer = _tokenizer(found)
-    name, defaults = str(document.get("name", "")), document.get("generation_defaults")
-    return Model(config, params, tokenizer, name, defaults if isinstance(defaults, dict) else {})
+    said = document.get("generation_defaults")
+    defaults = sampling_defaults(said if isinstance(said, dict) else {})
+    return Model(config, params, tokenizer, str(document.get("name", "")), defaults)
 
 
 def _drafter(

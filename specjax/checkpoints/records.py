@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from specjax.drafters.base import DrafterSpec
 from specjax.drafters.token_set import TokenSet
 from specjax.models.base import ModelConfig, RopeConfig
+from specjax.models.config_values import MAX_LAYERS, MAX_SIZE, is_int
 from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle import EagleConfig
 from specjax.models.eagle3 import Eagle3Config
@@ -37,6 +38,16 @@ _CLOSED = (
     TokenSet,
     TreeShape,
     Growth,
+)
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
 )
 _CLASS, _BYTES = "class", "base64"
 _DICT, _TUPLE, _LIST = "dict", "tuple", "list"
@@ -95,9 +106,12 @@ def from_json(raw: Any) -> Any:
             "know; use the version of specjax that saved it, or a newer one."
         )
     try:
-        return kind(**given)
+        made = kind(**given)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} refuses its values ({error!s:.300})") from error
+    if isinstance(made, ModelConfig):
+        _check_sizes(made)
+    return made
 
 
 def tree_to_json(tree: Any) -> Any:
@@ -142,6 +156,14 @@ def difference(given: ModelConfig, saved: ModelConfig) -> str | None:
         f"{name}={ours!r:.80} for {saved!r:.80}" for name, ours, saved in pairs if ours != saved
     ]
     return ", ".join(shown) or None
+
+
+def _check_sizes(config: ModelConfig) -> None:
+    """Raises ValueError for sizes that no model has, of which a tree would take for ever."""
+    for name in _SIZES:
+        value, most = getattr(config, name), MAX_LAYERS if name == "num_layers" else MAX_SIZE
+        if not is_int(value) or not 0 <= value <= most:
+            raise ValueError(f"{name}={value!r:.100} must be a whole number of at most {most}")
 
 
 def _classes() -> dict[str, type]:

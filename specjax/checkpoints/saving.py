@@ -57,19 +57,25 @@ class Saving:
 
     def __init__(self, path: str, manager: ocp.CheckpointManager):
         self.path = path
-        self._manager = manager
+        self._manager: ocp.CheckpointManager | None = manager
 
     def wait(self) -> str:
-        """Returns the path when the checkpoint is whole.
+        """Returns the path when the checkpoint is whole; it may be called again.
 
         Raises:
           Exception: what Orbax raised where it could not be written.
         """
-        try:
-            self._manager.wait_until_finished()
-        finally:
-            self._manager.close()
+        manager, self._manager = self._manager, None
+        if manager is not None:
+            try:
+                manager.wait_until_finished()
+            finally:
+                manager.close()
         return self.path
+
+
+# The last save into each folder. Another one would delete its unfinished files as left over.
+_under_way: dict[str, Saving] = {}
 
 
 @entrance("specjax.save_orbax")
@@ -95,7 +101,8 @@ def save_orbax(
       keep: most checkpoints that stay in the folder; the oldest are deleted once this one is
         whole. None: all.
       wait: False: returns once the arrays may be changed, and the files are written by a thread.
-        `Saving.wait` waits for them.
+        `Saving.wait` waits for them, and so does the next save into this folder; a process that
+        ends before loses the checkpoint.
 
     Raises:
       TypeError: `what` is neither.
@@ -107,6 +114,8 @@ def save_orbax(
         if value is not None and (not isinstance(value, int) or value < least):
             raise ValueError(f"{name}={value!r:.100} must be a whole number of at least {least}.")
     folder = epath.Path(os.path.abspath(path) if "://" not in os.fspath(path) else path)
+    if (earlier := _under_way.pop(str(folder), None)) is not None:
+        earlier.wait()
     step = _step(folder, step)
     texts = {folders.OWN_FILE: json.dumps(document, indent=1), **texts}
     items: dict[str, Any] = {folders.OWN_ITEM: FilesArgs(texts)}
@@ -123,6 +132,8 @@ def save_orbax(
         raise
     if wait:
         saving.wait()
+    else:
+        _under_way[str(folder)] = saving
     return saving
 
 

@@ -63,13 +63,17 @@ def read_config(folder: str | Path) -> tuple[ModelConfig, dict[str, Any]]:
         if generation.get("eos_token_id") is not None:
             eos = token_ids(generation, config.vocab_size)
             config = dataclasses.replace(config, eos_token_ids=eos)
-        return config, _sampling_defaults(generation)
+        return config, sampling_defaults(generation)
     except ValueError as error:
         raise ValueError(f"{generation_path}: {error!s:.1000}") from error
 
 
-def _sampling_defaults(generation: Json) -> dict[str, Any]:
-    """Returns the sampling parameters that a generation_config.json sets."""
+def sampling_defaults(generation: Json) -> dict[str, Any]:
+    """Returns the sampling parameters that a generation_config.json sets.
+
+    Raises:
+      ValueError: a value is none that its parameter can have.
+    """
     defaults = {key: generation[key] for key in SAMPLING_KEYS if generation.get(key) is not None}
     if flag(generation, "do_sample", True):
         SamplingParams(

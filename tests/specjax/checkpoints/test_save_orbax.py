@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from asked_for import quick
+from etils import epath
 from helpers import tiny_gpt2, tiny_llama
 
 import specjax
 from specjax.api.loading import load_target
 from specjax.checkpoints import folders, records
 from specjax.checkpoints.any_model import config_of
+from specjax.checkpoints.stored_tree import url_of
 from specjax.models import partition
 
 # Heads enough for a tensor axis of eight.
@@ -117,8 +120,16 @@ def test_a_save_that_is_waited_for_later(tmp_path):
     model = dataclasses.replace(tiny_llama(0), params=jax.tree.map(jnp.array, params))
     saving = specjax.save_orbax(tmp_path, model, wait=False)
     jax.tree.map(lambda leaf: leaf.delete(), model.params)  # as a donated step does
-    assert saving.wait() == str(tmp_path / "0")
+    assert saving.wait() == saving.wait() == str(tmp_path / "0")
     assert_same(specjax.load_orbax(tmp_path).params, params)
+
+
+def test_a_save_while_another_is_under_way(tmp_path):
+    models = [tiny_llama(seed) for seed in range(3)]
+    savings = [specjax.save_orbax(tmp_path, model, wait=False) for model in models]
+    assert [saving.wait() for saving in savings] == [str(tmp_path / str(step)) for step in range(3)]
+    for step, model in enumerate(models):
+        assert_same(specjax.load_orbax(tmp_path, step=step).params, model.params)
 
 
 def test_bfloat16_and_a_tied_head(tmp_path):
@@ -233,6 +244,11 @@ def test_a_killed_save_leaves_the_last_one(when, tmp_path):
     assert_same(specjax.load_orbax(tmp_path).params, tiny_llama(0).params)
     with pytest.raises(ValueError, match="is a save that did not end"):
         specjax.load_orbax(tmp_path / left[1])
+    # Other versions of Orbax put a time at the end of the name, and the tree may be whole.
+    named = (tmp_path / left[1]).rename(tmp_path / "7.orbax-checkpoint-tmp-1700000000")
+    shutil.copytree(tmp_path / "0", named, dirs_exist_ok=True)
+    assert_same(specjax.load_orbax(tmp_path).params, tiny_llama(0).params)
+    named.rename(tmp_path / left[1])
     # The next save takes the number, and away what was left.
     specjax.save_orbax(tmp_path, tiny_llama(2))
     assert sorted(os.listdir(tmp_path)) == ["0", "1"]
@@ -296,6 +312,25 @@ def test_a_description_that_does_not_fit(own, keys, message):
     change(own, **keys)
     with pytest.raises(ValueError, match=message):
         specjax.load_orbax(own)
+
+
+@pytest.mark.parametrize("size", [10**9, -1, "2", True, None, 2.0])
+def test_sizes_that_no_model_has(own, size):
+    config = json.loads(described(own).read_text())["config"]
+    change(own, config=config | {"num_layers": size})
+    with pytest.raises(ValueError, match=r"num_layers=.* must be a whole number of at most 4096"):
+        specjax.load_orbax(own)
+
+
+def test_sampling_defaults_that_mean_nothing(own):
+    change(own, generation_defaults={"temperature": -1.0})
+    with pytest.raises(ValueError, match=r"temperature"):
+        specjax.load_orbax(own)
+
+
+def test_urls():
+    assert url_of(epath.Path("gs://bucket/run")) == "gs://bucket/run/"
+    assert url_of(epath.Path("/a/b")) == "file:///a/b/"
 
 
 def test_a_config_of_other_weights_is_refused(own):
