@@ -22,7 +22,7 @@ def load_any_model(
     Raises:
       ValueError: as of both, or the checkpoint holds a drafter.
     """
-    if not is_of_orbax(Path(path)):
+    if not is_of_orbax(Path(path).expanduser()):
         return load_model(path, dtype=dtype, mesh=mesh)
     # Imported where it is needed: Orbax takes a second to import.
     from specjax.checkpoints.loading import load_orbax
@@ -35,7 +35,7 @@ def load_any_model(
 
 def config_of(path: str | os.PathLike[str]) -> ModelConfig:
     """Returns the config of what `load_any_model` would load; no weight is read."""
-    if not is_of_orbax(Path(path)):
+    if not is_of_orbax(Path(path).expanduser()):
         return read_config(resolve_folder(path))[0]
     from specjax.checkpoints.loading import config_in
 

@@ -74,7 +74,7 @@ def load_orbax(
     """
     partition.check_mesh(mesh)
     dtype = None if dtype is None else weight_dtype(dtype)
-    found = folders.find(os.fspath(path), step)
+    found = folders.find(os.path.expanduser(path), step)
     given, tokenizer, defaults, name = _given(config)
     if found.own is None:
         given = _check_for_trainers(found, given, target)
@@ -84,13 +84,17 @@ def load_orbax(
     document = _document(found)
     _check_own(found, layout, root)
     if document["kind"] == DRAFTER:
+        if given is not None:
+            raise ValueError(
+                f"config= is for a model, and {found.own} holds a drafter; leave it out."
+            )
         return _drafter(found, document, mesh, dtype, target)
     return _model(found, document, given, mesh, dtype, target)
 
 
 def config_in(path: str | os.PathLike[str]) -> ModelConfig:
     """Returns the config of the newest checkpoint of a model; errors as of `load_orbax`."""
-    found = folders.find(os.fspath(path))
+    found = folders.find(os.path.expanduser(path))
     if found.own is None:
         return _check_for_trainers(found, None, None)
     return _record(found, _document(found), "config", ModelConfig)

@@ -61,14 +61,14 @@ def save_pretrained(
       NotImplementedError: heads over a target; families that say no `unparse`; weights on devices
         of other processes.
     """
-    model = _model_of(model)
-    _check_folder(Path(folder))
+    model, folder = _model_of(model), Path(folder).expanduser()
+    _check_folder(folder)
     if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise ValueError(f"{max_file_bytes=} must be a whole number of at least 1.")
     params = convert(model.params, "specjax", model.config)
     _check_is_here(params)
     tensors = tensors_of(family_of(model.config).sources(model.config, ()), params)
-    with written_whole(Path(folder)) as new:
+    with written_whole(folder) as new:
         dtypes = {jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(params)}
         _write_json(new / CONFIG, _config_json(model, sorted(dtypes)[0]))
         _write_generation_config(new, model)
@@ -128,11 +128,23 @@ def _config_json(model: Model, dtype: str) -> Json:
                 "ModelConfig; add it to its Family."
             )
         name = model.config.family
+        if name not in family.model_types:
+            raise ValueError(
+                f"config.family={name!r:.100} is no model_type of the family {family.name!r}; "
+                f"expected one of {listed(family.model_types)}."
+            )
         raw = {"architectures": [family.model_types[name]], "model_type": name}
         raw |= family.unparse(model.config)
     # Of these layers no weights are written.
     raw |= {"num_nextn_predict_layers": 0} if raw.get("num_nextn_predict_layers") else {}
-    return {key: raw[key] for key in raw if key != "dtype"} | {"torch_dtype": dtype}
+    raw |= {"torch_dtype": dtype, "eos_token_id": _eos(model.config)}
+    return {key: value for key, value in raw.items() if key != "dtype"}
+
+
+def _eos(config: ModelConfig) -> int | list[int] | None:
+    """Returns the ids that end a text, as both files have them."""
+    ids = list(config.eos_token_ids)
+    return ids if len(ids) > 1 else (ids or [None])[0]
 
 
 def _published(model: Model) -> Json | None:
@@ -161,10 +173,7 @@ def _write_generation_config(new: Path, model: Model) -> None:
             raw = read_json(path)
     if not raw:
         raw = {"bos_token_id": config.bos_token_id, **model.generation_defaults}
-    eos = list(config.eos_token_ids)
-    if eos:
-        raw["eos_token_id"] = eos if len(eos) > 1 else eos[0]
-    _write_json(new / GENERATION, raw)
+    _write_json(new / GENERATION, raw | {"eos_token_id": _eos(config)})
 
 
 def _check_config(new: Path, config: ModelConfig) -> None:

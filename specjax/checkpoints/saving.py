@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from specjax.checkpoints import folders, records, tokenizer_files
+from specjax.checkpoints.stored_tree import is_remote
 from specjax.drafters.loading import LoadedDrafter
 from specjax.layouts.converting import convert
 from specjax.models.base import Model
@@ -113,7 +114,8 @@ def save_orbax(
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
         if value is not None and (not isinstance(value, int) or value < least):
             raise ValueError(f"{name}={value!r:.100} must be a whole number of at least {least}.")
-    folder = epath.Path(os.path.abspath(path) if "://" not in os.fspath(path) else path)
+    name = os.path.expanduser(path)
+    folder = epath.Path(name if is_remote(name) else os.path.abspath(name))
     if (earlier := _under_way.pop(str(folder), None)) is not None:
         earlier.wait()
     step = _step(folder, step)

@@ -96,27 +96,28 @@ class StoredTree:
           ValueError: an array is not in the folder, or what describes it is corrupt.
         """
         context = tensorstore.Context({"file_io_concurrency": {"limit": 16}})
-        start = lambda name: tensorstore.open(
-            self._spec(name), open=True, read=True, context=context
-        )
         names = {path: ".".join(keys) for path, keys in keys_by_path.items()}
+        for name in names.values():
+            if not self.is_ocdbt and "/" in name:
+                raise ValueError(f"{self.folder}: the name of array {name[:200]!r} holds a slash.")
+        start = lambda spec: tensorstore.open(spec, open=True, read=True, context=context)
+        opening = {path: start(self._spec(name)) for path, name in names.items()}
         found = {}
         for path, name in names.items():
             try:
-                found[path] = StoredArray(name, str(self.folder), start(name).result())
+                found[path] = StoredArray(name, str(self.folder), opening[path].result())
             except ValueError as error:
                 raise ValueError(_unreadable(str(self.folder), name, error)) from error
         return found
 
     def _spec(self, name: str) -> dict[str, Any]:
         """Returns what TensorStore opens."""
-        if not self.is_ocdbt and "/" in name:
-            raise ValueError("its name would lead to another folder")
-        base = url_of(self.folder)
-        store: Any = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
+        store: Any = store_of(self.folder, "" if self.is_ocdbt else f"{name}/")
+        if self.is_ocdbt:
+            store = {"driver": "ocdbt", "base": store, "path": f"{name}/"}
         return {
             "driver": self.driver,
-            "kvstore": store if self.is_ocdbt else f"{base}{name}/",
+            "kvstore": store,
             # A part of an array whose file is missing would otherwise be read as zeros.
             "fill_missing_data_reads": self.fills_missing,
         }
@@ -153,15 +154,17 @@ def open_tree(folder: epath.Path) -> StoredTree:
     )
 
 
-def is_remote(folder: epath.Path) -> bool:
+def is_remote(folder: str | epath.Path) -> bool:
     """Returns whether a folder lies in a bucket."""
     return _REMOTE.match(str(folder)) is not None
 
 
-def url_of(folder: epath.Path) -> str:
-    """Returns a folder's URL for TensorStore, with a slash at its end."""
+def store_of(folder: epath.Path, inner: str = "") -> str | dict[str, str]:
+    """Returns what TensorStore opens a folder as, or one in it, whose name ends with a slash."""
     text = str(folder).rstrip("/")
-    return f"{text}/" if is_remote(folder) else f"file://{os.path.abspath(text)}/"
+    if is_remote(folder):
+        return f"{text}/{inner}"
+    return {"driver": "file", "path": f"{os.path.abspath(text)}/{inner}"}
 
 
 def _keys_of(entry: Any, path: epath.Path) -> tuple[str, ...]:

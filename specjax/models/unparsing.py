@@ -63,11 +63,10 @@ def gpt2(config: ModelConfig) -> Json:
 
 
 def _tokens(config: ModelConfig) -> Json:
-    eos = list(config.eos_token_ids)
     raw: Json = {
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": config.bos_token_id,
-        "eos_token_id": eos if len(eos) > 1 else (eos or [None])[0],
+        "eos_token_id": list(config.eos_token_ids),
     }
     return raw if config.mask_token_id is None else raw | {_MASK_KEY: config.mask_token_id}
 

@@ -21,7 +21,7 @@ import specjax
 from specjax.api.loading import load_target
 from specjax.checkpoints import folders, records
 from specjax.checkpoints.any_model import config_of
-from specjax.checkpoints.stored_tree import url_of
+from specjax.checkpoints.stored_tree import store_of
 from specjax.models import partition
 
 # Heads enough for a tensor axis of eight.
@@ -166,6 +166,8 @@ def test_a_draft_model(tmp_path):
     assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(on_mesh.params))
     with pytest.raises(ValueError, match="vocabulary"):
         specjax.load_orbax(tmp_path, target=tiny_llama(0))
+    with pytest.raises(ValueError, match=r"config= is for a model, and .* holds a drafter"):
+        specjax.load_orbax(tmp_path, config=target.config)
 
 
 def test_a_draft_model_of_another_vocabulary(tmp_path):
@@ -328,9 +330,18 @@ def test_sampling_defaults_that_mean_nothing(own):
         specjax.load_orbax(own)
 
 
-def test_urls():
-    assert url_of(epath.Path("gs://bucket/run")) == "gs://bucket/run/"
-    assert url_of(epath.Path("/a/b")) == "file:///a/b/"
+def test_folders_that_tensorstore_opens():
+    assert store_of(epath.Path("gs://bucket/run")) == "gs://bucket/run/"
+    assert store_of(epath.Path("/a/b"), "c/") == {"driver": "file", "path": "/a/b/c/"}
+
+
+@pytest.mark.parametrize("name", ["a b", "50%20", "x#y?z", "\u4f60"])
+def test_odd_names_of_folders(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    specjax.save_orbax(f"~/{name}", tiny_llama(0))
+    for path in (f"~/{name}", name, tmp_path / name):
+        assert_same(specjax.load_orbax(path).params, tiny_llama(0).params)
 
 
 def test_a_config_of_other_weights_is_refused(own):

@@ -78,6 +78,21 @@ def test_configs_that_were_never_loaded(name, tmp_path):
     assert_comes_back(MODELS[name], tmp_path / "saved")
 
 
+@pytest.mark.parametrize("ids", [(), (3,), (3, 4)])
+def test_other_ids_that_end_a_text(ids, tmp_path):
+    model = specjax.load_model(GOLDENS / "qwen3")
+    assert model.config.eos_token_ids not in [(), (3,), (3, 4)]
+    config = dataclasses.replace(model.config, eos_token_ids=ids)
+    assert_comes_back(dataclasses.replace(model, config=config), tmp_path / "saved")
+
+
+def test_a_family_that_is_none(tmp_path):
+    model = tiny_llama(0, family="mine")
+    with pytest.raises(ValueError, match=r"config.family='mine' is no model_type of .*'llama'"):
+        specjax.save_pretrained(model, tmp_path / "saved")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_granite_of_the_usual_scale(tmp_path):
     """Its config.json always says the scale of attention."""
     model = tiny_llama(0, family="granite")

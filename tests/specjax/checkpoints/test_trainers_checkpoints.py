@@ -321,6 +321,15 @@ def test_dtypes_that_are_not_one(tmp_path):
         specjax.load_orbax(tmp_path / "whole", config=model.config)
 
 
+def test_names_that_lead_to_other_folders(tmp_path):
+    model = tiny_llama(0)
+    save_tree(tmp_path / "tree", model.params, use_ocdbt=False)
+    path = tmp_path / "tree" / "_METADATA"
+    path.write_text(path.read_text().replace('"key": "norm"', '"key": "/../../norm"'))
+    with pytest.raises(ValueError, match=r"the name of array '/../../norm' holds a slash"):
+        specjax.load_orbax(tmp_path / "tree", config=model.config)
+
+
 def test_folders_that_are_none(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         specjax.load_orbax(tmp_path / "none")
