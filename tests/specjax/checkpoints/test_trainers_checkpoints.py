@@ -205,6 +205,15 @@ def test_weights_under_other_names_and_beside_copies(tmp_path):
         specjax.load_orbax(tmp_path / "two", config=model.config, root="actor")
 
 
+def test_weights_in_params_come_before_copies(tmp_path):
+    model = tiny_llama(0)
+    averaged = jax.tree.map(lambda leaf: leaf / 2, model.params)
+    save_tree(tmp_path / "tree", {"params": {"params": model.params}, "ema": averaged})
+    equal(specjax.load_orbax(tmp_path / "tree", config=model.config).params, model.params)
+    loaded = specjax.load_orbax(tmp_path / "tree", config=model.config, root="ema")
+    equal(loaded.params, averaged)
+
+
 def test_weights_alone_and_weights_in_an_item_of_their_own(tmp_path):
     model = tiny_llama(0)
     save_tree(tmp_path / "alone", model.params)
