@@ -86,6 +86,12 @@ def test_other_ids_that_end_a_text(ids, tmp_path):
     assert_comes_back(dataclasses.replace(model, config=config), tmp_path / "saved")
 
 
+def test_a_config_that_was_changed_since(tmp_path):
+    model = specjax.load_model(GOLDENS / "llama")
+    config = dataclasses.replace(model.config, norm_eps=3e-5)
+    assert_comes_back(dataclasses.replace(model, config=config), tmp_path / "saved")
+
+
 def test_a_family_that_is_none(tmp_path):
     model = tiny_llama(0, family="mine")
     with pytest.raises(ValueError, match=r"config.family='mine' is no model_type of .*'llama'"):
