@@ -37,13 +37,13 @@ if TYPE_CHECKING:
     from specjax.rl.batch import RolloutTurns as RolloutTurns
     from specjax.rl.decoder import RolloutDecoder as RolloutDecoder
     from specjax.rl.decoder import build_decoder as build_decoder
+    from specjax.rl.environment import Reply as Reply
+    from specjax.rl.environment import Turn as Turn
     from specjax.rl.gaps import ImportanceWeights as ImportanceWeights
     from specjax.rl.gaps import importance_weights as importance_weights
     from specjax.rl.gaps import sequence_gaps as sequence_gaps
     from specjax.rl.policy import PolicyLogProbs as PolicyLogProbs
     from specjax.rl.policy import policy_logprobs as policy_logprobs
-    from specjax.rl.environment import Reply as Reply
-    from specjax.rl.environment import Turn as Turn
     from specjax.rl.rollout import rollout as rollout
     from specjax.rl.scoring import Texts as Texts
     from specjax.rl.scoring import logprob_gap as logprob_gap
