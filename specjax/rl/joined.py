@@ -147,12 +147,14 @@ class Share:
         Raises:
           RuntimeError: a step failed that another thread ran.
         """
+        if any(request.finish_reason == "error" for request in self._open):
+            with self._owner.turn():
+                pass  # the step that ended it may be about to fail
         if self.error is not None:
             raise RuntimeError(
                 f"a step failed that this rollout shared with others: {self.error!r}"
             ) from self.error
-        self._open = [request for request in self._open if not request.is_finished]
-        return bool(self._open)
+        return not self._is_over()
 
     def add(self, request: Request) -> None:
         """Queues a request for the next step.
@@ -175,8 +177,8 @@ class Share:
 
     def step(self) -> None:
         """Steps once for all rollouts, unless this one is done before its turn comes."""
-        with self._owner.turn(unless=lambda: not self.has_work) as has_come:
-            if has_come and self.has_work:
+        with self._owner.turn(unless=self._is_over) as has_come:
+            if has_come and not self._is_over():
                 self._owner.step()
 
     def pause(self) -> list[Request]:
@@ -201,6 +203,9 @@ class Share:
         """Returns `Loop.score`, between steps."""
         with self._owner.turn():
             return self._loop.score(*arguments)
+
+    def _is_over(self) -> bool:
+        return all(request.is_finished for request in self._open)
 
     def _taken(self) -> Iterator[Request]:
         while self._new:
