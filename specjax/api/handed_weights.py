@@ -16,6 +16,8 @@ from specjax.models.abstract import tree_difference
 from specjax.models.base import ModelConfig, Params
 from specjax.types import DecoderParams
 
+LAST_VERSION = 2**31 - 1  # versions are reported as int32
+
 
 class Taken(NamedTuple):
     """Checked weights that steps may use, and the version that they have then."""
@@ -86,6 +88,11 @@ class HandedWeights:
         is_same = is_same and version in (None, self.version)
         if version is None:
             version = self.version if is_same else self.version + 1
+            if version > LAST_VERSION:
+                raise ValueError(
+                    f"the weights in use have version {self.version}, and there is none above it; "
+                    "pass a version with the weights, or begin anew."
+                )
         if increases and not is_same and version <= self.version:
             raise ValueError(
                 f"{version=} must be above {self.version}, the version of the weights in use."
@@ -129,7 +136,7 @@ def completed(params: Params | DecoderParams, drafter: Any) -> DecoderParams:
 
 
 def _check_version(version: int | None) -> None:
-    if version is not None and not (is_int(version) and 0 <= version < 2**31):
+    if version is not None and not (is_int(version) and 0 <= version <= LAST_VERSION):
         raise ValueError(f"params_version={version!r} must be from 0 to 2**31 - 1.")
 
 

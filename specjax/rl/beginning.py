@@ -199,7 +199,8 @@ def begun(
         requests[index] = request
         table.seeds[index] = request.sampling_values["seeds"]
     for each in refused:
-        table.finish_reasons[each.prompt_index * num_samples + each.sample_index] = ERROR
+        index = each.prompt_index * num_samples + each.sample_index
+        table.finish_reasons[index], table.errors[index] = ERROR, each.error
     if refused:
         warnings.warn(
             f"{len(refused)} of {len(table.lengths)} samples were refused and have "

@@ -287,8 +287,11 @@ class RolloutDecoder:
         try:
             ids = list(ids)
             return token_ids(self._setup.target, ids) if ids else []
-        except TypeError as error:
-            raise ValueError(f"token_ids are {ids!r:.100}: {error}") from None
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"its token_ids are {ids!r:.100}; expected whole numbers from 0 to "
+                f"{self.config.vocab_size - 1}"
+            ) from None
 
     @property
     def tokenizer(self) -> Tokenizer | None:

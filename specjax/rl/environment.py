@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 # Seconds for which an event loop may be silent before it counts as blocked by a function.
 HEARTBEAT_S = 0.25
 
@@ -227,6 +229,8 @@ def _checked(reply: Any) -> Any:
         return EnvironmentFailure(f"it returned {reply!r:.300}")
     if not isinstance(reply, Reply):
         return EnvironmentFailure(f"it returned {reply!r:.100}; expected specjax.Reply or None")
+    if not isinstance(reply.is_over, bool | np.bool_):
+        return EnvironmentFailure(f"its is_over is {reply.is_over!r:.100}; expected True or False")
     has = (reply.token_ids is not None) + (reply.text is not None)
     if has == 2 or (not has and not reply.is_over):
         return EnvironmentFailure(

@@ -161,5 +161,6 @@ def rollout(
         place,
         sampling=recorded(sampling, rule),
         metrics=metrics,
+        errors=table.errors,
         is_exact=decoder.is_exact_under(rule),
     )

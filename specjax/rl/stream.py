@@ -93,6 +93,8 @@ def rollout_stream(
     _check(num_samples, keep_first, batch_groups, prompt_width, max_staleness)
     options = _Options(num_samples, keep_first, batch_groups, prompt_width, max_staleness, in_order)
     rule = rule_of(decoder, sampling)
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts is {prompts!r:.100}; expected an iterable of prompts.")
     feed = iter(prompts)
     loop = decoder.hand_over(params, params_version)
     state = _State(decoder, loop, feed, sampling, rule, options)
@@ -114,6 +116,7 @@ class RolloutStream(Iterator[Rollout]):
 
     def __next__(self) -> Rollout:
         check_not_traced("specjax.rollout_stream")
+        self._check_idle("next")
         return next(self._rollouts)
 
     def __enter__(self) -> RolloutStream:
@@ -152,11 +155,21 @@ class RolloutStream(Iterator[Rollout]):
           ValueError: the stream is closed, weights have another shape, or the version is not above
             the last. The earlier weights stay in use.
         """
+        self._check_idle("update_params")
         self._state.update_params(params, version, recomputes)
 
     def close(self) -> None:
         """Ends all completions and frees the rows; can be called again."""
+        self._check_idle("close")
         self._rollouts.close()
+
+    def _check_idle(self, name: str) -> None:
+        """Raises RuntimeError while `next` works, in another thread or below it."""
+        if self._rollouts.gi_running:
+            raise RuntimeError(
+                f"{name} was called while the stream works, by its own feed or by another thread; "
+                "call it between two Rollouts, from one thread at a time."
+            )
 
 
 def _rollouts(state: _State) -> Generator[Any, None, None]:
@@ -315,7 +328,8 @@ class _State:
         made, refused = self._decoder.requests([group.prompt], [params])
         width = self._options.prompt_width
         if refused:
-            group.error = refused[0].error
+            error = refused[0].error.removeprefix("prompt 0: ")
+            group.error = f"prompt {group.number} of the feed: {error}"
         elif width is not None and len(made[0].prompt_token_ids) > width:
             group.error = (
                 f"prompt {group.number} of the feed has {len(made[0].prompt_token_ids)} tokens, "

@@ -48,6 +48,7 @@ class Table:
         self.lengths, self.finish_reasons, self.prompt_index = np.zeros((3, count), np.int32)
         self.num_drafted, self.num_accepted, self.num_steps = np.zeros((3, count), np.int32)
         self.seeds = np.zeros((count, 2), np.uint32)
+        self.errors: dict[int, str] = {}  # by sample
         # Of turns: tokens of each completion before its newest turn, and the arrays.
         self.starts = np.zeros(count, np.int64)
         self.has_turns = False

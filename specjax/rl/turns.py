@@ -113,6 +113,8 @@ def rollout_turns(
     begun_at = time.perf_counter()
     check_decoder(decoder)
     sampling = sampling_of(prompts, sampling)
+    if not callable(environment):
+        raise TypeError(f"environment is {environment!r:.100}; expected a function of a Turn.")
     _check(max_turns, turn_timeout_s, max_calls, completion_width)
     check_numbers(num_samples, None, time_budget_s, sampling)
     rule = rule_of(decoder, sampling)
@@ -133,7 +135,11 @@ def rollout_turns(
             seeds=seeds,
             width=prompt_width,
         )
-        table.widen(completion_width or decoder.max_length)
+        width = completion_width or decoder.max_length
+        table.widen(width)
+        for request in requests.values():
+            most = len(request.prompt_token_ids) + width
+            request.max_length = min(request.max_length, most)
     table.allow_turns(max_turns)
     calls = EnvironmentCalls(
         environment, timeout_s=turn_timeout_s, is_batched=is_batched, most_calls=max_calls
@@ -156,7 +162,7 @@ def rollout_turns(
         decoder.placing(getattr(given, "sharding", None), len(table.lengths)),
         sampling=recorded(sampling, rule),
         metrics=metrics,
-        errors=dialogues.errors,
+        errors=table.errors | dialogues.errors,
         is_exact=decoder.is_exact_under(rule),
     )
 
@@ -365,12 +371,13 @@ class _Dialogues:
 
 
 def _number(reward: Any) -> float:
+    """Returns a reward; raises ValueError for what is no finite number of float32."""
     try:
-        value = float(reward)
+        value = math.nan if isinstance(reward, str) else float(reward)
     except (TypeError, ValueError):
         value = math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"its reward is {reward!r:.100}; expected a finite number")
+    if not abs(value) <= float(np.finfo(np.float32).max):
+        raise ValueError(f"its reward is {reward!r:.100}; expected a finite number of float32")
     return value
 
 

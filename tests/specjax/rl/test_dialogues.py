@@ -473,7 +473,7 @@ def test_a_tool_that_fails_ends_its_own_dialogue_alone():
     assert len(warned) == 1
     assert batch.finish_reasons.tolist()[:3] == [ENVIRONMENT] * 3
     assert "longer than 0.5 s" in batch.errors[1]
-    assert "token id 61 is outside" in batch.errors[2]
+    assert "from 0 to 60" in batch.errors[2]
     assert batch.metrics["num_environment_failures"] == 3
     assert batch.turns.counts.tolist() == [2, 2, 2, 3]
     others = jax.tree.map(lambda leaf: leaf[::2], expected())
@@ -486,7 +486,7 @@ def test_a_tool_that_fails_ends_its_own_dialogue_alone():
     assert jax.jit(lambda batch: batch)(batch).errors == {}
 
 
-@pytest.mark.parametrize("reward", [np.nan, "much", None])
+@pytest.mark.parametrize("reward", [np.nan, "1", None, 1e300])
 def test_a_reward_that_is_no_number_is_a_failure(reward):
     with pytest.warns(UserWarning, match="expected a finite number"):
         batch = talk(environment=lambda turn: Reply(token_ids=[1], reward=reward))
@@ -499,6 +499,25 @@ def test_a_prompt_that_is_refused_leaves_the_others():
         batch = talk(prompts=[PROMPTS[0], [1] * 96, PROMPTS[2]], prompt_width=18)
     assert batch.finish_reasons.tolist()[1] == ERROR
     assert batch.turns.counts.tolist()[::2] == [3, 3]
+    assert list(batch.errors) == [1]
+
+
+def test_a_width_below_a_turn_ends_it():
+    batch = talk(completion_width=5)
+    assert batch.completion_ids.shape[1] == 5
+    assert set(batch.lengths.tolist()) <= {1, 2, 3, 4, 5}
+    wanted, turns = (
+        np.asarray(x)[::2] for x in (expected().completion_ids, expected().turns.index)
+    )
+    for row, length in enumerate(batch.lengths.tolist()):
+        first = turns[row] == 0
+        own = min(length, int(first.sum()))
+        np.testing.assert_array_equal(batch.completion_ids[row, :own], wanted[row, :own])
+
+
+def test_an_environment_that_is_no_function_is_refused_at_once():
+    with pytest.raises(TypeError, match="environment is 3; expected a function"):
+        talk(environment=3)
 
 
 @pytest.mark.parametrize("place", ["environment", "step"])

@@ -223,7 +223,7 @@ def test_tokens_that_were_in_flight_at_an_update_count_as_old(monkeypatch):
 
     def after_an_update(loop, *arguments):
         if loop._run.flights and stream.params_version == 1:
-            stream.update_params(weights(1), 2)
+            stream._state.update_params(weights(1), 2, recomputes=False)
         return step(loop, *arguments)
 
     monkeypatch.setattr(Loop, "step", after_an_update)
@@ -332,6 +332,55 @@ def test_a_dropped_stream_holds_no_page():
 def test_a_decoder_that_shares_its_steps_is_refused():
     with pytest.raises(ValueError, match="build it without shares_steps"):
         begin(build("plain", shares_steps=True))
+
+
+@pytest.mark.parametrize("name", ["next", "update_params", "close"])
+def test_a_stream_that_works_takes_no_other_call(name):
+    """Its feed is called while it works. The stream goes on where the feed sees the error."""
+    calls = {
+        "next": lambda: next(stream),
+        "update_params": lambda: stream.update_params(weights(1)),
+        "close": lambda: stream.close(),
+    }
+
+    def feed():
+        yield PROMPTS[0]
+        with pytest.raises(RuntimeError, match=f"{name} was called while the stream works"):
+            calls[name]()
+        yield PROMPTS[1]
+
+    stream = begin(prompts=feed())
+    assert sum(batch.num_samples for batch in stream) == 4
+    assert_is_free()
+
+
+def test_the_last_version_has_no_successor():
+    stream = begin(prompts=PROMPTS[:2], params_version=1)
+    next(stream)
+    stream.update_params(weights(1), version=2**31 - 1)
+    with pytest.raises(ValueError, match="there is none above it"):
+        stream.update_params(weights(2))
+    assert sum(batch.num_samples for batch in stream) == 2
+    with pytest.raises(ValueError, match="pass a version with the weights"):
+        begin()
+    assert list(begin(prompts=[], params_version=3)) == []
+    assert_is_free()
+
+
+def test_errors_name_the_prompt_of_the_feed():
+    stream = begin(prompts=[PROMPTS[0], [], [61]])
+    with pytest.warns(UserWarning, match="finish reason ERROR"):
+        batches = list(stream)
+    errors = {int(b.prompt_index[0]): text for b in batches for text in b.errors.values()}
+    assert {number: text.split(":")[0] for number, text in errors.items()} == {
+        1: "prompt 1 of the feed",
+        2: "prompt 2 of the feed",
+    }
+
+
+def test_a_feed_that_is_none_is_refused():
+    with pytest.raises(TypeError, match="prompts is 3; expected an iterable"):
+        begin(prompts=3)
 
 
 def test_a_closed_stream_is_over():
