@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import inspect
 import itertools
 import time
 import warnings
@@ -165,7 +166,7 @@ class RolloutStream(Iterator[Rollout]):
 
     def _check_idle(self, name: str) -> None:
         """Raises RuntimeError while `next` works, in another thread or below it."""
-        if self._rollouts.gi_running:
+        if inspect.getgeneratorstate(self._rollouts) == inspect.GEN_RUNNING:
             raise RuntimeError(
                 f"{name} was called while the stream works, by its own feed or by another thread; "
                 "call it between two Rollouts, from one thread at a time."
