@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import threading
 from typing import Any
 
 import jax
@@ -77,6 +78,8 @@ class Saving:
 
 # The last save into each folder. Another one would delete its unfinished files as left over.
 _under_way: dict[str, Saving] = {}
+# Two threads would take the same step, and delete each other's unfinished files.
+_one_at_a_time = threading.Lock()
 
 
 @entrance("specjax.save_orbax")
@@ -116,10 +119,23 @@ def save_orbax(
             raise ValueError(f"{name}={value!r:.100} must be a whole number of at least {least}.")
     name = os.path.expanduser(path)
     folder = epath.Path(name if is_remote(name) else os.path.abspath(name))
+    texts = {folders.OWN_FILE: json.dumps(document, indent=1), **texts}
+    with _one_at_a_time:
+        return _saved(folder, step, keep, wait, texts, params)
+
+
+def _saved(
+    folder: epath.Path,
+    step: int | None,
+    keep: int | None,
+    wait: bool,
+    texts: dict[str, str],
+    params: Any,
+) -> Saving:
+    """Saves texts and weights as a checkpoint of a folder; see `save_orbax`."""
     if (earlier := _under_way.pop(str(folder), None)) is not None:
         earlier.wait()
     step = _step(folder, step)
-    texts = {folders.OWN_FILE: json.dumps(document, indent=1), **texts}
     items: dict[str, Any] = {folders.OWN_ITEM: FilesArgs(texts)}
     if jax.tree.leaves(params):  # n-grams have none
         in_chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), params)

@@ -1,6 +1,7 @@
 """What save_orbax writes, load_orbax reads: models and drafters, over meshes, with equal bits."""
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -130,6 +132,17 @@ def test_a_save_while_another_is_under_way(tmp_path):
     assert [saving.wait() for saving in savings] == [str(tmp_path / str(step)) for step in range(3)]
     for step, model in enumerate(models):
         assert_same(specjax.load_orbax(tmp_path, step=step).params, model.params)
+
+
+def test_saves_of_several_threads(tmp_path):
+    models = [tiny_llama(seed, num_layers=1) for seed in range(3)]
+    save = functools.partial(specjax.save_orbax, tmp_path / "run")
+    with futures.ThreadPoolExecutor(3) as pool:
+        paths = [saving.path for saving in pool.map(save, models)]
+    assert sorted(epath.Path(path).name for path in paths) == ["0", "1", "2"]
+    for path, model in zip(paths, models):
+        step = int(epath.Path(path).name)
+        assert_same(specjax.load_orbax(tmp_path / "run", step=step).params, model.params)
 
 
 def test_bfloat16_and_a_tied_head(tmp_path):
