@@ -118,11 +118,12 @@ def test_a_temperature_per_sample_and_none():
 def test_gradients_are_those_of_a_plain_forward(name, is_saving_memory, monkeypatch):
     if is_saving_memory:  # logits in chunks of five tokens of each sample, the last not full
         monkeypatch.setattr(policy, "LOGIT_BYTES", 4 * model(name).config.vocab_size * 4 * 5)
-    text, weights = batch(name), jax.random.normal(jax.random.key(0), (4, 24))
+    run, text = decoder(name), batch(name)
+    weights = jax.random.normal(jax.random.key(0), (4, 24))
 
     def loss(params):
         told = specjax.policy_logprobs(
-            decoder(name), params, text, temperature=0.7, is_saving_memory=is_saving_memory
+            run, params, text, temperature=0.7, is_saving_memory=is_saving_memory
         )
         return jnp.sum(weights * told.tempered)
 
@@ -136,12 +137,14 @@ def test_gradients_are_those_of_a_plain_forward(name, is_saving_memory, monkeypa
 
 
 def test_what_is_saved_for_the_backward_pass():
+    run, text = decoder(), batch()
+
     def saved(is_saving_memory):
         loss = lambda params: jnp.sum(
             specjax.policy_logprobs(
-                decoder(),
+                run,
                 params,
-                batch(),
+                text,
                 temperature=1.0,
                 is_saving_memory=is_saving_memory,
             ).tempered
@@ -220,8 +223,9 @@ def test_over_a_mesh(shape, kind):
     split = jax.device_put(model().params, specjax.param_shardings(config, mesh))
     rows = NamedSharding(mesh, PartitionSpec("data"))
     text = jax.device_put(batch(), rows)
+    run = decoder()  # not built while a function is traced
     loss = lambda params, text: specjax.policy_logprobs(
-        decoder(), params, text, temperature=0.7
+        run, params, text, temperature=0.7
     ).tempered.sum()
     total, grads = jax.jit(jax.value_and_grad(loss))(split, text)
     alone, wanted = jax.jit(jax.value_and_grad(loss))(model().params, batch())
