@@ -257,7 +257,7 @@ class Engine:
         """Replaces the weights, from the next step on; compiles nothing.
 
         A burst that the device runs ends under the earlier weights. Requests that wait, and
-        those that have not begun to decode, are fed under the new weights. Those that decode go
+        those whose prompt is fed only in part, are fed under the new weights. All others go
         on: `Completion.params_versions` says which weights drew each token, and `cache_fills`
         from which their keys and values are. Waits for a step of another thread to end.
 

@@ -10,6 +10,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from specjax.demo.pair import END_OF_TEXT, END_OF_TEXT_ID
+from specjax.models import unparsing
 from specjax.models.base import ModelConfig, Params
 from specjax.models.weight_writing import of_array, write_file
 
@@ -111,22 +112,7 @@ def _config_json(config: ModelConfig) -> dict:
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": config.family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": None,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "bos_token_id": None,
+        **unparsing.llama_skeleton(config),
         "eos_token_id": END_OF_TEXT_ID,
         "pad_token_id": END_OF_TEXT_ID,
         "torch_dtype": "bfloat16",

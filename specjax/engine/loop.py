@@ -290,7 +290,7 @@ class Loop:
         """Replaces the weights of the steps that are sent from now on.
 
         A burst in flight ends under the weights that it was sent with. The prefix cache is
-        cleared, and prompts that are being fed start again. Rows that decode keep their keys
+        cleared, and prompts that are fed in part start again. All other rows keep their keys
         and values, unless pages are int8 or fp8: the scales of all pages follow from the newest
         weights.
 
@@ -298,7 +298,7 @@ class Loop:
           is_new: False if the pages were filled with these same weights; no row changes then.
           version: the number of these weights in `Request.lineage`; above that of the last
             weights, unless these are the same. None: as it is.
-          recomputes: whether rows that decode are fed again under the new weights.
+          recomputes: whether all rows are fed again under the new weights.
           retries_drafter: whether a drafter that was turned off is tried again if weights are
             new; all rows are fed again then.
 

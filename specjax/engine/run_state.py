@@ -95,7 +95,7 @@ class RunState:
         return self.decoder.engine_config.kv_cache_dtype is not None
 
     def renew_weights(self, *, recomputes: bool) -> None:
-        """Drops keys and values of earlier weights, except for those of rows that decode.
+        """Drops keys and values of earlier weights, except for those of rows that are fed whole.
 
         Args:
           recomputes: whether the next step drops these as well.

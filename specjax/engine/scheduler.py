@@ -197,16 +197,16 @@ class Scheduler:
         self.waiting.push(row.request)
 
     def renew_weights(self) -> None:
-        """Empties the prefix cache, and the rows that have not begun to decode.
+        """Empties the prefix cache, and the rows whose tokens are not all fed yet.
 
         Other rows keep their pages, which hold keys and values of earlier weights from now on:
         no other row may read them.
         """
         for row in self.occupied:
-            if self.table.is_decoding[row.index]:
-                row.is_of_old_weights = True
-            else:
+            if row.num_to_prefill:
                 self.requeue(row)
+            else:
+                row.is_of_old_weights = True
         for pool in self.pools:
             pool.forget()
 

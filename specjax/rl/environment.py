@@ -217,8 +217,8 @@ class EnvironmentCalls:
 
 
 def _is_coroutine_function(function: Any) -> bool:
-    call = getattr(function, "__call__", None)  # noqa: B004, an object may have an async one
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+    # An object may have an async __call__.
+    return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
 def _checked(reply: Any) -> Any:

@@ -108,6 +108,22 @@ def test_a_row_that_decodes_goes_on_under_new_weights(k, recomputes):
     assert request.num_preemptions == 0
 
 
+@pytest.mark.parametrize("k", [0, 3])
+def test_weights_that_change_after_every_step_hold_nothing_up(k):
+    """A prompt that is fed whole is not fed again before its first token."""
+    decoder = VersionedDecoder(rows=2, num_pages=64)
+    engine, requests = begin(decoder, [[1, 2, 3], [4] * 9, [5]], output=12, policy=Fixed(k))
+    for version in range(1, 60):
+        engine.step()
+        if not engine.has_work:
+            break
+        update(engine, version)
+    assert not engine.has_work
+    finish(engine, requests)
+    assert requests[0].lineage.fills == [CacheFill(0, 0)]
+    assert versions(requests[0])[0] == 1  # drawn a step after the prompt was fed
+
+
 def test_prompts_that_wait_or_are_fed_in_part_start_under_the_new_weights():
     prompts = [[1] * 5, [2] * 400, [3] * 5]
     engine, requests = begin(VersionedDecoder(rows=2, num_pages=256), prompts)
@@ -116,7 +132,9 @@ def test_prompts_that_wait_or_are_fed_in_part_start_under_the_new_weights():
     assert engine.num_prefilled
     update(engine, 1)
     finish(engine, requests)
-    for request in requests:
+    fed_whole, *others = requests
+    assert fed_whole.lineage.fills == [CacheFill(0, 0)]
+    for request in others:
         assert request.lineage.fills == [CacheFill(0, 1)]
         assert set(versions(request)) == {1}
 
