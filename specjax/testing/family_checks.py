@@ -182,7 +182,17 @@ class _Check:
             return
         with self.naming("unparse"):
             raw = self.family.unparse(self.config) | {"model_type": self.config.family}
-            assert self.family.parse(raw) == self.config, "parse reads another config from it."
+            read = self.family.parse(raw)
+            said = vars(self.config)
+            differ = [
+                f"{name}={value!r:.99} for {said[name]!r:.99}"
+                for name, value in vars(read).items()
+                if value != said[name]
+            ]
+            assert not differ, (
+                f"parse reads another config from it, {', '.join(differ)}; if no config.json can "
+                "say these, check a config that one can."
+            )
 
     # Trees
 

@@ -18,21 +18,16 @@ from specjax.models.weights import Source
 from specjax.testing import check_family, family_checks, save_model
 
 HERON_CONFIG = heron_config(vocab_size=62, layer_windows=(9, None))
+BIASES = {"qkv_bias": True, "o_bias": True, "mlp_bias": True}
 FAMILIES = {
     "heron": (HERON_CONFIG, HERON),
     "stilt": (STILT_JSON | {"vocab_size": 62, "sliding_window": 9}, stilt.FAMILY),
-    "llama": (
-        tiny_llama_config(
-            vocab_size=62,
-            qkv_bias=True,
-            o_bias=True,
-            mlp_bias=True,
-            qk_norm=True,
-            layer_windows=(9, 5),
-        ),
+    "llama": (tiny_llama_config(vocab_size=62, **BIASES, layer_windows=(9, 9)), None),
+    "qwen3": (
+        tiny_llama_config(vocab_size=62, family="qwen3", qk_norm=True, layer_windows=(None, 9)),
         None,
     ),
-    "gpt2": (tiny_gpt2_config(vocab_size=62), None),
+    "gpt2": (tiny_gpt2_config(vocab_size=62, **BIASES), None),
 }
 
 
@@ -119,6 +114,16 @@ def raising(*arguments):
 
 def work_with(**fields):
     return lambda config, count: HERON.work(config, count)._replace(**fields)
+
+
+def test_a_config_json_that_says_another_config_is_seen():
+    raw = lambda config: STILT_JSON | {"vocab_size": config.vocab_size, "hidden_size": 16}
+    family = dataclasses.replace(stilt.FAMILY, name="misquoted", model_types={}, unparse=raw)
+    register(family)
+    read = stilt.FAMILY.parse(STILT_JSON | {"vocab_size": 62})
+    config = dataclasses.replace(read, architecture="misquoted")
+    with pytest.raises(AssertionError, match=r"unparse: .* another config .* hidden_size=16 for"):
+        check_family(config)
 
 
 WRONG_WORK = {
