@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from specjax.models.base import Model as Model
     from specjax.models.base import ModelConfig as ModelConfig
     from specjax.models.loading import load_model as load_model
-    from specjax.models.partition import param_shardings as param_shardings
+    from specjax.models.mesh_axes import param_shardings as param_shardings
     from specjax.rl.batch import Rollout as Rollout
     from specjax.rl.batch import RolloutTurns as RolloutTurns
     from specjax.rl.decoder import RolloutDecoder as RolloutDecoder
@@ -129,7 +129,7 @@ _HOME = {
     "stream": "specjax.api.generation",
     "convert": "specjax.layouts.converting",
     "convert_back": "specjax.layouts.converting",
-    "param_shardings": "specjax.models.partition",
+    "param_shardings": "specjax.models.mesh_axes",
     "Model": "specjax.models.base",
     "ModelConfig": "specjax.models.base",
     "load_model": "specjax.models.loading",

@@ -19,22 +19,21 @@ from pallas_kernels.implementations import (
     target_kind,
     target_platform,
 )
-from specjax.models.base import MeshAxes
+from specjax.models.base import MeshAxes, ModelConfig
 from specjax.models.partition import DATA as DATA
 from specjax.models.partition import RULES as RULES
 from specjax.models.partition import TENSOR as TENSOR
 from specjax.models.partition import automatic as automatic
 from specjax.models.partition import axis_size as axis_size
-from specjax.models.partition import check_mesh as check_mesh
 from specjax.models.partition import copies_axis as copies_axis
 from specjax.models.partition import dividing_spec as dividing_spec
 from specjax.models.partition import factored as factored
-from specjax.models.partition import param_shardings as param_shardings
 from specjax.models.partition import param_specs as param_specs
 from specjax.models.partition import shardings as shardings
 from specjax.models.partition import tensor_axes as tensor_axes
 from specjax.models.partition import validate as validate
 from specjax.runtime.jax_settings import own_settings
+from specjax.types import DecoderParams
 
 # Logical axes of state by field name; among nested fields the outermost name here applies.
 # `Drafter.state_axes` describes the drafter's own state.
@@ -102,6 +101,22 @@ def state_specs(
     bare = dataclasses.replace(state, drafter=())
     specs = jax.tree_util.tree_map_with_path(spec, bare)
     return dataclasses.replace(specs, drafter=drafter)
+
+
+def weight_specs(params: Any, mesh: Mesh, config: ModelConfig, drafter: Any) -> DecoderParams:
+    """Returns a PartitionSpec per leaf of DecoderParams.
+
+    Args:
+      mesh: `factored` for the drafter.
+      config: of the target.
+      drafter: a DrafterSpec, whose weights are split over its num_shards.
+    """
+    target = param_specs(params.target, mesh, config)
+    if drafter.num_shards == 1:
+        return DecoderParams(target, replicated_specs(params.drafter))
+    (draft_config, *_) = drafter.configs
+    own = param_specs(params.drafter, mesh, draft_config, drafter.num_shards)
+    return DecoderParams(target, own)
 
 
 def spec_of(axes: tuple[str, ...], mesh: Mesh) -> PartitionSpec:

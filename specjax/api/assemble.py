@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from pallas_kernels.implementations import Taken, target_platform
 from pallas_kernels.names import PLATFORMS
 from specjax import sharding
+from specjax.api.handed_weights import HandedWeights
 from specjax.api.loading import dtype_of, load_split_drafter, load_target
 from specjax.api.requests import Refused, make_requests, one_each
 from specjax.api.self_tests import trusted_kernels
@@ -43,7 +44,9 @@ from specjax.drafters.guard import DrafterError
 from specjax.drafters.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
+from specjax.layouts.tables import Layout
 from specjax.models.base import Model
+from specjax.models.mesh_axes import MeshAxisMap, mapped
 from specjax.paged import kv_cache
 from specjax.paged.page_sizes import with_page_size
 from specjax.paged.work import ModelWork
@@ -112,10 +115,10 @@ class Setup:
         speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
         engine: EngineConfig | Mapping[str, Any] | None = None,
         mesh: Mesh | None = None,
+        mesh_axes: MeshAxisMap | None = None,
     ) -> Setup:
         """Loads target and drafter and returns the setup; arguments as of `generate`."""
-        sharding.check_mesh(mesh)
-        mesh = sharding.automatic(mesh)
+        mesh = sharding.automatic(mapped(mesh, mesh_axes))
         model = load_target(target, mesh)
         if mesh is not None:
             sharding.validate(model.config, mesh)
@@ -461,6 +464,22 @@ class Setup:
         if self._has_drafter_params:
             return self.drafter.params
         return self.drafter.spec.abstract_params(self.target.config, self._dtype)
+
+    def handed_weights(self, layout: str | Layout) -> HandedWeights:
+        """Returns what takes weights of a layout for the steps of this setup.
+
+        Raises:
+          ValueError, NotImplementedError: the layout does not fit the target.
+        """
+        config, drafter = self.target.config, self.abstract_drafter
+        places, mesh = None, sharding.factored(self.mesh, self.drafter.spec.num_shards)
+        if mesh is not None:
+            both = DecoderParams(self.target.params, drafter)
+            specs = sharding.weight_specs(both, mesh, config, self.drafter.spec)
+            places = sharding.shardings(specs, mesh)
+        return HandedWeights(
+            layout, config, target=self.target.params, drafter=drafter, places=places
+        )
 
     @property
     def _has_drafter_params(self) -> bool:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from pallas_kernels.implementations import Taken
 from specjax.api.acceptance_alarm import AcceptanceAlarm
 from specjax.api.assemble import Setup
-from specjax.api.handed_weights import HandedWeights, completed
+from specjax.api.handed_weights import completed
 from specjax.api.outbox import Outbox
 from specjax.api.requests import Prompt, token_ids
 from specjax.api.results import Chunk, GenerationStats, lossy_rule
@@ -34,6 +34,7 @@ from specjax.engine.recovery import INTERRUPTED
 from specjax.engine.request import AcceptanceCounts, Request
 from specjax.layouts.tables import Layout
 from specjax.models.base import Model, Params
+from specjax.models.mesh_axes import MeshAxisMap
 from specjax.planning.memory_model import MemoryPlan
 from specjax.policy.interface import SpeculationPolicy
 from specjax.runtime import compilation_cache
@@ -72,6 +73,7 @@ class Engine:
         engine: EngineConfig | Mapping[str, Any] | None = None,
         policy: SpeculationPolicy | None = None,
         mesh: Mesh | None = None,
+        mesh_axes: MeshAxisMap | None = None,
         layout: str | Layout = "specjax",
         progress: bool | Report = False,
     ):
@@ -94,15 +96,10 @@ class Engine:
             speculative_config=speculative_config,
             engine=engine,
             mesh=mesh,
+            mesh_axes=mesh_axes,
         ).with_reported_memory()
         params, setup = setup.params, setup.without_weights()
-        self._handed = HandedWeights(
-            layout,
-            setup.target.config,
-            mesh,
-            target=setup.target.params,
-            drafter=setup.abstract_drafter,
-        )
+        self._handed = setup.handed_weights(layout)
         names = [setup.speculation.verification, *other_verifications]
         for name in names:
             setup.drafter.check_rule(name, setup.engine.numerics)
@@ -297,7 +294,7 @@ class Engine:
                 recomputes=running == "recompute",
                 retries_drafter=is_given,
             )
-            handed.settle(taken, loop.params)
+            handed.settle(taken)
             return taken.version
 
     @property

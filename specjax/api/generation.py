@@ -28,6 +28,7 @@ from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import DrafterSource
 from specjax.engine.request import AcceptanceCounts
 from specjax.models.base import Model
+from specjax.models.mesh_axes import MeshAxisMap
 from specjax.policy.interface import SpeculationPolicy
 from specjax.runtime import compilation_cache
 from specjax.runtime.jax_settings import entrance
@@ -50,6 +51,7 @@ def generate(
     engine: EngineConfig | Mapping[str, Any] | None = None,
     policy: SpeculationPolicy | None = None,
     mesh: Mesh | None = None,
+    mesh_axes: MeshAxisMap | None = None,
     progress: bool | Report = False,
 ) -> Generation:
     """Generates text; speculation does not change it.
@@ -76,6 +78,8 @@ def generate(
         goodput: the K with the most expected tokens per second, up to num_speculative_tokens.
       mesh: devices to split over, axes "data" and "tensor". Models given by name are read
         slice by slice onto the devices that keep them.
+      mesh_axes: what axes of other names split, such as {"fsdp": "data", "tp": "tensor"}: "data"
+        rows and pages, "tensor" heads, MLP and vocabulary.
       progress: True shows long operations on stderr; a function is called instead, as
         report(what, done, total), with total 0 if it is unknown.
 
@@ -98,6 +102,7 @@ def generate(
         engine=engine,
         policy=policy,
         mesh=mesh,
+        mesh_axes=mesh_axes,
         progress=progress,
         max_burst_steps=None,
     )
@@ -137,6 +142,7 @@ class Stream:
         engine: EngineConfig | Mapping[str, Any] | None = None,
         policy: SpeculationPolicy | None = None,
         mesh: Mesh | None = None,
+        mesh_axes: MeshAxisMap | None = None,
         progress: bool | Report = False,
         max_burst_steps: int | None = None,
     ):
@@ -153,6 +159,7 @@ class Stream:
             speculative_config=speculative_config,
             engine=engine,
             mesh=mesh,
+            mesh_axes=mesh_axes,
         )
         requests, refused = setup.requests(as_list(prompts), sampling)
         self._setup = setup.for_run(

@@ -6,10 +6,9 @@ import weakref
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from specjax.api.given_weights import GivenWeights, bytes_copied
+from specjax.api.given_weights import GivenWeights, drafter_mover
+from specjax.api.moved_weights import WeightMover
 from specjax.config.checks import is_int
 from specjax.layouts.tables import Layout
 from specjax.models.abstract import tree_difference
@@ -22,11 +21,9 @@ LAST_VERSION = 2**31 - 1  # versions are reported as int32
 class Taken(NamedTuple):
     """Checked weights that steps may use, and the version that they have then."""
 
-    params: DecoderParams  # arrays on a device, not yet over a mesh
+    params: DecoderParams  # on the devices of steps, split as steps have them
     is_new: bool  # whether they differ from the weights of the last time
     version: int
-    given: DecoderParams  # as they came, in specjax's tree
-    is_lent: bool  # whether none of them can change in place
 
 
 class HandedWeights:
@@ -34,26 +31,52 @@ class HandedWeights:
 
     Args:
       target, drafter: trees with the shapes and dtypes that steps are compiled for.
+      places: the shardings that steps have them in; None: one device.
 
     Attributes:
       version: of the weights that were settled last.
-      bytes_moved: bytes of weights that were copied for them, to convert them or to place them.
     """
 
     def __init__(
         self,
         layout: str | Layout,
         config: ModelConfig,
-        mesh: Mesh | None,
         *,
         target: Any,
         drafter: Any,
+        places: DecoderParams | None,
     ):
         """Raises ValueError or NotImplementedError for a layout that does not fit the config."""
-        self.given = GivenWeights(layout, config, mesh, target)
+        own, others = places or (None, None)
+        self._given = GivenWeights(layout, config, target, own)
+        self._drafters = drafter_mover(drafter, others)
         self._target, self._drafter = target, drafter
         self._leaves: tuple[weakref.ref, ...] = ()
-        self.version = self.bytes_moved = 0
+        self.version = 0
+
+    @property
+    def layout(self) -> str | Layout:
+        """Layout of the target's weights."""
+        return self._given.layout
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of weights that were copied at the last `take`: converted, cast or moved."""
+        return sum(mover.bytes_moved for mover in self._movers)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that took, without compiling."""
+        return sum(mover.seconds for mover in self._movers)
+
+    @property
+    def num_traces(self) -> int:
+        """How many functions were traced to convert or move weights."""
+        return sum(mover.num_traces for mover in self._movers)
+
+    @property
+    def _movers(self) -> tuple[WeightMover, WeightMover]:
+        return self._given.mover, self._drafters
 
     def take(
         self,
@@ -79,11 +102,16 @@ class HandedWeights:
             or the version is none that these weights may have.
         """
         _check_version(version)
-        given = params._replace(target=self.given(params.target))
-        self._check(given, has_drafter)
-        leaves = jax.tree.leaves(given)
-        is_lent = all(isinstance(leaf, jax.Array) for leaf in leaves)
-        is_same = is_lent and len(leaves) == len(self._leaves)
+        drafter = params.drafter
+        if has_drafter:
+            self._check_drafter(drafter)
+        target = self._given(params.target)
+        _check_same(target, self._target, "params", "the tree of docs/weights-layout.md")
+        if has_drafter:
+            drafter = self._moved_drafter(drafter)
+        own = DecoderParams(target, drafter)
+        leaves = jax.tree.leaves(own)
+        is_same = len(leaves) == len(self._leaves)
         is_same = is_same and all(ref() is x for ref, x in zip(self._leaves, leaves))
         is_same = is_same and version in (None, self.version)
         if version is None:
@@ -99,32 +127,33 @@ class HandedWeights:
             )
         # Until `settle`, so that an exception in between leaves no reuse.
         self._leaves = ()
-        own = given if is_lent else jax.tree.map(_on_device, given)
-        return Taken(own, not is_same, version, given, is_lent)
+        return Taken(own, not is_same, version)
 
-    def settle(self, taken: Taken, placed: DecoderParams) -> None:
-        """Notes that weights are in use, and as which arrays."""
+    def settle(self, taken: Taken) -> None:
+        """Notes that weights are in use."""
         self.version = taken.version
-        self.bytes_moved = self.given.bytes_moved + sum(map(bytes_copied, taken.given, placed))
-        if taken.is_lent:
-            # Weak references, so that the trainer can free the arrays.
-            self._leaves = tuple(map(weakref.ref, jax.tree.leaves(taken.given)))
+        # Weak references, so that the trainer can free the arrays.
+        self._leaves = tuple(map(weakref.ref, jax.tree.leaves(taken.params)))
 
     def forget(self) -> None:
         """Counts the next weights as new, and frees converted ones."""
         self._leaves = ()
-        self.given.drop()
+        for mover in self._movers:
+            mover.drop()
 
-    def _check(self, params: DecoderParams, has_drafter: bool) -> None:
-        _check_same(params.target, self._target, "params", "the tree of docs/weights-layout.md")
-        if has_drafter:
-            _check_same(
-                params.drafter,
-                self._drafter,
-                "the drafter's params",
-                "the tree of the weights that the drafter was loaded with, or of its "
-                "abstract_params, as DecoderParams(policy, draft)",
-            )
+    def _check_drafter(self, params: Any) -> None:
+        _check_same(
+            params,
+            self._drafter,
+            "the drafter's params",
+            "the tree of the weights that the drafter was loaded with, or of its "
+            "abstract_params, as DecoderParams(policy, draft)",
+        )
+
+    def _moved_drafter(self, params: Any) -> Any:
+        leaves, structure = jax.tree.flatten(params)
+        moved = self._drafters({str(index): leaf for index, leaf in enumerate(leaves)})
+        return jax.tree.unflatten(structure, moved)
 
 
 def completed(params: Params | DecoderParams, drafter: Any) -> DecoderParams:
@@ -164,8 +193,3 @@ def _check_same(given: Any, expected: Any, what: str, tree: str) -> None:
                 f"{what}{jax.tree_util.keystr(path)} was deleted, as donating it to another "
                 "function does; pass the weights that came out of that function."
             )
-
-
-def _on_device(leaf: Any) -> jax.Array:
-    """Returns a device array that the caller cannot change in place."""
-    return leaf if isinstance(leaf, jax.Array) else jnp.array(leaf, copy=True)

@@ -12,17 +12,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from specjax.checkpoints import folders, records, tokenizer_files
-from specjax.checkpoints.restoring import restore_model, restore_tree
+from specjax.checkpoints.restoring import Devices, restore_model, restore_tree
 from specjax.checkpoints.saving import DRAFTER, FORMAT, FORMAT_VERSION, MODEL
 from specjax.checkpoints.stored_tree import is_remote, read_bytes
 from specjax.drafters.base import DrafterSpec
 from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.layouts.named import NAMES
 from specjax.layouts.tables import Layout
-from specjax.models import partition
 from specjax.models.base import Json, Model, ModelConfig
 from specjax.models.hf_config import read_config, sampling_defaults
 from specjax.models.loading import resolve_folder, weight_dtype
+from specjax.models.mesh_axes import MeshAxisMap, mapped
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.model_files import parse_object
 from specjax.text.tokenization import Tokenizer
@@ -35,6 +35,7 @@ def load_orbax(
     path: str | os.PathLike[str],
     *,
     mesh: Mesh | None = None,
+    mesh_axes: MeshAxisMap | None = None,
     dtype: DTypeLike | None = None,
     layout: str | Layout = OWN_LAYOUT,
     config: ModelConfig | str | os.PathLike[str] | None = None,
@@ -53,6 +54,7 @@ def load_orbax(
         taken; saves that did not end are passed over.
       mesh: devices to split the weights over, as for `load_model`; a drafter's lie whole on each
         of them. None: the default device.
+      mesh_axes: what axes of other names split, as for `load_model`.
       dtype: of every weight, as for `load_model`; None: the stored one.
       layout: of a trainer's tree, as for `convert`. Layers may be scanned.
       config: of the model, or the folder or the name of a model in Hugging Face format, whose
@@ -72,13 +74,14 @@ def load_orbax(
         from the one that was given; weights are missing, of another shape or layout; the mesh
         cannot split the model.
     """
-    partition.check_mesh(mesh)
+    mapped(mesh, mesh_axes)  # so that its errors come first
+    devices = Devices(mesh, mesh_axes)
     dtype = None if dtype is None else weight_dtype(dtype)
     found = folders.find(os.path.expanduser(path), step)
     given, tokenizer, defaults, name = _given(config)
     if found.own is None:
         given = _check_for_trainers(found, given, target)
-        params = restore_model(found.tree, layout, given, root=root, mesh=mesh, dtype=dtype)
+        params = restore_model(found.tree, layout, given, root=root, devices=devices, dtype=dtype)
         name = name or epath.Path(path).name
         return Model(given, params, tokenizer, name, generation_defaults=defaults)
     document = _document(found)
@@ -89,7 +92,7 @@ def load_orbax(
                 f"config= is for a model, and {found.own} holds a drafter; leave it out."
             )
         return _drafter(found, document, mesh, dtype, target)
-    return _model(found, document, given, mesh, dtype, target)
+    return _model(found, document, given, devices, dtype, target)
 
 
 def config_in(path: str | os.PathLike[str]) -> ModelConfig:
@@ -104,7 +107,7 @@ def _model(
     found: folders.Found,
     document: Json,
     given: ModelConfig | None,
-    mesh: Mesh | None,
+    devices: Devices,
     dtype: Any,
     target: Model | None,
 ) -> Model:
@@ -115,7 +118,7 @@ def _model(
             f"the config that was given is not the one that {found.own} was saved with: "
             f"{difference:.1000}. Leave config out, or load another checkpoint."
         )
-    params = restore_model(found.tree, OWN_LAYOUT, config, mesh=mesh, dtype=dtype)
+    params = restore_model(found.tree, OWN_LAYOUT, config, devices=devices, dtype=dtype)
     tokenizer = _tokenizer(found)
     said = document.get("generation_defaults")
     defaults = sampling_defaults(said if isinstance(said, dict) else {})

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,21 @@ from specjax.layouts.operations import Bounds
 from specjax.layouts.tables import Layout, Place, name_of
 from specjax.models.base import ModelConfig, Params
 from specjax.models.loading import places_of, read_onto, weight_dtype
+from specjax.models.mesh_axes import MeshAxisMap
 from specjax.runtime.host_memory import aligned_copy, give_back
 
 _LARGE_BYTES = 2**20  # of arrays after which memory is given back
 _REMEDY = "load_orbax(..., layout={name}) reads it."
+
+
+class Devices(NamedTuple):
+    """Where a model is put: its arguments are those of `load_model`."""
+
+    mesh: Mesh | None = None
+    mesh_axes: MeshAxisMap | None = None
+
+
+ONE_DEVICE = Devices()
 
 
 def restore_model(
@@ -40,7 +51,7 @@ def restore_model(
     config: ModelConfig,
     *,
     root: str | None = None,
-    mesh: Mesh | None = None,
+    devices: Devices = ONE_DEVICE,
     dtype: DTypeLike | None = None,
 ) -> Params:
     """Returns the weights of a model, of a tree that may hold anything else beside them.
@@ -64,7 +75,7 @@ def restore_model(
     chosen = matching(arrays, layout, config, what, remedy=_REMEDY)
     _check_floating(arrays, tree)
     dtype = _one_dtype(arrays, tree) if dtype is None else weight_dtype(dtype)
-    places = None if mesh is None else places_of(config, mesh)
+    places = places_of(config, *devices)
     return _read_all(arrays, chosen, config, np.dtype(dtype), places)
 
 

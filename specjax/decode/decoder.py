@@ -766,14 +766,7 @@ class Decoder:
     def _param_specs(self, params: DecoderParams) -> DecoderParams | None:
         if self.mesh is None:
             return None
-        target = sharding.param_specs(params.target, self.mesh, self.config.target)
-        shards = self.drafter.num_shards
-        if shards == 1:
-            return DecoderParams(target, sharding.replicated_specs(params.drafter))
-        (config, *_) = self.drafter.configs
-        return DecoderParams(
-            target, sharding.param_specs(params.drafter, self.mesh, config, shards)
-        )
+        return sharding.weight_specs(params, self.mesh, self.config.target, self.drafter)
 
     @in_own_settings
     def _call(

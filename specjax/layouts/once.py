@@ -23,7 +23,7 @@ class Once:
         self._function = function
         self._names: tuple[str, ...] = ()
         self._seen: tuple[weakref.ref[Any], ...] = ()
-        self._result: Any = None
+        self.result: Any = None
         self.num_conversions = 0
 
     def __call__(self, arrays: Arrays) -> Any:
@@ -40,9 +40,9 @@ class Once:
             # Numpy arrays may change in place, so they always count as new.
             if not all(isinstance(array, jax.Array) for array in arrays.values()):
                 return result
-            self._names, self._result = tuple(arrays), result
+            self._names, self.result = tuple(arrays), result
             self._seen = tuple(weakref.ref(x, self._on_death()) for x in arrays.values())
-        return self._result
+        return self.result
 
     def has(self, arrays: Arrays) -> bool:
         """Returns whether the kept result is of these arrays."""
@@ -53,7 +53,7 @@ class Once:
 
     def drop(self) -> None:
         """Frees the result."""
-        self._names, self._seen, self._result = (), (), None
+        self._names, self._seen, self.result = (), (), None
 
     def _on_death(self) -> Callable[[Any], None]:
         """Returns what drops the result when an array ends; it does not keep this object."""

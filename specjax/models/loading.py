@@ -29,6 +29,7 @@ from specjax.models.abstract import abstract_weights
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.families import family_of
 from specjax.models.hf_config import read_config
+from specjax.models.mesh_axes import MeshAxisMap, mapped, param_shardings
 from specjax.models.weight_files import open_folder
 from specjax.runtime.jax_settings import entrance
 from specjax.text.tokenization import Tokenizer
@@ -58,6 +59,7 @@ def load_model(
     dtype: DTypeLike | None = None,
     name: str | None = None,
     mesh: Mesh | None = None,
+    mesh_axes: MeshAxisMap | None = None,
     num_shards: int | None = None,
 ) -> Model:
     """Loads a model of the llama, qwen2, qwen3, mimo, mistral, granite, gpt2 or gpt_bigcode family.
@@ -74,6 +76,8 @@ def load_model(
       name: name of the model in messages and reports; by default the last part of `path`.
       mesh: devices to split the weights over, axes "data" and "tensor", as `generate` takes it.
         Each device gets its slices straight from the file. None: the default device.
+      mesh_axes: what axes of other names split, as for `generate`; weights then lie on that mesh
+        under its own names.
       num_shards: devices of the mesh's tensor axis that share the weights, a number that divides
         it, for a draft model: 1 puts all weights on every device. By default the whole axis.
 
@@ -87,7 +91,7 @@ def load_model(
     """
     if dtype is not None:
         dtype = weight_dtype(dtype)
-    partition.check_mesh(mesh)
+    mapped(mesh, mesh_axes)
     if mesh is None and num_shards is not None:
         raise ValueError(
             f"{num_shards=} is for a mesh, and there is none; pass mesh=, or leave it out."
@@ -98,7 +102,9 @@ def load_model(
     tokenizer = Tokenizer.from_folder(folder)
     return Model(
         config=config,
-        params=load_params(folder, config, dtype=dtype, mesh=mesh, num_shards=num_shards),
+        params=load_params(
+            folder, config, dtype=dtype, mesh=mesh, mesh_axes=mesh_axes, num_shards=num_shards
+        ),
         tokenizer=tokenizer,
         name=name or Path(path).name or folder.resolve().name,
         generation_defaults=generation_defaults,
@@ -112,12 +118,13 @@ def load_params(
     *,
     dtype: DTypeLike | None = None,
     mesh: Mesh | None = None,
+    mesh_axes: MeshAxisMap | None = None,
     num_shards: int | None = None,
 ) -> Params:
     """Returns a folder's weights as the pytree of `config`'s family; arguments as `load_model`."""
     dtype = default_dtype(mesh) if dtype is None else weight_dtype(dtype)
     _warn_of_bfloat16(dtype, mesh)
-    places = None if mesh is None else places_of(config, mesh, num_shards)
+    places = places_of(config, mesh, mesh_axes, num_shards)
     tensors = open_folder(Path(folder))
     sources = family_of(config).sources(config, tensors)
     _check(sources, tensors, config, Path(folder))
@@ -133,13 +140,25 @@ def load_params(
     )
 
 
-def places_of(config: ModelConfig, mesh: Mesh, num_shards: int | None = None) -> Any:
-    """Returns the tree of weights with the sharding at each leaf; arguments as `load_model`.
+def places_of(
+    config: ModelConfig,
+    mesh: Mesh | None,
+    mesh_axes: MeshAxisMap | None = None,
+    num_shards: int | None = None,
+) -> Any:
+    """Returns the tree of weights with the sharding at each leaf, None without a mesh.
+
+    Arguments are as for `load_model`.
 
     Raises:
       ValueError: the mesh cannot split the model.
     """
-    mesh = partition.split_for(config, mesh, num_shards)
+    own = mapped(mesh, mesh_axes)
+    if mesh is None or own is None:
+        return None
+    if own is not mesh and num_shards is None:
+        return param_shardings(config, mesh, mesh_axes)
+    mesh = partition.split_for(config, own, num_shards)
     shapes = abstract_weights(config, jnp.float32)
     return partition.shardings(partition.param_specs(shapes, mesh, config, num_shards), mesh)
 

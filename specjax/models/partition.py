@@ -184,21 +184,6 @@ def param_specs(params: Any, mesh: Mesh, config: ModelConfig, num_shards: int | 
     return jax.tree_util.tree_map_with_path(spec, params)
 
 
-def param_shardings(config: ModelConfig, mesh: Mesh) -> Any:
-    """Returns the tree of weights with the sharding at each leaf that steps on a mesh use.
-
-    Weights that are sharded so are used in place.
-
-    Args:
-      mesh: with the axes "data" and "tensor", or one of them.
-
-    Raises:
-      ValueError: the model cannot be split over this mesh.
-    """
-    validate(config, mesh)
-    return shardings(param_specs(config.param_shapes(), mesh, config), mesh)
-
-
 def dividing_spec(
     axes: tuple[str | None, ...],
     shape: tuple[int, ...],

@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 
 from specjax import sharding
 from specjax.api.assemble import Setup
-from specjax.api.handed_weights import HandedWeights, completed
+from specjax.api.handed_weights import completed
 from specjax.api.requests import Refused, token_ids
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import LOSSY_RULES, Rule
@@ -32,6 +32,7 @@ from specjax.engine.text_feed import group_of
 from specjax.layouts.tables import Layout
 from specjax.models.abstract import abstract_weights
 from specjax.models.base import Model, ModelConfig, Params
+from specjax.models.mesh_axes import MeshAxisMap, axes_by_name
 from specjax.paged import kv_cache
 from specjax.policy.interface import SpeculationPolicy
 from specjax.runtime import compilation_cache
@@ -57,18 +58,13 @@ class RolloutDecoder:
         setup: Setup,
         policy: SpeculationPolicy | None,
         mesh: Mesh | None = None,
+        mesh_axes: MeshAxisMap | None = None,
         layout: str | Layout = "specjax",
     ):
         """Use `build_decoder`."""
         self._setup = setup
-        self._handed = HandedWeights(
-            layout,
-            setup.target.config,
-            mesh,
-            target=setup.target.params,
-            drafter=setup.abstract_drafter,
-        )
-        self._mesh = mesh
+        self._handed = setup.handed_weights(layout)
+        self._mesh, self._mesh_axes = mesh, mesh_axes
         self._policy = policy
         self._loop: Loop | None = None
         self._stream: weakref.ref[Any] | None = None  # that uses the loop now
@@ -93,7 +89,7 @@ class RolloutDecoder:
     @property
     def layout(self) -> str | Layout:
         """Layout of the weights that rollouts take."""
-        return self._handed.given.layout
+        return self._handed.layout
 
     @property
     def pages_dtype(self) -> np.dtype:
@@ -161,12 +157,17 @@ class RolloutDecoder:
     def num_traces(self) -> int:
         """How many functions were traced, and so compiled, for this decoder's configuration."""
         steps = 0 if self._loop is None else self._loop.decoder.all_traces.total()
-        return steps + self._handed.given.num_traces
+        return steps + self._handed.num_traces
 
     @property
     def weights_bytes_moved(self) -> int:
-        """Bytes of weights that the last rollout copied, to convert them or to place them."""
+        """Bytes of weights that the last rollout copied: converted, cast, or moved over devices."""
         return self._handed.bytes_moved
+
+    @property
+    def weights_move_s(self) -> float:
+        """Seconds that took, without compiling and without the wait until they are computed."""
+        return self._handed.seconds
 
     @property
     def params_version(self) -> int:
@@ -203,7 +204,7 @@ class RolloutDecoder:
         if self._loop.has_work:
             self._loop.abandon()
         self._loop.take_params(taken.params, is_new=taken.is_new, version=taken.version)
-        self._handed.settle(taken, self._loop.params)
+        self._handed.settle(taken)
         if self._told:
             told, self._told = self._told, collections.deque(maxlen=MOST_TOLD)
             self._loop.remember(*zip(*told))
@@ -234,7 +235,7 @@ class RolloutDecoder:
             version=taken.version,
             recomputes=recomputes,
         )
-        self._handed.settle(taken, self._loop.params)
+        self._handed.settle(taken)
 
     def let_go(self) -> None:
         """Drops the weights until the next rollout, and saves the learned step costs."""
@@ -255,7 +256,8 @@ class RolloutDecoder:
         if isinstance(given, NamedSharding):
             mesh, spec = given.mesh, PartitionSpec(*given.spec[:1])
         elif mesh is not None:
-            spec = sharding.spec_of(("rows",), mesh)
+            rows = axes_by_name(mesh, self._mesh_axes).get(sharding.DATA)
+            spec = PartitionSpec(rows)
         if mesh is None:
             return None
         place = NamedSharding(mesh, spec)
@@ -377,6 +379,7 @@ def build_decoder(
     engine: EngineConfig | Mapping[str, Any] | None = None,
     policy: SpeculationPolicy | None = None,
     mesh: Mesh | None = None,
+    mesh_axes: MeshAxisMap | None = None,
     dtype: DTypeLike | None = None,
     layout: str | Layout = "specjax",
     shares_steps: bool = False,
@@ -395,7 +398,11 @@ def build_decoder(
         completion together, None: the model's limit. numerics="invariant" makes rollouts
         equal to the last bit, whatever is drafted.
       policy: chooses K before each burst; None: goodput.
-      mesh: devices to split over, axes "data" and "tensor".
+      mesh: devices to split over, with the axes "data" and "tensor", or a trainer's own. It may be
+        the mesh that the weights lie on, or another.
+      mesh_axes: what the axes of the mesh split, such as {"fsdp": "data", "tp": "tensor"}: "data"
+        rows and pages, "tensor" heads, MLP and vocabulary. Axes of one device, and those of these
+        two names, need no entry.
       dtype: that rollouts compute with; None: the Model's, or float32. Weights of more digits,
         such as float32 masters, are cast to 16 bits on the device once per update.
       layout: of the weights passed to rollouts: "specjax", "nnx", "linen", "tunix", "maxtext", or
@@ -427,6 +434,7 @@ def build_decoder(
         speculative_config=speculative_config,
         engine=engine,
         mesh=mesh,
+        mesh_axes=mesh_axes,
     )
     setup.drafter.check_rule(setup.speculation.verification, setup.engine.numerics)
     if getattr(setup.drafter.spec, "said", None) is not None:
@@ -439,8 +447,8 @@ def build_decoder(
     if shares_steps:
         from specjax.rl.joined import JoinedDecoder  # which is one
 
-        return JoinedDecoder(setup, policy, mesh, layout)
-    return RolloutDecoder(setup, policy, mesh, layout)
+        return JoinedDecoder(setup, policy, mesh, mesh_axes, layout)
+    return RolloutDecoder(setup, policy, mesh, mesh_axes, layout)
 
 
 def _as_ints(token_ids: Sequence[int]) -> list[int]:

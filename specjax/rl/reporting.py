@@ -87,6 +87,7 @@ class Run:
             "compile_s": compile_s,
             "hand_over_s": self._hand_over_s,
             "weights_bytes_moved": decoder.weights_bytes_moved,
+            "weights_move_s": decoder.weights_move_s,
             "tokens_per_second": num_tokens / max(seconds - compile_s, 1e-9),
             "num_drafted": counts.num_drafted,
             "num_accepted": counts.num_accepted,

@@ -24,7 +24,6 @@ from specjax.api.loading import load_target
 from specjax.checkpoints import folders, records
 from specjax.checkpoints.any_model import config_of
 from specjax.checkpoints.stored_tree import store_of
-from specjax.models import partition
 
 # Heads enough for a tensor axis of eight.
 WIDE = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 4, "vocab_size": 64}
@@ -54,7 +53,7 @@ def model():
 def saved(model, tmp_path_factory):
     """Returns the folder of a checkpoint of `model`, whose weights lay on eight devices."""
     folder = tmp_path_factory.mktemp("saved") / "run"
-    places = partition.param_shardings(model.config, mesh_of(8))
+    places = specjax.param_shardings(model.config, mesh_of(8))
     on_mesh = jax.tree.map(jax.device_put, model.params, places)
     specjax.save_orbax(folder, dataclasses.replace(model, params=on_mesh))
     return folder
@@ -66,7 +65,7 @@ def test_weights_of_eight_devices_on_fewer(num_devices, model, saved):
     loaded = specjax.load_orbax(saved, mesh=mesh)
     assert_same(loaded.params, model.params)
     if mesh is not None:
-        places = partition.param_shardings(model.config, mesh)
+        places = specjax.param_shardings(model.config, mesh)
         of = lambda leaf, place: leaf.sharding.is_equivalent_to(place, leaf.ndim)
         assert jax.tree.all(jax.tree.map(of, loaded.params, places))
         assert {each.sharding.mesh.size for each in jax.tree.leaves(loaded.params)} == {num_devices}

@@ -18,7 +18,7 @@ from asked_for import quick
 from helpers import tiny_gpt2, tiny_llama
 
 import specjax
-from specjax.models import partition, safetensors
+from specjax.models import safetensors
 from specjax.models.base import RopeConfig
 from specjax.runtime import whole_folders
 
@@ -141,7 +141,7 @@ def test_several_files(name, tmp_path):
 def test_weights_on_a_mesh(tmp_path):
     model = tiny_llama(0)
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2])
-    places = partition.param_shardings(model.config, mesh)
+    places = specjax.param_shardings(model.config, mesh)
     on_mesh = jax.tree.map(jax.device_put, model.params, places)
     assert_comes_back(dataclasses.replace(model, params=on_mesh), tmp_path / "saved")
 

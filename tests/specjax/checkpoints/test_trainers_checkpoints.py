@@ -19,7 +19,6 @@ import specjax
 from specjax.layouts import Layout, linen, maxtext
 from specjax.layouts import nnx as nnx_layout
 from specjax.layouts.tables import ROOT, Place, nested
-from specjax.models import partition
 from specjax.models.base import RopeConfig
 
 CONFIG = tiny_llama_config(num_layers=3)
@@ -126,7 +125,7 @@ def test_over_a_mesh_in_another_dtype(stored, num_devices):
     mesh = jax.make_mesh((num_devices,), ("tensor",), devices=jax.devices()[:num_devices])
     model = specjax.load_orbax(folder, layout=layout, config=config, mesh=mesh, dtype="bf16")
     equal(model.params, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), expected))
-    places = partition.param_shardings(config, mesh)
+    places = specjax.param_shardings(config, mesh)
     for leaf, place in zip(jax.tree.leaves(model.params), jax.tree.leaves(places)):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
 
