@@ -28,7 +28,7 @@ def test_the_result_goes_with_the_arrays():
     assert once(arrays)["a"].tolist() == [2, 2]
     del arrays["b"]
     gc.collect()
-    assert once._result is None
+    assert once.result is None
     # The end of older arrays does not touch what newer ones became.
     old, new = {"a": jnp.ones(2)}, {"a": jnp.ones(2)}
     once(old)
@@ -36,7 +36,7 @@ def test_the_result_goes_with_the_arrays():
     del old
     gc.collect()
     assert once.has(new)
-    assert once._result is not None
+    assert once.result is not None
 
 
 def test_numpy_arrays_may_change_in_place():
@@ -45,7 +45,7 @@ def test_numpy_arrays_may_change_in_place():
     array += 1
     assert once({"a": array})["a"].tolist() == [4, 4]
     assert not once.has({"a": array})
-    assert once._result is None  # it would never be used
+    assert once.result is None  # it would never be used
 
 
 def test_arrays_under_other_names_are_others():
