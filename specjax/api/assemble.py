@@ -45,6 +45,7 @@ from specjax.drafters.loading import DrafterSource, LoadedDrafter, load_drafter
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
 from specjax.layouts.tables import Layout
+from specjax.models import families
 from specjax.models.base import Model
 from specjax.models.mesh_axes import MeshAxisMap, mapped
 from specjax.paged import kv_cache
@@ -74,6 +75,10 @@ from specjax.types import DecoderParams
 DEFAULT_POLICY = "goodput"  # "goodput" or "fixed", used if the config names none
 # Kinds of sampling, for which acceptance is learned separately.
 GREEDY, SAMPLED, MIXED = "greedy", "sampled", "mixed"
+# By platform, the heads axes of views (`specjax.models.views`) that products take at no cost. A TPU
+# keeps the last two axes of an array in tiles, so heads that are one of these would be moved in
+# every step. On a CPU, which holds few weights, no view is as fast for few tokens.
+VIEWED: dict[str, tuple[int | None, ...]] = {"tpu": (None, 0), "gpu": (None, 0, 1)}
 FEWER_PAGES = 0.75  # fraction of the pages to try next after they did not fit
 
 
@@ -477,8 +482,15 @@ class Setup:
             both = DecoderParams(self.target.params, drafter)
             specs = sharding.weight_specs(both, mesh, config, self.drafter.spec)
             places = sharding.shardings(specs, mesh)
+        with sharding.lowered(self.mesh):
+            viewed = VIEWED.get(target_platform(), ()) if families.is_own(config) else ()
         return HandedWeights(
-            layout, config, target=self.target.params, drafter=drafter, places=places
+            layout,
+            config,
+            target=self.target.params,
+            drafter=drafter,
+            places=places,
+            viewed=viewed,
         )
 
     @property

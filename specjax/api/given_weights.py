@@ -6,35 +6,53 @@ import functools
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
-from specjax.api.moved_weights import Source, WeightMover, is_in_place, needs_cast
+from specjax.api.moved_weights import (
+    KEPT,
+    SHARED,
+    Source,
+    WeightMover,
+    is_in_place,
+    needs_cast,
+)
 from specjax.layouts.converting import matching
 from specjax.layouts.named import variants
-from specjax.layouts.tables import Layout, Leaves, leaves_of, leaves_with_names
+from specjax.layouts.operations import Heads, Transposed
+from specjax.layouts.tables import Layout, Leaves, Place, leaves_of, leaves_with_names
 from specjax.models.base import ModelConfig, Params
+from specjax.models.views import View
 
 
 class GivenWeights:
     """Turns trees of weights in one layout into specjax's tree, on the devices of steps.
 
-    Arrays that both trees have alike, and that lie where steps need them, are handed on. All
-    others, and those of more digits than the decoder computes with (float32 masters of weights in
-    bfloat16), are made by a `WeightMover`.
+    Arrays that both trees have alike, and that lie where steps need them, are handed on, as are
+    matrices that steps multiply as they lie (`specjax.models.views`). All others, and those of
+    more digits than the decoder computes with (float32 masters of weights in bfloat16), are made
+    by a `WeightMover`.
     """
 
     def __init__(
-        self, layout: str | Layout, config: ModelConfig, shapes: Params, places: Any = None
+        self,
+        layout: str | Layout,
+        config: ModelConfig,
+        shapes: Params,
+        places: Any = None,
+        *,
+        viewed: tuple[int | None, ...] = (),
     ):
         """Takes the shapes and dtypes of specjax's tree, a jax.ShapeDtypeStruct at each leaf.
 
         Args:
           places: the sharding at each leaf; None: steps run on one device.
+          viewed: heads axes of the views that steps take.
 
         Raises:
           ValueError, NotImplementedError: the layout does not fit the config.
         """
         variants(layout, config)
-        self.layout, self._config = layout, config
+        self.layout, self._config, self._viewed = layout, config, viewed
         self._structure = jax.tree.structure(shapes)
         self._leaves = leaves_with_places(shapes, places)
         self._names = [(name, number) for name, number, _ in leaves_with_names(shapes)]
@@ -67,11 +85,30 @@ class GivenWeights:
 
         def source(name: str, layer: int | None, leaf: Any, place: Any) -> Source:
             own = layout.places[name]
+            path = own.path_of(layer)
+            view = _view_of(own)
+            if view is not None and view.heads_axis in self._viewed:
+                there = None if place is None else NamedSharding(place.mesh, view.split(place.spec))
+                seen = Source(path, None, leaf.dtype, there, view.of)
+                if seen.way_of(arrays[path]) in (KEPT, SHARED):  # else it is copied anyway
+                    return seen
             make = None if own.is_as_ours else functools.partial(own.to_ours, layer=layer)
-            return Source(own.path_of(layer), make, leaf.dtype, place)
+            return Source(path, make, leaf.dtype, place)
 
         pairs = zip(self._names, self._leaves, strict=True)
         return [source(*names, *of_leaf) for names, of_leaf in pairs]
+
+
+def _view_of(own: Place) -> View | None:
+    """Returns the view, of no array yet, as which products take an array; None: there is none."""
+    if own.stack_axis is not None:
+        return None
+    match own.operations:
+        case (Transposed(),):
+            return View(None)
+        case (Heads(axis=0 | 1 as axis), Transposed()):
+            return View(None, axis)
+    return None
 
 
 def drafter_mover(shapes: Any, places: Any) -> WeightMover:

@@ -13,6 +13,7 @@ from specjax.config.checks import is_int
 from specjax.layouts.tables import Layout
 from specjax.models.abstract import tree_difference
 from specjax.models.base import ModelConfig, Params
+from specjax.models.views import is_view, matrices_of
 from specjax.types import DecoderParams
 
 LAST_VERSION = 2**31 - 1  # versions are reported as int32
@@ -32,6 +33,7 @@ class HandedWeights:
     Args:
       target, drafter: trees with the shapes and dtypes that steps are compiled for.
       places: the shardings that steps have them in; None: one device.
+      viewed: heads axes of the views that steps take; none: steps take no views.
 
     Attributes:
       version: of the weights that were settled last.
@@ -45,10 +47,11 @@ class HandedWeights:
         target: Any,
         drafter: Any,
         places: DecoderParams | None,
+        viewed: tuple[int | None, ...] = (),
     ):
         """Raises ValueError or NotImplementedError for a layout that does not fit the config."""
         own, others = places or (None, None)
-        self._given = GivenWeights(layout, config, target, own)
+        self._given = GivenWeights(layout, config, target, own, viewed=viewed)
         self._drafters = drafter_mover(drafter, others)
         self._target, self._drafter = target, drafter
         self._leaves: tuple[weakref.ref, ...] = ()
@@ -176,19 +179,20 @@ def _check_same(given: Any, expected: Any, what: str, tree: str) -> None:
             f"{what} is not the tree of weights that the decoder was built for: {difference}; "
             f"expected {tree}."
         )
-    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(expected), strict=True)
+    pairs = zip(matrices_of(given), jax.tree.leaves(expected), strict=True)
     for index, (leaf, wanted) in enumerate(pairs):
         shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
         if shape != wanted.shape or dtype != wanted.dtype:
-            path, _ = jax.tree_util.tree_flatten_with_path(given)[0][index]
+            path, _ = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_view)[0][index]
             raise ValueError(
                 f"{what}{jax.tree_util.keystr(path)} is {dtype}{shape}, and the decoder was "
                 f"built for {wanted.dtype}{wanted.shape}; cast or reshape it, or build a "
                 "decoder for these weights (build_decoder takes dtype=). Weights of a draft model "
                 "of another vocabulary are rewritten by specjax.load_drafter(draft, target).params."
             )
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            path, _ = jax.tree_util.tree_flatten_with_path(given)[0][index]
+        array = leaf.array if is_view(leaf) else leaf
+        if isinstance(array, jax.Array) and array.is_deleted():
+            path, _ = jax.tree_util.tree_flatten_with_path(given, is_leaf=is_view)[0][index]
             raise ValueError(
                 f"{what}{jax.tree_util.keystr(path)} was deleted, as donating it to another "
                 "function does; pass the weights that came out of that function."

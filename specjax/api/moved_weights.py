@@ -28,6 +28,7 @@ class Source(NamedTuple):
     make: Callable[[Leaves], Any] | None  # the leaf from arrays by path; None: it is the array
     dtype: Any  # of the leaf
     place: NamedSharding | None  # where steps have it; None: where its array is
+    view: Callable[[Any], Any] | None = None  # what steps see of it; None: the leaf itself
 
     def way_of(self, array: Any) -> str:
         """Returns what is done for the leaf, given its array."""
@@ -119,8 +120,12 @@ class _Form:
     def __call__(self, arrays: Leaves) -> list[jax.Array]:
         moved = {source.path: arrays[source.path] for source in self._moved}
         results = iter(self.once(moved) if moved else ())
-        return [
+        leaves = (
             arrays[source.path] if way == KEPT else next(results) for source, way in self._sources
+        )
+        return [
+            source.view(leaf) if source.view else leaf
+            for leaf, (source, _) in zip(leaves, self._sources, strict=True)
         ]
 
     def has(self, arrays: Leaves) -> bool:

@@ -38,6 +38,7 @@ from specjax.drafters.guard import DrafterError, guarded, is_own
 from specjax.drafters.history import Pieces
 from specjax.drafters.spec import NoDrafter
 from specjax.models import families
+from specjax.models.views import is_view, matrices_of
 from specjax.paged import kv_cache
 from specjax.runtime.jax_settings import in_own_settings
 from specjax.sampling import RowSampling
@@ -923,7 +924,8 @@ class Decoder:
     def _signature_of(self, params: DecoderParams | None) -> tuple:
         """Returns shapes and dtypes of the weights, which are part of an executable's key."""
         if params is not None and params is not self._signed:
-            self._weights_signature = tuple((x.shape, x.dtype) for x in jax.tree.leaves(params))
+            own = lambda x: (x.heads_axis, x.array.shape) if is_view(x) else x.shape
+            self._weights_signature = tuple((own(x), x.dtype) for x in matrices_of(params))
             self._signed = params
         return () if params is None else self._weights_signature
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from specjax.models.base import ModelConfig
 from specjax.models.families import family_of
+from specjax.models.views import is_view
 
 
 def abstract_weights(config: ModelConfig, dtype: Any) -> Any:
@@ -28,8 +29,11 @@ def _shapes(init: Callable[..., Any], config: ModelConfig, dtype: np.dtype) -> A
 
 
 def tree_difference(given: Any, expected: Any) -> str | None:
-    """Returns how the names of two trees of weights differ; None where they do not."""
-    if jax.tree.structure(given) == jax.tree.structure(expected):
+    """Returns how the names of two trees of weights differ; None where they do not.
+
+    A `View` counts as the matrix that it is of.
+    """
+    if jax.tree.structure(given, is_leaf=is_view) == jax.tree.structure(expected):
         return None
     names, wanted = map(_names, (given, expected))
     missing, others = sorted(wanted - names), sorted(names - wanted)

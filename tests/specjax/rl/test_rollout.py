@@ -590,7 +590,11 @@ def decoder_of(mesh):
 @pytest.mark.parametrize(
     ("shape", "axes", "match"),
     [
-        ((2,), ("model",), r"unknown names, 'model' \(2 devices\).*mesh_axes=\{'model': 'tensor'\}"),
+        (
+            (2,),
+            ("model",),
+            r"unknown names, 'model' \(2 devices\).*mesh_axes=\{'model': 'tensor'\}",
+        ),
         ((4,), ("tensor",), "num_kv_heads=2 is not divisible by .* tensor axis of 4"),
     ],
 )
