@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from pallas_kernels.implementations import Taken
 from specjax.api.acceptance_alarm import AcceptanceAlarm
 from specjax.api.assemble import Setup
-from specjax.api.handed_weights import completed
+from specjax.api.handed_weights import completed, wait_for
 from specjax.api.outbox import Outbox
 from specjax.api.requests import Prompt, token_ids
 from specjax.api.results import Chunk, GenerationStats, lossy_rule
@@ -111,6 +111,8 @@ class Engine:
             on_progress=self._progress.report,
             params=params,
         )
+        self._handed.note(DecoderParams(params.target, self._loop.params.drafter))
+        self._updates = Turns(lambda: False, lambda: None)  # of threads that bring new weights
         self._memory_watch = setup.memory_watch(self._loop)
         self._records = self._loop.records
         self._started_at = time.perf_counter()
@@ -277,24 +279,30 @@ class Engine:
         """
         if running not in ("keep", "recompute"):
             raise ValueError(f'{running=!r:.200} must be "keep" or "recompute".')
-        with self._turns.turn():
+        is_given = isinstance(params, DecoderParams) and bool(jax.tree.leaves(params.drafter))
+        self._turns.check_outside()
+        # Steps go on while a trainer computes the weights, and while they are converted.
+        wait_for(params)
+        with self._updates.turn():
             with self._turns.tables():
                 loop, handed = self._running_loop, self._handed
-            is_given = isinstance(params, DecoderParams) and bool(jax.tree.leaves(params.drafter))
             taken = handed.take(
                 completed(params, loop.params.drafter),
                 version,
                 has_drafter=is_given,
                 increases=True,
             )
-            loop.take_params(
-                taken.params,
-                is_new=taken.is_new,
-                version=taken.version,
-                recomputes=running == "recompute",
-                retries_drafter=is_given,
-            )
-            handed.settle(taken)
+            with self._turns.turn():
+                with self._turns.tables():
+                    loop = self._running_loop
+                loop.take_params(
+                    taken.params,
+                    is_new=taken.is_new,
+                    version=taken.version,
+                    recomputes=running == "recompute",
+                    retries_drafter=is_given,
+                )
+                handed.settle(taken)
             return taken.version
 
     @property

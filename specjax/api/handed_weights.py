@@ -10,7 +10,7 @@ import jax
 from specjax.api.given_weights import GivenWeights, drafter_mover
 from specjax.api.moved_weights import WeightMover
 from specjax.config.checks import is_int
-from specjax.layouts.tables import Layout
+from specjax.layouts.tables import Layout, leaves_of
 from specjax.models.abstract import tree_difference
 from specjax.models.base import ModelConfig, Params
 from specjax.models.views import is_view, matrices_of
@@ -25,6 +25,7 @@ class Taken(NamedTuple):
     params: DecoderParams  # on the devices of steps, split as steps have them
     is_new: bool  # whether they differ from the weights of the last time
     version: int
+    given: tuple[jax.Array, ...]  # the arrays that came; none if some may change in place
 
 
 class HandedWeights:
@@ -104,19 +105,34 @@ class HandedWeights:
           ValueError: shapes, dtypes or names are not those that steps were built for,
             or the version is none that these weights may have.
         """
-        _check_version(version)
-        drafter = params.drafter
+        given = _arrays_of(params)
+        is_same = bool(given) and len(given) == len(self._leaves)
+        is_same = is_same and all(ref() is x for ref, x in zip(self._leaves, given))
+        is_same = is_same and version in (None, self.version)
+        # First, so that what is refused has changed nothing.
+        version = self._version_of(version, is_same, increases)
         if has_drafter:
-            self._check_drafter(drafter)
+            self._check_drafter(params.drafter)
         target = self._given(params.target)
         _check_same(target, self._target, "params", "the tree of docs/weights-layout.md")
-        if has_drafter:
-            drafter = self._moved_drafter(drafter)
-        own = DecoderParams(target, drafter)
-        leaves = jax.tree.leaves(own)
-        is_same = len(leaves) == len(self._leaves)
-        is_same = is_same and all(ref() is x for ref, x in zip(self._leaves, leaves))
-        is_same = is_same and version in (None, self.version)
+        drafter = self._moved_drafter(params.drafter) if has_drafter else params.drafter
+        # Until `settle`, so that an exception in between leaves no reuse.
+        self._leaves = ()
+        return Taken(DecoderParams(target, drafter), not is_same, version, given)
+
+    def settle(self, taken: Taken) -> None:
+        """Notes that weights are in use."""
+        self.version = taken.version
+        # Weak references, so that the trainer can free the arrays.
+        self._leaves = tuple(map(weakref.ref, taken.given))
+
+    def note(self, params: DecoderParams) -> None:
+        """Notes that weights, in specjax's tree, are in use as version 0."""
+        self._leaves = tuple(map(weakref.ref, _arrays_of(params)))
+
+    def _version_of(self, version: int | None, is_same: bool, increases: bool) -> int:
+        """Returns the version of weights, as `take`; raises ValueError."""
+        _check_version(version)
         if version is None:
             version = self.version if is_same else self.version + 1
             if version > LAST_VERSION:
@@ -128,15 +144,7 @@ class HandedWeights:
             raise ValueError(
                 f"{version=} must be above {self.version}, the version of the weights in use."
             )
-        # Until `settle`, so that an exception in between leaves no reuse.
-        self._leaves = ()
-        return Taken(own, not is_same, version)
-
-    def settle(self, taken: Taken) -> None:
-        """Notes that weights are in use."""
-        self.version = taken.version
-        # Weak references, so that the trainer can free the arrays.
-        self._leaves = tuple(map(weakref.ref, jax.tree.leaves(taken.params)))
+        return version
 
     def forget(self) -> None:
         """Counts the next weights as new, and frees converted ones."""
@@ -165,6 +173,19 @@ def completed(params: Params | DecoderParams, drafter: Any) -> DecoderParams:
         return params
     own = params.target if isinstance(params, DecoderParams) else params
     return DecoderParams(own, drafter)
+
+
+def _arrays_of(params: DecoderParams) -> tuple[jax.Array, ...]:
+    """Returns all arrays of weights as they were given; none if some may change in place."""
+    leaves = (*leaves_of(params.target).values(), *jax.tree.leaves(params.drafter))
+    return leaves if all(isinstance(leaf, jax.Array) for leaf in leaves) else ()
+
+
+def wait_for(params: Params | DecoderParams) -> None:
+    """Waits until weights are computed."""
+    for leaf in jax.tree.leaves(params):
+        if isinstance(leaf, jax.Array) and not leaf.is_deleted():
+            leaf.block_until_ready()
 
 
 def _check_version(version: int | None) -> None:

@@ -67,11 +67,7 @@ class Turns:
           RuntimeError: this thread is stepping already.
         """
         me = threading.get_ident()
-        if me in self._line:
-            raise RuntimeError(
-                "the engine was asked to step or close from within a step, as by a progress "
-                "function or a policy; do so when the step is over."
-            )
+        self.check_outside()
         try:
             with self.tables():
                 self._line.append(me)
@@ -82,6 +78,14 @@ class Turns:
                 if me in self._line:
                     self._line.remove(me)
                 self._changed.notify_all()
+
+    def check_outside(self) -> None:
+        """Raises RuntimeError if this thread is stepping."""
+        if threading.get_ident() in self._line:
+            raise RuntimeError(
+                "the engine was asked to step or close from within a step, as by a progress "
+                "function or a policy; do so when the step is over."
+            )
 
     def tidy(self) -> None:
         """Does the queued work now, or leaves it to the thread that holds the lock; never waits."""

@@ -16,6 +16,7 @@ from helpers import assert_engine_is_empty, first_layer, tiny_llama
 from replayed_weights import SCORE_TIE, Replay
 
 import specjax
+from specjax.api import handed_weights
 from specjax.config.engine import EngineConfig
 from specjax.config.sampling import SamplingParams
 from specjax.drafters.head_specs import EagleDrafter
@@ -284,6 +285,50 @@ def test_the_same_arrays_again_change_nothing(make):
         engine.add(PROMPT * 2, SAMPLING)
         drain(engine)
         assert engine._loop.num_prefilled == num_fed + 7 + 15
+
+
+def test_the_arrays_that_it_was_made_with_change_nothing(make, target):
+    with make() as engine:
+        engine.add(PROMPT * 2, SAMPLING)
+        drain(engine)
+        assert engine.update_params(target.params) == 0
+        num_fed = engine._loop.num_prefilled
+        engine.add(PROMPT * 2, SAMPLING)
+        drain(engine)
+        assert engine._loop.num_prefilled < num_fed + 15  # cached pages were found
+
+
+def test_refused_weights_leave_those_in_use_known(target):
+    tree = lambda seed: specjax.convert_back(weights_of(seed), "nnx", target.config)
+    used = tree(1)
+    with specjax.Engine(target, engine=ENGINE, layout="nnx") as engine:
+        assert engine.update_params(used) == 1
+        with pytest.raises(ValueError, match="version=0 must be above 1"):
+            engine.update_params(tree(2), version=0)
+        assert engine.update_params(used) == 1
+
+
+def test_steps_go_on_while_new_weights_are_computed(make, monkeypatch):
+    may_end = threading.Event()
+    monkeypatch.setattr(specjax.api.engine, "wait_for", lambda params: may_end.wait(60))
+    with make() as engine:
+        update = threading.Thread(target=lambda: engine.update_params(weights_of(1)))
+        update.start()
+        try:
+            engine.add(PROMPT, SAMPLING)
+            (done,) = drain(engine).values()
+            assert set(done.params_versions) == {0}
+        finally:
+            may_end.set()
+            update.join()
+        assert engine.params_version == 1
+
+
+def test_weights_are_waited_for():
+    leaf = jnp.ones(3)
+    gone = jnp.ones(3)
+    gone.delete()
+    handed_weights.wait_for({"a": leaf, "b": [np.ones(2)], "c": gone, "d": "no array"})
 
 
 def refused_weights():
