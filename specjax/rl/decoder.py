@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import operator
+import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +47,14 @@ MOST_TOLD = 100_000  # completions of other runs kept until there is a loop; the
 NEWEST_WEIGHT = 0.5  # weight of the newest length in a prompt's expected length
 
 
+class _Use:
+    """Is alive while a call uses a decoder."""
+
+
+def _no_use() -> None:
+    return None
+
+
 class RolloutDecoder:
     """Runs rollouts; made by `build_decoder`. Weights are an argument of every `rollout`.
 
@@ -68,6 +78,8 @@ class RolloutDecoder:
         self._policy = policy
         self._loop: Loop | None = None
         self._stream: weakref.ref[Any] | None = None  # that uses the loop now
+        self._use: Callable[[], _Use | None] = _no_use  # of the call that runs
+        self._lock = threading.Lock()  # held while _use changes
         # The verification rule as a number of specjax.types.
         self.rule = Rule.of(setup.speculation.verification)
         self._lengths: collections.OrderedDict[int, float] = collections.OrderedDict()
@@ -174,6 +186,44 @@ class RolloutDecoder:
         """How often the weights changed, or the version that the caller gave."""
         return self._handed.version
 
+    @contextlib.contextmanager
+    def using(self, params: Params | DecoderParams, version: int | None = None) -> Iterator[Loop]:
+        """Context in which this call alone has the loop; arguments as of `hand_over`.
+
+        Raises:
+          RuntimeError: another call runs.
+          ValueError: as `hand_over`.
+        """
+        with self._used_by_one():
+            self._check_no_stream()
+            try:
+                yield self.hand_over(params, version)
+            finally:
+                self.let_go()
+
+    @contextlib.contextmanager
+    def _used_by_one(self) -> Iterator[None]:
+        """Context of the only call that uses the decoder.
+
+        Raises:
+          RuntimeError: another call does.
+        """
+        use = _Use()
+        with self._lock:
+            if self._use() is not None:
+                raise RuntimeError(
+                    "the decoder runs another rollout, in another thread or around this call (an "
+                    "environment that samples or scores with it). Let one end before the next "
+                    "begins, or use build_decoder(..., shares_steps=True), with which threads "
+                    "share steps."
+                )
+            # It dies with this call, wherever an interrupt ends that.
+            self._use = weakref.ref(use)
+        try:
+            yield
+        finally:
+            self._use = _no_use
+
     def hand_over(self, params: Params | DecoderParams, version: int | None = None) -> Loop:
         """Returns the loop with these weights; arrays already in place are not copied.
 
@@ -192,11 +242,7 @@ class RolloutDecoder:
         Raises:
           ValueError: shapes, dtypes or names are not those the decoder was built for.
         """
-        if self._stream is not None and self._stream() is not None:
-            raise ValueError(
-                "a rollout_stream is open on this decoder, whose rows it uses; close it first, or "
-                "build another decoder. Decoders built alike share what is compiled."
-            )
+        self._check_no_stream()
         self._stream = None
         taken = self._handed.take(completed(params, self._setup.drafter.params), version)
         if self._loop is None:
@@ -209,6 +255,13 @@ class RolloutDecoder:
             told, self._told = self._told, collections.deque(maxlen=MOST_TOLD)
             self._loop.remember(*zip(*told))
         return self._loop
+
+    def _check_no_stream(self) -> None:
+        if self._stream is not None and self._stream() is not None:
+            raise ValueError(
+                "a rollout_stream is open on this decoder, whose rows it uses; close it first, or "
+                "build another decoder. Decoders built alike share what is compiled."
+            )
 
     def lend(self, stream: Any) -> None:
         """Reserves the loop for a stream, as long as that is alive or until `take_back`."""

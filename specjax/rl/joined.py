@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any, cast
@@ -41,6 +42,11 @@ class JoinedDecoder(RolloutDecoder):
     def params_version(self) -> int:
         """The version of the weights of this thread's last rollout."""
         return getattr(self._own, "version", super().params_version)
+
+    @contextlib.contextmanager
+    def _used_by_one(self) -> Iterator[None]:
+        """Threads share the loop."""
+        yield
 
     def hand_over(self, params: Params | DecoderParams, version: int | None = None) -> Loop:
         """Returns this thread's share of the loop, once the loop has these weights.

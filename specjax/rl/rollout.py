@@ -131,8 +131,8 @@ def rollout(
             request.max_length = min(request.max_length, now + token_budget)
     expect(decoder, table, requests, expected_lengths)
     handed_at = time.perf_counter()
-    try:
-        loop = decoder.hand_over(params, params_version)
+    # Requests left by an exception are dropped by the next call.
+    with decoder.using(params, params_version) as loop:
         run = Run(loop, handed_at)
         for index in longest_first(requests):
             try:
@@ -146,9 +146,6 @@ def rollout(
                 loop.pause()
                 break
             loop.step()
-    finally:
-        # Requests left by an exception are dropped by the next call.
-        decoder.let_go()
     for index, request in requests.items():
         table.fill(index, request, most[request])
     refuse_nonsense(table, requests)

@@ -69,8 +69,7 @@ def score(
     texts = Texts(*(np.asarray(getattr(batch, name)) for name in names))
     masks = texts.prompt_mask.astype(bool), texts.completion_mask.astype(bool)
     _check_ids(texts, masks, decoder.config.vocab_size)
-    try:
-        loop = decoder.hand_over(params, params_version)
+    with decoder.using(params, params_version) as loop:
         sizes, engine = loop.decoder.sizes, loop.decoder.engine_config
         prompts = masks[0].sum(axis=1)
         lengths = prompts + masks[1].sum(axis=1)
@@ -112,8 +111,6 @@ def score(
         if isinstance(batch, Rollout):
             for column in columns:
                 column[~np.asarray(batch.loss_mask)] = 0.0
-    finally:
-        decoder.let_go()
     place = decoder.placing(getattr(batch.completion_ids, "sharding", None), len(texts.prompt_ids))
     put = jnp.asarray if place is None else lambda x: jax.device_put(x, place)
     behaviour, tempered, raw = map(put, columns)

@@ -97,9 +97,10 @@ def rollout_stream(
     if not isinstance(prompts, Iterable):
         raise TypeError(f"prompts is {prompts!r:.100}; expected an iterable of prompts.")
     feed = iter(prompts)
-    loop = decoder.hand_over(params, params_version)
-    state = _State(decoder, loop, feed, sampling, rule, options)
-    return RolloutStream(state)
+    with decoder._used_by_one():
+        loop = decoder.hand_over(params, params_version)
+        state = _State(decoder, loop, feed, sampling, rule, options)
+        return RolloutStream(state)
 
 
 class RolloutStream(Iterator[Rollout]):

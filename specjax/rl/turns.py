@@ -148,12 +148,11 @@ def rollout_turns(
     deadline = None if time_budget_s is None else begun_at + time_budget_s
     handed_at = time.perf_counter()
     try:
-        loop = decoder.hand_over(params, params_version)
-        run = Run(loop, handed_at)
-        dialogues.run(loop, requests, unanswered, deadline)
+        with decoder.using(params, params_version) as loop:
+            run = Run(loop, handed_at)
+            dialogues.run(loop, requests, unanswered, deadline)
     finally:
         calls.close()
-        decoder.let_go()
     refuse_nonsense(table, dialogues.requests)
     metrics = run.metrics(decoder, table, dialogues.requests, begun_at) | dialogues.metrics()
     alarm(metrics, decoder, ALARM_RATE)

@@ -385,6 +385,30 @@ def test_rows_decode_while_the_environment_works():
     assert_same(batch, jax.tree.map(lambda leaf: leaf[::2], expected()))
 
 
+@pytest.mark.parametrize("name", ["rollout", "score"])
+def test_a_decoder_that_runs_refuses_another_call(name):
+    """An environment that judges with the policy is such a call."""
+    own, params, errors = decoder("plain"), target().params, []
+    alone = specjax.rollout(own, params, PROMPTS, sampling=SAMPLING)
+
+    def judge(turn):
+        try:
+            if name == "score":
+                specjax.score(own, params, alone)
+            else:
+                specjax.rollout(own, params, PROMPTS, sampling=SAMPLING)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    batch = talk(environment=judge, max_turns=2)
+    assert len(errors) == len(PROMPTS)
+    assert all("shares_steps=True" in error for error in errors)
+    for index, length in enumerate(np.asarray(alone.lengths)):
+        np.testing.assert_array_equal(
+            batch.completion_ids[index, :length], alone.completion_ids[index, :length]
+        )
+
+
 def test_dialogues_of_two_threads_share_steps():
     own = build("plain", shares_steps=True)
     parts = [PROMPTS[:2], PROMPTS[2:]]
