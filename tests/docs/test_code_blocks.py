@@ -2,9 +2,10 @@
 
 Python blocks of a page run in order in one namespace. "path/to/model" and "path/to/draft" stand
 for the folders of the embedded pair, outputs are cut to a few tokens, and the names of
-`SETTING` are there before the first block. Commands go through the parsers that the command
-line has; what `specjax generate` prints in the README and in the first guide comes of running
-it. A block that cannot run here says why: <!-- not run: reason -->.
+`setting` are there before the first block. Pages beside the quick set run over the first layers
+of that pair: steps of all eight take three times as long to compile. Commands go through the
+parsers that the command line has; what `specjax generate` prints in the README and in the first
+guide comes of running it. A block that cannot run here says why: <!-- not run: reason -->.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.util
 import json
 import re
 import shlex
+import shutil
 import tomllib
 
 import pytest
@@ -21,15 +23,15 @@ from pages import COMMANDS, PAGES, ROOT, Block, blocks_of, name_of
 import specjax
 from specjax import demo
 from specjax.cli import main as command_line
+from specjax.models import loading
+from specjax.testing import save_model
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 LANGUAGES = {"python", "sh", "json", "toml", "text", "indented"}
 SHELL = {"sh", "indented"}
-PLACEHOLDERS = {
-    "path/to/model": str(demo.TARGET_FOLDER),
-    "path/to/draft": str(demo.DRAFT_FOLDER),
-}
+PLACEHOLDERS = {"path/to/model": demo.TARGET_FOLDER, "path/to/draft": demo.DRAFT_FOLDER}
+NUM_LAYERS = {"target": 2, "draft": 1}  # of the pair that most pages run over
 FEW_TOKENS = 8
 # Their commands are run, not only parsed.
 RUN_PAGES = ("README.md", "docs/guides/first-text.md")
@@ -68,14 +70,38 @@ COMMAND_LINES = [
 def placed(text: str) -> str:
     """Returns a text with the embedded pair for placeholders, and few tokens."""
     for placeholder, folder in PLACEHOLDERS.items():
-        text = text.replace(placeholder, folder)
+        text = text.replace(placeholder, str(folder))
     text = re.sub(r"\b(max_tokens=|--max-tokens )\d+", rf"\g<1>{FEW_TOKENS}", text)
     return re.sub(r"\b(max_rows=)\d+", r"\g<1>4", text)
 
 
 @pytest.fixture(scope="module")
+def first_layers(tmp_path_factory):
+    """Returns a folder like that of the embedded weights, of the first layers of both models."""
+    weights = tmp_path_factory.mktemp("weights")
+    for name, num_layers in NUM_LAYERS.items():
+        whole, folder = demo.WEIGHTS_FOLDER / name, weights / name
+        model = specjax.load_model(whole)
+        config = model.config.first_layers(num_layers)
+        params = model.params | {"layers": model.params["layers"][:num_layers]}
+        raw = json.loads((whole / "config.json").read_text()) | {"num_hidden_layers": num_layers}
+        shutil.copytree(whole, folder)
+        save_model(folder, specjax.Model(config, params), raw)
+    return weights
+
+
+@pytest.fixture
+def pair(request, monkeypatch):
+    """Has the embedded pair and the placeholders be their first layers, but for the quick set."""
+    if request.node.callspec.params["name"] not in QUICK:
+        weights = request.getfixturevalue("first_layers")
+        monkeypatch.setattr(loading, "_DEMO_WEIGHTS", weights)
+        monkeypatch.setitem(PLACEHOLDERS, "path/to/model", weights / "target")
+        monkeypatch.setitem(PLACEHOLDERS, "path/to/draft", weights / "draft")
+
+
 def setting():
-    """Names that pages use without saying where they come from."""
+    """Returns names that pages use without saying where they come from."""
     target = specjax.load_model("demo")
     draft = specjax.load_drafter("demo", target)
     return {
@@ -93,9 +119,9 @@ def setting():
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in PYTHON],
 )
-def test_python_blocks_run(name, setting, tmp_path, monkeypatch):
+def test_python_blocks_run(name, pair, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    namespace = dict(setting)
+    namespace = setting()
     for block in PYTHON[name]:
         # Lines of errors are those of the page.
         source = "\n" * (block.line - 1) + placed(block.text)
