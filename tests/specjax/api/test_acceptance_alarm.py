@@ -115,13 +115,15 @@ def test_a_head_of_other_weights_is_noticed():
     params = eagle.init(jax.random.key(5), HEAD, std=1.0)
     head = LoadedDrafter("head", EagleDrafter(HEAD), params)
     sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
-    config = {"policy": "fixed", "num_speculative_tokens": 2}
+    arguments = {
+        "drafter": head,
+        "speculative_config": {"policy": "fixed", "num_speculative_tokens": 2},
+        "engine": specjax.EngineConfig(page_size=8, max_rows=2, max_context=64),
+    }
     with pytest.warns(UserWarning, match="of 'head' was accepted") as found:
-        specjax.generate(
-            TARGET, [[1, 2], [3]], drafter=head, sampling=sampling, speculative_config=config
-        )
+        specjax.generate(TARGET, [[1, 2], [3]], sampling=sampling, **arguments)
     assert found[-1].filename == __file__
-    with specjax.Engine(TARGET, drafter=head, speculative_config=config) as engine:
+    with specjax.Engine(TARGET, **arguments) as engine:
         for prompt in ([1, 2], [3]):
             engine.add(prompt, sampling)
         while engine.has_work:
