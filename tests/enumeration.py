@@ -553,9 +553,12 @@ def mean_accepted(laws: dict[Prefix, float]) -> float:
 def compiled(rule, **options):
     """Returns the rule compiled anew, with whatever has been patched by now.
 
+    It is optimised even where tests are not: it runs some hundred times.
+
     Args:
       options: of the compiler.
     """
+    options = {"xla_backend_optimization_level": 3} | options
     return jax.jit(lambda *arguments: rule(*arguments), compiler_options=options)
 
 
