@@ -93,9 +93,11 @@ def plain(target):
                 ("prefill", r"its prefill raised TypeError\('prefill is not"),
                 ("enter_rows", r"its enter_rows raised TypeError\('enter_rows is not"),
                 ("callback", r"a step failed on the device .*"),
-                ("too large", "it proposed token ids outside the vocabulary"),
                 ("confidence", "it proposed NaN"),
             ]
+        ),
+        pytest.param(
+            *("too large", "it proposed token ids outside the vocabulary"), marks=pytest.mark.slow
         ),
     ],
 )
@@ -116,7 +118,7 @@ def test_a_faulty_drafter_is_off_and_the_text_is_plain(target, plain, how, messa
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param({}, id="chain"),
+        pytest.param({}, id="chain", marks=pytest.mark.slow),  # the next test has it
         pytest.param({"verification": "rejection"}, id="by law"),
         *(
             pytest.param({"speculative_config": config}, id=name, marks=pytest.mark.slow)

@@ -103,7 +103,8 @@ def test_the_target_in_another_order_is_always_accepted(target, sampling, num_mo
     assert acceptance.num_accepted == acceptance.num_drafted > 0
 
 
-@pytest.mark.parametrize("size", [VOCAB - 2, pytest.param(VOCAB + 2, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("size", [VOCAB - 2, VOCAB + 2])
 def test_rows_for_no_token(target, size):
     words = WORDS[: VOCAB - 4]
     order = [i if i < VOCAB else -1 for i in range(size)]
@@ -122,7 +123,7 @@ def test_rows_for_no_token(target, size):
     [
         (GREEDY, {}),
         (SAMPLED, {"verification": "delta"}),
-        (SAMPLED, {"speculative_token_tree": [2, 2, 1]}),
+        pytest.param(SAMPLED, {"speculative_token_tree": [2, 2, 1]}, marks=pytest.mark.slow),
         pytest.param(GREEDY, {"tree_top_k": 2}, marks=pytest.mark.slow),
         pytest.param(SAMPLED, {"tree_top_k": 2}, marks=pytest.mark.slow),
         pytest.param(SAMPLED, {"corpus_tokens": 256}, marks=pytest.mark.slow),

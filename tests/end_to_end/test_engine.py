@@ -61,7 +61,7 @@ def drain(engine):
     return done
 
 
-@pytest.mark.full
+@pytest.mark.slow  # test_engine_load has more of the same
 def test_requests_that_come_and_go_and_are_preempted_change_no_text(make, plain):
     with make(FEW_PAGES) as engine:
         waiting, texts, added = prompts(10), {}, []
@@ -81,7 +81,7 @@ def test_requests_that_come_and_go_and_are_preempted_change_no_text(make, plain)
     assert stats.mean_acceptance_length > 1.2
 
 
-@pytest.mark.full
+@pytest.mark.slow  # rollouts have it in the gate
 def test_preemption_changes_no_bit_under_invariant_numerics(make):
     sampling = dataclasses.replace(SAMPLING, logprobs=0)
     config = dataclasses.replace(FEW_PAGES, numerics="invariant")
@@ -648,8 +648,13 @@ class PlainFirst:
             self.behind.append(outcome.num_behind)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("num_plain", [1, 3], ids=["one by one", "many at a time"])
+@pytest.mark.parametrize(
+    "num_plain",
+    [
+        pytest.param(1, id="one by one", marks=pytest.mark.slow),
+        pytest.param(3, id="many at a time", marks=pytest.mark.full),
+    ],
+)
 def test_a_drafter_catches_up_with_what_it_has_not_seen(target, num_plain):
     """The target drafts for itself: it is right, if it has seen all that came before."""
     policy = PlainFirst(num_plain)

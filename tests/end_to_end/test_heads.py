@@ -113,7 +113,7 @@ PARALLEL = "pard"
 KINDS = (*HEADS, PARALLEL)
 CHAINS_ALONE = "dflash", "dflash2", "dspark", "dspark_rnn", "p_eagle"
 TREES = [name for name in HEADS if name not in CHAINS_ALONE]
-QUICKEST = "mlp_speculator", "dspark"
+QUICKEST = "mlp_speculator"
 TREE = {"speculative_token_tree": [[0], [1], [0, 0], [0, 1], [0, 0, 0]]}
 GROWN = {"tree_top_k": 2, "num_speculative_tokens": 3}
 
@@ -160,11 +160,11 @@ def plain(target):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.full if name in QUICKEST else SLOW) for name in KINDS],
+    [pytest.param(name, marks=pytest.mark.full if name == "dspark" else SLOW) for name in KINDS],
 )
 def test_whatever_happens_to_rows(target, plain, name):
     """Chunks of prompts, shared prefixes, reused rows, two row buckets, K = 0 between drafts."""
-    policy = InTurn(3, 0, 0, 2)
+    policy = InTurn(3, 0, 0)
     tokens, _ = run(target, head(name), policy=policy)
     assert tokens == plain
     assert {2, 4} <= policy.row_buckets
@@ -173,17 +173,17 @@ def test_whatever_happens_to_rows(target, plain, name):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.full if name == QUICKEST[0] else SLOW) for name in KINDS],
+    [pytest.param(name, marks=pytest.mark.full if name == QUICKEST else SLOW) for name in KINDS],
 )
 def test_bfloat16_with_hidden_states_in_float32(target, name):
     """Heads read hidden states in their own dtype; what they draft changes no token."""
     half = lambda tree: jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), tree)
     target = dataclasses.replace(target, params=half(target.params))
-    engine = dataclasses.replace(ENGINE, activation_dtype="float32")
+    engine = dataclasses.replace(ENGINE, activation_dtype="float32", row_buckets=())
     with specjax.Engine(target, engine=engine) as running:
         plain = drain(running, add_all(running))
     own = head(name)
-    policy = InTurn(3, 0, 0, 2)
+    policy = InTurn(3, 0, 0)
     drafter = dataclasses.replace(own, params=half(own.params))
     tokens, _ = run(target, drafter, policy=policy, engine=engine)
     assert tokens == plain
@@ -210,12 +210,13 @@ def test_trees(target, plain, name, tree):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.full if name == QUICKEST[0] else SLOW) for name in HEADS],
+    [pytest.param(name, marks=pytest.mark.full if name == QUICKEST else SLOW) for name in HEADS],
 )
 def test_beside_history(target, plain, name):
     """Rows take a match where they expect more of it; the head sees every token all the same."""
-    policy, config = InTurn(3, 0, 2), {"corpus_tokens": 512}
-    tokens, loop = run(target, head(name), policy=policy, speculative_config=config)
+    policy, config = InTurn(3, 0), {"corpus_tokens": 512}
+    engine = dataclasses.replace(ENGINE, row_buckets=())
+    tokens, loop = run(target, head(name), policy=policy, engine=engine, speculative_config=config)
     assert tokens == plain
     assert isinstance(loop.decoder.drafter, HybridDrafter)
     assert len(policy.accepted) > 5
@@ -241,18 +242,17 @@ def test_over_a_mesh(target, plain, name, shape):
     assert tokens == plain
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.full if name == "dspark" else SLOW) for name in KINDS],
-)
+@SLOW  # test_dflash has slices of a head in the quick set, test_split_drafter_tokens a model's
+@pytest.mark.parametrize("name", KINDS)
 def test_drafts_over_slices_of_the_vocabulary(name):
     """Two devices have half of the tokens each, and draft what one device drafts of all."""
     vocab = 64  # which two devices divide
     target, found = tiny_llama(0, vocab_size=vocab), []
     drafter = head(name, vocab, **{"has_head": False} if name in ("eagle3", "medusa") else {})
     for mesh in (None, jax.make_mesh((1, 2), ("data", "tensor"), devices=jax.devices()[:2])):
-        policy = InTurn(3, 2)
-        tokens, _ = run(target, drafter, policy=policy, mesh=mesh)
+        policy = InTurn(3)
+        engine = dataclasses.replace(ENGINE, row_buckets=())
+        tokens, _ = run(target, drafter, policy=policy, mesh=mesh, engine=engine)
         found.append((tokens, policy.accepted))
     assert found[0] == found[1]
     assert sum(found[0][1]) > 5

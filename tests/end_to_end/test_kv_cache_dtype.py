@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from helpers import (
     assert_engine_is_empty,
     random_model,
@@ -80,9 +81,9 @@ DRAFTERS = {
 @pytest.mark.parametrize(
     ("name", "drafter"),
     [
-        pytest.param("int8", "trees", marks=LONG),
+        pytest.param("int8", "trees", marks=pytest.mark.slow),
         pytest.param("fp8", "chains", marks=LONG),
-        pytest.param("int8", "chains", marks=LONG),
+        pytest.param("int8", "chains", marks=pytest.mark.slow),  # the next test has it
         pytest.param("fp8", "trees", marks=pytest.mark.slow),
     ],
 )
@@ -90,21 +91,24 @@ def test_texts_are_the_same_with_and_without_speculation(target, plain, name, dr
     assert texts(target, name, DRAFTERS[drafter]) == plain(name)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", KV_CACHE_DTYPES)
+@pytest.mark.parametrize("name", quick(KV_CACHE_DTYPES, slow=["fp8"]))
 def test_preemption_chunks_and_shared_pages_change_no_text(target, plain, name):
     fields = dict(num_pages=17, max_prefill_tokens=8)
     assert texts(target, name, DRAFTERS["chains"], **fields) == plain(name)
     assert texts(target, name, prefix_caching=False, mixed_prefill=False) == plain(name)
 
 
-@pytest.mark.full
-def test_a_draft_model_and_all_or_nothing_accepted(target, plain):
-    """The draft model's own pages keep the dtype of its weights."""
+@pytest.mark.slow
+@pytest.mark.parametrize("num_right", [(3,), (0,)], ids=["all", "nothing"])
+def test_all_or_nothing_accepted(target, plain, num_right):
     whole = [[*p, *t] for p, t in zip(PROMPTS, plain("int8"), strict=True)]
-    for num_right in ((3,), (0,)):
-        drafter = scripted_drafter(whole, num_right=num_right, vocab_size=61)
-        assert texts(target, "int8", drafter) == plain("int8")
+    drafter = scripted_drafter(whole, num_right=num_right, vocab_size=61)
+    assert texts(target, "int8", drafter) == plain("int8")
+
+
+@pytest.mark.full
+def test_a_draft_model(target, plain):
+    """Its own pages keep the dtype of its weights."""
     assert texts(target, "int8", tiny_llama(1)) == plain("int8")
 
 
@@ -114,8 +118,7 @@ def test_the_cache_is_not_that_of_the_weights(plain):
     assert len({str(plain(name)) for name in (None, *KV_CACHE_DTYPES)}) == 3
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
+@pytest.mark.parametrize("shape", quick([(1, 2), (2, 2)], slow=[(1, 2)]))
 def test_over_a_mesh(target, shape):
     devices = jax.devices()[: shape[0] * shape[1]]
     mesh = jax.make_mesh(shape, ("data", "tensor"), devices=devices)

@@ -57,8 +57,9 @@ def run(model, engine, mesh=None, **options):
     return [completion.token_ids for completion in stream.result()], stream
 
 
+@pytest.mark.slow  # the gate has the chain over a mesh
 @pytest.mark.parametrize("numerics", ["fast", "invariant"])
-@pytest.mark.parametrize("kind", ["chain", pytest.param("tree", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["chain", "tree"])
 def test_the_same_tokens(kind, numerics, in_lanes):
     engine = EngineConfig(page_size=16, max_rows=2, numerics=numerics)
     model = tiny_llama(0)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from helpers import first_layer, save_llama, tiny_llama
 from jax.sharding import Mesh, PartitionSpec
 
@@ -93,7 +94,7 @@ def single(target):
     return tokens, acceptance
 
 
-@pytest.mark.parametrize("num_shards", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_shards", quick([1, 2, 4, 8], 2, slow=[1, 8]))
 def test_tokens_of_one_device(target, single, num_shards):
     mesh, draft = mesh_of(tensor=8), first_layer(target)
     stream, tokens, acceptance = run(target, draft, mesh, draft_tensor_parallel_size=num_shards)
@@ -132,10 +133,12 @@ def test_drafts_of_every_kind(target, config):
     assert tokens == expected
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("most_logit_bytes", "depth"),
-    [(one_pass.MOST_LOGIT_BYTES, 3), (0, 2)],  # steps of an equal K would be shared
+    [
+        pytest.param(one_pass.MOST_LOGIT_BYTES, 3, marks=pytest.mark.slow),
+        pytest.param(0, 2, marks=pytest.mark.full),  # steps of an equal K would be shared
+    ],
 )
 def test_a_model_over_masks(target, monkeypatch, most_logit_bytes, depth):
     """Logits of all draft tokens at once, and of one after the other from slices of the head."""

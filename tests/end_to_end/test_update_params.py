@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from helpers import assert_engine_is_empty, first_layer, tiny_llama
 from replayed_weights import SCORE_TIE, Replay
 
@@ -162,7 +163,7 @@ def test_forty_requests_and_four_updates(make):
     assert any(len(done.cache_fills) > 1 for done in load.completions)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_five_hundred_requests_and_twenty_updates(make, say):
     load, num_preemptions, acceptance, num_ties = run_load(make(), 500, 20, deadline_s=0.1)
     num_tokens = sum(len(done.token_ids) for done in load.completions)
@@ -185,15 +186,16 @@ EAGLE3 = Eagle3Config(
 )
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", [None, "ngram", "history", "eagle3"])
+@pytest.mark.parametrize(
+    "kind", quick([None, "ngram", "history", "eagle3"], slow=[None, "ngram", "history"])
+)
 def test_any_drafter(make, kind):
     drafter = kind
     if kind == "eagle3":
         drafter = LoadedDrafter(
             kind, EagleDrafter(EAGLE3), eagle3.init(jax.random.key(1), EAGLE3, std=0.3)
         )
-    load, *_ = run_load(make(drafter=drafter), 80, 8, seed=kind or "none")
+    load, *_ = run_load(make(drafter=drafter), 40, 5, seed=kind or "none")
     assert any(len(set(done.params_versions)) > 1 for done in load.completions)
 
 
@@ -541,8 +543,7 @@ def test_a_drafter_that_broke_is_tried_again_only_with_weights_of_its_own(make, 
     assert all(map(replayed, completions.values()))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", quick(["int8", "fp8"], slow=["fp8"]))
 def test_pages_of_one_byte_are_filled_again_under_their_new_scales(target, make, dtype):
     config = dataclasses.replace(ENGINE, kv_cache_dtype=dtype)
     with make(config) as engine:

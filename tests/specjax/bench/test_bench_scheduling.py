@@ -52,7 +52,7 @@ def short(monkeypatch):
         monkeypatch.setattr(scheduling, name, value)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_page_says_what_the_document_holds(costs, short, tmp_path):
     document = {"environment": {"device": "made up"}}
     document |= scheduling.run({"toy pair": costs}, tmp_path)

@@ -479,7 +479,7 @@ def test_each_device_has_its_slice_of_the_logits(monkeypatch):
     quick(
         ["own tables", "from the anchor", "a Markov head", "DFlash2"],
         "DFlash2",
-        slow=["own tables", "from the anchor"],
+        slow=["own tables", "from the anchor", "a Markov head"],
     ),
 )
 def test_tokens_are_those_of_plain_decoding(temperature, name):
@@ -506,14 +506,14 @@ def test_it_takes_no_tree():
 
 
 @pytest.mark.full
-def test_its_confidence_anticipates_nothing():
+def test_a_recurrent_markov_head_with_confidence_keeps_the_contract():
     config, params = make_head(
         "a recurrent Markov head", has_confidence=True, confidence_reads_token=True
     )
     check_drafter(specjax.LoadedDrafter("head", DFlashDrafter(config), params), TARGET)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -559,7 +559,7 @@ def repeating():
     return target, specjax.LoadedDrafter("head", DFlashDrafter(config), head)
 
 
-@pytest.mark.parametrize("count", quick([2, 4], 4))
+@pytest.mark.parametrize("count", quick([2, 4], 4, slow=[2]))
 def test_a_head_that_knows_its_target_is_always_accepted(count):
     target, drafter = repeating()
     out = specjax.generate(
@@ -592,7 +592,7 @@ def counting():
     return target, specjax.LoadedDrafter("head", DFlashDrafter(config), head)
 
 
-@pytest.mark.parametrize("count", quick([1, 5], 5))
+@pytest.mark.parametrize("count", quick([1, 5], 5, slow=[1]))
 def test_a_markov_head_that_knows_its_target_is_always_accepted(count):
     """Its block says nothing: each draft token follows from the one before alone."""
     target, drafter = counting()

@@ -85,7 +85,7 @@ def test_a_head_that_copies_its_target_is_always_accepted(count):
 @pytest.mark.parametrize(
     "shape",
     [
-        pytest.param(None, marks=pytest.mark.full),
+        pytest.param(None, marks=pytest.mark.slow),
         pytest.param(
             static_shapes.from_rank_paths([[0], [1], [0, 0], [0, 1], [0, 0, 0]]),
             marks=pytest.mark.slow,

@@ -170,7 +170,11 @@ def test_what_it_says_is_what_its_equations_say(name, is_traced):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
     "name",
-    quick(["Medusa", "MLP", "MLP, tied", "MLP of one"], "Medusa", slow=["MLP, tied", "MLP of one"]),
+    quick(
+        ["Medusa", "MLP", "MLP, tied", "MLP of one"],
+        "Medusa",
+        slow=["MLP", "MLP, tied", "MLP of one"],
+    ),
 )
 def test_tokens_are_those_of_plain_decoding(temperature, name):
     """Even with a K that is larger than what the head drafts."""
@@ -186,7 +190,9 @@ def test_tokens_are_those_of_plain_decoding(temperature, name):
     assert len(found.stats.acceptance.drafted_at) == HEADS[name].most_drafts
 
 
-@pytest.mark.parametrize("name", quick(["Medusa", "MLP", "MLP, tied"], "MLP"))
+@pytest.mark.parametrize(
+    "name", quick(["Medusa", "MLP", "MLP, tied"], "MLP", slow=["Medusa", "MLP, tied"])
+)
 @pytest.mark.parametrize(
     "tree",
     [
@@ -278,7 +284,7 @@ def knowing(target, kind):
 
 
 @pytest.mark.parametrize("kind", ["Medusa", "MLP"])
-@pytest.mark.parametrize("count", quick([1, 3], 3))
+@pytest.mark.parametrize("count", quick([1, 3], 3, slow=[1]))
 def test_a_head_that_knows_its_target_is_always_accepted(kind, count):
     target = counting()
     out = specjax.generate(

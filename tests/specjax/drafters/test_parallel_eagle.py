@@ -163,7 +163,7 @@ def repeating():
     return target, specjax.LoadedDrafter("head", EagleDrafter(config), head)
 
 
-@pytest.mark.parametrize("count", quick([1, 4], 4))
+@pytest.mark.parametrize("count", quick([1, 4], 4, slow=[1]))
 def test_a_head_that_knows_its_target_is_always_accepted(count):
     target, drafter = repeating()
     num_tokens = 2 * (count + 1)
@@ -217,6 +217,7 @@ def test_the_state_of_masks_is_as_wide_as_what_is_captured():
     assert found == jax.ShapeDtypeStruct((CAPTURED * WIDTH,), jnp.float32)
 
 
-@pytest.mark.parametrize("name", quick(["own_tables", "two_layers"], slow=["own_tables"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["own_tables", "two_layers"])
 def test_it_keeps_the_contract_of_drafters(name):
     check_drafter(drafter_of(name), TARGET)

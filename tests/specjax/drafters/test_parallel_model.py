@@ -204,7 +204,7 @@ def test_a_step_takes_one_forward():
     assert (spec.num_nodes(DEPTH), spec.tree_slots(DEPTH)) == (1 + DEPTH, 0)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_it_keeps_the_contract_of_drafters():
     target = tiny_llama(3, vocab_size=VOCAB)
     check_drafter(specjax.LoadedDrafter("masks", ModelDrafter(CONFIG), MODEL.params), target)

@@ -70,7 +70,7 @@ def test_layers_whose_weights_are_not_found_are_all_compiled():
     assert layers_to_compile(config) == (16, 16)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_later_layers_that_are_wider_are_planned_for():
     config = dense_first_config(10)
     request = plan_request.PlanRequest(

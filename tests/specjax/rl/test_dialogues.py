@@ -236,8 +236,7 @@ def test_so_it_is_with_other_parameters(name, sampling):
     assert_same(batch, talk("plain", environment, sampling=sampling, num_samples=2))
 
 
-@FULL
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
+@pytest.mark.parametrize("shape", quick([(2,), (2, 2)], slow=[(2,)]))
 def test_over_a_mesh(shape):
     mesh = jax.make_mesh(shape, ("data", "tensor")[: len(shape)])
     split = build("history", dataclasses.replace(ENGINE, numerics="fast"), mesh=mesh)
@@ -247,7 +246,7 @@ def test_over_a_mesh(shape):
     chex.assert_trees_all_equal(batch.turns, expected().turns)
 
 
-@FULL
+@pytest.mark.slow
 @pytest.mark.goodput
 def test_rounding_is_all_that_remains_without_invariant_numerics():
     fast = dataclasses.replace(ENGINE, numerics="fast")
@@ -599,8 +598,7 @@ def test_refused_arguments(arguments, match):
 # Many
 
 
-@FULL
-@pytest.mark.parametrize("name", ["plain", "history"])
+@pytest.mark.parametrize("name", quick(["plain", "history"], slow=["history"]))
 def test_two_hundred_dialogues_with_a_tool_that_fails_or_hangs(name):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(8, 60, rng.integers(1, 25)).tolist() for _ in range(200)]

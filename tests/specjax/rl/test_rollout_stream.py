@@ -18,7 +18,6 @@ from specjax import EngineConfig, SamplingParams
 from specjax.engine.loop import Loop
 from specjax.rl.batch import ERROR
 
-FULL = pytest.mark.full
 EOS = 7
 RNG = np.random.default_rng(1)
 PROMPTS = [RNG.integers(8, 60, RNG.integers(1, 18)).tolist() for _ in range(9)]
@@ -108,7 +107,7 @@ def assert_is_free(own="plain"):
 # What it is a function of
 
 
-@pytest.mark.parametrize("name", quick(["plain", "history", "draft"], "plain"))
+@pytest.mark.parametrize("name", quick(["plain", "history", "draft"], "plain", slow=["draft"]))
 @pytest.mark.parametrize("in_order", [False, True])
 def test_the_samples_are_those_of_one_rollout(name, in_order):
     batches = list(begin(name, iter(PROMPTS), in_order=in_order, batch_groups=2))
@@ -121,7 +120,7 @@ def test_the_samples_are_those_of_one_rollout(name, in_order):
     assert_is_free(name)
 
 
-@FULL
+@pytest.mark.slow  # dialogues and rollouts have one in the gate
 def test_over_a_mesh():
     mesh = jax.make_mesh((2,), ("data",))
     split = build("history", dataclasses.replace(ENGINE, numerics="fast"), mesh=mesh)

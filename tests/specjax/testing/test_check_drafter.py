@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from helpers import AlternatingDrafter, MarginalsDrafter, tiny_llama
 from tap_keeper import TapKeeper
 
@@ -66,22 +67,11 @@ def check(spec: DrafterSpec) -> None:
     check_drafter(LoadedDrafter("mine", spec, params), TARGET, num_speculative_tokens=K)
 
 
-# What the quick set runs of these tests; each compiles steps of its own.
-QUICK = (
-    "ngram",
-    "changes its state",
-    "calls its pages rows",
-    "keeps more than it says",
-    "raises",
+# Each compiles steps of its own. The gate has those that draft from text: what a model drafts,
+# test_draft_model and tests of whole runs have, and heads have tests like this one.
+@pytest.mark.parametrize(
+    "name", quick(SPECS, "ngram", slow=[name for name in SPECS if name not in ("ngram", "history")])
 )
-
-
-def in_sets(names):
-    marks = pytest.mark.full
-    return [n if n in QUICK else pytest.param(n, marks=marks) for n in names]
-
-
-@pytest.mark.parametrize("name", in_sets(SPECS))
 def test_a_drafter_that_comes_with_specjax_holds(name):
     check(SPECS[name])
 
@@ -112,12 +102,12 @@ def test_the_example_of_the_docs_drafts(example):
     assert example["out"][0].token_ids == plain[0].token_ids
 
 
-@pytest.mark.full
+@pytest.mark.slow  # the page itself runs in the gate
 def test_the_example_of_the_docs_holds(example):
     exec(example["test"], example)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_head_of_the_docs_holds(example):
     weight = 0.3 * np.random.default_rng(0).standard_normal((32, 16), np.float32)
     head = LoadedDrafter("head", example["LinearHead"](), {"weight": weight})
@@ -345,7 +335,21 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", in_sets(WRONG))
+@pytest.mark.parametrize(
+    "name",
+    quick(
+        WRONG,
+        "changes its state",
+        "calls its pages rows",
+        "keeps more than it says",
+        "raises",
+        slow=[
+            "never catches up",
+            "leaves accepted nodes where they are",
+            "learns from such a slot",
+        ],
+    ),
+)
 def test_a_drafter_with_a_mistake_is_found(name):
     spec, message = WRONG[name]
     with pytest.raises(AssertionError, match=message):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from helpers import random_model, tiny_gpt2_config, tiny_llama_config
 from made_up_families import HERON, STILT_JSON, heron_config, stilt
 
@@ -31,8 +32,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", quick(FAMILIES, slow=["stilt", "llama", "qwen3", "gpt2"]))
 def test_a_right_family_holds(name):
     check_family(*FAMILIES[name])
 
