@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from helpers import ENGINE, first_layer, tiny_gpt2, tiny_llama
 
 import specjax
@@ -63,7 +64,7 @@ SLOW = pytest.mark.slow
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("sampling", SAMPLING)
+@pytest.mark.parametrize("sampling", quick(SAMPLING, slow=["greedy"]))
 @pytest.mark.parametrize(
     "tree", ["uneven", *(pytest.param(t, marks=SLOW) for t in TREES if t != "uneven")]
 )

@@ -39,11 +39,13 @@ MACHINES = {
             pytest.param(rows, machine, marks=pytest.mark.full)
             for rows, machine in [
                 (8, "steady"),
-                (1, "every second"),
                 (8, "every second"),
                 (1, "every 20 s"),
-                (8, "every 20 s"),
             ]
+        ),
+        *(
+            pytest.param(rows, machine, marks=pytest.mark.slow)
+            for rows, machine in [(1, "every second"), (8, "every 20 s")]
         ),
     ],
 )
@@ -175,7 +177,11 @@ DRAINS = lambda rng: rng.integers(32, 128, 8)
         (DRAINS, 0.3, 0.97),
         *(
             pytest.param(*at, marks=pytest.mark.full)
-            for at in [(SAME, 0.3, 0.97), (SAME, 0.8, 1.08), (DRAINS, 0.8, 1.15), (ONE, 0.8, 2.2)]
+            for at in [(DRAINS, 0.8, 1.15), (ONE, 0.8, 2.2)]
+        ),
+        *(
+            pytest.param(*at, marks=pytest.mark.slow)
+            for at in [(SAME, 0.3, 0.97), (SAME, 0.8, 1.08)]
         ),
     ],
 )

@@ -50,7 +50,7 @@ def test_tokens_are_those_of_plain_decoding(temperature):
     assert found[1].stats.acceptance.num_drafted > 20
 
 
-@pytest.mark.parametrize("count", quick([1, 3], 3))
+@pytest.mark.parametrize("count", quick([1, 3], 3, slow=[1]))
 def test_a_head_that_copies_its_target_is_always_accepted(count):
     """Half of its heads are the target's, and the others attend to their own token alone: they add
     its embedding. The norm of features makes them 0."""

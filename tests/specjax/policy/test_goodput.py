@@ -798,7 +798,11 @@ def test_short_generations_on_a_machine_that_others_use_are_never_slower(rows, r
 @pytest.mark.parametrize("are_processes", [False, pytest.param(True, marks=FULL)])
 @pytest.mark.parametrize(
     ("rows", "rate"),
-    [(1, 0.8), *(pytest.param(*at, marks=FULL) for at in [(1, 0.0), (8, 0.0), (8, 0.5), (8, 0.9)])],
+    [
+        (1, 0.8),
+        *(pytest.param(*at, marks=FULL) for at in [(8, 0.0), (8, 0.9)]),
+        *(pytest.param(*at, marks=pytest.mark.slow) for at in [(1, 0.0), (8, 0.5)]),
+    ],
 )
 def test_calls_that_have_a_policy_each_are_never_slower(rows, rate, are_processes):
     """What is known goes from call to call, or through a file; the first runs at two thirds of the
