@@ -146,6 +146,7 @@ def test_over_devices_that_hold_slices_of_the_vocabulary(target, partly):
     assert acceptance.num_accepted == alone.num_accepted > 0
 
 
+@pytest.mark.full
 def test_a_word_of_the_target_alone_is_never_drafted(target, partly):
     """Its token is chosen all the same: drafts leave it to the target."""
     loaded = load_drafter(partly, target)

@@ -109,6 +109,7 @@ def test_beside_history_no_match_is_too_long(name):
         HybridDrafter(HEADS[name], 512, 3).configured(config)
 
 
+@pytest.mark.full
 def test_k_above_what_is_ever_drafted_is_said_once():
     config = HEADS["medusa"].config
     head = specjax.LoadedDrafter("heads", HEADS["medusa"], medusa.init(jax.random.key(0), config))

@@ -508,6 +508,7 @@ def test_what_is_refused_of_dspark(tmp_path, more, change, match):
         read(folder)
 
 
+@pytest.mark.full  # that of EAGLE is in the quick set
 def test_a_folder_is_a_drafter(tmp_path):
     """In bfloat16, under generate; tokens are those of plain decoding."""
     config = config_of({"vocab_size": DRAFT_VOCAB}, **OWN_TABLES)
