@@ -19,13 +19,46 @@ from specjax.types import DecoderParams
 LAST_VERSION = 2**31 - 1  # versions are reported as int32
 
 
+class _Arrays(NamedTuple):
+    """All arrays of weights, as they were given."""
+
+    target: list[jax.Array]
+    drafter: list[jax.Array]
+
+
+class _Seen(NamedTuple):
+    """Weak references to arrays, so that the trainer can free them."""
+
+    target: list[weakref.ref[jax.Array]]
+    drafter: list[weakref.ref[jax.Array]]
+
+    @classmethod
+    def of(cls, arrays: _Arrays) -> _Seen:
+        """Returns references to arrays."""
+        return cls(*([*map(weakref.ref, part)] for part in arrays))
+
+    def is_of(self, arrays: _Arrays) -> bool:
+        """Returns whether these are the very same arrays."""
+        return all(
+            len(seen) == len(given) and all(ref() is x for ref, x in zip(seen, given))
+            for seen, given in zip(self, arrays)
+        )
+
+
+def _arrays_of(params: DecoderParams) -> _Arrays | None:
+    """Returns all arrays of weights; None if some may change in place."""
+    arrays = _Arrays([*leaves_of(params.target).values()], jax.tree.leaves(params.drafter))
+    are_fixed = all(isinstance(x, jax.Array) for part in arrays for x in part)
+    return arrays if are_fixed else None
+
+
 class Taken(NamedTuple):
     """Checked weights that steps may use, and the version that they have then."""
 
     params: DecoderParams  # on the devices of steps, split as steps have them
     is_new: bool  # whether they differ from the weights of the last time
     version: int
-    given: tuple[jax.Array, ...]  # the arrays that came; none if some may change in place
+    given: _Arrays | None  # the arrays that came; None if some may change in place
 
 
 class HandedWeights:
@@ -55,7 +88,7 @@ class HandedWeights:
         self._given = GivenWeights(layout, config, target, own, viewed=viewed)
         self._drafters = drafter_mover(drafter, others)
         self._target, self._drafter = target, drafter
-        self._leaves: tuple[weakref.ref, ...] = ()
+        self._used: tuple[_Seen, ...] = ()  # the weights in use, as they may come again
         self.version = 0
 
     @property
@@ -106,8 +139,7 @@ class HandedWeights:
             or the version is none that these weights may have.
         """
         given = _arrays_of(params)
-        is_same = bool(given) and len(given) == len(self._leaves)
-        is_same = is_same and all(ref() is x for ref, x in zip(self._leaves, given))
+        is_same = given is not None and any(each.is_of(given) for each in self._used)
         is_same = is_same and version in (None, self.version)
         # First, so that what is refused has changed nothing.
         version = self._version_of(version, is_same, increases)
@@ -117,18 +149,21 @@ class HandedWeights:
         _check_same(target, self._target, "params", "the tree of docs/weights-layout.md")
         drafter = self._moved_drafter(params.drafter) if has_drafter else params.drafter
         # Until `settle`, so that an exception in between leaves no reuse.
-        self._leaves = ()
+        self._used = ()
         return Taken(DecoderParams(target, drafter), not is_same, version, given)
 
     def settle(self, taken: Taken) -> None:
         """Notes that weights are in use."""
         self.version = taken.version
-        # Weak references, so that the trainer can free the arrays.
-        self._leaves = tuple(map(weakref.ref, taken.given))
+        if taken.given is not None:
+            # A drafter's weights come again as they were given, or as they were moved.
+            moved = taken.given._replace(drafter=jax.tree.leaves(taken.params.drafter))
+            self._used = _Seen.of(taken.given), _Seen.of(moved)
 
     def note(self, params: DecoderParams) -> None:
         """Notes that weights, in specjax's tree, are in use as version 0."""
-        self._leaves = tuple(map(weakref.ref, _arrays_of(params)))
+        given = _arrays_of(params)
+        self._used = () if given is None else (_Seen.of(given),)
 
     def _version_of(self, version: int | None, is_same: bool, increases: bool) -> int:
         """Returns the version of weights, as `take`; raises ValueError."""
@@ -148,7 +183,7 @@ class HandedWeights:
 
     def forget(self) -> None:
         """Counts the next weights as new, and frees converted ones."""
-        self._leaves = ()
+        self._used = ()
         for mover in self._movers:
             mover.drop()
 
@@ -173,12 +208,6 @@ def completed(params: Params | DecoderParams, drafter: Any) -> DecoderParams:
         return params
     own = params.target if isinstance(params, DecoderParams) else params
     return DecoderParams(own, drafter)
-
-
-def _arrays_of(params: DecoderParams) -> tuple[jax.Array, ...]:
-    """Returns all arrays of weights as they were given; none if some may change in place."""
-    leaves = (*leaves_of(params.target).values(), *jax.tree.leaves(params.drafter))
-    return leaves if all(isinstance(leaf, jax.Array) for leaf in leaves) else ()
 
 
 def wait_for(params: Params | DecoderParams) -> None:

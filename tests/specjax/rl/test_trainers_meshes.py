@@ -316,6 +316,12 @@ def test_a_draft_model_is_moved_once_too():
     assert_same(batch, expected(1))
     assert batch.metrics["weights_bytes_moved"] == size(draft.params)
     assert roll(decoder, both).metrics["weights_bytes_moved"] == 0
+    # The draft model's weights, as they were moved, are the same.
+    version = decoder.params_version
+    moved = DecoderParams(newer, decoder._handed._drafters.kept)
+    ours = jax.tree.unflatten(jax.tree.structure(draft.params), moved.drafter)
+    roll(decoder, DecoderParams(newer, ours))
+    assert decoder.params_version == version
 
 
 @pytest.mark.full
