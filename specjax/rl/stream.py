@@ -9,9 +9,10 @@ import collections
 import dataclasses
 import inspect
 import itertools
+import sys
 import time
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,11 +25,14 @@ from specjax.models.base import Params
 from specjax.rl.batch import ERROR, Rollout
 from specjax.rl.beginning import PromptSeeds, check_numbers, recorded, rule_of, without_text
 from specjax.rl.decoder import RolloutDecoder, check_decoder
+from specjax.rl.feed import Feed
 from specjax.rl.joined import JoinedDecoder
 from specjax.rl.reporting import ALARM_RATE, Run, alarm
 from specjax.rl.table import Table
 from specjax.runtime.jax_settings import check_not_traced, entrance, in_own_settings
 from specjax.types import DecoderParams
+
+ASK_AGAIN_S = 0.01  # seconds until a feed without a prompt is asked again while no row runs
 
 
 @entrance("specjax.rollout_stream")
@@ -57,11 +61,13 @@ def rollout_stream(
     Args:
       params: as for `rollout`. They are held until they are replaced or the stream is closed.
       prompts: an iterable, which may be endless, of texts or lists of token ids. A prompt is
-        taken from it when a row is about to come free.
+        taken from it when a row is about to come free. It may give None where it has no prompt
+        now: rows that run go on, and it is asked again after each step. An exception ends it.
       num_samples: completions of each prompt, a group.
       keep_first: how many of a group are returned: the first that end. The others are aborted.
         That prefers short completions: rewards that depend on length are biased.
-      batch_groups: groups in each Rollout; the last one may have fewer.
+      batch_groups: groups in each Rollout. The last one may have fewer, and so may one that is
+        returned because no row runs and the feed has no prompt now.
       sampling: as for `rollout`, for all prompts.
       prompt_width: width of the result's prompts; None: the longest of each Rollout. A prompt
         that is longer has finish reason ERROR.
@@ -174,13 +180,18 @@ class RolloutStream(Iterator[Rollout]):
             )
 
 
-def _rollouts(state: _State) -> Generator[Any, None, None]:
+def _rollouts(
+    state: _State, is_finalizing: Callable[[], bool] = sys.is_finalizing
+) -> Generator[Any, None, None]:
     try:
         yield None
         while (batch := state.next_batch()) is not None:
             yield batch
     finally:
-        state.close()
+        # A stream that is open when the program ends is dropped after the modules that closing it
+        # needs, and no global of this one may be left either.
+        if not is_finalizing():
+            state.close()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,7 +259,7 @@ class _State:
             sampling, n=options.num_samples, logprobs=sampling.logprobs or 0
         )
         self._seeds = PromptSeeds(sampling.seed)
-        self._feed: Iterator[Any] | None = feed
+        self._feed = Feed(feed)
         self._numbers = itertools.count()
         self._running: dict[Request, tuple[_Group, int]] = {}
         self._groups: dict[int, _Group] = {}  # not ended, by number
@@ -266,7 +277,11 @@ class _State:
 
     @in_own_settings
     def next_batch(self) -> Rollout | None:
-        """Runs until enough groups have ended; None once the feed is over and all were returned."""
+        """Runs until enough groups have ended; None once the feed is over and all were returned.
+
+        Raises:
+          Exception: what the feed raised, once all groups were returned that had begun.
+        """
         begun_at = time.perf_counter()
         run = Run(self._loop, begun_at)
         while True:
@@ -274,10 +289,14 @@ class _State:
             groups = self._ready()
             if groups:
                 return self._rollout(groups, run, begun_at)
-            if not self._loop.has_work:
-                assert self._feed is None, "no row runs, and prompts are left"
+            if self._loop.has_work:
+                self._take(self._loop.step())
+            elif self._feed.is_over:
+                self._feed.raise_error()
                 return None
-            self._take(self._loop.step())
+            else:
+                assert self._feed.has_none_now, "no row runs, and prompts are left"
+                time.sleep(ASK_AGAIN_S)
 
     def update_params(self, params: Any, version: int | None, recomputes: bool) -> None:
         """See RolloutStream.update_params."""
@@ -292,7 +311,8 @@ class _State:
         """Ends all that runs, and gives the decoder back."""
         if self._is_closed:
             return
-        self._is_closed, self._feed = True, None
+        self._is_closed = True
+        self._feed.close()
         try:
             self._loop.pause()
         finally:
@@ -302,21 +322,21 @@ class _State:
     # The feed
 
     def _pull(self) -> None:
-        """Takes prompts from the feed until more requests wait than rows are free."""
+        """Takes prompts from the feed until more requests wait than rows are free.
+
+        It stops where enough groups have ended: prompts that are refused never wait.
+        """
         scheduler = self._loop.scheduler
         num_free = len(scheduler.rows) - len(scheduler.occupied)
-        while self._feed is not None and len(scheduler.waiting) <= num_free and self._has_room():
-            try:
-                prompt = next(self._feed)
-            except StopIteration:
-                self._feed = None
+        self._feed.has_none_now = False
+        while len(scheduler.waiting) <= num_free and self._has_room() and not self._ready():
+            prompt = self._feed.next()
+            if prompt is None:
                 return
             self._begin(prompt)
 
     def _has_room(self) -> bool:
         """Returns whether more groups may begin: in order, ended ones wait for earlier ones."""
-        if not self._options.in_order:
-            return True
         at_a_time = -(-len(self._loop.scheduler.rows) // self._options.num_samples) + 1
         return len(self._ended) <= at_a_time + self._options.batch_groups
 
@@ -412,7 +432,7 @@ class _State:
             numbers = itertools.takewhile(self._ended.__contains__, in_order)
             groups = [self._ended[number] for number in numbers]
         groups = groups[: self._options.batch_groups]
-        is_rest = self._feed is None and not self._groups
+        is_rest = (self._feed.is_over or self._feed.has_none_now) and not self._groups
         return groups if len(groups) == self._options.batch_groups or is_rest else []
 
     def _kept(self, group: _Group) -> list[Request | None]:

@@ -285,16 +285,94 @@ def test_weights_that_are_nan_end_samples_with_errors():
     assert_is_free()
 
 
-def test_a_feed_that_raises_leaves_nothing():
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("first", [[], [PROMPTS[0]]])
+def test_prompts_that_are_refused_without_end_are_returned(first, in_order):
+    def feed():
+        yield from first
+        for _ in range(100):
+            yield [1] * (WIDTH + 1)
+        pytest.fail("prompts are taken without end")
+
+    with begin(prompts=feed(), in_order=in_order, batch_groups=2) as stream:
+        with pytest.warns(UserWarning, match="samples have finish reason ERROR"):
+            batches = list(itertools.islice(stream, 4))
+        assert [batch.num_samples for batch in batches] == [4] * 4
+        numbers = np.concatenate([batch.prompt_index for batch in batches])
+        if in_order:
+            assert numbers.tolist() == [number for number in range(8) for _ in range(2)]
+        assert stream.metrics["num_prompts"] <= 8 + 2 + 3
+    assert_is_free()
+
+
+def test_a_feed_that_raises_leaves_nothing_and_loses_nothing():
     def feed():
         yield from PROMPTS[:4]
         raise OSError("the disk is gone")
 
-    stream = begin(prompts=feed())
+    stream, batches = begin(prompts=feed(), batch_groups=3), []
     with pytest.raises(OSError, match="the disk is gone"):
-        list(stream)
+        batches.extend(stream)
+    # `extend` keeps what came before the exception.
+    assert [batch.num_samples for batch in batches] == [6, 2]
+    np.testing.assert_array_equal(joined(batches).completion_ids, expected().completion_ids[:8])
     assert_is_free()
     assert list(stream) == []
+
+
+def test_an_interrupt_in_the_feed_comes_at_once():
+    def feed():
+        yield PROMPTS[0]
+        raise KeyboardInterrupt
+
+    stream = begin(prompts=feed())
+    with pytest.raises(KeyboardInterrupt):
+        next(stream)
+    assert_is_free()
+
+
+# Feeds that wait
+
+
+def test_rows_go_on_while_the_feed_has_no_prompt():
+    """It has one at every third question."""
+    feed = (each for prompt in PROMPTS for each in (None, None, prompt))
+    batches = list(begin(prompts=feed))
+    assert [batch.num_samples for batch in batches] == [2] * 9
+    assert_same_samples(joined(batches), expected())
+    assert_is_free()
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_feed_may_wait_for_what_the_stream_returns(in_order):
+    batches = []
+
+    def feed():
+        for number, prompt in enumerate(PROMPTS[:3]):
+            for asked in itertools.count():
+                if len(batches) == number:
+                    break
+                if asked > 300:
+                    pytest.fail("the stream keeps the group that the feed waits for")
+                yield None
+            yield prompt
+
+    # Two groups are never there at the same time.
+    for batch in begin(prompts=feed(), batch_groups=2, in_order=in_order):
+        batches.append(batch)
+    assert [batch.num_samples for batch in batches] == [2] * 3
+    np.testing.assert_array_equal(joined(batches).completion_ids, expected().completion_ids[:6])
+    assert_is_free()
+
+
+def test_a_feed_without_a_prompt_is_asked_again_after_a_while(monkeypatch):
+    slept = []
+    monkeypatch.setattr("specjax.rl.stream.time.sleep", slept.append)
+    with begin(prompts=iter([None, None, None, PROMPTS[0], None])) as stream:
+        assert next(stream).num_samples == 2
+        assert slept == [specjax.rl.stream.ASK_AGAIN_S] * 3
+        assert list(stream) == []
+    assert stream.metrics["num_prompts"] == 1
 
 
 def test_an_interrupted_stream_holds_no_page(monkeypatch):
