@@ -65,14 +65,22 @@ class Run:
         table: Table,
         requests: dict[int, Request],
         begun_at: float,
+        *,
+        num_drawn: int | None = None,
     ) -> dict[str, Any]:
-        """Returns metrics for a logger; docs/rollouts.md describes them."""
+        """Returns metrics for a logger; docs/rollouts.md describes them.
+
+        Args:
+          begun_at: time.perf_counter() from which seconds count.
+          num_drawn: tokens that were drawn since; None: those of the requests.
+        """
         loop, counts, num_tokens = self._loop, AcceptanceCounts(), 0
         for request in requests.values():
             counts.merge(request.counts)
             num_tokens += len(request.output_token_ids) - request.num_resumed
         seconds = time.perf_counter() - begun_at
         compile_s = loop.compile_s - self._compile_s
+        drawn = num_tokens if num_drawn is None else num_drawn
         reasons = table.finish_reasons
         return {
             "num_samples": len(reasons),
@@ -88,7 +96,7 @@ class Run:
             "hand_over_s": self._hand_over_s,
             "weights_bytes_moved": decoder.weights_bytes_moved,
             "weights_move_s": decoder.weights_move_s,
-            "tokens_per_second": num_tokens / max(seconds - compile_s, 1e-9),
+            "tokens_per_second": drawn / max(seconds - compile_s, 1e-9),
             "num_drafted": counts.num_drafted,
             "num_accepted": counts.num_accepted,
             "acceptance_rate": counts.acceptance_rate,

@@ -283,14 +283,14 @@ class _State:
           Exception: what the feed raised, once all groups were returned that had begun.
         """
         begun_at = time.perf_counter()
-        run = Run(self._loop, begun_at)
+        run, num_drawn = Run(self._loop, begun_at), 0
         while True:
             self._pull()
             groups = self._ready()
             if groups:
-                return self._rollout(groups, run, begun_at)
+                return self._rollout(groups, run, begun_at, num_drawn)
             if self._loop.has_work:
-                self._take(self._loop.step())
+                num_drawn += self._step()
             elif self._feed.is_over:
                 self._feed.raise_error()
                 return None
@@ -377,6 +377,14 @@ class _State:
 
     # Samples
 
+    def _step(self) -> int:
+        """Steps, and notes the samples that ended; returns how many tokens were drawn."""
+        before = {request: len(request.output_token_ids) for request in self._running}
+        moved = self._loop.step()
+        num_drawn = sum(len(each.output_token_ids) - num for each, num in before.items())
+        self._take(moved)
+        return num_drawn
+
     def _take(self, moved: Sequence[Request]) -> None:
         """Notes the samples that ended, in the order of groups."""
         known = [(*self._running[each], each) for each in moved if each in self._running]
@@ -444,8 +452,13 @@ class _State:
         first = [s for _, s in sorted(zip(failed, group.ended), key=lambda each: each[0])]
         return [group.requests[s] for s in sorted(first[: self._options.keep_first])]
 
-    def _rollout(self, groups: list[_Group], run: Run, begun_at: float) -> Rollout:
-        """Returns the arrays of some groups, which leave the stream."""
+    def _rollout(self, groups: list[_Group], run: Run, begun_at: float, num_drawn: int) -> Rollout:
+        """Returns the arrays of some groups, which leave the stream.
+
+        Args:
+          begun_at: time.perf_counter() at which `next` was called.
+          num_drawn: tokens that were drawn since, of whatever groups.
+        """
         options, decoder = self._options, self._decoder
         for group in groups:
             del self._ended[group.number]
@@ -458,24 +471,23 @@ class _State:
         table = Table([group.prompt_token_ids for group, _ in kept], width, length)
         table.describe(self._sampling)
         table.prompt_index[:] = [group.number for group, _ in kept]
-        errors, requests = {}, {}
+        requests = {}
         for index, (group, request) in enumerate(kept):
             if request is None:
-                table.finish_reasons[index], errors[index] = ERROR, str(group.error)
+                table.finish_reasons[index], table.errors[index] = ERROR, str(group.error)
                 continue
             requests[index] = request
             table.seeds[index] = request.sampling_values["seeds"]
             table.fill(index, request, request.max_length)
-            if request.finish_reason == "error":
-                errors[index] = str(request.error)
-        metrics = run.metrics(decoder, table, requests, begun_at) | self._staleness(requests)
+        metrics = run.metrics(decoder, table, requests, begun_at, num_drawn=num_drawn)
+        metrics |= self._staleness(requests)
         alarm(metrics, decoder, ALARM_RATE)
-        _warn_of(errors, len(kept))
+        _warn_of(table.errors, len(kept))
         return table.placed(
             decoder.placing(None, len(kept)),
             sampling=recorded(dataclasses.replace(self._sampling, n=1), self._rule),
             metrics=metrics,
-            errors=errors,
+            errors=table.errors,
             is_exact=decoder.is_exact_under(self._rule),
         )
 

@@ -117,7 +117,7 @@ class Table:
         return [*prompt, *self.completion_ids[index, : self.starts[index]].tolist()]
 
     def fill(self, index: int, request: Request, most: int) -> None:
-        """Adds the tokens and counts that a request gained; it is the sample's newest turn.
+        """Adds what a request gained, and its error; it is the sample's newest turn.
 
         Args:
           most: tokens of prompt and completion at which it ends without a token budget.
@@ -142,6 +142,8 @@ class Table:
         if reason == LENGTH and len(request.token_ids) < most:
             reason = UNFINISHED
         self.finish_reasons[index] = self.turn_reasons[index, self.counts[index] - 1] = reason
+        if reason == ERROR:
+            self.errors[index] = str(request.error)
         self.num_drafted[index] += request.counts.num_drafted
         self.num_accepted[index] += request.counts.num_accepted
         self.num_steps[index] += request.counts.num_steps

@@ -975,6 +975,17 @@ def test_lengths_are_learned_once_all_samples_have_ended():
         assert slow.expected_length(prompt) == np.asarray(batch.lengths)[own].max()
 
 
+def test_errors_say_what_failed_while_samples_were_drawn():
+    embedding = target().params["embed_tokens"]
+    params = target().params | {"embed_tokens": embedding.at[11].set(jnp.nan)}
+    with pytest.warns(UserWarning, match="1 of 2 samples have finish reason ERROR"):
+        batch = roll("plain", params, prompts=[PROMPTS[1], [11]], num_samples=1)
+    assert batch.finish_reasons.tolist() == [STOP, ERROR]
+    np.testing.assert_array_equal(batch.completion_ids[0], expected().completion_ids[2])
+    assert list(batch.errors) == [1]
+    assert "the model's logits were NaN" in batch.errors[1]
+
+
 def test_weights_that_are_nan_raise_on_resuming_too():
     begun = roll("plain", token_budget=4)
     nan = jax.tree.map(lambda x: x * jnp.nan, target().params)

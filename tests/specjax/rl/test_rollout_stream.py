@@ -233,6 +233,20 @@ def test_tokens_that_were_in_flight_at_an_update_count_as_old(monkeypatch):
         assert set(np.unique(batch.params_versions[batch.loss_mask])) == {2}
 
 
+def test_tokens_per_second_count_what_was_drawn_since_the_last_rollout():
+    long = dataclasses.replace(SAMPLING, max_tokens=24, ignore_eos=True)
+    # Four rows draw both groups at the same time, and so they end.
+    with begin(prompts=PROMPTS[:2], sampling=long) as stream:
+        first, second = stream
+    for batch in (first, second):
+        assert batch.metrics["num_tokens"] == 48
+    drawn = first.metrics["tokens_per_second"] * (
+        first.metrics["rollout_s"] - first.metrics["compile_s"]
+    )
+    np.testing.assert_allclose(drawn, 96)
+    assert second.metrics["tokens_per_second"] == 0
+
+
 # The first of a group
 
 
@@ -282,6 +296,8 @@ def test_weights_that_are_nan_end_samples_with_errors():
         with pytest.warns(UserWarning, match="logits were NaN"):
             batches += itertools.islice(stream, 4)
         assert np.all(batches[-1].finish_reasons == ERROR)
+        assert list(batches[-1].errors) == [0, 1]
+        assert "logits were NaN" in batches[-1].errors[1]
     assert_is_free()
 
 
