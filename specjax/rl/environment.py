@@ -32,7 +32,9 @@ class Turn:
     # All of the dialogue: the prompt, earlier turns with their replies, and this turn.
     dialogue_token_ids: list[int]
     finish_reason: str  # "stop", or "length" at max_tokens or where no more fits
-    stop_reason: int | str | None  # the stop string, or the id of the stop token
+    # The stop string, or the id of the stop token. None with "length", and for a turn that ended
+    # in an earlier call, whose Rollout goes on.
+    stop_reason: int | str | None
     is_last: bool  # whether the dialogue ends here whatever the reply: it gives the reward alone
 
 

@@ -19,7 +19,7 @@ from specjax.config.sampling import SamplingParams
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
 from specjax.models.base import Params
-from specjax.rl.batch import ENVIRONMENT, LENGTH, UNFINISHED, Rollout
+from specjax.rl.batch import ENVIRONMENT, ERROR, LENGTH, STOP, UNFINISHED, Rollout
 from specjax.rl.beginning import (
     as_rows,
     asked_again,
@@ -46,6 +46,7 @@ from specjax.rl.table import Table
 from specjax.runtime.jax_settings import entrance
 from specjax.types import DecoderParams
 
+_FINISH_REASONS = {STOP: "stop", LENGTH: "length"}  # of turns that an environment replies to
 WAIT_S = 1.0  # longest wait for an environment while no row runs; a signal ends it too
 
 
@@ -98,7 +99,7 @@ def rollout_turns(
       sampling: as for `rollout`; max_tokens, min_tokens, stops and penalties are of each turn.
       completion_width: width of the result's completions, which hold all turns and replies;
         None: as many tokens as the decoder's rows have. A dialogue whose reply does not fit, with
-        one token after it, ends with finish reason LENGTH, without that reply.
+        one token after it or min_tokens, ends with finish reason LENGTH, without that reply.
       time_budget_s: seconds after which the call ends; dialogues are UNFINISHED then.
       num_samples, seeds, prompt_mask, prompt_width, params_version: as for `rollout`.
 
@@ -161,7 +162,7 @@ def rollout_turns(
         decoder.placing(getattr(given, "sharding", None), len(table.lengths)),
         sampling=recorded(sampling, rule),
         metrics=metrics,
-        errors=table.errors | dialogues.errors,
+        errors=table.errors | dialogues.failures,
         is_exact=decoder.is_exact_under(rule),
     )
 
@@ -208,18 +209,13 @@ class _Dialogues:
     ):
         self._decoder, self._table, self._calls = decoder, table, calls
         self._asked, self._max_turns = asked, max_turns
+        self._least = max(asked.min_tokens, 1)  # tokens of a turn
         self._running: dict[Request, int] = {}  # by request, the sample
         self._waiting: dict[Turn, int] = {}
         self._sample_index = _place_in_group(table.prompt_index)
         self._idle_s = 0.0
         self.requests: dict[int, Request] = {}
         self.failures: dict[int, str] = {}
-        self._request_errors: dict[int, str] = {}
-
-    @property
-    def errors(self) -> dict[int, str]:
-        """What was wrong with a request or with the environment, by sample."""
-        return self._request_errors | self.failures
 
     def metrics(self) -> dict[str, Any]:
         """Returns metrics beside those of every rollout."""
@@ -249,7 +245,7 @@ class _Dialogues:
             for index, request in requests.items():
                 self._begin(index, request)
             for index in unanswered:
-                self._ask(index, "stop", None)
+                self._ask(index, None)
             while loop.has_work or self._calls.has_work:
                 left = math.inf if deadline is None else deadline - time.perf_counter()
                 if left <= 0:
@@ -284,14 +280,13 @@ class _Dialogues:
             index = self._running.pop(request)
             self._fill(index, request)
             if self._table.is_answerable[index]:
-                self._ask(index, request.finish_reason, request.stop_reason)
-            else:
-                self._request_errors[index] = str(request.error)
+                self._ask(index, request.stop_reason)
 
     def _fill(self, index: int, request: Request) -> None:
         self._table.fill(index, request, request.max_length)
 
-    def _ask(self, index: int, finish_reason: str | None, stop_reason: int | str | None) -> None:
+    def _ask(self, index: int, stop_reason: int | str | None) -> None:
+        """Queues a sample's newest turn, which has ended, for the environment."""
         table, tokenizer = self._table, self._decoder.tokenizer
         start, end = int(table.starts[index]), int(table.lengths[index])
         prompt = table.prompt_ids[index][table.prompt_mask[index]].tolist()
@@ -305,9 +300,9 @@ class _Dialogues:
             token_ids=own,
             text=None if tokenizer is None else tokenizer.decode(own),
             dialogue_token_ids=[*prompt, *completion],
-            finish_reason=finish_reason or "stop",
+            finish_reason=_FINISH_REASONS[int(table.turn_reasons[index, table.counts[index] - 1])],
             stop_reason=stop_reason,
-            is_last=table.counts[index] >= self._max_turns or self._room(index) < 1,
+            is_last=table.counts[index] >= self._max_turns or self._room(index) < self._least,
         )
         self._waiting[turn] = index
         self._calls.ask(turn)
@@ -339,15 +334,14 @@ class _Dialogues:
             return
         if token_ids is None:
             return
-        if len(token_ids) >= self._room(index):
+        if len(token_ids) + self._least > self._room(index):
             table.finish_reasons[index] = LENGTH
             return
         table.reply(index, token_ids)
         try:
             request = newest_turns(self._decoder, table, [index], self._asked)[index]
-        except ValueError as error:  # min_tokens does not fit any more
-            table.finish_reasons[index] = LENGTH
-            self._request_errors[index] = str(error)
+        except ValueError as error:
+            table.finish_reasons[index], table.errors[index] = ERROR, str(error)
         else:
             self._begin(index, request)
 

@@ -479,6 +479,42 @@ def test_a_reply_that_does_not_fit_ends_a_dialogue_with_length():
     assert seen[-1].is_last == (int(batch.lengths[0]) == 20)
 
 
+@pytest.mark.parametrize("num_left", [7, 8])
+def test_a_reply_that_leaves_no_room_for_min_tokens_does_not_fit(num_left):
+    sampling = dataclasses.replace(SAMPLING, min_tokens=8)
+    seen = []
+
+    def environment(turn):
+        seen.append(turn)
+        return Reply(token_ids=[9] * (96 - num_left - len(turn.dialogue_token_ids)))
+
+    batch = talk(environment=environment, sampling=sampling, max_turns=5)
+    assert batch.errors == {}
+    is_own = np.asarray(batch.loss_mask) == np.asarray(batch.completion_mask)
+    if num_left == 7:
+        assert batch.turns.counts.tolist() == [1] * 4
+        assert batch.finish_reasons.tolist() == [LENGTH] * 4
+        assert is_own.all()  # the reply is not in it
+    else:
+        assert batch.turns.counts.tolist() == [2] * 4
+        assert not is_own.all(axis=1).any()
+        assert np.all((np.asarray(batch.turns.index) == 1).sum(axis=1) == 8)
+    # The environment hears that no reply fits any more.
+    assert [turn.is_last for turn in seen] == [turn.turn_index == 1 for turn in seen]
+
+
+def test_errors_say_what_failed_while_a_turn_was_drawn():
+    embedding = target().params["embed_tokens"]
+    params = target().params | {"embed_tokens": embedding.at[41].set(np.nan)}
+    environment = lambda turn: Reply(token_ids=[40 + turn.prompt_index], reward=1.0)
+    arguments = {"sampling": SAMPLING, "max_turns": 2}
+    with pytest.warns(UserWarning, match="1 of 8 samples have finish reason ERROR"):
+        batch = specjax.rollout_turns(decoder("plain"), params, PROMPTS, environment, **arguments)
+    assert np.flatnonzero(np.asarray(batch.finish_reasons) == ERROR).tolist() == [1]
+    assert list(batch.errors) == [1]
+    assert "the model's logits were NaN" in batch.errors[1]
+
+
 def failing(turn):
     if turn.turn_index == 1:
         if turn.prompt_index == 0:
@@ -567,8 +603,11 @@ def test_an_interrupted_call_holds_no_page(place, monkeypatch):
 def test_a_call_that_ran_out_of_time_goes_on():
     """Turns that run are continued, and turns that waited are asked about again."""
     begun = time.monotonic()
+    heard = np.zeros((8, 3), int)
 
     def environment(turn):
+        reason = {"stop": STOP, "length": LENGTH}[turn.finish_reason]
+        heard[2 * turn.prompt_index + turn.sample_index, turn.turn_index] = reason
         if turn.turn_index == 1 and time.monotonic() - begun < 1.5:
             time.sleep(1.5)
         return answer(turn)
@@ -577,8 +616,13 @@ def test_a_call_that_ran_out_of_time_goes_on():
     assert set(batch.finish_reasons.tolist()) == {UNFINISHED}
     with pytest.raises(ValueError, match="dialogues wait for an environment's reply"):
         specjax.rollout(decoder("plain"), target().params, batch)
-    batch = talk(prompts=batch, sampling=None)
+    heard[:] = 0
+    own = np.asarray(batch.turns.finish_reasons)
+    batch = talk("plain", environment, batch, sampling=None)
     assert_same(batch, expected())
+    waited = (own > 0) & (heard > 0)
+    assert set(heard[waited]) == {STOP, LENGTH}
+    np.testing.assert_array_equal(heard[heard > 0], batch.turns.finish_reasons[heard > 0])
 
 
 @pytest.mark.parametrize(
