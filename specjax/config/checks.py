@@ -1,4 +1,4 @@
-"""Checks of the type of a user's value."""
+"""Checks of the type of a user's value, and its text for a message."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ import operator
 from typing import Any, TypeGuard
 
 FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+
+
+def shown(value: Any, most: int = 100) -> str:
+    """Returns the repr of any object of a user's, cut to so many characters, for a message."""
+    try:
+        return repr(value)[:most]
+    except Exception:
+        return f"an object of {type(value).__name__} whose repr fails"
 
 
 def is_int(value: Any) -> TypeGuard[int]:

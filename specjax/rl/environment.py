@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from specjax.config.checks import shown
+
 # Seconds for which an event loop may be silent before it counts as blocked by a function.
 HEARTBEAT_S = 0.25
 
@@ -193,18 +195,15 @@ class EnvironmentCalls:
     def _split(self, call: _Call, result: Any) -> list[Answer]:
         """Returns the answers to the turns of a call that ended."""
         if isinstance(result, BaseException):
-            failure = EnvironmentFailure(f"it raised {result!r:.300}")
+            failure = EnvironmentFailure(f"it raised {shown(result, 300)}")
             return [Answer(turn, failure) for turn in call.turns]
-        replies = [result]
-        if self._is_batched:
-            is_list = isinstance(result, Sequence) and not isinstance(result, str)
-            if not is_list or len(result) != len(call.turns):
-                failure = EnvironmentFailure(
-                    f"it returned {result!r:.100} for {len(call.turns)} turns; expected a list of "
-                    "as many replies"
-                )
-                return [Answer(turn, failure) for turn in call.turns]
-            replies = list(result)
+        replies = _list_of(result) if self._is_batched else [result]
+        if replies is None or len(replies) != len(call.turns):
+            failure = EnvironmentFailure(
+                f"it returned {shown(result)} for {len(call.turns)} turns; expected a list of "
+                "as many replies"
+            )
+            return [Answer(turn, failure) for turn in call.turns]
         return [Answer(turn, _checked(reply)) for turn, reply in zip(call.turns, replies)]
 
     def _overdue(self) -> list[Answer]:
@@ -223,16 +222,32 @@ def _is_coroutine_function(function: Any) -> bool:
     return any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
 
+def _list_of(result: Any) -> list[Any] | None:
+    """Returns the items of a sequence; None for what is none."""
+    try:
+        is_list = isinstance(result, Sequence) and not isinstance(result, str)
+        return list(result) if is_list else None
+    except Exception:  # of a user's own sequence
+        return None
+
+
 def _checked(reply: Any) -> Any:
-    """Returns a reply, or the failure that it is."""
+    """Returns a reply, or the failure that it is, whatever its objects do."""
+    try:
+        return _answer_of(reply)
+    except Exception as error:
+        return EnvironmentFailure(f"its Reply raised {shown(error)}")
+
+
+def _answer_of(reply: Any) -> Any:
     if reply is None:
         return None
     if isinstance(reply, BaseException):
-        return EnvironmentFailure(f"it returned {reply!r:.300}")
+        return EnvironmentFailure(f"it returned {shown(reply, 300)}")
     if not isinstance(reply, Reply):
-        return EnvironmentFailure(f"it returned {reply!r:.100}; expected specjax.Reply or None")
+        return EnvironmentFailure(f"it returned {shown(reply)}; expected specjax.Reply or None")
     if not isinstance(reply.is_over, bool | np.bool_):
-        return EnvironmentFailure(f"its is_over is {reply.is_over!r:.100}; expected True or False")
+        return EnvironmentFailure(f"its is_over is {shown(reply.is_over)}; expected True or False")
     has = (reply.token_ids is not None) + (reply.text is not None)
     if has == 2 or (not has and not reply.is_over):
         return EnvironmentFailure(

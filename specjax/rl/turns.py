@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.config.checks import is_int, is_number
+from specjax.config.checks import is_int, is_number, shown
 from specjax.config.sampling import SamplingParams
 from specjax.engine.loop import Loop
 from specjax.engine.request import Request
@@ -328,9 +328,10 @@ class _Dialogues:
         table, reply = self._table, answer.reply
         try:
             token_ids = None if reply is None else self._tokens_of(index, answer.turn, reply)
-        except ValueError as error:
+        except Exception as error:  # whatever the objects of a reply do ends its own dialogue alone
+            is_said = isinstance(error, ValueError)
+            self.failures[index] = str(error) if is_said else f"its Reply raised {shown(error)}"
             table.finish_reasons[index] = ENVIRONMENT
-            self.failures[index] = str(error)
             return
         if token_ids is None:
             return
@@ -359,6 +360,8 @@ class _Dialogues:
         if reply.text is not None:
             if self._decoder.tokenizer is None:
                 raise ValueError("its Reply has text, and the model no tokenizer; set token_ids")
+            if not isinstance(reply.text, str):
+                raise ValueError(f"its text is {shown(reply.text)}; expected a str")
             return self._decoder.tokenizer.encode_more(reply.text)
         return self._decoder.checked_ids(reply.token_ids)
 
@@ -367,10 +370,10 @@ def _number(reward: Any) -> float:
     """Returns a reward; raises ValueError for what is no finite number of float32."""
     try:
         value = math.nan if isinstance(reward, str) else float(reward)
-    except (TypeError, ValueError):
+    except Exception:  # of a user's own object, too
         value = math.nan
     if not abs(value) <= float(np.finfo(np.float32).max):
-        raise ValueError(f"its reward is {reward!r:.100}; expected a finite number of float32")
+        raise ValueError(f"its reward is {shown(reward)}; expected a finite number of float32")
     return value
 
 

@@ -553,6 +553,48 @@ def test_a_reward_that_is_no_number_is_a_failure(reward):
     assert not np.any(batch.turns.rewards)
 
 
+class Raises:
+    """An object whose every use raises."""
+
+    def _fail(self, *_):
+        raise RuntimeError("no use")
+
+    __float__ = __iter__ = __len__ = __repr__ = __bool__ = _fail
+
+
+def test_a_reply_that_cannot_be_read_ends_its_own_dialogue_alone():
+    bad = {
+        (0, 0): Reply(text=123),
+        (0, 1): Reply(text=b"w5"),
+        (1, 0): Reply(token_ids=[1], reward=10**400),
+        (1, 1): Reply(token_ids=[1], reward=Raises()),
+        (2, 0): Reply(token_ids=Raises()),
+        (2, 1): Raises(),
+        (3, 0): Reply(text="\ud800"),
+    }
+
+    def environment(turn):
+        reply = bad.get((turn.prompt_index, turn.sample_index))
+        return answer(turn) if reply is None else reply
+
+    with pytest.warns(UserWarning, match="failed in 7 of 8 dialogues"):
+        batch = talk(environment=environment, num_samples=2)
+    assert batch.finish_reasons.tolist()[:7] == [ENVIRONMENT] * 7
+    for index, words in enumerate(
+        [
+            "its text is 123; expected a str",
+            "its text is b'w5'; expected a str",
+            "its reward is 1000",
+            "its reward is an object of Raises whose repr fails; expected a finite",
+            "its token_ids are an object of Raises whose repr fails",
+            "it returned an object of Raises whose repr fails; expected specjax.Reply",
+        ]
+    ):
+        assert words in batch.errors[index]
+    assert sorted(batch.errors) == list(range(7))
+    np.testing.assert_array_equal(batch.completion_ids[7], expected().completion_ids[7])
+
+
 def test_a_prompt_that_is_refused_leaves_the_others():
     with pytest.warns(UserWarning, match="1 of 3 samples were refused"):
         batch = talk(prompts=[PROMPTS[0], [1] * 96, PROMPTS[2]], prompt_width=18)

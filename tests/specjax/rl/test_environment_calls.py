@@ -150,6 +150,36 @@ def test_a_batch_may_fail_in_part_or_as_a_whole():
         assert all(words in replies[number].message for number in range(3))
 
 
+class Unreadable(list):
+    def _fail(self, *_):
+        raise RuntimeError("no use")
+
+    __iter__ = __repr__ = _fail
+
+
+class UnreadableReply(Reply):
+    is_over = property(lambda self: 1 / 0, lambda self, value: None)
+
+
+class UnreadableError(Exception):
+    __repr__ = Unreadable._fail
+
+
+def test_what_cannot_be_read_is_a_failure():
+    def raises(turns):
+        raise UnreadableError
+
+    for environment, words in (
+        (lambda turns: Unreadable([OVER] * 3), "it returned an object of Unreadable whose repr"),
+        (lambda turns: [UnreadableReply(text="a")] * 3, "its Reply raised ZeroDivisionError"),
+        (lambda turns: [UnreadableError()] * 3, "it returned an object of UnreadableError"),
+        (raises, "it raised an object of UnreadableError whose repr fails"),
+    ):
+        replies = asked(environment, is_batched=True)
+        assert len(replies) == 3
+        assert all(words in reply.message for reply in replies.values())
+
+
 def hangs(turn):
     if turn.prompt_index == 1:
         time.sleep(30)
