@@ -23,6 +23,7 @@ from specjax import sharding
 from specjax.api.assemble import Setup
 from specjax.api.handed_weights import completed
 from specjax.api.requests import Refused, token_ids
+from specjax.config.checks import shown
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import LOSSY_RULES, Rule
 from specjax.config.speculation import SpeculationConfig
@@ -280,8 +281,11 @@ class RolloutDecoder:
           ValueError: as `hand_over`; or the version is not above the last one.
         """
         assert self._loop is not None
-        given = completed(params, self._setup.drafter.params)
-        taken = self._handed.take(given, version, increases=True)
+        # The draft model goes on with the weights that it has. The loop holds none if it is off.
+        drafter = self._loop.params.drafter
+        if not jax.tree.leaves(drafter):
+            drafter = self._setup.drafter.params
+        taken = self._handed.take(completed(params, drafter), version, increases=True)
         self._loop.take_params(
             taken.params,
             is_new=taken.is_new,
@@ -342,9 +346,9 @@ class RolloutDecoder:
         try:
             ids = list(ids)
             return token_ids(self._setup.target, ids) if ids else []
-        except (TypeError, ValueError):
+        except Exception:  # of a user's own sequence, too
             raise ValueError(
-                f"its token_ids are {ids!r:.100}; expected whole numbers from 0 to "
+                f"its token_ids are {shown(ids)}; expected whole numbers from 0 to "
                 f"{self.config.vocab_size - 1}"
             ) from None
 
@@ -378,7 +382,16 @@ class RolloutDecoder:
 
     def forget(self) -> None:
         """Drops all text: the corpus, cached pages and learned lengths; and converted weights.
-        Nothing is recompiled."""
+        Nothing is recompiled.
+
+        Raises:
+          ValueError: a stream is open, whose samples it would end.
+        """
+        if self._stream is not None and self._stream() is not None:
+            raise ValueError(
+                "a rollout_stream is open on this decoder, and its samples would be lost; close it "
+                "first."
+            )
         self._told.clear()
         self._lengths.clear()
         self._handed.forget()

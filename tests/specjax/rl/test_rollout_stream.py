@@ -183,6 +183,39 @@ def test_new_weights_between_rollouts():
         stream.update_params(weights(1))
 
 
+@pytest.mark.parametrize(
+    "num_devices", [None, pytest.param(2, marks=FULL)], ids=["one_device", "mesh"]
+)
+def test_an_update_of_the_policy_alone_keeps_the_draft_model(num_devices):
+    if num_devices is None:
+        own = decoder("draft")
+    else:
+        fast = dataclasses.replace(ENGINE, numerics="fast")
+        own = build("draft", fast, mesh=jax.make_mesh((num_devices,), ("data",)))
+    built = first_layer(target()).params
+    draft = jax.tree.map(lambda leaf: leaf * 1.5, built)
+    both = specjax.DecoderParams(weights(0), draft)
+
+    def assert_runs(wanted):
+        running = stream._state._loop.params.drafter
+        chex.assert_trees_all_equal(jax.device_get(running), jax.device_get(wanted))
+
+    feed = itertools.cycle(PROMPTS)
+    with specjax.rollout_stream(own, both, feed, sampling=SAMPLING, params_version=1) as stream:
+        next(stream)
+        stream.update_params(weights(0))  # the same again
+        assert stream.params_version == 1
+        assert_runs(draft)
+        stream.update_params(weights(1))
+        assert stream.params_version == 2
+        assert own.weights_bytes_moved == 0 or num_devices
+        assert_runs(draft)
+        next(stream)
+        stream.update_params(specjax.DecoderParams(weights(2), built))
+        assert_runs(built)
+        next(stream)
+
+
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_no_token_is_too_old_and_no_prompt_is_lost(most):
     feed = PROMPTS * 3
@@ -444,6 +477,18 @@ def test_a_stream_that_works_takes_no_other_call(name):
 
     stream = begin(prompts=feed())
     assert sum(batch.num_samples for batch in stream) == 4
+    assert_is_free()
+
+
+def test_an_open_stream_keeps_its_decoder_from_forgetting():
+    own, batches = decoder("plain"), []
+    with begin() as stream:
+        for batch in stream:
+            batches.append(batch)
+            with pytest.raises(ValueError, match="its samples would be lost; close it first"):
+                own.forget()
+    assert_same_samples(joined(batches), expected())
+    own.forget()
     assert_is_free()
 
 
