@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -10,15 +9,13 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from specjax.config.checks import shown
-
-# Seconds for which an event loop may be silent before it counts as blocked by a function.
-HEARTBEAT_S = 0.25
+from specjax.rl.event_loops import EVENT_LOOPS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,9 +78,9 @@ class _Call:
 class EnvironmentCalls:
     """Calls of an environment that run at the same time as the device.
 
-    A plain function runs in a thread for each call, a coroutine function as a task of one event
-    loop in a thread. A call past its time limit is cancelled if it is a task, and abandoned if
-    it is a thread, which Python cannot end: its result is dropped.
+    A plain function runs in a thread for each call, a coroutine as a task of the process's event
+    loop, which other calls share. A call past its time limit is cancelled if it is a task, and
+    abandoned if it is a thread, which Python cannot end: its result is dropped.
 
     Args:
       timeout_s: seconds that one call may take from its beginning.
@@ -104,9 +101,6 @@ class EnvironmentCalls:
         self._running: dict[int, _Call] = {}
         self._results: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
         self._num_calls = 0
-        self._loops: list[
-            _LoopThread
-        ] = []  # the last one takes calls; a function blocks the others
 
     @property
     def has_work(self) -> bool:
@@ -138,8 +132,6 @@ class EnvironmentCalls:
             call.cancel()
         self._running.clear()
         self._waiting.clear()
-        while self._loops:
-            self._loops.pop().end()
 
     def _begin(self) -> None:
         while self._waiting and len(self._running) < self._most_calls:
@@ -154,14 +146,18 @@ class EnvironmentCalls:
             if self._is_async:
                 call.cancel = self._begin_task(number, argument)
             else:
-                self._begin_thread(number, argument)
+                self._begin_thread(number, argument, call)
 
-    def _begin_thread(self, number: int, argument: Any) -> None:
+    def _begin_thread(self, number: int, argument: Any, call: _Call) -> None:
         def run() -> None:
             try:
                 result = self._environment(argument)
                 if inspect.iscoroutine(result):
-                    result = asyncio.run(result)
+                    future = EVENT_LOOPS.submit(result)
+                    call.cancel = future.cancel
+                    if number not in self._running:  # its time was over before that
+                        future.cancel()
+                    result = future.result()
             except BaseException as error:
                 result = error
             self._results.put((number, result))
@@ -177,9 +173,7 @@ class EnvironmentCalls:
                 result = error
             self._results.put((number, result))
 
-        if not self._loops or not self._loops[-1].is_alive():
-            self._loops.append(_LoopThread())
-        return self._loops[-1].submit(run())
+        return EVENT_LOOPS.submit(run()).cancel
 
     def _collect(self, wait_s: float) -> list[Answer]:
         found: list[Answer] = []
@@ -254,36 +248,3 @@ def _answer_of(reply: Any) -> Any:
             "its Reply has neither or both of token_ids and text; set one, or is_over=True"
         )
     return reply
-
-
-class _LoopThread:
-    """An event loop in a thread of its own."""
-
-    def __init__(self):
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._run, name="specjax-environment-loop", daemon=True).start()
-
-    def submit(self, work: Coroutine[Any, Any, None]) -> Callable[[], Any]:
-        """Begins a coroutine; returns a function that cancels it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return future.cancel
-
-    def is_alive(self) -> bool:
-        """Returns whether no function blocks it."""
-        heard = threading.Event()
-        self._loop.call_soon_threadsafe(heard.set)
-        return heard.wait(HEARTBEAT_S)
-
-    def end(self) -> None:
-        """Cancels its tasks, and ends it once they have seen that."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-
-    def _run(self) -> None:
-        loop = self._loop
-        loop.run_forever()
-        if tasks := asyncio.all_tasks(loop):
-            for task in tasks:
-                task.cancel()
-            loop.run_until_complete(asyncio.wait(tasks))
-        loop.run_until_complete(loop.shutdown_asyncgens())
-        loop.close()

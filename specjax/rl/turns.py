@@ -84,9 +84,10 @@ def rollout_turns(
         Dialogues that waited for a reply are given to the environment again.
       environment: takes a `Turn` and returns a `Reply`, or None where the dialogue is over. A
         plain function runs in threads, one for each call; a coroutine function in one event loop
-        beside the rollout, and must not block it. An environment that raises, returns anything
-        else, or takes too long ends its own dialogue with finish reason ENVIRONMENT; the others
-        go on, and a warning is given at the end. `Rollout.errors` says what was wrong.
+        of the process, beside the rollout, and must not block it. An environment that raises,
+        returns anything else, or takes too long ends its own dialogue with finish reason
+        ENVIRONMENT; the others go on, and a warning is given at the end. `Rollout.errors` says
+        what was wrong.
       max_turns: most turns of a dialogue. The environment sees the last one as well: it gives
         its reward.
       turn_timeout_s: seconds that one call may take. A coroutine is cancelled then; a thread

@@ -1,12 +1,15 @@
 """Calls of an environment beside the device: limits, batches, failures. No model."""
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 
 from specjax.rl.environment import EnvironmentCalls, EnvironmentFailure, Reply, Turn
+from specjax.rl.event_loops import HEARTBEAT_S, EventLoops
 
 OVER = Reply(is_over=True)
 
@@ -242,3 +245,103 @@ def test_closing_cancels_what_runs():
     assert cancelled.wait(5)
     assert not calls.has_work
     assert calls.answers() == []
+
+
+# Event loops
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_what_belongs_to_an_event_loop_lasts_between_calls(is_plain):
+    """A semaphore belongs to the loop in which it was first waited for."""
+    one_at_a_time = asyncio.Semaphore(1)
+
+    async def environment(turn):
+        async with one_at_a_time:
+            return await coroutine(turn)
+
+    given = (lambda turn: environment(turn)) if is_plain else environment
+    for _ in range(3):
+        assert asked(given) == {number: by_number(number) for number in range(3)}
+
+
+@pytest.mark.parametrize("is_plain", [False, True])
+def test_a_call_that_hangs_leaves_the_next_one_alone(is_plain):
+    one_at_a_time = asyncio.Semaphore(1)
+    hangs_now = True
+
+    async def environment(turn):
+        async with one_at_a_time:
+            await asyncio.sleep(60 if hangs_now else 0)
+            return OVER
+
+    given = (lambda turn: environment(turn)) if is_plain else environment
+    replies = asked(given, timeout_s=0.1)
+    assert all("longer than 0.1 s" in reply.message for reply in replies.values())
+    hangs_now = False
+    assert set(map(id, asked(given).values())) == {id(OVER)}
+
+
+def test_a_loop_that_was_blocked_is_used_again():
+    async def loop_of(blocked_s=0.0):
+        begun.set()
+        time.sleep(blocked_s)
+        return asyncio.get_running_loop()
+
+    loops, begun = EventLoops(), threading.Event()
+    first = loops.submit(loop_of()).result(5)
+    begun.clear()
+    blocked = loops.submit(loop_of(4 * HEARTBEAT_S))
+    begun.wait()
+    others = [loops.submit(loop_of()).result(5) for _ in range(2)]
+    assert not blocked.done()
+    assert others[0] is others[1]
+    assert others[0] is not first
+    assert blocked.result(5) is first
+    assert loops.submit(loop_of()).result(5) is first
+    loops.close()
+
+
+def test_loops_that_are_closed_cancel_what_runs():
+    seen = []
+
+    async def hangs_on():
+        try:
+            seen.append("begun")
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)
+            seen.append("cancelled")
+
+    loops = EventLoops()
+    future = loops.submit(hangs_on())
+    while not seen:
+        time.sleep(0.001)
+    (thread,) = (loop._thread for loop in loops._loops)
+    loops.close()
+    assert seen == ["begun", "cancelled"]
+    assert not thread.is_alive()
+    assert future.done()
+    loops.close()
+
+
+def test_the_program_ends_while_a_coroutine_runs():
+    program = """
+import asyncio, threading
+from specjax.rl.event_loops import EVENT_LOOPS
+
+begun = threading.Event()
+
+async def hangs_on():
+    try:
+        begun.set()
+        await asyncio.sleep(60)
+    finally:
+        print("cancelled")
+
+EVENT_LOOPS.submit(hangs_on())
+begun.wait()
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "cancelled\n", "")
