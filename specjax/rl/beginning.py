@@ -132,22 +132,29 @@ def _seeded(
 class PromptSeeds:
     """Derives the seed of each prompt from one seed and the prompt's tokens.
 
-    A prompt that comes again gets another seed.
+    A prompt that comes again gets another seed. How often it came is known of the last
+    MOST_PROMPTS different prompts; once others were dropped, the seed of a prompt that is not
+    among them depends on its number in the feed, too.
     """
 
     def __init__(self, seed: int | None):
         """Takes random numbers for a seed of None; raises ValueError for one out of range."""
         self._seed = secrets.randbits(63) if seed is None else _checked_seed(seed)
+        # How often each prompt came, or a higher number.
         self._times: collections.OrderedDict[int, int] = collections.OrderedDict()
+        self._num_given, self._has_dropped = 0, False
 
     def next(self, token_ids: Sequence[int]) -> int:
         """Returns the seed of the next prompt."""
         text = np.asarray(token_ids, np.int64).tobytes()
         own = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
-        times = self._times.pop(own, 0)
+        # It came at most so often, and had lower numbers then.
+        times = self._times.pop(own, self._num_given if self._has_dropped else 0)
         self._times[own] = times + 1
+        self._num_given += 1
         if len(self._times) > MOST_PROMPTS:
             self._times.popitem(last=False)
+            self._has_dropped = True
         return derive_seed(self._seed ^ own, times)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import subprocess
+import sys
 
 import chex
 import jax
@@ -17,6 +19,7 @@ import specjax
 from specjax import EngineConfig, SamplingParams
 from specjax.engine.loop import Loop
 from specjax.rl.batch import ERROR
+from specjax.rl.beginning import PromptSeeds
 
 EOS = 7
 RNG = np.random.default_rng(1)
@@ -153,6 +156,42 @@ def test_prompts_are_taken_as_rows_come_free():
             assert count <= len(taken) <= count + 4
     assert stream.metrics["num_prompts"] == len(taken)
     assert_is_free()
+
+
+def test_prompts_that_come_again_have_other_seeds_however_many_came_between(monkeypatch):
+    monkeypatch.setattr("specjax.rl.beginning.MOST_PROMPTS", 3)
+    rng = np.random.default_rng(0)
+    seeds, first = PromptSeeds(5), PromptSeeds(5)
+    prompts = [[int(token)] for token in rng.integers(0, 6, 2000)]
+    given = {}
+    for prompt in prompts:
+        given.setdefault(prompt[0], []).append(seeds.next(prompt))
+    assert all(len(set(each)) == len(each) > 200 for each in given.values())
+    # Until one is dropped, the place in the feed does not matter.
+    other = PromptSeeds(5)
+    one_way = [first.next([token]) for token in (2, 1, 2)]
+    assert [one_way[1], one_way[0], one_way[2]] == [other.next([token]) for token in (1, 2, 2)]
+
+
+@FULL
+def test_a_stream_that_is_open_when_the_program_ends_is_silent():
+    program = """
+import itertools, sys
+sys.path.insert(0, "tests")
+from helpers import tiny_llama
+import specjax
+
+model = tiny_llama(0)
+engine = specjax.EngineConfig(page_size=8, max_rows=2, max_context=32, row_buckets=())
+decoder = specjax.build_decoder(model, engine=engine)
+sampling = specjax.SamplingParams(max_tokens=4)
+stream = specjax.rollout_stream(decoder, model.params, itertools.cycle([[1, 2]]), sampling=sampling)
+next(stream)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 # Weights
