@@ -387,11 +387,7 @@ class RolloutDecoder:
         Raises:
           ValueError: a stream is open, whose samples it would end.
         """
-        if self._stream is not None and self._stream() is not None:
-            raise ValueError(
-                "a rollout_stream is open on this decoder, and its samples would be lost; close it "
-                "first."
-            )
+        self._check_no_stream()
         self._told.clear()
         self._lengths.clear()
         self._handed.forget()

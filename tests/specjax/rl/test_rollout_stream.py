@@ -524,7 +524,7 @@ def test_an_open_stream_keeps_its_decoder_from_forgetting():
     with begin() as stream:
         for batch in stream:
             batches.append(batch)
-            with pytest.raises(ValueError, match="its samples would be lost; close it first"):
+            with pytest.raises(ValueError, match="a rollout_stream is open on this decoder"):
                 own.forget()
     assert_same_samples(joined(batches), expected())
     own.forget()
