@@ -21,6 +21,7 @@ from specjax.engine.loop import Loop
 from specjax.rl.batch import ERROR
 from specjax.rl.beginning import PromptSeeds
 
+FULL = pytest.mark.full
 EOS = 7
 RNG = np.random.default_rng(1)
 PROMPTS = [RNG.integers(8, 60, RNG.integers(1, 18)).tolist() for _ in range(9)]
