@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from specjax.checkpoints import folders, records, tokenizer_files
-from specjax.checkpoints.stored_tree import is_remote
+from specjax.checkpoints.stored_tree import is_remote, listed
 from specjax.drafters.loading import LoadedDrafter
 from specjax.layouts.converting import convert
 from specjax.models.base import Model
@@ -101,7 +102,8 @@ def save_orbax(
     Args:
       path: folder of checkpoints; it is made if it is absent.
       what: its arrays may lie on any mesh.
-      step: number of the checkpoint, from 0; None: the one after the newest.
+      step: number of the checkpoint, from 0; None: the one after the newest. Folders named by a
+        number count as checkpoints here and for `keep`, whatever they hold.
       keep: most checkpoints that stay in the folder; the oldest are deleted once this one is
         whole. None: all.
       wait: False: returns once the arrays may be changed, and the files are written by a thread.
@@ -112,6 +114,7 @@ def save_orbax(
       TypeError: `what` is neither.
       ValueError: the step is taken or older than the newest, or keep or step is out of range, or
         a spec or config has a field that cannot be saved.
+      RuntimeError: Orbax would not write this step.
     """
     document, texts, params = _contents(what)
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
@@ -135,16 +138,20 @@ def _saved(
     """Saves texts and weights as a checkpoint of a folder; see `save_orbax`."""
     if (earlier := _under_way.pop(str(folder), None)) is not None:
         earlier.wait()
-    step = _step(folder, step)
     items: dict[str, Any] = {folders.OWN_ITEM: FilesArgs(texts)}
     if jax.tree.leaves(params):  # n-grams have none
         in_chunks = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES), params)
         items[folders.PARAMS_ITEM] = ocp.args.PyTreeSave(params, in_chunks)
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
     manager = ocp.CheckpointManager(folder, options=options)
-    saving = Saving(str(folder / str(step)), manager)
     try:
-        manager.save(step, args=ocp.args.Composite(**items))
+        step = _step(folder, step, manager.all_steps())
+        saving = Saving(str(folder / str(step)), manager)
+        if not manager.save(step, args=ocp.args.Composite(**items)):
+            raise RuntimeError(
+                f"Orbax would not write {saving.path}; it has the steps "
+                f"{listed(map(str, manager.all_steps())) or 'none'}. Give another folder."
+            )
     except BaseException:
         manager.close()
         raise
@@ -174,12 +181,19 @@ def _contents(what: Any) -> tuple[dict[str, Any], dict[str, str], Any]:
     )
 
 
-def _step(folder: epath.Path, step: int | None) -> int:
-    """Returns the step of a new checkpoint."""
-    newest = max(folders.steps_in(folder), default=-1) if folder.is_dir() else -1
+def _step(folder: epath.Path, step: int | None, taken: Sequence[int]) -> int:
+    """Returns the step of a new checkpoint.
+
+    Args:
+      taken: the steps that Orbax sees, which writes none before the newest of them. Their folders
+        need not hold a checkpoint: a copy that was broken off leaves such folders too.
+    """
+    whole = folders.steps_in(folder)
+    newest = max([*whole, *taken], default=-1)
     if step is not None and step <= newest:
+        what = "the newest checkpoint" if newest in whole else "the folder without a checkpoint"
         raise ValueError(
-            f"{step=} is not after the newest checkpoint of {folder}, {newest}; name a later step, "
-            "delete that one, or give another folder."
+            f"{step=} is not after {what} of {folder}, {newest}; name a later step, delete that "
+            "one, or give another folder."
         )
     return newest + 1 if step is None else step

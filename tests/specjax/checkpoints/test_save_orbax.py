@@ -14,6 +14,7 @@ from concurrent import futures
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from asked_for import quick
 from etils import epath
@@ -114,6 +115,27 @@ def test_steps(tmp_path, model):
         specjax.load_orbax(tmp_path / "10", step=5)
     specjax.save_orbax(tmp_path, small, keep=2)
     assert folders.steps_in(tmp_path) == [12, 11]
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_a_folder_named_by_a_number_without_a_checkpoint(has_checkpoint, tmp_path):
+    """Orbax takes it for a step, and writes none before it."""
+    before = [0] if has_checkpoint else []
+    if has_checkpoint:
+        specjax.save_orbax(tmp_path, tiny_llama(0, num_layers=1))
+    (tmp_path / "7").mkdir()
+    model = tiny_llama(1, num_layers=1)
+    with pytest.raises(ValueError, match=r"step=3 is not after the folder without a .*, 7;"):
+        specjax.save_orbax(tmp_path, model, step=3)
+    assert specjax.save_orbax(tmp_path, model).path == str(tmp_path / "8")
+    assert folders.steps_in(tmp_path) == [8, *before]
+    assert_same(specjax.load_orbax(tmp_path).params, model.params)
+
+
+def test_a_step_that_orbax_does_not_write(tmp_path, monkeypatch):
+    monkeypatch.setattr(ocp.CheckpointManager, "should_save", lambda self, step: False)
+    with pytest.raises(RuntimeError, match=r"would not write .*/0; it has the steps none"):
+        specjax.save_orbax(tmp_path, tiny_llama(0, num_layers=1))
 
 
 def test_a_save_that_is_waited_for_later(tmp_path):
