@@ -55,7 +55,8 @@ def load_orbax(
       mesh: devices to split the weights over, as for `load_model`; a drafter's lie whole on each
         of them. None: the default device.
       mesh_axes: what axes of other names split, as for `load_model`.
-      dtype: of every weight, as for `load_model`; None: the stored one.
+      dtype: of every weight, as for `load_model`; None: the stored one. What `save_orbax` wrote may
+        have several; of a trainer's tree with several, one must be named.
       layout: of a trainer's tree, as for `convert`. Layers may be scanned.
       config: of the model, or the folder or the name of a model in Hugging Face format, whose
         config, tokenizer and sampling defaults are then used. What `save_orbax` wrote has its own;
@@ -118,7 +119,9 @@ def _model(
             f"the config that was given is not the one that {found.own} was saved with: "
             f"{difference:.1000}. Leave config out, or load another checkpoint."
         )
-    params = restore_model(found.tree, OWN_LAYOUT, config, devices=devices, dtype=dtype)
+    params = restore_model(
+        found.tree, OWN_LAYOUT, config, devices=devices, dtype=dtype, may_mix=True
+    )
     tokenizer = _tokenizer(found)
     said = document.get("generation_defaults")
     defaults = sampling_defaults(said if isinstance(said, dict) else {})

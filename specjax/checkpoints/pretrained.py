@@ -17,7 +17,7 @@ from specjax.checkpoints.stored_tree import listed
 from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import ModelDrafter
 from specjax.layouts.converting import convert
-from specjax.models.base import Json, Model, ModelConfig
+from specjax.models.base import Json, Model, ModelConfig, Params
 from specjax.models.families import family_of
 from specjax.models.hf_config import parse_config, read_config
 from specjax.models.weight_writing import tensors_of, write_files
@@ -69,8 +69,7 @@ def save_pretrained(
     _check_is_here(params)
     tensors = tensors_of(family_of(model.config).sources(model.config, ()), params)
     with written_whole(folder) as new:
-        dtypes = {jnp.dtype(leaf.dtype).name for leaf in jax.tree.leaves(params)}
-        _write_json(new / CONFIG, _config_json(model, sorted(dtypes)[0]))
+        _write_json(new / CONFIG, _config_json(model, _main_dtype(params)))
         _write_generation_config(new, model)
         _check_config(new, model.config)
         _write_tokenizer(new, model)
@@ -139,6 +138,15 @@ def _config_json(model: Model, dtype: str) -> Json:
     raw |= {"num_nextn_predict_layers": 0} if raw.get("num_nextn_predict_layers") else {}
     raw |= {"torch_dtype": dtype, "eos_token_id": _eos(model.config)}
     return {key: value for key, value in raw.items() if key != "dtype"}
+
+
+def _main_dtype(params: Params) -> str:
+    """Returns the name of the dtype with most bytes; config.json has room for one."""
+    num_bytes: dict[str, int] = {}
+    for leaf in jax.tree.leaves(params):
+        name = jnp.dtype(leaf.dtype).name
+        num_bytes[name] = num_bytes.get(name, 0) + leaf.nbytes
+    return max(num_bytes, key=lambda name: num_bytes[name])
 
 
 def _eos(config: ModelConfig) -> int | list[int] | None:

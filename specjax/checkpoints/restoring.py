@@ -53,6 +53,7 @@ def restore_model(
     root: str | None = None,
     devices: Devices = ONE_DEVICE,
     dtype: DTypeLike | None = None,
+    may_mix: bool = False,
 ) -> Params:
     """Returns the weights of a model, of a tree that may hold anything else beside them.
 
@@ -60,10 +61,12 @@ def restore_model(
       folder: of the tree.
       root: path of the weights in the tree, "" for its top; None: it is looked for.
       dtype: None: the stored one.
+      may_mix: whether arrays of several dtypes keep them where none is named. Otherwise they are
+        an error: a trainer's may be parts of different trees.
 
     Raises:
-      ValueError: names or shapes differ from the layout's, arrays are of several dtypes and none
-        is named, or they cannot be read.
+      ValueError: names or shapes differ from the layout's, arrays are of several dtypes, or they
+        cannot be read.
       NotImplementedError: the layout has no models like this config.
     """
     tree = open_tree(folder)
@@ -74,9 +77,11 @@ def restore_model(
     what = f"the tree of {tree.folder}" + (f" below {shown(found)}" if found else "")
     chosen = matching(arrays, layout, config, what, remedy=_REMEDY)
     _check_floating(arrays, tree)
-    dtype = _one_dtype(arrays, tree) if dtype is None else weight_dtype(dtype)
+    if dtype is None and not may_mix:
+        _check_one_dtype(arrays, tree)
     places = places_of(config, *devices)
-    return _read_all(arrays, chosen, config, np.dtype(dtype), places)
+    dtype_of = lambda array: weight_dtype(array.dtype.name if dtype is None else dtype)
+    return _read_all(arrays, chosen, config, dtype_of, places)
 
 
 def restore_tree(
@@ -136,25 +141,23 @@ def _check_floating(arrays: Mapping[str, StoredArray], tree: StoredTree) -> None
         )
 
 
-def _one_dtype(arrays: Mapping[str, StoredArray], tree: StoredTree) -> np.dtype:
-    """Returns the dtype of all weights."""
+def _check_one_dtype(arrays: Mapping[str, StoredArray], tree: StoredTree) -> None:
     dtypes = sorted({array.dtype.name for array in arrays.values()})
     if len(dtypes) > 1:
         raise ValueError(
             f"{tree.folder} holds weights of several dtypes, {listed(dtypes)}; say which one they "
             "are to have by dtype=."
         )
-    return weight_dtype(dtypes[0])
 
 
 def _read_all(
     arrays: Mapping[str, StoredArray],
     layout: Layout,
     config: ModelConfig,
-    dtype: np.dtype,
+    dtype_of: Callable[[StoredArray], np.dtype],  # of the weights in a stored array
     places: Any,
 ) -> Params:
-    leaves, structure = jax.tree_util.tree_flatten_with_path(config.param_shapes(dtype))
+    leaves, structure = jax.tree_util.tree_flatten_with_path(config.param_shapes("float32"))
     shardings = [None] * len(leaves) if places is None else jax.tree.leaves(places)
     by_array: dict[str, list[int]] = {}
     for index, (path, _) in enumerate(leaves):
@@ -163,6 +166,7 @@ def _read_all(
     results: list[Any] = [None] * len(leaves)
     for stored in sorted(by_array, key=lambda path: arrays[path].num_bytes, reverse=True):
         read = functools.cache(arrays[stored].read)  # all layers of a stack are of the same parts
+        dtype = dtype_of(arrays[stored])
         for index in by_array[stored]:
             path, leaf = leaves[index]
             name, layer = name_of(path)

@@ -173,6 +173,18 @@ def test_bfloat16_and_a_tied_head(tmp_path):
     assert_same(specjax.load_orbax(tmp_path).params, halved)
 
 
+@pytest.mark.parametrize("num_devices", [None, 2])
+def test_weights_of_several_dtypes_keep_them(num_devices, tmp_path):
+    model = tiny_llama(0, num_layers=2)
+    first, second = model.params["layers"]
+    layers = (first | {"input_norm": first["input_norm"].astype(jnp.bfloat16)}, second)
+    params = {**model.params, "layers": layers, "norm": model.params["norm"].astype(jnp.float16)}
+    specjax.save_orbax(tmp_path, dataclasses.replace(model, params=params))
+    mesh = None if num_devices is None else mesh_of(num_devices)
+    assert_same(specjax.load_orbax(tmp_path, mesh=mesh).params, params)
+    assert_same(specjax.load_orbax(tmp_path, dtype="bf16").params, params, jnp.bfloat16)
+
+
 def test_a_trainers_tree_under_our_names(tmp_path):
     model = tiny_llama(0)
     as_lists = {**model.params, "layers": list(model.params["layers"])}

@@ -115,6 +115,16 @@ def test_dtypes(dtype, tmp_path):
     assert "dtype" not in raw
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_dtype_of_most_bytes_is_that_of_the_config(dtype, tmp_path):
+    for rare in {"bfloat16", "float16", "float32"} - {dtype}:
+        model = tiny_llama(0, num_layers=1)
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), model.params)
+        params = {**params, "norm": params["norm"].astype(rare)}
+        specjax.save_pretrained(dataclasses.replace(model, params=params), tmp_path / rare)
+        assert json.loads((tmp_path / rare / "config.json").read_text())["torch_dtype"] == dtype
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_several_files(name, tmp_path):
     model = specjax.load_model(GOLDENS / name)
