@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.models import blocks, register, weights
-from specjax.models.base import Family, ModelConfig, RopeConfig
+from specjax.models.base import Family, ModelConfig, RopeConfig, embed_tokens
 from specjax.models.layers import rms_norm
 from specjax.models.weights import Source, Stacked, Weight, matrix, vector
 
@@ -126,7 +126,7 @@ def _heron_forward(
     head_norm = functools.partial(
         blocks.rms_norm_across_heads, eps=config.norm_eps, tensor_axis=tensor_axis
     )
-    x = params["embed_tokens"][token_ids]
+    x = embed_tokens(params, config, token_ids, tensor_axis)
     tables = blocks.rotary_tables(config, positions)
     new_caches = []
     for index, (layer, cache) in enumerate(zip(params["layers"], caches, strict=True)):

@@ -36,6 +36,7 @@ from specjax.models.base import (
 )
 from specjax.models.layers import (
     along_last_axis,
+    einsum,
     linear,
     rms_norm,
     rope_tables,
@@ -270,10 +271,10 @@ def experts(
     own = weights[..., None]
     # A product with 0 would be NaN where an expert that was not chosen overflows.
     shared = jnp.where(own != 0, active * own, jnp.zeros_like(active))
-    out = jnp.einsum("...ef,edf->...d", shared, layer["experts_down_proj"])
+    out = einsum("...ef,edf->...d", shared, layer["experts_down_proj"])
     out = sum_over_shards(out, tensor_axis)
     bias = layer.get("experts_down_proj_bias")
-    return out if bias is None else out + jnp.einsum("...e,ed->...d", weights, bias)
+    return out if bias is None else out + einsum("...e,ed->...d", weights, bias)
 
 
 def head(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -74,20 +76,44 @@ def linear(x: Array, weight: Array | View, dtype: DTypeLike | None = None) -> Ar
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def einsum(subscripts: str, x: Array, weight: Array) -> Array:
+    """Returns jnp.einsum of x and a weight in x's dtype; see `linear` where x has more digits."""
+
+    def product(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
+        return jnp.einsum(subscripts, x, weight, preferred_element_type=dtype)
+
+    if x.dtype != weight.dtype and x.dtype == jnp.float32:
+        return jax.lax.platform_dependent(
+            x,
+            weight,
+            cpu=lambda x, weight: product(x, weight.astype(x.dtype)),
+            default=functools.partial(_in_parts, product),
+        )
+    return product(x, weight)
+
+
 def _linear_in_parts(x: Array, weight: Array | View) -> Array:
-    """Returns `linear` of x in float32 and a weight of 16 bits, f32[..., out].
+    """Returns `linear` of x in float32 and a weight of 16 bits, f32[..., out]."""
+    return _in_parts(linear, x, weight)
+
+
+def _in_parts(product: Callable[..., Array], x: Array, weight: Array | View) -> Array:
+    """Returns product(x, weight, dtype) of x in float32 and a weight of 16 bits, in float32.
 
     Matrix units round their inputs to 16 bits unless they are told to multiply several times. Here
     x is split into three parts of 8 bits each, whose sum it is, and which the weight is read for
-    once.
+    once. A weight in float16 has more digits than bfloat16, and is widened.
     """
+    if weight.dtype != jnp.bfloat16:
+        with jax.default_matmul_precision("highest"):
+            return product(x, weight.astype(x.dtype), x.dtype)
     parts, rest = [], x
     for _ in range(3):
         # Not by a cast and back, which XLA may leave out.
         part = jax.lax.reduce_precision(rest, exponent_bits=8, mantissa_bits=7)
         parts.append(part.astype(jnp.bfloat16))
-        rest = rest - part
-    high, middle, low = linear(jnp.stack(parts), weight.astype(jnp.bfloat16), jnp.float32)
+        rest = jnp.where(jnp.isfinite(part), rest - part, 0.0)  # inf - inf would be NaN
+    high, middle, low = product(jnp.stack(parts), weight, jnp.float32)
     return high + (middle + low)
 
 

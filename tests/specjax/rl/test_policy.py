@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tiny_gpt2, tiny_llama
+from asked_for import quick
+from helpers import random_model, tiny_gpt2, tiny_llama
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from made_up_families import heron_config
 
 import specjax
 from specjax import EngineConfig, SamplingParams
@@ -25,12 +27,13 @@ MODELS = {
     "windows": lambda: tiny_llama(1, layer_windows=(5, None), qk_norm=True),
     "gpt2": lambda: tiny_gpt2(0),
 }
+EXPERTS = {"experts": lambda: random_model(heron_config(), 0)}
 BFLOAT16 = {"dtype": jnp.bfloat16}
 
 
 @functools.cache
 def model(name="llama"):
-    return MODELS[name]()
+    return (MODELS | EXPERTS)[name]()
 
 
 @functools.cache
@@ -155,15 +158,16 @@ def test_what_is_saved_for_the_backward_pass():
     assert saved(True) < 0.6 * saved(False)
 
 
-def test_bfloat16_with_hidden_states_in_float32():
+@pytest.mark.parametrize("name", quick(["llama", "gpt2", "experts"], "llama"))
+def test_bfloat16_with_hidden_states_in_float32(name):
     """The bounds are those that trainers need; without float32 the gap is some 30 times that."""
-    text = batch(engine=WIDE, **BFLOAT16)
-    narrow = batch(engine=ENGINE, **BFLOAT16)
-    params = model().params
-    wide = gap(logprobs(decoder(engine=WIDE, **BFLOAT16), params, text), text)
+    text = batch(name, engine=WIDE, **BFLOAT16)
+    narrow = batch(name, engine=ENGINE, **BFLOAT16)
+    params = model(name).params
+    wide = gap(logprobs(decoder(name, engine=WIDE, **BFLOAT16), params, text), text)
     assert wide["mean_gap"] < 2e-4
     assert wide["largest_gap"] < 5e-3
-    other = gap(logprobs(decoder(engine=ENGINE, **BFLOAT16), params, narrow), narrow)
+    other = gap(logprobs(decoder(name, engine=ENGINE, **BFLOAT16), params, narrow), narrow)
     assert other["mean_gap"] > 4 * wide["mean_gap"]
 
 
