@@ -252,6 +252,7 @@ def dense_causal_attention(
     key_mask: Array | None = None,
     positions: Array | None = None,
     precision: jax.lax.Precision | None = None,
+    queries_at_once: int | None = None,
 ) -> Array:
     """Returns attention over whole sequences without a cache, for training and as a reference.
 
@@ -264,13 +265,79 @@ def dense_causal_attention(
       positions: i32[batch, length], what a window counts in; None: places. Needed where padding
         stands inside a text.
       precision: of both products.
+      queries_at_once: most queries of a sequence whose scores exist at a time; the backward pass
+        computes these again. None: all, and the backward pass keeps them.
 
     Returns:
       [batch, length, heads, head_dim], in q's dtype; scores and softmax in float32.
     """
-    batch, length, heads, head_dim = q.shape
-    kv_heads = k.shape[-2]
-    grouped = q.reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+    length = q.shape[1]
+
+    def attend(queries: Array, places: Array) -> Array:
+        visible = _visible(places, length, window, key_mask, positions)
+        options = {"scale": scale, "softcap": softcap, "sinks": sinks, "precision": precision}
+        return _attention_of(queries, k, v, visible, **options)
+
+    if queries_at_once is None or length <= queries_at_once:
+        return attend(q, jnp.arange(length))
+    return _over_blocks(jax.checkpoint(attend), q, queries_at_once)
+
+
+def _over_blocks(attend: Callable[[Array, Array], Array], q: Array, size: int) -> Array:
+    """Returns attend(queries [batch, size, ...], their places) of all queries, block by block."""
+    batch, length = q.shape[:2]
+    count = -(-length // size)
+    wide = jnp.pad(q, ((0, 0), (0, count * size - length)) + ((0, 0),) * (q.ndim - 2))
+    blocks = jnp.moveaxis(wide.reshape(batch, count, size, *q.shape[2:]), 1, 0)
+    # Padding stands at the last place: a query that sees no key would give NaN.
+    places = jnp.minimum(jnp.arange(count * size), length - 1).reshape(count, size)
+    out = jax.lax.map(lambda block: attend(*block), (blocks, places))
+    return jnp.moveaxis(out, 0, 1).reshape(wide.shape)[:, :length]
+
+
+def _visible(
+    places: Array,
+    length: int,
+    window: int | None,
+    key_mask: Array | None,
+    positions: Array | None,
+) -> Array:
+    """Returns which keys queries see, bool[batch or 1, queries, length].
+
+    They stand at `places`, i32[queries]. The other arguments are those of `dense_causal_attention`.
+    """
+    distance = places[:, None] - jnp.arange(length)[None, :]
+    visible = (distance >= 0)[None]
+    if window is not None:
+        apart = distance[None]
+        if positions is not None:
+            apart = positions[:, places, None] - positions[:, None, :]
+        visible = visible & (apart < window)
+    if key_mask is not None:
+        # A query that sees no key would give NaN, in its gradient too.
+        visible = visible & (key_mask[:, None, :] | (distance == 0)[None])
+    return visible
+
+
+def _attention_of(
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Array | None,
+    precision: jax.lax.Precision | None,
+) -> Array:
+    """Returns the attention of queries [batch, queries, heads, head_dim], in their shape and dtype.
+
+    Args:
+      visible: from `_visible`; the others are those of `dense_causal_attention`.
+    """
+    batch, num_queries, heads, head_dim = q.shape
+    length, kv_heads = k.shape[1:3]
+    grouped = q.reshape(batch, num_queries, kv_heads, heads // kv_heads, head_dim)
     scores = jnp.einsum(
         "blkgd,bmkd->bkglm",
         grouped,
@@ -279,25 +346,13 @@ def dense_causal_attention(
         preferred_element_type=jnp.float32,
     )
     scores = scores * scale
-    distance = jnp.arange(length)[:, None] - jnp.arange(length)[None, :]
-    visible = (distance >= 0)[None]  # [batch, query, key]
-    if window is not None:
-        apart = distance[None]
-        if positions is not None:
-            apart = positions[:, :, None] - positions[:, None, :]
-        visible = visible & (apart < window)
-    visible = visible[:, None, None]  # [batch, kv_heads, group, query, key]
-    if key_mask is not None:
-        # A query that sees no key would give NaN, in its gradient too.
-        own = (distance == 0)[None, None, None]
-        visible = visible & (key_mask[:, None, None, None, :] | own)
     if softcap is not None:
         scores = soft_cap(scores, softcap)
-    scores = jnp.where(visible, scores, -jnp.inf)
+    scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
     if sinks is not None:
         own_sinks = sinks.astype(jnp.float32).reshape(1, kv_heads, -1, 1, 1)
         own_sinks = jnp.broadcast_to(own_sinks, (*scores.shape[:-1], 1))
         scores = jnp.concatenate([scores, own_sinks], axis=-1)
     weights = jax.nn.softmax(scores, axis=-1)[..., :length]
     out = jnp.einsum("bkglm,bmkd->blkgd", weights.astype(v.dtype), v, precision=precision)
-    return out.reshape(batch, length, heads, head_dim)
+    return out.reshape(q.shape)

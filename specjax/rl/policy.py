@@ -26,6 +26,9 @@ from specjax.types import DecoderParams
 
 # Most bytes of float32 logits that exist at once, forwards and backwards.
 LOGIT_BYTES = 2**28
+# Queries of a text whose attention scores exist at once, if memory is saved: with all of them the
+# scores grow with the square of the width.
+QUERIES_AT_ONCE = 256
 
 
 class PolicyLogProbs(NamedTuple):
@@ -63,7 +66,8 @@ def policy_logprobs(
       temperature: that the texts were sampled with, a number or f32[num_samples]. At 0 `tempered`
         equals `raw`.
       is_saving_memory: whether the backward pass computes the inside of layers, and logits, a
-        second time instead of keeping them.
+        second time instead of keeping them, and attention goes over 256 queries of a text at a
+        time.
 
     Raises:
       ValueError: the tree is not in the decoder's layout.
@@ -84,7 +88,8 @@ def _policy_logprobs(
 ) -> PolicyLogProbs:
     config, text = decoder.running_config, _Text.of(texts)
     params = decoder.cast(convert(given, decoder.layout, decoder.config))
-    run = functools.partial(_hidden, config, decoder.pages_dtype)
+    at_once = QUERIES_AT_ONCE if is_saving_memory else None
+    run = functools.partial(_hidden, config, decoder.pages_dtype, at_once)
     if is_saving_memory:
         run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(BRANCH))
     hidden = run(params, text)
@@ -138,7 +143,13 @@ class _Text(NamedTuple):
         return cls(ids, mask, ids[:, first:], mask[:, first:], before)
 
 
-def _hidden(config: ModelConfig, pages_dtype: jnp.dtype, params: Params, text: _Text) -> Array:
+def _hidden(
+    config: ModelConfig,
+    pages_dtype: jnp.dtype,
+    queries_at_once: int | None,
+    params: Params,
+    text: _Text,
+) -> Array:
     """Returns the normed output of the last layer, [num_samples, width, hidden_size]."""
     positions = jnp.maximum(jnp.cumsum(text.mask, axis=1, dtype=jnp.int32) - 1, 0)
 
@@ -152,6 +163,7 @@ def _hidden(config: ModelConfig, pages_dtype: jnp.dtype, params: Params, text: _
             sinks=sinks,
             key_mask=text.mask,
             positions=positions,
+            queries_at_once=queries_at_once,
             precision=precision_of(q.dtype),
             **config.attention_options(layer),
         )

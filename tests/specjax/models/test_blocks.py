@@ -182,3 +182,52 @@ def test_taps_of_layers_that_are_not_there(tap):
         ValueError, match=rf"must be from 0 to num_layers=2 \+ 1.*\[{tap}\] are not"
     ):
         blocks.Taps((0, tap), 2)
+
+
+@pytest.mark.parametrize("length", [16, 17, 30, 32])  # whole blocks of 16, one query in a block
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"window": 5, "softcap": 3.0},
+        {"has_sinks": True, "window": 20},
+        {"has_mask": True},
+        {"has_mask": True, "has_positions": True, "has_sinks": True, "window": 4},
+        {"dtype": jnp.bfloat16, "has_mask": True},
+    ],
+    ids=str,
+)
+def test_attention_over_blocks_of_queries(options, length):
+    options = dict(options)
+    dtype = options.pop("dtype", jnp.float32)
+    mask = np.random.default_rng(length).random((3, length)) < 0.6
+    mask[1], mask[2] = False, np.arange(length) < 3  # nothing but padding, and padding at the end
+    extra = {"key_mask": mask} if options.pop("has_mask", False) else {}
+    if options.pop("has_positions", False):
+        extra["positions"] = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+    q, k, v, ct = (jnp.asarray(normal(3, length, n, 8), dtype) for n in (4, 2, 2, 4))
+    sinks = jnp.asarray(normal(4)) if options.pop("has_sinks", False) else None
+    extra = jax.tree.map(jnp.asarray, extra)
+
+    def of(queries_at_once):
+        def attend(q, k, v, sinks):
+            return dense_causal_attention(
+                q,
+                k,
+                v,
+                scale=0.3,
+                sinks=sinks,
+                queries_at_once=queries_at_once,
+                **options,
+                **extra,
+            )
+
+        out, backwards = jax.vjp(attend, q, k, v, sinks)
+        return out, backwards(ct)
+
+    whole, parts = jax.jit(lambda: of(None))(), jax.jit(lambda: of(16))()
+    bound = 1e-5 if dtype == jnp.float32 else 0.1
+    for ours, theirs in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert np.isfinite(np.float32(ours)).all()
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), atol=bound, rtol=bound)

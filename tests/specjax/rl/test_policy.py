@@ -116,11 +116,36 @@ def test_a_temperature_per_sample_and_none():
     np.testing.assert_allclose(told.tempered[2], told.raw[2], rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", quick([*MODELS, "experts"], "windows"))
+def test_attention_over_blocks_of_queries_is_what_rollouts_report(name, monkeypatch):
+    monkeypatch.setattr(policy, "QUERIES_AT_ONCE", 8)  # of 31
+    assert batch(name).token_ids.shape[1] % 8
+    test_in_float32_it_is_what_rollouts_report(name)
+
+
+@pytest.mark.full
+def test_memory_grows_with_the_width_and_not_its_square():
+    run = decoder()
+
+    def temp_bytes(width):
+        ids, mask = (jax.ShapeDtypeStruct((4, width // 2), dtype) for dtype in (jnp.int32, bool))
+        loss = lambda params, texts: specjax.policy_logprobs(
+            run, params, texts, temperature=1.0
+        ).raw.sum()
+        texts = specjax.Texts(ids, mask, ids, mask)
+        compiled = jax.jit(jax.grad(loss)).lower(model().params, texts).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    narrow, wide = temp_bytes(512), temp_bytes(2048)
+    assert narrow < wide < 5 * narrow
+
+
 @pytest.mark.parametrize("is_saving_memory", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_gradients_are_those_of_a_plain_forward(name, is_saving_memory, monkeypatch):
     if is_saving_memory:  # logits in chunks of five tokens of each sample, the last not full
         monkeypatch.setattr(policy, "LOGIT_BYTES", 4 * model(name).config.vocab_size * 4 * 5)
+        monkeypatch.setattr(policy, "QUERIES_AT_ONCE", 8)
     run, text = decoder(name), batch(name)
     weights = jax.random.normal(jax.random.key(0), (4, 24))
 
@@ -219,7 +244,8 @@ def test_a_tree_in_another_layout():
         pytest.param((1, 2), AxisType.Explicit, marks=pytest.mark.full),
     ],
 )
-def test_over_a_mesh(shape, kind):
+def test_over_a_mesh(shape, kind, monkeypatch):
+    monkeypatch.setattr(policy, "QUERIES_AT_ONCE", 8)
     devices = np.array(jax.devices()[: math.prod(shape)]).reshape(shape)
     mesh = Mesh(devices, ("data", "tensor"), axis_types=(kind, kind))
     config = model().config
