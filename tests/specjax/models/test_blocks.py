@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from asked_for import quick
 from helpers import tiny_llama_config
 from jax.sharding import Mesh, PartitionSpec
 
@@ -184,7 +185,8 @@ def test_taps_of_layers_that_are_not_there(tap):
         blocks.Taps((0, tap), 2)
 
 
-@pytest.mark.parametrize("length", [16, 17, 30, 32])  # whole blocks of 16, one query in a block
+# Whole blocks of 16, one query in the last, and most of it.
+@pytest.mark.parametrize("length", quick([16, 17, 30, 32], 17))
 @pytest.mark.parametrize(
     "options",
     [
