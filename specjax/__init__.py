@@ -162,6 +162,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "testing":  # a module, whose names are those of tests
+        return importlib.import_module("specjax.testing")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

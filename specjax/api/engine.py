@@ -253,7 +253,7 @@ class Engine:
         version: int | None = None,
         running: str = "keep",
     ) -> int:
-        """Replaces the weights, from the next step on; compiles nothing.
+        """Replaces the weights, from the next step on; compiles no step.
 
         A burst that the device runs ends under the earlier weights. Requests that wait, and
         those whose prompt is fed only in part, are fed under the new weights. All others go

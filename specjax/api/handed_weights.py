@@ -148,14 +148,14 @@ class HandedWeights:
         target = self._given(params.target)
         _check_same(target, self._target, "params", "the tree of docs/weights-layout.md")
         drafter = self._moved_drafter(params.drafter) if has_drafter else params.drafter
-        # Until `settle`, so that an exception in between leaves no reuse.
-        self._used = ()
+        if not is_same:  # until `settle`, so that an exception in between leaves no reuse
+            self._used = ()
         return Taken(DecoderParams(target, drafter), not is_same, version, given)
 
     def settle(self, taken: Taken) -> None:
         """Notes that weights are in use."""
         self.version = taken.version
-        if taken.given is not None:
+        if taken.is_new and taken.given is not None:
             # A drafter's weights come again as they were given, or as they were moved.
             moved = taken.given._replace(drafter=jax.tree.leaves(taken.params.drafter))
             self._used = _Seen.of(taken.given), _Seen.of(moved)

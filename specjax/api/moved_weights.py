@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from specjax import sharding
 from specjax.layouts.once import Once
 from specjax.layouts.tables import Leaves
 
@@ -36,7 +35,7 @@ class Source(NamedTuple):
             return MADE
         if is_in_place(array, self.place):
             return KEPT
-        if self.place is None or not isinstance(array, jax.Array):
+        if self.place is None or not isinstance(array, jax.Array) or not _is_on_device(array):
             return COPIED
         places = array.sharding, self.place
         own, steps = (place.devices_indices_map(array.shape) for place in places)
@@ -72,7 +71,7 @@ class WeightMover:
           ValueError: as the function of sources, or an array was deleted.
         """
         described = lambda array: (getattr(array, field, None) for field in _OF_A_FORM)
-        key = tuple((path, *described(array)) for path, array in arrays.items())
+        key = tuple((path, *described(x), _place_of(x)) for path, x in arrays.items())
         if key not in self._forms:
             self._forms[key] = _Form(self._sources_of(arrays), arrays)
         form = self._forms[key]
@@ -101,7 +100,7 @@ class WeightMover:
         return [leaf for form in self._forms.values() for leaf in form.once.result or ()]
 
 
-_OF_A_FORM = "shape", "dtype", "weak_type", "sharding"
+_OF_A_FORM = "shape", "dtype", "weak_type"
 
 
 class _Form:
@@ -134,7 +133,7 @@ class _Form:
 
     def _move(self, arrays: Leaves) -> list[jax.Array]:
         """Returns the leaves that are not handed on, in their order."""
-        arrays = jax.block_until_ready({path: _automatic(x) for path, x in arrays.items()})
+        arrays = jax.block_until_ready({path: _usable(x) for path, x in arrays.items()})
         groups: dict[Any, list[int]] = {}
         for index, (source, way) in enumerate(zip(self._moved, self._ways, strict=True)):
             if way == MADE:
@@ -182,7 +181,7 @@ class _Form:
 
 def is_in_place(array: Any, place: NamedSharding | None) -> bool:
     """Returns whether an array lies where steps need it."""
-    if not isinstance(array, jax.Array):
+    if not isinstance(array, jax.Array) or not _is_on_device(array):
         return False
     return place is None or array.sharding.is_equivalent_to(place, array.ndim)
 
@@ -221,10 +220,39 @@ def _devices_of(place: Any) -> tuple[Any, ...] | None:
     return tuple(sorted(place.device_set, key=lambda device: device.id))
 
 
-def _automatic(array: Any) -> Any:
-    """Returns an array with automatic axes: those of type Explicit are part of an array's type."""
+def _usable(array: Any) -> Any:
+    """Returns an array in the memory of its devices, with automatic axes.
+
+    Axes of type Explicit are part of an array's type.
+    """
+    place = getattr(array, "sharding", None)
+    if place is None:
+        return array
+    if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
+        place = NamedSharding(Mesh(place.mesh.devices, place.mesh.axis_names), place.spec)
+    elif _is_on_device(array):
+        return array
+    else:
+        place = place.with_memory_kind(_memory_of(array))
+    return jax.device_put(array, place)
+
+
+def _place_of(array: Any) -> Any:
+    """Returns the sharding of an array, spelled in one way: P("a") and P("a", None) are equal."""
     place = getattr(array, "sharding", None)
     if not isinstance(place, NamedSharding):
-        return array
-    mesh = sharding.automatic(place.mesh if isinstance(place.mesh, Mesh) else None)
-    return array if mesh is None else jax.device_put(array, NamedSharding(mesh, place.spec))
+        return place
+    spec = [*place.spec]
+    while spec and spec[-1] is None:
+        spec.pop()
+    return place.mesh, tuple(spec), place.memory_kind
+
+
+def _is_on_device(array: jax.Array) -> bool:
+    """Returns whether an array is in the memory of its devices, not in that of the host."""
+    return array.sharding.memory_kind in (None, _memory_of(array))
+
+
+def _memory_of(array: jax.Array) -> str:
+    """Returns the kind of memory that an array's devices compute in."""
+    return next(iter(array.sharding.device_set)).default_memory().kind

@@ -925,9 +925,18 @@ class Decoder:
         """Returns shapes and dtypes of the weights, which are part of an executable's key."""
         if params is not None and params is not self._signed:
             own = lambda x: (x.heads_axis, x.array.shape) if is_view(x) else x.shape
-            self._weights_signature = tuple((own(x), x.dtype) for x in matrices_of(params))
+            matrices = [(own(x), x.dtype) for x in matrices_of(params)]
+            self._weights_signature = (*matrices, *self._other_device_of(params))
             self._signed = params
         return () if params is None else self._weights_signature
+
+    def _other_device_of(self, params: DecoderParams) -> tuple[int, ...]:
+        """Returns the number of the device that weights lie on, if it is not the usual one."""
+        if self.mesh is not None:
+            return ()
+        leaves = (x for x in jax.tree.leaves(params) if isinstance(x, jax.Array))
+        devices = set().union(*(x.sharding.device_set for x in leaves if x.committed))
+        return tuple(sorted(each.id for each in devices - {self.device}))
 
 
 def _shape_of(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -75,7 +75,10 @@ class RunState:
           ValueError: the weights lie over several devices, and there is no mesh.
         """
         params = self.decoder.place_params(params)
-        used = [x for x in jax.tree.leaves(self.params.target) if isinstance(x, jax.Array)]
+        # Between rollouts there are none in use: then the rows say where.
+        weights, state = map(jax.tree.leaves, (self.params.target, self.device_state))
+        used = [x for x in weights if isinstance(x, jax.Array)]
+        used = used or [x for x in state if isinstance(x, jax.Array) and x.committed]
         if self.decoder.mesh is not None or not used:
             return params
         (device,) = used[0].sharding.device_set

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -112,5 +113,6 @@ def _check(
             f"behaviour {jnp.shape(behaviour)}, other {jnp.shape(other)} and mask "
             f"{jnp.shape(mask)} must be [num_samples, width] alike."
         )
-    if not 0 <= lowest < highest:
+    is_known = not any(isinstance(bound, jax.core.Tracer) for bound in (lowest, highest))
+    if is_known and not 0 <= lowest < highest:
         raise ValueError(f"{lowest=} and {highest=} must be in order, from 0.")

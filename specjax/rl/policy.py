@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
@@ -70,17 +71,30 @@ def policy_logprobs(
         time.
 
     Raises:
-      ValueError: the tree is not in the decoder's layout.
+      ValueError: the tree is not in the decoder's layout, or a temperature that is not traced is
+        none.
     """
     check_decoder(decoder)
     if not isinstance(batch, Rollout | Texts):
         raise TypeError(f"batch is {batch!r:.100}; expected a Rollout or specjax.Texts.")
     given = params.target if isinstance(params, DecoderParams) else params
     text = Texts(*(jnp.asarray(getattr(batch, name)) for name in Texts._fields))
-    heat = jnp.asarray(temperature, jnp.float32)
+    heat = _checked_temperature(temperature, len(text.prompt_ids))
     with own_arithmetic():
         run = functools.partial(_policy_logprobs, decoder, is_saving_memory)
         return _over_automatic_axes(run, given, text, heat)
+
+
+def _checked_temperature(temperature: float | Array, num_samples: int) -> Array:
+    """Returns temperatures, f32[] or f32[num_samples]; raises ValueError for what is none."""
+    heat = jnp.asarray(temperature, jnp.float32)
+    is_known = not isinstance(heat, jax.core.Tracer)
+    if heat.shape not in ((), (num_samples,)) or (is_known and not np.all(np.asarray(heat) >= 0)):
+        raise ValueError(
+            f"temperature={temperature!r:.200} must be a number of at least 0, or one for each of "
+            f"{num_samples} samples."
+        )
+    return heat
 
 
 def _policy_logprobs(

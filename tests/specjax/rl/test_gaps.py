@@ -41,6 +41,8 @@ def test_bounds():
     np.testing.assert_allclose(masked.weights[0], [E**0.5, 0.0, 0.0, 0.0], rtol=1e-6)
     for told in (clipped, masked):
         np.testing.assert_array_equal(told.is_within[0], [True, False, False, False])
+    annealed = jax.jit(lambda bound: importance_weights(*given, lowest=0.5, highest=bound).weights)
+    np.testing.assert_array_equal(annealed(2.0), clipped.weights)
     whole = importance_weights(*given, per="sequence", highest=2.0, beyond="mask")
     assert not whole.weights[0].any()
     assert whole.weights[1].any()

@@ -270,5 +270,8 @@ def test_what_it_refuses():
         specjax.policy_logprobs(None, model().params, batch(), temperature=1.0)
     with pytest.raises(ValueError, match="not in the layout"):
         specjax.policy_logprobs(decoder(), {"a": jnp.ones(3)}, batch(), temperature=1.0)
+    for heat in (-1.0, float("nan"), jnp.ones(5), jnp.ones((4, 2))):
+        with pytest.raises(ValueError, match="must be a number of at least 0, or one for each"):
+            specjax.policy_logprobs(decoder(), model().params, batch(), temperature=heat)
     with pytest.raises(ValueError, match="activation_dtype='float64'"):
         EngineConfig(activation_dtype="float64")

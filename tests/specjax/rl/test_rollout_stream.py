@@ -246,6 +246,8 @@ def test_an_update_of_the_policy_alone_keeps_the_draft_model(num_devices):
         stream.update_params(weights(0))  # the same again
         assert stream.params_version == 1
         assert_runs(draft)
+        stream.update_params(both)
+        assert stream.params_version == 1
         stream.update_params(weights(1))
         assert stream.params_version == 2
         assert own.weights_bytes_moved == 0 or num_devices
@@ -253,6 +255,9 @@ def test_an_update_of_the_policy_alone_keeps_the_draft_model(num_devices):
         next(stream)
         stream.update_params(specjax.DecoderParams(weights(2), built))
         assert_runs(built)
+        del built  # what steps use stays
+        stream.update_params(weights(3))
+        assert_runs(first_layer(target()).params)
         next(stream)
 
 

@@ -262,6 +262,18 @@ def test_one_mesh(names, kind):
     assert decoder.num_traces == num_traces
 
 
+def test_a_sharding_that_is_spelled_otherwise_compiles_nothing():
+    mesh = mesh_of((2,), ("a",), AxisType.Explicit)
+    move = mover([NamedSharding(mesh_of((2,), ("tensor",)), PartitionSpec("tensor", None))])
+    num_traces = []
+    for spec in ((), (None,), (None, None)):
+        place = NamedSharding(mesh, PartitionSpec(*spec))
+        (moved,) = move({"w": jax.device_put(jnp.ones((4, 2)), place)})
+        np.testing.assert_array_equal(moved, np.ones((4, 2)))
+        num_traces.append(move.num_traces)
+    assert num_traces == [1, 1, 1]
+
+
 @pytest.mark.full
 def test_two_meshes():
     trainer = mesh_of((4,), ("fsdp",), AxisType.Explicit, first=4)
