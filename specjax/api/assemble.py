@@ -129,7 +129,7 @@ class Setup:
             sharding.validate(model.config, mesh)
         with sharding.lowered(mesh):
             own = with_page_size(
-                _engine_config(engine),
+                engine_config(engine),
                 model.config,
                 dtype_of(model.params) or jnp.float32,
                 kv_shards=sharding.axis_size(mesh, sharding.TENSOR),
@@ -677,7 +677,7 @@ def acceptance_kind(requests: Iterable[Request]) -> str:
     return MIXED if len(kinds) != 1 else GREEDY if kinds.pop() else SAMPLED
 
 
-def _engine_config(given: Any) -> EngineConfig:
+def engine_config(given: Any) -> EngineConfig:
     """Returns a config from one, from a mapping of its fields, or from nothing.
 
     Raises:

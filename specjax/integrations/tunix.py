@@ -18,6 +18,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import specjax
+from specjax.api.assemble import engine_config
 from specjax.api.requests import derive_seed
 from specjax.api.sizing import power_of_two
 from specjax.config.engine import EngineConfig
@@ -25,10 +26,12 @@ from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
 from specjax.integrations import tunix_weights
+from specjax.integrations.tunix_sampler import EngineSampler
 from specjax.integrations.tunix_weights import ROPE_THETA
 from specjax.integrations.tunix_weights import as_model as as_model
 from specjax.models.base import Model, Params
 from specjax.rl.batch import STOP, Rollout
+from specjax.rl.beginning import PromptSeeds
 from specjax.rl.decoder import RolloutDecoder
 from specjax.sharding import DATA, TENSOR
 from specjax.types import DecoderParams
@@ -67,7 +70,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         verification: str | None = None,
         num_speculative_tokens: int | None = None,
         speculative_config: SpeculationConfig | Mapping[str, Any] | str | None = None,
-        engine: EngineConfig | None = None,
+        engine: EngineConfig | Mapping[str, Any] | None = None,
         shares_weights: bool | None = None,
         keeps_eos: bool = False,
         lora_alpha: float | None = None,
@@ -104,7 +107,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         self._actor, self._tokenizer, self._mesh = rollout_actor, tokenizer, mesh
         self._keeps_eos = keeps_eos
         self._temperature = _temperature(rollout_config)
-        engine = _with_context(engine or EngineConfig(), rollout_config)
+        engine = _with_context(engine_config(engine), rollout_config)
         assert engine.max_context is not None
         self._max_context = engine.max_context
         config = tunix_weights.config_of(
@@ -137,8 +140,11 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         )
         self.draft_params = draft_params
         self.metrics: dict[str, Any] = {}  # of the last generate, see docs/rollouts.md
-        self._num_calls = 0
+        self._seeds: dict[int, PromptSeeds] = {}  # of these weights, by the seed of a config
+        self._num_seeded = 0  # conversions of weights when _seeds began
         self._lock = threading.Lock()
+        # Under the name that tunix's own engines have it, for scripts that evaluate with it.
+        self._sampler = EngineSampler(self, rollout_actor, tokenizer, rollout_config)
 
     @property
     def decoder(self) -> RolloutDecoder:
@@ -152,15 +158,18 @@ class SpecjaxRollout(base_rollout.BaseRollout):
 
     def generate(
         self,
-        prompts: Sequence[str],
+        prompts: Sequence[str] | str,
         rollout_config: base_rollout.RolloutConfig,
         **kwargs: Any,
     ) -> base_rollout.RolloutOutput:
         """Samples one completion of every prompt; repeated prompts get different ones.
 
-        The samples are a function of the weights, the prompts, rollout_config and the number
-        of earlier calls: each call's noise is derived from rollout_config.seed (None: 0) and
-        that number, so that a repeated training run gets the same samples.
+        A prompt's noise is derived from rollout_config.seed (None: 0), how often weights have
+        changed, the prompt, and how often it was sampled from these weights. So a training run
+        that is repeated gets the same samples, in whatever order threads call.
+
+        Args:
+          prompts: texts, or one text, as agentic learners pass it.
 
         Returns:
           text and tokens without the end-of-sequence token (see keeps_eos); prompts padded
@@ -175,15 +184,16 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         given = [name for name, value in kwargs.items() if value is not None]
         if given:
             raise NotImplementedError(f"generate does not take {', '.join(given)}.")
+        given_texts = [prompts] if isinstance(prompts, str) else prompts
         with self._lock:
-            rows = [self._tokenized(str(prompt)) for prompt in prompts]
+            rows = [self._sampler.tokenize(str(prompt)) for prompt in given_texts]
             self._check(rows, rollout_config)
             # A pad token inside a prompt is masked by tunix's own sampler and trainer.
             pad = self.pad_id()
             texts = [[token for token in row if token != pad] for row in rows]
             sampling, params = self._sampling(rollout_config), self._params()
-            self._num_calls += 1
-        batch = specjax.rollout(self._decoder, params, texts, sampling=sampling)
+            seeds = [self._prompt_seeds(rollout_config).next(text) for text in texts]
+        batch = specjax.rollout(self._decoder, params, texts, sampling=sampling, seeds=seeds)
         with self._lock:
             self.metrics = batch.metrics
             return self._output(batch, rows, rollout_config)
@@ -295,12 +305,6 @@ class SpecjaxRollout(base_rollout.BaseRollout):
 
     # Conversions from and to tunix's types
 
-    def _tokenized(self, prompt: str) -> list[int]:
-        """Returns token ids as tunix's sampler does: with exactly one bos token at the start."""
-        bos = self._tokenizer.bos_id()
-        ids = [*([bos] if bos else []), *self._tokenizer.encode(prompt)]
-        return list(map(int, self._tokenizer.dedup_bos_ids(ids)))
-
     def _check(self, rows: Sequence[list[int]], config: base_rollout.RolloutConfig) -> None:
         """Raises ValueError for prompts that cannot all be served."""
         if not rows:
@@ -338,8 +342,14 @@ class SpecjaxRollout(base_rollout.BaseRollout):
             max_tokens=config.max_tokens_to_generate,
             stop_token_ids=stops,
             bad_token_ids=(pad,) if forbids_pad else (),
-            seed=derive_seed(_number(config.seed), self._num_calls),
         )
+
+    def _prompt_seeds(self, config: base_rollout.RolloutConfig) -> PromptSeeds:
+        """Returns the seeds of prompts that are sampled from the present weights."""
+        if self._num_seeded != self.num_conversions:
+            self._seeds, self._num_seeded = {}, self.num_conversions
+        seed = derive_seed(_number(config.seed), self.num_conversions)
+        return self._seeds.setdefault(seed, PromptSeeds(seed))
 
     def _output(
         self,

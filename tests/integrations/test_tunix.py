@@ -513,6 +513,62 @@ def test_calls_of_threads_share_steps():
     assert max(record.num_rows for record in alone.decoder.decisions) == 1
 
 
+def test_samples_do_not_depend_on_the_order_of_calls():
+    """Of a prompt, of how often it was sampled from these weights, and of the weights."""
+    texts = [*PROMPTS, *PROMPTS, "HELLO"]
+    sampled = []
+    for order in (1, -1):
+        rollout = made(model())
+        told = {}
+        for text in texts[::order]:
+            told.setdefault(text, []).append(rollout.generate(text, config()).text[0])
+        assert len({*told["HELLO"]}) == 3
+        randomise(rollout.model(), 3)
+        told["of other weights"] = rollout.generate("HELLO", config()).text
+        sampled.append(told)
+    assert sampled[0] == sampled[1]
+    at_once = made(model()).generate(texts, config()).text
+    for text, tokens in zip(texts, at_once, strict=True):
+        assert tokens in sampled[0][text]
+
+
+def test_one_text_is_one_prompt():
+    """Agentic learners pass a dialogue as it is, in no list."""
+    output = standard().generate("HELLO", GREEDY)
+    assert_same(output, standard().generate(["HELLO"], GREEDY))
+    assert_same(output, beside().generate("HELLO", GREEDY))
+
+
+def test_the_sampler_that_scripts_evaluate_with():
+    rollout = made(standard().model())
+    expected = beside()._sampler(PROMPTS, 24, max_prompt_length=16, return_logprobs=True)
+    output = rollout._sampler(PROMPTS, 24, max_prompt_length=16, return_logprobs=True)
+    assert [row.tolist() for row in output.tokens] == [row.tolist() for row in expected.tokens]
+    assert output.text == expected.text
+    np.testing.assert_array_equal(output.padded_prompt_tokens, expected.padded_prompt_tokens)
+    nearly = rollout._sampler(
+        input_strings=PROMPTS[0],
+        max_generation_steps=24,
+        temperature=1e-4,
+        top_k=1,
+        top_p=1.0,
+        echo=False,
+        seed=None,
+    )
+    assert nearly.text == output.text[:1]
+    assert nearly.logprobs is None
+    sampled = [rollout._sampler("HELLO", 24, temperature=0.7, top_p=1.0).text for _ in range(2)]
+    assert sampled[0] != sampled[1]
+    stopped = rollout._sampler("HELLO", 24, eos_tokens=[int(output.tokens[0][2])])
+    assert len(stopped.tokens[0]) <= 2
+    assert rollout._sampler.transformer is rollout.model()
+    own, theirs = rollout._sampler.tokenize("AB"), beside()._sampler.tokenize("AB")
+    assert own == list(theirs)
+    for name in ("beam_size", "echo", "pad_output", "multi_sampling", "images"):
+        with pytest.raises(NotImplementedError, match=name):
+            rollout._sampler("HELLO", 4, **{name: 2})
+
+
 def test_a_draft_model_of_tunix():
     built = standard().model()
     small = integration.as_model(model(seed=0), max_position_embeddings=64)
