@@ -96,11 +96,12 @@ class SpecjaxRollout(base_rollout.BaseRollout):
           keeps_eos: whether completions include the end-of-sequence token, as in tunix's vLLM
             engine; tunix's own engine strips it.
           lora_alpha: scale of the policy's low-rank adapters, which are merged before sampling.
+            None: that of qwix's rules, by which the policy computes.
           rope_theta: theta of tunix's forward, which does not read the config's.
 
         Raises:
           NotImplementedError: a model family other than Qwen3 and Llama3, or experts.
-          ValueError: a setting is invalid, or adapters come without lora_alpha.
+          ValueError: a setting is invalid, or the scale of adapters is not known.
         """
         if not isinstance(tokenizer, tokenizer_adapter.TokenizerAdapter):
             tokenizer = tokenizer_adapter.TokenizerAdapter(tokenizer)
@@ -116,6 +117,8 @@ class SpecjaxRollout(base_rollout.BaseRollout):
             rope_theta=rope_theta,
         )
         dtype = rollout_config.data_type or tunix_weights.dtype_of(rollout_actor)
+        if lora_alpha is None:
+            lora_alpha = tunix_weights.alpha_of(rollout_actor)
         self._convert = tunix_weights.Converter(config, dtype, lora_alpha)
         # Says now what is wrong with the weights, without computing anything.
         arrays = tunix_weights.arrays_of(rollout_actor)
@@ -125,6 +128,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         )
         if shares_weights is None:
             shares_weights = _lies_on(arrays.values(), mesh)
+        self._read = tunix_weights.Reader(rollout_actor)
         # tunix's arrays, by name, where they are not read from the actor.
         self._snapshot = None if shares_weights else self._placed(arrays)
         self._decoder = specjax.build_decoder(
@@ -274,9 +278,7 @@ class SpecjaxRollout(base_rollout.BaseRollout):
 
     def _params(self) -> Params | DecoderParams:
         """Returns the weights to sample from, converted if they are new."""
-        arrays = self._snapshot
-        if arrays is None:
-            arrays = tunix_weights.arrays_of(self._actor)
+        arrays = self._read() if self._snapshot is None else self._snapshot
         params = self._convert(arrays)
         if self.draft_params is None:
             return params

@@ -6,7 +6,8 @@ nnx state -> arrays by tunix's names -> one jitted transposition -> specjax's tr
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -102,6 +103,52 @@ def arrays_of(state: Any) -> dict[str, Any]:
     return arrays
 
 
+class Reader:
+    """Reads the weights of a model, of which it remembers the places.
+
+    flax walks a model in some 30 ms where it has 36 layers, and weights are read in each call.
+    """
+
+    def __init__(self, module: nnx.Module):
+        self._module = module
+        self._paths: list[tuple[str, tuple[Any, ...]]] = []
+        self._num_attributes = -1  # of the modules that have weights
+
+    def __call__(self) -> dict[str, Any]:
+        """Returns what `arrays_of` returns; raises as it does."""
+        arrays: dict[str, Any] = {}
+        parents: dict[int, Any] = {}
+        try:
+            for name, (*above, last) in self._paths:
+                parent = functools.reduce(_child, above, self._module)
+                parents[id(parent)] = parent
+                arrays[name] = _child(parent, last).get_value()
+        except (AttributeError, LookupError, TypeError):
+            return self._walked()
+        if self._num_attributes != _num_attributes(parents.values()):
+            return self._walked()
+        return arrays
+
+    def _walked(self) -> dict[str, Any]:
+        """Walks the whole model, and remembers its places."""
+        arrays = arrays_of(self._module)
+        paths = [path for path, _ in nnx.to_flat_state(nnx.state(self._module, nnx.Param))]
+        self._paths = [(".".join(map(str, path)), path) for path in paths]
+        parents = [functools.reduce(_child, path[:-1], self._module) for path in paths]
+        self._num_attributes = _num_attributes({id(each): each for each in parents}.values())
+        return arrays
+
+
+def _child(node: Any, key: Any) -> Any:
+    """Returns a part of a module, a list or a dict, by the key that nnx gives it in a path."""
+    return node[key] if isinstance(key, int) else getattr(node, key)
+
+
+def _num_attributes(modules: Iterable[Any]) -> int:
+    """Returns a number that changes where adapters are put beside weights."""
+    return sum(len(vars(module)) for module in modules)
+
+
 def convert(
     arrays: Arrays,
     config: ModelConfig,
@@ -143,6 +190,37 @@ def as_model(
     arrays = arrays_of(module)
     converter = Converter(config, dtype_of(module), lora_alpha)
     return Model(config, converter(arrays), name=config.family)
+
+
+def alpha_of(module: nnx.Module) -> float | None:
+    """Returns the alpha of a model's low-rank adapters; None where it is not to be found.
+
+    qwix keeps it in the rules of a provider, which the call of an adapted model has closed over.
+    """
+    rules = [
+        rule
+        for provider in _held_by(vars(type(module)).get("__call__"))
+        for rule in getattr(provider, "_rules", ())
+    ]
+    alphas = {rule.alpha for rule in rules if hasattr(rule, "alpha") and hasattr(rule, "rank")}
+    return float(alphas.pop()) if len(alphas) == 1 else None
+
+
+def _held_by(function: Any, depth: int = 4) -> Iterator[Any]:
+    """Yields what a function has closed over or bound, and what the functions among it have."""
+    if depth == 0:
+        return
+    if isinstance(function, functools.partial):
+        held = [function.func, *function.args, *function.keywords.values()]
+    else:
+        held = (
+            inspect.getclosurevars(function).nonlocals.values()
+            if inspect.isfunction(function)
+            else ()
+        )
+    for each in held:
+        yield each
+        yield from _held_by(each, depth - 1)
 
 
 def dtype_of(module: nnx.Module) -> Any:
@@ -193,8 +271,8 @@ def _check_names(arrays: Arrays, wanted: list[str], lora_alpha: float | None) ->
     if adapters and lora_alpha is None:
         raise ValueError(
             f"the policy has low-rank adapters ({adapters[0]} and {len(adapters) - 1} more), "
-            "and their scale is not among the weights; pass lora_alpha, the alpha they are "
-            "trained with: functools.partial(SpecjaxRollout, lora_alpha=...)."
+            "and neither its weights nor qwix's rules say their scale; pass lora_alpha, the "
+            "alpha they are trained with: functools.partial(SpecjaxRollout, lora_alpha=...)."
         )
     known = {*wanted, *(name + suffix for name in wanted for suffix in _LORA)}
     missing = sorted(set(wanted) - set(arrays))

@@ -261,6 +261,27 @@ def test_it_holds_no_weights_of_the_trainer():
     assert rollout.model() is built
 
 
+def test_weights_are_found_wherever_the_policy_has_them():
+    """Their places are remembered, and looked for again where the policy has others."""
+    built = model()
+    rollout = made(built, drafter=None)
+    expected = {seed: vanilla(model(seed=seed)).generate(PROMPTS, GREEDY) for seed in (0, 4)}
+    assert_same(rollout.generate(PROMPTS, GREEDY), expected[0])
+    other = model(seed=4)
+    built.layers[1].attn = other.layers[1].attn  # other modules
+    built.layers[0].mlp.up_proj.kernel = other.layers[0].mlp.up_proj.kernel  # another variable
+    nnx.update(built, nnx.state(other, nnx.Param))
+    assert_same(rollout.generate(PROMPTS, GREEDY), expected[4])
+    built.layers[0].attn.q_proj.w_lora_a = nnx.LoRAParam(jnp.ones((64, 2)))
+    with pytest.raises(ValueError, match="low-rank adapters"):
+        rollout.generate(PROMPTS, GREEDY)
+    del built.layers[0].attn.q_proj.w_lora_a
+    assert_same(rollout.generate(PROMPTS, GREEDY), expected[4])
+    del built.layers[0].attn.q_proj.w
+    with pytest.raises(ValueError, match=r"missing \['layers.0.attn.q_proj.w'\]"):
+        rollout.generate(PROMPTS, GREEDY)
+
+
 def test_weights_of_another_dtype():
     built = model()
     rollout = made(built, rollout_config=config(data_type=jnp.bfloat16))
@@ -341,8 +362,27 @@ def test_adapters_are_merged():
     output = rollout.generate(PROMPTS, GREEDY)
     nnx.update(built, halved)
     assert_same(output, vanilla(built).generate(PROMPTS, GREEDY))
+
+
+def test_the_scale_of_adapters_is_that_of_the_policy():
+    built = adapted(model(), alpha=12.0)
+    assert tunix_weights.alpha_of(built) == 12.0
+    expected = vanilla(built).generate(PROMPTS, GREEDY)
+    assert_same(made(built).generate(PROMPTS, GREEDY), expected)
+    # As RLCluster does with a policy whose mesh is another.
+    again = nnx.merge(*nnx.split(built))
+    assert_same(made(again).generate(PROMPTS, GREEDY), expected)
+    assert tunix_weights.alpha_of(model()) is None
+    rules = [
+        qwix.LoraRule(module_path=f".*{name}_proj", rank=2, alpha=alpha)
+        for name, alpha in (("q", 1.0), ("o", 2.0))
+    ]
+    two = qwix.apply_lora_to_model(
+        model(), qwix.LoraProvider(rules), rngs=nnx.Rngs(0), **model().get_model_input()
+    )
+    assert tunix_weights.alpha_of(two) is None
     with pytest.raises(ValueError, match="pass lora_alpha"):
-        made(built)
+        made(two)
 
 
 # Samples
