@@ -3,20 +3,26 @@
 `to_ours` and `to_theirs` are traceable, differentiable, and inverse of one another. Those that
 only move values are so to the last bit. Of numpy arrays those below make numpy arrays.
 
-`bounds_of_theirs(bounds, shape)`, which an operation need not have, says which part of their array
-a part of ours, of this shape, is made of; None: of the whole. Reading from files needs it.
+What an operation need not have:
+
+- `bounds_of_theirs(bounds, shape)` says which part of their array a part of ours, of this shape, is
+  made of; None: of the whole. Reading from files needs it.
+- `spec_to_ours(spec, shape)` and `spec_to_theirs(spec, shape)` say over which mesh axes the result
+  is split, where the argument has this spec and shape. Meshes with axes of type Explicit need it;
+  without, the result is whole.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 Bounds = tuple[tuple[int, int], ...]  # first and past the last, per axis
 Shape = tuple[int, ...]
+Spec = tuple[Any, ...]  # of an array: per axis a mesh axis, several, or None
 
 
 class Operation(Protocol):
@@ -39,6 +45,12 @@ class Transposed:
     def bounds_of_theirs(self, bounds: Bounds, shape: Shape) -> Bounds:
         del shape
         return (*bounds[:-2], bounds[-1], bounds[-2])
+
+    def spec_to_ours(self, spec: Spec, shape: Shape) -> Spec:
+        del shape
+        return (*spec[:-2], spec[-1], spec[-2])
+
+    spec_to_theirs = spec_to_ours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +82,17 @@ class Heads:
         before, after = bounds[: self.axis], bounds[self.axis + 1 :]
         return (*before, heads, (0, self.head_dim), *after)
 
+    def spec_to_ours(self, spec: Spec, shape: Shape) -> Spec:
+        """Returns the heads' axes for both; heads of which each device has a part become whole."""
+        del shape
+        before, after = spec[: self.axis], spec[self.axis + 2 :]
+        heads, head_dim = spec[self.axis : self.axis + 2]
+        return (*before, heads if head_dim is None else None, *after)
+
+    def spec_to_theirs(self, spec: Spec, shape: Shape) -> Spec:
+        del shape
+        return (*spec[: self.axis + 1], None, *spec[self.axis + 1 :])
+
 
 @dataclasses.dataclass(frozen=True)
 class Interleaved:
@@ -89,6 +112,12 @@ class Interleaved:
     def bounds_of_theirs(self, bounds: Bounds, shape: Shape) -> Bounds | None:
         """Returns the same bounds; None for a part of a head."""
         return bounds if bounds[-1] == (0, shape[-1]) else None
+
+    def spec_to_ours(self, spec: Spec, shape: Shape) -> Spec:
+        del shape
+        return spec
+
+    spec_to_theirs = spec_to_ours
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +140,12 @@ class Scaled:
         del shape
         return bounds
 
+    def spec_to_ours(self, spec: Spec, shape: Shape) -> Spec:
+        del shape
+        return spec
+
+    spec_to_theirs = spec_to_ours
+
 
 @dataclasses.dataclass(frozen=True)
 class Offset:
@@ -127,6 +162,35 @@ class Offset:
     def bounds_of_theirs(self, bounds: Bounds, shape: Shape) -> Bounds:
         del shape
         return bounds
+
+    def spec_to_ours(self, spec: Spec, shape: Shape) -> Spec:
+        del shape
+        return spec
+
+    spec_to_theirs = spec_to_ours
+
+
+@dataclasses.dataclass(frozen=True)
+class OfLayer:
+    """Theirs holds all layers, along an axis; ours is the array of one of them.
+
+    Attributes:
+      axis: of the layers.
+      layer: its number.
+    """
+
+    axis: int
+    layer: int
+
+    def to_ours(self, x: Array) -> Array:
+        return lax.index_in_dim(x, self.layer, self.axis, keepdims=False)
+
+    def to_theirs(self, x: Array) -> Array:
+        raise NotImplementedError("one layer does not make the array of all.")
+
+    def spec_to_ours(self, spec: Spec, shape: Shape) -> Spec:
+        del shape
+        return (*spec[: self.axis], *spec[self.axis + 1 :])
 
 
 def _in_float32(x: Array, factor: float) -> Array:

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.layouts.operations import Bounds, Operation
+from specjax.layouts.explicit import alike, applied
+from specjax.layouts.operations import Bounds, OfLayer, Operation
 from specjax.models.base import ModelConfig
 
 LAYER = "{layer}"
@@ -48,13 +49,11 @@ class Place:
         x = leaves[self.path_of(layer)]
         if self.is_as_ours:
             return x
-        x = jnp.asarray(x)
+        operations = self.operations
         if self.stack_axis is not None:
             assert layer is not None
-            x = jax.lax.index_in_dim(x, layer, self.stack_axis, keepdims=False)
-        for operation in self.operations:
-            x = operation.to_ours(x)
-        return x
+            operations = (OfLayer(self.stack_axis, layer), *operations)
+        return applied(jnp.asarray(x), operations, "to_ours")
 
     def bounds_of_theirs(self, bounds: Bounds, shape: tuple[int, ...]) -> Bounds | None:
         """Returns the part of the array of one layer that a part of our leaf is made of.
@@ -76,9 +75,7 @@ class Place:
 
     def to_theirs(self, x: Array) -> Array:
         """Returns the array of one layer from our leaf."""
-        for operation in reversed(self.operations):
-            x = operation.to_theirs(x)
-        return x
+        return applied(x, self.operations[::-1], "to_theirs")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +134,8 @@ class Layout:
                 layers.setdefault(name, []).append(array)
         for name, arrays in layers.items():
             place = self.places[name]
-            self._put(theirs, place.path, jnp.stack(arrays, axis=place.stack_axis or 0))
+            stacked = jnp.stack(alike(arrays), axis=place.stack_axis or 0)
+            self._put(theirs, place.path, stacked)
         return theirs
 
     def _put(self, theirs: dict[str, Any], path: str, array: Array) -> None:
@@ -167,13 +165,19 @@ def leaves_of(tree: Any) -> dict[str, Any]:
     """Returns the arrays of any tree by path: its own arrays, no copies.
 
     Lists count as tuples, what has a `value` (`nnx.Param`, linen's boxes) as that value, and
-    {"params": tree} as the tree.
+    {"params": tree} as the tree, once or more often: MaxText's training states hold it twice.
     """
     flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_box)[0]
-    leaves = {".".join(str(_key(entry)) for entry in path): _unboxed(leaf) for path, leaf in flat}
+    return unrooted(
+        {".".join(str(_key(entry)) for entry in path): _unboxed(leaf) for path, leaf in flat}
+    )
+
+
+def unrooted(leaves: Leaves) -> dict[str, Any]:
+    """Returns arrays by path without the {"params": ...} that all of them are in."""
     while leaves and all(path.startswith(f"{ROOT}.") for path in leaves):
         leaves = {path.removeprefix(f"{ROOT}."): leaf for path, leaf in leaves.items()}
-    return leaves
+    return dict(leaves)
 
 
 def nested(leaves: Leaves) -> dict[Any, Any]:
