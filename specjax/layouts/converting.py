@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from specjax.layouts.named import NAMES, variants
-from specjax.layouts.tables import ROOT, Layout, Leaves, leaves_of, nested
+from specjax.layouts.tables import ROOT, Layout, Leaves, leaves_of, nested, unrooted
 from specjax.models.base import ModelConfig, Params
 
 MOST_SHOWN = 10  # differing leaves of a message
@@ -28,7 +28,7 @@ def convert(tree: Any, layout: str | Layout, config: ModelConfig) -> Params:
 
     Args:
       tree: nested dicts, lists, nnx.State or FrozenDict of arrays or of nnx.Param, with or
-        without {"params": ...} around it.
+        without {"params": ...} around it, once or more often.
       layout: "specjax", "nnx", "linen", "tunix", "maxtext", or one's own. Of a named one, layers
         may be stacked or not, and heads may be an axis or not: names and shapes tell.
       config: of the model.
@@ -134,6 +134,13 @@ def recognised(leaves: Leaves, config: ModelConfig) -> list[str]:
 
 def _advice(leaves: Leaves, config: ModelConfig, what: str, remedy: str) -> str:
     names = recognised(leaves, config)
+    inner = {} if names else _below_root(leaves)
+    if found := recognised(inner, config):
+        others = sorted({path.split(".")[0] for path in leaves} - {ROOT})
+        return (
+            f"The given tree holds more than weights ({', '.join(others)}), as a training state "
+            f"does: {what}[{ROOT!r}] is in the layout {found[0]!r}; pass that."
+        )
     if not names:
         return (
             "No named layout has the given names and shapes: check that the config is of this "
@@ -141,6 +148,12 @@ def _advice(leaves: Leaves, config: ModelConfig, what: str, remedy: str) -> str:
         )
     name = names[0]
     return f"The given tree is in the layout {name!r}: {remedy.format(what=what, name=repr(name))}"
+
+
+def _below_root(leaves: Leaves) -> Leaves:
+    """Returns the arrays inside "params", once or more often, of a tree that holds others too."""
+    inner = {path: leaf for path, leaf in leaves.items() if path.startswith(f"{ROOT}.")}
+    return unrooted(inner)
 
 
 def _shapes(leaves: Leaves) -> Shapes:

@@ -9,6 +9,7 @@ from typing import Any
 from specjax.layouts.operations import Heads, Interleaved, Operation, Scaled, Transposed
 from specjax.layouts.tables import LAYER, Layout, Place, leaves_with_names
 from specjax.models.base import ModelConfig
+from specjax.models.families import class_names
 
 # The matrices whose outputs are heads, and the one whose inputs are.
 _TO_HEADS, _FROM_HEADS = ("q_proj", "k_proj", "v_proj"), "o_proj"
@@ -166,6 +167,9 @@ _VARIANTS: dict[str, tuple[Callable[[ModelConfig], Layout], ...]] = {
 }
 NAMES = tuple(_VARIANTS)
 
+# Layouts that people ask for, of models that no family here runs: whose they are.
+_OF_OTHER_FAMILIES = {"gemma": "google-deepmind/gemma (transformer/layer_0/attn/q_einsum/w)"}
+
 
 def variants(layout: str | Layout, config: ModelConfig) -> tuple[Layout, ...]:
     """Returns the layouts that a name stands for; a Layout stands for itself.
@@ -173,13 +177,21 @@ def variants(layout: str | Layout, config: ModelConfig) -> tuple[Layout, ...]:
     Raises:
       TypeError: it is neither a name nor a Layout.
       ValueError: there is no layout of that name, or one's own lacks a leaf of the config.
-      NotImplementedError: the layout has no models like this config.
+      NotImplementedError: the layout has no models like this config, or is of a family that
+        specjax does not run.
     """
     if isinstance(layout, Layout):
         layout.expected(config)
         return (layout,)
     if not isinstance(layout, str):
         raise TypeError(f"layout is {layout!r:.100}; expected a name or a specjax.layouts.Layout.")
+    if layout in _OF_OTHER_FAMILIES:
+        raise NotImplementedError(
+            f"{layout=} is that of {_OF_OTHER_FAMILIES[layout]}, whose models are of no family "
+            f"that specjax runs: it runs {', '.join(class_names())}. Register the family by "
+            "specjax.models.register (docs/adding-a-model.md), and pass its weights under its own "
+            f"names. Layouts that have names are {', '.join(NAMES)}."
+        )
     if layout not in _VARIANTS:
         raise ValueError(
             f"{layout=:.100} is none of {', '.join(NAMES)}; describe it as a "

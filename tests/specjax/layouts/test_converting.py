@@ -132,6 +132,19 @@ def test_trees_of_our_names_are_taken_without_a_copy(form):
     assert all(a is b for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(PARAMS)))
 
 
+@pytest.mark.parametrize("layout", ["nnx", "linen", "tunix", "maxtext"])
+def test_params_inside_params(layout):
+    """As the `params` of MaxText's training states."""
+    for variant in variants(layout, CONFIG):
+        theirs = specjax.convert_back(PARAMS, variant, CONFIG)
+        bare = theirs["params"] if variant.is_wrapped else theirs
+        expected = specjax.convert(bare, layout, CONFIG)
+        for tree in ({"params": bare}, {"params": {"params": bare}}):
+            assert_equal(specjax.convert(tree, layout, CONFIG), expected)
+            frozen = flax.core.freeze(tree)
+            assert_equal(specjax.convert(frozen, layout, CONFIG), expected)
+
+
 def test_stacked_layers_are_told_by_their_names():
     stacked = {**PARAMS, "layers": jax.tree.map(lambda *x: jnp.stack(x), *PARAMS["layers"])}
     assert_equal(specjax.convert(stacked, "specjax", CONFIG), PARAMS)
@@ -242,6 +255,20 @@ def test_shapes_of_one_path_come_first():
     assert "No named layout" in lines[4]
 
 
+def test_the_weights_of_a_training_state_are_named():
+    scanned = specjax.convert_back(PARAMS, variants("maxtext", CONFIG)[1], CONFIG)
+    state = {"params": scanned, "opt_state": {"mu": scanned}, "step": jnp.zeros(())}
+    text = refusal(state, "maxtext").splitlines()[-1]
+    assert "more than weights (opt_state, step)" in text
+    assert text.endswith("tree['params'] is in the layout 'maxtext'; pass that.")
+    assert_equal(
+        specjax.convert(state["params"], "maxtext", CONFIG),
+        specjax.convert(scanned, "maxtext", CONFIG),
+    )
+    # Of another model, it says nothing of the kind.
+    assert "No named layout" in refusal(state, "maxtext", tiny_llama_config(num_layers=3))
+
+
 def test_what_is_no_array_is_named_by_its_type():
     assert "norm object" in refusal({**PARAMS, "norm": object()})
 
@@ -249,6 +276,12 @@ def test_what_is_no_array_is_named_by_its_type():
 def test_names_and_models_that_no_layout_has():
     with pytest.raises(ValueError, match="layout=torch is none of specjax, nnx, linen"):
         specjax.convert(PARAMS, "torch", CONFIG)
+    with pytest.raises(
+        NotImplementedError, match=r"layout='gemma' is that of google-deepmind"
+    ) as no:
+        specjax.convert(PARAMS, "gemma", CONFIG)
+    for word in ("llama", "qwen3", "gpt2", "specjax.models.register", "maxtext"):
+        assert word in str(no.value)
     with pytest.raises(TypeError, match=r"expected a name or a specjax\.layouts\.Layout"):
         specjax.convert(PARAMS, 3, CONFIG)
     biased = dataclasses.replace(CONFIG, qkv_bias=True)

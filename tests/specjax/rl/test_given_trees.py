@@ -77,6 +77,7 @@ OF_OUR_NAMES = {
     "lists": lambda tree: {**tree, "layers": [*tree["layers"]]},
     "Param": lambda tree: jax.tree.map(nnx.Param, tree),
     "params": lambda tree: {"params": tree},
+    "params twice": lambda tree: {"params": {"params": tree}},
     "FrozenDict": lambda tree: flax.core.freeze({"params": {**tree}}),
 }
 
@@ -97,7 +98,11 @@ OTHERS = {
         lambda tree: specjax.convert_back(tree, variants("linen", CONFIG)[2], CONFIG),
     ),
     "tunix": ("tunix", lambda tree: specjax.convert_back(tree, "tunix", CONFIG)),
-    "maxtext": ("maxtext", lambda tree: specjax.convert_back(tree, "maxtext", CONFIG)),
+    # As the `params` of MaxText's training states, in which there are params once more.
+    "maxtext": (
+        "maxtext",
+        lambda tree: {"params": specjax.convert_back(tree, "maxtext", CONFIG)},
+    ),
 }
 
 
@@ -253,6 +258,8 @@ def test_what_is_not_in_the_layout_of_the_decoder():
 def test_a_layout_that_does_not_fit_is_refused_when_the_decoder_is_built():
     with pytest.raises(ValueError, match="layout=torch is none of"):
         specjax.build_decoder(CONFIG, layout="torch")
+    with pytest.raises(NotImplementedError, match="layout='gemma' is that of"):
+        specjax.build_decoder(CONFIG, layout="gemma")
     lacking = nnx_layout(tiny_llama(0, tie_word_embeddings=True).config)
     with pytest.raises(ValueError, match="says no place of 'lm_head'"):
         specjax.build_decoder(CONFIG, layout=lacking)
