@@ -27,7 +27,6 @@ from specjax.config.speculation import SpeculationConfig
 from specjax.drafters.loading import LoadedDrafter
 from specjax.integrations import tunix_weights
 from specjax.integrations.tunix_sampler import EngineSampler
-from specjax.integrations.tunix_weights import ROPE_THETA
 from specjax.integrations.tunix_weights import as_model as as_model
 from specjax.models.base import Model, Params
 from specjax.rl.batch import STOP, Rollout
@@ -74,12 +73,12 @@ class SpecjaxRollout(base_rollout.BaseRollout):
         shares_weights: bool | None = None,
         keeps_eos: bool = False,
         lora_alpha: float | None = None,
-        rope_theta: float = ROPE_THETA,
+        rope_theta: float | None = None,
     ):
         """Makes a rollout engine; tunix passes the first four arguments.
 
         Args:
-          rollout_actor: the policy, Qwen3 or Llama3; tunix passes the model that it trains.
+          rollout_actor: the policy, Qwen2, Qwen3 or Llama3; tunix passes the model that it trains.
           mesh: devices to sample on: axis "tp" splits heads, all others rows.
           rollout_config: the one of training, for the temperature of get_per_token_logps and
             the tokens of a row.
@@ -97,10 +96,11 @@ class SpecjaxRollout(base_rollout.BaseRollout):
             engine; tunix's own engine strips it.
           lora_alpha: scale of the policy's low-rank adapters, which are merged before sampling.
             None: that of qwix's rules, by which the policy computes.
-          rope_theta: theta of tunix's forward, which does not read the config's.
+          rope_theta: of rotations; None: that of tunix's forward, which reads the config's for
+            Qwen2 alone.
 
         Raises:
-          NotImplementedError: a model family other than Qwen3 and Llama3, or experts.
+          NotImplementedError: a family other than Qwen2, Qwen3 and Llama3, or experts.
           ValueError: a setting is invalid, or the scale of adapters is not known.
         """
         if not isinstance(tokenizer, tokenizer_adapter.TokenizerAdapter):

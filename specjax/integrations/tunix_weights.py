@@ -1,4 +1,4 @@
-"""Converts configs and weights of tunix's Qwen3 and Llama3 to those of specjax.
+"""Converts configs and weights of tunix's Qwen2, Qwen3 and Llama3 to those of specjax.
 
 nnx state -> arrays by tunix's names -> one jitted transposition -> specjax's tree
 """
@@ -23,15 +23,17 @@ from specjax.models.base import Model, ModelConfig, Params, RopeConfig
 
 try:
     from tunix.models.llama3 import model as llama3  # pyright: ignore[reportMissingImports]
+    from tunix.models.qwen2 import model as qwen2  # pyright: ignore[reportMissingImports]
     from tunix.models.qwen3 import model as qwen3  # pyright: ignore[reportMissingImports]
 except ImportError as error:
     raise ImportError(
         "specjax.integrations.tunix needs google-tunix: pip install 'specjax[tunix]'."
     ) from error
 
-# Both models of tunix 0.1.7 use theta 1e6: they call apply_rope without
+# Llama3 and Qwen3 of tunix 0.1.7 use theta 1e6: they call apply_rope without
 # ModelConfig.rope_theta, and it does not implement Llama 3.1's scaling. The policy is the
-# trainer's forward, so specjax samples with the same theta, whatever the config says.
+# trainer's forward, so specjax samples with the same theta, whatever the config says. Qwen2
+# reads the config's.
 ROPE_THETA = 1e6
 
 _LORA = ("_lora_a", "_lora_b")  # behind the name of what they are added to
@@ -40,12 +42,13 @@ Arrays = Mapping[str, Any]  # by tunix's names, "layers.0.attn.q_proj.w"
 
 
 def config_of(
-    config: Any, *, max_position_embeddings: int, rope_theta: float = ROPE_THETA
+    config: Any, *, max_position_embeddings: int, rope_theta: float | None = None
 ) -> ModelConfig:
     """Returns specjax's config of a tunix ModelConfig.
 
     Args:
       max_position_embeddings: most tokens of prompt and completion; tunix has no limit.
+      rope_theta: of rotations; None: that of tunix's forward.
 
     Raises:
       NotImplementedError: of another family, or with experts.
@@ -54,15 +57,18 @@ def config_of(
         if config.num_experts is not None:
             raise NotImplementedError(
                 f"{config.num_experts=}: mixtures of experts are not covered; Qwen3 without "
-                "experts and Llama3 are."
+                "experts, Qwen2 and Llama3 are."
             )
         family, is_tied = "qwen3", config.use_tied_embedding
+    elif isinstance(config, qwen2.ModelConfig):
+        family, is_tied = "qwen2", config.use_tied_embedding
+        rope_theta = rope_theta or float(config.rope_theta)
     elif isinstance(config, llama3.ModelConfig):
         family, is_tied = "llama", config.weight_tying
     else:
         raise NotImplementedError(
             f"{type(config).__module__}.{type(config).__qualname__} is not covered; "
-            "tunix.models.qwen3 without experts and tunix.models.llama3 are."
+            "tunix.models.qwen3 without experts, tunix.models.qwen2 and tunix.models.llama3 are."
         )
     return ModelConfig(
         architecture="llama",
@@ -76,9 +82,10 @@ def config_of(
         head_dim=config.head_dim,
         max_position_embeddings=max_position_embeddings,
         norm_eps=config.norm_eps,
-        rope=RopeConfig(theta=rope_theta),
+        rope=RopeConfig(theta=rope_theta or ROPE_THETA),
         tie_word_embeddings=is_tied,
         qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2",
     )
 
 
@@ -175,7 +182,7 @@ def as_model(
     module: nnx.Module,
     *,
     max_position_embeddings: int,
-    rope_theta: float = ROPE_THETA,
+    rope_theta: float | None = None,
     lora_alpha: float | None = None,
 ) -> Model:
     """Returns a tunix model as specjax's: a draft model, or a target for `specjax.generate`.

@@ -30,6 +30,7 @@ with warnings.catch_warnings():
     from tunix.generate import sampler as tunix_sampler
     from tunix.models.gemma import model as gemma
     from tunix.models.llama3 import model as llama3
+    from tunix.models.qwen2 import model as qwen2
     from tunix.models.qwen3 import model as qwen3
     from tunix.rl import common, rl_cluster
     from tunix.rl.grpo.grpo_learner import GRPOConfig, GRPOLearner
@@ -54,12 +55,14 @@ SIZES = {
     "num_heads": 4,
     "head_dim": 16,
     "num_kv_heads": 2,
-    "rope_theta": 500_000,  # which tunix's forward does not read
+    "rope_theta": 500_000,  # which only Qwen2's forward reads
     "norm_eps": 1e-6,
 }
 MODELS = {
     "qwen3": (qwen3, qwen3.Qwen3, {}),
     "qwen3 tied": (qwen3, qwen3.Qwen3, {"use_tied_embedding": True}),
+    "qwen2": (qwen2, qwen2.Qwen2, {}),
+    "qwen2 tied": (qwen2, qwen2.Qwen2, {"use_tied_embedding": True}),
     "llama3": (llama3, llama3.Llama3, {}),
     "llama3 tied": (llama3, llama3.Llama3, {"weight_tying": True}),
 }
@@ -641,7 +644,7 @@ def test_another_mesh(shape):
 
 
 def test_families_that_are_not_covered():
-    with pytest.raises(NotImplementedError, match=r"gemma.*qwen3.*llama3"):
+    with pytest.raises(NotImplementedError, match=r"gemma.*qwen3.*qwen2.*llama3"):
         tunix_weights.config_of(gemma.ModelConfig.gemma_2b(), max_position_embeddings=64)
     with pytest.raises(NotImplementedError, match="experts"):
         tunix_weights.config_of(qwen3.ModelConfig.qwen3_30b_a3b(), max_position_embeddings=64)
