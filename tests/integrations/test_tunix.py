@@ -566,6 +566,9 @@ def test_samples_do_not_depend_on_the_order_of_calls():
         for text in texts[::order]:
             told.setdefault(text, []).append(rollout.generate(text, config()).text[0])
         assert len({*told["HELLO"]}) == 3
+        randomise(rollout.model(), 0)  # the same weights, as new arrays: a step that changed none
+        told["of the next step"] = rollout.generate("HELLO", config()).text
+        assert told["of the next step"][0] not in told["HELLO"]
         randomise(rollout.model(), 3)
         told["of other weights"] = rollout.generate("HELLO", config()).text
         sampled.append(told)
