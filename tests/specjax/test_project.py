@@ -106,7 +106,9 @@ def test_ci_runs_the_commands_of_the_readme():
     assert 'pip install . && specjax generate "def fibonacci(n):"' in readme
     assert 'pip install ".[test]" && pytest' in readme
     assert 'generate "def fibonacci(n):"' in ci
-    assert ".[test" in ci
+    # A wheel of this folder, with the extra of the tests.
+    assert 'pip" wheel -q --no-deps' in ci
+    assert '"$wheel[test' in ci
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 

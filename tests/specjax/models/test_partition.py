@@ -212,7 +212,7 @@ def test_the_dtype_is_that_of_the_devices_of_the_mesh(golden, monkeypatch):
     ("mesh", "num_shards", "message"),
     [
         ("tensor=2", None, "mesh='tensor=2' must be a jax.sharding.Mesh"),
-        ({"model": 2}, None, r"mesh axes \['model'\] are unknown"),
+        ({"model": 2}, None, r"unknown names, .model. \(2 devices\)"),
         ({"tensor": 8}, None, "num_heads=4 is not divisible by the mesh's tensor axis of 8"),
         ({"tensor": 8}, 8, "num_heads=4 is not divisible by num_shards=8"),
         ({"tensor": 4}, 3, "intermediate_size=64 is not divisible by num_shards=3|num_heads"),
