@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.core import Tracer
 
 from specjax.runtime.jax_settings import own_arithmetic
 
@@ -113,6 +113,6 @@ def _check(
             f"behaviour {jnp.shape(behaviour)}, other {jnp.shape(other)} and mask "
             f"{jnp.shape(mask)} must be [num_samples, width] alike."
         )
-    is_known = not any(isinstance(bound, jax.core.Tracer) for bound in (lowest, highest))
+    is_known = not any(isinstance(bound, Tracer) for bound in (lowest, highest))
     if is_known and not 0 <= lowest < highest:
         raise ValueError(f"{lowest=} and {highest=} must be in order, from 0.")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
 from pallas_kernels.running_softmax import precision_of
@@ -88,7 +89,7 @@ def policy_logprobs(
 def _checked_temperature(temperature: float | Array, num_samples: int) -> Array:
     """Returns temperatures, f32[] or f32[num_samples]; raises ValueError for what is none."""
     heat = jnp.asarray(temperature, jnp.float32)
-    is_known = not isinstance(heat, jax.core.Tracer)
+    is_known = not isinstance(heat, Tracer)
     if heat.shape not in ((), (num_samples,)) or (is_known and not np.all(np.asarray(heat) >= 0)):
         raise ValueError(
             f"temperature={temperature!r:.200} must be a number of at least 0, or one for each of "
