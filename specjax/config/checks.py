@@ -14,7 +14,7 @@ def shown(value: Any, most: int = 100) -> str:
     """Returns the repr of any object of a user's, cut to so many characters, for a message."""
     try:
         return repr(value)[:most]
-    except Exception:
+    except Exception:  # a user's own repr may raise anything
         return f"an object of {type(value).__name__} whose repr fails"
 
 

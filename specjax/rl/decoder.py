@@ -343,14 +343,18 @@ class RolloutDecoder:
         Raises:
           ValueError: they are none, or not of the vocabulary.
         """
+        refused = lambda: ValueError(
+            f"its token_ids are {shown(ids)}; expected whole numbers from 0 to "
+            f"{self.config.vocab_size - 1}"
+        )
         try:
-            ids = list(ids)
-            return token_ids(self._setup.target, ids) if ids else []
-        except Exception:  # of a user's own sequence, too
-            raise ValueError(
-                f"its token_ids are {shown(ids)}; expected whole numbers from 0 to "
-                f"{self.config.vocab_size - 1}"
-            ) from None
+            given = list(ids)
+        except Exception:  # a user's own sequence may raise anything
+            raise refused() from None
+        try:
+            return token_ids(self._setup.target, given) if given else []
+        except (TypeError, ValueError):
+            raise refused() from None
 
     @property
     def tokenizer(self) -> Tokenizer | None:

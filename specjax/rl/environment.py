@@ -221,7 +221,7 @@ def _list_of(result: Any) -> list[Any] | None:
     try:
         is_list = isinstance(result, Sequence) and not isinstance(result, str)
         return list(result) if is_list else None
-    except Exception:  # of a user's own sequence
+    except Exception:  # a user's own sequence may raise anything
         return None
 
 
@@ -229,7 +229,7 @@ def _checked(reply: Any) -> Any:
     """Returns a reply, or the failure that it is, whatever its objects do."""
     try:
         return _answer_of(reply)
-    except Exception as error:
+    except Exception as error:  # a user's own class of Reply may raise anything
         return EnvironmentFailure(f"its Reply raised {shown(error)}")
 
 

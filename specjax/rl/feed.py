@@ -32,7 +32,7 @@ class Feed:
             prompt = next(self._prompts)
         except StopIteration:
             prompt = self.close()
-        except Exception as error:
+        except Exception as error:  # raised later, once all that had begun was returned
             self.error = error
             prompt = self.close()
         else:

@@ -371,7 +371,7 @@ def _number(reward: Any) -> float:
     """Returns a reward; raises ValueError for what is no finite number of float32."""
     try:
         value = math.nan if isinstance(reward, str) else float(reward)
-    except Exception:  # of a user's own object, too
+    except Exception:  # a user's own number may raise anything
         value = math.nan
     if not abs(value) <= float(np.finfo(np.float32).max):
         raise ValueError(f"its reward is {shown(reward)}; expected a finite number of float32")
