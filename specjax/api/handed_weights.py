@@ -47,9 +47,11 @@ class _Seen(NamedTuple):
 
 def _arrays_of(params: DecoderParams) -> _Arrays | None:
     """Returns all arrays of weights; None if some may change in place."""
-    arrays = _Arrays([*leaves_of(params.target).values()], jax.tree.leaves(params.drafter))
-    are_fixed = all(isinstance(x, jax.Array) for part in arrays for x in part)
-    return arrays if are_fixed else None
+    are_fixed = lambda arrays: all(isinstance(x, jax.Array) for x in arrays)
+    target, drafter = jax.tree.leaves(params.target), jax.tree.leaves(params.drafter)
+    if not are_fixed(target):  # boxes around arrays, or arrays of numpy
+        target = [*leaves_of(params.target).values()]
+    return _Arrays(target, drafter) if are_fixed(target) and are_fixed(drafter) else None
 
 
 class Taken(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -189,7 +190,11 @@ def is_in_place(array: Any, place: NamedSharding | None) -> bool:
 def needs_cast(leaf: Any, dtype: Any) -> bool:
     """Returns whether an array has more digits than weights of 16 bits, and is cast to them."""
     own = getattr(leaf, "dtype", None)
-    if own is None or not all(jnp.issubdtype(each, jnp.floating) for each in (own, dtype)):
+    if (
+        own is None
+        or own == dtype
+        or not all(jnp.issubdtype(each, jnp.floating) for each in (own, dtype))
+    ):
         return False
     return jnp.finfo(own).nmant > jnp.finfo(dtype).nmant and jnp.dtype(dtype).itemsize == 2
 
@@ -233,7 +238,7 @@ def _usable(array: Any) -> Any:
     elif _is_on_device(array):
         return array
     else:
-        place = place.with_memory_kind(_memory_of(array))
+        place = place.with_memory_kind(_memory_of(place))
     return jax.device_put(array, place)
 
 
@@ -250,9 +255,14 @@ def _place_of(array: Any) -> Any:
 
 def _is_on_device(array: jax.Array) -> bool:
     """Returns whether an array is in the memory of its devices, not in that of the host."""
-    return array.sharding.memory_kind in (None, _memory_of(array))
+    return _is_of_devices(array.sharding)
 
 
-def _memory_of(array: jax.Array) -> str:
-    """Returns the kind of memory that an array's devices compute in."""
-    return next(iter(array.sharding.device_set)).default_memory().kind
+@functools.lru_cache(maxsize=1024)  # asked for every weight in every call
+def _is_of_devices(place: Any) -> bool:
+    return place.memory_kind in (None, _memory_of(place))
+
+
+def _memory_of(place: Any) -> str:
+    """Returns the kind of memory that a sharding's devices compute in."""
+    return next(iter(place.device_set)).default_memory().kind
