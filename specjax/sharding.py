@@ -112,6 +112,8 @@ def weight_specs(params: Any, mesh: Mesh, config: ModelConfig, drafter: Any) -> 
       drafter: a DrafterSpec, whose weights are split over its num_shards.
     """
     target = param_specs(params.target, mesh, config)
+    if drafter.made_by is not None:
+        return DecoderParams(target, param_specs(params.drafter, mesh, config))
     if drafter.num_shards == 1:
         return DecoderParams(target, replicated_specs(params.drafter))
     (draft_config, *_) = drafter.configs

@@ -32,7 +32,7 @@ from specjax.api.stack_level import of_the_caller
 from specjax.config.checks import is_int
 from specjax.config.engine import EngineConfig
 from specjax.config.gate import SpeculationGate, gate_tokens
-from specjax.config.names import MATCHING, suggestion
+from specjax.config.names import BY_NAME, suggestion
 from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.configs.devices import of_kind
@@ -465,8 +465,9 @@ class Setup:
 
     @functools.cached_property
     def abstract_drafter(self) -> Any:
-        """The drafter's weights, or their shapes and dtypes if it was loaded without any."""
-        if self._has_drafter_params:
+        """The drafter's weights, or their shapes and dtypes if it was loaded without any; () where
+        they are made from the target's."""
+        if self._has_drafter_params or self.drafter.spec.made_by is not None:
             return self.drafter.params
         return self.drafter.spec.abstract_params(self.target.config, self._dtype)
 
@@ -745,7 +746,7 @@ def _choose_drafter(
     """
     source = drafter
     if source is None:
-        source = config.method if config.method in MATCHING else config.model
+        source = config.method if config.method in BY_NAME else config.model
     loaded = load_split_drafter(source, target, config, engine=engine, mesh=mesh)
     if not loaded.can_draft or config.depth == 0:
         # Plain decoding keeps no pages for a drafter.

@@ -111,7 +111,7 @@ class Engine:
             on_progress=self._progress.report,
             params=params,
         )
-        self._handed.note(DecoderParams(params.target, self._loop.params.drafter))
+        self._handed.note(DecoderParams(params.target, self._own_drafter(self._loop)))
         self._updates = Turns(lambda: False, lambda: None)  # of threads that bring new weights
         self._memory_watch = setup.memory_watch(self._loop)
         self._records = self._loop.records
@@ -287,7 +287,7 @@ class Engine:
             with self._turns.tables():
                 loop, handed = self._running_loop, self._handed
             taken = handed.take(
-                completed(params, loop.params.drafter),
+                completed(params, self._own_drafter(loop)),
                 version,
                 has_drafter=is_given,
                 increases=True,
@@ -380,6 +380,11 @@ class Engine:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _own_drafter(self, loop: Loop) -> Any:
+        """Returns the drafter's weights in use; () where they are made from the target's."""
+        is_made = self._setup.drafter.spec.made_by is not None
+        return () if is_made else loop.params.drafter
 
     @property
     def _running_loop(self) -> Loop:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from specjax.cli import json_document, mesh_argument, prompts, sampling_arguments, terminal
 from specjax.cli.parser import layer_ids
 from specjax.config.engine import ACTIVATION_DTYPES, KV_CACHE_DTYPES, NUMERICS, EngineConfig
-from specjax.config.names import DRAFTERS, MATCHING, NO_DRAFTER, check_drafter
+from specjax.config.names import BY_NAME, DRAFTERS, NO_DRAFTER, check_drafter
 from specjax.config.rules import VERIFICATION_RULES
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import DEFAULT_NUM_SPECULATIVE_TOKENS, SpeculationConfig
@@ -167,7 +167,7 @@ def speculation_config(arguments: argparse.Namespace) -> SpeculationConfig:
         drafter = "demo"
     if drafter is not None:
         check_drafter(drafter)
-        is_model = drafter not in (NO_DRAFTER, *MATCHING)
+        is_model = drafter not in (NO_DRAFTER, *BY_NAME)
         changes["model"] = drafter if is_model else None
         changes["method"] = "draft_model" if is_model else drafter
         if drafter == NO_DRAFTER:
@@ -239,7 +239,7 @@ def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: Engi
     from specjax.checkpoints.any_model import load_any_model
     from specjax.drafters.loading import is_head, load_drafter
 
-    source = None if config.method in MATCHING else config.model
+    source = None if config.method in BY_NAME else config.model
     if source is not None:
         check_drafter(source)
     target = load_any_model(arguments.model, dtype=arguments.dtype, mesh=mesh)

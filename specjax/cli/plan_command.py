@@ -35,7 +35,7 @@ def add_parser(commands: Any) -> None:
         "--drafter",
         metavar="D",
         default="none",
-        help="the same, 'ngram', 'history' or 'none'",
+        help="the same, 'ngram', 'history', 'self-int8', 'self-int4' or 'none'",
     )
     parser.add_argument(
         "--aux-layer-ids",

@@ -9,7 +9,9 @@ from pathlib import Path
 
 NO_DRAFTER, DEMO = "none", "demo"
 MATCHING = ("ngram", "history")  # drafters that need no weights
-DRAFTERS = (NO_DRAFTER, *MATCHING, DEMO)
+SELF_DRAFTING = ("self-int8", "self-int4")  # whose weights are made from the target's
+BY_NAME = (*MATCHING, *SELF_DRAFTING)  # drafters that are no files
+DRAFTERS = (NO_DRAFTER, *BY_NAME, DEMO)
 _SIMILARITY = 0.6  # similarity of names, 0 to 1, from which one is suggested for the other
 
 

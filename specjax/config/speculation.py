@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from specjax.config import batch_size_table, vllm_json
 from specjax.config.checks import is_int, is_sized
-from specjax.config.names import MATCHING
+from specjax.config.names import BY_NAME, MATCHING
 from specjax.config.rules import VERIFICATION_RULES, unknown_rule
 
 POLICIES = ("goodput", "fixed")
@@ -94,7 +94,8 @@ class SpeculationConfig:
     needs neither `method` nor `model`.
     """
 
-    method: str | None = None  # None, "ngram", "history", "draft_model", or a kind of head
+    # None, "ngram", "history", "self-int8", "self-int4", "draft_model", or a kind of head
+    method: str | None = None
     model: str | None = None  # a folder, a hub name, or "demo"
     # Most draft tokens along one path, as the user gives it; `depth` resolves the default.
     num_speculative_tokens: int | None = None
@@ -161,7 +162,7 @@ class SpeculationConfig:
         if self.model is not None and not is_name:
             raise ValueError(f"model={self.model!r} must name a folder or a model.")
         # Method "mtp" is in the target's own folder, unless a model is named.
-        if self.method not in (None, "mtp", *MATCHING) and self.model is None:
+        if self.method not in (None, "mtp", *BY_NAME) and self.model is None:
             demo = ', or "demo"' if self.method == "draft_model" else ""
             raise ValueError(
                 f"method {self.method!r} without a 'model': name a folder{demo}, or leave 'method' "

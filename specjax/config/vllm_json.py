@@ -12,11 +12,11 @@ import numbers
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from specjax.config.names import closest, suggestion
+from specjax.config.names import BY_NAME, SELF_DRAFTING, closest, suggestion
 
 # Over the hidden states of a target.
 HEADS = ("eagle", "eagle3", "mtp", "dflash", "dspark", "medusa", "mlp_speculator")
-METHODS = ("ngram", "history", "draft_model", *HEADS)
+METHODS = (*BY_NAME, "draft_model", *HEADS)
 _NAME = "speculative_config"
 _SAME_KEY = 0.75  # similarity from which an unknown key counts as misspelt rather than new
 
@@ -52,6 +52,8 @@ def read(given: str | Mapping[str, Any], defaults: Mapping[str, Any]) -> Reading
     useless = dict(_USELESS)
     if left.get("method") in ("ngram", "history"):
         useless["max_model_len"] = "matching has no context of its own"
+    if left.get("method") in SELF_DRAFTING:
+        useless["max_model_len"] = "the drafter has the target's own context"
     fields = {key: left.pop(key) for key in list(left) if key in defaults.keys() - useless.keys()}
     # A switch that is off needs no warning.
     reasons = [
@@ -89,7 +91,8 @@ def check_method(method: Any) -> None:
         instead = instead or suggestion(method, (*METHODS, "suffix", "ngram_gpu"))
     raise ValueError(
         f"method={method!r} is not available{instead}; this version has 'ngram' and 'history', "
-        "which need no weights, 'draft_model', a smaller model of the target's vocabulary, and "
+        "which need no weights, 'self-int8' and 'self-int4', which are the target in few bits, "
+        "'draft_model', a smaller model of the target's vocabulary, and "
         f"heads over the target, {', '.join(map(repr, HEADS))}."
     )
 

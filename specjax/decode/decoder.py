@@ -26,6 +26,7 @@ from specjax.decode.compiler_options import burst_options
 from specjax.decode.compiling import tell
 from specjax.decode.config import DecoderConfig
 from specjax.decode.kv_scales import kv_scales_of
+from specjax.decode.made_weights import MadeWeights, made_weights
 from specjax.decode.mixed import mixed_step
 from specjax.decode.prefill import prefill
 from specjax.decode.score import Scores, score
@@ -144,6 +145,24 @@ class Decoder:
             _check_one_device(params)
             return params
         return sharding.place(params, self._param_specs(params), self.mesh)
+
+    @functools.cached_property
+    def made_weights(self) -> MadeWeights | None:
+        """What makes the drafter's weights from the target's; None: it has weights of its own."""
+        if self.drafter.made_by is None:
+            return None
+        return made_weights(self.drafter, self.target, self.mesh)
+
+    @in_own_settings
+    def with_made_weights(self, params: DecoderParams) -> DecoderParams:
+        """Returns placed weights with those that the drafter makes of the target's.
+
+        They are made anew only where the target's arrays are others than the last time.
+        """
+        if self.made_weights is None:
+            return params
+        with sharding.lowered(self.mesh):
+            return DecoderParams(params.target, self.made_weights(params.target))
 
     @in_own_settings
     def with_kv_scales(self, params: DecoderParams, state: DecodeState) -> DecodeState:

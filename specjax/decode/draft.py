@@ -56,8 +56,12 @@ def draft(
         proposal, num_tokens=jnp.clip(proposal.num_tokens, 0, jnp.maximum(most, 0))
     )
     proposal, fault = _without_faults(proposal, vocab_size)
+    cache = state.cache
+    if drafted.pages is not None:
+        cache = dataclasses.replace(cache, pages=drafted.pages)
     state = dataclasses.replace(
         state,
+        cache=cache,
         drafter=drafted.state,
         draft_caps=jnp.where(fault == NO_FAULT, state.draft_caps, 0),
     )

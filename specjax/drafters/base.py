@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -69,6 +69,9 @@ class Draft(NamedTuple):
     kept_at: Array | None = None
     # i32[rows], types.NO_FAULT or a fault after it; set by the step, not by the drafter.
     fault: Array | None = None
+    # `decode_state.cache.pages` with keys and values written to the slots of nodes, the root's
+    # first; only of a spec that says `uses_target_pages`.
+    pages: Any = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +152,14 @@ class DrafterContext:
         return embed(params.target, self.target, token_ids, self.tensor_axis)
 
 
+class WeightMaker(Protocol):
+    """Makes a drafter's weights from the target's; hashable."""
+
+    def __call__(self, target: ModelConfig, params: Any, /) -> Any:
+        """Returns the drafter's weights; traced."""
+        ...
+
+
 class DrafterSpec:
     """Describes a drafter as a hashable value, which is part of the key of a compiled step.
 
@@ -194,6 +205,24 @@ class DrafterSpec:
         """
         del num_shards
         return self
+
+    @property
+    def made_by(self) -> WeightMaker | None:
+        """What makes its weights from the target's, once per version; None: they are its own.
+
+        Its `LoadedDrafter.params` are then (), and its weights are split as the target's are: they
+        are matrices of the target, by their names, or arrays beside them.
+        """
+        return None
+
+    @property
+    def uses_target_pages(self) -> bool:
+        """Whether it drafts over the target's keys and values, and sets Draft.pages.
+
+        It may write to the slots of its nodes alone, which the target overwrites when it verifies
+        them: past a row's `lengths`, the root's first.
+        """
+        return False
 
     @property
     def is_tree(self) -> bool:

@@ -88,6 +88,7 @@ def guarded(drafter: Drafter, spec: DrafterSpec, context: DrafterContext) -> Dra
             elif name == "draft":
                 rows, draws_afresh = arguments[3].shape[0], drafter.draws_afresh
                 result = _checked(result, rows, spec, context, draws_afresh)
+                _check_pages(result.pages, arguments[2], spec)
                 _check_state(name, result.state, arguments[1])
             else:
                 _check_state(name, result, arguments[_STATE_ARGUMENT[name]])
@@ -227,6 +228,16 @@ def _check_state(name: str, state: Any, before: Any) -> None:
             f"{found!s:.300}; expected {expected!s:.300}. A state may not depend on K: its init is "
             "of a build for K = 1, and serves every K"
         )
+
+
+def _check_pages(pages: Any, decode_state: Any, spec: DrafterSpec) -> None:
+    if (pages is not None) != spec.uses_target_pages:
+        raise DrafterError(
+            f"its draft returned {'pages' if pages is not None else 'no pages'}, and its spec says "
+            f"uses_target_pages={spec.uses_target_pages}; expected the target's pages where it does"
+        )
+    if pages is not None:
+        _check_state("draft", pages, decode_state.cache.pages)
 
 
 def _check_axes(axes: Any, state: Any) -> None:

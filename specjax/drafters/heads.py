@@ -25,6 +25,7 @@ from specjax.drafters.newest_state_files import (
     read_medusa,
     read_mlp_speculator,
 )
+from specjax.drafters.self_drafter import SelfDrafter
 from specjax.drafters.spec import HybridDrafter
 from specjax.models.base import Json, ModelConfig, embed_tokens
 from specjax.models.config_values import shown
@@ -133,9 +134,11 @@ def _methods_of(spec: Any) -> tuple[str, ...]:
 
 
 def check_fits(spec: DrafterSpec, target: ModelConfig) -> None:
-    """Raises ValueError where a head was made for another target than this."""
+    """Raises ValueError where a head was made for another target, or this one lacks layers."""
     if isinstance(spec, HybridDrafter):
         spec = spec.model
+    if isinstance(spec, SelfDrafter):
+        spec.check_fits(target)
     if not isinstance(spec, DFlashDrafter | EagleDrafter | NewestStateDrafter):
         return
     config, deepest = spec.config, max(spec.config.aux_layers)

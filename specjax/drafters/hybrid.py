@@ -113,7 +113,7 @@ def drafter(
             num_proposed=proposal.num_tokens,
         )
         # The model has not seen the matched tokens: it catches up when it drafts again.
-        return Draft(proposal, state, by_model.written)
+        return Draft(proposal, state, by_model.written, pages=by_model.pages)
 
     def move(state: HybridState, source_slots: Array, target_slots: Array) -> HybridState:
         pages = model.move(state.pages, source_slots, target_slots)

@@ -12,13 +12,14 @@ from typing import Any, TypeAlias
 import jax
 
 from specjax.config.checks import is_int
-from specjax.config.names import MATCHING, NO_DRAFTER, check_drafter
+from specjax.config.names import BY_NAME, NO_DRAFTER, SELF_DRAFTING, check_drafter
 from specjax.config.rules import Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.drafters import heads, mtp_files
 from specjax.drafters.base import DrafterSpec, ModelWork
 from specjax.drafters.guard import DrafterError, abstract_drafter_params
 from specjax.drafters.other_vocabulary import are_equal, recoded, recoding
+from specjax.drafters.self_drafter import SelfDrafter
 from specjax.drafters.spec import (
     HistoryDrafter,
     ModelDrafter,
@@ -113,6 +114,13 @@ class LoadedDrafter:
         Raises:
           TypeError: `abstract_params` raised.
         """
+        if self.spec.made_by is not None:
+            if jax.tree.leaves(self.params):
+                raise ValueError(
+                    f"the weights of drafter {self.name!r} are made from the target's, and it was "
+                    "given some; leave them out."
+                )
+            return
         has_own = type(self.spec).abstract_params is not DrafterSpec.abstract_params
         if not has_own and (jax.tree.leaves(self.params) or not self.configs):
             return
@@ -244,11 +252,11 @@ def load_drafter(
     """Returns a drafter for a target.
 
     Args:
-      source: None or "none" (plain decoding), "ngram", "history", "demo", a folder or hub
-        name ("org/name") of a draft model or of a head over the target (EAGLE, EAGLE-3, Medusa, MLP
-        speculator, DFlash, DFlash2, DSpark, MTP), a Model, a DrafterSpec of your own, or a
-        LoadedDrafter. A path is always a folder. None with method "mtp" in the config is the
-        target's own folder.
+      source: None or "none" (plain decoding), "ngram", "history", "self-int8", "self-int4",
+        "demo", a folder or hub name ("org/name") of a draft model or of a head over the target
+        (EAGLE, EAGLE-3, Medusa, MLP speculator, DFlash, DFlash2, DSpark, MTP), a Model, a
+        DrafterSpec (SelfDrafter, or your own), or a LoadedDrafter. A path is always a folder. None
+        with method "mtp" in the config is the target's own folder.
       config: prompt_lookup_* and num_draft_nodes of an n-gram drafter, the tree of a
         draft model. Its fields override those that a LoadedDrafter was loaded with; a
         field at its default sets nothing.
@@ -294,7 +302,7 @@ def _own_folder(target: Model) -> str:
 
 def model_path(source: str | os.PathLike[str]) -> str | os.PathLike[str] | None:
     """Returns what `load_model` loads for a drafter's name; None for those that are no models."""
-    if source in (NO_DRAFTER, *MATCHING):
+    if source in (NO_DRAFTER, *BY_NAME):
         return None
     return "demo-draft" if source == "demo" else source
 
@@ -394,12 +402,15 @@ def _load(
         return LoadedDrafter("ngram", NgramDrafter())
     if source == "history":
         return LoadedDrafter("history", HistoryDrafter())
+    if source in SELF_DRAFTING:
+        return LoadedDrafter(str(source), SelfDrafter.named(str(source)))
     if isinstance(source, str | os.PathLike):
         source = load_model(model_path(source) or source)
     if not isinstance(source, Model):
         raise TypeError(
-            f"drafter is {source!r:.200}; expected None, 'ngram', 'history', 'demo', a folder "
-            "or hub name, a Model, a DrafterSpec, or what load_drafter returned."
+            f"drafter is {source!r:.200}; expected None, 'ngram', 'history', 'self-int8', "
+            "'self-int4', 'demo', a folder or hub name, a Model, a DrafterSpec, or what "
+            "load_drafter returned."
         )
     by = recoding(target, source)
     if by is None:

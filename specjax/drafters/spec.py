@@ -424,6 +424,14 @@ class HybridDrafter(DrafterSpec):
         return self.model.likely_faults
 
     @property
+    def made_by(self) -> Any:
+        return self.model.made_by
+
+    @property
+    def uses_target_pages(self) -> bool:
+        return self.model.uses_target_pages
+
+    @property
     def num_shards(self) -> int:
         return self.model.num_shards
 

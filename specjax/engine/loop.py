@@ -306,10 +306,13 @@ class Loop:
           ValueError: the weights lie on several devices, and there is no mesh. Nothing changed.
         """
         run = self._run
+        retries_drafter |= run.makes_drafter
         retries_drafter &= is_new and run.faults.is_drafter_off
         if run.faults.is_drafter_off and not retries_drafter:
             params = DecoderParams(params.target)
         placed = run.placed(params)
+        if retries_drafter or not run.faults.is_drafter_off:
+            placed = run.with_made_weights(placed)
         if is_new:  # first, so that an interrupt leaves no page to be read under other weights
             run.renew_weights(recomputes=recomputes)
         run.params = placed

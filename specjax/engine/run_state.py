@@ -12,7 +12,7 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from specjax.config.gate import SpeculationGate
-from specjax.decode.decoder import Decoder, TooLarge
+from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, TooLarge
 from specjax.decode.state import DecodeState, without_drafter
 from specjax.drafters.guard import DrafterError
 from specjax.engine.deadlines import Deadlines
@@ -57,7 +57,10 @@ class RunState:
         self.faults = Faults(drafter_name or type(decoder.drafter).__name__, decoder.sizes.rows)
         if drafter_fault is not None:
             self.faults.turn_drafter_off(drafter_fault)
+        self.device_state: Any = None
         self.params = decoder.place_params(self._usable(params))
+        if not self.faults.is_drafter_off:
+            self.params = self.with_made_weights(self.params)
         self.gate = gate
         # Tokens of all rows together above which no other request is admitted; None: no limit.
         self.most_tokens = most_tokens
@@ -91,6 +94,28 @@ class RunState:
             return jax.device_put(leaf, here) if is_elsewhere else leaf
 
         return jax.tree.map(bring, params)
+
+    def with_made_weights(self, params: DecoderParams) -> DecoderParams:
+        """Returns placed weights with those that a drafter makes of the target's.
+
+        Where they do not fit in memory, the drafter is turned off.
+        """
+        if not self.makes_drafter or params.target is None:
+            return params
+        try:
+            return self.decoder.with_made_weights(params)
+        except jax.errors.JaxRuntimeError as error:
+            if OUT_OF_MEMORY not in str(error):
+                raise
+            self.turn_drafter_off(
+                "the weights that it makes from the target's do not fit in memory"
+            )
+            return DecoderParams(params.target)
+
+    @property
+    def makes_drafter(self) -> bool:
+        """Whether the drafter's weights are made from the target's."""
+        return self.decoder.drafter.made_by is not None
 
     @property
     def is_quantized(self) -> bool:
@@ -134,7 +159,7 @@ class RunState:
     def begin(self) -> None:
         """Empties all rows and pages."""
         # Dropped first: there may be no room for both the old state and the new one.
-        self.device_state: Any = None
+        self.device_state = None
         self.recomputes = False  # whether the next step empties all rows and feeds them again
         self.has_scales = False  # whether scales are set from the weights, for int8 and fp8 pages
         self.flights: collections.deque[Flight] = collections.deque()
@@ -195,7 +220,7 @@ class RunState:
         self.params = DecoderParams(self.params.target)
         if self.device_state is not None:
             self.device_state = without_drafter(self.device_state)
-        self.scheduler.needs_drafter = self.scheduler.feeds_shared_again = False
+            self.scheduler.needs_drafter = self.scheduler.feeds_shared_again = False
         self.faults.turn_drafter_off(reason)
 
     def do_without(self, error: Exception) -> None:

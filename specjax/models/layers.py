@@ -13,6 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from specjax.models.base import MeshAxes, RopeConfig
+from specjax.models.quantised import Quantised, is_quantised
 from specjax.models.views import View
 
 
@@ -34,7 +35,7 @@ def product_width(num_tokens: int) -> int:
     return next(fits, num_tokens)
 
 
-def linear(x: Array, weight: Array | View, dtype: DTypeLike | None = None) -> Array:
+def linear(x: Array, weight: Array | View | Quantised, dtype: DTypeLike | None = None) -> Array:
     """Returns x [..., in] times the transpose of weight [out, in], as [..., out].
 
     On a CPU, up to 64 tokens are multiplied as weight @ x.T, padded to one of
@@ -42,13 +43,21 @@ def linear(x: Array, weight: Array | View, dtype: DTypeLike | None = None) -> Ar
     transpose after it into x @ weight.T, which takes 1.3 to 2 times as long at 2 to 64
     tokens. At 256 both take the same time.
 
-    A View is multiplied as it lies.
+    A View is multiplied as it lies, and so is a Quantised matrix, except on a CPU, whose products
+    of few bits are slow: it widens the matrix first.
 
     Where x has more digits than the weight, products are exact and sums are of float32.
 
     Args:
       dtype: of the sums and of the result; by default that of x.
     """
+    if is_quantised(weight):
+        return jax.lax.platform_dependent(
+            x,
+            weight,
+            cpu=lambda x, weight: linear(x, weight.matrix(x.dtype), dtype),
+            default=lambda x, weight: _linear_in_few_bits(x, weight, dtype),
+        )
     if x.dtype != weight.dtype and x.dtype == jnp.float32:
         return jax.lax.platform_dependent(
             x,
@@ -74,6 +83,11 @@ def linear(x: Array, weight: Array | View, dtype: DTypeLike | None = None) -> Ar
     else:
         out = whole(tokens, weight)
     return out.reshape(*x.shape[:-1], weight.shape[0])
+
+
+def _linear_in_few_bits(x: Array, weight: Quantised, dtype: DTypeLike | None) -> Array:
+    out = weight.times(x.reshape(-1, x.shape[-1]), dtype)
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def einsum(subscripts: str, x: Array, weight: Array) -> Array:

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from specjax.models.base import MeshAxes, ModelConfig
 from specjax.models.families import family_of
+from specjax.models.quantised import Quantised, is_quantised
 from specjax.models.views import View, is_view
 
 DATA, TENSOR = "data", "tensor"
@@ -173,17 +174,24 @@ def param_specs(params: Any, mesh: Mesh, config: ModelConfig, num_shards: int | 
     """
     axes = {_place(path): leaf_axes for path, leaf_axes in _axes_by_path(config)}
 
-    def spec(path: Any, leaf: Any) -> PartitionSpec | View:
+    def spec(path: Any, leaf: Any) -> PartitionSpec | View | Quantised:
         own = axes.get(_place(path))
         if own is None:
             raise ValueError(
                 f"parameter {'.'.join(_place(path))} is none of a {config.family} model with "
                 f"{config.num_layers} layers; give params of this config."
             )
+        if is_quantised(leaf):  # groups are of inputs
+            out, size = own
+            values = dividing_spec((size, out, None), leaf.values.shape, mesh, num_shards)
+            return Quantised(
+                values, dividing_spec((size, out), leaf.scales.shape, mesh, num_shards)
+            )
         split = dividing_spec(own, leaf.shape, mesh, num_shards)
         return leaf.of(leaf.split(split)) if isinstance(leaf, View) else split
 
-    return jax.tree_util.tree_map_with_path(spec, params, is_leaf=is_view)
+    is_matrix = lambda node: is_view(node) or is_quantised(node)
+    return jax.tree_util.tree_map_with_path(spec, params, is_leaf=is_matrix)
 
 
 def dividing_spec(

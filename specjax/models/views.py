@@ -49,6 +49,11 @@ class View:
         """Returns the view in another dtype; traceable."""
         return self.of(self.array.astype(dtype))
 
+    def matrix(self) -> Array:
+        """Returns the matrix, [out, in]; traceable."""
+        out, own = self.shape
+        return self.array.reshape(own, out).T
+
     def times(self, tokens: Array, dtype: Any = None) -> Array:
         """Returns tokens [n, in] times the transpose of the matrix, [n, out]."""
         out, own = self.shape

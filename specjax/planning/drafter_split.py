@@ -80,6 +80,8 @@ def split_drafter(
     """
     if not spec.can_draft:
         return spec, None
+    if spec.made_by is not None:  # of the target's weights, each device from its own
+        return spec.split(tensor_shards), None
     asked = asked or (spec.num_shards if spec.num_shards > 1 else None)
     possible = possible_shards(spec, tensor_shards)
     if asked is None:

@@ -24,7 +24,15 @@ from pallas_kernels.implementations import default_device, lowered_for
 from specjax import sharding
 from specjax.checkpoints.any_model import config_of
 from specjax.config.engine import EngineConfig
-from specjax.config.names import DEMO, DRAFTERS, MATCHING, NO_DRAFTER, suggestion
+from specjax.config.names import (
+    BY_NAME,
+    DEMO,
+    DRAFTERS,
+    MATCHING,
+    NO_DRAFTER,
+    SELF_DRAFTING,
+    suggestion,
+)
 from specjax.config.rules import Rule
 from specjax.config.speculation import MAX_DEPTH
 from specjax.configs import heads as known_heads
@@ -35,6 +43,7 @@ from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.sizes import Sizes, default_tokens, ridge_of
 from specjax.drafters import heads
 from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
+from specjax.drafters.self_drafter import SelfDrafter
 from specjax.drafters.spec import (
     DrafterSpec,
     HistoryDrafter,
@@ -355,8 +364,8 @@ def find_drafter(
     """Returns the drafter of a name, of which no weights are read.
 
     Args:
-      source: None, "none", "ngram", "history", the folder of a head over the target, a name in
-        `specjax.configs.heads`, or what `find_config` finds.
+      source: None, "none", "ngram", "history", "self-int8", "self-int4", the folder of a head over
+        the target, a name in `specjax.configs.heads`, or what `find_config` finds.
       target: that it drafts for; None: heads are not looked for, and a draft model keeps its own
         vocabulary.
       aux_layer_ids: layers of the target whose inputs a head in a folder captures, whatever its
@@ -369,7 +378,7 @@ def find_drafter(
     """
     name = NO_DRAFTER if source is None else os.fspath(source)
     folder = Path(name).expanduser()
-    is_folder = name not in (NO_DRAFTER, *MATCHING) and folder.is_dir()
+    is_folder = name not in (NO_DRAFTER, *BY_NAME) and folder.is_dir()
     if target is not None and is_folder and (kind := heads.kind_in(folder)) is not None:
         return kind.spec(kind.read(folder, target, None, aux_layer_ids).config)
     if aux_layer_ids is not None:
@@ -383,6 +392,8 @@ def find_drafter(
         return NgramDrafter()
     if name == HISTORY:
         return HistoryDrafter()
+    if name in SELF_DRAFTING:
+        return SelfDrafter.named(name)
     head = _known(name, known_heads)
     if head is not None:
         config = importlib.import_module(f"{known_heads.__name__}.{head}").get_config()

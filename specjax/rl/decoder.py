@@ -27,6 +27,7 @@ from specjax.config.checks import shown
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import LOSSY_RULES, Rule
 from specjax.config.speculation import SpeculationConfig
+from specjax.decode.made_weights import MadeWeights
 from specjax.drafters.loading import DrafterSource
 from specjax.engine.loop import Loop
 from specjax.engine.metrics import BurstRecord
@@ -170,17 +171,23 @@ class RolloutDecoder:
     def num_traces(self) -> int:
         """How many functions were traced, and so compiled, for this decoder's configuration."""
         steps = 0 if self._loop is None else self._loop.decoder.all_traces.total()
-        return steps + self._handed.num_traces
+        return steps + self._handed.num_traces + (self._made.num_traces if self._made else 0)
 
     @property
     def weights_bytes_moved(self) -> int:
-        """Bytes of weights that the last rollout copied: converted, cast, or moved over devices."""
-        return self._handed.bytes_moved
+        """Bytes of weights that the last rollout copied: converted, cast, moved over devices, or
+        made for the drafter."""
+        return self._handed.bytes_moved + (self._made.num_bytes if self._made else 0)
 
     @property
     def weights_move_s(self) -> float:
         """Seconds that took, without compiling and without the wait until they are computed."""
-        return self._handed.seconds
+        return self._handed.seconds + (self._made.seconds if self._made else 0.0)
+
+    @property
+    def _made(self) -> MadeWeights | None:
+        """What makes the drafter's weights; None: it has its own, or no rollout began."""
+        return None if self._loop is None else self._loop.decoder.made_weights
 
     @property
     def params_version(self) -> int:
@@ -283,7 +290,7 @@ class RolloutDecoder:
         assert self._loop is not None
         # The draft model goes on with the weights that it has. The loop holds none if it is off.
         drafter = self._loop.params.drafter
-        if not jax.tree.leaves(drafter):
+        if not jax.tree.leaves(drafter) or not self.has_draft_weights:
             drafter = self._setup.drafter.params
         taken = self._handed.take(completed(params, drafter), version, increases=True)
         self._loop.take_params(
@@ -395,6 +402,8 @@ class RolloutDecoder:
         self._told.clear()
         self._lengths.clear()
         self._handed.forget()
+        if self._made is not None:
+            self._made.drop()
         if self._loop is not None:
             self._loop.forget()
 

@@ -307,6 +307,7 @@ class _Check:
         self.decoder = Decoder(
             DecoderConfig(target=target.config, drafter=self.spec, sizes=self.sizes, engine=ENGINE)
         )
+        self.params = self.decoder.with_made_weights(self.params)
         self.drafter = self._build()
 
     def _sizes(self, pages_per_row: int) -> Sizes:

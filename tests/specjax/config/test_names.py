@@ -25,13 +25,14 @@ def no_hub(monkeypatch):
     ],
 )
 def test_an_unknown_drafter_lists_what_there_is(name, meant):
-    with pytest.raises(ValueError, match="'none', 'ngram', 'history', 'demo'") as said:
+    known = "'none', 'ngram', 'history', 'self-int8', 'self-int4', 'demo'"
+    with pytest.raises(ValueError, match=known) as said:
         specjax.load_drafter(name, tiny_llama(0))
     question = "did you mean" if meant is None else f"did you mean '{meant}'?"
     assert (question in str(said.value)) == (meant is not None)
 
 
-@pytest.mark.parametrize("name", ["org/draft", "./draft", "none", "history", "demo"])
+@pytest.mark.parametrize("name", ["org/draft", "./draft", "none", "history", "self-int4", "demo"])
 def test_paths_hub_names_and_known_ones_pass(name):
     check_drafter(name)
 

@@ -182,7 +182,7 @@ class Listening(FakeDecoder):
 
     @property
     def drafter(self):
-        return types.SimpleNamespace(takes_text=True)
+        return types.SimpleNamespace(takes_text=True, made_by=None)
 
     def remember(self, state, pieces):
         for token_ids, count in zip(pieces.token_ids, pieces.counts.tolist()):
