@@ -8,12 +8,15 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from pallas_kernels.implementations import default_device
 from specjax import sharding
 from specjax.drafters.base import DrafterSpec, WeightMaker
 from specjax.layouts.once import Once
 from specjax.models.base import ModelConfig
+from specjax.models.quantised import num_bytes
 from specjax.types import DecoderParams
 
 
@@ -63,16 +66,20 @@ class MadeWeights:
         start = time.perf_counter()
         made = jax.block_until_ready(self._compiled[key](target))
         self.seconds = time.perf_counter() - start
-        self.num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(made))
+        self.num_bytes = int(sum(map(num_bytes, jax.tree.leaves(made))))
         return made
 
     def _compile(self, target: Any) -> Any:
         maker = self._spec.made_by
         assert maker is not None
 
+        device = default_device() if self._mesh is None else self._mesh.devices.flat[0]
+        takes_int4 = passes_int4(device)
+
         def make(target: Any) -> Any:
             self.num_traces += 1
-            return maker(self._config, target)
+            made = maker(self._config, target)
+            return made if takes_int4 else jax.tree.map(_without_int4, made)
 
         places = None
         if self._mesh is not None:
@@ -81,6 +88,27 @@ class MadeWeights:
             specs = sharding.weight_specs(both, self._mesh, self._config, self._spec)
             places = sharding.shardings(specs.drafter, self._mesh)
         return jax.jit(make, out_shardings=places).lower(target).compile()
+
+
+@functools.cache
+def passes_int4(device: Any) -> bool:
+    """Returns whether compiled functions take int4 arrays that are committed to a device.
+
+    With jax 0.10.2 on a CPU they do not: the array and the function disagree on its layout. Such
+    numbers then lie in int8.
+    """
+    array = jax.device_put(jnp.zeros((8, 128), jnp.int8), device)
+    narrow = jax.jit(lambda x: x.astype(jnp.int4))(array)
+    read = jax.jit(lambda x: x.astype(jnp.int8)).lower(narrow).compile()
+    try:
+        read(narrow)
+    except ValueError:
+        return False
+    return True
+
+
+def _without_int4(leaf: Any) -> Any:
+    return leaf.astype(jnp.int8) if leaf.dtype == jnp.int4 else leaf
 
 
 def made_weights(spec: DrafterSpec, config: ModelConfig, mesh: Mesh | None) -> MadeWeights:

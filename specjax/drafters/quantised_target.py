@@ -11,7 +11,6 @@ biases, and the embedding that tokens are looked up in are the target's own arra
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from specjax.models.abstract import abstract_weights
 from specjax.models.base import ModelConfig, Params
 from specjax.models.families import family_of
 from specjax.models.partition import RULES, TENSOR
-from specjax.models.quantised import num_groups, quantise
+from specjax.models.quantised import num_bytes, num_groups, quantise
 
 HEAD_BITS = 8  # errors of the head go into the scores directly
 MATRIX_SUFFIX = "_proj"
@@ -87,9 +86,7 @@ class QuantisedTarget:
 
     def num_bytes(self, target: ModelConfig) -> float:
         """Returns the bytes of the drafter's own weights, over all devices."""
-        leaves = jax.tree.leaves(self.abstract(target, jnp.float32))
-        bits = lambda leaf: 4 if leaf.dtype == jnp.int4 else 8 * leaf.dtype.itemsize
-        return sum(math.prod(leaf.shape) * bits(leaf) / 8 for leaf in leaves)
+        return sum(map(num_bytes, jax.tree.leaves(self.abstract(target, jnp.float32))))
 
 
 def is_matrix(name: str, axes: tuple[str | None, ...]) -> bool:

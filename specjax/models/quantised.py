@@ -7,6 +7,7 @@ numbers are symmetric: the largest of a group is 127 or 7. One group gives a sca
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -65,6 +66,12 @@ class Quantised:
             sums = jax.lax.dot_general(by_group, values, inputs_then_groups, **wide)
             out = jnp.sum(sums * self.scales[:, None], axis=0)
         return out.astype(tokens.dtype if dtype is None else dtype)
+
+
+def num_bytes(leaf: Any) -> float:
+    """Returns the bytes of an array, or of a shape with a dtype; two int4 numbers take one."""
+    size = 0.5 if leaf.dtype == jnp.int4 else jnp.dtype(leaf.dtype).itemsize
+    return math.prod(leaf.shape) * size
 
 
 def is_quantised(node: Any) -> bool:

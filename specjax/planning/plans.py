@@ -15,6 +15,7 @@ import numpy as np
 from pallas_kernels.implementations import Taken, lowered_for, recorded
 from specjax import sharding
 from specjax.config import batch_size_table
+from specjax.models.quantised import num_bytes
 from specjax.paged import kv_cache
 from specjax.paged.work import ModelWork, model_work
 from specjax.planning.abstract_decoder import AbstractDecoder
@@ -322,7 +323,7 @@ def _chip_bytes(decoder: AbstractDecoder, params: Any, state: Any) -> int:
         return sum(_bytes(leaf) for leaf in jax.tree.leaves(trees))
     specs = [decoder._param_specs(params), decoder._state_specs(state)]
     places = jax.tree.map(
-        lambda leaf, place: math.prod(place.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        lambda leaf, place: _bytes(leaf.update(shape=place.shard_shape(leaf.shape))),
         trees,
         sharding.shardings(specs, mesh),
     )
@@ -330,7 +331,7 @@ def _chip_bytes(decoder: AbstractDecoder, params: Any, state: Any) -> int:
 
 
 def _bytes(leaf: Any) -> int:
-    return math.prod(leaf.shape) * leaf.dtype.itemsize
+    return math.ceil(num_bytes(leaf))
 
 
 def _memory(

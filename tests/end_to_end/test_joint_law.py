@@ -27,6 +27,7 @@ from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
 from specjax.decode.sizes import Sizes
 from specjax.decode.step import advance
+from specjax.drafters.self_drafter import SelfDrafter
 from specjax.drafters.spec import ModelDrafter, NgramDrafter
 from specjax.drafters.token_set import TokenSet
 from specjax.engine.request import Request
@@ -71,6 +72,8 @@ RULES = {
     "tree of some tokens": (SEEDED, REJECTION, TRAVERSAL),
     "tree": (SEEDED, DELTA, REJECTION, TRAVERSAL),
     "ngram tree": (SEEDED, DELTA),
+    "self": (SEEDED, DELTA, REJECTION, BLOCK, TRAVERSAL),
+    "self tree": (SEEDED, DELTA, REJECTION, TRAVERSAL),
 }
 MODEL = dict(
     vocab_size=VOCAB,
@@ -102,7 +105,11 @@ def sharpened(model):
 def drafter_spec(kind, draft):
     if kind == "ngram tree":
         return NgramDrafter(min_match=1, max_match=2, num_matches=2)
-    shape = static_shapes.from_widths((2, 1)) if kind.startswith("tree") else None
+    shape = static_shapes.from_widths((2, 1)) if kind.endswith("tree") else None
+    if kind.startswith("self"):  # coarse enough that drafts are rejected too
+        return SelfDrafter(bits=4, shape=shape)
+    if kind.startswith("tree"):
+        shape = static_shapes.from_widths((2, 1))
     # Of a vocabulary that lacks one of the target's tokens.
     said = TokenSet.of(np.arange(VOCAB) != 1) if kind.endswith("some tokens") else None
     mask = 2 if kind == "masks" else None
@@ -152,7 +159,9 @@ class Sampler:
                 target=target.config, drafter=spec, sizes=sizes, engine=ENGINE, rules=tuple(by_law)
             )
         )
-        self.params = DecoderParams(target.params, draft.params if is_model else ())
+        self.params = self.decoder.with_made_weights(
+            DecoderParams(target.params, draft.params if is_model else ())
+        )
         # Room behind the tokens that are looked at, or the end would cut the trees.
         max_length = len(PROMPT) + NUM_TOKENS + 12
         requests = [

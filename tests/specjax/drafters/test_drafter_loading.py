@@ -103,7 +103,7 @@ def test_other_weights_are_refused_at_once(target, drafter, error, message):
 
 @pytest.mark.parametrize("source", [3, b"ngram", ["ngram"], {}])
 def test_other_types_are_refused(target, source):
-    with pytest.raises(TypeError, match="expected None, 'ngram', .*'self-int4', 'demo', a folder"):
+    with pytest.raises(TypeError, match=r"expected None, 'ngram', .*'self-int4', 'demo', a folder"):
         load_drafter(source, target)
 
 
