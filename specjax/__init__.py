@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from specjax.drafters.base import DrafterSpec as DrafterSpec
     from specjax.drafters.loading import LoadedDrafter as LoadedDrafter
     from specjax.drafters.loading import load_drafter as load_drafter
+    from specjax.drafters.self_drafter import SelfDrafter as SelfDrafter
     from specjax.engine.lineage import CacheFill as CacheFill
     from specjax.engine.request import SelfCheck as SelfCheck
     from specjax.layouts.converting import convert as convert
@@ -84,6 +85,7 @@ __all__ = [
     "RolloutTurns",
     "SamplingParams",
     "SelfCheck",
+    "SelfDrafter",
     "SpeculationConfig",
     "Texts",
     "Turn",
@@ -120,6 +122,7 @@ _HOME = {
     "DrafterSpec": "specjax.drafters.base",
     "LoadedDrafter": "specjax.drafters.loading",
     "load_drafter": "specjax.drafters.loading",
+    "SelfDrafter": "specjax.drafters.self_drafter",
     "CacheFill": "specjax.engine.lineage",
     "SelfCheck": "specjax.engine.request",
     "load_orbax": "specjax.checkpoints.loading",

@@ -15,6 +15,7 @@ from specjax.config.speculation import SpeculationConfig
 from specjax.configs.heads import llama_3_1_8b_dflash, llama_3_1_8b_eagle3
 from specjax.configs.models import llama_3_1_8b, llama_3_2_1b, qwen3_0_6b
 from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter
+from specjax.drafters.self_drafter import SelfDrafter
 from specjax.drafters.spec import DrafterSpec, ModelDrafter, NgramDrafter, NoDrafter
 from specjax.models.base import ModelConfig, RopeConfig
 from specjax.models.dflash import DFlashConfig
@@ -30,6 +31,7 @@ DEPTH = 4  # K of chains, and the depth of trees
 PLAIN, CHAIN, TREE = "plain", "chain", "tree"
 # Heads over the target: a chain, a block, and a chain from masks.
 EAGLE3, DFLASH, P_EAGLE = "EAGLE-3", "DFlash", "P-EAGLE"
+SELF = "self-int8", "self-int4"  # chains of the target in few bits
 P_EAGLE_LAYERS = 4  # as published ones have
 BLOCK = 8  # tokens of a DFlash block, the newest of the text among them
 HEAD_LAYERS = 6  # of the target, in the smaller program beside a head, which captures some of them
@@ -166,6 +168,8 @@ class Case:
             return DFlashDrafter(dflash_head())
         if self.draft in HEADS:
             return EagleDrafter(HEADS[self.draft]())
+        if self.draft in SELF:
+            return SelfDrafter.named(self.draft)
         if draft is None:
             matches, nodes = (NGRAM_MATCHES, NGRAM_NODES) if self.draft == TREE else (1, None)
             return NgramDrafter().configured(
@@ -209,6 +213,9 @@ def cases() -> Iterator[Case]:
     for generation in ("v5e", "v6e"):
         for head in HEADS:
             yield Case("Llama-3.1-8B", head, 32, generation, 4)
+    for generation in ("v5e", "v6e"):
+        for draft in SELF:
+            yield Case("Llama-3.1-8B", draft, 32, generation, 4)
 
 
 def of_first_layers(drafter: DrafterSpec, count: int) -> DrafterSpec:

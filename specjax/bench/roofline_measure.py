@@ -12,10 +12,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.implementations import lowered_for
 from specjax.bench.roofline_cases import (
     CHAIN,
     CONTEXTS,
     HEADS,
+    SELF,
     Case,
     Layers,
     of_first_layers,
@@ -109,7 +111,8 @@ def minimum_bytes(case: Case, request: PlanRequest, context: int) -> float:
     forward = lambda work, new: (
         work.of(case.rows, 0, context).bytes + (case.rows * new * work.context_bytes)
     )
-    drafts: Sequence[ModelWork] = drafter.work(request.target, jnp.dtype(request.dtype))
+    with lowered_for(request.device.traced_for, request.device.kind):
+        drafts: Sequence[ModelWork] = drafter.work(request.target, jnp.dtype(request.dtype))
     passes = lambda work: work.num_forwards(case.num_speculative_tokens)
     total = forward(target, nodes) + sum(passes(work) * forward(work, 1) for work in drafts)
     if case.draft not in HEADS:
@@ -230,6 +233,8 @@ def _traffic(case: Case, request: PlanRequest, read: Program, context: int) -> T
     turns: tuple[int, ...] = ()
     if case.draft in HEADS:
         # Feeds all draft tokens but the last, or draws all but the first one after the other.
+        turns = (case.num_speculative_tokens - 1,)
+    if case.draft in SELF:
         turns = (case.num_speculative_tokens - 1,)
     if request.drafter.configs:
         # After a step that drafts, the first forward takes along what the drafter has not seen:

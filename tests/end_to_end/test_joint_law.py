@@ -105,11 +105,10 @@ def sharpened(model):
 def drafter_spec(kind, draft):
     if kind == "ngram tree":
         return NgramDrafter(min_match=1, max_match=2, num_matches=2)
-    shape = static_shapes.from_widths((2, 1)) if kind.endswith("tree") else None
+    has_tree = kind.startswith("tree") or kind == "self tree"
+    shape = static_shapes.from_widths((2, 1)) if has_tree else None
     if kind.startswith("self"):  # coarse enough that drafts are rejected too
         return SelfDrafter(bits=4, shape=shape)
-    if kind.startswith("tree"):
-        shape = static_shapes.from_widths((2, 1))
     # Of a vocabulary that lacks one of the target's tokens.
     said = TokenSet.of(np.arange(VOCAB) != 1) if kind.endswith("some tokens") else None
     mask = 2 if kind == "masks" else None
@@ -307,8 +306,9 @@ def test_no_two_laws_are_near(models):
         assert 0.5 * np.abs(one - other).sum() > 0.05
 
 
-def test_joint_law_of_few_samples(models):
-    check(models, "tree", FEW_SAMPLES)
+@pytest.mark.parametrize("kind", ["tree", "self"])
+def test_joint_law_of_few_samples(models, kind):
+    check(models, kind, FEW_SAMPLES)
 
 
 @pytest.mark.slow
