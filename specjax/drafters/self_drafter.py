@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 
 from pallas_kernels.implementations import target_platform
 from specjax.config.checks import is_int
@@ -127,13 +126,13 @@ class SelfDrafter(Shaped):
         self, target: ModelConfig, dtype: Any, num_weights: int | None = None
     ) -> tuple[ModelWork, ...]:
         """Returns the work of one draft token: weights of few bits, and the target's keys and
-        values. A CPU widens the weights first, and reads them again."""
+        values. A CPU widens the weights first: it writes them, and reads them again."""
         del num_weights
         own = self.made_by.config(target)
         whole = model_work(own, dtype, self.num_shards)
         few = self.made_by.num_bytes(target) / self.num_shards
         if target_platform() == "cpu":
-            few += whole.weight_bytes * jnp.dtype(jnp.float32).itemsize / jnp.dtype(dtype).itemsize
+            few += 2 * whole.weight_bytes
         return (dataclasses.replace(whole, weight_bytes=few),)
 
     def build(self, context: DrafterContext) -> Drafter:

@@ -13,7 +13,7 @@ from jax import Array
 from jax.typing import DTypeLike
 
 from specjax.models.base import MeshAxes, RopeConfig
-from specjax.models.quantised import Quantised, is_quantised
+from specjax.models.quantised import Quantised
 from specjax.models.views import View
 
 
@@ -51,7 +51,7 @@ def linear(x: Array, weight: Array | View | Quantised, dtype: DTypeLike | None =
     Args:
       dtype: of the sums and of the result; by default that of x.
     """
-    if is_quantised(weight):
+    if isinstance(weight, Quantised):
         return jax.lax.platform_dependent(
             x,
             weight,

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from specjax.models.views import View, is_view
+from specjax.models.views import View
 
 # By bits: dtype of the numbers, and the largest of them.
 INTEGERS = {8: (jnp.int8, 127), 4: (jnp.int4, 7)}
@@ -89,7 +89,7 @@ def quantise(matrix: Array | View, bits: int, num_groups: int) -> Quantised:
       num_groups: a divisor of `in`.
     """
     dtype, largest = INTEGERS[bits]
-    whole = matrix.matrix() if is_view(matrix) else matrix
+    whole = matrix.matrix() if isinstance(matrix, View) else matrix
     out, own = whole.shape
     grouped = jnp.moveaxis(whole.reshape(out, num_groups, own // num_groups), 1, 0)
     grouped = grouped.astype(jnp.float32)
