@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-
 from pallas_kernels.implementations import target_platform
 from specjax.config.checks import is_int
 from specjax.config.names import SELF_DRAFTING
