@@ -123,7 +123,7 @@ def test_record_goes_on_where_it_was_left(monkeypatch, tmp_path):
 
 def test_cases_have_names_of_their_own():
     names = [case.name for case in cases()]
-    assert len(set(names)) == len(names) == 78
+    assert len(set(names)) == len(names) == 82
     assert [case.name for case in roofline.chosen([NAME])] == [NAME]
     asked = [names[7], NAME, names[7]]
     assert [case.name for case in roofline.chosen(asked)] == asked[:2]
