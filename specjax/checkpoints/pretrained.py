@@ -1,37 +1,36 @@
-"""save_pretrained(): a model as a folder in Hugging Face format."""
+"""save_pretrained(): a model, or a head over one, as a folder in Hugging Face format."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import jax
-import jax.numpy as jnp
-
-from specjax.checkpoints import records, tokenizer_files
+from specjax.checkpoints import pretrained_heads, records, tokenizer_files
+from specjax.checkpoints.pretrained_folder import (
+    CONFIG,
+    GENERATION,
+    MAX_FILE_BYTES,
+    check_folder,
+    check_is_here,
+    main_dtype,
+    write_json,
+)
 from specjax.checkpoints.stored_tree import listed
+from specjax.drafters.head_writing import AUTO
 from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import ModelDrafter
 from specjax.layouts.converting import convert
-from specjax.models.base import Json, Model, ModelConfig, Params
+from specjax.models.base import Json, Model, ModelConfig
 from specjax.models.families import family_of
 from specjax.models.hf_config import parse_config, read_config
 from specjax.models.weight_writing import tensors_of, write_files
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.model_files import find_file, read_json
 from specjax.runtime.whole_folders import written_whole
-
-CONFIG, GENERATION = "config.json", "generation_config.json"
-MAX_FILE_BYTES = 5 * 10**9  # as transformers has it
-# What a save replaces: nothing else may be in the folder.
-_OWN_FILES = re.compile(
-    r"config\.json|generation_config\.json|model(-\d{5}-of-\d{5})?\.safetensors|"
-    r"model\.safetensors\.index\.json|" + "|".join(map(re.escape, tokenizer_files.FILES))
-)
 
 
 @entrance("specjax.save_pretrained")
@@ -40,36 +39,71 @@ def save_pretrained(
     folder: str | os.PathLike[str],
     *,
     max_file_bytes: int = MAX_FILE_BYTES,
+    naming: str = AUTO,
+    target: Model | None = None,
+    card: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a model as a folder that transformers, vLLM and `specjax.load_model` read.
+    """Writes a model or a head over one as a folder that vLLM, SGLang and specjax read.
 
-    It holds config.json, generation_config.json, the weights as safetensors in the dtype that they
-    have, and the tokenizer's files where the model has one. Files of the folder that the model was
-    loaded from (`Model.folder`) are copied where they still say the same. The folder is replaced as
-    a whole: a process that is killed leaves the earlier content.
+    A model's folder, which transformers reads too, holds config.json, generation_config.json, the
+    weights as safetensors in the dtype that they have, and the tokenizer's files where the model
+    has one. Files of the folder that the model was loaded from (`Model.folder`) are copied where
+    they still say the same.
+
+    A head's folder holds config.json, its weights and README.md, a card. Each kind of head is
+    published in several namings of keys and tensors; docs/heads.md says which flags each can say
+    and who reads it. What was written is read by `load_drafter`'s reader, and compared: the config,
+    and every weight to the bit.
+
+    The folder is replaced as a whole: a process that is killed leaves the earlier content.
 
     Args:
       model: its weights may lie on a mesh of this process's devices; one tensor at a time is
-        gathered. Of drafters a draft model of the target's own vocabulary can be written.
+        gathered. Of drafters, heads over a target and a draft model of the target's own vocabulary
+        can be written.
       folder: absent, empty, or of an earlier save.
       max_file_bytes: weights of more bytes than this are written as several files and an index.
+      naming: of a head: "specforge", "speculators" or "sglang" for EAGLE-3; "speculators" or
+        "specforge" for P-EAGLE; "eagle" or "sglang" for EAGLE; "z-lab" or "speculators" for DFlash
+        and DFlash2; "specforge", "speculators" or "deepspec" for DSpark; "medusa" or "vllm" for
+        Medusa; "ibm" for MLP speculators. "auto" takes the first that can say the head.
+      target: of a head: the model that it is for. Its name and class are written, and its number of
+        layers, which flat files of DFlash and DSpark need.
+      card: of a head: facts of its training for the card, as {"target": name, "data": ...,
+        "steps": ..., "acceptance": [...], "versions": {...}}; "target" is the target's name.
 
     Raises:
       TypeError: it is neither a model nor a drafter.
-      ValueError: the folder holds other files, the weights are not those of the config, or a
-        config.json cannot say the config.
-      NotImplementedError: heads over a target; families that say no `unparse`; weights on devices
-        of other processes.
+      ValueError: the folder holds other files, the weights are not those of the config, a
+        config.json cannot say the config, the naming cannot say a flag of a head, or the head is
+        for another target.
+      NotImplementedError: MTP layers, which lie in their target's files; other drafters than those
+        above; families that say no `unparse`; weights on devices of other processes.
     """
-    model, folder = _model_of(model), Path(folder).expanduser()
-    _check_folder(folder)
+    folder = Path(folder).expanduser()
     if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise ValueError(f"{max_file_bytes=} must be a whole number of at least 1.")
+    if pretrained_heads.is_head(model):
+        return pretrained_heads.save_head(
+            model,
+            folder,
+            naming=naming,
+            target=target,
+            card=card,
+            max_file_bytes=max_file_bytes,
+        )
+    model = _model_of(model)
+    if naming != AUTO or target is not None or card is not None:
+        raise ValueError(
+            f"naming, target and card are for heads over a target, and {model.name!r} is a model; "
+            "leave them out."
+        )
+    check_folder(folder)
     params = convert(model.params, "specjax", model.config)
-    _check_is_here(params)
+    check_is_here(params)
     tensors = tensors_of(family_of(model.config).sources(model.config, ()), params)
     with written_whole(folder) as new:
-        _write_json(new / CONFIG, _config_json(model, _main_dtype(params)))
+        write_json(new / CONFIG, _config_json(model, main_dtype(params)))
         _write_generation_config(new, model)
         _check_config(new, model.config)
         _write_tokenizer(new, model)
@@ -84,36 +118,10 @@ def _model_of(what: object) -> Model:
         raise TypeError(f"{what!r:.200} is neither a Model nor what load_drafter returned.")
     if not isinstance(what.spec, ModelDrafter) or what.spec.said is not None:
         raise NotImplementedError(
-            f"drafter {what.name!r} is no draft model of the target's vocabulary; save_orbax saves "
-            "drafters of every kind."
+            f"drafter {what.name!r} is no draft model of the target's vocabulary, nor a head over "
+            "a target; save_orbax saves drafters of every kind."
         )
     return Model(what.spec.config, what.params, what.tokenizer, what.name)
-
-
-def _check_folder(folder: Path) -> None:
-    """Raises ValueError where a save would delete files that no save wrote."""
-    if not folder.exists():
-        return
-    if not folder.is_dir():
-        raise ValueError(f"{folder} is a file; give the name of a folder.")
-    names = sorted(path.name for path in folder.iterdir())
-    is_saved = CONFIG in names and any(name.endswith(".safetensors") for name in names)
-    has_code = is_saved and bool(read_json(folder / CONFIG).get("auto_map"))
-    is_own = lambda name: _OWN_FILES.fullmatch(name) or (has_code and name.endswith(".py"))
-    others = [name for name in names if not is_own(name)]
-    if others or (names and not is_saved):
-        raise ValueError(
-            f"{folder} holds {listed(others or names)}, and a save replaces the folder as a whole; "
-            "give one that is empty or absent, or move these away."
-        )
-
-
-def _check_is_here(params: object) -> None:
-    if not all(getattr(leaf, "is_fully_addressable", True) for leaf in jax.tree.leaves(params)):
-        raise NotImplementedError(
-            "the weights lie on devices of several processes, and this one writes a whole folder; "
-            "use save_orbax, and save_pretrained after load_orbax in one process."
-        )
 
 
 def _config_json(model: Model, dtype: str) -> Json:
@@ -138,15 +146,6 @@ def _config_json(model: Model, dtype: str) -> Json:
     raw |= {"num_nextn_predict_layers": 0} if raw.get("num_nextn_predict_layers") else {}
     raw |= {"torch_dtype": dtype, "eos_token_id": _eos(model.config)}
     return {key: value for key, value in raw.items() if key != "dtype"}
-
-
-def _main_dtype(params: Params) -> str:
-    """Returns the name of the dtype with most bytes; config.json has room for one."""
-    num_bytes: dict[str, int] = {}
-    for leaf in jax.tree.leaves(params):
-        name = jnp.dtype(leaf.dtype).name
-        num_bytes[name] = num_bytes.get(name, 0) + leaf.nbytes
-    return max(num_bytes, key=lambda name: num_bytes[name])
 
 
 def _eos(config: ModelConfig) -> int | list[int] | None:
@@ -181,7 +180,7 @@ def _write_generation_config(new: Path, model: Model) -> None:
             raw = read_json(path)
     if not raw:
         raw = {"bos_token_id": config.bos_token_id, **model.generation_defaults}
-    _write_json(new / GENERATION, raw | {"eos_token_id": _eos(config)})
+    write_json(new / GENERATION, raw | {"eos_token_id": _eos(config)})
 
 
 def _check_config(new: Path, config: ModelConfig) -> None:
@@ -206,7 +205,3 @@ def _write_tokenizer(new: Path, model: Model) -> None:
         texts = tokenizer_files.texts_of(model.tokenizer, model.config.max_position_embeddings)
         for name, text in texts.items():
             (new / name).write_text(text, encoding="utf-8")
-
-
-def _write_json(path: Path, content: Json) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Reads what a DFlash2 head has besides a block (`dflash_files`): convolutions and a selector."""
+"""Convolutions and the selector of DFlash2 in a config.json; `dflash_files` has the rest."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from specjax.drafters.head_files import Head, Tables
 from specjax.models import dspark
 from specjax.models.base import Json, ModelConfig
 from specjax.models.config_values import MAX_SIZE, optional_number, shown, size
+from specjax.models.dflash import DFlashConfig
 
 NAME, _CLASS = "dflash2", "DFlash2DraftModel"
 # Sizes, with the defaults of `speculators`; z-lab has them in `dflash_config`.
@@ -62,13 +63,42 @@ def _check_scales(own: Json, tables: Tables, target: ModelConfig) -> None:
 
     The head reads the target's tables as the target does, and its own as they are.
     """
-    embedding = 1.0 if tables.has_embedding else target.embedding_multiplier
-    logits = 1.0 if tables.has_head else 1.0 / target.logits_divisor
-    cap = None if tables.has_head else target.logits_softcap
-    for key, ours in zip(_SCALES, (embedding, logits, cap)):
+    of_tables = _scales(tables.has_embedding, tables.has_head, target)
+    for key, ours in of_tables.items():
         theirs = optional_number(own, key, None if key == _SCALES[-1] else 1.0)
         if theirs != ours:
             raise ValueError(
                 f"{key}={shown(theirs)}, and the tables that the head uses have {ours} here; "
                 "another one is not supported."
             )
+
+
+def _scales(has_embedding: bool, has_head: bool, target: ModelConfig) -> dict[str, float | None]:
+    """Returns the factors of embeddings and logits, and the cap of logits, by their keys."""
+    embedding = 1.0 if has_embedding else target.embedding_multiplier
+    logits = 1.0 if has_head else 1.0 / target.logits_divisor
+    cap = None if has_head else target.logits_softcap
+    return dict(zip(_SCALES, (embedding, logits, cap)))
+
+
+def scales(config: DFlashConfig, target: ModelConfig | None) -> Json:
+    """Returns the factors and the cap that a config.json has to say, as they are not the usual.
+
+    Args:
+      target: None where it is not known: its tables are taken to have none.
+    """
+    if target is None:
+        return {}
+    found = _scales(config.has_embedding, config.has_head, target)
+    return {key: value for key, value in found.items() if value not in (None, 1.0)}
+
+
+def sizes(config: DFlashConfig) -> Json:
+    """Returns the sizes of convolutions and selector, by their keys."""
+    values = (
+        config.conv_kernel_size,
+        config.conv_group_size,
+        config.markov_rank,
+        config.selector_top_k,
+    )
+    return dict(zip(_SIZES, values, strict=True))

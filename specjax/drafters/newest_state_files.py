@@ -20,7 +20,7 @@ from specjax.models.medusa import OF_VLLM, PUBLISHED, MedusaConfig
 from specjax.models.mlp_speculator import MlpSpeculatorConfig
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
-_PREFIX, _MEDUSA_PREFIX = "speculator.", "medusa_heads."
+PREFIX, _MEDUSA_PREFIX = "speculator.", "medusa_heads."
 _TIED = re.compile(r"\b(emb|head|ln|proj)\.(\d{1,6})\.(\w+)$")
 _NOTE = "reads the last hidden state of the target, after the final norm"
 
@@ -73,8 +73,8 @@ def read_mlp_speculator(
     with head_files.naming(head):
         head_files.check_reads_last(aux_layer_ids)
         config = _parse_mlp_speculator(head.raw, target)
-    is_prefixed = any(name.startswith(_PREFIX) for name in head.tensors)
-    leaves = mlp_speculator.weights_of(config, _PREFIX if is_prefixed else "")
+    is_prefixed = any(name.startswith(PREFIX) for name in head.tensors)
+    leaves = mlp_speculator.weights_of(config, PREFIX if is_prefixed else "")
     if config.is_tied:
         head = head._replace(tensors=_without_copies(head.tensors, is_read=dtype is not None))
     note = f"drafts at most {config.most_drafts} tokens"

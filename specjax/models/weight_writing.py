@@ -22,6 +22,9 @@ _NAMES = {
     np.dtype(np.float32): "F32",
     np.dtype(np.float16): "F16",
     np.dtype(ml_dtypes.bfloat16): "BF16",
+    # Of tables beside the weights, as those of a vocabulary that is a part.
+    np.dtype(np.int64): "I64",
+    np.dtype(np.bool_): "BOOL",
 }
 
 
