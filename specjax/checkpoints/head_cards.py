@@ -10,12 +10,12 @@ from typing import Any
 import jax
 
 from specjax.checkpoints.pretrained_folder import CARD_START
-from specjax.drafters.eagle_writing import PARALLEL_EAGLE
+from specjax.drafters.eagle_writing import PARALLEL_EAGLE, drops_embedding
 from specjax.drafters.head_writing import Kind, OfTarget
 from specjax.drafters.loading import LoadedDrafter
 from specjax.version import __version__
 
-_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _FOLDER = "path/to/this/folder"
 # The names of servers' methods, where they have one.
 _OF_SGLANG = {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dspark": "DSPARK"}
@@ -38,12 +38,12 @@ def text_of(
     ]
     if card:
         parts += ["## Training\n", _table("| training | |", _rows(card))]
-    return "\n".join([*parts, "## Use\n", *_uses(kind, naming, target, head.spec.most_drafts)])
+    return "\n".join([*parts, "## Use\n", *_uses(head, kind, naming, target)])
 
 
 def _front_matter(kind: Kind, target: OfTarget) -> str:
     lines = [CARD_START]
-    if target.name is not None and _HUB_NAME.fullmatch(target.name):
+    if target.name is not None and HUB_NAME.fullmatch(target.name):
         lines.append(f"base_model: {target.name}\n")
     method = dict.fromkeys([kind.method, kind.title.lower().replace(" ", "-")])
     tags = ["speculative-decoding", "draft-model", *method]
@@ -112,7 +112,8 @@ def _table(head: str, rows: Any) -> str:
     return "\n".join([head, "|---|---|", *lines]) + "\n"
 
 
-def _uses(kind: Kind, naming: str, target: OfTarget, most: int | None) -> Iterator[str]:
+def _uses(head: LoadedDrafter, kind: Kind, naming: str, target: OfTarget) -> Iterator[str]:
+    spec: Any = head.spec
     name = target.name or "path/to/target"
     yield _code(
         "python",
@@ -122,11 +123,15 @@ def _uses(kind: Kind, naming: str, target: OfTarget, most: int | None) -> Iterat
     )
     readers = kind.namings[naming].readers
     if any(reader.startswith("vLLM") for reader in readers):
-        said = {"method": kind.method, "model": _FOLDER, "num_speculative_tokens": most or 3}
+        said = {
+            "method": kind.method,
+            "model": _FOLDER,
+            "num_speculative_tokens": spec.most_drafts or 3,
+        }
         if kind is PARALLEL_EAGLE:
             said["parallel_drafting"] = True
         yield _code("bash", f"vllm serve {name} --speculative-config '{json.dumps(said)}'")
-    if "SGLang" in readers:
+    if "SGLang" in readers and not drops_embedding(spec.config):
         yield _code(
             "bash",
             f"python -m sglang.launch_server --model-path {name} \\",

@@ -113,9 +113,12 @@ def of_target(target: Model | None, card: Mapping[str, Any] | None) -> OfTarget:
 
 
 def _name_of(target: Model) -> str | None:
-    """Returns the name on the hub of what came from there, else the folder."""
+    """Returns the name on the hub of what came from there, else the folder.
+
+    Of a model that came from neither, None: readers would look for its name on the hub.
+    """
     if target.folder is None:
-        return target.name or None
+        return target.name if head_cards.HUB_NAME.fullmatch(target.name) else None
     found = _IN_HUB_CACHE.search(f"{target.folder}/")
     return "/".join(found.groups()) if found else target.folder
 

@@ -8,6 +8,7 @@ hold both, so that no reader takes its default.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from specjax.drafters import head_writing
 from specjax.drafters.eagle_files import AUX_KEY, KIND, PARALLEL_KIND
@@ -57,10 +58,9 @@ def _nested(config: Eagle3Config, target: OfTarget) -> Json:
     return raw | {"transformer_layer_config": layers}
 
 
-def _flat_refusals(config: Eagle3Config, target: OfTarget) -> list[str]:
+def _flat_refusals(config: Eagle3Config) -> list[str]:
     """Returns what neither SpecForge nor SGLang can say of an EAGLE-3 head."""
-    del target
-    found = unlike(
+    return unlike(
         config,
         norm_before_fc=False,
         norm_before_residual=False,
@@ -71,14 +71,23 @@ def _flat_refusals(config: Eagle3Config, target: OfTarget) -> list[str]:
         layers__mlp_bias=False,
         layers__layer_windows=(),
     )
-    # Of such a head of the target's width SGLang drops the table for the target's.
-    is_narrower = config.target_hidden_size != config.hidden_size
-    return found + ([] if is_narrower else unlike(config, has_embedding=False))
 
 
 def _specforge_refusals(config: Eagle3Config, target: OfTarget) -> list[str]:
-    found = _flat_refusals(config, target) + unlike(config, fc_bias=False, has_head=True)
-    return found + _captured(config)
+    del target
+    return _flat_refusals(config) + unlike(config, fc_bias=False, has_head=True) + _captured(config)
+
+
+def _sglang_refusals(config: Eagle3Config, target: OfTarget) -> list[str]:
+    del target
+    found = _flat_refusals(config)
+    return found + (unlike(config, has_embedding=False) if drops_embedding(config) else [])
+
+
+def drops_embedding(config: Any) -> bool:
+    """Returns whether SGLang has the target's embedding in place of a head's own."""
+    is_of_pairs = isinstance(config, EagleConfig | Eagle3Config)
+    return is_of_pairs and config.has_embedding and not head_writing.width(config)
 
 
 def _captured(config: Eagle3Config) -> list[str]:
@@ -124,7 +133,7 @@ EAGLE3 = Kind(
             nested="transformer_layer_config",
         ),
         "sglang": Naming(
-            _flat_refusals,
+            _sglang_refusals,
             _flat,
             functools.partial(eagle3.weights_of, first_prefix=FLAT_PREFIX),
             ("SGLang",),
@@ -198,7 +207,7 @@ def _eagle_refusals(config: EagleConfig, target: OfTarget) -> list[str]:
     )
 
 
-def _sglang_refusals(config: EagleConfig, target: OfTarget) -> list[str]:
+def _sglang1_refusals(config: EagleConfig, target: OfTarget) -> list[str]:
     # It drops tables of such a head for the target's, and adds biases to all of attention.
     return _eagle_refusals(config, target) + unlike(
         config, has_embedding=False, has_head=False, layers__num_layers=1, layers__qkv_bias=False
@@ -227,7 +236,7 @@ EAGLE = Kind(
             ("vLLM",),
         ),
         "sglang": Naming(
-            _sglang_refusals,
+            _sglang1_refusals,
             functools.partial(_eagle, class_name="LlamaForCausalLMEagle"),
             eagle.weights_of,
             ("SGLang",),

@@ -41,6 +41,18 @@ def save_as(model: Any, raw: dict[str, Any], names: Any = lambda name: name) -> 
     return save
 
 
+def of_folder(kind: Any, folder: Path) -> Any:
+    """Returns a model of a class of transformers whose config and weights a folder holds."""
+    return kind.from_pretrained(folder, attn_implementation="eager").eval()
+
+
+def with_weights(model: Any, folder: Path) -> Any:
+    """Returns a model with the weights of a folder, which must be all that it has, in place."""
+    (_, of_files) = torch_and("safetensors.torch")
+    model.load_state_dict(of_files.load_file(folder / "model.safetensors"))
+    return model.eval()
+
+
 def one_by_one(torch: Any, say: Any, tokens: Any, root: int) -> np.ndarray:
     """Returns logits of two drafts; `say` gives those after a text, and what else it keeps.
 
@@ -57,11 +69,14 @@ def one_by_one(torch: Any, say: Any, tokens: Any, root: int) -> np.ndarray:
 # EAGLE, by its authors.
 
 
-def eagle(num_layers: int = 1) -> Published:
+def eagle(num_layers: int = 1, folder: Path | None = None) -> Published:
     """EAGLE, whose own output is the hidden state of the next pair."""
     torch, configs, cnets = torch_and("eagle.model.configs", "eagle.model.cnets1")
     raw = SIZES | {"num_hidden_layers": num_layers}
-    model, head = randomised(cnets.Model(_plain_ropes(configs.EConfig(**raw)))), target_head()
+    said = raw if folder is None else json.loads((folder / "config.json").read_text())
+    model = cnets.Model(_plain_ropes(configs.EConfig(**said)), bias=said.get("bias", True))
+    model = randomised(model) if folder is None else with_weights(model, folder)
+    head = target_head()
 
     def logits(tokens, taps, root):
         hidden = torch.tensor(taps[:root, 0])[None]
@@ -79,15 +94,20 @@ def eagle(num_layers: int = 1) -> Published:
     return Published(save_as(model, raw), logits)
 
 
-def eagle3() -> Published:
+def eagle3(folder: Path | None = None) -> Published:
     """EAGLE-3, run with its cache of keys and values."""
     # The module of EAGLE-3 has the name that EAGLE's had before, and stands beside that one.
     torch, configs, cnets, _ = torch_and(
         "eagle.model.configs", "eagle.model.cnets", "eagle.model.cnets1"
     )
     raw = SIZES | {"num_hidden_layers": 1, "draft_vocab_size": DRAFT_VOCAB}
-    model = randomised(cnets.Model(_plain_ropes(configs.EConfig(**raw))))
-    map_vocabulary(model)
+    said = raw if folder is None else json.loads((folder / "config.json").read_text())
+    model = cnets.Model(_plain_ropes(configs.EConfig(**said)))
+    if folder is not None:
+        model = with_weights(model, folder)
+    else:
+        model = randomised(model)
+        map_vocabulary(model)
 
     def logits(tokens, taps, root):
         hidden, ids = flat(torch, taps[:root]), torch.tensor(tokens[1 : root + 1])[None].long()
@@ -114,9 +134,13 @@ def _plain_ropes(config: Any) -> Any:
 # Medusa, by its authors.
 
 
-def medusa(num_layers: int = 1) -> Published:
+def medusa(num_layers: int = 1, folder: Path | None = None) -> Published:
     """Medusa, whose heads say the second token after a hidden state and those that follow."""
     torch, module = torch_and("medusa.model.medusa_model")
+    count = 3
+    if folder is not None:
+        said = module.MedusaConfig.from_pretrained(folder)
+        count, num_layers = said.medusa_num_heads, said.medusa_num_layers
     base = SimpleNamespace(
         config=None,
         lm_head=target_head(),
@@ -126,14 +150,18 @@ def medusa(num_layers: int = 1) -> Published:
     )
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(module.AutoTokenizer, "from_pretrained", lambda _: None)
-        model = randomised(module.MedusaModel(base, 3, num_layers))
+        model = randomised(module.MedusaModel(base, count, num_layers))
+    if folder is not None:
+        (_, of_files) = torch_and("safetensors.torch")
+        stored = of_files.load_file(folder / "medusa_lm_head.safetensors")
+        model.medusa_head.load_state_dict(stored)
 
     def logits(tokens, taps, root):
         hidden = torch.tensor(taps[root - 1 : root, 0])[None]
         return model(input_ids=hidden)[:NUM_DRAFTS, 0, 0].detach().numpy()
 
     def save(folder: Path) -> None:
-        module.MedusaConfig(3, num_layers).save_pretrained(folder)
+        module.MedusaConfig(count, num_layers).save_pretrained(folder)
         torch.save(model.medusa_head.state_dict(), folder / "medusa_lm_head.pt")
 
     return Published(save, logits)
@@ -142,11 +170,22 @@ def medusa(num_layers: int = 1) -> Published:
 # MLP speculators, by IBM.
 
 
-def mlp_speculator(**flags: Any) -> Published:
+def mlp_speculator(folder: Path | None = None, **flags: Any) -> Published:
     """The forward of training, over the hidden state before a root and the tokens from it on."""
     torch, module = torch_and("fms_extras.models.speculator")
     sizes = {"emb_dim": WIDTH, "inner_dim": 24, "vocab_size": VOCAB, "n_predict": 3} | flags
+    if folder is not None:
+        said = json.loads((folder / "config.json").read_text())
+        sizes = {name: said[name] for name in (*sizes, "tie_weights", "scale_input")}
     model = randomised(module.MLPSpeculator(**sizes))
+    if folder is not None:
+        (_, of_files) = torch_and("safetensors.torch")
+        stored = of_files.load_file(folder / "model.safetensors")
+        stored = {name.removeprefix("speculator."): leaf for name, leaf in stored.items()}
+        # Of tied weights the first copy is stored.
+        missing, unknown = model.load_state_dict(stored, strict=False)
+        assert not unknown
+        assert bool(missing) == sizes["tie_weights"]
 
     def logits(tokens, taps, root):
         hidden, found = torch.tensor(taps[root - 1 : root, 0])[None], []
@@ -163,12 +202,17 @@ def mlp_speculator(**flags: Any) -> Published:
 # SpecForge.
 
 
-def specforge_eagle3(**flags: Any) -> Published:
+def specforge_eagle3(folder: Path | None = None, **flags: Any) -> Published:
     """EAGLE-3 of SpecForge: two steps of its training, with the cache that it keeps."""
     torch, module = torch_and("specforge.modeling.draft.llama3_eagle")
     config = _config_of("LlamaConfig", 1, draft_vocab_size=DRAFT_VOCAB, **flags)
-    model = randomised(module.LlamaForCausalLMEagle3(config))
-    map_vocabulary(model)
+    if folder is not None:
+        # Its from_pretrained leaves the tables of its rotations empty under transformers 5.
+        kind = module.LlamaForCausalLMEagle3
+        model = with_weights(kind(kind.config_class.from_pretrained(folder)), folder)
+    else:
+        model = randomised(module.LlamaForCausalLMEagle3(config))
+        map_vocabulary(model)
 
     def logits(tokens, taps, root):
         ids, cache, found = [*map(int, tokens[1 : root + 1])], [[], []], []
@@ -192,12 +236,15 @@ def specforge_eagle3(**flags: Any) -> Published:
     return Published(model.save_pretrained, logits)
 
 
-def specforge_peagle(num_layers: int = 2, **flags: Any) -> Published:
+def specforge_peagle(num_layers: int = 2, folder: Path | None = None, **flags: Any) -> Published:
     """P-EAGLE of SpecForge, over pairs and one mask; its config.json lacks the mask's token."""
     torch, module = torch_and("specforge.modeling.draft.peagle")
     config = _config_of("LlamaConfig", num_layers, draft_vocab_size=DRAFT_VOCAB, **flags)
-    model = randomised(module.PEagleDraftModel(config))
-    map_vocabulary(model)
+    if folder is not None:
+        model = of_folder(module.PEagleDraftModel, folder)
+    else:
+        model = randomised(module.PEagleDraftModel(config))
+        map_vocabulary(model)
 
     def plain(query, key, value, block_mask, **_):
         """Attention that needs no compiler."""
@@ -225,7 +272,11 @@ def specforge_peagle(num_layers: int = 2, **flags: Any) -> Published:
 
 
 def block_of(
-    package: str, class_name: str, said: dict[str, Any] | None = None, **flags: Any
+    package: str,
+    class_name: str,
+    said: dict[str, Any] | None = None,
+    folder: Path | None = None,
+    **flags: Any,
 ) -> Published:
     """DFlash, DFlash2 or DSpark as its authors or SpecForge have them: hidden states of a block.
 
@@ -237,7 +288,8 @@ def block_of(
     flags = {"block_size": BLOCK, "num_target_layers": NUM_TARGET_LAYERS} | flags
     config = _config_of("Qwen3Config", 2, dflash_config=own, **flags)
     kind = getattr(module, class_name)
-    model, head = randomised(kind(config)), target_head()
+    head = target_head()
+    model = randomised(kind(config)) if folder is None else of_folder(kind, folder)
     config.architectures = [class_name]
 
     def block(tokens, taps, root):
@@ -295,7 +347,7 @@ def block_of(
     return Published(save, logits, (2, 5), confidence if has_confidence else None)
 
 
-def deepspec_dspark(**flags: Any) -> Published:
+def deepspec_dspark(folder: Path | None = None, **flags: Any) -> Published:
     """DSpark of DeepSpec, as its evaluation drafts."""
     torch, module = torch_and("deepspec.modeling.dspark.qwen3")
     defaults = {
@@ -312,7 +364,11 @@ def deepspec_dspark(**flags: Any) -> Published:
     }
     config = _config_of("Qwen3Config", 2, **defaults | flags)
     config.architectures = ["Qwen3DSparkModel"]
-    model = randomised(module.Qwen3DSparkModel(config))
+    model = (
+        randomised(module.Qwen3DSparkModel(config))
+        if folder is None
+        else of_folder(module.Qwen3DSparkModel, folder)
+    )
 
     def block(tokens, taps, root):
         ids = torch.tensor([[int(tokens[root]), *[MASK] * (BLOCK - 1)]])

@@ -129,8 +129,21 @@ def flat(torch: Any, taps: np.ndarray) -> Any:
 # speculators.
 
 
-def speculators_eagle3(kind: str = "llama", num_layers: int = 1, **flags: Any) -> Published:
-    """EAGLE-3 of `speculators`: its training forward, whose steps are those of serving."""
+def of_folder(kind: Any, folder: Path) -> Any:
+    """Returns a model of `speculators` whose config and weights a folder holds."""
+    config = kind.config_class.from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "eager"
+    return kind.from_pretrained(folder, config=config).eval()
+
+
+def speculators_eagle3(
+    kind: str = "llama", num_layers: int = 1, folder: Path | None = None, **flags: Any
+) -> Published:
+    """EAGLE-3 of `speculators`: its training forward, whose steps are those of serving.
+
+    Args:
+      folder: what is read in place of a model of random weights, here and below.
+    """
     own = flags.pop("layers", {})
     torch, module = torch_and("speculators.models.eagle3")
     config = module.Eagle3SpeculatorConfig(
@@ -139,9 +152,12 @@ def speculators_eagle3(kind: str = "llama", num_layers: int = 1, **flags: Any) -
         speculators_config=_proposals("eagle3"),
         **{"draft_vocab_size": DRAFT_VOCAB} | flags,
     )
-    model = randomised(module.Eagle3DraftModel(config))
-    if config.draft_vocab_size != VOCAB:
-        map_vocabulary(model)
+    if folder is not None:
+        model = of_folder(module.Eagle3DraftModel, folder)
+    else:
+        model = randomised(module.Eagle3DraftModel(config))
+        if config.draft_vocab_size != VOCAB:
+            map_vocabulary(model)
 
     def steps(tokens, taps, root, count, draft=0):
         """Returns logits at the last pair before the root, of each step."""
@@ -162,7 +178,7 @@ def speculators_eagle3(kind: str = "llama", num_layers: int = 1, **flags: Any) -
     return Published(model.save_pretrained, logits, (2, 3, 5))
 
 
-def speculators_peagle(num_layers: int = 2, **flags: Any) -> Published:
+def speculators_peagle(num_layers: int = 2, folder: Path | None = None, **flags: Any) -> Published:
     """P-EAGLE of `speculators`, at the pairs before a root and one mask after them."""
     torch, module, core = torch_and("speculators.models.peagle", "speculators.models.peagle.core")
     config = module.PEagleSpeculatorConfig(
@@ -173,8 +189,11 @@ def speculators_peagle(num_layers: int = 2, **flags: Any) -> Published:
         speculators_config=_proposals("peagle"),
         **flags,
     )
-    model = randomised(module.PEagleDraftModel(config))
-    map_vocabulary(model)
+    if folder is not None:
+        model = of_folder(module.PEagleDraftModel, folder)
+    else:
+        model = randomised(module.PEagleDraftModel(config))
+        map_vocabulary(model)
 
     def logits(tokens, taps, root):
         ids = torch.tensor([*tokens[1 : root + 1], 0])[None]
@@ -222,7 +241,9 @@ def speculators_mtp(kind: str = "qwen3") -> Published:
     return Published(model.save_pretrained, logits)
 
 
-def speculators_block(kind: str, config_name: str, class_name: str, **flags: Any) -> Published:
+def speculators_block(
+    kind: str, config_name: str, class_name: str, folder: Path | None = None, **flags: Any
+) -> Published:
     """DFlash, DFlash2 or DSpark of `speculators`, over the block of one anchor."""
     torch, module = torch_and(f"speculators.models.{kind}")
     own = flags.pop("layers", {})
@@ -235,12 +256,16 @@ def speculators_block(kind: str, config_name: str, class_name: str, **flags: Any
         speculators_config=_proposals(kind),
         **{"draft_vocab_size": VOCAB} | vocab | flags,
     )
-    model = randomised(getattr(module, class_name)(config))
+    if folder is not None:
+        model = of_folder(getattr(module, class_name), folder)
+        config = model.config
+    else:
+        model = randomised(getattr(module, class_name)(config))
+        if config.draft_vocab_size != VOCAB:
+            map_vocabulary(model)
     lend_tables(model, "embed_tokens")
     if config.draft_vocab_size == VOCAB:
         lend_tables(model, "lm_head")
-    else:
-        map_vocabulary(model)
     first = 0 if config.sample_from_anchor else 1
 
     def block(tokens, taps, root):

@@ -192,3 +192,62 @@ def test_drafts_are_those_of_the_published_class(tmp_path, name):
         sure = [head.confidence(tokens, taps, root) for root in golden_heads.ROOTS]
         found = golden_heads.sure_by_block(config, loaded.params, tokens, taps)
         np.testing.assert_allclose(found, np.stack(sure), rtol=0, atol=1e-4)
+
+
+# What save_pretrained writes, by namings, is read by the classes that publish them.
+WRITTEN = {
+    "speculators EAGLE-3": "speculators",
+    "speculators EAGLE-3 of Llama 3.1": "speculators",
+    "speculators EAGLE-3 of two layers": "speculators",
+    "speculators EAGLE-3 with a norm before fc": "speculators",
+    "speculators EAGLE-3.1": "speculators",
+    "speculators EAGLE-3 of all tokens": "speculators",
+    "speculators P-EAGLE": "speculators",
+    "speculators P-EAGLE with norms": "speculators",
+    "speculators DFlash": "speculators",
+    "speculators DFlash from the anchor": "speculators",
+    "speculators DFlash with biases": "speculators",
+    "speculators DFlash with a window": "speculators",
+    "speculators DFlash2": "speculators",
+    "speculators DSpark": "speculators",
+    "speculators DSpark, gated": "speculators",
+    "speculators DSpark, recurrent": "speculators",
+    "speculators DSpark of masks": "speculators",
+    "EAGLE": "eagle",
+    "EAGLE of two layers": "eagle",
+    "EAGLE-3": "specforge",
+    "SpecForge EAGLE-3": "specforge",
+    "SpecForge EAGLE-3 with norms": "specforge",
+    "SpecForge P-EAGLE": "specforge",
+    "SpecForge DFlash": "specforge",
+    "SpecForge DSpark": "specforge",
+    "z-lab DFlash": "z-lab",
+    "z-lab DFlash2": "z-lab",
+    "DeepSpec DSpark": "deepspec",
+    "DeepSpec DSpark, gated": "deepspec",
+    "DeepSpec DSpark, recurrent": "deepspec",
+    "Medusa": "medusa",
+    "Medusa of two blocks": "medusa",
+    "MLP speculator": "ibm",
+    "MLP speculator, tied": "ibm",
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_published_classes_read_what_was_written(tmp_path, name):
+    build, arguments, target, by = HEADS[name]
+    build(**arguments).save(tmp_path)
+    head = specjax.load_drafter(tmp_path, target)
+    # `speculators` reads the target's config and tables, from where the head's files say they are.
+    specjax.save_pretrained(target, tmp_path / "target")
+    target = specjax.load_model(tmp_path / "target")
+    specjax.save_pretrained(head, tmp_path / "ours", naming=WRITTEN[name], target=target)
+    theirs = build(**arguments, folder=tmp_path / "ours")
+    tokens, taps = golden_heads.text(len(getattr(head.spec.config, "aux_layers", ())))
+    expected = np.stack([theirs.logits(tokens, taps, root) for root in golden_heads.ROOTS])
+    found = by(head.spec.config, head.params, tokens, taps)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    if theirs.confidence is not None:
+        sure = [theirs.confidence(tokens, taps, root) for root in golden_heads.ROOTS]
+        found = golden_heads.sure_by_block(head.spec.config, head.params, tokens, taps)
+        np.testing.assert_allclose(found, np.stack(sure), rtol=0, atol=1e-4)

@@ -458,6 +458,8 @@ def test_what_is_said_of_the_target(tmp_path):
     target = specjax.load_model(tmp_path / "target")
     for options, name in (
         ({}, None),
+        ({"target": DEEP}, None),  # of no folder, and its name is none of the hub
+        ({"target": dataclasses.replace(DEEP, name="org/model")}, "org/model"),
         ({"target": target}, str((tmp_path / "target").resolve())),
         ({"target": target, "card": {"target": "org/model"}}, "org/model"),
         ({"card": {"target": "org/model"}}, "org/model"),
@@ -566,6 +568,9 @@ def test_the_card(tmp_path):
     ("name", "naming", "servers"),
     [
         ("EAGLE-3, plain", "speculators", {"vllm"}),
+        ("EAGLE-3, plain", "specforge", {"vllm", "sglang"}),
+        ("EAGLE-3, an embedding", "specforge", {"vllm"}),  # SGLang has the target's in its place
+        ("EAGLE-3, another width", "specforge", {"vllm", "sglang"}),
         ("EAGLE-3, plain", "sglang", {"sglang"}),
         ("DFlash, plain", "z-lab", {"vllm", "sglang"}),
         ("Medusa, plain", "medusa", set()),

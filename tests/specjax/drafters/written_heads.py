@@ -106,7 +106,7 @@ SIZES = {
 _EAGLE3 = {
     "plain": (eagle3_of(), ALL_OF_EAGLE3),
     "a part of the vocabulary": (eagle3_of(SMALL, **PART), ALL_OF_EAGLE3),
-    "an embedding": (eagle3_of(has_embedding=True), ("speculators",)),
+    "an embedding": (eagle3_of(has_embedding=True), ("specforge", "speculators")),
     "the target's head": (eagle3_of(has_head=False), ("speculators", "sglang")),
     "a norm before fc": (eagle3_of(norm_before_fc=True), ("speculators",)),
     "norms before fc": (eagle3_of(has_fc_norms=True), ALL_OF_EAGLE3),
