@@ -299,6 +299,103 @@ def test_captured_layers_are_said_as_the_naming_says_them(name, naming, expected
     assert {key: raw.get(key) for key in expected} == expected
 
 
+# What our reader takes from the tensors, and others from config.json.
+VALUES = {
+    ("EAGLE-3, the target's head", "sglang"): {"draft_vocab_size": None},
+    ("EAGLE-3, a part of the vocabulary", "specforge"): {"draft_vocab_size": 20, "vocab_size": 61},
+    ("EAGLE-3, a bias of fc", "sglang"): {"bias": True},
+    ("EAGLE-3, norms before fc", "specforge"): {"fc_norm": True, "bias": False},
+    ("EAGLE-3, norms before fc", "speculators"): {"fc_norm": True, "norm_before_fc": False},
+    ("EAGLE-3, a norm before fc", "speculators"): {"fc_norm": False, "norm_before_fc": True},
+    ("EAGLE-3, plain", "specforge"): {"norm_output": None},
+    ("EAGLE-3, plain", "speculators"): {"norm_output": False, "norm_before_residual": False},
+    ("EAGLE-3, another width", "specforge"): {"target_hidden_size": 32, "hidden_size": 48},
+    ("EAGLE-3, norms of queries", "speculators, layers"): {
+        "model_type": "qwen3",
+        "attention_bias": False,
+    },
+    ("EAGLE-3, biases", "speculators, layers"): {
+        "model_type": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    ("EAGLE-3, llama3 rope", "specforge"): {
+        "rope_theta": 5e5,
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+        "rope_parameters": {
+            "rope_theta": 5e5,
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+    },
+    ("P-EAGLE, plain", "specforge"): {
+        "mask_token_id": written_heads.MASK,
+        "pard_token": written_heads.MASK,
+    },
+    ("EAGLE, a bias of fc", "eagle"): {"architectures": ["LlamaForCausalLM"], "bias": True},
+    ("EAGLE, plain", "sglang"): {"architectures": ["LlamaForCausalLMEagle"], "bias": False},
+    ("EAGLE, biases of queries alone", "eagle"): {"qkv_bias": True, "attention_bias": False},
+    ("DFlash, causal", "z-lab"): {
+        "is_causal": True,
+        "dflash_config": {"mask_token_id": 60, "target_layer_ids": [1, 4], "causal": True},
+    },
+    ("DFlash, a window", "z-lab"): {
+        "is_causal": False,
+        "sliding_window": 40,
+        "use_sliding_window": True,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    ("DFlash, a causal window", "z-lab"): {"is_causal": None, "sliding_window_non_causal": False},
+    ("DFlash, a window", "speculators"): {"sliding_window_non_causal": True},
+    ("DFlash, biases", "z-lab"): {"attention_bias": True},
+    ("DFlash, the anchor", "speculators"): {"sample_from_anchor": True, "block_size": 4},
+    ("DFlash, plain", "z-lab"): {"num_target_layers": 6, "layer_types": ["full_attention"] * 2},
+    ("DSpark, gated", "speculators"): {
+        "markov_head_type": "gated",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    },
+    ("DSpark, masks", "speculators"): {
+        "sample_from_anchor": False,
+        "confidence_head_with_markov": False,
+    },
+    ("Medusa, two blocks", "medusa"): {"medusa_num_heads": 3, "medusa_num_layers": 2},
+    ("Medusa, no biases", "vllm"): {"num_heads": 3, "medusa_fc_bias": False},
+    ("Medusa, plain", "vllm"): {"medusa_fc_bias": True},
+    ("MLP speculator, tied", "ibm"): {"tie_weights": True, "scale_input": True, "n_predict": 3},
+}
+
+
+@pytest.mark.parametrize(("name", "where"), VALUES)
+def test_flags_are_said_to_readers_that_ask_config_json(name, where, tmp_path):
+    case, (naming, *nested) = CASES[name], where.split(", ")
+    specjax.save_pretrained(case.load(), tmp_path / "saved", naming=naming, target=case.target)
+    raw = raw_of(tmp_path / "saved")
+    raw = raw["transformer_layer_config"] if nested else raw
+    expected = VALUES[name, where]
+    assert {key: raw.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("EAGLE-3, plain", 3), ("DFlash, plain", 3), ("DFlash, the anchor", 4)],
+)
+def test_servers_are_told_how_many_tokens_to_draft(name, count, tmp_path):
+    case = CASES[name]
+    specjax.save_pretrained(case.load(), tmp_path / "saved", naming="speculators")
+    (method,) = raw_of(tmp_path / "saved")["speculators_config"]["proposal_methods"]
+    assert method["speculative_tokens"] == count
+
+
 def test_a_vocabulary_is_stored_as_offsets(tmp_path):
     case = CASES["EAGLE-3, a part of the vocabulary"]
     head = case.load()
