@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,8 +33,8 @@ def text_of(
     """
     parts = [
         _front_matter(kind, target),
-        f"# {head.name or kind.title}\n",
-        f"A {kind.title} head for speculative decoding with {target.name or 'its target'}.\n",
+        f"# {_line(head.name) or kind.title}\n",
+        f"For speculative decoding with {_line(target.name or 'its target')}: {kind.title}.\n",
         _table("| head | |", _facts(head, kind, naming, target)),
     ]
     if card:
@@ -96,28 +97,31 @@ def _rows(card: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, float) or (hasattr(value, "dtype") and getattr(value, "ndim", 1) == 0):
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, float):
         return f"{value:.4g}"
-    if hasattr(value, "tolist"):
-        value = value.tolist()
     if isinstance(value, Sequence) and not isinstance(value, str):
         return ", ".join(map(_shown, value))
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
 
 def _table(head: str, rows: Any) -> str:
-    # A cell is one line, and a bar in it would end it.
-    cell = lambda text: " ".join(text.split()).replace("|", "\\|")
+    cell = lambda text: _line(text).replace("|", "\\|")  # a bar would end it
     lines = [f"| {cell(name)} | {cell(value)} |" for name, value in rows]
     return "\n".join([head, "|---|---|", *lines]) + "\n"
 
 
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def _uses(head: LoadedDrafter, kind: Kind, naming: str, target: OfTarget) -> Iterator[str]:
     spec: Any = head.spec
-    name = target.name or "path/to/target"
+    named = target.name or "path/to/target"
+    name = shlex.quote(named)
     yield _code(
         "python",
-        f"target = specjax.load_model({name!r})",
+        f"target = specjax.load_model({named!r})",
         f"drafter = specjax.load_drafter({_FOLDER!r}, target)",
         "specjax.generate(target, prompts, drafter=drafter)",
     )

@@ -58,6 +58,7 @@ def save_head(
     """Writes a head; arguments and errors as of `save_pretrained`."""
     spec: Any = head.spec
     config, params = spec.config, head.params
+    _check_kinds(target, card)
     kind = kind_of(config)
     if target is not None:
         heads.check_fits(head.spec, target.config)
@@ -70,6 +71,7 @@ def save_head(
     way, dtype = kind.namings[naming], main_dtype(_floats(params))
     tensors = head_writing.tensors_to_write(way, config, params)
     raw = _with_dtype(way, way.raw(config, known), dtype)
+    text = head_cards.text_of(head, kind, naming, known, card or {})
     with written_whole(folder) as new:
         write_json(new / CONFIG, raw)
         if way.weights_file is None:
@@ -77,8 +79,18 @@ def save_head(
         else:
             write_file(new / way.weights_file, tensors)
         _check_read(new, kind, config, params, reader)
-        text = head_cards.text_of(head, kind, naming, known, card or {})
         (new / CARD).write_text(text, encoding="utf-8")
+
+
+def _check_kinds(target: object, card: object) -> None:
+    """Raises TypeError for arguments of another kind."""
+    if target is not None and not isinstance(target, Model):
+        raise TypeError(
+            f"target is {target!r:.200}; expected a Model, as load_model returns. A name alone is "
+            'said by card={"target": name}.'
+        )
+    if card is not None and not isinstance(card, Mapping):
+        raise TypeError(f"card is {card!r:.200}; expected a mapping of names to facts.")
 
 
 def kind_of(config: Any) -> Kind:

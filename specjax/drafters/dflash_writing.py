@@ -233,9 +233,13 @@ DSPARK_KIND = Kind(
     "dspark",
     "DSpark",
     {
-        "specforge": Naming(_specforge_refusals, _specforge, dflash.weights_of, ("SGLang",)),
+        "specforge": Naming(
+            _specforge_refusals, _specforge, dflash.weights_of, ("SGLang", "sglang-jax")
+        ),
         "speculators": _NESTED,
-        "deepspec": Naming(_deepspec_refusals, _deepspec, dflash.weights_of, ("vLLM", "SGLang")),
+        "deepspec": Naming(
+            _deepspec_refusals, _deepspec, dflash.weights_of, ("vLLM", "SGLang", "sglang-jax")
+        ),
     },
 )
 

@@ -187,7 +187,7 @@ PARALLEL_EAGLE = Kind(
             _masks_refusals,
             _masks_flat,
             functools.partial(eagle3.weights_of, first_prefix=NUMBERED_PREFIX),
-            (),
+            ("vLLM",),
             shapes=_mask_shape,
             always_maps=True,
         ),

@@ -625,7 +625,10 @@ CARD = {
     "target": "org/model",
     "data": ["a | b", "c"],
     "steps": 12_000,
-    "loss": 1.23456,
+    "loss": jnp.float32(1.23456),
+    "by": np.str_("two\nlines"),
+    "is_public": np.True_,
+    "epochs": np.int64(3),
     "acceptance": np.array([0.81, 0.62, 0.4401]),
     "versions": {"jax": "0.10.2", "optax": "0.2"},
 }
@@ -633,6 +636,9 @@ ROWS = (
     "| data | a \\| b, c |",
     "| steps | 12,000 |",
     "| loss | 1.235 |",
+    "| by | two lines |",
+    "| is_public | True |",
+    "| epochs | 3 |",
     "| acceptance | 0.81, 0.62, 0.4401 |",
     "| versions, jax | 0.10.2 |",
     "| reads | the inputs of the target's layers 0, 3, 6 (from 0) |",
@@ -659,6 +665,14 @@ def test_the_card(tmp_path):
     card = (tmp_path / "saved" / "README.md").read_text()
     assert "## Training" not in card
     assert "layers 0, 3, 6 (from 0); 6 is what follows the last one" in card
+
+
+def test_arguments_of_another_kind(tmp_path):
+    with pytest.raises(TypeError, match=r"target is 'org/model'; expected a Model.*card="):
+        specjax.save_pretrained(eagle3_head(), tmp_path / "saved", target="org/model")
+    with pytest.raises(TypeError, match="card is 'fast'; expected a mapping"):
+        specjax.save_pretrained(eagle3_head(), tmp_path / "saved", card="fast")
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(
