@@ -59,6 +59,29 @@ def sequence_logits(
     Raises:
       ValueError: there is no such layer.
     """
+    hidden, *tapped = sequence_hidden(params, config, token_ids, mask, taps=taps)
+    logits = family_of(config).logits(params, config, hidden)
+    return (logits, *tapped) if tapped else logits
+
+
+def sequence_hidden(
+    params: Params,
+    config: ModelConfig,
+    token_ids: Array,
+    mask: Array | None = None,
+    *,
+    taps: tuple[int, ...] | None = None,
+    queries_at_once: int | None = None,
+) -> Any:
+    """Returns what the head reads, [rows, length, hidden_size], in a tuple; differentiable.
+
+    Args:
+      params, config, token_ids, mask, taps: as for `sequence_logits`.
+      queries_at_once: as for `dense_causal_attention`.
+
+    Returns:
+      (hidden,); with taps (hidden, taps).
+    """
     if mask is None:
         positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     else:
@@ -67,20 +90,26 @@ def sequence_logits(
     def attend(
         layer: int, q: Array, k: Array, v: Array, cache: LayerCache, sinks: Array | None = None
     ) -> tuple[Array, LayerCache]:
-        options = config.attention_options(layer)
-        return dense_causal_attention(q, k, v, sinks=sinks, key_mask=mask, **options), cache
+        out = dense_causal_attention(
+            q,
+            k,
+            v,
+            sinks=sinks,
+            key_mask=mask,
+            queries_at_once=queries_at_once,
+            **config.attention_options(layer),
+        )
+        return out, cache
 
     family = family_of(config)
-    caches = (None,) * config.num_layers
     hidden, _, *tapped = family.forward(
         params,
         config,
         token_ids,
         positions,
         attend,
-        caches,
+        (None,) * config.num_layers,
         taps=None if taps is None else resolve_taps(taps, config.num_layers),
         is_token=mask if family.has_experts else None,
     )
-    logits = family.logits(params, config, hidden)
-    return (logits, *tapped) if tapped else logits
+    return (hidden, *tapped)

@@ -1,0 +1,77 @@
+"""What a kind of drafter must say to be trained: its drafts along a text that is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from jax import Array
+
+from specjax.drafters.base import DrafterSpec
+from specjax.models.base import ModelConfig, Params
+from specjax.training.texts import Target, TargetStates, TextBatch
+
+
+class Drafts(NamedTuple):
+    """Draft tokens after some tokens of each text, the roots, had the text been drafted so far.
+
+    Draft token s = 0, 1, ... of a root at position p is a guess at the token of position p + s + 1,
+    which the target predicts at p + s. The drafter knows the text up to the root, and the s tokens
+    after it as its own earlier drafts.
+
+    Attributes:
+      roots: i32[rows, num_roots], positions.
+      is_root: bool[rows, num_roots]; False for places that hold no root.
+      hidden: for each s what `score` reads, [rows, num_roots, width].
+      score: (hidden [n, width], s) -> f32[n, tokens that the drafter can say], logits.
+      estimates: for each s f32[rows, num_roots], logits of how likely the draft token is
+        accepted; () without a confidence head.
+      target_ids: i32[tokens that the drafter can say], their numbers in the target's vocabulary;
+        None: it can say all.
+    """
+
+    roots: Array
+    is_root: Array
+    hidden: tuple[Array, ...]
+    score: Callable[[Array, int], Array]
+    estimates: tuple[Array, ...] = ()
+    target_ids: Array | None = None
+
+
+class Propose(Protocol):
+    """Returns the drafts of a drafter along texts, differentiable in `params`."""
+
+    def __call__(
+        self,
+        params: Params,
+        config: Any,
+        target: Target,
+        text: TextBatch,
+        states: TargetStates,
+        depth: int,
+        key: Array,
+    ) -> Drafts: ...
+
+
+class Kind(NamedTuple):
+    """A kind of drafter that can be trained.
+
+    Attributes:
+      name: as `SpeculationConfig.method` names it.
+      configure: (target's config, options) -> config. Raises ValueError for an option that the
+        kind does not have.
+      begin: (key, config, target, target_ids) -> params in float32, before any training.
+        target_ids: i32[tokens that it can say] of a vocabulary that is a part; else None.
+      taps: config -> layers of the target that it reads, as `DrafterSpec.taps` has them.
+      propose: see Propose. `depth` is the number of draft tokens of each root.
+      spec: config -> the drafter's spec.
+      most_drafts: config -> most draft tokens that it can be trained for; None: any number.
+    """
+
+    name: str
+    configure: Callable[[ModelConfig, dict[str, Any]], Any]
+    begin: Callable[[Array, Any, Target, Array | None], Params]
+    taps: Callable[[Any], tuple[int, ...]]
+    propose: Propose
+    spec: Callable[[Any], DrafterSpec]
+    most_drafts: Callable[[Any], int | None] = lambda config: None

@@ -1,0 +1,153 @@
+"""EAGLE-3: training-time test, in which the head reads its own features as it does when it drafts.
+
+Source: Li et al. 2025, arXiv:2503.01840, section 3.2. At step s = 0 the pair at the slot of token p
+is that of the token and the target's feature of the token before. At step s > 0 its feature is what
+step s - 1 gave at slot p - 1. When it drafts so, the keys of the slots below p - s are those of the
+target's features, and those of p - s + 1 ... p are of steps 1 ... s. So a query of step s sees
+
+    keys of step 0 at slots 1 ... p - s,  of step 1 at p - s + 1,  ...,  of step s at p
+
+The draft token that step s says at slot p is number s of the root p - s.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specjax.drafters.head_specs import EagleDrafter
+from specjax.models import eagle3, head_parts
+from specjax.models.base import LayerCache, ModelConfig, Params
+from specjax.models.eagle3 import Eagle3Config
+from specjax.training.drafts import Drafts, Kind
+from specjax.training.options import (
+    LAYER_OPTIONS,
+    captured_layers,
+    check_names,
+    layers_like,
+    vocabulary,
+    with_vocabulary,
+)
+from specjax.training.texts import Target, TargetStates, TextBatch
+
+FIRST_SLOT = 1  # of the first token that has a token before it
+FLAGS = "norm_before_fc", "has_fc_norms", "norm_before_residual", "norm_output"
+OPTIONS = "aux_layers", "draft_vocab_size", *LAYER_OPTIONS, *FLAGS
+
+
+def configure(target: ModelConfig, options: dict[str, Any]) -> Eagle3Config:
+    """Returns the config of a head for a target.
+
+    Args:
+      options: aux_layers, see `captured_layers`; num_layers (1), intermediate_size, num_heads and
+        num_kv_heads (the target's); norm_before_fc, has_fc_norms, norm_before_residual and
+        norm_output, see Eagle3Config (False); draft_vocab_size, see `vocabulary`.
+    """
+    check_names("eagle3", options, OPTIONS)
+    vocab, tables = vocabulary(target, options.get("draft_vocab_size"))
+    return Eagle3Config(
+        layers=layers_like(target, options, vocab),
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        aux_layers=captured_layers(target, options.get("aux_layers")),
+        **{name: bool(options.get(name, False)) for name in FLAGS},
+        **tables,
+    )
+
+
+def propose(
+    params: Params,
+    config: Eagle3Config,
+    target: Target,
+    text: TextBatch,
+    states: TargetStates,
+    depth: int,
+    key: Array,
+) -> Drafts:
+    """Returns the drafts after every token but the first; see `Propose`."""
+    del key
+    rows, length = text.token_ids.shape
+    positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
+    embedded = target.embed(text.token_ids)
+    features = _from_slot_before(eagle3.feature(params, config, states.taps))
+    caches: tuple[LayerCache, ...] = ((),) * config.layers.num_layers
+    attend = functools.partial(_attend, config.layers.scale)
+    hidden = []
+    for s in range(depth):
+        out, caches = eagle3.forward(params, config, embedded, features, positions, attend, caches)
+        read = eagle3.normed_output(params, config, out)
+        hidden.append(jnp.roll(read, -s, axis=1))  # from the slot of the token to the root
+        features = _from_slot_before(eagle3.next_feature(params, config, out))
+
+    def score(read: Array, s: int) -> Array:
+        del s
+        return head_parts.own_logits(params, read) if config.has_head else target.logits(read)
+
+    is_root = (positions >= FIRST_SLOT) & (positions < text.lengths[:, None])
+    return Drafts(positions, is_root, tuple(hidden), score, target_ids=params.get("target_ids"))
+
+
+def _from_slot_before(x: Array) -> Array:
+    """Returns x [rows, length, width] of the slot before each; nothing reads what the first gets."""
+    return jnp.roll(x, 1, axis=1)
+
+
+def _attend(
+    scale: float, layer: int, q: Array, k: Array, v: Array, cache: LayerCache
+) -> tuple[Array, LayerCache]:
+    """Attends as the module says; the cache holds keys and values of the steps before.
+
+    Args:
+      q: [rows, length, heads, head_dim]; k, v: [rows, length, kv_heads, head_dim].
+      cache: a tuple of (k, v), one per step.
+    """
+    del layer
+    steps = (*cache, (k, v))
+    rows, length, heads, head_dim = q.shape
+    kv_heads, s = k.shape[2], len(cache)
+    grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
+    first_k, first_v = steps[0]
+    scores = scale * jnp.einsum(
+        "blkgd,bmkd->bkglm", grouped, first_k, preferred_element_type=jnp.float32
+    )
+    slots = jnp.arange(length)
+    sees = (slots[None, :] >= FIRST_SLOT) & (slots[None, :] <= slots[:, None] - s)
+    # Slot 0 has no pair, and slots up to s no whole chain: let them see something.
+    sees |= (slots[:, None] <= s) & (slots[None, :] == slots[:, None])
+    scores = [jnp.where(sees, scores, -jnp.inf)]
+    later = [(jnp.roll(a, s - i, 1), jnp.roll(b, s - i, 1)) for i, (a, b) in enumerate(steps)][1:]
+    for its_k, _ in later:
+        one = jnp.einsum("blkgd,blkd->bkgl", grouped, its_k, preferred_element_type=jnp.float32)
+        scores.append(scale * one[..., None])
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkglm,bmkd->blkgd", weights[..., :length], first_v)
+    for i, (_, its_v) in enumerate(later):
+        out += jnp.einsum("bkgl,blkd->blkgd", weights[..., length + i], its_v)
+    return out.reshape(q.shape), steps
+
+
+def begin(key: Array, config: Eagle3Config, target: Target, target_ids: Array | None) -> Params:
+    """Returns the weights that training begins with; see `Kind.begin`.
+
+    What layers add begins at zero, so that the first drafts are made of the features alone.
+    """
+    params = eagle3.init(key, config, jnp.float32)
+    quiet = lambda layer: (
+        layer | {name: jnp.zeros_like(layer[name]) for name in ("o_proj", "down_proj")}
+    )
+    params = params | {"layers": tuple(map(quiet, params["layers"]))}
+    return with_vocabulary(params, target, target_ids)
+
+
+KIND = Kind(
+    name="eagle3",
+    configure=configure,
+    begin=begin,
+    taps=lambda config: config.aux_layers,
+    propose=propose,
+    spec=EagleDrafter,
+)

@@ -1,0 +1,145 @@
+"""Sizes and vocabularies of heads that are made to be trained for a target."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from specjax.config.checks import is_int
+from specjax.models.base import ModelConfig, Params
+from specjax.training.texts import Target
+
+LAYER_OPTIONS = "num_layers", "intermediate_size", "num_heads", "num_kv_heads"
+
+
+def check_names(kind: str, options: dict[str, Any], known: Collection[str]) -> None:
+    """Raises ValueError for options that a kind of drafter does not have."""
+    if unknown := sorted(set(options) - set(known)):
+        raise ValueError(
+            f"{', '.join(unknown)} are no options of {kind!r}; expected some of "
+            f"{', '.join(sorted(known))}."
+        )
+
+
+def layers_like(
+    target: ModelConfig, options: dict[str, Any], vocab_size: int, **others: Any
+) -> ModelConfig:
+    """Returns the sizes of a head's layers, those of the target where options say nothing.
+
+    Args:
+      vocab_size: tokens that the head can say.
+      others: fields of ModelConfig.
+
+    Raises:
+      ValueError: a size is not a whole number of at least 1, or heads cannot be shared.
+    """
+    defaults = {
+        "num_layers": 1,
+        "intermediate_size": target.intermediate_size,
+        "num_heads": target.num_heads,
+        "num_kv_heads": target.num_kv_heads,
+    }
+    sizes = {name: options.get(name, default) for name, default in defaults.items()}
+    for name, size in sizes.items():
+        if not is_int(size) or size < 1:
+            raise ValueError(f"{name}={size!r} must be a whole number of at least 1.")
+    if sizes["num_heads"] % sizes["num_kv_heads"]:
+        raise ValueError(
+            f"num_heads={sizes['num_heads']} must be a multiple of "
+            f"num_kv_heads={sizes['num_kv_heads']}."
+        )
+    return ModelConfig(
+        architecture="llama",
+        family="llama",
+        vocab_size=vocab_size,
+        hidden_size=target.hidden_size,
+        head_dim=target.head_dim,
+        max_position_embeddings=target.max_position_embeddings,
+        norm_eps=target.norm_eps,
+        rope=target.rope,
+        **sizes,
+        **others,
+    )
+
+
+def captured_layers(target: ModelConfig, asked: Sequence[int] | None) -> tuple[int, ...]:
+    """Returns layers of the target whose inputs a head reads.
+
+    The default is 2, half of the layers, and the last but two, as published heads have them.
+
+    Raises:
+      ValueError: there is no such layer, or one is named twice.
+    """
+    depth = target.num_layers
+    layers = tuple(asked) if asked else (min(2, depth), depth // 2, max(depth - 3, 0))
+    if not asked:
+        layers = tuple(sorted(set(layers)))
+    is_right = all(is_int(each) and 0 <= each <= depth for each in layers)
+    if not is_right or len(set(layers)) != len(layers):
+        raise ValueError(
+            f"aux_layers={layers!r} must be different layers from 0 to {depth}: the inputs of the "
+            "target's layers and, last, its normed output."
+        )
+    return layers
+
+
+def vocabulary(target: ModelConfig, asked: int | None) -> tuple[int, dict[str, bool]]:
+    """Returns the tokens that a head can say, and the flags of its config that say which.
+
+    Args:
+      asked: a number of tokens; None: all, by the target's own head.
+
+    Raises:
+      ValueError: it is no number from 1 to the target's tokens.
+    """
+    if asked is None:
+        return target.vocab_size, {"has_head": False, "maps_vocabulary": False}
+    if not is_int(asked) or not 1 <= asked <= target.vocab_size:
+        raise ValueError(
+            f"draft_vocab_size={asked!r} must be a whole number from 1 to the target's "
+            f"{target.vocab_size} tokens, or None for all of them."
+        )
+    return asked, {"has_head": True, "maps_vocabulary": asked < target.vocab_size}
+
+
+def frequent_tokens(counts: np.ndarray, size: int) -> np.ndarray:
+    """Returns the ids of the most frequent tokens, i32[size], ascending.
+
+    Tokens of equal counts are taken in the order of their ids.
+
+    Args:
+      counts: i64[vocab], of each token in the text.
+      size: number of tokens, at most vocab.
+    """
+    best = np.argsort(-counts, kind="stable")[:size]
+    return np.sort(best).astype(np.int32)
+
+
+def head_rows(target: Target, target_ids: Array | None) -> Array | None:
+    """Returns the rows of the target's head for some tokens, f32[n, hidden_size].
+
+    None where the family keeps no such matrix under its usual names.
+
+    Args:
+      target_ids: i32[n]; None: all tokens.
+    """
+    config = target.config
+    name = "embed_tokens" if config.tie_word_embeddings else "lm_head"
+    table = target.params.get(name)
+    if not isinstance(table, Array) or table.shape != (config.vocab_size, config.hidden_size):
+        return None
+    rows = table if target_ids is None else table[target_ids]
+    return rows.astype(jnp.float32) / config.logits_divisor
+
+
+def with_vocabulary(params: Params, target: Target, target_ids: Array | None) -> Params:
+    """Returns a head's first weights with the target's rows in its own head, if it has one."""
+    if "lm_head" not in params:
+        return params
+    rows = head_rows(target, target_ids)
+    params = params if rows is None else params | {"lm_head": rows}
+    return params if target_ids is None else params | {"target_ids": target_ids}

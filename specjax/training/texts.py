@@ -1,0 +1,94 @@
+"""Texts that a drafter learns from, and what the target says along them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specjax.models.base import ModelConfig, Params
+from specjax.models.dense import sequence_hidden
+from specjax.models.families import family_of
+
+# Queries of a text whose attention scores exist at once.
+QUERIES_AT_ONCE = 512
+
+
+class TextBatch(NamedTuple):
+    """Texts, each from the left edge of its row; arrays of [rows, length] unless said.
+
+    Attributes:
+      token_ids: i32. What stands after a text is not read.
+      lengths: i32[rows], tokens of each text.
+      is_learned: bool, tokens that the drafter learns to propose: those of a completion, or all.
+    """
+
+    token_ids: Array
+    lengths: Array
+    is_learned: Array
+
+
+def compacted(token_ids: Array, mask: Array, is_learned: Array) -> TextBatch:
+    """Returns texts without the padding inside and around them.
+
+    Args:
+      token_ids: i32[rows, length].
+      mask: bool[rows, length], True for text.
+      is_learned: bool[rows, length].
+    """
+    order = jnp.argsort(~mask, axis=1, stable=True)
+    take = lambda x: jnp.take_along_axis(x, order, axis=1)
+    return TextBatch(take(token_ids), jnp.sum(mask, axis=1), take(is_learned & mask))
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The frozen target while a drafter learns; its arrays may be traced.
+
+    Attributes:
+      params: no gradient reaches them.
+    """
+
+    config: ModelConfig
+    params: Params
+
+    def embed(self, token_ids: Array) -> Array:
+        """Returns the embeddings of tokens i32[...], [..., hidden_size]."""
+        return family_of(self.config).embed(self.params, self.config, token_ids, None)
+
+    def logits(self, hidden: Array) -> Array:
+        """Returns f32[..., vocab] of normed outputs [..., hidden_size]."""
+        return family_of(self.config).logits(self.params, self.config, hidden, None)
+
+
+class TargetStates(NamedTuple):
+    """Hidden states of the target along texts, [rows, length, hidden_size] each.
+
+    Attributes:
+      taps: of the layers that the drafter reads.
+      hidden: the normed output, which the target's head reads.
+    """
+
+    taps: tuple[Array, ...]
+    hidden: Array
+
+
+def target_states(target: Target, text: TextBatch, taps: tuple[int, ...]) -> TargetStates:
+    """Returns what the target computes along texts; no gradient passes.
+
+    Args:
+      taps: layers as `DrafterSpec.taps` names them.
+    """
+    hidden, tapped = sequence_hidden(
+        target.params,
+        target.config,
+        text.token_ids,
+        jnp.arange(text.token_ids.shape[1]) < text.lengths[:, None],
+        taps=taps,
+        queries_at_once=QUERIES_AT_ONCE,
+    )
+    stopped: Any = jax.lax.stop_gradient(TargetStates(tapped, hidden))
+    return stopped
