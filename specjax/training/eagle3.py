@@ -92,7 +92,7 @@ def propose(
 
 
 def _from_slot_before(x: Array) -> Array:
-    """Returns x [rows, length, width] of the slot before each; nothing reads what the first gets."""
+    """Returns x [rows, length, width] of the slot before each; nothing reads that of the first."""
     return jnp.roll(x, 1, axis=1)
 
 

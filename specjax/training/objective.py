@@ -16,8 +16,8 @@ Why: with noise G the target draws x if log p(x) + G(x) is largest, and the draf
 log q(x) + G(x) is. Both hold if an exponential clock of rate 1 at x rings before those of all y
 at max(p(y) / p(x), q(y) / q(x)), which has the chance 1 / sum_y max(...); divided by p(x) it is A.
 
-Sources: Zhou et al. 2023, arXiv:2310.08461 (distribution); Li et al. 2025, arXiv:2503.01840, section
-3 (weights that fall with the depth); DeepSpec's DSpark, arXiv:2607.05147 (overlap and confidence).
+Sources: Zhou et al. 2023, arXiv:2310.08461 (distribution); Li et al. 2025, arXiv:2503.01840,
+section 3 (weights that fall with the depth); DSpark, arXiv:2607.05147 (overlap and confidence).
 """
 
 from __future__ import annotations

@@ -1,0 +1,83 @@
+"""What held-out text says of a drafter: how many of its tokens would be accepted, by depth."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.training.objective import Sums
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """Means over the draft tokens along some text. Tuples hold one number per depth, from 1 on.
+
+    Attributes:
+      loss: nats.
+      agreed: fraction whose likeliest token is the target's: accepted at temperature 0, where all
+        before it are the text's.
+      overlap: mean of sum min(p, q): accepted by rejection sampling.
+      accepted: mean chance of acceptance under the rule `seeded`, if the target wrote the text.
+      greedy_length, sampled_length: mean acceptance length, 1 + accepted tokens of a chain, at
+        temperature 0, and under `seeded` at the objective's temperature.
+      num_drafts: draft tokens.
+    """
+
+    loss: tuple[float, ...]
+    agreed: tuple[float, ...]
+    overlap: tuple[float, ...]
+    accepted: tuple[float, ...]
+    greedy_length: float
+    sampled_length: float
+    num_drafts: int
+
+    @property
+    def mean_loss(self) -> float:
+        return float(np.mean(self.loss))
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the figures as a JSON-like dict."""
+        return dataclasses.asdict(self)
+
+
+def add(total: Sums | None, more: Sums) -> Sums:
+    """Returns sums over two batches; None is an empty one."""
+    more = Sums(*(np.asarray(each, np.float64) for each in more))
+    return more if total is None else Sums(*(a + b for a, b in zip(total, more, strict=True)))
+
+
+def figures_of(sums: Sums) -> Figures:
+    """Returns the means; 0 where there was nothing to draft."""
+    sums = Sums(*(np.asarray(each, np.float64) for each in jax.device_get(sums)))
+    mean = lambda of: tuple(float(x) for x in of / np.maximum(sums.count, 1.0))
+    length = lambda of: float(1.0 + np.sum(of / np.maximum(sums.chains, 1.0)))
+    return Figures(
+        loss=mean(sums.loss),
+        agreed=mean(sums.agreed),
+        overlap=mean(sums.overlap),
+        accepted=mean(sums.accepted),
+        greedy_length=length(sums.greedy_length),
+        sampled_length=length(sums.sampled_length),
+        num_drafts=int(sums.count.sum()),
+    )
+
+
+def table(figures: Figures) -> str:
+    """Returns the figures as lines of text, a column per depth."""
+    rows = {
+        "loss": figures.loss,
+        "likeliest agrees": figures.agreed,
+        "overlap": figures.overlap,
+        "accepted, seeded": figures.accepted,
+    }
+    width = max(map(len, rows))
+    head = f"{'draft token':{width}}" + "".join(f"{s:>8}" for s in range(1, len(figures.loss) + 1))
+    lines = [f"{name:{width}}" + "".join(f"{x:8.3f}" for x in row) for name, row in rows.items()]
+    lengths = (
+        f"mean acceptance length {figures.greedy_length:.2f} at temperature 0, "
+        f"{figures.sampled_length:.2f} sampled; {figures.num_drafts:,} draft tokens"
+    )
+    return "\n".join([head, *lines, lengths])

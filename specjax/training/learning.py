@@ -1,0 +1,145 @@
+"""One step of a drafter's training: pure functions over a state."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+from jax.typing import DTypeLike
+
+from specjax.models.base import ModelConfig, Params
+from specjax.training.drafts import Kind
+from specjax.training.objective import Objective, Sums, loss_of
+from specjax.training.texts import Target, TextBatch, target_states
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Learner:
+    """What is static about training a drafter; hashable, a jit key.
+
+    Attributes:
+      kind, config: of the drafter.
+      target: config of the target.
+      depth: draft tokens of each root that it is trained on.
+      dtype: that the drafter computes in; its weights are kept in float32.
+    """
+
+    kind: Kind
+    config: Any
+    target: ModelConfig
+    depth: int
+    objective: Objective
+    dtype: DTypeLike = jnp.float32
+
+    def loss(
+        self, params: Params, target_params: Params, text: TextBatch, key: Array
+    ) -> tuple[Array, Sums]:
+        """Returns the mean loss of the drafts along texts, f32[], and sums over the draft tokens.
+
+        It is differentiable in `params`; no gradient reaches the target.
+
+        Args:
+          params: of the drafter.
+          key: of what is drawn, as the roots of blocks.
+        """
+        target = Target(self.target, jax.lax.stop_gradient(target_params))
+        states = target_states(target, text, self.kind.taps(self.config))
+        own = cast(params, self.dtype)
+        drafts = self.kind.propose(own, self.config, target, text, states, self.depth, key)
+        return loss_of(self.objective, target, text, states, drafts)
+
+
+class LearningState(NamedTuple):
+    """The state of a training run; a pytree.
+
+    Attributes:
+      params: float32 weights of the drafter, and its target_ids where it has some.
+      step: i32[], updates made.
+      key: of the run; a step draws from it and from its number.
+    """
+
+    params: Params
+    opt_state: Any
+    step: Array
+    key: Array
+
+
+def begin(
+    learner: Learner,
+    optimizer: optax.GradientTransformation,
+    target_params: Params,
+    seed: int,
+    target_ids: Array | None = None,
+) -> LearningState:
+    """Returns the state before the first step.
+
+    Args:
+      target_ids: i32[n], the tokens that a drafter of a part of the vocabulary can say.
+    """
+    first, key = jax.random.split(jax.random.key(seed))
+    target = Target(learner.target, target_params)
+    params = learner.kind.begin(first, learner.config, target, target_ids)
+    learned, _ = split(params)
+    return LearningState(params, optimizer.init(learned), jnp.zeros((), jnp.int32), key)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
+def update(
+    learner: Learner,
+    optimizer: optax.GradientTransformation,
+    state: LearningState,
+    target_params: Params,
+    text: TextBatch,
+) -> tuple[LearningState, Array, Sums]:
+    """Returns the state after a step, which is donated, and the loss and the sums before it.
+
+    A step whose gradient is not finite changes nothing but the number of steps.
+    """
+    learned, fixed = split(state.params)
+    key = jax.random.fold_in(state.key, state.step)
+    loss = lambda own: learner.loss(own | fixed, target_params, text, key)
+    (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(learned)
+    is_finite = jnp.isfinite(optax.global_norm(gradients))
+    updates, opt_state = optimizer.update(gradients, state.opt_state, learned)
+    moved = optax.apply_updates(learned, updates)
+    keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(is_finite, new, old))
+    params, opt_state = keep(moved, learned), keep(opt_state, state.opt_state)
+    return LearningState(params | fixed, opt_state, state.step + 1, state.key), value, sums
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def evaluate(learner: Learner, params: Params, target_params: Params, text: TextBatch) -> Sums:
+    """Returns the sums over the draft tokens along texts."""
+    return learner.loss(params, target_params, text, jax.random.key(0))[1]
+
+
+def split(params: Params) -> tuple[Params, Params]:
+    """Returns the weights that are learned, and the others: numbers of tokens."""
+    is_fixed = lambda leaf: not jnp.issubdtype(getattr(leaf, "dtype", jnp.float32), jnp.floating)
+    fixed = {name: leaf for name, leaf in params.items() if is_fixed(leaf)}
+    return {name: leaf for name, leaf in params.items() if name not in fixed}, fixed
+
+
+def cast(params: Params, dtype: DTypeLike) -> Params:
+    """Returns the weights in another floating dtype; numbers of tokens stay as they are."""
+    to = lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+    return jax.tree.map(to, params)
+
+
+def default_optimizer(
+    learning_rate: float, steps: int, warmup: int, decay: int
+) -> optax.GradientTransformation:
+    """Returns AdamW with clipped gradients; its rate rises over `warmup` steps, stays, and falls
+    to zero over the last `decay`."""
+    rise = optax.linear_schedule(0.0, learning_rate, max(warmup, 1))
+    fall = optax.linear_schedule(learning_rate, 0.0, max(decay, 1))
+    schedule = optax.join_schedules([rise, fall], [max(steps - decay, 0)])
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.01),
+    )

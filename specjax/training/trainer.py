@@ -1,0 +1,440 @@
+"""train(): a drafter from text, with checkpoints that resume to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+
+from specjax.config.checks import is_int, is_number
+from specjax.drafters.loading import LoadedDrafter
+from specjax.models.base import Model, Params
+from specjax.runtime.progress import Progress, Report
+from specjax.training import figures, learning, options
+from specjax.training.data import TrainingText
+from specjax.training.figures import Figures
+from specjax.training.kinds import kind_of
+from specjax.training.learning import Learner, LearningState
+from specjax.training.objective import Objective, Sums
+from specjax.training.texts import TextBatch
+
+RUN_FILE, LOG_FILE, STEPS = "run.json", "figures.jsonl", "steps"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """How long a drafter is trained, and on what.
+
+    Attributes:
+      depth: draft tokens per root that it is trained on.
+      rows: texts of a step; over a mesh a multiple of its data axis.
+      steps: updates.
+      learning_rate: peak, of AdamW.
+      warmup, decay: steps at the beginning and at the end in which the rate rises and falls; decay
+        None: a fifth of the steps.
+      objective: the losses.
+      eval_every: steps between looks at held-out text.
+      patience: such looks in a row without a lower loss after which training stops; None: never.
+      checkpoint_every: steps.
+      seed: of the first weights, the order of texts, and what is drawn.
+    """
+
+    depth: int = 4
+    rows: int = 8
+    steps: int = 1000
+    learning_rate: float = 1e-3
+    warmup: int = 20
+    decay: int | None = None
+    objective: Objective = dataclasses.field(default_factory=Objective)
+    eval_every: int = 100
+    patience: int | None = None
+    checkpoint_every: int = 100
+    seed: int = 0
+
+    def __post_init__(self):
+        for name in ("depth", "rows", "steps", "eval_every", "checkpoint_every"):
+            value = getattr(self, name)
+            if not is_int(value) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+        if not is_number(self.learning_rate) or self.learning_rate <= 0:
+            raise ValueError(f"learning_rate={self.learning_rate!r} must be a number above 0.")
+        for name, least in (("warmup", 0), ("decay", 0), ("patience", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if value is None and name in ("decay", "patience"):
+                continue
+            if not is_int(value) or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """Returns the default optimiser."""
+        decay = self.steps // 5 if self.decay is None else self.decay
+        return learning.default_optimizer(self.learning_rate, self.steps, self.warmup, decay)
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What held-out text said after some steps; training_loss is the mean since the look before."""
+
+    step: int
+    training_loss: float | None
+    figures: Figures
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """A trained drafter.
+
+    Attributes:
+      drafter: for `generate`, `save_pretrained` and all that takes a drafter: the weights with the
+        lowest loss on held-out text.
+      looks: at held-out text, in order; the first is before training.
+      facts: for the card of a saved folder, JSON-like.
+    """
+
+    drafter: LoadedDrafter
+    looks: tuple[Look, ...]
+    facts: dict[str, Any]
+
+    @property
+    def best(self) -> Look:
+        """The look with the lowest loss."""
+        return min(self.looks, key=lambda look: look.figures.mean_loss)
+
+
+def train(
+    target: Model,
+    text: TrainingText,
+    kind: str = "eagle3",
+    *,
+    config: TrainingConfig | None = None,
+    head: Mapping[str, Any] | None = None,
+    held_out: TrainingText | float = 0.05,
+    folder: str | os.PathLike[str] | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+    progress: bool | Report = False,
+    on_look: Callable[[Look], None] | None = None,
+) -> Trained:
+    """Trains a drafter for a target, which stays as it is.
+
+    The target's hidden states are computed once per batch. Over a mesh the target stays where its
+    weights are, texts are split over the axis "data", and every device holds the drafter.
+
+    Args:
+      target: its weights may lie on a mesh.
+      text: what the drafter learns along; `specjax.training.own_text.write` makes the best.
+      kind: "eagle3", "dflash", "dspark", "medusa", "mlp_speculator" or "draft_model".
+      head: options of the kind, as num_layers; each module `specjax.training.<kind>` lists its own.
+      held_out: text to look at, or the fraction of `text` that is kept for it.
+      folder: of checkpoints. A call that was stopped goes on from the last one there, and ends with
+        the same weights to the bit.
+      optimizer: any of optax, over the drafter's weights in float32; None: AdamW, by the config.
+      progress: as for `generate`.
+      on_look: called after each look at held-out text.
+
+    Returns:
+      The drafter, in the dtype of the target's weights, and what held-out text said of it.
+
+    Raises:
+      ValueError: the kind or an option does not exist, the text is of another vocabulary, the kind
+        cannot draft so deep, or the folder holds the run of other arguments.
+    """
+    config = config or TrainingConfig()
+    training, looked_at = text.split(held_out) if isinstance(held_out, float) else (text, held_out)
+    for each in (training, looked_at):
+        _check_vocabulary(each, target)
+    learner = _learner(target, kind, config, dict(head or {}))
+    run = _Run(learner, config, optimizer or config.optimizer(), target.params)
+    said = _said(learner, config, training, looked_at)
+    store = _Store(folder, said)
+    state = learning.begin(
+        learner, run.optimizer, target.params, config.seed, _target_ids(learner, training)
+    )
+    memory = _Memory.of(state)
+    bar = Progress(progress)
+    try:
+        memory = store.restore(memory)
+        _loop(run, store, memory, training, looked_at, bar, on_look)
+    finally:
+        bar.close()
+        store.close()
+    return _trained(target, learner, config, memory, training, looked_at, said)
+
+
+@dataclasses.dataclass
+class _Memory:
+    """A run's changing part: the state, the best weights so far, and the looks."""
+
+    state: LearningState
+    best: Params
+    looks: list[Look]
+    loss_sum: float = 0.0  # since the last look
+    loss_count: int = 0
+
+    @classmethod
+    def of(cls, state: LearningState) -> _Memory:
+        return cls(state, jax.tree.map(jnp.copy, state.params), [])
+
+    @property
+    def step(self) -> int:
+        return int(self.state.step)
+
+    def is_stale(self, patience: int | None) -> bool:
+        """Whether the last `patience` looks were all worse than one before."""
+        losses = [look.figures.mean_loss for look in self.looks]
+        return patience is not None and len(losses) - 1 - int(np.argmin(losses)) >= patience
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    learner: Learner
+    config: TrainingConfig
+    optimizer: optax.GradientTransformation
+    target_params: Params
+
+    def look(self, params: Params, text: TrainingText) -> Figures:
+        """Returns what held-out text says of some weights."""
+        total: Sums | None = None
+        for batch in text.in_order(self.config.rows):
+            found = learning.evaluate(self.learner, params, self.target_params, self.placed(batch))
+            total = figures.add(total, jax.device_get(found))
+        assert total is not None
+        return figures.figures_of(total)
+
+    def placed(self, batch: TextBatch) -> TextBatch:
+        """Returns a batch where the target is."""
+        sharding = _batch_sharding(self.target_params)
+        return TextBatch(*(jax.device_put(each, sharding) for each in batch))
+
+
+def _batch_sharding(params: Params) -> Any:
+    """Returns where texts go: rows over the axis "data" of the target's mesh, if it has one."""
+    place = jax.tree.leaves(params)[0].sharding
+    if not isinstance(place, jax.sharding.NamedSharding):
+        return place
+    axis = "data" if "data" in place.mesh.axis_names else None
+    return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec(axis))
+
+
+def _loop(
+    run: _Run,
+    store: _Store,
+    memory: _Memory,
+    training: TrainingText,
+    looked_at: TrainingText,
+    bar: Progress,
+    on_look: Callable[[Look], None] | None,
+) -> None:
+    """Trains until the last step, or until held-out text says no more."""
+    config, start = run.config, time.perf_counter()
+    if not memory.looks:
+        _look(run, memory, looked_at, start, on_look)
+    while memory.step < config.steps and not memory.is_stale(config.patience):
+        step = memory.step
+        bar.report("training", step, config.steps)
+        batch = run.placed(training.batch(step, config.rows, config.seed))
+        memory.state, loss, _ = learning.update(
+            run.learner, run.optimizer, memory.state, run.target_params, batch
+        )
+        memory.loss_sum += float(loss)
+        memory.loss_count += 1
+        step += 1
+        if step % config.eval_every == 0 or step == config.steps:
+            _look(run, memory, looked_at, start, on_look)
+        if step % config.checkpoint_every == 0 or step == config.steps:
+            store.save(memory)
+
+
+def _look(
+    run: _Run,
+    memory: _Memory,
+    looked_at: TrainingText,
+    start: float,
+    on_look: Callable[[Look], None] | None,
+) -> None:
+    found = run.look(memory.state.params, looked_at)
+    is_best = all(found.mean_loss < look.figures.mean_loss for look in memory.looks)
+    if is_best:
+        memory.best = jax.tree.map(jnp.copy, memory.state.params)
+    loss = memory.loss_sum / memory.loss_count if memory.loss_count else None
+    look = Look(memory.step, loss, found, time.perf_counter() - start)
+    memory.looks.append(look)
+    memory.loss_sum, memory.loss_count = 0.0, 0
+    if on_look is not None:
+        on_look(look)
+
+
+def _learner(
+    target: Model, kind_name: str, config: TrainingConfig, head: dict[str, Any]
+) -> Learner:
+    kind = kind_of(kind_name)
+    own = kind.configure(target.config, head)
+    most = kind.most_drafts(own)
+    if most is not None and config.depth > most:
+        raise ValueError(
+            f"depth={config.depth} is more than the {most} tokens that this {kind_name} drafts; "
+            "lower the depth, or let the head draft more."
+        )
+    dtype = jax.tree.leaves(target.params)[0].dtype
+    return Learner(
+        kind=kind,
+        config=own,
+        target=target.config,
+        depth=config.depth,
+        objective=config.objective,
+        dtype=dtype,
+    )
+
+
+def _target_ids(learner: Learner, text: TrainingText) -> jax.Array | None:
+    """Returns the tokens of a vocabulary that is a part: the most frequent of what is learned."""
+    if not getattr(learner.config, "maps_vocabulary", False):
+        return None
+    counts = text.counts(learner.target.vocab_size)
+    return jnp.asarray(options.frequent_tokens(counts, learner.config.vocab_size))
+
+
+def _check_vocabulary(text: TrainingText, target: Model) -> None:
+    largest = int(text.token_ids.max())
+    if largest >= target.config.vocab_size:
+        raise ValueError(
+            f"the text holds token {largest}, and the target has {target.config.vocab_size} "
+            "tokens; encode it with the target's tokenizer."
+        )
+
+
+def _said(
+    learner: Learner, config: TrainingConfig, training: TrainingText, looked_at: TrainingText
+) -> dict[str, Any]:
+    """Returns what a run depends on, JSON-like: a folder goes on with the same alone."""
+    return {
+        "kind": learner.kind.name,
+        "head": repr(learner.config),
+        "target": repr(learner.target),
+        "config": json.loads(json.dumps(dataclasses.asdict(config))),
+        "text": training.fingerprint,
+        "held_out": looked_at.fingerprint,
+    }
+
+
+class _Store:
+    """Checkpoints of a run, and the looks, in a folder; without a folder nothing is kept."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None, said: dict[str, Any]):
+        self._folder = None if folder is None else Path(folder).expanduser().absolute()
+        self._manager: ocp.CheckpointManager | None = None
+        if self._folder is None:
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        _check_run(self._folder / RUN_FILE, said)
+        self._manager = ocp.CheckpointManager(
+            self._folder / STEPS, options=ocp.CheckpointManagerOptions(max_to_keep=2)
+        )
+
+    def restore(self, memory: _Memory) -> _Memory:
+        """Returns the memory of the last checkpoint; the one given where there is none."""
+        if self._manager is None or (step := self._manager.latest_step()) is None:
+            return memory
+        like = _stored(memory)
+        kept = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                arrays=ocp.args.StandardRestore(like), looks=ocp.args.JsonRestore()
+            ),
+        )
+        arrays, beside = kept["arrays"], kept["looks"]
+        key = jax.random.wrap_key_data(arrays["key"])
+        state = LearningState(arrays["params"], arrays["opt_state"], arrays["step"], key)
+        looks = [_look_of(each) for each in beside["looks"]]
+        return _Memory(state, arrays["best"], looks, beside["loss_sum"], beside["loss_count"])
+
+    def save(self, memory: _Memory) -> None:
+        if self._manager is None:
+            return
+        looks = {
+            "looks": [dataclasses.asdict(look) for look in memory.looks],
+            "loss_sum": memory.loss_sum,
+            "loss_count": memory.loss_count,
+        }
+        self._manager.save(
+            memory.step,
+            args=ocp.args.Composite(
+                arrays=ocp.args.StandardSave(_stored(memory)), looks=ocp.args.JsonSave(looks)
+            ),
+        )
+        self._manager.wait_until_finished()  # the state is donated to the next step
+
+    def close(self) -> None:
+        if self._manager is not None:
+            self._manager.close()
+
+
+def _stored(memory: _Memory) -> dict[str, Any]:
+    state = memory.state
+    return {
+        "params": state.params,
+        "opt_state": state.opt_state,
+        "step": state.step,
+        "key": jax.random.key_data(state.key),
+        "best": memory.best,
+    }
+
+
+def _look_of(stored: Mapping[str, Any]) -> Look:
+    found = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in stored["figures"].items()
+    }
+    return Look(**{**stored, "figures": Figures(**found)})
+
+
+def _check_run(path: Path, said: dict[str, Any]) -> None:
+    """Writes what a run depends on, or compares it with what is there."""
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if before != said:
+            names = [name for name in said if before.get(name) != said[name]]
+            raise ValueError(
+                f"{path.parent} holds a run with another {', '.join(names)}; give another folder, "
+                "or the same arguments to go on with it."
+            )
+        return
+    path.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+
+
+def _trained(
+    target: Model,
+    learner: Learner,
+    config: TrainingConfig,
+    memory: _Memory,
+    training: TrainingText,
+    looked_at: TrainingText,
+    said: dict[str, Any],
+) -> Trained:
+    params = learning.cast(memory.best, learner.dtype)
+    name = f"{learner.kind.name} for {target.name or 'a target'}"
+    drafter = LoadedDrafter(name, learner.kind.spec(learner.config), params)
+    trained = Trained(drafter, tuple(memory.looks), {})
+    facts = {
+        "target": target.name,
+        "kind": learner.kind.name,
+        "text": training.source,
+        "training_tokens": training.num_tokens,
+        "held_out_tokens": looked_at.num_tokens,
+        "steps": memory.step,
+        "step_of_weights": trained.best.step,
+        "config": said["config"],
+        "held_out": trained.best.figures.as_json(),
+        "jax": jax.__version__,
+    }
+    return dataclasses.replace(trained, facts=facts)
