@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from specjax.cli import generate_command, inspect_command, plan_command
+from specjax.cli import generate_command, inspect_command, plan_command, train_command
 from specjax.cli.parser import EXIT_BAD_INPUT, Parser
 
 # Commands that parse their own arguments: module with main(argv), and help text.
@@ -80,6 +80,7 @@ def build_parser() -> Parser:
     generate_command.add_parser(commands)
     plan_command.add_parser(commands)
     inspect_command.add_parser(commands)
+    train_command.add_parser(commands)
     for name, (_, summary) in DELEGATED.items():
         commands.add_parser(name, help=summary, add_help=False)
     return parser

@@ -118,7 +118,7 @@ def _attend(
     sees = (slots[None, :] >= FIRST_SLOT) & (slots[None, :] <= slots[:, None] - s)
     # Slot 0 has no pair, and slots up to s no whole chain: let them see something.
     sees |= (slots[:, None] <= s) & (slots[None, :] == slots[:, None])
-    scores = [jnp.where(sees, scores, -jnp.inf)]
+    scores = [jnp.where(sees[None, None, None], scores, -jnp.inf)]
     later = [(jnp.roll(a, s - i, 1), jnp.roll(b, s - i, 1)) for i, (a, b) in enumerate(steps)][1:]
     for its_k, _ in later:
         one = jnp.einsum("blkgd,blkd->bkgl", grouped, its_k, preferred_element_type=jnp.float32)

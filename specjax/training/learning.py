@@ -104,7 +104,7 @@ def update(
     key = jax.random.fold_in(state.key, state.step)
     loss = lambda own: learner.loss(own | fixed, target_params, text, key)
     (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(learned)
-    is_finite = jnp.isfinite(optax.global_norm(gradients))
+    is_finite = jnp.isfinite(sum(map(jnp.vdot, *[jax.tree.leaves(gradients)] * 2)))
     updates, opt_state = optimizer.update(gradients, state.opt_state, learned)
     moved = optax.apply_updates(learned, updates)
     keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(is_finite, new, old))

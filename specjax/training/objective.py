@@ -110,7 +110,9 @@ def loss_of(
     total = lambda x: jnp.sum(jnp.where(per_token.is_there, x, 0.0), axis=(1, 2))
     is_whole = jnp.all(per_token.is_there > 0, axis=0)
     chains = jnp.sum(is_whole)
-    along = lambda kept: jnp.sum(jnp.where(is_whole, jnp.cumprod(kept, axis=0), 0.0), axis=(1, 2))
+    along = lambda kept: jnp.sum(
+        jnp.where(is_whole[None], jnp.cumprod(kept, axis=0), 0.0), axis=(1, 2)
+    )
     sums = Sums(
         count=count,
         loss=total(per_token.loss),

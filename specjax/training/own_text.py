@@ -76,6 +76,26 @@ def write(
     return from_token_ids(texts, length, f"text of {target.name or 'the target'} itself")
 
 
+def prompts_of(text: TrainingText, count: int, num_tokens: int, seed: int = 0) -> list[list[int]]:
+    """Returns pieces of a text for the target to go on from, each of `num_tokens` tokens.
+
+    Texts take turns, and a piece begins anywhere in one; a shorter text is taken whole.
+
+    Args:
+      count: of pieces.
+      seed: of the places.
+    """
+    rng = np.random.default_rng(seed)
+    prompts = []
+    while len(prompts) < count:
+        for index in rng.permutation(len(text))[: count - len(prompts)]:
+            spare = max(int(text.lengths[index]) - num_tokens, 0)
+            start = int(rng.integers(spare + 1))
+            end = min(start + num_tokens, int(text.lengths[index]))
+            prompts.append(text.token_ids[index, start:end].tolist())
+    return prompts
+
+
 def _fingerprint(
     target: Model, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
 ) -> str:

@@ -86,7 +86,7 @@ def target_states(target: Target, text: TextBatch, taps: tuple[int, ...]) -> Tar
         target.params,
         target.config,
         text.token_ids,
-        jnp.arange(text.token_ids.shape[1]) < text.lengths[:, None],
+        jnp.arange(text.token_ids.shape[1])[None] < text.lengths[:, None],
         taps=taps,
         queries_at_once=QUERIES_AT_ONCE,
     )

@@ -1,0 +1,203 @@
+"""Training runs of a tiny head: they learn, resume to the bit, and refuse what does not fit."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import specjax
+from specjax.training import data, learning, own_text, trainer
+from specjax.training.objective import Objective
+from specjax.training.trainer import TrainingConfig, train
+from tests.helpers import tiny_llama
+
+CONFIG = TrainingConfig(depth=2, rows=2, steps=6, eval_every=2, checkpoint_every=2, warmup=1)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(0)
+
+
+@pytest.fixture(scope="module")
+def text(target):
+    rng = np.random.default_rng(0)
+    vocab = target.config.vocab_size
+    return data.from_token_ids([(rng.integers(0, vocab, 12).tolist(), 0) for _ in range(12)], 12)
+
+
+class _Killed(Exception):
+    pass
+
+
+def _stop_at(step):
+    def on_look(look):
+        if look.step == step:
+            raise _Killed
+
+    return on_look
+
+
+def _assert_equal(one, other):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one, other
+    )
+
+
+def test_a_run_that_was_stopped_ends_with_the_same_bits(target, text, tmp_path):
+    whole = train(target, text, config=CONFIG)
+    for step in (0, 4):
+        folder = tmp_path / str(step)
+        with pytest.raises(_Killed):
+            train(target, text, config=CONFIG, folder=folder, on_look=_stop_at(step))
+        again = train(target, text, config=CONFIG, folder=folder)
+        _assert_equal(again.drafter.params, whole.drafter.params)
+        drop = lambda looks: [dataclasses.replace(look, seconds=0) for look in looks]
+        assert drop(again.looks) == drop(whole.looks)
+    # A run that has ended gives what it had.
+    ended = train(target, text, config=CONFIG, folder=folder, on_look=_stop_at(0))
+    _assert_equal(ended.drafter.params, whole.drafter.params)
+
+
+def test_a_folder_of_another_run_is_refused(target, text, tmp_path):
+    train(target, text, config=CONFIG, folder=tmp_path)
+    other = dataclasses.replace(CONFIG, seed=1)
+    with pytest.raises(ValueError, match="a run with another config"):
+        train(target, text, config=other, folder=tmp_path)
+    with pytest.raises(ValueError, match="a run with another text"):
+        train(target, text.take(slice(3, None)), config=CONFIG, folder=tmp_path)
+    with pytest.raises(ValueError, match="a run with another head"):
+        train(target, text, config=CONFIG, folder=tmp_path, head={"norm_output": True})
+
+
+def test_it_learns_text_that_the_target_repeats(target):
+    prompts = [[i, i + 1] for i in range(8)]
+    sampling = specjax.SamplingParams(temperature=0, max_tokens=22)
+    text = own_text.write(target, prompts, sampling=sampling, length=24)
+    config = TrainingConfig(
+        depth=2,
+        rows=8,
+        steps=60,
+        learning_rate=0.01,
+        warmup=1,
+        eval_every=30,
+        objective=Objective(likeliest=1.0, distribution=0.0),
+    )
+    trained = train(target, text, config=config, held_out=text)
+    first, last = trained.looks[0].figures, trained.looks[-1].figures
+    assert last.mean_loss < 0.5 * first.mean_loss
+    assert last.greedy_length > 2.0 > first.greedy_length
+    out = specjax.generate(
+        target, prompts, drafter=trained.drafter, sampling=sampling, num_speculative_tokens=2
+    )
+    plain = specjax.generate(target, prompts, sampling=sampling)
+    assert [one.token_ids for one in out] == [one.token_ids for one in plain]
+    # What training says of drafts is what drafting brings.
+    assert out.stats.mean_acceptance_length > 0.8 * last.greedy_length
+
+
+def test_training_stops_when_held_out_text_says_no_more(target, text):
+    config = dataclasses.replace(CONFIG, steps=40, learning_rate=1.0, patience=2)
+    trained = train(target, text, config=config)
+    assert trained.looks[-1].step < 40
+    losses = [look.figures.mean_loss for look in trained.looks]
+    assert min(losses) == losses[-3] == trained.best.figures.mean_loss
+
+
+def test_a_part_of_the_vocabulary_is_that_of_frequent_tokens(target, text):
+    trained = train(target, text, config=CONFIG, head={"draft_vocab_size": 7})
+    training, _ = text.split(0.05)
+    counts = training.counts(target.config.vocab_size)
+    ids = np.asarray(trained.drafter.params["target_ids"])
+    assert ids.shape == (7,)
+    assert ids.dtype == np.int32
+    assert counts[ids].min() >= np.delete(counts, ids).max()
+    assert trained.drafter.params["lm_head"].shape == (7, target.config.hidden_size)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(target, text):
+    learner = trainer._learner(target, "eagle3", CONFIG, {})
+    optimizer = CONFIG.optimizer()
+    state = learning.begin(learner, optimizer, target.params, 0)
+    before = jax.tree.map(jnp.copy, state)
+    broken = jax.tree.map(lambda x: x * jnp.nan, target.params)
+    after, _, _ = learning.update(learner, optimizer, state, broken, text.batch(0, 2))
+    _assert_equal(after.params, before.params)
+    _assert_equal(after.opt_state, before.opt_state)
+    assert int(after.step) == 1
+
+
+def test_bfloat16_target(text):
+    target = tiny_llama(0)
+    target = dataclasses.replace(
+        target, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), target.params)
+    )
+    trained = train(target, text, config=CONFIG)
+    assert {leaf.dtype for leaf in jax.tree.leaves(trained.drafter.params)} == {
+        jnp.dtype(jnp.bfloat16)
+    }
+    assert all(np.isfinite(look.figures.mean_loss) for look in trained.looks)
+
+
+def test_facts_are_json(target, text):
+    facts = train(target, text, config=CONFIG).facts
+    assert json.loads(json.dumps(facts))["steps"] == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"kind": "eagle9"}, "kind='eagle9' cannot be trained"),
+        ({"head": {"layers": 2}}, "layers are no options of 'eagle3'"),
+        ({"head": {"num_layers": 0}}, "num_layers=0 must be"),
+        ({"head": {"num_heads": 3, "num_kv_heads": 2}}, "must be a multiple"),
+        ({"head": {"aux_layers": (0, 99)}}, "must be different layers from 0 to"),
+        ({"head": {"draft_vocab_size": 10**6}}, "draft_vocab_size=1000000 must be"),
+        ({"held_out": 0.0}, "leaves none"),
+    ],
+)
+def test_what_does_not_fit_is_refused(target, text, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        train(target, text, config=CONFIG, **arguments)
+
+
+def test_text_of_another_vocabulary_is_refused(target):
+    text = data.from_token_ids([([1, 2, 3, target.config.vocab_size], 0)] * 3, 4)
+    with pytest.raises(ValueError, match="encode it with the target's tokenizer"):
+        train(target, text, config=CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("depth", 0), ("rows", 1.5), ("steps", -1), ("learning_rate", 0), ("patience", 0)],
+)
+def test_config_values_are_checked(field, value):
+    with pytest.raises(ValueError, match=f"{field}="):
+        TrainingConfig(**{field: value})
+
+
+def test_own_text_goes_on_where_it_was_stopped(target, tmp_path, monkeypatch):
+    prompts = [[i] for i in range(5)]
+    sampling = specjax.SamplingParams(temperature=1.0, max_tokens=6, seed=3, ignore_eos=True)
+    monkeypatch.setattr(own_text, "PROMPTS_AT_ONCE", 2)
+    whole = own_text.write(target, prompts, sampling=sampling, length=8)
+    calls = []
+
+    def counted(*arguments, **named):
+        calls.append(1)
+        if len(calls) == 2:
+            raise _Killed
+        return specjax.generate(*arguments, **named)
+
+    monkeypatch.setattr(own_text, "generate", counted)
+    with pytest.raises(_Killed):
+        own_text.write(target, prompts, sampling=sampling, length=8, folder=tmp_path)
+    again = own_text.write(target, prompts, sampling=sampling, length=8, folder=tmp_path)
+    assert len(calls) == 4  # the first part was kept
+    _assert_equal(again.token_ids, whole.token_ids)
+    _assert_equal(again.is_learned, whole.is_learned)
+    with pytest.raises(ValueError, match="other prompts, sampling or another target"):
+        own_text.write(target, prompts[:4], sampling=sampling, length=8, folder=tmp_path)
