@@ -21,8 +21,8 @@ def add_parser(commands: Any) -> None:
         "train",
         help="train a drafter for a model",
         description="Trains a drafter along text, or along what the target writes itself after the "
-        "beginnings of that text, and saves it in a published format. Run again, a command that was "
-        "stopped goes on from its last checkpoint.",
+        "beginnings of that text, and saves it in a published format. A command that was stopped "
+        "goes on from its last checkpoint when it is run again.",
     )
     parser.set_defaults(run=run, command_parser=parser)
     parser.add_argument(
@@ -187,7 +187,8 @@ def _texts(arguments: argparse.Namespace, target: Any, work: Path) -> tuple[Any,
 
     if target.tokenizer is None:
         raise ValueError(
-            f"{arguments.target} has no tokenizer; use specjax.training.train, which takes token ids."
+            f"{arguments.target} has no tokenizer; use specjax.training.train, which takes token "
+            "ids."
         )
     read = lambda paths: data.from_files(paths, target.tokenizer, arguments.length)
     text = read(arguments.data)
@@ -220,7 +221,8 @@ def _sampling(arguments: argparse.Namespace, count: int) -> list[Any]:
     most = arguments.length - arguments.prompt_tokens
     if most < 1:
         raise ValueError(
-            f"--prompt-tokens {arguments.prompt_tokens} leave no room in --length {arguments.length}; lower them."
+            f"--prompt-tokens {arguments.prompt_tokens} leave no room in --length "
+            f"{arguments.length}; lower them."
         )
     return [
         specjax.SamplingParams(

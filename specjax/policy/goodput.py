@@ -270,6 +270,10 @@ class Goodput:
         prepare = soonest or self._missed(best, candidates, load)
         return self._decide(load, best, "goodput", prepare=prepare)
 
+    def expect_acceptance(self, survival: Sequence[float]) -> None:
+        """Replaces what was learned of acceptance; see `ExpectsAcceptance`."""
+        self.survival.expect(survival)
+
     def observe(self, outcome: Outcome) -> None:
         """Learns acceptance and step cost from a burst, and the regret of uncompiled buckets."""
         bucket = outcome.bucket

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from specjax.config.batch_size_table import Entry, look_up
 from specjax.decode.bucket import Bucket
@@ -125,6 +125,20 @@ class SpeculationPolicy(Protocol):
 
     def observe(self, outcome: Outcome) -> None:
         """Learns from a burst."""
+        ...
+
+
+@runtime_checkable
+class ExpectsAcceptance(Protocol):
+    """A policy that can be told how often the drafts of a changed drafter will be accepted."""
+
+    def expect_acceptance(self, survival: Sequence[float]) -> None:
+        """Replaces what was learned of acceptance.
+
+        Args:
+          survival: for each draft token of a path, the probability that it and all before it are
+            accepted.
+        """
         ...
 
 

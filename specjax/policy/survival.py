@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -116,6 +116,29 @@ class Survival:
         ):
             average *= kept
             average += new
+
+    def expect(self, survival: Sequence[float], num_trials: float = KEPT_TRIALS) -> None:
+        """Replaces what was known of acceptance: the drafter is another one from now on.
+
+        How often a drafter proposes tokens at all is kept.
+
+        Args:
+          survival: of the draft tokens of a path, from the first on; positions past them take the
+            rate of the last.
+          num_trials: weight of these rates beside those that are observed from now on.
+        """
+        kept = np.asarray(survival, float)[: len(self._stood)].clip(0.0, 1.0)
+        if not kept.size:
+            return
+        before = np.concatenate([[1.0], kept[:-1]])
+        rates = np.divide(kept, before, out=np.zeros_like(kept), where=before > 0).clip(0.0, 1.0)
+        rates = np.pad(rates, (0, len(self._stood) - kept.size), mode="edge")
+        first = max(float(rates[0]), 1e-3)
+        self._all = np.array([num_trials, num_trials * rates[0]])
+        # As much as makes PROFILE_TRIALS of the position before a tenth of what is known.
+        self._expected = np.full(len(rates), 9 * PROFILE_TRIALS)
+        self._stood = self._expected * np.minimum(rates / first, 1.0 / first)
+        self._by_request = _ByRequest()
 
     def _notice_change(self, requests: Any, tried: Any, stood: Any) -> None:
         """Forgets most averages if a burst contradicts them: the text has changed.

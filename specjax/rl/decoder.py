@@ -28,6 +28,7 @@ from specjax.config.engine import EngineConfig
 from specjax.config.rules import LOSSY_RULES, Rule
 from specjax.config.speculation import SpeculationConfig
 from specjax.decode.made_weights import MadeWeights
+from specjax.drafters.base import DrafterSpec
 from specjax.drafters.loading import DrafterSource
 from specjax.engine.loop import Loop
 from specjax.engine.metrics import BurstRecord
@@ -38,7 +39,7 @@ from specjax.models.abstract import abstract_weights
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.mesh_axes import MeshAxisMap, axes_by_name
 from specjax.paged import kv_cache
-from specjax.policy.interface import SpeculationPolicy
+from specjax.policy.interface import ExpectsAcceptance, SpeculationPolicy
 from specjax.runtime import compilation_cache
 from specjax.runtime.jax_settings import entrance
 from specjax.text.tokenization import Tokenizer
@@ -130,6 +131,16 @@ class RolloutDecoder:
     def drafter(self) -> str:
         """Name of the drafter."""
         return self._setup.drafter.name
+
+    @property
+    def drafter_spec(self) -> DrafterSpec:
+        """What the drafter is, as a hashable value."""
+        return self._setup.drafter.spec
+
+    @property
+    def draft_params(self) -> Any:
+        """Weights of the drafter that rollouts use where they are given none; () without any."""
+        return self._setup.drafter.params
 
     @property
     def has_draft_weights(self) -> bool:
@@ -300,6 +311,20 @@ class RolloutDecoder:
             recomputes=recomputes,
         )
         self._handed.settle(taken)
+
+    def expect_acceptance(self, survival: Sequence[float]) -> None:
+        """Tells the policy of K how often drafts will be accepted, since the drafter has changed.
+
+        Without it a drafter that was turned off because hardly a draft was accepted stays off until
+        a probe finds that it has become better. Policies that learn nothing are not told.
+
+        Args:
+          survival: for each draft token of a path, the probability that it and all before it are
+            accepted.
+        """
+        policy = None if self._loop is None else self._loop.policy
+        if isinstance(policy, ExpectsAcceptance):
+            policy.expect_acceptance(survival)
 
     def let_go(self) -> None:
         """Drops the weights until the next rollout, and saves the learned step costs."""

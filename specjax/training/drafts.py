@@ -65,6 +65,7 @@ class Kind(NamedTuple):
       taps: config -> layers of the target that it reads, as `DrafterSpec.taps` has them.
       propose: see Propose. `depth` is the number of draft tokens of each root.
       spec: config -> the drafter's spec.
+      is_kind_of: spec -> whether a drafter is of this kind.
       most_drafts: config -> most draft tokens that it can be trained for; None: any number.
     """
 
@@ -74,4 +75,5 @@ class Kind(NamedTuple):
     taps: Callable[[Any], tuple[int, ...]]
     propose: Propose
     spec: Callable[[Any], DrafterSpec]
+    is_kind_of: Callable[[DrafterSpec], bool]
     most_drafts: Callable[[Any], int | None] = lambda config: None

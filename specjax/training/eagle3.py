@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.drafters.base import DrafterSpec
 from specjax.drafters.head_specs import EagleDrafter
 from specjax.models import eagle3, head_parts
 from specjax.models.base import LayerCache, ModelConfig, Params
@@ -143,6 +144,11 @@ def begin(key: Array, config: Eagle3Config, target: Target, target_ids: Array | 
     return with_vocabulary(params, target, target_ids)
 
 
+def _is_eagle3(spec: DrafterSpec) -> bool:
+    own = getattr(spec, "config", None)
+    return isinstance(spec, EagleDrafter) and isinstance(own, Eagle3Config) and not own.takes_masks
+
+
 KIND = Kind(
     name="eagle3",
     configure=configure,
@@ -150,4 +156,5 @@ KIND = Kind(
     taps=lambda config: config.aux_layers,
     propose=propose,
     spec=EagleDrafter,
+    is_kind_of=_is_eagle3,
 )

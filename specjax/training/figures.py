@@ -21,8 +21,8 @@ class Figures:
         before it are the text's.
       overlap: mean of sum min(p, q): accepted by rejection sampling.
       accepted: mean chance of acceptance under the rule `seeded`, if the target wrote the text.
-      greedy_length, sampled_length: mean acceptance length, 1 + accepted tokens of a chain, at
-        temperature 0, and under `seeded` at the objective's temperature.
+      greedy_survival, sampled_survival: chance that a draft token and all before it are accepted,
+        at temperature 0, and under `seeded`.
       num_drafts: draft tokens.
     """
 
@@ -30,9 +30,19 @@ class Figures:
     agreed: tuple[float, ...]
     overlap: tuple[float, ...]
     accepted: tuple[float, ...]
-    greedy_length: float
-    sampled_length: float
+    greedy_survival: tuple[float, ...]
+    sampled_survival: tuple[float, ...]
     num_drafts: int
+
+    @property
+    def greedy_length(self) -> float:
+        """Mean acceptance length at temperature 0: 1 + accepted tokens of a chain."""
+        return 1.0 + sum(self.greedy_survival)
+
+    @property
+    def sampled_length(self) -> float:
+        """Mean acceptance length under `seeded`, at the objective's temperature."""
+        return 1.0 + sum(self.sampled_survival)
 
     @property
     def mean_loss(self) -> float:
@@ -40,7 +50,8 @@ class Figures:
 
     def as_json(self) -> dict[str, Any]:
         """Returns the figures as a JSON-like dict."""
-        return dataclasses.asdict(self)
+        lengths = {"greedy_length": self.greedy_length, "sampled_length": self.sampled_length}
+        return dataclasses.asdict(self) | lengths
 
 
 def add(total: Sums | None, more: Sums) -> Sums:
@@ -53,14 +64,14 @@ def figures_of(sums: Sums) -> Figures:
     """Returns the means; 0 where there was nothing to draft."""
     sums = Sums(*(np.asarray(each, np.float64) for each in jax.device_get(sums)))
     mean = lambda of: tuple(float(x) for x in of / np.maximum(sums.count, 1.0))
-    length = lambda of: float(1.0 + np.sum(of / np.maximum(sums.chains, 1.0)))
+    of_chains = lambda of: tuple(float(x) for x in of / np.maximum(sums.chains, 1.0))
     return Figures(
         loss=mean(sums.loss),
         agreed=mean(sums.agreed),
         overlap=mean(sums.overlap),
         accepted=mean(sums.accepted),
-        greedy_length=length(sums.greedy_length),
-        sampled_length=length(sums.sampled_length),
+        greedy_survival=of_chains(sums.greedy_survival),
+        sampled_survival=of_chains(sums.sampled_survival),
         num_drafts=int(sums.count.sum()),
     )
 

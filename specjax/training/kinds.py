@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from specjax.drafters.base import DrafterSpec
+from specjax.drafters.spec import HybridDrafter
 from specjax.training import eagle3
 from specjax.training.drafts import Kind
 
@@ -17,3 +21,18 @@ def kind_of(name: str) -> Kind:
     if name not in KINDS:
         raise ValueError(f"kind={name!r} cannot be trained; expected one of {', '.join(KINDS)}.")
     return KINDS[name]
+
+
+def kind_of_spec(spec: DrafterSpec) -> tuple[Kind, Any]:
+    """Returns the kind that a drafter can be trained as, and its config.
+
+    Raises:
+      NotImplementedError: there is none.
+    """
+    own = spec.model if isinstance(spec, HybridDrafter) else spec
+    for kind in KINDS.values():
+        if kind.is_kind_of(own):
+            return kind, own.config
+    raise NotImplementedError(
+        f"{type(own).__name__} cannot be trained; expected one of {', '.join(KINDS)}."
+    )

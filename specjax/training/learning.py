@@ -104,12 +104,19 @@ def update(
     key = jax.random.fold_in(state.key, state.step)
     loss = lambda own: learner.loss(own | fixed, target_params, text, key)
     (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(learned)
-    is_finite = jnp.isfinite(sum(map(jnp.vdot, *[jax.tree.leaves(gradients)] * 2)))
-    updates, opt_state = optimizer.update(gradients, state.opt_state, learned)
-    moved = optax.apply_updates(learned, updates)
-    keep = functools.partial(jax.tree.map, lambda new, old: jnp.where(is_finite, new, old))
-    params, opt_state = keep(moved, learned), keep(opt_state, state.opt_state)
+    params, opt_state = applied(optimizer, gradients, state.opt_state, learned)
     return LearningState(params | fixed, opt_state, state.step + 1, state.key), value, sums
+
+
+def applied(
+    optimizer: optax.GradientTransformation, gradients: Params, opt_state: Any, params: Params
+) -> tuple[Params, Any]:
+    """Returns params and optimiser state after a gradient; the same if it is not finite."""
+    is_finite = jnp.isfinite(sum(map(jnp.vdot, *[jax.tree.leaves(gradients)] * 2)))
+    updates, new_state = optimizer.update(gradients, opt_state, params)
+    keep = lambda new, old: jnp.where(is_finite, new, old)
+    moved = jax.tree.map(keep, optax.apply_updates(params, updates), params)
+    return moved, jax.tree.map(keep, new_state, opt_state)
 
 
 @functools.partial(jax.jit, static_argnums=0)

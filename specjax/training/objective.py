@@ -86,7 +86,7 @@ class Sums(NamedTuple):
       agreed: whose likeliest token is the target's.
       overlap: sum min(p, q).
       accepted: A, see the module.
-      greedy_length, sampled_length: draft token s and all before it agreed, or were accepted.
+      greedy_survival, sampled_survival: draft token s and all before it agreed, or were accepted.
       chains: roots that have all their draft tokens in the text, of these.
     """
 
@@ -95,8 +95,8 @@ class Sums(NamedTuple):
     agreed: Array
     overlap: Array
     accepted: Array
-    greedy_length: Array
-    sampled_length: Array
+    greedy_survival: Array
+    sampled_survival: Array
     chains: Array
 
 
@@ -119,14 +119,14 @@ def loss_of(
         agreed=total(per_token.agreed),
         overlap=total(per_token.overlap),
         accepted=total(per_token.accepted),
-        greedy_length=along(per_token.agreed),
-        sampled_length=along(per_token.accepted),
+        greedy_survival=along(per_token.agreed),
+        sampled_survival=along(per_token.accepted),
         chains=jnp.broadcast_to(chains, count.shape),
     )
     decays = objective.decay ** jnp.arange(len(told), dtype=jnp.float32)
     value = jnp.sum(decays * sums.loss / jnp.maximum(count, 1.0)) / jnp.sum(decays)
     if objective.accepted:
-        length = jnp.sum(sums.sampled_length) / jnp.maximum(chains, 1.0)
+        length = jnp.sum(sums.sampled_survival) / jnp.maximum(chains, 1.0)
         value -= objective.accepted * length / len(told)
     return value, lax.stop_gradient(sums)
 

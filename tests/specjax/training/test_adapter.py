@@ -1,0 +1,214 @@
+"""A drafter that follows a policy: it is accepted more, and changes nothing else."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import specjax
+from specjax.drafters.head_specs import EagleDrafter
+from specjax.policy.goodput import Goodput
+from specjax.policy.survival import Survival
+from specjax.training import eagle3, figures, replay
+from specjax.training.adapter import DrafterAdapter, draft_loss
+from specjax.training.texts import Target, TextBatch
+from tests.helpers import tiny_llama
+
+ENGINE = specjax.EngineConfig(page_size=8, max_rows=8, max_context=48, burst_steps=8)
+SAMPLING = specjax.SamplingParams(temperature=0.7, max_tokens=16, seed=0, ignore_eos=True)
+PROMPTS = [[i, i + 1, 3] for i in range(8)]
+
+
+@pytest.fixture(scope="module")
+def policy():
+    return tiny_llama(0)
+
+
+@pytest.fixture(scope="module")
+def head(policy):
+    config = eagle3.configure(policy.config, {"aux_layers": (1, 2)})
+    target = Target(policy.config, policy.params)
+    params = eagle3.begin(jax.random.key(0), config, target, None)
+    return specjax.LoadedDrafter("head", EagleDrafter(config), params)
+
+
+@pytest.fixture(scope="module")
+def decoder(policy, head):
+    return specjax.build_decoder(
+        policy.config, drafter=head, engine=ENGINE, num_speculative_tokens=2
+    )
+
+
+@pytest.fixture(scope="module")
+def adapter(decoder):
+    return DrafterAdapter(decoder, optax.adam(0.02), updates=4, rows=8, replay=16)
+
+
+def _sampled(decoder, weights, seed=0, **others):
+    sampling = dataclasses.replace(SAMPLING, seed=seed)
+    return specjax.rollout(
+        decoder, weights, PROMPTS, sampling=sampling, prompt_width=4, alarm_rate=0, **others
+    )
+
+
+def test_it_is_accepted_more_and_changes_no_token(policy, decoder, adapter):
+    plain = specjax.build_decoder(policy.config, engine=ENGINE)
+    state, rates, traces = adapter.init(), [], set()
+    for step in range(8):
+        batch = _sampled(decoder, adapter.weights(policy.params, state), seed=step % 2)
+        expected = _sampled(plain, policy.params, seed=step % 2)
+        np.testing.assert_array_equal(batch.completion_ids, expected.completion_ids)
+        before = state
+        state, stats = adapter.step(state, policy.params, batch)
+        assert stats.has_learned
+        assert np.isfinite(stats.loss)
+        rates.append(stats.acceptance_rate)
+        traces.add((decoder.num_traces, adapter.num_traces))
+    assert rates[-1] > rates[0] + 0.2
+    assert len(traces) == 1  # nothing was compiled after the first step
+    # What a step is given stays as it was.
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(before.params))
+    assert (state.num_calls, state.num_updates) == (8, 32)
+
+
+def test_batches_of_any_shape_share_the_executable(policy, decoder, adapter):
+    traces = adapter.num_traces
+    batch = _sampled(decoder, policy.params, num_samples=2)
+    state, _ = adapter.step(adapter.init(), policy.params, batch)
+    part = jax.tree.map(lambda x: x[:3], batch)
+    adapter.step(state, policy.params, part)
+    assert adapter.num_traces == max(traces, 1)
+
+
+def test_it_learns_every_few_calls(policy, decoder):
+    adapter = DrafterAdapter(decoder, optax.adam(0.01), every=3, rows=4)
+    batch = _sampled(decoder, policy.params)
+    state, learned = adapter.init(), []
+    for _ in range(6):
+        state, stats = adapter.step(state, policy.params, batch)
+        learned.append(stats.has_learned)
+    assert learned == [False, False, True] * 2
+    assert state.replay.num_seen == 6 * len(PROMPTS)
+
+
+def test_it_learns_where_too_few_drafts_are_accepted(policy, decoder):
+    batch = _sampled(decoder, policy.params)
+    assert int(batch.num_drafted.sum()) > 0
+    rate = int(batch.num_accepted.sum()) / int(batch.num_drafted.sum())
+    nothing = dataclasses.replace(batch, num_drafted=jnp.zeros_like(batch.num_drafted))
+    for below, given, learns in (
+        (rate, batch, False),
+        (min(rate + 0.01, 1.0), batch, True),
+        (0.0, nothing, True),
+    ):
+        adapter = DrafterAdapter(decoder, optax.adam(0.01), below=below, rows=2)
+        _, stats = adapter.step(adapter.init(), policy.params, given)
+        assert stats.has_learned == learns
+        assert stats.acceptance_rate == (None if given is nothing else pytest.approx(rate))
+
+
+def test_the_policy_of_k_is_told(policy, head):
+    decoder = specjax.build_decoder(
+        policy.config,
+        drafter=head,
+        engine=ENGINE,
+        num_speculative_tokens=2,
+        policy=Goodput(2),
+    )
+    adapter = DrafterAdapter(decoder, optax.adam(0.01), rows=2)
+    batch = _sampled(decoder, policy.params)
+    _, stats = adapter.step(adapter.init(), policy.params, batch)
+    survival = decoder._loop.policy.survival
+    expected = survival.of_rates(survival.rates(np.array([0])))[0]
+    np.testing.assert_allclose(expected, stats.figures.sampled_survival, atol=0.05)
+
+
+@pytest.mark.parametrize("rates", [(0.8, 0.5, 0.4), (0.3, 0.29), (0.0, 0.0), (1.0, 1.0, 1.0)])
+def test_expected_survival_replaces_what_was_known(rates):
+    survival = Survival(3)
+    observed = np.full((50, 2), 3)
+    survival.observe(np.array([0, 1]), observed + 1, observed, observed, observed, observed)
+    survival.expect(np.cumprod(rates))
+    found = survival.of_rates(survival.rates(np.array([0])))[0]
+    padded = np.cumprod([*rates, *[rates[-1]] * (3 - len(rates))])
+    np.testing.assert_allclose(found, padded, atol=0.06)
+
+
+def test_a_drafter_that_cannot_be_trained_is_refused(policy):
+    decoder = specjax.build_decoder(policy.config, drafter="ngram", engine=ENGINE)
+    with pytest.raises(NotImplementedError, match="NgramDrafter cannot be trained"):
+        DrafterAdapter(decoder, optax.adam(0.1))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"every": 0}, {"updates": 0}, {"rows": 1.5}, {"below": 2}, {"depth": 0}]
+)
+def test_numbers_are_checked(decoder, wrong):
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        DrafterAdapter(decoder, optax.adam(0.1), **wrong)
+
+
+def test_the_loss_is_that_of_the_adapter_and_spares_the_policy(policy, head, decoder):
+    batch = _sampled(decoder, policy.params)
+    both = lambda own, target: draft_loss(decoder, own, target, batch)[0]
+    value, (own, target) = jax.value_and_grad(both, argnums=(0, 1))(head.params, policy.params)
+    assert np.isfinite(value)
+    assert any(float(jnp.max(jnp.abs(leaf))) > 0 for leaf in jax.tree.leaves(own))
+    assert all(float(jnp.max(jnp.abs(leaf))) == 0 for leaf in jax.tree.leaves(target))
+    adapter = DrafterAdapter(decoder, optax.sgd(0.0), rows=len(PROMPTS), replay=len(PROMPTS))
+    _, stats = adapter.step(adapter.init(), policy.params, batch)
+    _, sums = draft_loss(decoder, head.params, policy.params, batch)
+    np.testing.assert_allclose(figures.figures_of(sums).loss, stats.figures.loss, rtol=1e-5)
+
+
+def test_an_environments_tokens_are_not_learned(policy, decoder):
+    batch = _sampled(decoder, policy.params)
+    none = dataclasses.replace(batch, loss_mask=jnp.zeros_like(batch.loss_mask))
+    adapter = DrafterAdapter(decoder, optax.adam(0.1), rows=2)
+    state, stats = adapter.step(adapter.init(), policy.params, none)
+    assert not stats.has_learned
+    assert state.replay.num_texts == 0
+    _, sums = draft_loss(decoder, decoder.draft_params, policy.params, none)
+    assert float(sums.count.sum()) == 0
+
+
+def _texts(first, count):
+    ids = np.arange(first, first + count, dtype=np.int32)[:, None].repeat(3, 1)
+    return TextBatch(ids, np.full(count, 3, np.int32), np.ones((count, 3), bool))
+
+
+def test_a_ring_keeps_the_newest_texts():
+    ring = replay.empty(4, 3)
+    for first, count, expected in (
+        (0, 3, {0, 1, 2}),
+        (3, 3, {2, 3, 4, 5}),
+        (6, 9, {11, 12, 13, 14}),
+        (15, 0, {11, 12, 13, 14}),
+    ):
+        before = ring.texts.token_ids.copy(), ring
+        ring = ring.added(_texts(first, count))
+        np.testing.assert_array_equal(before[1].texts.token_ids, before[0])
+        assert set(ring.texts.token_ids[: ring.num_texts, 0].tolist()) == expected
+    drawn = ring.drawn(5, 4, seed=1)
+    assert drawn.token_ids.shape == (5, 4, 3)
+    assert all(len(set(part[:, 0])) == 4 for part in drawn.token_ids)
+    few = replay.empty(4, 3).added(_texts(0, 2)).drawn(2, 3, seed=0)
+    assert set(few.token_ids.ravel()) <= {0, 1}
+
+
+def test_padding_inside_texts_is_left_out():
+    ids = np.array([[0, 7, 8, 0, 9, 6], [0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]])
+    mask = np.array([[0, 1, 1, 0, 1, 1], [0] * 6, [1] * 6], bool)
+    learned = np.array([[0, 0, 0, 0, 1, 1], [1] * 6, [0, 0, 0, 0, 0, 1]], bool)
+    texts = replay.texts_of(ids, mask, learned, 4)
+    # The last text has nothing to learn in its first four tokens.
+    assert texts.token_ids.tolist() == [[7, 8, 9, 6]]
+    assert texts.lengths.tolist() == [4]
+    assert texts.is_learned.tolist() == [[False, False, True, True]]
+    wide = replay.texts_of(ids, mask, learned, 8)
+    assert wide.token_ids.tolist() == [[7, 8, 9, 6, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 0, 0]]
+    assert wide.lengths.tolist() == [4, 6]
