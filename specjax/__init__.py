@@ -52,6 +52,10 @@ if TYPE_CHECKING:
     from specjax.rl.stream import RolloutStream as RolloutStream
     from specjax.rl.stream import rollout_stream as rollout_stream
     from specjax.rl.turns import rollout_turns as rollout_turns
+    from specjax.training.adapter import AdapterState as AdapterState
+    from specjax.training.adapter import AdapterStats as AdapterStats
+    from specjax.training.adapter import DrafterAdapter as DrafterAdapter
+    from specjax.training.adapter import draft_loss as draft_loss
     from specjax.types import DecoderParams as DecoderParams
     from specjax.types import Proposal as Proposal
 
@@ -60,12 +64,15 @@ from specjax.version import __version__ as __version__
 # The public surface. What authors of drafters import besides is listed at the end of
 # docs/your-own-drafter.md; other names may change with any version.
 __all__ = [
+    "AdapterState",
+    "AdapterStats",
     "CacheFill",
     "Chunk",
     "Completion",
     "DecoderParams",
     "Draft",
     "Drafter",
+    "DrafterAdapter",
     "DrafterContext",
     "DrafterSpec",
     "Engine",
@@ -93,6 +100,7 @@ __all__ = [
     "build_decoder",
     "convert",
     "convert_back",
+    "draft_loss",
     "generate",
     "importance_weights",
     "load_drafter",
@@ -159,14 +167,18 @@ _HOME = {
     "Texts": "specjax.rl.scoring",
     "logprob_gap": "specjax.rl.scoring",
     "score": "specjax.rl.scoring",
+    "AdapterState": "specjax.training.adapter",
+    "AdapterStats": "specjax.training.adapter",
+    "DrafterAdapter": "specjax.training.adapter",
+    "draft_loss": "specjax.training.adapter",
     "DecoderParams": "specjax.types",
     "Proposal": "specjax.types",
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name == "testing":  # a module, whose names are those of tests
-        return importlib.import_module("specjax.testing")
+    if name in ("testing", "training"):  # modules with names of their own
+        return importlib.import_module(f"specjax.{name}")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME[name]), name)

@@ -195,7 +195,7 @@ def _texts(arguments: argparse.Namespace, target: Any, work: Path) -> tuple[Any,
     held_out = read(arguments.held_out) if arguments.held_out else 0.05
     if not arguments.own_texts:
         return text, held_out
-    write = lambda source, count, name: own_text.write(
+    write = lambda source, count, name: own_text.text_of_target(
         target,
         own_text.prompts_of(source, count, arguments.prompt_tokens, arguments.seed),
         sampling=_sampling(arguments, count),

@@ -1,9 +1,10 @@
 """GRPO on one page: rollouts by specjax, the policy a flax nnx module, the update by optax.
 
-    python -m specjax.examples.grpo --drafter history --plot reward.png
+    python -m specjax.examples.grpo --drafters none draft draft+adapt --plot reward.png
 
 The policy learns running sums by demonstrations that slip, and then, by its own samples, to
-slip less. The samples are the same whatever drafts them: so are rewards and weights.
+slip less. The samples are the same whatever drafts them: so are rewards and weights. A drafter
+whose name ends in "+adapt" goes on learning from the samples.
 
 Source: Shao et al. 2024, "DeepSeekMath" (arXiv:2402.03300), group-relative advantages;
 Liu et al. 2025 (arXiv:2503.20783) for leaving the division by lengths and deviations out.
@@ -26,10 +27,13 @@ from jax import Array
 
 import specjax
 from specjax.demo import learning
+from specjax.drafters.head_specs import EagleDrafter
 from specjax.examples import running_sums
 from specjax.models import llama
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.dense import sequence_logits
+from specjax.training import eagle3
+from specjax.training.texts import Target
 
 CONFIG = ModelConfig(
     architecture="llama",
@@ -47,6 +51,7 @@ CONFIG = ModelConfig(
 DRAFT_CONFIG = dataclasses.replace(
     CONFIG, hidden_size=32, intermediate_size=96, num_layers=1, head_dim=8
 )
+HEAD_CONFIG = eagle3.configure(CONFIG, {"aux_layers": (0, 1, 2)})
 MAX_TOKENS = 48
 PROMPT_WIDTH = 32
 SLIPS = 0.1
@@ -150,6 +155,7 @@ class Run:
     # Largest difference between the trainer's log-probabilities and the sampler's.
     gaps: list[float] = dataclasses.field(default_factory=list)
     checkpoints: dict[int, Params] = dataclasses.field(default_factory=dict)
+    adapted: list[specjax.AdapterStats] = dataclasses.field(default_factory=list)
     params: Any = None  # after the last
 
 
@@ -158,6 +164,7 @@ def train(
     start: Params,
     *,
     draft: Params | None = None,
+    adapter: specjax.DrafterAdapter | None = None,
     num_steps: int = 30,
     num_prompts: int = 8,
     num_samples: int = 8,
@@ -172,7 +179,8 @@ def train(
     Args:
       decoder: for CONFIG; nothing of the result depends on what it drafts with.
       start: weights to begin with; not changed.
-      draft: weights of the decoder's draft model, if it has one.
+      draft: weights of the decoder's drafter, if it has some.
+      adapter: lets the drafter follow the policy, from `draft` on; None: it stays as it is.
       pool: different prompts, of which each step takes num_prompts: each comes again.
       report: is told a line per step.
     """
@@ -180,6 +188,7 @@ def train(
     optimiser = nnx.Optimizer(policy, optax.adam(learning_rate), wrt=nnx.Param)
     problems = running_sums.draw(np.random.default_rng(seed), pool)
     run = Run()
+    followed = None if adapter is None else adapter.init(draft)
 
     @nnx.jit
     def update(policy, optimiser, batch, advantage):
@@ -193,9 +202,10 @@ def train(
         if step % checkpoint_every == 0:
             run.checkpoints[step] = params
         chosen = [problems[(step * num_prompts + i) % pool] for i in range(num_prompts)]
+        own = draft if adapter is None else adapter.draft_weights(followed)
         batch = specjax.rollout(
             decoder,
-            params if draft is None else specjax.DecoderParams(params, draft),
+            params if own is None else specjax.DecoderParams(params, own),
             [problem.prompt_ids for problem in chosen],
             num_samples=num_samples,
             sampling=specjax.SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=step),
@@ -209,6 +219,9 @@ def train(
         advantage = advantages(jnp.asarray(rewards), num_samples)
         metrics = dict(batch.metrics)
         gap = update(policy, optimiser, dataclasses.replace(batch, metrics={}), advantage)
+        if adapter is not None:
+            followed, stats = adapter.step(followed, policy.params, batch)
+            run.adapted.append(stats)
         run.gaps.append(float(gap["largest_gap"]))
         run.rewards.append(float(np.mean(rewards)))
         run.prompts.append([problem.prompt_ids for problem in chosen])
@@ -224,7 +237,11 @@ def train(
     return run
 
 
-DRAFTERS = ("none", "ngram", "history", "history+draft")
+ADAPTED = "+adapt"
+DRAFTERS = (
+    *("none", "ngram", "history", "history+draft", "self-int8"),
+    *("draft", "eagle3", f"draft{ADAPTED}", f"eagle3{ADAPTED}"),
+)
 
 
 def make_decoder(
@@ -233,21 +250,56 @@ def make_decoder(
     """Returns a decoder for the policy; those of all DRAFTERS sample the same.
 
     Args:
-      draft: weights of the draft model, for "history+draft".
+      draft: weights of the draft model or of the head, for drafters that have some.
       options: of build_decoder, instead of those of this example.
     """
     common: dict[str, Any] = {"engine": ENGINE, "num_speculative_tokens": 6} | options
-    if drafter == "none":
+    name = drafter.removesuffix(ADAPTED)
+    if name == "none":
         del common["num_speculative_tokens"]
         return specjax.build_decoder(CONFIG, **common)
-    if drafter != "history+draft":
-        return specjax.build_decoder(CONFIG, drafter=drafter, **common)
+    if name == "eagle3":
+        head = specjax.LoadedDrafter(name, EagleDrafter(HEAD_CONFIG), draft or ())
+        return specjax.build_decoder(CONFIG, drafter=head, **common)
+    if name not in ("draft", "history+draft"):
+        return specjax.build_decoder(CONFIG, drafter=name, **common)
+    if name == "history+draft":
+        common["speculative_config"] = {"corpus_tokens": 32_768}
     return specjax.build_decoder(
-        CONFIG,
-        drafter=Model(DRAFT_CONFIG, draft or {}, name="draft"),
-        speculative_config={"corpus_tokens": 32_768},
-        **common,
+        CONFIG, drafter=Model(DRAFT_CONFIG, draft or {}, name="draft"), **common
     )
+
+
+def make_adapter(decoder: specjax.RolloutDecoder) -> specjax.DrafterAdapter:
+    """Returns what lets a decoder's drafter follow the policy in this example."""
+    return specjax.DrafterAdapter(
+        decoder, optax.adam(3e-3), updates=4, rows=32, replay=256, max_tokens=80, depth=4
+    )
+
+
+def trained_head(policy: Params, num_steps: int = 60, seed: int = 0) -> Params:
+    """Returns an EAGLE-3 head for a policy, trained along what it samples."""
+    decoder = make_decoder("eagle3", _new_head(policy, seed))
+    adapter = make_adapter(decoder)
+    state = adapter.init()
+    problems = running_sums.draw(np.random.default_rng(seed), 8 * 8)
+    for step in range(num_steps // 4):
+        batch = specjax.rollout(
+            decoder,
+            adapter.weights(policy, state),
+            [problems[(8 * step + i) % len(problems)].prompt_ids for i in range(8)],
+            num_samples=8,
+            sampling=specjax.SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=step),
+            prompt_width=PROMPT_WIDTH,
+            alarm_rate=0,
+        )
+        state, _ = adapter.step(state, policy, batch)
+    return adapter.draft_weights(state)
+
+
+def _new_head(policy: Params, seed: int) -> Params:
+    target = Target(CONFIG, policy)
+    return eagle3.begin(jax.random.key(seed), HEAD_CONFIG, target, None)
 
 
 def difference(one: Run, other: Run) -> dict[str, int]:
@@ -270,38 +322,53 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--plot", metavar="PNG", help="where the reward curve is drawn")
     options = parser.parse_args(argv)
     begun_at = time.perf_counter()
-    start, draft = pretrained(CONFIG, 0), pretrained(DRAFT_CONFIG, 1)
+    start = pretrained(CONFIG, 0)
+    draft_weights = {"draft": pretrained(DRAFT_CONFIG, 1)}
+    if any(drafter.startswith("eagle3") for drafter in options.drafters):
+        draft_weights["eagle3"] = trained_head(start)
     print(f"demonstrations learnt in {time.perf_counter() - begun_at:.0f} s")
     runs = {}
     for drafter in options.drafters:
         begun_at = time.perf_counter()
+        own = draft_weights.get(drafter.removesuffix(ADAPTED).removeprefix("history+"))
+        decoder = make_decoder(drafter, own)
         runs[drafter] = train(
-            make_decoder(drafter, draft),
+            decoder,
             start,
-            draft=draft if drafter == "history+draft" else None,
+            draft=own,
+            adapter=make_adapter(decoder) if drafter.endswith(ADAPTED) else None,
             num_steps=options.steps,
             report=print,
         )
-        print(f"{drafter}: {time.perf_counter() - begun_at:.0f} s")
+        print(f"{drafter}: {time.perf_counter() - begun_at:.0f} s{_adapted(runs[drafter])}")
     first = options.drafters[0]
     for drafter in options.drafters[1:]:
         apart = difference(runs[first], runs[drafter])
         print(f"{drafter} beside {first}: {apart} differ")
     if options.plot:
-        draw_rewards(runs, options.plot)
+        draw(runs, options.plot)
 
 
-def draw_rewards(runs: dict[str, Run], path: str) -> None:
-    """Draws the mean reward of every step as PNG; equal curves lie on each other."""
+def _adapted(run: Run) -> str:
+    """Returns how long the steps of an adapter took, as text; "" without one."""
+    seconds = [stats.seconds for stats in run.adapted[1:]]
+    return f", {np.median(seconds):.2f} s per step of the adapter" if seconds else ""
+
+
+def draw(runs: dict[str, Run], path: str) -> None:
+    """Draws the mean reward of every step, whose curves lie on each other, and the tokens that
+    a step of the policy gave, as PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
-    for width, (name, run) in zip((6, 3.5, 2, 1), runs.items(), strict=False):
-        axes.plot(run.rewards, label=name, linewidth=width)
+    figure, (axes, drafts) = pyplot.subplots(1, 2, figsize=(11, 3.5), layout="constrained")
+    for place, (name, run) in enumerate(runs.items()):
+        axes.plot(run.rewards, label=name, linewidth=max(6 - 1.5 * place, 1))
+        drafts.plot([m["mean_acceptance_length"] for m in run.metrics], label=name)
     axes.set(xlabel="step", ylabel="mean reward", ylim=(0, 1))
+    drafts.set(xlabel="step", ylabel="mean acceptance length", ylim=(1, None))
     axes.legend(title="drafts")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

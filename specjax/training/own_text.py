@@ -24,7 +24,7 @@ from specjax.training.data import TrainingText, from_token_ids
 PROMPTS_AT_ONCE = 64
 
 
-def write(
+def text_of_target(
     target: Model,
     prompts: Sequence[Sequence[int]],
     *,

@@ -132,7 +132,7 @@ def train(
 
     Args:
       target: its weights may lie on a mesh.
-      text: what the drafter learns along; `specjax.training.own_text.write` makes the best.
+      text: what the drafter learns along; `text_of_target` makes the best.
       kind: "eagle3", "dflash", "dspark", "medusa", "mlp_speculator" or "draft_model".
       head: options of the kind, as num_layers; each module `specjax.training.<kind>` lists its own.
       held_out: text to look at, or the fraction of `text` that is kept for it.

@@ -76,7 +76,7 @@ def test_a_folder_of_another_run_is_refused(target, text, tmp_path):
 def test_it_learns_text_that_the_target_repeats(target):
     prompts = [[i, i + 1] for i in range(8)]
     sampling = specjax.SamplingParams(temperature=0, max_tokens=22)
-    text = own_text.write(target, prompts, sampling=sampling, length=24)
+    text = own_text.text_of_target(target, prompts, sampling=sampling, length=24)
     config = TrainingConfig(
         depth=2,
         rows=8,
@@ -183,7 +183,7 @@ def test_own_text_goes_on_where_it_was_stopped(target, tmp_path, monkeypatch):
     prompts = [[i] for i in range(5)]
     sampling = specjax.SamplingParams(temperature=1.0, max_tokens=6, seed=3, ignore_eos=True)
     monkeypatch.setattr(own_text, "PROMPTS_AT_ONCE", 2)
-    whole = own_text.write(target, prompts, sampling=sampling, length=8)
+    whole = own_text.text_of_target(target, prompts, sampling=sampling, length=8)
     calls = []
 
     def counted(*arguments, **named):
@@ -194,10 +194,10 @@ def test_own_text_goes_on_where_it_was_stopped(target, tmp_path, monkeypatch):
 
     monkeypatch.setattr(own_text, "generate", counted)
     with pytest.raises(_Killed):
-        own_text.write(target, prompts, sampling=sampling, length=8, folder=tmp_path)
-    again = own_text.write(target, prompts, sampling=sampling, length=8, folder=tmp_path)
+        own_text.text_of_target(target, prompts, sampling=sampling, length=8, folder=tmp_path)
+    again = own_text.text_of_target(target, prompts, sampling=sampling, length=8, folder=tmp_path)
     assert len(calls) == 4  # the first part was kept
     _assert_equal(again.token_ids, whole.token_ids)
     _assert_equal(again.is_learned, whole.is_learned)
     with pytest.raises(ValueError, match="other prompts, sampling or another target"):
-        own_text.write(target, prompts[:4], sampling=sampling, length=8, folder=tmp_path)
+        own_text.text_of_target(target, prompts[:4], sampling=sampling, length=8, folder=tmp_path)
