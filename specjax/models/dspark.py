@@ -81,7 +81,14 @@ def markov_logits(table: Array, latent: Array) -> Array:
 def confidence(
     params: Params, config: DFlashConfig, normed: Array, embedded: Array | None
 ) -> Array:
-    """Returns f32[...], how likely the next draft token is accepted; only with `has_confidence`.
+    """Returns f32[...], how likely the next draft token is accepted; see `confidence_logits`."""
+    return jax.nn.sigmoid(confidence_logits(params, config, normed, embedded))
+
+
+def confidence_logits(
+    params: Params, config: DFlashConfig, normed: Array, embedded: Array | None
+) -> Array:
+    """Returns f32[...], the logits of `confidence`; only with `has_confidence`.
 
     Args:
       normed: h [..., hidden_size].
@@ -92,7 +99,7 @@ def confidence(
         assert embedded is not None
         read = jnp.concatenate([normed, embedded.astype(normed.dtype)], axis=-1)
     (score,) = jnp.moveaxis(linear(read, params["confidence"], jnp.float32), -1, 0)
-    return jax.nn.sigmoid(score + params["confidence_bias"].astype(jnp.float32))
+    return score + params["confidence_bias"].astype(jnp.float32)
 
 
 def weights_of(config: DFlashConfig) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 
 from specjax.models import head_parts, weights
 from specjax.models.base import Params
-from specjax.models.layers import linear
+from specjax.models.layers import along_last_axis, linear
 from specjax.models.weights import matrix, vector
 
 EPS = 1e-6
@@ -72,11 +72,11 @@ class MlpSpeculatorConfig:
 
 
 def begin(params: Params, config: MlpSpeculatorConfig, newest: Array, token_ids: Array) -> Array:
-    """Returns s [n, inner_size] of the first draft token.
+    """Returns s [..., inner_size] of the first draft token.
 
     Args:
-      newest: [n, target_hidden_size], g.
-      token_ids: i32[n], of the newest tokens.
+      newest: [..., target_hidden_size], g.
+      token_ids: i32[...], of the newest tokens.
     """
     state = _normed(newest) / math.sqrt(2) if config.scale_input else newest
     return step(params, config, state, token_ids, 0)
@@ -85,17 +85,18 @@ def begin(params: Params, config: MlpSpeculatorConfig, newest: Array, token_ids:
 def step(
     params: Params, config: MlpSpeculatorConfig, state: Array, token_ids: Array, index: int
 ) -> Array:
-    """Returns s [n, inner_size] of draft token `index`, from that of the one before.
+    """Returns s [..., inner_size] of draft token `index`, from that of the one before.
 
     Args:
-      token_ids: i32[n], of the tokens before those that are drafted.
+      token_ids: i32[...], of the tokens before those that are drafted.
     """
     at = 0 if config.is_tied else index
     keeps = 0.5 ** (0.5 / config.most_drafts)
     adds = math.sqrt((1 - keeps**2) * config.inner_size / 2)
     state = linear(state, params["proj"][min(index, 1) if config.is_tied else index])
     state = state + (adds / keeps) * params["emb"][at][token_ids].astype(state.dtype)
-    state = _normed(state) * params["scale"][at][None] + params["shift"][at][None]
+    scale, shift = (along_last_axis(params[name][at], state) for name in ("scale", "shift"))
+    state = _normed(state) * scale + shift
     return jax.nn.gelu(state, approximate=False)
 
 

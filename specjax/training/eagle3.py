@@ -73,7 +73,8 @@ def propose(
     del key
     rows, length = text.token_ids.shape
     positions = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    embedded = target.embed(text.token_ids)
+    table = params["embed_tokens"] if config.has_embedding else None
+    embedded = target.embed(text.token_ids) if table is None else table[text.token_ids]
     features = _from_slot_before(eagle3.feature(params, config, states.taps))
     caches: tuple[LayerCache, ...] = ((),) * config.layers.num_layers
     attend = functools.partial(_attend, config.layers.scale)

@@ -23,6 +23,7 @@ section 3 (weights that fall with the depth); DSpark, arXiv:2607.05147 (overlap 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -63,8 +64,8 @@ class Objective:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not is_number(value) or value < 0:
-                raise ValueError(f"{field.name}={value!r} must be a number of at least 0.")
+            if not is_number(value) or not 0 <= value < math.inf:
+                raise ValueError(f"{field.name}={value!r} must be a finite number of at least 0.")
         if self.temperature == 0 or self.decay == 0:
             raise ValueError(
                 f"{self.temperature=} and {self.decay=} must be above 0; for text of temperature 0 "

@@ -25,6 +25,22 @@ def check_names(kind: str, options: dict[str, Any], known: Collection[str]) -> N
         )
 
 
+def size_option(options: dict[str, Any], name: str, default: int) -> int:
+    """Returns an option that is a size; ValueError where it is no whole number of at least 1."""
+    size = options.get(name, default)
+    if not is_int(size) or size < 1:
+        raise ValueError(f"{name}={size!r} must be a whole number of at least 1.")
+    return size
+
+
+def flag_option(options: dict[str, Any], name: str, default: bool) -> bool:
+    """Returns an option that is a flag; ValueError where it is neither True nor False."""
+    flag = options.get(name, default)
+    if not isinstance(flag, bool):
+        raise ValueError(f"{name}={flag!r} must be True or False.")
+    return flag
+
+
 def layers_like(
     target: ModelConfig, options: dict[str, Any], vocab_size: int, **others: Any
 ) -> ModelConfig:
@@ -43,10 +59,7 @@ def layers_like(
         "num_heads": target.num_heads,
         "num_kv_heads": target.num_kv_heads,
     }
-    sizes = {name: options.get(name, default) for name, default in defaults.items()}
-    for name, size in sizes.items():
-        if not is_int(size) or size < 1:
-            raise ValueError(f"{name}={size!r} must be a whole number of at least 1.")
+    sizes = {name: size_option(options, name, default) for name, default in defaults.items()}
     if sizes["num_heads"] % sizes["num_kv_heads"]:
         raise ValueError(
             f"num_heads={sizes['num_heads']} must be a multiple of "

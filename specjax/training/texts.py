@@ -30,6 +30,11 @@ class TextBatch(NamedTuple):
     lengths: Array
     is_learned: Array
 
+    @property
+    def is_text(self) -> Array:
+        """bool[rows, length], False for what stands after a text."""
+        return jnp.arange(self.token_ids.shape[1])[None] < self.lengths[:, None]
+
 
 def compacted(token_ids: Array, mask: Array, is_learned: Array) -> TextBatch:
     """Returns texts without the padding inside and around them.
@@ -86,7 +91,7 @@ def target_states(target: Target, text: TextBatch, taps: tuple[int, ...]) -> Tar
         target.params,
         target.config,
         text.token_ids,
-        jnp.arange(text.token_ids.shape[1])[None] < text.lengths[:, None],
+        text.is_text,
         taps=taps,
         queries_at_once=QUERIES_AT_ONCE,
     )

@@ -1,0 +1,212 @@
+"""DFlash and DSpark: blocks of masks after roots that are drawn anew in every step.
+
+Each root begins a block, as when it is drafted from: the root's token and masks, which see the
+contexts of the tokens before the root and the block itself. The blocks of a text share these
+contexts, and do not see each other. A Markov head reads the text's tokens.
+
+Sources: Chen et al. 2026, arXiv:2602.06036 (DFlash), whose blocks begin at tokens drawn at random;
+DeepSpec's DSpark, arXiv:2607.05147; the equations are in `specjax.models.dflash` and `dspark`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specjax.drafters.head_specs import DFlashDrafter
+from specjax.models import dflash, dspark
+from specjax.models.base import Params
+from specjax.models.dflash import DFlashConfig
+from specjax.models.head_parts import own_logits
+from specjax.training import roots
+from specjax.training.dflash_options import (
+    TOKENS_PER_ROOT,
+    LearnedConfig,
+    configure_dflash,
+    configure_dspark,
+)
+from specjax.training.drafts import Drafts, Kind
+from specjax.training.options import with_vocabulary
+from specjax.training.texts import QUERIES_AT_ONCE, Target, TargetStates, TextBatch
+
+
+def propose(
+    params: Params,
+    config: DFlashConfig,
+    target: Target,
+    text: TextBatch,
+    states: TargetStates,
+    depth: int,
+    key: Array,
+) -> Drafts:
+    """Returns the drafts after roots that `key` draws; see `Propose` and `roots.sampled`."""
+    assert depth <= config.most_drafts
+    assert config.markov_kind != dspark.SELECTOR
+    every = config.tokens_per_root if isinstance(config, LearnedConfig) else TOKENS_PER_ROOT
+    count = -(-text.token_ids.shape[1] // every)
+    starts, is_root = roots.sampled(key, text, depth, count)
+    out = _blocks(params, config, target, text, states.taps, starts, depth)
+    normed = dflash.normed_output(params, config, out)
+    hidden, estimates = [], []
+    state = jnp.zeros((*starts.shape, config.markov_rank), normed.dtype)
+    for s in range(depth):
+        row = normed[:, :, config.first_row + s]
+        latent = embedded = None
+        if config.markov_rank:
+            embedded = dspark.markov_embedding(params, _tokens_at(text, starts + s))
+            latent, state = dspark.markov_step(params, config, embedded, row, state)
+        if config.has_confidence:
+            estimates.append(dspark.confidence_logits(params, config, row, embedded))
+        hidden.append(row if latent is None else jnp.concatenate([row, latent], axis=-1))
+    score = functools.partial(_score, params, config, target)
+    ids = params.get("target_ids")
+    return Drafts(starts, is_root, tuple(hidden), score, tuple(estimates), ids)
+
+
+def _score(params: Params, config: DFlashConfig, target: Target, read: Array, s: int) -> Array:
+    """Returns f32[n, tokens that it can say] of [n, hidden_size + markov_rank]; see `Drafts`."""
+    del s
+    normed, latent = read[:, : config.hidden_size], read[:, config.hidden_size :]
+    logits = own_logits(params, normed) if config.has_head else target.logits(normed)
+    if config.markov_rank:
+        logits += dspark.markov_logits(params["markov_w2"], latent)
+    return logits
+
+
+def _tokens_at(text: TextBatch, positions: Array) -> Array:
+    """Returns the tokens at positions i32[rows, n]; those past the end are any."""
+    last = text.token_ids.shape[1] - 1
+    return jnp.take_along_axis(text.token_ids, jnp.minimum(positions, last), axis=1)
+
+
+def _blocks(
+    params: Params,
+    config: DFlashConfig,
+    target: Target,
+    text: TextBatch,
+    taps: Sequence[Array],
+    starts: Array,
+    depth: int,
+) -> Array:
+    """Returns x [rows, roots, tokens of a block, hidden_size] before the last norm.
+
+    Args:
+      starts: i32[rows, roots].
+    """
+    width = config.num_rows(depth)
+    dtype = params["fc"].dtype
+    positions = starts[:, :, None] + jnp.arange(width)
+    ids = jnp.full(positions.shape, config.mask_token_id)
+    ids = ids.at[:, :, 0].set(_tokens_at(text, starts))
+    embedded = params["embed_tokens"][ids] if config.has_embedding else target.embed(ids)
+    contexts = dflash.context(params, config, [tap.astype(dtype) for tap in taps])
+    places = jnp.broadcast_to(jnp.arange(text.token_ids.shape[1]), text.token_ids.shape)
+    keys = tuple(dflash.context_keys(params, config, contexts, places))
+    flat = embedded.astype(dtype).reshape(-1, config.hidden_size)
+    attend = functools.partial(_attend, config, starts, width)
+    out, _ = dflash.forward(params, config, flat, positions.reshape(-1), attend, keys, width)
+    return out.reshape(*positions.shape, -1)
+
+
+def _attend(
+    config: DFlashConfig,
+    starts: Array,
+    width: int,
+    layer: int,
+    q: Array,
+    k: Array,
+    v: Array,
+    cache: tuple[Array, Array],
+) -> tuple[Array, tuple[Array, Array]]:
+    """Attends as the module says, some blocks at a time; the backward pass computes these again.
+
+    Args:
+      starts: i32[rows, roots].
+      q, k, v: [rows * roots * width, heads, head_dim], of the blocks.
+      cache: keys and values of the contexts, [rows, length, kv_heads, head_dim] each.
+    """
+    count = starts.shape[1]
+    first = lambda x: jnp.moveaxis(x.reshape(*starts.shape, width, *x.shape[1:]), 1, 0)
+    one = jax.checkpoint(functools.partial(_attend_once, config, layer, cache))
+    blocks = starts.T, first(q), first(k), first(v)
+    size = max(QUERIES_AT_ONCE // width, 1)
+    over = lambda block: one(*block)
+    out = jax.vmap(over)(blocks) if count <= size else jax.lax.map(over, blocks, batch_size=size)
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape), cache
+
+
+def _attend_once(
+    config: DFlashConfig,
+    layer: int,
+    cache: tuple[Array, Array],
+    starts: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+) -> Array:
+    """Returns the attention of one block of each row, [rows, width, heads, head_dim].
+
+    Args:
+      starts: i32[rows], the positions of the roots.
+      q, k, v: [rows, width, heads, head_dim].
+    """
+    own, (context_k, context_v) = config.layers, cache
+    rows, width, heads, head_dim = q.shape
+    length, kv_heads = context_k.shape[1:3]
+    grouped = q.reshape(rows, width, kv_heads, heads // kv_heads, head_dim)
+    scores = functools.partial(
+        jnp.einsum, "bqkgd,bmkd->bkgqm", grouped, preferred_element_type=jnp.float32
+    )
+    query = starts[:, None] + jnp.arange(width)  # positions, [rows, width]
+    key = jnp.concatenate([jnp.broadcast_to(jnp.arange(length), (rows, length)), query], axis=1)
+    is_block = jnp.arange(length + width) >= length
+    oldest = (
+        query if config.causal_layers[layer] else jnp.broadcast_to(starts[:, None], query.shape)
+    )
+    sees = is_block[None, :] | (key < starts[:, None])
+    sees = jnp.broadcast_to(sees[:, None, :], (rows, width, length + width))
+    if config.causal_layers[layer]:
+        sees &= key[:, None, :] <= query[:, :, None]
+    if (window := own.window(layer)) is not None:
+        sees &= key[:, None, :] > oldest[:, :, None] - window
+    both = own.scale * jnp.concatenate([scores(context_k), scores(k)], axis=-1)
+    weights = jax.nn.softmax(jnp.where(sees[:, None, None], both, -jnp.inf), axis=-1)
+    weights = weights.astype(v.dtype)
+    out = jnp.einsum("bkgqm,bmkd->bqkgd", weights[..., :length], context_v)
+    out += jnp.einsum("bkgqm,bmkd->bqkgd", weights[..., length:], v)
+    return out.reshape(q.shape)
+
+
+def begin(key: Array, config: DFlashConfig, target: Target, target_ids: Array | None) -> Params:
+    """Returns the weights that training begins with; see `Kind.begin`.
+
+    What layers add, and what a Markov head adds, begins at zero.
+    """
+    params = dflash.init(key, config, jnp.float32)
+    quiet = lambda layer: (
+        layer | {name: jnp.zeros_like(layer[name]) for name in ("o_proj", "down_proj")}
+    )
+    params = params | {"layers": tuple(map(quiet, params["layers"]))}
+    if config.markov_rank:
+        params = params | {"markov_w2": jnp.zeros_like(params["markov_w2"])}
+    return with_vocabulary(params, target, target_ids)
+
+
+def _spec(config: DFlashConfig) -> DFlashDrafter:
+    return DFlashDrafter(config.served if isinstance(config, LearnedConfig) else config)
+
+
+KIND = Kind(
+    name="dflash",
+    configure=configure_dflash,
+    begin=begin,
+    taps=lambda config: config.aux_layers,
+    propose=propose,
+    spec=_spec,
+    most_drafts=lambda config: config.most_drafts,
+)
+KIND_OF_DSPARK = KIND._replace(name="dspark", configure=configure_dspark)

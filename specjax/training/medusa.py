@@ -1,0 +1,98 @@
+"""Medusa: heads over the last hidden state before the root, which know no draft token.
+
+Source: Cai et al. 2024, arXiv:2401.10774, section 3.1: blocks begin at zero and heads as the
+target's own, so that before any training each head says what the target said at the token before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from specjax.drafters.head_specs import NewestStateDrafter
+from specjax.models import medusa
+from specjax.models.base import ModelConfig, Params
+from specjax.models.medusa import MedusaConfig
+from specjax.training.drafts import Drafts, Kind
+from specjax.training.options import check_names, flag_option, head_rows, size_option
+from specjax.training.roots import after_first, state_before
+from specjax.training.texts import Target, TargetStates, TextBatch
+
+OPTIONS = "most_drafts", "num_blocks", "has_head", "has_bias"
+
+
+def configure(target: ModelConfig, options: dict[str, Any]) -> MedusaConfig:
+    """Returns the config of heads for a target.
+
+    Args:
+      options: most_drafts, the number of heads (5); num_blocks, residual blocks of each (1);
+        has_head, whether each has a matrix of its own (True), or uses the target's; has_bias,
+        whether blocks have one (True).
+
+    Raises:
+      ValueError: an option is unknown, or no size or flag.
+    """
+    check_names("medusa", options, OPTIONS)
+    return MedusaConfig(
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        aux_layers=(target.num_layers,),
+        most_drafts=size_option(options, "most_drafts", 5),
+        num_blocks=size_option(options, "num_blocks", 1),
+        has_bias=flag_option(options, "has_bias", True),
+        has_head=flag_option(options, "has_head", True),
+    )
+
+
+def propose(
+    params: Params,
+    config: MedusaConfig,
+    target: Target,
+    text: TextBatch,
+    states: TargetStates,
+    depth: int,
+    key: Array,
+) -> Drafts:
+    """Returns the drafts after every token but the first; see `Propose`."""
+    del key
+    (last,) = states.taps
+    newest = state_before(last)
+    hidden = tuple(medusa.forward(params, config, newest, s) for s in range(depth))
+
+    def score(read: Array, s: int) -> Array:
+        return (
+            medusa.own_logits(params, config, read, s) if config.has_head else target.logits(read)
+        )
+
+    return Drafts(*after_first(text), hidden, score)
+
+
+def begin(key: Array, config: MedusaConfig, target: Target, target_ids: Array | None) -> Params:
+    """Returns the weights that training begins with; see `Kind.begin` and the module.
+
+    Where the target keeps no such matrix under a usual name, heads begin at random.
+    """
+    del target_ids
+    params = medusa.init(key, config, jnp.float32)
+    rows = head_rows(target, None) if config.has_head else None
+
+    def first(head: Params) -> Params:
+        quiet = head | {"blocks": jax.tree.map(jnp.zeros_like, head["blocks"])}
+        # Each its own copy: what is donated may be given once.
+        return quiet if rows is None else quiet | {"lm_head": jnp.array(rows)}
+
+    return params | {"heads": tuple(map(first, params["heads"]))}
+
+
+KIND = Kind(
+    name="medusa",
+    configure=configure,
+    begin=begin,
+    taps=lambda config: config.aux_layers,
+    propose=propose,
+    spec=NewestStateDrafter,
+    most_drafts=lambda config: config.most_drafts,
+)

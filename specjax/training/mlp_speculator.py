@@ -1,0 +1,88 @@
+"""MLP speculator: a recurrent MLP over the last hidden state before the root, and the tokens since.
+
+Source: Wertheimer et al. 2024, arXiv:2404.19124, section 3, and the code of
+foundation-model-stack/fms-extras, whose first weights are these: normal, of standard deviation
+1 / sqrt(inner_size).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from specjax.drafters.head_specs import NewestStateDrafter
+from specjax.models import mlp_speculator
+from specjax.models.base import ModelConfig, Params
+from specjax.models.mlp_speculator import MlpSpeculatorConfig
+from specjax.training.drafts import Drafts, Kind
+from specjax.training.options import check_names, flag_option, size_option
+from specjax.training.roots import after_first, state_before
+from specjax.training.texts import Target, TargetStates, TextBatch
+
+OPTIONS = "most_drafts", "inner_size", "is_tied", "scale_input"
+
+
+def configure(target: ModelConfig, options: dict[str, Any]) -> MlpSpeculatorConfig:
+    """Returns the config of a speculator for a target.
+
+    Args:
+      options: most_drafts, tokens that it drafts at most (4); inner_size, width of its state (the
+        target's); is_tied, whether all draft tokens share weights (False); scale_input, whether the
+        target's hidden state is normed (True).
+
+    Raises:
+      ValueError: an option is unknown, or no size or flag.
+    """
+    check_names("mlp_speculator", options, OPTIONS)
+    return MlpSpeculatorConfig(
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        aux_layers=(target.num_layers,),
+        inner_size=size_option(options, "inner_size", target.hidden_size),
+        most_drafts=size_option(options, "most_drafts", 4),
+        scale_input=flag_option(options, "scale_input", True),
+        is_tied=flag_option(options, "is_tied", False),
+    )
+
+
+def propose(
+    params: Params,
+    config: MlpSpeculatorConfig,
+    target: Target,
+    text: TextBatch,
+    states: TargetStates,
+    depth: int,
+    key: Array,
+) -> Drafts:
+    """Returns the drafts after every token but the first; see `Propose`."""
+    del target, key
+    (last,) = states.taps
+    state = mlp_speculator.begin(params, config, state_before(last), text.token_ids)
+    hidden = [state]
+    for s in range(1, depth):
+        before = jnp.roll(text.token_ids, -s, axis=1)  # draft token s - 1 of each root
+        state = mlp_speculator.step(params, config, state, before, s)
+        hidden.append(state)
+    score = lambda read, s: mlp_speculator.logits(params, config, read, s)
+    return Drafts(*after_first(text), tuple(hidden), score)
+
+
+def begin(
+    key: Array, config: MlpSpeculatorConfig, target: Target, target_ids: Array | None
+) -> Params:
+    """Returns the weights that training begins with; see `Kind.begin` and the module."""
+    del target, target_ids
+    return mlp_speculator.init(key, config, jnp.float32, config.inner_size**-0.5)
+
+
+KIND = Kind(
+    name="mlp_speculator",
+    configure=configure,
+    begin=begin,
+    taps=lambda config: config.aux_layers,
+    propose=propose,
+    spec=NewestStateDrafter,
+    most_drafts=lambda config: config.most_drafts,
+)
