@@ -26,7 +26,7 @@ from jax import Array
 
 from specjax.models import blocks, weights
 from specjax.models.base import Params
-from specjax.models.layers import linear
+from specjax.models.layers import along_last_axis, linear
 from specjax.models.weights import matrix, vector
 
 if TYPE_CHECKING:
@@ -98,8 +98,9 @@ def confidence_logits(
     if config.confidence_reads_token:
         assert embedded is not None
         read = jnp.concatenate([normed, embedded.astype(normed.dtype)], axis=-1)
-    (score,) = jnp.moveaxis(linear(read, params["confidence"], jnp.float32), -1, 0)
-    return score + params["confidence_bias"].astype(jnp.float32)
+    score = linear(read, params["confidence"], jnp.float32)
+    score += along_last_axis(params["confidence_bias"].astype(jnp.float32), score)
+    return score[..., 0]
 
 
 def weights_of(config: DFlashConfig) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def _blocks(
     """
     width = config.num_rows(depth)
     dtype = params["fc"].dtype
-    positions = starts[:, :, None] + jnp.arange(width)
+    positions = starts[:, :, None] + jnp.arange(width)[None, None]
     ids = jnp.full(positions.shape, config.mask_token_id)
     ids = ids.at[:, :, 0].set(_tokens_at(text, starts))
     embedded = params["embed_tokens"][ids] if config.has_embedding else target.embed(ids)
@@ -161,24 +161,36 @@ def _attend_once(
     scores = functools.partial(
         jnp.einsum, "bqkgd,bmkd->bkgqm", grouped, preferred_element_type=jnp.float32
     )
-    query = starts[:, None] + jnp.arange(width)  # positions, [rows, width]
-    key = jnp.concatenate([jnp.broadcast_to(jnp.arange(length), (rows, length)), query], axis=1)
-    is_block = jnp.arange(length + width) >= length
-    oldest = (
-        query if config.causal_layers[layer] else jnp.broadcast_to(starts[:, None], query.shape)
-    )
-    sees = is_block[None, :] | (key < starts[:, None])
-    sees = jnp.broadcast_to(sees[:, None, :], (rows, width, length + width))
-    if config.causal_layers[layer]:
-        sees &= key[:, None, :] <= query[:, :, None]
-    if (window := own.window(layer)) is not None:
-        sees &= key[:, None, :] > oldest[:, :, None] - window
+    sees = _visible(config, layer, starts, width, length)
     both = own.scale * jnp.concatenate([scores(context_k), scores(k)], axis=-1)
     weights = jax.nn.softmax(jnp.where(sees[:, None, None], both, -jnp.inf), axis=-1)
     weights = weights.astype(v.dtype)
     out = jnp.einsum("bkgqm,bmkd->bqkgd", weights[..., :length], context_v)
     out += jnp.einsum("bkgqm,bmkd->bqkgd", weights[..., length:], v)
     return out.reshape(q.shape)
+
+
+def _visible(config: DFlashConfig, layer: int, starts: Array, width: int, length: int) -> Array:
+    """Returns which contexts, and then which tokens of their blocks, blocks see.
+
+    Args:
+      starts: i32[rows], the positions of the roots.
+
+    Returns:
+      bool[rows, width, length + width].
+    """
+    start = starts[:, None, None]
+    query, own = start + jnp.arange(width)[None, :, None], start + jnp.arange(width)[None, None]
+    context = jnp.broadcast_to(jnp.arange(length)[None, None], (len(starts), 1, length))
+    key = jnp.concatenate([context, own], axis=2)
+    is_own = jnp.arange(length + width)[None, None] >= length
+    is_causal, window = config.causal_layers[layer], config.layers.window(layer)
+    sees = is_own | (key < start)
+    if is_causal:
+        sees &= key <= query
+    if window is not None:
+        sees &= key > (query if is_causal else start) - window
+    return jnp.broadcast_to(sees, (len(starts), width, length + width))
 
 
 def begin(key: Array, config: DFlashConfig, target: Target, target_ids: Array | None) -> Params:

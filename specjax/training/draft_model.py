@@ -100,9 +100,9 @@ def propose(
         text.is_text,
         queries_at_once=QUERIES_AT_ONCE,
     )
-    hidden = tuple(jnp.roll(said, -s, axis=1) for s in range(depth))
     logits = family_of(config).logits
-    return Drafts(roots, is_root, hidden, lambda read, s: logits(params, config, read, None))
+    score = lambda read, s: logits(params, config, read, None)
+    return Drafts(roots, is_root, (said,) * depth, score, is_aligned=True)
 
 
 def begin(key: Array, config: ModelConfig, target: Target, target_ids: Array | None) -> Params:

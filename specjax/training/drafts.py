@@ -22,12 +22,15 @@ class Drafts(NamedTuple):
     Attributes:
       roots: i32[rows, num_roots], positions.
       is_root: bool[rows, num_roots]; False for places that hold no root.
-      hidden: for each s what `score` reads, [rows, num_roots, width].
+      hidden: for each s what `score` reads, [rows, num_roots, width]. An array that stands here
+        twice is scored once.
       score: (hidden [n, width], s) -> f32[n, tokens that the drafter can say], logits.
       estimates: for each s f32[rows, num_roots], logits of how likely the draft token is
         accepted; () without a confidence head.
       target_ids: i32[tokens that the drafter can say], their numbers in the target's vocabulary;
         None: it can say all.
+      is_aligned: whether hidden and estimates of draft token s stand in the place of the token that
+        it follows, p + s, and not of its root. Then the roots of a row are all its places in order.
     """
 
     roots: Array
@@ -36,6 +39,7 @@ class Drafts(NamedTuple):
     score: Callable[[Array, int], Array]
     estimates: tuple[Array, ...] = ()
     target_ids: Array | None = None
+    is_aligned: bool = False
 
 
 class Propose(Protocol):

@@ -79,10 +79,9 @@ def propose(
     caches: tuple[LayerCache, ...] = ((),) * config.layers.num_layers
     attend = functools.partial(_attend, config.layers.scale)
     hidden = []
-    for s in range(depth):
+    for _ in range(depth):
         out, caches = eagle3.forward(params, config, embedded, features, positions, attend, caches)
-        read = eagle3.normed_output(params, config, out)
-        hidden.append(jnp.roll(read, -s, axis=1))  # from the slot of the token to the root
+        hidden.append(eagle3.normed_output(params, config, out))
         features = _from_slot_before(eagle3.next_feature(params, config, out))
 
     def score(read: Array, s: int) -> Array:
@@ -90,7 +89,8 @@ def propose(
         return head_parts.own_logits(params, read) if config.has_head else target.logits(read)
 
     is_root = (positions >= FIRST_SLOT) & (positions < text.lengths[:, None])
-    return Drafts(positions, is_root, tuple(hidden), score, target_ids=params.get("target_ids"))
+    ids = params.get("target_ids")
+    return Drafts(positions, is_root, tuple(hidden), score, target_ids=ids, is_aligned=True)
 
 
 def _from_slot_before(x: Array) -> Array:

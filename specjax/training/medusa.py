@@ -18,7 +18,7 @@ from specjax.models.base import ModelConfig, Params
 from specjax.models.medusa import MedusaConfig
 from specjax.training.drafts import Drafts, Kind
 from specjax.training.options import check_names, flag_option, head_rows, size_option
-from specjax.training.roots import after_first, state_before
+from specjax.training.roots import after_first
 from specjax.training.texts import Target, TargetStates, TextBatch
 
 OPTIONS = "most_drafts", "num_blocks", "has_head", "has_bias"
@@ -59,15 +59,15 @@ def propose(
     """Returns the drafts after every token but the first; see `Propose`."""
     del key
     (last,) = states.taps
-    newest = state_before(last)
-    hidden = tuple(medusa.forward(params, config, newest, s) for s in range(depth))
+    newest = [jnp.roll(last, 1 + s, axis=1) for s in range(depth)]  # of the token before the root
+    hidden = tuple(medusa.forward(params, config, each, s) for s, each in enumerate(newest))
 
     def score(read: Array, s: int) -> Array:
         return (
             medusa.own_logits(params, config, read, s) if config.has_head else target.logits(read)
         )
 
-    return Drafts(*after_first(text), hidden, score)
+    return Drafts(*after_first(text), hidden, score, is_aligned=True)
 
 
 def begin(key: Array, config: MedusaConfig, target: Target, target_ids: Array | None) -> Params:

@@ -18,7 +18,7 @@ from specjax.models.base import ModelConfig, Params
 from specjax.models.mlp_speculator import MlpSpeculatorConfig
 from specjax.training.drafts import Drafts, Kind
 from specjax.training.options import check_names, flag_option, size_option
-from specjax.training.roots import after_first, state_before
+from specjax.training.roots import after_first
 from specjax.training.texts import Target, TargetStates, TextBatch
 
 OPTIONS = "most_drafts", "inner_size", "is_tied", "scale_input"
@@ -59,14 +59,14 @@ def propose(
     """Returns the drafts after every token but the first; see `Propose`."""
     del target, key
     (last,) = states.taps
-    state = mlp_speculator.begin(params, config, state_before(last), text.token_ids)
+    to_next = lambda x: jnp.roll(x, 1, axis=1)  # nothing reads what the first place gets
+    state = mlp_speculator.begin(params, config, to_next(last), text.token_ids)
     hidden = [state]
     for s in range(1, depth):
-        before = jnp.roll(text.token_ids, -s, axis=1)  # draft token s - 1 of each root
-        state = mlp_speculator.step(params, config, state, before, s)
+        state = mlp_speculator.step(params, config, to_next(state), text.token_ids, s)
         hidden.append(state)
     score = lambda read, s: mlp_speculator.logits(params, config, read, s)
-    return Drafts(*after_first(text), tuple(hidden), score)
+    return Drafts(*after_first(text), tuple(hidden), score, is_aligned=True)
 
 
 def begin(

@@ -23,8 +23,9 @@ section 3 (weights that fall with the depth); DSpark, arXiv:2607.05147 (overlap 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -105,8 +106,7 @@ def loss_of(
     objective: Objective, target: Target, text: TextBatch, states: TargetStates, drafts: Drafts
 ) -> tuple[Array, Sums]:
     """Returns the loss of drafts, f32[], differentiable in what they were made of, and sums."""
-    told = [_told(objective, target, text, states, drafts, s) for s in range(len(drafts.hidden))]
-    per_token = jax.tree.map(lambda *each: jnp.stack(each), *told)  # [depth, rows, num_roots]
+    per_token = _told(objective, target, text, states, drafts)
     count = jnp.sum(per_token.is_there, axis=(1, 2))
     total = lambda x: jnp.sum(jnp.where(per_token.is_there, x, 0.0), axis=(1, 2))
     is_whole = jnp.all(per_token.is_there > 0, axis=0)
@@ -124,16 +124,25 @@ def loss_of(
         sampled_survival=along(per_token.accepted),
         chains=jnp.broadcast_to(chains, count.shape),
     )
-    decays = objective.decay ** jnp.arange(len(told), dtype=jnp.float32)
+    decays = objective.decay ** jnp.arange(len(count), dtype=jnp.float32)
     value = jnp.sum(decays * sums.loss / jnp.maximum(count, 1.0)) / jnp.sum(decays)
     if objective.accepted:
         length = jnp.sum(sums.sampled_survival) / jnp.maximum(chains, 1.0)
-        value -= objective.accepted * length / len(told)
+        value -= objective.accepted * length / len(count)
     return value, lax.stop_gradient(sums)
 
 
+class _Compared(NamedTuple):
+    """What is known of draft tokens that a text goes on after, f32[...] each."""
+
+    loss: Array
+    agreed: Array
+    overlap: Array
+    accepted: Array
+
+
 class _Told(NamedTuple):
-    """What is known of the draft tokens at one depth, f32[...] each."""
+    """What is known of the draft tokens of every root, f32[depth, rows, num_roots] each."""
 
     is_there: Array
     loss: Array
@@ -143,41 +152,84 @@ class _Told(NamedTuple):
 
 
 def _told(
+    objective: Objective, target: Target, text: TextBatch, states: TargetStates, drafts: Drafts
+) -> _Told:
+    depth = len(drafts.hidden)
+    at = functools.partial(_compared_at, objective, target, text, states, drafts)
+    if drafts.is_aligned:
+        # The target says one thing at a token, whichever root it is drafted from.
+        firsts = [_index_of(each, drafts.hidden) for each in drafts.hidden]
+        which = sorted(set(firsts))
+        each = at(drafts.roots, which)
+        to_roots = lambda x, s: jnp.roll(x, -s, axis=1)
+        compared = [
+            jax.tree.map(lambda x, s=s: to_roots(x, s), each[which.index(first)])
+            for s, first in enumerate(firsts)
+        ]
+    else:
+        compared = [at(drafts.roots + s, [s])[0] for s in range(depth)]
+    ahead = drafts.roots[None] + jnp.arange(1, depth + 1)[:, None, None]
+    is_learned = jnp.stack([_taken(text.is_learned, each) for each in ahead])
+    is_there = drafts.is_root[None] & is_learned & (ahead < text.lengths[None, :, None])
+    together = jax.tree.map(lambda *each: jnp.stack(each), *compared)
+    return _Told(is_there.astype(jnp.float32), *together)
+
+
+def _index_of(one: Array, arrays: Sequence[Array]) -> int:
+    return next(index for index, each in enumerate(arrays) if each is one)
+
+
+def _taken(x: Array, places: Array) -> Array:
+    """Returns x [rows, length, ...] at places i32[rows, n], any where there is no such place."""
+    places = jnp.minimum(places, x.shape[1] - 1)
+    return jnp.take_along_axis(x, places.reshape(*places.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def _compared_at(
     objective: Objective,
     target: Target,
     text: TextBatch,
     states: TargetStates,
     drafts: Drafts,
-    s: int,
-) -> _Told:
-    """Returns what is known of draft token s of every root, [rows, num_roots]."""
-    length = text.token_ids.shape[1]
-    at = jnp.minimum(drafts.roots + s, length - 1)
-    following = jnp.minimum(at + 1, length - 1)
-    here = lambda x, places: jnp.take_along_axis(x, places, axis=1)
-    is_in_text = drafts.roots + s + 1 < text.lengths[:, None]
-    is_there = drafts.is_root & is_in_text & here(text.is_learned, following)
-    hidden = jnp.take_along_axis(states.hidden, at[..., None], axis=1)
-    estimate = drafts.estimates[s] if drafts.estimates else None
-    if estimate is None:
+    places: Array,
+    which: Sequence[int],
+) -> list[_Compared]:
+    """Compares some draft tokens that follow the same tokens, [rows, n] for each.
+
+    Args:
+      places: i32[rows, n], of the tokens that they follow.
+      which: of the draft tokens of a root.
+    """
+    no_estimate = jnp.zeros(places.shape, jnp.float32)
+    if not drafts.estimates:
         objective = dataclasses.replace(objective, confidence=0.0)
-        estimate = jnp.zeros(at.shape, jnp.float32)
 
-    def compare(draft: Array, said: Array, token_ids: Array, estimate: Array) -> _Told:
-        return _compare(
-            objective,
-            target.logits(said),
-            drafts.score(draft, s),
-            token_ids,
-            estimate,
-            drafts.target_ids,
-        )
+    def compare(
+        frees: bool,
+        said: Array,
+        token_ids: Array,
+        read: tuple[Array, ...],
+        estimates: tuple[Array, ...],
+    ) -> list[_Compared]:
+        target_logits = target.logits(said)
 
-    tokens = here(text.token_ids, following)
-    told = _in_chunks(
-        compare, (drafts.hidden[s], hidden, tokens, estimate), target.config.vocab_size
+        def one(s: int, target_logits: Array, read: Array, estimate: Array) -> _Compared:
+            logits, ids = drafts.score(read, s), drafts.target_ids
+            return _compare(objective, target_logits, logits, token_ids, estimate, ids)
+
+        each = [functools.partial(one, s) for s in which]
+        each = [jax.checkpoint(f) for f in each] if frees else each
+        arguments = zip(read, estimates, strict=True)
+        return [f(target_logits, *own) for f, own in zip(each, arguments, strict=True)]
+
+    estimates = [drafts.estimates[s] if drafts.estimates else no_estimate for s in which]
+    arrays = (
+        _taken(states.hidden, places),
+        _taken(text.token_ids, places + 1),
+        tuple(drafts.hidden[s] for s in which),
+        tuple(estimates),
     )
-    return told._replace(is_there=is_there.astype(jnp.float32))
+    return _in_chunks(compare, arrays, target.config.vocab_size)
 
 
 def _compare(
@@ -187,7 +239,7 @@ def _compare(
     token_ids: Array,
     estimate: Array,
     target_ids: Array | None,
-) -> _Told:
+) -> _Compared:
     """Compares distributions of n draft tokens.
 
     Args:
@@ -211,7 +263,7 @@ def _compare(
     p, q = jnp.exp(log_p), jnp.exp(log_q)
     outside = jnp.maximum(1.0 - jnp.sum(p, axis=-1), 0.0)  # what the drafter cannot say
     overlap = jnp.sum(jnp.minimum(p, q), axis=-1)
-    accepted = _seeded_acceptance(log_p, log_q, take(log_p, index), take(log_q, index), outside)
+    accepted = _seeded_acceptance(p, q, take(log_p, index) - take(log_q, index), outside)
     accepted = jnp.where(can_say, accepted, 0.0)
     raw = jax.nn.log_softmax(draft_logits, axis=-1)
     agreed = can_say_best & (jnp.argmax(draft_logits, axis=-1) == best)
@@ -225,23 +277,21 @@ def _compare(
     weigh = {name: getattr(objective, name) for name in terms}
     loss = sum(weigh[name] * term for name, term in terms.items() if weigh[name])
     loss = jnp.zeros(token_ids.shape) + loss
-    return _Told(loss, loss, agreed.astype(jnp.float32), overlap, accepted)
+    return _Compared(loss, agreed.astype(jnp.float32), overlap, accepted)
 
 
-def _seeded_acceptance(
-    log_p: Array, log_q: Array, log_px: Array, log_qx: Array, outside: Array
-) -> Array:
-    """Returns A f32[n], see the module; computed over p(x) / q(x) so that nothing overflows.
+def _seeded_acceptance(p: Array, q: Array, log_ratio: Array, outside: Array) -> Array:
+    """Returns A f32[n], see the module.
 
     Args:
-      log_p, log_q: f32[n, tokens].
-      log_px, log_qx: f32[n], of the text's token.
+      p, q: f32[n, tokens].
+      log_ratio: f32[n], log of p(x) / q(x) of the text's token.
       outside: f32[n], of p on tokens that have no q.
     """
-    ratio = (log_px - log_qx)[:, None]
-    largest = jnp.maximum(log_p, log_q + ratio)
-    total = jax.nn.logsumexp(largest, axis=-1)
-    return jnp.exp(-jnp.logaddexp(total, jnp.log(jnp.maximum(outside, 1e-30))))
+    # Over the larger of 1 and the ratio, so that nothing overflows: the sum is at least about 1.
+    of_p, of_q = jnp.exp(-jnp.maximum(log_ratio, 0.0)), jnp.exp(jnp.minimum(log_ratio, 0.0))
+    total = jnp.sum(jnp.maximum(of_p[:, None] * p, of_q[:, None] * q), axis=-1)
+    return of_p / (total + of_p * outside)
 
 
 def _binary_cross_entropy(logits: Array, labels: Array) -> Array:
@@ -249,23 +299,25 @@ def _binary_cross_entropy(logits: Array, labels: Array) -> Array:
     return jax.nn.softplus(logits) - labels * logits
 
 
-def _in_chunks(compare: Callable[..., _Told], arrays: tuple[Any, ...], vocab_size: int) -> _Told:
-    """Returns compare(*arrays) of arrays [rows, num_roots, ...], [rows, num_roots].
+def _in_chunks(compare: Callable[..., Any], arrays: Any, vocab_size: int) -> Any:
+    """Returns compare(frees, *arrays) of a tree of arrays [rows, n, ...], a tree of [rows, n].
 
-    The logits of one slice exist at a time, backwards too.
+    Where there are several slices, the logits of one exist at a time, and of those to be learned
+    from those of one draft token, backwards too: `frees` says so.
     """
-    rows, roots = arrays[0].shape[:2]
-    flat = [x.reshape(rows * roots, *x.shape[2:]) for x in arrays]
+    rows, count = jax.tree.leaves(arrays)[0].shape[:2]
+    num_tokens = rows * count
+    flat = jax.tree.map(lambda x: x.reshape(num_tokens, *x.shape[2:]), arrays)
     size = max(1, LOGIT_BYTES // (16 * vocab_size))
-    count = -(-rows * roots // size)
-    if count <= 1:
-        told = compare(*flat)
-        return jax.tree.map(lambda x: x.reshape(rows, roots), told)
-    size = -(-rows * roots // count)
+    num_slices = -(-num_tokens // size)
+    if num_slices <= 1:
+        return jax.tree.map(lambda x: x.reshape(rows, count), compare(False, *flat))
+    size = -(-num_tokens // num_slices)
 
-    def cut(x: Array) -> Array:  # [count, size, ...]
-        wide = jnp.pad(x, ((0, count * size - rows * roots),) + ((0, 0),) * (x.ndim - 1))
-        return wide.reshape(count, size, *x.shape[1:])
+    def cut(x: Array) -> Array:  # [num_slices, size, ...]
+        wide = jnp.pad(x, ((0, num_slices * size - num_tokens),) + ((0, 0),) * (x.ndim - 1))
+        return wide.reshape(num_slices, size, *x.shape[1:])
 
-    told = lax.map(lambda part: jax.checkpoint(compare)(*part), tuple(map(cut, flat)))
-    return jax.tree.map(lambda x: x.reshape(-1)[: rows * roots].reshape(rows, roots), told)
+    of_slice = jax.checkpoint(functools.partial(compare, True))
+    found = lax.map(lambda part: of_slice(*part), jax.tree.map(cut, flat))
+    return jax.tree.map(lambda x: x.reshape(-1)[:num_tokens].reshape(rows, count), found)

@@ -21,11 +21,6 @@ def after_first(text: TextBatch) -> tuple[Array, Array]:
     return positions, (positions >= FIRST_ROOT) & text.is_text
 
 
-def state_before(states: Array) -> Array:
-    """Returns states [rows, length, width] of the token before each; that of the first is any."""
-    return jnp.roll(states, 1, axis=1)
-
-
 def sampled(key: Array, text: TextBatch, depth: int, count: int) -> tuple[Array, Array]:
     """Returns roots that are drawn among those with something to learn among their draft tokens.
 

@@ -9,6 +9,7 @@ import functools
 
 import eagle3_heads
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pair_heads
 import pytest
@@ -179,7 +180,10 @@ def drafted(kind, config, depth, params, text):
         drafts.score(each.reshape(-1, each.shape[-1]), s).reshape(*each.shape[:2], -1)
         for s, each in enumerate(drafts.hidden)
     ]
-    return drafts._replace(score=None, target_ids=None), logits
+    estimates = drafts.estimates
+    if drafts.is_aligned:  # to the roots
+        logits = [jnp.roll(each, -s, axis=1) for s, each in enumerate(logits)]
+    return (drafts.roots, drafts.is_root, estimates), logits
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -212,13 +216,13 @@ def test_drafts_along_a_text_are_those_of_the_equations(name):
     kind, equations, make = CASES[name]
     (config, params), text = make(), make_text()
     depth = min(DEPTH, kind.most_drafts(config) or DEPTH)
-    drafts, found = drafted(kind, config, depth, params, text)
+    (roots, is_root, estimates), found = drafted(kind, config, depth, params, text)
     ids = np.asarray(params.get("target_ids", np.arange(VOCAB)))
     compared = 0
     for row, length in enumerate(LENGTHS[:2]):
         taps = taps_along(tuple(text.token_ids[row, :length].tolist()), kind.taps(config) or (0,))
-        for place in np.flatnonzero(drafts.is_root[row]).tolist():
-            root = int(drafts.roots[row, place])
+        for place in np.flatnonzero(is_root[row]).tolist():
+            root = int(roots[row, place])
             assert 1 <= root < length
             # All tokens but the last stand before a draft token.
             tokens = text.token_ids[row, : min(root + depth, length)].tolist()
@@ -227,10 +231,10 @@ def test_drafts_along_a_text_are_those_of_the_equations(name):
                 np.testing.assert_allclose(found[s][row, place], logits[ids], atol=1e-4)
                 compared += 1
                 if sure is not None:
-                    estimate = 1 / (1 + np.exp(-np.asarray(drafts.estimates[s][row, place])))
+                    estimate = 1 / (1 + np.exp(-np.asarray(estimates[s][row, place])))
                     np.testing.assert_allclose(estimate, sure[s], atol=1e-4)
     assert compared > 10
-    assert not np.any(drafts.is_root[2:])
+    assert not np.any(is_root[2:])
 
 
 @pytest.mark.parametrize("name", quick(CASES, *QUICK))
