@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.drafters.base import DrafterSpec
 from specjax.drafters.head_specs import DFlashDrafter
 from specjax.models import dflash, dspark
 from specjax.models.base import Params
@@ -212,6 +213,14 @@ def _spec(config: DFlashConfig) -> DFlashDrafter:
     return DFlashDrafter(config.served if isinstance(config, LearnedConfig) else config)
 
 
+def _is_dflash(spec: DrafterSpec, is_dspark: bool = False) -> bool:
+    """Returns whether a drafter is a DFlash head, or one of DSpark; DFlash2 is neither."""
+    config = getattr(spec, "config", None)
+    if not isinstance(config, DFlashConfig) or config.conv_kernel_size or config.selector_top_k:
+        return False
+    return is_dspark == (config.markov_rank > 0 or config.has_confidence)
+
+
 KIND = Kind(
     name="dflash",
     configure=configure_dflash,
@@ -219,6 +228,11 @@ KIND = Kind(
     taps=lambda config: config.aux_layers,
     propose=propose,
     spec=_spec,
+    is_kind_of=_is_dflash,
     most_drafts=lambda config: config.most_drafts,
 )
-KIND_OF_DSPARK = KIND._replace(name="dspark", configure=configure_dspark)
+KIND_OF_DSPARK = KIND._replace(
+    name="dspark",
+    configure=configure_dspark,
+    is_kind_of=functools.partial(_is_dflash, is_dspark=True),
+)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.drafters.base import DrafterSpec
 from specjax.drafters.spec import ModelDrafter
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.dense import sequence_hidden
@@ -125,6 +126,11 @@ def given(model: Model, target: ModelConfig) -> tuple[ModelConfig, Params]:
     return model.config, jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32), model.params)
 
 
+def _is_draft_model(spec: DrafterSpec) -> bool:
+    """Returns whether a drafter is a model that drafts token by token, of the whole vocabulary."""
+    return isinstance(spec, ModelDrafter) and spec.said is None and not spec.takes_masks
+
+
 KIND = Kind(
     name="draft_model",
     configure=configure,
@@ -132,4 +138,5 @@ KIND = Kind(
     taps=lambda config: (),
     propose=propose,
     spec=ModelDrafter,
+    is_kind_of=_is_draft_model,
 )

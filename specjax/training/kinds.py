@@ -6,10 +6,18 @@ from typing import Any
 
 from specjax.drafters.base import DrafterSpec
 from specjax.drafters.spec import HybridDrafter
-from specjax.training import eagle3
+from specjax.training import dflash, draft_model, eagle3, medusa, mlp_speculator
 from specjax.training.drafts import Kind
 
-KINDS: dict[str, Kind] = {kind.name: kind for kind in (eagle3.KIND,)}
+_ALL = (
+    eagle3.KIND,
+    dflash.KIND,
+    dflash.KIND_OF_DSPARK,
+    medusa.KIND,
+    mlp_speculator.KIND,
+    draft_model.KIND,
+)
+KINDS: dict[str, Kind] = {kind.name: kind for kind in _ALL}
 
 
 def kind_of(name: str) -> Kind:

@@ -84,5 +84,6 @@ KIND = Kind(
     taps=lambda config: config.aux_layers,
     propose=propose,
     spec=NewestStateDrafter,
+    is_kind_of=lambda spec: isinstance(getattr(spec, "config", None), MlpSpeculatorConfig),
     most_drafts=lambda config: config.most_drafts,
 )

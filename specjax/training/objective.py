@@ -25,19 +25,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from specjax.config.checks import is_number
+from specjax.training import comparison
+from specjax.training.comparison import Compared, in_slices
 from specjax.training.drafts import Drafts
 from specjax.training.texts import Target, TargetStates, TextBatch
-
-# Most bytes of float32 logits that exist at once, forwards and backwards.
-LOGIT_BYTES = 2**28
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,15 +131,6 @@ def loss_of(
     return value, lax.stop_gradient(sums)
 
 
-class _Compared(NamedTuple):
-    """What is known of draft tokens that a text goes on after, f32[...] each."""
-
-    loss: Array
-    agreed: Array
-    overlap: Array
-    accepted: Array
-
-
 class _Told(NamedTuple):
     """What is known of the draft tokens of every root, f32[depth, rows, num_roots] each."""
 
@@ -193,7 +183,7 @@ def _compared_at(
     drafts: Drafts,
     places: Array,
     which: Sequence[int],
-) -> list[_Compared]:
+) -> list[Compared]:
     """Compares some draft tokens that follow the same tokens, [rows, n] for each.
 
     Args:
@@ -210,12 +200,12 @@ def _compared_at(
         token_ids: Array,
         read: tuple[Array, ...],
         estimates: tuple[Array, ...],
-    ) -> list[_Compared]:
+    ) -> list[Compared]:
         target_logits = target.logits(said)
 
-        def one(s: int, target_logits: Array, read: Array, estimate: Array) -> _Compared:
+        def one(s: int, target_logits: Array, read: Array, estimate: Array) -> Compared:
             logits, ids = drafts.score(read, s), drafts.target_ids
-            return _compare(objective, target_logits, logits, token_ids, estimate, ids)
+            return comparison.compare(objective, target_logits, logits, token_ids, estimate, ids)
 
         each = [functools.partial(one, s) for s in which]
         each = [jax.checkpoint(f) for f in each] if frees else each
@@ -229,95 +219,4 @@ def _compared_at(
         tuple(drafts.hidden[s] for s in which),
         tuple(estimates),
     )
-    return _in_chunks(compare, arrays, target.config.vocab_size)
-
-
-def _compare(
-    objective: Objective,
-    target_logits: Array,
-    draft_logits: Array,
-    token_ids: Array,
-    estimate: Array,
-    target_ids: Array | None,
-) -> _Compared:
-    """Compares distributions of n draft tokens.
-
-    Args:
-      target_logits: f32[n, vocab].
-      draft_logits: f32[n, tokens that the drafter can say].
-      token_ids: i32[n], of the text.
-      estimate: f32[n], logits.
-      target_ids: see Drafts.
-    """
-    log_p = jax.nn.log_softmax(target_logits / objective.temperature, axis=-1)
-    best, index = jnp.argmax(target_logits, axis=-1), token_ids
-    can_say_best = can_say = jnp.ones(token_ids.shape, bool)
-    if target_ids is not None:
-        place = jnp.full(target_logits.shape[-1], len(target_ids), jnp.int32)
-        place = place.at[target_ids].set(jnp.arange(len(target_ids), dtype=jnp.int32))
-        log_p, index, best = log_p[:, target_ids], place[index], place[best]
-        can_say, can_say_best = index < len(target_ids), best < len(target_ids)
-        index, best = (jnp.minimum(each, len(target_ids) - 1) for each in (index, best))
-    take = lambda x, ids: jnp.take_along_axis(x, ids[:, None], axis=-1)[:, 0]
-    log_q = jax.nn.log_softmax(draft_logits / objective.temperature, axis=-1)
-    p, q = jnp.exp(log_p), jnp.exp(log_q)
-    outside = jnp.maximum(1.0 - jnp.sum(p, axis=-1), 0.0)  # what the drafter cannot say
-    overlap = jnp.sum(jnp.minimum(p, q), axis=-1)
-    accepted = _seeded_acceptance(p, q, take(log_p, index) - take(log_q, index), outside)
-    accepted = jnp.where(can_say, accepted, 0.0)
-    raw = jax.nn.log_softmax(draft_logits, axis=-1)
-    agreed = can_say_best & (jnp.argmax(draft_logits, axis=-1) == best)
-    terms = {
-        "distribution": -jnp.sum(p * log_q, axis=-1) / jnp.maximum(1.0 - outside, 1e-6),
-        "likeliest": jnp.where(can_say_best, -take(raw, best), 0.0),
-        "text": jnp.where(can_say, -take(raw, index), 0.0),
-        "overlap": 1.0 - overlap,
-        "confidence": _binary_cross_entropy(estimate, lax.stop_gradient(overlap)),
-    }
-    weigh = {name: getattr(objective, name) for name in terms}
-    loss = sum(weigh[name] * term for name, term in terms.items() if weigh[name])
-    loss = jnp.zeros(token_ids.shape) + loss
-    return _Compared(loss, agreed.astype(jnp.float32), overlap, accepted)
-
-
-def _seeded_acceptance(p: Array, q: Array, log_ratio: Array, outside: Array) -> Array:
-    """Returns A f32[n], see the module.
-
-    Args:
-      p, q: f32[n, tokens].
-      log_ratio: f32[n], log of p(x) / q(x) of the text's token.
-      outside: f32[n], of p on tokens that have no q.
-    """
-    # Over the larger of 1 and the ratio, so that nothing overflows: the sum is at least about 1.
-    of_p, of_q = jnp.exp(-jnp.maximum(log_ratio, 0.0)), jnp.exp(jnp.minimum(log_ratio, 0.0))
-    total = jnp.sum(jnp.maximum(of_p[:, None] * p, of_q[:, None] * q), axis=-1)
-    return of_p / (total + of_p * outside)
-
-
-def _binary_cross_entropy(logits: Array, labels: Array) -> Array:
-    """Returns f32[n], nats, for labels between 0 and 1."""
-    return jax.nn.softplus(logits) - labels * logits
-
-
-def _in_chunks(compare: Callable[..., Any], arrays: Any, vocab_size: int) -> Any:
-    """Returns compare(frees, *arrays) of a tree of arrays [rows, n, ...], a tree of [rows, n].
-
-    Where there are several slices, the logits of one exist at a time, and of those to be learned
-    from those of one draft token, backwards too: `frees` says so.
-    """
-    rows, count = jax.tree.leaves(arrays)[0].shape[:2]
-    num_tokens = rows * count
-    flat = jax.tree.map(lambda x: x.reshape(num_tokens, *x.shape[2:]), arrays)
-    size = max(1, LOGIT_BYTES // (16 * vocab_size))
-    num_slices = -(-num_tokens // size)
-    if num_slices <= 1:
-        return jax.tree.map(lambda x: x.reshape(rows, count), compare(False, *flat))
-    size = -(-num_tokens // num_slices)
-
-    def cut(x: Array) -> Array:  # [num_slices, size, ...]
-        wide = jnp.pad(x, ((0, num_slices * size - num_tokens),) + ((0, 0),) * (x.ndim - 1))
-        return wide.reshape(num_slices, size, *x.shape[1:])
-
-    of_slice = jax.checkpoint(functools.partial(compare, True))
-    found = lax.map(lambda part: of_slice(*part), jax.tree.map(cut, flat))
-    return jax.tree.map(lambda x: x.reshape(-1)[:num_tokens].reshape(rows, count), found)
+    return in_slices(compare, arrays, target.config.vocab_size)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from specjax.testing.tiny_models import tiny_config
-from specjax.training import objective as module
+from specjax.training import comparison
 from specjax.training.drafts import Drafts
-from specjax.training.objective import Objective, _compare, loss_of
+from specjax.training.objective import Objective, loss_of
 from specjax.training.texts import Target, TargetStates, TextBatch
 
 VOCAB = 3
@@ -28,7 +28,7 @@ def compared(p, q, tokens, target_ids=None, estimate=0.0, **weights):
     return compare(objective, rows(p), rows(q), np.asarray(tokens, np.int32), estimates, ids)
 
 
-compare = jax.jit(_compare, static_argnums=0)
+compare = jax.jit(comparison.compare, static_argnums=0)
 
 
 def drawn_alike(p, q, draws=200_000):
@@ -177,15 +177,15 @@ def test_sums_along_chains():
                 expected["overlap"][s] += np.minimum(p, q).sum()
             if len(chain) == depth:
                 lengths = np.cumprod(np.array(chain, np.float64), axis=0)
-                expected["greedy_length"] += lengths[:, 0]
-                expected["sampled_length"] += lengths[:, 1]
+                expected["greedy_survival"] += lengths[:, 0]
+                expected["sampled_survival"] += lengths[:, 1]
                 expected["chains"] += 1
     assert 0 < expected["chains"][0] < expected["count"][2]
     for name, one in expected.items():
         np.testing.assert_allclose(getattr(sums, name), one, rtol=1e-4, err_msg=name)
     decays = 0.5 ** np.arange(depth)
     loss = np.sum(decays * expected["loss"] / expected["count"]) / decays.sum()
-    loss -= 0.5 * np.sum(expected["sampled_length"]) / expected["chains"][0] / depth
+    loss -= 0.5 * np.sum(expected["sampled_survival"]) / expected["chains"][0] / depth
     np.testing.assert_allclose(value, loss, rtol=1e-4)
 
 
@@ -211,14 +211,14 @@ def test_the_gradient_of_accepted_makes_chains_longer():
     moved = tuple(x - 0.5 * np.asarray(slope) for x, slope in zip(hidden, slopes, strict=True))
     (after, longer), _ = loss_and_slopes(LENGTHEN, text, states, *roots, moved)
     assert after < before
-    assert np.sum(longer.sampled_length) > np.sum(sums.sampled_length)
+    assert np.sum(longer.sampled_survival) > np.sum(sums.sampled_survival)
 
 
 def test_slices_of_logits_change_nothing(monkeypatch):
     every = Objective(text=0.1, overlap=0.2, accepted=0.3)
     whole = loss_and_slopes(every, *toy())
     for slice_bytes in (1, 16 * VOCAB * 5):  # one draft token at a time, and 5: 28 are no multiple
-        monkeypatch.setattr(module, "LOGIT_BYTES", slice_bytes)
+        monkeypatch.setattr(comparison, "LOGIT_BYTES", slice_bytes)
         loss_and_slopes.clear_cache()
         parts = loss_and_slopes(every, *toy())
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), whole, parts)
