@@ -188,7 +188,7 @@ def train(
     optimiser = nnx.Optimizer(policy, optax.adam(learning_rate), wrt=nnx.Param)
     problems = running_sums.draw(np.random.default_rng(seed), pool)
     run = Run()
-    followed = None if adapter is None else adapter.init(draft)
+    followed: Any = None if adapter is None else adapter.init(draft)
 
     @nnx.jit
     def update(policy, optimiser, batch, advantage):

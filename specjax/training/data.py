@@ -81,6 +81,9 @@ class TrainingText:
     def split(self, fraction: float) -> tuple[TrainingText, TrainingText]:
         """Returns the first texts, and a fraction of them from the end, at least one, held out.
 
+        Args:
+          fraction: above 0 and below 1.
+
         Raises:
           ValueError: there are fewer than two texts, or the fraction leaves none.
         """
@@ -166,7 +169,7 @@ def from_files(
       ValueError: a line is no such object, or nothing is left to learn.
     """
     files = [file for path in paths for file in _files_of(Path(path))]
-    source = ", ".join(map(os.fspath, paths))
+    source = ", ".join(str(path) for path in paths)
     texts = (text for file, is_named in files for text in _texts_of(file, is_named))
     encoded = (_encoded(tokenizer, *text) for text in texts)
     return from_token_ids(encoded, length, source)

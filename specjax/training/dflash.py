@@ -199,13 +199,13 @@ def begin(key: Array, config: DFlashConfig, target: Target, target_ids: Array | 
 
     What layers add, and what a Markov head adds, begins at zero.
     """
-    params = dflash.init(key, config, jnp.float32)
+    params: Params = dflash.init(key, config, jnp.float32)
     quiet = lambda layer: (
         layer | {name: jnp.zeros_like(layer[name]) for name in ("o_proj", "down_proj")}
     )
-    params = params | {"layers": tuple(map(quiet, params["layers"]))}
+    params |= {"layers": tuple(map(quiet, params["layers"]))}
     if config.markov_rank:
-        params = params | {"markov_w2": jnp.zeros_like(params["markov_w2"])}
+        params |= {"markov_w2": jnp.zeros((config.vocab_size, config.markov_rank))}
     return with_vocabulary(params, target, target_ids)
 
 

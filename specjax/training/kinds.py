@@ -37,7 +37,7 @@ def kind_of_spec(spec: DrafterSpec) -> tuple[Kind, Any]:
     Raises:
       NotImplementedError: there is none.
     """
-    own = spec.model if isinstance(spec, HybridDrafter) else spec
+    own: Any = spec.model if isinstance(spec, HybridDrafter) else spec
     for kind in KINDS.values():
         if kind.is_kind_of(own):
             return kind, own.config

@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,14 +91,14 @@ class Sums(NamedTuple):
       chains: roots that have all their draft tokens in the text, of these.
     """
 
-    count: Array
-    loss: Array
-    agreed: Array
-    overlap: Array
-    accepted: Array
-    greedy_survival: Array
-    sampled_survival: Array
-    chains: Array
+    count: Any
+    loss: Any
+    agreed: Any
+    overlap: Any
+    accepted: Any
+    greedy_survival: Any
+    sampled_survival: Any
+    chains: Any
 
 
 def loss_of(

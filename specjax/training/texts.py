@@ -18,7 +18,8 @@ QUERIES_AT_ONCE = 512
 
 
 class TextBatch(NamedTuple):
-    """Texts, each from the left edge of its row; arrays of [rows, length] unless said.
+    """Texts, each from the left edge of its row; arrays of [rows, length] unless said, of jax or
+    numpy.
 
     Attributes:
       token_ids: i32. What stands after a text is not read.
@@ -26,9 +27,9 @@ class TextBatch(NamedTuple):
       is_learned: bool, tokens that the drafter learns to propose: those of a completion, or all.
     """
 
-    token_ids: Array
-    lengths: Array
-    is_learned: Array
+    token_ids: Any
+    lengths: Any
+    is_learned: Any
 
     @property
     def is_text(self) -> Array:

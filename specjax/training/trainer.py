@@ -150,7 +150,8 @@ def train(
         cannot draft so deep, or the folder holds the run of other arguments.
     """
     config = config or TrainingConfig()
-    training, looked_at = text.split(held_out) if isinstance(held_out, float) else (text, held_out)
+    is_text = isinstance(held_out, TrainingText)
+    training, looked_at = (text, held_out) if is_text else text.split(held_out)
     for each in (training, looked_at):
         _check_vocabulary(each, target)
     learner = _learner(target, kind, config, dict(head or {}))
@@ -391,7 +392,7 @@ def _stored(memory: _Memory) -> dict[str, Any]:
 
 
 def _look_of(stored: Mapping[str, Any]) -> Look:
-    found = {
+    found: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in stored["figures"].items()
     }
