@@ -16,10 +16,12 @@ from specjax.bench import calibrate, measuring, quick
 from specjax.bench.device_report.report import make_report
 from specjax.bench.device_report.sizes import SIZES
 from specjax.bench.widen import widen
+from specjax.bench.widen_heads import widen_head
 from specjax.cli.parser import Parser, at_least
 from specjax.config.engine import EngineConfig
 from specjax.config.names import DRAFTERS
 from specjax.config.sampling import SamplingParams
+from specjax.drafters.loading import is_head, load_drafter
 from specjax.models.base import Model
 from specjax.models.families import family_of
 from specjax.models.loading import load_model
@@ -141,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_parameters,
         metavar="N",
         help="pad the target's weights with zeros to about N parameters, as 300M: the same "
-        "text at the cost of a model of that size",
+        "text at the cost of a model of that size; a head over it is padded likewise",
     )
     pair.add_argument("--max-rows", type=at_least(1), default=8, metavar="N")
     pair.add_argument("--max-context", type=at_least(1), default=512, metavar="TOKENS")
@@ -187,12 +189,15 @@ def _minutes(text: str) -> float:
 def _calibrate(options: argparse.Namespace) -> int:
     compilation_cache.enable()
     target = model(options.target)
+    drafter = options.drafter if options.drafter in DRAFTERS else model(options.drafter)
     if options.widen is not None:
         loaded = load_model(target) if isinstance(target, str) else target
         target = widen(loaded, options.widen)
+        if isinstance(drafter, str) and drafter not in DRAFTERS and is_head(drafter):
+            drafter = widen_head(load_drafter(drafter, loaded), loaded.config, target.config)
     setup = Setup.of(
         target,
-        drafter=options.drafter if options.drafter in DRAFTERS else model(options.drafter),
+        drafter=drafter,
         num_speculative_tokens=options.num_speculative_tokens,
         engine=EngineConfig(max_rows=options.max_rows, max_context=options.max_context),
     )
