@@ -32,6 +32,7 @@ from specjax.examples import running_sums
 from specjax.models import llama
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.dense import sequence_logits
+from specjax.policy.interface import Fixed
 from specjax.training import eagle3
 from specjax.training.texts import Target
 
@@ -319,7 +320,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--drafters", nargs="+", default=["none", "history+draft"], choices=DRAFTERS
     )
-    parser.add_argument("--plot", metavar="PNG", help="where the reward curve is drawn")
+    parser.add_argument(
+        "--fixed-k",
+        type=int,
+        metavar="K",
+        help="draft K tokens in every step, to see what is accepted; by default specjax drafts "
+        "where that is faster, and so small a policy is mostly faster alone",
+    )
+    parser.add_argument("--plot", metavar="PNG", help="where the curves are drawn")
     options = parser.parse_args(argv)
     begun_at = time.perf_counter()
     start = pretrained(CONFIG, 0)
@@ -331,7 +339,8 @@ def main(argv: list[str] | None = None) -> None:
     for drafter in options.drafters:
         begun_at = time.perf_counter()
         own = draft_weights.get(drafter.removesuffix(ADAPTED).removeprefix("history+"))
-        decoder = make_decoder(drafter, own)
+        fixed = {} if options.fixed_k is None else {"policy": Fixed(options.fixed_k)}
+        decoder = make_decoder(drafter, own, **({} if drafter == "none" else fixed))
         runs[drafter] = train(
             decoder,
             start,
@@ -340,7 +349,8 @@ def main(argv: list[str] | None = None) -> None:
             num_steps=options.steps,
             report=print,
         )
-        print(f"{drafter}: {time.perf_counter() - begun_at:.0f} s{_adapted(runs[drafter])}")
+        took = f"{time.perf_counter() - begun_at:.0f} s"
+        print(f"{drafter}: {took}, {decoder.num_traces} traces{_adapted(runs[drafter])}")
     first = options.drafters[0]
     for drafter in options.drafters[1:]:
         apart = difference(runs[first], runs[drafter])

@@ -161,7 +161,7 @@ def train(
     state = learning.begin(
         learner, run.optimizer, target.params, config.seed, _target_ids(learner, training)
     )
-    memory = _Memory.of(state)
+    memory = _Memory.of(jax.device_put(state, _mesh_sharding(target.params, None)))
     bar = Progress(progress)
     try:
         memory = store.restore(memory)
@@ -214,17 +214,22 @@ class _Run:
 
     def placed(self, batch: TextBatch) -> TextBatch:
         """Returns a batch where the target is."""
-        sharding = _batch_sharding(self.target_params)
+        sharding = _mesh_sharding(self.target_params, "data")
         return TextBatch(*(jax.device_put(each, sharding) for each in batch))
 
 
-def _batch_sharding(params: Params) -> Any:
-    """Returns where texts go: rows over the axis "data" of the target's mesh, if it has one."""
+def _mesh_sharding(params: Params, axis: str | None) -> Any:
+    """Returns where arrays beside the target go.
+
+    Args:
+      axis: of its mesh that the first axis is split over, where the mesh has it; None: every device
+        holds the whole.
+    """
     place = jax.tree.leaves(params)[0].sharding
     if not isinstance(place, jax.sharding.NamedSharding):
         return place
-    axis = "data" if "data" in place.mesh.axis_names else None
-    return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec(axis))
+    axes = [axis] if axis in place.mesh.axis_names else []
+    return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec(*axes))
 
 
 def _loop(

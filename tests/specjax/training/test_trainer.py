@@ -201,3 +201,21 @@ def test_own_text_goes_on_where_it_was_stopped(target, tmp_path, monkeypatch):
     _assert_equal(again.is_learned, whole.is_learned)
     with pytest.raises(ValueError, match="other prompts, sampling or another target"):
         own_text.text_of_target(target, prompts[:4], sampling=sampling, length=8, folder=tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
+def test_over_a_mesh_it_learns_the_same(target, text, tmp_path, shape):
+    devices = np.asarray(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
+    mesh = jax.sharding.Mesh(devices, ("data", "tensor"))
+    shardings = specjax.param_shardings(target.config, mesh)
+    placed = dataclasses.replace(target, params=jax.device_put(target.params, shardings))
+    config = dataclasses.replace(CONFIG, learning_rate=0.01)
+    alone = train(target, text, config=config)
+    with pytest.raises(_Killed):
+        train(placed, text, config=config, folder=tmp_path, on_look=_stop_at(4))
+    shared = train(placed, text, config=config, folder=tmp_path)
+    for one, other in zip(alone.looks, shared.looks, strict=True):
+        np.testing.assert_allclose(one.figures.loss, other.figures.loss, rtol=2e-3)
+    out = specjax.generate(placed, [[1, 2, 3]], drafter=shared.drafter, mesh=mesh)
+    assert len(out[0].token_ids) > 0
