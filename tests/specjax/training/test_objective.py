@@ -28,6 +28,7 @@ def compared(p, q, tokens, target_ids=None, estimate=0.0, **weights):
     return compare(objective, rows(p), rows(q), np.asarray(tokens, np.int32), estimates, ids)
 
 
+ACCEPT = Objective(**NONE | {"accepted": 1.0})
 compare = jax.jit(comparison.compare, static_argnums=0)
 
 
@@ -48,6 +49,20 @@ def test_accepted_is_the_chance_under_shared_noise(q):
     assert np.all(np.abs(found - share) < 5 * error + 1e-6)
     by_hand = [1 / sum(np.maximum(P, q * P[x] / q[x])) for x in range(VOCAB)]
     np.testing.assert_allclose(found, by_hand, rtol=1e-5)
+
+
+def test_accepted_of_certain_laws_is_finite():
+    """What is nearly impossible gives no NaN. A token that the target draws by its noise alone is
+    drawn by a drafter that is sure of it."""
+    sure = np.array([[300.0, -300.0, 0.0]], np.float32)
+    ids = np.zeros(1, np.int32)
+    cases = {"same": (sure, sure, 1), "other": (sure, -sure, 0), "by noise": (-sure, sure, 1)}
+    estimate = np.zeros(1, np.float32)
+    for name, (target, draft, expected) in cases.items():
+        ask = lambda q, p=target: compare(ACCEPT, p, q, ids, estimate, None).accepted[0]
+        value, slope = jax.value_and_grad(ask)(draft)
+        assert np.all(np.isfinite(slope)), name
+        np.testing.assert_allclose(value, expected, atol=1e-6, err_msg=name)
 
 
 def test_accepted_of_a_drafter_that_says_some_tokens_only():

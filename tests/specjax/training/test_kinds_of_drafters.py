@@ -1,0 +1,196 @@
+"""What kinds begin with, what their options say, and which roots blocks are drawn after."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from asked_for import quick
+
+from specjax.drafters.spec import ModelDrafter
+from specjax.testing import tiny_model
+from specjax.training import dflash, draft_model, roots
+from specjax.training.dflash_options import LearnedConfig
+from specjax.training.kinds import KINDS, kind_of_spec
+from specjax.training.objective import Objective, loss_of
+from specjax.training.texts import Target, TextBatch, target_states
+
+MODEL = tiny_model()
+TARGET = Target(MODEL.config, MODEL.params)
+VOCAB, DEPTH = MODEL.config.vocab_size, 3
+SMALL = {
+    "dflash": {"block_size": 4, "num_layers": 2},
+    "dspark": {"block_size": 4, "markov_rank": 8},
+    "medusa": {"most_drafts": DEPTH},
+    "mlp_speculator": {"most_drafts": DEPTH, "inner_size": 16},
+}
+PARTIAL = "eagle3", "dflash", "dspark"
+
+
+def texts(rows=2, length=16, seed=0):
+    rng = np.random.default_rng(seed)
+    token_ids = rng.integers(0, VOCAB, (rows, length)).astype(np.int32)
+    return TextBatch(
+        token_ids, np.array([length, length - 5])[:rows], np.ones((rows, length), bool)
+    )
+
+
+def begun(name, target_ids=None, **options):
+    kind = KINDS[name]
+    config = kind.configure(MODEL.config, SMALL.get(name, {}) | options)
+    ids = None if target_ids is None else jnp.asarray(target_ids, jnp.int32)
+    return kind, config, kind.begin(jax.random.key(0), config, TARGET, ids)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def sums_of(kind, config, params, text, target_params=MODEL.params):
+    target = Target(MODEL.config, target_params)
+    states = target_states(target, text, kind.taps(config))
+    drafts = kind.propose(params, config, target, text, states, DEPTH, jax.random.key(1))
+    return loss_of(Objective(), target, text, states, drafts)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_begins_is_what_the_drafter_is_made_of(name):
+    """Names, shapes and float32, none of them shared with the target or twice with each other."""
+    kind, config, params = begun(name)
+    spec = kind.spec(config)
+    expected = spec.abstract_params(MODEL.config, jnp.float32)
+    shape = lambda leaf: (leaf.shape, leaf.dtype)
+    assert jax.tree.map(shape, params) == jax.tree.map(shape, expected)
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((params, MODEL.params))]
+    assert len(set(pointers)) == len(pointers)
+    found, own = kind_of_spec(spec)
+    assert found.name == name
+    assert own == (config.served if isinstance(config, LearnedConfig) else config)
+    assert kind.most_drafts(config) is None or kind.most_drafts(config) >= DEPTH
+    hash((kind, config))
+
+
+@pytest.mark.parametrize("name", quick(PARTIAL, "dspark"))
+def test_a_part_of_the_vocabulary(name):
+    ids = [3, 5, 8, 13, 21]
+    kind, config, params = begun(name, ids, draft_vocab_size=len(ids))
+    assert params["target_ids"].tolist() == ids
+    np.testing.assert_array_equal(params["lm_head"], MODEL.params["lm_head"][np.array(ids)])
+    text = texts()
+    value, _ = sums_of(kind, config, params, text)
+    assert np.isfinite(value)
+    # Only what it can say is ever accepted.
+    none = text._replace(token_ids=np.full_like(text.token_ids, 4))
+    some = text._replace(token_ids=np.full_like(text.token_ids, 5))
+    assert np.all(np.asarray(sums_of(kind, config, params, none)[1].accepted) == 0)
+    assert np.all(np.asarray(sums_of(kind, config, params, some)[1].accepted) > 0)
+
+
+@pytest.mark.parametrize("has_head", quick([True, False], True))
+def test_medusa_begins_as_the_target_itself(has_head):
+    """Each head says what the target said at the token before the root."""
+    kind, config, params = begun("medusa", has_head=has_head)
+    text = texts()
+    states = target_states(TARGET, text, kind.taps(config))
+    key = jax.random.key(0)
+    drafts = kind.propose(params, config, TARGET, text, states, DEPTH, key)
+    for s, read in enumerate(drafts.hidden):
+        said = drafts.score(read.reshape(-1, read.shape[-1]), s).reshape(*read.shape[:2], -1)
+        before = TARGET.logits(states.hidden)[:, : -1 - s]
+        np.testing.assert_allclose(said[:, 1 + s :], before, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", quick(KINDS, "dspark", "mlp_speculator"))
+def test_a_target_in_bfloat16(name):
+    kind, config, params = begun(name)
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), MODEL.params)
+    value, _ = sums_of(kind, config, params, texts(), narrow)
+    expected, _ = sums_of(kind, config, params, texts())
+    np.testing.assert_allclose(value, expected, rtol=0.05)
+
+
+def test_a_draft_model_that_is_given():
+    model = tiny_model(3, hidden_size=16, num_kv_heads=4)
+    config, params = draft_model.given(model, MODEL.config)
+    assert kind_of_spec(ModelDrafter(config))[0] is draft_model.KIND
+    told = sums_of(draft_model.KIND, config, params, texts())[1]
+    assert np.all(np.asarray(told.count) > 0)
+    own, _ = draft_model.given(MODEL, MODEL.config)
+    certain = sums_of(draft_model.KIND, own, MODEL.params, texts())[1]
+    np.testing.assert_allclose(certain.accepted, certain.count, rtol=1e-3)  # it is the target
+    with pytest.raises(ValueError, match="has 7 tokens, and the target 61"):
+        draft_model.given(tiny_model(vocab_size=7), MODEL.config)
+
+
+def drawn(text, depth, count, seed=0):
+    return roots.sampled(jax.random.key(seed), text, depth, count)
+
+
+def test_roots_have_something_to_learn():
+    """Of a text of 12 tokens, 7 and 9 are learned; of one of 2, the last; others teach nothing."""
+    is_learned = np.zeros((4, 12), bool)
+    is_learned[0, [7, 9]] = is_learned[1, 1] = is_learned[2, 11] = is_learned[3, 0] = True
+    text = TextBatch(np.zeros((4, 12), np.int32), np.array([12, 2, 8, 12]), is_learned)
+    found, is_root = map(np.asarray, drawn(text, 3, 12))
+    assert sorted(found[0][is_root[0]].tolist()) == [4, 5, 6, 7, 8]
+    # The token at 1 follows that at 0, of which the target itself speaks; 11 is past the text.
+    assert not is_root[1:].any()
+    assert np.all(found[~is_root] == 0)
+
+
+def test_roots_are_drawn_alike():
+    text = texts(rows=1, length=12)
+    many = jax.vmap(lambda key: roots.sampled(key, text, 2, 4))
+    found, is_root = map(np.asarray, many(jax.random.split(jax.random.key(0), 4000)))
+    assert is_root.all()
+    assert all(len(set(each)) == 4 for each in found[:200, 0].tolist())
+    counts = np.bincount(found.ravel(), minlength=12)
+    assert counts[0] == counts[11] == 0
+    share, expected = counts[1:11] / 4000, 4 / 10
+    assert np.all(np.abs(share - expected) < 5 * np.sqrt(expected * (1 - expected) / 4000))
+
+
+@pytest.mark.full
+def test_blocks_in_slices_say_the_same(monkeypatch):
+    kind, config, params = begun("dflash", tokens_per_root=2)
+    params = params | {"layers": dflash.dflash.init(jax.random.key(3), config, std=0.3)["layers"]}
+    ask = jax.jit(lambda params: sums_of.__wrapped__(kind, config, params, texts())[0])
+    whole, slopes = jax.value_and_grad(ask)(params)
+    monkeypatch.setattr(dflash, "QUERIES_AT_ONCE", 3 * config.block_size)
+    again = jax.jit(lambda params: sums_of.__wrapped__(kind, config, params, texts())[0])
+    parts, same = jax.value_and_grad(again)(params)
+    np.testing.assert_allclose(parts, whole, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), same, slopes)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("medusa", {"num_layers": 1}, "num_layers are no options of 'medusa'"),
+        ("medusa", {"most_drafts": 0}, "most_drafts=0 must be a whole number"),
+        ("medusa", {"has_head": 1}, "has_head=1 must be True or False"),
+        ("mlp_speculator", {"inner_size": 1.5}, "inner_size=1.5"),
+        ("draft_model", {"num_heads": 3, "num_kv_heads": 2}, "must be a multiple of"),
+        ("dflash", {"block_size": 1}, "block_size=1 must be from 2 to 64"),
+        ("dflash", {"block_size": 65}, "block_size=65 must be from 2 to 64"),
+        ("dflash", {"markov_rank": 8}, "markov_rank are no options of 'dflash'"),
+        ("dflash", {"mask_token_id": VOCAB}, "mask_token_id=61 must be a token of the target"),
+        ("dflash", {"aux_layers": (0, 9)}, "aux_layers="),
+        ("dspark", {"markov_kind": "cubic"}, "markov_kind='cubic' must be one of vanilla"),
+        ("dspark", {"markov_rank": 0, "confidence_reads_token": True}, "raise markov_rank"),
+        ("dspark", {"markov_kind": "rnn", "samples_from_anchor": False}, "is not supported"),
+    ],
+)
+def test_options_that_are_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        KINDS[name].configure(MODEL.config, options)
+
+
+def test_defaults_of_blocks():
+    config = KINDS["dflash"].configure(MODEL.config, {})
+    assert (config.block_size, config.mask_token_id, config.most_drafts) == (16, VOCAB - 1, 15)
+    assert (config.layers.num_layers, config.layers.qk_norm, config.has_head) == (5, True, False)
+    config = KINDS["dspark"].configure(MODEL.config, {"markov_rank": 0})
+    assert (config.block_size, config.most_drafts, config.markov_rank) == (7, 7, 0)
+    assert config.has_confidence
+    assert not config.confidence_reads_token
+    deep = tiny_model(num_layers=12).config
+    assert KINDS["dflash"].configure(deep, {}).aux_layers == (2, 4, 6, 8, 10)
