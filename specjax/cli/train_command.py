@@ -164,7 +164,9 @@ def run(arguments: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
         on_look=on_look,
     )
-    specjax.save_pretrained(trained.drafter, folder, card=trained.facts)
+    card: dict[str, Any] = {"target": target, "card": trained.facts}
+    is_model = arguments.kind == "draft_model"  # whose folder is like that of any model
+    specjax.save_pretrained(trained.drafter, folder, **({} if is_model else card))
     plot = report.try_draw(trained.looks, work / "training.png")
     if arguments.json:
         print(json.dumps(trained.facts | {"out": str(folder)}, indent=2))

@@ -18,6 +18,7 @@ import orbax.checkpoint as ocp
 
 from specjax.config.checks import is_int, is_number
 from specjax.drafters.loading import LoadedDrafter
+from specjax.drafters.spec import ModelDrafter
 from specjax.models.base import Model, Params
 from specjax.runtime.progress import Progress, Report
 from specjax.training import figures, learning, options
@@ -429,7 +430,9 @@ def _trained(
 ) -> Trained:
     params = learning.cast(memory.best, learner.dtype)
     name = f"{learner.kind.name} for {target.name or 'a target'}"
-    drafter = LoadedDrafter(name, learner.kind.spec(learner.config), params)
+    spec = learner.kind.spec(learner.config)
+    is_model = isinstance(spec, ModelDrafter)  # which is saved with its tokenizer
+    drafter = LoadedDrafter(name, spec, params, (), target.tokenizer if is_model else None)
     trained = Trained(drafter, tuple(memory.looks), {})
     facts = {
         "target": target.name,
