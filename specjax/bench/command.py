@@ -140,7 +140,7 @@ def _parser() -> argparse.ArgumentParser:
     pair.add_argument("--num-speculative-tokens", "-k", type=at_least(1), default=4, metavar="K")
     pair.add_argument(
         "--widen",
-        type=_parameters,
+        type=parameters_of,
         metavar="N",
         help="pad the target's weights with zeros to about N parameters, as 300M: the same "
         "text at the cost of a model of that size; a head over it is padded likewise",
@@ -244,7 +244,7 @@ def _folder(text: str) -> str:
     return text
 
 
-def _parameters(text: str) -> float:
+def parameters_of(text: str) -> float:
     """Returns the number that 300M, 1.5B or 3e8 says."""
     factor = {"K": 1e3, "M": 1e6, "B": 1e9}.get(text[-1:].upper(), 1.0)
     try:

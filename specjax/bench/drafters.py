@@ -1,0 +1,261 @@
+"""Drafters beside each other on one target: acceptance, their share of a step, and speed.
+
+    python -m specjax.bench.drafters --widen 300M --head eagle3=HEAD --k 1 2 4 6 8 --rounds 7
+
+The target goes on from held-out files, at temperature 0 and 0.8. In each round every drafter and
+plain decoding take their turn in an order of chance, and only the compiled calls and reading them
+back count. With --widen the target is padded with zeros to the cost of a larger model, and heads
+with it, so that real text is drafted at a cost where steps wait for memory.
+
+A drafter's share of a step is what a step takes longer than one whose K drafts cost nothing: a
+drafter that proposes the same token always.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+import specjax
+from specjax.bench import embedded, measuring
+from specjax.bench.command import parameters_of
+from specjax.bench.widen import widen
+from specjax.bench.widen_heads import widen_head
+from specjax.drafters.loading import is_head
+from specjax.models.base import Model
+
+PLAIN, FREE = "plain", "free drafts"
+MATCHING = {"n-gram": "ngram", "history": "history"}
+TREE = " tree"
+
+
+@dataclasses.dataclass(frozen=True)
+class FreeDrafts(specjax.DrafterSpec):
+    """Proposes K times token 0, which costs nothing: what verifying K drafts takes."""
+
+    def build(self, context: specjax.DrafterContext) -> specjax.Drafter:
+        depth = context.num_speculative_tokens
+
+        def draft(params: Any, state: Any, decode_state: Any, num_tokens: Any) -> specjax.Draft:
+            del params
+            rows = decode_state.history.shape[0]
+            token_ids = jnp.zeros((rows, depth), jnp.int32)
+            count = jnp.minimum(num_tokens, depth)
+            return specjax.Draft(specjax.Proposal(token_ids=token_ids, num_tokens=count), state)
+
+        return specjax.Drafter(draft)
+
+
+class Contender(NamedTuple):
+    """A drafter, and fields of SpeculationConfig beside K."""
+
+    drafter: Any
+    options: dict[str, Any]
+
+
+class Call(NamedTuple):
+    """What decoding all prompts took, and gave."""
+
+    seconds: float
+    num_steps: int  # of rows
+    num_tokens: int
+    mean_acceptance_length: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """The same requests for every contender."""
+
+    target: Model
+    prompts: list[list[int]]
+    batch: int
+    sampling: specjax.SamplingParams
+
+    def call(self, contender: Contender | None, k: int | None) -> Call:
+        """Decodes all prompts, `batch` at a time.
+
+        Args:
+          contender: None: plain decoding.
+          k: draft tokens of every step; None: as the default policy chooses.
+        """
+        fixed = {} if k is None else {"policy": "fixed"}
+        config = None
+        if contender is not None:
+            depth = {} if k is None else {"num_speculative_tokens": k}
+            config = specjax.SpeculationConfig(**{**depth, **fixed, **contender.options})
+        seconds, tokens, counts = 0.0, 0, None
+        for start in range(0, len(self.prompts), self.batch):
+            out = specjax.generate(
+                self.target,
+                self.prompts[start : start + self.batch],
+                drafter=None if contender is None else contender.drafter,
+                speculative_config=config,
+                sampling=self.sampling,
+            )
+            seconds += out.stats.run_s
+            tokens += out.stats.num_output_tokens
+            if counts is None:
+                counts = out.stats.acceptance
+            else:
+                counts.merge(out.stats.acceptance)
+        assert counts is not None
+        return Call(seconds, counts.num_steps, tokens, counts.mean_acceptance_length)
+
+
+def compare(
+    work: Workload, contenders: dict[str, Contender], depths: Sequence[int], rounds: int
+) -> list[dict[str, Any]]:
+    """Returns a row per contender and K: against plain decoding in the same round.
+
+    Args:
+      depths: values of K; 0 stands for the default policy's choice.
+    """
+    cells: dict[tuple[str, int], Contender | None] = {(PLAIN, 0): None}
+    cells |= {(FREE, k): Contender(FreeDrafts(), {}) for k in depths if k}
+    cells |= {(name, k): each for name, each in contenders.items() for k in depths}
+    found: dict[tuple[str, int], list[Call]] = {cell: [] for cell in cells}
+    source, order = random.Random(0), list(cells)
+    for number in range(rounds + 1):
+        order = order[::-1] if number % 2 else source.sample(order, len(order))
+        for cell in order:
+            call = work.call(cells[cell], cell[1] or None)
+            if number:  # the first compiles
+                found[cell].append(call)
+    return [
+        _row(name, k, calls, found[PLAIN, 0], found.get((FREE, k)))
+        for (name, k), calls in found.items()
+        if name not in (PLAIN, FREE)
+    ]
+
+
+def _row(
+    name: str, k: int, calls: list[Call], plain: list[Call], free: list[Call] | None
+) -> dict[str, Any]:
+    seconds = lambda several: [call.seconds for call in several]
+    faster, least, most = measuring.ratio_interval(seconds(plain), seconds(calls))
+    per_step = lambda several: [call.seconds / max(call.num_steps, 1) for call in several]
+    share = None
+    if free is not None and not name.endswith(TREE):
+        share = 1.0 - measuring.ratio(per_step(free), per_step(calls))
+    return {
+        "drafter": name,
+        "k": k or "goodput",
+        "mean_acceptance_length": calls[-1].mean_acceptance_length,
+        "share_of_step": share,
+        "of_plain": faster,
+        "of_plain_interval": [least, most],
+        "tokens_per_second": measuring.median([call.num_tokens / call.seconds for call in calls]),
+    }
+
+
+def contenders_of(
+    names: Sequence[str], heads: Sequence[str], narrow: Model, target: Model
+) -> dict[str, Contender]:
+    """Returns the contenders.
+
+    Args:
+      names: n-gram, history, draft model, hybrid, or a name that `load_drafter` takes.
+      heads: NAME=FOLDER of heads over the narrow target; of EAGLE-3 a tree comes beside.
+      target: what they draft for, wider or the same.
+    """
+    found: dict[str, Contender] = {}
+    for name in names:
+        if name in ("draft model", "hybrid"):
+            options = {"corpus_tokens": 32_768} if name == "hybrid" else {}
+            found[name] = Contender("demo", options)
+        else:
+            found[name] = Contender(MATCHING.get(name, name), {})
+    for text in heads:
+        name, _, folder = text.partition("=")
+        if not folder or not is_head(folder):
+            raise ValueError(f"--head {text!r} must be NAME=FOLDER, the folder of a head.")
+        head = specjax.load_drafter(folder, narrow)
+        if target is not narrow:
+            head = widen_head(head, narrow.config, target.config)
+        found[name] = Contender(head, {})
+        if name.startswith("eagle3"):
+            found[f"{name}{TREE}"] = Contender(head, {"tree_top_k": 3})
+    return found
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Returns the rows as a table in Markdown."""
+    lines = [
+        "| drafter | K | mean acceptance length | share of a step | of plain | interval |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        share = "" if row["share_of_step"] is None else f"{max(row['share_of_step'], 0.0):.0%}"
+        least, most = row["of_plain_interval"]
+        lines.append(
+            f"| {row['drafter']} | {row['k']} | {row['mean_acceptance_length']:.2f} | {share} | "
+            f"{row['of_plain']:.2f} | {least:.2f} to {most:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures what is asked for; prints tables, or one JSON document."""
+    parser = argparse.ArgumentParser(prog="python -m specjax.bench.drafters")
+    parser.add_argument("--widen", type=parameters_of, metavar="N", help="as of specjax bench")
+    names = ["n-gram", "history", "draft model", "hybrid"]
+    parser.add_argument("--drafters", nargs="*", default=names, metavar="NAME")
+    parser.add_argument("--head", nargs="*", default=[], metavar="NAME=FOLDER")
+    parser.add_argument(
+        "--k", nargs="+", type=int, default=[1, 2, 4, 6, 8], help="0: as the policy chooses"
+    )
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1])
+    parser.add_argument("--prompts", type=int, default=4, help="files, at least a batch")
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    narrow = specjax.load_model("demo")
+    target = narrow if options.widen is None else widen(narrow, options.widen)
+    contenders = contenders_of(options.drafters, options.head, narrow, target)
+    figures = {}
+    for temperature in options.temperatures:
+        for batch in options.batches:
+            rows = compare(
+                _workload(target, temperature, batch, options),
+                contenders,
+                options.k,
+                options.rounds,
+            )
+            name = f"temperature {temperature:g}, batch {batch}"
+            figures[name] = rows
+            if not options.json:
+                print(f"\n{name}\n\n{table(rows)}", flush=True)
+    if options.json:
+        document = {"environment": measuring.environment(), "settings": vars(options)}
+        print(json.dumps(document | {"figures": figures}, indent=1))
+    return 0
+
+
+def _workload(
+    target: Model, temperature: float, batch: int, options: argparse.Namespace
+) -> Workload:
+    count = max(options.prompts, batch)
+    texts = embedded.held_out_texts(count)
+    encoded = [target.tokenizer.encode(text) for text in texts]
+    tokens = embedded.PROMPT_TOKENS
+    # Where there are fewer files than prompts, later parts of the files follow.
+    prompts = [
+        encoded[i % len(encoded)][tokens * (i // len(encoded)) :][:tokens] for i in range(count)
+    ]
+    sampling = specjax.SamplingParams(
+        temperature=temperature, max_tokens=options.new_tokens, ignore_eos=True, seed=0
+    )
+    return Workload(target, prompts, batch, sampling)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""The comparison of drafters: every contender decodes the same, and rows say what was measured."""
+
+import pytest
+
+import specjax
+from specjax.bench import drafters
+from specjax.bench.drafters import Contender, Workload, compare, table
+from tests.helpers import tiny_llama
+
+
+@pytest.mark.full
+def test_every_contender_and_k_has_a_row():
+    target = tiny_llama(0)
+    sampling = specjax.SamplingParams(temperature=0, max_tokens=12, seed=0, ignore_eos=True)
+    work = Workload(target, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], 2, sampling)
+    contenders = {"n-gram": Contender("ngram", {}), "itself": Contender(target, {})}
+    rows = compare(work, contenders, [2], rounds=2)
+    assert [(row["drafter"], row["k"]) for row in rows] == [("n-gram", 2), ("itself", 2)]
+    # A draft model that is the target is always right: 12 tokens are 1 of the prompt and 11 more.
+    assert rows[1]["mean_acceptance_length"] == pytest.approx(11 / 4)
+    assert all(row["of_plain"] > 0 for row in rows)
+    assert all(row["of_plain_interval"][0] <= row["of_plain"] for row in rows)
+    lines = table(rows).splitlines()
+    assert len(lines) == 4
+    assert "| itself | 2 | 2.75 |" in lines[3]
+
+
+def test_a_head_must_have_a_folder(tmp_path):
+    target = tiny_llama(0)
+    for text in ("eagle3", f"eagle3={tmp_path}"):
+        with pytest.raises(ValueError, match="must be NAME=FOLDER"):
+            drafters.contenders_of([], [text], target, target)
