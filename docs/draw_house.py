@@ -21,7 +21,7 @@ PICTURE = Path(__file__).with_name("house.svg")
 GROUPS = {
     "what you call": (
         "#5c6bc0",
-        {"examples", "bench", "__main__", "cli", "integrations", "api", "rl"},
+        {"examples", "bench", "__main__", "cli", "integrations", "api", "rl", "training"},
     ),
     "on the host": ("#00897b", {"engine", "policy", "planning"}),
     "on the device": ("#ef6c00", {"decode", "drafters", "paged", "sampling", "trees", "sharding"}),

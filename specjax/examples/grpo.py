@@ -157,6 +157,8 @@ class Run:
     gaps: list[float] = dataclasses.field(default_factory=list)
     checkpoints: dict[int, Params] = dataclasses.field(default_factory=dict)
     adapted: list[specjax.AdapterStats] = dataclasses.field(default_factory=list)
+    # Functions traced so far, of the decoder and of the adapter.
+    traces: list[int] = dataclasses.field(default_factory=list)
     params: Any = None  # after the last
 
 
@@ -223,6 +225,8 @@ def train(
         if adapter is not None:
             followed, stats = adapter.step(followed, policy.params, batch)
             run.adapted.append(stats)
+        of_adapter = 0 if adapter is None else adapter.num_traces
+        run.traces.append(decoder.num_traces + of_adapter)
         run.gaps.append(float(gap["largest_gap"]))
         run.rewards.append(float(np.mean(rewards)))
         run.prompts.append([problem.prompt_ids for problem in chosen])
@@ -278,9 +282,30 @@ def make_adapter(decoder: specjax.RolloutDecoder) -> specjax.DrafterAdapter:
     )
 
 
+def train_with(
+    drafter: str,
+    start: Params,
+    draft_weights: dict[str, Params],
+    fixed_k: int | None = None,
+    **options: Any,
+) -> Run:
+    """Trains a policy with one of DRAFTERS.
+
+    Args:
+      draft_weights: by name, of "draft" and of "eagle3".
+      fixed_k: draft tokens of every step; None: as the default policy chooses.
+      options: of `train`.
+    """
+    own = draft_weights.get(drafter.removesuffix(ADAPTED).removeprefix("history+"))
+    fixed = {} if fixed_k is None or drafter == "none" else {"policy": Fixed(fixed_k)}
+    decoder = make_decoder(drafter, own, **fixed)
+    adapter = make_adapter(decoder) if drafter.endswith(ADAPTED) else None
+    return train(decoder, start, draft=own, adapter=adapter, **options)
+
+
 def trained_head(policy: Params, num_steps: int = 60, seed: int = 0) -> Params:
     """Returns an EAGLE-3 head for a policy, trained along what it samples."""
-    decoder = make_decoder("eagle3", _new_head(policy, seed))
+    decoder = make_decoder("eagle3", new_head(policy, seed))
     adapter = make_adapter(decoder)
     state = adapter.init()
     problems = running_sums.draw(np.random.default_rng(seed), 8 * 8)
@@ -298,7 +323,8 @@ def trained_head(policy: Params, num_steps: int = 60, seed: int = 0) -> Params:
     return adapter.draft_weights(state)
 
 
-def _new_head(policy: Params, seed: int) -> Params:
+def new_head(policy: Params, seed: int) -> Params:
+    """Returns an EAGLE-3 head for a policy, before any training."""
     target = Target(CONFIG, policy)
     return eagle3.begin(jax.random.key(seed), HEAD_CONFIG, target, None)
 
@@ -338,19 +364,12 @@ def main(argv: list[str] | None = None) -> None:
     runs = {}
     for drafter in options.drafters:
         begun_at = time.perf_counter()
-        own = draft_weights.get(drafter.removesuffix(ADAPTED).removeprefix("history+"))
-        fixed = {} if options.fixed_k is None else {"policy": Fixed(options.fixed_k)}
-        decoder = make_decoder(drafter, own, **({} if drafter == "none" else fixed))
-        runs[drafter] = train(
-            decoder,
-            start,
-            draft=own,
-            adapter=make_adapter(decoder) if drafter.endswith(ADAPTED) else None,
-            num_steps=options.steps,
-            report=print,
+        runs[drafter] = train_with(
+            drafter, start, draft_weights, options.fixed_k, num_steps=options.steps, report=print
         )
         took = f"{time.perf_counter() - begun_at:.0f} s"
-        print(f"{drafter}: {took}, {decoder.num_traces} traces{_adapted(runs[drafter])}")
+        traces = sorted(set(runs[drafter].traces))
+        print(f"{drafter}: {took}, traces {traces}{_adapted(runs[drafter])}")
     first = options.drafters[0]
     for drafter in options.drafters[1:]:
         apart = difference(runs[first], runs[drafter])

@@ -16,13 +16,13 @@ def test_every_contender_and_k_has_a_row():
     contenders = {"n-gram": Contender("ngram", {}), "itself": Contender(target, {})}
     rows = compare(work, contenders, [2], rounds=2)
     assert [(row["drafter"], row["k"]) for row in rows] == [("n-gram", 2), ("itself", 2)]
-    # A draft model that is the target is always right: 12 tokens are 1 of the prompt and 11 more.
-    assert rows[1]["mean_acceptance_length"] == pytest.approx(11 / 4)
+    # A draft model that is the target is always right.
+    assert rows[1]["mean_acceptance_length"] == 3.0
     assert all(row["of_plain"] > 0 for row in rows)
     assert all(row["of_plain_interval"][0] <= row["of_plain"] for row in rows)
     lines = table(rows).splitlines()
     assert len(lines) == 4
-    assert "| itself | 2 | 2.75 |" in lines[3]
+    assert "| itself | 2 | 3.00 |" in lines[3]
 
 
 def test_a_head_must_have_a_folder(tmp_path):
