@@ -38,6 +38,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--out", metavar="FOLDER", required=True, help="of the drafter")
     parser.add_argument(
+        "--start",
+        metavar="FOLDER",
+        help="a head or a draft model that goes on learning, in place of a new one of --kind",
+    )
+    parser.add_argument(
         "--held-out", metavar="PATH", nargs="+", help="data to look at (default: a twentieth)"
     )
     _add_own_text(parser)
@@ -140,11 +145,20 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
     # Not before: this imports jax.
     import specjax
+    from specjax.checkpoints.pretrained_folder import check_folder
     from specjax.training import report, trainer
     from specjax.training.figures import table
 
+    # What is wrong is said before hours of work, not after.
+    config, head = _config(arguments), _head(arguments)
+    folder = Path(arguments.out).expanduser().absolute()
+    check_folder(folder)
     target = specjax.load_model(arguments.target)
-    folder = Path(arguments.out).expanduser()
+    start = None
+    if arguments.start is not None:
+        start = specjax.load_drafter(arguments.start, target)
+    else:
+        trainer.check(target, arguments.kind, config, head)
     work = folder.with_name(f"{folder.name}.{RUN_FOLDER}")
     text, held_out = _texts(arguments, target, work)
     _say(arguments, f"{text.num_tokens:,} tokens of {text.source}")
@@ -157,16 +171,15 @@ def run(arguments: argparse.Namespace) -> int:
         target,
         text,
         arguments.kind,
-        config=_config(arguments),
-        head=_head(arguments),
+        config=config,
+        head=head,
         held_out=held_out,
+        start=start,
         folder=work / "run",
         progress=sys.stderr.isatty(),
         on_look=on_look,
     )
-    card: dict[str, Any] = {"target": target, "card": trained.facts}
-    is_model = arguments.kind == "draft_model"  # whose folder is like that of any model
-    specjax.save_pretrained(trained.drafter, folder, **({} if is_model else card))
+    trained.save(folder)
     plot = report.try_draw(trained.looks, work / "training.png")
     if arguments.json:
         print(json.dumps(trained.facts | {"out": str(folder)}, indent=2))

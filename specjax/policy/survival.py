@@ -124,11 +124,11 @@ class Survival:
 
         Args:
           survival: of the draft tokens of a path, from the first on; positions past them take the
-            rate of the last.
+            rate of the last. Numbers that are not finite change nothing.
           num_trials: weight of these rates beside those that are observed from now on.
         """
         kept = np.asarray(survival, float)[: len(self._stood)].clip(0.0, 1.0)
-        if not kept.size:
+        if not kept.size or not np.all(np.isfinite(kept)):
             return
         before = np.concatenate([[1.0], kept[:-1]])
         rates = np.divide(kept, before, out=np.zeros_like(kept), where=before > 0).clip(0.0, 1.0)

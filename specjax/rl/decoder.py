@@ -143,6 +143,11 @@ class RolloutDecoder:
         return self._setup.drafter.params
 
     @property
+    def draft_shapes(self) -> Any:
+        """Names, shapes and dtypes of the drafter's weights, a tree of jax.ShapeDtypeStruct."""
+        return self._setup.abstract_drafter
+
+    @property
     def has_draft_weights(self) -> bool:
         """Whether the drafter has weights, which go stale as the policy is trained."""
         return len(jax.tree.leaves(self._setup.abstract_drafter)) > 0

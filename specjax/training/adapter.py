@@ -15,16 +15,19 @@ the policy's weights are those of a run without it: drafts change no token.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
 from specjax.config.checks import is_int, is_number
 from specjax.layouts.converting import convert
+from specjax.layouts.tables import leaves_of
 from specjax.models.base import Params
 from specjax.rl.batch import Rollout
 from specjax.rl.decoder import RolloutDecoder, check_decoder
@@ -36,9 +39,10 @@ from specjax.training.learning import Learner
 from specjax.training.objective import Objective, Sums
 from specjax.training.replay import Replay
 from specjax.training.texts import TextBatch, compacted
-from specjax.types import DecoderParams
+from specjax.types import BY_LAW, GREEDY, SEEDED, DecoderParams
 
 MOST_TOKENS = 2048  # of a text, where none is said
+LEAST_CHAINS = 8  # of draft tokens, of whose acceptance the policy of K is told
 
 
 class AdapterState(NamedTuple):
@@ -62,10 +66,11 @@ class AdapterStats(NamedTuple):
     """What a step of a `DrafterAdapter` did.
 
     Attributes:
-      has_learned: whether the weights changed.
+      has_learned: whether the weights changed. They do not where a gradient is not finite.
       acceptance_rate: accepted / drafted tokens of the batch; None where nothing was drafted.
       loss: mean over the updates, nats; None without any.
       figures: of the texts that were learned, before the updates; None without any.
+      num_dropped: samples of the batch that hold nothing to learn, as those that failed.
       seconds: of the step, until its results were on the device.
     """
 
@@ -73,6 +78,7 @@ class AdapterStats(NamedTuple):
     acceptance_rate: float | None
     loss: float | None
     figures: Figures | None
+    num_dropped: int
     seconds: float
 
 
@@ -100,11 +106,12 @@ class DrafterAdapter:
           optimizer: any of optax.
           every: calls of `step` of which one learns; each adds its texts.
           below: acceptance rate of a batch under which the drafter learns from it; None: always.
-            A batch without drafts counts as below.
+            A batch without drafts counts as below. 0.2 is where `rollout` gives its alarm.
           updates: of the weights, in a step that learns.
           rows: texts of an update, drawn from those that are kept.
           replay: newest texts that are kept, on the host.
-          max_tokens: of a text; longer ones are cut. None: the decoder's max_length, at most 2,048.
+          max_tokens: of a text; of longer ones the end is kept. None: the decoder's max_length, at
+            most 2,048.
           depth: draft tokens per position that it learns; None: K of the decoder, at most 8, and
             at most what the drafter can.
           objective: losses; None: the default one.
@@ -123,6 +130,8 @@ class DrafterAdapter:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
         if below is not None and not (is_number(below) and 0 <= below <= 1):
             raise ValueError(f"{below=!r} must be a share of accepted drafts, from 0 to 1.")
+        if not isinstance(optimizer, optax.GradientTransformation):
+            raise TypeError(f"optimizer is {optimizer!r:.100}; expected one of optax.")
         self._decoder, self._optimizer = decoder, optimizer
         self._learner = _learner_of(decoder, depth, objective)
         self._every, self._below = every, below
@@ -130,7 +139,7 @@ class DrafterAdapter:
         self._width = max_tokens or min(decoder.max_length, MOST_TOKENS)
         self._seed = seed
         self._num_traces = 0
-        self._learn = jax.jit(self._traced)
+        self._learn = jax.jit(self._traced, static_argnums=0)
 
     @property
     def num_traces(self) -> int:
@@ -141,19 +150,20 @@ class DrafterAdapter:
         """Returns the first state.
 
         Args:
-          params: weights of the drafter to begin with; None: those that the decoder was built
-            with.
+          params: weights of the drafter to begin with, any tree of its names: dicts, nnx.State,
+            FrozenDict; None: those that the decoder was built with. They are copied.
 
         Raises:
-          ValueError: there are no weights.
+          ValueError: there are no weights, or they have other names.
         """
-        given = self._decoder.draft_params if params is None else params
+        given: Any = self._decoder.draft_params if params is None else params
         leaves = jax.tree.leaves(given)
         if not leaves or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
             raise ValueError(
                 "the decoder was built without weights of its drafter; pass init(params)."
             )
-        own = learning.cast(jax.tree.map(jnp.asarray, given), jnp.float32)
+        copies = jax.tree.map(lambda leaf: jnp.array(leaf), _own_tree(self._decoder, given))
+        own = learning.cast(copies, jnp.float32)
         learned, _ = learning.split(own)
         ring = replay.empty(self._capacity, self._width)
         return AdapterState(own, self._optimizer.init(learned), ring, 0, 0)
@@ -167,7 +177,7 @@ class DrafterAdapter:
         return learning.cast(state.params, self._learner.dtype)
 
     def step(
-        self, state: AdapterState, params: Params, batch: Rollout
+        self, state: AdapterState, params: Params | DecoderParams, batch: Rollout
     ) -> tuple[AdapterState, AdapterStats]:
         """Takes in what the policy sampled, and lets the drafter learn from it.
 
@@ -180,67 +190,105 @@ class DrafterAdapter:
             read and not learned.
         """
         start = time.perf_counter()
-        if not isinstance(batch, Rollout):
-            raise TypeError(f"batch is {batch!r:.100}; expected a Rollout.")
+        if not isinstance(state, AdapterState) or not isinstance(batch, Rollout):
+            raise TypeError(
+                f"state is {state!r:.100} and batch {batch!r:.100}; expected an AdapterState, as "
+                "of init(), and a Rollout."
+            )
+        if isinstance(batch.completion_ids, jax.core.Tracer):
+            raise TypeError(
+                "a step runs outside jit: it keeps texts on the host and compiles its own update; "
+                "inside jit use draft_loss."
+            )
         host: Any = jax.device_get(
             (batch.token_ids, batch.token_mask, _is_learned(batch), _accepted(batch))
         )
         token_ids, mask, is_learned, (num_drafted, num_accepted) = host
         texts = replay.texts_of(token_ids, mask, is_learned, self._width)
-        ring, calls = state.replay.added(texts), state.num_calls + 1
+        most = self._learner.target.vocab_size
+        if texts.token_ids.size and texts.token_ids.max() >= most:
+            raise ValueError(
+                f"the batch holds token {texts.token_ids.max()}, and the policy has {most} tokens; "
+                "give a rollout of this decoder's policy."
+            )
+        num_dropped = len(token_ids) - len(texts.lengths)
+        ring, calls = state.replay.added(texts), int(state.num_calls) + 1
         rate = int(num_accepted) / int(num_drafted) if num_drafted else None
         state = state._replace(replay=ring, num_calls=calls)
         is_due = calls % self._every == 0 and ring.num_texts > 0
         is_low = self._below is None or rate is None or rate < self._below
         if not (is_due and is_low):
-            return state, AdapterStats(False, rate, None, None, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            return state, AdapterStats(False, rate, None, None, num_dropped, seconds)
         drawn = ring.drawn(self._updates, self._rows, self._seed)
-        key = jax.random.fold_in(jax.random.key(self._seed), state.num_updates)
-        own, opt_state, loss, sums = self._learn(
-            state.params, state.opt_state, self._policy(params), drawn, key
+        key = jax.random.fold_in(jax.random.key(self._seed), int(state.num_updates))
+        heat = 1.0 if batch.sampling is None else batch.sampling.temperature
+        learned: Any = self._learn(
+            heat or 1.0, state.params, state.opt_state, _policy(params), drawn, key
         )
-        jax.block_until_ready(own)
-        state = state._replace(
-            params=own, opt_state=opt_state, num_updates=state.num_updates + self._updates
-        )
-        told = figures.figures_of(sums)
-        is_greedy = batch.sampling is not None and batch.sampling.temperature == 0
-        self._decoder.expect_acceptance(
-            told.greedy_survival if is_greedy else told.sampled_survival
-        )
-        return state, AdapterStats(True, rate, float(loss), told, time.perf_counter() - start)
+        own, opt_state, loss, has_learned, before, after = jax.block_until_ready(learned)
+        updates = int(state.num_updates) + self._updates
+        state = state._replace(params=own, opt_state=opt_state, num_updates=updates)
+        if bool(has_learned):
+            self._tell(after, heat)
+        told, seconds = figures.figures_of(before), time.perf_counter() - start
+        return state, AdapterStats(bool(has_learned), rate, float(loss), told, num_dropped, seconds)
 
-    def _policy(self, params: Params) -> Params:
-        return params.target if isinstance(params, DecoderParams) else params
+    def _tell(self, sums: Sums, temperature: float) -> None:
+        """Tells the policy of K how often drafts of the changed drafter will be accepted."""
+        told, rule = figures.figures_of(sums), self._decoder.rule
+        if temperature == 0 or rule == GREEDY:
+            survival = told.greedy_survival
+        elif rule == SEEDED:
+            survival = told.sampled_survival
+        elif rule in BY_LAW:
+            survival = told.law_survival
+        else:
+            return  # a rule whose acceptance is none of these
+        known = int(np.sum(np.asarray(sums.chains) >= LEAST_CHAINS))
+        self._decoder.expect_acceptance(survival[:known])
 
     def _traced(
-        self, params: Params, opt_state: Any, given: Params, drawn: TextBatch, key: Array
-    ) -> tuple[Params, Any, Array, Sums]:
-        """Returns the weights and the optimiser's state after the updates, the mean loss, and the
-        sums before the first."""
+        self,
+        temperature: float,
+        params: Params,
+        opt_state: Any,
+        given: Params,
+        drawn: TextBatch,
+        key: Array,
+    ) -> tuple[Params, Any, Array, Array, Sums, Sums]:
+        """Returns the weights and the optimiser's state after the updates, the mean loss, whether
+        the weights changed, and sums: before the updates, and after them at a temperature."""
         self._num_traces += 1
         decoder, learner = self._decoder, self._learner
         policy = decoder.cast(convert(given, decoder.layout, decoder.config))
         learned, fixed = learning.split(params)
 
-        def update(carry: Any, part: Any) -> tuple[Any, tuple[Array, Sums]]:
+        def update(carry: Any, part: Any) -> tuple[Any, tuple[Array, Array, Sums]]:
             own, opt_state = carry
             text, key = part
             loss = lambda own: learner.loss(own | fixed, policy, text, key)
             (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(own)
-            own, opt_state = learning.applied(self._optimizer, gradients, opt_state, own)
-            return (own, opt_state), (value, sums)
+            own, opt_state, is_applied = learning.applied(
+                self._optimizer, gradients, opt_state, own
+            )
+            return (own, opt_state), (value, is_applied, sums)
 
         keys = jax.random.split(key, self._updates)
-        (own, opt_state), (values, sums) = jax.lax.scan(update, (learned, opt_state), (drawn, keys))
-        first = jax.tree.map(lambda each: each[0], sums)
-        return own | fixed, opt_state, jnp.mean(values), first
+        (own, opt_state), (values, applied, sums) = jax.lax.scan(
+            update, (learned, opt_state), (drawn, keys)
+        )
+        own, first = own | fixed, jax.tree.map(lambda each: each[0], (sums, drawn))
+        objective = dataclasses.replace(learner.objective, temperature=temperature)
+        as_sampled = dataclasses.replace(learner, objective=objective)
+        after = as_sampled.loss(own, policy, first[1], key)[1]
+        return own, opt_state, jnp.mean(values), jnp.any(applied), first[0], after
 
 
 def draft_loss(
     decoder: RolloutDecoder,
     draft_params: Params,
-    params: Params,
+    params: Params | DecoderParams,
     batch: Rollout | Texts,
     *,
     depth: int | None = None,
@@ -253,8 +301,9 @@ def draft_loss(
 
     Args:
       decoder: whose drafter it is.
-      draft_params: of the drafter, in any floating dtype.
-      params: of the policy, in the decoder's layout.
+      draft_params: of the drafter, in any floating dtype. The numbers of its tokens, `target_ids`,
+        may be left out: then they are the decoder's, and jax.grad has floating point alone.
+      params: of the policy, in the decoder's layout; or DecoderParams, whose drafter is not read.
       batch: a Rollout, or any texts, of which the completions are learned.
       depth, objective: as for `DrafterAdapter`.
       key: of what is drawn, as the places of blocks; None: the same each time.
@@ -264,7 +313,8 @@ def draft_loss(
     """
     check_decoder(decoder)
     learner = _learner_of(decoder, depth, objective)
-    policy = decoder.cast(convert(params, decoder.layout, decoder.config))
+    policy = decoder.cast(convert(_policy(params), decoder.layout, decoder.config))
+    own = _own_tree(decoder, draft_params)
     parts = [
         (batch.prompt_ids, batch.completion_ids),
         (batch.prompt_mask, batch.completion_mask),
@@ -272,7 +322,7 @@ def draft_loss(
     token_ids, mask = (jnp.concatenate(list(map(jnp.asarray, part)), axis=1) for part in parts)
     text = compacted(token_ids, mask.astype(bool), _is_learned(batch))
     key = jax.random.key(0) if key is None else key
-    return learner.loss(draft_params, policy, text, key)
+    return learner.loss(own, policy, text, key)
 
 
 def _learner_of(decoder: RolloutDecoder, depth: int | None, objective: Objective | None) -> Learner:
@@ -281,16 +331,51 @@ def _learner_of(decoder: RolloutDecoder, depth: int | None, objective: Objective
     asked = depth or min(max(decoder.num_speculative_tokens, 1), 8, most)
     if depth is not None and kind.most_drafts(own) is not None and depth > most:
         raise ValueError(f"{depth=} is more than the {most} tokens that the drafter drafts.")
-    leaves = jax.tree.leaves(decoder.draft_params)
-    floats = [leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    if objective is not None and not isinstance(objective, Objective):
+        raise TypeError(f"objective is {objective!r:.100}; expected a training.Objective.")
     return Learner(
         kind=kind,
         config=own,
         target=decoder.running_config,
         depth=asked,
         objective=objective or Objective(),
-        dtype=floats[0],
+        dtype=learning.compute_dtype(decoder.draft_params),
     )
+
+
+def _own_tree(decoder: RolloutDecoder, given: Any) -> Params:
+    """Returns a drafter's weights as the tree that the decoder has them in.
+
+    Args:
+      given: any tree of the same names; numbers of tokens may be left out.
+
+    Raises:
+      ValueError: other names.
+    """
+    shapes = decoder.draft_shapes
+    found, expected = leaves_of(given), leaves_of(shapes)
+    is_number = lambda name: jnp.issubdtype(expected[name].dtype, jnp.integer)
+    absent = [name for name in expected if name not in found]
+    if absent and all(map(is_number, absent)) and jax.tree.leaves(decoder.draft_params):
+        found |= {name: leaves_of(decoder.draft_params)[name] for name in absent}
+        absent = []
+    if absent or (unknown := [name for name in found if name not in expected]):
+        what = f"lack {', '.join(absent[:10])}" if absent else f"have {', '.join(unknown[:10])}"
+        raise ValueError(
+            f"the drafter's weights {what}, which is not as {decoder.drafter!r} has them; give the "
+            "tree that load_drafter or an adapter returned."
+        )
+    for name, shape in expected.items():
+        if jnp.shape(found[name]) != shape.shape:
+            raise ValueError(
+                f"{name} of the drafter's weights is {list(jnp.shape(found[name]))}, expected "
+                f"{list(shape.shape)}; give weights of {decoder.drafter!r}."
+            )
+    return jax.tree.structure(shapes).unflatten([found[name] for name in expected])
+
+
+def _policy(params: Params | DecoderParams) -> Params:
+    return params.target if isinstance(params, DecoderParams) else params
 
 
 def _is_learned(batch: Rollout | Texts) -> Array:

@@ -107,18 +107,25 @@ def in_slices(compare: Callable[..., Any], arrays: Any, vocab_size: int) -> Any:
     from those of one draft token, backwards too: `frees` says so.
     """
     rows, count = jax.tree.leaves(arrays)[0].shape[:2]
-    num_tokens = rows * count
-    flat = jax.tree.map(lambda x: x.reshape(num_tokens, *x.shape[2:]), arrays)
-    size = max(1, LOGIT_BYTES // (16 * vocab_size))
-    num_slices = -(-num_tokens // size)
+    size = max(1, LOGIT_BYTES // (16 * vocab_size * rows))
+    num_slices = -(-count // size)
+
+    def of_slice(frees: bool, part: Any) -> Any:
+        width = jax.tree.leaves(part)[0].shape[1]
+        flat = jax.tree.map(lambda x: x.reshape(rows * width, *x.shape[2:]), part)
+        return jax.tree.map(lambda x: x.reshape(rows, width), compare(frees, *flat))
+
     if num_slices <= 1:
-        return jax.tree.map(lambda x: x.reshape(rows, count), compare(False, *flat))
-    size = -(-num_tokens // num_slices)
+        return of_slice(False, arrays)
+    size = -(-count // num_slices)
 
-    def cut(x: Array) -> Array:  # [num_slices, size, ...]
-        wide = jnp.pad(x, ((0, num_slices * size - num_tokens),) + ((0, 0),) * (x.ndim - 1))
-        return wide.reshape(num_slices, size, *x.shape[1:])
+    # A slice has some places of every row: rows stay on the devices that hold them.
+    def cut(x: Array) -> Array:  # [num_slices, rows, size, ...]
+        missing = ((0, 0), (0, num_slices * size - count))
+        wide = jnp.pad(x, missing + ((0, 0),) * (x.ndim - 2))
+        return jnp.moveaxis(wide.reshape(rows, num_slices, size, *x.shape[2:]), 1, 0)
 
-    of_slice = jax.checkpoint(functools.partial(compare, True))
-    found = lax.map(lambda part: of_slice(*part), jax.tree.map(cut, flat))
-    return jax.tree.map(lambda x: x.reshape(-1)[:num_tokens].reshape(rows, count), found)
+    one = jax.checkpoint(functools.partial(of_slice, True))
+    found = lax.map(one, jax.tree.map(cut, arrays))
+    join = lambda x: jnp.moveaxis(x, 0, 1).reshape(rows, -1)[:, :count]
+    return jax.tree.map(join, found)

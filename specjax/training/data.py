@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from specjax.config.checks import is_int
 from specjax.training.texts import TextBatch
 
 LEAST_TOKENS = 3  # of a text: a token with one before it, and one that is drafted
@@ -90,8 +91,8 @@ class TrainingText:
         held_out = max(1, round(len(self) * fraction))
         if not 0.0 < fraction < 1.0 or held_out >= len(self):
             raise ValueError(
-                f"{fraction=} of {len(self)} texts leaves none to train on or none to hold out; "
-                "give more text, or held-out text of its own."
+                f"a part of {fraction} of {len(self)} texts leaves none to train on or none to "
+                "hold out; give more text, or held-out text of its own."
             )
         count = len(self) - held_out
         return self.take(slice(count)), self.take(slice(count, None))
@@ -132,7 +133,7 @@ def from_token_ids(
     if length < LEAST_TOKENS:
         raise ValueError(f"{length=} must be at least {LEAST_TOKENS} tokens.")
     rows, lengths, learned = [], [], []
-    for token_ids, num_prompt in texts:
+    for token_ids, num_prompt in map(_checked, texts):
         ids = np.asarray(token_ids, np.int32)
         for start in range(0, max(len(ids) - 1, 1), length - 1):
             piece = ids[start : start + length]
@@ -151,8 +152,28 @@ def from_token_ids(
     return TrainingText(np.stack(rows), np.asarray(lengths, np.int32), np.stack(learned), source)
 
 
+def _checked(text: Any) -> tuple[Sequence[int], int]:
+    """Returns the token ids of a text and the tokens of its prompt.
+
+    Raises:
+      TypeError: it is no such pair.
+    """
+    pair = text if isinstance(text, tuple | list) and len(text) == 2 else (None, None)
+    ids, num_prompt = pair
+    is_ids = not isinstance(ids, str) and np.ndim(ids) == 1
+    is_ids = is_ids and (not len(ids) or np.issubdtype(np.asarray(ids).dtype, np.integer))
+    if not is_ids or not is_int(num_prompt) or num_prompt < 0:
+        raise TypeError(
+            f"a text is {text!r:.100}; expected a pair of token ids, whole numbers, and how many "
+            "of them are its prompt, as ([5, 6, 7], 0)."
+        )
+    return ids, num_prompt
+
+
 def from_files(
-    paths: Sequence[str | os.PathLike[str]], tokenizer: Any, length: int = 512
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    tokenizer: Any,
+    length: int = 512,
 ) -> TrainingText:
     """Returns the texts in files.
 
@@ -161,6 +182,7 @@ def from_files(
     below are read in the order of their names; those that are not UTF-8 are left out.
 
     Args:
+      paths: of files and folders, or one.
       tokenizer: of the target.
       length: tokens of a piece, see `from_token_ids`.
 
@@ -168,6 +190,8 @@ def from_files(
       FileNotFoundError: there is no such file.
       ValueError: a line is no such object, or nothing is left to learn.
     """
+    if isinstance(paths, str | os.PathLike):
+        paths = [paths]
     files = [file for path in paths for file in _files_of(Path(path))]
     source = ", ".join(str(path) for path in paths)
     texts = (text for file, is_named in files for text in _texts_of(file, is_named))
@@ -196,7 +220,7 @@ def _texts_of(file: Path, is_named: bool) -> Iterator[tuple[str, str]]:
         if content.strip():
             yield "", content
         return
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             yield _of_line(f"{file}, line {number}", line)
 

@@ -13,6 +13,7 @@ The draft token that step s says at slot p is number s of the root p - s.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,13 +30,15 @@ from specjax.training.options import (
     LAYER_OPTIONS,
     captured_layers,
     check_names,
+    flag_option,
     layers_like,
     vocabulary,
     with_vocabulary,
 )
-from specjax.training.texts import Target, TargetStates, TextBatch
+from specjax.training.texts import QUERIES_AT_ONCE, Target, TargetStates, TextBatch
 
 FIRST_SLOT = 1  # of the first token that has a token before it
+MOST_TOKENS_KEPT = 4096  # of a batch: with more, the inside of a step is not kept
 FLAGS = "norm_before_fc", "has_fc_norms", "norm_before_residual", "norm_output"
 OPTIONS = "aux_layers", "draft_vocab_size", *LAYER_OPTIONS, *FLAGS
 
@@ -49,13 +52,19 @@ def configure(target: ModelConfig, options: dict[str, Any]) -> Eagle3Config:
         norm_output, see Eagle3Config (False); draft_vocab_size, see `vocabulary`.
     """
     check_names("eagle3", options, OPTIONS)
+    flags = {name: flag_option(options, name, False) for name in FLAGS}
+    if flags["norm_before_fc"] and flags["has_fc_norms"]:
+        raise ValueError(
+            "norm_before_fc and has_fc_norms exclude each other: one norm over all captured "
+            "states, or one for each. Give one of them."
+        )
     vocab, tables = vocabulary(target, options.get("draft_vocab_size"))
     return Eagle3Config(
         layers=layers_like(target, options, vocab),
         target_hidden_size=target.hidden_size,
         target_vocab_size=target.vocab_size,
         aux_layers=captured_layers(target, options.get("aux_layers")),
-        **{name: bool(options.get(name, False)) for name in FLAGS},
+        **flags,
         **tables,
     )
 
@@ -78,9 +87,14 @@ def propose(
     features = _from_slot_before(eagle3.feature(params, config, states.taps))
     caches: tuple[LayerCache, ...] = ((),) * config.layers.num_layers
     attend = functools.partial(_attend, config.layers.scale)
+    run = lambda features, caches: eagle3.forward(
+        params, config, embedded, features, positions, attend, caches
+    )
+    if rows * length > MOST_TOKENS_KEPT:
+        run = jax.checkpoint(run)  # the backward pass computes the inside of a step again
     hidden = []
     for _ in range(depth):
-        out, caches = eagle3.forward(params, config, embedded, features, positions, attend, caches)
+        out, caches = run(features, caches)
         hidden.append(eagle3.normed_output(params, config, out))
         features = _from_slot_before(eagle3.next_feature(params, config, out))
 
@@ -109,27 +123,62 @@ def _attend(
     """
     del layer
     steps = (*cache, (k, v))
-    rows, length, heads, head_dim = q.shape
-    kv_heads, s = k.shape[2], len(cache)
-    grouped = q.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
-    first_k, first_v = steps[0]
-    scores = scale * jnp.einsum(
+    s, length = len(cache), q.shape[1]
+    later = [(jnp.roll(a, s - i, 1), jnp.roll(b, s - i, 1)) for i, (a, b) in enumerate(steps)][1:]
+    some = functools.partial(_attend_some, scale, s, *steps[0])
+    slots = jnp.arange(length)
+    if length <= QUERIES_AT_ONCE:
+        return some(slots, q, later), steps
+    count = -(-length // QUERIES_AT_ONCE)
+    size = -(-length // count)
+
+    def cut(x: Array) -> Array:  # [count, rows, size, ...]
+        wide = jnp.pad(x, ((0, 0), (0, count * size - length), (0, 0), (0, 0)))
+        return jnp.moveaxis(wide.reshape(len(x), count, size, *x.shape[2:]), 1, 0)
+
+    places = jnp.minimum(jnp.arange(count * size), length - 1).reshape(count, size)
+    block = jax.checkpoint(lambda part: some(*part))
+    out = jax.lax.map(block, (places, cut(q), jax.tree.map(cut, later)))
+    return jnp.moveaxis(out, 0, 1).reshape(len(q), -1, *q.shape[2:])[:, :length], steps
+
+
+def _attend_some(
+    scale: float,
+    s: int,
+    first_k: Array,
+    first_v: Array,
+    slots: Array,
+    q: Array,
+    later: Sequence[tuple[Array, Array]],
+) -> Array:
+    """Returns the attention of some queries of step s, in the shape and dtype of q.
+
+    Args:
+      first_k, first_v: [rows, length, kv_heads, head_dim], of step 0.
+      slots: i32[n], of the queries.
+      q: [rows, n, heads, head_dim].
+      later: of each step after the first, the one key and value that each query sees,
+        [rows, n, kv_heads, head_dim].
+    """
+    rows, count, heads, head_dim = q.shape
+    length, kv_heads = first_k.shape[1:3]
+    grouped = q.reshape(rows, count, kv_heads, heads // kv_heads, head_dim)
+    of_first = scale * jnp.einsum(
         "blkgd,bmkd->bkglm", grouped, first_k, preferred_element_type=jnp.float32
     )
-    slots = jnp.arange(length)
-    sees = (slots[None, :] >= FIRST_SLOT) & (slots[None, :] <= slots[:, None] - s)
+    keys, own = jnp.arange(length)[None, :], slots[:, None]
+    sees = (keys >= FIRST_SLOT) & (keys <= own - s)
     # Slot 0 has no pair, and slots up to s no whole chain: let them see something.
-    sees |= (slots[:, None] <= s) & (slots[None, :] == slots[:, None])
-    scores = [jnp.where(sees[None, None, None], scores, -jnp.inf)]
-    later = [(jnp.roll(a, s - i, 1), jnp.roll(b, s - i, 1)) for i, (a, b) in enumerate(steps)][1:]
+    sees |= (own <= s) & (keys == own)
+    scores = [jnp.where(sees[None, None, None], of_first, -jnp.inf)]
     for its_k, _ in later:
         one = jnp.einsum("blkgd,blkd->bkgl", grouped, its_k, preferred_element_type=jnp.float32)
         scores.append(scale * one[..., None])
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(v.dtype)
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(first_v.dtype)
     out = jnp.einsum("bkglm,bmkd->blkgd", weights[..., :length], first_v)
     for i, (_, its_v) in enumerate(later):
         out += jnp.einsum("bkgl,blkd->blkgd", weights[..., length + i], its_v)
-    return out.reshape(q.shape), steps
+    return out.reshape(q.shape)
 
 
 def begin(key: Array, config: Eagle3Config, target: Target, target_ids: Array | None) -> Params:

@@ -21,8 +21,8 @@ class Figures:
         before it are the text's.
       overlap: mean of sum min(p, q): accepted by rejection sampling.
       accepted: mean chance of acceptance under the rule `seeded`, if the target wrote the text.
-      greedy_survival, sampled_survival: chance that a draft token and all before it are accepted,
-        at temperature 0, and under `seeded`.
+      greedy_survival, sampled_survival, law_survival: chance that a draft token and all before it
+        are accepted, at temperature 0, under `seeded`, and under rules that compare distributions.
       num_drafts: draft tokens.
     """
 
@@ -32,6 +32,7 @@ class Figures:
     accepted: tuple[float, ...]
     greedy_survival: tuple[float, ...]
     sampled_survival: tuple[float, ...]
+    law_survival: tuple[float, ...]
     num_drafts: int
 
     @property
@@ -72,6 +73,7 @@ def figures_of(sums: Sums) -> Figures:
         accepted=mean(sums.accepted),
         greedy_survival=of_chains(sums.greedy_survival),
         sampled_survival=of_chains(sums.sampled_survival),
+        law_survival=of_chains(sums.law_survival),
         num_drafts=int(sums.count.sum()),
     )
 

@@ -41,6 +41,10 @@ def kind_of_spec(spec: DrafterSpec) -> tuple[Kind, Any]:
     for kind in KINDS.values():
         if kind.is_kind_of(own):
             return kind, own.config
-    raise NotImplementedError(
-        f"{type(own).__name__} cannot be trained; expected one of {', '.join(KINDS)}."
-    )
+    what = type(own).__name__
+    config = getattr(own, "config", None)
+    if getattr(config, "takes_masks", False) or getattr(own, "takes_masks", False):
+        what += " with a mask token (P-EAGLE, PARD)"
+    elif config is not None:
+        what += f" with {type(config).__name__}"
+    raise NotImplementedError(f"{what} cannot be trained; expected one of {', '.join(KINDS)}.")

@@ -75,15 +75,19 @@ def begin(
     target_params: Params,
     seed: int,
     target_ids: Array | None = None,
+    given: Params | None = None,
 ) -> LearningState:
     """Returns the state before the first step.
 
     Args:
       target_ids: i32[n], the tokens that a drafter of a part of the vocabulary can say.
+      given: weights to begin with, in float32; None: new ones.
     """
     first, key = jax.random.split(jax.random.key(seed))
     target = Target(learner.target, target_params)
-    params = learner.kind.begin(first, learner.config, target, target_ids)
+    params = given
+    if params is None:
+        params = learner.kind.begin(first, learner.config, target, target_ids)
     learned, _ = split(params)
     return LearningState(params, optimizer.init(learned), jnp.zeros((), jnp.int32), key)
 
@@ -104,19 +108,21 @@ def update(
     key = jax.random.fold_in(state.key, state.step)
     loss = lambda own: learner.loss(own | fixed, target_params, text, key)
     (value, sums), gradients = jax.value_and_grad(loss, has_aux=True)(learned)
-    params, opt_state = applied(optimizer, gradients, state.opt_state, learned)
+    params, opt_state, _ = applied(optimizer, gradients, state.opt_state, learned)
     return LearningState(params | fixed, opt_state, state.step + 1, state.key), value, sums
 
 
 def applied(
     optimizer: optax.GradientTransformation, gradients: Params, opt_state: Any, params: Params
-) -> tuple[Params, Any]:
-    """Returns params and optimiser state after a gradient; the same if it is not finite."""
+) -> tuple[Params, Any, Array]:
+    """Returns params and optimiser state after a gradient, and whether it changed them, bool[]:
+    a gradient or an update that is not finite does not."""
     is_finite = jnp.isfinite(sum(map(jnp.vdot, *[jax.tree.leaves(gradients)] * 2)))
     updates, new_state = optimizer.update(gradients, opt_state, params)
+    is_finite &= jnp.isfinite(sum(map(jnp.vdot, *[jax.tree.leaves(updates)] * 2)))
     keep = lambda new, old: jnp.where(is_finite, new, old)
     moved = jax.tree.map(keep, optax.apply_updates(params, updates), params)
-    return moved, jax.tree.map(keep, new_state, opt_state)
+    return moved, jax.tree.map(keep, new_state, opt_state), is_finite
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -138,14 +144,28 @@ def cast(params: Params, dtype: DTypeLike) -> Params:
     return jax.tree.map(to, params)
 
 
+def compute_dtype(params: Params) -> Any:
+    """Returns the dtype that a drafter beside these weights computes in: theirs, if it is of
+    floating point and at least two bytes; else float32."""
+    dtypes = [jnp.dtype(leaf.dtype) for leaf in jax.tree.leaves(params)]
+    wide = [one for one in dtypes if jnp.issubdtype(one, jnp.floating) and one.itemsize > 1]
+    return wide[0] if wide else jnp.dtype(jnp.float32)
+
+
+@functools.lru_cache(maxsize=8)  # one object for equal arguments: it is static in `update`
 def default_optimizer(
     learning_rate: float, steps: int, warmup: int, decay: int
 ) -> optax.GradientTransformation:
     """Returns AdamW with clipped gradients; its rate rises over `warmup` steps, stays, and falls
-    to zero over the last `decay`."""
-    rise = optax.linear_schedule(0.0, learning_rate, max(warmup, 1))
-    fall = optax.linear_schedule(learning_rate, 0.0, max(decay, 1))
-    schedule = optax.join_schedules([rise, fall], [max(steps - decay, 0)])
+    to zero over the last `decay`, or over what the rise leaves of all steps."""
+    warmup = min(warmup, steps)
+    decay = min(decay, steps - warmup)
+
+    def schedule(step: Any) -> Any:
+        rise = (step + 1) / (warmup + 1)
+        fall = (steps - step) / (decay + 1)
+        return learning_rate * jnp.clip(jnp.minimum(rise, fall), 0.0, 1.0)
+
     return optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.01),

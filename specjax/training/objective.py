@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from specjax.config.checks import is_number
@@ -68,8 +69,8 @@ class Objective:
                 raise ValueError(f"{field.name}={value!r} must be a finite number of at least 0.")
         if self.temperature == 0 or self.decay == 0:
             raise ValueError(
-                f"{self.temperature=} and {self.decay=} must be above 0; for text of temperature 0 "
-                "raise the weight `likeliest`."
+                f"temperature={self.temperature} and decay={self.decay} must both be above 0; for "
+                "text of temperature 0 raise the weight `likeliest`."
             )
         if not any((self.distribution, self.likeliest, self.text, self.overlap, self.accepted)):
             raise ValueError(
@@ -87,8 +88,9 @@ class Sums(NamedTuple):
       agreed: whose likeliest token is the target's.
       overlap: sum min(p, q).
       accepted: A, see the module.
-      greedy_survival, sampled_survival: draft token s and all before it agreed, or were accepted.
-      chains: roots that have all their draft tokens in the text, of these.
+      greedy_survival, sampled_survival, law_survival: draft token s and all before it agreed, were
+        accepted, or overlapped.
+      chains: roots that have draft token s and all before it in the text, of these.
     """
 
     count: Any
@@ -98,6 +100,7 @@ class Sums(NamedTuple):
     accepted: Any
     greedy_survival: Any
     sampled_survival: Any
+    law_survival: Any
     chains: Any
 
 
@@ -108,10 +111,9 @@ def loss_of(
     per_token = _told(objective, target, text, states, drafts)
     count = jnp.sum(per_token.is_there, axis=(1, 2))
     total = lambda x: jnp.sum(jnp.where(per_token.is_there, x, 0.0), axis=(1, 2))
-    is_whole = jnp.all(per_token.is_there > 0, axis=0)
-    chains = jnp.sum(is_whole)
+    is_whole = jnp.cumprod(per_token.is_there, axis=0)  # of the tokens up to each
     along = lambda kept: jnp.sum(
-        jnp.where(is_whole[None], jnp.cumprod(kept, axis=0), 0.0), axis=(1, 2)
+        jnp.where(is_whole > 0, jnp.cumprod(kept, axis=0), 0.0), axis=(1, 2)
     )
     sums = Sums(
         count=count,
@@ -121,14 +123,22 @@ def loss_of(
         accepted=total(per_token.accepted),
         greedy_survival=along(per_token.agreed),
         sampled_survival=along(per_token.accepted),
-        chains=jnp.broadcast_to(chains, count.shape),
+        law_survival=along(per_token.overlap),
+        chains=jnp.sum(is_whole, axis=(1, 2)),
     )
-    decays = objective.decay ** jnp.arange(len(count), dtype=jnp.float32)
-    value = jnp.sum(decays * sums.loss / jnp.maximum(count, 1.0)) / jnp.sum(decays)
+    return value_of(objective, sums), lax.stop_gradient(sums)
+
+
+def value_of(objective: Objective, sums: Sums) -> Any:
+    """Returns the loss that sums stand for, f32[]; depths without draft tokens have no part."""
+    decays = objective.decay ** np.arange(len(sums.count), dtype=np.float32)
+    weights = decays * (sums.count > 0)
+    mean = sums.loss / (sums.count + (sums.count == 0))
+    value = (weights * mean).sum() / (weights.sum() + (weights.sum() == 0))
     if objective.accepted:
-        length = jnp.sum(sums.sampled_survival) / jnp.maximum(chains, 1.0)
-        value -= objective.accepted * length / len(count)
-    return value, lax.stop_gradient(sums)
+        survival = sums.sampled_survival / (sums.chains + (sums.chains == 0))
+        value = value - objective.accepted * survival.sum() / len(sums.count)
+    return value
 
 
 class _Told(NamedTuple):

@@ -20,7 +20,7 @@ def check_names(kind: str, options: dict[str, Any], known: Collection[str]) -> N
     """Raises ValueError for options that a kind of drafter does not have."""
     if unknown := sorted(set(options) - set(known)):
         raise ValueError(
-            f"{', '.join(unknown)} are no options of {kind!r}; expected some of "
+            f"{', '.join(unknown)}: no option of {kind!r}; expected some of "
             f"{', '.join(sorted(known))}."
         )
 

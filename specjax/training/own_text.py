@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from specjax.drafters.loading import DrafterSource
 from specjax.models.base import Model
 from specjax.runtime.progress import Progress, Report
 from specjax.training.data import TrainingText, from_token_ids
+from specjax.training.fingerprints import weights_fingerprint
 
 PROMPTS_AT_ONCE = 64
 
@@ -55,9 +57,9 @@ def text_of_target(
         raise ValueError(
             f"{len(each)} sampling parameters for {len(prompts)} prompts; give one each."
         )
-    parts = _Parts(None if folder is None else Path(folder), _fingerprint(target, prompts, each))
     if any(one.n != 1 for one in each):
         raise ValueError("n must be 1 in all sampling parameters; repeat the prompt instead.")
+    parts = _Parts(None if folder is None else Path(folder), _fingerprint(target, prompts, each))
     bar, texts = Progress(progress), []
     for number, start in enumerate(range(0, len(prompts), PROMPTS_AT_ONCE)):
         bar.report("text of the target", start, len(prompts))
@@ -73,6 +75,12 @@ def text_of_target(
             parts.write(number, found)
         texts += found
     bar.close()
+    if missing := len(prompts) - len(texts):
+        warnings.warn(
+            f"{missing} of {len(prompts)} prompts ended with an error and are left out: look at "
+            "generate's results for them.",
+            stacklevel=2,
+        )
     return from_token_ids(texts, length, f"text of {target.name or 'the target'} itself")
 
 
@@ -99,7 +107,8 @@ def prompts_of(text: TrainingText, count: int, num_tokens: int, seed: int = 0) -
 def _fingerprint(
     target: Model, prompts: Sequence[Sequence[int]], sampling: Sequence[SamplingParams]
 ) -> str:
-    digest = hashlib.sha256(repr((target.config, list(sampling))).encode())
+    said = (target.config, weights_fingerprint(target.params), list(sampling))
+    digest = hashlib.sha256(repr(said).encode())
     for prompt in prompts:
         digest.update(np.asarray(prompt, np.int32).tobytes() + b"|")
     return digest.hexdigest()[:16]

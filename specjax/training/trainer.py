@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,20 +18,24 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 
+from specjax.checkpoints.pretrained import save_pretrained
 from specjax.config.checks import is_int, is_number
-from specjax.drafters.loading import LoadedDrafter
+from specjax.drafters.loading import LoadedDrafter, load_drafter
 from specjax.drafters.spec import ModelDrafter
 from specjax.models.base import Model, Params
 from specjax.runtime.progress import Progress, Report
 from specjax.training import figures, learning, options
 from specjax.training.data import TrainingText
+from specjax.training.drafts import Kind
 from specjax.training.figures import Figures
-from specjax.training.kinds import kind_of
+from specjax.training.fingerprints import weights_fingerprint
+from specjax.training.kinds import kind_of, kind_of_spec
 from specjax.training.learning import Learner, LearningState
-from specjax.training.objective import Objective, Sums
+from specjax.training.objective import Objective, Sums, value_of
 from specjax.training.texts import TextBatch
 
-RUN_FILE, LOG_FILE, STEPS = "run.json", "figures.jsonl", "steps"
+RUN_FILE, STEPS = "run.json", "steps"
+DATA = "data"  # the axis of a mesh that texts are split over
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,8 +73,11 @@ class TrainingConfig:
             value = getattr(self, name)
             if not is_int(value) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
-        if not is_number(self.learning_rate) or self.learning_rate <= 0:
-            raise ValueError(f"learning_rate={self.learning_rate!r} must be a number above 0.")
+        rate = self.learning_rate
+        if not is_number(rate) or not 0 < rate < math.inf:
+            raise ValueError(f"learning_rate={rate!r} must be a number above 0.")
+        if is_int(self.seed) and self.seed >= 2**63:
+            raise ValueError(f"seed={self.seed} must be below 2**63.")
         for name, least in (("warmup", 0), ("decay", 0), ("patience", 1), ("seed", 0)):
             value = getattr(self, name)
             if value is None and name in ("decay", "patience"):
@@ -84,10 +93,17 @@ class TrainingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Look:
-    """What held-out text said after some steps; training_loss is the mean since the look before."""
+    """What held-out text said after some steps.
+
+    Attributes:
+      training_loss: mean since the look before; None before any step.
+      loss: the objective along held-out text: what is made small.
+      seconds: since this process began or went on with the run.
+    """
 
     step: int
     training_loss: float | None
+    loss: float
     figures: Figures
     seconds: float
 
@@ -101,16 +117,29 @@ class Trained:
         lowest loss on held-out text.
       looks: at held-out text, in order; the first is before training.
       facts: for the card of a saved folder, JSON-like.
+      target: that it was trained for.
     """
 
     drafter: LoadedDrafter
     looks: tuple[Look, ...]
     facts: dict[str, Any]
+    target: Model = dataclasses.field(repr=False)
+
+    def save(self, folder: str | os.PathLike[str], **options: Any) -> None:
+        """Writes the drafter in a published format, with its facts on a head's card.
+
+        Args:
+          options: of `specjax.save_pretrained`, as naming and max_file_bytes.
+        """
+        if isinstance(self.drafter.spec, ModelDrafter):
+            save_pretrained(self.drafter, folder, **options)
+        else:
+            save_pretrained(self.drafter, folder, target=self.target, card=self.facts, **options)
 
     @property
     def best(self) -> Look:
         """The look with the lowest loss."""
-        return min(self.looks, key=lambda look: look.figures.mean_loss)
+        return min(self.looks, key=lambda look: look.loss)
 
 
 def train(
@@ -121,6 +150,7 @@ def train(
     config: TrainingConfig | None = None,
     head: Mapping[str, Any] | None = None,
     held_out: TrainingText | float = 0.05,
+    start: Model | LoadedDrafter | None = None,
     folder: str | os.PathLike[str] | None = None,
     optimizer: optax.GradientTransformation | None = None,
     progress: bool | Report = False,
@@ -137,8 +167,10 @@ def train(
       kind: "eagle3", "dflash", "dspark", "medusa", "mlp_speculator" or "draft_model".
       head: options of the kind, as num_layers; each module `specjax.training.<kind>` lists its own.
       held_out: text to look at, or the fraction of `text` that is kept for it.
+      start: a draft model or a head that goes on learning, of any kind that can be trained; `kind`
+        and `head` are then its own, and are left out.
       folder: of checkpoints. A call that was stopped goes on from the last one there, and ends with
-        the same weights to the bit.
+        the same weights to the bit. Of an `optimizer` of your own, give the same again.
       optimizer: any of optax, over the drafter's weights in float32; None: AdamW, by the config.
       progress: as for `generate`.
       on_look: called after each look at held-out text.
@@ -147,20 +179,26 @@ def train(
       The drafter, in the dtype of the target's weights, and what held-out text said of it.
 
     Raises:
-      ValueError: the kind or an option does not exist, the text is of another vocabulary, the kind
-        cannot draft so deep, or the folder holds the run of other arguments.
+      ValueError: the kind or an option does not exist, the text is of another vocabulary or longer
+        than the target's context, the kind cannot draft so deep, the target gives NaN, or the
+        folder holds the run of other arguments.
     """
     config = config or TrainingConfig()
+    if not isinstance(target, Model) or not isinstance(text, TrainingText):
+        raise TypeError(
+            f"target is {target!r:.100} and text {text!r:.100}; expected what load_model returns, "
+            "and a TrainingText, as of training.from_files."
+        )
     is_text = isinstance(held_out, TrainingText)
     training, looked_at = (text, held_out) if is_text else text.split(held_out)
     for each in (training, looked_at):
-        _check_vocabulary(each, target)
-    learner = _learner(target, kind, config, dict(head or {}))
+        _check_text(each, target, config)
+    learner, given = _learner(target, kind, config, dict(head or {}), start)
     run = _Run(learner, config, optimizer or config.optimizer(), target.params)
-    said = _said(learner, config, training, looked_at)
+    said = _said(learner, config, target, given, optimizer, training, looked_at)
     store = _Store(folder, said)
     state = learning.begin(
-        learner, run.optimizer, target.params, config.seed, _target_ids(learner, training)
+        learner, run.optimizer, target.params, config.seed, _target_ids(learner, training), given
     )
     memory = _Memory.of(jax.device_put(state, _mesh_sharding(target.params, None)))
     bar = Progress(progress)
@@ -173,6 +211,13 @@ def train(
     return _trained(target, learner, config, memory, training, looked_at, said)
 
 
+def check(
+    target: Model, kind: str, config: TrainingConfig, head: Mapping[str, Any] | None = None
+) -> None:
+    """Raises the errors of `train` that need no text."""
+    _learner(target, kind, config, dict(head or {}))
+
+
 @dataclasses.dataclass
 class _Memory:
     """A run's changing part: the state, the best weights so far, and the looks."""
@@ -182,6 +227,7 @@ class _Memory:
     looks: list[Look]
     loss_sum: float = 0.0  # since the last look
     loss_count: int = 0
+    num_skipped: int = 0  # steps whose loss was not finite
 
     @classmethod
     def of(cls, state: LearningState) -> _Memory:
@@ -193,7 +239,7 @@ class _Memory:
 
     def is_stale(self, patience: int | None) -> bool:
         """Whether the last `patience` looks were all worse than one before."""
-        losses = [look.figures.mean_loss for look in self.looks]
+        losses = [look.loss for look in self.looks]
         return patience is not None and len(losses) - 1 - int(np.argmin(losses)) >= patience
 
 
@@ -204,33 +250,42 @@ class _Run:
     optimizer: optax.GradientTransformation
     target_params: Params
 
-    def look(self, params: Params, text: TrainingText) -> Figures:
-        """Returns what held-out text says of some weights."""
+    def look(self, params: Params, text: TrainingText) -> tuple[float, Figures]:
+        """Returns the objective along held-out text, and what that says of some weights."""
         total: Sums | None = None
         for batch in text.in_order(self.config.rows):
             found = learning.evaluate(self.learner, params, self.target_params, self.placed(batch))
             total = figures.add(total, jax.device_get(found))
         assert total is not None
-        return figures.figures_of(total)
+        value = float(value_of(self.learner.objective, total))
+        return value, figures.figures_of(total)
 
     def placed(self, batch: TextBatch) -> TextBatch:
         """Returns a batch where the target is."""
-        sharding = _mesh_sharding(self.target_params, "data")
+        sharding = _mesh_sharding(self.target_params, DATA)
         return TextBatch(*(jax.device_put(each, sharding) for each in batch))
 
 
 def _mesh_sharding(params: Params, axis: str | None) -> Any:
-    """Returns where arrays beside the target go.
+    """Returns where arrays beside the target go; None: the default device.
 
     Args:
       axis: of its mesh that the first axis is split over, where the mesh has it; None: every device
         holds the whole.
     """
-    place = jax.tree.leaves(params)[0].sharding
+    place = getattr(jax.tree.leaves(params)[0], "sharding", None)
     if not isinstance(place, jax.sharding.NamedSharding):
         return place
     axes = [axis] if axis in place.mesh.axis_names else []
     return jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec(*axes))
+
+
+def _rows_of_mesh(params: Params) -> int:
+    """Returns over how many devices texts are split."""
+    place = _mesh_sharding(params, DATA)
+    if not isinstance(place, jax.sharding.NamedSharding):
+        return 1
+    return dict(place.mesh.shape).get(DATA, 1)
 
 
 def _loop(
@@ -253,13 +308,28 @@ def _loop(
         memory.state, loss, _ = learning.update(
             run.learner, run.optimizer, memory.state, run.target_params, batch
         )
-        memory.loss_sum += float(loss)
-        memory.loss_count += 1
+        _count(memory, float(loss))
         step += 1
         if step % config.eval_every == 0 or step == config.steps:
             _look(run, memory, looked_at, start, on_look)
-        if step % config.checkpoint_every == 0 or step == config.steps:
+        has_ended = step == config.steps or memory.is_stale(config.patience)
+        if step % config.checkpoint_every == 0 or has_ended:
             store.save(memory)
+
+
+def _count(memory: _Memory, loss: float) -> None:
+    """Adds the loss of a step, or counts a step that changed nothing; warns of the first."""
+    if math.isfinite(loss):
+        memory.loss_sum += loss
+        memory.loss_count += 1
+        return
+    if not memory.num_skipped:
+        warnings.warn(
+            f"the loss of step {memory.step} is {loss}: the step changes nothing. A lower "
+            "learning_rate may help.",
+            stacklevel=4,
+        )
+    memory.num_skipped += 1
 
 
 def _look(
@@ -269,12 +339,16 @@ def _look(
     start: float,
     on_look: Callable[[Look], None] | None,
 ) -> None:
-    found = run.look(memory.state.params, looked_at)
-    is_best = all(found.mean_loss < look.figures.mean_loss for look in memory.looks)
-    if is_best:
+    value, found = run.look(memory.state.params, looked_at)
+    if not memory.looks and not math.isfinite(value):
+        raise ValueError(
+            f"the loss along held-out text is {value} before the first step: the target or the "
+            "drafter gives numbers that are not finite. Check the target's weights."
+        )
+    if all(value < look.loss for look in memory.looks):
         memory.best = jax.tree.map(jnp.copy, memory.state.params)
     loss = memory.loss_sum / memory.loss_count if memory.loss_count else None
-    look = Look(memory.step, loss, found, time.perf_counter() - start)
+    look = Look(memory.step, loss, value, found, time.perf_counter() - start)
     memory.looks.append(look)
     memory.loss_sum, memory.loss_count = 0.0, 0
     if on_look is not None:
@@ -282,25 +356,49 @@ def _look(
 
 
 def _learner(
-    target: Model, kind_name: str, config: TrainingConfig, head: dict[str, Any]
-) -> Learner:
-    kind = kind_of(kind_name)
-    own = kind.configure(target.config, head)
+    target: Model,
+    kind_name: str,
+    config: TrainingConfig,
+    head: dict[str, Any],
+    start: Model | LoadedDrafter | None = None,
+) -> tuple[Learner, Params | None]:
+    """Returns what is static about a run, and the weights that it begins with, if given."""
+    given = None
+    if start is None:
+        kind = kind_of(kind_name)
+        own = kind.configure(target.config, head)
+    else:
+        kind, own, given = _given(target, start, head)
     most = kind.most_drafts(own)
     if most is not None and config.depth > most:
         raise ValueError(
-            f"depth={config.depth} is more than the {most} tokens that this {kind_name} drafts; "
+            f"depth={config.depth} is more than the {most} tokens that this {kind.name} drafts; "
             "lower the depth, or let the head draft more."
         )
-    dtype = jax.tree.leaves(target.params)[0].dtype
-    return Learner(
+    learner = Learner(
         kind=kind,
         config=own,
         target=target.config,
         depth=config.depth,
         objective=config.objective,
-        dtype=dtype,
+        dtype=learning.compute_dtype(target.params),
     )
+    return learner, given
+
+
+def _given(
+    target: Model, start: Model | LoadedDrafter, head: dict[str, Any]
+) -> tuple[Kind, Any, Params]:
+    """Returns kind, config and float32 weights of a drafter that goes on learning."""
+    if head:
+        raise ValueError(
+            f"head={head!r:.200} is for a new drafter, and `start` has sizes of its own; leave one "
+            "of them out."
+        )
+    drafter = load_drafter(start, target)
+    kind, own = kind_of_spec(drafter.spec)
+    copies = jax.tree.map(lambda leaf: jnp.array(leaf), drafter.params)
+    return kind, own, learning.cast(copies, jnp.float32)
 
 
 def _target_ids(learner: Learner, text: TrainingText) -> jax.Array | None:
@@ -311,24 +409,53 @@ def _target_ids(learner: Learner, text: TrainingText) -> jax.Array | None:
     return jnp.asarray(options.frequent_tokens(counts, learner.config.vocab_size))
 
 
-def _check_vocabulary(text: TrainingText, target: Model) -> None:
-    largest = int(text.token_ids.max())
-    if largest >= target.config.vocab_size:
+def _check_text(text: TrainingText, target: Model, config: TrainingConfig) -> None:
+    """Raises ValueError for text or a batch that the target cannot take."""
+    least, largest = int(text.token_ids.min()), int(text.token_ids.max())
+    if least < 0 or largest >= target.config.vocab_size:
         raise ValueError(
-            f"the text holds token {largest}, and the target has {target.config.vocab_size} "
-            "tokens; encode it with the target's tokenizer."
+            f"the text holds tokens from {least} to {largest}, and the target has "
+            f"{target.config.vocab_size} tokens, from 0; encode it with the target's tokenizer."
+        )
+    most = target.config.max_position_embeddings
+    if int(text.lengths.max()) > most:
+        raise ValueError(
+            f"a text of {int(text.lengths.max())} tokens is longer than the target's context of "
+            f"{most}; cut the text by a smaller length."
+        )
+    if config.depth > text.length - 2:
+        raise ValueError(
+            f"depth={config.depth} is more than the {text.length - 2} tokens after the first that "
+            f"texts of {text.length} tokens have to draft; lower it, or give longer texts."
+        )
+    rows = _rows_of_mesh(target.params)
+    if config.rows % rows:
+        raise ValueError(
+            f"rows={config.rows} must be a multiple of the {rows} parts that the mesh's axis "
+            f'"{DATA}" splits texts over.'
         )
 
 
 def _said(
-    learner: Learner, config: TrainingConfig, training: TrainingText, looked_at: TrainingText
+    learner: Learner,
+    config: TrainingConfig,
+    target: Model,
+    given: Params | None,
+    optimizer: optax.GradientTransformation | None,
+    training: TrainingText,
+    looked_at: TrainingText,
 ) -> dict[str, Any]:
     """Returns what a run depends on, JSON-like: a folder goes on with the same alone."""
+    fields = json.loads(json.dumps(dataclasses.asdict(config)))
+    for name in ("checkpoint_every", "patience"):  # which change no weight
+        del fields[name]
     return {
         "kind": learner.kind.name,
         "head": repr(learner.config),
-        "target": repr(learner.target),
-        "config": json.loads(json.dumps(dataclasses.asdict(config))),
+        "start": None if given is None else weights_fingerprint(given),
+        "target": f"{learner.target!r} {weights_fingerprint(target.params)}",
+        "config": fields,
+        "optimizer": "default" if optimizer is None else "given",
         "text": training.fingerprint,
         "held_out": looked_at.fingerprint,
     }
@@ -363,7 +490,8 @@ class _Store:
         key = jax.random.wrap_key_data(arrays["key"])
         state = LearningState(arrays["params"], arrays["opt_state"], arrays["step"], key)
         looks = [_look_of(each) for each in beside["looks"]]
-        return _Memory(state, arrays["best"], looks, beside["loss_sum"], beside["loss_count"])
+        counts = [beside[name] for name in ("loss_sum", "loss_count", "num_skipped")]
+        return _Memory(state, arrays["best"], looks, *counts)
 
     def save(self, memory: _Memory) -> None:
         if self._manager is None:
@@ -372,6 +500,7 @@ class _Store:
             "looks": [dataclasses.asdict(look) for look in memory.looks],
             "loss_sum": memory.loss_sum,
             "loss_count": memory.loss_count,
+            "num_skipped": memory.num_skipped,
         }
         self._manager.save(
             memory.step,
@@ -433,7 +562,7 @@ def _trained(
     spec = learner.kind.spec(learner.config)
     is_model = isinstance(spec, ModelDrafter)  # which is saved with its tokenizer
     drafter = LoadedDrafter(name, spec, params, (), target.tokenizer if is_model else None)
-    trained = Trained(drafter, tuple(memory.looks), {})
+    trained = Trained(drafter, tuple(memory.looks), {}, target)
     facts = {
         "target": target.name,
         "kind": learner.kind.name,
@@ -442,6 +571,7 @@ def _trained(
         "held_out_tokens": looked_at.num_tokens,
         "steps": memory.step,
         "step_of_weights": trained.best.step,
+        "steps_skipped": memory.num_skipped,
         "config": said["config"],
         "held_out": trained.best.figures.as_json(),
         "jax": jax.__version__,

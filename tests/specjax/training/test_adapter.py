@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import specjax
 from specjax.drafters.head_specs import EagleDrafter
@@ -14,6 +15,7 @@ from specjax.policy.goodput import Goodput
 from specjax.policy.survival import Survival
 from specjax.training import eagle3, figures, replay
 from specjax.training.adapter import DrafterAdapter, draft_loss
+from specjax.training.objective import Objective
 from specjax.training.texts import Target, TextBatch
 from tests.helpers import tiny_llama
 
@@ -118,12 +120,52 @@ def test_the_policy_of_k_is_told(policy, head):
         num_speculative_tokens=2,
         policy=Goodput(2),
     )
-    adapter = DrafterAdapter(decoder, optax.adam(0.01), rows=2)
+    count = len(PROMPTS)
+    adapter = DrafterAdapter(decoder, optax.adam(0.01), rows=count, replay=count)
     batch = _sampled(decoder, policy.params)
+    state, _ = adapter.step(adapter.init(), policy.params, batch)
+    told = decoder._loop.policy.survival
+    rates = told.of_rates(told.rates(np.array([0])))[0]
+    # It is the changed drafter's figure, at the temperature of the samples.
+    objective = Objective(temperature=SAMPLING.temperature)
+    own = adapter.draft_weights(state)
+    _, sums = draft_loss(decoder, own, policy.params, batch, objective=objective)
+    found = figures.figures_of(sums)
+    np.testing.assert_allclose(rates, found.sampled_survival, atol=0.1)
+    before = rates.copy()
+    # Weights that are NaN change neither the drafter nor what is known of it.
+    broken = jax.tree.map(lambda x: x * jnp.nan, policy.params)
+    after, stats = adapter.step(state, broken, batch)
+    assert not stats.has_learned
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+    np.testing.assert_array_equal(told.of_rates(told.rates(np.array([0])))[0], before)
+
+
+def test_completions_shorter_than_the_depth_tell_what_they_can(policy, head):
+    decoder = specjax.build_decoder(
+        policy.config,
+        drafter=head,
+        engine=ENGINE,
+        num_speculative_tokens=4,
+        policy=Goodput(4),
+    )
+    adapter = DrafterAdapter(decoder, optax.adam(0.01), rows=8, replay=8)
+    sampling = dataclasses.replace(SAMPLING, max_tokens=2)
+    batch = specjax.rollout(
+        decoder, policy.params, PROMPTS, sampling=sampling, prompt_width=4, alarm_rate=0
+    )
     _, stats = adapter.step(adapter.init(), policy.params, batch)
-    survival = decoder._loop.policy.survival
-    expected = survival.of_rates(survival.rates(np.array([0])))[0]
-    np.testing.assert_allclose(expected, stats.figures.sampled_survival, atol=0.05)
+    assert stats.figures.sampled_survival[1] > 0 == stats.figures.sampled_survival[3]
+    told = decoder._loop.policy.survival
+    assert told.of_rates(told.rates(np.array([0])))[0, 0] > 0.05
+
+
+def test_survival_that_is_not_finite_changes_nothing():
+    survival = Survival(2)
+    before = survival.to_record()
+    survival.expect([0.5, np.nan])
+    survival.expect([])
+    assert survival.to_record() == before
 
 
 @pytest.mark.parametrize("rates", [(0.8, 0.5, 0.4), (0.3, 0.29), (0.0, 0.0), (1.0, 1.0, 1.0)])
@@ -163,6 +205,23 @@ def test_the_loss_is_that_of_the_adapter_and_spares_the_policy(policy, head, dec
     _, stats = adapter.step(adapter.init(), policy.params, batch)
     _, sums = draft_loss(decoder, head.params, policy.params, batch)
     np.testing.assert_allclose(figures.figures_of(sums).loss, stats.figures.loss, rtol=1e-5)
+
+
+def test_states_and_weights_of_other_trees(policy, head, decoder, adapter):
+    batch = _sampled(decoder, policy.params)
+    given = nnx.State(jax.tree.map(nnx.Param, head.params))
+    state, _ = adapter.step(adapter.init(given), policy.params, batch)
+    expected, _ = adapter.step(adapter.init(), policy.params, batch)
+    jax.tree.map(np.testing.assert_array_equal, state.params, expected.params)
+    # A state that went through a checkpoint may be all arrays of jax.
+    adapter.step(jax.device_put(state), specjax.DecoderParams(policy.params, ()), batch)
+    with pytest.raises(ValueError, match="lack fc"):
+        adapter.init({name: leaf for name, leaf in head.params.items() if name != "fc"})
+    with pytest.raises(ValueError, match="have other"):
+        adapter.init(head.params | {"other": head.params["fc"]})
+    # What it begins with is a copy: a loop that donates its own does not delete the decoder's.
+    jax.tree.map(lambda x: x.delete(), adapter.init().params)
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(head.params))
 
 
 def test_an_environments_tokens_are_not_learned(policy, decoder):
@@ -205,10 +264,45 @@ def test_padding_inside_texts_is_left_out():
     mask = np.array([[0, 1, 1, 0, 1, 1], [0] * 6, [1] * 6], bool)
     learned = np.array([[0, 0, 0, 0, 1, 1], [1] * 6, [0, 0, 0, 0, 0, 1]], bool)
     texts = replay.texts_of(ids, mask, learned, 4)
-    # The last text has nothing to learn in its first four tokens.
-    assert texts.token_ids.tolist() == [[7, 8, 9, 6]]
-    assert texts.lengths.tolist() == [4]
-    assert texts.is_learned.tolist() == [[False, False, True, True]]
+    # Of the last text the end is kept.
+    assert texts.token_ids.tolist() == [[7, 8, 9, 6], [3, 4, 5, 6]]
+    assert texts.lengths.tolist() == [4, 4]
+    assert texts.is_learned.tolist() == [[False, False, True, True], [False] * 3 + [True]]
     wide = replay.texts_of(ids, mask, learned, 8)
     assert wide.token_ids.tolist() == [[7, 8, 9, 6, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6, 0, 0]]
     assert wide.lengths.tolist() == [4, 6]
+
+
+@pytest.mark.parametrize("weights", ["policy", "narrow"])
+def test_weights_that_are_not_the_drafters_are_refused(policy, head, decoder, adapter, weights):
+    narrow = jax.tree.map(lambda x: x[..., :1], head.params)
+    given = policy.params if weights == "policy" else narrow
+    batch = _sampled(decoder, policy.params)
+    with pytest.raises(ValueError, match="drafter's weights"):
+        adapter.init(given)
+    with pytest.raises(ValueError, match="drafter's weights"):
+        draft_loss(decoder, given, policy.params, batch)
+
+
+def test_an_update_that_is_not_finite_changes_nothing(policy, decoder):
+    adapter = DrafterAdapter(decoder, optax.sgd(float("nan")), rows=2)
+    state = adapter.init()
+    after, stats = adapter.step(state, policy.params, _sampled(decoder, policy.params))
+    assert not stats.has_learned
+    jax.tree.map(np.testing.assert_array_equal, after.params, state.params)
+
+
+def test_what_is_no_state_no_rollout_or_traced_is_refused(policy, decoder, adapter):
+    batch = _sampled(decoder, policy.params)
+    with pytest.raises(TypeError, match="expected an AdapterState"):
+        adapter.step(policy.params, policy.params, batch)
+    with pytest.raises(TypeError, match="outside jit"):
+        jax.jit(lambda b: adapter.step(adapter.init(), policy.params, b)[1].loss)(batch)
+    with pytest.raises(TypeError, match="expected one of optax"):
+        DrafterAdapter(decoder, None)
+    with pytest.raises(TypeError, match=r"expected a training\.Objective"):
+        DrafterAdapter(decoder, optax.sgd(0.1), objective="accepted")
+    more = policy.config.vocab_size
+    other = dataclasses.replace(batch, completion_ids=batch.completion_ids + more)
+    with pytest.raises(ValueError, match=f"the policy has {more} tokens"):
+        adapter.step(adapter.init(), policy.params, other)

@@ -54,6 +54,14 @@ def test_nothing_to_learn_is_refused():
         data.from_token_ids([([1, 2, 3], 0)], length=2)
 
 
+@pytest.mark.parametrize(
+    "wrong", ["hello", ([1.5, 2, 3], 0), ([1, 2, 3], -1), ([[1]], 0), [1, 2, 3]]
+)
+def test_what_is_no_text_is_refused(wrong):
+    with pytest.raises(TypeError, match="expected a pair of token ids"):
+        data.from_token_ids([wrong], length=8)
+
+
 def _numbered(count):
     return data.from_token_ids([([i, i, i + 1], 0) for i in range(count)], length=3)
 
@@ -129,6 +137,14 @@ def test_wrong_files_are_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
         data.from_files([tmp_path / name], _Letters(), length=6)
+
+
+def test_one_path_and_lines_with_other_separators(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False) + "\n")
+    for given in (path, str(path), [path]):
+        text = data.from_files(given, _Letters(), length=8)
+        assert text.lengths.tolist() == [6]
 
 
 def test_absent_files_are_named(tmp_path):

@@ -164,14 +164,14 @@ def test_blocks_in_slices_say_the_same(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("medusa", {"num_layers": 1}, "num_layers are no options of 'medusa'"),
+        ("medusa", {"num_layers": 1}, "num_layers: no option of 'medusa'"),
         ("medusa", {"most_drafts": 0}, "most_drafts=0 must be a whole number"),
         ("medusa", {"has_head": 1}, "has_head=1 must be True or False"),
         ("mlp_speculator", {"inner_size": 1.5}, "inner_size=1.5"),
         ("draft_model", {"num_heads": 3, "num_kv_heads": 2}, "must be a multiple of"),
         ("dflash", {"block_size": 1}, "block_size=1 must be from 2 to 64"),
         ("dflash", {"block_size": 65}, "block_size=65 must be from 2 to 64"),
-        ("dflash", {"markov_rank": 8}, "markov_rank are no options of 'dflash'"),
+        ("dflash", {"markov_rank": 8}, "markov_rank: no option of 'dflash'"),
         ("dflash", {"mask_token_id": VOCAB}, "mask_token_id=61 must be a token of the target"),
         ("dflash", {"aux_layers": (0, 9)}, "aux_layers="),
         ("dspark", {"markov_kind": "cubic"}, "markov_kind='cubic' must be one of vanilla"),

@@ -6,6 +6,7 @@ import json
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import specjax
@@ -69,6 +70,10 @@ def test_a_folder_of_another_run_is_refused(target, text, tmp_path):
         train(target, text, config=other, folder=tmp_path)
     with pytest.raises(ValueError, match="a run with another text"):
         train(target, text.take(slice(3, None)), config=CONFIG, folder=tmp_path)
+    with pytest.raises(ValueError, match="a run with another target"):
+        train(tiny_llama(1), text, config=CONFIG, folder=tmp_path)
+    with pytest.raises(ValueError, match="a run with another optimizer"):
+        train(target, text, config=CONFIG, folder=tmp_path, optimizer=optax.sgd(0.1))
     with pytest.raises(ValueError, match="a run with another head"):
         train(target, text, config=CONFIG, folder=tmp_path, head={"norm_output": True})
 
@@ -103,8 +108,57 @@ def test_training_stops_when_held_out_text_says_no_more(target, text):
     config = dataclasses.replace(CONFIG, steps=40, learning_rate=1.0, patience=2)
     trained = train(target, text, config=config)
     assert trained.looks[-1].step < 40
-    losses = [look.figures.mean_loss for look in trained.looks]
-    assert min(losses) == losses[-3] == trained.best.figures.mean_loss
+    losses = [look.loss for look in trained.looks]
+    assert min(losses) == losses[-3] == trained.best.loss
+
+
+def test_a_run_that_stopped_early_is_there_again(target, text, tmp_path):
+    config = dataclasses.replace(
+        CONFIG, steps=40, learning_rate=1.0, patience=2, checkpoint_every=100
+    )
+    first = train(target, text, config=config, folder=tmp_path)
+    looks = []
+    again = train(target, text, config=config, folder=tmp_path, on_look=looks.append)
+    assert not looks
+    _assert_equal(again.drafter.params, first.drafter.params)
+
+
+def test_expected_accepted_tokens_alone_choose_the_best_weights(target, text):
+    objective = Objective(distribution=0, likeliest=0, accepted=1)
+    config = dataclasses.replace(CONFIG, steps=20, learning_rate=0.02, objective=objective)
+    trained = train(target, text, config=config, held_out=text)
+    lengths = [look.figures.sampled_length for look in trained.looks]
+    assert trained.best.figures.sampled_length == max(lengths) > lengths[0]
+    losses = [look.loss for look in trained.looks]
+    expected = [-(length - 1) / config.depth for length in lengths]
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_a_target_that_gives_nan_is_refused(target, text):
+    broken = dataclasses.replace(target, params=jax.tree.map(lambda x: x * np.nan, target.params))
+    with pytest.raises(ValueError, match="numbers that are not finite"):
+        train(broken, text, config=CONFIG)
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
+def test_a_drafter_goes_on_learning(target, text, kind):
+    first = train(target, text, kind, config=CONFIG, held_out=text)
+    more = dataclasses.replace(CONFIG, learning_rate=1e-4)
+    second = train(target, text, config=more, held_out=text, start=first.drafter)
+    assert second.looks[0].loss == pytest.approx(first.best.loss, rel=1e-5)
+    assert second.drafter.spec == first.drafter.spec
+    with pytest.raises(ValueError, match="`start` has sizes of its own"):
+        train(target, text, config=CONFIG, start=first.drafter, head={"num_layers": 2})
+
+
+def test_texts_that_the_target_cannot_read_are_refused(target):
+    vocab, most = target.config.vocab_size, target.config.max_position_embeddings
+    long = data.from_token_ids([([1] * (most + 1), 0)] * 3, most + 1)
+    with pytest.raises(ValueError, match="longer than the target's context"):
+        train(target, long, config=CONFIG)
+    negative = data.from_token_ids([([1, -2, 3], 0)] * 3, 3)
+    with pytest.raises(ValueError, match=f"tokens from -2 to 3, and the target has {vocab}"):
+        train(target, negative, config=CONFIG)
 
 
 def test_a_part_of_the_vocabulary_is_that_of_frequent_tokens(target, text):
@@ -119,7 +173,7 @@ def test_a_part_of_the_vocabulary_is_that_of_frequent_tokens(target, text):
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing(target, text):
-    learner = trainer._learner(target, "eagle3", CONFIG, {})
+    learner, _ = trainer._learner(target, "eagle3", CONFIG, {})
     optimizer = CONFIG.optimizer()
     state = learning.begin(learner, optimizer, target.params, 0)
     before = jax.tree.map(jnp.copy, state)
@@ -142,6 +196,22 @@ def test_bfloat16_target(text):
     assert all(np.isfinite(look.figures.mean_loss) for look in trained.looks)
 
 
+@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
+def test_it_is_saved_and_read(target, text, tmp_path, kind):
+    trained = train(target, text, kind, config=CONFIG)
+    trained.save(tmp_path / kind)
+    again = specjax.load_drafter(tmp_path / kind, target)
+    assert again.spec == trained.drafter.spec
+    _assert_equal(again.params, trained.drafter.params)
+
+
+def test_what_is_no_model_or_text_is_refused(target, text):
+    with pytest.raises(TypeError, match="expected what load_model returns"):
+        train("demo", text)
+    with pytest.raises(TypeError, match="expected what load_model returns"):
+        train(target, ["text"])
+
+
 def test_facts_are_json(target, text):
     facts = train(target, text, config=CONFIG).facts
     assert json.loads(json.dumps(facts))["steps"] == 6
@@ -151,17 +221,20 @@ def test_facts_are_json(target, text):
     ("arguments", "message"),
     [
         ({"kind": "eagle9"}, "kind='eagle9' cannot be trained"),
-        ({"head": {"layers": 2}}, "layers are no options of 'eagle3'"),
+        ({"head": {"layers": 2}}, "layers: no option of .eagle3."),
         ({"head": {"num_layers": 0}}, "num_layers=0 must be"),
         ({"head": {"num_heads": 3, "num_kv_heads": 2}}, "must be a multiple"),
         ({"head": {"aux_layers": (0, 99)}}, "must be different layers from 0 to"),
         ({"head": {"draft_vocab_size": 10**6}}, "draft_vocab_size=1000000 must be"),
+        ({"head": {"norm_output": "no"}}, "norm_output='no' must be True or False"),
+        ({"head": {"norm_before_fc": True, "has_fc_norms": True}}, "exclude each other"),
+        ({"config": dataclasses.replace(CONFIG, depth=11)}, "depth=11 is more than the 10"),
         ({"held_out": 0.0}, "leaves none"),
     ],
 )
 def test_what_does_not_fit_is_refused(target, text, arguments, message):
     with pytest.raises(ValueError, match=message):
-        train(target, text, config=CONFIG, **arguments)
+        train(target, text, **({"config": CONFIG} | arguments))
 
 
 def test_text_of_another_vocabulary_is_refused(target):
@@ -172,7 +245,7 @@ def test_text_of_another_vocabulary_is_refused(target):
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("depth", 0), ("rows", 1.5), ("steps", -1), ("learning_rate", 0), ("patience", 0)],
+    [("depth", 0), ("rows", 1.5), ("steps", -1), ("learning_rate", float("nan")), ("seed", 2**63)],
 )
 def test_config_values_are_checked(field, value):
     with pytest.raises(ValueError, match=f"{field}="):
@@ -199,6 +272,15 @@ def test_own_text_goes_on_where_it_was_stopped(target, tmp_path, monkeypatch):
     assert len(calls) == 4  # the first part was kept
     _assert_equal(again.token_ids, whole.token_ids)
     _assert_equal(again.is_learned, whole.is_learned)
+    with pytest.raises(ValueError, match="other prompts, sampling or another target"):
+        own_text.text_of_target(tiny_llama(1), prompts, sampling=sampling, folder=tmp_path)
+    with pytest.raises(ValueError, match="n must be 1"):
+        own_text.text_of_target(
+            target, prompts, sampling=dataclasses.replace(sampling, n=2), folder=tmp_path / "other"
+        )
+    assert not (tmp_path / "other").exists()
+    with pytest.warns(UserWarning, match="1 of 2 prompts ended with an error"):
+        own_text.text_of_target(target, [[1], [10**6]], sampling=sampling)
     with pytest.raises(ValueError, match="other prompts, sampling or another target"):
         own_text.text_of_target(target, prompts[:4], sampling=sampling, length=8, folder=tmp_path)
 
