@@ -69,7 +69,7 @@ class Objective:
                 raise ValueError(f"{field.name}={value!r} must be a finite number of at least 0.")
         if self.temperature == 0 or self.decay == 0:
             raise ValueError(
-                f"temperature={self.temperature} and decay={self.decay} must both be above 0; for "
+                f"temperature={self.temperature} and decay={self.decay} must be above 0; for "
                 "text of temperature 0 raise the weight `likeliest`."
             )
         if not any((self.distribution, self.likeliest, self.text, self.overlap, self.accepted)):

@@ -44,7 +44,7 @@ def test_a_head_is_trained_saved_and_read(arguments, capsys):
     [
         (["--objective", "liked=1"], "expected some of distribution, likeliest"),
         (["--head", "num_layers"], "must be NAME=VALUE"),
-        (["--head", "layers=2"], "layers: no option of .eagle3."),
+        (["--head", "layers=2"], "layers: no option of 'eagle3'"),
         (["--kind", "medusa", "--head", "most_drafts=1"], "depth=2 is more than the 1 tokens"),
         (["--own-texts", "2", "--prompt-tokens", "12"], "leave no room"),
     ],

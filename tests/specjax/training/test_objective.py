@@ -167,40 +167,43 @@ def softmax(x):
 
 
 def test_sums_along_chains():
-    """Against loops over roots: what is in the text and learned counts; chains are whole."""
+    """Against loops over roots: what is in the text and learned counts; chains end with it."""
     text, states, roots, is_root, hidden = toy()
     depth, weights = 3, Objective(**NONE | {"text": 1.0, "accepted": 0.5}, decay=0.5)
     (value, sums), _ = loss_and_slopes(weights, text, states, roots, is_root, hidden)
     expected = {name: np.zeros(depth) for name in sums._fields}
     for row, length in enumerate(text.lengths.tolist()):
         for root in range(1, length):
-            chain = []
+            chain, is_whole = np.ones(3), True
             for s in range(depth):
                 at = root + s + 1
                 if at >= length or not text.is_learned[row, at]:
+                    is_whole = False
                     continue
                 p = softmax(states.hidden[row, at - 1])
                 q = softmax(hidden[s][row, root] * (1 + s))
                 x = int(text.token_ids[row, at])
                 accepted = 1 / np.sum(np.maximum(p, q * p[x] / q[x]))
                 agreed = p.argmax() == q.argmax()
-                chain.append((agreed, accepted))
+                overlap = np.minimum(p, q).sum()
+                chain = chain * (agreed, accepted, overlap)
+                if is_whole:
+                    expected["greedy_survival"][s] += chain[0]
+                    expected["sampled_survival"][s] += chain[1]
+                    expected["law_survival"][s] += chain[2]
+                    expected["chains"][s] += 1
                 expected["count"][s] += 1
                 expected["loss"][s] -= np.log(q[x])
                 expected["agreed"][s] += agreed
                 expected["accepted"][s] += accepted
-                expected["overlap"][s] += np.minimum(p, q).sum()
-            if len(chain) == depth:
-                lengths = np.cumprod(np.array(chain, np.float64), axis=0)
-                expected["greedy_survival"] += lengths[:, 0]
-                expected["sampled_survival"] += lengths[:, 1]
-                expected["chains"] += 1
-    assert 0 < expected["chains"][0] < expected["count"][2]
+                expected["overlap"][s] += overlap
+    assert 0 < expected["chains"][2] < expected["chains"][0]
+    assert expected["chains"][2] < expected["count"][2]
     for name, one in expected.items():
         np.testing.assert_allclose(getattr(sums, name), one, rtol=1e-4, err_msg=name)
     decays = 0.5 ** np.arange(depth)
     loss = np.sum(decays * expected["loss"] / expected["count"]) / decays.sum()
-    loss -= 0.5 * np.sum(expected["sampled_survival"]) / expected["chains"][0] / depth
+    loss -= 0.5 * np.sum(expected["sampled_survival"] / expected["chains"]) / depth
     np.testing.assert_allclose(value, loss, rtol=1e-4)
 
 
