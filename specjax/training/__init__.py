@@ -17,7 +17,7 @@ from specjax.training.objective import Sums as Sums
 from specjax.training.own_text import prompts_of as prompts_of
 from specjax.training.own_text import text_of_target as text_of_target
 from specjax.training.report import draw as draw
-from specjax.training.trainer import Look as Look
+from specjax.training.run_store import Look as Look
 from specjax.training.trainer import Trained as Trained
 from specjax.training.trainer import TrainingConfig as TrainingConfig
 from specjax.training.trainer import train as train

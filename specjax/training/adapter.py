@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.core import Tracer
 
 from specjax.config.checks import is_int, is_number
 from specjax.layouts.converting import convert
@@ -195,7 +196,7 @@ class DrafterAdapter:
                 f"state is {state!r:.100} and batch {batch!r:.100}; expected an AdapterState, as "
                 "of init(), and a Rollout."
             )
-        if isinstance(batch.completion_ids, jax.core.Tracer):
+        if isinstance(batch.completion_ids, Tracer):
             raise TypeError(
                 "a step runs outside jit: it keeps texts on the host and compiles its own update; "
                 "inside jit use draft_loss."

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -158,8 +158,10 @@ def _checked(text: Any) -> tuple[Sequence[int], int]:
     Raises:
       TypeError: it is no such pair.
     """
-    pair = text if isinstance(text, tuple | list) and len(text) == 2 else (None, None)
-    ids, num_prompt = pair
+    ids: Any = None
+    num_prompt: Any = None
+    if isinstance(text, tuple | list) and len(text) == 2:
+        ids, num_prompt = text
     is_ids = not isinstance(ids, str) and np.ndim(ids) == 1
     is_ids = is_ids and (not len(ids) or np.issubdtype(np.asarray(ids).dtype, np.integer))
     if not is_ids or not is_int(num_prompt) or num_prompt < 0:
@@ -167,7 +169,7 @@ def _checked(text: Any) -> tuple[Sequence[int], int]:
             f"a text is {text!r:.100}; expected a pair of token ids, whole numbers, and how many "
             "of them are its prompt, as ([5, 6, 7], 0)."
         )
-    return ids, num_prompt
+    return cast(Sequence[int], ids), num_prompt
 
 
 def from_files(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specjax.api.plots import new_figure
-from specjax.training.trainer import Look
+from specjax.training.run_store import Look
 
 
 def draw(looks: Sequence[Look], path: str | os.PathLike[str]) -> None:

@@ -158,6 +158,8 @@ def test_every_public_name_is_in_the_reference():
     named = reference()
     public = {f"specjax.{name}" for name in dir(specjax)} - {"specjax.__version__"}
     public |= {f"specjax.testing.{name}" for name in specjax.testing.__all__}
+    of_training = {f"specjax.training.{name}" for name in specjax.training.__all__}
+    public |= of_training - {f"specjax.training.{name}" for name in dir(specjax)}
     public |= FOR_DRAFTERS | FOR_FAMILIES | FOR_LAYOUTS | FOR_POLICIES
     family = (*specjax.models._HOME, "blocks", "config_values", "weights")
     public |= {f"specjax.models.{name}" for name in family}

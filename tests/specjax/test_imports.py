@@ -55,6 +55,7 @@ OPTIONAL = (
 MAY_NEED_OPTIONAL = (
     "specjax.checkpoints",
     "specjax.integrations",
+    "specjax.training.run_store",
     "specjax.demo",
     "specjax.bench",
     "specjax.examples",
