@@ -1,11 +1,11 @@
 """The comparison of drafters: every contender decodes the same, and rows say what was measured."""
 
 import pytest
+from helpers import tiny_llama
 
 import specjax
 from specjax.bench import drafters
 from specjax.bench.drafters import Contender, Workload, compare, table
-from tests.helpers import tiny_llama
 
 
 @pytest.mark.full

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from helpers import tiny_llama
 
 import specjax
 from specjax.bench.widen import widen
@@ -12,7 +13,6 @@ from specjax.models import dflash, eagle3
 from specjax.training.data import from_token_ids
 from specjax.training.kinds import kind_of, kind_of_spec
 from specjax.training.texts import Target, target_states
-from tests.helpers import tiny_llama
 
 KINDS = {
     "eagle3": ("eagle3", {"aux_layers": (0, 1, 2), "num_layers": 2, "has_fc_norms": True}),

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from helpers import tiny_llama
 
 import specjax
 from specjax.drafters.head_specs import EagleDrafter
@@ -17,7 +18,6 @@ from specjax.training import eagle3, figures, replay
 from specjax.training.adapter import DrafterAdapter, draft_loss
 from specjax.training.objective import Objective
 from specjax.training.texts import Target, TextBatch
-from tests.helpers import tiny_llama
 
 ENGINE = specjax.EngineConfig(page_size=8, max_rows=8, max_context=48, burst_steps=8)
 SAMPLING = specjax.SamplingParams(temperature=0.7, max_tokens=16, seed=0, ignore_eos=True)

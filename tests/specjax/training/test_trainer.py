@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from helpers import tiny_llama
 
 import specjax
 from specjax.training import data, learning, own_text, trainer
 from specjax.training.objective import Objective
 from specjax.training.trainer import TrainingConfig, train
-from tests.helpers import tiny_llama
 
 CONFIG = TrainingConfig(depth=2, rows=2, steps=6, eval_every=2, checkpoint_every=2, warmup=1)
 
