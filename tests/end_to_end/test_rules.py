@@ -22,6 +22,7 @@ def prompts():
     return [rng.integers(0, 61, size).tolist() for size in (3, 9, 17, 2, 8, 30, 5)]
 
 
+@pytest.mark.full
 def test_rules_side_by_side_in_one_batch(target, draft, prompts):
     plain = specjax.generate(target, prompts, sampling=SAMPLED, engine=ENGINE)
     sampling = [dataclasses.replace(SAMPLED, verification=rule) for rule in RULES]

@@ -227,6 +227,7 @@ def rollout(decoder, params):
     return specjax.rollout(decoder, params, PROMPTS, sampling=SAMPLED)
 
 
+@pytest.mark.full
 def test_a_rollout_drafts_with_the_weights_of_its_call():
     """Nothing is compiled again, and acceptance stays: a stale drafter would lose it."""
     config = target().config

@@ -119,6 +119,7 @@ def test_wider_trees_accept_more(target, prompts):
     assert lengths == sorted(set(lengths))
 
 
+@pytest.mark.full
 def test_a_request_caps_the_depth(target, prompts, plain):
     caps = [0, 1, 2, 3] * 2
     sampling = [dataclasses.replace(GREEDY, num_speculative_tokens=cap) for cap in caps]

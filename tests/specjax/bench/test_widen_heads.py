@@ -23,7 +23,11 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("name", KINDS)
+QUICK = "eagle3", "dspark, rnn"
+FULL = [pytest.param(name, marks=pytest.mark.full) for name in KINDS if name not in QUICK]
+
+
+@pytest.mark.parametrize("name", [*QUICK, *FULL])
 def test_a_wide_head_drafts_the_same(name):
     kind_name, options = KINDS[name]
     target, kind = tiny_llama(0), kind_of(kind_name)

@@ -76,6 +76,7 @@ def test_it_is_accepted_more_and_changes_no_token(policy, decoder, adapter):
     assert (state.num_calls, state.num_updates) == (8, 32)
 
 
+@pytest.mark.full
 def test_batches_of_any_shape_share_the_executable(policy, decoder, adapter):
     traces = adapter.num_traces
     batch = _sampled(decoder, policy.params, num_samples=2)
@@ -112,6 +113,7 @@ def test_it_learns_where_too_few_drafts_are_accepted(policy, decoder):
         assert stats.acceptance_rate == (None if given is nothing else pytest.approx(rate))
 
 
+@pytest.mark.full
 def test_the_policy_of_k_is_told(policy, head):
     decoder = specjax.build_decoder(
         policy.config,

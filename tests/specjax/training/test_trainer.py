@@ -140,7 +140,7 @@ def test_a_target_that_gives_nan_is_refused(target, text):
         train(broken, text, config=CONFIG)
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "draft_model"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("draft_model", marks=pytest.mark.full)])
 def test_a_drafter_goes_on_learning(target, text, kind):
     first = train(target, text, kind, config=CONFIG, held_out=text)
     more = dataclasses.replace(CONFIG, learning_rate=1e-4)
