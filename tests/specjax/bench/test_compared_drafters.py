@@ -8,7 +8,7 @@ from specjax.bench import drafters
 from specjax.bench.drafters import Contender, Workload, compare, table
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_contender_and_k_has_a_row():
     target = tiny_llama(0)
     sampling = specjax.SamplingParams(temperature=0, max_tokens=12, seed=0, ignore_eos=True)

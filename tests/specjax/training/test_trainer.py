@@ -285,8 +285,14 @@ def test_own_text_goes_on_where_it_was_stopped(target, tmp_path, monkeypatch):
         own_text.text_of_target(target, prompts[:4], sampling=sampling, length=8, folder=tmp_path)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("shape", [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param((2, 1), marks=pytest.mark.slow),
+        pytest.param((1, 2), marks=pytest.mark.slow),
+        pytest.param((2, 2), marks=pytest.mark.full),
+    ],
+)
 def test_over_a_mesh_it_learns_the_same(target, text, tmp_path, shape):
     devices = np.asarray(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
     mesh = jax.sharding.Mesh(devices, ("data", "tensor"))
