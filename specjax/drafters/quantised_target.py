@@ -11,6 +11,7 @@ biases, and the embedding that tokens are looked up in are the target's own arra
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -80,13 +81,18 @@ class QuantisedTarget:
 
     def abstract(self, target: ModelConfig, dtype: Any) -> Params:
         """Returns their shapes and dtypes, for a target whose weights have a dtype."""
-        shapes = abstract_weights(target, dtype)
-        made = jax.eval_shape(lambda params: self(target, params), shapes)
-        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made)
+        return jax.tree.map(lambda leaf: leaf, _abstract(self, target, jnp.dtype(dtype)))
 
     def num_bytes(self, target: ModelConfig) -> float:
         """Returns the bytes of the drafter's own weights, over all devices."""
         return sum(map(num_bytes, jax.tree.leaves(self.abstract(target, jnp.float32))))
+
+
+@functools.lru_cache(maxsize=16)  # tracing takes 40 ms for 8 layers, in every call
+def _abstract(maker: QuantisedTarget, target: ModelConfig, dtype: jnp.dtype) -> Params:
+    shapes = abstract_weights(target, dtype)
+    made = jax.eval_shape(lambda params: maker(target, params), shapes)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), made)
 
 
 def is_matrix(name: str, axes: tuple[str | None, ...]) -> bool:
