@@ -53,7 +53,7 @@ class QuantisedTarget:
 
     def config(self, target: ModelConfig) -> ModelConfig:
         """Returns the config of the target without the layers that are skipped."""
-        return of_layers(target, self.kept_layers(target))
+        return target.of_layers(self.kept_layers(target))
 
     def __call__(self, target: ModelConfig, params: Params) -> Params:
         """Returns the drafter's weights; traceable. Views among the target's are read as such."""
@@ -116,13 +116,3 @@ def head_of(target: Params, own: Params, config: ModelConfig) -> Params:
     """Returns weights for the logits, which no embedding may be looked up in."""
     head = head_name(config)
     return {**target, head: own[head]} if head in own else target
-
-
-def of_layers(config: ModelConfig, layers: tuple[int, ...]) -> ModelConfig:
-    """Returns a config of some of its layers."""
-    per_layer = {
-        field.name: tuple(value[layer] for layer in layers)
-        for field in dataclasses.fields(config)
-        if field.name.startswith("layer_") and (value := getattr(config, field.name))
-    }
-    return dataclasses.replace(config, num_layers=len(layers), **per_layer)

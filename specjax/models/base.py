@@ -149,8 +149,19 @@ class ModelConfig:
 
     def first_layers(self, num_layers: int) -> Self:
         """Returns the config of a model of only the first layers."""
+        return self._with_layers(num_layers, lambda each: each[:num_layers])
+
+    def of_layers(self, layers: Sequence[int]) -> Self:
+        """Returns the config of a model of some of its layers, by number, in that order."""
+        pick = lambda each: each and tuple(each[layer] for layer in layers)
+        return self._with_layers(len(layers), pick)
+
+    def _with_layers(
+        self, num_layers: int, pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]
+    ) -> Self:
+        """Returns the config with other layers; `pick` takes theirs from a field of all."""
         per_layer = {
-            field.name: getattr(self, field.name)[:num_layers]
+            field.name: pick(getattr(self, field.name))
             for field in dataclasses.fields(self)
             if field.name.startswith("layer_")
         }

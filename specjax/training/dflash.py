@@ -31,7 +31,7 @@ from specjax.training.dflash_options import (
     configure_dspark,
 )
 from specjax.training.drafts import Drafts, Kind
-from specjax.training.options import with_vocabulary
+from specjax.training.options import with_quiet_layers, with_vocabulary
 from specjax.training.texts import QUERIES_AT_ONCE, Target, TargetStates, TextBatch
 
 
@@ -199,11 +199,7 @@ def begin(key: Array, config: DFlashConfig, target: Target, target_ids: Array | 
 
     What layers add, and what a Markov head adds, begins at zero.
     """
-    params: Params = dflash.init(key, config, jnp.float32)
-    quiet = lambda layer: (
-        layer | {name: jnp.zeros_like(layer[name]) for name in ("o_proj", "down_proj")}
-    )
-    params |= {"layers": tuple(map(quiet, params["layers"]))}
+    params: Params = with_quiet_layers(dflash.init(key, config, jnp.float32))
     if config.markov_rank:
         params |= {"markov_w2": jnp.zeros((config.vocab_size, config.markov_rank))}
     return with_vocabulary(params, target, target_ids)

@@ -33,8 +33,10 @@ from specjax.training.options import (
     flag_option,
     layers_like,
     vocabulary,
+    with_quiet_layers,
     with_vocabulary,
 )
+from specjax.training.roots import after_first
 from specjax.training.texts import QUERIES_AT_ONCE, Target, TargetStates, TextBatch
 
 FIRST_SLOT = 1  # of the first token that has a token before it
@@ -102,9 +104,8 @@ def propose(
         del s
         return head_parts.own_logits(params, read) if config.has_head else target.logits(read)
 
-    is_root = (positions >= FIRST_SLOT) & (positions < text.lengths[:, None])
     ids = params.get("target_ids")
-    return Drafts(positions, is_root, tuple(hidden), score, target_ids=ids, is_aligned=True)
+    return Drafts(*after_first(text), tuple(hidden), score, target_ids=ids, is_aligned=True)
 
 
 def _from_slot_before(x: Array) -> Array:
@@ -186,11 +187,7 @@ def begin(key: Array, config: Eagle3Config, target: Target, target_ids: Array | 
 
     What layers add begins at zero, so that the first drafts are made of the features alone.
     """
-    params = eagle3.init(key, config, jnp.float32)
-    quiet = lambda layer: (
-        layer | {name: jnp.zeros_like(layer[name]) for name in ("o_proj", "down_proj")}
-    )
-    params = params | {"layers": tuple(map(quiet, params["layers"]))}
+    params = with_quiet_layers(eagle3.init(key, config, jnp.float32))
     return with_vocabulary(params, target, target_ids)
 
 

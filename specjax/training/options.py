@@ -149,6 +149,14 @@ def head_rows(target: Target, target_ids: Array | None) -> Array | None:
     return rows.astype(jnp.float32) / config.logits_divisor
 
 
+def with_quiet_layers(params: Params) -> Params:
+    """Returns a head's first weights with zeros in all that its layers add."""
+    quiet = lambda layer: (
+        layer | {name: jnp.zeros_like(layer[name]) for name in ("o_proj", "down_proj")}
+    )
+    return params | {"layers": tuple(map(quiet, params["layers"]))}
+
+
 def with_vocabulary(params: Params, target: Target, target_ids: Array | None) -> Params:
     """Returns a head's first weights with the target's rows in its own head, if it has one."""
     if "lm_head" not in params:

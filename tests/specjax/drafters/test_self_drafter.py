@@ -14,7 +14,6 @@ from helpers import tiny_gpt2, tiny_llama, uncached_logits
 
 import specjax
 from specjax import EngineConfig
-from specjax.drafters import quantised_target
 from specjax.drafters.quantised_target import QuantisedTarget, head_of, layers_of
 from specjax.drafters.self_drafter import SelfDrafter
 from specjax.models.layers import linear
@@ -147,8 +146,8 @@ def test_its_forward_is_near_the_targets(name):
 
 def test_options_of_layers_go_with_them():
     config = dataclasses.replace(tiny_llama(0, num_layers=3).config, layer_windows=(4, None, 9))
-    assert quantised_target.of_layers(config, (0, 2)).layer_windows == (4, 9)
-    assert quantised_target.of_layers(config, (0, 2)).num_layers == 2
+    assert config.of_layers((0, 2)).layer_windows == (4, 9)
+    assert config.of_layers((0, 2)).num_layers == 2
 
 
 @pytest.mark.parametrize(
