@@ -24,6 +24,7 @@ from specjax.drafters.head_writing import AUTO
 from specjax.drafters.loading import LoadedDrafter
 from specjax.drafters.spec import ModelDrafter
 from specjax.layouts.converting import convert
+from specjax.models import int8_config, int8_writing
 from specjax.models.base import Json, Model, ModelConfig
 from specjax.models.families import family_of
 from specjax.models.hf_config import parse_config, read_config
@@ -38,6 +39,7 @@ def save_pretrained(
     model: Model | LoadedDrafter,
     folder: str | os.PathLike[str],
     *,
+    stored: str | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     naming: str = AUTO,
     target: Model | None = None,
@@ -62,6 +64,11 @@ def save_pretrained(
         gathered. Of drafters, heads over a target and a draft model of the target's own vocabulary
         can be written.
       folder: absent, empty, or of an earlier save.
+      stored: "int8" stores each matrix in int8 with a scale per output, as compressed-tensors does
+        in its format "int-quantized", in half the bytes of bfloat16; norms and biases stay as they
+        are. `load_model` and `load_drafter` multiply them out; of other engines few read weights
+        so stored without quantised activations, and none reads such heads. None: the dtype that
+        the weights have.
       max_file_bytes: weights of more bytes than this are written as several files and an index.
       naming: of a head: "specforge", "speculators" or "sglang" for EAGLE-3; "speculators" or
         "specforge" for P-EAGLE; "eagle" or "sglang" for EAGLE; "z-lab" or "speculators" for DFlash
@@ -74,19 +81,21 @@ def save_pretrained(
 
     Raises:
       TypeError: it is neither a model nor a drafter.
-      ValueError: the folder holds other files, the weights are not those of the config, a
-        config.json cannot say the config, the naming cannot say a flag of a head, or the head is
-        for another target.
+      ValueError: the folder holds other files, the weights are not those of the config or cannot
+        be stored as asked, a config.json cannot say the config, the naming cannot say a flag of a
+        head, or the head is for another target.
       NotImplementedError: MTP layers, which lie in their target's files; other drafters than those
         above; families that say no `unparse`; weights on devices of other processes.
     """
     folder = Path(folder).expanduser()
     if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
         raise ValueError(f"{max_file_bytes=} must be a whole number of at least 1.")
+    int8_writing.check_stored(stored)
     if pretrained_heads.is_head(model):
         return pretrained_heads.save_head(
             model,
             folder,
+            stored=stored,
             naming=naming,
             target=target,
             card=card,
@@ -102,8 +111,12 @@ def save_pretrained(
     params = convert(model.params, "specjax", model.config)
     check_is_here(params)
     tensors = tensors_of(family_of(model.config).sources(model.config, ()), params)
+    raw = _config_json(model, main_dtype(params))
+    if stored is not None:
+        raw |= {int8_config.KEY: int8_config.config_of(tensors)}
+        tensors = int8_writing.in_int8(tensors)
     with written_whole(folder) as new:
-        write_json(new / CONFIG, _config_json(model, main_dtype(params)))
+        write_json(new / CONFIG, raw)
         _write_generation_config(new, model)
         _check_config(new, model.config)
         _write_tokenizer(new, model)
@@ -145,7 +158,8 @@ def _config_json(model: Model, dtype: str) -> Json:
     # Of these layers no weights are written.
     raw |= {"num_nextn_predict_layers": 0} if raw.get("num_nextn_predict_layers") else {}
     raw |= {"torch_dtype": dtype, "eos_token_id": _eos(model.config)}
-    return {key: value for key, value in raw.items() if key != "dtype"}
+    # It may have been loaded from files in int8.
+    return {key: value for key, value in raw.items() if key not in ("dtype", int8_config.KEY)}
 
 
 def _eos(config: ModelConfig) -> int | list[int] | None:

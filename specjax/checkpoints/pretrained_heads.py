@@ -27,6 +27,7 @@ from specjax.drafters.head_files import FoundHead
 from specjax.drafters.head_specs import DFlashDrafter, EagleDrafter, NewestStateDrafter
 from specjax.drafters.head_writing import Kind, Naming, OfTarget
 from specjax.drafters.loading import LoadedDrafter
+from specjax.models import int8_config, int8_writing
 from specjax.models.base import Json, Model, ModelConfig, Params
 from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle3 import Eagle3Config
@@ -50,6 +51,7 @@ def save_head(
     head: LoadedDrafter,
     folder: Path,
     *,
+    stored: str | None,
     naming: str,
     target: Model | None,
     card: Mapping[str, Any] | None,
@@ -71,6 +73,9 @@ def save_head(
     way, dtype = kind.namings[naming], main_dtype(_floats(params))
     tensors = head_writing.tensors_to_write(way, config, params)
     raw = _with_dtype(way, way.raw(config, known), dtype)
+    if stored is not None:
+        raw |= {int8_config.KEY: int8_config.config_of(tensors)}
+        tensors = int8_writing.in_int8(tensors)
     text = head_cards.text_of(head, kind, naming, known, card or {})
     with written_whole(folder) as new:
         write_json(new / CONFIG, raw)
@@ -78,7 +83,7 @@ def save_head(
             write_files(new, tensors, max_file_bytes)
         else:
             write_file(new / way.weights_file, tensors)
-        _check_read(new, kind, config, params, reader)
+        _check_read(new, kind, config, params, reader, is_rounded=stored is not None)
         (new / CARD).write_text(text, encoding="utf-8")
 
 
@@ -178,17 +183,32 @@ def _floats(params: Params) -> Params:
 # Reading what was written.
 
 
-def _check_read(new: Path, kind: Kind, config: Any, params: Params, target: ModelConfig) -> None:
-    """Raises ValueError unless a folder is read as the head that it was written from."""
+def _check_read(
+    new: Path,
+    kind: Kind,
+    config: Any,
+    params: Params,
+    target: ModelConfig,
+    *,
+    is_rounded: bool = False,
+) -> None:
+    """Raises ValueError unless a folder is read as the head that it was written from.
+
+    Args:
+      is_rounded: matrices were stored in int8, and may differ by a rounding to that.
+    """
     kinds = {leaf.dtype for leaf in jax.tree.leaves(_floats(params))}
-    dtype = kinds.pop() if len(kinds) == 1 else jnp.dtype(jnp.float32)  # holds all that is written
+    dtype = jnp.dtype(jnp.float32)  # holds all that is written
+    if len(kinds) == 1 and not is_rounded:
+        dtype = kinds.pop()
     found = _read(new, kind, target, dtype)
     if difference := _difference(config, found.config):
         raise ValueError(
             f"the files of {kind.title} heads cannot say this config: {difference:.1000} as it "
             "would be read. Use save_orbax, which saves any."
         )
-    jax.tree.map_with_path(_check_equal, params, found.params)
+    check = _check_near if is_rounded else _check_equal
+    jax.tree.map_with_path(check, params, found.params)
 
 
 def _read(new: Path, kind: Kind, target: ModelConfig, dtype: Any) -> FoundHead:
@@ -225,3 +245,14 @@ def _check_equal(path: Any, ours: Any, theirs: Any) -> None:
     ours, theirs = np.asarray(jax.device_get(ours)), np.asarray(jax.device_get(theirs))
     if ours.astype(theirs.dtype).tobytes() != theirs.tobytes():
         raise AssertionError(f"{jax.tree_util.keystr(path)} is read as other numbers.")
+
+
+def _check_near(path: Any, ours: Any, theirs: Any) -> None:
+    """Raises AssertionError where numbers differ by more than a rounding to int8."""
+    if ours.ndim < 2:
+        return _check_equal(path, ours, theirs)
+    ours, theirs = (np.asarray(jax.device_get(one), np.float32) for one in (ours, theirs))
+    most = int8_writing.largest_error(ours)
+    if ours.shape != theirs.shape or not np.all(np.abs(ours - theirs) <= most):
+        raise AssertionError(f"{jax.tree_util.keystr(path)} is read as other numbers.")
+    return None

@@ -72,6 +72,8 @@ def _lines(name: str, value: Any, whole: int, share_of: str) -> list[str]:
         return [", ".join(map(str, value))]
     if isinstance(value, bool):
         return ["yes" if value else "no"]
-    if name == "bytes":
+    if name == "stored_in_int8":
+        return [f"{value:,} matrices, multiplied out when they are loaded"]
+    if name.startswith("bytes"):
         return [f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.1f} MB"]
     return [f"{value:,}" if isinstance(value, int) else str(value)]

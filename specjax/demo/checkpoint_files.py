@@ -1,4 +1,4 @@
-"""Writes and reads a model as a Hugging Face folder with bfloat16 safetensors."""
+"""Writes and reads a model as a Hugging Face folder, in bfloat16 or with matrices in int8."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 from tokenizers import Tokenizer
 
 from specjax.demo.pair import END_OF_TEXT, END_OF_TEXT_ID
-from specjax.models import unparsing
+from specjax.models import int8_config, int8_writing, unparsing
 from specjax.models.base import ModelConfig, Params
-from specjax.models.weight_writing import of_array, write_file
-
-_DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
+from specjax.models.weight_files import open_weights
+from specjax.models.weight_writing import Tensor, of_array, write_file
 
 # Ours -> theirs. Matrices are [out, in] in both.
 _LAYER_NAMES = {
@@ -34,35 +34,27 @@ def write_safetensors(
     path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None
 ) -> None:
     """Writes bfloat16 or float32 arrays in the safetensors container."""
+    _write(path, {name: of_array(name, each) for name, each in tensors.items()}, metadata)
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None) -> None:
     partial = path.with_suffix(".partial")
-    write_file(partial, {name: of_array(name, each) for name, each in tensors.items()}, metadata)
+    write_file(partial, tensors, metadata)
     partial.replace(path)  # a reader sees the old file or the new one
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """Returns the arrays of a file written by `write_safetensors`."""
-    data = path.read_bytes()
-    start = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:start])
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = (start + offset for offset in entry["data_offsets"])
-        flat = np.frombuffer(data[begin:end], _DTYPES[entry["dtype"]])
-        tensors[name] = flat.reshape(entry["shape"])
-    return tensors
+    """Returns the arrays of a file in a folder that `save_model` wrote."""
+    return open_weights(path)
 
 
-def to_tensors(params: Params) -> dict[str, np.ndarray]:
-    """Returns the weights under their published names, rounded to bfloat16."""
+def to_tensors(params: Params, dtype: DTypeLike = ml_dtypes.bfloat16) -> dict[str, np.ndarray]:
+    """Returns the weights under their published names, rounded to a dtype."""
     named = {"model.embed_tokens": params["embed_tokens"], "model.norm": params["norm"]}
     for index, layer in enumerate(params["layers"]):
         for ours, theirs in _LAYER_NAMES.items():
             named[f"model.layers.{index}.{theirs}"] = layer[ours]
-    return {
-        f"{name}.weight": np.asarray(array).astype(ml_dtypes.bfloat16)
-        for name, array in named.items()
-    }
+    return {f"{name}.weight": np.asarray(array).astype(dtype) for name, array in named.items()}
 
 
 def from_tensors(tensors: dict[str, np.ndarray], num_layers: int) -> Params:
@@ -78,12 +70,35 @@ def from_tensors(tensors: dict[str, np.ndarray], num_layers: int) -> Params:
     }
 
 
-def save_model(folder: Path, params: Params, config: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Writes everything a loader of Llama checkpoints asks for."""
+def save_model(
+    folder: Path,
+    params: Params,
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    *,
+    stored: str | None = None,
+) -> None:
+    """Writes everything a loader of Llama checkpoints asks for.
+
+    Args:
+      stored: as of `specjax.save_pretrained`: "int8", or None for bfloat16.
+    """
+    int8_writing.check_stored(stored)
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"license": "PSF-2.0 (training text: the Python standard library)"}
-    write_safetensors(folder / "model.safetensors", to_tensors(params), metadata)
-    _write_json(folder / "config.json", _config_json(config))
+    raw = _config_json(config)
+    if stored is None:
+        write_safetensors(folder / "model.safetensors", to_tensors(params), metadata)
+    else:
+        whole = to_tensors(params, np.float32)  # rounded once, to int8
+        in_bfloat16 = to_tensors(params)
+        chosen = lambda name, each: (
+            each if int8_writing.is_stored_so(name, each.shape) else in_bfloat16[name]
+        )
+        tensors = {name: of_array(name, chosen(name, each)) for name, each in whole.items()}
+        raw |= {int8_config.KEY: int8_config.config_of(tensors)}
+        _write(folder / "model.safetensors", int8_writing.in_int8(tensors), metadata)
+    _write_json(folder / "config.json", raw)
     _write_json(
         folder / "generation_config.json",
         {

@@ -21,7 +21,8 @@ from specjax.models import weights
 from specjax.models.base import Json, ModelConfig, Params
 from specjax.models.config_values import MAX_LAYERS, flag, is_int, number, rope, shown, size
 from specjax.models.head_parts import HeadConfig
-from specjax.models.weight_files import open_file, open_folder
+from specjax.models.loading import warn_of_activations
+from specjax.models.weight_files import open_folder, open_weights
 from specjax.runtime.model_files import find_file, read_json
 
 Tensors = Mapping[str, np.ndarray]
@@ -88,7 +89,7 @@ def open_tensors(folder: Path, own_names: Sequence[str] = ()) -> Tensors:
     """Returns the tensors of a folder; arguments and errors as of `open_head`."""
     for name in own_names:
         if path := find_file(folder, name):
-            return open_file(path)
+            return open_weights(path)
     return open_folder(folder)
 
 
@@ -360,6 +361,7 @@ def read_weights(head: Head, config: HeadConfig, leaves: Any, dtype: DTypeLike |
     _check(head, config, leaves)
     if dtype is None:
         return {}
+    warn_of_activations(folder, head.tensors)
     read = lambda weight: jax.device_put(weight.source.read(head.tensors, jnp.dtype(dtype)))
     params = weights.map_weights(read, leaves)
     if not config.maps_vocabulary:

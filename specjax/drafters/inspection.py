@@ -16,6 +16,7 @@ from specjax.drafters.newest_state_files import MEDUSA_FILES
 from specjax.drafters.other_vocabulary import recoding
 from specjax.models.base import Model
 from specjax.models.hf_config import read_config
+from specjax.models.int8_reading import Int8Matrix, stored_parts
 from specjax.models.loading import check_tensors, resolve_folder
 from specjax.models.weight_files import open_folder
 from specjax.paged import kv_cache
@@ -127,11 +128,18 @@ def _of_head(
 
 
 def _of_tensors(tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Returns the bytes in the files, and what is loaded in bfloat16 where that is more."""
     bytes_of: collections.Counter[str] = collections.Counter()
+    in_int8 = [each for each in tensors.values() if isinstance(each, Int8Matrix)]
     for tensor in tensors.values():
-        bytes_of[str(tensor.dtype)] += tensor.nbytes
-    return {
+        for part in stored_parts(tensor):
+            bytes_of[str(part.dtype)] += part.nbytes
+    found = {
         "tensors": len(tensors),
         "bytes": sum(bytes_of.values()),
         "dtypes": [dtype for dtype, _ in bytes_of.most_common()],
     }
+    if in_int8:
+        found["stored_in_int8"] = len(in_int8)
+        found["bytes_in_bfloat16"] = sum(2 * each.size for each in tensors.values())
+    return found

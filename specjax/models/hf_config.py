@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.config.sampling import SamplingParams
+from specjax.models import int8_config
 from specjax.models.base import Json, ModelConfig
 from specjax.models.config_values import MAX_LAYERS as MAX_LAYERS
 from specjax.models.config_values import MAX_SIZE as MAX_SIZE
@@ -92,14 +93,7 @@ def parse_config(raw: Json) -> ModelConfig:
     model_type = _model_type(raw)
     family = family_of_type(model_type)
     assert family is not None
-    if quantization := raw.get("quantization_config"):
-        method = "unknown"
-        if isinstance(quantization, dict):
-            method = quantization.get("quant_method", method)
-        raise ValueError(
-            f"quantization_config asks for quantised weights ({method}), which are not "
-            "read; use an export in BF16, F16 or F32."
-        )
+    int8_config.strategies(raw)  # refuses weights in few bits that are not read
     try:
         config = family.parse(raw | {"model_type": model_type})
     except KeyError as error:

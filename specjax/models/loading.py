@@ -24,14 +24,16 @@ from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
 from pallas_kernels.implementations import default_device
-from specjax.models import partition
+from specjax.models import int8_config, partition
 from specjax.models.abstract import abstract_weights
 from specjax.models.base import Model, ModelConfig, Params
 from specjax.models.families import family_of
 from specjax.models.hf_config import read_config
+from specjax.models.int8_reading import Int8Matrix
 from specjax.models.mesh_axes import MeshAxisMap, mapped, param_shardings
 from specjax.models.weight_files import open_folder
 from specjax.runtime.jax_settings import entrance
+from specjax.runtime.model_files import find_file, read_json
 from specjax.text.tokenization import Tokenizer
 
 _DEMO_WEIGHTS = Path(__file__).resolve().parents[1] / "demo" / "weights"
@@ -64,7 +66,9 @@ def load_model(
 ) -> Model:
     """Loads a model of the llama, qwen2, qwen3, mimo, mistral, granite, gpt2 or gpt_bigcode family.
 
-    It also loads families added with `specjax.models.register`.
+    It also loads families added with `specjax.models.register`. Matrices that are stored in int8,
+    as `save_pretrained(stored="int8")` and compressed-tensors ("int-quantized") write them, are
+    multiplied out to `dtype`.
 
     Args:
       path: a folder with config.json and weights; "demo" or "demo-draft", the
@@ -125,9 +129,11 @@ def load_params(
     dtype = default_dtype(mesh) if dtype is None else weight_dtype(dtype)
     _warn_of_bfloat16(dtype, mesh)
     places = places_of(config, mesh, mesh_axes, num_shards)
-    tensors = open_folder(Path(folder))
+    folder = Path(folder)
+    tensors = open_folder(folder)
+    warn_of_activations(folder, tensors)
     sources = family_of(config).sources(config, tensors)
-    _check(sources, tensors, config, Path(folder))
+    _check(sources, tensors, config, folder)
     if places is None:
         return jax.tree.map(lambda source: jax.device_put(source.read(tensors, dtype)), sources)
     return jax.tree.map(
@@ -138,6 +144,16 @@ def load_params(
         abstract_weights(config, dtype),
         places,
     )
+
+
+def warn_of_activations(folder: Path, tensors: Mapping[str, Any]) -> None:
+    """Warns if a folder's files are made for few bits of what is computed, beside weights."""
+    if not any(isinstance(tensor, Int8Matrix) for tensor in tensors.values()):
+        return
+    path = find_file(folder, "config.json")
+    text = None if path is None else int8_config.warning_of(read_json(path), path)
+    if text is not None:
+        warnings.warn(text, stacklevel=2)
 
 
 def places_of(
@@ -359,8 +375,8 @@ def _check_dtypes(
     if wrong:
         raise ValueError(
             f"{folder} holds {len(wrong)} weights that are not floating point: "
-            f"{_listed(wrong)}. Quantised weights are not read; use an export in BF16, "
-            "F16 or F32."
+            f"{_listed(wrong)}. Of quantised weights, only matrices in int8 are read, "
+            "where config.json says so; use an export in BF16, F16 or F32."
         )
 
 

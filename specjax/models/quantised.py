@@ -97,7 +97,12 @@ def quantise(matrix: Array | View, bits: int, num_groups: int) -> Quantised:
     scales = jnp.where(jnp.isinf(scales), jnp.nan, scales)
     # A group of zeros has scale 0.
     safe = jnp.where(scales > 0, scales, 1.0)
-    return Quantised(jnp.round(grouped / safe[..., None]).astype(dtype), scales)
+    return Quantised(nearest(grouped, safe[..., None]).astype(dtype), scales)
+
+
+def nearest(numbers: Any, scales: Any) -> Any:
+    """Returns how many scales are nearest to each number, ties to even; arrays of jax or numpy."""
+    return (numbers / scales).round()
 
 
 def num_groups(size: int, group_size: int | None, num_shards: int = 1) -> int:

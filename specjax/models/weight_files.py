@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from specjax.models import safetensors, torch_files
+from specjax.models.base import Json
+from specjax.models.int8_reading import multiplied_out
 from specjax.runtime.model_files import find_file, read_json
 
 # Files that hold all weights or an index of files, the first that is there counts.
@@ -19,22 +22,44 @@ def open_folder(folder: str | Path) -> dict[str, np.ndarray]:
     """Returns every tensor of a folder with weights, sharded or not, as read-only views.
 
     Of `model.safetensors` and `pytorch_model.bin` the first that is there is read. With an index
-    (`model.safetensors.index.json`) only the files that it lists are opened.
+    (`model.safetensors.index.json`) only the files that it lists are opened. Matrices in int8 are
+    each an `int8_reading.Int8Matrix`, which is read as an array of float32 is.
 
     Raises:
       FileNotFoundError: no weights in the folder, or a shard is absent.
-      ValueError: the index or a file is corrupt.
+      ValueError: the index or a file is corrupt, or weights are in few bits in another way than
+        config.json says or than is read.
     """
     folder = Path(folder)
     for name in FILE_NAMES:
         if index := find_file(folder, f"{name}.index.json"):
             return _open_shards(folder, index)
         if path := find_file(folder, name):
-            return open_file(path)
+            return open_weights(path)
     raise FileNotFoundError(
         f"{folder} holds no weights: neither {FILE_NAMES[0]} nor {FILE_NAMES[1]}, nor an index of "
         "several; give a folder in Hugging Face format."
     )
+
+
+def open_weights(path: str | Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of one file, matrices in int8 as `open_folder` has them.
+
+    Raises:
+      ValueError: as of `open_folder`.
+    """
+    path = Path(path)
+    return multiplied_out(open_file(path), _config_of(path.parent), lambda name: path)
+
+
+def _config_of(folder: Path) -> Callable[[], Json]:
+    """Returns what reads a folder's config.json, {} where it has none."""
+
+    def read() -> Json:
+        path = find_file(folder, "config.json")
+        return {} if path is None else read_json(path)
+
+    return read
 
 
 def open_file(path: str | Path) -> dict[str, np.ndarray]:
@@ -78,7 +103,8 @@ def _open_shards(folder: Path, index_path: Path) -> dict[str, np.ndarray]:
             f"not hold them: {_listed(absent)}. Index and files are of "
             "different exports; fetch them again."
         )
-    return {name: files[shard][name] for name, shard in weight_map.items()}
+    tensors = {name: files[shard][name] for name, shard in weight_map.items()}
+    return multiplied_out(tensors, _config_of(folder), lambda name: folder / weight_map[name])
 
 
 def _listed(names: list[str]) -> str:

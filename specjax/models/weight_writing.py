@@ -18,10 +18,13 @@ from specjax.models.base import Params
 from specjax.models.weights import Source, Stacked
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_NAMES = {
+WEIGHT_DTYPES = {
     np.dtype(np.float32): "F32",
     np.dtype(np.float16): "F16",
     np.dtype(ml_dtypes.bfloat16): "BF16",
+}
+_NAMES = WEIGHT_DTYPES | {
+    np.dtype(np.int8): "I8",  # of a matrix with scales
     # Of tables beside the weights, as those of a vocabulary that is a part.
     np.dtype(np.int64): "I64",
     np.dtype(np.bool_): "BOOL",
@@ -79,13 +82,17 @@ def tensors_of(sources: Any, params: Params) -> dict[str, Tensor]:
 
     Raises:
       NotImplementedError: a source of another class.
-      ValueError: parts of one tensor have several dtypes.
+      ValueError: parts of one tensor have several dtypes, or a dtype that weights cannot have.
     """
     tensors: dict[str, Tensor] = {}
 
     def put(part: Source, leaf: Any, index: int | None) -> None:
         read = lambda: np.asarray(leaf if index is None else leaf[index])
         dtype = np.dtype(leaf.dtype)
+        if dtype not in WEIGHT_DTYPES:
+            raise ValueError(
+                f"{part.name} is {dtype}; weights are written as float32, bfloat16 or float16."
+            )
         tensor = tensors.setdefault(part.name, Tensor(part.shape, dtype, []))
         if tensor.dtype != dtype:
             raise ValueError(
