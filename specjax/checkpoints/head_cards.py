@@ -23,23 +23,30 @@ _OF_SGLANG = {"eagle": "EAGLE", "eagle3": "EAGLE3", "dflash": "DFLASH", "dspark"
 
 
 def text_of(
-    head: LoadedDrafter, kind: Kind, naming: str, target: OfTarget, card: Mapping[str, Any]
+    head: LoadedDrafter,
+    kind: Kind,
+    naming: str,
+    target: OfTarget,
+    card: Mapping[str, Any],
+    *,
+    stored: str | None = None,
 ) -> str:
     """Returns the card of a head.
 
     Args:
       naming: of its files.
+      stored: "int8", which no server reads in heads; None: the dtype that the weights have.
       card: facts of its training, by name; mappings and lists in it are written out.
     """
     parts = [
         _front_matter(kind, target),
         f"# {_line(head.name) or kind.title}\n",
         f"For speculative decoding with {_line(target.name or 'its target')}: {kind.title}.\n",
-        _table("| head | |", _facts(head, kind, naming, target)),
+        _table("| head | |", _facts(head, kind, naming, target, stored)),
     ]
     if card:
         parts += ["## Training\n", _table("| training | |", _rows(card))]
-    return "\n".join([*parts, "## Use\n", *_uses(head, kind, naming, target)])
+    return "\n".join([*parts, "## Use\n", *_uses(head, kind, naming, target, stored)])
 
 
 def _front_matter(kind: Kind, target: OfTarget) -> str:
@@ -52,7 +59,7 @@ def _front_matter(kind: Kind, target: OfTarget) -> str:
 
 
 def _facts(
-    head: LoadedDrafter, kind: Kind, naming: str, target: OfTarget
+    head: LoadedDrafter, kind: Kind, naming: str, target: OfTarget, stored: str | None
 ) -> Iterator[tuple[str, str]]:
     spec: Any = head.spec
     config, most = spec.config, spec.most_drafts
@@ -69,6 +76,8 @@ def _facts(
         yield "drafts at most", f"{most} tokens"
     yield "parameters", f"{sum(leaf.size for leaf in leaves):,}"
     yield "bytes", f"{sum(leaf.nbytes for leaf in leaves):,} ({', '.join(dtypes)})"
+    if stored is not None:
+        yield "stored in", f"{stored}, with a scale per output of a matrix"
     yield "naming of the files", naming
     yield "written by", f"specjax {__version__}"
 
@@ -115,7 +124,9 @@ def _line(text: str) -> str:
     return " ".join(text.split())
 
 
-def _uses(head: LoadedDrafter, kind: Kind, naming: str, target: OfTarget) -> Iterator[str]:
+def _uses(
+    head: LoadedDrafter, kind: Kind, naming: str, target: OfTarget, stored: str | None
+) -> Iterator[str]:
     spec: Any = head.spec
     named = target.name or "path/to/target"
     name = shlex.quote(named)
@@ -125,7 +136,7 @@ def _uses(head: LoadedDrafter, kind: Kind, naming: str, target: OfTarget) -> Ite
         f"drafter = specjax.load_drafter({_FOLDER!r}, target)",
         "specjax.generate(target, prompts, drafter=drafter)",
     )
-    readers = kind.namings[naming].readers
+    readers = kind.namings[naming].readers if stored is None else ()
     if any(reader.startswith("vLLM") for reader in readers):
         said = {
             "method": kind.method,

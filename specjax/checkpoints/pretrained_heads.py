@@ -76,7 +76,7 @@ def save_head(
     if stored is not None:
         raw |= {int8_config.KEY: int8_config.config_of(tensors)}
         tensors = int8_writing.in_int8(tensors)
-    text = head_cards.text_of(head, kind, naming, known, card or {})
+    text = head_cards.text_of(head, kind, naming, known, card or {}, stored=stored)
     with written_whole(folder) as new:
         write_json(new / CONFIG, raw)
         if way.weights_file is None:

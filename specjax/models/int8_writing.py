@@ -1,8 +1,9 @@
 """Stores matrices in int8 with a scale per output, in half the bytes of bfloat16.
 
-The scale of a row is its largest number / 127, rounded to bfloat16: then what was read is stored
-again as the same bytes, from float32 and from bfloat16 alike. Smaller scales, searched row by row,
-had 1 % less error on the embedded model, and would not keep that.
+The scale of a row is its largest number / 127, and the nearest of 127 multiples stands for each
+number. The largest is rounded to bfloat16 first: then weights that were read, in float32, bfloat16
+or float16, are stored again as the same bytes. Smaller scales, searched row by row, had 1 % less
+error on the embedded model, and would not keep that.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def in_int8(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shape, few = tensor.shape, (*tensor.shape[:-1], 1)
         found[name] = Tensor(shape, np.dtype(np.int8), [(Source(name, shape), matrix.values)])
         found[scale_name] = Tensor(
-            few, np.dtype(ml_dtypes.bfloat16), [(Source(scale_name, few), matrix.scales)]
+            few, np.dtype(np.float32), [(Source(scale_name, few), matrix.scales)]
         )
     return found
 
@@ -76,16 +77,16 @@ class _Matrix:
 
 
 def rounded(matrix: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a matrix [..., in] in int8, and its scales bf16[..., 1].
+    """Returns a matrix [..., in] in int8, and its scales f32[..., 1].
 
     Args:
       name: for messages.
 
     Raises:
-      ValueError: a number is NaN, infinite, or rounded beyond the numbers of float32.
+      ValueError: a number is NaN, or infinite once it is rounded to bfloat16.
     """
     values = np.empty(matrix.shape, np.int8)
-    scales = np.empty((*matrix.shape[:-1], 1), ml_dtypes.bfloat16)
+    scales = np.empty((*matrix.shape[:-1], 1), np.float32)
     num_rows = max(1, _BLOCK // max(1, matrix[:1].size))
     for start in range(0, len(matrix), num_rows):
         rows = slice(start, start + num_rows)
@@ -96,23 +97,20 @@ def rounded(matrix: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
 def _rounded_rows(rows: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
     largest = np.max(np.abs(rows), axis=-1, keepdims=True, initial=0)
     with np.errstate(over="ignore"):
-        # Of a row of zeros, too, some scale has to be there.
-        scales = np.maximum(largest / _LARGEST, _LEAST).astype(ml_dtypes.bfloat16)
-        wide = scales.astype(np.float32)
-        is_finite = np.isfinite(largest) & np.isfinite(wide * _LARGEST)
-    if not np.all(is_finite):
+        largest = largest.astype(ml_dtypes.bfloat16).astype(np.float32)
+    if not np.all(np.isfinite(largest)):
         raise ValueError(
             f"{name} holds NaN, an infinity or a number near the end of float32, and int8 can hold "
             "none of these; store it in the dtype that it has."
         )
-    return nearest(rows, wide).clip(-_LARGEST, _LARGEST).astype(np.int8), scales
+    scales = np.maximum(largest / _LARGEST, _LEAST)  # of a row of zeros, too, there is some scale
+    return nearest(rows, scales).clip(-_LARGEST, _LARGEST).astype(np.int8), scales
 
 
 def largest_error(matrix: np.ndarray) -> np.ndarray:
     """Returns f32[..., 1]: how far numbers of a row may be from those that are stored for them.
 
-    Half a scale, which may have been rounded up by 1/256, and as much again for products that
-    were rounded.
+    Half a scale, which is up to 1/256 more than the largest number / 127.
     """
     largest = np.max(np.abs(matrix), axis=-1, keepdims=True, initial=0).astype(np.float32)
     return 0.51 * largest / _LARGEST + _LEAST

@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+import specjax
 from specjax.demo import checkpoint_files, corpus, evaluate, learning
 from specjax.demo.continuing import continue_prompts
 from specjax.demo.growing import grow
@@ -164,6 +167,26 @@ def test_safetensors_round_trip(tmp_path):
     restored = checkpoint_files.from_tensors(again, TINY.num_layers)
     for leaf, original in zip(jax.tree.leaves(restored), jax.tree.leaves(params), strict=True):
         np.testing.assert_array_equal(leaf, original.astype(jnp.bfloat16).astype(jnp.float32))
+
+
+def test_a_model_in_int8_is_as_save_pretrained_writes_it(tmp_path):
+    """From float32, rounded once; vectors in bfloat16."""
+    params = llama.init(jax.random.key(0), TINY)
+    tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    checkpoint_files.save_model(tmp_path / "a", params, TINY, tokenizer, stored="int8")
+    loaded = specjax.load_model(tmp_path / "a")
+    assert loaded.config.num_layers == TINY.num_layers
+    specjax.save_pretrained(specjax.Model(TINY, params), tmp_path / "b", stored="int8")
+    in_bfloat16 = lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32)
+    expected = jax.tree.map(
+        lambda leaf: leaf if leaf.ndim > 1 else in_bfloat16(leaf),
+        specjax.load_model(tmp_path / "b").params,
+    )
+    for leaf, other in zip(jax.tree.leaves(loaded.params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(leaf, other)
+    tensors = checkpoint_files.read_safetensors(tmp_path / "a" / "model.safetensors")
+    restored = checkpoint_files.from_tensors(tensors, TINY.num_layers)
+    jax.tree.map(np.testing.assert_array_equal, restored, loaded.params)
 
 
 def test_header_is_what_the_format_says(tmp_path):

@@ -15,6 +15,8 @@ _NAMES = {
     np.dtype(np.float16): "F16",
     np.dtype(ml_dtypes.bfloat16): "BF16",
     np.dtype(np.uint8): "U8",
+    np.dtype(np.int8): "I8",
+    np.dtype(np.int32): "I32",
 }
 
 
