@@ -104,7 +104,8 @@ def _rounded_rows(rows: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
             "none of these; store it in the dtype that it has."
         )
     scales = np.maximum(largest / _LARGEST, _LEAST)  # of a row of zeros, too, there is some scale
-    return nearest(rows, scales).clip(-_LARGEST, _LARGEST).astype(np.int8), scales
+    # At most 127.496 scales, where the largest number was rounded down.
+    return nearest(rows, scales).astype(np.int8), scales
 
 
 def largest_error(matrix: np.ndarray) -> np.ndarray:

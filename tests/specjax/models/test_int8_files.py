@@ -308,6 +308,8 @@ REFUSED = {
     "mixed": said(format="mixed-precision"),
     "num_bits=4": said(weights={"num_bits": 4}),
     "num_bits=True": said(weights={"num_bits": True}),
+    "num_bits=8.0": said(weights={"num_bits": 8.0}),
+    "symmetric=1": said(weights={"symmetric": 1}),
     "type='float'": said(weights={"type": "float"}),
     "symmetric=False": said(weights={"symmetric": False}),
     "dynamic=True": said(weights={"dynamic": True}),
@@ -397,11 +399,14 @@ def test_rounding_by_hand():
     assert scales.dtype == np.float32
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16])
-@pytest.mark.parametrize("size", [1.0, 1e-30, 1e-37, 1e-40, 1e37])
+SIZES = [1.0, 1e-30, 1e-37, 1e-40, 1e37]
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [(size, dtype) for size in SIZES for dtype in (np.float32, BF16)] + [(1.0, np.float16)],
+)
 def test_rounding_again_changes_nothing(size, dtype):
-    if dtype == np.float16 and size != 1:
-        pytest.skip("float16 has no such numbers")
     drawn = np.random.default_rng(0).standard_normal((2000, 40)) * size
     values, scales = int8_writing.rounded(drawn.astype(np.float32), "x")
     read = (values * scales.astype(np.float32)).astype(dtype)
@@ -415,6 +420,15 @@ def test_rounding_again_changes_nothing(size, dtype):
         assert error.max() > np.abs(drawn).max() / 127 / 3  # no more digits than 8 bits have
 
 
+def test_the_largest_number_is_127_scales_wherever_it_is_rounded():
+    """From 1 to 2 in steps of a fourth of bfloat16's, both signs."""
+    sizes = np.float32(1 + np.arange(512) / 512)
+    matrix = np.stack([sizes, -sizes], axis=1)
+    values, scales = int8_writing.rounded(matrix, "x")
+    np.testing.assert_array_equal(values, [[127, -127]] * 512)
+    assert np.all(np.abs(values * scales - matrix) <= int8_writing.largest_error(matrix))
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, np.finfo(np.float32).max])
 def test_numbers_that_int8_cannot_hold(value):
     matrix = np.ones((4, 4), np.float32)
@@ -426,6 +440,7 @@ def test_numbers_that_int8_cannot_hold(value):
 def test_long_matrices_are_rounded_block_by_block(monkeypatch):
     matrix = np.random.default_rng(0).standard_normal((50, 7)).astype(np.float32)
     whole = int8_writing.rounded(matrix, "x")
+    int8_writing.rounded(1 - matrix, "x")  # memory that is used again holds other numbers
     monkeypatch.setattr(int8_writing, "_BLOCK", 20)
     for ours, theirs in zip(int8_writing.rounded(matrix, "x"), whole, strict=True):
         np.testing.assert_array_equal(ours, theirs)
