@@ -19,7 +19,7 @@ import json
 import random
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 
@@ -69,9 +69,22 @@ class Call(NamedTuple):
     mean_acceptance_length: float
 
 
+class Work(Protocol):
+    """The same requests for every contender."""
+
+    def call(self, contender: Contender | None, k: int | None) -> Call:
+        """Decodes everything.
+
+        Args:
+          contender: None: plain decoding.
+          k: draft tokens of every step; None: as the default policy chooses.
+        """
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """The same requests for every contender."""
+    """Prompts that go on, some at a time; a `Work`."""
 
     target: Model
     prompts: list[list[int]]
@@ -79,12 +92,7 @@ class Workload:
     sampling: specjax.SamplingParams
 
     def call(self, contender: Contender | None, k: int | None) -> Call:
-        """Decodes all prompts, `batch` at a time.
-
-        Args:
-          contender: None: plain decoding.
-          k: draft tokens of every step; None: as the default policy chooses.
-        """
+        """Decodes all prompts, `batch` at a time; arguments as for `Work.call`."""
         fixed = {} if k is None else {"policy": "fixed"}
         config = None
         if contender is not None:
@@ -110,15 +118,22 @@ class Workload:
 
 
 def compare(
-    work: Workload, contenders: dict[str, Contender], depths: Sequence[int], rounds: int
+    work: Work,
+    contenders: dict[str, Contender],
+    depths: Sequence[int],
+    rounds: int,
+    *,
+    has_shares: bool = True,
 ) -> list[dict[str, Any]]:
     """Returns a row per contender and K: against plain decoding in the same round.
 
     Args:
       depths: values of K; 0 stands for the default policy's choice.
+      has_shares: whether drafters' shares of a step are measured, with one more run per K.
     """
     cells: dict[tuple[str, int], Contender | None] = {(PLAIN, 0): None}
-    cells |= {(FREE, k): Contender(FreeDrafts(), {}) for k in depths if k}
+    if has_shares:
+        cells |= {(FREE, k): Contender(FreeDrafts(), {}) for k in depths if k}
     cells |= {(name, k): each for name, each in contenders.items() for k in depths}
     found: dict[tuple[str, int], list[Call]] = {cell: [] for cell in cells}
     source, order = random.Random(0), list(cells)
