@@ -22,6 +22,7 @@ from scipy import stats
 
 from specjax.bench.fixed_batch import begin
 from specjax.config.engine import EngineConfig
+from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import Decoder
@@ -74,6 +75,8 @@ RULES = {
     "ngram tree": (SEEDED, DELTA),
     "self": (SEEDED, DELTA, REJECTION, BLOCK, TRAVERSAL),
     "self tree": (SEEDED, DELTA, REJECTION, TRAVERSAL),
+    "self int8": (SEEDED, DELTA, REJECTION, BLOCK, TRAVERSAL),
+    "self int8 tree": (SEEDED, DELTA, REJECTION, TRAVERSAL),
 }
 MODEL = dict(
     vocab_size=VOCAB,
@@ -102,13 +105,37 @@ def sharpened(model):
     return dataclasses.replace(model, params={**model.params, "lm_head": head})
 
 
+def coarse_in_int8(model):
+    """Returns the model with one input of every matrix that is always 0, and large weights for it.
+
+    They set the scales of int8, so that its drafts are rejected too. The model's own logits do not
+    depend on them.
+    """
+
+    def large(name, weight):
+        if name.endswith("norm"):
+            return weight.at[0].set(0.0)
+        reads_norm = name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
+        return weight.at[:, 0].set(50 * jnp.abs(weight).max()) if reads_norm else weight
+
+    layers = tuple({k: large(k, w) for k, w in each.items()} for each in model.params["layers"])
+    own = {k: large(k, w) for k, w in model.params.items() if k != "layers"}
+    return dataclasses.replace(model, params={**own, "layers": layers})
+
+
+def models_of(kind, models):
+    """Returns target and draft model of a kind of draft."""
+    target, draft = models
+    return (coarse_in_int8(target), draft) if "int8" in kind else models
+
+
 def drafter_spec(kind, draft):
     if kind == "ngram tree":
         return NgramDrafter(min_match=1, max_match=2, num_matches=2)
-    has_tree = kind.startswith("tree") or kind == "self tree"
+    has_tree = kind.startswith("tree") or (kind.startswith("self") and kind.endswith("tree"))
     shape = static_shapes.from_widths((2, 1)) if has_tree else None
     if kind.startswith("self"):  # coarse enough that drafts are rejected too
-        return SelfDrafter(bits=4, shape=shape)
+        return SelfDrafter(bits=8 if "int8" in kind else 4, shape=shape)
     # Of a vocabulary that lacks one of the target's tokens.
     said = TokenSet.of(np.arange(VOCAB) != 1) if kind.endswith("some tokens") else None
     mask = 2 if kind == "masks" else None
@@ -283,8 +310,9 @@ def p_value(tokens: np.ndarray, law: np.ndarray) -> float:
 
 
 def check(models, kind, num_samples):
-    target, _ = models
-    sampler = Sampler(kind, models)
+    """Checks every combination of a kind; prints its p-values, which `pytest -rP` shows."""
+    target, draft = models_of(kind, models)
+    sampler = Sampler(kind, (target, draft))
     laws = {name: exact_law(name, target) for name in SAMPLING}
     failed = range(len(sampler.combinations))
     # One declared rerun, of new seeds, for what chance may fail.
@@ -294,6 +322,10 @@ def check(models, kind, num_samples):
         values = {
             index: p_value(tokens[index], laws[sampler.combinations[index][1]]) for index in failed
         }
+        print(f"{kind}: {num_samples} samples each, {rate:.0%} of the drafts accepted")
+        for index, value in values.items():
+            rule, name = sampler.combinations[index]
+            print(f"  {Rule(rule).label}, {name}: p = {value:.3g}")
         failed = [index for index, value in values.items() if value < SIGNIFICANCE]
         if not failed:
             break
