@@ -2,7 +2,7 @@
 
 Every legal combination of a rule, a kind of draft and sampling parameters runs as rows
 of one batch, each row with seeds of its own, over at least two steps. All samples, in
-under three minutes on two cores; four devices would cost a third more:
+a few minutes on two cores; four devices would cost a third more:
 
     export XLA_FLAGS=--xla_force_host_platform_device_count=1
     pytest -n 2 --dist load -m slow tests/end_to_end/test_joint_law.py
