@@ -49,6 +49,10 @@ STATE_AXES: dict[str, tuple[str | None, ...]] = {
     "draft_caps": ("rows",),
     "rules": ("rows",),
     "is_active": ("rows",),
+    # Of the kept hidden states: each data shard has its own windows.
+    "states": ("pages", None, None),
+    "windows": ("rows",),
+    "starts": ("rows",),
 }
 
 

@@ -35,8 +35,10 @@ class Committed(NamedTuple):
     roots: Array  # i32[rows], positions of the roots
     counts: Array  # i32[rows], tokens committed; the step fed the same number, from the root on
     places: Array  # i32[rows, max_depth + 1], batch index of the root and of the accepted path
-    taps: tuple[Array, ...]  # [num_tokens, hidden_size] each, of the whole batch
-    beside: tuple[Array, ...]  # the same for the prompt tokens that ran beside the batch
+    # [num_tokens, hidden_size] each, of the whole batch, of the layers that the drafter absorbs.
+    taps: tuple[Array, ...]
+    # The same for the prompt tokens that ran beside the batch, of all layers of `spec.read`.
+    beside: tuple[Array, ...]
 
 
 def absorb_committed(
@@ -47,6 +49,8 @@ def absorb_committed(
     Args:
       state: the state after that step.
     """
+    if not spec.taps:
+        return state
     # A tree has more nodes than a path can commit.
     num_tokens = min(committed.taps[0].shape[0], committed.places.size)
     batch = _batch(state, committed.roots, committed.counts, num_tokens)

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from specjax import sharding
 from specjax.config.engine import EngineConfig
 from specjax.config.rules import Rule
+from specjax.decode.kept import KeptShape
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.sizes import Sizes
 from specjax.drafters.spec import DrafterSpec
@@ -36,6 +37,7 @@ class DecoderConfig:
         those likeliest to be accepted; None: no limit. Bucket.max_drafts counts all shards.
       mesh: axes "data" and "tensor", the latter in two factors where the drafter is split over
         part of it (`specjax.models.partition.factored`); None: one device.
+      kept: the windows of hidden states that steps keep; None: they keep none.
       trusted_kernels: pairs of an op and a kernel that passed its self-test on the devices.
     """
 
@@ -47,6 +49,7 @@ class DecoderConfig:
     rule_options: RuleOptions = NO_OPTIONS
     max_drafts_per_shard: int | None = None
     mesh: Mesh | None = None
+    kept: KeptShape | None = None
     trusted_kernels: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_kernels.implementations import by_name, default_device, trusting
 from specjax import sharding
-from specjax.decode import executable_store
+from specjax.decode import executable_store, kept
 from specjax.decode import state as decode_state
 from specjax.decode.background import Background
 from specjax.decode.bucket import Bucket
@@ -25,6 +25,7 @@ from specjax.decode.burst import burst
 from specjax.decode.compiler_options import burst_options
 from specjax.decode.compiling import tell
 from specjax.decode.config import DecoderConfig
+from specjax.decode.kept import KeptShape
 from specjax.decode.kv_scales import kv_scales_of
 from specjax.decode.made_weights import MadeWeights, made_weights
 from specjax.decode.mixed import mixed_step
@@ -83,8 +84,9 @@ class Decoder:
     Every executable is compiled ahead of its first call, so that seconds of compilation are
     measured separately (`compile_s`), and traced once (`traces` counts traces).
     Weights are arguments of every call; the state is donated. Bursts of K = 0 run on `plain`,
-    the decoder without a drafter, so that both share one executable. The exception is a drafter
-    that absorbs hidden states: it needs them at K = 0 too, so its own decoder runs those bursts.
+    the decoder without a drafter, so that both share one executable. The exceptions are a drafter
+    that absorbs hidden states and a decoder that keeps them: they are needed at K = 0 too, so its
+    own decoder runs those bursts.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -284,12 +286,18 @@ class Decoder:
         """The decoder with the same configuration and no drafter."""
         if not self.drafter.can_draft:
             return self
-        plain = dataclasses.replace(self.config, drafter=NoDrafter(), max_drafts_per_shard=None)
+        nothing = dict(drafter=NoDrafter(), max_drafts_per_shard=None, kept=None)
+        plain = dataclasses.replace(self.config, **nothing)
         return shared_decoder(plain)
 
     def _absorbs(self, state: DecodeState) -> bool:
-        """Returns whether the drafter absorbs the target's hidden states, at K = 0 too."""
-        return bool(self.drafter.taps) and has_drafter(state)
+        """Returns whether steps read the target's hidden states, at K = 0 too: the drafter absorbs
+        them, or they are kept for it."""
+        return self._reads_states and has_drafter(state)
+
+    @property
+    def _reads_states(self) -> bool:
+        return bool(self.drafter.taps) or self.config.kept is not None
 
     def _plain_of(self, state: DecodeState) -> Decoder:
         """Returns the decoder that runs bursts of K = 0."""
@@ -644,7 +652,7 @@ class Decoder:
     def compiled_burst(self, num_speculative_tokens: int) -> Any:
         """Returns the executable of a burst that has run, for its memory_analysis() and text."""
         key = ("burst", num_speculative_tokens)
-        decoder = self if num_speculative_tokens or self.drafter.taps else self.plain
+        decoder = self if num_speculative_tokens or self._reads_states else self.plain
         return next(run for (name, _), run in decoder._executables.items() if name == key)
 
     def step_spec(
@@ -657,7 +665,7 @@ class Decoder:
         """Returns the spec that a step of this K is compiled for; arguments as for `burst`.
 
         Args:
-          absorbs: whether the drafter absorbs hidden states at K = 0 too.
+          absorbs: whether hidden states are absorbed or kept at K = 0 too.
         """
         most = self.config.max_drafts_per_shard
         if max_drafts is not None:
@@ -672,6 +680,7 @@ class Decoder:
             num_speculative_tokens=num_speculative_tokens,
             max_drafts_per_shard=most,
             taps=self.taps if is_built else (),
+            kept=self.kept_layers if is_built else (),
         )
 
     @property
@@ -682,6 +691,18 @@ class Decoder:
           ValueError: the target has no such layer.
         """
         return resolve_taps(self.drafter.taps, self.target.num_layers)
+
+    @property
+    def kept_shape(self) -> KeptShape | None:
+        """The windows of hidden states that steps keep; None: they keep none."""
+        return self.config.kept
+
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states are kept, each once, the normed output too."""
+        if self.config.kept is None:
+            return ()
+        return tuple(dict.fromkeys((*self.taps, self.target.num_layers)))
 
     def _prompt_spec(self, state: DecodeState) -> StepSpec:
         """Returns the spec for feeding prompts, with the drafter unless it is turned off."""
@@ -715,6 +736,15 @@ class Decoder:
         if has_drafter:
             make = self._build_drafter(1).init
             drafter = make(rows, sizes.max_length, sizes.num_pages, sizes.page_size)
+        windows: Any = ()
+        if has_drafter and self.config.kept is not None:
+            windows = kept.empty(
+                self.config.kept,
+                rows=rows,
+                num_layers=len(self.kept_layers),
+                hidden_size=self.target.hidden_size,
+                dtype=sizes.dtype,
+            )
         return DecodeState(
             cache=cache,
             drafter=drafter,
@@ -725,6 +755,7 @@ class Decoder:
             draft_caps=integers(),
             rules=integers(),
             is_active=jnp.zeros(rows, bool),
+            kept=windows,
         )
 
     def _build_drafter(self, num_speculative_tokens: int, is_ranked: bool = False) -> Drafter:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from specjax.decode.absorb import absorb
+from specjax.decode.kept import keep_prompt
 from specjax.decode.state import DecodeState, with_table
 from specjax.decode.step_spec import StepSpec
 from specjax.paged.forward import forward, make_batch
@@ -47,7 +48,7 @@ def prefill(
         token_bucket=spec.token_bucket,
         tensor_axis=spec.tensor_axis,
         kv_scales=state.cache.scales,
-        taps=spec.taps,
+        taps=spec.read,
     )
     cache = dataclasses.replace(state.cache, pages=pages)
     state = dataclasses.replace(state, cache=cache)
@@ -99,10 +100,14 @@ def take_prompt(
 
     Args:
       batch: from `prompt_batch`.
-      taps: hidden states of the layers spec.taps, [num_tokens, hidden_size] each.
+      taps: hidden states of the layers spec.read, [num_tokens, hidden_size] each.
     """
+    if spec.kept:
+        kept = keep_prompt(state.kept, batch, row_ids, spec.of_kept(taps))
+        state = dataclasses.replace(state, kept=kept)
     if spec.taps:
-        state = absorb(spec, params, state, batch, taps, row_ids, max_tokens_per_row)
+        own = spec.absorbed(taps)
+        state = absorb(spec, params, state, batch, own, row_ids, max_tokens_per_row)
     else:
         drafter = spec.drafter.prefill(params, state.drafter, batch, row_ids, max_tokens_per_row)
         state = dataclasses.replace(state, drafter=drafter)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from specjax.decode.kept import Kept
 from specjax.drafters import base
 from specjax.drafters.base import Drafter
 from specjax.drafters.none import TurnedOff
@@ -39,6 +40,7 @@ class DecodeState:
     draft_caps: Array
     rules: Array  # i32[rows], types.GREEDY .. types.SYNTHETIC
     is_active: Array  # bool[rows], decoding: not empty, not prefilling, not ended
+    kept: Any = ()  # Kept where the decoder keeps hidden states and its drafter is on
 
     @property
     def rows(self) -> int:
@@ -111,8 +113,9 @@ def with_table(state: DecodeState, block_table: HostArray) -> DecodeState:
 
 
 def without_drafter(state: DecodeState) -> DecodeState:
-    """Returns the state with the drafter turned off, which frees the drafter's memory."""
-    return dataclasses.replace(state, drafter=TurnedOff())
+    """Returns the state with the drafter turned off, which frees the drafter's memory, and that of
+    the hidden states that are kept for it."""
+    return dataclasses.replace(state, drafter=TurnedOff(), kept=())
 
 
 def has_drafter(state: DecodeState) -> bool:
@@ -141,7 +144,10 @@ def take_rows(state: DecodeState, drafter: Drafter, row_ids: Array) -> DecodeSta
     )
     own["is_active"] &= row_ids < rows
     part = base.take_rows(drafter, state.drafter, row)
-    return dataclasses.replace(state, cache=cache, drafter=part, **own)
+    kept = state.kept
+    if isinstance(kept, Kept):
+        kept = dataclasses.replace(kept, windows=kept.windows[row], starts=kept.starts[row])
+    return dataclasses.replace(state, cache=cache, drafter=part, kept=kept, **own)
 
 
 def put_rows(
@@ -161,7 +167,10 @@ def put_rows(
         lengths=put(state.cache.lengths, part.cache.lengths),
     )
     drafter_state = base.put_rows(drafter, state.drafter, row_ids, part.drafter)
-    return dataclasses.replace(state, cache=cache, drafter=drafter_state, **fields)
+    kept = state.kept
+    if isinstance(kept, Kept):  # a step writes states alone
+        kept = dataclasses.replace(kept, states=part.kept.states)
+    return dataclasses.replace(state, cache=cache, drafter=drafter_state, kept=kept, **fields)
 
 
 # Fields of DecodeState, besides the cache and the drafter, whose arrays lead with rows.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from specjax.decode.absorb import Committed
 from specjax.decode.commit import commit, longest_path
 from specjax.decode.draft import draft
+from specjax.decode.kept import keep_committed
 from specjax.decode.state import DecodeState
 from specjax.decode.step_spec import StepSpec
 from specjax.decode.submit import submit
@@ -30,7 +31,7 @@ def advance(
       beside: prompt tokens of rows that are not active, for the target to take along.
 
     Returns:
-      The state, a report, and with spec.taps what was committed, for the caller to absorb.
+      The state, a report, and with spec.read what was committed, for the caller to absorb.
     """
     drafter = spec.drafter if spec.num_speculative_tokens else none.drafter()
     state, drafted = draft(
@@ -54,9 +55,10 @@ def advance(
     info = dataclasses.replace(info, proposed_depth=depth)
     if verification.tapped is None or verification.places is None:
         return state, info, None
-    tapped = verification.tapped
-    return (
-        state,
-        info,
-        Committed(roots, info.num_committed, verification.places, tapped.batch, tapped.beside),
-    )
+    tapped, places = verification.tapped, verification.places
+    if spec.kept:
+        states = spec.of_kept(tapped.batch)
+        kept = keep_committed(state.kept, roots, info.num_committed, places, states)
+        state = dataclasses.replace(state, kept=kept)
+    absorbed = spec.absorbed(tapped.batch)
+    return state, info, Committed(roots, info.num_committed, places, absorbed, tapped.beside)

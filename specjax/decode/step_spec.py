@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from jax import Array
+
 from specjax import sharding
 from specjax.config.rules import Rule
 from specjax.decode.config import DecoderConfig
@@ -21,6 +23,7 @@ class StepSpec:
         empty drafter where K is 0 and it does not.
       num_speculative_tokens: K; 0 is plain decoding.
       taps: layers of the target whose hidden states the drafter absorbs; () where it absorbs none.
+      kept: layers of the target whose hidden states are kept in windows; () where none are.
       max_drafts_per_shard: as in DecoderConfig, or a shard's share of Bucket.max_drafts.
     """
 
@@ -29,6 +32,7 @@ class StepSpec:
     num_speculative_tokens: int
     max_drafts_per_shard: int | None = None
     taps: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
 
     def __post_init__(self):
         if self.rules and self.token_bucket is not None:
@@ -36,6 +40,19 @@ class StepSpec:
                 f"rules={self.rules} compare whole rows, and token_bucket={self.token_bucket} "
                 "decides token by token; under invariant numerics use none of them."
             )
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """Layers of the target whose hidden states a forward returns, each once."""
+        return tuple(dict.fromkeys((*self.taps, *self.kept)))
+
+    def absorbed(self, states: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Returns those of the states of `read` that the drafter absorbs."""
+        return tuple(states[self.read.index(tap)] for tap in self.taps)
+
+    def of_kept(self, states: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Returns those of the states of `read` that are kept."""
+        return tuple(states[self.read.index(layer)] for layer in self.kept)
 
     @property
     def config(self) -> ModelConfig:

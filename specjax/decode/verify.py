@@ -52,7 +52,7 @@ class Verification(NamedTuple):
     # chosen from them
     is_invalid: Array
     logprobs: LogProbs  # of acceptance.token_ids, leading [rows, max_depth + 1]
-    # With spec.taps only: hidden states of all tokens that were fed, and the batch index of
+    # With spec.read only: hidden states of all tokens that were fed, and the batch index of
     # the node before each of acceptance.token_ids, i32[rows, max_depth + 1].
     tapped: Tapped | None = None
     places: Array | None = None
@@ -86,7 +86,7 @@ def verify(
         tensor_axis=spec.tensor_axis,
         beside=beside,
         kv_scales=state.cache.scales,
-        taps=spec.taps,
+        taps=spec.read,
     )
     nodes = _nodes(state, proposal, batch, hidden)
     flat = tokens_of(batch.row_starts, batch.token_ids.shape[0], proposal.num_nodes)
@@ -96,7 +96,7 @@ def verify(
     else:
         said = _choose(decide_rows, nodes, size, batch.row_starts[-1])
         verification = _by_equality(proposal, said, flat)
-    if spec.taps:
+    if spec.read:
         path = nodes_on_path(verification.acceptance)
         places = jnp.take_along_axis(flat, path, axis=1)
         verification = verification._replace(tapped=tapped, places=places)
