@@ -6,10 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from specjax.config.gate import SpeculationGate
 from specjax.decode.compiling import telling
 from specjax.decode.decoder import Decoder
 from specjax.decode.score import Scores
+from specjax.engine.adapting import Adapting, AdaptStats
 from specjax.engine.admission import admit
 from specjax.engine.burst_choice import BurstChoice
 from specjax.engine.faults import RECOVERABLE, Faults
@@ -48,6 +51,7 @@ class Loop:
 
     Attributes:
       compile_s, run_s: seconds in `step`: compiling, and all else.
+      adapting: lets the drafter learn between bursts; None: it stays as it is.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Loop:
         self._recovery = Recovery(self._run, fewer_pages)
         self._on_compile = lambda what: on_progress(f"compiling the {what}", 0, 0)
         self.compile_s = self.run_s = 0.0
+        self.adapting: Adapting | None = None
 
     @property
     def decoder(self) -> Decoder:
@@ -122,6 +127,16 @@ class Loop:
     def num_preemptions(self) -> int:
         """Number of times that a row was preempted."""
         return self._run.num_preemptions
+
+    @property
+    def kept_states(self) -> tuple[Any, ...]:
+        """The hidden states that steps keep for a drafter that learns; () where they keep none."""
+        return self._run.device_state.kept.states if self._run.has_windows else ()
+
+    @property
+    def adapt_stats(self) -> AdaptStats | None:
+        """What the drafter has learned so far; None if it stays as it is."""
+        return None if self.adapting is None else self.adapting.stats(self._run)
 
     @property
     def has_work(self) -> bool:
@@ -223,13 +238,37 @@ class Loop:
         if self._run.recomputes:
             self._empty_rows(moved)
         self._run.ensure_state()
+        self._learn(moved)
         moved += self._end_overdue()
         self._admit()
+        self._run.point_windows()
         num_before = len(self._run.flights)
         self._send(max_burst_steps)
         num_sent = len(self._run.flights) - num_before
         while len(self._run.flights) > num_sent:
             self._read(moved)
+
+    def _learn(self, moved: list[Request]) -> None:
+        """Lets the drafter learn if it is due, once the bursts in flight are read back."""
+        adapting, run = self.adapting, self._run
+        if adapting is None:
+            return
+        run.collect_windows()
+        last = self.records[-1].measured_step_s if self.records else None
+        if not adapting.is_due(run, last):
+            return
+        begun_at = adapting.clock()
+        while run.flights:
+            self._read(moved)
+        run.collect_windows()
+        adapting.learn(run, self.policy, begun_at=begun_at)
+
+    def learn_idle(self) -> bool:
+        """Lets the drafter learn while there is no work; returns whether it did."""
+        if self.adapting is None or self.has_work or self._run.device_state is None:
+            return False
+        self._run.collect_windows()
+        return self.adapting.learn_idle(self._run, self.policy)
 
     def _empty_rows(self, moved: list[Request]) -> None:
         """Reads back all bursts in flight, and queues the requests that run."""
@@ -305,7 +344,9 @@ class Loop:
         Raises:
           ValueError: the weights lie on several devices, and there is no mesh. Nothing changed.
         """
-        run = self._run
+        run, is_given = self._run, retries_drafter
+        if self.adapting is not None and not is_given:
+            params = DecoderParams(params.target, run.params.drafter)  # as it has learned to be
         retries_drafter |= run.makes_drafter
         retries_drafter &= is_new and run.faults.is_drafter_off
         if run.faults.is_drafter_off and not retries_drafter:
@@ -313,6 +354,7 @@ class Loop:
         placed = run.placed(params)
         if retries_drafter or not run.faults.is_drafter_off:
             placed = run.with_made_weights(placed)
+        before = run.params.drafter
         if is_new:  # first, so that an interrupt leaves no page to be read under other weights
             run.renew_weights(recomputes=recomputes)
         run.params = placed
@@ -322,6 +364,8 @@ class Loop:
         if retries_drafter:
             run.faults = Faults(run.faults.drafter, run.decoder.sizes.rows)
             self._recovery.restart()
+        if self.adapting is not None and is_given and not _are_same(before, run.params.drafter):
+            self.adapting.restart(run)
 
     # Between runs
 
@@ -396,3 +440,9 @@ class Loop:
                 run.tell_drafter()
         except RECOVERABLE as error:
             run.do_without(error)
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Returns whether two trees hold the very same arrays."""
+    left, right = jax.tree.leaves(one), jax.tree.leaves(other)
+    return len(left) == len(right) and all(a is b for a, b in zip(left, right))

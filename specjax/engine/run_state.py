@@ -13,6 +13,7 @@ from jax.sharding import SingleDeviceSharding
 
 from specjax.config.gate import SpeculationGate
 from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, TooLarge
+from specjax.decode.kept import Kept, pointed
 from specjax.decode.state import DecodeState, without_drafter
 from specjax.drafters.guard import DrafterError
 from specjax.engine.deadlines import Deadlines
@@ -23,6 +24,7 @@ from specjax.engine.rows import Row
 from specjax.engine.scheduler import Scheduler
 from specjax.engine.text_feed import TextFeed
 from specjax.engine.timing import DeviceClock
+from specjax.engine.windows import KeptText, Windows
 from specjax.types import DecoderParams
 
 
@@ -67,6 +69,8 @@ class RunState:
         self.params_version = 0  # of `params`
         self.num_prefilled = 0  # prompt tokens fed, without those found in the prefix cache
         self.num_preemptions = 0
+        self.windows: Windows | None = None  # of hidden states that are kept for a drafter
+        self._num_kept_before = 0
         self.begin()
 
     def placed(self, params: DecoderParams) -> DecoderParams:
@@ -129,6 +133,8 @@ class RunState:
           recomputes: whether the next step drops these as well.
         """
         self.scheduler.renew_weights()
+        if self.windows is not None:
+            self.windows.forget()
         self.prompts.num_tokens = 0
         self.has_scales = False
         # All pages share one set of scales, those of the newest weights.
@@ -178,6 +184,10 @@ class RunState:
         self.feed: TextFeed | None = None
         if self.decoder.drafter.takes_text:
             self.feed = TextFeed(self.decoder.sizes.rows)
+        self._num_kept_before = self.num_kept
+        self.windows, shape = None, self.decoder.kept_shape
+        if shape is not None:
+            self.windows = Windows(*shape, self.decoder.num_shards)
         # Last, because the device may fail: the host's tables must be valid then.
         self.ensure_state()
 
@@ -191,6 +201,46 @@ class RunState:
         if self.is_quantized and not self.has_scales and self.params.target is not None:
             self.device_state = self.decoder.with_kv_scales(self.params, self.device_state)
             self.has_scales = True
+
+    @property
+    def num_kept(self) -> int:
+        """Tokens of outputs whose hidden states were kept so far."""
+        return self._num_kept_before + (0 if self.windows is None else self.windows.num_kept)
+
+    @property
+    def kept_texts(self) -> list[KeptText]:
+        """The texts whose hidden states windows hold, the oldest first."""
+        return [] if self.windows is None else self.windows.texts
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether hidden states are kept now."""
+        state = self.device_state
+        return self.windows is not None and state is not None and isinstance(state.kept, Kept)
+
+    def collect_windows(self) -> None:
+        """Turns windows that are full, or whose row has gone, into texts."""
+        if self.windows is not None:
+            self.windows.collect(self.scheduler)
+
+    def point_windows(self) -> None:
+        """Points rows at windows, for the work that is sent next."""
+        if self.windows is None or not self.has_windows:
+            return
+        self.windows.collect(self.scheduler)
+        pointed_at = self.windows.assign(self.scheduler)
+        if pointed_at is not None:
+            kept = pointed(self.device_state.kept, *pointed_at)
+            self.device_state = dataclasses.replace(self.device_state, kept=kept)
+
+    def take_drafter(self, params: DecoderParams) -> None:
+        """Gives the steps that are sent from now on other weights of the drafter.
+
+        Args:
+          params: with the target's weights in use.
+        """
+        self.params = DecoderParams(self.params.target, self.placed(params).drafter)
+        self.decoder.let_go()  # of the earlier weights
 
     def _new_state(self) -> DecodeState:
         if self.faults.is_drafter_off:

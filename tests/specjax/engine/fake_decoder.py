@@ -64,7 +64,7 @@ class FakeDecoder:
             burst_steps=BURST_STEPS,
             tree_slots=tree_slots,
         )
-        self.num_shards = num_shards
+        self.num_shards, self.kept_shape = num_shards, None
         self.engine_config = EngineConfig(**engine)
         self.prompt_sizes = PromptSizes((64, 256), 16)
         self.compile_s = self.now_s = self.burst_compile_s = 0.0
@@ -273,3 +273,4 @@ class FakeState:
 
     version: int
     drafter: Any = ()
+    kept: Any = ()

@@ -32,7 +32,7 @@ class IdleDecoder:
             pages_per_row=256,
             burst_steps=32,
         )
-        self.num_shards = 1
+        self.num_shards, self.kept_shape = 1, None
         self.engine_config = EngineConfig()
         self.prompt_sizes = PromptSizes((64, 256), 16)
         self.compile_s = 0.0
