@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from specjax.drafters.loading import LoadedDrafter as LoadedDrafter
     from specjax.drafters.loading import load_drafter as load_drafter
     from specjax.drafters.self_drafter import SelfDrafter as SelfDrafter
+    from specjax.engine.adapting import AdaptStats as AdaptStats
     from specjax.engine.lineage import CacheFill as CacheFill
     from specjax.engine.request import SelfCheck as SelfCheck
     from specjax.layouts.converting import convert as convert
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from specjax.training.adapter import AdapterStats as AdapterStats
     from specjax.training.adapter import DrafterAdapter as DrafterAdapter
     from specjax.training.adapter import draft_loss as draft_loss
+    from specjax.training.serving import Adapt as Adapt
     from specjax.types import DecoderParams as DecoderParams
     from specjax.types import Proposal as Proposal
 
@@ -64,6 +66,8 @@ from specjax.version import __version__ as __version__
 # The public surface. What authors of drafters import besides is listed at the end of
 # docs/your-own-drafter.md; other names may change with any version.
 __all__ = [
+    "Adapt",
+    "AdaptStats",
     "AdapterState",
     "AdapterStats",
     "CacheFill",
@@ -167,6 +171,8 @@ _HOME = {
     "Texts": "specjax.rl.scoring",
     "logprob_gap": "specjax.rl.scoring",
     "score": "specjax.rl.scoring",
+    "Adapt": "specjax.training.serving",
+    "AdaptStats": "specjax.engine.adapting",
     "AdapterState": "specjax.training.adapter",
     "AdapterStats": "specjax.training.adapter",
     "DrafterAdapter": "specjax.training.adapter",

@@ -38,6 +38,7 @@ from specjax.config.speculation import SpeculationConfig
 from specjax.configs.devices import of_kind
 from specjax.decode.config import DecoderConfig
 from specjax.decode.decoder import OUT_OF_MEMORY, Decoder, shared_decoder
+from specjax.decode.kept import KeptShape
 from specjax.decode.rules import RuleOptions
 from specjax.decode.sizes import Sizes
 from specjax.drafters.guard import DrafterError
@@ -102,6 +103,8 @@ class Setup:
     chooses_rows: bool | None = None
     # Kind of sampling, by which learned acceptance is kept.
     acceptance_kind: str = MIXED
+    kept: KeptShape | None = None  # the hidden states that steps keep for a drafter that learns
+    learner_bytes: int = 0  # of one device that learning takes: weights, optimiser, workspace
 
     @functools.cached_property
     def trusted_kernels(self) -> tuple[tuple[str, str], ...]:
@@ -195,6 +198,17 @@ class Setup:
                 "lower it, or leave it out."
             )
         self._with_or_without_drafter(plans.check_memory)
+
+    def check_kept(self, kept: KeptShape, num_layers: int) -> None:
+        """Raises ValueError where hidden states of so many layers alone take more than a device."""
+        num_bytes = kept.num_bytes(num_layers, self.target.config.hidden_size, self._dtype)
+        num_bytes //= sharding.axis_size(self.mesh, sharding.DATA)
+        there = self._device_bytes
+        if there is not None and num_bytes > there:
+            raise ValueError(
+                f"{kept.num_windows} windows of {kept.length} tokens take {amount(num_bytes)} of a "
+                f"device that has {amount(there)}; lower replay or length of adapt."
+            )
 
     def for_run(
         self,
@@ -461,6 +475,8 @@ class Setup:
             drafter_params=shapes if self._has_drafter_params else None,
             chooses_rows=self._plans_row_buckets,
             trusted_kernels=self.trusted_kernels,
+            kept=self.kept,
+            learner_bytes=self.learner_bytes,
         )
 
     @functools.cached_property
@@ -551,6 +567,7 @@ class Setup:
             rule_options=_rule_options(self.speculation),
             max_drafts_per_shard=self._max_drafts_per_shard(sizes.rows),
             mesh=self.mesh,
+            kept=self.kept,
             trusted_kernels=self.trusted_kernels,
         )
         return shared_decoder(config)
@@ -669,6 +686,7 @@ class RunSetup(Setup):
         if self.memory is None:
             return None
         planned = self.memory.planned_workspace(loop.decoder.sizes.num_pages)
+        planned += self.memory.learner_bytes
         return MemoryWatch(self._devices, planned)
 
 

@@ -8,15 +8,16 @@ import copy
 import dataclasses
 import os
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
 from pallas_kernels.implementations import Taken
 from specjax.api.acceptance_alarm import AcceptanceAlarm
+from specjax.api.adapting import Adaptation, attach, with_learner
 from specjax.api.assemble import Setup
 from specjax.api.handed_weights import completed, wait_for
 from specjax.api.outbox import Outbox
@@ -28,7 +29,8 @@ from specjax.config.engine import EngineConfig
 from specjax.config.rules import Rule
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
-from specjax.drafters.loading import DrafterSource
+from specjax.drafters.loading import DrafterSource, LoadedDrafter
+from specjax.engine.adapting import AdaptStats
 from specjax.engine.loop import Loop
 from specjax.engine.recovery import INTERRUPTED
 from specjax.engine.request import AcceptanceCounts, Request
@@ -41,6 +43,8 @@ from specjax.runtime import compilation_cache
 from specjax.runtime.jax_settings import entrance
 from specjax.runtime.progress import Progress, Report
 from specjax.types import DecoderParams
+
+T = TypeVar("T")
 
 
 class Engine:
@@ -75,6 +79,7 @@ class Engine:
         mesh: Mesh | None = None,
         mesh_axes: MeshAxisMap | None = None,
         layout: str | Layout = "specjax",
+        adapt: Adaptation | None = None,
         progress: bool | Report = False,
     ):
         """Loads the models and allocates their pages; arguments as `generate`.
@@ -84,6 +89,8 @@ class Engine:
             choose them by SamplingParams.verification. "greedy", "seeded" and "delta" are
             always available.
           layout: of the weights passed to `update_params`, as for `build_decoder`.
+          adapt: a `specjax.Adapt`, with which the drafter learns between bursts; None: it stays as
+            it is.
         """
         compilation_cache.enable()
         self._progress = Progress(progress)
@@ -98,6 +105,9 @@ class Engine:
             mesh=mesh,
             mesh_axes=mesh_axes,
         ).with_reported_memory()
+        learner: Any = None
+        if adapt is not None:
+            setup, learner = with_learner(setup, adapt)
         params, setup = setup.params, setup.without_weights()
         self._handed = setup.handed_weights(layout)
         names = [setup.speculation.verification, *other_verifications]
@@ -112,6 +122,10 @@ class Engine:
             params=params,
         )
         self._handed.note(DecoderParams(params.target, self._own_drafter(self._loop)))
+        if adapt is not None:
+            self._progress.report("compiling what the drafter learns with", 0, 0)
+            attach(adapt, learner, self._loop)
+        self._adapted: tuple[Any, AdaptStats | None] = (), None  # once it is closed
         self._updates = Turns(lambda: False, lambda: None)  # of threads that bring new weights
         self._memory_watch = setup.memory_watch(self._loop)
         self._records = self._loop.records
@@ -303,6 +317,8 @@ class Engine:
                     retries_drafter=is_given,
                 )
                 handed.settle(taken)
+                if loop.adapting is not None:
+                    handed.note_drafter(self._own_drafter(loop))
             return taken.version
 
     @property
@@ -344,6 +360,25 @@ class Engine:
         return dataclasses.replace(plan, measured_workspace=watch.measured_workspace)
 
     @property
+    def adaptation(self) -> AdaptStats | None:
+        """What the drafter has learned so far; None without `adapt`."""
+        with self._turns.tables():
+            return self._adapted[1] if self._loop is None else self._loop.adapt_stats
+
+    @property
+    def drafter(self) -> LoadedDrafter:
+        """The drafter with its weights in use: with `adapt` those that it has learned so far, which
+        `save_pretrained` takes, of an engine that is closed too.
+
+        Its arrays stay valid while the engine goes on. Weights that are made from the target's, and
+        those of a drafter that was turned off, are left out.
+        """
+        with self._turns.tables():
+            loop = self._loop
+            params = self._adapted[0] if loop is None else self._own_drafter(loop)
+        return dataclasses.replace(self._setup.drafter, params=params)
+
+    @property
     def kernels(self) -> tuple[Taken, ...]:
         """The implementation that each op takes in this engine's steps, and why no better one.
 
@@ -362,6 +397,10 @@ class Engine:
         with self._turns.turn():
             with self._turns.tables():
                 loop = self._loop
+                if loop is not None:
+                    self._adapted = self._own_drafter(loop), loop.adapt_stats
+                    if loop.adapting is not None:
+                        loop.adapting.close()
                 try:
                     self._to_end.extend(map(_Ending, self._outbox.ids()))
                     self._take_in()
@@ -450,11 +489,14 @@ class Engine:
         with self._turns.tables():
             loop = self._running_loop
             self._take_in()
-            if not loop.has_work:
+            is_idle = not loop.has_work
+            if is_idle:
                 self._end_lost("the engine lost it in an interruption.")
-                return
+        if is_idle:
+            self._learn(loop.learn_idle)
+            return
         try:
-            moved = loop.step(max_burst_steps)
+            moved = self._learn(lambda: loop.step(max_burst_steps))
         except BaseException as error:
             with self._turns.tables():
                 self._end_lost(INTERRUPTED.format(error=error))
@@ -468,6 +510,17 @@ class Engine:
             self._hand_out(moved)
         if self._memory_watch is not None:
             self._memory_watch.look()
+
+    def _learn(self, step: Callable[[], T]) -> T:
+        """Runs a step in which the drafter may learn; its weights then count as those in use."""
+        loop = self._running_loop
+        adapting = loop.adapting
+        before = 0 if adapting is None else adapting.num_updates
+        try:
+            return step()
+        finally:
+            if adapting is not None and adapting.num_updates != before:
+                self._handed.note_drafter(self._own_drafter(loop))
 
     def _advance_for(self, request_id: int) -> None:
         """Steps once, unless another thread's step has already made chunks for the request."""

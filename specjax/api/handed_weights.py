@@ -167,6 +167,11 @@ class HandedWeights:
         given = _arrays_of(params)
         self._used = () if given is None else (_Seen.of(given),)
 
+    def note_drafter(self, drafter: Any) -> None:
+        """Notes that a drafter's weights have changed beside the target's, which stay in use."""
+        refs = [*map(weakref.ref, jax.tree.leaves(drafter))]
+        self._used = tuple(seen._replace(drafter=refs) for seen in self._used)
+
     def _version_of(self, version: int | None, is_same: bool, increases: bool) -> int:
         """Returns the version of weights, as `take`; raises ValueError."""
         _check_version(version)

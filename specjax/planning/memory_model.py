@@ -178,6 +178,10 @@ class MemoryPlan:
     warnings: tuple[str, ...] = ()
     # The implementation of each op in the steps that were compiled.
     kernels: tuple[Taken, ...] = ()
+    # Bytes of the hidden states that are kept for a drafter that learns, which are not free, and
+    # of its weights in float32, its optimiser's state and a step of learning.
+    kept_bytes: int = 0
+    learner_bytes: int = 0
     # Bytes that steps took on the device; None if it does not report them, or not yet.
     measured_workspace: int | None = None
 

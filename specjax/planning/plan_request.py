@@ -39,6 +39,7 @@ from specjax.configs import heads as known_heads
 from specjax.configs import models
 from specjax.configs.devices import DEVICES, GOOGLE, NVIDIA, DeviceFigures
 from specjax.decode.config import DecoderConfig
+from specjax.decode.kept import KeptShape
 from specjax.decode.rules import NO_OPTIONS, RuleOptions
 from specjax.decode.sizes import Sizes, default_tokens, ridge_of
 from specjax.drafters import heads
@@ -111,6 +112,8 @@ class PlanRequest:
       drafter_params: shapes of the drafter's weights; by default `abstract_params` of its spec.
       chooses_rows: whether the policy chooses row buckets where the engine names none.
       trusted_kernels: as in DecoderConfig.
+      kept: the hidden states that steps keep, as in DecoderConfig.
+      learner_bytes: of one device that a drafter that learns takes beside its weights and steps.
     """
 
     target: ModelConfig
@@ -129,6 +132,8 @@ class PlanRequest:
     drafter_params: Any = None
     chooses_rows: bool = True
     trusted_kernels: tuple[tuple[str, str], ...] = ()
+    kept: KeptShape | None = None
+    learner_bytes: int = 0
 
     def __post_init__(self):
         if not 0 <= self.acceptance_rate <= 1:
@@ -167,6 +172,7 @@ class PlanRequest:
     def without_drafter(self) -> PlanRequest:
         """Returns the request of the same engine for plain decoding."""
         nothing = dict(drafter_dtype=None, drafter_params=None, max_drafts_per_shard=None)
+        nothing |= dict(kept=None, learner_bytes=0)
         return dataclasses.replace(
             self, drafter=NoDrafter(), num_speculative_tokens=0, rules=(), **nothing
         )
@@ -216,6 +222,7 @@ class PlanRequest:
             rule_options=self.rule_options,
             max_drafts_per_shard=self.max_drafts_per_shard,
             mesh=self.device.mesh,
+            kept=self.kept,
             trusted_kernels=self.trusted_kernels,
         )
 

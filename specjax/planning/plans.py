@@ -171,10 +171,12 @@ def check_memory(request: PlanRequest) -> None:
     whole = _decoder(request, request.target.num_layers, 1)
     resident, page = _resident_bytes(whole), sum(_page_bytes(request))
     step = _least_step_bytes(request, whole)
-    if total >= resident + page + step:
+    beside = request.learner_bytes
+    if total >= resident + beside + page + step:
         return
     raise ValueError(
-        f"weights and state take {amount(resident)} of the {amount(total)} of each chip, a "
+        f"weights and state take {amount(resident)} of the {amount(total)} of each chip, "
+        f"{_of_learner(beside)}a "
         f"page {amount(page)} and a step at least {amount(step)}; use more chips, a "
         "smaller dtype, max_rows or max_context, or raise memory_bytes."
     )
@@ -345,7 +347,7 @@ def _memory(
             "or gate; give --memory-bytes."
         ]
     limits = MemoryLimits(
-        free_bytes=total - resident,
+        free_bytes=total - resident - request.learner_bytes,
         page_size=engine.chosen_page_size,
         rows=engine.max_rows,
         max_context=request.max_context,
@@ -360,4 +362,20 @@ def _memory(
         compiled.buckets,
         copied_per_token=compiled.copies.ratio * c,
     )
+    memory = dataclasses.replace(
+        memory, kept_bytes=_kept_bytes(request), learner_bytes=request.learner_bytes
+    )
     return memory, list(memory.warnings)
+
+
+def _kept_bytes(request: PlanRequest) -> int:
+    """Returns the bytes of the hidden states that are kept, on one chip."""
+    if request.kept is None:
+        return 0
+    kept: Any = _decoder(request, request.target.num_layers, 1).abstract_state.kept
+    return sum(map(_bytes, kept.states))
+
+
+def _of_learner(num_bytes: int) -> str:
+    """Returns a clause on a drafter that learns, for a list of what takes memory."""
+    return f"a drafter that learns {amount(num_bytes)}, " if num_bytes else ""

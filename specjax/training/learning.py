@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from specjax.models.base import ModelConfig, Params
 from specjax.training.drafts import Kind
 from specjax.training.objective import Objective, Sums, loss_of
-from specjax.training.texts import Target, TextBatch, target_states
+from specjax.training.texts import Target, TargetStates, TextBatch, target_states
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,17 @@ class Learner:
         """
         target = Target(self.target, jax.lax.stop_gradient(target_params))
         states = target_states(target, text, self.kind.taps(self.config))
+        return self.loss_along(params, target, text, states, key)
+
+    def loss_along(
+        self, params: Params, target: Target, text: TextBatch, states: TargetStates, key: Array
+    ) -> tuple[Array, Sums]:
+        """Returns what `loss` does, along texts whose hidden states are known.
+
+        Args:
+          target: no gradient reaches its weights.
+          states: of the layers that the kind reads.
+        """
         own = cast(params, self.dtype)
         drafts = self.kind.propose(own, self.config, target, text, states, self.depth, key)
         return loss_of(self.objective, target, text, states, drafts)
