@@ -123,11 +123,16 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         help="looks without a lower loss after which it stops (default: never)",
     )
     group.add_argument(
+        "--optimizer",
+        choices=("muon", "adamw"),
+        default="muon",
+        help="(default %(default)s)",
+    )
+    group.add_argument(
         "--learning-rate",
         metavar="R",
         type=float,
-        default=1e-3,
-        help="peak, of AdamW (default %(default)s)",
+        help="peak (default 0.02 of muon, 0.001 of adamw); a tenth where --start goes on",
     )
     group.add_argument(
         "--seed", metavar="N", type=at_least(0), default=0, help="(default %(default)s)"
@@ -277,6 +282,7 @@ def _config(arguments: argparse.Namespace) -> Any:
         "eval_every",
         "checkpoint_every",
         "patience",
+        "optimizer",
         "learning_rate",
         "seed",
     )

@@ -1,12 +1,14 @@
 """The text: the standard library's own source, as found beside any Python.
 
-The text is under the PSF-2.0 licence. Tests, tables of code points, the reference
-manual as one string and files written by the build are left out; a library file is
-held out whole when a hash of its path says so.
+The text is under the PSF-2.0 licence. Tables of code points, the reference manual as
+one string and files written by the build are left out; a file of the library is
+held out whole when a hash of its path says so. Tests are a text of their own, which the
+target reads too.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import platform
 import sysconfig
@@ -19,10 +21,13 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from specjax.demo.pair import END_OF_TEXT, END_OF_TEXT_ID, VOCAB_SIZE
 
 HELD_OUT_PERCENT = 3
+MOST_CHARACTERS_OF_A_TEST = 400_000  # larger ones are tables
 _SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "__pycache__"),
-    *("test", "tests", "idle_test", "encodings", "pydoc_data", "__phello__"),
+    *("encodings", "pydoc_data", "__phello__"),
 }
+_TEST_FOLDERS = {"test", "tests", "idle_test"}
+_SKIPPED_TESTS = ("test/encoded", "lib2to3/tests/data")
 
 
 class SourceFile(NamedTuple):
@@ -42,10 +47,30 @@ def is_held_out(path: str) -> bool:
 
 
 def source_files(root: Path | None = None) -> list[SourceFile]:
-    """Returns the library's readable source files in order of their paths."""
+    """Returns the library's readable source files in order of their paths, without tests."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
+    return _read(root, [path for path in root.rglob("*.py") if not _is_test(root, path)])
+
+
+def test_files(root: Path | None = None) -> list[SourceFile]:
+    """Returns the library's tests in order of their paths."""
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    files = _read(root, [path for path in root.rglob("*.py") if _is_test(root, path)])
+    return [
+        file
+        for file in files
+        if not file.path.startswith(_SKIPPED_TESTS) and len(file.text) < MOST_CHARACTERS_OF_A_TEST
+    ]
+
+
+def _is_test(root: Path, path: Path) -> bool:
+    return bool(_TEST_FOLDERS & set(path.relative_to(root).parts))
+
+
+def _read(root: Path, paths: list[Path]) -> list[SourceFile]:
+    """Returns what is text among files, in order of their paths."""
     files = []
-    for path in root.rglob("*.py"):
+    for path in paths:
         relative = path.relative_to(root)
         # The build writes _sysconfigdata_* and config-*/ with paths of one machine.
         is_written_by_build = any(
@@ -64,8 +89,13 @@ def source_files(root: Path | None = None) -> list[SourceFile]:
     return sorted(files)
 
 
-def manifest(files: list[SourceFile]) -> dict:
-    """Returns what was read, so that another machine can tell whether it reads the same."""
+def manifest(files: list[SourceFile], tests: list[SourceFile]) -> dict:
+    """Returns what was read, so that another machine can tell whether it reads the same.
+
+    Args:
+      files: of the library, those that are held out among them.
+      tests: that were read.
+    """
     return {
         "source": "the Python standard library",
         "licence": "PSF-2.0",
@@ -73,7 +103,15 @@ def manifest(files: list[SourceFile]) -> dict:
         "held_out_percent": HELD_OUT_PERCENT,
         "held_out": [file.path for file in files if file.is_held_out],
         "sha256": {file.path: file.sha256 for file in files},
+        "num_tests": len(tests),
+        "sha256_of_tests": _digest(tests),
     }
+
+
+def _digest(files: list[SourceFile]) -> str:
+    """Returns one sha256 of the paths and contents of files."""
+    lines = "".join(f"{file.sha256}  {file.path}\n" for file in files)
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def train_tokenizer(files: list[SourceFile]) -> Tokenizer:
@@ -114,3 +152,18 @@ def windows(token_ids: np.ndarray, step: int, rows: int, length: int, seed: int 
     chosen = rng.permutation(num_windows)[index * rows : (index + 1) * rows]
     starts = chosen * length + offset
     return token_ids[starts[:, None] + np.arange(length + 1)]
+
+
+def main() -> None:
+    """Writes the library's files as they are split, for `specjax train --data --held-out`."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("folder", type=Path, help="gets the folders library and held_out")
+    folder = parser.parse_args().folder
+    for file in source_files():
+        path = folder / ("held_out" if file.is_held_out else "library") / file.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(file.text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -20,11 +20,12 @@ _SHARED: dict[str, Any] = dict(
 )
 
 # A step of a small model on CPU costs a fixed sum per layer besides reading its
-# weights, so the target is deep and the draft has two layers: fewer cannot copy a
-# name from the context (one layer finds the place, the next reads what followed).
+# weights. So the target is large enough for reading to take most of a step, and the
+# draft has two layers: fewer cannot copy a name from the context (one layer finds the
+# place, the next reads what followed).
 TARGET = ModelConfig(
-    hidden_size=256,
-    intermediate_size=512,
+    hidden_size=384,
+    intermediate_size=896,
     num_layers=8,
     num_heads=4,
     num_kv_heads=2,

@@ -161,23 +161,3 @@ def compute_dtype(params: Params) -> Any:
     dtypes = [jnp.dtype(leaf.dtype) for leaf in jax.tree.leaves(params)]
     wide = [one for one in dtypes if jnp.issubdtype(one, jnp.floating) and one.itemsize > 1]
     return wide[0] if wide else jnp.dtype(jnp.float32)
-
-
-@functools.lru_cache(maxsize=8)  # one object for equal arguments: it is static in `update`
-def default_optimizer(
-    learning_rate: float, steps: int, warmup: int, decay: int
-) -> optax.GradientTransformation:
-    """Returns AdamW with clipped gradients; its rate rises over `warmup` steps, stays, and falls
-    to zero over the last `decay`, or over what the rise leaves of all steps."""
-    warmup = min(warmup, steps)
-    decay = min(decay, steps - warmup)
-
-    def schedule(step: Any) -> Any:
-        rise = (step + 1) / (warmup + 1)
-        fall = (steps - step) / (decay + 1)
-        return learning_rate * jnp.clip(jnp.minimum(rise, fall), 0.0, 1.0)
-
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(schedule, b1=0.9, b2=0.95, weight_decay=0.01),
-    )

@@ -8,13 +8,14 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from specjax import optimizers
 from specjax.checkpoints.pretrained import save_pretrained
 from specjax.config.checks import is_int, is_number
 from specjax.drafters.loading import LoadedDrafter, load_drafter
@@ -32,6 +33,7 @@ from specjax.training.objective import Objective, Sums, value_of
 from specjax.training.run_store import Look, RunMemory, RunStore
 from specjax.training.texts import TextBatch
 
+RATES = {"muon": 0.02, "adamw": 1e-3}  # peaks, where none is given
 DATA = "data"  # the axis of a mesh that texts are split over
 
 
@@ -43,9 +45,11 @@ class TrainingConfig:
       depth: draft tokens per root that it is trained on.
       rows: texts of a step; over a mesh a multiple of its data axis.
       steps: updates.
-      learning_rate: peak, of AdamW.
+      optimizer: "muon", which learns several times faster from nothing, or "adamw".
+      learning_rate: peak; None: 0.02 of Muon, whose embeddings and norms learn by Adam at a fifth of
+        it, or 0.001 of AdamW. Take a tenth where a trained drafter goes on (`start`).
       warmup, decay: steps at the beginning and at the end in which the rate rises and falls; decay
-        None: a fifth of the steps.
+        None: three fifths of the steps.
       objective: the losses.
       eval_every: steps between looks at held-out text.
       patience: such looks in a row without a lower loss after which training stops; None: never.
@@ -56,7 +60,8 @@ class TrainingConfig:
     depth: int = 4
     rows: int = 8
     steps: int = 1000
-    learning_rate: float = 1e-3
+    optimizer: str = "muon"
+    learning_rate: float | None = None
     warmup: int = 20
     decay: int | None = None
     objective: Objective = dataclasses.field(default_factory=Objective)
@@ -70,9 +75,14 @@ class TrainingConfig:
             value = getattr(self, name)
             if not is_int(value) or value < 1:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
+        if self.optimizer not in RATES:
+            raise ValueError(
+                f"optimizer={self.optimizer!r} must be one of {', '.join(RATES)}; any other of optax "
+                "is an argument of train()."
+            )
         rate = self.learning_rate
-        if not is_number(rate) or not 0 < rate < math.inf:
-            raise ValueError(f"learning_rate={rate!r} must be a number above 0.")
+        if rate is not None and (not is_number(rate) or not 0 < rate < math.inf):
+            raise ValueError(f"learning_rate={rate!r} must be a number above 0, or None.")
         if is_int(self.seed) and self.seed >= 2**63:
             raise ValueError(f"seed={self.seed} must be below 2**63.")
         for name, least in (("warmup", 0), ("decay", 0), ("patience", 1), ("seed", 0)):
@@ -82,10 +92,17 @@ class TrainingConfig:
             if not is_int(value) or value < least:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
 
-    def optimizer(self) -> optax.GradientTransformation:
-        """Returns the default optimiser."""
-        decay = self.steps // 5 if self.decay is None else self.decay
-        return learning.default_optimizer(self.learning_rate, self.steps, self.warmup, decay)
+    def transformation(self, vocab_sizes: Collection[int]) -> optax.GradientTransformation:
+        """Returns the optimiser.
+
+        Args:
+          vocab_sizes: of the target and of the drafter.
+        """
+        rate = RATES[self.optimizer] if self.learning_rate is None else self.learning_rate
+        decay = self.steps * 3 // 5 if self.decay is None else self.decay
+        if self.optimizer == "adamw":
+            return optimizers.adamw(rate, self.steps, self.warmup, decay)
+        return optimizers.muon(rate, self.steps, self.warmup, decay, frozenset(vocab_sizes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +168,7 @@ def train(
         and `head` are then its own, and are left out.
       folder: of checkpoints. A call that was stopped goes on from the last one there, and ends with
         the same weights to the bit. Of an `optimizer` of your own, give the same again.
-      optimizer: any of optax, over the drafter's weights in float32; None: AdamW, by the config.
+      optimizer: any of optax, over the drafter's weights in float32; None: the config's.
       progress: as for `generate`.
       on_look: called after each look at held-out text.
 
@@ -174,12 +191,12 @@ def train(
     for each in (training, looked_at):
         _check_text(each, target, config)
     learner, given = _learner(target, kind, config, dict(head or {}), start)
-    run = _Run(learner, config, optimizer or config.optimizer(), target.params)
+    target_ids = _target_ids(learner, training)
+    sizes = {target.config.vocab_size, getattr(learner.config, "vocab_size", 0)}
+    run = _Run(learner, config, optimizer or config.transformation(sizes), target.params)
     said = _said(learner, config, target, given, optimizer, training, looked_at)
     store = RunStore(folder, said)
-    state = learning.begin(
-        learner, run.optimizer, target.params, config.seed, _target_ids(learner, training), given
-    )
+    state = learning.begin(learner, run.optimizer, target.params, config.seed, target_ids, given)
     memory = RunMemory.of(jax.device_put(state, _mesh_sharding(target.params, None)))
     bar = Progress(progress)
     try:

@@ -11,9 +11,9 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 import specjax
+from specjax import optimizers
 from specjax.demo import checkpoint_files, corpus, evaluate, learning
 from specjax.demo.continuing import continue_prompts
-from specjax.demo.growing import grow
 from specjax.demo.pair import DRAFT, TARGET
 from specjax.models import llama
 from specjax.models.dense import sequence_logits
@@ -26,16 +26,6 @@ TINY = dataclasses.replace(
     num_layers=1,
     head_dim=8,
 )
-LARGER = dataclasses.replace(
-    TINY,
-    hidden_size=32,
-    intermediate_size=40,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-)
-
-
 all_logits = jax.jit(sequence_logits, static_argnums=1)
 
 
@@ -72,7 +62,7 @@ def test_windows_visit_everything_once_per_epoch():
 @pytest.mark.full
 def test_step_reduces_loss_on_a_repeated_batch():
     params = llama.init(jax.random.key(0), TINY)
-    optimiser = learning.optimizer(num_steps=40, warmup=2, decay=20)
+    optimiser = optimizers.muon(0.02, 40, 2, 20, frozenset([TINY.vocab_size]), 0.05)
     opt_state = optimiser.init(params)
     loss = lambda params, batch: learning.text_loss(params, TINY, batch)
     losses = []
@@ -86,20 +76,6 @@ def test_step_reduces_loss_on_a_repeated_batch():
 
 
 @pytest.mark.full
-def test_muon_scales_by_outputs_over_inputs():
-    """Updates of tall and wide [out, in] matrices, by the sizes of their axes."""
-    gradient = jax.random.normal(jax.random.key(0), (48, 12))
-    params = {"wide": jnp.zeros((12, 48)), "tall": jnp.zeros((48, 12))}
-    grads = {"wide": gradient.T, "tall": gradient}
-    optimiser = learning.optimizer(num_steps=4, warmup=1, decay=0)
-    state = optimiser.init(params)
-    for _ in range(2):  # the first rate is zero
-        updates, state = optimiser.update(grads, state, params)
-    assert jnp.abs(updates["wide"]).max() > 0
-    np.testing.assert_allclose(updates["tall"], 2 * updates["wide"].T, rtol=1e-4)
-
-
-@pytest.mark.full
 def test_distillation_is_least_at_the_target_itself():
     target = llama.init(jax.random.key(0), TINY, std=0.3)
     other = llama.init(jax.random.key(1), TINY, std=0.3)
@@ -110,25 +86,6 @@ def test_distillation_is_least_at_the_target_itself():
     least, gradient = loss_and_gradient(target)
     assert least < loss_and_gradient(other)[0]
     assert max(jnp.abs(leaf).max() for leaf in jax.tree.leaves(gradient)) < 1e-5
-
-
-@pytest.mark.full
-def test_grown_model_computes_nearly_the_same():
-    small = llama.init(jax.random.key(0), TINY, std=0.5)
-    large = grow(small, TINY, LARGER, jax.random.key(1))
-    shape_of = lambda params: jax.tree.map(jnp.shape, params)
-    assert shape_of(large) == shape_of(llama.init(jax.random.key(0), LARGER))
-    before = all_logits(small, TINY, tiny_windows())
-    after = all_logits(large, LARGER, tiny_windows())
-    # What differs is the noise in the new channels of the embedding.
-    np.testing.assert_allclose(before, after, atol=0.05 * float(jnp.std(before)))
-
-
-def test_grow_refuses_other_heads():
-    small = llama.init(jax.random.key(0), TINY)
-    other = dataclasses.replace(LARGER, num_kv_heads=4)
-    with pytest.raises(ValueError, match="cannot grow"):
-        grow(small, TINY, other, jax.random.key(1))
 
 
 @pytest.mark.full
