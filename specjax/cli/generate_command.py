@@ -10,7 +10,14 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from specjax.cli import json_document, mesh_argument, prompts, sampling_arguments, terminal
+from specjax.cli import (
+    comparison,
+    json_document,
+    mesh_argument,
+    prompts,
+    sampling_arguments,
+    terminal,
+)
 from specjax.cli.parser import layer_ids
 from specjax.config.engine import ACTIVATION_DTYPES, KV_CACHE_DTYPES, NUMERICS, EngineConfig
 from specjax.config.names import BY_NAME, DRAFTERS, NO_DRAFTER, check_drafter
@@ -109,6 +116,12 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="tell accepted drafts apart (default: on a terminal, unless NO_COLOR is set)",
     )
+    group.add_argument(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        help="decode once more without drafts, and say how much faster drafts were (default: for "
+        "one prompt of the embedded model)",
+    )
 
 
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
@@ -138,6 +151,7 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
+    comparison.check(arguments)
     entries = prompts.collect(arguments.prompts, arguments.prompts_file, is_chat=arguments.chat)
     speculation = speculation_config(arguments)
     engine = engine_config(arguments)
@@ -228,9 +242,15 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
             )
             status.clear()
             _write_result(arguments, entries, result, target, drafter)
+        code = _report(arguments, entries, sampling, result)
+        if comparison.is_wanted(arguments, is_streamed, result):
+            status.show("decoding without drafts, to compare")
+            line = comparison.of(target, entries, sampling, result, call)
+            status.clear()
+            print(line, file=sys.stderr)
     except ValueError as error:
         raise ValueError(_with_source(str(error), entries)) from error
-    return _report(arguments, entries, sampling, result)
+    return code
 
 
 def _load(arguments: argparse.Namespace, config: SpeculationConfig, engine: EngineConfig, mesh):

@@ -11,7 +11,15 @@ NO_DRAFTER, DEMO = "none", "demo"
 MATCHING = ("ngram", "history")  # drafters that need no weights
 SELF_DRAFTING = ("self-int8", "self-int4")  # whose weights are made from the target's
 BY_NAME = (*MATCHING, *SELF_DRAFTING)  # drafters that are no files
-DRAFTERS = (NO_DRAFTER, *BY_NAME, DEMO)
+# What the package holds, and the folders of it. "demo" as a drafter is "demo-draft".
+DEMO_FOLDERS = {
+    DEMO: "target",
+    "demo-draft": "draft",
+    "demo-eagle3": "eagle3",
+    "demo-dspark": "dspark",
+}
+DEMO_HEADS = ("demo-eagle3", "demo-dspark")
+DRAFTERS = (NO_DRAFTER, *BY_NAME, DEMO, *DEMO_HEADS)
 _SIMILARITY = 0.6  # similarity of names, 0 to 1, from which one is suggested for the other
 
 
@@ -36,7 +44,7 @@ def check_drafter(name: str | os.PathLike[str]) -> None:
       ValueError: the name is unknown; the message lists the known ones.
     """
     text = os.fspath(name)
-    known = (*DRAFTERS, "demo-draft")
+    known = (*DRAFTERS, *DEMO_FOLDERS)
     # A name with a separator is a path or a hub name, for `load_model` to find.
     if text in known or os.path.basename(text) != text:
         return

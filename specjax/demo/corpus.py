@@ -52,7 +52,7 @@ def source_files(root: Path | None = None) -> list[SourceFile]:
     return _read(root, [path for path in root.rglob("*.py") if not _is_test(root, path)])
 
 
-def test_files(root: Path | None = None) -> list[SourceFile]:
+def files_of_tests(root: Path | None = None) -> list[SourceFile]:
     """Returns the library's tests in order of their paths."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = _read(root, [path for path in root.rglob("*.py") if _is_test(root, path)])

@@ -32,6 +32,7 @@ from specjax.models import llama
 from specjax.models.base import Params
 
 CHECKPOINT_EVERY = 500
+LOG_EVERY = 100
 OWN_TEXT_BATCHES = 10
 OWN_TEXT_ROWS = 2048
 OWN_TEXT_PROMPT_LENGTH = 32
@@ -110,8 +111,9 @@ def run_stage(
         params, opt_state, value = learning.update(
             loss, optimiser, params, opt_state, batch_of(step)
         )
-        log.add(step, float(value))
-        progress.set_postfix(loss=f"{float(value):.3f}")
+        if (step + 1) % LOG_EVERY == 0 or step + 1 == stage.num_steps:
+            log.add(step + 1, float(value))  # waits for the device
+            progress.set_postfix(loss=f"{float(value):.3f}")
         if (step + 1) % CHECKPOINT_EVERY == 0 or step + 1 == stage.num_steps:
             state = {"params": params, "opt_state": opt_state}
             checkpoints.save(step + 1, args=ocp.args.StandardSave(state))
@@ -122,7 +124,7 @@ def run_stage(
 
 
 class LossLog:
-    """Appends to a CSV file, one row per step: its loss and the time since the start."""
+    """Appends to a CSV file: steps, the loss of the last, and the time since the start."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -141,7 +143,7 @@ class LossLog:
 def train(work_folder: Path, output: Path) -> None:
     """Runs all stages and writes both models to `output`."""
     files = corpus.source_files()
-    library, tests = [file for file in files if not file.is_held_out], corpus.test_files()
+    library, tests = [file for file in files if not file.is_held_out], corpus.files_of_tests()
     tokenizer = corpus.train_tokenizer(files)
     library_ids, test_ids = corpus.encode(library, tokenizer), corpus.encode(tests, tokenizer)
     print(f"{len(library_ids)} tokens of the library, {len(test_ids)} of its tests")
@@ -158,9 +160,13 @@ def train(work_folder: Path, output: Path) -> None:
         llama.init(jax.random.key(0), pair.TARGET),
         lambda params, batch: learning.text_loss(params, pair.TARGET, batch),
         windows_of(TARGET_TEXT, np.concatenate([library_ids, test_ids])),
-        lambda params: save_model(weights / "target", params, pair.TARGET, tokenizer),
+        lambda params: save_model(
+            weights / "target", params, pair.TARGET, tokenizer, stored="int8"
+        ),
     )
-    save_draft = lambda params: save_model(weights / "draft", params, pair.DRAFT, tokenizer)
+    save_draft = lambda params: save_model(
+        weights / "draft", params, pair.DRAFT, tokenizer, stored="int8"
+    )
     draft = run_stage(
         DRAFT_TEXT,
         work_folder,

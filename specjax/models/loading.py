@@ -24,6 +24,7 @@ from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
 from pallas_kernels.implementations import default_device
+from specjax.config.names import DEMO_FOLDERS
 from specjax.models import int8_config, partition
 from specjax.models.abstract import abstract_weights
 from specjax.models.base import Model, ModelConfig, Params
@@ -37,7 +38,6 @@ from specjax.runtime.model_files import find_file, read_json
 from specjax.text.tokenization import Tokenizer
 
 _DEMO_WEIGHTS = Path(__file__).resolve().parents[1] / "demo" / "weights"
-_DEMO_FOLDERS = {"demo": "target", "demo-draft": "draft"}
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _MOST_NAMES_LISTED = 10
 _WEIGHT_DTYPES = ("float32", "bfloat16", "float16")
@@ -275,8 +275,8 @@ def resolve_folder(path: str | os.PathLike[str]) -> Path:
       FileNotFoundError: there is no such folder, and it cannot be fetched.
     """
     name = os.fspath(path)
-    if name in _DEMO_FOLDERS:
-        folder = _DEMO_WEIGHTS / _DEMO_FOLDERS[name]
+    if name in DEMO_FOLDERS:
+        folder = _DEMO_WEIGHTS / DEMO_FOLDERS[name]
         if folder.is_dir():
             return folder
         raise FileNotFoundError(

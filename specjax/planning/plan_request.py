@@ -27,6 +27,7 @@ from specjax.config.engine import EngineConfig
 from specjax.config.names import (
     BY_NAME,
     DEMO,
+    DEMO_FOLDERS,
     DRAFTERS,
     MATCHING,
     NO_DRAFTER,
@@ -303,7 +304,7 @@ def find_config(source: str | os.PathLike[str], also: Sequence[str] = (DEMO,)) -
     shape = known_shape(name)
     if shape is not None:
         return importlib.import_module(f"{models.__name__}.{shape}").get_config()
-    if not Path(name).expanduser().exists() and name not in ("demo", "demo-draft"):
+    if not Path(name).expanduser().exists() and name not in DEMO_FOLDERS:
         raise FileNotFoundError(
             f"{name!r} is no folder with a config.json, and no known shape"
             f"{suggestion(name, [*_modules(models), *also])}; expected a folder, "

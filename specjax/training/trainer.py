@@ -46,8 +46,8 @@ class TrainingConfig:
       rows: texts of a step; over a mesh a multiple of its data axis.
       steps: updates.
       optimizer: "muon", which learns several times faster from nothing, or "adamw".
-      learning_rate: peak; None: 0.02 of Muon, whose embeddings and norms learn by Adam at a fifth of
-        it, or 0.001 of AdamW. Take a tenth where a trained drafter goes on (`start`).
+      learning_rate: peak; None: 0.02 of Muon, beside which embeddings and norms learn by Adam at a
+        fifth of it, or 0.001 of AdamW. Take a tenth where a trained drafter goes on (`start`).
       warmup, decay: steps at the beginning and at the end in which the rate rises and falls; decay
         None: three fifths of the steps.
       objective: the losses.
@@ -77,8 +77,8 @@ class TrainingConfig:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least 1.")
         if self.optimizer not in RATES:
             raise ValueError(
-                f"optimizer={self.optimizer!r} must be one of {', '.join(RATES)}; any other of optax "
-                "is an argument of train()."
+                f"optimizer={self.optimizer!r} must be one of {', '.join(RATES)}; any other of "
+                "optax is an argument of train()."
             )
         rate = self.learning_rate
         if rate is not None and (not is_number(rate) or not 0 < rate < math.inf):

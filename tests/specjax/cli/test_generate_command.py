@@ -5,10 +5,12 @@ import json
 import re
 import shlex
 import sys
+import types
 import warnings
 
 import pytest
 
+from specjax.cli import comparison
 from specjax.cli import main as cli
 from specjax.cli.main import main
 
@@ -42,6 +44,38 @@ def test_speculation_does_not_change_the_text(run, model_folder):
     _, drafted, err = run("w5 w6 w5 w6 w5", "--drafter", str(model_folder))
     assert plain == drafted
     assert "tokens per target step, 100 % of drafts accepted" in err
+
+
+def test_compare_decodes_once_more_without_drafts(run, model_folder):
+    drafter = ("--drafter", str(model_folder))
+    code, _, err = run("w5 w6", *drafter, "--compare", "--temperature", "1")
+    assert code == 0
+    found = re.search(r"without drafts: the same 6 tokens in .* with them (\d+\.\d\d) times", err)
+    assert found is not None
+    _, _, err = run("w5 w6", *drafter)  # by itself only with the embedded model
+    assert "without drafts" not in err
+    _, _, err = run("w5 w6", "--compare")  # there is nothing to compare
+    assert "without drafts" not in err
+
+
+@pytest.mark.parametrize(
+    "argv, message", [(["--json"], "leave out --json"), (["--n", "2"], "leave out --n 2")]
+)
+def test_compare_refuses_what_it_cannot(run, argv, message):
+    code, out, err = run("w5", "--compare", *argv)
+    assert code != 0
+    assert message in out + err
+
+
+def test_compare_says_where_texts_part():
+    stats = lambda tokens, seconds: types.SimpleNamespace(
+        num_output_tokens=tokens, run_s=seconds, tokens_per_second=tokens / seconds
+    )
+    said = comparison.line(stats(10, 0.5), stats(10, 1.0), num_equal=7)
+    assert said == (
+        "without drafts: the same tokens up to 7 of 10 in 1.00 s (10 tokens/s) · with them 2.00 "
+        "times as fast"
+    )
 
 
 @pytest.mark.slow
