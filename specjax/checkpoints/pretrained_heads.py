@@ -32,6 +32,7 @@ from specjax.models.base import Json, Model, ModelConfig, Params
 from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle3 import Eagle3Config
 from specjax.models.families import family_of
+from specjax.models.loading import demo_name
 from specjax.models.medusa import MedusaConfig
 from specjax.models.weight_writing import write_file, write_files
 from specjax.runtime.model_files import find_file, read_json
@@ -130,14 +131,14 @@ def of_target(target: Model | None, card: Mapping[str, Any] | None) -> OfTarget:
 
 
 def _name_of(target: Model) -> str | None:
-    """Returns the name on the hub of what came from there, else the folder.
+    """Returns the name on the hub or in the package of what came from there, else the folder.
 
     Of a model that came from neither, None: readers would look for its name on the hub.
     """
     if target.folder is None:
         return target.name if head_cards.HUB_NAME.fullmatch(target.name) else None
     found = _IN_HUB_CACHE.search(f"{target.folder}/")
-    return "/".join(found.groups()) if found else target.folder
+    return "/".join(found.groups()) if found else demo_name(target.folder) or target.folder
 
 
 def _classes_of(target: Model) -> tuple[str, ...]:

@@ -38,6 +38,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--out", metavar="FOLDER", required=True, help="of the drafter")
     parser.add_argument(
+        "--stored",
+        choices=("int8",),
+        help="stores matrices in int8, which specjax alone reads in heads (default: as computed)",
+    )
+    parser.add_argument(
         "--start",
         metavar="FOLDER",
         help="a head or a draft model that goes on learning, in place of a new one of --kind",
@@ -184,7 +189,7 @@ def run(arguments: argparse.Namespace) -> int:
         progress=sys.stderr.isatty(),
         on_look=on_look,
     )
-    trained.save(folder)
+    trained.save(folder, stored=arguments.stored)
     plot = report.try_draw(trained.looks, work / "training.png")
     if arguments.json:
         print(json.dumps(trained.facts | {"out": str(folder)}, indent=2))

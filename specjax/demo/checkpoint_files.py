@@ -16,6 +16,8 @@ from specjax.models.base import ModelConfig, Params
 from specjax.models.weight_files import open_weights
 from specjax.models.weight_writing import Tensor, of_array, write_file
 
+TEMPERATURE = 0.5  # so small a model strays at more
+
 # Ours -> theirs. Matrices are [out, in] in both.
 _LAYER_NAMES = {
     "input_norm": "input_layernorm",
@@ -103,7 +105,7 @@ def save_model(
         folder / "generation_config.json",
         {
             "do_sample": True,
-            "temperature": 0.8,
+            "temperature": TEMPERATURE,
             "eos_token_id": END_OF_TEXT_ID,
             "pad_token_id": END_OF_TEXT_ID,
         },

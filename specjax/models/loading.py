@@ -268,6 +268,12 @@ def weight_dtype(dtype: Any) -> np.dtype:
     return found
 
 
+def demo_name(folder: str | os.PathLike[str]) -> str | None:
+    """Returns the name of a folder inside the package, as "demo"; None for other folders."""
+    path = Path(folder).resolve()
+    return next((n for n, own in DEMO_FOLDERS.items() if path == _DEMO_WEIGHTS / own), None)
+
+
 def resolve_folder(path: str | os.PathLike[str]) -> Path:
     """Returns the folder of a path, a demo name or a name on the Hub.
 

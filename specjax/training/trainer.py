@@ -92,14 +92,19 @@ class TrainingConfig:
             if not is_int(value) or value < least:
                 raise ValueError(f"{name}={value!r} must be a whole number of at least {least}.")
 
+    def resolved(self) -> dict[str, Any]:
+        """Returns the fields that may be None, as they count."""
+        rate = RATES[self.optimizer] if self.learning_rate is None else self.learning_rate
+        decay = self.steps * 3 // 5 if self.decay is None else self.decay
+        return {"learning_rate": rate, "decay": decay}
+
     def transformation(self, vocab_sizes: Collection[int]) -> optax.GradientTransformation:
         """Returns the optimiser.
 
         Args:
           vocab_sizes: of the target and of the drafter.
         """
-        rate = RATES[self.optimizer] if self.learning_rate is None else self.learning_rate
-        decay = self.steps * 3 // 5 if self.decay is None else self.decay
+        rate, decay = self.resolved().values()
         if self.optimizer == "adamw":
             return optimizers.adamw(rate, self.steps, self.warmup, decay)
         return optimizers.muon(rate, self.steps, self.warmup, decay, frozenset(vocab_sizes))
@@ -457,7 +462,7 @@ def _trained(
         "steps": memory.step,
         "step_of_weights": trained.best.step,
         "steps_skipped": memory.num_skipped,
-        "config": said["config"],
+        "config": said["config"] | config.resolved(),
         "held_out": trained.best.figures.as_json(),
         "jax": jax.__version__,
     }
