@@ -1,4 +1,4 @@
-"""Greedy output of the embedded target equals transformers' on the same folder."""
+"""Greedy output of the embedded target equals that of transformers."""
 
 import json
 
