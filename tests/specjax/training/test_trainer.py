@@ -86,7 +86,7 @@ def test_it_learns_text_that_the_target_repeats(target):
         depth=2,
         rows=8,
         steps=60,
-        learning_rate=0.01,
+        learning_rate=0.02,
         warmup=1,
         eval_every=30,
         objective=Objective(likeliest=1.0, distribution=0.0),
@@ -174,7 +174,7 @@ def test_a_part_of_the_vocabulary_is_that_of_frequent_tokens(target, text):
 
 def test_a_gradient_that_is_not_finite_changes_nothing(target, text):
     learner, _ = trainer._learner(target, "eagle3", CONFIG, {})
-    optimizer = CONFIG.optimizer()
+    optimizer = CONFIG.transformation([target.config.vocab_size])
     state = learning.begin(learner, optimizer, target.params, 0)
     before = jax.tree.map(jnp.copy, state)
     broken = jax.tree.map(lambda x: x * jnp.nan, target.params)
