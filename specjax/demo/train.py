@@ -2,7 +2,7 @@
 
 Three stages: the target learns the standard library's source and its tests; the draft
 learns the library; the draft learns from the target. A run that was stopped continues
-from its last checkpoint. Five minutes on an NVIDIA H200, most of a day on two cores.
+from its last checkpoint. Five minutes on an NVIDIA H200, half a day on two cores.
 """
 
 from __future__ import annotations
