@@ -1,7 +1,7 @@
 """Trains the embedded pair: `python -m specjax.demo.train --work-folder /tmp/pair`.
 
-Three stages: the target learns the standard library's source and its tests; the draft
-learns the library; the draft learns from the target. A run that was stopped continues
+The target learns the standard library's source and its tests; the draft learns the
+library, then from the target, and last from it along longer texts. A run that was stopped continues
 from its last checkpoint. Five minutes on an NVIDIA H200, half a day on two cores.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import functools
 import json
 import shutil
 import time
@@ -70,6 +71,10 @@ DRAFT_DISTILLED = Stage(
     rows=64,
     length=256,
     seed=2,
+)
+
+DRAFT_LONG = Stage(
+    name="draft_long", num_steps=400, warmup=20, decay=300, scale=0.2, rows=4, length=768, seed=3
 )
 
 
@@ -177,29 +182,41 @@ def train(work_folder: Path, output: Path) -> None:
     )
     texts = own_text(target, library_ids, work_folder / "own_text.npy")
 
-    def half_own_text(step: int) -> tuple[Params, np.ndarray]:
-        rows = DRAFT_DISTILLED.rows // 2
-        windows = corpus.windows(
-            library_ids, step, rows, DRAFT_DISTILLED.length - 1, DRAFT_DISTILLED.seed
+    for stage in (DRAFT_DISTILLED, DRAFT_LONG):
+        draft = run_stage(
+            stage,
+            work_folder,
+            draft,
+            distillation_loss,
+            functools.partial(half_own_text, stage, target, library_ids, texts),
+            save_draft,
         )
-        rng = np.random.default_rng([0, step])
-        own = texts[rng.choice(len(texts), rows, replace=False)]
-        return target, np.concatenate([windows, own])
-
-    run_stage(
-        DRAFT_DISTILLED,
-        work_folder,
-        draft,
-        lambda params, batch: learning.distillation_loss(
-            params, pair.DRAFT, batch[0], pair.TARGET, batch[1]
-        ),
-        half_own_text,
-        save_draft,
-    )
     shutil.copytree(weights, output, dirs_exist_ok=True)
     shutil.copy(work_folder / "manifest.json", output)
     for log in work_folder.glob("*_loss.csv"):
         shutil.copy(log, output)
+
+
+def distillation_loss(params: Params, batch: tuple[Params, np.ndarray]) -> Array:
+    """Returns the loss of the draft along a batch of `half_own_text`."""
+    target, token_ids = batch
+    return learning.distillation_loss(params, pair.DRAFT, target, pair.TARGET, token_ids)
+
+
+def half_own_text(
+    stage: Stage, target: Params, library_ids: np.ndarray, texts: np.ndarray, step: int
+) -> tuple[Params, np.ndarray]:
+    """Returns the target and i32[rows, length]: half of it the library, half the target's own.
+
+    Args:
+      texts: i32[texts, length] by the target; several in a row fill a longer window.
+    """
+    rows = stage.rows // 2
+    windows = corpus.windows(library_ids, step, rows, stage.length - 1, stage.seed)
+    rng = np.random.default_rng([0, step])
+    in_a_row = stage.length // texts.shape[1]
+    own = texts[rng.choice(len(texts), rows * in_a_row, replace=False)]
+    return target, np.concatenate([windows, own.reshape(rows, -1)])
 
 
 def own_text(target: Params, token_ids: np.ndarray, path: Path) -> np.ndarray:
