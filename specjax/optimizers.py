@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-ADAM_SHARE = 0.2  # of Muon's rate, for embeddings and norms
-
 
 def trapezoid(peak: float, steps: int, warmup: int, decay: int) -> optax.Schedule:
     """Returns a rate that rises over `warmup` steps, stays, and falls to zero over the last
@@ -36,14 +34,16 @@ def muon(
     decay: int,
     vocab_sizes: frozenset[int],
     weight_decay: float = 0.0,
+    adam_share: float = 0.2,
 ) -> optax.GradientTransformation:
-    """Returns Muon for matrices [out, in], and Adam at a fifth of its rate for everything else.
+    """Returns Muon for matrices [out, in], and Adam for everything else.
 
     Tables with a row per token are no matrices here: an update of full rank would move the rows of
     tokens that a batch does not have.
 
     Args:
       vocab_sizes: lengths of axes that make a matrix such a table.
+      adam_share: of Muon's rate, that of Adam.
 
     Source: Jordan 2024, "Muon: an optimizer for hidden layers in neural networks".
     """
@@ -59,7 +59,7 @@ def muon(
             weight_decay=weight_decay,
             muon_weight_dimension_numbers=cast(Any, _output_first),
         ),
-        "other": optax.adam(rate(ADAM_SHARE), b1=0.9, b2=0.98),
+        "other": optax.adam(rate(adam_share), b1=0.9, b2=0.98),
     }
     return optax.partition(transforms, kinds)
 

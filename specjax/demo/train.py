@@ -39,6 +39,7 @@ OWN_TEXT_ROWS = 2048
 OWN_TEXT_PROMPT_LENGTH = 32
 OWN_TEXT_SEED = 5
 MATRIX_RATE = 0.02  # of Muon
+ADAM_SHARE = 0.25
 WEIGHT_DECAY = 0.05
 
 
@@ -100,6 +101,7 @@ def run_stage(
         stage.decay,
         frozenset([pair.VOCAB_SIZE]),
         WEIGHT_DECAY,
+        ADAM_SHARE,
     )
     state = {"params": params, "opt_state": optimiser.init(params)}
     checkpoints = ocp.CheckpointManager(
@@ -197,7 +199,7 @@ def train(work_folder: Path, output: Path) -> None:
         shutil.copy(log, output)
 
 
-def distillation_loss(params: Params, batch: tuple[Params, np.ndarray]) -> Array:
+def distillation_loss(params: Params, batch: tuple[Params, Array]) -> Array:
     """Returns the loss of the draft along a batch of `half_own_text`."""
     target, token_ids = batch
     return learning.distillation_loss(params, pair.DRAFT, target, pair.TARGET, token_ids)

@@ -26,6 +26,7 @@ from flax import nnx
 from jax import Array
 
 import specjax
+from specjax import optimizers
 from specjax.demo import learning
 from specjax.drafters.head_specs import EagleDrafter
 from specjax.examples import running_sums
@@ -101,7 +102,8 @@ def pretrained(
 ) -> Params:
     """Returns weights that continue problems as demonstrations do, slips included."""
     params = llama.init(jax.random.key(seed), config, std=0.05)
-    optimiser = learning.optimizer(num_steps, num_steps // 10, num_steps // 2)
+    vocab_sizes = frozenset([config.vocab_size])
+    optimiser = optimizers.muon(0.02, num_steps, num_steps // 10, num_steps // 2, vocab_sizes)
     opt_state = optimiser.init(params)
     loss = lambda params, batch: demonstrated_loss(params, config, batch)
     rng = np.random.default_rng(seed)
