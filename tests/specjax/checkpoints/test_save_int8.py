@@ -79,10 +79,15 @@ def test_a_model_there_and_back(name, dtype, tmp_path):
 
 @pytest.mark.full  # the embedded model's forward is compiled
 def test_half_the_bytes_of_the_embedded_model_and_nearly_its_probabilities(tmp_path):
-    model = specjax.load_model("demo")
+    demo = specjax.load_model("demo")
+    # The embedded weights are multiples of their scales; these are not.
+    moved = jax.tree.map(
+        lambda x: x + 0.003 * jnp.sin(jnp.arange(x.size)).reshape(x.shape), demo.params
+    )
+    model = dataclasses.replace(demo, params=moved)
     specjax.save_pretrained(model, tmp_path / "a", stored="int8")
-    whole = pathlib.Path(model.folder) / WEIGHTS
-    assert (tmp_path / "a" / WEIGHTS).stat().st_size < 0.51 * whole.stat().st_size
+    in_bfloat16 = 2 * sum(leaf.size for leaf in jax.tree.leaves(demo.params))
+    assert (tmp_path / "a" / WEIGHTS).stat().st_size < 0.51 * in_bfloat16
     loaded = specjax.load_model(tmp_path / "a")
     text = "def main():\n    for name in sorted(os.listdir(path)):\n        print(name)\n"
     ids = jnp.asarray([model.tokenizer.encode(text)])

@@ -460,7 +460,7 @@ def test_stop_strings_go_on_where_they_were():
     engine = EngineConfig(max_rows=2, max_context=96, page_size=8)
     texts = specjax.build_decoder(demo, engine=engine)
     # Of two tokens, and the rollout stops after each.
-    sampling = SamplingParams(temperature=0, max_tokens=24, stop=".path")
+    sampling = SamplingParams(temperature=0, max_tokens=24, stop=".assert")
     run = functools.partial(specjax.rollout, texts, demo.params, sampling=sampling)
     whole = run(["def fibonacci(n):", "class A:"])
     assert set(whole.finish_reasons.tolist()) <= {STOP, LENGTH}
