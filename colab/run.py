@@ -18,7 +18,7 @@ import nbclient
 import nbformat
 
 FOLDER = Path(__file__).parent
-NAMES = ("quickstart", "tree_drafts", "choosing_k", "rl_rollouts")
+NAMES = ("quickstart", "tree_drafts", "choosing_k", "train_a_drafter", "rl_rollouts")
 CELL_TIMEOUT_S = 600
 STORED_METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},

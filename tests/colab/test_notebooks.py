@@ -1,5 +1,6 @@
 """The notebooks of colab/: what is stored in them, their install cell, and that they run."""
 
+import ast
 import json
 import os
 import re
@@ -68,8 +69,13 @@ def install_cell():
     return names
 
 
-def test_there_are_four():
-    assert NAMES == ["choosing_k", "quickstart", "rl_rollouts", "tree_drafts"]
+def test_there_are_five():
+    assert NAMES == ["choosing_k", "quickstart", "rl_rollouts", "train_a_drafter", "tree_drafts"]
+
+
+def test_run_knows_all():
+    names = re.search(r"^NAMES = (.+)$", (COLAB / "run.py").read_text(), re.MULTILINE)
+    assert sorted(ast.literal_eval(names[1])) == NAMES
 
 
 @every_notebook
