@@ -120,8 +120,8 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--compare",
         action=argparse.BooleanOptionalAction,
-        help="decode once more without drafts, and say how much faster drafts were (default: for "
-        "one prompt of the embedded model)",
+        help="decode again with and without drafts, in turn, and say how much faster drafts are "
+        "(default: for one prompt of the embedded model)",
     )
 
 
@@ -263,7 +263,7 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
             _write_result(arguments, entries, result, target, drafter)
         code = _report(arguments, entries, sampling, result)
         if comparison.is_wanted(arguments, is_streamed, result):
-            status.show("decoding without drafts, to compare")
+            status.show("decoding again with and without drafts, to compare")
             line = comparison.of(target, entries, sampling, result, call)
             status.clear()
             print(line, file=sys.stderr)

@@ -103,9 +103,9 @@ def test_public_names_are_all_that_is_listed():
 
 def test_ci_runs_the_commands_of_the_readme():
     readme, ci = (ROOT / "README.md").read_text(), (ROOT / ".ci" / "run").read_text()
-    assert 'pip install . && specjax generate "class Queue:"' in readme
+    assert 'pip install . && specjax generate "class Logger:" --temperature 0' in readme
     assert 'pip install ".[test]" && pytest' in readme
-    assert 'generate "class Queue:"' in ci
+    assert 'generate "class Logger:"' in ci
     # A wheel of this folder, with the extra of the tests.
     assert 'pip" wheel -q --no-deps' in ci
     assert '"$wheel[test' in ci

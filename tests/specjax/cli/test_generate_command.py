@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import sys
-import types
 import warnings
 
 import pytest
@@ -46,16 +45,16 @@ def test_speculation_does_not_change_the_text(run, model_folder):
     assert "tokens per target step, 100 % of drafts accepted" in err
 
 
-def test_compare_decodes_once_more_without_drafts(run, model_folder):
+def test_compare_decodes_again_with_and_without_drafts(run, model_folder):
     drafter = ("--drafter", str(model_folder))
     code, _, err = run("w5 w6", *drafter, "--compare", "--temperature", "1")
     assert code == 0
-    found = re.search(r"without drafts: the same 6 tokens in .* with them (\d+\.\d\d) times", err)
+    found = re.search(r"again, in turn: .* the same 6 tokens · \d+\.\d\d times as fast", err)
     assert found is not None
     _, _, err = run("w5 w6", *drafter)  # by itself only with the embedded model
-    assert "without drafts" not in err
+    assert "in turn" not in err
     _, _, err = run("w5 w6", "--compare")  # there is nothing to compare
-    assert "without drafts" not in err
+    assert "in turn" not in err
 
 
 @pytest.mark.parametrize(
@@ -68,13 +67,10 @@ def test_compare_refuses_what_it_cannot(run, argv, message):
 
 
 def test_compare_says_where_texts_part():
-    stats = lambda tokens, seconds: types.SimpleNamespace(
-        num_output_tokens=tokens, run_s=seconds, tokens_per_second=tokens / seconds
-    )
-    said = comparison.line(stats(10, 0.5), stats(10, 1.0), num_equal=7)
+    said = comparison.line(1.0, 0.5, num_equal=7, num_tokens=10)
     assert said == (
-        "without drafts: the same tokens up to 7 of 10 in 1.00 s (10 tokens/s) · with them 2.00 "
-        "times as fast"
+        "again, in turn: 0.50 s with drafts, 1.00 s without, the same tokens up to 7 of 10 · 2.00 "
+        "times as fast with drafts"
     )
 
 
