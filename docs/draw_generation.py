@@ -8,7 +8,7 @@ from pathlib import Path
 
 import specjax
 
-PROMPT = "class Queue:\n    def __init__(self"
+PROMPT = "class Config:\n    def __init__(self, path):"
 NUM_TOKENS = 110
 CHARACTER, LINE, MARGIN = 8.4, 20, 16
 COLOURS = {"prompt": "#8b949e", "target": "#e6edf3", "draft": "#56d364"}
@@ -18,9 +18,12 @@ BACKGROUND = "#0d1117"
 def main() -> None:
     """Generates, prints the statistics that the picture shows, and writes the file."""
     sampling = specjax.SamplingParams(
-        temperature=0.8, seed=3, max_tokens=NUM_TOKENS, ignore_eos=True
+        temperature=0.5, seed=1, max_tokens=NUM_TOKENS, ignore_eos=True
     )
-    out = specjax.generate("demo", PROMPT, drafter="demo", sampling=sampling)
+    config = specjax.SpeculationConfig(policy="fixed", num_speculative_tokens=4)
+    out = specjax.generate(
+        "demo", PROMPT, drafter="demo", speculative_config=config, sampling=sampling
+    )
     parts = [("prompt", PROMPT)]
     parts += [("draft" if p.is_draft else "target", p.text) for p in out[0].pieces]
     stats = out.stats
