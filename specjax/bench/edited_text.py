@@ -122,7 +122,12 @@ class Sessions:
         with specjax.Engine(
             self.target, drafter=drafter, speculative_config=config, engine=sizes
         ) as engine:
+            script: list[int] = []
             for turn in (turn for each in self.sessions for turn in each):
+                text = turn.prompt + turn.answer + turn.following
+                if text != script:  # new weights empty the prefix cache
+                    engine.update_params(with_text(self.target.params, text))
+                    script = text
                 took, done = self._write(engine, turn)
                 if turn.is_counted:
                     seconds += took
@@ -132,8 +137,6 @@ class Sessions:
 
     def _write(self, engine: specjax.Engine, turn: Turn) -> tuple[float, specjax.Completion]:
         """Returns the seconds of the request, without those of compiling, and its end."""
-        text = turn.prompt + turn.answer + turn.following
-        engine.update_params(with_text(self.target.params, text))
         sampling = specjax.SamplingParams(
             temperature=0, max_tokens=len(turn.answer), ignore_eos=True
         )

@@ -11,20 +11,29 @@ from typing import TYPE_CHECKING, Any
 from specjax.cli.prompts import PromptEntry
 from specjax.config.names import NO_DRAFTER
 from specjax.config.sampling import SamplingParams
+from specjax.config.speculation import SpeculationConfig
 
 if TYPE_CHECKING:
     from specjax.api.generation import Generation
     from specjax.models.base import Model
 
 EMBEDDED = "demo"
+SAME_TEXT = ("seeded", "greedy", "delta")  # rules whose text is that of plain decoding
 TURNS = 3  # of each
 LONG_S = 2.0  # seconds of texts that are decoded once more alone
 
 
-def check(arguments: argparse.Namespace) -> None:
+def check(arguments: argparse.Namespace, config: SpeculationConfig) -> None:
     """Raises ValueError where --compare was given beside what it cannot compare."""
     if not arguments.compare:
         return
+    if (config.method is None and config.model is None) or config.num_speculative_tokens == 0:
+        raise ValueError("--compare needs drafts; give --drafter, or leave --compare out.")
+    if config.verification not in SAME_TEXT:
+        raise ValueError(
+            f"--compare decodes the same text without drafts, which --verification "
+            f"{config.verification} does not give; take one of {', '.join(SAME_TEXT)}."
+        )
     if arguments.json:
         raise ValueError("--compare prints a line for readers; leave out --json.")
     count = getattr(arguments, "n", 1)  # there only if it was given
@@ -35,12 +44,12 @@ def check(arguments: argparse.Namespace) -> None:
 def is_wanted(arguments: argparse.Namespace, is_streamed: bool, result: Generation) -> bool:
     """Returns whether a run is compared: on request, or one prompt of the embedded model."""
     stats = result.stats
-    has_drafter = stats.drafter != NO_DRAFTER and stats.num_speculative_tokens > 0
-    if not has_drafter or any(completion.error is not None for completion in result):
+    if any(completion.error is not None for completion in result):
         return False
     if arguments.compare is None:
         has_drafted = stats.acceptance.num_drafted > 0
-        return arguments.model == EMBEDDED and is_streamed and has_drafted and not stats.lossy
+        is_same_text = stats.verification in SAME_TEXT
+        return arguments.model == EMBEDDED and is_streamed and has_drafted and is_same_text
     return arguments.compare
 
 
@@ -73,7 +82,8 @@ def of(
         runs[0].append(plain.stats.run_s)
         runs[1].append(again.stats.run_s)
     num_equal = sum(_num_equal(*pair) for pair in zip(result, plain, strict=True))
-    return line(*map(statistics.median, runs), num_equal, plain.stats.num_output_tokens)
+    plain_s, drafted_s = map(statistics.median, runs)
+    return line(plain_s, drafted_s, num_equal, plain.stats.num_output_tokens)
 
 
 def line(plain_s: float, drafted_s: float, num_equal: int, num_tokens: int) -> str:

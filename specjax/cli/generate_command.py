@@ -152,9 +152,9 @@ def _add_engine_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command; returns the exit code."""
-    comparison.check(arguments)
     entries = prompts.collect(arguments.prompts, arguments.prompts_file, is_chat=arguments.chat)
     speculation = speculation_config(arguments)
+    comparison.check(arguments, speculation)
     if len(entries) == 1 and getattr(arguments, "n", 1) == 1:
         speculation = _of_embedded_pair(arguments, speculation)
     engine = engine_config(arguments)

@@ -2,7 +2,8 @@
 
 The target learns the standard library's source and its tests; the draft learns the
 library, then from the target, and last from it along longer texts. A run that was stopped continues
-from its last checkpoint. Five minutes on an NVIDIA H200, half a day on two cores.
+from its last checkpoint. The first three stages take five minutes on an NVIDIA H200,
+and half a day on two cores.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from specjax.demo.continuing import continue_prompts
 from specjax.models import llama
 from specjax.models.base import Params
 
-CHECKPOINT_EVERY = 500
-LOG_EVERY = 100
+CHECKPOINT_EVERY = 100
+LOG_EVERY = 50
 OWN_TEXT_BATCHES = 10
 OWN_TEXT_ROWS = 2048
 OWN_TEXT_PROMPT_LENGTH = 32

@@ -72,7 +72,7 @@ class AdaptStats(NamedTuple):
     Attributes:
       num_updates: steps that changed the drafter's weights.
       num_dropped: steps whose update was dropped: the loss or the update was not finite, or the
-        loss rose.
+        loss of its own texts rose by far.
       loss: of the last step before its update, nats; None before any.
       learn_s: seconds of all steps, bursts that had to end before them included.
       share: of the time since the engine was made that steps took beside requests, 0 to 1; steps
@@ -150,7 +150,7 @@ class Adapting:
         self._num_updates = self._num_dropped = 0
         self._loss: float | None = None
         self._learn_s = 0.0
-        self._is_off = self._has_warned = False
+        self._is_off = self._has_warned = self._is_interrupted = False
 
     @property
     def num_updates(self) -> int:
@@ -167,9 +167,9 @@ class Adapting:
             share=self._budget.share,
             num_tokens=0 if run is None else run.num_kept,
             num_texts=0 if run is None else len(run.kept_texts),
-            kept_bytes=self._kept_bytes if self._can_learn(run) else 0,
+            kept_bytes=self._kept_bytes if run is not None and run.has_windows else 0,
             learner_bytes=0 if self._is_off else self._learner.num_bytes,
-            is_off=self._is_off,
+            is_off=self._is_off or run is None or run.faults.is_drafter_off,
         )
 
     def _can_learn(self, run: RunState | None) -> bool:
@@ -208,8 +208,12 @@ class Adapting:
         """Takes a step; no burst is in flight.
 
         Args:
-          begun_at: by the clock, when requests began to wait for it.
+          begun_at: by the clock, when requests began to wait for it. What was read back since may
+            have turned the drafter off, or shown that nothing is kept: then no step is taken.
         """
+        if not self._can_learn(run) or not run.kept_texts:
+            self._budget.spent_s += self._budget.clock() - begun_at
+            return
         self._take_step(run, policy)
         seconds = self._budget.clock() - begun_at
         self._step_s = seconds
@@ -244,7 +248,11 @@ class Adapting:
         self._num_learned_of = run.num_kept
         texts = self._drawn(run.kept_texts)
         target, states = run.params.target, run.device_state.kept.states
+        if self._is_interrupted:  # the weights in float32 were lost
+            self.restart(run)
+        self._is_interrupted = True
         learned = self._guarded(lambda: self._learner.learn(target, states, texts))
+        self._is_interrupted = False
         if learned is None:
             return
         self._loss = learned.loss
@@ -272,8 +280,8 @@ class Adapting:
             self._has_warned = True
             warnings.warn(
                 f"an update of the drafter was dropped (loss {loss:.4g}): it was not finite, or "
-                "the loss rose. The drafter stays as it was and goes on learning; lower the "
-                "optimiser's learning rate if AdaptStats.num_dropped grows.",
+                "the loss of its own texts rose by far. The drafter stays as it was and goes on "
+                "learning; lower the optimiser's learning rate if AdaptStats.num_dropped grows.",
                 stacklevel=2,
             )
 

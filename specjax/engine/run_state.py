@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import weakref
 from concurrent import futures
 from typing import Any
@@ -71,6 +72,7 @@ class RunState:
         self.num_preemptions = 0
         self.windows: Windows | None = None  # of hidden states that are kept for a drafter
         self._num_kept_before = 0
+        self._text_numbers = itertools.count()
         self.begin()
 
     def placed(self, params: DecoderParams) -> DecoderParams:
@@ -187,7 +189,7 @@ class RunState:
         self._num_kept_before = self.num_kept
         self.windows, shape = None, self.decoder.kept_shape
         if shape is not None:
-            self.windows = Windows(*shape, self.decoder.num_shards)
+            self.windows = Windows(*shape, self.decoder.num_shards, self._text_numbers)
         # Last, because the device may fail: the host's tables must be valid then.
         self.ensure_state()
 

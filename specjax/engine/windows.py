@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -58,19 +58,26 @@ class Windows:
     Args:
       num_windows: over all shards, a multiple of num_shards.
       length: tokens of a window.
+      numbers: of texts, ascending; those of a run go on where an earlier one's ended.
 
     Attributes:
       num_kept: tokens of outputs that texts held so far.
     """
 
-    def __init__(self, num_windows: int, length: int, num_shards: int = 1):
+    def __init__(
+        self,
+        num_windows: int,
+        length: int,
+        num_shards: int = 1,
+        numbers: Iterator[int] | None = None,
+    ):
         self.length = length
         self._per_shard = num_windows // num_shards
         self._num_shards = num_shards
         self._writing: dict[int, _Writing] = {}
         self._texts: dict[int, KeptText] = {}  # by window, the oldest first
         self._has_changed = True  # since rows were last pointed at windows
-        self._numbers = itertools.count()
+        self._numbers = itertools.count() if numbers is None else numbers
         self.num_kept = 0
 
     @property

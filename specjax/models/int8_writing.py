@@ -1,9 +1,9 @@
 """Stores matrices in int8 with a scale per output, in half the bytes of bfloat16.
 
 The scale of a row is its largest number / 127, and the nearest of 127 multiples stands for each
-number. The largest is rounded to bfloat16 first: then weights that were read, in float32, bfloat16
-or float16, are stored again as the same bytes. Smaller scales, searched row by row, had 1 % less
-error on the embedded model, and would not keep that.
+number. The largest is rounded to bfloat16 first: then weights that were stored so and read, in
+float32, bfloat16 or float16, are stored again as the same bytes. Smaller scales, searched row by
+row, had 1 % less error on the embedded model, and would not keep that.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from specjax.config.names import (
     BY_NAME,
     DEMO,
     DEMO_FOLDERS,
+    DEMO_HEADS,
     DRAFTERS,
     MATCHING,
     NO_DRAFTER,
@@ -56,6 +57,7 @@ from specjax.drafters.spec import (
 from specjax.models.base import ModelConfig
 from specjax.models.dflash import DFlashConfig
 from specjax.models.eagle3 import Eagle3Config
+from specjax.models.loading import resolve_folder
 from specjax.paged.page_sizes import with_page_size
 from specjax.planning.abstract_decoder import described_mesh
 from specjax.planning.drafter_split import TABLE_CONTEXT, draft_token_s, split_drafter
@@ -385,7 +387,7 @@ def find_drafter(
         for another drafter.
     """
     name = NO_DRAFTER if source is None else os.fspath(source)
-    folder = Path(name).expanduser()
+    folder = resolve_folder(name) if name in DEMO_HEADS else Path(name).expanduser()
     is_folder = name not in (NO_DRAFTER, *BY_NAME) and folder.is_dir()
     if target is not None and is_folder and (kind := heads.kind_in(folder)) is not None:
         return kind.spec(kind.read(folder, target, None, aux_layer_ids).config)

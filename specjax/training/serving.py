@@ -38,7 +38,7 @@ from specjax.types import BY_LAW, GREEDY, SEEDED
 
 MOST_DEPTH = 8  # draft tokens per position that are learned, where none are said
 LEAST_CHAINS = 8  # of draft tokens, of whose acceptance the policy of K is told
-# An update is dropped if the loss of its own texts rises by more than this share of it, or by more
+# An update is dropped if the loss of its own texts rises by more than this share of it, and by more
 # nats than this.
 MOST_RISE = 1.0
 

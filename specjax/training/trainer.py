@@ -462,8 +462,18 @@ def _trained(
         "steps": memory.step,
         "step_of_weights": trained.best.step,
         "steps_skipped": memory.num_skipped,
-        "config": said["config"] | config.resolved(),
+        "config": _config_facts(config, said),
         "held_out": trained.best.figures.as_json(),
         "jax": jax.__version__,
     }
     return dataclasses.replace(trained, facts=facts)
+
+
+def _config_facts(config: TrainingConfig, said: dict[str, Any]) -> dict[str, Any]:
+    """Returns the config for a card: what an optimiser of one's own leaves unused is left out."""
+    facts = said["config"] | config.resolved()
+    if said["optimizer"] == "given":
+        facts["optimizer"] = "given"
+        for name in ("learning_rate", "warmup", "decay"):
+            del facts[name]
+    return facts

@@ -239,7 +239,7 @@ def test_an_error_ends_learning_and_nothing_else(clock, learner):
     assert not adapting.learn_idle(run, Fixed(3))
     stats = adapting.stats(run)
     assert stats.is_off
-    assert stats.learner_bytes == stats.kept_bytes == 0
+    assert (stats.learner_bytes, stats.kept_bytes) == (0, 500)  # steps go on writing windows
 
 
 def test_a_drafter_that_is_off_does_not_learn(clock, learner):
@@ -251,6 +251,38 @@ def test_a_drafter_that_is_off_does_not_learn(clock, learner):
     assert not adapting.is_due(run, None)
     run.faults.is_drafter_off, run.has_windows = False, False
     assert not adapting.is_due(run, None)
+
+
+def test_what_is_read_before_a_step_may_turn_the_drafter_off(clock, learner):
+    adapting, run = _adapting(learner, max_share=1.0), _Run()
+    run.keep(6)
+    clock.now += 100
+    assert adapting.is_due(run, None)
+    begun_at = adapting.clock()
+    clock.now += 1.0  # a burst is read back, and its drafts were NaN
+    run.faults.is_drafter_off, run.device_state.kept = True, ()
+    adapting.learn(run, Fixed(3), begun_at=begun_at)
+    assert learner.texts == []
+    stats = adapting.stats(run)
+    assert stats.is_off
+    assert stats.share == pytest.approx(1.0 / 101)
+
+
+def test_an_interrupt_loses_one_step(clock, learner):
+    adapting, run = _adapting(learner, max_share=1.0), _Run()
+    run.keep(6)
+    learn, learner.learn = learner.learn, _interrupted
+    with pytest.raises(KeyboardInterrupt):
+        _learn(adapting, run)
+    learner.learn = learn
+    run.keep(2)
+    _learn(adapting, run)
+    assert learner.restarts == ["old"]  # what was donated to the step is gone
+    assert run.taken == ["new"]
+
+
+def _interrupted(*arguments):
+    raise KeyboardInterrupt
 
 
 def test_it_goes_on_from_weights_that_a_trainer_brings(clock, learner):

@@ -1,5 +1,7 @@
 """Windows of hidden states: which row writes to which, and what they hold, by host figures."""
 
+import itertools
+
 import numpy as np
 import pytest
 from test_loop import make_request
@@ -177,3 +179,9 @@ def test_new_weights_of_the_target_forget_all():
     # What the other had written before is not counted: it begins anew.
     _, starts = windows.assign(scheduler)
     assert starts[other.index] == 1
+
+
+def test_numbers_of_texts_go_on_in_the_windows_of_a_later_run():
+    numbers = itertools.count()
+    first, second = (Windows(4, 8, numbers=numbers) for _ in range(2))
+    assert [next(each._numbers) for each in (first, second, first)] == [0, 1, 2]

@@ -690,3 +690,9 @@ def test_a_kernel_that_cannot_be_used_is_named_with_its_setting():
     ]
     assert "runs as xla" in note
     assert "page_size" in note
+
+
+def test_embedded_heads_are_planned_by_name():
+    target = plan_request.find_config("demo")
+    for name in ("demo-eagle3", "demo-dspark"):
+        assert plan_request.find_drafter(name, target).taps
