@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import random
 import sys
 from collections.abc import Sequence
@@ -250,8 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not options.json:
                 print(f"\n{name}\n\n{table(rows)}", flush=True)
     if options.json:
-        document = {"environment": measuring.environment(), "settings": vars(options)}
-        print(json.dumps(document | {"figures": figures}, indent=1))
+        print(measuring.document(vars(options), figures))
     return 0
 
 

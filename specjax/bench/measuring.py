@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 import random
@@ -84,6 +85,12 @@ def read_bandwidth(num_bytes: int = 2**30) -> Callable[[], Any]:
     total = jax.jit(lambda halves: [jnp.sum(half) for half in halves])
     halves = [words[0], words[1]]
     return lambda: total(halves)
+
+
+def document(settings: dict[str, Any], figures: Any) -> str:
+    """Returns figures as JSON, with what they were measured on and by."""
+    whole = {"environment": environment(), "settings": settings, "figures": figures}
+    return json.dumps(whole, indent=1)
 
 
 def environment() -> dict[str, str]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from specjax.cli.prompts import PromptEntry
-from specjax.config.names import NO_DRAFTER
+from specjax.config.names import DEMO, NO_DRAFTER
 from specjax.config.sampling import SamplingParams
 from specjax.config.speculation import SpeculationConfig
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from specjax.api.generation import Generation
     from specjax.models.base import Model
 
-EMBEDDED = "demo"
 SAME_TEXT = ("seeded", "greedy", "delta")  # rules whose text is that of plain decoding
 TURNS = 3  # of each
 LONG_S = 2.0  # seconds of texts that are decoded once more alone
@@ -41,15 +40,23 @@ def check(arguments: argparse.Namespace, config: SpeculationConfig) -> None:
         raise ValueError(f"--compare takes one text per prompt; leave out --n {count}.")
 
 
-def is_wanted(arguments: argparse.Namespace, is_streamed: bool, result: Generation) -> bool:
-    """Returns whether a run is compared: on request, or one prompt of the embedded model."""
+def is_wanted(
+    arguments: argparse.Namespace,
+    is_streamed: bool,
+    sampling: Sequence[SamplingParams],
+    result: Generation,
+) -> bool:
+    """Returns whether a run is compared: on request, or one prompt of the embedded model.
+
+    Prompts that failed, or that ask for a rule of another text in their line, are not.
+    """
     stats = result.stats
     if any(completion.error is not None for completion in result):
         return False
+    if any((each.verification or stats.verification) not in SAME_TEXT for each in sampling):
+        return False
     if arguments.compare is None:
-        has_drafted = stats.acceptance.num_drafted > 0
-        is_same_text = stats.verification in SAME_TEXT
-        return arguments.model == EMBEDDED and is_streamed and has_drafted and is_same_text
+        return arguments.model == DEMO and is_streamed and stats.acceptance.num_drafted > 0
     return arguments.compare
 
 

@@ -262,7 +262,7 @@ def _generate(arguments, entries, speculation, engine, status) -> int:
             status.clear()
             _write_result(arguments, entries, result, target, drafter)
         code = _report(arguments, entries, sampling, result)
-        if comparison.is_wanted(arguments, is_streamed, result):
+        if comparison.is_wanted(arguments, is_streamed, sampling, result):
             status.show("decoding again with and without drafts, to compare")
             line = comparison.of(target, entries, sampling, result, call)
             status.clear()

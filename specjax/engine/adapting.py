@@ -250,6 +250,8 @@ class Adapting:
         target, states = run.params.target, run.device_state.kept.states
         if self._is_interrupted:  # the weights in float32 were lost
             self.restart(run)
+            if self._is_off:
+                return
         self._is_interrupted = True
         learned = self._guarded(lambda: self._learner.learn(target, states, texts))
         self._is_interrupted = False

@@ -249,11 +249,13 @@ class Loop:
             self._read(moved)
 
     def _learn(self, moved: list[Request]) -> None:
-        """Lets the drafter learn if it is due, once the bursts in flight are read back."""
+        """Lets the drafter learn if it is due, once the bursts in flight are read back.
+
+        Whether it is due is told by what windows held when rows were last pointed at them.
+        """
         adapting, run = self.adapting, self._run
         if adapting is None:
             return
-        run.collect_windows()
         last = self.records[-1].measured_step_s if self.records else None
         if not adapting.is_due(run, last):
             return
