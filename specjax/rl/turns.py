@@ -247,7 +247,8 @@ class _Dialogues:
                 self._begin(index, request)
             for index in unanswered:
                 self._ask(index, None)
-            while loop.has_work or self._calls.has_work:
+            # Another thread's step may have ended a turn that is still in `_running`.
+            while loop.has_work or self._running or self._calls.has_work:
                 left = math.inf if deadline is None else deadline - time.perf_counter()
                 if left <= 0:
                     break
@@ -255,7 +256,7 @@ class _Dialogues:
                     self._take_answer(self._waiting.pop(answer.turn), answer)
                 if loop.has_work:
                     loop.step()
-                    self._take_ended()
+                self._take_ended()
         finally:
             loop.pause()  # no row keeps a page, whatever happened
         for request, index in self._running.items():

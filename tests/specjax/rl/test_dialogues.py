@@ -21,6 +21,7 @@ import specjax
 from specjax import EngineConfig, Reply, SamplingParams
 from specjax.engine.loop import Loop
 from specjax.policy.interface import Fixed
+from specjax.rl import turns
 from specjax.rl.batch import ENVIRONMENT, ERROR, LENGTH, STOP, UNFINISHED
 from specjax.text.tokenization import Tokenizer
 
@@ -424,6 +425,19 @@ def test_dialogues_of_two_threads_share_steps():
         np.testing.assert_array_equal(batch.completion_ids, wanted.completion_ids[rows])
         np.testing.assert_array_equal(batch.loss_mask, wanted.loss_mask[rows])
     assert_no_page_is_held(own)
+
+
+def test_a_turn_that_another_threads_step_ended_is_answered(monkeypatch):
+    own, wanted = build("plain", shares_steps=True), talk()
+    take_ended = turns._Dialogues._take_ended
+
+    def then_another_thread_steps(dialogues):
+        take_ended(dialogues)
+        while dialogues._loop.has_work:
+            dialogues._loop.step()
+
+    monkeypatch.setattr(turns._Dialogues, "_take_ended", then_another_thread_steps)
+    assert_same(talk(own), wanted)
 
 
 def answer_to_text(turn):
