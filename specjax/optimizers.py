@@ -42,7 +42,8 @@ def muon(
     tokens that a batch does not have.
 
     Args:
-      vocab_sizes: lengths of axes that make a matrix such a table.
+      vocab_sizes: lengths of axes that make a matrix such a table; one that has such a length by
+        chance is taken for one.
       adam_share: of Muon's rate, that of Adam.
 
     Source: Jordan 2024, "Muon: an optimizer for hidden layers in neural networks".

@@ -370,8 +370,9 @@ class Engine:
         """The drafter with its weights in use: with `adapt` those that it has learned so far, which
         `save_pretrained` takes, of an engine that is closed too.
 
-        Its arrays stay valid while the engine goes on. Weights that are made from the target's, and
-        those of a drafter that was turned off, are left out.
+        Its arrays stay valid while the engine goes on. Weights that are made from the target's,
+        those of a drafter that was turned off, and those of a closed engine without `adapt` are
+        left out.
         """
         with self._turns.tables():
             loop = self._loop
@@ -397,10 +398,9 @@ class Engine:
         with self._turns.turn():
             with self._turns.tables():
                 loop = self._loop
-                if loop is not None:
+                if loop is not None and loop.adapting is not None:
                     self._adapted = self._own_drafter(loop), loop.adapt_stats
-                    if loop.adapting is not None:
-                        loop.adapting.close()
+                    loop.adapting.close()
                 try:
                     self._to_end.extend(map(_Ending, self._outbox.ids()))
                     self._take_in()

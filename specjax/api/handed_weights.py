@@ -37,11 +37,12 @@ class _Seen(NamedTuple):
         """Returns references to arrays."""
         return cls(*([*map(weakref.ref, part)] for part in arrays))
 
-    def is_of(self, arrays: _Arrays) -> bool:
-        """Returns whether these are the very same arrays."""
+    def is_of(self, arrays: _Arrays, *, has_drafter: bool) -> bool:
+        """Returns whether these are the very same arrays, those of the drafter if it has some."""
+        pairs = list(zip(self, arrays))[: 2 if has_drafter else 1]
         return all(
             len(seen) == len(given) and all(ref() is x for ref, x in zip(seen, given))
-            for seen, given in zip(self, arrays)
+            for seen, given in pairs
         )
 
 
@@ -141,8 +142,9 @@ class HandedWeights:
             or the version is none that these weights may have.
         """
         given = _arrays_of(params)
-        is_same = given is not None and any(each.is_of(given) for each in self._used)
-        is_same = is_same and version in (None, self.version)
+        is_same = given is not None and version in (None, self.version)
+        # A drafter that none was given for may learn meanwhile, in a step of another thread.
+        is_same &= any(each.is_of(given, has_drafter=has_drafter) for each in self._used)
         # First, so that what is refused has changed nothing.
         version = self._version_of(version, is_same, increases)
         if has_drafter:

@@ -27,6 +27,7 @@ from specjax.bench import embedded, measuring
 from specjax.bench.command import parameters_of
 from specjax.bench.widen import widen
 from specjax.bench.widen_heads import widen_head
+from specjax.drafters.head_specs import EagleDrafter
 from specjax.drafters.loading import is_head
 from specjax.models.base import Model
 
@@ -176,7 +177,7 @@ def contenders_of(
 
     Args:
       names: n-gram, history, draft model, hybrid, or a name that `load_drafter` takes.
-      heads: NAME=FOLDER of heads over the narrow target; of EAGLE-3 a tree comes beside.
+      heads: NAME=FOLDER of heads over the narrow target; of EAGLE a tree comes beside.
       target: what they draft for, wider or the same.
     """
     found: dict[str, Contender] = {}
@@ -194,7 +195,7 @@ def contenders_of(
         if target is not narrow:
             head = widen_head(head, narrow.config, target.config)
         found[name] = Contender(head, {})
-        if name.startswith("eagle3"):
+        if isinstance(head.spec, EagleDrafter):
             found[f"{name}{TREE}"] = Contender(head, {"tree_top_k": 3})
     return found
 

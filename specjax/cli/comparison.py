@@ -70,7 +70,8 @@ def of(
     """Decodes the prompts again with and without drafts, with the seeds of a result, in turn;
     returns what to say.
 
-    The first run of a process waits for more than its steps, so it is no measure of them.
+    The first run of each waits for more than its steps, so it is no measure of them. Who begins
+    changes from turn to turn.
 
     Args:
       call: the other arguments that the result was generated with.
@@ -81,15 +82,16 @@ def of(
     own = [dataclasses.replace(each, seed=seeds[i]) for i, each in enumerate(sampling)]
     prompts = [entry.prompt for entry in entries]
     plainly = {**call, "drafter": NO_DRAFTER, "speculative_config": None}
-    runs: tuple[list[float], list[float]] = [], []
+    decode = lambda how: generation.generate(target, prompts, sampling=own, **how)
+    plain = decode(plainly)
     turns = TURNS if result.stats.run_s < LONG_S else 1
-    for _ in range(turns):
-        plain = generation.generate(target, prompts, sampling=own, **plainly)
-        again = generation.generate(target, prompts, sampling=own, **call)
-        runs[0].append(plain.stats.run_s)
-        runs[1].append(again.stats.run_s)
+    order = [plainly, call, call, plainly, plainly, call][: 2 * turns]
+    runs = [(how is call, decode(how).stats.run_s) for how in order]
     num_equal = sum(_num_equal(*pair) for pair in zip(result, plain, strict=True))
-    plain_s, drafted_s = map(statistics.median, runs)
+    plain_s, drafted_s = (
+        statistics.median(seconds for is_drafted, seconds in runs if is_drafted is wanted)
+        for wanted in (False, True)
+    )
     return line(plain_s, drafted_s, num_equal, plain.stats.num_output_tokens)
 
 

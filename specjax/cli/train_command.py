@@ -137,7 +137,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
         "--learning-rate",
         metavar="R",
         type=float,
-        help="peak (default 0.02 of muon, 0.001 of adamw); a tenth where --start goes on",
+        help="peak (default 0.02 of muon, 0.001 of adamw; with --start a tenth of these)",
     )
     group.add_argument(
         "--seed", metavar="N", type=at_least(0), default=0, help="(default %(default)s)"

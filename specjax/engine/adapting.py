@@ -25,8 +25,8 @@ class Learned(NamedTuple):
     Attributes:
       params: the drafter's weights for steps; None where the update was dropped.
       loss: of the texts before the update, nats.
-      survival: for each draft token of a path, how likely it and all before it are accepted now;
-        () where that is not known.
+      survival: for each draft token of a path, how likely it and all before it were accepted
+        before the update, which these texts did not change; () where that is not known.
     """
 
     params: Any
@@ -97,22 +97,35 @@ class AdaptStats(NamedTuple):
 
 
 class Budget:
-    """Seconds that steps may take: a share of the time since it was made."""
+    """Seconds that steps may take: a share of the time, of which at most two steps' is saved up."""
 
     def __init__(self, max_share: float, clock: Callable[[], float] = time.perf_counter):
         self._max_share, self.clock = max_share, clock
-        self._begun_at, self.spent_s = clock(), 0.0
+        self._begun_at = self._counted_to = clock()
+        self._left_s = self._spent_s = 0.0
 
     def allows(self, seconds: float) -> bool:
-        """Returns whether a step of so many seconds stays within the share."""
-        elapsed = self.clock() - self._begun_at
-        return self.spent_s + seconds <= self._max_share * elapsed
+        """Returns whether a step of so many seconds stays within the share.
+
+        However long nothing was spent, as while an engine has no work, no more than two steps
+        follow each other for it.
+        """
+        now = self.clock()
+        earned = self._max_share * (now - self._counted_to)
+        self._left_s = min(self._left_s + earned, 2.0 * seconds)
+        self._counted_to = now
+        return seconds <= self._left_s
+
+    def spend(self, seconds: float) -> None:
+        """Counts seconds that requests waited."""
+        self._left_s -= seconds
+        self._spent_s += seconds
 
     @property
     def share(self) -> float:
         """The share that was spent so far."""
         elapsed = self.clock() - self._begun_at
-        return self.spent_s / elapsed if elapsed > 0 else 0.0
+        return self._spent_s / elapsed if elapsed > 0 else 0.0
 
 
 class Adapting:
@@ -172,9 +185,11 @@ class Adapting:
             is_off=self._is_off or run is None or run.faults.is_drafter_off,
         )
 
-    def _can_learn(self, run: RunState | None) -> bool:
-        has_drafter = run is not None and not run.faults.is_drafter_off
-        return has_drafter and not self._is_off and run is not None and run.has_windows
+    def _can_learn(self, run: RunState) -> bool:
+        if run.faults.is_drafter_off:  # nothing will be learned for it
+            self._learner.let_go()
+            return False
+        return not self._is_off and run.has_windows
 
     def is_due(self, run: RunState, step_s: float | None) -> bool:
         """Returns whether the drafter should learn before the next burst.
@@ -212,12 +227,12 @@ class Adapting:
             have turned the drafter off, or shown that nothing is kept: then no step is taken.
         """
         if not self._can_learn(run) or not run.kept_texts:
-            self._budget.spent_s += self._budget.clock() - begun_at
+            self._budget.spend(self._budget.clock() - begun_at)
             return
         self._take_step(run, policy)
         seconds = self._budget.clock() - begun_at
         self._step_s = seconds
-        self._budget.spent_s += seconds
+        self._budget.spend(seconds)
         self._learn_s += seconds
 
     def learn_idle(self, run: RunState, policy: SpeculationPolicy) -> bool:
@@ -261,7 +276,11 @@ class Adapting:
         if learned.params is None:
             self._drop(learned.loss)
             return
-        run.take_drafter(DecoderParams(target, learned.params))
+        self._guarded(lambda: self._hand_out(run, policy, learned))
+
+    def _hand_out(self, run: RunState, policy: SpeculationPolicy, learned: Learned) -> None:
+        """Gives new weights to steps, and tells the policy of K."""
+        run.take_drafter(DecoderParams(run.params.target, learned.params))
         self._num_updates += 1
         if len(learned.survival) and isinstance(policy, ExpectsAcceptance):
             policy.expect_acceptance(learned.survival)

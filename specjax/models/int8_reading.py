@@ -21,18 +21,13 @@ from specjax.models.int8_config import CHANNEL, KEY, TENSOR, strategies
 WEIGHT, SCALE = ".weight", ".weight_scale"
 # Of what a layer computes, which keeps its full precision.
 _OF_ACTIVATIONS = (".input_scale", ".output_scale", ".input_zero_point", ".output_zero_point")
-# Parts of matrices in few bits, in this format and in others.
+# Of matrices in few bits, in this format and in others, the parts that nothing else is called by.
 _PARTS = (
     SCALE,
     ".weight_scale_inv",
     ".weight_zero_point",
     ".weight_packed",
-    ".weight_shape",
-    ".weight_g_idx",
     ".qweight",
-    ".qzeros",
-    ".scales",
-    ".g_idx",
 )
 _BLOCK = 2**22  # numbers that are multiplied out at a time, 16 MB in float32
 

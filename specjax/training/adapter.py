@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import Array
 from jax.core import Tracer
@@ -40,10 +39,9 @@ from specjax.training.learning import Learner
 from specjax.training.objective import Objective, Sums
 from specjax.training.replay import Replay
 from specjax.training.texts import TextBatch, compacted
-from specjax.types import BY_LAW, GREEDY, SEEDED, DecoderParams
+from specjax.types import DecoderParams
 
 MOST_TOKENS = 2048  # of a text, where none is said
-LEAST_CHAINS = 8  # of draft tokens, of whose acceptance the policy of K is told
 
 
 class AdapterState(NamedTuple):
@@ -237,17 +235,9 @@ class DrafterAdapter:
 
     def _tell(self, sums: Sums, temperature: float) -> None:
         """Tells the policy of K how often drafts of the changed drafter will be accepted."""
-        told, rule = figures.figures_of(sums), self._decoder.rule
-        if temperature == 0 or rule == GREEDY:
-            survival = told.greedy_survival
-        elif rule == SEEDED:
-            survival = told.sampled_survival
-        elif rule in BY_LAW:
-            survival = told.law_survival
-        else:
-            return  # a rule whose acceptance is none of these
-        known = int(np.sum(np.asarray(sums.chains) >= LEAST_CHAINS))
-        self._decoder.expect_acceptance(survival[:known])
+        survival = figures.survival(sums, [(self._decoder.rule, temperature)])
+        if survival:
+            self._decoder.expect_acceptance(survival)
 
     def _traced(
         self,
@@ -328,19 +318,16 @@ def draft_loss(
 
 def _learner_of(decoder: RolloutDecoder, depth: int | None, objective: Objective | None) -> Learner:
     kind, own = kind_of_spec(decoder.drafter_spec)
-    most = kind.most_drafts(own) or 8
-    asked = depth or min(max(decoder.num_speculative_tokens, 1), 8, most)
-    if depth is not None and kind.most_drafts(own) is not None and depth > most:
-        raise ValueError(f"{depth=} is more than the {most} tokens that the drafter drafts.")
     if objective is not None and not isinstance(objective, Objective):
         raise TypeError(f"objective is {objective!r:.100}; expected a training.Objective.")
-    return Learner(
-        kind=kind,
-        config=own,
-        target=decoder.running_config,
-        depth=asked,
-        objective=objective or Objective(),
-        dtype=learning.compute_dtype(decoder.draft_params),
+    return learning.learner_of(
+        kind,
+        own,
+        decoder.running_config,
+        decoder.draft_params,
+        depth=depth,
+        num_speculative_tokens=decoder.num_speculative_tokens,
+        objective=objective,
     )
 
 

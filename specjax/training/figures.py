@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
 
 from specjax.training.objective import Sums
+from specjax.types import BY_LAW, GREEDY, SEEDED
+
+LEAST_CHAINS = 8  # of draft tokens, of whose acceptance a policy of K is told
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +80,29 @@ def figures_of(sums: Sums) -> Figures:
         law_survival=of_chains(sums.law_survival),
         num_drafts=int(sums.count.sum()),
     )
+
+
+def survival(sums: Sums, ways: Iterable[tuple[str, float]]) -> tuple[float, ...]:
+    """Returns how likely a draft token and all before it are accepted, by draft token; () where
+    that is not known.
+
+    Args:
+      ways: (rule of verification, temperature) of the texts, over which the mean is taken; rules
+        of another acceptance are left out.
+    """
+    told = figures_of(sums)
+    found = [_survival_by(told, *way) for way in ways]
+    known = [each for each in found if each is not None]
+    count = int(np.sum(np.asarray(sums.chains) >= LEAST_CHAINS))
+    return tuple(np.mean(known, axis=0)[:count].tolist()) if known else ()
+
+
+def _survival_by(told: Figures, rule: str, temperature: float) -> tuple[float, ...] | None:
+    if temperature == 0 or rule == GREEDY:
+        return told.greedy_survival
+    if rule == SEEDED:
+        return told.sampled_survival
+    return told.law_survival if rule in BY_LAW else None
 
 
 def table(figures: Figures) -> str:

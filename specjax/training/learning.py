@@ -17,6 +17,8 @@ from specjax.training.drafts import Kind
 from specjax.training.objective import Objective, Sums, loss_of
 from specjax.training.texts import Target, TargetStates, TextBatch, target_states
 
+MOST_DEPTH = 8  # draft tokens per position that a drafter in use learns, where none are said
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Learner:
@@ -140,6 +142,41 @@ def applied(
 def evaluate(learner: Learner, params: Params, target_params: Params, text: TextBatch) -> Sums:
     """Returns the sums over the draft tokens along texts."""
     return learner.loss(params, target_params, text, jax.random.key(0))[1]
+
+
+def learner_of(
+    kind: Kind,
+    config: Any,
+    target: ModelConfig,
+    params: Params,
+    *,
+    depth: int | None,
+    num_speculative_tokens: int,
+    objective: Objective | None,
+) -> Learner:
+    """Returns what learns for a drafter that is in use.
+
+    Args:
+      kind, config: of the drafter.
+      params: its weights, or their shapes.
+      depth: draft tokens per position; None: K, at most 8, and at most what the drafter can.
+      num_speculative_tokens: K.
+
+    Raises:
+      ValueError: the drafter drafts no `depth` tokens.
+    """
+    most = kind.most_drafts(config)
+    if depth is not None and most is not None and depth > most:
+        raise ValueError(f"{depth=} is more than the {most} tokens that the drafter drafts.")
+    usual = min(max(num_speculative_tokens, 1), MOST_DEPTH, most or MOST_DEPTH)
+    return Learner(
+        kind=kind,
+        config=config,
+        target=target,
+        depth=depth or usual,
+        objective=objective or Objective(),
+        dtype=compute_dtype(params),
+    )
 
 
 def split(params: Params) -> tuple[Params, Params]:

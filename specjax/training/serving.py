@@ -31,13 +31,9 @@ from specjax.engine.windows import KeptText
 from specjax.models.base import ModelConfig, Params, resolve_taps
 from specjax.training import figures, learning
 from specjax.training.kinds import kind_of_spec
-from specjax.training.learning import Learner
 from specjax.training.objective import Objective, Sums
 from specjax.training.texts import Target, TargetStates, TextBatch
-from specjax.types import BY_LAW, GREEDY, SEEDED
 
-MOST_DEPTH = 8  # draft tokens per position that are learned, where none are said
-LEAST_CHAINS = 8  # of draft tokens, of whose acceptance the policy of K is told
 # An update is dropped if the loss of its own texts rises by more than this share of it, and by more
 # nats than this.
 MOST_RISE = 1.0
@@ -153,22 +149,17 @@ class WindowLearner:
         length: int,
     ):
         kind, own = kind_of_spec(drafter.spec)
-        most = kind.most_drafts(own)
-        if settings.depth is not None and most is not None and settings.depth > most:
-            raise ValueError(
-                f"depth={settings.depth} is more than the {most} tokens that the drafter drafts."
-            )
-        usual = min(max(num_speculative_tokens, 1), MOST_DEPTH, most or MOST_DEPTH)
         self.rows, self._length = settings.rows, length
         self._settings = settings
         self._dtypes = jax.tree.map(lambda leaf: leaf.dtype, drafter.params)
-        self._learner = Learner(
-            kind=kind,
-            config=own,
-            target=target,
-            depth=settings.depth or usual,
-            objective=settings.objective or Objective(),
-            dtype=learning.compute_dtype(drafter.params),
+        self._learner = learning.learner_of(
+            kind,
+            own,
+            target,
+            drafter.params,
+            depth=settings.depth,
+            num_speculative_tokens=num_speculative_tokens,
+            objective=settings.objective,
         )
         # As the decoder keeps them.
         absorbed = resolve_taps(drafter.spec.taps, target.num_layers)
@@ -245,12 +236,13 @@ class WindowLearner:
         self._params = self._opt_state = None  # donated: an interrupt loses them
         arguments = *given, self._fixed, target, states, windows, batch, np.int32(self._num_steps)
         step = self._executable(target, arguments)
-        own, opt_state, loss, is_kept, after = jax.block_until_ready(step(*arguments))
+        own, opt_state, loss, is_kept, sums = jax.block_until_ready(step(*arguments))
         self._params, self._opt_state = own, opt_state
         self._num_steps += 1
         if not bool(is_kept):
             return Learned(None, float(loss))
-        return Learned(self._served(), float(loss), _survival(after, texts))
+        ways = [(text.rule, text.temperature) for text in texts]
+        return Learned(self._served(), float(loss), figures.survival(sums, ways))
 
     def _executable(self, target: Params, arguments: tuple[Any, ...]) -> Callable:
         """Returns the compiled step for weights of the target's shapes, in the places they have."""
@@ -293,7 +285,7 @@ class WindowLearner:
         step: Array,
     ) -> tuple[Params, Any, Array, Array, Sums]:
         """Returns weights and optimiser's state after an update, the loss before it, whether the
-        update was kept, and sums after it."""
+        update was kept, and the sums before it, which it did not fit to these texts."""
         self._num_traces += 1
         learner = self._learner
         target = Target(learner.target, jax.lax.stop_gradient(target_params))
@@ -302,11 +294,11 @@ class WindowLearner:
         along = TargetStates(tuple(kept[place] for place in self._places), kept[self._output])
         key = jax.random.fold_in(jax.random.key(self._settings.seed), step)
         loss = lambda own: learner.loss_along(own | fixed, target, text, along, key)
-        (before, _), gradients = jax.value_and_grad(loss, has_aux=True)(own)
+        (before, sums), gradients = jax.value_and_grad(loss, has_aux=True)(own)
         new, new_state, is_applied = learning.applied(
             self._settings.optimizer, gradients, opt_state, own
         )
-        after, sums = loss(new)
+        after, _ = loss(new)
         most = before + MOST_RISE * jnp.maximum(jnp.abs(before), 1.0)
         is_kept = is_applied & jnp.isfinite(before) & jnp.isfinite(after) & (after <= most)
         choose = lambda new, old: jnp.where(is_kept, new, old)
@@ -325,27 +317,6 @@ def _batch(texts: Sequence[KeptText], rows: int, length: int) -> tuple[TextBatch
         is_learned[row, text.first_learned : count] = True
         lengths[row], windows[row] = count, text.window
     return TextBatch(token_ids, lengths, is_learned), windows
-
-
-def _survival(sums: Sums, texts: Sequence[KeptText]) -> tuple[float, ...]:
-    """Returns how likely a draft token and all before it are accepted, by draft token.
-
-    It is the mean over texts of what their rule and temperature say; texts of lossy rules are left
-    out.
-    """
-    told = figures.figures_of(sums)
-    found = [_survival_of(told, text) for text in texts]
-    known = [each for each in found if each is not None]
-    count = int(np.sum(np.asarray(sums.chains) >= LEAST_CHAINS))
-    return tuple(np.mean(known, axis=0)[:count].tolist()) if known else ()
-
-
-def _survival_of(told: figures.Figures, text: KeptText) -> tuple[float, ...] | None:
-    if text.temperature == 0 or text.rule == GREEDY:
-        return told.greedy_survival
-    if text.rule == SEEDED:
-        return told.sampled_survival
-    return told.law_survival if text.rule in BY_LAW else None
 
 
 def _beside(params: Params, tree: Any) -> Any:

@@ -47,7 +47,7 @@ class TrainingConfig:
       steps: updates.
       optimizer: "muon", which learns several times faster from nothing, or "adamw".
       learning_rate: peak; None: 0.02 of Muon, beside which embeddings and norms learn by Adam at a
-        fifth of it, or 0.001 of AdamW. Take a tenth where a trained drafter goes on (`start`).
+        fifth of it, or 0.001 of AdamW; a tenth of these where a trained drafter goes on (`start`).
       warmup, decay: steps at the beginning and at the end in which the rate rises and falls; decay
         None: three fifths of the steps.
       objective: the losses.
@@ -97,6 +97,12 @@ class TrainingConfig:
         rate = RATES[self.optimizer] if self.learning_rate is None else self.learning_rate
         decay = self.steps * 3 // 5 if self.decay is None else self.decay
         return {"learning_rate": rate, "decay": decay}
+
+    def going_on(self) -> TrainingConfig:
+        """Returns the config for a drafter that has been trained: a tenth of the usual rate."""
+        if self.learning_rate is not None:
+            return self
+        return dataclasses.replace(self, learning_rate=RATES[self.optimizer] / 10)
 
     def transformation(self, vocab_sizes: Collection[int]) -> optax.GradientTransformation:
         """Returns the optimiser.
@@ -196,6 +202,8 @@ def train(
     for each in (training, looked_at):
         _check_text(each, target, config)
     learner, given = _learner(target, kind, config, dict(head or {}), start)
+    if given is not None:
+        config = config.going_on()
     target_ids = _target_ids(learner, training)
     sizes = {target.config.vocab_size, getattr(learner.config, "vocab_size", 0)}
     run = _Run(learner, config, optimizer or config.transformation(sizes), target.params)

@@ -113,6 +113,20 @@ def test_steps_stay_within_their_share_of_the_time(clock, learner):
     assert adapting.stats(run).share <= 0.1 + 1e-9
 
 
+def test_a_night_without_work_buys_no_more_than_two_steps(clock, learner):
+    adapting, run = _adapting(learner, idle_steps=0), _Run()
+    run.keep(6)
+    clock.now += 8 * 3600
+    begun, count = clock.now, 0
+    for _ in range(100):
+        clock.now += 0.5
+        run.keep(2)
+        if adapting.is_due(run, 0.01):
+            _learn(adapting, run)
+            count += 1
+    assert count == pytest.approx(2 + 0.1 * (clock.now - begun) / learner.seconds, abs=1)
+
+
 def test_a_step_that_became_slow_is_waited_for_longer(clock, learner):
     adapting, run = _adapting(learner), _Run()
     run.keep(6)
@@ -242,6 +256,22 @@ def test_an_error_ends_learning_and_nothing_else(clock, learner):
     assert (stats.learner_bytes, stats.kept_bytes) == (0, 500)  # steps go on writing windows
 
 
+@pytest.mark.parametrize("where", ["new weights", "policy"])
+def test_what_raises_once_it_has_learned_ends_no_request(where, clock, learner):
+    def refuse(*arguments):
+        raise ValueError("no")
+
+    adapting, run, policy = _adapting(learner), _Run(), _Told()
+    run.keep(2)
+    if where == "policy":
+        policy.expect_acceptance = refuse
+    else:
+        run.take_drafter = refuse
+    with pytest.warns(UserWarning, match="learns no more: .*no"):
+        _learn(adapting, run, policy)
+    assert adapting.stats(run).is_off
+
+
 def test_a_drafter_that_is_off_does_not_learn(clock, learner):
     adapting, run = _adapting(learner, max_share=1.0), _Run()
     run.keep(6)
@@ -249,6 +279,7 @@ def test_a_drafter_that_is_off_does_not_learn(clock, learner):
     assert adapting.is_due(run, None)
     run.faults.is_drafter_off = True
     assert not adapting.is_due(run, None)
+    assert learner.is_gone  # its memory is free
     run.faults.is_drafter_off, run.has_windows = False, False
     assert not adapting.is_due(run, None)
 

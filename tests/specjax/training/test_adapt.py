@@ -286,6 +286,9 @@ def test_new_weights_of_the_target(target, head):
         assert updates > 0
         # The same arrays are the same weights, whatever the drafter has learned meanwhile.
         assert engine.update_params(target.params) == 0
+        # Nor has a step of another thread noted yet what it learned.
+        engine._handed.note_drafter(head.params)
+        assert engine.update_params(target.params) == 0
         for i, prompt in enumerate(PROMPTS):
             engine.add(prompt, _sampling(i))
         for _ in range(3):

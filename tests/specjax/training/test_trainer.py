@@ -184,6 +184,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(target, text):
     assert int(after.step) == 1
 
 
+def test_a_drafter_that_goes_on_learns_at_a_tenth_of_the_rate(target, text):
+    first = train(target, text, config=CONFIG)
+    again = train(target, text, config=CONFIG, start=first.drafter)
+    rates = [each.facts["config"]["learning_rate"] for each in (first, again)]
+    assert rates == [0.02, 0.002]
+    asked = dataclasses.replace(CONFIG, learning_rate=0.5)
+    assert asked.going_on() == asked
+
+
 def test_bfloat16_target(text):
     target = tiny_llama(0)
     target = dataclasses.replace(
