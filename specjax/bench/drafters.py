@@ -84,19 +84,24 @@ class Work(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Prompts that go on, some at a time; a `Work`."""
+    """Prompts that go on, some at a time; a `Work`.
+
+    Attributes:
+      most: largest K of the policy, where it chooses.
+    """
 
     target: Model
     prompts: list[list[int]]
     batch: int
     sampling: specjax.SamplingParams
+    most: int
 
     def call(self, contender: Contender | None, k: int | None) -> Call:
         """Decodes all prompts, `batch` at a time; arguments as for `Work.call`."""
         fixed = {} if k is None else {"policy": "fixed"}
         config = None
         if contender is not None:
-            depth = {} if k is None else {"num_speculative_tokens": k}
+            depth = {"num_speculative_tokens": self.most if k is None else k}
             config = specjax.SpeculationConfig(**{**depth, **fixed, **contender.options})
         seconds, tokens, counts = 0.0, 0, None
         for start in range(0, len(self.prompts), self.batch):
@@ -224,7 +229,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--drafters", nargs="*", default=names, metavar="NAME")
     parser.add_argument("--head", nargs="*", default=[], metavar="NAME=FOLDER")
     parser.add_argument(
-        "--k", nargs="+", type=int, default=[1, 2, 4, 6, 8], help="0: as the policy chooses"
+        "--k",
+        nargs="+",
+        type=int,
+        default=[1, 2, 4, 6, 8],
+        help="0: as the policy chooses, up to the largest of these",
     )
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.8])
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
@@ -268,7 +277,7 @@ def _workload(
     sampling = specjax.SamplingParams(
         temperature=temperature, max_tokens=options.new_tokens, ignore_eos=True, seed=0
     )
-    return Workload(target, prompts, batch, sampling)
+    return Workload(target, prompts, batch, sampling, max(*options.k, 1))
 
 
 if __name__ == "__main__":

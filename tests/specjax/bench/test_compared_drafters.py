@@ -12,7 +12,7 @@ from specjax.bench.drafters import Contender, Workload, compare, table
 def test_every_contender_and_k_has_a_row():
     target = tiny_llama(0)
     sampling = specjax.SamplingParams(temperature=0, max_tokens=12, seed=0, ignore_eos=True)
-    work = Workload(target, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], 2, sampling)
+    work = Workload(target, [[1, 2, 3], [4, 5, 6], [7, 8, 9]], 2, sampling, 2)
     contenders = {"n-gram": Contender("ngram", {}), "itself": Contender(target, {})}
     rows = compare(work, contenders, [2], rounds=2)
     assert [(row["drafter"], row["k"]) for row in rows] == [("n-gram", 2), ("itself", 2)]
