@@ -186,10 +186,7 @@ class Adapting:
         )
 
     def _can_learn(self, run: RunState) -> bool:
-        if run.faults.is_drafter_off:  # nothing will be learned for it
-            self._learner.let_go()
-            return False
-        return not self._is_off and run.has_windows
+        return not self._is_off and not run.faults.is_drafter_off and run.has_windows
 
     def is_due(self, run: RunState, step_s: float | None) -> bool:
         """Returns whether the drafter should learn before the next burst.
@@ -198,6 +195,8 @@ class Adapting:
           step_s: seconds of a step of the last burst; None before any.
         """
         self._idle_left = self._idle_steps
+        if run.faults.is_drafter_off:
+            self._learner.let_go()  # until `restart` brings other weights
         if not self._can_learn(run) or not run.kept_texts:
             return False
         if run.num_kept - self._num_learned_of < self._every_tokens:
