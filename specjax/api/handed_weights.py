@@ -142,9 +142,11 @@ class HandedWeights:
             or the version is none that these weights may have.
         """
         given = _arrays_of(params)
-        is_same = given is not None and version in (None, self.version)
-        # A drafter that none was given for may learn meanwhile, in a step of another thread.
-        is_same &= any(each.is_of(given, has_drafter=has_drafter) for each in self._used)
+        # A drafter for which no weights came may learn meanwhile, in a step of another thread.
+        is_same = given is not None and any(
+            each.is_of(given, has_drafter=has_drafter) for each in self._used
+        )
+        is_same = is_same and version in (None, self.version)
         # First, so that what is refused has changed nothing.
         version = self._version_of(version, is_same, increases)
         if has_drafter:

@@ -82,7 +82,7 @@ def figures_of(sums: Sums) -> Figures:
     )
 
 
-def survival(sums: Sums, ways: Iterable[tuple[str, float]]) -> tuple[float, ...]:
+def survival(sums: Sums, ways: Iterable[tuple[int, float]]) -> tuple[float, ...]:
     """Returns how likely a draft token and all before it are accepted, by draft token; () where
     that is not known.
 
@@ -97,7 +97,7 @@ def survival(sums: Sums, ways: Iterable[tuple[str, float]]) -> tuple[float, ...]
     return tuple(np.mean(known, axis=0)[:count].tolist()) if known else ()
 
 
-def _survival_by(told: Figures, rule: str, temperature: float) -> tuple[float, ...] | None:
+def _survival_by(told: Figures, rule: int, temperature: float) -> tuple[float, ...] | None:
     if temperature == 0 or rule == GREEDY:
         return told.greedy_survival
     if rule == SEEDED:
