@@ -249,6 +249,7 @@ class _Dialogues:
                 self._ask(index, None)
             # Another thread's step may have ended a turn that is still in `_running`.
             while loop.has_work or self._running or self._calls.has_work:
+                self._take_ended()
                 left = math.inf if deadline is None else deadline - time.perf_counter()
                 if left <= 0:
                     break
@@ -256,12 +257,12 @@ class _Dialogues:
                     self._take_answer(self._waiting.pop(answer.turn), answer)
                 if loop.has_work:
                     loop.step()
-                self._take_ended()
         finally:
             loop.pause()  # no row keeps a page, whatever happened
         for request, index in self._running.items():
             self._fill(index, request)
-        for index in self._waiting.values():
+        unanswered = [index for index in self._running.values() if self._table.is_answerable[index]]
+        for index in (*unanswered, *self._waiting.values()):
             self._table.finish_reasons[index] = UNFINISHED
 
     def _begin(self, index: int, request: Request) -> None:

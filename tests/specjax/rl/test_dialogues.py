@@ -440,6 +440,23 @@ def test_a_turn_that_another_threads_step_ended_is_answered(monkeypatch):
     assert_same(talk(own), wanted)
 
 
+def test_a_turn_that_ends_as_the_time_does_is_answered_later(monkeypatch):
+    own, wanted = build("plain"), talk(environment=answer_to_text)
+    pause = Loop.pause
+
+    def once_all_have_ended(loop):
+        while loop.has_work:
+            loop.step()  # as bursts in flight that are read back
+        return pause(loop)
+
+    monkeypatch.setattr(Loop, "pause", once_all_have_ended)
+    first = talk(own, environment=answer_to_text, time_budget_s=1e-9)
+    assert first.turns.counts.tolist() == [1] * 4
+    assert first.finish_reasons.tolist() == [UNFINISHED] * 4
+    rest = specjax.rollout_turns(own, target().params, first, answer_to_text, max_turns=3)
+    assert_same(rest, wanted)
+
+
 def answer_to_text(turn):
     """As `answer`, whatever the number of the prompt."""
     return Reply(token_ids=[30 + turn.token_ids[0] % 4], reward=1.0)
