@@ -110,10 +110,11 @@ def draw() -> str:
     boxes = {}
     for index, row in enumerate(rows):
         # Uneven rows lean aside, so that arrows past a room do not run behind it.
-        widths = [max(8.2 * len(_label(room)) + 26, 74) for room in row]
+        # Widths are integers: Python 3.12 adds floats up otherwise than 3.11.
+        widths = [max(round(8.2 * len(_label(room))) + 26, 74) for room in row]
         total = sum(widths) + GAP * (len(row) - 1)
         lean = (index % 3 - 1) * 110 if total < WIDTH / 2 else 0
-        x = WIDTH / 2 - total / 2 + lean
+        x = (WIDTH - total) // 2 + lean
         for room, width in zip(row, widths, strict=True):
             boxes[room] = (x, MARGIN + index * ROW, width)
             x += width + GAP
@@ -146,7 +147,7 @@ def _colour(room: str) -> str:
     return next(found, "#546e7a")
 
 
-def _box(room: str, x: float, y: float, width: float) -> str:
+def _box(room: str, x: int, y: int, width: int) -> str:
     return (
         f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{BOX_HEIGHT}" rx="6" '
         f'fill="{_colour(room)}"/><text x="{x + width / 2:.0f}" y="{y + 22:.0f}" fill="#fff" '
@@ -154,7 +155,7 @@ def _box(room: str, x: float, y: float, width: float) -> str:
     )
 
 
-def _arrow(start: tuple[float, float, float], end: tuple[float, float, float]) -> str:
+def _arrow(start: tuple[int, int, int], end: tuple[int, int, int]) -> str:
     x0, y0 = start[0] + start[2] / 2, start[1] + BOX_HEIGHT
     x1, y1 = end[0] + end[2] / 2, end[1] - 2
     bend = min((y1 - y0) / 2, 60)
